@@ -1,0 +1,126 @@
+//! The block device that a volume is to its client: what every front-end submits.
+//!
+//! A front-end is a [`Frontend`] session: bytes in, requests out; replies in, bytes out. It does
+//! no I/O of its own, so the target's shard drives sockets and sessions on one thread.
+
+use bytes::{Bytes, BytesMut};
+
+/// Names one request within its session; chosen by the session, given back with the reply.
+pub type Token = u64;
+
+/// Byte offsets and lengths; the target accepts any alignment of at least the logical block size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Operation {
+    Read {
+        offset: u64,
+        length: u32,
+    },
+    Write {
+        offset: u64,
+        data: Bytes,
+        fua: bool,
+    },
+    Flush,
+    Trim {
+        offset: u64,
+        length: u64,
+        fua: bool,
+    },
+    WriteZeroes {
+        offset: u64,
+        length: u64,
+        fua: bool,
+        no_hole: bool,
+    },
+    /// Which parts hold data and which are holes.
+    Status {
+        offset: u64,
+        length: u64,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    pub token: Token,
+    pub operation: Operation,
+}
+
+/// Why a request failed, in the words that every front-end maps to its own codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BlockError {
+    #[error("the request lies outside the volume")]
+    OutOfRange,
+    #[error("the request is not aligned to the logical block size")]
+    Misaligned,
+    #[error("no good copy of a block is left")]
+    Damaged,
+    #[error("fewer than CF in-sync replicas hold the volume (onQuorumLoss: fail)")]
+    NoQuorum,
+    #[error("every replica's pool is full (onFull: enospc)")]
+    NoSpace,
+    #[error("the volume is published read-only")]
+    ReadOnly,
+    #[error("the target is shutting down or was fenced by a newer epoch")]
+    Stopped,
+}
+
+/// A part of the answer to [`Operation::Status`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StatusExtent {
+    pub length: u64,
+    pub hole: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Payload {
+    /// Write, flush, trim, zero.
+    None,
+    /// Read: chunks in order whose lengths add up to the request's.
+    Data(Vec<Bytes>),
+    Status(Vec<StatusExtent>),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reply {
+    pub token: Token,
+    pub result: Result<Payload, BlockError>,
+}
+
+/// What a front-end shows of a volume.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    pub name: String,
+    pub size_bytes: u64,
+    /// 512 or 4096.
+    pub block_size: u32,
+    pub read_only: bool,
+}
+
+/// A protocol session of one client, without I/O.
+///
+/// The driver reads the socket into `input`, calls [`Frontend::receive`], submits the requests,
+/// and hands each reply to [`Frontend::complete`]; both push onto `output`, which the driver
+/// writes with one vectored write. Sessions bound their own memory: a session that has
+/// [`Frontend::wants_input`] false is not read from until replies have gone out.
+pub trait Frontend: Send {
+    /// Consumes what it can of `input` (the rest stays there). `Err` closes the connection after
+    /// `output` has been written.
+    fn receive(
+        &mut self,
+        input: &mut BytesMut,
+        requests: &mut Vec<Request>,
+        output: &mut Vec<Bytes>,
+    ) -> Result<(), Closed>;
+
+    fn complete(&mut self, reply: Reply, output: &mut Vec<Bytes>);
+
+    fn wants_input(&self) -> bool;
+
+    /// The volume was grown or its mode changed.
+    fn device_changed(&mut self, _info: &DeviceInfo) {}
+}
+
+/// The session ended; the text says why, for the log.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Closed(pub String);

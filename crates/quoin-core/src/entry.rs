@@ -1,0 +1,308 @@
+//! Entries of a volume's history: the unit of order, and what the log on disk is made of.
+
+use std::sync::Arc;
+
+use bytes::{BufMut, Bytes, BytesMut};
+
+use crate::codec::{Malformed, Reader, Writer};
+use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId};
+use crate::membership::{Durability, Member, REPLICAS_MAX};
+use crate::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX, crc32c};
+
+/// A running 64-bit checksum over all entry headers so far. Equal (epoch, LSN) must mean equal
+/// chain, on every replica of one volume (OneContent).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+pub struct Chain(pub u64);
+
+/// Who is in sync, and under which rules the entries from here on are counted.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct View {
+    pub in_sync: Vec<Member>,
+    pub rule: Rule,
+    /// The second rule while a membership change is joint.
+    pub joint: Option<Rule>,
+    pub durability: Durability,
+    /// This open may have lost acknowledged writes that were never flushed
+    /// (UnflushedTailMayBeLost); raised again until an epoch with IO has followed.
+    pub unflushed_tail_lost: bool,
+}
+
+/// One membership as entries are counted under it.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Rule {
+    pub membership_version: u64,
+    pub rf: u8,
+    pub cf: u8,
+    pub known: Vec<Member>,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum EntryKind {
+    Write,
+    /// Blocks become holes; storage may be freed.
+    Trim,
+    /// Blocks read as zeroes; `no_hole` asks to keep them allocated.
+    Zero {
+        no_hole: bool,
+    },
+    Snapshot {
+        id: SnapshotId,
+        /// Made for a rebuild or a transfer; no user sees it.
+        hidden: bool,
+    },
+    DeleteSnapshot {
+        id: SnapshotId,
+    },
+    Revert {
+        id: SnapshotId,
+    },
+    Resize {
+        blocks: u64,
+    },
+    View(Box<View>),
+}
+
+impl EntryKind {
+    /// The stable number of the kind, on the wire and on disk. 0 is never used.
+    pub fn code(&self) -> u8 {
+        match self {
+            EntryKind::Write => 1,
+            EntryKind::Trim => 2,
+            EntryKind::Zero { .. } => 3,
+            EntryKind::Snapshot { .. } => 4,
+            EntryKind::DeleteSnapshot { .. } => 5,
+            EntryKind::Revert { .. } => 6,
+            EntryKind::Resize { .. } => 7,
+            EntryKind::View(_) => 8,
+        }
+    }
+
+    /// What the kind carries beside LBA and length; empty for `Write` and `Trim`.
+    pub fn encode_payload(&self) -> Bytes {
+        let mut out = BytesMut::new();
+        match self {
+            EntryKind::Write | EntryKind::Trim => {}
+            EntryKind::Zero { no_hole } => out.put_flag(*no_hole),
+            EntryKind::Snapshot { id, hidden } => {
+                out.put_u128_le(id.0);
+                out.put_flag(*hidden);
+            }
+            EntryKind::DeleteSnapshot { id } | EntryKind::Revert { id } => out.put_u128_le(id.0),
+            EntryKind::Resize { blocks } => out.put_u64_le(*blocks),
+            EntryKind::View(view) => view.encode(&mut out),
+        }
+        out.freeze()
+    }
+
+    pub fn decode(code: u8, payload: Bytes) -> Result<Self, Malformed> {
+        let mut r = Reader::new(payload);
+        let snapshot = |r: &mut Reader| r.u128("snapshot id").map(SnapshotId);
+        let kind = match code {
+            1 => EntryKind::Write,
+            2 => EntryKind::Trim,
+            3 => EntryKind::Zero { no_hole: r.bool("no_hole flag")? },
+            4 => {
+                EntryKind::Snapshot { id: snapshot(&mut r)?, hidden: r.bool("hidden flag")? }
+            }
+            5 => EntryKind::DeleteSnapshot { id: snapshot(&mut r)? },
+            6 => EntryKind::Revert { id: snapshot(&mut r)? },
+            7 => {
+                let blocks = r.u64("resize")?;
+                if blocks == 0 || blocks > VOLUME_BLOCKS_MAX {
+                    return Err(Malformed("resize"));
+                }
+                EntryKind::Resize { blocks }
+            }
+            8 => EntryKind::View(Box::new(View::decode(&mut r)?)),
+            _ => return Err(Malformed("entry kind (from a newer version?)")),
+        };
+        r.end("entry payload")?;
+        Ok(kind)
+    }
+
+    /// Entries that a replica makes durable before it says Applied (R2).
+    pub fn is_durable_first(&self) -> bool {
+        !matches!(self, EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. })
+    }
+}
+
+pub(crate) fn encode_members(members: &[Member], out: &mut BytesMut) {
+    out.put_count(members.len());
+    for m in members {
+        out.put_u128_le(m.id.0);
+        out.put_u128_le(m.guid.0);
+    }
+}
+
+pub(crate) fn decode_members(r: &mut Reader) -> Result<Vec<Member>, Malformed> {
+    let n = r.count(32, "members")?;
+    if n > REPLICAS_MAX {
+        return Err(Malformed("members"));
+    }
+    (0..n)
+        .map(|_| {
+            Ok(Member { id: ReplicaId(r.u128("member")?), guid: ReplicaGuid(r.u128("member")?) })
+        })
+        .collect()
+}
+
+impl Rule {
+    fn encode(&self, out: &mut BytesMut) {
+        out.put_u64_le(self.membership_version);
+        out.put_u8(self.rf);
+        out.put_u8(self.cf);
+        encode_members(&self.known, out);
+    }
+
+    fn decode(r: &mut Reader) -> Result<Self, Malformed> {
+        let rule = Rule {
+            membership_version: r.u64("view rule")?,
+            rf: r.u8("view rule")?,
+            cf: r.u8("view rule")?,
+            known: decode_members(r)?,
+        };
+        if rule.rf == 0 || rule.cf == 0 || rule.cf > rule.rf || rule.known.len() > rule.rf.into() {
+            return Err(Malformed("view rule"));
+        }
+        Ok(rule)
+    }
+}
+
+impl View {
+    pub fn encode(&self, out: &mut BytesMut) {
+        encode_members(&self.in_sync, out);
+        self.rule.encode(out);
+        out.put_flag(self.joint.is_some());
+        if let Some(joint) = &self.joint {
+            joint.encode(out);
+        }
+        out.put_u8(match self.durability {
+            Durability::Cache => 0,
+            Durability::Media => 1,
+        });
+        out.put_flag(self.unflushed_tail_lost);
+    }
+
+    pub fn decode(r: &mut Reader) -> Result<Self, Malformed> {
+        Ok(View {
+            in_sync: decode_members(r)?,
+            rule: Rule::decode(r)?,
+            joint: if r.bool("joint flag")? { Some(Rule::decode(r)?) } else { None },
+            durability: match r.u8("durability")? {
+                0 => Durability::Cache,
+                1 => Durability::Media,
+                _ => return Err(Malformed("durability")),
+            },
+            unflushed_tail_lost: r.bool("view mark")?,
+        })
+    }
+}
+
+/// One entry. Shared between sends, the window and the log without copying: see [`SharedEntry`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Entry {
+    pub epoch: Epoch,
+    pub lsn: Lsn,
+    pub kind: EntryKind,
+    /// First internal block; 0 for kinds without a range.
+    pub lba: u64,
+    /// Length in internal blocks; 0 for kinds without a range.
+    pub blocks: u32,
+    /// CRC32C of each block of a `Write`; empty otherwise.
+    pub crcs: Vec<u32>,
+    /// Exactly `blocks * 4096` bytes for a `Write`; empty otherwise.
+    pub data: Bytes,
+    /// The history chain up to and including this entry.
+    pub chain: Chain,
+    /// Durable before Applied (a client's FUA).
+    pub fua: bool,
+}
+
+pub type SharedEntry = Arc<Entry>;
+
+impl Entry {
+    /// Builds the entry that follows `previous`, with its checksums and chain.
+    pub fn after(
+        previous: Chain,
+        position: Position,
+        kind: EntryKind,
+        lba: u64,
+        blocks: u32,
+        data: Bytes,
+        fua: bool,
+    ) -> Self {
+        let crcs = data.chunks_exact(BLOCK_SIZE).map(crc32c).collect();
+        let mut entry = Entry {
+            epoch: position.epoch,
+            lsn: position.lsn,
+            kind,
+            lba,
+            blocks,
+            crcs,
+            data,
+            chain: Chain(0),
+            fua,
+        };
+        entry.chain = entry.chain_after(previous);
+        entry
+    }
+
+    pub fn position(&self) -> Position {
+        Position { epoch: self.epoch, lsn: self.lsn }
+    }
+
+    /// The chain this entry must carry when it follows an entry with chain `previous`.
+    /// `fua` is no part of it: it says how to answer, not what happened.
+    pub fn chain_after(&self, previous: Chain) -> Chain {
+        let mut head = [0u8; 45];
+        head[..8].copy_from_slice(&previous.0.to_le_bytes());
+        head[8..16].copy_from_slice(&self.epoch.0.to_le_bytes());
+        head[16..24].copy_from_slice(&self.lsn.0.to_le_bytes());
+        head[24..32].copy_from_slice(&self.lba.to_le_bytes());
+        head[32..36].copy_from_slice(&self.blocks.to_le_bytes());
+        head[36] = self.kind.code();
+        let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
+        digest.update(&head);
+        for crc in &self.crcs {
+            digest.update(&crc.to_le_bytes());
+        }
+        if !matches!(self.kind, EntryKind::Write | EntryKind::Trim) {
+            digest.update(&self.kind.encode_payload());
+        }
+        Chain(digest.finalize())
+    }
+
+    /// Whether the ranges of the entry and of `[lba, lba + blocks)` meet.
+    pub fn overlaps(&self, lba: u64, blocks: u64) -> bool {
+        self.blocks > 0 && self.lba < lba + blocks && lba < self.lba + u64::from(self.blocks)
+    }
+
+    /// The shape every entry from a peer or a disk must have; checksums of data are separate.
+    pub fn check(&self) -> Result<(), Malformed> {
+        let (range_max, data_blocks) = match self.kind {
+            EntryKind::Write => (WRITE_BLOCKS_MAX, self.blocks as usize),
+            EntryKind::Trim | EntryKind::Zero { .. } => (HOLE_BLOCKS_MAX, 0),
+            _ => (0, 0),
+        };
+        if self.blocks > range_max || (range_max > 0 && self.blocks == 0) {
+            return Err(Malformed("entry length"));
+        }
+        if self.lba > VOLUME_BLOCKS_MAX || self.lba + u64::from(self.blocks) > VOLUME_BLOCKS_MAX {
+            return Err(Malformed("entry LBA"));
+        }
+        if self.data.len() != data_blocks * BLOCK_SIZE || self.crcs.len() != data_blocks {
+            return Err(Malformed("entry data"));
+        }
+        Ok(())
+    }
+
+    /// Whether the data still is what the checksums were made of.
+    pub fn data_is_good(&self) -> bool {
+        self.data.chunks_exact(BLOCK_SIZE).map(crc32c).eq(self.crcs.iter().copied())
+    }
+
+    /// Bytes it takes in a window or a frame, for limits.
+    pub fn weight(&self) -> usize {
+        self.data.len() + self.crcs.len() * 4 + 128
+    }
+}

@@ -1,0 +1,83 @@
+//! Identifiers and numbers of the protocol, each a type of its own.
+
+use std::fmt;
+
+macro_rules! id128 {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        pub struct $name(pub u128);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{:032x}", self.0)
+            }
+        }
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({:x})"), self.0)
+            }
+        }
+        impl std::str::FromStr for $name {
+            type Err = std::num::ParseIntError;
+            /// Accepts the 32 hex digits that `Display` writes; dashes are ignored.
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                u128::from_str_radix(&text.replace('-', ""), 16).map(Self)
+            }
+        }
+    };
+}
+
+macro_rules! number {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        pub struct $name(pub u64);
+
+        impl $name {
+            pub const ZERO: Self = Self(0);
+            #[must_use]
+            pub fn next(self) -> Self {
+                Self(self.0 + 1)
+            }
+        }
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}", self.0)
+            }
+        }
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "({})"), self.0)
+            }
+        }
+    };
+}
+
+id128!(/** A volume; means the same in every cluster. */ VolumeId);
+id128!(/** Which copy of a volume: survives re-creation and moves. */ ReplicaId);
+id128!(/** Which incarnation of a copy's data: new each time it is created. */ ReplicaGuid);
+id128!(/** A pool of one host. */ PoolId);
+id128!(/** A snapshot, visible or hidden. */ SnapshotId);
+id128!(/** A group of volumes (one crash-consistent unit). */ GroupId);
+id128!(/** One attempt of one target process to open a volume. Chosen at random. */ Incarnation);
+
+number!(/** Grows each time a target opens a volume for writing; the fencing token. */ Epoch);
+number!(/** Log sequence number: gapless per volume; 0 is "before the first entry". */ Lsn);
+
+/// Place in a volume's history: the epoch and LSN of the last entry, Views included.
+/// Compared lexicographically.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Debug)]
+pub struct Position {
+    pub epoch: Epoch,
+    pub lsn: Lsn,
+}
+
+/// What every frame of a session carries; a replica drops what is not its current session's.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+pub struct SessionKey {
+    pub epoch: Epoch,
+    pub incarnation: Incarnation,
+    /// Chosen by the target for each connection, never repeated within an incarnation.
+    pub nonce: u64,
+}

@@ -1,0 +1,40 @@
+//! Replication as pure state machines: no I/O, no clock, no threads, no async.
+//!
+//! [`target::Target`] is the one writer of a volume, [`replica::Replica`] one copy of it.
+//! Both are driven as `on(now, event, &mut actions)`: time and randomness are arguments, so
+//! the simulator and the real drivers run the very same code. The protocol is
+//! `docs/replication.md`; names here are its names.
+
+pub mod block;
+pub mod codec;
+pub mod entry;
+pub mod ids;
+pub mod membership;
+pub mod message;
+pub mod replica;
+pub mod target;
+pub mod time;
+
+pub use entry::{Chain, Entry, EntryKind, View};
+pub use ids::{
+    Epoch, GroupId, Incarnation, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, SessionKey,
+    SnapshotId, VolumeId,
+};
+pub use membership::{Durability, Member, Membership};
+pub use time::Time;
+
+/// The internal block: the unit of checksums, versions and placement.
+pub const BLOCK_SIZE: usize = 4096;
+/// `log2(BLOCK_SIZE)`.
+pub const BLOCK_SHIFT: u32 = 12;
+/// Largest `Write` entry (1 MiB); longer client requests become several entries.
+pub const WRITE_BLOCKS_MAX: u32 = 256;
+/// Largest `Trim` or `Zero` entry (1 GiB).
+pub const HOLE_BLOCKS_MAX: u32 = 1 << 18;
+/// Largest volume: 2^44 blocks are 64 PiB, so an LBA always fits 44 bits.
+pub const VOLUME_BLOCKS_MAX: u64 = 1 << 44;
+
+/// CRC32C (Castagnoli), the checksum of every block.
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}

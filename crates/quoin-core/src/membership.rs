@@ -1,0 +1,137 @@
+//! Who may count: the known list, its factors, and the arithmetic of quorums.
+
+use bytes::{BufMut, BytesMut};
+
+use crate::codec::{Malformed, Reader, Writer};
+use crate::entry::{decode_members, encode_members};
+use crate::ids::{ReplicaGuid, ReplicaId};
+
+/// One replica as the known list names it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Member {
+    pub id: ReplicaId,
+    pub guid: ReplicaGuid,
+}
+
+/// When a write is acknowledged: held by the operating systems of CF replicas, or on their media.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Durability {
+    #[default]
+    Cache,
+    Media,
+}
+
+/// The control plane's record of a volume's membership, changed only by compare-and-swap.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Membership {
+    pub version: u64,
+    /// Replication factor; `known.len() <= rf` always (KnownAtMostRF).
+    pub rf: u8,
+    /// Consistency factor: how many counted replicas an acknowledgement needs.
+    pub cf: u8,
+    /// Desired replication factor.
+    pub drf: u8,
+    pub known: Vec<Member>,
+    /// GUIDs that never come back (RetiredNeverBack); bounded by [`RETIRED_MAX`].
+    pub retired: Vec<ReplicaGuid>,
+    /// Set once every pool of the first known list has answered "created".
+    pub formed: bool,
+}
+
+/// Replicas of one volume at most.
+pub const REPLICAS_MAX: usize = 16;
+/// Retired GUIDs remembered per volume.
+pub const RETIRED_MAX: usize = 4096;
+
+/// floor(RF/2)+1, the default consistency factor (decision A36).
+pub fn default_cf(rf: u8) -> u8 {
+    rf / 2 + 1
+}
+
+/// How many known replicas an open needs: max(CF, RF-CF+1) (decision A37).
+pub fn open_quorum(rf: u8, cf: u8) -> u8 {
+    cf.max(rf - cf + 1)
+}
+
+impl Membership {
+    pub fn contains(&self, member: Member) -> bool {
+        self.known.contains(&member)
+    }
+
+    pub fn open_quorum(&self) -> usize {
+        usize::from(open_quorum(self.rf, self.cf))
+    }
+
+    pub fn encode(&self, out: &mut BytesMut) {
+        out.put_u64_le(self.version);
+        out.put_slice(&[self.rf, self.cf, self.drf]);
+        encode_members(&self.known, out);
+        out.put_count(self.retired.len());
+        for guid in &self.retired {
+            out.put_u128_le(guid.0);
+        }
+        out.put_flag(self.formed);
+    }
+
+    pub fn decode(r: &mut Reader) -> Result<Self, Malformed> {
+        let membership = Membership {
+            version: r.u64("membership")?,
+            rf: r.u8("membership")?,
+            cf: r.u8("membership")?,
+            drf: r.u8("membership")?,
+            known: decode_members(r)?,
+            retired: (0..r.count(16, "retired")?)
+                .map(|_| r.u128("retired").map(ReplicaGuid))
+                .collect::<Result<_, _>>()?,
+            formed: r.bool("formed flag")?,
+        };
+        membership.check().map_err(Malformed)?;
+        Ok(membership)
+    }
+
+    /// The rules every stored or received membership must satisfy; the error names the rule.
+    pub fn check(&self) -> Result<(), &'static str> {
+        if self.rf == 0 || usize::from(self.rf) > REPLICAS_MAX {
+            return Err("replication factor must be between 1 and 16");
+        }
+        if self.cf == 0 || self.cf > self.rf {
+            return Err("consistency factor must be between 1 and the replication factor");
+        }
+        if self.known.len() > usize::from(self.rf) {
+            return Err("more known replicas than the replication factor (KnownAtMostRF)");
+        }
+        if self.retired.len() > RETIRED_MAX {
+            return Err("too many retired replicas");
+        }
+        for (i, a) in self.known.iter().enumerate() {
+            if self.retired.contains(&a.guid) {
+                return Err("a retired replica is listed as known (RetiredNeverBack)");
+            }
+            if self.known[..i].iter().any(|b| a.id == b.id || a.guid == b.guid) {
+                return Err("a replica is listed twice");
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Proves SCALE-CF-01: the default CF for RF 1..5 is 1, 2, 2, 3, 3.
+    #[test]
+    fn default_consistency_factor_is_half_rounded_down_plus_one() {
+        assert_eq!([1, 2, 3, 4, 5].map(default_cf), [1, 2, 2, 3, 3]);
+    }
+
+    #[test]
+    fn an_open_quorum_meets_every_acknowledgement_quorum() {
+        for rf in 1..=16 {
+            for cf in 1..=rf {
+                let oq = open_quorum(rf, cf);
+                assert!(oq + cf > rf && oq >= cf && oq <= rf);
+            }
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! The data-plane messages between a target and one replica.
+//!
+//! They are plain values; `quoin-wire` gives them bytes. A replica handles the messages of one
+//! session strictly in order, so an `Append` sent before a `Read` is applied before it.
+
+use bytes::Bytes;
+
+use crate::entry::{Chain, SharedEntry, View};
+use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId};
+use crate::membership::Membership;
+
+/// The target's clock when it sent a message, echoed by the replica: only the target reads it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub struct Ping(pub u64);
+
+/// Names a request within its session.
+pub type RequestId = u64;
+
+/// Which state of the volume a read or an increment is about.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ReadView {
+    Live,
+    Snapshot(SnapshotId),
+    /// The replica's base: its state at [`OpenAck::base`] or later, pinned by the pull.
+    Base,
+}
+
+/// One stretch of blocks in an increment, a digest or a read.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Slot {
+    pub lba: u64,
+    /// Holes may span many blocks; data slots are one block.
+    pub blocks: u32,
+    /// The LSN of the entry that wrote (or trimmed) it. 0: never written.
+    pub version: Lsn,
+    pub content: Content,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Content {
+    Hole,
+    /// Exactly 4096 bytes whose CRC32C is `crc`.
+    Data {
+        crc: u32,
+        data: Bytes,
+    },
+    /// The replica knows that it has this version but its copy fails the checksum.
+    Bad,
+}
+
+/// One row of the epoch table: the last entry of an epoch that the replica holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct EpochEnd {
+    pub epoch: Epoch,
+    /// First and last LSN of the epoch in this replica's log.
+    pub first: Lsn,
+    pub last: Lsn,
+    /// Chain at `last`.
+    pub chain: Chain,
+}
+
+/// Epoch-table rows at most in an `OpenAck` (the newest ones).
+pub const EPOCH_TABLE_MAX: usize = 256;
+
+/// Snapshot as a replica holds it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SnapshotInfo {
+    pub id: SnapshotId,
+    pub lsn: Lsn,
+    pub hidden: bool,
+    /// Size of the volume then, in blocks.
+    pub blocks: u64,
+}
+
+/// Snapshots of one volume at most.
+pub const SNAPSHOTS_MAX: usize = 1024;
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum ToReplica {
+    /// First message of a session.
+    Open {
+        volume: VolumeId,
+        replica: ReplicaId,
+        guid: ReplicaGuid,
+        /// The membership the epoch was granted with; the replica keeps a durable copy.
+        membership: Membership,
+        lease_ms: u32,
+    },
+    /// Remove every entry after `keep`. Never executed below stable.
+    Truncate {
+        keep: Lsn,
+    },
+    Append {
+        entries: Vec<SharedEntry>,
+        stable: Lsn,
+        /// Sync at once (FUA, `durability: media`), without a `Sync` of its own.
+        sync: bool,
+        ping: Ping,
+    },
+    /// Make everything up to here durable and say so.
+    Sync {
+        lsn: Lsn,
+        ping: Ping,
+    },
+    /// Renew the lease, learn stable.
+    Ping {
+        stable: Lsn,
+        ping: Ping,
+    },
+    Read {
+        id: RequestId,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        /// Answer when applied ≥ this.
+        after: Lsn,
+        ping: Ping,
+    },
+    /// Log entries after `after`, at most about `bytes_max`.
+    Fetch {
+        id: RequestId,
+        after: Lsn,
+        bytes_max: u32,
+    },
+    /// Slots of `view` with `from < version`, from LBA `cursor` on.
+    Pull {
+        id: RequestId,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    },
+    /// Start (or, with the same `rebuild` id, resume) a shadow whose start is `from`.
+    IncrementBegin {
+        rebuild: u64,
+        from: Lsn,
+    },
+    IncrementFeed {
+        rebuild: u64,
+        slots: Vec<Slot>,
+        /// How far the shadow is complete within the view being fed: the next LBA.
+        cursor: u64,
+    },
+    /// What was fed since the last cut is the whole of this snapshot.
+    IncrementCut {
+        rebuild: u64,
+        snapshot: SnapshotInfo,
+    },
+    /// Verify, sync, and flip atomically to this state.
+    IncrementCommit {
+        rebuild: u64,
+        to: Box<IncrementEnd>,
+    },
+    /// Replace the bad copy of a block, only if the replica holds the same version.
+    Repair {
+        lba: u64,
+        version: Lsn,
+        crc: u32,
+        data: Bytes,
+    },
+    /// Everything is durable: end the session cleanly.
+    Close,
+}
+
+/// The state that an increment ends in: all that a replica knows beside its blocks.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct IncrementEnd {
+    pub position: Position,
+    pub chain: Chain,
+    pub epoch_table: Vec<EpochEnd>,
+    pub last_view: Option<(Lsn, View)>,
+    pub volume_blocks: u64,
+    /// Snapshots that exist at `position`; others the receiver held are dropped.
+    pub snapshots: Vec<SnapshotInfo>,
+}
+
+/// What a replica says of itself when a target opens it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct OpenAck {
+    pub position: Position,
+    pub chain: Chain,
+    pub epoch_table: Vec<EpochEnd>,
+    pub stable: Lsn,
+    pub durable: Lsn,
+    /// The map is folded up to here; the log holds everything after.
+    pub base: Lsn,
+    pub last_view: Option<(Lsn, View)>,
+    pub continuous: bool,
+    pub membership_version: u64,
+    pub quorum: bool,
+    pub damaged: bool,
+    pub volume_blocks: u64,
+    pub snapshots: Vec<SnapshotInfo>,
+    /// A shadow left by an interrupted rebuild: its id, its start, and the next LBA.
+    pub shadow: Option<(u64, Lsn, u64)>,
+}
+
+/// Why a replica turned a session away or ended it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Failure {
+    #[error("a newer epoch was promised")]
+    Fenced,
+    #[error("no such replica here (wrong volume, replica id or GUID)")]
+    Unknown,
+    #[error("the GUID is retired")]
+    Retired,
+    #[error("the pool is full")]
+    Full,
+    #[error("the disk failed")]
+    Io,
+    #[error("the log is damaged")]
+    Damaged,
+    #[error("the message breaks the protocol")]
+    Protocol,
+    #[error("the pool is shutting down")]
+    Stopping,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum FromReplica {
+    OpenAck(Box<OpenAck>),
+    Refuse {
+        promised: Epoch,
+        failure: Failure,
+    },
+    Truncated {
+        position: Position,
+        chain: Chain,
+    },
+    /// Cumulative: everything ≤ `applied` is in the kernel, everything ≤ `durable` on media.
+    Applied {
+        applied: Lsn,
+        durable: Lsn,
+        ping: Ping,
+    },
+    Data {
+        id: RequestId,
+        /// The replica's applied LSN when it read.
+        at: Lsn,
+        slots: Vec<Slot>,
+        ping: Ping,
+    },
+    Fetched {
+        id: RequestId,
+        entries: Vec<SharedEntry>,
+        /// The log does not reach back to `after`: use an increment.
+        gone: bool,
+    },
+    Pulled {
+        id: RequestId,
+        slots: Vec<Slot>,
+        /// The next LBA to pull from; `None` at the end of the view.
+        cursor: Option<u64>,
+        /// With the last chunk of [`ReadView::Base`] or a snapshot: its state.
+        end: Option<Box<IncrementEnd>>,
+        /// The view does not exist here (any more).
+        gone: bool,
+    },
+    /// The shadow is durable up to here (credit for the sender).
+    IncrementFed {
+        rebuild: u64,
+        cursor: u64,
+    },
+    IncrementDone {
+        rebuild: u64,
+        position: Position,
+    },
+    Repaired {
+        lba: u64,
+        version: Lsn,
+        done: bool,
+    },
+    Closed,
+    /// The session is over; the replica may be opened again.
+    Failed(Failure),
+}

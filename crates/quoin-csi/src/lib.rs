@@ -1,0 +1,1 @@
+//! quoin-csi
