@@ -39,7 +39,7 @@ pub struct Slot {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Content {
     Hole,
-    /// Exactly 4096 bytes whose CRC32C is `crc`.
+    /// Exactly 4096 bytes whose CRC32C is `crc`; no bytes where none were wanted.
     Data {
         crc: u32,
         data: Bytes,
@@ -86,9 +86,13 @@ pub enum ToReplica {
         membership: Membership,
         lease_ms: u32,
     },
-    /// Remove every entry after `keep`. Never executed below stable.
+    /// Remove every entry after `keep`. Never executed below stable. Always the first message
+    /// after the `OpenAck` of a replica that is going to be fed, also where nothing is removed.
     Truncate {
         keep: Lsn,
+        /// The target's last LSN when this session began: a View above it makes the replica
+        /// continuous, an older one met while catching up does not.
+        tip: Lsn,
     },
     Append {
         entries: Vec<SharedEntry>,
@@ -114,6 +118,9 @@ pub enum ToReplica {
         blocks: u32,
         /// Answer when applied ≥ this.
         after: Lsn,
+        /// False: `Content::Data` comes with its checksum but without its bytes (block status,
+        /// comparison of copies).
+        want_data: bool,
         ping: Ping,
     },
     /// Log entries after `after`, at most about `bytes_max`.

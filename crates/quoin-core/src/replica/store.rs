@@ -107,7 +107,8 @@ pub trait ReplicaStore {
     fn snapshots(&self) -> Vec<SnapshotInfo>;
 
     /// Appends entries that follow `state().position` without a gap; their chains must continue
-    /// `state().chain`. One call is one batch on disk.
+    /// `state().chain`. One call is one batch on disk. Snapshot, DeleteSnapshot (of an unknown
+    /// id: nothing to do), Revert and Resize take effect here.
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError>;
     /// Removes all entries after `keep`; `keep` below stable is refused with `Rule`.
     /// Durable with the next requested sync.
@@ -158,7 +159,7 @@ pub trait ReplicaStore {
     /// First half: everything of the shadow is written and waits for a sync.
     fn increment_prepare(&mut self, rebuild: u64, end: &IncrementEnd) -> Result<(), StoreError>;
     /// After that sync: flips, atomically and durably with the next sync. The log is empty then,
-    /// position, stable and base are `end.position`.
+    /// position, stable and base are `end.position`. Snapshots that `end` does not list are gone.
     fn increment_flip(&mut self, rebuild: u64) -> Result<(), StoreError>;
 
     /// Replaces a bad copy; `Ok(false)` if the live slot no longer has this version.

@@ -71,6 +71,12 @@ pub enum TargetEvent {
     Submit(Request),
     /// The control plane grew the volume.
     Resize { blocks: u64 },
+    /// Replicas that are to replace known ones with the same ReplicaId (their data is gone).
+    /// The whole list each time it changes.
+    Candidates(Vec<Member>),
+    /// Answer to [`TargetAction::SwapMembership`]: the membership as the record now has it
+    /// (swapped or not is read from it), or `None` where the outcome is unknown.
+    Swapped { version: u64, membership: Option<Membership> },
     Timer,
     /// Drain, sync, close.
     Shutdown,
@@ -82,6 +88,9 @@ pub enum TargetAction {
     AcquireEpoch { incarnation: Incarnation, at_least: Epoch },
     /// Make a connection to this replica for this session.
     Connect { member: Member, session: SessionKey },
+    /// Compare-and-swap of the membership `version` -> `next` (`next.version` = `version` + 1),
+    /// valid only while the record has `epoch`.
+    SwapMembership { epoch: Epoch, version: u64, next: Membership },
     Disconnect { session: SessionKey },
     Send { session: SessionKey, message: ToReplica },
     Reply(Reply),
