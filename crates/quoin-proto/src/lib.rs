@@ -6,3 +6,14 @@
 pub mod control {
     tonic::include_proto!("quoin.control.v1");
 }
+
+/// The Container Storage Interface: 1.8 and what later editions added (see `csi.proto`).
+pub mod csi {
+    tonic::include_proto!("csi.v1");
+
+    // The `Debug` of messages that carry secrets or mount flags: their name only.
+    include!(concat!(env!("OUT_DIR"), "/csi.v1.redacted.rs"));
+
+    /// The `.proto` source, for clients in other languages to generate their stubs from.
+    pub const PROTO: &str = include_str!("../proto/csi.proto");
+}
