@@ -101,9 +101,7 @@ impl EntryKind {
             1 => EntryKind::Write,
             2 => EntryKind::Trim,
             3 => EntryKind::Zero { no_hole: r.bool("no_hole flag")? },
-            4 => {
-                EntryKind::Snapshot { id: snapshot(&mut r)?, hidden: r.bool("hidden flag")? }
-            }
+            4 => EntryKind::Snapshot { id: snapshot(&mut r)?, hidden: r.bool("hidden flag")? },
             5 => EntryKind::DeleteSnapshot { id: snapshot(&mut r)? },
             6 => EntryKind::Revert { id: snapshot(&mut r)? },
             7 => {

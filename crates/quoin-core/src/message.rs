@@ -102,15 +102,9 @@ pub enum ToReplica {
         ping: Ping,
     },
     /// Make everything up to here durable and say so.
-    Sync {
-        lsn: Lsn,
-        ping: Ping,
-    },
+    Sync { lsn: Lsn, ping: Ping },
     /// Renew the lease, learn stable.
-    Ping {
-        stable: Lsn,
-        ping: Ping,
-    },
+    Ping { stable: Lsn, ping: Ping },
     Read {
         id: RequestId,
         view: ReadView,
@@ -124,24 +118,11 @@ pub enum ToReplica {
         ping: Ping,
     },
     /// Log entries after `after`, at most about `bytes_max`.
-    Fetch {
-        id: RequestId,
-        after: Lsn,
-        bytes_max: u32,
-    },
+    Fetch { id: RequestId, after: Lsn, bytes_max: u32 },
     /// Slots of `view` with `from < version`, from LBA `cursor` on.
-    Pull {
-        id: RequestId,
-        view: ReadView,
-        from: Lsn,
-        cursor: u64,
-        bytes_max: u32,
-    },
+    Pull { id: RequestId, view: ReadView, from: Lsn, cursor: u64, bytes_max: u32 },
     /// Start (or, with the same `rebuild` id, resume) a shadow whose start is `from`.
-    IncrementBegin {
-        rebuild: u64,
-        from: Lsn,
-    },
+    IncrementBegin { rebuild: u64, from: Lsn },
     IncrementFeed {
         rebuild: u64,
         slots: Vec<Slot>,
@@ -149,22 +130,11 @@ pub enum ToReplica {
         cursor: u64,
     },
     /// What was fed since the last cut is the whole of this snapshot.
-    IncrementCut {
-        rebuild: u64,
-        snapshot: SnapshotInfo,
-    },
+    IncrementCut { rebuild: u64, snapshot: SnapshotInfo },
     /// Verify, sync, and flip atomically to this state.
-    IncrementCommit {
-        rebuild: u64,
-        to: Box<IncrementEnd>,
-    },
+    IncrementCommit { rebuild: u64, to: Box<IncrementEnd> },
     /// Replace the bad copy of a block, only if the replica holds the same version.
-    Repair {
-        lba: u64,
-        version: Lsn,
-        crc: u32,
-        data: Bytes,
-    },
+    Repair { lba: u64, version: Lsn, crc: u32, data: Bytes },
     /// Everything is durable: end the session cleanly.
     Close,
 }

@@ -1,20 +1,41 @@
 //! One copy of a volume: promises, leases, strict order, durability (R1 to R4).
+//!
+//! A [`Replica`] never answers for data that its store does not hold: `Applied` is sent after
+//! `ReplicaStore::append` returned, `durable` after a sync that began later, `OpenAck` after the
+//! promise is on media and every lease of another incarnation has run out by this host's clock.
+//! The driver calls [`Replica::on`] for each event and [`Replica::flush`] after each batch of
+//! events: acknowledgements are cumulative, one a batch.
 
+mod session;
 pub mod store;
 
 use crate::ids::SessionKey;
-use crate::message::{FromReplica, ToReplica};
-use store::{StoreError, SyncTicket};
+use crate::membership::RETIRED_MAX;
+use crate::message::{Failure, FromReplica, OpenAck, ToReplica};
+use crate::time::Time;
+use crate::{Durability, Epoch, Incarnation, Lsn};
+use session::{PendingOpen, Session};
+use std::time::Duration;
+use store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 
 /// A transport connection, named by the driver.
 pub type ConnectionId = u64;
 
 #[derive(Clone, Debug)]
 pub enum ReplicaEvent {
-    Message { connection: ConnectionId, session: SessionKey, message: ToReplica },
-    Disconnected { connection: ConnectionId },
+    Message {
+        connection: ConnectionId,
+        session: SessionKey,
+        message: ToReplica,
+    },
+    Disconnected {
+        connection: ConnectionId,
+    },
     /// A sync that covers `ticket` ended. A failed sync is never retried for truth.
-    Synced { ticket: SyncTicket, result: Result<(), StoreError> },
+    Synced {
+        ticket: SyncTicket,
+        result: Result<(), StoreError>,
+    },
     Timer,
     /// The pool is going down: say so to the target and take nothing more.
     Shutdown,
@@ -22,23 +43,421 @@ pub enum ReplicaEvent {
 
 #[derive(Clone, PartialEq, Debug)]
 pub enum ReplicaAction {
-    Send { connection: ConnectionId, session: SessionKey, message: FromReplica },
+    Send {
+        connection: ConnectionId,
+        session: SessionKey,
+        message: FromReplica,
+    },
     /// End the connection after what was sent before.
-    Disconnect { connection: ConnectionId },
+    Disconnect {
+        connection: ConnectionId,
+    },
     /// Call `on(Timer)` then; replaces any earlier timer, `None` cancels it.
-    Timer { at: Option<crate::Time> },
+    Timer {
+        at: Option<crate::Time>,
+    },
     Note(ReplicaNote),
 }
 
 /// What an operator wants to know; drivers turn notes into events, logs and metrics.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum ReplicaNote {
-    Opened { session: SessionKey },
+    Opened {
+        session: SessionKey,
+    },
     Closed,
     Damaged(&'static str),
     DiskFailed(StoreError),
     Full,
-    Rebuilt { position: crate::Position },
+    Rebuilt {
+        position: crate::Position,
+    },
     /// A peer sent what an invariant forbids; the session was ended. Names the invariant.
     InvariantRefused(&'static str),
+}
+
+/// Clocks of two hosts may run apart by this share; leases are shortened at the target and
+/// lengthened at the replica by it (1/20).
+pub const CLOCK_SKEW_DIVISOR: u32 = 20;
+
+/// How long a replica holds a granted lease: `lease_ms` and the share for skewed clocks.
+pub fn granted_lease(lease_ms: u32) -> Duration {
+    let lease = Duration::from_millis(lease_ms.into());
+    lease + lease / CLOCK_SKEW_DIVISOR
+}
+
+/// The lease that keeps a newer incarnation's `OpenAck` back.
+#[derive(Clone, Copy, Debug)]
+struct Lease {
+    /// `None` after a restart: whoever it was, it is waited out.
+    holder: Option<(Epoch, Incarnation)>,
+    until: Time,
+}
+
+pub struct Replica {
+    boot: BootCookie,
+    /// Everything it ever applied is still there (module docs of `docs/replication.md`).
+    continuous: bool,
+    /// A write or sync failed: nothing is promised or acknowledged until the pool is reopened.
+    failed: Option<StoreError>,
+    lease: Option<Lease>,
+    pending: Option<PendingOpen>,
+    session: Option<Session>,
+    timer: Option<Time>,
+}
+
+impl Replica {
+    /// `boot` is the present boot of this host and device. The pool must have synced once since
+    /// it was opened, so that errors nobody saw have surfaced.
+    pub fn new(now: Time, boot: BootCookie, store: &dyn ReplicaStore) -> Self {
+        let meta = store.meta();
+        let media = matches!(
+            store.state().last_view,
+            Some((_, ref view)) if view.durability == Durability::Media
+        );
+        let fresh = store.state().position.lsn == Lsn::ZERO && meta.promised == Epoch::ZERO;
+        let kept = if meta.session_open { meta.cookie == boot } else { meta.closed_continuous };
+        Self {
+            boot,
+            continuous: fresh || kept || media,
+            failed: None,
+            lease: meta
+                .session_open
+                .then(|| Lease { holder: None, until: now + granted_lease(meta.lease_ms) }),
+            pending: None,
+            session: None,
+            timer: None,
+        }
+    }
+
+    /// Whether a target has it open now.
+    pub fn is_open(&self) -> bool {
+        self.session.is_some()
+    }
+
+    pub fn is_continuous(&self) -> bool {
+        self.continuous
+    }
+
+    /// The LSN known to be on media, while a session is open.
+    pub fn durable(&self) -> Option<Lsn> {
+        self.session.as_ref().map(|s| s.durable)
+    }
+
+    pub fn on(
+        &mut self,
+        now: Time,
+        event: ReplicaEvent,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        match event {
+            ReplicaEvent::Message { connection, session, message } => {
+                self.on_message(now, connection, session, message, store, actions);
+            }
+            ReplicaEvent::Disconnected { connection } => self.forget(connection, store),
+            ReplicaEvent::Synced { ticket, result } => {
+                self.on_synced(now, ticket, result, store, actions);
+            }
+            ReplicaEvent::Timer => {
+                self.timer = None;
+                self.answer_open(now, store, actions);
+            }
+            ReplicaEvent::Shutdown => self.end_all(Failure::Stopping, store, actions),
+        }
+    }
+
+    /// Sends the acknowledgement that the events since the last call add up to.
+    pub fn flush(&mut self, actions: &mut Vec<ReplicaAction>) {
+        if let Some(session) = &mut self.session {
+            session.acknowledge(actions);
+        }
+    }
+
+    fn on_message(
+        &mut self,
+        now: Time,
+        connection: ConnectionId,
+        key: SessionKey,
+        message: ToReplica,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        if let ToReplica::Open { .. } = message {
+            return self.on_open(now, connection, key, message, store, actions);
+        }
+        let Some(session) = &mut self.session else { return };
+        if session.connection != connection || session.key != key {
+            return;
+        }
+        session.renew(now, &mut self.lease);
+        let outcome = session.on_message(message, self.boot, &mut self.continuous, store, actions);
+        match outcome {
+            Ok(session::Next::Stay) => {}
+            Ok(session::Next::Closed) => {
+                self.session = None;
+                self.lease = None;
+                actions.push(ReplicaAction::Note(ReplicaNote::Closed));
+            }
+            Err(failure) => self.fail(failure, store, actions),
+        }
+    }
+
+    /// R1: the promise is the write fence from here on; the answer waits for media and leases.
+    fn on_open(
+        &mut self,
+        now: Time,
+        connection: ConnectionId,
+        key: SessionKey,
+        message: ToReplica,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let ToReplica::Open { volume, replica, guid, membership, lease_ms } = message else {
+            return;
+        };
+        let refuse = |failure: Failure, promised: Epoch, actions: &mut Vec<ReplicaAction>| {
+            let message = FromReplica::Refuse { promised, failure };
+            actions.push(ReplicaAction::Send { connection, session: key, message });
+            actions.push(ReplicaAction::Disconnect { connection });
+        };
+        let identity = store.identity();
+        let meta = store.meta();
+        if identity.volume != volume || identity.replica != replica || identity.guid != guid {
+            return refuse(Failure::Unknown, Epoch::ZERO, actions);
+        }
+        if membership.retired.contains(&guid) || meta.membership.retired.contains(&guid) {
+            return refuse(Failure::Retired, Epoch::ZERO, actions);
+        }
+        if self.failed.is_some() {
+            return refuse(Failure::Io, Epoch::ZERO, actions);
+        }
+        if membership.check().is_err() || !(500..=30_000).contains(&lease_ms) {
+            return refuse(Failure::Protocol, Epoch::ZERO, actions);
+        }
+        let promised = (meta.promised, meta.promised_incarnation);
+        if key.epoch < promised.0 || (key.epoch == promised.0 && key.incarnation != promised.1) {
+            return refuse(Failure::Fenced, promised.0, actions);
+        }
+        // Connections are not ordered among each other: an older session's Open may come late.
+        let newest = self.pending.as_ref().map(|p| p.key).or(self.session.as_ref().map(|s| s.key));
+        if newest.is_some_and(|n| {
+            n.epoch == key.epoch && n.incarnation == key.incarnation && n.nonce >= key.nonce
+        }) {
+            return actions.push(ReplicaAction::Disconnect { connection });
+        }
+        let fresh = promised.0 == Epoch::ZERO;
+        let mut next = ReplicaMeta {
+            promised: key.epoch,
+            promised_incarnation: key.incarnation,
+            session_open: true,
+            lease_ms: if meta.session_open { meta.lease_ms.max(lease_ms) } else { lease_ms },
+            cookie: if self.continuous { self.boot } else { BootCookie::default() },
+            closed_continuous: false,
+            ..meta.clone()
+        };
+        if membership.version > meta.membership.version || (fresh && meta.membership.rf == 0) {
+            let mut retired = membership.retired.clone();
+            retired.extend(&meta.membership.retired);
+            retired.sort_unstable();
+            retired.dedup();
+            retired.truncate(RETIRED_MAX);
+            next.membership = crate::Membership { retired, ..membership };
+        }
+        assert!(next.promised >= meta.promised, "PromiseMonotone");
+        assert!(next.membership.version >= meta.membership.version, "MembershipMonotone");
+        self.end_others(connection, store, actions);
+        if let Err(error) = store.put_meta(next) {
+            return self.disk_failed(error, store, actions);
+        }
+        let ticket = store.request_sync();
+        let expected = store.state().position.lsn;
+        self.pending =
+            Some(PendingOpen { connection, key, lease_ms, ticket, synced_to: None, expected });
+        self.answer_open(now, store, actions);
+    }
+
+    /// Answers the pending open once its promise is on media and other leases ran out.
+    fn answer_open(
+        &mut self,
+        now: Time,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let Some(pending) = &self.pending else { return };
+        let Some(durable) = pending.synced_to else { return };
+        let holder = (pending.key.epoch, pending.key.incarnation);
+        if let Some(lease) = self.lease
+            && lease.holder != Some(holder)
+            && now < lease.until
+        {
+            if self.timer != Some(lease.until) {
+                self.timer = Some(lease.until);
+                actions.push(ReplicaAction::Timer { at: self.timer });
+            }
+            return;
+        }
+        let pending = self.pending.take().expect("checked above");
+        self.lease = Some(Lease { holder: Some(holder), until: now });
+        let state = store.state();
+        let meta = store.meta();
+        let view_version = state.last_view.as_ref().map_or(0, |v| v.1.rule.membership_version);
+        let ack = OpenAck {
+            position: state.position,
+            chain: state.chain,
+            epoch_table: store.epoch_table(),
+            stable: state.stable,
+            durable,
+            base: state.base,
+            last_view: state.last_view,
+            continuous: self.continuous,
+            membership_version: meta.membership.version.max(view_version),
+            quorum: meta.quorum,
+            damaged: meta.damaged,
+            volume_blocks: state.volume_blocks,
+            snapshots: store.snapshots(),
+            shadow: store.shadow(),
+        };
+        let session = Session::new(&pending, durable);
+        session.renew(now, &mut self.lease);
+        actions.push(ReplicaAction::Send {
+            connection: pending.connection,
+            session: pending.key,
+            message: FromReplica::OpenAck(Box::new(ack)),
+        });
+        actions.push(ReplicaAction::Note(ReplicaNote::Opened { session: pending.key }));
+        self.session = Some(session);
+    }
+
+    fn on_synced(
+        &mut self,
+        now: Time,
+        ticket: SyncTicket,
+        result: Result<(), StoreError>,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        if let Err(error) = result {
+            return self.disk_failed(error, store, actions);
+        }
+        if let Some(pending) = &mut self.pending {
+            pending.on_synced(ticket);
+            self.answer_open(now, store, actions);
+        }
+        let Some(session) = &mut self.session else { return };
+        match session.on_synced(ticket, store, actions) {
+            Ok(session::Next::Stay) => {}
+            Ok(session::Next::Closed) => {
+                self.session = None;
+                self.lease = None;
+                actions.push(ReplicaAction::Note(ReplicaNote::Closed));
+            }
+            Err(failure) => self.fail(failure, store, actions),
+        }
+    }
+
+    /// A failed write or sync: what the kernel dropped is unknown, so nothing is continuous any
+    /// more and nothing is answered until the pool has been reopened from media.
+    fn disk_failed(
+        &mut self,
+        error: StoreError,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        self.continuous = false;
+        self.failed = Some(error);
+        let meta = ReplicaMeta { cookie: BootCookie::default(), ..store.meta().clone() };
+        // The disk may refuse this too; a later boot cookie or the reopened pool decides then.
+        let _ = store.put_meta(meta);
+        actions.push(ReplicaAction::Note(ReplicaNote::DiskFailed(error)));
+        self.end_all(Failure::Io, store, actions);
+    }
+
+    /// Ends the session for a reason that the target is told.
+    fn fail(
+        &mut self,
+        failure: session::Fault,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        match failure {
+            session::Fault::Store(StoreError::Full) => {
+                actions.push(ReplicaAction::Note(ReplicaNote::Full));
+                self.end_all(Failure::Full, store, actions);
+            }
+            session::Fault::Store(StoreError::Damaged(what)) => {
+                self.damaged(what, store, actions);
+            }
+            session::Fault::Store(error) => self.disk_failed(error, store, actions),
+            session::Fault::BelowStable => self.damaged("StableNeverCut", store, actions),
+            session::Fault::Protocol(what) => {
+                actions.push(ReplicaAction::Note(ReplicaNote::InvariantRefused(what)));
+                self.end_all(Failure::Protocol, store, actions);
+            }
+        }
+    }
+
+    fn damaged(
+        &mut self,
+        what: &'static str,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let meta = ReplicaMeta { damaged: true, ..store.meta().clone() };
+        if store.put_meta(meta).is_ok() {
+            store.request_sync();
+        }
+        actions.push(ReplicaAction::Note(ReplicaNote::Damaged(what)));
+        self.end_all(Failure::Damaged, store, actions);
+    }
+
+    fn end_all(
+        &mut self,
+        failure: Failure,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        if let Some(session) = self.session.take() {
+            store.unpin(session.key.nonce);
+            let message = FromReplica::Failed(failure);
+            let (connection, session) = (session.connection, session.key);
+            actions.push(ReplicaAction::Send { connection, session, message });
+            actions.push(ReplicaAction::Disconnect { connection });
+        }
+        if let Some(pending) = self.pending.take() {
+            let message = FromReplica::Failed(failure);
+            let connection = pending.connection;
+            actions.push(ReplicaAction::Send { connection, session: pending.key, message });
+            actions.push(ReplicaAction::Disconnect { connection });
+        }
+    }
+
+    /// A newer open ends older sessions; the leases they were given live on.
+    fn end_others(
+        &mut self,
+        keep: ConnectionId,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let ended = [
+            self.session.take().map(|s| (s.connection, s.key.nonce)),
+            self.pending.take().map(|p| (p.connection, p.key.nonce)),
+        ];
+        for (connection, nonce) in ended.into_iter().flatten() {
+            store.unpin(nonce);
+            if connection != keep {
+                actions.push(ReplicaAction::Disconnect { connection });
+            }
+        }
+    }
+
+    fn forget(&mut self, connection: ConnectionId, store: &mut dyn ReplicaStore) {
+        if self.session.as_ref().is_some_and(|s| s.connection == connection) {
+            let session = self.session.take().expect("checked above");
+            store.unpin(session.key.nonce);
+        }
+        if self.pending.as_ref().is_some_and(|p| p.connection == connection) {
+            self.pending = None;
+        }
+    }
 }

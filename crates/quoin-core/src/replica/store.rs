@@ -118,12 +118,14 @@ pub trait ReplicaStore {
     fn request_sync(&mut self) -> SyncTicket;
 
     /// Slots covering exactly `[lba, lba + blocks)` in order. A block that fails its checksum is
-    /// [`crate::message::Content::Bad`], never an error and never wrong bytes.
+    /// [`crate::message::Content::Bad`], never an error and never wrong bytes. Without
+    /// `want_data` the blocks themselves are not read and data slots come with empty bytes.
     fn read(
         &mut self,
         view: ReadView,
         lba: u64,
         blocks: u32,
+        want_data: bool,
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError>;
 

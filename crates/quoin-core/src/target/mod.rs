@@ -58,25 +58,45 @@ pub enum ReadMode {
 #[derive(Clone, Debug)]
 pub enum TargetEvent {
     /// Answer to [`TargetAction::AcquireEpoch`].
-    Granted { incarnation: Incarnation, epoch: Epoch, membership: Membership },
+    Granted {
+        incarnation: Incarnation,
+        epoch: Epoch,
+        membership: Membership,
+    },
     /// The record names another owner, or the volume is gone: this target stops.
-    NotOwner { incarnation: Incarnation },
+    NotOwner {
+        incarnation: Incarnation,
+    },
     /// No answer or a passing failure: asked again after a pause, under a new incarnation.
-    GrantFailed { incarnation: Incarnation },
-    Connected { session: SessionKey },
+    GrantFailed {
+        incarnation: Incarnation,
+    },
+    Connected {
+        session: SessionKey,
+    },
     /// The transport ended, or could not be made.
-    Disconnected { session: SessionKey },
-    Message { session: SessionKey, message: FromReplica },
+    Disconnected {
+        session: SessionKey,
+    },
+    Message {
+        session: SessionKey,
+        message: FromReplica,
+    },
     /// `request.token` is unique among those not yet replied to.
     Submit(Request),
     /// The control plane grew the volume.
-    Resize { blocks: u64 },
+    Resize {
+        blocks: u64,
+    },
     /// Replicas that are to replace known ones with the same ReplicaId (their data is gone).
     /// The whole list each time it changes.
     Candidates(Vec<Member>),
     /// Answer to [`TargetAction::SwapMembership`]: the membership as the record now has it
     /// (swapped or not is read from it), or `None` where the outcome is unknown.
-    Swapped { version: u64, membership: Option<Membership> },
+    Swapped {
+        version: u64,
+        membership: Option<Membership>,
+    },
     Timer,
     /// Drain, sync, close.
     Shutdown,
@@ -85,17 +105,34 @@ pub enum TargetEvent {
 #[derive(Clone, PartialEq, Debug)]
 pub enum TargetAction {
     /// One compare-and-swap: epoch := max(record, `at_least`) + 1 while this target is owner.
-    AcquireEpoch { incarnation: Incarnation, at_least: Epoch },
+    AcquireEpoch {
+        incarnation: Incarnation,
+        at_least: Epoch,
+    },
     /// Make a connection to this replica for this session.
-    Connect { member: Member, session: SessionKey },
+    Connect {
+        member: Member,
+        session: SessionKey,
+    },
     /// Compare-and-swap of the membership `version` -> `next` (`next.version` = `version` + 1),
     /// valid only while the record has `epoch`.
-    SwapMembership { epoch: Epoch, version: u64, next: Membership },
-    Disconnect { session: SessionKey },
-    Send { session: SessionKey, message: ToReplica },
+    SwapMembership {
+        epoch: Epoch,
+        version: u64,
+        next: Membership,
+    },
+    Disconnect {
+        session: SessionKey,
+    },
+    Send {
+        session: SessionKey,
+        message: ToReplica,
+    },
     Reply(Reply),
     /// Call `on(Timer)` then; replaces any earlier timer, `None` cancels it.
-    Timer { at: Option<Time> },
+    Timer {
+        at: Option<Time>,
+    },
     Note(TargetNote),
     /// Nothing more will come: shut down cleanly, or fenced (see the last note).
     Stopped,
@@ -104,22 +141,51 @@ pub enum TargetAction {
 /// What an operator wants to know; drivers turn notes into events, status and metrics.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum TargetNote {
-    Opening { epoch: Epoch },
+    Opening {
+        epoch: Epoch,
+    },
     /// IO is served from here on.
-    Serving { epoch: Epoch, at: Position },
+    Serving {
+        epoch: Epoch,
+        at: Position,
+    },
     /// What the open or the IO waits for, in words; empty when it goes on.
     Waiting(String),
     UnflushedTailMayBeLost,
-    InSync { members: Vec<Member> },
-    Dropped { member: Member, reason: &'static str },
-    Rebuilding { member: Member, done_bytes: u64, total_bytes: u64 },
-    Rebuilt { member: Member },
+    InSync {
+        members: Vec<Member>,
+    },
+    Dropped {
+        member: Member,
+        reason: &'static str,
+    },
+    Rebuilding {
+        member: Member,
+        done_bytes: u64,
+        total_bytes: u64,
+    },
+    Rebuilt {
+        member: Member,
+    },
     /// A bad copy was found at this LBA, and whether it was repaired from another replica.
-    BadBlock { member: Member, lba: u64, repaired: bool },
-    BlockLost { lba: u64 },
-    Fenced { by: Epoch },
-    ControlPlaneBehind { durable_version: u64 },
+    BadBlock {
+        member: Member,
+        lba: u64,
+        repaired: bool,
+    },
+    BlockLost {
+        lba: u64,
+    },
+    Fenced {
+        by: Epoch,
+    },
+    ControlPlaneBehind {
+        durable_version: u64,
+    },
     /// A replica said what an invariant forbids; it was shut out. Names the invariant.
-    InvariantRefused { member: Member, invariant: &'static str },
+    InvariantRefused {
+        member: Member,
+        invariant: &'static str,
+    },
     Stopped,
 }
