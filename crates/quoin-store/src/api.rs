@@ -1,0 +1,96 @@
+//! What a driver does with a pool, whatever it is made of: the real [`crate::Pool`] or the
+//! model ([`crate::model::ModelPool`]). Replicas themselves are used through [`ReplicaStore`].
+
+use quoin_core::ReplicaGuid;
+use quoin_core::replica::store::{
+    BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
+};
+
+/// A pool of replicas as its one driver thread sees it.
+///
+/// **Syncing.** After each round of events the driver asks [`ReplicaPool::sync_wanted`]; with a
+/// ticket it has the disk synced on another thread (one sync at a time) and reports the result
+/// with [`ReplicaPool::sync_finished`]; then every replica gets `Synced` with that ticket, which
+/// covers all smaller ones. **A failed sync ends the pool**: every later write is refused, and
+/// the driver opens the pool anew from its media.
+///
+/// **Background work** (checkpoints, clean-up, scrub) is done in steps by
+/// [`ReplicaPool::background`], whenever the driver is idle and whenever
+/// [`ReplicaPool::background_due`] says that it cannot wait.
+pub trait ReplicaPool {
+    type Handle<'a>: ReplicaStore
+    where
+        Self: 'a;
+
+    /// GUIDs of all replicas, in ascending order.
+    fn replicas(&self) -> Vec<ReplicaGuid>;
+    fn replica(&mut self, guid: ReplicaGuid) -> Option<Self::Handle<'_>>;
+
+    /// Makes an empty replica of `blocks` blocks; durable with the next requested sync. The GUID
+    /// must be new to this pool: one that was deleted here never comes back.
+    fn create(
+        &mut self,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+    ) -> Result<(), StoreError>;
+    /// Removes a replica, retires its GUID and frees its space; durable with the next requested
+    /// sync. Has room even in a full pool. `Ok(false)`: there is none.
+    fn delete(&mut self, guid: ReplicaGuid) -> Result<bool, StoreError>;
+    /// Whether a replica with this GUID was deleted here.
+    fn is_retired(&self, guid: ReplicaGuid) -> bool;
+
+    /// A ticket for what was created or deleted.
+    fn request_sync(&mut self) -> SyncTicket;
+    /// The sync to begin now, if one is wanted and none is under way.
+    fn sync_wanted(&mut self) -> Option<SyncTicket>;
+    fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>);
+
+    /// Does about `budget_bytes` of background work; true if there is more to do.
+    fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError>;
+    fn background_due(&self) -> Due;
+
+    /// Under which boot and device this pool was opened.
+    fn cookie(&self) -> BootCookie;
+}
+
+/// How urgent background work is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Due {
+    /// Nothing to do.
+    Idle,
+    /// When there is time.
+    Relaxed,
+    /// Between clients' requests: space or recovery time is getting short.
+    Soon,
+    /// Before the clients' next writes, which will be refused otherwise.
+    Urgent,
+}
+
+/// The tickets of one pool: what was asked for, what is under way.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tickets {
+    requested: u64,
+    begun: u64,
+    under_way: bool,
+}
+
+impl Tickets {
+    pub fn request(&mut self) -> SyncTicket {
+        self.requested += 1;
+        SyncTicket(self.requested)
+    }
+
+    pub fn begin(&mut self) -> Option<SyncTicket> {
+        if self.under_way || self.begun == self.requested {
+            return None;
+        }
+        self.under_way = true;
+        self.begun = self.requested;
+        Some(SyncTicket(self.begun))
+    }
+
+    pub fn finish(&mut self) {
+        self.under_way = false;
+    }
+}

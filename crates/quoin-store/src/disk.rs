@@ -1,0 +1,39 @@
+//! The store's whole world: one preallocated file or block device.
+//!
+//! Everything the store reads or writes goes through [`Disk`], which is synchronous and has no
+//! clock, so a simulated disk makes the store deterministic. Offsets and lengths are multiples
+//! of [`BLOCK_SIZE`](quoin_core::BLOCK_SIZE) unless said otherwise.
+
+use std::io::IoSlice;
+
+use quoin_core::replica::store::{BootCookie, IoFault};
+
+/// Makes all writes that returned before the call durable. Runs on another thread than the disk.
+pub type Syncer = Box<dyn FnMut() -> Result<(), IoFault> + Send>;
+
+pub trait Disk: Send {
+    /// Size in bytes, a multiple of the block size; fixed while the disk is open.
+    fn size(&self) -> u64;
+
+    /// Fills `buffer` or fails.
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault>;
+
+    /// Writes all of `parts`, one after the other. When it returns the kernel holds the bytes.
+    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault>;
+
+    /// Makes all writes that returned durable. Blocks; drivers use [`Disk::syncer`].
+    fn sync(&self) -> Result<(), IoFault>;
+
+    /// A handle that syncs from another thread.
+    fn syncer(&self) -> Syncer;
+
+    /// Starts writing the range out without waiting and without any promise.
+    fn write_out(&self, offset: u64, length: u64);
+
+    /// The range is not needed any more: gives its space back where the disk can. What it reads
+    /// as afterwards is not defined; failures are of no consequence.
+    fn discard(&self, offset: u64, length: u64);
+
+    /// Stays equal exactly as long as everything written is still there without a sync.
+    fn cookie(&self) -> BootCookie;
+}

@@ -1,0 +1,95 @@
+//! What a history's entries leave behind beside blocks: position, chain, epochs, Views, size.
+//!
+//! A [`Head`] is a value; the store keeps one for what is folded and one for what is applied,
+//! so that cutting the log back is "start again from the folded one".
+
+use quoin_core::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, SnapshotInfo};
+use quoin_core::{Chain, EntryKind, Lsn, Position, View};
+
+/// The state of a history after one of its entries, blocks aside.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Head {
+    pub position: Position,
+    pub chain: Chain,
+    pub last_view: Option<(Lsn, View)>,
+    pub volume_blocks: u64,
+    /// Oldest first, bounded by [`EPOCH_TABLE_MAX`].
+    pub epoch_table: Vec<EpochEnd>,
+}
+
+impl Head {
+    /// Moves on to the entry at `position`.
+    pub fn apply(&mut self, position: Position, chain: Chain, kind: &EntryKind) {
+        self.advance(position, chain);
+        match kind {
+            EntryKind::Resize { blocks } => self.volume_blocks = *blocks,
+            EntryKind::View(view) => self.last_view = Some((position.lsn, (**view).clone())),
+            _ => {}
+        }
+    }
+
+    /// [`Head::apply`] for kinds that change nothing but the position.
+    pub fn advance(&mut self, position: Position, chain: Chain) {
+        self.position = position;
+        self.chain = chain;
+        match self.epoch_table.last_mut() {
+            Some(row) if row.epoch == position.epoch => {
+                row.last = position.lsn;
+                row.chain = chain;
+            }
+            _ => {
+                if self.epoch_table.len() == EPOCH_TABLE_MAX {
+                    self.epoch_table.remove(0);
+                }
+                self.epoch_table.push(EpochEnd {
+                    epoch: position.epoch,
+                    first: position.lsn,
+                    last: position.lsn,
+                    chain,
+                });
+            }
+        }
+    }
+
+    pub fn from_end(end: &IncrementEnd) -> Self {
+        let table = &end.epoch_table;
+        Head {
+            position: end.position,
+            chain: end.chain,
+            last_view: end.last_view.clone(),
+            volume_blocks: end.volume_blocks,
+            epoch_table: table[table.len().saturating_sub(EPOCH_TABLE_MAX)..].to_vec(),
+        }
+    }
+
+    /// The end of an increment to this state; `snapshots` are those that exist now.
+    pub fn increment_end(&self, snapshots: impl Iterator<Item = SnapshotInfo>) -> IncrementEnd {
+        IncrementEnd {
+            position: self.position,
+            chain: self.chain,
+            epoch_table: self.epoch_table.clone(),
+            last_view: self.last_view.clone(),
+            volume_blocks: self.volume_blocks,
+            snapshots: snapshots.filter(|s| s.lsn <= self.position.lsn).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quoin_core::Epoch;
+
+    #[test]
+    fn the_epoch_table_keeps_the_newest_epochs_with_their_first_and_last_lsn() {
+        let mut head = Head::default();
+        for i in 1..=1000u64 {
+            let position = Position { epoch: Epoch(1 + i / 3), lsn: Lsn(i) };
+            head.advance(position, Chain(i));
+        }
+        assert_eq!(head.epoch_table.len(), EPOCH_TABLE_MAX);
+        let last = head.epoch_table.last().expect("a full table");
+        assert_eq!((last.epoch, last.first, last.last), (Epoch(334), Lsn(999), Lsn(1000)));
+        assert!(head.epoch_table.windows(2).all(|w| w[0].last.next() == w[1].first));
+    }
+}

@@ -1,0 +1,261 @@
+//! A disk in memory that can lose its power: for tests and for the simulator.
+//!
+//! Unsynced 512-byte sectors are remembered with what is on the media; a power cut lets the
+//! caller choose, sector by sector, which of the unsynced writes reached it. That covers lost,
+//! torn (at 512 bytes) and reordered writes. Clones share the disk, as two descriptors would.
+
+use std::collections::BTreeMap;
+use std::io::IoSlice;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use quoin_core::BLOCK_SIZE;
+use quoin_core::replica::store::{BootCookie, IoFault};
+
+use crate::disk::{Disk, Syncer};
+
+/// The unit that a disk writes atomically.
+pub const SECTOR_SIZE: usize = 512;
+const SECTORS: usize = BLOCK_SIZE / SECTOR_SIZE;
+const EIO: i32 = 5;
+
+type Block = Box<[u8; BLOCK_SIZE]>;
+
+#[derive(Default)]
+struct State {
+    /// What reads return; absent blocks are zeroes.
+    cached: BTreeMap<u64, Block>,
+    /// For each block with unsynced writes: the media's content and which sectors differ.
+    unsynced: BTreeMap<u64, (Option<Block>, u8)>,
+    boot: u128,
+    writes: u64,
+    /// Fail every write (and sync) after this many writes.
+    fail_after: Option<u64>,
+    /// The next syncs fail, and what they would have made durable is lost with the next cut.
+    fail_syncs: bool,
+}
+
+#[derive(Clone)]
+pub struct MemoryDisk {
+    size: u64,
+    state: Arc<Mutex<State>>,
+}
+
+impl MemoryDisk {
+    /// An empty disk of `size` bytes, a multiple of the block size.
+    pub fn new(size: u64) -> Self {
+        assert!(size.is_multiple_of(BLOCK_SIZE as u64), "the size is a multiple of the block size");
+        let state = State { boot: 1, ..State::default() };
+        Self { size, state: Arc::new(Mutex::new(state)) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Power is lost and comes back: `survives` is asked once for each unsynced sector, in
+    /// order of offset, whether its last write reached the media.
+    pub fn power_cut(&self, mut survives: impl FnMut() -> bool) {
+        let mut state = self.state();
+        let unsynced = std::mem::take(&mut state.unsynced);
+        for (number, (media, sectors)) in unsynced {
+            let zero = Box::new([0u8; BLOCK_SIZE]);
+            let mut block = media.unwrap_or(zero);
+            let cached = state.cached.remove(&number);
+            for sector in (0..SECTORS).filter(|s| sectors & (1 << s) != 0) {
+                if survives() {
+                    let range = sector * SECTOR_SIZE..(sector + 1) * SECTOR_SIZE;
+                    match &cached {
+                        Some(cached) => block[range.clone()].copy_from_slice(&cached[range]),
+                        None => block[range].fill(0),
+                    }
+                }
+            }
+            state.cached.insert(number, block);
+        }
+        state.boot += 1;
+        state.fail_after = None;
+        state.fail_syncs = false;
+    }
+
+    /// The writing process died, the system did not: everything written is still there.
+    pub fn process_crash(&self) {
+        self.state().fail_after = None;
+    }
+
+    /// Fails every write after the next `writes` ones; `None` mends the disk.
+    pub fn fail_after(&self, writes: Option<u64>) {
+        let mut state = self.state();
+        state.fail_after = writes.map(|n| state.writes + n);
+    }
+
+    /// Makes syncs fail from now on; a power cut mends the disk.
+    pub fn fail_syncs(&self) {
+        self.state().fail_syncs = true;
+    }
+
+    /// Number of write calls so far.
+    pub fn writes(&self) -> u64 {
+        self.state().writes
+    }
+
+    /// Flips bits of one byte on the media: rot.
+    pub fn rot(&self, offset: u64, mask: u8) {
+        let mut state = self.state();
+        let block = state
+            .cached
+            .entry(offset / BLOCK_SIZE as u64)
+            .or_insert_with(|| Box::new([0; BLOCK_SIZE]));
+        block[offset as usize % BLOCK_SIZE] ^= mask;
+    }
+
+    /// A copy of the whole disk at rest, as a process crash would leave it.
+    pub fn fork(&self) -> Self {
+        let state = self.state();
+        let copy = State {
+            cached: state.cached.clone(),
+            unsynced: state.unsynced.clone(),
+            boot: state.boot,
+            writes: state.writes,
+            ..State::default()
+        };
+        Self { size: self.size, state: Arc::new(Mutex::new(copy)) }
+    }
+
+    /// Numbers of the blocks that were ever written, in order.
+    pub fn written_blocks(&self) -> Vec<u64> {
+        self.state().cached.keys().copied().collect()
+    }
+
+    /// Bytes that are backed by memory: what a sparse file would take.
+    pub fn allocated_bytes(&self) -> u64 {
+        self.state().cached.len() as u64 * BLOCK_SIZE as u64
+    }
+
+    fn check(&self, operation: &'static str, offset: u64, length: usize) -> Result<(), IoFault> {
+        let aligned = offset.is_multiple_of(BLOCK_SIZE as u64) && length.is_multiple_of(BLOCK_SIZE);
+        let inside = offset.checked_add(length as u64).is_some_and(|end| end <= self.size);
+        if aligned && inside { Ok(()) } else { Err(IoFault { operation, offset, errno: 22 }) }
+    }
+}
+
+impl Disk for MemoryDisk {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.check("read", offset, buffer.len())?;
+        let state = self.state();
+        for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
+            match state.cached.get(&number) {
+                Some(block) => chunk.copy_from_slice(&block[..]),
+                None => chunk.fill(0),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        let total: usize = parts.iter().map(|p| p.len()).sum();
+        self.check("write", offset, total)?;
+        let mut state = self.state();
+        if state.fail_after.is_some_and(|limit| state.writes >= limit) {
+            return Err(IoFault { operation: "write", offset, errno: EIO });
+        }
+        state.writes += 1;
+        let mut bytes = parts.iter().flat_map(|p| p.chunks(SECTOR_SIZE));
+        let first = offset / BLOCK_SIZE as u64;
+        for number in first..first + (total / BLOCK_SIZE) as u64 {
+            let old = state.cached.get(&number).cloned();
+            let mut block = old.clone().unwrap_or_else(|| Box::new([0; BLOCK_SIZE]));
+            let mut changed = 0u8;
+            for (i, sector) in block.chunks_mut(SECTOR_SIZE).enumerate() {
+                let new = bytes.next().expect("parts are whole sectors");
+                if sector != new {
+                    changed |= 1 << i;
+                    sector.copy_from_slice(new);
+                }
+            }
+            if changed != 0 {
+                state.unsynced.entry(number).or_insert((old, 0)).1 |= changed;
+            }
+            state.cached.insert(number, block);
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<(), IoFault> {
+        let mut state = self.state();
+        let failing = state.fail_syncs || state.fail_after.is_some_and(|n| state.writes >= n);
+        if failing {
+            return Err(IoFault { operation: "sync", offset: 0, errno: EIO });
+        }
+        state.unsynced.clear();
+        Ok(())
+    }
+
+    fn syncer(&self) -> Syncer {
+        let disk = self.clone();
+        Box::new(move || disk.sync())
+    }
+
+    fn write_out(&self, _offset: u64, _length: u64) {}
+
+    fn discard(&self, offset: u64, length: u64) {
+        let mut state = self.state();
+        let blocks = offset / BLOCK_SIZE as u64..(offset + length) / BLOCK_SIZE as u64;
+        for number in blocks {
+            state.cached.remove(&number);
+            state.unsynced.remove(&number);
+        }
+    }
+
+    fn cookie(&self) -> BootCookie {
+        BootCookie(self.state().boot)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(byte: u8) -> Vec<u8> {
+        vec![byte; BLOCK_SIZE]
+    }
+
+    fn read(disk: &MemoryDisk, number: u64) -> Vec<u8> {
+        let mut buffer = block(0xff);
+        disk.read_at(number * BLOCK_SIZE as u64, &mut buffer).expect("inside the disk");
+        buffer
+    }
+
+    #[test]
+    fn a_power_cut_keeps_what_was_synced_and_tears_the_rest_by_sectors() {
+        let disk = MemoryDisk::new(1 << 20);
+        disk.write_at(0, &[IoSlice::new(&block(1))]).expect("a write");
+        disk.sync().expect("a sync");
+        disk.write_at(0, &[IoSlice::new(&block(2))]).expect("a write");
+        disk.write_at(4096, &[IoSlice::new(&block(3))]).expect("a write");
+        assert_eq!(read(&disk, 0), block(2));
+        let mut n = 0;
+        disk.power_cut(|| {
+            n += 1;
+            n <= 3
+        });
+        let torn = read(&disk, 0);
+        assert!(torn[..1536].iter().all(|b| *b == 2) && torn[1536..].iter().all(|b| *b == 1));
+        assert_eq!(read(&disk, 1), block(0));
+    }
+
+    #[test]
+    fn a_disk_that_fails_says_so_and_changes_nothing() {
+        let disk = MemoryDisk::new(1 << 20);
+        disk.fail_after(Some(1));
+        disk.write_at(0, &[IoSlice::new(&block(1))]).expect("one write is granted");
+        assert_eq!(disk.write_at(0, &[IoSlice::new(&block(2))]).unwrap_err().errno, EIO);
+        assert!(disk.sync().is_err());
+        assert_eq!(read(&disk, 0), block(1));
+        assert_eq!(disk.write_at(1, &[IoSlice::new(&block(2))]).unwrap_err().errno, 22);
+        assert!(disk.write_at(1 << 20, &[IoSlice::new(&block(2))]).is_err());
+    }
+}
