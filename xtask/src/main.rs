@@ -1,1 +1,69 @@
-fn main() {}
+//! The project's own commands: `cargo xtask demo | test | bench | sim | trace | lint`.
+//!
+//! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
+//! known to only one of them. The work lives one module a command: [`demo`], [`test`],
+//! [`trace`], [`lint`]; [`house`] holds the rules on the tree itself, [`run`] starts programs,
+//! [`packages`] installs what a Debian machine lacks.
+
+mod demo;
+mod house;
+mod lint;
+mod packages;
+mod run;
+mod test;
+mod trace;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Quoin's own build, test and demo commands")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Build Quoin, install what it needs and show a replicated volume outliving its parts.
+    Demo(demo::Options),
+    /// Unit, property, simulator and real-process tests, each part with a time budget.
+    Test(test::Options),
+    /// Measure Quoin beside the floor (arguments go to `quoin bench`).
+    #[command(disable_help_flag = true)]
+    Bench {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// The deterministic simulator (arguments go to `quoin-sim`), as in `sim --seeds 1000`.
+    #[command(disable_help_flag = true)]
+    Sim {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// Which requirements of docs/requirements.csv a test names, and which are open.
+    Trace(trace::Options),
+    /// Format, clippy, dependency direction and the other rules of the tree.
+    Lint(lint::Options),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().command {
+        Command::Demo(options) => demo::run(options),
+        Command::Test(options) => test::run(&options),
+        Command::Bench { arguments } => run::release_binary("quoin", "quoin").and_then(|quoin| {
+            run::replace_with(&quoin, ["bench".into()].into_iter().chain(arguments))
+        }),
+        Command::Sim { arguments } => run::release_binary("quoin-sim", "quoin-sim")
+            .and_then(|simulator| run::replace_with(&simulator, arguments)),
+        Command::Trace(options) => trace::run(&options),
+        Command::Lint(options) => lint::run(&options),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

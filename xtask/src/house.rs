@@ -1,0 +1,201 @@
+//! The rules of the tree that no compiler checks: which crate may use which, how long a file
+//! may be, and that nothing unfinished is called finished.
+
+use crate::run::{self, workspace_root};
+use crate::trace::collect_files;
+use anyhow::{Context, Result, bail};
+use std::path::Path;
+
+/// The crates from the bottom up. A crate may use those of lower layers only, so a cycle or
+/// a step upwards (storage that knows CSI, a core that knows sockets) cannot creep in.
+const LAYERS: [&[&str]; 9] = [
+    &["quoin-core", "quoin-proto", "quoin-console"],
+    &["quoin-wire", "quoin-store"],
+    &["quoin-identity"],
+    &["quoin-frontend"],
+    &["quoin-control"],
+    &["quoin-target", "quoin-pool", "quoin-node"],
+    &["quoin-csi"],
+    &["quoin-sim", "quoin-bench"],
+    &["quoin"],
+];
+
+/// Crates whose whole list of Quoin crates is fixed, tighter than their layer says.
+const EXACT: [(&str, &[&str]); 6] = [
+    ("quoin-core", &[]),
+    ("quoin-proto", &[]),
+    ("quoin-console", &[]),
+    // The simulator's word counts because nothing but the real core and store is under it.
+    ("quoin-sim", &["quoin-core", "quoin-store", "quoin-wire"]),
+    ("quoin-store", &["quoin-core"]),
+    ("xtask", &[]),
+];
+
+/// What the core may use of crates.io: nothing that does I/O, keeps time or starts threads.
+const CORE_LIBRARIES: [&str; 3] = ["bytes", "crc-fast", "thiserror"];
+
+/// Doors to the outside that the core must not open.
+const CORE_DOORS: [&str; 9] = [
+    "std::fs",
+    "std::net",
+    "std::thread",
+    "std::process",
+    "std::env",
+    "Instant::now",
+    "SystemTime",
+    "async fn",
+    "rand::",
+];
+
+const LINES_PER_FILE_MAX: usize = 700;
+
+/// Marks of unfinished work; spelled in halves so that this file passes its own check.
+const UNFINISHED: [&str; 6] = [
+    concat!("TO", "DO"),
+    concat!("FIX", "ME"),
+    concat!("XX", "X:"),
+    concat!("to", "do!("),
+    concat!("unimpl", "emented!("),
+    concat!("#[ig", "nore"),
+];
+
+/// Every rule of this module; all violations in one error.
+pub fn check() -> Result<()> {
+    let mut violations = dependency_violations()?;
+    violations.extend(core_violations()?);
+    violations.extend(file_violations()?);
+    if !violations.is_empty() {
+        bail!("rules of the tree are broken:\n  {}", violations.join("\n  "));
+    }
+    Ok(())
+}
+
+fn dependency_violations() -> Result<Vec<String>> {
+    let metadata = run::metadata()?;
+    let packages = metadata["packages"].as_array().context("cargo metadata lists no packages")?;
+    let mut violations = Vec::new();
+    for package in packages {
+        let name = package["name"].as_str().unwrap_or_default();
+        // Tests may use anything; what is shipped may not.
+        let shipped: Vec<&str> = package["dependencies"]
+            .as_array()
+            .map(Vec::as_slice)
+            .unwrap_or_default()
+            .iter()
+            .filter(|dependency| dependency["kind"].is_null())
+            .filter_map(|dependency| dependency["name"].as_str())
+            .collect();
+        violations.extend(violations_of(name, &shipped));
+    }
+    Ok(violations)
+}
+
+fn violations_of(name: &str, uses: &[&str]) -> Vec<String> {
+    let layer_of = |name: &str| LAYERS.iter().position(|layer| layer.contains(&name));
+    let own_layer = layer_of(name);
+    if own_layer.is_none() && name != "xtask" {
+        return vec![format!("{name} has no layer: give it one in xtask/src/house.rs")];
+    }
+    let mut violations = Vec::new();
+    for used in uses.iter().filter(|used| used.starts_with("quoin")) {
+        let points_down = match (own_layer, layer_of(used)) {
+            (Some(own), Some(other)) => other < own,
+            _ => false,
+        };
+        if !points_down {
+            violations.push(format!("{name} uses {used}, which does not lie below it"));
+        }
+        if let Some((_, allowed)) = EXACT.iter().find(|(exact, _)| exact == &name)
+            && !allowed.contains(used)
+        {
+            violations.push(format!("{name} uses {used}; it may use {allowed:?} only"));
+        }
+    }
+    if name == "quoin-core" {
+        for used in uses.iter().filter(|used| !CORE_LIBRARIES.contains(used)) {
+            violations.push(format!("quoin-core uses {used}; it may use {CORE_LIBRARIES:?} only"));
+        }
+    }
+    violations
+}
+
+/// The core's own source, tests left out, opens no door to the outside.
+fn core_violations() -> Result<Vec<String>> {
+    let mut files = Vec::new();
+    collect_files(&workspace_root().join("crates/quoin-core/src"), &mut files)?;
+    let mut violations = Vec::new();
+    for path in files {
+        let is_test = path.components().any(|part| {
+            let part = part.as_os_str().to_string_lossy();
+            part == "tests" || part.ends_with("tests.rs") || part.ends_with("test.rs")
+        });
+        if is_test {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path)?;
+        let shipped = text.split("#[cfg(test)]").next().unwrap_or_default();
+        for (index, line) in shipped.lines().enumerate() {
+            let code = line.split("//").next().unwrap_or_default();
+            for door in CORE_DOORS.iter().filter(|door| code.contains(**door)) {
+                violations.push(format!("{}: the core uses {door}", place(&path, index + 1)));
+            }
+        }
+    }
+    Ok(violations)
+}
+
+fn file_violations() -> Result<Vec<String>> {
+    let root = workspace_root();
+    let mut files = Vec::new();
+    for directory in ["crates", "xtask", "tests"] {
+        collect_files(&root.join(directory), &mut files)?;
+    }
+    let mut violations = Vec::new();
+    for path in files {
+        let text = std::fs::read_to_string(&path)?;
+        let lines = text.lines().count();
+        if lines > LINES_PER_FILE_MAX {
+            violations.push(format!(
+                "{} has {lines} lines (at most {LINES_PER_FILE_MAX}): which two ideas does it hold?",
+                place(&path, 1)
+            ));
+        }
+        for (index, line) in text.lines().enumerate() {
+            for mark in UNFINISHED.iter().filter(|mark| line.contains(**mark)) {
+                violations.push(format!("{}: `{mark}`", place(&path, index + 1)));
+            }
+        }
+    }
+    Ok(violations)
+}
+
+fn place(path: &Path, line: usize) -> String {
+    let shown = path.strip_prefix(workspace_root()).unwrap_or(path);
+    format!("{}:{line}", shown.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dependencies_between_the_crates_point_down_only() {
+        assert_eq!(dependency_violations().unwrap(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_core_opens_no_door_to_the_outside() {
+        assert_eq!(core_violations().unwrap(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_step_upwards_a_stranger_and_a_library_in_the_core_are_each_found() {
+        let found = |name, uses: &[&str]| violations_of(name, uses).join("; ");
+        assert!(found("quoin-store", &["quoin-csi"]).contains("does not lie below"));
+        assert!(found("quoin-pool", &["quoin-target"]).contains("does not lie below"));
+        assert!(found("quoin-sim", &["quoin-pool"]).contains("may use"));
+        assert!(found("quoin-core", &["tokio"]).contains("quoin-core uses tokio"));
+        assert!(found("quoin-novel", &[]).contains("no layer"));
+        assert!(found("quoin-target", &["quoin-core", "quoin-wire", "tokio"]).is_empty());
+    }
+}

@@ -1,0 +1,79 @@
+//! What the tests and the demo need of the machine beside Rust and a C linker.
+
+use anyhow::Result;
+use std::path::Path;
+use std::process::Command;
+
+/// A program and the Debian package that brings it.
+pub struct Need {
+    pub program: &'static str,
+    pub package: &'static str,
+    /// What goes without it, for the message when it cannot be installed.
+    pub purpose: &'static str,
+}
+
+pub const EXT4: Need =
+    Need { program: "mkfs.ext4", package: "e2fsprogs", purpose: "ext4 file systems" };
+pub const XFS: Need =
+    Need { program: "mkfs.xfs", package: "xfsprogs", purpose: "xfs file systems" };
+pub const FUSE: Need = Need { program: "fusermount3", package: "fuse3", purpose: "attaching" };
+pub const FIO: Need = Need { program: "fio", package: "fio", purpose: "foreign NBD load" };
+pub const NBD: Need =
+    Need { program: "nbdinfo", package: "libnbd-bin", purpose: "foreign NBD clients" };
+pub const QEMU: Need =
+    Need { program: "qemu-img", package: "qemu-utils", purpose: "QEMU as an NBD client" };
+pub const PYTHON: Need =
+    Need { program: "python3", package: "python3", purpose: "CSI clients that are not Rust" };
+
+/// Installs by apt what is missing, when we may; otherwise says what to type. A tool that
+/// stays away is no error here: the test that needs it names it in its own failure.
+pub fn provide(needs: &[&Need]) -> Result<()> {
+    let missing: Vec<_> = needs.iter().filter(|need| !on_path(need.program)).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let packages: Vec<_> = missing.iter().map(|need| need.package).collect();
+    let by_hand = format!("sudo apt-get install {}", packages.join(" "));
+    let may_install = is_root() && on_path("apt-get");
+    if may_install {
+        println!("installing {}", packages.join(", "));
+        apt_get(&["update", "-qq"]);
+        let mut arguments = vec!["install", "-y", "-qq", "--no-install-recommends"];
+        arguments.extend(&packages);
+        apt_get(&arguments);
+    }
+    for need in missing.iter().filter(|need| !on_path(need.program)) {
+        println!(
+            "note: `{}` is missing (wanted for {}); install it: {by_hand}",
+            need.program, need.purpose
+        );
+    }
+    Ok(())
+}
+
+fn apt_get(arguments: &[&str]) {
+    let status = Command::new("apt-get")
+        .args(arguments)
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        .stdin(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .status();
+    if !status.is_ok_and(|status| status.success()) {
+        println!("note: `apt-get {}` did not succeed", arguments.join(" "));
+    }
+}
+
+/// Whether a program of that name can be started; the system directories count even where a
+/// user's PATH leaves them out, since mkfs lives there.
+pub fn on_path(program: &str) -> bool {
+    let path = std::env::var("PATH").unwrap_or_default();
+    path.split(':')
+        .chain(["/usr/sbin", "/sbin"])
+        .any(|directory| Path::new(directory).join(program).is_file())
+}
+
+/// Whether this process runs as root (by the owner of its own /proc entry).
+pub fn is_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").is_ok_and(|metadata| metadata.uid() == 0)
+}

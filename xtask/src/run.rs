@@ -1,0 +1,68 @@
+//! Starting programs: cargo, the built binaries, tools of the machine.
+
+use anyhow::{Context, Result, bail};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The directory that holds the workspace's Cargo.toml.
+pub fn workspace_root() -> PathBuf {
+    // xtask's own manifest directory is one below it.
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").into()
+}
+
+/// Cargo, as the one that started us (so one toolchain builds everything).
+pub fn cargo() -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(workspace_root());
+    command
+}
+
+/// Runs to the end; an exit code other than 0 is an error that names the command.
+pub fn check(command: &mut Command) -> Result<()> {
+    let shown = show(command);
+    let status = command.status().with_context(|| format!("cannot start `{shown}`"))?;
+    if !status.success() {
+        bail!("`{shown}` failed ({status})");
+    }
+    Ok(())
+}
+
+/// The command line as a person would type it.
+pub fn show(command: &Command) -> String {
+    let name = Path::new(command.get_program()).file_name().unwrap_or_default();
+    let words = std::iter::once(name).chain(command.get_args());
+    words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
+}
+
+/// Builds `binary` of `package` in release and says where it lies.
+pub fn release_binary(package: &str, binary: &str) -> Result<PathBuf> {
+    let build = ["build", "--release", "--package", package, "--bin", binary];
+    check(cargo().args(build).arg("--quiet"))?;
+    Ok(target_directory()?.join("release").join(binary))
+}
+
+/// Cargo's target directory, wherever the user's configuration puts it.
+pub fn target_directory() -> Result<PathBuf> {
+    let metadata = metadata()?;
+    let directory = metadata["target_directory"].as_str().context("cargo metadata: no target")?;
+    Ok(directory.into())
+}
+
+/// `cargo metadata` of the workspace's own packages.
+pub fn metadata() -> Result<serde_json::Value> {
+    let output = cargo()
+        .args(["metadata", "--no-deps", "--format-version", "1"])
+        .output()
+        .context("cannot start `cargo metadata`")?;
+    if !output.status.success() {
+        bail!("`cargo metadata` failed: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    serde_json::from_slice(&output.stdout).context("`cargo metadata` printed no JSON")
+}
+
+/// Becomes `program`: signals and the exit code are then its own.
+pub fn replace_with(program: &Path, arguments: impl IntoIterator<Item = String>) -> Result<()> {
+    let error = Command::new(program).args(arguments).exec();
+    Err(error).with_context(|| format!("cannot start {}", program.display()))
+}

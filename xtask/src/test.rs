@@ -1,0 +1,221 @@
+//! `cargo xtask test`: all tests, in parts, each with a time budget.
+//!
+//! A part that overruns its budget is ended and counts as failed: a test that hangs must not
+//! hang the person who waits for it. The last line is `N passed, N failed` over all parts.
+
+use crate::{packages, run};
+use anyhow::{Context, Result, bail};
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Only parts whose name holds this word (unit, process, simulator, doc).
+    #[arg(long)]
+    only: Option<String>,
+    /// Install nothing, even as root.
+    #[arg(long)]
+    no_install: bool,
+}
+
+/// One part of the whole.
+struct Part {
+    name: &'static str,
+    /// Building included, for a machine with two cores and nothing built.
+    budget: Duration,
+    arguments: &'static [&'static str],
+    /// A program that is a test as a whole (its exit code is the verdict).
+    is_single: bool,
+}
+
+const PARTS: [Part; 4] = [
+    Part {
+        name: "unit and property tests",
+        budget: Duration::from_secs(20 * 60),
+        arguments: &["test", "--workspace", "--lib", "--bins", "--no-fail-fast"],
+        is_single: false,
+    },
+    Part {
+        name: "simulator",
+        budget: Duration::from_secs(5 * 60),
+        arguments: &["run", "--quiet", "--package", "quoin-sim", "--", "--seeds", "100"],
+        is_single: true,
+    },
+    Part {
+        name: "process tests",
+        budget: Duration::from_secs(15 * 60),
+        arguments: &["test", "--workspace", "--test", "*", "--no-fail-fast"],
+        is_single: false,
+    },
+    Part {
+        name: "doc tests",
+        budget: Duration::from_secs(5 * 60),
+        arguments: &["test", "--workspace", "--doc", "--no-fail-fast"],
+        is_single: false,
+    },
+];
+
+/// What came of one part.
+#[derive(Default, Debug, PartialEq)]
+struct Tally {
+    passed: u64,
+    failed: u64,
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    if !options.no_install {
+        use packages::*;
+        provide(&[&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &PYTHON])?;
+    }
+    let chosen: Vec<_> = PARTS
+        .iter()
+        .filter(|part| options.only.as_ref().is_none_or(|word| part.name.contains(word.as_str())))
+        .collect();
+    if chosen.is_empty() {
+        let names: Vec<_> = PARTS.iter().map(|part| part.name).collect();
+        bail!("no part of that name; there are {}", names.join(", "));
+    }
+    let mut rows = Vec::new();
+    for part in chosen {
+        println!("\n=== {} ===", part.name);
+        let began = Instant::now();
+        let (tally, problem) = run_part(part)?;
+        rows.push((part.name, tally, problem, began.elapsed()));
+    }
+    println!("\n=== summary ===");
+    let mut all = Tally::default();
+    for (name, tally, problem, took) in &rows {
+        println!(
+            "{name:<26} {:>5} passed {:>3} failed {:>6.1} s  {}",
+            tally.passed,
+            tally.failed,
+            took.as_secs_f64(),
+            problem.as_deref().unwrap_or("")
+        );
+        all.passed += tally.passed;
+        all.failed += tally.failed;
+    }
+    println!("{} passed, {} failed", all.passed, all.failed);
+    if all.failed > 0 {
+        // The counts are the message and must stay the last line.
+        std::process::exit(1);
+    }
+    Ok(())
+}
+
+fn run_part(part: &Part) -> Result<(Tally, Option<String>)> {
+    let mut command = run::cargo();
+    command.args(part.arguments);
+    let (mut tally, status) = watch(&mut command, part.budget)?;
+    if part.is_single {
+        tally = Tally { passed: u64::from(status == Ending::Success), failed: 0 };
+    }
+    let problem = match status {
+        Ending::Success => None,
+        Ending::Failure => Some(format!("`{}` failed", run::show(&command))),
+        Ending::OverBudget => {
+            Some(format!("ended after its budget of {} s", part.budget.as_secs()))
+        }
+    };
+    if problem.is_some() && tally.failed == 0 {
+        // A build that fails or a test that hangs prints no count of its own.
+        tally.failed = 1;
+    }
+    Ok((tally, problem))
+}
+
+#[derive(Debug, PartialEq)]
+enum Ending {
+    Success,
+    Failure,
+    OverBudget,
+}
+
+/// Runs `command`, shows its output as it comes and counts cargo test's result lines.
+fn watch(command: &mut Command, budget: Duration) -> Result<(Tally, Ending)> {
+    let shown = run::show(command);
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        // A group of its own, so that ending it ends the tests' own processes as well.
+        .process_group(0)
+        .spawn()
+        .with_context(|| format!("cannot start `{shown}`"))?;
+    let output = child.stdout.take().context("no output to read")?;
+    let (sender, lines) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
+            if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
+                return;
+            }
+        }
+    });
+    let ends_at = Instant::now() + budget;
+    let mut tally = Tally::default();
+    loop {
+        let left = ends_at.saturating_duration_since(Instant::now());
+        match lines.recv_timeout(left) {
+            Ok(line) => {
+                println!("{line}");
+                if let Some(result) = result_line(&line) {
+                    tally.passed += result.passed;
+                    tally.failed += result.failed;
+                }
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                end_group(&mut child);
+                return Ok((tally, Ending::OverBudget));
+            }
+        }
+    }
+    let status = child.wait()?;
+    Ok((tally, if status.success() { Ending::Success } else { Ending::Failure }))
+}
+
+fn end_group(child: &mut Child) {
+    let group = format!("-{}", child.id());
+    let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
+    let _ = child.wait();
+}
+
+/// Reads `test result: ok. 12 passed; 0 failed; …`.
+fn result_line(line: &str) -> Option<Tally> {
+    let counts = line.strip_prefix("test result: ")?.split_once(". ")?.1;
+    let count = |word: &str| {
+        counts.split(';').find_map(|part| part.trim().strip_suffix(word)?.trim().parse().ok())
+    };
+    Some(Tally { passed: count("passed")?, failed: count("failed")? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cargo_tests_result_line_is_counted_and_other_lines_are_not() {
+        let line =
+            "test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
+        assert_eq!(result_line(line), Some(Tally { passed: 12, failed: 3 }));
+        assert_eq!(result_line("test a::b ... ok"), None);
+        assert_eq!(result_line("test result: ok"), None);
+    }
+
+    #[test]
+    fn a_part_that_overruns_its_budget_is_ended_with_its_children() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo 'test result: ok. 2 passed; 0 failed;'; sleep 600 & wait"]);
+        let (tally, ending) = watch(&mut command, Duration::from_millis(300)).unwrap();
+        assert_eq!((tally, ending), (Tally { passed: 2, failed: 0 }, Ending::OverBudget));
+    }
+
+    #[test]
+    fn a_program_that_fails_is_a_failure_even_without_a_count() {
+        let (tally, ending) =
+            watch(Command::new("sh").args(["-c", "exit 3"]), Duration::from_secs(60)).unwrap();
+        assert_eq!((tally, ending), (Tally::default(), Ending::Failure));
+    }
+}
