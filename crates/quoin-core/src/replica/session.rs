@@ -1,0 +1,464 @@
+//! One target's open session with a replica: order, acknowledgements, increments.
+
+use std::collections::VecDeque;
+
+use super::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
+use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
+use crate::entry::{EntryKind, SharedEntry, View};
+use crate::ids::SessionKey;
+use crate::membership::Member;
+use crate::message::{FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToReplica};
+use crate::time::Time;
+use crate::{Lsn, VOLUME_BLOCKS_MAX};
+
+/// Reads that wait for an entry, at most; a target never comes near it.
+const WAITING_READS_MAX: usize = 4096;
+/// Blocks of one read with data, and without.
+const READ_BLOCKS_MAX: u32 = 1024;
+const STATUS_BLOCKS_MAX: u32 = 1 << 16;
+
+/// An accepted Open that has not been answered yet.
+pub(super) struct PendingOpen {
+    pub connection: ConnectionId,
+    pub key: SessionKey,
+    pub lease_ms: u32,
+    pub ticket: SyncTicket,
+    /// What the sync of the promise made durable, once it is done.
+    pub synced_to: Option<Lsn>,
+    pub expected: Lsn,
+}
+
+impl PendingOpen {
+    pub fn on_synced(&mut self, ticket: SyncTicket) {
+        if ticket >= self.ticket {
+            self.synced_to = Some(self.expected);
+        }
+    }
+}
+
+pub(super) enum Next {
+    Stay,
+    Closed,
+}
+
+/// Why a session ends from the replica's side.
+pub(super) enum Fault {
+    Store(StoreError),
+    BelowStable,
+    /// The message breaks a rule; the name is the invariant's where there is one.
+    Protocol(&'static str),
+}
+
+impl From<StoreError> for Fault {
+    fn from(error: StoreError) -> Self {
+        Fault::Store(error)
+    }
+}
+
+struct WaitingRead {
+    id: RequestId,
+    view: ReadView,
+    lba: u64,
+    blocks: u32,
+    after: Lsn,
+    want_data: bool,
+    ping: Ping,
+}
+
+/// What to do when a sync is done.
+enum AfterSync {
+    /// Everything up to here is durable.
+    Durable(Lsn),
+    Truncated,
+    /// The shadow is on media: flip.
+    Flip(u64),
+    Flipped(u64),
+    Closed,
+}
+
+pub(super) struct Session {
+    pub connection: ConnectionId,
+    pub key: SessionKey,
+    lease_ms: u32,
+    /// Feeding has begun (the first Truncate was handled); its tip, see [`ToReplica::Truncate`].
+    tip: Option<Lsn>,
+    pub durable: Lsn,
+    applied: Lsn,
+    /// Entries that must be durable before they are said to be applied, oldest first.
+    barriers: VecDeque<Lsn>,
+    syncs: VecDeque<(SyncTicket, AfterSync)>,
+    reads: VecDeque<WaitingRead>,
+    ping: Ping,
+    acknowledgement_due: bool,
+    closing: bool,
+}
+
+impl Session {
+    pub fn new(open: &PendingOpen, durable: Lsn) -> Self {
+        Self {
+            connection: open.connection,
+            key: open.key,
+            lease_ms: open.lease_ms,
+            tip: None,
+            durable,
+            applied: durable,
+            barriers: VecDeque::new(),
+            syncs: VecDeque::new(),
+            reads: VecDeque::new(),
+            ping: Ping(0),
+            acknowledgement_due: false,
+            closing: false,
+        }
+    }
+
+    /// Any traffic renews the lease, from its receipt.
+    pub fn renew(&self, now: Time, lease: &mut Option<Lease>) {
+        let holder = Some((self.key.epoch, self.key.incarnation));
+        let until = now + granted_lease(self.lease_ms);
+        let kept = lease.filter(|l| l.holder == holder).map_or(until, |l| l.until.max(until));
+        *lease = Some(Lease { holder, until: kept });
+    }
+
+    pub fn on_message(
+        &mut self,
+        message: ToReplica,
+        boot: BootCookie,
+        continuous: &mut bool,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<Next, Fault> {
+        if self.closing {
+            return Err(Fault::Protocol("a message after Close"));
+        }
+        match message {
+            ToReplica::Open { .. } => return Err(Fault::Protocol("Open within a session")),
+            ToReplica::Truncate { keep, tip } => self.truncate(keep, tip, store)?,
+            ToReplica::Append { entries, stable, sync, ping } => {
+                self.saw(ping);
+                self.append(&entries, boot, continuous, store)?;
+                self.set_stable(stable, store);
+                if sync {
+                    self.sync_now(store);
+                }
+                self.serve_reads(store, actions)?;
+            }
+            ToReplica::Sync { lsn, ping } => {
+                self.saw(ping);
+                if lsn > self.durable {
+                    self.sync_now(store);
+                }
+            }
+            ToReplica::Ping { stable, ping } => {
+                self.saw(ping);
+                self.set_stable(stable, store);
+            }
+            ToReplica::Read { id, view, lba, blocks, after, want_data, ping } => {
+                self.ping = self.ping.max(ping);
+                let limit = if want_data { READ_BLOCKS_MAX } else { STATUS_BLOCKS_MAX };
+                if blocks == 0 || blocks > limit || lba > VOLUME_BLOCKS_MAX {
+                    return Err(Fault::Protocol("read length"));
+                }
+                if self.reads.len() == WAITING_READS_MAX {
+                    return Err(Fault::Protocol("too many reads"));
+                }
+                let read = WaitingRead { id, view, lba, blocks, after, want_data, ping };
+                if after <= self.applied && self.reads.is_empty() {
+                    self.read(&read, store, actions)?;
+                } else {
+                    self.reads.push_back(read);
+                    self.serve_reads(store, actions)?;
+                }
+            }
+            ToReplica::Fetch { id, after, bytes_max } => {
+                let fetched = store.fetch(after, bytes_max)?;
+                let gone = fetched.is_none();
+                let entries = fetched.unwrap_or_default();
+                self.send(FromReplica::Fetched { id, entries, gone }, actions);
+            }
+            ToReplica::Pull { id, view, from, cursor, bytes_max } => {
+                let message = match store.pull(self.key.nonce, view, from, cursor, bytes_max)? {
+                    Some(chunk) => FromReplica::Pulled {
+                        id,
+                        slots: chunk.slots,
+                        cursor: chunk.cursor,
+                        end: chunk.end,
+                        gone: false,
+                    },
+                    None => FromReplica::Pulled {
+                        id,
+                        slots: Vec::new(),
+                        cursor: None,
+                        end: None,
+                        gone: true,
+                    },
+                };
+                self.send(message, actions);
+            }
+            ToReplica::IncrementBegin { rebuild, from } => store.increment_begin(rebuild, from)?,
+            ToReplica::IncrementFeed { rebuild, slots, cursor } => {
+                store.increment_feed(rebuild, &slots, cursor)?;
+                self.send(FromReplica::IncrementFed { rebuild, cursor }, actions);
+            }
+            ToReplica::IncrementCut { rebuild, snapshot } => {
+                store.increment_cut(rebuild, snapshot)?;
+            }
+            ToReplica::IncrementCommit { rebuild, to } => self.prepare(rebuild, &to, store)?,
+            ToReplica::Repair { lba, version, crc, data } => {
+                let good = data.len() == crate::BLOCK_SIZE && crate::crc32c(&data) == crc;
+                if !good {
+                    return Err(Fault::Protocol("repair data"));
+                }
+                let done = store.repair(lba, version, crc, &data)?;
+                self.send(FromReplica::Repaired { lba, version, done }, actions);
+            }
+            ToReplica::Close => return self.close(*continuous, store),
+        }
+        Ok(Next::Stay)
+    }
+
+    pub fn on_synced(
+        &mut self,
+        ticket: SyncTicket,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<Next, Fault> {
+        while self.syncs.front().is_some_and(|(t, _)| *t <= ticket) {
+            let (_, after) = self.syncs.pop_front().expect("checked above");
+            match after {
+                AfterSync::Durable(lsn) => self.reached(lsn),
+                AfterSync::Truncated => {
+                    let state = store.state();
+                    let (position, chain) = (state.position, state.chain);
+                    self.reached(position.lsn);
+                    self.send(FromReplica::Truncated { position, chain }, actions);
+                }
+                AfterSync::Flip(rebuild) => {
+                    store.increment_flip(rebuild)?;
+                    let ticket = store.request_sync();
+                    self.syncs.push_back((ticket, AfterSync::Flipped(rebuild)));
+                }
+                AfterSync::Flipped(rebuild) => {
+                    let position = store.state().position;
+                    self.applied = position.lsn;
+                    self.durable = position.lsn;
+                    self.barriers.clear();
+                    self.send(FromReplica::IncrementDone { rebuild, position }, actions);
+                    actions.push(ReplicaAction::Note(ReplicaNote::Rebuilt { position }));
+                }
+                AfterSync::Closed => {
+                    self.send(FromReplica::Closed, actions);
+                    return Ok(Next::Closed);
+                }
+            }
+        }
+        Ok(Next::Stay)
+    }
+
+    /// The cumulative acknowledgement of everything since the last one.
+    pub fn acknowledge(&mut self, actions: &mut Vec<ReplicaAction>) {
+        if !std::mem::take(&mut self.acknowledgement_due) || self.closing {
+            return;
+        }
+        let applied = match self.barriers.front() {
+            Some(barrier) => Lsn(barrier.0 - 1),
+            None => self.applied,
+        };
+        let durable = self.durable;
+        self.send(FromReplica::Applied { applied, durable, ping: self.ping }, actions);
+    }
+
+    fn send(&self, message: FromReplica, actions: &mut Vec<ReplicaAction>) {
+        let (connection, session) = (self.connection, self.key);
+        actions.push(ReplicaAction::Send { connection, session, message });
+    }
+
+    fn saw(&mut self, ping: Ping) {
+        self.ping = self.ping.max(ping);
+        self.acknowledgement_due = true;
+    }
+
+    fn reached(&mut self, durable: Lsn) {
+        // A truncation between request and completion may have taken entries away again.
+        self.durable = self.durable.max(durable.min(self.applied));
+        while self.barriers.front().is_some_and(|b| *b <= self.durable) {
+            self.barriers.pop_front();
+        }
+        self.acknowledgement_due = true;
+    }
+
+    fn sync_now(&mut self, store: &mut dyn ReplicaStore) {
+        let ticket = store.request_sync();
+        self.syncs.push_back((ticket, AfterSync::Durable(self.applied)));
+    }
+
+    fn set_stable(&self, stable: Lsn, store: &mut dyn ReplicaStore) {
+        let stable = stable.min(self.applied);
+        if stable > store.state().stable {
+            store.set_stable(stable);
+        }
+    }
+
+    fn truncate(&mut self, keep: Lsn, tip: Lsn, store: &mut dyn ReplicaStore) -> Result<(), Fault> {
+        let state = store.state();
+        if keep > state.position.lsn || self.tip.is_some() {
+            return Err(Fault::Protocol("truncation above the position or out of turn"));
+        }
+        if keep < state.stable {
+            return Err(Fault::BelowStable);
+        }
+        if keep < state.position.lsn {
+            store.truncate(keep)?;
+            self.applied = keep;
+            self.durable = self.durable.min(keep);
+        }
+        self.tip = Some(tip);
+        let ticket = store.request_sync();
+        self.syncs.push_back((ticket, AfterSync::Truncated));
+        Ok(())
+    }
+
+    /// R2: strictly by LSN, chain by chain; what the store returned is in the kernel.
+    fn append(
+        &mut self,
+        entries: &[SharedEntry],
+        boot: BootCookie,
+        continuous: &mut bool,
+        store: &mut dyn ReplicaStore,
+    ) -> Result<(), Fault> {
+        let Some(last) = entries.last() else { return Ok(()) };
+        let Some(tip) = self.tip else { return Err(Fault::Protocol("append before truncate")) };
+        let state = store.state();
+        let mut position = state.position;
+        let mut chain = state.chain;
+        let mut blocks = state.volume_blocks;
+        let mut views: Option<&View> = None;
+        let mut durable_first = false;
+        for entry in entries {
+            entry.check().map_err(|m| Fault::Protocol(m.0))?;
+            if entry.lsn != position.lsn.next() {
+                return Err(Fault::Protocol("entries must follow without a gap"));
+            }
+            if entry.epoch < position.epoch || entry.epoch > self.key.epoch {
+                return Err(Fault::Protocol("entry of a foreign epoch"));
+            }
+            if entry.chain != entry.chain_after(chain) {
+                return Err(Fault::Protocol("OneContent"));
+            }
+            if entry.lba + u64::from(entry.blocks) > blocks {
+                return Err(Fault::Protocol("entry beyond the volume's end"));
+            }
+            if !entry.data_is_good() {
+                return Err(Fault::Protocol("SameBytesEverywhere"));
+            }
+            match &entry.kind {
+                EntryKind::Resize { blocks: to } => blocks = *to,
+                EntryKind::View(view) if entry.lsn > tip => views = Some(view),
+                _ => {}
+            }
+            if entry.fua || entry.kind.is_durable_first() {
+                self.barriers.push_back(entry.lsn);
+                durable_first = true;
+            }
+            position = entry.position();
+            chain = entry.chain;
+        }
+        store.append(entries)?;
+        self.applied = last.lsn;
+        if let Some(view) = views {
+            self.learn(view, boot, continuous, store)?;
+        }
+        if durable_first {
+            self.sync_now(store);
+        }
+        Ok(())
+    }
+
+    /// A View of this session makes the replica continuous (it is durable with all before it
+    /// when the view is), and one that lists it turns its quorum on.
+    fn learn(
+        &mut self,
+        view: &View,
+        boot: BootCookie,
+        continuous: &mut bool,
+        store: &mut dyn ReplicaStore,
+    ) -> Result<(), Fault> {
+        let identity = store.identity();
+        let own = Member { id: identity.replica, guid: identity.guid };
+        let listed = view.in_sync.contains(&own)
+            && std::iter::once(&view.rule).chain(&view.joint).any(|rule| rule.known.contains(&own));
+        let meta = store.meta();
+        let mut next = meta.clone();
+        next.cookie = boot;
+        if listed {
+            next.quorum = true;
+            next.damaged = false;
+        }
+        if view.rule.membership_version > next.membership.version {
+            next.membership.version = view.rule.membership_version;
+            next.membership.rf = view.rule.rf;
+            next.membership.cf = view.rule.cf;
+            next.membership.known.clone_from(&view.rule.known);
+        }
+        *continuous = true;
+        if next != *meta {
+            store.put_meta(next)?;
+        }
+        Ok(())
+    }
+
+    fn serve_reads(
+        &mut self,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        let mut waiting = std::mem::take(&mut self.reads);
+        let mut result = Ok(());
+        waiting.retain(|read| {
+            if result.is_err() || read.after > self.applied {
+                return true;
+            }
+            result = self.read(read, store, actions);
+            false
+        });
+        self.reads = waiting;
+        result
+    }
+
+    fn read(
+        &mut self,
+        read: &WaitingRead,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        let mut slots = Vec::with_capacity(read.blocks.min(64) as usize);
+        store.read(read.view, read.lba, read.blocks, read.want_data, &mut slots)?;
+        let message = FromReplica::Data { id: read.id, at: self.applied, slots, ping: read.ping };
+        self.send(message, actions);
+        Ok(())
+    }
+
+    fn prepare(
+        &mut self,
+        rebuild: u64,
+        end: &IncrementEnd,
+        store: &mut dyn ReplicaStore,
+    ) -> Result<(), Fault> {
+        store.increment_prepare(rebuild, end)?;
+        let ticket = store.request_sync();
+        self.syncs.push_back((ticket, AfterSync::Flip(rebuild)));
+        Ok(())
+    }
+
+    /// The close keeps the continuous flag, it never sets it.
+    fn close(&mut self, continuous: bool, store: &mut dyn ReplicaStore) -> Result<Next, Fault> {
+        self.closing = true;
+        store.put_meta(ReplicaMeta {
+            session_open: false,
+            closed_continuous: continuous,
+            ..store.meta().clone()
+        })?;
+        let ticket = store.request_sync();
+        self.syncs.push_back((ticket, AfterSync::Closed));
+        Ok(Next::Stay)
+    }
+}
