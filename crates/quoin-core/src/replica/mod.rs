@@ -385,6 +385,10 @@ impl Replica {
                 actions.push(ReplicaAction::Note(ReplicaNote::Full));
                 self.end_all(Failure::Full, store, actions);
             }
+            session::Fault::Store(StoreError::Rule(what)) => {
+                actions.push(ReplicaAction::Note(ReplicaNote::InvariantRefused(what)));
+                self.end_all(Failure::Protocol, store, actions);
+            }
             session::Fault::Store(StoreError::Damaged(what)) => {
                 self.damaged(what, store, actions);
             }

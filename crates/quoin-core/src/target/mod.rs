@@ -1,10 +1,40 @@
 //! The one writer of a volume: orders writes, sends them to replicas, answers reads.
+//!
+//! [`Target`] holds nothing durable. It acquires an epoch, opens the known replicas, recovers one
+//! history that holds all that was ever acknowledged, and only then serves. The driver calls
+//! [`Target::on`] for each event and [`Target::flush`] after each batch of events; all sending of
+//! entries, pings and syncs happens in `flush`, so that a batch of requests becomes one message a
+//! replica.
+//!
+//! | module | idea |
+//! |---|---|
+//! | `open` | epoch, answers, authority, recovery (steps 1 to 6) |
+//! | `history` | the tail of entries, the epoch table, common prefixes |
+//! | `peer`, `quorum` | a session's bookkeeping; commit, stable, lease, active View |
+//! | `write`, `read` | requests of the client |
+//! | `serve` | what goes out in `flush`; drop and return; timers |
+//! | `rebuild`, `change` | increments; replacing a replica under both rules |
 
-use crate::block::{Reply, Request};
-use crate::ids::{Epoch, Incarnation, Position, SessionKey, VolumeId};
+mod change;
+mod history;
+mod open;
+mod peer;
+mod quorum;
+mod read;
+mod rebuild;
+mod serve;
+mod write;
+
+use std::collections::VecDeque;
+
+use crate::block::{BlockError, Operation, Payload, Reply, Request, Token};
+use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, VolumeId};
 use crate::membership::{Durability, Member, Membership};
-use crate::message::{FromReplica, ToReplica};
+use crate::message::{Failure, FromReplica, Ping, ToReplica};
 use crate::time::Time;
+use history::History;
+use peer::{Link, Peer};
+use quorum::Views;
 
 /// What a volume asks of its target.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -188,4 +218,429 @@ pub enum TargetNote {
         invariant: &'static str,
     },
     Stopped,
+}
+
+/// Where a target is on its way from an epoch to IO.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// Not started, or waiting to ask for an epoch again.
+    Resting {
+        until: Time,
+    },
+    Acquiring,
+    /// Waits for the answers that an open needs. The times: when OQ was reached, if it was;
+    /// since when only the loss of unflushed data would let it go on.
+    Opening {
+        quorum_at: Option<Time>,
+        unflushed_since: Option<Time>,
+    },
+    /// Reads the authority's log.
+    Fetching {
+        authority: Member,
+    },
+    /// The first View is on its way.
+    Recovering,
+    Serving,
+    /// Shutting down: nothing new is taken.
+    Draining {
+        closing: bool,
+        until: Time,
+    },
+    Stopped,
+}
+
+/// A write or flush that waits for its LSN.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    lsn: Lsn,
+    token: Token,
+}
+
+/// How a replica stands, for status reports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReplicaStanding {
+    Disconnected,
+    Opening,
+    CatchingUp,
+    Rebuilding,
+    InSync,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ReplicaStatus {
+    pub member: Member,
+    pub standing: ReplicaStanding,
+    pub applied: Lsn,
+    pub durable: Lsn,
+    pub rebuilt_bytes: u64,
+    pub rebuild_total_bytes: u64,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TargetStatus {
+    pub epoch: Epoch,
+    pub serving: bool,
+    pub stopped: bool,
+    pub waiting: String,
+    pub last: Position,
+    pub commit: Lsn,
+    pub stable: Lsn,
+    pub volume_blocks: u64,
+    pub replicas: Vec<ReplicaStatus>,
+}
+
+pub struct Target {
+    config: TargetConfig,
+    phase: Phase,
+    random: u64,
+    epoch: Epoch,
+    incarnation: Incarnation,
+    highest_refused: Epoch,
+    membership: Membership,
+    attempts: u32,
+    next_nonce: u64,
+    peers: Vec<Peer>,
+    candidates: Vec<Member>,
+    history: History,
+    views: Views,
+    /// LSN of this epoch's first View.
+    first_view: Lsn,
+    commit: Lsn,
+    stable: Lsn,
+    /// Commit is held by CF counted members now (Held).
+    held: bool,
+    /// The position of `commit` in the last epoch that served: must survive (CommitSurvives).
+    committed: Position,
+    stable_since: Option<Time>,
+    /// Requests not looked at yet: not serving, or the window is full.
+    backlog: VecDeque<Request>,
+    /// Entries above commit when an epoch ended: those that did not survive are written again.
+    orphans: Vec<crate::entry::SharedEntry>,
+    waiting_commit: VecDeque<Waiting>,
+    waiting_stable: VecDeque<Waiting>,
+    writes: write::Unaligned,
+    reads: read::Reads,
+    change: change::Change,
+    unflushed_tail_lost: bool,
+    /// Acknowledged writes were lost that no flush covered: the next flush says so.
+    lost_since_flush: bool,
+    /// A sync is wanted up to here.
+    sync_wanted: Lsn,
+    quorum_lost: Option<Time>,
+    acquiring_until: Time,
+    /// Replicas that broke the protocol, and until when they are not tried again.
+    banned: Vec<(Member, Time)>,
+    /// Rebuilds whose receiver went away.
+    parked: Vec<(Member, rebuild::Rebuild)>,
+    resize_to: Option<u64>,
+    drain_requested: bool,
+    said: String,
+    timer: Option<Time>,
+}
+
+impl Target {
+    /// `seed` feeds incarnations; it must not repeat for a volume.
+    pub fn new(now: Time, config: TargetConfig, seed: u64) -> Self {
+        Self {
+            phase: Phase::Resting { until: now },
+            random: seed,
+            epoch: Epoch::ZERO,
+            incarnation: Incarnation(0),
+            highest_refused: Epoch::ZERO,
+            membership: Membership::default(),
+            attempts: 0,
+            next_nonce: 1,
+            peers: Vec::new(),
+            candidates: Vec::new(),
+            history: History::empty(config.volume_blocks),
+            views: Views::default(),
+            first_view: Lsn::ZERO,
+            commit: Lsn::ZERO,
+            stable: Lsn::ZERO,
+            held: false,
+            committed: Position::default(),
+            stable_since: None,
+            backlog: VecDeque::new(),
+            orphans: Vec::new(),
+            waiting_commit: VecDeque::new(),
+            waiting_stable: VecDeque::new(),
+            writes: write::Unaligned::default(),
+            reads: read::Reads::default(),
+            change: change::Change::default(),
+            unflushed_tail_lost: false,
+            lost_since_flush: false,
+            sync_wanted: Lsn::ZERO,
+            quorum_lost: None,
+            acquiring_until: now,
+            banned: Vec::new(),
+            parked: Vec::new(),
+            resize_to: None,
+            drain_requested: false,
+            said: String::new(),
+            timer: None,
+            config,
+        }
+    }
+
+    pub fn on(&mut self, now: Time, event: TargetEvent, actions: &mut Vec<TargetAction>) {
+        if self.phase == Phase::Stopped {
+            return;
+        }
+        match event {
+            TargetEvent::Granted { incarnation, epoch, membership } => {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                    self.granted(now, epoch, membership, actions);
+                }
+            }
+            TargetEvent::NotOwner { incarnation } => {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                    actions.push(TargetAction::Note(TargetNote::Fenced {
+                        by: self.highest_refused.max(self.epoch),
+                    }));
+                    self.stop(actions);
+                }
+            }
+            TargetEvent::GrantFailed { incarnation } => {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                    self.wait_for("an epoch from the control plane", actions);
+                    self.rest(now);
+                }
+            }
+            TargetEvent::Connected { session } => self.connected(now, session, actions),
+            TargetEvent::Disconnected { session } => {
+                if let Some(index) = self.peer_of(session) {
+                    self.peer_lost(now, index, actions);
+                }
+            }
+            TargetEvent::Message { session, message } => {
+                if let Some(index) = self.peer_of(session) {
+                    self.on_message(now, index, message, actions);
+                }
+            }
+            TargetEvent::Submit(request) => self.submit(now, request, actions),
+            TargetEvent::Resize { blocks } => {
+                if blocks > self.history.blocks.max(self.config.volume_blocks) {
+                    self.resize_to = Some(blocks);
+                }
+            }
+            TargetEvent::Candidates(members) => self.candidates = members,
+            TargetEvent::Swapped { version, membership } => {
+                self.swapped(now, version, membership, actions);
+            }
+            TargetEvent::Timer => self.timer = None,
+            TargetEvent::Shutdown => self.drain_requested = true,
+        }
+    }
+
+    pub fn status(&self) -> TargetStatus {
+        let replicas = self.peers.iter().map(|peer| {
+            let (rebuilt_bytes, rebuild_total_bytes) =
+                peer.rebuild.as_ref().map_or((0, 0), |r| r.progress(self.history.blocks));
+            ReplicaStatus {
+                member: peer.member,
+                standing: match peer.link {
+                    Link::Down | Link::Connecting => ReplicaStanding::Disconnected,
+                    Link::Opening | Link::Answered | Link::Truncating => ReplicaStanding::Opening,
+                    Link::Rebuilding => ReplicaStanding::Rebuilding,
+                    Link::Fed if self.views.counts(peer.member) => ReplicaStanding::InSync,
+                    Link::Fed => ReplicaStanding::CatchingUp,
+                },
+                applied: peer.applied,
+                durable: peer.durable,
+                rebuilt_bytes,
+                rebuild_total_bytes,
+            }
+        });
+        TargetStatus {
+            epoch: self.epoch,
+            serving: self.phase == Phase::Serving,
+            stopped: self.phase == Phase::Stopped,
+            waiting: self.said.clone(),
+            last: self.history.last,
+            commit: self.commit,
+            stable: self.stable,
+            volume_blocks: self.history.blocks,
+            replicas: replicas.collect(),
+        }
+    }
+
+    fn key(&self, nonce: u64) -> SessionKey {
+        SessionKey { epoch: self.epoch, incarnation: self.incarnation, nonce }
+    }
+
+    fn peer_of(&self, session: SessionKey) -> Option<usize> {
+        if session.epoch != self.epoch || session.incarnation != self.incarnation {
+            return None;
+        }
+        self.peers.iter().position(|p| p.nonce == session.nonce && p.link != Link::Down)
+    }
+
+    /// splitmix64.
+    fn random(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn send(&self, index: usize, message: ToReplica, actions: &mut Vec<TargetAction>) {
+        let session = self.key(self.peers[index].nonce);
+        actions.push(TargetAction::Send { session, message });
+    }
+
+    fn reply(
+        &self,
+        token: Token,
+        result: Result<Payload, BlockError>,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        actions.push(TargetAction::Reply(Reply { token, result }));
+    }
+
+    /// Says what is waited for, once per change; empty when it goes on.
+    fn wait_for(&mut self, what: &str, actions: &mut Vec<TargetAction>) {
+        if self.said != what {
+            self.said.clear();
+            self.said.push_str(what);
+            actions.push(TargetAction::Note(TargetNote::Waiting(what.to_owned())));
+        }
+    }
+
+    fn on_message(
+        &mut self,
+        now: Time,
+        index: usize,
+        message: FromReplica,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        match message {
+            FromReplica::OpenAck(ack) => self.on_open_ack(now, index, ack, actions),
+            FromReplica::Refuse { promised, failure } => {
+                self.on_refused(now, index, promised, failure, actions);
+            }
+            FromReplica::Truncated { position, chain: _ } => {
+                self.on_truncated(now, index, position, actions);
+            }
+            FromReplica::Applied { applied, durable, ping } => {
+                self.saw_ping(now, index, ping);
+                self.on_applied(now, index, applied, durable, actions);
+            }
+            FromReplica::Data { id, at, slots, ping } => {
+                self.saw_ping(now, index, ping);
+                self.on_data(now, index, id, at, slots, actions);
+            }
+            FromReplica::Fetched { entries, gone, .. } => {
+                self.on_fetched(now, index, entries, gone, actions);
+            }
+            FromReplica::Pulled { id, slots, cursor, end, gone } => {
+                self.on_pulled(now, index, id, slots, cursor, end, gone, actions);
+            }
+            FromReplica::IncrementFed { rebuild, cursor } => {
+                self.on_increment_fed(index, rebuild, cursor);
+            }
+            FromReplica::IncrementDone { rebuild, position } => {
+                self.on_increment_done(now, index, rebuild, position, actions);
+            }
+            FromReplica::Repaired { lba, version: _, done } => {
+                let member = self.peers[index].member;
+                actions.push(TargetAction::Note(TargetNote::BadBlock {
+                    member,
+                    lba,
+                    repaired: done,
+                }));
+            }
+            FromReplica::Closed => self.peer_lost(now, index, actions),
+            FromReplica::Failed(failure) => {
+                if failure == Failure::Full {
+                    self.wait_for("room in a pool: one of its replicas' pools is full", actions);
+                }
+                self.hang_up(now, index, actions);
+            }
+        }
+    }
+
+    /// The clock value of a ping can only be one this target sent, so never in the future.
+    fn saw_ping(&mut self, now: Time, index: usize, ping: Ping) {
+        let sent = Time(ping.0);
+        if ping.0 != 0 && sent <= now {
+            self.peers[index].ping_answered(sent);
+        }
+    }
+
+    /// Ends the session with a replica; it is tried again later.
+    fn hang_up(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
+        let session = self.key(self.peers[index].nonce);
+        actions.push(TargetAction::Disconnect { session });
+        self.peer_lost(now, index, actions);
+    }
+
+    /// A replica said what no correct replica can say: it is shut out for a while.
+    fn shut_out(
+        &mut self,
+        now: Time,
+        index: usize,
+        invariant: &'static str,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let member = self.peers[index].member;
+        actions.push(TargetAction::Note(TargetNote::InvariantRefused { member, invariant }));
+        self.banned.push((member, now + std::time::Duration::from_secs(10)));
+        self.hang_up(now, index, actions);
+    }
+
+    fn peer_lost(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
+        let was = self.peers[index].link;
+        let member = self.peers[index].member;
+        self.cancel_rebuilds_from(index);
+        self.reissue_reads(index);
+        self.peers[index].down(now);
+        match self.phase {
+            Phase::Fetching { .. } | Phase::Recovering => {
+                // Someone this open counts on is gone: back to step 1 with whoever answers now.
+                if matches!(was, Link::Truncating | Link::Fed | Link::Rebuilding | Link::Answered) {
+                    self.reopen(now, actions);
+                }
+            }
+            Phase::Serving | Phase::Draining { .. } => {
+                if matches!(was, Link::Fed | Link::Rebuilding) && self.views.counts(member) {
+                    actions.push(TargetAction::Note(TargetNote::Dropped {
+                        member,
+                        reason: "its session ended",
+                    }));
+                }
+                self.progress(now, actions);
+            }
+            _ => {}
+        }
+    }
+
+    fn stop(&mut self, actions: &mut Vec<TargetAction>) {
+        for peer in &self.peers {
+            if peer.link != Link::Down {
+                actions.push(TargetAction::Disconnect { session: self.key(peer.nonce) });
+            }
+        }
+        self.peers.clear();
+        self.phase = Phase::Stopped;
+        actions.push(TargetAction::Note(TargetNote::Stopped));
+        actions.push(TargetAction::Timer { at: None });
+        actions.push(TargetAction::Stopped);
+    }
+
+    fn is_media(&self) -> bool {
+        self.config.durability == Durability::Media
+    }
+
+    /// Blocks of the volume that a client may address.
+    fn volume_blocks(&self) -> u64 {
+        self.history.blocks
+    }
+
+    fn is_write(operation: &Operation) -> bool {
+        matches!(
+            operation,
+            Operation::Write { .. } | Operation::Trim { .. } | Operation::WriteZeroes { .. }
+        )
+    }
 }

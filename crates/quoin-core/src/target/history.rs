@@ -1,0 +1,205 @@
+//! The volume's history as its target knows it: where it ends, its epochs, and the tail of
+//! entries that some replica may still need.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+
+use crate::entry::{Chain, Entry, EntryKind, SharedEntry, View};
+use crate::ids::{Epoch, Lsn, Position};
+use crate::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SnapshotInfo};
+
+#[derive(Default)]
+pub(super) struct History {
+    /// Gapless, ending at `last`; each with the total weight of all entries up to it.
+    entries: VecDeque<(u64, SharedEntry)>,
+    weight: u64,
+    pub last: Position,
+    pub chain: Chain,
+    epochs: Vec<EpochEnd>,
+    pub snapshots: Vec<SnapshotInfo>,
+    pub blocks: u64,
+    pub last_view: Option<(Lsn, View)>,
+}
+
+impl History {
+    /// Before anything is known.
+    pub fn empty(blocks: u64) -> Self {
+        Self { blocks, ..Self::default() }
+    }
+
+    /// The history that the authority holds, without entries yet.
+    pub fn of(authority: &OpenAck) -> Self {
+        Self {
+            entries: VecDeque::new(),
+            weight: 0,
+            last: authority.position,
+            chain: authority.chain,
+            epochs: authority.epoch_table.clone(),
+            snapshots: authority.snapshots.clone(),
+            blocks: authority.volume_blocks,
+            last_view: authority.last_view.clone(),
+        }
+    }
+
+    /// First LSN whose entry is held; `last + 1` where none is.
+    pub fn first(&self) -> Lsn {
+        self.entries.front().map_or(self.last.lsn.next(), |(_, e)| e.lsn)
+    }
+
+    pub fn get(&self, lsn: Lsn) -> Option<&SharedEntry> {
+        let index = lsn.0.checked_sub(self.first().0)?;
+        self.entries.get(usize::try_from(index).ok()?).map(|(_, e)| e)
+    }
+
+    /// Entries after `after` that are held, in order.
+    pub fn after(&self, after: Lsn) -> impl Iterator<Item = &SharedEntry> {
+        let skip = (after.0 + 1).saturating_sub(self.first().0);
+        self.entries.range((skip as usize).min(self.entries.len())..).map(|(_, e)| e)
+    }
+
+    /// Weight in bytes of the entries after `after` (of those that are held).
+    pub fn weight_after(&self, after: Lsn) -> usize {
+        let before = match self.get(after) {
+            Some(_) => self.entries[(after.0 - self.first().0) as usize].0,
+            None if after >= self.last.lsn => self.weight,
+            None => self.entries.front().map_or(self.weight, |(w, e)| w - e.weight() as u64),
+        };
+        (self.weight - before) as usize
+    }
+
+    /// Makes the next entry. The caller holds the epoch.
+    pub fn append(
+        &mut self,
+        epoch: Epoch,
+        kind: EntryKind,
+        lba: u64,
+        blocks: u32,
+        data: Bytes,
+        fua: bool,
+    ) -> SharedEntry {
+        assert!(epoch >= self.last.epoch, "PromiseMonotone");
+        let position = Position { epoch, lsn: self.last.lsn.next() };
+        let entry =
+            SharedEntry::new(Entry::after(self.chain, position, kind, lba, blocks, data, fua));
+        match &entry.kind {
+            EntryKind::View(view) => self.last_view = Some((entry.lsn, (**view).clone())),
+            EntryKind::Resize { blocks } => self.blocks = *blocks,
+            EntryKind::Snapshot { id, hidden } => self.snapshots.push(SnapshotInfo {
+                id: *id,
+                lsn: entry.lsn,
+                hidden: *hidden,
+                blocks: self.blocks,
+            }),
+            EntryKind::DeleteSnapshot { id } => self.snapshots.retain(|s| s.id != *id),
+            EntryKind::Revert { id } => {
+                if let Some(snapshot) = self.snapshots.iter().find(|s| s.id == *id) {
+                    self.blocks = snapshot.blocks;
+                }
+            }
+            EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => {}
+        }
+        self.last = position;
+        self.chain = entry.chain;
+        match self.epochs.last_mut() {
+            Some(row) if row.epoch == epoch => {
+                row.last = entry.lsn;
+                row.chain = entry.chain;
+            }
+            _ => {
+                if self.epochs.len() == EPOCH_TABLE_MAX {
+                    self.epochs.remove(0);
+                }
+                let (first, last) = (entry.lsn, entry.lsn);
+                self.epochs.push(EpochEnd { epoch, first, last, chain: entry.chain });
+            }
+        }
+        self.weight += entry.weight() as u64;
+        self.entries.push_back((self.weight, entry.clone()));
+        entry
+    }
+
+    /// Takes entries that the authority sent; they must continue what was taken before and end
+    /// at `last` in the end. The error names what does not fit.
+    pub fn take_fetched(&mut self, entries: Vec<SharedEntry>) -> Result<(), &'static str> {
+        for entry in entries {
+            if entry.check().is_err() || !entry.data_is_good() || entry.lsn > self.last.lsn {
+                return Err("an entry from the authority fails its checks");
+            }
+            if let Some((_, before)) = self.entries.back()
+                && (entry.lsn != before.lsn.next()
+                    || entry.chain != entry.chain_after(before.chain))
+            {
+                return Err("OneContent");
+            }
+            if entry.lsn == self.last.lsn && entry.chain != self.chain {
+                return Err("OneContent");
+            }
+            self.weight += entry.weight() as u64;
+            self.entries.push_back((self.weight, entry));
+        }
+        Ok(())
+    }
+
+    /// LSN up to which fetched entries reach; `None` before the first.
+    pub fn fetched_to(&self) -> Option<Lsn> {
+        self.entries.back().map(|(_, e)| e.lsn)
+    }
+
+    /// Lets go of entries ≤ `keep_after`.
+    pub fn trim(&mut self, keep_after: Lsn) {
+        while self.entries.front().is_some_and(|(_, e)| e.lsn <= keep_after) {
+            self.entries.pop_front();
+        }
+    }
+
+    pub fn drop_entries(&mut self) {
+        self.entries.clear();
+    }
+
+    /// Whether an entry with this epoch and LSN is part of this history.
+    pub fn holds(&self, position: Position) -> bool {
+        position.lsn == Lsn::ZERO
+            || self.epochs.iter().any(|row| {
+                row.epoch == position.epoch && row.first <= position.lsn && position.lsn <= row.last
+            })
+    }
+
+    /// Whether the table still reaches back to this epoch, so that `holds` can be trusted.
+    pub fn knows(&self, epoch: Epoch) -> bool {
+        self.epochs.len() < EPOCH_TABLE_MAX || self.epochs.first().is_some_and(|r| r.epoch <= epoch)
+    }
+
+    /// Last LSN that a replica and this history have in common. Everything ≤ its stable is, by
+    /// StableSurvives; above it equal (epoch, LSN) means equal content (OneContent).
+    pub fn common_prefix(&self, replica: &OpenAck) -> Result<Lsn, &'static str> {
+        let mut common = Lsn::ZERO;
+        for theirs in replica.epoch_table.iter().rev() {
+            let Some(ours) = self.epochs.iter().find(|row| row.epoch == theirs.epoch) else {
+                continue;
+            };
+            if ours.last == theirs.last && ours.chain != theirs.chain {
+                return Err("OneContent");
+            }
+            common = ours.last.min(theirs.last);
+            break;
+        }
+        if self.epochs.len() == EPOCH_TABLE_MAX || replica.epoch_table.len() == EPOCH_TABLE_MAX {
+            // Older epochs fell out of a table: what is known common is at least stable.
+            common = common.max(replica.stable.min(self.last.lsn));
+        }
+        if common < replica.stable { Err("StableNeverCut") } else { Ok(common) }
+    }
+
+    /// The state that a replica is in when it has everything up to now.
+    pub fn end(&self, snapshots: Vec<SnapshotInfo>) -> IncrementEnd {
+        IncrementEnd {
+            position: self.last,
+            chain: self.chain,
+            epoch_table: self.epochs.clone(),
+            last_view: self.last_view.clone(),
+            volume_blocks: self.blocks,
+            snapshots,
+        }
+    }
+}

@@ -1,0 +1,543 @@
+//! From an epoch to IO: the six steps of an open (`docs/replication.md`, "Open").
+
+use std::time::Duration;
+
+use super::quorum::{Views, rules_of};
+use super::{History, Link, Peer, Phase, Target, TargetAction, TargetNote};
+use crate::entry::{EntryKind, Rule, SharedEntry, View};
+use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
+use crate::membership::{Member, Membership};
+use crate::message::{Failure, OpenAck, ToReplica};
+use crate::time::Time;
+
+/// How long an open that could only go on by giving up unflushed data waits for the rest of K.
+const UNFLUSHED_GRACE: Duration = Duration::from_secs(10);
+const FETCH_BYTES: u32 = 4 << 20;
+const REST_FIRST_MS: u64 = 100;
+const REST_LAST_MS: u64 = 10_000;
+
+/// What the answers so far allow.
+enum Verdict {
+    Wait(String),
+    /// Only flushed data is owed: more than a minority lost its cache.
+    Unflushed,
+    Go {
+        authority: usize,
+    },
+    Behind(u64),
+}
+
+impl Target {
+    /// Step 1. Every attempt takes a new incarnation and a new epoch.
+    pub(super) fn acquire(&mut self, actions: &mut Vec<TargetAction>) {
+        let (high, low) = (self.random(), self.random());
+        self.incarnation = Incarnation(u128::from(high) << 64 | u128::from(low));
+        self.phase = Phase::Acquiring;
+        actions.push(TargetAction::AcquireEpoch {
+            incarnation: self.incarnation,
+            at_least: self.highest_refused,
+        });
+    }
+
+    pub(super) fn rest(&mut self, now: Time) {
+        let ms = (REST_FIRST_MS << self.attempts.min(7)).min(REST_LAST_MS);
+        self.attempts += 1;
+        // Half fixed, half by chance, so that two targets do not keep meeting.
+        let ms = ms / 2 + self.random() % (ms / 2 + 1);
+        self.phase = Phase::Resting { until: now + Duration::from_millis(ms) };
+    }
+
+    /// Gives this epoch up and starts again; what was sequenced but not committed is kept aside.
+    pub(super) fn reopen(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        for peer in &self.peers {
+            if peer.link != Link::Down {
+                actions.push(TargetAction::Disconnect { session: self.key(peer.nonce) });
+            }
+        }
+        if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
+            let unanswered = self.waiting_commit.front().map_or(self.commit, |w| Lsn(w.lsn.0 - 1));
+            self.orphans = self.history.after(self.commit.min(unanswered)).cloned().collect();
+            let epoch = self.history.get(self.commit).map(|e| e.epoch);
+            if let Some(epoch) = epoch {
+                self.committed = Position { epoch, lsn: self.commit };
+            }
+        }
+        self.peers.clear();
+        self.views = Views::default();
+        self.history.drop_entries();
+        self.change.reset();
+        self.held = false;
+        self.reads_wait_for_reopen();
+        self.rest(now);
+    }
+
+    /// Step 2: open all of K.
+    pub(super) fn granted(
+        &mut self,
+        now: Time,
+        epoch: Epoch,
+        membership: Membership,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        if let Err(rule) = membership.check() {
+            self.wait_for(&format!("a membership that is sound: {rule}"), actions);
+            return self.rest(now);
+        }
+        if epoch <= self.epoch {
+            self.wait_for("the control plane: it granted an epoch that was used before", actions);
+            self.highest_refused = self.highest_refused.max(self.epoch);
+            return self.rest(now);
+        }
+        self.epoch = epoch;
+        if !membership.formed {
+            self.wait_for("the pools: not all replicas have been created yet", actions);
+            return self.rest(now);
+        }
+        actions.push(TargetAction::Note(TargetNote::Opening { epoch }));
+        self.peers = membership.known.iter().map(|m| Peer::new(*m, now)).collect();
+        self.membership = membership;
+        self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
+    }
+
+    pub(super) fn connected(
+        &mut self,
+        now: Time,
+        session: SessionKey,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let Some(index) = self.peer_of(session) else {
+            return actions.push(TargetAction::Disconnect { session });
+        };
+        let peer = &mut self.peers[index];
+        if peer.link != Link::Connecting {
+            return;
+        }
+        peer.link = Link::Opening;
+        peer.since = now;
+        let message = ToReplica::Open {
+            volume: self.config.volume,
+            replica: peer.member.id,
+            guid: peer.member.guid,
+            membership: self.membership.clone(),
+            lease_ms: self.config.lease_ms,
+        };
+        self.send(index, message, actions);
+    }
+
+    pub(super) fn on_refused(
+        &mut self,
+        now: Time,
+        index: usize,
+        promised: Epoch,
+        failure: Failure,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        if failure == Failure::Fenced && promised >= self.epoch {
+            self.highest_refused = self.highest_refused.max(promised);
+            actions.push(TargetAction::Note(TargetNote::Fenced { by: promised }));
+            // Whoever owns the volume now may go on; the record decides who that is.
+            return self.reopen(now, actions);
+        }
+        let reason = match failure {
+            Failure::Unknown => "its pool no longer has it",
+            Failure::Retired => "it is retired",
+            _ => "its pool refused it",
+        };
+        let member = self.peers[index].member;
+        actions.push(TargetAction::Note(TargetNote::Dropped { member, reason }));
+        self.hang_up(now, index, actions);
+    }
+
+    pub(super) fn on_open_ack(
+        &mut self,
+        now: Time,
+        index: usize,
+        ack: Box<OpenAck>,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let peer = &mut self.peers[index];
+        if peer.link != Link::Opening {
+            return;
+        }
+        peer.connected();
+        peer.link = Link::Answered;
+        peer.ack = Some(ack);
+        if matches!(self.phase, Phase::Serving | Phase::Draining { .. } | Phase::Recovering) {
+            self.begin_feeding(now, index, actions);
+        }
+    }
+
+    /// Steps 2 to 5, looked at whenever something may have changed.
+    pub(super) fn consider_open(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let Phase::Opening { quorum_at, unflushed_since } = self.phase else { return };
+        match self.verdict() {
+            Verdict::Behind(durable_version) => {
+                actions
+                    .push(TargetAction::Note(TargetNote::ControlPlaneBehind { durable_version }));
+                self.wait_for(
+                    "the control plane: replicas hold a newer membership than its record \
+                     (a restored backup must not rule)",
+                    actions,
+                );
+                self.attempts = self.attempts.max(7);
+                self.reopen(now, actions);
+            }
+            Verdict::Wait(what) => {
+                self.phase = Phase::Opening { quorum_at, unflushed_since: None };
+                self.wait_for(&what, actions);
+            }
+            Verdict::Unflushed => {
+                let since = unflushed_since.unwrap_or(now);
+                self.phase = Phase::Opening { quorum_at, unflushed_since: Some(since) };
+                if now < since + UNFLUSHED_GRACE && !self.all_answered() {
+                    return self.wait_for(
+                        "the rest of the replicas: those that answered lost their caches",
+                        actions,
+                    );
+                }
+                self.unflushed_tail_lost = true;
+                actions.push(TargetAction::Note(TargetNote::UnflushedTailMayBeLost));
+                if let Some(authority) = self.authority() {
+                    self.recover_from(now, authority, actions);
+                }
+            }
+            Verdict::Go { authority } => {
+                let since = quorum_at.unwrap_or(now);
+                self.phase = Phase::Opening { quorum_at: Some(since), unflushed_since: None };
+                let grace = Duration::from_millis(self.config.open_grace_ms.into());
+                if self.all_answered() || now >= since + grace {
+                    self.recover_from(now, authority, actions);
+                }
+            }
+        }
+    }
+
+    pub(super) fn open_deadline(&self) -> Option<Time> {
+        let Phase::Opening { quorum_at, unflushed_since } = self.phase else { return None };
+        let grace = Duration::from_millis(self.config.open_grace_ms.into());
+        unflushed_since.map(|s| s + UNFLUSHED_GRACE).or(quorum_at.map(|q| q + grace))
+    }
+
+    fn all_answered(&self) -> bool {
+        self.peers.iter().all(|p| p.link == Link::Answered)
+    }
+
+    /// V: known, quorum on, undamaged, answered.
+    fn voters(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
+        self.peers.iter().enumerate().filter_map(|(i, p)| {
+            let ack = p.ack.as_deref().filter(|_| p.link == Link::Answered)?;
+            (ack.quorum && !ack.damaged).then_some((i, ack))
+        })
+    }
+
+    /// Step 4: the highest position in V.
+    fn authority(&self) -> Option<usize> {
+        self.voters().max_by_key(|(_, ack)| ack.position).map(|(i, _)| i)
+    }
+
+    /// Step 3.
+    fn verdict(&self) -> Verdict {
+        let record = self.membership.version;
+        let newest = self.peers.iter().filter_map(|p| p.ack.as_ref()).map(|a| a.membership_version);
+        if let Some(version) = newest.max().filter(|v| *v > record) {
+            return Verdict::Behind(version);
+        }
+        let answered = self.voters().count();
+        let needed = self.membership.open_quorum();
+        if answered < needed {
+            return Verdict::Wait(format!(
+                "replicas: {answered} of {} known answered, {needed} are needed to open",
+                self.membership.known.len()
+            ));
+        }
+        let Some(authority) = self.authority() else {
+            return Verdict::Wait("replicas".to_owned());
+        };
+        let ack = self.peers[authority].ack.as_ref().expect("a voter has answered");
+        let Some((_, view)) = &ack.last_view else {
+            // No View in V: nothing was ever acknowledged.
+            return Verdict::Go { authority };
+        };
+        // A change whose outcome is unknown is judged under both rules; the record names one.
+        let record = self.rule();
+        let rules = std::iter::once(&record).chain(&view.joint);
+        let mut unflushed = false;
+        for rule in rules {
+            let owed: Vec<Member> =
+                view.in_sync.iter().copied().filter(|m| rule.known.contains(m)).collect();
+            let there = |continuous: bool| {
+                self.voters()
+                    .filter(|(i, a)| {
+                        owed.contains(&self.peers[*i].member) && a.continuous == continuous
+                    })
+                    .count()
+            };
+            let cf = usize::from(rule.cf);
+            if there(true) + cf > owed.len() {
+                continue;
+            }
+            if there(false) >= cf {
+                unflushed = true;
+            } else {
+                return Verdict::Wait(format!(
+                    "replicas that kept their caches: {} of the {} in sync answered",
+                    there(true) + there(false),
+                    owed.len()
+                ));
+            }
+        }
+        if unflushed { Verdict::Unflushed } else { Verdict::Go { authority } }
+    }
+
+    pub(super) fn rule(&self) -> Rule {
+        Rule {
+            membership_version: self.membership.version,
+            rf: self.membership.rf,
+            cf: self.membership.cf,
+            known: self.membership.known.clone(),
+        }
+    }
+
+    /// Step 5: takes the authority's history and reads from its log what others lack.
+    fn recover_from(&mut self, now: Time, authority: usize, actions: &mut Vec<TargetAction>) {
+        let ack = self.peers[authority].ack.clone().expect("a voter has answered");
+        self.history = History::of(&ack);
+        if ack.volume_blocks == 0 {
+            self.history.blocks = self.config.volume_blocks;
+        }
+        // Marked again while no epoch with IO has followed the marked View.
+        if let Some((lsn, view)) = &ack.last_view
+            && view.unflushed_tail_lost
+            && *lsn == ack.position.lsn
+        {
+            self.unflushed_tail_lost = true;
+        }
+        if !self.unflushed_tail_lost
+            && self.history.knows(self.committed.epoch)
+            && !self.history.holds(self.committed)
+        {
+            let member = self.peers[authority].member;
+            let invariant = "CommitSurvives";
+            actions.push(TargetAction::Note(TargetNote::InvariantRefused { member, invariant }));
+            return self.stop(actions);
+        }
+        if self.unflushed_tail_lost && !self.history.holds(self.committed) {
+            self.lost_since_flush = true;
+        }
+        let mut fetch_after = ack.position.lsn;
+        for index in 0..self.peers.len() {
+            let Some(theirs) = self.peers[index].ack.as_deref() else { continue };
+            if let Ok(keep) = self.history.common_prefix(theirs)
+                && keep >= ack.base
+            {
+                fetch_after = fetch_after.min(keep);
+            }
+        }
+        self.phase = Phase::Fetching { authority: self.peers[authority].member };
+        if fetch_after == ack.position.lsn {
+            return self.first_view(now, actions);
+        }
+        let message = ToReplica::Fetch { id: 0, after: fetch_after, bytes_max: FETCH_BYTES };
+        self.send(authority, message, actions);
+    }
+
+    pub(super) fn on_fetched(
+        &mut self,
+        now: Time,
+        index: usize,
+        entries: Vec<SharedEntry>,
+        gone: bool,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let Phase::Fetching { authority } = self.phase else { return };
+        if self.peers[index].member != authority {
+            return;
+        }
+        if gone || entries.is_empty() {
+            return self.shut_out(now, index, "the authority's log ends too early", actions);
+        }
+        if let Err(invariant) = self.history.take_fetched(entries) {
+            return self.shut_out(now, index, invariant, actions);
+        }
+        let reached = self.history.fetched_to().unwrap_or_default();
+        if reached < self.history.last.lsn {
+            let message = ToReplica::Fetch { id: 0, after: reached, bytes_max: FETCH_BYTES };
+            return self.send(index, message, actions);
+        }
+        self.first_view(now, actions);
+    }
+
+    /// Step 6: the View of those that will be fed. Entries before it are committed again once it
+    /// is durable on CF of them.
+    fn first_view(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let held_from = self.history.first();
+        let mut by_entries = Vec::new();
+        let mut by_increments = Vec::new();
+        for peer in &self.peers {
+            let Some(ack) = peer.ack.as_deref().filter(|_| peer.link == Link::Answered) else {
+                continue;
+            };
+            if !ack.quorum || ack.damaged {
+                continue;
+            }
+            match self.history.common_prefix(ack) {
+                Ok(keep) if keep.next() >= held_from => by_entries.push(peer.member),
+                Ok(_) => by_increments.push(peer.member),
+                Err(_) => {}
+            }
+        }
+        // Those that lack what exists only as a base are needed in the set only if CF is not
+        // reached without them; they count from their flip on.
+        let mut in_sync = by_entries;
+        while in_sync.len() < usize::from(self.membership.cf)
+            && let Some(member) = by_increments.pop()
+        {
+            in_sync.push(member);
+        }
+        if in_sync.len() < usize::from(self.membership.cf) {
+            self.wait_for("replicas that share one history", actions);
+            return self.reopen(now, actions);
+        }
+        self.phase = Phase::Recovering;
+        let first = self.history.last.lsn.next();
+        self.append_view(in_sync, None);
+        self.first_view = first;
+        for index in 0..self.peers.len() {
+            if self.peers[index].link == Link::Answered {
+                self.begin_feeding(now, index, actions);
+            }
+        }
+    }
+
+    /// Appends a View of the newest rule with this in-sync set.
+    pub(super) fn append_view(&mut self, in_sync: Vec<Member>, joint: Option<Rule>) {
+        let view = View {
+            in_sync,
+            rule: self.rule(),
+            joint,
+            durability: self.config.durability,
+            unflushed_tail_lost: self.unflushed_tail_lost && self.phase == Phase::Recovering,
+        };
+        for rule in rules_of(&view) {
+            assert!(rule.known.len() <= usize::from(rule.rf), "KnownAtMostRF");
+        }
+        let kind = EntryKind::View(Box::new(view.clone()));
+        let entry = self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+        self.views.pending.push_back((entry.lsn, view));
+    }
+
+    /// A replica that answered is cut to the common prefix, then fed.
+    pub(super) fn begin_feeding(
+        &mut self,
+        now: Time,
+        index: usize,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let peer = &self.peers[index];
+        let Some(ack) = peer.ack.as_deref() else { return };
+        if ack.membership_version > self.membership.version {
+            return self.shut_out(now, index, "MembershipMonotone", actions);
+        }
+        let keep = match self.history.common_prefix(ack) {
+            Ok(keep) => keep,
+            Err(invariant) => return self.shut_out(now, index, invariant, actions),
+        };
+        let tip = if self.phase == Phase::Recovering {
+            Lsn(self.first_view.0 - 1)
+        } else {
+            self.history.last.lsn
+        };
+        let peer = &mut self.peers[index];
+        peer.link = Link::Truncating;
+        peer.since = now;
+        peer.tip = tip;
+        peer.applied = keep;
+        peer.durable = keep.min(ack_durable(peer));
+        self.send(index, ToReplica::Truncate { keep, tip }, actions);
+    }
+
+    pub(super) fn on_truncated(
+        &mut self,
+        now: Time,
+        index: usize,
+        position: Position,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let held_from = self.history.first();
+        let peer = &mut self.peers[index];
+        if peer.link != Link::Truncating {
+            return;
+        }
+        if position.lsn != peer.applied {
+            return self.shut_out(now, index, "PrefixAlways", actions);
+        }
+        peer.durable = position.lsn;
+        peer.next = position.lsn.next();
+        let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
+        if peer.next >= held_from && !damaged {
+            peer.link = Link::Fed;
+        } else {
+            peer.link = Link::Rebuilding;
+        }
+        self.progress(now, actions);
+    }
+
+    /// The first View is active: everything before it is committed again. IO starts.
+    pub(super) fn start_serving(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        self.phase = Phase::Serving;
+        self.attempts = 0;
+        self.unflushed_tail_lost = false;
+        self.wait_for("", actions);
+        let at = self.history.last;
+        actions.push(TargetAction::Note(TargetNote::Serving { epoch: self.epoch, at }));
+        self.note_in_sync(actions);
+        self.rewrite_orphans();
+        self.forget_hidden_snapshots();
+        let backlog = std::mem::take(&mut self.backlog);
+        for request in backlog {
+            self.submit(now, request, actions);
+        }
+    }
+
+    pub(super) fn note_in_sync(&self, actions: &mut Vec<TargetAction>) {
+        if let Some((_, view)) = &self.views.active {
+            let members = view.in_sync.clone();
+            actions.push(TargetAction::Note(TargetNote::InSync { members }));
+        }
+    }
+
+    /// What was sequenced in an older epoch but did not survive is sequenced again, in its
+    /// order; requests that wait for it wait for the new LSNs. What survived is committed.
+    fn rewrite_orphans(&mut self) {
+        let orphans = std::mem::take(&mut self.orphans);
+        let mut moved: Vec<(Lsn, Lsn)> = Vec::with_capacity(orphans.len());
+        let mut last = self.history.last.lsn;
+        for entry in orphans {
+            if self.history.holds(entry.position()) {
+                moved.push((entry.lsn, entry.lsn));
+                continue;
+            }
+            let is_data =
+                matches!(entry.kind, EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. });
+            if is_data {
+                let (kind, data) = (entry.kind.clone(), entry.data.clone());
+                let new =
+                    self.history.append(self.epoch, kind, entry.lba, entry.blocks, data, entry.fua);
+                last = new.lsn;
+            }
+            moved.push((entry.lsn, last));
+        }
+        let find = |lsn: Lsn| match moved.binary_search_by_key(&lsn, |(old, _)| *old) {
+            Ok(i) => moved[i].1,
+            // Committed before the epoch ended.
+            Err(_) => lsn,
+        };
+        for waiting in self.waiting_commit.iter_mut().chain(&mut self.waiting_stable) {
+            waiting.lsn = find(waiting.lsn);
+        }
+    }
+}
+
+fn ack_durable(peer: &Peer) -> Lsn {
+    peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.durable)
+}

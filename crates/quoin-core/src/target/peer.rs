@@ -1,0 +1,121 @@
+//! What a target knows of one replica.
+
+use std::time::Duration;
+
+use super::rebuild::Rebuild;
+use crate::ids::Lsn;
+use crate::membership::Member;
+use crate::message::OpenAck;
+use crate::time::Time;
+
+/// Where the session with a replica stands. Acknowledgements count in `Fed` and `Rebuilding`
+/// only: those of this session.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Link {
+    Down,
+    Connecting,
+    /// Open sent.
+    Opening,
+    /// OpenAck here, nothing decided yet.
+    Answered,
+    /// Truncate sent.
+    Truncating,
+    /// Receives every entry from `next` on.
+    Fed,
+    /// Receives increments until it can be fed.
+    Rebuilding,
+}
+
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY_LAST: Duration = Duration::from_secs(5);
+
+pub(super) struct Peer {
+    pub member: Member,
+    pub link: Link,
+    pub nonce: u64,
+    pub ack: Option<Box<OpenAck>>,
+    /// Next LSN to send in `Fed`.
+    pub next: Lsn,
+    pub applied: Lsn,
+    pub durable: Lsn,
+    /// The history's end when this session began to be fed.
+    pub tip: Lsn,
+    /// When the newest answered ping was sent.
+    pub answered: Option<Time>,
+    pub ping_sent: Time,
+    /// Since when a ping has been waiting for its answer.
+    pub unanswered_since: Option<Time>,
+    /// When `link` began to wait for the other side.
+    pub since: Time,
+    pub ping_due: bool,
+    pub stable_told: Lsn,
+    pub sync_asked: Lsn,
+    pub reads: u32,
+    pub retry_at: Time,
+    retry: Duration,
+    /// Since when it is behind without any progress.
+    pub behind_since: Option<Time>,
+    /// Dropped for slowness: no return before this.
+    pub return_at: Time,
+    pub rebuild: Option<Rebuild>,
+}
+
+impl Peer {
+    pub fn new(member: Member, now: Time) -> Self {
+        Self {
+            member,
+            link: Link::Down,
+            nonce: 0,
+            ack: None,
+            next: Lsn::ZERO,
+            applied: Lsn::ZERO,
+            durable: Lsn::ZERO,
+            tip: Lsn::ZERO,
+            answered: None,
+            ping_sent: Time::ZERO,
+            unanswered_since: None,
+            since: now,
+            ping_due: false,
+            stable_told: Lsn::ZERO,
+            sync_asked: Lsn::ZERO,
+            reads: 0,
+            retry_at: now,
+            retry: RETRY_FIRST,
+            behind_since: None,
+            return_at: Time::ZERO,
+            rebuild: None,
+        }
+    }
+
+    /// Its acknowledgements belong to a session of this epoch that knows where it stands.
+    pub fn is_live(&self) -> bool {
+        matches!(self.link, Link::Fed | Link::Rebuilding)
+    }
+
+    /// A message that the replica answers with its ping was sent.
+    pub fn sent_ping(&mut self, now: Time) {
+        self.ping_sent = now;
+        self.unanswered_since.get_or_insert(now);
+    }
+
+    pub fn ping_answered(&mut self, sent: Time) {
+        if self.answered.is_none_or(|a| a < sent) {
+            self.answered = Some(sent);
+        }
+        self.unanswered_since = (sent < self.ping_sent).then_some(sent);
+    }
+
+    /// The session is over; the next attempt waits longer than the last one did.
+    pub fn down(&mut self, now: Time) {
+        let fresh = Peer::new(self.member, now);
+        let (retry, return_at) = (self.retry, self.return_at);
+        *self = fresh;
+        self.retry_at = now + retry;
+        self.retry = (retry * 2).min(RETRY_LAST);
+        self.return_at = return_at;
+    }
+
+    pub fn connected(&mut self) {
+        self.retry = RETRY_FIRST;
+    }
+}

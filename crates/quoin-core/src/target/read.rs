@@ -1,0 +1,564 @@
+//! Requests that look at the volume: one in-sync replica answers, commit decides when.
+
+use bytes::{Bytes, BytesMut};
+
+use super::{Link, Target, TargetAction, TargetNote};
+use crate::block::{BlockError, Payload, StatusExtent, Token};
+use crate::ids::Lsn;
+use crate::membership::Member;
+use crate::message::{Content, Ping, ReadView, RequestId, Slot, ToReplica};
+use crate::target::ReadMode;
+use crate::time::Time;
+use crate::{BLOCK_SIZE, WRITE_BLOCKS_MAX, crc32c};
+use std::time::Duration;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// A reply slower than this is asked of another member too.
+const HEDGE: Duration = Duration::from_millis(500);
+/// Blocks of one status request to a replica.
+const STATUS_BLOCKS: u64 = 1 << 15;
+
+static ZEROES: [u8; WRITE_BLOCKS_MAX as usize * BLOCK_SIZE] =
+    [0; WRITE_BLOCKS_MAX as usize * BLOCK_SIZE];
+
+/// What a read from a replica is for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Purpose {
+    /// Part `part` of a client's read or status request.
+    Client { group: usize, part: usize },
+    /// An edge block of an unaligned write. It merges on *assigned* content, so it is not held
+    /// until commit: the merged entry comes after what it merged with, in every history.
+    Merge { slot: usize, tail: bool },
+}
+
+struct Read {
+    purpose: Purpose,
+    lba: u64,
+    blocks: u32,
+    want_data: bool,
+    after: Lsn,
+    /// The member asked now; `None` while nobody can be asked.
+    asked: Option<Member>,
+    tried: Vec<Member>,
+    /// Members whose copy was bad, with the versions they hold.
+    bad: Vec<(Member, u64, Lsn)>,
+    sent: Time,
+    generation: u32,
+    /// The answer, kept until everything it shows is committed.
+    ready: Option<(Lsn, Vec<Slot>)>,
+}
+
+/// A client's request, answered when all parts are there.
+struct Group {
+    token: Token,
+    offset: u64,
+    length: u64,
+    is_status: bool,
+    parts: Vec<Option<Vec<Slot>>>,
+    missing: usize,
+    arrived: Time,
+    failed: Option<BlockError>,
+}
+
+#[derive(Default)]
+pub(super) struct Reads {
+    reads: Vec<Option<Read>>,
+    free: Vec<usize>,
+    groups: Vec<Option<Group>>,
+    free_groups: Vec<usize>,
+    generation: u32,
+    /// Reads that nobody has been asked for yet.
+    unasked: Vec<usize>,
+    /// Reads whose answer waits for commit or the lease.
+    held: Vec<usize>,
+    open: usize,
+}
+
+impl Reads {
+    pub fn is_empty(&self) -> bool {
+        self.open == 0
+    }
+}
+
+impl Target {
+    pub(super) fn read(&mut self, now: Time, token: Token, offset: u64, length: u32) {
+        self.start_group(now, token, offset, length.into(), false);
+    }
+
+    pub(super) fn block_status(&mut self, now: Time, token: Token, offset: u64, length: u64) {
+        self.start_group(now, token, offset, length, true);
+    }
+
+    fn start_group(&mut self, now: Time, token: Token, offset: u64, length: u64, is_status: bool) {
+        let first = offset / BLOCK;
+        let end = (offset + length).div_ceil(BLOCK);
+        let step = if is_status { STATUS_BLOCKS } else { WRITE_BLOCKS_MAX.into() };
+        let count = (end - first).div_ceil(step) as usize;
+        let group = Group {
+            token,
+            offset,
+            length,
+            is_status,
+            parts: vec![None; count],
+            missing: count,
+            arrived: now,
+            failed: None,
+        };
+        let index = match self.reads.free_groups.pop() {
+            Some(index) => {
+                self.reads.groups[index] = Some(group);
+                index
+            }
+            None => {
+                self.reads.groups.push(Some(group));
+                self.reads.groups.len() - 1
+            }
+        };
+        for part in 0..count {
+            let lba = first + part as u64 * step;
+            let blocks = (end - lba).min(step) as u32;
+            self.start_read(now, Purpose::Client { group: index, part }, lba, blocks, !is_status);
+        }
+        if self.config.reads == ReadMode::Confirmed {
+            for peer in &mut self.peers {
+                peer.ping_due = true;
+            }
+        }
+    }
+
+    pub(super) fn read_for_merge(&mut self, now: Time, purpose: Purpose, lba: u64) {
+        self.start_read(now, purpose, lba, 1, true);
+    }
+
+    fn start_read(&mut self, now: Time, purpose: Purpose, lba: u64, blocks: u32, want_data: bool) {
+        self.reads.generation = self.reads.generation.wrapping_add(1);
+        let read = Read {
+            purpose,
+            lba,
+            blocks,
+            want_data,
+            after: self.history.last.lsn,
+            asked: None,
+            tried: Vec::new(),
+            bad: Vec::new(),
+            sent: now,
+            generation: self.reads.generation,
+            ready: None,
+        };
+        let index = match self.reads.free.pop() {
+            Some(index) => {
+                self.reads.reads[index] = Some(read);
+                index
+            }
+            None => {
+                self.reads.reads.push(Some(read));
+                self.reads.reads.len() - 1
+            }
+        };
+        self.reads.open += 1;
+        self.reads.unasked.push(index);
+    }
+
+    /// Sends what waits for a member to ask. Entries up to `after` were sent before, on the same
+    /// connection, so a member answers without waiting.
+    pub(super) fn ask_reads(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let mut unasked = std::mem::take(&mut self.reads.unasked);
+        unasked.retain(|&index| !self.ask(now, index, actions));
+        unasked.append(&mut self.reads.unasked);
+        self.reads.unasked = unasked;
+    }
+
+    /// True if the read needs no asking any more.
+    fn ask(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
+        let Some(read) = self.reads.reads[index].as_ref() else { return true };
+        if read.asked.is_some() || read.ready.is_some() {
+            return true;
+        }
+        let mut best: Option<(usize, u32)> = None;
+        let mut any = false;
+        for (i, peer) in self.peers.iter().enumerate() {
+            if peer.link != Link::Fed || !self.views.counts(peer.member) {
+                continue;
+            }
+            any = true;
+            if read.tried.contains(&peer.member) {
+                continue;
+            }
+            let local = self.config.local == Some(peer.member);
+            let load = if local { 0 } else { 1 + peer.reads + 64 * u32::from(is_slow(peer, now)) };
+            if best.is_none_or(|(_, b)| load < b) {
+                best = Some((i, load));
+            }
+        }
+        let Some((i, _)) = best else {
+            if any && !read.bad.is_empty() && read.tried.len() == read.bad.len() {
+                let lba = read.bad[0].1;
+                actions.push(TargetAction::Note(TargetNote::BlockLost { lba }));
+                self.finish(now, index, Err(BlockError::Damaged), actions);
+                return true;
+            }
+            // All were asked and none answered in time: ask them again.
+            if any && let Some(read) = self.reads.reads[index].as_mut() {
+                read.tried.retain(|m| read.bad.iter().any(|(b, _, _)| b == m));
+            }
+            return false;
+        };
+        let id = RequestId::from(read.generation) << 32 | index as u64;
+        let message = ToReplica::Read {
+            id,
+            view: ReadView::Live,
+            lba: read.lba,
+            blocks: read.blocks,
+            after: read.after,
+            want_data: read.want_data,
+            ping: Ping(now.0),
+        };
+        let peer = &mut self.peers[i];
+        peer.reads += 1;
+        peer.sent_ping(now);
+        let member = peer.member;
+        let read = self.reads.reads[index].as_mut().expect("looked at above");
+        read.asked = Some(member);
+        read.tried.push(member);
+        read.sent = now;
+        self.send(i, message, actions);
+        true
+    }
+
+    pub(super) fn on_data(
+        &mut self,
+        now: Time,
+        from: usize,
+        id: RequestId,
+        at: Lsn,
+        slots: Vec<Slot>,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let index = (id & u64::from(u32::MAX)) as usize;
+        let member = self.peers[from].member;
+        self.peers[from].reads = self.peers[from].reads.saturating_sub(1);
+        let Some(read) = self.reads.reads.get_mut(index).and_then(Option::as_mut) else { return };
+        if u64::from(read.generation) != id >> 32 || read.ready.is_some() {
+            return;
+        }
+        if at < read.after || at > self.history.last.lsn {
+            return self.shut_out(now, from, "NoReadAhead", actions);
+        }
+        if !covers(&slots, read.lba, read.blocks) {
+            return self.shut_out(now, from, "a read answered for other blocks", actions);
+        }
+        let bad = first_bad(&slots, at, read.want_data);
+        if let Some((lba, version)) = bad {
+            read.bad.push((member, lba, version));
+            read.asked = None;
+            self.reads.unasked.push(index);
+            return;
+        }
+        read.asked = None;
+        let repairs: Vec<(Member, u64)> = read.bad.iter().map(|(m, lba, _)| (*m, *lba)).collect();
+        for (member, lba) in repairs {
+            self.repair(member, lba, &slots, actions);
+        }
+        let Some(read) = self.reads.reads[index].as_mut() else { return };
+        if let Purpose::Merge { .. } = read.purpose {
+            return self.finish(now, index, Ok(slots), actions);
+        }
+        let (lba, blocks) = (read.lba, u64::from(read.blocks));
+        let settled = if self.is_media() { self.stable } else { self.commit };
+        // Everything it shows must be committed before it is delivered (NoReadAhead).
+        let need = self
+            .history
+            .after(settled)
+            .take_while(|e| e.lsn <= at)
+            .filter(|e| e.overlaps(lba, blocks))
+            .map(|e| e.lsn)
+            .last()
+            .unwrap_or_default();
+        if let Some(read) = self.reads.reads[index].as_mut() {
+            read.ready = Some((need, slots));
+        }
+        self.reads.held.push(index);
+    }
+
+    /// Gives a member whose copy was bad the good block, for the same version only.
+    fn repair(
+        &mut self,
+        member: Member,
+        lba: u64,
+        slots: &[Slot],
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let Some(slot) = slots.iter().find(|s| s.lba == lba) else { return };
+        let Content::Data { crc, data } = &slot.content else { return };
+        let Some(index) = self.peers.iter().position(|p| p.member == member && p.is_live()) else {
+            return;
+        };
+        if data.len() == BLOCK_SIZE {
+            let (version, crc, data) = (slot.version, *crc, data.clone());
+            self.send(index, ToReplica::Repair { lba, version, crc, data }, actions);
+        }
+    }
+
+    /// Delivers what is committed; called only with a live lease while commit is held.
+    pub(super) fn release_reads(
+        &mut self,
+        now: Time,
+        confirmed: Option<Time>,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        if self.reads.held.is_empty() {
+            return;
+        }
+        let settled = if self.is_media() { self.stable } else { self.commit };
+        let confirm = self.config.reads == ReadMode::Confirmed;
+        let mut held = std::mem::take(&mut self.reads.held);
+        held.retain(|&index| {
+            let Some(read) = self.reads.reads[index].as_mut() else { return false };
+            let Some((need, _)) = &read.ready else { return false };
+            if *need > settled {
+                return true;
+            }
+            if confirm && let Purpose::Client { group, .. } = read.purpose {
+                let arrived = self.reads.groups[group].as_ref().map(|g| g.arrived);
+                if arrived > confirmed {
+                    return true;
+                }
+            }
+            let (_, slots) = read.ready.take().expect("looked at above");
+            self.finish(now, index, Ok(slots), actions);
+            false
+        });
+        held.append(&mut self.reads.held);
+        self.reads.held = held;
+    }
+
+    fn finish(
+        &mut self,
+        now: Time,
+        index: usize,
+        result: Result<Vec<Slot>, BlockError>,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let Some(read) = self.reads.reads[index].take() else { return };
+        self.reads.free.push(index);
+        self.reads.open -= 1;
+        match read.purpose {
+            Purpose::Merge { slot, tail } => {
+                let block = result.map(|slots| match slots.first().map(|s| &s.content) {
+                    Some(Content::Data { data, .. }) => data.clone(),
+                    _ => Bytes::from_static(&ZEROES[..BLOCK_SIZE]),
+                });
+                self.merge_read(now, slot, tail, block, actions);
+            }
+            Purpose::Client { group, part } => {
+                let Some(g) = self.reads.groups[group].as_mut() else { return };
+                g.missing -= 1;
+                match result {
+                    Ok(slots) => g.parts[part] = Some(slots),
+                    Err(error) => g.failed = Some(error),
+                }
+                if g.missing == 0 {
+                    let group_state = self.reads.groups[group].take().expect("looked at above");
+                    self.reads.free_groups.push(group);
+                    let (token, result) = group_state.answer();
+                    self.reply(token, result, actions);
+                }
+            }
+        }
+    }
+
+    /// A session is over: what was asked of it is asked of others.
+    pub(super) fn reissue_reads(&mut self, from: usize) {
+        let member = self.peers[from].member;
+        for (index, read) in self.reads.reads.iter_mut().enumerate() {
+            if let Some(read) = read
+                && read.asked == Some(member)
+            {
+                read.asked = None;
+                read.tried.retain(|m| *m != member);
+                self.reads.unasked.push(index);
+            }
+        }
+    }
+
+    /// An epoch ended: every open read is asked anew in the next one, after its first View.
+    pub(super) fn reads_wait_for_reopen(&mut self) {
+        self.reads.held.clear();
+        self.reads.unasked.clear();
+        for (index, read) in self.reads.reads.iter_mut().enumerate() {
+            if let Some(read) = read {
+                self.reads.generation = self.reads.generation.wrapping_add(1);
+                read.generation = self.reads.generation;
+                read.asked = None;
+                read.tried.clear();
+                read.bad.clear();
+                read.ready = None;
+                self.reads.unasked.push(index);
+            }
+        }
+    }
+
+    /// Open reads of an older epoch must see everything that is sequenced when IO starts again.
+    pub(super) fn reads_after_reopen(&mut self) {
+        let last = self.history.last.lsn;
+        for read in self.reads.reads.iter_mut().flatten() {
+            read.after = last;
+        }
+    }
+
+    pub(super) fn forget_merge_reads(&mut self, gone: usize) {
+        for index in 0..self.reads.reads.len() {
+            let of_it = self.reads.reads[index]
+                .as_ref()
+                .is_some_and(|r| matches!(r.purpose, Purpose::Merge { slot, .. } if slot == gone));
+            if of_it {
+                self.reads.reads[index] = None;
+                self.reads.free.push(index);
+                self.reads.open -= 1;
+            }
+        }
+    }
+
+    /// Fails every open client read (`onQuorumLoss: fail`).
+    pub(super) fn fail_reads(
+        &mut self,
+        now: Time,
+        error: BlockError,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        for index in 0..self.reads.reads.len() {
+            if self.reads.reads[index].is_some() {
+                self.finish(now, index, Err(error), actions);
+            }
+        }
+    }
+
+    /// Asks another member where one is slow; returns when to look again.
+    pub(super) fn hedge_reads(&mut self, now: Time) -> Option<Time> {
+        if self.reads.open == 0 {
+            return None;
+        }
+        let mut next: Option<Time> = None;
+        for (index, read) in self.reads.reads.iter_mut().enumerate() {
+            let Some(read) = read else { continue };
+            if read.asked.is_none() || read.ready.is_some() {
+                continue;
+            }
+            let at = read.sent + HEDGE;
+            if at <= now {
+                // The first answer that is good wins; a late one finds nothing to do.
+                read.asked = None;
+                self.reads.unasked.push(index);
+            } else {
+                next = Some(next.map_or(at, |n| n.min(at)));
+            }
+        }
+        if self.reads.unasked.is_empty() { next } else { Some(now + HEDGE) }
+    }
+}
+
+impl Group {
+    fn answer(self) -> (Token, Result<Payload, BlockError>) {
+        if let Some(error) = self.failed {
+            return (self.token, Err(error));
+        }
+        let slots = self.parts.into_iter().flatten().flatten();
+        let payload = if self.is_status {
+            Payload::Status(extents(slots, self.offset, self.length))
+        } else {
+            Payload::Data(chunks(slots, self.offset, self.length))
+        };
+        (self.token, Ok(payload))
+    }
+}
+
+fn is_slow(peer: &super::Peer, now: Time) -> bool {
+    peer.behind_since.is_some_and(|since| now.since(since) > Duration::from_millis(50))
+}
+
+/// Slots cover exactly the range, in order, and data has its size.
+fn covers(slots: &[Slot], lba: u64, blocks: u32) -> bool {
+    let mut at = lba;
+    for slot in slots {
+        let single = matches!(slot.content, Content::Hole) || slot.blocks == 1;
+        if slot.lba != at || slot.blocks == 0 || !single {
+            return false;
+        }
+        at += u64::from(slot.blocks);
+    }
+    at == lba + u64::from(blocks)
+}
+
+/// The first block whose copy is bad: by the replica's word, by its checksum, or by a version
+/// that the replica cannot have.
+fn first_bad(slots: &[Slot], at: Lsn, want_data: bool) -> Option<(u64, Lsn)> {
+    slots.iter().find_map(|slot| {
+        let good = match &slot.content {
+            Content::Hole => true,
+            Content::Bad => false,
+            Content::Data { data, .. } if !want_data => data.is_empty(),
+            Content::Data { crc, data } => data.len() == BLOCK_SIZE && crc32c(data) == *crc,
+        };
+        (!good || slot.version > at).then_some((slot.lba, slot.version))
+    })
+}
+
+/// Cuts the slots to the bytes `[offset, offset + length)`.
+fn chunks(slots: impl Iterator<Item = Slot>, offset: u64, length: u64) -> Vec<Bytes> {
+    let mut out: Vec<Bytes> = Vec::new();
+    let end = offset + length;
+    for slot in slots {
+        let start = slot.lba * BLOCK;
+        let stop = start + u64::from(slot.blocks) * BLOCK;
+        let (from, to) = (start.max(offset), stop.min(end));
+        if from >= to {
+            continue;
+        }
+        match slot.content {
+            Content::Data { data, .. } => {
+                out.push(data.slice((from - start) as usize..(to - start) as usize));
+            }
+            _ => {
+                let mut left = (to - from) as usize;
+                while left > 0 {
+                    let n = left.min(ZEROES.len());
+                    out.push(Bytes::from_static(&ZEROES[..n]));
+                    left -= n;
+                }
+            }
+        }
+    }
+    join_small(out)
+}
+
+/// Many single blocks in one reply cost a vector element each; neighbours are joined only where
+/// that is cheap, which is nowhere but for fragments below a block.
+fn join_small(chunks: Vec<Bytes>) -> Vec<Bytes> {
+    if chunks.len() < 2 || chunks.iter().all(|c| c.len() >= BLOCK_SIZE) {
+        return chunks;
+    }
+    let mut whole = BytesMut::with_capacity(chunks.iter().map(Bytes::len).sum());
+    for chunk in chunks {
+        whole.extend_from_slice(&chunk);
+    }
+    vec![whole.freeze()]
+}
+
+fn extents(slots: impl Iterator<Item = Slot>, offset: u64, length: u64) -> Vec<StatusExtent> {
+    let mut out: Vec<StatusExtent> = Vec::new();
+    let end = offset + length;
+    for slot in slots {
+        let start = slot.lba * BLOCK;
+        let stop = start + u64::from(slot.blocks) * BLOCK;
+        let (from, to) = (start.max(offset), stop.min(end));
+        if from >= to {
+            continue;
+        }
+        let hole = matches!(slot.content, Content::Hole);
+        match out.last_mut() {
+            Some(last) if last.hole == hole => last.length += to - from,
+            _ => out.push(StatusExtent { length: to - from, hole }),
+        }
+    }
+    out
+}

@@ -1,0 +1,381 @@
+//! Increments: how a replica that lacks more than the window is brought to a boundary.
+//!
+//! The boundary B is a hidden snapshot appended now and waited for until it is stable; where
+//! stable cannot move (recovery below CF), it is the source's own base. All slots with
+//! `from < version ≤ B`, holes included, go view by view (every retained snapshot in order, then
+//! B) from a source through the target to the receiver's shadow, which flips at the end. Until
+//! then the receiver stays what it was.
+
+use std::collections::VecDeque;
+
+use super::{Link, Phase, Target, TargetAction, TargetNote};
+use crate::entry::EntryKind;
+use crate::ids::{Lsn, Position, SnapshotId};
+use crate::membership::Member;
+use crate::message::{
+    Content, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica,
+};
+use crate::time::Time;
+use crate::{BLOCK_SIZE, crc32c};
+
+const PULL_BYTES: u32 = 1 << 20;
+/// Chunks on their way to the receiver.
+const FEEDS_MAX: u32 = 4;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// Waits for the boundary to become stable.
+    Boundary,
+    Moving,
+    Committing,
+}
+
+pub(super) struct Rebuild {
+    id: u64,
+    from: Lsn,
+    stage: Stage,
+    /// The hidden snapshot; `None`: the source's base.
+    boundary: Option<(SnapshotId, Lsn)>,
+    /// The state at the boundary, once known.
+    end: Option<Box<IncrementEnd>>,
+    /// What is still to be sent: a retained snapshot with its description, or the boundary.
+    views: VecDeque<(ReadView, Option<SnapshotInfo>)>,
+    source: Option<Member>,
+    bad_sources: Vec<Member>,
+    pull: Option<RequestId>,
+    cursor: u64,
+    feeds: u32,
+    moved: Time,
+}
+
+impl Rebuild {
+    /// Bytes done and in all, as far as the walk over the volume tells.
+    pub fn progress(&self, volume_blocks: u64) -> (u64, u64) {
+        let views = self.views.len() as u64;
+        let total = volume_blocks * BLOCK_SIZE as u64;
+        match self.stage {
+            Stage::Boundary => (0, total),
+            Stage::Moving if views > 1 => (0, total),
+            Stage::Moving => ((self.cursor.min(volume_blocks)) * BLOCK_SIZE as u64, total),
+            Stage::Committing => (total, total),
+        }
+    }
+
+    fn boundary(&self) -> Option<Lsn> {
+        self.boundary.map(|(_, lsn)| lsn).or(self.end.as_ref().map(|e| e.position.lsn))
+    }
+
+    pub fn stalled_at(&self) -> Option<Time> {
+        (self.stage != Stage::Boundary).then_some(self.moved)
+    }
+}
+
+impl Target {
+    pub(super) fn step_rebuilds(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        self.drop_parked(now);
+        for index in 0..self.peers.len() {
+            if self.peers[index].link != Link::Rebuilding {
+                continue;
+            }
+            if self.peers[index].rebuild.is_none() && !self.begin_rebuild(now, index, actions) {
+                continue;
+            }
+            let stable = self.stable;
+            let Some(rebuild) = &mut self.peers[index].rebuild else { continue };
+            if rebuild.stage == Stage::Boundary
+                && rebuild.boundary.is_none_or(|(_, lsn)| lsn <= stable)
+            {
+                rebuild.stage = Stage::Moving;
+                rebuild.moved = now;
+                let (rebuild, from) = (rebuild.id, rebuild.from);
+                self.send(index, ToReplica::Ping { stable, ping: Ping(now.0) }, actions);
+                self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
+            }
+            self.pull_next(now, index, actions);
+        }
+    }
+
+    /// Chooses the boundary. False: not possible now.
+    fn begin_rebuild(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
+        let recovering = self.phase == Phase::Recovering;
+        if !recovering && !self.views.pending.is_empty() {
+            // Catch-up by increments starts only once the View without it is active.
+            return false;
+        }
+        let peer = &self.peers[index];
+        let member = peer.member;
+        if recovering && !self.views.counts(member) {
+            return false;
+        }
+        let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
+        // Never above what the receiver may treat as settled: it is told stable just before.
+        let settled = self.stable.max(peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.stable));
+        let from = if damaged { Lsn::ZERO } else { peer.applied.min(settled) };
+        if let Some(rebuild) = self.take_parked(now, index) {
+            self.peers[index].rebuild = Some(rebuild);
+            return true;
+        }
+        let id = self.random();
+        let mut views: VecDeque<_> = VecDeque::new();
+        let mut boundary = None;
+        let mut end = None;
+        let visible: Vec<SnapshotInfo> =
+            self.history.snapshots.iter().filter(|s| !s.hidden).copied().collect();
+        if recovering {
+            views.push_back((ReadView::Base, None));
+        } else {
+            if !self.held {
+                return false;
+            }
+            let high = self.random();
+            let snapshot = SnapshotId(u128::from(high) << 64 | u128::from(id));
+            let kind = EntryKind::Snapshot { id: snapshot, hidden: true };
+            let entry = self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+            self.sync_wanted = self.sync_wanted.max(entry.lsn);
+            boundary = Some((snapshot, entry.lsn));
+            end = Some(Box::new(self.history.end(visible.clone())));
+            views.push_back((ReadView::Snapshot(snapshot), None));
+        }
+        for snapshot in visible.into_iter().rev().filter(|s| s.lsn > from) {
+            views.push_front((ReadView::Snapshot(snapshot.id), Some(snapshot)));
+        }
+        actions.push(TargetAction::Note(TargetNote::Rebuilding {
+            member,
+            done_bytes: 0,
+            total_bytes: self.history.blocks * BLOCK_SIZE as u64,
+        }));
+        self.peers[index].rebuild = Some(Rebuild {
+            id,
+            from,
+            stage: Stage::Boundary,
+            boundary,
+            end,
+            views,
+            source: None,
+            bad_sources: Vec::new(),
+            pull: None,
+            cursor: 0,
+            feeds: 0,
+            moved: now,
+        });
+        true
+    }
+
+    fn pull_next(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
+        let Some(rebuild) = &self.peers[index].rebuild else { return };
+        if rebuild.stage != Stage::Moving || rebuild.pull.is_some() || rebuild.feeds >= FEEDS_MAX {
+            return;
+        }
+        let Some((view, _)) = rebuild.views.front().copied() else { return };
+        let needed = rebuild.boundary().unwrap_or_default();
+        let source = rebuild.source.filter(|s| !rebuild.bad_sources.contains(s)).or_else(|| {
+            self.peers
+                .iter()
+                .filter(|p| p.link == Link::Fed && self.views.counts(p.member))
+                .filter(|p| p.applied >= needed && !rebuild.bad_sources.contains(&p.member))
+                .min_by_key(|p| p.reads)
+                .map(|p| p.member)
+        });
+        let Some(source_index) =
+            self.peers.iter().position(|p| Some(p.member) == source && p.link == Link::Fed)
+        else {
+            let rebuild = self.peers[index].rebuild.as_mut().expect("looked at above");
+            rebuild.source = None;
+            // Every source was bad here: start over with all of them, at a slower pace.
+            if now.since(rebuild.moved) > std::time::Duration::from_secs(5) {
+                rebuild.bad_sources.clear();
+            }
+            return;
+        };
+        let id = self.random();
+        let rebuild = self.peers[index].rebuild.as_mut().expect("looked at above");
+        rebuild.source = source;
+        rebuild.pull = Some(id);
+        let (from, cursor) = (rebuild.from, rebuild.cursor);
+        let message = ToReplica::Pull { id, view, from, cursor, bytes_max: PULL_BYTES };
+        self.send(source_index, message, actions);
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn on_pulled(
+        &mut self,
+        now: Time,
+        from: usize,
+        id: RequestId,
+        slots: Vec<Slot>,
+        cursor: Option<u64>,
+        end: Option<Box<IncrementEnd>>,
+        gone: bool,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let source = self.peers[from].member;
+        let Some(index) =
+            self.peers.iter().position(|p| p.rebuild.as_ref().is_some_and(|r| r.pull == Some(id)))
+        else {
+            return;
+        };
+        let last = self.history.last.lsn;
+        let rebuild = self.peers[index].rebuild.as_mut().expect("found above");
+        rebuild.pull = None;
+        if gone || slots.iter().any(|s| !is_good(s) || s.version > last) {
+            // This copy cannot serve: ask another for the same part.
+            rebuild.bad_sources.push(source);
+            rebuild.source = None;
+            return self.pull_next(now, index, actions);
+        }
+        rebuild.moved = now;
+        rebuild.bad_sources.clear();
+        let id = rebuild.id;
+        let upto = cursor.unwrap_or(u64::MAX);
+        rebuild.cursor = cursor.unwrap_or_default();
+        rebuild.feeds += 1;
+        let mut messages = vec![ToReplica::IncrementFeed { rebuild: id, slots, cursor: upto }];
+        if cursor.is_none() {
+            let (_, snapshot) = rebuild.views.pop_front().expect("a view was being pulled");
+            match snapshot {
+                Some(snapshot) => {
+                    rebuild.from = rebuild.from.max(snapshot.lsn);
+                    messages.push(ToReplica::IncrementCut { rebuild: id, snapshot });
+                }
+                None => {
+                    let to = rebuild.end.clone().or(end);
+                    let Some(to) = to else {
+                        return self.shut_out(now, from, "a base without its state", actions);
+                    };
+                    rebuild.end = Some(to.clone());
+                    rebuild.stage = Stage::Committing;
+                    messages.push(ToReplica::IncrementCommit { rebuild: id, to });
+                }
+            }
+        }
+        for message in messages {
+            self.send(index, message, actions);
+        }
+        self.pull_next(now, index, actions);
+    }
+
+    pub(super) fn on_increment_fed(&mut self, index: usize, rebuild: u64, _cursor: u64) {
+        if let Some(r) = &mut self.peers[index].rebuild
+            && r.id == rebuild
+        {
+            r.feeds = r.feeds.saturating_sub(1);
+        }
+    }
+
+    pub(super) fn on_increment_done(
+        &mut self,
+        now: Time,
+        index: usize,
+        rebuild: u64,
+        position: Position,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let held_from = self.history.first();
+        let peer = &mut self.peers[index];
+        let Some(r) = peer.rebuild.take_if(|r| r.id == rebuild) else { return };
+        if r.end.as_ref().is_none_or(|end| end.position != position) {
+            return self.shut_out(now, index, "IncrementAtomic", actions);
+        }
+        let member = peer.member;
+        peer.applied = position.lsn;
+        peer.durable = position.lsn;
+        peer.next = position.lsn.next();
+        peer.behind_since = None;
+        if let Some(ack) = &mut peer.ack {
+            ack.damaged = false;
+        }
+        if peer.next >= held_from {
+            peer.link = Link::Fed;
+            actions.push(TargetAction::Note(TargetNote::Rebuilt { member }));
+        }
+        self.end_boundary(&r);
+        self.progress(now, actions);
+    }
+
+    /// A boundary that no rebuild needs any more is deleted, in every history.
+    fn end_boundary(&mut self, rebuild: &Rebuild) {
+        if let Some((id, _)) = rebuild.boundary
+            && matches!(self.phase, Phase::Serving | Phase::Draining { closing: false, .. })
+        {
+            let kind = EntryKind::DeleteSnapshot { id };
+            self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+        }
+    }
+
+    /// A session ended: rebuilds fed from it look for another source; its own is parked, so that
+    /// the same shadow can go on when it returns soon.
+    pub(super) fn cancel_rebuilds_from(&mut self, index: usize) {
+        let member = self.peers[index].member;
+        if let Some(mut rebuild) = self.peers[index].rebuild.take() {
+            rebuild.pull = None;
+            rebuild.feeds = 0;
+            self.parked.push((member, rebuild));
+        }
+        for peer in &mut self.peers {
+            if let Some(rebuild) = &mut peer.rebuild
+                && rebuild.source == Some(member)
+            {
+                rebuild.source = None;
+                rebuild.pull = None;
+            }
+        }
+    }
+
+    /// Continues an interrupted rebuild where the receiver's shadow says it stands.
+    fn take_parked(&mut self, now: Time, index: usize) -> Option<Rebuild> {
+        let member = self.peers[index].member;
+        let at = self.parked.iter().position(|(m, _)| *m == member)?;
+        let (_, mut rebuild) = self.parked.remove(at);
+        let shadow = self.peers[index].ack.as_ref().and_then(|a| a.shadow);
+        match shadow {
+            Some((id, _, cursor))
+                if id == rebuild.id
+                    && rebuild.views.len() == 1
+                    && rebuild.boundary.is_some()
+                    && rebuild.stage == Stage::Moving =>
+            {
+                rebuild.cursor = cursor;
+                rebuild.stage = Stage::Boundary;
+                rebuild.moved = now;
+                Some(rebuild)
+            }
+            _ => {
+                self.end_boundary(&rebuild);
+                None
+            }
+        }
+    }
+
+    /// Parked rebuilds pin a boundary: they are given up after a while.
+    fn drop_parked(&mut self, now: Time) {
+        let patience = std::time::Duration::from_secs(600);
+        let mut index = 0;
+        while index < self.parked.len() {
+            if now.since(self.parked[index].1.moved) > patience {
+                let (_, rebuild) = self.parked.remove(index);
+                self.end_boundary(&rebuild);
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    /// Boundaries of rebuilds that an older epoch did not finish.
+    pub(super) fn forget_hidden_snapshots(&mut self) {
+        self.parked.clear();
+        let hidden: Vec<SnapshotId> =
+            self.history.snapshots.iter().filter(|s| s.hidden).map(|s| s.id).collect();
+        for id in hidden {
+            let kind = EntryKind::DeleteSnapshot { id };
+            self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+        }
+    }
+}
+
+fn is_good(slot: &Slot) -> bool {
+    match &slot.content {
+        Content::Hole => true,
+        Content::Bad => false,
+        Content::Data { crc, data } => data.len() == BLOCK_SIZE && crc32c(data) == *crc,
+    }
+}

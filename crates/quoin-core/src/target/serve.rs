@@ -1,0 +1,546 @@
+//! What happens once per batch: progress, what is sent, who is dropped and who returns, timers.
+
+use std::time::Duration;
+
+use super::quorum::{self, Views, rules_of};
+use super::{Link, Phase, Target, TargetAction, TargetNote};
+use crate::block::{BlockError, Payload};
+use crate::entry::EntryKind;
+use crate::ids::Lsn;
+use crate::membership::Member;
+use crate::message::{Ping, ToReplica};
+use crate::target::{OnQuorumLoss, ReadMode};
+use crate::time::Time;
+
+/// Entries of one Append, and what may be on its way to one replica.
+const APPEND_BYTES: usize = 1 << 20;
+const IN_FLIGHT_BYTES: usize = 8 << 20;
+/// A control plane or replica that says nothing for so long (beside leases) is asked again.
+const PATIENCE: Duration = Duration::from_secs(5);
+const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
+
+impl Target {
+    /// Everything that the events since the last call lead to. Call it after each batch.
+    pub fn flush(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        match self.phase {
+            Phase::Stopped => return,
+            Phase::Serving if self.drain_requested => {
+                self.phase = Phase::Draining { closing: false, until: now + DRAIN_PATIENCE };
+            }
+            Phase::Serving | Phase::Draining { .. } => {}
+            _ if self.drain_requested => return self.stop(actions),
+            Phase::Resting { until } if now >= until => {
+                self.acquire(actions);
+                self.acquiring_until = now + PATIENCE;
+            }
+            Phase::Acquiring if now >= self.acquiring_until => {
+                self.wait_for("an epoch from the control plane", actions);
+                self.rest(now);
+            }
+            _ => {}
+        }
+        self.hang_up_silent(now, actions);
+        self.connect_due(now, actions);
+        self.consider_open(now, actions);
+        if self.is_running() {
+            self.progress(now, actions);
+            if self.phase == Phase::Serving {
+                self.take_backlog(now, actions);
+                self.grow();
+                self.step_change(now, actions);
+            }
+            if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
+                self.reconsider_views(now, actions);
+            }
+            self.step_rebuilds(now, actions);
+            self.send_entries(now, actions);
+            self.ask_syncs(now, actions);
+            self.ask_reads(now, actions);
+            self.send_pings(now, actions);
+            self.trim_history();
+            self.step_drain(now, actions);
+        }
+        self.set_timer(now, actions);
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.phase, Phase::Recovering | Phase::Serving | Phase::Draining { .. })
+    }
+
+    fn connect_due(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let connecting = matches!(
+            self.phase,
+            Phase::Opening { .. }
+                | Phase::Fetching { .. }
+                | Phase::Recovering
+                | Phase::Serving
+                | Phase::Draining { closing: false, .. }
+        );
+        if !connecting {
+            return;
+        }
+        for index in 0..self.peers.len() {
+            let member = self.peers[index].member;
+            let banned = self.banned.iter().any(|(m, until)| *m == member && now < *until);
+            let peer = &mut self.peers[index];
+            if peer.link == Link::Down && peer.retry_at <= now && !banned {
+                peer.link = Link::Connecting;
+                peer.since = now;
+                peer.nonce = self.next_nonce;
+                self.next_nonce += 1;
+                let session = self.key(self.peers[index].nonce);
+                actions.push(TargetAction::Connect { member, session });
+            }
+        }
+        self.banned.retain(|(_, until)| now < *until);
+    }
+
+    /// A partition ends no connection: sessions that stay silent are ended here.
+    fn hang_up_silent(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let mut index = 0;
+        while index < self.peers.len() {
+            if self.silent_at(index).is_some_and(|at| at <= now) {
+                self.hang_up(now, index, actions);
+            }
+            index += 1;
+        }
+    }
+
+    /// When the session with this replica counts as dead unless something comes.
+    fn silent_at(&self, index: usize) -> Option<Time> {
+        let peer = &self.peers[index];
+        let lease = crate::replica::granted_lease(self.config.lease_ms);
+        match peer.link {
+            // A restarted replica waits out leases of up to the longest there is.
+            Link::Opening => Some(peer.since + lease + Duration::from_secs(30)),
+            Link::Connecting | Link::Truncating => Some(peer.since + PATIENCE),
+            Link::Fed => {
+                let age = Duration::from_millis(self.config.drop_after_ms.into());
+                peer.unanswered_since.map(|t| t + age.max(PATIENCE / 2))
+            }
+            Link::Rebuilding => {
+                peer.rebuild.as_ref().and_then(|r| r.stalled_at()).map(|t| t + PATIENCE * 4)
+            }
+            Link::Down | Link::Answered => None,
+        }
+    }
+
+    pub(super) fn on_applied(
+        &mut self,
+        now: Time,
+        index: usize,
+        applied: Lsn,
+        durable: Lsn,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let last = self.history.last.lsn;
+        let peer = &mut self.peers[index];
+        if peer.link != Link::Fed {
+            return;
+        }
+        if applied >= peer.next || durable > last {
+            return self.shut_out(now, index, "OnlyCounted", actions);
+        }
+        if applied > peer.applied {
+            peer.applied = applied;
+            peer.behind_since = (applied < last).then_some(now);
+        }
+        peer.durable = peer.durable.max(durable);
+    }
+
+    /// Commit, stable, Views; then whatever may be answered now.
+    pub(super) fn progress(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        if !self.is_running() {
+            return;
+        }
+        loop {
+            if self.views.activate(&self.peers) {
+                if self.phase == Phase::Recovering {
+                    self.commit = self.first_view;
+                    self.stable = self.first_view;
+                    self.reads_after_reopen();
+                    self.start_serving(now, actions);
+                } else {
+                    self.note_in_sync(actions);
+                }
+                continue;
+            }
+            break;
+        }
+        if self.phase == Phase::Recovering {
+            return;
+        }
+        let applied = quorum::reached(&self.views, &self.peers, |p| Some(p.applied));
+        let durable = quorum::reached(&self.views, &self.peers, |p| Some(p.durable));
+        self.held = applied.is_some_and(|a| a >= self.commit);
+        if let Some(applied) = applied {
+            self.commit = self.commit.max(applied);
+        }
+        if let Some(durable) = durable {
+            self.stable = self.stable.max(durable.min(self.commit));
+        }
+        assert!(self.commit >= self.first_view, "CommitSurvives");
+        assert!(self.stable <= self.commit, "StableSurvives");
+        if self.stable >= self.history.last.lsn {
+            self.stable_since = None;
+        } else if self.stable_since.is_none() {
+            self.stable_since = Some(now);
+        }
+        if applied.is_some() {
+            self.quorum_lost = None;
+            if self.said.starts_with("quorum") {
+                self.wait_for("", actions);
+            }
+        } else {
+            self.below_quorum(now, actions);
+        }
+        self.release(now, actions);
+    }
+
+    /// Fewer than CF counted replicas: nothing is acknowledged; wait or fail, as the volume says.
+    fn below_quorum(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let since = *self.quorum_lost.get_or_insert(now);
+        let counted = quorum::count(&self.peers, |p| p.is_live() && self.views.counts(p.member));
+        let cf = self.membership.cf;
+        self.wait_for(
+            &format!("quorum: {counted} in-sync replicas are connected, {cf} are needed"),
+            actions,
+        );
+        let grace = Duration::from_millis(self.config.lease_ms.into());
+        if self.config.on_quorum_loss == OnQuorumLoss::Fail && now >= since + grace {
+            let waiting: Vec<_> =
+                self.waiting_commit.drain(..).chain(self.waiting_stable.drain(..)).collect();
+            for w in waiting {
+                self.reply(w.token, Err(BlockError::NoQuorum), actions);
+            }
+            self.fail_reads(now, BlockError::NoQuorum, actions);
+        }
+    }
+
+    fn lease_until(&self) -> Option<Time> {
+        quorum::lease_until(&self.views, &self.peers, self.config.lease_ms)
+    }
+
+    /// No reply of any kind without a live lease, and none while commit is not held.
+    fn release(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        if !self.replies_wait() || !self.held {
+            return;
+        }
+        if self.lease_until().is_none_or(|until| now >= until) {
+            return;
+        }
+        while self.waiting_commit.front().is_some_and(|w| w.lsn <= self.commit) {
+            let w = self.waiting_commit.pop_front().expect("looked at above");
+            self.reply(w.token, Ok(Payload::None), actions);
+        }
+        while self.waiting_stable.front().is_some_and(|w| w.lsn <= self.stable) {
+            let w = self.waiting_stable.pop_front().expect("looked at above");
+            self.reply(w.token, Ok(Payload::None), actions);
+        }
+        let confirmed = match self.config.reads {
+            ReadMode::Confirmed => quorum::reached(&self.views, &self.peers, |p| p.answered),
+            ReadMode::Leased => None,
+        };
+        self.release_reads(now, confirmed, actions);
+    }
+
+    fn replies_wait(&self) -> bool {
+        !self.waiting_commit.is_empty() || !self.waiting_stable.is_empty() || !self.reads.is_empty()
+    }
+
+    fn send_entries(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let last = self.history.last.lsn;
+        let sync_each = self.is_media();
+        for index in 0..self.peers.len() {
+            while self.peers[index].link == Link::Fed && self.peers[index].next <= last {
+                let peer = &self.peers[index];
+                let in_flight = self.history.weight_after(peer.applied)
+                    - self.history.weight_after(Lsn(peer.next.0 - 1));
+                if in_flight > IN_FLIGHT_BYTES {
+                    break;
+                }
+                let mut bytes = 0;
+                let mut entries = Vec::new();
+                for entry in self.history.after(Lsn(peer.next.0 - 1)) {
+                    if bytes > 0 && bytes + entry.weight() > APPEND_BYTES {
+                        break;
+                    }
+                    bytes += entry.weight();
+                    entries.push(entry.clone());
+                }
+                let Some(end) = entries.last().map(|e| e.lsn) else { break };
+                let sync = sync_each && entries.iter().any(|e| !e.kind.is_durable_first());
+                let stable = self.stable;
+                let peer = &mut self.peers[index];
+                peer.next = end.next();
+                peer.stable_told = stable;
+                peer.behind_since.get_or_insert(now);
+                peer.sent_ping(now);
+                let message = ToReplica::Append { entries, stable, sync, ping: Ping(now.0) };
+                self.send(index, message, actions);
+            }
+        }
+    }
+
+    /// A sync runs for flushes, and by itself some time or bytes after the first entry above
+    /// stable.
+    fn ask_syncs(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let last = self.history.last.lsn;
+        let after = Duration::from_millis(self.config.sync_after_ms.into());
+        let due = self.stable_since.is_some_and(|t| now >= t + after)
+            || self.history.weight_after(self.stable) >= self.config.sync_bytes;
+        if self.stable < last && due && self.sync_wanted <= self.stable {
+            self.sync_wanted = last;
+        }
+        if self.sync_wanted <= self.stable {
+            return;
+        }
+        let wanted = self.sync_wanted;
+        for index in 0..self.peers.len() {
+            let peer = &mut self.peers[index];
+            if peer.link == Link::Fed
+                && peer.next > wanted
+                && peer.sync_asked < wanted
+                && peer.durable < wanted
+            {
+                peer.sync_asked = wanted;
+                peer.sent_ping(now);
+                self.send(index, ToReplica::Sync { lsn: wanted, ping: Ping(now.0) }, actions);
+            }
+        }
+    }
+
+    fn ping_interval(&self) -> Duration {
+        Duration::from_millis(u64::from(self.config.lease_ms) / 8)
+    }
+
+    /// The lease is renewed only while something waits for it; an idle volume sends nothing.
+    /// When stable reaches the last entry, one frame tells all.
+    fn send_pings(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
+        let renew =
+            self.replies_wait() && self.lease_until().is_none_or(|until| now + half >= until);
+        let all_stable = self.stable >= self.history.last.lsn;
+        let interval = self.ping_interval();
+        let stable = self.stable;
+        for index in 0..self.peers.len() {
+            let counts = self.views.counts(self.peers[index].member);
+            let peer = &mut self.peers[index];
+            if peer.link != Link::Fed {
+                continue;
+            }
+            let renew = renew && counts && now >= peer.ping_sent + interval;
+            let tell = all_stable && peer.stable_told < stable && peer.next > stable;
+            if renew || tell || std::mem::take(&mut peer.ping_due) {
+                peer.ping_due = false;
+                peer.stable_told = stable;
+                peer.sent_ping(now);
+                self.send(index, ToReplica::Ping { stable, ping: Ping(now.0) }, actions);
+            }
+        }
+    }
+
+    /// Drops members that are gone or slow while CF remain, and takes back those that caught up.
+    fn reconsider_views(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let Some(newest) = self.views.newest() else { return };
+        let drop_after = Duration::from_millis(self.config.drop_after_ms.into());
+        let window = self.config.window_bytes;
+        let mut in_sync: Vec<Member> = Vec::new();
+        let mut dropped: Vec<(Member, &'static str)> = Vec::new();
+        let mut returned = false;
+        for peer in &self.peers {
+            let member = peer.member;
+            let lag = self.history.weight_after(peer.applied);
+            if newest.in_sync.contains(&member) {
+                let reason = if peer.link != Link::Fed {
+                    Some("it is not connected")
+                } else if peer.behind_since.is_some_and(|t| now >= t + drop_after) {
+                    Some("it made no progress for too long")
+                } else if lag > window {
+                    Some("it is too far behind")
+                } else {
+                    None
+                };
+                match reason {
+                    Some(reason) => dropped.push((member, reason)),
+                    None => in_sync.push(member),
+                }
+            } else if peer.link == Link::Fed
+                && self.membership.contains(member)
+                && peer.applied >= peer.tip
+                && lag <= window / 4
+                && now >= peer.return_at
+            {
+                in_sync.push(member);
+                returned = true;
+            }
+        }
+        // Members of the newest set that have no session at all.
+        let enough = rules_of(newest).all(|rule| {
+            in_sync.iter().filter(|m| rule.known.contains(m)).count() >= usize::from(rule.cf)
+        });
+        if !enough {
+            // Dropping would leave fewer than CF: push back, never drop. Returns still count.
+            for (member, _) in dropped.drain(..) {
+                in_sync.push(member);
+            }
+        }
+        if dropped.is_empty() && !returned {
+            return;
+        }
+        if let Some((_, pending)) = self.views.pending.back()
+            && Views::can_activate(pending, &self.peers)
+        {
+            return;
+        }
+        for (member, reason) in &dropped {
+            let reason = *reason;
+            actions.push(TargetAction::Note(TargetNote::Dropped { member: *member, reason }));
+            if let Some(peer) = self.peers.iter_mut().find(|p| p.member == *member)
+                && peer.link == Link::Fed
+            {
+                peer.return_at = now + Duration::from_secs(5);
+            }
+        }
+        let joint = self.change.joint();
+        self.append_view(in_sync, joint);
+    }
+
+    fn grow(&mut self) {
+        let Some(blocks) = self.resize_to.take() else { return };
+        if blocks > self.history.blocks {
+            let kind = EntryKind::Resize { blocks };
+            self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+        }
+    }
+
+    /// Keeps what is not stable and what a fed member lacks; and, within the window, what a
+    /// member that is away or being rebuilt may be fed from later.
+    fn trim_history(&mut self) {
+        let window = self.config.window_bytes;
+        let mut keep_after = self.stable;
+        let mut someone_away = self.membership.known.len() > self.peers.len();
+        for peer in &mut self.peers {
+            if peer.link != Link::Fed {
+                someone_away = true;
+                continue;
+            }
+            let lag = self.history.weight_after(peer.applied);
+            if lag > window && !self.views.counts(peer.member) {
+                // It fell out of the window: increments bring it back.
+                peer.link = Link::Rebuilding;
+                someone_away = true;
+            } else {
+                keep_after = keep_after.min(peer.applied);
+            }
+        }
+        let trim_to =
+            if someone_away { self.oldest_within_window().min(keep_after) } else { keep_after };
+        self.history.trim(trim_to);
+    }
+
+    /// The highest LSN after which at most a window of entries follows.
+    fn oldest_within_window(&self) -> Lsn {
+        let first = self.history.first();
+        let (mut low, mut high) = (Lsn(first.0.saturating_sub(1)), self.history.last.lsn);
+        while low < high {
+            let middle = Lsn(low.0 + (high.0 - low.0) / 2);
+            if self.history.weight_after(middle) > self.config.window_bytes {
+                low = middle.next();
+            } else {
+                high = middle;
+            }
+        }
+        low
+    }
+
+    /// Shutdown: what was taken is finished and synced, then sessions are closed.
+    fn step_drain(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let Phase::Draining { closing, until } = self.phase else { return };
+        if closing {
+            if now >= until || self.peers.iter().all(|p| p.link == Link::Down) {
+                self.stop(actions);
+            }
+            return;
+        }
+        let last = self.history.last.lsn;
+        self.sync_wanted = self.sync_wanted.max(last);
+        let busy = self.replies_wait() || !self.writes.is_empty();
+        let unsynced = self.peers.iter().any(|p| p.link == Link::Fed && p.durable < last);
+        if (busy || unsynced || self.stable < last) && now < until {
+            return;
+        }
+        self.phase = Phase::Draining { closing: true, until: now + DRAIN_PATIENCE };
+        for index in 0..self.peers.len() {
+            if self.peers[index].link == Link::Fed {
+                self.send(index, ToReplica::Close, actions);
+            } else if self.peers[index].link != Link::Down {
+                let session = self.key(self.peers[index].nonce);
+                actions.push(TargetAction::Disconnect { session });
+                self.peers[index].down(now);
+            }
+        }
+    }
+
+    fn set_timer(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let mut at: Option<Time> = None;
+        let mut soonest = |t: Option<Time>| {
+            if let Some(t) = t {
+                at = Some(at.map_or(t, |a| a.min(t)));
+            }
+        };
+        soonest(match self.phase {
+            Phase::Resting { until } | Phase::Draining { until, .. } => Some(until),
+            Phase::Acquiring => Some(self.acquiring_until),
+            _ => self.open_deadline(),
+        });
+        for index in 0..self.peers.len() {
+            let peer = &self.peers[index];
+            if peer.link == Link::Down && !matches!(self.phase, Phase::Draining { .. }) {
+                let banned = self.banned.iter().find(|(m, _)| *m == peer.member).map(|b| b.1);
+                soonest(Some(banned.map_or(peer.retry_at, |b| b.max(peer.retry_at))));
+            }
+            soonest(self.silent_at(index));
+            if let Some(rebuild) = &peer.rebuild {
+                soonest(rebuild.stalled_at().map(|t| t + PATIENCE * 4));
+            }
+            if peer.link == Link::Fed && self.views.counts(peer.member) {
+                let age = Duration::from_millis(self.config.drop_after_ms.into());
+                soonest(
+                    peer.behind_since
+                        .filter(|_| peer.applied < self.history.last.lsn)
+                        .map(|t| if t + age > now { t + age } else { now + PATIENCE }),
+                );
+            } else if peer.link == Link::Fed && peer.return_at > now {
+                soonest(Some(peer.return_at));
+            }
+        }
+        if self.is_running() && self.phase != Phase::Recovering {
+            if self.replies_wait() {
+                let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
+                let renew = self.lease_until().map_or(now, |until| until - half);
+                soonest(Some(renew.max(now + self.ping_interval())));
+            }
+            let after = Duration::from_millis(self.config.sync_after_ms.into());
+            if self.sync_wanted <= self.stable {
+                soonest(self.stable_since.map(|t| t + after));
+            }
+            soonest(self.change.retry_at());
+            if let Some(since) = self.quorum_lost
+                && self.config.on_quorum_loss == OnQuorumLoss::Fail
+                && self.replies_wait()
+            {
+                let grace = Duration::from_millis(self.config.lease_ms.into());
+                soonest(Some((since + grace).max(now + self.ping_interval())));
+            }
+        }
+        let hedge = self.hedge_reads(now);
+        soonest(hedge);
+        // Never in the past: what is overdue now was looked at in this very call.
+        let at = at.map(|t| t.max(now + Duration::from_millis(1)));
+        if at != self.timer {
+            self.timer = at;
+            actions.push(TargetAction::Timer { at });
+        }
+    }
+}

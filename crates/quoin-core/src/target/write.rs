@@ -1,0 +1,338 @@
+//! Requests that change the volume: split, merged on assigned content where they are unaligned,
+//! sequenced, and answered when commit (or stable) reaches them.
+
+use std::collections::VecDeque;
+
+use bytes::{Bytes, BytesMut};
+
+use super::read::Purpose;
+use super::{Phase, Target, TargetAction, Waiting};
+use crate::block::{BlockError, Operation, Payload, Request, Token};
+use crate::entry::EntryKind;
+use crate::ids::Lsn;
+use crate::time::Time;
+use crate::{BLOCK_SHIFT, BLOCK_SIZE, HOLE_BLOCKS_MAX, WRITE_BLOCKS_MAX};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// Blocks that a byte range touches.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Range {
+    first: u64,
+    end: u64,
+}
+
+impl Range {
+    fn of(operation: &Operation) -> Option<Range> {
+        let (offset, length) = extent(operation)?;
+        Some(Range { first: offset / BLOCK, end: (offset + length).div_ceil(BLOCK) })
+    }
+
+    fn meets(self, other: Range) -> bool {
+        self.first < other.end && other.first < self.end
+    }
+}
+
+fn extent(operation: &Operation) -> Option<(u64, u64)> {
+    match operation {
+        Operation::Read { offset, length } => Some((*offset, u64::from(*length))),
+        Operation::Write { offset, data, .. } => Some((*offset, data.len() as u64)),
+        Operation::Trim { offset, length, .. }
+        | Operation::WriteZeroes { offset, length, .. }
+        | Operation::Status { offset, length } => Some((*offset, *length)),
+        Operation::Flush => None,
+    }
+}
+
+/// One write whose edges are parts of blocks, waiting for their present content.
+struct Merge {
+    request: Request,
+    range: Range,
+    /// Content of the first and last block, where it is needed.
+    head: Option<Bytes>,
+    tail: Option<Bytes>,
+    waits: u32,
+}
+
+/// Writes that start or end within a block, and what must stay behind them: overlapping requests
+/// are sequenced in the order in which they came.
+#[derive(Default)]
+pub(super) struct Unaligned {
+    merges: Vec<Option<Merge>>,
+    blocked: VecDeque<Request>,
+}
+
+impl Unaligned {
+    fn blocks(&self, range: Range) -> bool {
+        self.merges.iter().flatten().any(|m| m.range.meets(range))
+            || self.blocked.iter().any(|r| Range::of(&r.operation).is_some_and(|b| b.meets(range)))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.blocked.is_empty() && self.merges.iter().all(Option::is_none)
+    }
+}
+
+impl Target {
+    pub(super) fn submit(&mut self, now: Time, request: Request, actions: &mut Vec<TargetAction>) {
+        let token = request.token;
+        if self.drain_requested || matches!(self.phase, Phase::Draining { .. }) {
+            // Never sequenced and never answered: its client holds it and tries the next target.
+            return;
+        }
+        if self.phase != Phase::Serving {
+            return self.backlog.push_back(request);
+        }
+        if let Err(error) = self.check(&request.operation) {
+            return self.reply(token, Err(error), actions);
+        }
+        if Self::is_write(&request.operation) && (!self.backlog.is_empty() || self.window_full()) {
+            return self.backlog.push_back(request);
+        }
+        self.execute(now, request, actions);
+    }
+
+    /// Takes waiting requests up again as the window allows.
+    pub(super) fn take_backlog(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        while self.phase == Phase::Serving
+            && !self.backlog.is_empty()
+            && !self.window_full()
+            && let Some(request) = self.backlog.pop_front()
+        {
+            match self.check(&request.operation) {
+                Ok(()) => self.execute(now, request, actions),
+                Err(error) => self.reply(request.token, Err(error), actions),
+            }
+        }
+    }
+
+    fn check(&self, operation: &Operation) -> Result<(), BlockError> {
+        if self.config.read_only && Self::is_write(operation) {
+            return Err(BlockError::ReadOnly);
+        }
+        let Some((offset, length)) = extent(operation) else { return Ok(()) };
+        let size = self.volume_blocks() << BLOCK_SHIFT;
+        if offset.checked_add(length).is_none_or(|end| end > size) {
+            return Err(BlockError::OutOfRange);
+        }
+        let unit = u64::from(self.config.logical_block_size);
+        if offset % unit != 0 || length % unit != 0 {
+            return Err(BlockError::Misaligned);
+        }
+        Ok(())
+    }
+
+    /// Entries that CF has not yet applied stay within the window: what is above is pushed back.
+    fn window_full(&self) -> bool {
+        self.history.weight_after(self.commit) > self.config.window_bytes
+    }
+
+    fn execute(&mut self, now: Time, request: Request, actions: &mut Vec<TargetAction>) {
+        let token = request.token;
+        if extent(&request.operation).is_some_and(|(_, length)| length == 0) {
+            return self.reply(token, Ok(Payload::None), actions);
+        }
+        if Self::is_write(&request.operation)
+            && let Some(range) = Range::of(&request.operation)
+            && self.writes.blocks(range)
+        {
+            return self.writes.blocked.push_back(request);
+        }
+        match request.operation {
+            Operation::Read { offset, length } => self.read(now, token, offset, length),
+            Operation::Status { offset, length } => self.block_status(now, token, offset, length),
+            Operation::Flush => self.flush_request(token, actions),
+            Operation::Write { offset, ref data, fua } => {
+                let aligned = offset % BLOCK == 0 && data.len() % BLOCK_SIZE == 0;
+                if !aligned {
+                    return self.merge(now, request);
+                }
+                let lsn = self.append_write(offset / BLOCK, data, fua);
+                self.answer_at(lsn, token, fua);
+            }
+            Operation::Trim { offset, length, fua } => {
+                // A trim is a hint: parts of blocks at its edges are left alone.
+                let (first, end) = (offset.div_ceil(BLOCK), (offset + length) / BLOCK);
+                if first >= end {
+                    return self.reply(token, Ok(Payload::None), actions);
+                }
+                let lsn = self.append_hole(&EntryKind::Trim, first, end, fua);
+                self.answer_at(lsn, token, fua);
+            }
+            Operation::WriteZeroes { offset, length, fua, no_hole } => {
+                if offset % BLOCK != 0 || length % BLOCK != 0 {
+                    return self.merge(now, request);
+                }
+                let (first, end) = (offset / BLOCK, (offset + length) / BLOCK);
+                let lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
+                self.answer_at(lsn, token, fua);
+            }
+        }
+    }
+
+    fn flush_request(&mut self, token: Token, actions: &mut Vec<TargetAction>) {
+        if std::mem::take(&mut self.lost_since_flush) {
+            // Acknowledged but never flushed writes are gone: the flush must say so, once.
+            return self.reply(token, Err(BlockError::Damaged), actions);
+        }
+        let lsn = self.history.last.lsn;
+        self.sync_wanted = self.sync_wanted.max(lsn);
+        self.waiting_stable.push_back(Waiting { lsn, token });
+    }
+
+    fn answer_at(&mut self, lsn: Lsn, token: Token, fua: bool) {
+        let waiting = Waiting { lsn, token };
+        if fua || self.is_media() {
+            self.waiting_stable.push_back(waiting);
+        } else {
+            self.waiting_commit.push_back(waiting);
+        }
+    }
+
+    /// Sequences whole blocks; the bytes are shared, never copied. Returns the last LSN.
+    fn append_write(&mut self, mut lba: u64, data: &Bytes, fua: bool) -> Lsn {
+        let step = WRITE_BLOCKS_MAX as usize * BLOCK_SIZE;
+        let mut lsn = self.history.last.lsn;
+        for at in (0..data.len()).step_by(step) {
+            let part = data.slice(at..(at + step).min(data.len()));
+            let blocks = (part.len() / BLOCK_SIZE) as u32;
+            lsn = self.history.append(self.epoch, EntryKind::Write, lba, blocks, part, fua).lsn;
+            lba += u64::from(blocks);
+        }
+        lsn
+    }
+
+    fn append_hole(&mut self, kind: &EntryKind, first: u64, end: u64, fua: bool) -> Lsn {
+        let mut lsn = self.history.last.lsn;
+        let mut lba = first;
+        while lba < end {
+            let blocks = (end - lba).min(HOLE_BLOCKS_MAX.into()) as u32;
+            let kind = kind.clone();
+            lsn = self.history.append(self.epoch, kind, lba, blocks, Bytes::new(), fua).lsn;
+            lba += u64::from(blocks);
+        }
+        lsn
+    }
+
+    /// Reads the blocks at the edges; the rest of the write waits for them.
+    fn merge(&mut self, now: Time, request: Request) {
+        let Some((offset, length)) = extent(&request.operation) else { return };
+        let Some(range) = Range::of(&request.operation) else { return };
+        let need_head = offset % BLOCK != 0;
+        let need_tail =
+            (offset + length) % BLOCK != 0 && (range.end - 1 != range.first || !need_head);
+        let slot = match self.writes.merges.iter().position(Option::is_none) {
+            Some(slot) => slot,
+            None => {
+                self.writes.merges.push(None);
+                self.writes.merges.len() - 1
+            }
+        };
+        let waits = u32::from(need_head) + u32::from(need_tail);
+        self.writes.merges[slot] = Some(Merge { request, range, head: None, tail: None, waits });
+        if need_head {
+            self.read_for_merge(now, Purpose::Merge { slot, tail: false }, range.first);
+        }
+        if need_tail {
+            self.read_for_merge(now, Purpose::Merge { slot, tail: true }, range.end - 1);
+        }
+    }
+
+    /// The content of an edge block arrived (or cannot be read).
+    pub(super) fn merge_read(
+        &mut self,
+        now: Time,
+        slot: usize,
+        tail: bool,
+        block: Result<Bytes, BlockError>,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let Some(merge) = self.writes.merges.get_mut(slot).and_then(Option::as_mut) else {
+            return;
+        };
+        let block = match block {
+            Ok(block) => block,
+            Err(error) => {
+                let token = merge.request.token;
+                self.writes.merges[slot] = None;
+                self.forget_merge_reads(slot);
+                self.reply(token, Err(error), actions);
+                return self.unblock(now, actions);
+            }
+        };
+        if tail {
+            merge.tail = Some(block);
+        } else {
+            merge.head = Some(block);
+        }
+        merge.waits -= 1;
+        if merge.waits > 0 {
+            return;
+        }
+        let merge = self.writes.merges[slot].take().expect("looked at above");
+        self.append_merged(merge);
+        self.unblock(now, actions);
+    }
+
+    fn append_merged(&mut self, merge: Merge) {
+        let token = merge.request.token;
+        let Range { first, end } = merge.range;
+        let (lsn, fua) = match merge.request.operation {
+            Operation::Write { offset, data, fua } => {
+                let mut whole = BytesMut::zeroed(((end - first) as usize) * BLOCK_SIZE);
+                fill_edges(&mut whole, merge.head, merge.tail);
+                let at = (offset - first * BLOCK) as usize;
+                whole[at..at + data.len()].copy_from_slice(&data);
+                (self.append_write(first, &whole.freeze(), fua), fua)
+            }
+            Operation::WriteZeroes { offset, length, fua, no_hole } => {
+                let mut first = first;
+                let mut end = end;
+                let mut lsn = self.history.last.lsn;
+                let zero_end = offset + length;
+                let single = end - first == 1;
+                if let Some(head) = merge.head {
+                    let from = (offset % BLOCK) as usize;
+                    let to = if single { from + length as usize } else { BLOCK_SIZE };
+                    lsn = self.append_write(first, &zeroed(&head, from, to), fua);
+                    first += 1;
+                }
+                if let Some(tail) = merge.tail {
+                    let to = (zero_end % BLOCK) as usize;
+                    end -= 1;
+                    lsn = self.append_write(end, &zeroed(&tail, 0, to), fua);
+                }
+                if first < end {
+                    lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
+                }
+                (lsn, fua)
+            }
+            _ => return,
+        };
+        self.answer_at(lsn, token, fua);
+    }
+
+    /// Requests that waited behind a merge, in their order.
+    fn unblock(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let blocked = std::mem::take(&mut self.writes.blocked);
+        for request in blocked {
+            self.execute(now, request, actions);
+        }
+    }
+}
+
+fn fill_edges(whole: &mut BytesMut, head: Option<Bytes>, tail: Option<Bytes>) {
+    if let Some(head) = head {
+        whole[..BLOCK_SIZE].copy_from_slice(&head);
+    }
+    if let Some(tail) = tail {
+        let at = whole.len() - BLOCK_SIZE;
+        whole[at..].copy_from_slice(&tail);
+    }
+}
+
+fn zeroed(block: &Bytes, from: usize, to: usize) -> Bytes {
+    let mut copy = BytesMut::from(&block[..]);
+    copy[from..to].fill(0);
+    copy.freeze()
+}
