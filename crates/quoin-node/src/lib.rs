@@ -1,1 +1,43 @@
-//! quoin-node
+//! Volumes on one host: attach, format, mount, publish, grow, measure.
+//!
+//! A library of the node role. It knows nothing of gRPC: the CSI face ([`quoin-csi`], which
+//! also runs the `quoin node` process, as faces stand above roles) asks a [`NodeHost`] to stage
+//! and publish, and a [`NodeHost`] asks an [`Attacher`] for block devices.
+//!
+//! Promises: every call is idempotent; a kill at any step is followed by success of the same
+//! call or of its opposite; a device with anything on it is never formatted; what is not ours
+//! is never unmounted; mount flags stand in no message.
+//!
+//! [`quoin-csi`]: https://docs.rs/quoin-csi
+
+mod attach;
+mod device;
+mod error;
+mod format;
+mod host;
+mod mount;
+mod mountinfo;
+mod probe;
+mod records;
+mod superblock;
+mod tools;
+
+pub use attach::{AttachRequest, Attacher, wait_for_socket};
+pub use error::{Error, Kind};
+pub use format::FileSystem;
+pub use host::{HostOptions, NodeHost, PublishRequest, StageRequest, VolumeStats};
+pub use mount::parse_flags as parse_mount_flags;
+pub use mountinfo::{Mount, parse as parse_mountinfo, read as read_mountinfo};
+pub use probe::{Content, content as device_content};
+pub use records::Access;
+pub use tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, RESIZE2FS, Tool, Tools, XFS_GROWFS};
+
+/// Runs system calls that may take long on a thread that may wait.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Error> + Send + 'static,
+) -> Result<T, Error> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(failed) => std::panic::resume_unwind(failed.into_panic()),
+    }
+}

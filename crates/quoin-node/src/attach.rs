@@ -1,0 +1,88 @@
+//! Where a node gets its block devices from.
+//!
+//! The attach process serves FUSE files and loop devices and outlives this one; [`Attacher`]
+//! is all that the node needs of it, so that tests can stand a plain loop device in its place.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+
+use crate::error::Error;
+
+/// A volume to be had as a block device of this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AttachRequest {
+    /// 32 hex digits.
+    pub volume: String,
+    /// Where the target serves the volume.
+    pub nbd_socket: PathBuf,
+    pub size_bytes: u64,
+    /// Logical block: 512 or 4096.
+    pub block_size: u32,
+    pub read_only: bool,
+}
+
+/// Gives and takes block devices. Every call is idempotent, and none forgets a device when
+/// the caller dies.
+#[async_trait]
+pub trait Attacher: Send + Sync {
+    /// The device of the volume, made if it is not there yet.
+    async fn attach(&self, request: &AttachRequest) -> Result<PathBuf, Error>;
+    /// Removes the volume's device, if there is one. Nothing may use it any more.
+    async fn detach(&self, volume: &str) -> Result<(), Error>;
+    /// Makes the device show a new size; no effect on a volume that is not attached.
+    async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error>;
+    /// The device of the volume, if it is attached.
+    async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error>;
+}
+
+/// Waits until a target listens on `socket`.
+///
+/// # Errors
+/// [`Error::Waiting`] after `deadline_ms`, saying what was waited for.
+pub async fn wait_for_socket(volume: &str, socket: &Path, deadline_ms: u64) -> Result<(), Error> {
+    let started = Instant::now();
+    let deadline = Duration::from_millis(deadline_ms);
+    loop {
+        // The file alone says nothing: a killed target leaves it behind.
+        if tokio::net::UnixStream::connect(socket).await.is_ok() {
+            return Ok(());
+        }
+        if started.elapsed() >= deadline {
+            return Err(Error::Waiting {
+                what: format!("the target of volume {volume} to listen on {}", socket.display()),
+                waited_ms: deadline_ms,
+                way_out: "`quoin volume get` says what the volume waits for, and this call may \
+                          be repeated",
+            });
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_target_that_never_comes_is_named_with_its_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("v.sock");
+        let error = wait_for_socket("v", &socket, 30).await.unwrap_err();
+        assert!(error.to_string().contains("v.sock"), "{error}");
+        assert_eq!(error.kind(), crate::Kind::Unavailable);
+    }
+
+    #[tokio::test]
+    async fn a_socket_file_left_by_a_dead_target_is_waited_out() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("v.sock");
+        drop(tokio::net::UnixListener::bind(&socket).unwrap());
+        assert!(socket.exists());
+        assert!(wait_for_socket("v", &socket, 30).await.is_err());
+        std::fs::remove_file(&socket).unwrap();
+        let _listener = tokio::net::UnixListener::bind(&socket).unwrap();
+        wait_for_socket("v", &socket, 1000).await.unwrap();
+    }
+}

@@ -1,0 +1,54 @@
+//! What the kernel says about a block device, and the one switch that is needed of it.
+
+use std::fs::File;
+use std::io::{Seek, SeekFrom};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use crate::error::Error;
+
+/// `BLKROSET` of linux/fs.h: takes a pointer to an int, non-zero makes the device read-only.
+const BLKROSET: libc::Ioctl = 0x125d;
+
+/// Size of a block device (or file) in bytes.
+///
+/// # Errors
+/// If it cannot be opened.
+pub fn size_bytes(device: &Path) -> Result<u64, Error> {
+    let mut file = File::open(device).map_err(Error::io("opening", device))?;
+    file.seek(SeekFrom::End(0)).map_err(Error::io("measuring", device))
+}
+
+/// The device number that a block device node stands for; `None` for anything else.
+#[must_use]
+pub fn number(device: &Path) -> Option<u64> {
+    let metadata = std::fs::metadata(device).ok()?;
+    metadata.file_type().is_block_device().then(|| metadata.rdev())
+}
+
+/// Major and minor of a block device node.
+#[must_use]
+pub fn major_minor(device: &Path) -> Option<(u32, u32)> {
+    number(device).map(|number| (libc::major(number), libc::minor(number)))
+}
+
+/// Makes the kernel refuse (or take) writes to the device.
+///
+/// A read-only bind mount of a device node does not do that: it protects the node, not what
+/// it stands for.
+///
+/// # Errors
+/// If the device cannot be opened, is none, or the caller is not root.
+pub fn set_read_only(device: &Path, read_only: bool) -> Result<(), Error> {
+    let file = File::open(device).map_err(Error::io("opening", device))?;
+    let value = libc::c_int::from(read_only);
+    // SAFETY: BLKROSET reads one int through the pointer, which outlives the call.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKROSET, &raw const value) };
+    if result < 0 {
+        return Err(Error::io("setting the read-only state of", device)(
+            std::io::Error::last_os_error(),
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,172 @@
+//! Why work on a node failed: each error names the thing, the rule and the way out.
+
+use std::path::PathBuf;
+
+/// What a caller may conclude from an [`Error`], whatever its words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// The request itself cannot be right.
+    InvalidArgument,
+    /// Something is there already, with other arguments.
+    AlreadyExists,
+    /// A step that must come before has not been made, or one that must end has not.
+    FailedPrecondition,
+    /// Nothing of the volume is at that place.
+    NotFound,
+    /// The size asked for cannot be delivered.
+    OutOfRange,
+    /// Not now; the same call may succeed later.
+    Unavailable,
+    /// The host failed.
+    Internal,
+}
+
+/// A failed step of attaching, formatting, mounting, growing or measuring.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(
+        "volume {volume} is staged at {} already, and one node holds one staging of a volume; \
+         unstage it there first", path.display()
+    )]
+    StagedElsewhere { volume: String, path: PathBuf },
+    #[error(
+        "volume {volume} is staged at {} with another capability; unstage it first to change it",
+        path.display()
+    )]
+    StagedDifferently { volume: String, path: PathBuf },
+    #[error("volume {volume} is not staged at {} on this node; stage it first", path.display())]
+    NotStaged { volume: String, path: PathBuf },
+    #[error(
+        "volume {volume} is still published at {}; unpublish it there before unstaging",
+        target.display()
+    )]
+    StillPublished { volume: String, target: PathBuf },
+    #[error(
+        "volume {volume} is published at {} with other arguments; unpublish it first to change \
+         them", target.display()
+    )]
+    PublishedDifferently { volume: String, target: PathBuf },
+    #[error(
+        "volume {volume} is published at {} on this node, and its access mode allows one target \
+         path; use SINGLE_NODE_MULTI_WRITER for several", target.display()
+    )]
+    PublishedElsewhere { volume: String, target: PathBuf },
+    #[error("volume {volume} is staged for {staged} use, not for {wanted} use; stage it anew")]
+    OtherCapability { volume: String, staged: String, wanted: String },
+    #[error(
+        "a raw block volume is writable or read-only for the whole node, and {volume} is \
+         published here the other way; unpublish that one first"
+    )]
+    MixedReadOnly { volume: String },
+    #[error("volume {volume} is not present at {} on this node", path.display())]
+    NotThere { volume: String, path: PathBuf },
+    #[error("{}: {why}", path.display())]
+    Path { path: PathBuf, why: &'static str },
+    #[error(
+        "{} is a mount point of something else ({source_name}); unmount that first",
+        path.display()
+    )]
+    ForeignMount { path: PathBuf, source_name: String },
+    #[error(
+        "volume {volume} holds {found} and was asked to be mounted as {wanted}; it is never \
+         formatted over: ask for {found}, or empty the volume first"
+    )]
+    OtherContent { volume: String, found: String, wanted: String },
+    #[error("volume {volume} is empty and may only be read here; stage it writable once")]
+    EmptyReadOnly { volume: String },
+    #[error(
+        "{tool} is not installed on this node; install {package} (it was looked for in {looked})"
+    )]
+    MissingTool { tool: &'static str, package: &'static str, looked: String },
+    #[error("{tool} failed on volume {volume}: {output}")]
+    Tool { tool: &'static str, volume: String, output: String },
+    #[error(
+        "the file system of volume {volume} has damage that {tool} does not repair by itself: \
+         run it by hand on {}: {output}", device.display()
+    )]
+    Damaged { volume: String, tool: &'static str, device: PathBuf, output: String },
+    #[error(
+        "mounting at {} needs root (CAP_SYS_ADMIN); run the node as root, or use the volume \
+         over its NBD socket without mounting", path.display()
+    )]
+    NotPermitted { path: PathBuf },
+    #[error(
+        "the file system refused a mount flag of volume {volume} (flags are not shown, they may \
+         be sensitive); check mountOptions"
+    )]
+    MountFlag { volume: String },
+    #[error("{} is in use; stop what uses it and try again", path.display())]
+    Busy { path: PathBuf },
+    #[error("volume {volume}: {} has {has_bytes} bytes, fewer than the {want_bytes} asked for", device.display())]
+    TooSmall { volume: String, device: PathBuf, has_bytes: u64, want_bytes: u64 },
+    #[error(
+        "growing the mounted ext4 of volume {volume} needs CAP_SYS_RESOURCE, which this node \
+         lacks; give it to the process, or unstage the volume: it grows with the next staging"
+    )]
+    GrowNotPermitted { volume: String },
+    #[error(
+        "volume {volume} is staged read-only here, so its file system cannot be grown; stage it \
+         writable"
+    )]
+    ReadOnlyGrow { volume: String },
+    #[error("volume {volume} has {has_bytes} bytes, more than the limit of {limit_bytes}")]
+    AboveLimit { volume: String, has_bytes: u64, limit_bytes: u64 },
+    #[error("waited {waited_ms} ms for {what}; {way_out}")]
+    Waiting { what: String, waited_ms: u64, way_out: &'static str },
+    #[error("the attach process: {0}")]
+    Attach(String),
+    #[error("{operation} {}: {source}", path.display())]
+    Io {
+        operation: &'static str,
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("the record {} cannot be read: {why}; move it away and unstage the volume", path.display())]
+    Record { path: PathBuf, why: String },
+    /// Stands for a kill at this very step; only tests ask for it.
+    #[error("stopped before {0}")]
+    Stopped(&'static str),
+}
+
+impl Error {
+    /// What a caller may conclude.
+    #[must_use]
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::StagedDifferently { .. } | Self::PublishedDifferently { .. } => {
+                Kind::AlreadyExists
+            }
+            Self::StagedElsewhere { .. }
+            | Self::NotStaged { .. }
+            | Self::StillPublished { .. }
+            | Self::PublishedElsewhere { .. }
+            | Self::OtherCapability { .. }
+            | Self::MixedReadOnly { .. }
+            | Self::ForeignMount { .. }
+            | Self::OtherContent { .. }
+            | Self::EmptyReadOnly { .. }
+            | Self::ReadOnlyGrow { .. }
+            | Self::GrowNotPermitted { .. }
+            | Self::MissingTool { .. }
+            | Self::NotPermitted { .. }
+            | Self::Damaged { .. } => Kind::FailedPrecondition,
+            Self::NotThere { .. } => Kind::NotFound,
+            Self::Path { .. } | Self::MountFlag { .. } => Kind::InvalidArgument,
+            Self::TooSmall { .. } | Self::AboveLimit { .. } => Kind::OutOfRange,
+            Self::Busy { .. } | Self::Waiting { .. } | Self::Attach(_) => Kind::Unavailable,
+            Self::Tool { .. } | Self::Io { .. } | Self::Record { .. } | Self::Stopped(_) => {
+                Kind::Internal
+            }
+        }
+    }
+
+    /// Wraps an I/O error with what was tried on what.
+    pub(crate) fn io(
+        operation: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { operation, path, source }
+    }
+}

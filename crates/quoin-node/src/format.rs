@@ -1,0 +1,265 @@
+//! Makes, checks and grows file systems.
+//!
+//! A format must be safe against a crash at any moment, on this node or, after it died, as
+//! seen from the next one: half a file system must never look like somebody's data (it would
+//! block the volume for ever) nor like a whole one. So the tool works on a sparse image on the
+//! host, and the result is copied: first the first block becomes [`FORMATTING_MARK`], then all
+//! the other data is written and synced, last the first block, without which no file system is
+//! found. A crash before the end leaves the mark, and the next stage formats anew.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use crate::error::Error;
+use crate::probe::FORMATTING_MARK;
+use crate::tools::{E2FSCK, MKFS_EXT4, MKFS_XFS, RESIZE2FS, Tools, XFS_GROWFS};
+
+/// The block that makes a file system visible; written last.
+const FIRST_BLOCK_BYTES: u64 = 4096;
+const COPY_BYTES: usize = 1 << 20;
+/// `BLKZEROOUT` of linux/fs.h: takes {start, length} in bytes.
+const BLKZEROOUT: libc::Ioctl = 0x127f;
+
+/// A file system that Quoin makes and mounts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FileSystem {
+    #[default]
+    Ext4,
+    Xfs,
+}
+
+impl FileSystem {
+    /// The kernel's name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ext4 => "ext4",
+            Self::Xfs => "xfs",
+        }
+    }
+}
+
+impl FromStr for FileSystem {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "ext4" => Ok(Self::Ext4),
+            "xfs" => Ok(Self::Xfs),
+            other => Err(format!("file system {other:?} is not supported; use ext4 or xfs")),
+        }
+    }
+}
+
+/// A device to be formatted.
+#[derive(Debug, Clone, Copy)]
+pub struct Job<'a> {
+    pub volume: &'a str,
+    pub device: &'a Path,
+    pub size_bytes: u64,
+    pub block_size: u32,
+    /// A directory of this host for the sparse image.
+    pub scratch: &'a Path,
+}
+
+/// Formats a device that was found blank, or interrupted in an earlier format.
+///
+/// # Errors
+/// If the tool is missing or fails, or the device takes no writes. The device is then as
+/// before, or marked as interrupted.
+pub async fn format(
+    tools: &Tools,
+    job: Job<'_>,
+    file_system: FileSystem,
+    was_interrupted: bool,
+) -> Result<(), Error> {
+    let tool = match file_system {
+        FileSystem::Ext4 => MKFS_EXT4,
+        FileSystem::Xfs => MKFS_XFS,
+    };
+    // Before the mark, so that a missing tool leaves a blank device blank.
+    tools.find(tool)?;
+    let image = job.scratch.join(format!("{}.image", job.volume));
+    let removal = Removal(image.clone());
+    let file = File::create(&image).map_err(Error::io("creating", &image))?;
+    file.set_len(job.size_bytes).map_err(Error::io("sizing", &image))?;
+    drop(file);
+
+    let sector = format!("size={}", job.block_size);
+    let mut arguments: Vec<&OsStr> = match file_system {
+        // The kernel zeroes inode tables in the background; nothing is discarded, as the
+        // image is not the device.
+        FileSystem::Ext4 => {
+            let options = "nodiscard,lazy_itable_init=1,lazy_journal_init=1";
+            ["-F", "-q", "-b", "4096", "-m", "0", "-E", options].map(OsStr::new).to_vec()
+        }
+        FileSystem::Xfs => ["-f", "-q", "-K", "-s", &sector].map(OsStr::new).to_vec(),
+    };
+    arguments.push(image.as_os_str());
+    let outcome = tools.run(tool, &arguments).await?;
+    if outcome.code != Some(0) {
+        return Err(Error::Tool {
+            tool: tool.name,
+            volume: job.volume.to_owned(),
+            output: outcome.output,
+        });
+    }
+    let (device, size_bytes) = (job.device.to_owned(), job.size_bytes);
+    crate::blocking(move || copy(&image, &device, size_bytes, was_interrupted)).await?;
+    drop(removal);
+    Ok(())
+}
+
+/// Removes the image whatever happens; one that a crash left is truncated by the next format.
+struct Removal(PathBuf);
+
+impl Drop for Removal {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn copy(image: &Path, device: &Path, size_bytes: u64, was_interrupted: bool) -> Result<(), Error> {
+    let from = File::open(image).map_err(Error::io("opening", image))?;
+    let to = File::options()
+        .write(true)
+        .open(device)
+        .map_err(Error::io("opening for writing", device))?;
+    let write = |bytes: &[u8], offset: u64| {
+        to.write_all_at(bytes, offset).map_err(Error::io("writing", device))
+    };
+    let sync = || to.sync_all().map_err(Error::io("syncing", device));
+
+    let mut first = vec![0; usize::try_from(FIRST_BLOCK_BYTES).expect("4096 fits")];
+    first[..FORMATTING_MARK.len()].copy_from_slice(FORMATTING_MARK);
+    write(&first, 0)?;
+    sync()?;
+    if was_interrupted {
+        // Remains of the earlier attempt may lie where this one relies on zeroes.
+        zero(&to, device, FIRST_BLOCK_BYTES, size_bytes)?;
+    }
+    let mut buffer = vec![0; COPY_BYTES];
+    let mut offset = 0;
+    while let Some((start, end)) = next_data(&from, image, offset)? {
+        let mut at = start.max(FIRST_BLOCK_BYTES);
+        while at < end {
+            let bytes = usize::try_from((end - at).min(COPY_BYTES as u64)).expect("a mebibyte");
+            let chunk = &mut buffer[..bytes];
+            from.read_exact_at(chunk, at).map_err(Error::io("reading", image))?;
+            write(chunk, at)?;
+            at += bytes as u64;
+        }
+        offset = end;
+    }
+    sync()?;
+    from.read_exact_at(&mut first, 0).map_err(Error::io("reading", image))?;
+    write(&first, 0)?;
+    sync()
+}
+
+/// The next stretch of data at or after `offset` in a sparse file.
+fn next_data(file: &File, path: &Path, offset: u64) -> Result<Option<(u64, u64)>, Error> {
+    let start = match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(offset)) {
+        Ok(start) => start,
+        Err(rustix::io::Errno::NXIO) => return Ok(None),
+        Err(error) => return Err(Error::io("looking for data in", path)(error.into())),
+    };
+    let end = rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(start))
+        .map_err(|error| Error::io("looking for holes in", path)(error.into()))?;
+    Ok(Some((start, end)))
+}
+
+fn zero(to: &File, device: &Path, from: u64, end: u64) -> Result<(), Error> {
+    const STEP_BYTES: u64 = 1 << 30;
+    let mut at = from;
+    while at < end {
+        let range = [at, (end - at).min(STEP_BYTES)];
+        // SAFETY: BLKZEROOUT reads two u64 through the pointer, which outlives the call.
+        let result = unsafe { libc::ioctl(to.as_raw_fd(), BLKZEROOUT, range.as_ptr()) };
+        if result < 0 {
+            return Err(Error::io("zeroing", device)(std::io::Error::last_os_error()));
+        }
+        at += range[1];
+    }
+    Ok(())
+}
+
+/// Repairs what can be repaired without asking, before a writable mount; `thoroughly` reads
+/// everything even if it looks clean. XFS replays its log when it is mounted, and has no such
+/// check.
+///
+/// # Errors
+/// [`Error::Damaged`] if a person has to look.
+pub async fn check(
+    tools: &Tools,
+    volume: &str,
+    device: &Path,
+    file_system: FileSystem,
+    thoroughly: bool,
+) -> Result<(), Error> {
+    if file_system == FileSystem::Xfs {
+        return Ok(());
+    }
+    let how = OsStr::new(if thoroughly { "-fp" } else { "-p" });
+    let outcome = tools.run(E2FSCK, &[how, device.as_os_str()]).await?;
+    match outcome.code {
+        // 1: repaired; 2: repaired, and a mounted root would want a reboot.
+        Some(0..=2) => Ok(()),
+        // 4: errors left. 8 and above: it could not work (for example: device in use).
+        Some(4) => Err(Error::Damaged {
+            volume: volume.to_owned(),
+            tool: E2FSCK.name,
+            device: device.to_owned(),
+            output: outcome.output,
+        }),
+        _ => Err(Error::Tool {
+            tool: E2FSCK.name,
+            volume: volume.to_owned(),
+            output: outcome.output,
+        }),
+    }
+}
+
+/// Grows a file system to the size of its device: XFS only while mounted at `mounted_at`, ext4
+/// also unmounted (checked thoroughly before). No effect if it has that size.
+///
+/// # Errors
+/// If the tool is missing or fails; [`Error::GrowNotPermitted`] for a mounted ext4 without
+/// `CAP_SYS_RESOURCE`, which that file system asks for.
+pub async fn grow(
+    tools: &Tools,
+    volume: &str,
+    device: &Path,
+    mounted_at: Option<&Path>,
+    file_system: FileSystem,
+) -> Result<(), Error> {
+    let (tool, argument) = match (file_system, mounted_at) {
+        (FileSystem::Ext4, _) => (RESIZE2FS, device),
+        (FileSystem::Xfs, Some(mounted_at)) => (XFS_GROWFS, mounted_at),
+        (FileSystem::Xfs, None) => return Ok(()),
+    };
+    let outcome = tools.run(tool, &[argument.as_os_str()]).await?;
+    if outcome.code == Some(0) {
+        return Ok(());
+    }
+    if file_system == FileSystem::Ext4 && mounted_at.is_some() && !may_resize_ext4() {
+        return Err(Error::GrowNotPermitted { volume: volume.to_owned() });
+    }
+    Err(Error::Tool { tool: tool.name, volume: volume.to_owned(), output: outcome.output })
+}
+
+/// Whether this process has `CAP_SYS_RESOURCE`, by the kernel's own account.
+pub(crate) fn may_resize_ext4() -> bool {
+    const CAP_SYS_RESOURCE: u32 = 24;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok())
+        .is_some_and(|capabilities| capabilities >> CAP_SYS_RESOURCE & 1 == 1)
+}

@@ -1,0 +1,379 @@
+//! One host's volumes: staged, published, measured and grown, each call idempotent and each
+//! step safe to be the last one before a kill.
+//!
+//! The order of every change is: write the record (an intent), do the step, go on. No step is
+//! undone on failure: the next call, of either kind, finds what there is by asking the kernel
+//! and the attach process, and goes on from there. Callers see to it that there is one call a
+//! volume at a time.
+
+mod publish;
+#[cfg(test)]
+mod tests;
+mod volume_stats;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub use publish::PublishRequest;
+pub use volume_stats::VolumeStats;
+
+use crate::attach::{AttachRequest, Attacher, wait_for_socket};
+use crate::error::Error;
+use crate::format::{self, FileSystem, Job};
+use crate::mountinfo::{self, Mount};
+use crate::probe::{self, Content};
+use crate::records::{Access, Record, Records, Staging};
+use crate::tools::Tools;
+use crate::{device, mount, superblock};
+
+/// Where a node keeps and finds things.
+#[derive(Debug, Clone)]
+pub struct HostOptions {
+    /// Records and format images; private to this node, survives restarts.
+    pub state_directory: PathBuf,
+    /// Targets listen on `<run>/nbd/<volume id>.sock`.
+    pub run_directory: PathBuf,
+    /// How long staging waits for the target.
+    pub target_deadline_ms: u64,
+}
+
+/// See the module's text.
+pub struct NodeHost {
+    options: HostOptions,
+    records: Records,
+    attacher: Arc<dyn Attacher>,
+    tools: Tools,
+    /// Tests end a call before its n-th step, as a kill would.
+    #[cfg(test)]
+    steps_left: std::sync::atomic::AtomicUsize,
+}
+
+/// A volume to be staged.
+#[derive(Debug, Clone)]
+pub struct StageRequest {
+    pub volume: String,
+    /// An existing directory, absolute.
+    pub staging_path: PathBuf,
+    pub access: Access,
+    /// The access mode's name; compared only.
+    pub mode: String,
+    pub read_only: bool,
+    pub size_bytes: u64,
+    pub block_size: u32,
+}
+
+impl NodeHost {
+    /// A host with its own tools.
+    ///
+    /// # Errors
+    /// If the state directory cannot be made.
+    pub fn new(options: HostOptions, attacher: Arc<dyn Attacher>) -> Result<Self, Error> {
+        Self::with_tools(options, attacher, Tools::of_host())
+    }
+
+    /// A host whose tools are looked for elsewhere.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_tools(
+        options: HostOptions,
+        attacher: Arc<dyn Attacher>,
+        tools: Tools,
+    ) -> Result<Self, Error> {
+        let records = Records::open(options.state_directory.join("volumes"))?;
+        Ok(Self {
+            options,
+            records,
+            attacher,
+            tools,
+            #[cfg(test)]
+            steps_left: std::sync::atomic::AtomicUsize::new(usize::MAX),
+        })
+    }
+
+    /// The tools of this host, to say early what is missing.
+    #[must_use]
+    pub fn tools(&self) -> &Tools {
+        &self.tools
+    }
+
+    /// Whether this node has any record of the volume.
+    ///
+    /// # Errors
+    /// If its record cannot be read.
+    pub fn knows(&self, volume: &str) -> Result<bool, Error> {
+        Ok(self.records.load(volume)?.is_some())
+    }
+
+    /// Makes the volume ready for publication: device, file system, mount at the staging path.
+    ///
+    /// # Errors
+    /// See [`Error`]; a later call goes on where this one ended.
+    pub async fn stage(&self, request: &StageRequest) -> Result<(), Error> {
+        let volume = &request.volume;
+        let path = existing_directory(&request.staging_path)?;
+        let wanted = Staging {
+            path: path.clone(),
+            access: request.access.clone(),
+            mode: request.mode.clone(),
+            read_only: request.read_only,
+            complete: false,
+        };
+        let mut record = self.records.load(volume)?.unwrap_or_else(|| Record::new(volume));
+        if let Some(present) = record.staging.clone() {
+            let live = self.staging_is_live(volume, &present).await?;
+            if live && present.path != path {
+                return Err(Error::StagedElsewhere { volume: volume.clone(), path: present.path });
+            }
+            let same = Staging { complete: false, ..present.clone() } == wanted;
+            if live && !same {
+                return Err(Error::StagedDifferently { volume: volume.clone(), path });
+            }
+            if live && present.complete {
+                return Ok(());
+            }
+            if !same {
+                // An attempt that came to nothing; its device may be of another kind.
+                self.attacher.detach(volume).await?;
+            }
+        }
+        record.staging = Some(wanted);
+        self.step("writing the record")?;
+        self.records.save(&record)?;
+
+        self.step("attaching")?;
+        let nbd_socket = self.options.run_directory.join("nbd").join(format!("{volume}.sock"));
+        wait_for_socket(volume, &nbd_socket, self.options.target_deadline_ms).await?;
+        let device = self
+            .attacher
+            .attach(&AttachRequest {
+                volume: volume.clone(),
+                nbd_socket,
+                size_bytes: request.size_bytes,
+                block_size: request.block_size,
+                read_only: request.read_only,
+            })
+            .await?;
+        if !request.read_only {
+            // A loop device keeps this switch over its users, so it may stand the wrong way.
+            device::set_read_only(&device, false)?;
+        }
+        self.step("mounting")?;
+        if let Access::Mount { file_system, flags } = &request.access {
+            self.mount_staging(request, &device, &path, *file_system, flags).await?;
+        }
+        self.step("completing the record")?;
+        if let Some(staging) = &mut record.staging {
+            staging.complete = true;
+        }
+        self.records.save(&record)
+    }
+
+    async fn mount_staging(
+        &self,
+        request: &StageRequest,
+        device: &Path,
+        path: &Path,
+        file_system: FileSystem,
+        flags: &[String],
+    ) -> Result<(), Error> {
+        let volume = &request.volume;
+        let parsed =
+            mount::parse_flags(flags).map_err(|_| Error::MountFlag { volume: volume.clone() })?;
+        if let Some(present) = mountinfo::at(&mountinfo::read()?, path) {
+            if is_of_device(present, device) {
+                return Ok(());
+            }
+            return Err(foreign(present));
+        }
+        let size_bytes = device::size_bytes(device)?;
+        let content = {
+            let device = device.to_owned();
+            crate::blocking(move || probe::content(&device, size_bytes)).await?
+        };
+        match &content {
+            Content::Blank | Content::Interrupted => {
+                if request.read_only {
+                    return Err(Error::EmptyReadOnly { volume: volume.clone() });
+                }
+                self.step("formatting")?;
+                let scratch = self.options.state_directory.join("scratch");
+                std::fs::create_dir_all(&scratch).map_err(Error::io("creating", &scratch))?;
+                let job = Job {
+                    volume,
+                    device,
+                    size_bytes,
+                    block_size: request.block_size,
+                    scratch: &scratch,
+                };
+                let interrupted = content == Content::Interrupted;
+                format::format(&self.tools, job, file_system, interrupted).await?;
+            }
+            Content::FileSystem(name) if *name == file_system.name() => {}
+            other => {
+                return Err(Error::OtherContent {
+                    volume: volume.clone(),
+                    found: other.words().to_owned(),
+                    wanted: file_system.name().to_owned(),
+                });
+            }
+        }
+        if !request.read_only {
+            self.step("checking")?;
+            // The volume may have grown while it was nowhere staged. Unmounted, ext4 asks for
+            // a full check first, and for no capability.
+            let grows = file_system == FileSystem::Ext4
+                && superblock::file_system_bytes(device)? < size_bytes;
+            format::check(&self.tools, volume, device, file_system, grows).await?;
+            if grows {
+                self.step("growing unmounted")?;
+                format::grow(&self.tools, volume, device, None, file_system).await?;
+            }
+        }
+        self.step("mounting the file system")?;
+        let read_only = request.read_only;
+        {
+            let (volume, device, path) = (volume.clone(), device.to_owned(), path.to_owned());
+            crate::blocking(move || {
+                mount::mount_device(&volume, &device, &path, file_system, &parsed, read_only)
+            })
+            .await?;
+        }
+        self.step("growing")?;
+        if !read_only
+            && file_system == FileSystem::Xfs
+            && superblock::file_system_bytes(device)? < size_bytes
+        {
+            format::grow(&self.tools, volume, device, Some(path), file_system).await?;
+        }
+        Ok(())
+    }
+
+    /// Undoes staging. True if anything of the volume was found and removed.
+    ///
+    /// # Errors
+    /// [`Error::StillPublished`] (and nothing is touched), or what stood in the way.
+    pub async fn unstage(&self, volume: &str, staging_path: &Path) -> Result<bool, Error> {
+        let path = resolve(staging_path);
+        let record = self.records.load(volume)?;
+        let device = self.attacher.device(volume).await?;
+        let mounts = mountinfo::read()?;
+        if let Some(record) = &record {
+            for publication in &record.publications {
+                if publish::is_in_place(publication, device.as_deref(), &mounts) {
+                    let target = publication.target.clone();
+                    return Err(Error::StillPublished { volume: volume.to_owned(), target });
+                }
+            }
+        }
+        let staged_here = record
+            .as_ref()
+            .and_then(|record| record.staging.as_ref())
+            .is_none_or(|staging| staging.path == path);
+        if !staged_here {
+            return Ok(false);
+        }
+        if let Some(device) = &device {
+            // Also what no record knows of any more, for example a bind mount by hand.
+            let other = mounts
+                .iter()
+                .find(|mount| is_of_device(mount, device) && mount.mount_point != path);
+            if let Some(other) = other {
+                let target = other.mount_point.clone();
+                return Err(Error::StillPublished { volume: volume.to_owned(), target });
+            }
+        }
+        let mut removed = record.is_some() || device.is_some();
+        self.step("unmounting")?;
+        let recorded = record.as_ref().is_some_and(|record| record.staging.is_some());
+        while let Some(present) = mountinfo::at(&mountinfo::read()?, &path) {
+            let ours = match &device {
+                Some(device) => is_of_device(present, device),
+                None => recorded,
+            };
+            if !ours {
+                break;
+            }
+            let path = path.clone();
+            crate::blocking(move || mount::unmount(&path)).await?;
+            removed = true;
+        }
+        self.step("detaching")?;
+        if let Some(device) = &device
+            && record.as_ref().is_some_and(|one| {
+                one.staging.as_ref().is_some_and(|staging| staging.access == Access::Block)
+            })
+        {
+            // The device goes back to the host, which may give it to anybody.
+            device::set_read_only(device, false)?;
+        }
+        self.attacher.detach(volume).await?;
+        self.step("removing the record")?;
+        if record.is_some() {
+            self.records.save(&Record::new(volume))?;
+        }
+        Ok(removed)
+    }
+
+    /// Whether a staging still stands, by what the kernel and the attach process say.
+    async fn staging_is_live(&self, volume: &str, staging: &Staging) -> Result<bool, Error> {
+        let device = self.attacher.device(volume).await?;
+        Ok(match (&staging.access, device) {
+            (_, None) => false,
+            (Access::Block, Some(_)) => staging.complete,
+            (Access::Mount { .. }, Some(device)) => {
+                mountinfo::at(&mountinfo::read()?, &staging.path)
+                    .is_some_and(|present| is_of_device(present, &device))
+            }
+        })
+    }
+
+    #[cfg(not(test))]
+    #[allow(clippy::unused_self, clippy::unnecessary_wraps)]
+    fn step(&self, _name: &'static str) -> Result<(), Error> {
+        Ok(())
+    }
+
+    #[cfg(test)]
+    fn step(&self, name: &'static str) -> Result<(), Error> {
+        use std::sync::atomic::Ordering;
+        if self.steps_left.load(Ordering::Relaxed) == 0 {
+            return Err(Error::Stopped(name));
+        }
+        self.steps_left.fetch_sub(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// Whether a mount is of the file system on that device.
+pub(crate) fn is_of_device(mount: &Mount, device: &Path) -> bool {
+    device::major_minor(device) == Some((mount.major, mount.minor))
+}
+
+fn foreign(mount: &Mount) -> Error {
+    let source_name = format!("{} {}", mount.fs_type, mount.source);
+    Error::ForeignMount { path: mount.mount_point.clone(), source_name }
+}
+
+/// The path as the kernel writes it in mountinfo: the parent without symbolic links, the last
+/// name as given. A path whose parent is not there stays as it is (nothing is mounted there).
+pub(crate) fn resolve(path: &Path) -> PathBuf {
+    match (path.parent(), path.file_name()) {
+        (Some(parent), Some(name)) => {
+            parent.canonicalize().map_or_else(|_| path.to_owned(), |parent| parent.join(name))
+        }
+        _ => path.to_owned(),
+    }
+}
+
+fn existing_directory(path: &Path) -> Result<PathBuf, Error> {
+    let path = resolve(path);
+    match std::fs::symlink_metadata(&path) {
+        Ok(metadata) if metadata.is_dir() => Ok(path),
+        Ok(_) => Err(Error::Path { path, why: "is not a directory" }),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Err(Error::Path { path, why: "does not exist; the caller makes this directory" })
+        }
+        Err(error) => Err(Error::io("looking at", &path)(error)),
+    }
+}

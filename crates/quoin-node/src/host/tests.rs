@@ -1,0 +1,546 @@
+//! Real mounts of real file systems, with a plain loop device in the attach process's place.
+//! They need root and loop devices, and say so where those are missing.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::os::unix::fs::FileTypeExt;
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
+
+use async_trait::async_trait;
+
+use super::*;
+use crate::Kind;
+
+const MIB: u64 = 1 << 20;
+
+/// Loop devices over sparse files. The kernel keeps what is attached, so a new one (a restart)
+/// sees what the one before left.
+struct LoopAttacher {
+    directory: PathBuf,
+    /// How often a device was made.
+    made: Mutex<Vec<String>>,
+}
+
+impl LoopAttacher {
+    fn file(&self, volume: &str) -> PathBuf {
+        self.directory.join(format!("{volume}.raw"))
+    }
+    fn find(&self, volume: &str) -> Option<PathBuf> {
+        let output =
+            Command::new("losetup").arg("-j").arg(self.file(volume)).output().expect("losetup");
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines().next()?.split(':').next().map(PathBuf::from)
+    }
+}
+
+fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String, Error> {
+    let output = Command::new("losetup").args(arguments).output().expect("losetup");
+    if !output.status.success() {
+        return Err(Error::Attach(String::from_utf8_lossy(&output.stderr).into_owned()));
+    }
+    Ok(String::from_utf8(output.stdout).unwrap().trim().to_owned())
+}
+
+#[async_trait]
+impl Attacher for LoopAttacher {
+    async fn attach(&self, request: &AttachRequest) -> Result<PathBuf, Error> {
+        if let Some(device) = self.find(&request.volume) {
+            return Ok(device);
+        }
+        let path = self.file(&request.volume);
+        let file = File::options().create(true).append(true).open(&path).unwrap();
+        if file.metadata().unwrap().len() < request.size_bytes {
+            file.set_len(request.size_bytes).unwrap();
+        }
+        let mut arguments = vec!["-f".as_ref(), "--show".as_ref()];
+        if request.read_only {
+            arguments.push("-r".as_ref());
+        }
+        arguments.push(path.as_os_str());
+        self.made.lock().unwrap().push(request.volume.clone());
+        Ok(losetup(&arguments)?.into())
+    }
+    async fn detach(&self, volume: &str) -> Result<(), Error> {
+        // The kernel takes devices down at its own pace, and one half gone is still listed.
+        for _ in 0..100 {
+            let Some(device) = self.find(volume) else { return Ok(()) };
+            let _ = losetup(&["-d".as_ref(), device.as_os_str()]);
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+        Err(Error::Attach(format!("the loop device of {volume} does not go away")))
+    }
+    async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error> {
+        File::options().append(true).open(self.file(volume)).unwrap().set_len(size_bytes).unwrap();
+        if let Some(device) = self.find(volume) {
+            losetup(&["-c".as_ref(), device.as_os_str()])?;
+        }
+        Ok(())
+    }
+    async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error> {
+        Ok(self.find(volume))
+    }
+}
+
+/// A node in a temporary directory; everything it mounts is taken away at the end.
+struct World {
+    root: tempfile::TempDir,
+    attacher: Arc<LoopAttacher>,
+    _target: tokio::net::UnixListener,
+}
+
+const VOLUME: &str = "00000000000000000000000000000abc";
+
+impl World {
+    /// `None` (with a word to the reader) where loop devices or root are missing.
+    fn new() -> Option<Self> {
+        if !rustix::process::geteuid().is_root() || !Path::new("/dev/loop-control").exists() {
+            eprintln!("skipped: needs root and /dev/loop-control");
+            return None;
+        }
+        let root = tempfile::Builder::new().prefix("quoin node ").tempdir().unwrap();
+        for directory in ["run/nbd", "state", "devices", "stage", "pods"] {
+            fs::create_dir_all(root.path().join(directory)).unwrap();
+        }
+        let socket = root.path().join(format!("run/nbd/{VOLUME}.sock"));
+        let target = tokio::net::UnixListener::bind(socket).unwrap();
+        let directory = root.path().join("devices");
+        let attacher = Arc::new(LoopAttacher { directory, made: Mutex::default() });
+        Some(Self { root, attacher, _target: target })
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+
+    /// A node process, started anew: it knows only what is on disk and in the kernel.
+    fn node(&self) -> NodeHost {
+        let options = HostOptions {
+            state_directory: self.path("state"),
+            run_directory: self.path("run"),
+            target_deadline_ms: 2000,
+        };
+        NodeHost::new(options, self.attacher.clone()).unwrap()
+    }
+
+    fn stage_request(&self, access: Access) -> StageRequest {
+        StageRequest {
+            volume: VOLUME.to_owned(),
+            staging_path: self.path("stage"),
+            access,
+            mode: "SINGLE_NODE_WRITER".to_owned(),
+            read_only: false,
+            size_bytes: 64 * MIB,
+            block_size: 512,
+        }
+    }
+
+    fn publish_request(&self, access: Access, target: &str) -> PublishRequest {
+        PublishRequest {
+            volume: VOLUME.to_owned(),
+            staging_path: self.path("stage"),
+            target: self.path(target),
+            access,
+            mode: "SINGLE_NODE_WRITER".to_owned(),
+            read_only: false,
+            several_targets: false,
+        }
+    }
+
+    fn mounts_within(&self) -> Vec<PathBuf> {
+        mountinfo::read()
+            .unwrap()
+            .into_iter()
+            .map(|mount| mount.mount_point)
+            .filter(|path| path.starts_with(self.root.path()))
+            .collect()
+    }
+
+    /// Nothing of the volume is left on the host but its data.
+    fn assert_clean(&self) {
+        assert_eq!(self.mounts_within(), Vec::<PathBuf>::new());
+        assert_eq!(self.attacher.find(VOLUME), None);
+        assert_eq!(fs::read_dir(self.path("state/volumes")).unwrap().count(), 0);
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for path in self.mounts_within().iter().rev() {
+            let _ = rustix::mount::unmount(path, rustix::mount::UnmountFlags::DETACH);
+        }
+        if let Some(device) = self.attacher.find(VOLUME) {
+            let _ = losetup(&["-d".as_ref(), device.as_os_str()]);
+        }
+    }
+}
+
+fn ext4() -> Access {
+    Access::Mount { file_system: FileSystem::Ext4, flags: vec!["noatime".to_owned()] }
+}
+
+/// A kernel may refuse a read-only device when it is opened, or only when it is written.
+fn write_through(device: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::FileExt;
+    let file = File::options().write(true).open(device)?;
+    file.write_all_at(&[0x5a; 4096], 4096)?;
+    file.sync_all()
+}
+
+#[tokio::test]
+async fn a_volume_is_staged_published_used_and_taken_back_and_keeps_its_files() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    for round in 0..2 {
+        node.stage(&world.stage_request(ext4())).await.unwrap();
+        node.stage(&world.stage_request(ext4())).await.unwrap();
+        assert_eq!(world.mounts_within().len(), 1, "one staging mount");
+        let mounts = mountinfo::read().unwrap();
+        let staged = mountinfo::at(&mounts, &world.path("stage")).unwrap();
+        assert!(staged.options.contains(&"noatime".to_owned()));
+        node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
+        node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
+        assert_eq!(world.mounts_within().len(), 2, "one publication");
+        let file = world.path("pods/a/greeting");
+        if round == 0 {
+            fs::write(&file, "hello").unwrap();
+        }
+        assert_eq!(fs::read_to_string(&file).unwrap(), "hello");
+
+        let error = node.unstage(VOLUME, &world.path("stage")).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::FailedPrecondition, "{error}");
+        assert_eq!(fs::read_to_string(&file).unwrap(), "hello", "nothing was touched");
+
+        assert!(node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap());
+        assert!(!world.path("pods/a").exists());
+        assert!(!node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap());
+        assert!(node.unstage(VOLUME, &world.path("stage")).await.unwrap());
+        assert!(!node.unstage(VOLUME, &world.path("stage")).await.unwrap());
+        world.assert_clean();
+    }
+}
+
+#[tokio::test]
+async fn xfs_is_made_mounted_and_grown_while_in_use() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    let access = Access::Mount { file_system: FileSystem::Xfs, flags: Vec::new() };
+    let request = StageRequest { size_bytes: 400 * MIB, ..world.stage_request(access) };
+    node.stage(&request).await.unwrap();
+    let open = File::create(world.path("stage/held")).unwrap();
+    let before = node.stats(VOLUME, &world.path("stage")).await.unwrap();
+    assert_eq!(node.expand(VOLUME, &world.path("stage"), 800 * MIB).await.unwrap(), 800 * MIB);
+    assert_eq!(node.expand(VOLUME, &world.path("stage"), 800 * MIB).await.unwrap(), 800 * MIB);
+    let after = node.stats(VOLUME, &world.path("stage")).await.unwrap();
+    assert!(after.total_bytes > before.total_bytes + 300 * MIB, "{before:?} {after:?}");
+    drop(open);
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.assert_clean();
+}
+
+#[tokio::test]
+async fn ext4_grows_while_in_use_and_after_the_volume_grew_unstaged() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
+    let outcome = node.expand(VOLUME, &world.path("pods/a"), 128 * MIB).await;
+    let grown = node.stats(VOLUME, &world.path("pods/a")).await.unwrap();
+    if crate::format::may_resize_ext4() {
+        assert_eq!(outcome.unwrap(), 128 * MIB);
+        assert!(grown.total_bytes > 100 * MIB, "{grown:?}");
+    } else {
+        let error = outcome.unwrap_err();
+        assert!(error.to_string().contains("CAP_SYS_RESOURCE"), "{error}");
+        assert_eq!(error.kind(), Kind::FailedPrecondition);
+    }
+    let (inodes, used, free) = grown.inodes.unwrap();
+    assert_eq!(inodes, used + free);
+    node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap();
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+
+    world.attacher.resize(VOLUME, 256 * MIB).await.unwrap();
+    let request = StageRequest { size_bytes: 256 * MIB, ..world.stage_request(ext4()) };
+    node.stage(&request).await.unwrap();
+    let again = node.stats(VOLUME, &world.path("stage")).await.unwrap();
+    assert!(again.total_bytes > 200 * MIB, "{again:?}");
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.assert_clean();
+}
+
+#[tokio::test]
+async fn a_block_volume_is_a_device_at_the_target_and_read_only_when_asked() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(Access::Block)).await.unwrap();
+    assert_eq!(world.mounts_within().len(), 0, "nothing is mounted for block use");
+    let request = world.publish_request(Access::Block, "pods/disk");
+    node.publish(&request).await.unwrap();
+    node.publish(&request).await.unwrap();
+    let target = world.path("pods/disk");
+    assert!(fs::metadata(&target).unwrap().file_type().is_block_device());
+    write_through(&target).unwrap();
+    let stats = node.stats(VOLUME, &target).await.unwrap();
+    assert_eq!((stats.total_bytes, stats.used_bytes), (64 * MIB, None));
+    assert!(matches!(
+        node.unstage(VOLUME, &world.path("stage")).await.unwrap_err(),
+        Error::StillPublished { .. }
+    ));
+    node.unpublish(VOLUME, &target).await.unwrap();
+    assert!(!target.exists());
+
+    node.publish(&PublishRequest { read_only: true, ..request }).await.unwrap();
+    assert!(write_through(&target).is_err(), "a read-only device");
+    node.unpublish(VOLUME, &target).await.unwrap();
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.assert_clean();
+}
+
+#[tokio::test]
+async fn a_read_only_publication_refuses_writes_and_the_staging_stays_writable() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    let request =
+        PublishRequest { read_only: true, ..world.publish_request(ext4(), "pods/read only") };
+    node.publish(&request).await.unwrap();
+    let error = fs::write(world.path("pods/read only/x"), "x").unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EROFS));
+    fs::write(world.path("stage/x"), "x").unwrap();
+    let mounts = mountinfo::read().unwrap();
+    let target = mountinfo::at(&mounts, &world.path("pods/read only")).unwrap();
+    assert!(target.options.contains(&"noatime".to_owned()), "flags survive the remount");
+    node.unpublish(VOLUME, &world.path("pods/read only")).await.unwrap();
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.assert_clean();
+}
+
+#[tokio::test]
+async fn other_arguments_are_refused_by_their_kind_and_change_nothing() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    let publish = world.publish_request(ext4(), "pods/a");
+    assert_eq!(node.publish(&publish).await.unwrap_err().kind(), Kind::FailedPrecondition);
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    let error = node.stage(&world.stage_request(Access::Block)).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::AlreadyExists, "{error}");
+    fs::create_dir(world.path("elsewhere")).unwrap();
+    let elsewhere =
+        StageRequest { staging_path: world.path("elsewhere"), ..world.stage_request(ext4()) };
+    let error = node.stage(&elsewhere).await.unwrap_err();
+    assert_eq!(error.kind(), Kind::FailedPrecondition, "{error}");
+    assert_eq!(world.attacher.made.lock().unwrap().len(), 1, "one device, once");
+
+    node.publish(&publish).await.unwrap();
+    let other = PublishRequest { read_only: true, ..publish.clone() };
+    assert_eq!(node.publish(&other).await.unwrap_err().kind(), Kind::AlreadyExists);
+    let second = PublishRequest { target: world.path("pods/b"), ..publish.clone() };
+    assert_eq!(node.publish(&second).await.unwrap_err().kind(), Kind::FailedPrecondition);
+    assert!(!world.path("pods/b").exists());
+    let several = PublishRequest { several_targets: true, ..second };
+    node.publish(&several).await.unwrap();
+    let block = PublishRequest {
+        access: Access::Block,
+        target: world.path("pods/c"),
+        several_targets: true,
+        ..publish
+    };
+    assert_eq!(node.publish(&block).await.unwrap_err().kind(), Kind::FailedPrecondition);
+    assert_eq!(world.mounts_within().len(), 3);
+}
+
+#[tokio::test]
+async fn paths_that_cannot_be_used_are_refused_with_the_reason() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    fs::write(world.path("file"), "kept").unwrap();
+    for name in ["file", "missing"] {
+        let request =
+            StageRequest { staging_path: world.path(name), ..world.stage_request(ext4()) };
+        assert_eq!(node.stage(&request).await.unwrap_err().kind(), Kind::InvalidArgument);
+    }
+    assert_eq!(fs::read_to_string(world.path("file")).unwrap(), "kept");
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    for target in ["file", "missing/a"] {
+        let error = node.publish(&world.publish_request(ext4(), target)).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::InvalidArgument, "{error}");
+    }
+    // A mount of somebody else is neither covered nor taken away.
+    fs::create_dir(world.path("pods/foreign")).unwrap();
+    mount::bind(&world.path("devices"), &world.path("pods/foreign"), false).unwrap();
+    let request = world.publish_request(ext4(), "pods/foreign");
+    assert!(matches!(node.publish(&request).await, Err(Error::ForeignMount { .. })));
+    assert!(!node.unpublish(VOLUME, &world.path("pods/foreign")).await.unwrap());
+    assert!(mountinfo::at(&mountinfo::read().unwrap(), &world.path("pods/foreign")).is_some());
+}
+
+#[tokio::test]
+async fn a_device_with_anything_on_it_is_never_formatted() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    for (name, offset, bytes) in
+        [("data", 1_000_000, &b"precious"[..]), ("btrfs", 0x1_0040, b"_BHRfS_M")]
+    {
+        let mut image = vec![0; usize::try_from(64 * MIB).unwrap()];
+        image[offset..offset + bytes.len()].copy_from_slice(bytes);
+        fs::write(world.attacher.file(VOLUME), &image).unwrap();
+        let error = node.stage(&world.stage_request(ext4())).await.unwrap_err();
+        assert_eq!(error.kind(), Kind::FailedPrecondition, "{name}: {error}");
+        node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+        assert_eq!(fs::read(world.attacher.file(VOLUME)).unwrap(), image, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_volume_that_holds_ext4_is_not_mounted_as_xfs() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    fs::write(world.path("stage/x"), "kept").unwrap();
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    let xfs = Access::Mount { file_system: FileSystem::Xfs, flags: Vec::new() };
+    let error = node.stage(&world.stage_request(xfs)).await.unwrap_err();
+    assert!(error.to_string().contains("ext4"), "{error}");
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    assert_eq!(fs::read_to_string(world.path("stage/x")).unwrap(), "kept");
+}
+
+#[tokio::test]
+async fn an_interrupted_format_is_made_anew_with_either_file_system() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    let mut image = vec![0; usize::try_from(400 * MIB).unwrap()];
+    image[..probe::FORMATTING_MARK.len()].copy_from_slice(probe::FORMATTING_MARK);
+    // What an attempt with the other file system may have left.
+    image[5_000_000..5_000_400].fill(0xa5);
+    for file_system in [FileSystem::Ext4, FileSystem::Xfs] {
+        fs::write(world.attacher.file(VOLUME), &image).unwrap();
+        let access = Access::Mount { file_system, flags: Vec::new() };
+        let request = StageRequest { size_bytes: 400 * MIB, ..world.stage_request(access) };
+        node.stage(&request).await.unwrap();
+        fs::write(world.path("stage/x"), "x").unwrap();
+        node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+        world.assert_clean();
+    }
+}
+
+#[tokio::test]
+async fn an_empty_volume_cannot_be_staged_read_only_and_a_full_one_can() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    let read_only = StageRequest { read_only: true, ..world.stage_request(ext4()) };
+    assert!(matches!(node.stage(&read_only).await, Err(Error::EmptyReadOnly { .. })));
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    fs::write(world.path("stage/x"), "x").unwrap();
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    node.stage(&read_only).await.unwrap();
+    assert_eq!(fs::read_to_string(world.path("stage/x")).unwrap(), "x");
+    assert!(fs::write(world.path("stage/y"), "y").is_err());
+    let stats = node.stats(VOLUME, &world.path("stage")).await.unwrap();
+    assert_eq!(stats.abnormal, None, "asked for, so not abnormal");
+}
+
+#[tokio::test]
+async fn a_missing_mkfs_leaves_a_blank_device_blank() {
+    let Some(world) = World::new() else { return };
+    let options = HostOptions {
+        state_directory: world.path("state"),
+        run_directory: world.path("run"),
+        target_deadline_ms: 2000,
+    };
+    let tools = Tools::within(vec![world.path("run")]);
+    let node = NodeHost::with_tools(options, world.attacher.clone(), tools).unwrap();
+    let error = node.stage(&world.stage_request(ext4())).await.unwrap_err();
+    assert!(error.to_string().contains("e2fsprogs"), "{error}");
+    world.node().stage(&world.stage_request(ext4())).await.unwrap();
+}
+
+/// Ends a call before each of its steps in turn, as a kill would, and goes on with a new
+/// process: the same call must succeed, and so must its opposite.
+#[tokio::test]
+async fn a_kill_before_any_step_is_followed_by_success_of_the_call_and_of_its_opposite() {
+    let Some(world) = World::new() else { return };
+    let mut names = HashSet::new();
+    for access in [ext4(), Access::Block] {
+        let stage = world.stage_request(access.clone());
+        let publish = world.publish_request(access.clone(), "pods/a");
+        for goes_on in [true, false] {
+            for calls in 0..4 {
+                for step in 0.. {
+                    let _ = fs::remove_file(world.attacher.file(VOLUME));
+                    let node = world.node();
+                    if calls > 0 {
+                        node.stage(&stage).await.unwrap();
+                    }
+                    if calls == 2 {
+                        node.publish(&publish).await.unwrap();
+                    }
+                    node.steps_left.store(step, Ordering::Relaxed);
+                    let outcome = match calls {
+                        0 => node.stage(&stage).await,
+                        1 => node.publish(&publish).await,
+                        2 => node.unpublish(VOLUME, &publish.target).await.map(drop),
+                        _ => node.unstage(VOLUME, &stage.staging_path).await.map(drop),
+                    };
+                    let ended = outcome.is_ok();
+                    if let Err(error) = outcome {
+                        let Error::Stopped(name) = error else { panic!("{error}") };
+                        names.insert(name);
+                    }
+                    let node = world.node();
+                    if goes_on {
+                        if calls < 3 {
+                            node.stage(&stage).await.unwrap();
+                        }
+                        if calls == 1 {
+                            node.publish(&publish).await.unwrap();
+                            assert!(publish.target.exists());
+                        }
+                    } else if calls >= 2 {
+                        // The opposite of taking back is giving again.
+                        node.stage(&stage).await.unwrap();
+                        node.publish(&publish).await.unwrap();
+                    }
+                    node.unpublish(VOLUME, &publish.target).await.unwrap();
+                    assert!(!publish.target.exists());
+                    node.unstage(VOLUME, &stage.staging_path).await.unwrap();
+                    world.assert_clean();
+                    if ended {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+    assert!(names.len() >= 12, "steps that were struck: {names:?}");
+}
+
+#[tokio::test]
+async fn after_a_reboot_old_records_neither_block_nor_mislead() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
+    // A reboot: mounts and devices are gone, files stay.
+    mount::unmount(&world.path("pods/a")).unwrap();
+    mount::unmount(&world.path("stage")).unwrap();
+    world.attacher.detach(VOLUME).await.unwrap();
+
+    let node = world.node();
+    let second = world.publish_request(ext4(), "pods/b");
+    assert!(matches!(node.publish(&second).await, Err(Error::NotStaged { .. })));
+    assert!(node.stats(VOLUME, &world.path("stage")).await.is_err());
+    fs::create_dir(world.path("other")).unwrap();
+    let elsewhere =
+        StageRequest { staging_path: world.path("other"), ..world.stage_request(ext4()) };
+    node.stage(&elsewhere).await.unwrap();
+    let second = PublishRequest { staging_path: world.path("other"), ..second };
+    node.publish(&second).await.unwrap();
+    node.unpublish(VOLUME, &world.path("pods/b")).await.unwrap();
+    node.unpublish(VOLUME, &world.path("pods/a")).await.unwrap();
+    node.unstage(VOLUME, &world.path("other")).await.unwrap();
+    world.assert_clean();
+}

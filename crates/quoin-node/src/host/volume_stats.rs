@@ -1,0 +1,129 @@
+//! How full a volume is, whether it is well from this node's view, and growing it.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::{NodeHost, is_of_device};
+use crate::error::Error;
+use crate::records::Access;
+use crate::{device, format, mountinfo, superblock};
+
+/// How long a device may take to show the size that its volume has.
+const RESIZE_DEADLINE: Duration = Duration::from_secs(10);
+
+/// Figures of one volume at one path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VolumeStats {
+    pub total_bytes: u64,
+    /// Unknown for raw block use.
+    pub used_bytes: Option<u64>,
+    pub available_bytes: Option<u64>,
+    /// Total, used, available; for file systems that count them.
+    pub inodes: Option<(u64, u64, u64)>,
+    /// What is wrong from this node's view; `None` if all is well.
+    pub abnormal: Option<String>,
+}
+
+impl NodeHost {
+    /// Measures a volume at its staging path or one of its targets.
+    ///
+    /// # Errors
+    /// [`Error::NotThere`] if it is not at that path.
+    pub async fn stats(&self, volume: &str, path: &Path) -> Result<VolumeStats, Error> {
+        let (_, place) = self.place(volume, path)?;
+        let device = self.attacher.device(volume).await?;
+        let missing = || Error::NotThere { volume: volume.to_owned(), path: place.path.clone() };
+        let device = device.ok_or_else(missing)?;
+        if place.access == Access::Block {
+            let total_bytes = {
+                let device = device.clone();
+                crate::blocking(move || device::size_bytes(&device)).await?
+            };
+            return Ok(VolumeStats {
+                total_bytes,
+                used_bytes: None,
+                available_bytes: None,
+                inodes: None,
+                abnormal: None,
+            });
+        }
+        let mounts = mountinfo::read()?;
+        let mount = mountinfo::at(&mounts, &place.path)
+            .filter(|mount| is_of_device(mount, &device))
+            .ok_or_else(missing)?;
+        // The kernel turns a file system read-only when it meets errors.
+        let turned_read_only = !place.read_only
+            && mount.super_options.iter().any(|option| option == "ro")
+            && !staged_read_only(&place.access);
+        let abnormal = turned_read_only.then(|| {
+            format!(
+                "the file system at {} has become read-only after an error; see the kernel log",
+                place.path.display()
+            )
+        });
+        let path = place.path.clone();
+        let figures = crate::blocking(move || {
+            rustix::fs::statvfs(&path).map_err(|errno| Error::io("measuring", &path)(errno.into()))
+        })
+        .await?;
+        let bytes = |blocks: u64| blocks.saturating_mul(figures.f_frsize);
+        Ok(VolumeStats {
+            total_bytes: bytes(figures.f_blocks),
+            used_bytes: Some(bytes(figures.f_blocks.saturating_sub(figures.f_bfree))),
+            available_bytes: Some(bytes(figures.f_bavail)),
+            inodes: (figures.f_files > 0).then(|| {
+                let used = figures.f_files.saturating_sub(figures.f_ffree);
+                (figures.f_files, used, figures.f_ffree)
+            }),
+            abnormal,
+        })
+    }
+
+    /// Brings device and file system to the volume's size, as the control plane knows it.
+    /// Returns the device's size.
+    ///
+    /// # Errors
+    /// [`Error::NotThere`], [`Error::TooSmall`] if the device does not come to that size,
+    /// [`Error::ReadOnlyGrow`].
+    pub async fn expand(&self, volume: &str, path: &Path, volume_bytes: u64) -> Result<u64, Error> {
+        let (record, place) = self.place(volume, path)?;
+        let missing = || Error::NotThere { volume: volume.to_owned(), path: place.path.clone() };
+        let device = self.attacher.device(volume).await?.ok_or_else(missing)?;
+        let staging = record.staging.ok_or_else(missing)?;
+        if device::size_bytes(&device)? < volume_bytes {
+            self.attacher.resize(volume, volume_bytes).await?;
+        }
+        let started = Instant::now();
+        let has_bytes = loop {
+            let has_bytes = device::size_bytes(&device)?;
+            if has_bytes >= volume_bytes {
+                break has_bytes;
+            }
+            if started.elapsed() > RESIZE_DEADLINE {
+                let (volume, want_bytes) = (volume.to_owned(), volume_bytes);
+                return Err(Error::TooSmall { volume, device, has_bytes, want_bytes });
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        };
+        if let Access::Mount { file_system, .. } = &staging.access
+            && superblock::file_system_bytes(&device)? < has_bytes
+        {
+            if staging.read_only || staged_read_only(&staging.access) {
+                return Err(Error::ReadOnlyGrow { volume: volume.to_owned() });
+            }
+            let mounted_at = Some(staging.path.as_path());
+            format::grow(&self.tools, volume, &device, mounted_at, *file_system).await?;
+        }
+        Ok(has_bytes)
+    }
+}
+
+/// Whether the user's own flags asked for `ro`.
+fn staged_read_only(access: &Access) -> bool {
+    match access {
+        Access::Mount { flags, .. } => {
+            crate::mount::parse_flags(flags).is_ok_and(|parsed| parsed.read_only)
+        }
+        Access::Block => false,
+    }
+}

@@ -1,0 +1,196 @@
+//! Mounts and unmounts by system call: no mount(8), no shell, no `/etc/mtab`.
+
+use std::ffi::CString;
+use std::path::Path;
+
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, UnmountFlags};
+
+use crate::error::Error;
+use crate::format::FileSystem;
+
+/// Mount flags as a user writes them, taken apart into what the kernel wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Parsed {
+    pub flags: MountFlags,
+    /// Options for the file system itself, comma-separated.
+    pub data: String,
+    /// The user asked for `ro`.
+    pub read_only: bool,
+}
+
+/// Takes mount flags apart. Words that steer mount(8) itself (`loop`, `remount`, …) or that
+/// would mount something else are refused.
+///
+/// # Errors
+/// The way a flag is wrong, without the flag: it may be sensitive.
+pub fn parse_flags(flags: &[String]) -> Result<Parsed, &'static str> {
+    let mut parsed = Parsed { flags: MountFlags::empty(), data: String::new(), read_only: false };
+    for flag in flags.iter().flat_map(|flag| flag.split(',')) {
+        let (set, clear) = match flag {
+            "" => continue,
+            "defaults" | "rw" | "auto" | "noauto" | "nofail" | "_netdev" | "async" | "exec"
+            | "suid" | "dev" | "atime" | "diratime" => (MountFlags::empty(), flag_cleared(flag)),
+            "ro" => {
+                parsed.read_only = true;
+                continue;
+            }
+            "noatime" => (MountFlags::NOATIME, MountFlags::empty()),
+            "nodiratime" => (MountFlags::NODIRATIME, MountFlags::empty()),
+            "relatime" => (MountFlags::RELATIME, MountFlags::empty()),
+            "strictatime" => (MountFlags::STRICTATIME, MountFlags::empty()),
+            "lazytime" => (MountFlags::LAZYTIME, MountFlags::empty()),
+            "nodev" => (MountFlags::NODEV, MountFlags::empty()),
+            "nosuid" => (MountFlags::NOSUID, MountFlags::empty()),
+            "noexec" => (MountFlags::NOEXEC, MountFlags::empty()),
+            "sync" => (MountFlags::SYNCHRONOUS, MountFlags::empty()),
+            "dirsync" => (MountFlags::DIRSYNC, MountFlags::empty()),
+            "bind" | "rbind" | "move" | "remount" | "loop" | "user" | "users" | "owner"
+            | "group" | "shared" | "rshared" | "slave" | "rslave" | "private" | "rprivate"
+            | "unbindable" | "runbindable" => {
+                return Err("one of them changes what is mounted instead of how");
+            }
+            other => {
+                if other.contains('\0') {
+                    return Err("one of them contains a NUL byte");
+                }
+                if !parsed.data.is_empty() {
+                    parsed.data.push(',');
+                }
+                parsed.data.push_str(other);
+                continue;
+            }
+        };
+        parsed.flags.remove(clear);
+        parsed.flags.insert(set);
+    }
+    // The kernel takes one page of data.
+    if parsed.data.len() >= 4096 {
+        return Err("they are longer than the kernel takes (4095 bytes)");
+    }
+    Ok(parsed)
+}
+
+/// `exec` after `noexec` takes the latter back, as with mount(8).
+fn flag_cleared(flag: &str) -> MountFlags {
+    match flag {
+        "exec" => MountFlags::NOEXEC,
+        "suid" => MountFlags::NOSUID,
+        "dev" => MountFlags::NODEV,
+        "atime" => MountFlags::NOATIME,
+        "diratime" => MountFlags::NODIRATIME,
+        "async" => MountFlags::SYNCHRONOUS,
+        _ => MountFlags::empty(),
+    }
+}
+
+/// Mounts a device's file system.
+///
+/// # Errors
+/// [`Error::NotPermitted`] without root, [`Error::MountFlag`] if the file system refuses a
+/// flag, else what the kernel said.
+pub fn mount_device(
+    volume: &str,
+    device: &Path,
+    at: &Path,
+    file_system: FileSystem,
+    parsed: &Parsed,
+    read_only: bool,
+) -> Result<(), Error> {
+    let mut flags = parsed.flags;
+    flags.set(MountFlags::RDONLY, read_only || parsed.read_only);
+    let mut data = parsed.data.clone();
+    if file_system == FileSystem::Xfs {
+        // A clone or snapshot carries its origin's UUID, and both may be mounted here.
+        data = if data.is_empty() { "nouuid".to_owned() } else { format!("nouuid,{data}") };
+    }
+    let text = CString::new(data).map_err(|_| Error::MountFlag { volume: volume.to_owned() })?;
+    rustix::mount::mount(device, at, file_system.name(), flags, text.as_c_str()).map_err(|errno| {
+        match errno {
+            Errno::PERM | Errno::ACCESS if !is_root() => {
+                Error::NotPermitted { path: at.to_owned() }
+            }
+            // The superblock is known to be good, so what is invalid is an option.
+            Errno::INVAL if !parsed.data.is_empty() => {
+                Error::MountFlag { volume: volume.to_owned() }
+            }
+            other => Error::io("mounting at", at)(other.into()),
+        }
+    })
+}
+
+/// Binds `source` (a directory or a device node) to `target`, read-only if asked.
+///
+/// # Errors
+/// [`Error::NotPermitted`] without root, else what the kernel said.
+pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<(), Error> {
+    let failed = |errno: Errno| match errno {
+        Errno::PERM | Errno::ACCESS if !is_root() => {
+            Error::NotPermitted { path: target.to_owned() }
+        }
+        other => Error::io("binding to", target)(other.into()),
+    };
+    rustix::mount::mount_bind(source, target).map_err(failed)?;
+    if read_only {
+        let kept = existing_flags(target)?;
+        rustix::mount::mount_remount(target, kept | MountFlags::BIND | MountFlags::RDONLY, c"")
+            .map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// A remount sets every flag anew, so those of the source have to be said again.
+fn existing_flags(target: &Path) -> Result<MountFlags, Error> {
+    let mounts = crate::mountinfo::read()?;
+    let options = crate::mountinfo::at(&mounts, target)
+        .map(|mount| mount.options.clone())
+        .unwrap_or_default();
+    let parsed = parse_flags(&options).map_err(|why| Error::Path { path: target.into(), why })?;
+    Ok(parsed.flags)
+}
+
+/// Unmounts the topmost mount at `target`. Symbolic links are not followed.
+///
+/// # Errors
+/// [`Error::Busy`] if it is in use, [`Error::NotPermitted`] without root.
+pub fn unmount(target: &Path) -> Result<(), Error> {
+    rustix::mount::unmount(target, UnmountFlags::NOFOLLOW).map_err(|errno| match errno {
+        Errno::BUSY => Error::Busy { path: target.to_owned() },
+        Errno::PERM if !is_root() => Error::NotPermitted { path: target.to_owned() },
+        other => Error::io("unmounting", target)(other.into()),
+    })
+}
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(flags: &[&str]) -> Result<Parsed, &'static str> {
+        parse_flags(&flags.iter().map(|flag| (*flag).to_owned()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn kernel_flags_and_file_system_options_are_told_apart() {
+        let parsed = parse(&["noatime,nosuid", "data=ordered", "commit=5"]).unwrap();
+        assert_eq!(parsed.flags, MountFlags::NOATIME | MountFlags::NOSUID);
+        assert_eq!(parsed.data, "data=ordered,commit=5");
+        assert!(!parsed.read_only);
+        assert!(parse(&["ro"]).unwrap().read_only);
+        assert_eq!(parse(&[]).unwrap().data, "");
+        assert_eq!(parse(&["noexec", "exec"]).unwrap().flags, MountFlags::empty());
+    }
+
+    #[test]
+    fn flags_that_would_mount_something_else_are_refused_and_not_repeated() {
+        for flag in ["bind", "remount", "loop", "move", "rshared"] {
+            let why = parse(&["noatime", flag]).unwrap_err();
+            assert!(!why.contains(flag), "{why}");
+        }
+        assert!(parse(&["x=\0"]).is_err());
+        assert!(parse(&[&"x".repeat(4096)]).is_err());
+    }
+}

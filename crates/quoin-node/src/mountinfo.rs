@@ -1,0 +1,229 @@
+//! Reads `/proc/self/mountinfo`: what is mounted where, in this process's mount namespace.
+//!
+//! The kernel escapes space, tab, newline and backslash as octal (`\040`), and anything else
+//! may stand in a path, so lines are taken apart as bytes. A line that is not understood is an
+//! error of that line only: one odd mount must not blind the node to all others.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use crate::error::Error;
+
+/// One mount.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    pub id: u64,
+    pub parent: u64,
+    /// Device number of the mounted file system.
+    pub major: u32,
+    pub minor: u32,
+    /// Which part of that file system is mounted here.
+    pub root: PathBuf,
+    pub mount_point: PathBuf,
+    /// Options of this mount (`ro`, `noatime`, …).
+    pub options: Vec<String>,
+    pub fs_type: String,
+    pub source: String,
+    /// Options of the file system itself; `ro` here means that it takes no writes at all.
+    pub super_options: Vec<String>,
+}
+
+impl Mount {
+    /// Whether writes through this mount fail.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.options.iter().chain(&self.super_options).any(|option| option == "ro")
+    }
+}
+
+/// Parses one line; `None` if it does not have the form that proc(5) gives.
+#[must_use]
+pub fn parse_line(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let id = number(fields.next()?)?;
+    let parent = number(fields.next()?)?;
+    let device = fields.next()?;
+    let colon = device.iter().position(|byte| *byte == b':')?;
+    let major = u32::try_from(number(&device[..colon])?).ok()?;
+    let minor = u32::try_from(number(&device[colon + 1..])?).ok()?;
+    let root = path(fields.next()?)?;
+    let mount_point = path(fields.next()?)?;
+    let options = options(fields.next()?);
+    // Any number of optional fields, ended by a single dash.
+    loop {
+        if fields.next()? == b"-" {
+            break;
+        }
+    }
+    let fs_type = String::from_utf8_lossy(&unescape(fields.next()?)?).into_owned();
+    let source = String::from_utf8_lossy(&unescape(fields.next()?)?).into_owned();
+    let super_options = self::options(fields.next().unwrap_or_default());
+    if !mount_point.is_absolute() {
+        return None;
+    }
+    Some(Mount {
+        id,
+        parent,
+        major,
+        minor,
+        root,
+        mount_point,
+        options,
+        fs_type,
+        source,
+        super_options,
+    })
+}
+
+/// Every mount that is understood, in the kernel's order (a later one on the same mount point
+/// covers an earlier one).
+#[must_use]
+pub fn parse(text: &[u8]) -> Vec<Mount> {
+    text.split(|byte| *byte == b'\n').filter_map(parse_line).collect()
+}
+
+/// The mounts of this process's namespace.
+///
+/// # Errors
+/// If `/proc/self/mountinfo` cannot be read.
+pub fn read() -> Result<Vec<Mount>, Error> {
+    let path = Path::new("/proc/self/mountinfo");
+    let text = std::fs::read(path).map_err(Error::io("reading", path))?;
+    Ok(parse(&text))
+}
+
+/// The topmost mount at exactly this path.
+#[must_use]
+pub fn at<'a>(mounts: &'a [Mount], path: &Path) -> Option<&'a Mount> {
+    mounts.iter().rev().find(|mount| mount.mount_point == path)
+}
+
+fn number(field: &[u8]) -> Option<u64> {
+    // `str::parse` would take a leading plus sign, which the kernel never writes.
+    if field.is_empty() || !field.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    std::str::from_utf8(field).ok()?.parse().ok()
+}
+
+fn path(field: &[u8]) -> Option<PathBuf> {
+    let bytes = unescape(field)?;
+    (!bytes.is_empty()).then(|| PathBuf::from(OsString::from_vec(bytes)))
+}
+
+fn options(field: &[u8]) -> Vec<String> {
+    field
+        .split(|byte| *byte == b',')
+        .filter(|option| !option.is_empty())
+        .map(|option| String::from_utf8_lossy(option).into_owned())
+        .collect()
+}
+
+/// Undoes the kernel's octal escapes; `None` for an escape that it never writes.
+fn unescape(field: &[u8]) -> Option<Vec<u8>> {
+    let mut out = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&byte, tail)) = rest.split_first() {
+        if byte != b'\\' {
+            out.push(byte);
+            rest = tail;
+            continue;
+        }
+        let digits = tail.get(..3)?;
+        if !digits.iter().all(|digit| (b'0'..=b'7').contains(digit)) {
+            return None;
+        }
+        let value = digits.iter().fold(0_u32, |sum, digit| sum * 8 + u32::from(digit - b'0'));
+        out.push(u8::try_from(value).ok()?);
+        rest = &tail[3..];
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_line_with_optional_fields_and_escapes_is_taken_apart() {
+        let line = br"36 35 98:0 /mnt\0401 /mnt\134two\011x rw,noatime shared:1 master:2 - ext3 /dev/ro\012ot ro,errors=continue";
+        let mount = parse_line(line).unwrap();
+        assert_eq!((mount.id, mount.parent, mount.major, mount.minor), (36, 35, 98, 0));
+        assert_eq!(mount.root, Path::new("/mnt 1"));
+        assert_eq!(mount.mount_point, Path::new("/mnt\\two\tx"));
+        assert_eq!(mount.options, ["rw", "noatime"]);
+        assert_eq!(mount.fs_type, "ext3");
+        assert_eq!(mount.source, "/dev/ro\not");
+        assert!(mount.is_read_only());
+    }
+
+    #[test]
+    fn a_line_without_optional_fields_or_super_options_is_understood() {
+        let mount = parse_line(b"1 0 0:1 / / rw - rootfs none rw").unwrap();
+        assert!(!mount.is_read_only());
+        assert!(parse_line(b"1 0 0:1 / / rw - rootfs none").is_some());
+    }
+
+    #[test]
+    fn hostile_lines_are_no_mounts() {
+        for line in [
+            &b""[..],
+            b"36",
+            b"36 35 98:0 / /mnt rw",
+            b"36 35 98:0 / /mnt rw shared:1",
+            b"36 35 98:0 / /mnt rw -",
+            b"36 35 98:0 / relative rw - ext4 /dev/x rw",
+            b"36 35 98-0 / /mnt rw - ext4 /dev/x rw",
+            b"36 35 98:99999999999 / /mnt rw - ext4 /dev/x rw",
+            b"+6 35 98:0 / /mnt rw - ext4 /dev/x rw",
+            b"99999999999999999999 35 98:0 / /mnt rw - ext4 /dev/x rw",
+            b"36 35 98:0 / /mnt\\ rw - ext4 /dev/x rw",
+            b"36 35 98:0 / /mnt\\777 rw - ext4 /dev/x rw",
+            b"36 35 98:0 / /mnt\\09x rw - ext4 /dev/x rw",
+        ] {
+            assert_eq!(parse_line(line), None, "{}", String::from_utf8_lossy(line));
+        }
+    }
+
+    #[test]
+    fn an_odd_line_hides_no_other_and_the_last_mount_of_a_path_counts() {
+        let text = b"1 0 0:1 / /a rw - tmpfs one rw\ngarbage\n2 0 0:2 / /a rw - tmpfs two rw\n";
+        let mounts = parse(text);
+        assert_eq!(mounts.len(), 2);
+        assert_eq!(at(&mounts, Path::new("/a")).unwrap().source, "two");
+        assert_eq!(at(&mounts, Path::new("/a/b")), None);
+    }
+
+    #[test]
+    fn the_mounts_of_this_process_are_read() {
+        assert!(at(&read().unwrap(), Path::new("/")).is_some());
+    }
+
+    proptest! {
+        #[test]
+        fn no_input_makes_the_parser_panic(text in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = parse(&text);
+        }
+
+        #[test]
+        fn every_path_that_the_kernel_would_escape_comes_back(
+            name in proptest::collection::vec(1_u8.., 1..60),
+        ) {
+            let mut escaped = Vec::new();
+            for byte in &name {
+                match byte {
+                    b' ' | b'\t' | b'\n' | b'\\' => escaped.extend(format!("\\{byte:03o}").bytes()),
+                    other => escaped.push(*other),
+                }
+            }
+            let line = [&b"1 0 0:1 / /"[..], &escaped, b" rw - ext4 /dev/x rw"].concat();
+            let mut expected = vec![b'/'];
+            expected.extend(&name);
+            let mount = parse_line(&line).unwrap();
+            prop_assert_eq!(mount.mount_point.into_os_string().into_vec(), expected);
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! What this node has staged and published, on disk: one small file a volume.
+//!
+//! A record is written before the first step that it describes and removed after the last
+//! that undoes it, so that a node that was killed anywhere in between knows what to look for.
+//! It is an intent, not a proof: whether a mount is there is always asked of the kernel.
+
+use std::fs::File;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::format::FileSystem;
+
+/// How a volume is used on this node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Access {
+    /// As a raw block device.
+    Block,
+    /// As a mounted file system.
+    Mount { file_system: FileSystem, flags: Vec<String> },
+}
+
+impl Access {
+    /// In words, for messages.
+    #[must_use]
+    pub fn words(&self) -> String {
+        match self {
+            Self::Block => "block".to_owned(),
+            Self::Mount { file_system, .. } => format!("mount ({})", file_system.name()),
+        }
+    }
+}
+
+/// One staging: at most one a volume and node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Staging {
+    pub path: PathBuf,
+    pub access: Access,
+    /// The access mode's name, as it takes part in comparisons only.
+    pub mode: String,
+    pub read_only: bool,
+    /// Every step was made once.
+    pub complete: bool,
+}
+
+/// One publication of a staged volume.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Publication {
+    pub target: PathBuf,
+    pub access: Access,
+    pub mode: String,
+    pub read_only: bool,
+}
+
+/// All of one volume.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub format: u32,
+    pub volume: String,
+    pub staging: Option<Staging>,
+    pub publications: Vec<Publication>,
+}
+
+const FORMAT: u32 = 1;
+
+impl Record {
+    /// Nothing yet.
+    #[must_use]
+    pub fn new(volume: &str) -> Self {
+        Self { format: FORMAT, volume: volume.to_owned(), staging: None, publications: Vec::new() }
+    }
+}
+
+/// The directory of records.
+#[derive(Debug, Clone)]
+pub struct Records {
+    directory: PathBuf,
+}
+
+impl Records {
+    /// Opens (and makes) the directory.
+    ///
+    /// # Errors
+    /// If it cannot be made.
+    pub fn open(directory: PathBuf) -> Result<Self, Error> {
+        std::fs::create_dir_all(&directory).map_err(Error::io("creating", &directory))?;
+        Ok(Self { directory })
+    }
+
+    /// A volume id is a file name only if it has the form that Quoin gives ids; any other is
+    /// of no volume that could have a record.
+    fn path(&self, volume: &str) -> Option<PathBuf> {
+        let plain = !volume.is_empty()
+            && volume.len() <= 64
+            && volume.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+        plain.then(|| self.directory.join(format!("{volume}.json")))
+    }
+
+    /// The record of a volume, if it has one.
+    ///
+    /// # Errors
+    /// If the file is there and does not hold a record of this volume.
+    pub fn load(&self, volume: &str) -> Result<Option<Record>, Error> {
+        let Some(path) = self.path(volume) else { return Ok(None) };
+        let text = match std::fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::io("reading", &path)(error)),
+        };
+        let record: Record = serde_json::from_slice(&text)
+            .map_err(|error| Error::Record { path: path.clone(), why: error.to_string() })?;
+        if record.format != FORMAT || record.volume != volume {
+            let why = format!("format {} of volume {}", record.format, record.volume);
+            return Err(Error::Record { path, why });
+        }
+        Ok(Some(record))
+    }
+
+    /// Writes a record so that a crash leaves the old one or the new one, and removes the file
+    /// of a record that says nothing.
+    ///
+    /// # Errors
+    /// If the file cannot be written, or the volume id is none.
+    pub fn save(&self, record: &Record) -> Result<(), Error> {
+        let Some(path) = self.path(&record.volume) else {
+            let why = "is no volume id of Quoin";
+            return Err(Error::Path { path: record.volume.clone().into(), why });
+        };
+        if record.staging.is_none() && record.publications.is_empty() {
+            match std::fs::remove_file(&path) {
+                Ok(()) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(error) => return Err(Error::io("removing", &path)(error)),
+            }
+            return self.sync();
+        }
+        let temporary = path.with_extension("new");
+        let text = serde_json::to_vec_pretty(record).expect("a record is plain data");
+        let mut file = File::options()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            // Mount flags may be sensitive.
+            .mode(0o600)
+            .open(&temporary)
+            .map_err(Error::io("creating", &temporary))?;
+        file.write_all(&text)
+            .and_then(|()| file.sync_all())
+            .map_err(Error::io("writing", &temporary))?;
+        std::fs::rename(&temporary, &path).map_err(Error::io("renaming", &path))?;
+        self.sync()
+    }
+
+    fn sync(&self) -> Result<(), Error> {
+        let directory: &Path = &self.directory;
+        File::open(directory)
+            .and_then(|file| file.sync_all())
+            .map_err(Error::io("syncing", directory))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> Record {
+        let access = Access::Mount { file_system: FileSystem::Xfs, flags: vec!["noatime".into()] };
+        Record {
+            staging: Some(Staging {
+                path: "/stage".into(),
+                access: access.clone(),
+                mode: "SINGLE_NODE_WRITER".into(),
+                read_only: false,
+                complete: true,
+            }),
+            publications: vec![Publication {
+                target: "/target".into(),
+                access,
+                mode: "SINGLE_NODE_WRITER".into(),
+                read_only: true,
+            }],
+            ..Record::new("ab12")
+        }
+    }
+
+    #[test]
+    fn a_record_survives_and_an_empty_one_leaves_no_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::open(directory.path().join("volumes")).unwrap();
+        records.save(&record()).unwrap();
+        let again = Records::open(directory.path().join("volumes")).unwrap();
+        assert_eq!(again.load("ab12").unwrap(), Some(record()));
+        again.save(&Record::new("ab12")).unwrap();
+        assert_eq!(again.load("ab12").unwrap(), None);
+        assert_eq!(std::fs::read_dir(directory.path().join("volumes")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_volume_id_never_leads_out_of_the_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::open(directory.path().join("volumes")).unwrap();
+        for id in ["../../etc/passwd", "a/b", "", ".", "a\0b", &"x".repeat(65)] {
+            assert_eq!(records.load(id).unwrap(), None);
+            assert!(records.save(&Record { volume: id.into(), ..record() }).is_err());
+        }
+    }
+
+    #[test]
+    fn damaged_and_foreign_records_are_errors_that_name_the_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::open(directory.path().to_owned()).unwrap();
+        for text in
+            ["", "{", "[1]", r#"{"format":9,"volume":"ab12","staging":null,"publications":[]}"#]
+        {
+            std::fs::write(directory.path().join("ab12.json"), text).unwrap();
+            let error = records.load("ab12").unwrap_err().to_string();
+            assert!(error.contains("ab12.json"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Reads how large a file system thinks its device is, to know whether it wants growing.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::error::Error;
+
+/// Bytes that the file system on `device` spans; `u64::MAX` for one that is not known, which
+/// is never grown.
+///
+/// # Errors
+/// If the device cannot be read.
+pub fn file_system_bytes(device: &Path) -> Result<u64, Error> {
+    let file = File::open(device).map_err(Error::io("opening", device))?;
+    let mut head = vec![0; 4096];
+    file.read_exact_at(&mut head, 0).map_err(Error::io("reading", device))?;
+    Ok(bytes_of(&head).unwrap_or(u64::MAX))
+}
+
+fn bytes_of(head: &[u8]) -> Option<u64> {
+    let at = |offset: usize| head.get(offset..offset + 4)?.try_into().ok();
+    if head.get(..4)? == b"XFSB" {
+        let block_size = u64::from(u32::from_be_bytes(at(4)?));
+        let high = u64::from(u32::from_be_bytes(at(8)?));
+        let low = u64::from(u32::from_be_bytes(at(12)?));
+        return (high << 32 | low).checked_mul(block_size);
+    }
+    if head.get(0x438..0x43a)? == b"\x53\xef" {
+        let low = u64::from(u32::from_le_bytes(at(0x404)?));
+        let log_block_size = u32::from_le_bytes(at(0x418)?);
+        // Feature 0x80: the block count has an upper half.
+        let is_64_bit = u32::from_le_bytes(at(0x460)?) & 0x80 != 0;
+        let high = if is_64_bit { u64::from(u32::from_le_bytes(at(0x550)?)) } else { 0 };
+        let block_size = 1024_u64.checked_shl(log_block_size).filter(|size| *size <= 65536)?;
+        return (high << 32 | low).checked_mul(block_size);
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn ext4_and_xfs_superblocks_tell_their_size() {
+        let mut ext4 = vec![0; 4096];
+        ext4[0x438..0x43a].copy_from_slice(b"\x53\xef");
+        ext4[0x404..0x408].copy_from_slice(&262_144_u32.to_le_bytes());
+        ext4[0x418..0x41c].copy_from_slice(&2_u32.to_le_bytes());
+        assert_eq!(bytes_of(&ext4), Some(1 << 30));
+        let mut xfs = vec![0; 4096];
+        xfs[..4].copy_from_slice(b"XFSB");
+        xfs[4..8].copy_from_slice(&4096_u32.to_be_bytes());
+        xfs[8..16].copy_from_slice(&262_144_u64.to_be_bytes());
+        assert_eq!(bytes_of(&xfs), Some(1 << 30));
+        assert_eq!(bytes_of(&vec![0; 4096]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn no_superblock_makes_the_reader_panic(
+            mut head in proptest::collection::vec(any::<u8>(), 1400..1500), is_xfs: bool,
+        ) {
+            if is_xfs {
+                head[..4].copy_from_slice(b"XFSB");
+            } else {
+                head[0x438..0x43a].copy_from_slice(b"\x53\xef");
+            }
+            let _ = bytes_of(&head);
+        }
+    }
+}

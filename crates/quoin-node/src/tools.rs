@@ -1,0 +1,136 @@
+//! The file system tools of the host: found, run, and their failures put into words.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use crate::error::Error;
+
+/// A program that a node needs for a file system, and where a user gets it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tool {
+    pub name: &'static str,
+    /// The package that brings it, under its usual name.
+    pub package: &'static str,
+}
+
+pub const MKFS_EXT4: Tool = Tool { name: "mkfs.ext4", package: "e2fsprogs" };
+pub const E2FSCK: Tool = Tool { name: "e2fsck", package: "e2fsprogs" };
+pub const RESIZE2FS: Tool = Tool { name: "resize2fs", package: "e2fsprogs" };
+pub const MKFS_XFS: Tool = Tool { name: "mkfs.xfs", package: "xfsprogs" };
+pub const XFS_GROWFS: Tool = Tool { name: "xfs_growfs", package: "xfsprogs" };
+
+/// What a tool said, and its exit code (`None` after a signal).
+pub struct Outcome {
+    pub code: Option<i32>,
+    pub output: String,
+}
+
+/// Where tools are looked for.
+#[derive(Debug, Clone)]
+pub struct Tools {
+    directories: Vec<PathBuf>,
+}
+
+impl Tools {
+    /// The directories of `PATH`, then the system directories that a service's `PATH` often
+    /// lacks.
+    #[must_use]
+    pub fn of_host() -> Self {
+        let mut directories: Vec<PathBuf> = std::env::var_os("PATH")
+            .map(|path| std::env::split_paths(&path).collect())
+            .unwrap_or_default();
+        for system in ["/usr/sbin", "/sbin", "/usr/bin", "/bin"] {
+            if !directories.iter().any(|directory| directory == Path::new(system)) {
+                directories.push(system.into());
+            }
+        }
+        Self { directories }
+    }
+
+    /// Only these directories.
+    #[must_use]
+    pub fn within(directories: Vec<PathBuf>) -> Self {
+        Self { directories }
+    }
+
+    /// Where the tool is.
+    ///
+    /// # Errors
+    /// [`Error::MissingTool`] with the package that brings it.
+    pub fn find(&self, tool: Tool) -> Result<PathBuf, Error> {
+        use std::os::unix::fs::PermissionsExt;
+        self.directories
+            .iter()
+            .map(|directory| directory.join(tool.name))
+            .find(|path| {
+                std::fs::metadata(path)
+                    .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+            })
+            .ok_or_else(|| Error::MissingTool {
+                tool: tool.name,
+                package: tool.package,
+                looked: std::env::join_paths(&self.directories)
+                    .map(|paths| paths.to_string_lossy().into_owned())
+                    .unwrap_or_default(),
+            })
+    }
+
+    /// Runs a tool to its end. What it prints comes back as one line of at most 600 bytes.
+    ///
+    /// # Errors
+    /// If the tool is missing or cannot be started.
+    pub async fn run(&self, tool: Tool, arguments: &[&std::ffi::OsStr]) -> Result<Outcome, Error> {
+        let path = self.find(tool)?;
+        let output = tokio::process::Command::new(&path)
+            .args(arguments)
+            .stdin(Stdio::null())
+            // Messages are quoted to users and judged by nobody: one language for all.
+            .env("LC_ALL", "C")
+            .output()
+            .await
+            .map_err(Error::io("running", &path))?;
+        let mut text = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        if text.is_empty() {
+            text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        }
+        let mut line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        if line.len() > 600 {
+            let cut = (0..=600).rev().find(|at| line.is_char_boundary(*at)).unwrap_or(0);
+            line.truncate(cut);
+            line.push('…');
+        }
+        if line.is_empty() {
+            line = match output.status.code() {
+                Some(code) => format!("exit code {code}"),
+                None => "ended by a signal".to_owned(),
+            };
+        }
+        Ok(Outcome { code: output.status.code(), output: line })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_tool_is_named_with_its_package_and_the_places_looked_at() {
+        let tools = Tools::within(vec!["/nowhere".into()]);
+        let text = tools.find(MKFS_XFS).unwrap_err().to_string();
+        assert!(text.contains("mkfs.xfs") && text.contains("xfsprogs"), "{text}");
+        assert!(text.contains("/nowhere"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn what_a_tool_says_comes_back_as_one_short_line() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("e2fsck");
+        std::fs::write(&path, "#!/bin/sh\necho 'two\n lines' >&2\nexit 4\n").unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+            .unwrap();
+        let tools = Tools::within(vec![directory.path().into()]);
+        let outcome = tools.run(E2FSCK, &[]).await.unwrap();
+        assert_eq!(outcome.code, Some(4));
+        assert_eq!(outcome.output, "two lines");
+    }
+}
