@@ -1,0 +1,309 @@
+//! The cluster's certificate authority, which only the controller holds.
+//!
+//! One file, `authority.json` (mode 0600): the signing key, its certificate and, while a
+//! rotation lasts, the former certificate and a *cross certificate*: the new authority signed
+//! by the former one. Everything that the new authority issues comes with the cross
+//! certificate, so a peer that knows the former authority alone still verifies it, and IO goes
+//! on with no moment at which all must change at once. The former one is dropped when the last
+//! certificate that it signed has run out.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use aws_lc_rs::digest;
+use rcgen::{
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName,
+    DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, SanType, SerialNumber,
+};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, CertificateSigningRequestDer};
+use serde::{Deserialize, Serialize};
+
+use crate::{ClusterId, Error, Identity, Peer, Role, files};
+
+const FORMAT: u32 = 1;
+/// No request for a certificate is larger.
+const REQUEST_BYTES_MAX: usize = 8 << 10;
+
+/// How long certificates live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lifetimes {
+    /// Of the authority's own certificate.
+    pub authority: Duration,
+    /// Of a controller's, pool's, node's or admin's; renewed at two thirds.
+    pub holder: Duration,
+}
+
+impl Default for Lifetimes {
+    /// Ten years, and thirty days.
+    fn default() -> Self {
+        const DAY: Duration = Duration::from_secs(24 * 3600);
+        Self { authority: DAY * 3650, holder: DAY * 30 }
+    }
+}
+
+/// A certificate as it is handed out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Issued {
+    /// The holder's certificate, then what leads to an authority, as PEM.
+    pub chain_pem: String,
+    /// Every authority to trust, the newest first, as PEM.
+    pub authorities_pem: String,
+    pub cluster: ClusterId,
+}
+
+#[derive(Serialize, Deserialize)]
+struct File {
+    format: u32,
+    cluster_id: String,
+    /// Grows with each rotation; keeps the authorities' names apart.
+    generation: u64,
+    key_pem: String,
+    certificate_pem: String,
+    former: Option<Former>,
+}
+
+#[derive(Serialize, Deserialize, Clone)]
+struct Former {
+    certificate_pem: String,
+    /// The new authority signed by the former one.
+    cross_pem: String,
+    /// Seconds since 1970; the last certificate of the former one has run out by then.
+    trusted_until_s: u64,
+}
+
+/// The authority of one cluster.
+pub struct Authority {
+    path: PathBuf,
+    cluster: ClusterId,
+    lifetimes: Lifetimes,
+    file: File,
+}
+
+impl Authority {
+    /// Makes a cluster: its id and its authority, in `dir`. Never overwrites one.
+    pub fn create(dir: &Path, lifetimes: Lifetimes) -> Result<Self, Error> {
+        files::make_dir(dir)?;
+        let path = dir.join("authority.json");
+        if files::read(&path)?.is_some() {
+            return Err(Error::AuthorityExists { dir: dir.to_owned() });
+        }
+        let mut id = [0; 16];
+        aws_lc_rs::rand::fill(&mut id).expect("the operating system gives random bytes");
+        let cluster = ClusterId(u128::from_be_bytes(id));
+        let key = KeyPair::generate().map_err(Error::certificate)?;
+        let certificate = authority_params(cluster, 1, lifetimes.authority)
+            .self_signed(&key)
+            .map_err(Error::certificate)?;
+        let file = File {
+            format: FORMAT,
+            cluster_id: cluster.to_string(),
+            generation: 1,
+            key_pem: key.serialize_pem(),
+            certificate_pem: certificate.pem(),
+            former: None,
+        };
+        let authority = Self { path, cluster, lifetimes, file };
+        authority.save()?;
+        Ok(authority)
+    }
+
+    /// Loads what [`Authority::create`] made.
+    pub fn load(dir: &Path, lifetimes: Lifetimes) -> Result<Self, Error> {
+        let path = dir.join("authority.json");
+        let bytes = files::read(&path)?.ok_or_else(|| Error::NotJoined { dir: dir.to_owned() })?;
+        let damaged = |reason: String| Error::Damaged { path: path.clone(), reason };
+        let file: File = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        if file.format != FORMAT {
+            return Err(damaged(format!(
+                "format {} is of a newer Quoin; this one knows {FORMAT}",
+                file.format
+            )));
+        }
+        let cluster = file.cluster_id.parse().map_err(|e: Error| damaged(e.to_string()))?;
+        let authority = Self { cluster, lifetimes, file, path: path.clone() };
+        authority.issuer().map_err(|e| damaged(e.to_string()))?;
+        authority.certificates().map_err(|e| damaged(e.to_string()))?;
+        Ok(authority)
+    }
+
+    pub fn cluster(&self) -> ClusterId {
+        self.cluster
+    }
+
+    /// SHA-256 of the newest authority's certificate, as join tokens carry it.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        let der = pem_to_der(&self.file.certificate_pem).expect("checked when loaded");
+        fingerprint(&der)
+    }
+
+    /// Every authority to trust, the newest first, as PEM.
+    pub fn authorities_pem(&self) -> String {
+        match &self.file.former {
+            Some(former) if former.trusted_until_s > now_s() => {
+                format!("{}{}", self.file.certificate_pem, former.certificate_pem)
+            }
+            _ => self.file.certificate_pem.clone(),
+        }
+    }
+
+    /// Signs a request. Nothing but the public key is taken from it: who the holder is, and
+    /// for how long, is the controller's to say.
+    pub fn issue(&self, csr_der: &[u8], holder: &Peer) -> Result<Issued, Error> {
+        if csr_der.len() > REQUEST_BYTES_MAX {
+            return Err(Error::certificate("the request is larger than any request is"));
+        }
+        let mut request =
+            CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(csr_der))
+                .map_err(Error::certificate)?;
+        request.params = holder_params(holder, self.lifetimes.holder)?;
+        let certificate = request.signed_by(&self.issuer()?).map_err(Error::certificate)?;
+        Ok(self.issued(certificate.pem(), holder.role))
+    }
+
+    /// Makes a key and a certificate in `dir` without a join: the controller's own, or that of
+    /// processes that are set up beside the controller.
+    pub fn issue_identity(&self, dir: &Path, role: Role, name: &str) -> Result<Identity, Error> {
+        let holder = Peer::new(self.cluster, role, name)?;
+        let request = Identity::request(dir)?;
+        Identity::establish(dir, &self.issue(&request, &holder)?)?;
+        Identity::load(dir)
+    }
+
+    /// A new authority from now on; the former one stays trusted while any certificate that it
+    /// signed is alive.
+    pub fn rotate(&mut self) -> Result<(), Error> {
+        self.forget_former()?;
+        if let Some(former) = &self.file.former {
+            let left = former.trusted_until_s.saturating_sub(now_s());
+            return Err(Error::RotationUnderWay(left));
+        }
+        let generation = self.file.generation + 1;
+        let key = KeyPair::generate().map_err(Error::certificate)?;
+        let params = authority_params(self.cluster, generation, self.lifetimes.authority);
+        let certificate = params.self_signed(&key).map_err(Error::certificate)?;
+        let cross = params.signed_by(&key, &self.issuer()?).map_err(Error::certificate)?;
+        let former = Former {
+            certificate_pem: self.file.certificate_pem.clone(),
+            cross_pem: cross.pem(),
+            trusted_until_s: now_s() + self.lifetimes.holder.as_secs() + 1,
+        };
+        let next = File {
+            format: FORMAT,
+            cluster_id: self.cluster.to_string(),
+            generation,
+            key_pem: key.serialize_pem(),
+            certificate_pem: certificate.pem(),
+            former: Some(former),
+        };
+        let before = std::mem::replace(&mut self.file, next);
+        self.save().inspect_err(|_| self.file = before)
+    }
+
+    /// Drops the former authority once its time is over; true if it did.
+    pub fn forget_former(&mut self) -> Result<bool, Error> {
+        if self.file.former.as_ref().is_none_or(|former| former.trusted_until_s > now_s()) {
+            return Ok(false);
+        }
+        let former = self.file.former.take();
+        match self.save() {
+            Ok(()) => Ok(true),
+            Err(error) => {
+                self.file.former = former;
+                Err(error)
+            }
+        }
+    }
+
+    fn issued(&self, certificate_pem: String, role: Role) -> Issued {
+        let former = self.file.former.as_ref().filter(|f| f.trusted_until_s > now_s());
+        let mut chain_pem = certificate_pem;
+        if let Some(former) = former {
+            chain_pem.push_str(&former.cross_pem);
+        }
+        if role == Role::Controller {
+            // A newcomer has no bundle yet; it finds the authority that its token pins here.
+            chain_pem.push_str(&self.file.certificate_pem);
+            if let Some(former) = former {
+                chain_pem.push_str(&former.certificate_pem);
+            }
+        }
+        Issued { chain_pem, authorities_pem: self.authorities_pem(), cluster: self.cluster }
+    }
+
+    fn issuer(&self) -> Result<Issuer<'static, KeyPair>, Error> {
+        let key = KeyPair::from_pem(&self.file.key_pem).map_err(Error::certificate)?;
+        Issuer::from_ca_cert_pem(&self.file.certificate_pem, key).map_err(Error::certificate)
+    }
+
+    fn certificates(&self) -> Result<Vec<CertificateDer<'static>>, Error> {
+        let former = self.file.former.iter();
+        std::iter::once(&self.file.certificate_pem)
+            .chain(former.flat_map(|former| [&former.certificate_pem, &former.cross_pem]))
+            .map(|pem| pem_to_der(pem))
+            .collect()
+    }
+
+    fn save(&self) -> Result<(), Error> {
+        let text = serde_json::to_vec_pretty(&self.file).expect("plain data");
+        files::write(&self.path, &text, files::PRIVATE)
+    }
+}
+
+pub(crate) fn fingerprint(der: &CertificateDer<'_>) -> [u8; 32] {
+    digest::digest(&digest::SHA256, der).as_ref().try_into().expect("SHA-256 has 32 bytes")
+}
+
+fn pem_to_der(pem: &str) -> Result<CertificateDer<'static>, Error> {
+    CertificateDer::from_pem_slice(pem.as_bytes()).map_err(Error::certificate)
+}
+
+fn now_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// Begins a little in the past, for hosts whose clocks are behind; never by so much that two
+/// thirds of a short life would be over already.
+fn set_life(params: &mut CertificateParams, life: Duration) {
+    let epoch = rcgen::date_time_ymd(1970, 1, 1);
+    let early = (life / 20).min(Duration::from_secs(300)).as_secs();
+    params.not_before = epoch + Duration::from_secs(now_s() - early);
+    params.not_after = epoch + Duration::from_secs(now_s() + life.as_secs().max(1));
+}
+
+fn serial() -> SerialNumber {
+    let mut bytes = [0; 16];
+    aws_lc_rs::rand::fill(&mut bytes).expect("the operating system gives random bytes");
+    // Positive, as X.509 wants serial numbers.
+    bytes[0] &= 0x7f;
+    SerialNumber::from_slice(&bytes)
+}
+
+fn authority_params(cluster: ClusterId, generation: u64, life: Duration) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params
+        .distinguished_name
+        .push(DnType::CommonName, format!("Quoin authority {generation} of {cluster}"));
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    params.serial_number = Some(serial());
+    set_life(&mut params, life);
+    params
+}
+
+fn holder_params(holder: &Peer, life: Duration) -> Result<CertificateParams, Error> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, holder.to_string());
+    let uri = holder.uri().try_into().map_err(Error::certificate)?;
+    params.subject_alt_names = vec![SanType::URI(uri)];
+    params.is_ca = IsCa::ExplicitNoCa;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    // Every holder is server on some connections and client on others.
+    params.extended_key_usages =
+        vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+    params.serial_number = Some(serial());
+    set_life(&mut params, life);
+    Ok(params)
+}

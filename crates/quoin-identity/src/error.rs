@@ -1,0 +1,64 @@
+//! What can go wrong with identities: the thing, the rule, the way out.
+
+use std::path::PathBuf;
+
+/// An identity, a certificate, a token or a secured connection that is not as it must be.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{path}: {source}")]
+    File { path: PathBuf, source: std::io::Error },
+
+    #[error(
+        "{dir} holds no identity: join the cluster first with a token \
+         (`quoin controller token`), then give it with --join"
+    )]
+    NotJoined { dir: PathBuf },
+
+    #[error("{dir} already holds an identity ({holder}); remove the directory to join anew")]
+    AlreadyJoined { dir: PathBuf, holder: String },
+
+    #[error("{dir} already holds a cluster's authority; it is never overwritten")]
+    AuthorityExists { dir: PathBuf },
+
+    #[error("{path} is damaged: {reason}")]
+    Damaged { path: PathBuf, reason: String },
+
+    #[error("certificate refused: {0}")]
+    Certificate(String),
+
+    #[error("{name:?} is not a name for a {what}: {rule}")]
+    Name { what: &'static str, name: String, rule: &'static str },
+
+    #[error("{0:?} is not a role; roles are controller, pool, node and admin")]
+    Role(String),
+
+    #[error("not a join token: {0}; copy it whole, as the controller printed it")]
+    Token(&'static str),
+
+    #[error("epoch grant refused: {0}")]
+    Grant(String),
+
+    #[error(
+        "the authority is being rotated already; the former one is trusted for {0} s more, \
+         until every certificate that it signed has run out"
+    )]
+    RotationUnderWay(u64),
+
+    #[error("{address} is not an address of the form host:port")]
+    Address { address: String },
+
+    #[error("controller {address} is not reached: {source}")]
+    Unreachable { address: String, source: tonic::transport::Error },
+
+    #[error("the controller refused: {0}")]
+    Refused(String),
+
+    #[error("TLS: {0}")]
+    Tls(#[from] rustls::Error),
+}
+
+impl Error {
+    pub(crate) fn certificate(reason: impl std::fmt::Display) -> Self {
+        Self::Certificate(reason.to_string())
+    }
+}

@@ -1,0 +1,52 @@
+//! Small files that are either the old or the new ones after a crash, never half.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::Path;
+
+use crate::Error;
+
+pub const PRIVATE: u32 = 0o600;
+pub const PUBLIC: u32 = 0o644;
+/// No file of an identity is larger; a larger one is not ours and is not read into memory.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
+    move |source| Error::File { path: path.to_owned(), source }
+}
+
+/// Makes `dir` (mode 0700) and its parents where they are missing.
+pub fn make_dir(dir: &Path) -> Result<(), Error> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(failed(dir))
+}
+
+/// Writes beside, syncs, renames, syncs the directory.
+pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
+    let dir = path.parent().unwrap_or(Path::new("."));
+    // Two processes may share an identity, so each writes a file of its own first.
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let beside = dir.join(format!(".{name}.{}", std::process::id()));
+    let attempt = || -> std::io::Result<()> {
+        let _ = fs::remove_file(&beside);
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&beside)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&beside, path)?;
+        File::open(dir)?.sync_all()
+    };
+    attempt().map_err(failed(path))
+}
+
+/// `None` where there is no such file.
+pub fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
+    match fs::metadata(path) {
+        Ok(meta) if meta.len() > FILE_BYTES_MAX => Err(Error::Damaged {
+            path: path.to_owned(),
+            reason: format!("{} bytes are more than such a file ever has", meta.len()),
+        }),
+        Ok(_) => fs::read(path).map(Some).map_err(failed(path)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(failed(path)(error)),
+    }
+}

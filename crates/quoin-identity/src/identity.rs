@@ -1,0 +1,283 @@
+//! An identity directory, loaded: configurations, channels, renewal.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use rcgen::KeyPair;
+use rustls::sign::CertifiedKey;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use crate::tls::{self, Current, Expected, Shared};
+use crate::{ClusterId, Error, Grant, Issued, Peer, files, peer_of};
+
+const KEY: &str = "key.pem";
+const CERTIFICATE: &str = "cert.pem";
+const AUTHORITIES: &str = "ca.pem";
+const CLUSTER: &str = "cluster.json";
+
+#[derive(Serialize, Deserialize)]
+struct ClusterFile {
+    cluster_id: String,
+}
+
+struct Inner {
+    dir: PathBuf,
+    peer: Peer,
+    shared: Arc<Shared>,
+}
+
+/// This process's place in its cluster. Cheap to clone; all clones renew together.
+#[derive(Clone)]
+pub struct Identity(Arc<Inner>);
+
+impl std::fmt::Debug for Identity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Identity({})", self.0.peer.uri())
+    }
+}
+
+impl Identity {
+    /// Loads an identity directory; [`Error::NotJoined`] where it holds none (yet).
+    pub fn load(dir: &Path) -> Result<Self, Error> {
+        let (peer, current) = load(dir)?;
+        let shared = Arc::new(Shared::new(current));
+        Ok(Self(Arc::new(Inner { dir: dir.to_owned(), peer, shared })))
+    }
+
+    /// Who this is.
+    pub fn peer(&self) -> &Peer {
+        &self.0.peer
+    }
+
+    pub fn cluster(&self) -> ClusterId {
+        self.0.peer.cluster
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.0.dir
+    }
+
+    /// For a server: TLS 1.3, every client shows a certificate of this cluster. Read who it is
+    /// with [`peer_of`] from `peer_certificates()[0]`.
+    pub fn server_config(&self) -> Result<Arc<ServerConfig>, Error> {
+        tls::server(&self.0.shared, true).map(Arc::new)
+    }
+
+    /// For the controller's gRPC port: as [`Identity::server_config`], but a newcomer may come
+    /// without a certificate (and reach the Join service only).
+    pub fn controller_config(&self) -> Result<Arc<ServerConfig>, Error> {
+        let mut config = tls::server(&self.0.shared, false)?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(Arc::new(config))
+    }
+
+    /// For a client: TLS 1.3, and only the expected peer is accepted.
+    pub fn client_config(&self, expected: Expected) -> Result<Arc<ClientConfig>, Error> {
+        tls::client(&self.0.shared, expected).map(Arc::new)
+    }
+
+    /// Verifies a chain (the holder's certificate first) against this cluster's authorities.
+    pub fn holder_of(&self, chain: &[CertificateDer<'_>]) -> Result<Peer, Error> {
+        Ok(self.0.shared.get().holder_of(chain)?)
+    }
+
+    /// Signs a grant; only a controller's signature is worth anything.
+    pub fn sign_grant(&self, grant: &Grant) -> Result<Vec<u8>, Error> {
+        grant.sign(self.cluster(), &self.0.shared.get().key)
+    }
+
+    /// Reads a grant and proves that a controller of this cluster signed it.
+    pub fn verify_grant(&self, bytes: &[u8]) -> Result<Grant, Error> {
+        Grant::verify(bytes, &self.0.shared.get())
+    }
+
+    /// First and last moment of the certificate in use.
+    pub fn validity(&self) -> (SystemTime, SystemTime) {
+        validity_of(&self.0.shared.get().key.cert[0]).unwrap_or((UNIX_EPOCH, UNIX_EPOCH))
+    }
+
+    /// When to renew: at two thirds of the certificate's life.
+    pub fn renew_at(&self) -> SystemTime {
+        let (from, until) = self.validity();
+        from + until.duration_since(from).unwrap_or_default() * 2 / 3
+    }
+
+    /// A request (PKCS #10, DER) for the key in `dir`, which is made where it is missing.
+    pub(crate) fn request(dir: &Path) -> Result<Vec<u8>, Error> {
+        files::make_dir(dir)?;
+        let path = dir.join(KEY);
+        let key = match files::read(&path)? {
+            Some(pem) => key_pair(&path, &pem)?,
+            None => {
+                let key = KeyPair::generate().map_err(Error::certificate)?;
+                files::write(&path, key.serialize_pem().as_bytes(), files::PRIVATE)?;
+                key
+            }
+        };
+        let params = rcgen::CertificateParams::default();
+        Ok(params.serialize_request(&key).map_err(Error::certificate)?.der().to_vec())
+    }
+
+    /// A request for the key in use.
+    pub fn renewal_request(&self) -> Result<Vec<u8>, Error> {
+        Self::request(&self.0.dir)
+    }
+
+    /// Writes a first certificate; `cert.pem` comes last, so its presence says all is there.
+    pub(crate) fn establish(dir: &Path, issued: &Issued) -> Result<(), Error> {
+        let cluster = ClusterFile { cluster_id: issued.cluster.to_string() };
+        let cluster = serde_json::to_vec_pretty(&cluster).expect("plain data");
+        files::write(&dir.join(CLUSTER), &cluster, files::PUBLIC)?;
+        files::write(&dir.join(AUTHORITIES), issued.authorities_pem.as_bytes(), files::PUBLIC)?;
+        files::write(&dir.join(CERTIFICATE), issued.chain_pem.as_bytes(), files::PUBLIC)
+    }
+
+    /// Takes a renewed certificate: checked first, then on disk, then in use.
+    pub fn install(&self, issued: &Issued) -> Result<(), Error> {
+        let key = files::read(&self.0.dir.join(KEY))?.unwrap_or_default();
+        let (peer, _) = assemble(
+            &self.0.dir,
+            issued.cluster,
+            &key,
+            issued.chain_pem.as_bytes(),
+            issued.authorities_pem.as_bytes(),
+        )?;
+        if peer != self.0.peer {
+            return Err(Error::certificate(format!("it is for {peer}, not {}", self.0.peer)));
+        }
+        Self::establish(&self.0.dir, issued)?;
+        self.reload()
+    }
+
+    /// Takes what is on disk now: another process of this host may have renewed it.
+    pub fn reload(&self) -> Result<(), Error> {
+        let (peer, current) = load(&self.0.dir)?;
+        if peer != self.0.peer {
+            return Err(Error::certificate(format!(
+                "{} now holds the identity of {peer}; restart to take it",
+                self.0.dir.display()
+            )));
+        }
+        self.0.shared.set(current);
+        Ok(())
+    }
+
+    /// Renews with the controller, over a connection of the certificate that runs out.
+    pub async fn renew(&self, controller_addr: &str) -> Result<(), Error> {
+        use quoin_proto::control::{RenewRequest, join_client::JoinClient};
+        let mut client = JoinClient::new(self.channel(controller_addr)?);
+        let csr_der = self.renewal_request()?;
+        let mut request = tonic::Request::new(RenewRequest { csr_der });
+        request.set_timeout(Duration::from_secs(30));
+        let certificate = client.renew(request).await.map_err(crate::join::refused)?.into_inner();
+        self.install(&crate::join::issued(certificate)?)
+    }
+
+    /// Keeps the certificate fresh until `shutdown`: renews at two thirds of its life, and
+    /// tries again ever more slowly while the controller is away. IO does not depend on it.
+    pub async fn keep_renewed(&self, controller_addr: String, mut shutdown: watch::Receiver<bool>) {
+        let mut failures = 0u32;
+        loop {
+            let (from, until) = self.validity();
+            let life = until.duration_since(from).unwrap_or_default();
+            let wait = if failures == 0 {
+                self.renew_at().duration_since(SystemTime::now()).unwrap_or_default()
+            } else {
+                (life / 60).min(Duration::from_secs(300)) * failures.min(10)
+            };
+            tokio::select! {
+                // A floor, so that a clock that jumped does not make this a busy loop.
+                () = tokio::time::sleep(wait.max(Duration::from_millis(200))) => {}
+                _ = shutdown.wait_for(|down| *down) => return,
+            }
+            if self.reload().is_ok() && self.renew_at() > SystemTime::now() {
+                failures = 0;
+                continue;
+            }
+            match self.renew(&controller_addr).await {
+                Ok(()) => {
+                    failures = 0;
+                    tracing::info!(holder = %self.0.peer, "certificate renewed");
+                }
+                Err(error) => {
+                    failures += 1;
+                    let left_s =
+                        until.duration_since(SystemTime::now()).unwrap_or_default().as_secs();
+                    tracing::warn!(%error, left_s, "certificate not renewed yet, trying again");
+                }
+            }
+        }
+    }
+}
+
+fn key_pair(path: &Path, pem: &[u8]) -> Result<KeyPair, Error> {
+    let text = std::str::from_utf8(pem).map_err(|e| damaged(path, e))?;
+    KeyPair::from_pem(text).map_err(|e| damaged(path, e))
+}
+
+fn damaged(path: &Path, reason: impl std::fmt::Display) -> Error {
+    Error::Damaged { path: path.to_owned(), reason: reason.to_string() }
+}
+
+fn load(dir: &Path) -> Result<(Peer, Current), Error> {
+    let part = |name: &str| files::read(&dir.join(name));
+    let Some(chain) = part(CERTIFICATE)? else {
+        return Err(Error::NotJoined { dir: dir.to_owned() });
+    };
+    let missing = |name: &str| damaged(&dir.join(name), "it is missing");
+    let key = part(KEY)?.ok_or_else(|| missing(KEY))?;
+    let authorities = part(AUTHORITIES)?.ok_or_else(|| missing(AUTHORITIES))?;
+    let cluster = part(CLUSTER)?.ok_or_else(|| missing(CLUSTER))?;
+    let cluster: ClusterFile =
+        serde_json::from_slice(&cluster).map_err(|e| damaged(&dir.join(CLUSTER), e))?;
+    let cluster = cluster.cluster_id.parse().map_err(|e| damaged(&dir.join(CLUSTER), e))?;
+    assemble(dir, cluster, &key, &chain, &authorities)
+}
+
+/// The parts of an identity must fit one another.
+fn assemble(
+    dir: &Path,
+    cluster: ClusterId,
+    key: &[u8],
+    chain: &[u8],
+    authorities: &[u8],
+) -> Result<(Peer, Current), Error> {
+    let (key_path, chain_path) = (dir.join(KEY), dir.join(CERTIFICATE));
+    let chain = certificates(&chain_path, chain)?;
+    let key = PrivateKeyDer::from_pem_slice(key).map_err(|e| damaged(&key_path, e))?;
+    let peer = peer_of(&chain[0])?;
+    if peer.cluster != cluster {
+        return Err(damaged(&chain_path, "it is of another cluster than cluster.json says"));
+    }
+    let key = CertifiedKey::from_der(chain, key, &tls::provider())
+        .map_err(|_| damaged(&key_path, "it is not the key of cert.pem"))?;
+    let mut roots = RootCertStore::empty();
+    for authority in certificates(&dir.join(AUTHORITIES), authorities)? {
+        roots.add(authority).map_err(|e| damaged(&dir.join(AUTHORITIES), e))?;
+    }
+    Ok((peer, Current::new(cluster, key, roots)?))
+}
+
+fn certificates(path: &Path, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, Error> {
+    let list: Vec<_> = CertificateDer::pem_slice_iter(pem)
+        .collect::<Result<_, _>>()
+        .map_err(|e| damaged(path, e))?;
+    // A chain or bundle of ours has at most five.
+    if list.is_empty() || list.len() > 8 {
+        return Err(damaged(path, format!("{} certificates in it", list.len())));
+    }
+    Ok(list)
+}
+
+/// First and last moment of a certificate.
+pub(crate) fn validity_of(certificate: &CertificateDer<'_>) -> Option<(SystemTime, SystemTime)> {
+    let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
+    let moment = |t: i64| u64::try_from(t).ok().map(|s| UNIX_EPOCH + Duration::from_secs(s));
+    let validity = parsed.validity();
+    Some((moment(validity.not_before.timestamp())?, moment(validity.not_after.timestamp())?))
+}

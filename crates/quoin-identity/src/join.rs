@@ -1,0 +1,85 @@
+//! Becoming a member: a key of one's own, a token, a certificate.
+
+use std::path::Path;
+use std::time::Duration;
+
+use quoin_proto::control::join_client::JoinClient;
+use quoin_proto::control::{Certificate, JoinRequest as JoinMessage};
+use tonic::transport::Channel;
+
+use crate::channel::tls_channel;
+use crate::{Error, Identity, Issued, JoinToken, Role, check_name, tls};
+
+/// Everything that a newcomer is told by its operator.
+#[derive(Clone, Debug)]
+pub struct JoinRequest {
+    /// `host:port` of the controller.
+    pub controller: String,
+    pub token: JoinToken,
+    pub role: Role,
+    pub name: String,
+}
+
+/// Joins a cluster and writes the identity into `dir`. The controller must prove that it is
+/// the one the token was made by before anything is sent to it. May be repeated with the same
+/// token and `dir` when an answer got lost: the token is bound to the first key that used it.
+pub async fn join(
+    controller_addr: &str,
+    token: &JoinToken,
+    role: Role,
+    name: &str,
+    dir: &Path,
+) -> Result<Identity, Error> {
+    check_name(role.as_str(), name)?;
+    match Identity::load(dir) {
+        Err(Error::NotJoined { .. }) => {}
+        Ok(identity) => {
+            let holder = identity.peer().to_string();
+            return Err(Error::AlreadyJoined { dir: dir.to_owned(), holder });
+        }
+        Err(error) => return Err(error),
+    }
+    let config = tls::pinned(token.cluster, token.fingerprint)?;
+    let endpoint = crate::channel::endpoint(controller_addr)?;
+    let channel: Channel = tls_channel(endpoint, config, controller_addr)
+        .await
+        .map_err(|source| Error::Unreachable { address: controller_addr.to_owned(), source })?;
+    let mut request = tonic::Request::new(JoinMessage {
+        token: token.to_string(),
+        csr_der: Identity::request(dir)?,
+        role: role.to_string(),
+        name: name.to_owned(),
+    });
+    request.set_timeout(Duration::from_secs(30));
+    let certificate = JoinClient::new(channel).join(request).await.map_err(refused)?.into_inner();
+    let issued = issued(certificate)?;
+    if issued.cluster != token.cluster {
+        return Err(Error::certificate("it is of another cluster than the token"));
+    }
+    Identity::establish(dir, &issued)?;
+    Identity::load(dir)
+}
+
+/// Loads the identity in `dir` or, where there is none yet, joins. A process that is always
+/// started with the same arguments needs its token only the first time.
+pub async fn load_or_join(dir: &Path, request: Option<&JoinRequest>) -> Result<Identity, Error> {
+    match (Identity::load(dir), request) {
+        (Err(Error::NotJoined { .. }), Some(r)) => {
+            join(&r.controller, &r.token, r.role, &r.name, dir).await
+        }
+        (loaded, _) => loaded,
+    }
+}
+
+pub(crate) fn refused(status: tonic::Status) -> Error {
+    Error::Refused(format!("{} ({:?})", status.message(), status.code()))
+}
+
+pub(crate) fn issued(message: Certificate) -> Result<Issued, Error> {
+    let text = |bytes| String::from_utf8(bytes).map_err(Error::certificate);
+    Ok(Issued {
+        chain_pem: text(message.chain_pem)?,
+        authorities_pem: text(message.authorities_pem)?,
+        cluster: message.cluster_id.parse()?,
+    })
+}

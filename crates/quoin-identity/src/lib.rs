@@ -1,0 +1,46 @@
+//! Who is who in a cluster: certificates, how to get one, and connections that demand one.
+//!
+//! Every process that talks over TCP has an *identity directory*:
+//!
+//! | file | what |
+//! |---|---|
+//! | `key.pem` | the private key (mode 0600); it never leaves the host |
+//! | `cert.pem` | the certificate chain for it, replaced by each renewal |
+//! | `ca.pem` | the authorities to trust: one, or two while the authority is rotated |
+//! | `cluster.json` | the cluster this directory belongs to |
+//!
+//! A certificate names its holder as a URI, `quoin://<cluster>/<role>/<name>` ([`Peer`]); host
+//! names and addresses play no part. Both sides of every TCP connection show one (mutual TLS
+//! 1.3, no session tickets, no resumption, so each connection proves who is there *now*). The
+//! one exception is a newcomer that asks the controller for its first certificate: it shows a
+//! [`JoinToken`], and knows the controller by the authority's fingerprint inside that token.
+//!
+//! * [`Identity`] loads a directory, makes TLS configurations whose certificates are replaced
+//!   under a running process, opens gRPC [`Identity::channel`]s, renews itself.
+//! * [`Authority`] is the controller's side: it issues, and can be rotated with IO running.
+//! * [`Grant`] is what a controller signs for a target and a pool believes.
+//! * [`serve_incoming`] turns a listener into a stream of authenticated connections that
+//!   tonic serves, each request carrying its [`Caller`].
+
+mod authority;
+mod channel;
+mod error;
+mod files;
+mod grant;
+mod identity;
+mod incoming;
+mod join;
+mod peer;
+mod tls;
+mod token;
+
+pub use authority::{Authority, Issued, Lifetimes};
+pub use channel::{unix_channel, unix_incoming};
+pub use error::Error;
+pub use grant::Grant;
+pub use identity::Identity;
+pub use incoming::{Caller, IncomingLimits, PeerStream, serve_incoming};
+pub use join::{JoinRequest, join, load_or_join};
+pub use peer::{ClusterId, Peer, Role, check_name, peer_of};
+pub use tls::Expected;
+pub use token::JoinToken;

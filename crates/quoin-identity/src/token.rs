@@ -1,0 +1,121 @@
+//! Join tokens: a secret that is good for one certificate, and the pin of the authority.
+//!
+//! As text: `quoin-join-1.` and base64url of cluster id (16 bytes), SHA-256 of the authority's
+//! certificate (32), secret (24), and 4 bytes of checksum against mistyped tokens. The
+//! controller keeps only a hash of the secret.
+
+use std::fmt;
+use std::str::FromStr;
+
+use aws_lc_rs::digest;
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+
+use crate::{ClusterId, Error};
+
+const PREFIX: &str = "quoin-join-1.";
+const SECRET_BYTES: usize = 24;
+const BODY_BYTES: usize = 16 + 32 + SECRET_BYTES;
+
+/// What a newcomer is given by hand. `Display` writes it whole; `Debug` hides the secret.
+#[derive(Clone, PartialEq, Eq)]
+pub struct JoinToken {
+    pub cluster: ClusterId,
+    /// SHA-256 of the authority's certificate: the first contact is authenticated by it.
+    pub fingerprint: [u8; 32],
+    secret: [u8; SECRET_BYTES],
+}
+
+impl JoinToken {
+    /// A new secret for a cluster whose authority has this fingerprint.
+    pub fn generate(cluster: ClusterId, fingerprint: [u8; 32]) -> Self {
+        let mut secret = [0; SECRET_BYTES];
+        aws_lc_rs::rand::fill(&mut secret).expect("the operating system gives random bytes");
+        Self { cluster, fingerprint, secret }
+    }
+
+    /// What the controller stores and looks up in place of the secret: 64 hex digits.
+    pub fn secret_hash(&self) -> String {
+        hex::encode(digest::digest(&digest::SHA256, &self.secret))
+    }
+}
+
+fn checksum(body: &[u8]) -> [u8; 4] {
+    quoin_core::crc32c(body).to_le_bytes()
+}
+
+impl fmt::Display for JoinToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut body = Vec::with_capacity(BODY_BYTES + 4);
+        body.extend(self.cluster.0.to_be_bytes());
+        body.extend(self.fingerprint);
+        body.extend(self.secret);
+        body.extend(checksum(&body));
+        write!(f, "{PREFIX}{}", URL_SAFE_NO_PAD.encode(body))
+    }
+}
+
+impl fmt::Debug for JoinToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "JoinToken({})", self.cluster)
+    }
+}
+
+impl FromStr for JoinToken {
+    type Err = Error;
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let text = text.trim();
+        let body = text.strip_prefix(PREFIX).ok_or(Error::Token("it begins with quoin-join-1."))?;
+        if body.len() > 2 * BODY_BYTES {
+            return Err(Error::Token("it is too long"));
+        }
+        let body =
+            URL_SAFE_NO_PAD.decode(body).map_err(|_| Error::Token("a character is wrong"))?;
+        let Some((body, sum)) = body.split_at_checked(BODY_BYTES) else {
+            return Err(Error::Token("it is cut off"));
+        };
+        if sum != checksum(body) {
+            return Err(Error::Token("its checksum does not fit"));
+        }
+        let part = |from: usize, len: usize| &body[from..from + len];
+        Ok(Self {
+            cluster: ClusterId(u128::from_be_bytes(part(0, 16).try_into().expect("16 bytes"))),
+            fingerprint: part(16, 32).try_into().expect("32 bytes"),
+            secret: part(48, SECRET_BYTES).try_into().expect("24 bytes"),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_token_comes_back_from_its_text_and_never_shows_its_secret_in_a_log() {
+        let token = JoinToken::generate(ClusterId(42), [9; 32]);
+        let text = token.to_string();
+        assert_eq!(text.parse::<JoinToken>().unwrap(), token);
+        assert_eq!(format!(" {text}\n").parse::<JoinToken>().unwrap(), token);
+        assert_eq!(format!("{token:?}"), format!("JoinToken({})", ClusterId(42)));
+        assert_ne!(JoinToken::generate(ClusterId(42), [9; 32]).secret_hash(), token.secret_hash());
+    }
+
+    #[test]
+    fn every_mistyped_character_is_noticed() {
+        let text = JoinToken::generate(ClusterId(42), [9; 32]).to_string();
+        for at in 0..text.len() {
+            let mut bytes = text.clone().into_bytes();
+            bytes[at] = if bytes[at] == b'A' { b'B' } else { b'A' };
+            assert!(String::from_utf8(bytes).unwrap().parse::<JoinToken>().is_err(), "{at}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in ".*") {
+            let _ = format!("{PREFIX}{text}").parse::<JoinToken>();
+            let _ = text.parse::<JoinToken>();
+        }
+    }
+}

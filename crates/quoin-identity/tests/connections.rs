@@ -1,0 +1,257 @@
+//! Identities over real sockets: who gets through, who does not, and what changes under way.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::StreamExt;
+use quoin_identity::{
+    Authority, Caller, Expected, Identity, IncomingLimits, Lifetimes, Role, serve_incoming,
+};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+fn authority(dir: &Path, holder_s: u64) -> Authority {
+    let holder = Duration::from_secs(holder_s);
+    Authority::create(dir, Lifetimes { holder, ..Lifetimes::default() }).unwrap()
+}
+
+/// One connection between two identities, with a byte each way; the error of either side.
+async fn meet(server: &Identity, client: &Identity, expected: Expected) -> Result<(), String> {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let acceptor = TlsAcceptor::from(server.server_config().unwrap());
+    let serving = tokio::spawn(async move {
+        let (tcp, _) = listener.accept().await.unwrap();
+        let mut tls = acceptor.accept(tcp).await.map_err(|e| format!("server: {e}"))?;
+        let byte = tls.read_u8().await.map_err(|e| format!("server: {e}"))?;
+        tls.write_u8(byte + 1).await.map_err(|e| format!("server: {e}"))
+    });
+    let connector = TlsConnector::from(client.client_config(expected).unwrap());
+    let calling = async {
+        let tcp = TcpStream::connect(address).await.unwrap();
+        let mut tls = connector
+            .connect("quoin".try_into().unwrap(), tcp)
+            .await
+            .map_err(|e| format!("client: {e}"))?;
+        tls.write_u8(1).await.map_err(|e| format!("client: {e}"))?;
+        tls.flush().await.map_err(|e| format!("client: {e}"))?;
+        match tls.read_u8().await {
+            Ok(2) => Ok(()),
+            other => Err(format!("client: {other:?}")),
+        }
+    };
+    let called: Result<(), String> = calling.await;
+    called.and(serving.await.unwrap())
+}
+
+#[tokio::test]
+async fn members_of_one_cluster_meet_and_only_whom_they_expect() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 3600);
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let node = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+    meet(&pool, &node, Expected::Role(Role::Pool)).await.unwrap();
+    meet(&pool, &node, Expected::Named(Role::Pool, "p1".into())).await.unwrap();
+    meet(&pool, &node, Expected::Named(Role::Pool, "p2".into())).await.unwrap_err();
+    meet(&pool, &node, Expected::Role(Role::Controller)).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn a_member_of_another_cluster_is_refused_as_client_and_as_server() {
+    let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let ours = authority(here.path(), 3600);
+    let theirs = authority(there.path(), 3600);
+    let ours = ours.issue_identity(&here.path().join("p"), Role::Pool, "p1").unwrap();
+    let theirs = theirs.issue_identity(&there.path().join("p"), Role::Pool, "p1").unwrap();
+    meet(&ours, &theirs, Expected::Role(Role::Pool)).await.unwrap_err();
+    meet(&theirs, &ours, Expected::Role(Role::Pool)).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn an_expired_certificate_is_refused_on_either_side() {
+    let dir = tempfile::tempdir().unwrap();
+    let brief = authority(dir.path(), 1);
+    let pool = brief.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let long = Authority::load(dir.path(), Lifetimes::default()).unwrap();
+    let node = long.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+    while pool.validity().1 + Duration::from_secs(1) > std::time::SystemTime::now() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    meet(&pool, &node, Expected::Role(Role::Pool)).await.unwrap_err();
+    meet(&node, &pool, Expected::Role(Role::Node)).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn while_the_authority_is_rotated_old_and_new_certificates_meet_in_every_pairing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut authority = authority(dir.path(), 3600);
+    let old_pool = authority.issue_identity(&dir.path().join("p1"), Role::Pool, "p1").unwrap();
+    let old_node = authority.issue_identity(&dir.path().join("n1"), Role::Node, "n1").unwrap();
+    let fingerprint = authority.fingerprint();
+    authority.rotate().unwrap();
+    assert_ne!(fingerprint, authority.fingerprint());
+    assert!(authority.rotate().is_err(), "a second rotation must wait for the first");
+    let authority = Authority::load(dir.path(), Lifetimes::default()).unwrap();
+    let new_pool = authority.issue_identity(&dir.path().join("p2"), Role::Pool, "p2").unwrap();
+    let new_node = authority.issue_identity(&dir.path().join("n2"), Role::Node, "n2").unwrap();
+    for pool in [&old_pool, &new_pool] {
+        for node in [&old_node, &new_node] {
+            meet(pool, node, Expected::Role(Role::Pool)).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_former_authority_is_forgotten_when_its_last_certificate_has_run_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut authority = authority(dir.path(), 1);
+    let stale = authority.issue_identity(&dir.path().join("stale"), Role::Node, "n1").unwrap();
+    authority.rotate().unwrap();
+    assert_eq!(authority.authorities_pem().matches("BEGIN").count(), 2);
+    while !authority.forget_former().unwrap() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(authority.authorities_pem().matches("BEGIN").count(), 1);
+    authority.rotate().unwrap();
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    meet(&pool, &stale, Expected::Role(Role::Pool)).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn a_renewed_certificate_is_shown_by_configurations_made_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 3600);
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let node = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+    let connector = node.client_config(Expected::Role(Role::Pool)).unwrap();
+    let acceptor = pool.server_config().unwrap();
+    let issued = authority.issue(&pool.renewal_request().unwrap(), pool.peer()).unwrap();
+    pool.install(&issued).unwrap();
+
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        let (tcp, _) = listener.accept().await.unwrap();
+        let mut tls = TlsAcceptor::from(acceptor).accept(tcp).await.unwrap();
+        let _ = tls.read_u8().await;
+    });
+    let tcp = TcpStream::connect(address).await.unwrap();
+    let connected =
+        TlsConnector::from(connector).connect("quoin".try_into().unwrap(), tcp).await.unwrap();
+    let shown = connected.get_ref().1.peer_certificates().unwrap()[0].clone();
+    let on_disk = std::fs::read(dir.path().join("p/cert.pem")).unwrap();
+    use rustls_pki_types::{CertificateDer, pem::PemObject};
+    assert_eq!(shown, CertificateDer::from_pem_slice(&on_disk).unwrap());
+}
+
+#[tokio::test]
+async fn an_identity_takes_no_certificate_of_another_name_or_another_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 3600);
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let node = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+    let other_name = authority.issue(&pool.renewal_request().unwrap(), node.peer()).unwrap();
+    let other_key = authority.issue(&node.renewal_request().unwrap(), pool.peer()).unwrap();
+    let before = std::fs::read(dir.path().join("p/cert.pem")).unwrap();
+    pool.install(&other_name).unwrap_err();
+    pool.install(&other_key).unwrap_err();
+    assert_eq!(before, std::fs::read(dir.path().join("p/cert.pem")).unwrap());
+}
+
+#[test]
+fn a_directory_that_is_incomplete_or_damaged_says_which_file_and_the_key_is_private() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 3600);
+    let home = dir.path().join("p");
+    authority.issue_identity(&home, Role::Pool, "p1").unwrap();
+    let mode = std::fs::metadata(home.join("key.pem")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    for file in ["cluster.json", "ca.pem", "key.pem", "cert.pem"] {
+        let kept = std::fs::read(home.join(file)).unwrap();
+        std::fs::write(home.join(file), "nonsense").unwrap();
+        let error = Identity::load(&home).unwrap_err().to_string();
+        assert!(error.contains(file), "{file}: {error}");
+        std::fs::remove_file(home.join(file)).unwrap();
+        let error = Identity::load(&home).unwrap_err().to_string();
+        assert!(error.contains(file) || error.contains("--join"), "{file}: {error}");
+        std::fs::write(home.join(file), kept).unwrap();
+    }
+    Identity::load(&home).unwrap();
+    assert!(Authority::create(dir.path(), Lifetimes::default()).is_err(), "never overwritten");
+}
+
+/// Connects without a certificate, as a newcomer does, trusting anybody.
+async fn anonymous(address: std::net::SocketAddr) -> std::io::Result<()> {
+    let mut tcp = TcpStream::connect(address).await?;
+    tcp.write_all(b"GET / HTTP/1.1\r\n\r\n").await?;
+    let mut answer = Vec::new();
+    tcp.read_to_end(&mut answer).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn garbage_and_silence_on_the_port_hold_up_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 3600);
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let node = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let limits = IncomingLimits { handshakes_max: 8, handshake_ms: 300, ..Default::default() };
+    let mut incoming =
+        std::pin::pin!(serve_incoming(listener, pool.server_config().unwrap(), limits));
+
+    let mut silent = Vec::new();
+    for _ in 0..32 {
+        silent.push(TcpStream::connect(address).await.unwrap());
+    }
+    for _ in 0..16 {
+        tokio::spawn(anonymous(address));
+    }
+    let connector = TlsConnector::from(node.client_config(Expected::Role(Role::Pool)).unwrap());
+    let calling = tokio::spawn(async move {
+        let tcp = TcpStream::connect(address).await.unwrap();
+        let mut tls = connector.connect("quoin".try_into().unwrap(), tcp).await.unwrap();
+        tls.write_u8(7).await.unwrap();
+        tls.flush().await.unwrap();
+        tls
+    });
+    let mut stream = incoming.next().await.unwrap().unwrap();
+    assert_eq!(*stream.caller(), Caller::Member(node.peer().clone()));
+    assert_eq!(stream.read_u8().await.unwrap(), 7);
+    calling.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_connection_ends_with_the_certificate_that_opened_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 2);
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let node = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let config = pool.server_config().unwrap();
+    let mut incoming = std::pin::pin!(serve_incoming(listener, config, Default::default()));
+    let connector = TlsConnector::from(node.client_config(Expected::Role(Role::Pool)).unwrap());
+    let calling = tokio::spawn(async move {
+        let tcp = TcpStream::connect(address).await.unwrap();
+        connector.connect("quoin".try_into().unwrap(), tcp).await.unwrap()
+    });
+    let mut stream = incoming.next().await.unwrap().unwrap();
+    let _client = calling.await.unwrap();
+    let error = stream.read_u8().await.unwrap_err();
+    assert!(error.to_string().contains("run out"), "{error}");
+}
+
+#[test]
+fn server_configurations_give_no_session_tickets() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 3600);
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let config: Arc<rustls::ServerConfig> = pool.server_config().unwrap();
+    assert_eq!(config.send_tls13_tickets, 0);
+    assert!(!config.session_storage.can_cache());
+}
