@@ -550,7 +550,7 @@ impl Target {
                     repaired: done,
                 }));
             }
-            FromReplica::Closed => self.peer_lost(now, index, actions),
+            FromReplica::Closed => self.hang_up(now, index, actions),
             FromReplica::Failed(failure) => {
                 if failure == Failure::Full {
                     self.wait_for("room in a pool: one of its replicas' pools is full", actions);

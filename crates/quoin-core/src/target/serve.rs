@@ -54,11 +54,11 @@ impl Target {
             }
             self.step_rebuilds(now, actions);
             self.send_entries(now, actions);
+            self.step_drain(now, actions);
             self.ask_syncs(now, actions);
             self.ask_reads(now, actions);
             self.send_pings(now, actions);
             self.trim_history();
-            self.step_drain(now, actions);
         }
         self.set_timer(now, actions);
     }

@@ -1,0 +1,413 @@
+//! A whole volume in one thread: one target, pools with the in-memory store, messages delivered
+//! in order, time that moves only when nothing else can. The hostile world is the simulator's;
+//! here each step is in the test's hands.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use bytes::Bytes;
+use quoin_core::block::{Operation, Payload, Reply, Request};
+use quoin_core::membership::default_cf;
+use quoin_core::message::FromReplica;
+use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, SyncTicket};
+use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent};
+use quoin_core::target::{
+    OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent, TargetNote,
+};
+use quoin_core::*;
+use quoin_store::ReplicaPool;
+use quoin_store::model::ModelPool;
+
+pub const BLOCKS: u64 = 1024;
+const VOLUME: VolumeId = VolumeId(7);
+
+pub struct Host {
+    pub pool: ModelPool,
+    pub member: Member,
+    pub replica: Option<Replica>,
+    /// Cut off: connections end and cannot be made.
+    pub cut: bool,
+}
+
+enum Event {
+    ToTarget(TargetEvent),
+    ToReplica(usize, ReplicaEvent),
+}
+
+pub struct Cluster {
+    pub now: Time,
+    pub hosts: Vec<Host>,
+    pub target: Target,
+    pub membership: Membership,
+    pub epoch: Epoch,
+    pub replies: Vec<Reply>,
+    pub notes: Vec<TargetNote>,
+    pub stopped: bool,
+    sessions: Vec<(SessionKey, usize)>,
+    queue: VecDeque<Event>,
+    target_timer: Option<Time>,
+    replica_timers: Vec<Option<Time>>,
+    next_token: u64,
+    targets: u64,
+}
+
+pub fn config() -> TargetConfig {
+    TargetConfig {
+        volume: VOLUME,
+        volume_blocks: BLOCKS,
+        logical_block_size: 512,
+        durability: Durability::Cache,
+        on_quorum_loss: OnQuorumLoss::Wait,
+        on_full: OnFull::Wait,
+        reads: ReadMode::Leased,
+        read_only: false,
+        lease_ms: 2000,
+        open_grace_ms: 300,
+        drop_after_ms: 3000,
+        window_bytes: 256 << 10,
+        sync_bytes: 1 << 20,
+        sync_after_ms: 1000,
+        local: None,
+    }
+}
+
+impl Host {
+    fn new(member: Member, membership: &Membership, quorum: bool) -> Self {
+        let mut pool = ModelPool::new();
+        let identity = ReplicaIdentity {
+            volume: VOLUME,
+            replica: member.id,
+            guid: member.guid,
+            volume_spec: Bytes::new(),
+        };
+        let meta = ReplicaMeta {
+            membership: membership.clone(),
+            quorum,
+            closed_continuous: true,
+            ..ReplicaMeta::default()
+        };
+        pool.create(identity, meta, BLOCKS).unwrap();
+        Host { pool, member, replica: None, cut: false }
+    }
+
+    fn start(&mut self, now: Time) {
+        let cookie = self.pool.cookie();
+        let store = self.pool.replica(self.member.guid).unwrap();
+        self.replica = Some(Replica::new(now, cookie, &store));
+    }
+
+    pub fn meta(&mut self) -> ReplicaMeta {
+        self.pool.replica(self.member.guid).unwrap().meta().clone()
+    }
+
+    pub fn position(&mut self) -> Position {
+        self.pool.replica(self.member.guid).unwrap().state().position
+    }
+}
+
+impl Cluster {
+    pub fn new(rf: u8, config: TargetConfig) -> Self {
+        let known: Vec<Member> = (1..=u128::from(rf))
+            .map(|i| Member { id: ReplicaId(i), guid: ReplicaGuid(100 + i) })
+            .collect();
+        let membership = Membership {
+            version: 1,
+            rf,
+            cf: default_cf(rf),
+            drf: rf,
+            known: known.clone(),
+            retired: Vec::new(),
+            formed: true,
+        };
+        let mut hosts: Vec<Host> = known.iter().map(|m| Host::new(*m, &membership, true)).collect();
+        let now = Time::from_millis(1_000_000);
+        for host in &mut hosts {
+            host.start(now);
+        }
+        let timers = vec![None; hosts.len()];
+        Self {
+            now,
+            hosts,
+            target: Target::new(now, config, 1),
+            membership,
+            epoch: Epoch(0),
+            replies: Vec::new(),
+            notes: Vec::new(),
+            stopped: false,
+            sessions: Vec::new(),
+            queue: VecDeque::new(),
+            target_timer: Some(now),
+            replica_timers: timers,
+            next_token: 1,
+            targets: 1,
+        }
+    }
+
+    /// The target process dies and another one starts.
+    pub fn replace_target(&mut self, config: TargetConfig) {
+        for (session, host) in std::mem::take(&mut self.sessions) {
+            let event = ReplicaEvent::Disconnected { connection: session.nonce };
+            self.queue.push_back(Event::ToReplica(host, event));
+        }
+        self.targets += 1;
+        self.queue.retain(|e| matches!(e, Event::ToReplica(..)));
+        self.target = Target::new(self.now, config, self.targets);
+        self.target_timer = Some(self.now);
+        self.stopped = false;
+    }
+
+    pub fn crash_replica(&mut self, host: usize) {
+        self.hosts[host].replica = None;
+        self.hosts[host].pool.restart();
+        self.replica_timers[host] = None;
+        self.disconnect(host);
+    }
+
+    pub fn start_replica(&mut self, host: usize) {
+        let now = self.now;
+        self.hosts[host].start(now);
+    }
+
+    pub fn disconnect(&mut self, host: usize) {
+        let (gone, kept) = self.sessions.iter().partition(|(_, h)| *h == host);
+        self.sessions = kept;
+        let gone: Vec<(SessionKey, usize)> = gone;
+        for (session, _) in gone {
+            self.queue.push_back(Event::ToTarget(TargetEvent::Disconnected { session }));
+            let event = ReplicaEvent::Disconnected { connection: session.nonce };
+            self.queue.push_back(Event::ToReplica(host, event));
+        }
+    }
+
+    /// A new incarnation of a known ReplicaId, as its pool creates it in phase Recreate.
+    pub fn add_candidate(&mut self, member: Member) -> usize {
+        let mut host = Host::new(member, &self.membership, false);
+        host.start(self.now);
+        self.hosts.push(host);
+        self.replica_timers.push(None);
+        self.queue.push_back(Event::ToTarget(TargetEvent::Candidates(vec![member])));
+        self.hosts.len() - 1
+    }
+
+    pub fn submit(&mut self, operation: Operation) -> u64 {
+        let token = self.next_token;
+        self.next_token += 1;
+        let request = Request { token, operation };
+        self.queue.push_back(Event::ToTarget(TargetEvent::Submit(request)));
+        token
+    }
+
+    pub fn event(&mut self, event: TargetEvent) {
+        self.queue.push_back(Event::ToTarget(event));
+    }
+
+    /// Handles everything that needs no time to pass.
+    pub fn settle(&mut self) {
+        for _ in 0..1_000_000 {
+            if let Some(event) = self.queue.pop_front() {
+                self.handle(event);
+            } else if !self.sync_all() && !self.fire_timers() {
+                return;
+            }
+        }
+        panic!("the cluster never comes to rest");
+    }
+
+    pub fn run(&mut self, duration: Duration) {
+        let end = self.now + duration;
+        loop {
+            self.settle();
+            let next = self.replica_timers.iter().chain([&self.target_timer]).flatten().min();
+            match next {
+                Some(at) if *at <= end => self.now = self.now.max(*at),
+                _ => break,
+            }
+        }
+        self.now = end;
+        self.settle();
+    }
+
+    /// Runs until the request is answered, at most 30 s of simulated time.
+    pub fn answer(&mut self, token: u64) -> Option<Reply> {
+        for _ in 0..300 {
+            self.settle();
+            if let Some(i) = self.replies.iter().position(|r| r.token == token) {
+                return Some(self.replies.remove(i));
+            }
+            self.run(Duration::from_millis(100));
+        }
+        None
+    }
+
+    pub fn do_ok(&mut self, operation: Operation) {
+        let token = self.submit(operation.clone());
+        let reply = self.answer(token).unwrap_or_else(|| panic!("no answer to {operation:?}"));
+        assert!(reply.result.is_ok(), "{operation:?}: {:?}", reply.result);
+    }
+
+    pub fn write(&mut self, block: u64, fill: u8) {
+        self.do_ok(Operation::Write {
+            offset: block * 4096,
+            data: Bytes::from(vec![fill; 4096]),
+            fua: false,
+        });
+    }
+
+    pub fn read(&mut self, offset: u64, length: u32) -> Vec<u8> {
+        let token = self.submit(Operation::Read { offset, length });
+        match self.answer(token).expect("a read is answered").result {
+            Ok(Payload::Data(chunks)) => chunks.concat(),
+            other => panic!("read: {other:?}"),
+        }
+    }
+
+    pub fn wait_in_sync(&mut self, members: usize) {
+        for _ in 0..300 {
+            self.run(Duration::from_millis(100));
+            let status = self.target.status();
+            let in_sync = status
+                .replicas
+                .iter()
+                .filter(|r| r.standing == quoin_core::target::ReplicaStanding::InSync)
+                .count();
+            if status.serving && in_sync == members {
+                return;
+            }
+        }
+        panic!("never {members} in sync: {:?}", self.target.status());
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::ToTarget(event) => {
+                let mut actions = Vec::new();
+                self.target.on(self.now, event, &mut actions);
+                self.target.flush(self.now, &mut actions);
+                self.target_actions(actions);
+            }
+            Event::ToReplica(host, event) => {
+                let state = &mut self.hosts[host];
+                let Some(replica) = &mut state.replica else { return };
+                let mut store = state.pool.replica(state.member.guid).unwrap();
+                let mut actions = Vec::new();
+                replica.on(self.now, event, &mut store, &mut actions);
+                replica.flush(&mut actions);
+                self.replica_actions(host, actions);
+            }
+        }
+    }
+
+    fn sync_all(&mut self) -> bool {
+        let mut any = false;
+        for host in 0..self.hosts.len() {
+            let wanted: Option<SyncTicket> = self.hosts[host].pool.sync_wanted();
+            if let Some(ticket) = wanted {
+                self.hosts[host].pool.sync_finished(ticket, Ok(()));
+                let event = ReplicaEvent::Synced { ticket, result: Ok(()) };
+                self.queue.push_back(Event::ToReplica(host, event));
+                any = true;
+            }
+        }
+        any
+    }
+
+    fn fire_timers(&mut self) -> bool {
+        let mut any = false;
+        if self.target_timer.is_some_and(|t| t <= self.now) {
+            self.target_timer = None;
+            self.queue.push_back(Event::ToTarget(TargetEvent::Timer));
+            any = true;
+        }
+        for host in 0..self.hosts.len() {
+            if self.replica_timers[host].is_some_and(|t| t <= self.now) {
+                self.replica_timers[host] = None;
+                self.queue.push_back(Event::ToReplica(host, ReplicaEvent::Timer));
+                any = true;
+            }
+        }
+        any
+    }
+
+    fn target_actions(&mut self, actions: Vec<TargetAction>) {
+        for action in actions {
+            match action {
+                TargetAction::AcquireEpoch { incarnation, at_least } => {
+                    self.epoch = Epoch(self.epoch.0.max(at_least.0) + 1);
+                    self.event(TargetEvent::Granted {
+                        incarnation,
+                        epoch: self.epoch,
+                        membership: self.membership.clone(),
+                    });
+                }
+                TargetAction::SwapMembership { epoch, version, next } => {
+                    if epoch == self.epoch && version == self.membership.version {
+                        self.membership = next;
+                    }
+                    let membership = Some(self.membership.clone());
+                    self.event(TargetEvent::Swapped { version, membership });
+                }
+                TargetAction::Connect { member, session } => {
+                    let host = self.hosts.iter().position(|h| h.member == member);
+                    match host.filter(|h| !self.hosts[*h].cut && self.hosts[*h].replica.is_some()) {
+                        Some(host) => {
+                            self.sessions.push((session, host));
+                            self.event(TargetEvent::Connected { session });
+                        }
+                        None => self.event(TargetEvent::Disconnected { session }),
+                    }
+                }
+                TargetAction::Disconnect { session } => {
+                    if let Some(i) = self.sessions.iter().position(|(s, _)| *s == session) {
+                        let (_, host) = self.sessions.remove(i);
+                        let event = ReplicaEvent::Disconnected { connection: session.nonce };
+                        self.queue.push_back(Event::ToReplica(host, event));
+                    }
+                }
+                TargetAction::Send { session, message } => {
+                    if let Some((_, host)) = self.sessions.iter().find(|(s, _)| *s == session) {
+                        let connection = session.nonce;
+                        let event = ReplicaEvent::Message { connection, session, message };
+                        self.queue.push_back(Event::ToReplica(*host, event));
+                    }
+                }
+                TargetAction::Reply(reply) => self.replies.push(reply),
+                TargetAction::Timer { at } => self.target_timer = at,
+                TargetAction::Note(note) => self.notes.push(note),
+                TargetAction::Stopped => self.stopped = true,
+            }
+        }
+    }
+
+    fn replica_actions(&mut self, host: usize, actions: Vec<ReplicaAction>) {
+        for action in actions {
+            match action {
+                ReplicaAction::Send { connection: _, session, message } => {
+                    let open = self.sessions.iter().any(|(s, h)| *s == session && *h == host);
+                    if open {
+                        self.forward(session, message);
+                    }
+                }
+                ReplicaAction::Disconnect { connection } => {
+                    let at =
+                        self.sessions.iter().position(|(s, h)| s.nonce == connection && *h == host);
+                    if let Some(i) = at {
+                        let (session, _) = self.sessions.remove(i);
+                        self.event(TargetEvent::Disconnected { session });
+                    }
+                }
+                ReplicaAction::Timer { at } => self.replica_timers[host] = at,
+                ReplicaAction::Note(_) => {}
+            }
+        }
+    }
+
+    fn forward(&mut self, session: SessionKey, message: FromReplica) {
+        self.event(TargetEvent::Message { session, message });
+    }
+}
+
+impl Cluster {
+    pub fn target_has_timer(&self) -> bool {
+        self.target_timer.is_some()
+    }
+}

@@ -1,0 +1,268 @@
+//! What one volume does through the ordinary and the bad days, step by step.
+
+mod common;
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use common::{Cluster, config};
+use quoin_core::block::{BlockError, Operation, Payload};
+use quoin_core::target::{OnQuorumLoss, TargetEvent, TargetNote};
+use quoin_core::{Durability, Lsn, Member, ReplicaGuid, ReplicaId};
+
+#[test]
+fn a_new_volume_opens_serves_and_reads_back_what_was_written() {
+    let mut c = Cluster::new(3, config());
+    assert_eq!(c.read(0, 8192), vec![0; 8192]);
+    c.write(1, 0xaa);
+    assert_eq!(c.read(4096, 4096), vec![0xaa; 4096]);
+    c.do_ok(Operation::Flush);
+    assert!(c.target.status().stable >= Lsn(2));
+    c.wait_in_sync(3);
+}
+
+#[test]
+fn an_unaligned_write_merges_with_what_is_there() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.write(1, 2);
+    let data = Bytes::from(vec![9; 4096]);
+    c.do_ok(Operation::Write { offset: 2048, data, fua: true });
+    let read = c.read(0, 8192);
+    assert_eq!(read[..2048], [1; 2048]);
+    assert_eq!(read[2048..6144], [9; 4096]);
+    assert_eq!(read[6144..], [2; 2048]);
+    c.do_ok(Operation::WriteZeroes { offset: 512, length: 6656, fua: false, no_hole: false });
+    let read = c.read(0, 8192);
+    assert_eq!(read[..512], [1; 512]);
+    assert_eq!(read[512..7168], [0; 6656]);
+    assert_eq!(read[7168..], [2; 1024]);
+}
+
+#[test]
+fn trimmed_blocks_read_as_zeroes_and_show_as_holes() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..4 {
+        c.write(block, 5);
+    }
+    c.do_ok(Operation::Trim { offset: 4096, length: 8192, fua: false });
+    assert_eq!(c.read(0, 16384)[4096..12288], [0; 8192]);
+    let token = c.submit(Operation::Status { offset: 0, length: 32768 });
+    let Ok(Payload::Status(extents)) = c.answer(token).unwrap().result else { panic!() };
+    let shape: Vec<_> = extents.iter().map(|e| (e.length, e.hole)).collect();
+    assert_eq!(shape, [(4096, false), (8192, true), (4096, false), (16384, true)]);
+}
+
+#[test]
+fn writes_go_on_without_one_replica_and_it_catches_up_from_the_log() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.crash_replica(2);
+    for block in 0..20 {
+        c.write(block, 3);
+    }
+    c.wait_in_sync(2);
+    c.start_replica(2);
+    c.wait_in_sync(3);
+    assert_eq!(c.hosts[2].position(), c.hosts[0].position());
+    assert!(!c.notes.iter().any(|n| matches!(n, TargetNote::Rebuilt { .. })));
+}
+
+#[test]
+fn a_replica_that_missed_more_than_the_window_is_rebuilt_by_increments() {
+    let mut c = Cluster::new(3, config());
+    c.write(500, 7);
+    c.crash_replica(1);
+    for block in 0..300 {
+        c.write(block, 4);
+    }
+    c.do_ok(Operation::Trim { offset: 500 * 4096, length: 4096, fua: false });
+    c.start_replica(1);
+    c.wait_in_sync(3);
+    assert!(c.notes.iter().any(|n| matches!(n, TargetNote::Rebuilt { .. })), "{:?}", c.notes);
+    // It alone must now be able to hold the volume's content with one other.
+    c.crash_replica(0);
+    assert_eq!(c.read(299 * 4096, 4096), vec![4; 4096]);
+    assert_eq!(c.read(500 * 4096, 4096), vec![0; 4096]);
+}
+
+#[test]
+fn below_cf_writes_wait_and_go_on_when_quorum_returns() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.crash_replica(1);
+    c.crash_replica(2);
+    let data = Bytes::from(vec![8; 4096]);
+    let token = c.submit(Operation::Write { offset: 0, data, fua: false });
+    c.run(Duration::from_secs(20));
+    assert!(c.replies.is_empty());
+    c.start_replica(1);
+    assert!(c.answer(token).unwrap().result.is_ok());
+    assert_eq!(c.read(0, 4096), vec![8; 4096]);
+}
+
+#[test]
+fn below_cf_requests_fail_where_the_volume_asks_for_it() {
+    let mut c = Cluster::new(
+        3,
+        quoin_core::target::TargetConfig { on_quorum_loss: OnQuorumLoss::Fail, ..config() },
+    );
+    c.write(0, 1);
+    c.crash_replica(1);
+    c.crash_replica(2);
+    let token =
+        c.submit(Operation::Write { offset: 0, data: Bytes::from(vec![8; 4096]), fua: false });
+    assert_eq!(c.answer(token).unwrap().result, Err(BlockError::NoQuorum));
+}
+
+#[test]
+fn a_new_target_serves_what_the_old_one_acknowledged_at_a_higher_epoch() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..10 {
+        c.write(block, block as u8 + 1);
+    }
+    let first = c.target.status().epoch;
+    c.replace_target(config());
+    for block in 0..10 {
+        assert_eq!(c.read(block * 4096, 4096), vec![block as u8 + 1; 4096]);
+    }
+    assert!(c.target.status().epoch > first);
+}
+
+#[test]
+fn a_cold_start_of_everything_keeps_all_that_was_acknowledged() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..50 {
+        c.write(block, 6);
+    }
+    for host in 0..3 {
+        c.crash_replica(host);
+    }
+    c.replace_target(config());
+    for host in 0..3 {
+        c.start_replica(host);
+    }
+    for block in 0..50 {
+        assert_eq!(c.read(block * 4096, 4096), vec![6; 4096]);
+    }
+}
+
+#[test]
+fn a_power_cut_everywhere_keeps_all_that_was_flushed() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..10 {
+        c.write(block, 1);
+    }
+    c.do_ok(Operation::Flush);
+    for block in 0..10 {
+        c.write(block, 2);
+    }
+    for host in 0..3 {
+        c.crash_replica(host);
+        c.hosts[host].pool.power_cut(|_| 0);
+    }
+    c.replace_target(config());
+    for host in 0..3 {
+        c.start_replica(host);
+    }
+    for block in 0..10 {
+        let read = c.read(block * 4096, 4096);
+        assert!(read == vec![1; 4096] || read == vec![2; 4096], "block {block}: {}", read[0]);
+    }
+    assert!(c.notes.contains(&TargetNote::UnflushedTailMayBeLost));
+}
+
+#[test]
+fn with_durability_media_a_power_cut_everywhere_loses_nothing_acknowledged() {
+    let media = || quoin_core::target::TargetConfig { durability: Durability::Media, ..config() };
+    let mut c = Cluster::new(3, media());
+    for block in 0..10 {
+        c.write(block, 2);
+    }
+    for host in 0..3 {
+        c.crash_replica(host);
+        c.hosts[host].pool.power_cut(|_| 0);
+    }
+    c.replace_target(media());
+    for host in 0..3 {
+        c.start_replica(host);
+    }
+    for block in 0..10 {
+        assert_eq!(c.read(block * 4096, 4096), vec![2; 4096]);
+    }
+    assert!(!c.notes.contains(&TargetNote::UnflushedTailMayBeLost));
+}
+
+#[test]
+fn a_clean_shutdown_is_durable_and_the_next_open_waits_for_no_lease() {
+    let mut c = Cluster::new(3, config());
+    c.write(3, 3);
+    c.event(TargetEvent::Shutdown);
+    c.run(Duration::from_secs(1));
+    assert!(c.stopped);
+    for host in 0..3 {
+        let meta = c.hosts[host].meta();
+        assert!(!meta.session_open && meta.closed_continuous);
+        c.crash_replica(host);
+        c.hosts[host].pool.power_cut(|_| 0);
+        c.start_replica(host);
+    }
+    c.replace_target(config());
+    let before = c.now;
+    assert_eq!(c.read(3 * 4096, 4096), vec![3; 4096]);
+    assert!(c.now.since(before) < Duration::from_millis(500));
+}
+
+#[test]
+fn an_idle_volume_sends_nothing_and_has_no_timer() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.run(Duration::from_secs(10));
+    let before = c.now;
+    let messages_before = c.target.status();
+    c.run(Duration::from_secs(3600));
+    assert_eq!(c.target.status(), messages_before);
+    assert!(c.now.since(before) >= Duration::from_secs(3600));
+    assert!(!c.target_has_timer(), "an idle volume set a timer");
+    assert_eq!(c.read(0, 4096), vec![1; 4096]);
+}
+
+#[test]
+fn a_known_replica_whose_data_is_gone_is_replaced_under_both_rules() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..100 {
+        c.write(block, 9);
+    }
+    c.crash_replica(2);
+    c.hosts[2].cut = true;
+    c.write(100, 9);
+    let old = c.hosts[2].member;
+    let new = Member { id: ReplicaId(3), guid: ReplicaGuid(999) };
+    let host = c.add_candidate(new);
+    c.wait_in_sync(3);
+    assert_eq!(c.membership.version, 2);
+    assert!(c.membership.known.contains(&new) && !c.membership.known.contains(&old));
+    assert!(c.membership.retired.contains(&old.guid));
+    assert!(c.hosts[host].meta().quorum);
+    c.crash_replica(0);
+    for block in 0..=100 {
+        assert_eq!(c.read(block * 4096, 4096), vec![9; 4096]);
+    }
+    // The old copy comes back, and is turned away for ever.
+    c.hosts[2].cut = false;
+    c.start_replica(2);
+    c.run(Duration::from_secs(20));
+    assert!(c.target.status().replicas.iter().all(|r| r.member != old));
+}
+
+#[test]
+fn a_grown_volume_takes_writes_beyond_its_old_end() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.event(TargetEvent::Resize { blocks: common::BLOCKS * 2 });
+    c.settle();
+    c.write(common::BLOCKS + 5, 4);
+    assert_eq!(c.read((common::BLOCKS + 5) * 4096, 4096), vec![4; 4096]);
+    c.replace_target(config());
+    assert_eq!(c.read((common::BLOCKS + 5) * 4096, 4096), vec![4; 4096]);
+}
