@@ -1,1 +1,31 @@
-//! quoin-wire
+//! The data plane between a target and its replicas: frames, their protection, and the event
+//! loop that both roles drive them with.
+//!
+//! * [`frame`] is the fixed header of a frame and the limits that are checked before anything
+//!   is allocated; [`encode`] and [`decode`] give `quoin_core::message` its bytes. Block data is
+//!   never copied by decoding: it stays in the buffer the socket was read into.
+//! * [`security`] seals and opens frames on an authenticated connection; [`handshake`] makes such
+//!   a connection (TLS 1.3, both sides with certificates, keys by the TLS exporter).
+//! * [`queue`] holds what goes out (one vectored write) and what came in.
+//! * [`reactor`] is the epoll loop, its timers and its waker; [`connection`] ties a socket, its
+//!   protection and its queues together for the shards of both roles.
+//!
+//! Peers are hostile until proven otherwise: no input makes this crate panic or hold more memory
+//! than [`frame::Limits`] says. Checksums of blocks are verified here, by whoever receives data:
+//! a replica before an entry reaches its state machine, a target before a slot does.
+
+pub mod connection;
+pub mod decode;
+pub mod encode;
+pub mod frame;
+pub mod handshake;
+pub mod hello;
+pub mod queue;
+pub mod reactor;
+pub mod security;
+
+pub use connection::{Connection, ReadOutcome};
+pub use decode::{Frame, Incoming};
+pub use frame::{Limits, WireError};
+pub use hello::{ConnectionKind, Hello, Welcome};
+pub use security::{Mode, Opener, Sealer};

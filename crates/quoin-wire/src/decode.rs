@@ -1,0 +1,420 @@
+//! Frames to messages. Block data stays in the buffer it was received into: a message's `Bytes`
+//! are slices of it.
+//!
+//! Every count is checked against the bytes that are left before anything is reserved, so a
+//! frame never makes more memory than a small multiple of its own length. The checksum of each
+//! block is verified: bad blocks of an entry, a rebuild or a repair are an error that ends the
+//! connection; a bad block in a read's answer becomes [`Content::Bad`], so that another replica
+//! is asked.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use quoin_core::codec::{Malformed, Reader};
+use quoin_core::entry::{Chain, Entry, EntryKind, SharedEntry, View};
+use quoin_core::ids::{
+    Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SessionKey, SnapshotId, VolumeId,
+};
+use quoin_core::membership::Membership;
+use quoin_core::message::{
+    Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FromReplica, IncrementEnd, OpenAck, Ping,
+    ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica,
+};
+use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
+
+use crate::frame::{FAILURES, HEADER_LEN, Header, READ_BLOCKS_MAX, WireError, kind};
+use crate::hello::{Hello, Welcome};
+
+#[derive(Clone, PartialEq, Debug)]
+pub enum Frame {
+    Hello(Hello),
+    Welcome(Welcome),
+    ToReplica(ToReplica),
+    FromReplica(FromReplica),
+}
+
+/// A frame as it arrived.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Incoming {
+    pub session: SessionKey,
+    pub frame: Frame,
+}
+
+/// What to do with a block of an answer that fails its checksum.
+#[derive(Clone, Copy, PartialEq)]
+enum OnBadBlock {
+    Refuse,
+    Mark,
+}
+
+struct Body {
+    head: Reader,
+    data: Bytes,
+}
+
+/// Decodes a whole frame (header included, tag removed) whose header is `header`.
+pub fn decode(header: &Header, frame: Bytes) -> Result<Incoming, WireError> {
+    if frame.len() != header.frame_len() {
+        return Err(WireError::Malformed("frame length"));
+    }
+    let head_end = HEADER_LEN + header.head_len as usize;
+    let head = frame.slice(HEADER_LEN..head_end);
+    if crc32c(&head) != header.head_crc {
+        return Err(WireError::Checksum("head"));
+    }
+    let mut body = Body { head: Reader::new(head), data: frame.slice(head_end..) };
+    let frame = body.frame(header.kind)?;
+    body.head.end("head")?;
+    if !body.data.is_empty() {
+        return Err(WireError::Malformed("data length"));
+    }
+    Ok(Incoming { session: header.session, frame })
+}
+
+impl Body {
+    fn frame(&mut self, kind: u8) -> Result<Frame, WireError> {
+        Ok(match kind {
+            kind::HELLO => Frame::Hello(Hello::decode(&mut self.head)?),
+            kind::WELCOME => Frame::Welcome(Welcome::decode(&mut self.head)?),
+            kind::OPEN..=kind::CLOSE => Frame::ToReplica(self.message_to_replica(kind)?),
+            kind::OPEN_ACK..=kind::FAILED => Frame::FromReplica(self.message_from_replica(kind)?),
+            _ => return Err(WireError::Kind(kind)),
+        })
+    }
+
+    fn message_to_replica(&mut self, kind: u8) -> Result<ToReplica, WireError> {
+        Ok(match kind {
+            kind::OPEN => ToReplica::Open {
+                volume: VolumeId(self.head.u128("open")?),
+                replica: ReplicaId(self.head.u128("open")?),
+                guid: ReplicaGuid(self.head.u128("open")?),
+                membership: Membership::decode(&mut self.head)?,
+                lease_ms: self.head.u32("open")?,
+            },
+            kind::TRUNCATE => ToReplica::Truncate { keep: self.lsn()?, tip: self.lsn()? },
+            kind::APPEND => ToReplica::Append {
+                stable: self.lsn()?,
+                sync: self.head.bool("sync flag")?,
+                ping: self.ping()?,
+                entries: self.entries()?,
+            },
+            kind::SYNC => ToReplica::Sync { lsn: self.lsn()?, ping: self.ping()? },
+            kind::PING => ToReplica::Ping { stable: self.lsn()?, ping: self.ping()? },
+            kind::READ => {
+                let message = ToReplica::Read {
+                    id: self.head.u64("read")?,
+                    view: self.read_view()?,
+                    lba: self.lba()?,
+                    blocks: self.head.u32("read")?,
+                    after: self.lsn()?,
+                    want_data: self.head.bool("read")?,
+                    ping: self.ping()?,
+                };
+                if let ToReplica::Read { blocks, .. } = &message
+                    && (*blocks == 0 || *blocks > READ_BLOCKS_MAX)
+                {
+                    return Err(WireError::Malformed("read length"));
+                }
+                message
+            }
+            kind::FETCH => ToReplica::Fetch {
+                id: self.head.u64("fetch")?,
+                after: self.lsn()?,
+                bytes_max: self.head.u32("fetch")?,
+            },
+            kind::PULL => ToReplica::Pull {
+                id: self.head.u64("pull")?,
+                view: self.read_view()?,
+                from: self.lsn()?,
+                cursor: self.lba()?,
+                bytes_max: self.head.u32("pull")?,
+            },
+            kind::INCREMENT_BEGIN => ToReplica::IncrementBegin {
+                rebuild: self.head.u64("increment")?,
+                from: self.lsn()?,
+            },
+            kind::INCREMENT_FEED => ToReplica::IncrementFeed {
+                rebuild: self.head.u64("increment")?,
+                cursor: self.lba()?,
+                slots: self.slots(OnBadBlock::Refuse)?,
+            },
+            kind::INCREMENT_CUT => ToReplica::IncrementCut {
+                rebuild: self.head.u64("increment")?,
+                snapshot: self.snapshot()?,
+            },
+            kind::INCREMENT_COMMIT => ToReplica::IncrementCommit {
+                rebuild: self.head.u64("increment")?,
+                to: Box::new(self.increment_end()?),
+            },
+            kind::REPAIR => {
+                let (lba, version) = (self.lba()?, self.lsn()?);
+                let crc = self.head.u32("repair")?;
+                let data = self.block()?;
+                if crc32c(&data) != crc {
+                    return Err(WireError::Checksum("block"));
+                }
+                ToReplica::Repair { lba, version, crc, data }
+            }
+            kind::CLOSE => ToReplica::Close,
+            _ => return Err(WireError::Kind(kind)),
+        })
+    }
+
+    fn message_from_replica(&mut self, kind: u8) -> Result<FromReplica, WireError> {
+        Ok(match kind {
+            kind::OPEN_ACK => FromReplica::OpenAck(Box::new(OpenAck {
+                position: self.position()?,
+                chain: Chain(self.head.u64("chain")?),
+                epoch_table: self.epoch_table()?,
+                stable: self.lsn()?,
+                durable: self.lsn()?,
+                base: self.lsn()?,
+                last_view: self.last_view()?,
+                continuous: self.head.bool("continuous flag")?,
+                membership_version: self.head.u64("membership version")?,
+                quorum: self.head.bool("quorum flag")?,
+                damaged: self.head.bool("damaged flag")?,
+                volume_blocks: self.head.u64("volume size")?,
+                snapshots: self.snapshots()?,
+                shadow: if self.head.bool("shadow flag")? {
+                    Some((self.head.u64("shadow")?, self.lsn()?, self.lba()?))
+                } else {
+                    None
+                },
+            })),
+            kind::REFUSE => FromReplica::Refuse {
+                promised: Epoch(self.head.u64("refuse")?),
+                failure: self.failure()?,
+            },
+            kind::TRUNCATED => FromReplica::Truncated {
+                position: self.position()?,
+                chain: Chain(self.head.u64("chain")?),
+            },
+            kind::APPLIED => FromReplica::Applied {
+                applied: self.lsn()?,
+                durable: self.lsn()?,
+                ping: self.ping()?,
+            },
+            kind::DATA => FromReplica::Data {
+                id: self.head.u64("data")?,
+                at: self.lsn()?,
+                ping: self.ping()?,
+                slots: self.slots(OnBadBlock::Mark)?,
+            },
+            kind::FETCHED => FromReplica::Fetched {
+                id: self.head.u64("fetched")?,
+                gone: self.head.bool("gone flag")?,
+                entries: self.entries()?,
+            },
+            kind::PULLED => {
+                let id = self.head.u64("pulled")?;
+                let gone = self.head.bool("gone flag")?;
+                let more = self.head.bool("cursor flag")?;
+                let cursor = self.lba()?;
+                let end = if self.head.bool("end flag")? {
+                    Some(Box::new(self.increment_end()?))
+                } else {
+                    None
+                };
+                FromReplica::Pulled {
+                    id,
+                    slots: self.slots(OnBadBlock::Mark)?,
+                    cursor: more.then_some(cursor),
+                    end,
+                    gone,
+                }
+            }
+            kind::INCREMENT_FED => FromReplica::IncrementFed {
+                rebuild: self.head.u64("increment")?,
+                cursor: self.lba()?,
+            },
+            kind::INCREMENT_DONE => FromReplica::IncrementDone {
+                rebuild: self.head.u64("increment")?,
+                position: self.position()?,
+            },
+            kind::REPAIRED => FromReplica::Repaired {
+                lba: self.lba()?,
+                version: self.lsn()?,
+                done: self.head.bool("done flag")?,
+            },
+            kind::CLOSED => FromReplica::Closed,
+            kind::FAILED => FromReplica::Failed(self.failure()?),
+            _ => return Err(WireError::Kind(kind)),
+        })
+    }
+
+    fn lsn(&mut self) -> Result<Lsn, Malformed> {
+        self.head.u64("LSN").map(Lsn)
+    }
+
+    fn ping(&mut self) -> Result<Ping, Malformed> {
+        self.head.u64("ping").map(Ping)
+    }
+
+    /// An LBA, or a cursor one past the last.
+    fn lba(&mut self) -> Result<u64, Malformed> {
+        let lba = self.head.u64("LBA")?;
+        if lba > VOLUME_BLOCKS_MAX { Err(Malformed("LBA")) } else { Ok(lba) }
+    }
+
+    fn position(&mut self) -> Result<Position, Malformed> {
+        Ok(Position { epoch: Epoch(self.head.u64("position")?), lsn: self.lsn()? })
+    }
+
+    fn failure(&mut self) -> Result<Failure, Malformed> {
+        let code = self.head.u8("failure")?;
+        FAILURES.iter().find(|(c, _)| *c == code).map(|(_, f)| *f).ok_or(Malformed("failure"))
+    }
+
+    fn read_view(&mut self) -> Result<ReadView, Malformed> {
+        let code = self.head.u8("read view")?;
+        let id = SnapshotId(self.head.u128("read view")?);
+        match code {
+            0 => Ok(ReadView::Live),
+            1 => Ok(ReadView::Snapshot(id)),
+            2 => Ok(ReadView::Base),
+            _ => Err(Malformed("read view")),
+        }
+    }
+
+    fn epoch_table(&mut self) -> Result<Vec<EpochEnd>, Malformed> {
+        let n = self.head.count(32, "epoch table")?;
+        if n > EPOCH_TABLE_MAX {
+            return Err(Malformed("epoch table"));
+        }
+        (0..n)
+            .map(|_| {
+                Ok(EpochEnd {
+                    epoch: Epoch(self.head.u64("epoch table")?),
+                    first: self.lsn()?,
+                    last: self.lsn()?,
+                    chain: Chain(self.head.u64("epoch table")?),
+                })
+            })
+            .collect()
+    }
+
+    fn snapshot(&mut self) -> Result<SnapshotInfo, Malformed> {
+        Ok(SnapshotInfo {
+            id: SnapshotId(self.head.u128("snapshot")?),
+            lsn: self.lsn()?,
+            hidden: self.head.bool("snapshot")?,
+            blocks: self.head.u64("snapshot")?,
+        })
+    }
+
+    fn snapshots(&mut self) -> Result<Vec<SnapshotInfo>, Malformed> {
+        let n = self.head.count(33, "snapshots")?;
+        if n > SNAPSHOTS_MAX {
+            return Err(Malformed("snapshots"));
+        }
+        (0..n).map(|_| self.snapshot()).collect()
+    }
+
+    fn last_view(&mut self) -> Result<Option<(Lsn, View)>, Malformed> {
+        Ok(if self.head.bool("view flag")? {
+            Some((self.lsn()?, View::decode(&mut self.head)?))
+        } else {
+            None
+        })
+    }
+
+    fn increment_end(&mut self) -> Result<IncrementEnd, Malformed> {
+        Ok(IncrementEnd {
+            position: self.position()?,
+            chain: Chain(self.head.u64("chain")?),
+            epoch_table: self.epoch_table()?,
+            last_view: self.last_view()?,
+            volume_blocks: self.head.u64("volume size")?,
+            snapshots: self.snapshots()?,
+        })
+    }
+
+    fn data(&mut self, n: usize) -> Result<Bytes, Malformed> {
+        if n > self.data.len() {
+            return Err(Malformed("data length"));
+        }
+        Ok(self.data.split_to(n))
+    }
+
+    fn block(&mut self) -> Result<Bytes, Malformed> {
+        self.data(BLOCK_SIZE)
+    }
+
+    fn entries(&mut self) -> Result<Vec<SharedEntry>, WireError> {
+        let n = self.head.count(ENTRY_HEAD_MIN, "entries")?;
+        let mut entries = Vec::with_capacity(n);
+        for _ in 0..n {
+            entries.push(Arc::new(self.entry()?));
+        }
+        Ok(entries)
+    }
+
+    fn entry(&mut self) -> Result<Entry, WireError> {
+        let head = &mut self.head;
+        let epoch = Epoch(head.u64("entry")?);
+        let lsn = Lsn(head.u64("entry")?);
+        let lba = head.u64("entry")?;
+        let blocks = head.u32("entry")?;
+        let code = head.u8("entry")?;
+        let fua = head.bool("entry")?;
+        let chain = Chain(head.u64("entry")?);
+        let kind = EntryKind::decode(code, head.bytes("entry payload")?)?;
+        let (mut crcs, mut data) = (Vec::new(), Bytes::new());
+        if kind == EntryKind::Write {
+            let n = blocks as usize;
+            let raw = head.take(n.saturating_mul(4), "entry checksums")?;
+            crcs.extend(
+                raw.chunks_exact(4).map(|c| u32::from_le_bytes(c.try_into().expect("4 bytes"))),
+            );
+            data = self.data(n.saturating_mul(BLOCK_SIZE))?;
+        }
+        let entry = Entry { epoch, lsn, kind, lba, blocks, crcs, data, chain, fua };
+        entry.check()?;
+        if !entry.data_is_good() {
+            return Err(WireError::Checksum("block"));
+        }
+        Ok(entry)
+    }
+
+    fn slots(&mut self, on_bad: OnBadBlock) -> Result<Vec<Slot>, WireError> {
+        let n = self.head.count(SLOT_HEAD_MIN, "slots")?;
+        let mut slots = Vec::with_capacity(n);
+        for _ in 0..n {
+            let lba = self.lba()?;
+            let blocks = self.head.u32("slot")?;
+            let version = self.lsn()?;
+            let code = self.head.u8("slot")?;
+            let blocks_max = if code == 1 || code == 3 { 1 } else { u32::MAX };
+            if blocks == 0 || blocks > blocks_max || lba + u64::from(blocks) > VOLUME_BLOCKS_MAX {
+                return Err(WireError::Malformed("slot"));
+            }
+            let content = match code {
+                0 => Content::Hole,
+                1 => {
+                    let crc = self.head.u32("slot")?;
+                    let data = self.block()?;
+                    if crc32c(&data) == crc {
+                        Content::Data { crc, data }
+                    } else if on_bad == OnBadBlock::Mark {
+                        Content::Bad
+                    } else {
+                        return Err(WireError::Checksum("block"));
+                    }
+                }
+                2 => Content::Bad,
+                3 if on_bad == OnBadBlock::Mark => {
+                    Content::Data { crc: self.head.u32("slot")?, data: Bytes::new() }
+                }
+                _ => return Err(WireError::Malformed("slot")),
+            };
+            slots.push(Slot { lba, blocks, version, content });
+        }
+        Ok(slots)
+    }
+}
+
+/// The least an entry takes in a head: its fixed fields and an empty payload.
+const ENTRY_HEAD_MIN: usize = 42;
+/// The least a slot takes in a head.
+const SLOT_HEAD_MIN: usize = 21;

@@ -1,0 +1,255 @@
+//! From a TCP connection to keys: a TLS 1.3 handshake with certificates on both sides.
+//!
+//! Blocking, with a deadline, on a helper thread; what comes out is a non-blocking socket with
+//! its [`Sealer`] and [`Opener`] for a shard. TLS itself carries no data: records are read one
+//! by one, never beyond the handshake's last, so the next byte on the socket is a frame's.
+//! Session tickets are off for the same reason.
+//!
+//! The protection mode is the ALPN protocol, so it is negotiated under the handshake's own
+//! protection: a pool set to `encrypt` refuses a target that only authenticates.
+
+use std::io::{Cursor, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustls::{ClientConfig, ClientConnection, Connection as Tls, ServerConfig, ServerConnection};
+use rustls_pki_types::{CertificateDer, ServerName};
+
+use crate::security::{Mode, Opener, SECRET_LEN, Sealer};
+
+/// A whole handshake, connecting included.
+pub const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
+/// Bytes a peer may send before it is authenticated.
+const HANDSHAKE_BYTES_MAX: usize = 128 << 10;
+const EXPORTER_LABEL: &[u8] = b"EXPORTER-quoin-data-v1";
+
+#[derive(Debug, thiserror::Error)]
+pub enum HandshakeError {
+    #[error("cannot connect to {address}: {source}")]
+    Connect { address: SocketAddr, source: std::io::Error },
+    #[error("the peer did not finish the handshake within {HANDSHAKE_MAX:?}")]
+    Deadline,
+    #[error("the peer closed the connection during the handshake")]
+    Closed,
+    #[error("the peer sent something that is not a TLS handshake")]
+    NotTls,
+    #[error("the handshake failed: {0}")]
+    Tls(#[from] rustls::Error),
+    #[error("the peer and this side do not agree on how data connections are protected")]
+    NoCommonMode,
+    #[error("plain data connections are for the loopback only, not for {0}")]
+    PlainBeyondLoopback(SocketAddr),
+    #[error("the connection failed during the handshake: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// How this side protects its data connections.
+#[derive(Clone)]
+pub enum ClientSecurity {
+    /// Mutual TLS, then frames in this mode.
+    Tls { config: Arc<ClientConfig>, server_name: ServerName<'static>, mode: Mode },
+    /// No protection at all; refused unless the peer is on the loopback.
+    PlainLoopback,
+}
+
+/// How this side demands its data connections to be protected.
+#[derive(Clone)]
+pub enum ServerSecurity {
+    /// Mutual TLS; `least` is the weakest mode taken.
+    Tls { config: Arc<ServerConfig>, least: Mode },
+    /// No protection at all; refused unless the peer is on the loopback.
+    PlainLoopback,
+}
+
+/// A connection whose peer is proven (unless plain).
+pub struct Established {
+    /// Non-blocking, TCP_NODELAY.
+    pub socket: OwnedFd,
+    pub peer_address: SocketAddr,
+    /// The peer's certificates, its own first; empty on a plain connection.
+    pub peer_certificates: Vec<CertificateDer<'static>>,
+    pub mode: Mode,
+    pub sealer: Sealer,
+    pub opener: Opener,
+}
+
+/// Connects and proves both sides. Blocks for [`HANDSHAKE_MAX`] at most.
+pub fn connect(
+    address: SocketAddr,
+    security: &ClientSecurity,
+) -> Result<Established, HandshakeError> {
+    let deadline = Instant::now() + HANDSHAKE_MAX;
+    let tcp = TcpStream::connect_timeout(&address, HANDSHAKE_MAX)
+        .map_err(|source| HandshakeError::Connect { address, source })?;
+    tcp.set_nodelay(true)?;
+    match security {
+        ClientSecurity::PlainLoopback => plain(tcp, address),
+        ClientSecurity::Tls { config, server_name, mode } => {
+            let mut config = (**config).clone();
+            config.alpn_protocols = vec![alpn(*mode).to_vec()];
+            config.resumption = rustls::client::Resumption::disabled();
+            let tls = ClientConnection::new(Arc::new(config), server_name.clone())?;
+            handshake(tcp, address, tls.into(), deadline)
+        }
+    }
+}
+
+/// Proves both sides of an accepted connection. Blocks for [`HANDSHAKE_MAX`] at most.
+pub fn accept(
+    tcp: TcpStream,
+    address: SocketAddr,
+    security: &ServerSecurity,
+) -> Result<Established, HandshakeError> {
+    let deadline = Instant::now() + HANDSHAKE_MAX;
+    tcp.set_nonblocking(false)?;
+    tcp.set_nodelay(true)?;
+    match security {
+        ServerSecurity::PlainLoopback => plain(tcp, address),
+        ServerSecurity::Tls { config, least } => {
+            let mut config = (**config).clone();
+            config.alpn_protocols = match least {
+                Mode::Encrypt => vec![alpn(Mode::Encrypt).to_vec()],
+                _ => vec![alpn(Mode::Encrypt).to_vec(), alpn(Mode::Authenticate).to_vec()],
+            };
+            config.send_tls13_tickets = 0;
+            let tls = ServerConnection::new(Arc::new(config))?;
+            handshake(tcp, address, tls.into(), deadline)
+        }
+    }
+}
+
+fn alpn(mode: Mode) -> &'static [u8] {
+    match mode {
+        Mode::Encrypt => b"quoin-data/1+encrypt",
+        _ => b"quoin-data/1+authenticate",
+    }
+}
+
+fn plain(tcp: TcpStream, address: SocketAddr) -> Result<Established, HandshakeError> {
+    if !address.ip().is_loopback() {
+        return Err(HandshakeError::PlainBeyondLoopback(address));
+    }
+    tcp.set_nonblocking(true)?;
+    Ok(Established {
+        socket: tcp.into(),
+        peer_address: address,
+        peer_certificates: Vec::new(),
+        mode: Mode::Plain,
+        sealer: Sealer::plain(),
+        opener: Opener::plain(),
+    })
+}
+
+fn handshake(
+    mut tcp: TcpStream,
+    address: SocketAddr,
+    mut tls: Tls,
+    deadline: Instant,
+) -> Result<Established, HandshakeError> {
+    let mut received = 0;
+    loop {
+        while tls.wants_write() {
+            bound(&tcp, deadline)?;
+            tls.write_tls(&mut tcp).map_err(io)?;
+        }
+        tcp.flush()?;
+        if !tls.is_handshaking() {
+            break;
+        }
+        let record = read_record(&mut tcp, deadline)?;
+        received += record.len();
+        if received > HANDSHAKE_BYTES_MAX {
+            return Err(HandshakeError::NotTls);
+        }
+        let mut cursor = Cursor::new(&record[..]);
+        while (cursor.position() as usize) < record.len() {
+            tls.read_tls(&mut cursor)?;
+            if let Err(error) = tls.process_new_packets() {
+                // Tell the peer why, as far as it still listens.
+                let _ = bound(&tcp, deadline).map(|()| tls.write_tls(&mut tcp));
+                return Err(error.into());
+            }
+        }
+    }
+    let mode = match tls.alpn_protocol() {
+        Some(p) if p == alpn(Mode::Encrypt) => Mode::Encrypt,
+        Some(p) if p == alpn(Mode::Authenticate) => Mode::Authenticate,
+        _ => return Err(HandshakeError::NoCommonMode),
+    };
+    let mut secrets = [0u8; 2 * SECRET_LEN];
+    let secrets = tls.export_keying_material(&mut secrets[..], EXPORTER_LABEL, Some(alpn(mode)))?;
+    let half = |at: usize| secrets[at..at + SECRET_LEN].try_into().expect("half of the secrets");
+    let (client, server) = (half(0), half(SECRET_LEN));
+    let (send, receive) =
+        if matches!(tls, Tls::Client(_)) { (client, server) } else { (server, client) };
+    let peer_certificates = tls
+        .peer_certificates()
+        .unwrap_or_default()
+        .iter()
+        .map(|c| c.clone().into_owned())
+        .collect();
+    tcp.set_read_timeout(None)?;
+    tcp.set_write_timeout(None)?;
+    tcp.set_nonblocking(true)?;
+    Ok(Established {
+        socket: tcp.into(),
+        peer_address: address,
+        peer_certificates,
+        mode,
+        sealer: Sealer::new(mode, send),
+        opener: Opener::new(mode, receive),
+    })
+}
+
+/// One TLS record, whole, and not a byte more.
+fn read_record(tcp: &mut TcpStream, deadline: Instant) -> Result<Vec<u8>, HandshakeError> {
+    let mut record = vec![0u8; 5];
+    read_exact(tcp, &mut record, deadline)?;
+    let length = usize::from(u16::from_be_bytes([record[3], record[4]]));
+    if !(20..=23).contains(&record[0]) || record[1] != 3 || length > (1 << 14) + 256 {
+        return Err(HandshakeError::NotTls);
+    }
+    record.resize(5 + length, 0);
+    read_exact(tcp, &mut record[5..], deadline)?;
+    Ok(record)
+}
+
+/// Sets the socket's time-outs to what is left, before each call: a peer that sends a byte now
+/// and then gets no more time than a silent one.
+fn bound(tcp: &TcpStream, deadline: Instant) -> Result<(), HandshakeError> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(HandshakeError::Deadline);
+    }
+    tcp.set_read_timeout(Some(left))?;
+    tcp.set_write_timeout(Some(left))?;
+    Ok(())
+}
+
+fn read_exact(
+    tcp: &mut TcpStream,
+    mut into: &mut [u8],
+    deadline: Instant,
+) -> Result<(), HandshakeError> {
+    while !into.is_empty() {
+        bound(tcp, deadline)?;
+        match tcp.read(into) {
+            Ok(0) => return Err(HandshakeError::Closed),
+            Ok(n) => into = &mut into[n..],
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(io(error)),
+        }
+    }
+    Ok(())
+}
+
+fn io(error: std::io::Error) -> HandshakeError {
+    use std::io::ErrorKind;
+    match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => HandshakeError::Deadline,
+        ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => HandshakeError::Closed,
+        _ => HandshakeError::Io(error),
+    }
+}

@@ -1,0 +1,225 @@
+//! What waits to be written to a socket, and what was read from one.
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+
+use bytes::{Buf, Bytes, BytesMut};
+use rustix::io::Errno;
+
+use crate::frame::WireError;
+
+/// Pieces in one vectored write.
+const PIECES_MAX: usize = 256;
+/// A buffer that grew beyond this is given back once it is empty.
+const TAIL_KEPT_MAX: usize = 1 << 20;
+/// Pieces below this are copied behind the last one: cheaper than one more piece.
+const COPY_BELOW: usize = 512;
+
+/// Bytes on their way out: shared pieces by reference, small ones gathered.
+///
+/// `bytes()` counts what the kernel has not taken yet; its owner bounds it by pushing back.
+#[derive(Default)]
+pub struct SendQueue {
+    pieces: VecDeque<Bytes>,
+    /// Follows all pieces; still growing.
+    tail: BytesMut,
+    bytes: usize,
+}
+
+impl SendQueue {
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub fn push_copy(&mut self, bytes: &[u8]) {
+        self.tail.extend_from_slice(bytes);
+        self.bytes += bytes.len();
+    }
+
+    pub fn push(&mut self, piece: Bytes) {
+        if piece.len() < COPY_BELOW {
+            return self.push_copy(&piece);
+        }
+        if !self.tail.is_empty() {
+            self.pieces.push_back(self.tail.split().freeze());
+        }
+        self.bytes += piece.len();
+        self.pieces.push_back(piece);
+    }
+
+    /// The growing end, with room for `additional` bytes; say [`SendQueue::added`] afterwards.
+    pub fn tail(&mut self, additional: usize) -> &mut BytesMut {
+        self.tail.reserve(additional);
+        &mut self.tail
+    }
+
+    pub fn added(&mut self, bytes: usize) {
+        self.bytes += bytes;
+    }
+
+    /// Writes as much as the socket takes; true once all is written.
+    pub fn write_to(&mut self, socket: impl AsFd) -> Result<bool, WireError> {
+        while self.bytes > 0 {
+            let written = if self.pieces.is_empty() {
+                rustix::net::send(&socket, &self.tail, rustix::net::SendFlags::NOSIGNAL)
+            } else {
+                let mut slices = [IoSlice::new(&[]); PIECES_MAX];
+                let mut n = 0;
+                for piece in self.pieces.iter().take(PIECES_MAX - 1) {
+                    slices[n] = IoSlice::new(piece);
+                    n += 1;
+                }
+                if n == self.pieces.len() && !self.tail.is_empty() {
+                    slices[n] = IoSlice::new(&self.tail);
+                    n += 1;
+                }
+                rustix::net::sendmsg(
+                    &socket,
+                    &slices[..n],
+                    &mut Default::default(),
+                    rustix::net::SendFlags::NOSIGNAL,
+                )
+            };
+            match written {
+                Ok(n) => self.advance(n),
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(Errno::PIPE | Errno::CONNRESET) => return Err(WireError::Closed),
+                Err(errno) => {
+                    return Err(WireError::Io { operation: "write", source: errno.into() });
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    fn advance(&mut self, mut n: usize) {
+        self.bytes -= n;
+        while n > 0 {
+            let Some(first) = self.pieces.front_mut() else {
+                self.tail.advance(n);
+                break;
+            };
+            if n < first.len() {
+                first.advance(n);
+                return;
+            }
+            n -= first.len();
+            self.pieces.pop_front();
+        }
+        if self.bytes == 0 && self.tail.capacity() > TAIL_KEPT_MAX {
+            self.tail = BytesMut::new();
+        }
+    }
+
+    /// Everything queued, in one piece (for tests and blocking writers).
+    pub fn into_bytes(mut self) -> Bytes {
+        let mut all = BytesMut::with_capacity(self.bytes);
+        for piece in self.pieces.drain(..) {
+            all.extend_from_slice(&piece);
+        }
+        all.extend_from_slice(&self.tail);
+        all.freeze()
+    }
+}
+
+/// How much one `read` asks for, unless a longer frame is being waited for.
+pub const READ_CHUNK: usize = 128 << 10;
+/// Room below which a new chunk is begun: a read of a few bytes costs as much as a full one.
+const ROOM_MIN: usize = 16 << 10;
+
+/// What one read brought.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Filled {
+    /// Bytes came, and the socket may have more.
+    More,
+    /// Bytes came, and the socket is (or soon will be) drained.
+    Drained,
+    /// Nothing to read now.
+    Nothing,
+    /// The peer closed its side.
+    End,
+}
+
+/// Reads once into `buffer`. `expect`: how many bytes the frame at its start still lacks.
+///
+/// Frames are split off without copying, so a chunk lives until its last frame is dropped.
+pub fn fill(socket: impl AsFd, buffer: &mut BytesMut, expect: usize) -> Result<Filled, WireError> {
+    if buffer.capacity() - buffer.len() < ROOM_MIN.max(expect) {
+        buffer.reserve(READ_CHUNK.max(expect));
+    }
+    let room = buffer.spare_capacity_mut();
+    let room_len = room.len();
+    loop {
+        match rustix::io::read(&socket, &mut *room) {
+            Ok((read, _)) => {
+                let n = read.len();
+                if n == 0 {
+                    return Ok(Filled::End);
+                }
+                // SAFETY: `read` initialised the first `n` bytes of the spare capacity.
+                unsafe { buffer.set_len(buffer.len() + n) };
+                return Ok(if n == room_len { Filled::More } else { Filled::Drained });
+            }
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(Filled::Nothing),
+            Err(Errno::CONNRESET) => return Ok(Filled::End),
+            Err(errno) => return Err(WireError::Io { operation: "read", source: errno.into() }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn pieces_and_copies_leave_in_the_order_they_came() {
+        let (writer, mut reader) = UnixStream::pair().unwrap();
+        writer.set_nonblocking(true).unwrap();
+        let mut queue = SendQueue::default();
+        let mut expected = Vec::new();
+        for i in 0..600u32 {
+            let piece = vec![i as u8; (i as usize * 37) % 3000];
+            expected.extend_from_slice(&piece);
+            if i % 3 == 0 { queue.push_copy(&piece) } else { queue.push(Bytes::from(piece)) }
+        }
+        assert_eq!(queue.bytes(), expected.len());
+        let mut received = Vec::new();
+        let mut chunk = vec![0; 8192];
+        while received.len() < expected.len() {
+            queue.write_to(&writer).unwrap();
+            let n = reader.read(&mut chunk).unwrap();
+            received.extend_from_slice(&chunk[..n]);
+        }
+        assert!(queue.is_empty());
+        assert_eq!(received, expected);
+    }
+
+    #[test]
+    fn a_socket_that_takes_nothing_keeps_the_rest_queued() {
+        let (writer, _reader) = UnixStream::pair().unwrap();
+        writer.set_nonblocking(true).unwrap();
+        let mut queue = SendQueue::default();
+        queue.push(Bytes::from(vec![1; 16 << 20]));
+        assert!(!queue.write_to(&writer).unwrap());
+        assert!(queue.bytes() > 0 && queue.bytes() < 16 << 20);
+    }
+
+    #[test]
+    fn a_peer_that_is_gone_is_an_error_and_not_a_signal() {
+        let (writer, reader) = UnixStream::pair().unwrap();
+        drop(reader);
+        let mut queue = SendQueue::default();
+        queue.push_copy(b"x");
+        assert!(matches!(queue.write_to(&writer), Err(WireError::Closed)));
+    }
+}
