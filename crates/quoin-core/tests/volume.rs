@@ -266,3 +266,27 @@ fn a_grown_volume_takes_writes_beyond_its_old_end() {
     c.replace_target(config());
     assert_eq!(c.read((common::BLOCKS + 5) * 4096, 4096), vec![4; 4096]);
 }
+
+/// Every cache is lost at once while the target lives: what it acknowledged is still in its
+/// memory, and is written again.
+#[test]
+fn a_living_target_restores_what_all_replicas_lost() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..10 {
+        c.write(block, 1);
+    }
+    c.do_ok(Operation::Flush);
+    for block in 0..10 {
+        c.write(block, 2);
+    }
+    for host in 0..3 {
+        c.crash_replica(host);
+        c.hosts[host].pool.power_cut(|_| 0);
+    }
+    for host in 0..3 {
+        c.start_replica(host);
+    }
+    for block in 0..10 {
+        assert_eq!(c.read(block * 4096, 4096), vec![2; 4096]);
+    }
+}

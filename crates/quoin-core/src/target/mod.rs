@@ -314,7 +314,7 @@ pub struct Target {
     stable_since: Option<Time>,
     /// Requests not looked at yet: not serving, or the window is full.
     backlog: VecDeque<Request>,
-    /// Entries above commit when an epoch ended: those that did not survive are written again.
+    /// Entries above stable when an epoch ended: those that did not survive are written again.
     orphans: Vec<crate::entry::SharedEntry>,
     waiting_commit: VecDeque<Waiting>,
     waiting_stable: VecDeque<Waiting>,
@@ -322,12 +322,11 @@ pub struct Target {
     reads: read::Reads,
     change: change::Change,
     unflushed_tail_lost: bool,
-    /// Acknowledged writes were lost that no flush covered: the next flush says so.
-    lost_since_flush: bool,
     /// A sync is wanted up to here.
     sync_wanted: Lsn,
     quorum_lost: Option<Time>,
-    acquiring_until: Time,
+    /// When the control plane or the authority is no longer waited for.
+    answer_by: Time,
     /// Replicas that broke the protocol, and until when they are not tried again.
     banned: Vec<(Member, Time)>,
     /// Rebuilds whose receiver went away.
@@ -368,10 +367,9 @@ impl Target {
             reads: read::Reads::default(),
             change: change::Change::default(),
             unflushed_tail_lost: false,
-            lost_since_flush: false,
             sync_wanted: Lsn::ZERO,
             quorum_lost: None,
-            acquiring_until: now,
+            answer_by: now,
             banned: Vec::new(),
             parked: Vec::new(),
             resize_to: None,
@@ -591,7 +589,6 @@ impl Target {
 
     fn peer_lost(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
         let was = self.peers[index].link;
-        let member = self.peers[index].member;
         self.cancel_rebuilds_from(index);
         self.reissue_reads(index);
         self.peers[index].down(now);
@@ -603,12 +600,6 @@ impl Target {
                 }
             }
             Phase::Serving | Phase::Draining { .. } => {
-                if matches!(was, Link::Fed | Link::Rebuilding) && self.views.counts(member) {
-                    actions.push(TargetAction::Note(TargetNote::Dropped {
-                        member,
-                        reason: "its session ended",
-                    }));
-                }
                 self.progress(now, actions);
             }
             _ => {}

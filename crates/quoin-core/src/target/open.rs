@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::quorum::{Views, rules_of};
+use super::serve::PATIENCE;
 use super::{History, Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::entry::{EntryKind, Rule, SharedEntry, View};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
@@ -55,8 +56,9 @@ impl Target {
             }
         }
         if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
-            let unanswered = self.waiting_commit.front().map_or(self.commit, |w| Lsn(w.lsn.0 - 1));
-            self.orphans = self.history.after(self.commit.min(unanswered)).cloned().collect();
+            // All above stable is still in memory: even if every cache was lost at once, nothing
+            // that this target acknowledged is.
+            self.orphans = self.history.after(self.stable).cloned().collect();
             let epoch = self.history.get(self.commit).map(|e| e.epoch);
             if let Some(epoch) = epoch {
                 self.committed = Position { epoch, lsn: self.commit };
@@ -321,9 +323,6 @@ impl Target {
             actions.push(TargetAction::Note(TargetNote::InvariantRefused { member, invariant }));
             return self.stop(actions);
         }
-        if self.unflushed_tail_lost && !self.history.holds(self.committed) {
-            self.lost_since_flush = true;
-        }
         let mut fetch_after = ack.position.lsn;
         for index in 0..self.peers.len() {
             let Some(theirs) = self.peers[index].ack.as_deref() else { continue };
@@ -334,6 +333,7 @@ impl Target {
             }
         }
         self.phase = Phase::Fetching { authority: self.peers[authority].member };
+        self.answer_by = now + PATIENCE;
         if fetch_after == ack.position.lsn {
             return self.first_view(now, actions);
         }
@@ -359,6 +359,7 @@ impl Target {
         if let Err(invariant) = self.history.take_fetched(entries) {
             return self.shut_out(now, index, invariant, actions);
         }
+        self.answer_by = now + PATIENCE;
         let reached = self.history.fetched_to().unwrap_or_default();
         if reached < self.history.last.lsn {
             let message = ToReplica::Fetch { id: 0, after: reached, bytes_max: FETCH_BYTES };

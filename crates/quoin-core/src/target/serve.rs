@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::quorum::{self, Views, rules_of};
-use super::{Link, Phase, Target, TargetAction, TargetNote};
+use super::{Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::block::{BlockError, Payload};
 use crate::entry::EntryKind;
 use crate::ids::Lsn;
@@ -16,7 +16,9 @@ use crate::time::Time;
 const APPEND_BYTES: usize = 1 << 20;
 const IN_FLIGHT_BYTES: usize = 8 << 20;
 /// A control plane or replica that says nothing for so long (beside leases) is asked again.
-const PATIENCE: Duration = Duration::from_secs(5);
+pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+/// A member dropped for slowness stays out at least this long, so that Views do not flap.
+const RETURN_AFTER: Duration = Duration::from_secs(5);
 const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
 
 impl Target {
@@ -31,12 +33,13 @@ impl Target {
             _ if self.drain_requested => return self.stop(actions),
             Phase::Resting { until } if now >= until => {
                 self.acquire(actions);
-                self.acquiring_until = now + PATIENCE;
+                self.answer_by = now + PATIENCE;
             }
-            Phase::Acquiring if now >= self.acquiring_until => {
+            Phase::Acquiring if now >= self.answer_by => {
                 self.wait_for("an epoch from the control plane", actions);
                 self.rest(now);
             }
+            Phase::Fetching { .. } if now >= self.answer_by => self.reopen(now, actions),
             _ => {}
         }
         self.hang_up_silent(now, actions);
@@ -340,66 +343,78 @@ impl Target {
         }
     }
 
+    /// Why a member of the in-sync set is to be dropped, if it is.
+    fn drop_reason(&self, peer: &Peer, now: Time) -> Option<&'static str> {
+        let drop_after = Duration::from_millis(self.config.drop_after_ms.into());
+        if peer.link != Link::Fed {
+            Some("it is not connected")
+        } else if peer.behind_since.is_some_and(|t| now >= t + drop_after)
+            && peer.applied < self.history.last.lsn
+        {
+            Some("it made no progress for too long")
+        } else if self.history.weight_after(peer.applied) > self.config.window_bytes {
+            Some("it is too far behind")
+        } else {
+            None
+        }
+    }
+
+    /// Whether a member outside the in-sync set has caught up and may return.
+    fn may_return(&self, peer: &Peer, now: Time) -> bool {
+        peer.link == Link::Fed
+            && peer.applied >= peer.tip
+            && now >= peer.return_at
+            && self.history.weight_after(peer.applied) <= self.config.window_bytes / 4
+            && (self.membership.contains(peer.member)
+                || self.change.joint().is_some_and(|rule| rule.known.contains(&peer.member)))
+    }
+
     /// Drops members that are gone or slow while CF remain, and takes back those that caught up.
     fn reconsider_views(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let Some(newest) = self.views.newest() else { return };
-        let drop_after = Duration::from_millis(self.config.drop_after_ms.into());
-        let window = self.config.window_bytes;
+        let is_member = |p: &Peer| newest.in_sync.contains(&p.member);
+        let settled = self.peers.iter().all(|p| {
+            if is_member(p) { self.drop_reason(p, now).is_none() } else { !self.may_return(p, now) }
+        });
+        if settled {
+            return;
+        }
         let mut in_sync: Vec<Member> = Vec::new();
         let mut dropped: Vec<(Member, &'static str)> = Vec::new();
         let mut returned = false;
         for peer in &self.peers {
-            let member = peer.member;
-            let lag = self.history.weight_after(peer.applied);
-            if newest.in_sync.contains(&member) {
-                let reason = if peer.link != Link::Fed {
-                    Some("it is not connected")
-                } else if peer.behind_since.is_some_and(|t| now >= t + drop_after) {
-                    Some("it made no progress for too long")
-                } else if lag > window {
-                    Some("it is too far behind")
-                } else {
-                    None
-                };
-                match reason {
-                    Some(reason) => dropped.push((member, reason)),
-                    None => in_sync.push(member),
+            if is_member(peer) {
+                match self.drop_reason(peer, now) {
+                    Some(reason) => dropped.push((peer.member, reason)),
+                    None => in_sync.push(peer.member),
                 }
-            } else if peer.link == Link::Fed
-                && self.membership.contains(member)
-                && peer.applied >= peer.tip
-                && lag <= window / 4
-                && now >= peer.return_at
-            {
-                in_sync.push(member);
+            } else if self.may_return(peer, now) {
+                in_sync.push(peer.member);
                 returned = true;
             }
         }
-        // Members of the newest set that have no session at all.
         let enough = rules_of(newest).all(|rule| {
             in_sync.iter().filter(|m| rule.known.contains(m)).count() >= usize::from(rule.cf)
         });
         if !enough {
             // Dropping would leave fewer than CF: push back, never drop. Returns still count.
-            for (member, _) in dropped.drain(..) {
-                in_sync.push(member);
-            }
+            in_sync.extend(dropped.drain(..).map(|(member, _)| member));
         }
         if dropped.is_empty() && !returned {
             return;
         }
+        // A second View goes behind a pending one only when that one cannot become active.
         if let Some((_, pending)) = self.views.pending.back()
             && Views::can_activate(pending, &self.peers)
         {
             return;
         }
-        for (member, reason) in &dropped {
-            let reason = *reason;
-            actions.push(TargetAction::Note(TargetNote::Dropped { member: *member, reason }));
-            if let Some(peer) = self.peers.iter_mut().find(|p| p.member == *member)
+        for (member, reason) in dropped {
+            actions.push(TargetAction::Note(TargetNote::Dropped { member, reason }));
+            if let Some(peer) = self.peers.iter_mut().find(|p| p.member == member)
                 && peer.link == Link::Fed
             {
-                peer.return_at = now + Duration::from_secs(5);
+                peer.return_at = now + RETURN_AFTER;
             }
         }
         let joint = self.change.joint();
@@ -491,7 +506,8 @@ impl Target {
         };
         soonest(match self.phase {
             Phase::Resting { until } | Phase::Draining { until, .. } => Some(until),
-            Phase::Acquiring => Some(self.acquiring_until),
+            Phase::Acquiring | Phase::Fetching { .. } => Some(self.answer_by),
+            Phase::Stopped => return,
             _ => self.open_deadline(),
         });
         for index in 0..self.peers.len() {
@@ -537,10 +553,11 @@ impl Target {
         let hedge = self.hedge_reads(now);
         soonest(hedge);
         // Never in the past: what is overdue now was looked at in this very call.
-        let at = at.map(|t| t.max(now + Duration::from_millis(1)));
-        if at != self.timer {
-            self.timer = at;
-            actions.push(TargetAction::Timer { at });
+        let Some(at) = at.map(|t| t.max(now + Duration::from_millis(1))) else { return };
+        // An earlier timer is left to fire: it costs one look, not one system call a batch.
+        if self.timer.is_none_or(|t| t > at) {
+            self.timer = Some(at);
+            actions.push(TargetAction::Timer { at: Some(at) });
         }
     }
 }

@@ -141,7 +141,7 @@ impl Target {
         match request.operation {
             Operation::Read { offset, length } => self.read(now, token, offset, length),
             Operation::Status { offset, length } => self.block_status(now, token, offset, length),
-            Operation::Flush => self.flush_request(token, actions),
+            Operation::Flush => self.flush_request(token),
             Operation::Write { offset, ref data, fua } => {
                 let aligned = offset % BLOCK == 0 && data.len() % BLOCK_SIZE == 0;
                 if !aligned {
@@ -170,11 +170,7 @@ impl Target {
         }
     }
 
-    fn flush_request(&mut self, token: Token, actions: &mut Vec<TargetAction>) {
-        if std::mem::take(&mut self.lost_since_flush) {
-            // Acknowledged but never flushed writes are gone: the flush must say so, once.
-            return self.reply(token, Err(BlockError::Damaged), actions);
-        }
+    fn flush_request(&mut self, token: Token) {
         let lsn = self.history.last.lsn;
         self.sync_wanted = self.sync_wanted.max(lsn);
         self.waiting_stable.push_back(Waiting { lsn, token });
