@@ -105,6 +105,10 @@ pub struct DeviceInfo {
 pub trait Frontend: Send {
     /// Consumes what it can of `input` (the rest stays there). `Err` closes the connection after
     /// `output` has been written.
+    ///
+    /// The driver also calls it, with no new bytes, once after the connection was accepted (some
+    /// protocols greet first) and whenever [`Frontend::wants_input`] has become true again after
+    /// [`Frontend::complete`]: whole requests may be waiting in `input`.
     fn receive(
         &mut self,
         input: &mut BytesMut,
