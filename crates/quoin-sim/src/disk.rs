@@ -1,0 +1,400 @@
+//! A disk with a volatile cache: what is written is seen at once and on the media only after a
+//! sync that began later; a power cut keeps any part of the rest.
+//!
+//! Every write since the last completed sync is remembered. When the power goes, each 512-byte
+//! sector becomes what any of those writes, or none, left there: lost, torn and reordered writes
+//! in one rule. A failed sync leaves pages that look written and will never be (as Linux does):
+//! they are seen until the kernel drops them, which it may at any reopening.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::io::IoSlice;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use quoin_core::BLOCK_SIZE;
+use quoin_core::replica::store::{BootCookie, IoFault};
+use quoin_store::disk::{Disk, Syncer};
+
+use crate::content::{SECTOR, SECTORS};
+use crate::random::Random;
+
+type Page = Box<[u8; BLOCK_SIZE]>;
+type Map<V> = HashMap<u64, V, BuildHasherDefault<DefaultHasher>>;
+
+/// `errno` of a failing medium.
+const EIO: i32 = 5;
+const EINVAL: i32 = 22;
+
+/// A page with writes that no completed sync covers.
+struct Dirty {
+    /// On the media; `None` reads as zeroes.
+    media: Option<Page>,
+    /// The writes since, oldest first, by their numbers.
+    writes: Vec<(u64, Page)>,
+    /// A sync failed: no later sync writes these any more.
+    orphaned: bool,
+}
+
+/// Which operations fail from now on.
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+pub struct Failing {
+    pub reads: bool,
+    pub writes: bool,
+    pub syncs: bool,
+}
+
+/// What power cuts and failed syncs did, to be counted.
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+pub struct DiskCounts {
+    pub sectors_lost: u64,
+    pub pages_torn: u64,
+    pub errors: u64,
+}
+
+#[derive(Default)]
+struct State {
+    pages: Map<Page>,
+    dirty: Map<Dirty>,
+    written: u64,
+    boot: u128,
+    failing: Failing,
+    counts: DiskCounts,
+}
+
+/// Clones are the same disk, as two descriptors are.
+#[derive(Clone)]
+pub struct SimDisk {
+    size: u64,
+    state: Arc<Mutex<State>>,
+}
+
+/// How a power cut chooses among unsynced writes.
+#[derive(Clone, Copy, Debug)]
+enum Survival {
+    Nothing,
+    Everything,
+    /// Those before one instant: a cache that kept its order.
+    Prefix(u64),
+    /// Page by page.
+    Pages,
+    /// Sector by sector.
+    Sectors,
+}
+
+impl SimDisk {
+    pub fn new(size: u64, boot: u128) -> Self {
+        let state = State { boot, ..State::default() };
+        Self { size, state: Arc::new(Mutex::new(state)) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    pub fn counts(&self) -> DiskCounts {
+        self.state().counts
+    }
+
+    pub fn set_failing(&self, failing: Failing) {
+        self.state().failing = failing;
+    }
+
+    pub fn failing(&self) -> Failing {
+        self.state().failing
+    }
+
+    /// A sync that covers all writes until now begins; ends with [`SimDisk::end_sync`].
+    pub fn begin_sync(&self) -> u64 {
+        self.state().written
+    }
+
+    /// What was written up to `mark` is on the media now; or, failed, perhaps never will be.
+    pub fn end_sync(&self, mark: u64, random: &mut Random) -> Result<(), IoFault> {
+        let mut state = self.state();
+        let failed = state.failing.syncs;
+        let mut numbers: Vec<u64> = state.dirty.keys().copied().collect();
+        if failed {
+            // Chance is asked for in an order that does not depend on the map's.
+            numbers.sort_unstable();
+        }
+        for number in numbers {
+            let Some(dirty) = state.dirty.get_mut(&number) else { continue };
+            if dirty.orphaned {
+                continue;
+            }
+            let covered = dirty.writes.iter().take_while(|(n, _)| *n <= mark).count();
+            if covered == 0 {
+                continue;
+            }
+            if failed && random.percent(60) {
+                dirty.orphaned = covered == dirty.writes.len();
+                continue;
+            }
+            dirty.media = dirty.writes.drain(..covered).next_back().map(|(_, page)| page);
+            if dirty.writes.is_empty() {
+                state.dirty.remove(&number);
+            }
+        }
+        if failed {
+            state.counts.errors += 1;
+            return Err(IoFault { operation: "sync", offset: 0, errno: EIO });
+        }
+        Ok(())
+    }
+
+    /// Power is lost and comes back: a new boot, and of what was not synced whatever chance left.
+    pub fn power_cut(&self, random: &mut Random) {
+        let mut state = self.state();
+        let survival = match random.below(6) {
+            0 => Survival::Nothing,
+            1 => Survival::Everything,
+            2 => {
+                let oldest = state.dirty.values().filter_map(|d| d.writes.first()).map(|w| w.0);
+                let oldest = oldest.min().unwrap_or(0);
+                Survival::Prefix(random.between(oldest.saturating_sub(1), state.written))
+            }
+            3 => Survival::Pages,
+            _ => Survival::Sectors,
+        };
+        let mut dirty: Vec<(u64, Dirty)> = state.dirty.drain().collect();
+        dirty.sort_unstable_by_key(|(number, _)| *number);
+        for (number, dirty) in dirty {
+            let count = dirty.writes.len();
+            let whole = match survival {
+                Survival::Nothing | Survival::Sectors => 0,
+                Survival::Everything => count,
+                Survival::Prefix(last) => dirty.writes.iter().take_while(|w| w.0 <= last).count(),
+                Survival::Pages => random.index(count + 1),
+            };
+            let whole = if dirty.orphaned { 0 } else { whole };
+            let media = dirty.media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE]));
+            let version = |v: usize| if v == 0 { &media } else { &dirty.writes[v - 1].1 };
+            let mut page: Page = Box::new([0; BLOCK_SIZE]);
+            let (mut lost, mut kept) = (0, 0);
+            for sector in 0..SECTORS {
+                let chosen = match survival {
+                    Survival::Sectors if !dirty.orphaned => random.index(count + 1),
+                    _ => whole,
+                };
+                let range = sector * SECTOR..(sector + 1) * SECTOR;
+                page[range.clone()].copy_from_slice(&version(chosen)[range]);
+                if chosen == count { kept += 1 } else { lost += 1 }
+            }
+            state.counts.sectors_lost += lost;
+            state.counts.pages_torn += u64::from(lost > 0 && kept > 0);
+            state.pages.insert(number, page);
+        }
+        state.boot += 1;
+        state.failing = Failing::default();
+    }
+
+    /// The kernel drops pages that a failed sync left behind: all of them, or any.
+    pub fn drop_orphans(&self, all: bool, random: &mut Random) {
+        let mut state = self.state();
+        let mut numbers: Vec<u64> =
+            state.dirty.iter().filter(|(_, d)| d.orphaned).map(|(n, _)| *n).collect();
+        numbers.sort_unstable();
+        for number in numbers {
+            if all || random.percent(50) {
+                let media = state.dirty.remove(&number).and_then(|d| d.media);
+                state.counts.sectors_lost += SECTORS as u64;
+                state.pages.insert(number, media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE])));
+            }
+        }
+    }
+
+    /// Flips one bit of a random written page that passes `choose`; returns its number.
+    pub fn rot(&self, random: &mut Random, choose: impl Fn(u64, &[u8]) -> bool) -> Option<u64> {
+        let mut state = self.state();
+        let mut numbers: Vec<u64> = state
+            .pages
+            .iter()
+            .filter(|(n, page)| !state.dirty.contains_key(n) && choose(**n, &page[..]))
+            .map(|(n, _)| *n)
+            .collect();
+        if numbers.is_empty() {
+            return None;
+        }
+        numbers.sort_unstable();
+        let number = *random.pick(&numbers);
+        let bit = random.index(BLOCK_SIZE * 8);
+        let page = state.pages.get_mut(&number).expect("picked among them");
+        page[bit / 8] ^= 1 << (bit % 8);
+        Some(number)
+    }
+
+    fn check(&self, operation: &'static str, offset: u64, length: usize) -> Result<(), IoFault> {
+        let aligned = offset.is_multiple_of(BLOCK_SIZE as u64) && length.is_multiple_of(BLOCK_SIZE);
+        let inside = offset.checked_add(length as u64).is_some_and(|end| end <= self.size);
+        if aligned && inside { Ok(()) } else { Err(IoFault { operation, offset, errno: EINVAL }) }
+    }
+}
+
+impl Disk for SimDisk {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.check("read", offset, buffer.len())?;
+        let mut state = self.state();
+        if state.failing.reads {
+            state.counts.errors += 1;
+            return Err(IoFault { operation: "read", offset, errno: EIO });
+        }
+        for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
+            match state.pages.get(&number) {
+                Some(page) => chunk.copy_from_slice(&page[..]),
+                None => chunk.fill(0),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        let total: usize = parts.iter().map(|p| p.len()).sum();
+        self.check("write", offset, total)?;
+        let mut state = self.state();
+        if state.failing.writes {
+            state.counts.errors += 1;
+            return Err(IoFault { operation: "write", offset, errno: EIO });
+        }
+        let state = &mut *state;
+        let mut parts = parts.iter().map(|p| &p[..]);
+        let mut part: &[u8] = &[];
+        for number in (offset / BLOCK_SIZE as u64..).take(total / BLOCK_SIZE) {
+            let mut page: Page = Box::new([0; BLOCK_SIZE]);
+            let mut filled = 0;
+            while filled < BLOCK_SIZE {
+                if part.is_empty() {
+                    part = parts.next().expect("the lengths were added up");
+                    continue;
+                }
+                let take = part.len().min(BLOCK_SIZE - filled);
+                page[filled..filled + take].copy_from_slice(&part[..take]);
+                part = &part[take..];
+                filled += take;
+            }
+            state.written += 1;
+            let before = state.pages.insert(number, page.clone());
+            let dirty = state.dirty.entry(number).or_insert_with(|| Dirty {
+                media: before,
+                writes: Vec::new(),
+                orphaned: false,
+            });
+            dirty.orphaned = false;
+            dirty.writes.push((state.written, page));
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<(), IoFault> {
+        let mark = self.begin_sync();
+        self.end_sync(mark, &mut Random::new(mark))
+    }
+
+    fn syncer(&self) -> Syncer {
+        let disk = self.clone();
+        Box::new(move || disk.sync())
+    }
+
+    fn write_out(&self, _offset: u64, _length: u64) {}
+
+    fn discard(&self, offset: u64, length: u64) {
+        let mut state = self.state();
+        for number in offset / BLOCK_SIZE as u64..(offset + length) / BLOCK_SIZE as u64 {
+            state.pages.remove(&number);
+            state.dirty.remove(&number);
+        }
+    }
+
+    fn cookie(&self) -> BootCookie {
+        BootCookie(self.state().boot)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(disk: &SimDisk, number: u64, byte: u8) {
+        let page = [byte; BLOCK_SIZE];
+        disk.write_at(number * BLOCK_SIZE as u64, &[IoSlice::new(&page)]).unwrap();
+    }
+
+    fn read(disk: &SimDisk, number: u64) -> [u8; BLOCK_SIZE] {
+        let mut page = [0; BLOCK_SIZE];
+        disk.read_at(number * BLOCK_SIZE as u64, &mut page).unwrap();
+        page
+    }
+
+    #[test]
+    fn a_power_cut_never_touches_what_a_sync_covered() {
+        for seed in 0..200 {
+            let disk = SimDisk::new(1 << 20, 1);
+            write(&disk, 0, 1);
+            disk.sync().unwrap();
+            disk.power_cut(&mut Random::new(seed));
+            assert_eq!(read(&disk, 0), [1; BLOCK_SIZE]);
+        }
+    }
+
+    #[test]
+    fn a_power_cut_loses_keeps_tears_and_reorders_what_is_unsynced() {
+        let (mut lost, mut kept, mut torn, mut reordered) = (0, 0, 0, 0);
+        for seed in 0..300 {
+            let disk = SimDisk::new(1 << 20, 1);
+            let mark = disk.begin_sync();
+            write(&disk, 0, 1);
+            write(&disk, 0, 2);
+            write(&disk, 1, 3);
+            disk.end_sync(mark, &mut Random::new(seed)).unwrap();
+            disk.power_cut(&mut Random::new(seed));
+            let (a, b) = (read(&disk, 0), read(&disk, 1));
+            for sector in a.chunks(SECTOR) {
+                assert!(sector.iter().all(|x| *x == sector[0]), "a sector is never torn");
+            }
+            lost += u32::from(a == [0; BLOCK_SIZE]);
+            kept += u32::from(a == [2; BLOCK_SIZE]);
+            torn += u32::from(a.iter().any(|x| *x != a[0]));
+            reordered += u32::from(a == [0; BLOCK_SIZE] && b == [3; BLOCK_SIZE]);
+        }
+        assert!(lost > 10 && kept > 10 && torn > 10 && reordered > 2);
+    }
+
+    #[test]
+    fn a_write_that_came_after_the_sync_began_is_not_covered_by_it() {
+        let mut lost = 0;
+        for seed in 0..50 {
+            let disk = SimDisk::new(1 << 20, 1);
+            write(&disk, 0, 1);
+            let mark = disk.begin_sync();
+            write(&disk, 0, 2);
+            disk.end_sync(mark, &mut Random::new(seed)).unwrap();
+            disk.power_cut(&mut Random::new(seed));
+            let page = read(&disk, 0);
+            assert!(page.iter().all(|b| *b == 1 || *b == 2));
+            lost += u32::from(page == [1; BLOCK_SIZE]);
+        }
+        assert!(lost > 5);
+    }
+
+    #[test]
+    fn a_failed_sync_is_not_healed_by_the_next_one() {
+        let mut dropped = 0;
+        for seed in 0..50 {
+            let disk = SimDisk::new(1 << 20, 1);
+            write(&disk, 0, 1);
+            disk.set_failing(Failing { syncs: true, ..Failing::default() });
+            let mut random = Random::new(seed);
+            let mark = disk.begin_sync();
+            assert!(disk.end_sync(mark, &mut random).is_err());
+            disk.set_failing(Failing::default());
+            assert_eq!(read(&disk, 0), [1; BLOCK_SIZE], "the cache still shows it");
+            disk.sync().unwrap();
+            disk.power_cut(&mut random);
+            dropped += u32::from(read(&disk, 0) == [0; BLOCK_SIZE]);
+        }
+        assert!(dropped > 10, "a retried sync says yes and the data is gone all the same");
+    }
+}

@@ -1,0 +1,168 @@
+//! What goes wrong in a run, when, and how often it did.
+//!
+//! A run's profile bounds what may fail together, so that every run is one whose outcome the
+//! contract promises: either power, disks and processes fail anywhere, or data rots and disks are
+//! lost in one replica (then the power fails everywhere at once or at that replica only: together
+//! with a loss elsewhere it would be more than CF-1 failure domains).
+
+use crate::random::Random;
+use crate::schedule::{Instant, SECOND};
+
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $name:ident = $text:literal),* $(,)?) => {
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        pub enum FaultKind { $($(#[$doc])* $name),* }
+
+        impl FaultKind {
+            pub const ALL: &[FaultKind] = &[$(FaultKind::$name),*];
+
+            pub fn name(self) -> &'static str {
+                match self { $(FaultKind::$name => $text),* }
+            }
+        }
+    };
+}
+
+kinds! {
+    TargetCrash = "target crash",
+    ReplicaCrash = "replica crash",
+    PowerOne = "power cut, one host",
+    PowerSome = "power cut, several hosts",
+    PowerAll = "power cut, all hosts",
+    Partition = "partition",
+    PartitionOneWay = "partition, one way",
+    DelayStorm = "delay storm",
+    ConnectionCut = "connection cut",
+    ClockDrift = "clock drift",
+    ClockJump = "clock jump",
+    ClockStop = "clock stop",
+    TargetPause = "target paused",
+    ReplicaPause = "replica paused",
+    SlowDisk = "slow disk",
+    DiskWriteError = "disk EIO, write",
+    DiskReadError = "disk EIO, read",
+    DiskSyncError = "disk EIO, sync",
+    Rot = "bit rot",
+    FullPool = "full pool",
+    /// The controller names another owner while the old target still runs.
+    Failover = "failover, old target alive",
+    ControlLost = "control plane answers lost",
+    ControlLate = "control plane answers late",
+    Wipe = "replica wiped",
+    TargetShutdown = "target shutdown",
+    ReplicaShutdown = "replica shutdown",
+}
+
+/// How often each fault struck.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FaultCounts(pub [u64; FaultKind::ALL.len()]);
+
+impl FaultCounts {
+    pub fn add(&mut self, kind: FaultKind) {
+        self.0[kind as usize] += 1;
+    }
+
+    pub fn of(&self, kind: FaultKind) -> u64 {
+        self.0[kind as usize]
+    }
+
+    pub fn merge(&mut self, other: &Self) {
+        for (a, b) in self.0.iter_mut().zip(&other.0) {
+            *a += b;
+        }
+    }
+}
+
+/// What may fail together in a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Profile {
+    /// Power, disks' errors, processes, network, clocks.
+    Power,
+    /// Rot and loss of one replica's disk, with all else that does not touch another's data.
+    Media { victim: usize },
+}
+
+/// A fault that is going to strike some events after `at`, in the middle of a burst of requests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Planned {
+    pub at: Instant,
+    pub kind: FaultKind,
+    /// Events that pass between the burst's begin and the strike.
+    pub countdown: u64,
+}
+
+fn weight(kind: FaultKind, profile: Profile, confirmed_reads: bool) -> u32 {
+    use FaultKind as F;
+    let media = matches!(profile, Profile::Media { .. });
+    match kind {
+        F::TargetCrash | F::ReplicaCrash => 10,
+        F::PowerOne => 8,
+        F::PowerAll => 5,
+        F::PowerSome | F::DiskWriteError | F::DiskSyncError if media => 0,
+        F::PowerSome | F::DiskWriteError | F::DiskSyncError => 4,
+        F::DiskReadError => 3,
+        F::Partition | F::PartitionOneWay | F::ConnectionCut => 8,
+        F::DelayStorm | F::SlowDisk => 4,
+        F::ClockDrift => 3,
+        // A lease cannot be right on clocks that stop; `reads: confirmed` is made for them.
+        F::ClockStop if !confirmed_reads => 0,
+        F::ClockJump | F::ClockStop => 3,
+        F::TargetPause | F::ReplicaPause => 6,
+        F::Rot if media => 10,
+        F::Wipe if media => 8,
+        F::Rot | F::Wipe => 0,
+        F::FullPool => 3,
+        F::Failover => 10,
+        F::ControlLost | F::ControlLate => 4,
+        F::TargetShutdown | F::ReplicaShutdown => 4,
+    }
+}
+
+/// The faults of one run, by time.
+pub fn plan(
+    profile: Profile,
+    confirmed_reads: bool,
+    horizon: Instant,
+    random: &mut Random,
+) -> Vec<Planned> {
+    let weights: Vec<u32> =
+        FaultKind::ALL.iter().map(|k| weight(*k, profile, confirmed_reads)).collect();
+    let count = random.between(4, 16);
+    let mut planned: Vec<Planned> = (0..count)
+        .map(|_| Planned {
+            at: random.between(SECOND / 10, horizon),
+            kind: FaultKind::ALL[random.weighted(&weights)],
+            countdown: if random.percent(70) { random.below(300) } else { random.below(6000) },
+        })
+        .collect();
+    // Faults in company find more than faults alone.
+    for i in 1..planned.len() {
+        if random.percent(35) {
+            planned[i].at = planned[i - 1].at + random.below(SECOND / 2);
+        }
+    }
+    planned.sort_by_key(|p| p.at);
+    planned
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_fault_is_planned_by_some_seed_and_none_against_its_profile() {
+        let mut counts = FaultCounts::default();
+        for seed in 0..400 {
+            let mut random = Random::new(seed);
+            let profile = if seed % 2 == 0 { Profile::Power } else { Profile::Media { victim: 0 } };
+            for planned in plan(profile, seed % 4 < 2, 30 * SECOND, &mut random) {
+                let media_only = matches!(planned.kind, FaultKind::Rot | FaultKind::Wipe);
+                assert!(!media_only || profile != Profile::Power);
+                counts.add(planned.kind);
+            }
+        }
+        for kind in FaultKind::ALL {
+            assert!(counts.of(*kind) > 0, "{} never planned", kind.name());
+        }
+    }
+}

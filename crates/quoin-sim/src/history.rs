@@ -1,0 +1,253 @@
+//! All that the clients asked and were told, and whether it could have been one volume.
+//!
+//! Instants are numbers of one total order. Writes that were never answered stay open, until a
+//! newer target serves: from then on they are part of its history or void (contract item 4).
+//! Where a power cut was allowed to take unflushed data back, the history is cut in two: the
+//! second part begins with what the new history holds.
+
+use std::collections::BTreeMap;
+
+use crate::content::{SECTORS, Tag, Tags, ZERO};
+use crate::linear::{self, Act, BlockOp, NEVER, Verdict};
+use crate::workload::Draft;
+
+#[derive(Clone, Debug)]
+pub struct Op {
+    /// The tag of its contents, and its name.
+    pub tag: Tag,
+    pub draft: Draft,
+    pub invoked: u64,
+    /// [`NEVER`] while open or failed.
+    pub answered: u64,
+    /// What a read saw, sector by sector.
+    pub seen: Vec<Tag>,
+    /// Which life of which target it was given to.
+    pub target: (usize, u32),
+    /// Blocks that are not in the history any more or never were: nobody may see them.
+    void: Vec<u64>,
+    /// Blocks known to have taken effect by an instant, though nobody was told.
+    effect_by: Option<u64>,
+}
+
+#[derive(Debug)]
+pub struct Unlinear {
+    pub block: u64,
+    pub decided: bool,
+    pub story: String,
+}
+
+#[derive(Default)]
+pub struct History {
+    ops: Vec<Op>,
+    /// The instant at which the present part of the history began.
+    part_begins: u64,
+    initial: BTreeMap<u64, Tags>,
+    clock: u64,
+    pub checked: u64,
+    pub undecided: u64,
+}
+
+impl History {
+    pub fn stamp(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    /// Enters a new operation; its tag names it.
+    pub fn invoke(&mut self, draft: Draft, target: (usize, u32)) -> Tag {
+        let invoked = self.stamp();
+        let tag = self.ops.len() as Tag + 1;
+        self.ops.push(Op {
+            tag,
+            draft,
+            invoked,
+            answered: NEVER,
+            seen: Vec::new(),
+            target,
+            void: Vec::new(),
+            effect_by: None,
+        });
+        tag
+    }
+
+    pub fn op(&self, tag: Tag) -> &Op {
+        &self.ops[tag as usize - 1]
+    }
+
+    pub fn len(&self) -> usize {
+        self.ops.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.ops.is_empty()
+    }
+
+    /// Whether a write with this tag was ever made to this sector.
+    pub fn wrote(&self, tag: Tag, sector: u64) -> bool {
+        tag == 0
+            || self.ops.get(tag as usize - 1).is_some_and(|op| match op.draft {
+                Draft::Write { sector: first, sectors, .. } => {
+                    (first..first + sectors).contains(&sector)
+                }
+                _ => false,
+            })
+    }
+
+    pub fn answer(&mut self, tag: Tag, seen: Vec<Tag>) {
+        let stamp = self.stamp();
+        let op = &mut self.ops[tag as usize - 1];
+        op.answered = stamp;
+        op.seen = seen;
+    }
+
+    /// A newer target serves: each open write of other targets is in its history (`holds` says
+    /// so for each block) or void from now on.
+    pub fn settle(&mut self, serving: (usize, u32), mut holds: impl FnMut(Tag, u64) -> bool) {
+        let stamp = self.stamp();
+        let begins = self.part_begins;
+        for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
+            if op.answered != NEVER || op.effect_by.is_some() || op.target == serving {
+                continue;
+            }
+            if let Draft::Write { sector, sectors, .. } = op.draft {
+                let (first, last) = blocks_of(sector, sectors);
+                op.void = (first..=last).filter(|b| !holds(op.tag, *b)).collect();
+                op.effect_by = Some(stamp);
+            }
+        }
+    }
+
+    /// Checks the part that ends here, and begins another one from `image`. Operations of
+    /// `serving` that are still open go on; `holds` says what the image has of them.
+    pub fn cut(
+        &mut self,
+        image: BTreeMap<u64, Tags>,
+        serving: (usize, u32),
+        mut holds: impl FnMut(Tag, u64) -> bool,
+    ) -> Result<(), Box<Unlinear>> {
+        self.check()?;
+        let stamp = self.stamp();
+        let begins = self.part_begins;
+        for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
+            let open = op.answered == NEVER && op.target == serving;
+            if !open {
+                continue;
+            }
+            // It was called before the cut and may be answered after it.
+            op.invoked = stamp;
+            if let Draft::Write { sector, sectors, .. } = op.draft {
+                let (first, last) = blocks_of(sector, sectors);
+                op.void = (first..=last).filter(|b| holds(op.tag, *b)).collect();
+            }
+        }
+        self.part_begins = stamp;
+        self.initial = image;
+        Ok(())
+    }
+
+    /// Checks every block of the present part.
+    pub fn check(&mut self) -> Result<(), Box<Unlinear>> {
+        let mut blocks: BTreeMap<u64, Vec<BlockOp>> = BTreeMap::new();
+        for op in self.ops.iter().filter(|op| op.invoked >= self.part_begins) {
+            let Some((sector, sectors)) = op.draft.range() else {
+                self.checked += u64::from(op.answered != NEVER);
+                continue;
+            };
+            self.checked += u64::from(op.answered != NEVER);
+            let is_read = matches!(op.draft, Draft::Read { .. });
+            if is_read && op.answered == NEVER {
+                continue;
+            }
+            let (first, last) = blocks_of(sector, sectors);
+            for block in first..=last {
+                let mut mask = 0u8;
+                let mut tags = ZERO;
+                for (i, slot) in tags.iter_mut().enumerate() {
+                    let at = block * SECTORS as u64 + i as u64;
+                    if (sector..sector + sectors).contains(&at) {
+                        mask |= 1 << i;
+                        if is_read {
+                            *slot = op.seen[(at - sector) as usize];
+                        }
+                    }
+                }
+                let act = match op.draft {
+                    // A trim is a hint: parts of blocks at its edges are left alone.
+                    Draft::Trim { .. } if mask != u8::MAX => continue,
+                    Draft::Read { .. } => Act::Read { mask, tags },
+                    Draft::Write { .. } => Act::Write { mask, tag: op.tag },
+                    _ => Act::Write { mask, tag: 0 },
+                };
+                if op.void.contains(&block) {
+                    continue;
+                }
+                let answered = op.answered.min(op.effect_by.unwrap_or(NEVER));
+                blocks.entry(block).or_default().push(BlockOp {
+                    op: op.tag,
+                    invoked: op.invoked,
+                    answered,
+                    act,
+                });
+            }
+        }
+        for (block, ops) in blocks {
+            let initial = self.initial.get(&block).copied().unwrap_or(ZERO);
+            match linear::check(initial, &ops) {
+                Verdict::Linearizable => {}
+                Verdict::Undecided => self.undecided += 1,
+                Verdict::Violated { stuck } => {
+                    let story = linear::describe(block, initial, &ops, stuck);
+                    return Err(Box::new(Unlinear { block, decided: true, story }));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The first and last block that a range of sectors touches.
+pub fn blocks_of(sector: u64, sectors: u64) -> (u64, u64) {
+    (sector / SECTORS as u64, (sector + sectors - 1) / SECTORS as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WRITE: Draft = Draft::Write { sector: 0, sectors: 8, fua: false };
+    const READ: Draft = Draft::Read { sector: 0, sectors: 8 };
+
+    #[test]
+    fn a_write_that_a_newer_target_does_not_hold_may_never_be_seen() {
+        let mut history = History::default();
+        let lost = history.invoke(WRITE, (0, 0));
+        history.settle((1, 0), |_, _| false);
+        let read = history.invoke(READ, (1, 0));
+        history.answer(read, vec![lost; 8]);
+        assert!(history.check().is_err());
+    }
+
+    #[test]
+    fn a_write_that_a_newer_target_holds_is_seen_by_every_later_read() {
+        let mut history = History::default();
+        let held = history.invoke(WRITE, (0, 0));
+        history.settle((1, 0), |_, _| true);
+        let read = history.invoke(READ, (1, 0));
+        history.answer(read, vec![0; 8]);
+        assert!(history.check().is_err(), "write {held} came back from the dead");
+    }
+
+    #[test]
+    fn after_an_allowed_loss_the_new_history_counts_from_its_image() {
+        let mut history = History::default();
+        let lost = history.invoke(WRITE, (0, 0));
+        history.answer(lost, Vec::new());
+        history.cut(BTreeMap::new(), (0, 1), |_, _| false).unwrap();
+        let read = history.invoke(READ, (0, 1));
+        history.answer(read, vec![0; 8]);
+        assert!(history.check().is_ok());
+        let read = history.invoke(READ, (0, 1));
+        history.answer(read, vec![lost; 8]);
+        assert!(history.check().is_err(), "what was lost does not come back");
+    }
+}

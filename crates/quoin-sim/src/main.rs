@@ -1,0 +1,87 @@
+//! `quoin-sim`: run seeds, or replay one with its trace.
+
+use std::process::ExitCode;
+
+use clap::{Parser, ValueEnum};
+use quoin_sim::{RunOptions, StoreKind, run, run_many};
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Store {
+    /// The in-memory model of the store.
+    Model,
+}
+
+/// Runs simulated clusters and checks what they promise; a seed replays exactly.
+#[derive(Parser)]
+#[command(name = "quoin-sim", version)]
+struct Arguments {
+    /// How many seeds to run.
+    #[arg(long, default_value_t = 100, conflicts_with = "seed")]
+    seeds: u64,
+    /// The first seed.
+    #[arg(long, default_value_t = 1, conflicts_with = "seed")]
+    first_seed: u64,
+    /// Run this seed alone.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Print everything that happens; for one seed.
+    #[arg(long, requires = "seed")]
+    trace: bool,
+    /// What replicas keep their data in.
+    #[arg(long, value_enum, default_value = "model")]
+    store: Store,
+    /// Stop at the first violation.
+    #[arg(long)]
+    stop: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let store = match arguments.store {
+        Store::Model => StoreKind::Model,
+    };
+    let options = RunOptions { seed: 0, store, trace: arguments.trace, mutant: None };
+    // A panic in the core is reported as a violation with its seed; its place helps to find it.
+    std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
+    let (first, count) = match arguments.seed {
+        Some(seed) => (seed, 1),
+        None => (arguments.first_seed, arguments.seeds),
+    };
+    if let Some(seed) = arguments.seed {
+        let report = run(RunOptions { seed, ..options });
+        println!("fingerprint {:016x}", report.fingerprint);
+        return match report.violation {
+            Some(violation) => {
+                println!("seed {seed}: {}: {}", violation.rule, violation.detail);
+                ExitCode::FAILURE
+            }
+            None => {
+                println!("seed {seed}: {} IOs checked, no violation", report.stats.ios_checked);
+                ExitCode::SUCCESS
+            }
+        };
+    }
+    let mut stopped = false;
+    let step = if arguments.stop { 1 } else { count };
+    let mut summary = quoin_sim::Summary::default();
+    let mut next = first;
+    while next < first + count && !stopped {
+        let part = run_many(next, step.min(first + count - next), options, |seed, report| {
+            if let Some(violation) = &report.violation {
+                println!("seed {seed}: {}: {}", violation.rule, violation.detail);
+            }
+        });
+        summary.stats.merge(&part.stats);
+        summary.cpu += part.cpu;
+        stopped = arguments.stop && !part.violations.is_empty();
+        summary.violations.extend(part.violations);
+        next += step;
+    }
+    print!("{summary}");
+    if summary.violations.is_empty() {
+        return ExitCode::SUCCESS;
+    }
+    let again = summary.violations[0].seed;
+    println!("replay the first: quoin-sim --seed {again} --trace");
+    ExitCode::FAILURE
+}

@@ -1,0 +1,150 @@
+//! What the clients do: several queues, one outstanding operation each, hot and random blocks,
+//! every kind of request, unique contents.
+
+use bytes::Bytes;
+use quoin_core::block::Operation;
+
+use crate::content::{self, SECTOR, SECTORS, Tag};
+use crate::random::Random;
+
+/// One request as drawn, in sectors of 512 bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Draft {
+    Read { sector: u64, sectors: u64 },
+    Write { sector: u64, sectors: u64, fua: bool },
+    Trim { sector: u64, sectors: u64, fua: bool },
+    Zero { sector: u64, sectors: u64, fua: bool, no_hole: bool },
+    Flush,
+}
+
+impl Draft {
+    pub fn range(&self) -> Option<(u64, u64)> {
+        match *self {
+            Draft::Read { sector, sectors }
+            | Draft::Write { sector, sectors, .. }
+            | Draft::Trim { sector, sectors, .. }
+            | Draft::Zero { sector, sectors, .. } => Some((sector, sectors)),
+            Draft::Flush => None,
+        }
+    }
+
+    /// The request for the target; a write's bytes name `tag`.
+    pub fn operation(&self, run: u64, tag: Tag) -> Operation {
+        let offset = |sector: u64| sector * SECTOR as u64;
+        match *self {
+            Draft::Read { sector, sectors } => {
+                Operation::Read { offset: offset(sector), length: offset(sectors) as u32 }
+            }
+            Draft::Write { sector, sectors, fua } => {
+                let data: Bytes = content::make(run, tag, sector, sectors);
+                Operation::Write { offset: offset(sector), data, fua }
+            }
+            Draft::Trim { sector, sectors, fua } => {
+                Operation::Trim { offset: offset(sector), length: offset(sectors), fua }
+            }
+            Draft::Zero { sector, sectors, fua, no_hole } => {
+                let (offset, length) = (offset(sector), offset(sectors));
+                Operation::WriteZeroes { offset, length, fua, no_hole }
+            }
+            Draft::Flush => Operation::Flush,
+        }
+    }
+}
+
+/// How the requests of one run are drawn.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    pub blocks: u64,
+    hot: Vec<u64>,
+    hot_percent: u64,
+    /// 512-byte requests are allowed and made.
+    sub_block: bool,
+    long_blocks: u64,
+    /// Reads, writes, trims, zeroes, flushes.
+    weights: [u32; 5],
+    fua_percent: u64,
+}
+
+impl Workload {
+    pub fn draw(blocks: u64, sub_block: bool, random: &mut Random) -> Self {
+        let hot = (0..random.between(2, 12)).map(|_| random.below(blocks)).collect();
+        let holes = random.below(6) as u32;
+        Self {
+            blocks,
+            hot,
+            hot_percent: random.between(20, 80),
+            sub_block,
+            long_blocks: *random.pick(&[2, 8, 16, 64, 300]),
+            weights: [
+                random.between(20, 60) as u32,
+                random.between(30, 60) as u32,
+                holes,
+                holes,
+                random.between(1, 8) as u32,
+            ],
+            fua_percent: random.below(15),
+        }
+    }
+
+    fn range(&self, random: &mut Random) -> (u64, u64) {
+        let whole = SECTORS as u64;
+        let block = if random.percent(self.hot_percent) {
+            *random.pick(&self.hot)
+        } else {
+            random.below(self.blocks)
+        };
+        if self.sub_block && random.percent(30) {
+            let sector = block * whole + random.below(whole);
+            let longest = (self.blocks * whole - sector).min(12);
+            return (sector, random.between(1, longest));
+        }
+        let longest = self.blocks - block;
+        let blocks = match random.below(20) {
+            0 => random.between(1, self.long_blocks),
+            1..=4 => random.between(2, 6),
+            _ => 1,
+        };
+        (block * whole, blocks.min(longest) * whole)
+    }
+
+    pub fn next(&self, random: &mut Random) -> Draft {
+        let fua = random.percent(self.fua_percent);
+        let kind = random.weighted(&self.weights);
+        let (sector, sectors) = self.range(random);
+        match kind {
+            0 => Draft::Read { sector, sectors },
+            1 => Draft::Write { sector, sectors, fua },
+            2 => Draft::Trim { sector, sectors, fua },
+            3 => Draft::Zero { sector, sectors, fua, no_hole: random.percent(50) },
+            _ => Draft::Flush,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_request_is_drawn_and_stays_inside_the_volume() {
+        let mut seen = [0u32; 5];
+        for seed in 0..50 {
+            let mut random = Random::new(seed);
+            let workload = Workload::draw(64, true, &mut random);
+            for _ in 0..500 {
+                let draft = workload.next(&mut random);
+                if let Some((sector, sectors)) = draft.range() {
+                    assert!(sectors > 0 && sector + sectors <= 64 * SECTORS as u64);
+                }
+                seen[match draft {
+                    Draft::Read { .. } => 0,
+                    Draft::Write { .. } => 1,
+                    Draft::Trim { .. } => 2,
+                    Draft::Zero { .. } => 3,
+                    Draft::Flush => 4,
+                }] += 1;
+            }
+        }
+        assert!(seen.iter().all(|n| *n > 100), "{seen:?}");
+    }
+}

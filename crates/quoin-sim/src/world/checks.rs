@@ -1,0 +1,306 @@
+//! What is checked while a run goes on: one writer, nothing acknowledged lost, nothing read
+//! ahead, right bytes.
+
+use bytes::Bytes;
+use quoin_core::block::BlockError;
+use quoin_core::{BLOCK_SIZE, Durability, Epoch, Member};
+
+use super::World;
+use crate::content::{self, SECTOR, SECTORS, Tag};
+use crate::faults::Profile;
+use crate::history::blocks_of;
+use crate::lineage::Seen;
+use crate::workload::Draft;
+
+/// What an entry is owed for: it must be in every later history.
+#[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
+pub(crate) struct Owed {
+    pub acknowledged: bool,
+    pub read: bool,
+    pub flushed: bool,
+}
+
+impl World {
+    /// A target says that it serves: is its history one that holds all that is owed?
+    pub(crate) fn check_serving(&mut self, target: usize, life: u32, epoch: Epoch) {
+        self.stats.servings += 1;
+        let claimed = self.targets[target].process.as_ref().is_some_and(|p| p.tail_lost);
+        if epoch < self.served.0 {
+            let served = self.served.0;
+            self.violate("OneWriter", format!("epoch {epoch} starts IO after epoch {served} did"));
+        }
+        if epoch == self.served.0 && self.served.0 != Epoch::ZERO {
+            self.violate("OneWriter", format!("epoch {epoch} starts IO twice"));
+        }
+        self.served = (epoch, target, life);
+        if claimed {
+            self.stats.tails_lost += 1;
+            let lost = self.pools.iter().filter(|p| p.cache_lost || p.gone).count();
+            if lost < usize::from(self.setup.cf) {
+                self.violate(
+                    "CommitSurvives",
+                    format!("epoch {epoch} gives up unflushed data after {lost} lost caches"),
+                );
+            }
+        }
+        let Some(path) = self.lineage.path(epoch) else {
+            self.violate("PrefixAlways", format!("epoch {epoch} serves and never sent an entry"));
+            return;
+        };
+        let mut missing: Vec<(Seen, Owed)> = Vec::new();
+        for (seen, owed) in &self.owed {
+            if !self.lineage.is_on(path, *seen) && (owed.flushed || !claimed) {
+                missing.push((*seen, *owed));
+            }
+        }
+        missing.sort_by_key(|(seen, _)| *seen);
+        if let Some((seen, owed)) = missing.first() {
+            let entry = self.lineage.entry(*seen);
+            let rule = if owed.flushed { "StableSurvives" } else { "CommitSurvives" };
+            let detail = format!(
+                "epoch {epoch} serves a history without entry {}/{} ({:?} of blocks {}+{}), {}; \
+                 {} entries are missing",
+                entry.epoch,
+                entry.lsn,
+                entry.kind,
+                entry.lba,
+                entry.blocks,
+                match owed {
+                    Owed { flushed: true, .. } => "which was flushed",
+                    Owed { acknowledged: true, .. } => "which was acknowledged",
+                    _ => "which was read",
+                },
+                missing.len(),
+            );
+            self.violate(rule, detail);
+            return;
+        }
+        let serving = (target, life);
+        let lineage = &self.lineage;
+        let holds = |tag: Tag, block: u64| lineage.carrier_on(path, tag, block).is_some();
+        if !claimed {
+            self.history.settle(serving, holds);
+            return;
+        }
+        let image = lineage.image(self.seed, path);
+        let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
+        let result = self.history.cut(image, serving, holds);
+        self.owed.retain(|seen, _| lineage.is_on(path, *seen));
+        if let Err(unlinear) = result {
+            self.violate("Linearizable", unlinear.story);
+        }
+        // What was lost is lost: only what this history holds can still be flushed.
+        let history = &self.history;
+        let Some(path) = self.lineage.path(epoch) else { return };
+        let lineage = &self.lineage;
+        self.unflushed.retain(|(tag, _)| match history.op(*tag).draft {
+            Draft::Write { sector, sectors, .. } => {
+                let (first, last) = blocks_of(sector, sectors);
+                (first..=last).any(|b| lineage.carrier_on(path, *tag, b).is_some())
+            }
+            _ => false,
+        });
+    }
+
+    /// A good answer: is it the serving target's, and are a read's bytes what someone wrote?
+    pub(crate) fn check_reply(&mut self, target: usize, life: u32, tag: Tag, data: &[Bytes]) {
+        let serving = self.targets[target].process.as_ref().and_then(|p| p.serving);
+        let Some(epoch) = serving else {
+            self.violate("LeaseExcludes", format!("target {target} answers and does not serve"));
+            return;
+        };
+        if (epoch, target, life) != self.served {
+            let (newest, by, _) = self.served;
+            self.violate(
+                "LeaseExcludes",
+                format!("op {tag} answered in epoch {epoch} after {newest} (target {by}) began IO"),
+            );
+            return;
+        }
+        let op = self.history.op(tag);
+        let (draft, invoked) = (op.draft, op.invoked);
+        match draft {
+            Draft::Read { sector, sectors } => match self.read_tags(sector, sectors, data) {
+                Ok(tags) => {
+                    self.owe_read(epoch, sector, &tags);
+                    self.history.answer(tag, tags);
+                }
+                Err(detail) => self.violate("WrongBytes", format!("read op {tag}: {detail}")),
+            },
+            Draft::Write { sector, sectors, fua } => {
+                self.history.answer(tag, Vec::new());
+                let flushed = fua || self.setup.config.durability == Durability::Media;
+                self.owe_write(epoch, tag, sector, sectors, flushed);
+                if !flushed {
+                    let answered = self.history.op(tag).answered;
+                    self.unflushed.push((tag, answered));
+                }
+            }
+            Draft::Trim { .. } | Draft::Zero { .. } => self.history.answer(tag, Vec::new()),
+            Draft::Flush => {
+                self.history.answer(tag, Vec::new());
+                let flushed: Vec<Tag> = self
+                    .unflushed
+                    .iter()
+                    .filter(|(_, answered)| *answered < invoked)
+                    .map(|(tag, _)| *tag)
+                    .collect();
+                self.unflushed.retain(|(_, answered)| *answered >= invoked);
+                for tag in flushed {
+                    if let Draft::Write { sector, sectors, .. } = self.history.op(tag).draft {
+                        self.owe_write(epoch, tag, sector, sectors, true);
+                    }
+                }
+            }
+        }
+    }
+
+    fn owe_write(&mut self, epoch: Epoch, tag: Tag, sector: u64, sectors: u64, flushed: bool) {
+        let Some(path) = self.lineage.path(epoch) else { return };
+        let (first, last) = blocks_of(sector, sectors);
+        for block in first..=last {
+            let Some(seen) = self.lineage.carrier_on(path, tag, block) else {
+                let detail = format!("op {tag} was acknowledged: block {block} was never sent");
+                self.violate("OnlyCounted", detail);
+                return;
+            };
+            let owed = self.owed.entry(seen).or_default();
+            owed.acknowledged = true;
+            owed.flushed |= flushed;
+        }
+    }
+
+    fn owe_read(&mut self, epoch: Epoch, sector: u64, tags: &[Tag]) {
+        let Some(path) = self.lineage.path(epoch) else { return };
+        let mut before = (0, u64::MAX);
+        for (i, tag) in tags.iter().enumerate() {
+            let block = (sector + i as u64) / SECTORS as u64;
+            if *tag == 0 || (*tag, block) == before {
+                continue;
+            }
+            before = (*tag, block);
+            let Some(seen) = self.lineage.carrier_on(path, *tag, block) else {
+                let detail = format!("block {block} was read as op {tag}'s, which has no entry");
+                self.violate("NoReadAhead", detail);
+                return;
+            };
+            self.owed.entry(seen).or_default().read = true;
+        }
+    }
+
+    fn read_tags(&self, sector: u64, sectors: u64, data: &[Bytes]) -> Result<Vec<Tag>, String> {
+        let total: usize = data.iter().map(Bytes::len).sum();
+        if total as u64 != sectors * SECTOR as u64 {
+            return Err(format!("{total} bytes instead of {} sectors", sectors));
+        }
+        let mut tags = Vec::with_capacity(sectors as usize);
+        let mut at = sector;
+        for piece in data.iter().flat_map(|chunk| chunk.chunks(SECTOR)) {
+            let tag = content::tag_of(self.seed, at, piece)
+                .map_err(|wrong| format!("wrong bytes: {wrong:?}"))?;
+            if !self.history.wrote(tag, at) {
+                return Err(format!("sector {at} claims op {tag}, which never wrote it"));
+            }
+            tags.push(tag);
+            at += 1;
+        }
+        Ok(tags)
+    }
+
+    /// An error: is it one that a client may be told in this run?
+    pub(crate) fn check_failed(&mut self, tag: Tag, error: BlockError) {
+        let config = &self.setup.config;
+        let allowed = match error {
+            BlockError::Stopped => true,
+            BlockError::NoQuorum => config.on_quorum_loss == quoin_core::target::OnQuorumLoss::Fail,
+            BlockError::NoSpace => config.on_full == quoin_core::target::OnFull::NoSpace,
+            // The flush after an allowed loss says so, once.
+            BlockError::Damaged if self.history.op(tag).draft == Draft::Flush => {
+                self.stats.tails_lost > 0
+            }
+            // The profile spoils one replica only, and others hold the block.
+            BlockError::Damaged => false,
+            BlockError::OutOfRange | BlockError::Misaligned | BlockError::ReadOnly => false,
+        };
+        if !allowed {
+            self.violate("NoQuorumNoLies", format!("op {tag} failed without a cause: {error}"));
+        }
+    }
+
+    pub(crate) fn block_lost(&mut self, lba: u64) {
+        self.violate("NoSilentDamage", format!("no good copy of block {lba} is left"));
+    }
+
+    /// A replica in the in-sync set again holds all that it should.
+    pub(crate) fn note_in_sync(&mut self, members: &[Member]) {
+        for pool in &mut self.pools {
+            if members.contains(&pool.member) && pool.process.is_some() {
+                pool.cache_lost = false;
+            }
+        }
+    }
+
+    pub(crate) fn may_be_damaged(&self, pool: usize) -> bool {
+        self.profile == Profile::Media { victim: pool }
+    }
+
+    /// All replicas that are in sync hold the same slots, and those of the one history.
+    pub(crate) fn check_identical(&mut self) {
+        let (epoch, ..) = self.served;
+        let Some(path) = self.lineage.path(epoch) else { return };
+        let image = self.lineage.image(self.seed, path);
+        let blocks = self.setup.volume_blocks;
+        for pool in 0..self.pools.len() {
+            let guid = self.pools[pool].member.guid;
+            let mut slots = Vec::new();
+            let mut result = Ok(());
+            let mut lost = Vec::new();
+            self.pools[pool].storage.with(guid, &mut |store| {
+                let mut lba = 0;
+                while lba < blocks && result.is_ok() {
+                    let count = (blocks - lba).min(256) as u32;
+                    result = store.read(
+                        quoin_core::message::ReadView::Live,
+                        lba,
+                        count,
+                        true,
+                        &mut slots,
+                    );
+                    lba += u64::from(count);
+                }
+            });
+            if let Err(error) = result {
+                self.violate("Identical", format!("pool {pool} cannot be read at rest: {error}"));
+                return;
+            }
+            for slot in slots {
+                for block in slot.lba..slot.lba + u64::from(slot.blocks) {
+                    let expected = image.get(&block).copied().unwrap_or_default();
+                    let found = match &slot.content {
+                        quoin_core::message::Content::Hole => Ok(content::ZERO),
+                        quoin_core::message::Content::Data { data, .. } => {
+                            debug_assert_eq!(data.len(), BLOCK_SIZE);
+                            content::tags_of_block(self.seed, block, data).map_err(Some)
+                        }
+                        quoin_core::message::Content::Bad => Err(None),
+                    };
+                    // Rot that nobody read since is found by the next read or scrub.
+                    if found == Err(None) && self.may_be_damaged(pool) {
+                        continue;
+                    }
+                    if found != Ok(expected.1) || slot.version != expected.0 {
+                        lost.push(format!(
+                            "block {block}: {found:?} of LSN {} instead of {:?} of LSN {}",
+                            slot.version, expected.1, expected.0
+                        ));
+                    }
+                }
+            }
+            if let Some(first) = lost.first() {
+                let detail = format!("pool {pool} at rest, {} blocks differ: {first}", lost.len());
+                self.violate("Identical", detail);
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! The way to the control plane and back.
+
+use quoin_core::target::TargetEvent;
+
+use super::{Event, World};
+use crate::control::{Answer, Question};
+use crate::schedule::{MILLISECOND, SECOND};
+
+impl World {
+    /// A target asks; it hears the answer, or that there was none in time, or both.
+    pub(crate) fn ask(&mut self, target: usize, question: Question) {
+        let life = self.targets[target].life;
+        let here = self.targets[target].host;
+        let timeout = self.random.between(1, 3) * SECOND;
+        let question = Box::new(question);
+        self.questions += 1;
+        let number = self.questions;
+        self.unanswered.insert(number);
+        let there = self.control_host;
+        let blocked = self.network.is_blocked(here, there);
+        let lost = self.control_lossy && self.random.percent(40);
+        if !blocked && !lost {
+            let mut delay = self.network.delay();
+            if self.control_late && self.random.percent(60) {
+                delay += self.random.between(100, 6000) * MILLISECOND;
+            }
+            self.schedule
+                .after(delay, Event::Asked { target, life, number, question: question.clone() });
+        }
+        self.schedule.after(timeout, Event::AnswerTimeout { target, life, number, question });
+    }
+
+    /// The compare-and-swap happens, whether or not anyone still waits for it.
+    pub(crate) fn asked(&mut self, target: usize, life: u32, number: u64, question: &Question) {
+        let before = self.record.epoch;
+        let result = self.record.execute(target, question);
+        if self.record.epoch != before {
+            self.stats.epochs += 1;
+        }
+        let answer = match result {
+            Ok(answer) => answer,
+            Err(rule) => return self.violate("Membership", rule),
+        };
+        if self.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
+            self.record.epoch = before;
+        }
+        self.trace.line(self.schedule.now(), || format!("control plane answers {answer:?}"));
+        let blocked = self.network.is_blocked(self.control_host, self.targets[target].host);
+        let lost = self.control_lossy && self.random.percent(40);
+        if blocked || lost {
+            return;
+        }
+        let mut delay = self.network.delay();
+        if self.control_late && self.random.percent(60) {
+            delay += self.random.between(100, 6000) * MILLISECOND;
+        }
+        let answer = Box::new(answer);
+        self.schedule.after(delay, Event::Answered { target, life, number, answer });
+    }
+
+    pub(crate) fn answered(&mut self, target: usize, life: u32, number: u64, answer: Answer) {
+        if self.targets[target].life != life {
+            return;
+        }
+        if self.targets[target].paused {
+            let answer = Box::new(answer);
+            self.schedule.after(20 * MILLISECOND, Event::Answered { target, life, number, answer });
+            return;
+        }
+        let in_time = self.unanswered.remove(&number);
+        // A driver that has reported a swap as unknown does not take it back.
+        if !in_time && matches!(answer, Answer::Swapped { .. }) {
+            return;
+        }
+        let event = match answer {
+            Answer::Granted { incarnation, epoch, membership } => {
+                TargetEvent::Granted { incarnation, epoch, membership }
+            }
+            Answer::NotOwner { incarnation } => TargetEvent::NotOwner { incarnation },
+            Answer::Swapped { version, membership } => {
+                TargetEvent::Swapped { version, membership: Some(membership) }
+            }
+        };
+        self.feed_target(target, vec![event]);
+    }
+
+    /// The driver gives up waiting; a target that has had its answer knows nothing to do.
+    pub(crate) fn answer_timeout(
+        &mut self,
+        target: usize,
+        life: u32,
+        number: u64,
+        question: &Question,
+    ) {
+        if self.targets[target].life != life || !self.unanswered.contains(&number) {
+            return;
+        }
+        if self.targets[target].paused {
+            let question = Box::new(question.clone());
+            self.schedule
+                .after(20 * MILLISECOND, Event::AnswerTimeout { target, life, number, question });
+            return;
+        }
+        self.unanswered.remove(&number);
+        let event = match question {
+            Question::Acquire { incarnation, .. } => {
+                TargetEvent::GrantFailed { incarnation: *incarnation }
+            }
+            Question::Swap { version, .. } => {
+                TargetEvent::Swapped { version: *version, membership: None }
+            }
+        };
+        self.feed_target(target, vec![event]);
+    }
+
+    /// The controller tells the owner's target of replacements, and again after it restarts.
+    pub(crate) fn tell_candidates(&mut self) {
+        let owner = self.record.owner;
+        let candidates = self.record.candidates.clone();
+        if self.targets[owner].process.is_some() && !self.targets[owner].paused {
+            self.feed_target(owner, vec![TargetEvent::Candidates(candidates)]);
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! The end of a run: faults have stopped, everything must come back by itself, every block is
+//! read once more, and the replicas must be the same.
+
+use quoin_core::Lsn;
+
+use super::{Event, World, setup::IOS_MIN};
+use crate::content::SECTORS;
+use crate::schedule::{Instant, MILLISECOND, SECOND};
+use crate::workload::Draft;
+
+/// Simulated time in which everything has to be in sync again after the last fault.
+const RECOVERY_MAX: u64 = 180 * SECOND;
+/// Blocks of one read of the last round.
+const READ_BLOCKS: u64 = 32;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Stage {
+    #[default]
+    Faults,
+    /// Clients go on; replicas return.
+    Recovering,
+    /// Every block is read, then flushed.
+    Reading,
+    /// No more requests: replicas come to the same end.
+    Quiet,
+    Done,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Ending {
+    stage: Stage,
+    since: Instant,
+    /// Last round: the next block to read, reads to repeat, the flush.
+    next_block: u64,
+    again: Vec<Draft>,
+    flushed: bool,
+    /// Queues that were answered since faults stopped.
+    resumed: Vec<bool>,
+}
+
+impl Ending {
+    pub fn done(&self) -> bool {
+        self.stage == Stage::Done
+    }
+
+    /// Requests follow each other without pause.
+    pub fn in_a_hurry(&self, asked: u64) -> bool {
+        self.stage == Stage::Reading || (self.stage == Stage::Recovering && asked < 2 * IOS_MIN)
+    }
+
+    /// `Some(None)`: whatever the workload draws; `None`: no more.
+    pub fn next_draft(&mut self, blocks: u64) -> Option<Option<Draft>> {
+        match self.stage {
+            Stage::Faults | Stage::Recovering => Some(None),
+            Stage::Reading => {
+                if let Some(draft) = self.again.pop() {
+                    return Some(Some(draft));
+                }
+                if self.next_block < blocks {
+                    let first = self.next_block;
+                    let count = READ_BLOCKS.min(blocks - first);
+                    self.next_block += count;
+                    let whole = SECTORS as u64;
+                    return Some(Some(Draft::Read {
+                        sector: first * whole,
+                        sectors: count * whole,
+                    }));
+                }
+                if std::mem::replace(&mut self.flushed, true) {
+                    return None;
+                }
+                Some(Some(Draft::Flush))
+            }
+            Stage::Quiet | Stage::Done => None,
+        }
+    }
+
+    pub fn answered(&mut self, queue: usize) {
+        if let Some(resumed) = self.resumed.get_mut(queue) {
+            *resumed = true;
+        }
+    }
+
+    pub fn given_back(&mut self, draft: Draft) {
+        if self.stage == Stage::Reading && matches!(draft, Draft::Read { .. } | Draft::Flush) {
+            self.again.push(draft);
+        }
+    }
+}
+
+impl World {
+    pub(crate) fn faults_end(&mut self) {
+        self.faults_over = true;
+        self.armed.clear();
+        self.mend_everything();
+        self.ending.stage = Stage::Recovering;
+        self.ending.since = self.now();
+        self.ending.resumed = vec![false; self.queues.len()];
+        self.trace.line(self.schedule.now(), || "no more faults".into());
+        self.schedule.after(100 * MILLISECOND, Event::LookAtEnding);
+    }
+
+    pub(crate) fn look_at_ending(&mut self) {
+        let now = self.now();
+        let waited = now - self.ending.since;
+        match { self.ending.stage } {
+            Stage::Recovering if self.recovered().is_ok() => {
+                self.ending.stage = Stage::Reading;
+                self.ending.since = now;
+                for queue in 0..self.queues.len() {
+                    let turn = self.queues[queue].turn;
+                    self.schedule.after(0, Event::Client { queue, turn });
+                }
+            }
+            Stage::Reading
+                if self.ending.flushed && self.queues.iter().all(|q| q.open.is_none()) =>
+            {
+                self.ending.stage = Stage::Quiet;
+                self.ending.since = now;
+            }
+            Stage::Quiet if self.at_rest().is_ok() && waited > SECOND => {
+                self.check_identical();
+                self.ending.stage = Stage::Done;
+                return;
+            }
+            _ if waited > RECOVERY_MAX => {
+                let why = match self.ending.stage {
+                    Stage::Recovering => self.recovered().err(),
+                    Stage::Quiet => self.at_rest().err(),
+                    _ => None,
+                };
+                let why = why.unwrap_or_else(|| "requests stay open".into());
+                let owner = self.record.owner;
+                let process = self.targets[owner].process.as_ref();
+                let words = process.map_or_else(
+                    || "its target does not run".into(),
+                    |p| format!("its target waits for {:?}; {:?}", p.waiting, p.target.status()),
+                );
+                self.violate("Liveness", format!("{why}; {words}"));
+                return;
+            }
+            _ => {}
+        }
+        self.schedule.after(100 * MILLISECOND, Event::LookAtEnding);
+    }
+
+    /// IO goes on for every client, enough was asked, every replica is in sync.
+    fn recovered(&self) -> Result<(), String> {
+        let owner = self.record.owner;
+        let Some(process) = &self.targets[owner].process else {
+            return Err("the owner's target does not run".into());
+        };
+        if process.serving.is_none() {
+            return Err("the owner's target does not serve".into());
+        }
+        if let Some(queue) = self.ending.resumed.iter().position(|r| !r) {
+            return Err(format!("client {queue} was not answered since the faults stopped"));
+        }
+        if let Some(member) =
+            self.record.membership.known.iter().find(|m| !process.in_sync.contains(m))
+        {
+            return Err(format!("replica {} is not in sync", member.id));
+        }
+        if let Some(pool) = self.pools.iter().position(|p| {
+            p.gone || !self.record.membership.known.contains(&p.member) || p.process.is_none()
+        }) {
+            return Err(format!("pool {pool}'s replica is not a known one"));
+        }
+        let answered = self.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
+        if answered < IOS_MIN + self.queues.len() as u64 {
+            return Err("not enough was asked yet".into());
+        }
+        Ok(())
+    }
+
+    /// Every replica holds everything, knows that it is stable, and nothing is under way.
+    fn at_rest(&mut self) -> Result<(), String> {
+        let mut positions = Vec::new();
+        for pool in 0..self.pools.len() {
+            let guid = self.pools[pool].member.guid;
+            let mut found = None;
+            self.pools[pool].storage.with(guid, &mut |store| {
+                let state = store.state();
+                found = Some((state.position, state.chain, state.stable));
+            });
+            positions.push(found.ok_or_else(|| format!("pool {pool} has no replica"))?);
+        }
+        if positions.windows(2).any(|w| (w[0].0, w[0].1) != (w[1].0, w[1].1)) {
+            return Err(format!("replicas stay at different positions: {positions:?}"));
+        }
+        if let Some((position, ..)) = positions.iter().find(|p| p.2 != p.0.lsn) {
+            let stable: Vec<Lsn> = positions.iter().map(|p| p.2).collect();
+            return Err(format!("stable never reaches {:?}: {stable:?}", position.lsn));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,397 @@
+//! The driver of replicas: what `quoin-pool` does with sockets, disks and timers.
+
+use quoin_core::message::{Failure, FromReplica, Ping, ToReplica};
+use quoin_core::replica::store::{ReplicaStore, SyncTicket};
+use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
+use quoin_core::{Epoch, Member, ReplicaGuid, SessionKey, Time};
+
+use super::{Event, Mutant, World};
+use crate::network::{ConnectionId, Item};
+use crate::schedule::{MICROSECOND, MILLISECOND};
+use crate::storage::Outage;
+
+/// One life of a pool process.
+pub(crate) struct Process {
+    /// `None`: the pool holds no replica of the volume.
+    replica: Option<Replica>,
+    timer: Option<Time>,
+    arm: u32,
+    idle_planned: bool,
+}
+
+impl World {
+    pub(crate) fn start_pool(&mut self, pool: usize) {
+        let now = self.schedule.now();
+        let host = self.pools[pool].host;
+        if self.pools[pool].process.is_some() || !self.powered[host] {
+            return;
+        }
+        let here = &mut self.pools[pool];
+        if let Err(error) = here.storage.reopen(here.outage, &mut self.random) {
+            self.trace.line(now, || format!("pool {pool} does not open: {error}"));
+            let delay = self.random.between(100, 1000) * MILLISECOND;
+            self.schedule.after(delay, Event::StartPool { pool });
+            return;
+        }
+        here.outage = Outage::Process;
+        here.life += 1;
+        let (life, guid, gone) = (here.life, here.member.guid, here.gone);
+        let boot = here.storage.cookie();
+        let local = self.local(host);
+        let mut replica = None;
+        let mut state = String::new();
+        if !gone {
+            self.pools[pool].storage.with(guid, &mut |store| {
+                replica = Some(Replica::new(local, boot, &*store));
+                state = format!("{:?} of {:?}", store.state().position, store.meta().promised);
+            });
+            if replica.is_none() {
+                let why = format!("pool {pool} has lost replica {guid} over an outage");
+                self.violate("StableSurvives", why);
+                return;
+            }
+        }
+        self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
+        self.pools[pool].process =
+            Some(Process { replica, timer: None, arm: 0, idle_planned: false });
+    }
+
+    /// The process dies as it is.
+    pub(crate) fn kill_pool(&mut self, pool: usize, outage: Outage, restart_ns: u64) {
+        let here = &mut self.pools[pool];
+        if outage == Outage::Power || here.outage == Outage::Process {
+            here.outage = outage;
+        }
+        if outage != Outage::Process {
+            here.cache_lost = true;
+        }
+        here.paused = false;
+        let was = here.process.take().is_some();
+        here.life += 1;
+        self.schedule.after(restart_ns, Event::StartPool { pool });
+        if !was {
+            return;
+        }
+        self.trace.line(self.schedule.now(), || format!("pool {pool} is dead ({outage:?})"));
+        let polite = self.powered[self.pools[pool].host];
+        let ids: Vec<ConnectionId> = self
+            .network
+            .connections
+            .iter()
+            .filter(|(_, c)| c.pool == pool && c.pool_open)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ids {
+            self.end_of_pool_dies(id, polite);
+        }
+    }
+
+    fn end_of_pool_dies(&mut self, id: ConnectionId, polite: bool) {
+        if polite {
+            self.pool_closes(id);
+            return;
+        }
+        if let Some(connection) = self.network.connections.get_mut(&id) {
+            connection.pool_open = false;
+            connection.to_pool.deaf = true;
+        }
+        self.network.lose_tail(id);
+        let delay = self.random.between(1000, 8000) * MILLISECOND;
+        self.schedule.after(delay, Event::TargetEndLost { connection: id });
+    }
+
+    fn pool_closes(&mut self, id: ConnectionId) {
+        let now = self.schedule.now();
+        if let Some(connection) = self.network.connections.get_mut(&id) {
+            connection.pool_open = false;
+            connection.to_pool.deaf = true;
+        }
+        if let Some(due) = self.network.send_to_target(now, id, Item::End) {
+            self.schedule.at(due, Event::ToTarget { connection: id });
+        }
+        self.network.forget_closed(id);
+    }
+
+    pub(crate) fn pool_end_lost(&mut self, id: ConnectionId) {
+        let Some(connection) = self.network.connections.get_mut(&id) else { return };
+        if !connection.pool_open {
+            return;
+        }
+        let (pool, life) = (connection.pool, connection.pool_life);
+        if self.pools[pool].life == life && self.pools[pool].paused {
+            self.schedule.after(20 * MILLISECOND, Event::PoolEndLost { connection: id });
+            return;
+        }
+        connection.pool_open = false;
+        connection.to_pool.deaf = true;
+        self.network.forget_closed(id);
+        if self.pools[pool].life == life {
+            self.feed_pool(pool, vec![ReplicaEvent::Disconnected { connection: id }]);
+        }
+    }
+
+    /// Everything that is due at this pool from this connection, in one batch.
+    pub(crate) fn deliver_to_pool(&mut self, id: ConnectionId) {
+        let now = self.schedule.now();
+        let Some(connection) = self.network.connections.get(&id) else { return };
+        if !connection.established || !connection.pool_open {
+            return;
+        }
+        let (pool, life, target) = (connection.pool, connection.pool_life, connection.target);
+        let member = connection.member;
+        let from = self.targets[target].host;
+        let to = self.pools[pool].host;
+        let blocked = self.network.is_blocked(from, to);
+        if self.pools[pool].life != life || self.pools[pool].paused || blocked {
+            return;
+        }
+        let mut events = Vec::new();
+        let mut ended = false;
+        while let Some(item) = self.network.take_for_pool(now, id) {
+            match item {
+                Item::Message((session, message)) => {
+                    if self.unknown_here(pool, member, &message) {
+                        self.refuse_unknown(id, session);
+                    } else {
+                        if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
+                            self.acknowledge_early(id, session, &message);
+                        }
+                        events.push(ReplicaEvent::Message { connection: id, session, message });
+                    }
+                }
+                Item::End => ended = true,
+            }
+        }
+        if !events.is_empty() {
+            if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) && self.random.percent(2) {
+                // It said so; it does not hold it.
+                self.kill_pool(pool, Outage::Process, 200 * MILLISECOND);
+                return;
+            }
+            self.feed_pool(pool, events);
+        }
+        if ended {
+            self.pool_end_lost(id);
+        }
+    }
+
+    /// A pool answers for replicas that it does not have.
+    fn unknown_here(&self, pool: usize, member: Member, message: &ToReplica) -> bool {
+        matches!(message, ToReplica::Open { .. })
+            && (self.pools[pool].gone || self.pools[pool].member.guid != member.guid)
+    }
+
+    fn refuse_unknown(&mut self, id: ConnectionId, session: SessionKey) {
+        let message = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown };
+        let now = self.schedule.now();
+        if let Some(due) = self.network.send_to_target(now, id, Item::Message((session, message))) {
+            self.schedule.at(due, Event::ToTarget { connection: id });
+        }
+        self.pool_closes(id);
+    }
+
+    fn acknowledge_early(&mut self, id: ConnectionId, session: SessionKey, message: &ToReplica) {
+        let ToReplica::Append { entries, .. } = message else { return };
+        let Some(last) = entries.last() else { return };
+        let message = FromReplica::Applied { applied: last.lsn, durable: last.lsn, ping: Ping(0) };
+        let now = self.schedule.now();
+        if let Some(due) = self.network.send_to_target(now, id, Item::Message((session, message))) {
+            self.schedule.at(due, Event::ToTarget { connection: id });
+        }
+    }
+
+    pub(crate) fn feed_pool(&mut self, pool: usize, events: Vec<ReplicaEvent>) {
+        let now = self.local(self.pools[pool].host);
+        let here = &mut self.pools[pool];
+        let guid = here.member.guid;
+        let Some(process) = &mut here.process else { return };
+        let Some(replica) = &mut process.replica else { return };
+        let mut actions = Vec::new();
+        let mut events = Some(events);
+        here.storage.with(guid, &mut |store| {
+            for event in events.take().into_iter().flatten() {
+                replica.on(now, event, store, &mut actions);
+            }
+            replica.flush(&mut actions);
+        });
+        for action in actions {
+            self.pool_action(pool, action);
+        }
+        self.plan_sync(pool);
+        self.plan_idle(pool);
+    }
+
+    fn pool_action(&mut self, pool: usize, action: ReplicaAction) {
+        let now = self.schedule.now();
+        match action {
+            ReplicaAction::Send { connection, session, message } => {
+                let open = self.network.connections.get(&connection).is_some_and(|c| c.pool_open);
+                let item = Item::Message((session, message));
+                if open && let Some(due) = self.network.send_to_target(now, connection, item) {
+                    self.schedule.at(due, Event::ToTarget { connection });
+                }
+            }
+            ReplicaAction::Disconnect { connection } => {
+                if self.network.connections.get(&connection).is_some_and(|c| c.pool_open) {
+                    self.pool_closes(connection);
+                }
+            }
+            ReplicaAction::Timer { at } => {
+                if let Some(process) = &mut self.pools[pool].process {
+                    process.timer = at;
+                    process.arm += 1;
+                }
+                self.plan_pool_timer(pool);
+            }
+            ReplicaAction::Note(note) => {
+                self.trace.line(now, || format!("pool {pool} notes: {note:?}"));
+                match note {
+                    ReplicaNote::DiskFailed(_) => {
+                        self.kill_pool(pool, Outage::DiskFailed, 50 * MILLISECOND);
+                    }
+                    ReplicaNote::InvariantRefused(invariant) => {
+                        self.violate(invariant, format!("pool {pool} refused a message"));
+                    }
+                    ReplicaNote::Damaged(what) if !self.may_be_damaged(pool) => {
+                        let why = format!("pool {pool} is damaged ({what}) without a cause");
+                        self.violate("StableNeverCut", why);
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    fn plan_sync(&mut self, pool: usize) {
+        let here = &mut self.pools[pool];
+        if here.process.is_none() {
+            return;
+        }
+        if let Some(ticket) = here.storage.sync_begin() {
+            let delay = self.random.delay(self.setup.sync_ns) * here.slow;
+            let life = here.life;
+            self.schedule.after(delay, Event::SyncDone { pool, life, ticket });
+        }
+    }
+
+    pub(crate) fn sync_done(&mut self, pool: usize, life: u32, ticket: SyncTicket) {
+        let here = &mut self.pools[pool];
+        if here.life != life || here.process.is_none() {
+            return;
+        }
+        if here.paused {
+            self.schedule.after(5 * MILLISECOND, Event::SyncDone { pool, life, ticket });
+            return;
+        }
+        let result = if self.mutant == Some(Mutant::SyncLies) {
+            here.storage.sync_lie(ticket);
+            Ok(())
+        } else {
+            here.storage.sync_end(ticket, &mut self.random)
+        };
+        self.feed_pool(pool, vec![ReplicaEvent::Synced { ticket, result }]);
+    }
+
+    pub(crate) fn plan_pool_timer(&mut self, pool: usize) {
+        let host = self.pools[pool].host;
+        let life = self.pools[pool].life;
+        let Some(process) = &self.pools[pool].process else { return };
+        let (Some(at), arm) = (process.timer, process.arm) else { return };
+        if let Some(at) = self.clocks[host].global(at, self.schedule.now()) {
+            self.schedule.at(at, Event::PoolTimer { pool, life, arm });
+        }
+    }
+
+    pub(crate) fn pool_timer(&mut self, pool: usize, life: u32, arm: u32) {
+        let local = self.local(self.pools[pool].host);
+        if self.pools[pool].life != life || self.pools[pool].paused {
+            return;
+        }
+        let Some(process) = &mut self.pools[pool].process else { return };
+        if process.arm != arm {
+            return;
+        }
+        match process.timer {
+            Some(at) if at <= local => {
+                process.timer = None;
+                self.feed_pool(pool, vec![ReplicaEvent::Timer]);
+            }
+            Some(_) => self.plan_pool_timer(pool),
+            None => {}
+        }
+    }
+
+    fn plan_idle(&mut self, pool: usize) {
+        let here = &mut self.pools[pool];
+        let life = here.life;
+        if !here.storage.wants_background() {
+            return;
+        }
+        let Some(process) = &mut here.process else { return };
+        if !std::mem::replace(&mut process.idle_planned, true) {
+            let delay = self.random.between(50, 5000) * MICROSECOND;
+            self.schedule.after(delay, Event::PoolIdle { pool, life });
+        }
+    }
+
+    /// The pool's background work: checkpoints, clean-up.
+    pub(crate) fn pool_idle(&mut self, pool: usize, life: u32) {
+        let here = &mut self.pools[pool];
+        if here.life != life {
+            return;
+        }
+        let Some(process) = &mut here.process else { return };
+        process.idle_planned = false;
+        if here.paused {
+            return;
+        }
+        if let Err(error) = here.storage.background() {
+            self.trace.line(self.schedule.now(), || format!("pool {pool} background: {error}"));
+            if matches!(error, quoin_core::replica::store::StoreError::Io(_)) {
+                self.kill_pool(pool, Outage::DiskFailed, 50 * MILLISECOND);
+                return;
+            }
+        }
+        self.plan_sync(pool);
+        self.plan_idle(pool);
+    }
+
+    /// The pool finds that its replica is lost and, told so by the control plane, makes an empty
+    /// one under a new GUID that is not counted before it is adopted.
+    pub(crate) fn recreate(&mut self, pool: usize) {
+        if !self.pools[pool].gone {
+            return;
+        }
+        if self.pools[pool].process.is_none() {
+            self.schedule.after(200 * MILLISECOND, Event::Recreate { pool });
+            return;
+        }
+        let member =
+            Member { id: self.pools[pool].member.id, guid: ReplicaGuid(self.random.wide() | 1) };
+        let membership = self.record.membership.clone();
+        let (identity, meta) = self.newborn(member, false, membership);
+        let blocks = self.setup.volume_blocks;
+        let local = self.local(self.pools[pool].host);
+        let here = &mut self.pools[pool];
+        if here.storage.create(identity, meta, blocks).is_err() {
+            self.schedule.after(500 * MILLISECOND, Event::Recreate { pool });
+            return;
+        }
+        let boot = here.storage.cookie();
+        let mut replica = None;
+        here.storage.with(member.guid, &mut |store: &mut dyn ReplicaStore| {
+            replica = Some(Replica::new(local, boot, &*store));
+        });
+        here.member = member;
+        here.gone = false;
+        if let Some(process) = &mut here.process {
+            process.replica = replica;
+        }
+        self.trace.line(self.schedule.now(), || format!("pool {pool} makes {member:?}"));
+        self.record.candidates.retain(|c| c.id != member.id);
+        self.record.candidates.push(member);
+        self.stats.replacements += 1;
+        self.plan_sync(pool);
+        self.tell_candidates();
+    }
+}

@@ -1,0 +1,285 @@
+//! What a run is made of, drawn from its seed.
+
+use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta};
+use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
+use quoin_core::{
+    BLOCK_SIZE, Durability, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid, ReplicaId,
+    VolumeId,
+};
+
+use super::{Event, PoolHost, Queue, TargetHost, World, ending};
+use crate::clock::HostClock;
+use crate::control::Record;
+use crate::faults::{self, Profile};
+use crate::history::History;
+use crate::lineage::Lineage;
+use crate::network::Network;
+use crate::random::Random;
+use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND, Schedule};
+use crate::stats::Stats;
+use crate::storage::{ModelStorage, Outage, Storage};
+use crate::trace::Trace;
+use crate::workload::Workload;
+
+/// Events after which a run is taken for a message loop.
+pub const EVENTS_MAX: u64 = 5_000_000;
+/// Answered operations that every run reaches.
+pub const IOS_MIN: u64 = 1_000;
+
+/// What the replicas keep their data in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum StoreKind {
+    #[default]
+    Model,
+}
+
+/// A deliberate defect in what surrounds the core, to show that the simulator finds defects.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mutant {
+    /// Replicas answer "applied" when an entry arrives, before they hold it.
+    AcknowledgesBeforeHolding,
+    /// Disks say that a sync is done and do nothing.
+    SyncLies,
+    /// Clocks stop although reads lean on leases.
+    ClocksStop,
+    /// The control plane grants an epoch again after a lost answer.
+    EpochGrantedTwice,
+    /// Replicas lose their data and say nothing of it.
+    ForgetsSilently,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RunOptions {
+    pub seed: u64,
+    pub store: StoreKind,
+    pub trace: bool,
+    pub mutant: Option<Mutant>,
+}
+
+/// What stays the same all through a run.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub store: StoreKind,
+    pub config: TargetConfig,
+    pub volume_blocks: u64,
+    pub rf: u8,
+    pub cf: u8,
+    /// Typical time of a sync.
+    pub sync_ns: u64,
+    /// Typical pause of a client between requests.
+    pub think_ns: u64,
+    /// When faults stop.
+    pub horizon: Instant,
+}
+
+/// RF and CF of a run: 3/2 mostly.
+fn factors(random: &mut Random) -> (u8, u8) {
+    match random.below(20) {
+        0 => (1, 1),
+        1 | 2 => (2, 2),
+        3 => (4, 3),
+        4 => (5, 3),
+        5 => (3, 1),
+        _ => (3, 2),
+    }
+}
+
+impl World {
+    pub fn new(options: RunOptions) -> Self {
+        let mut random = Random::new(options.seed);
+        let (rf, cf) = factors(&mut random);
+        let replicas = usize::from(rf);
+        let spare = rf - quoin_core::membership::open_quorum(rf, cf);
+        let profile = if spare > 0 && random.percent(35) {
+            Profile::Media { victim: random.index(replicas) }
+        } else {
+            Profile::Power
+        };
+        let shared_hosts = random.percent(40);
+        let target_hosts: [usize; 2] =
+            if shared_hosts && replicas > 1 { [0, 1] } else { [replicas, replicas + 1] };
+        let hosts = replicas + 3;
+        let control_host = replicas + 2;
+        let volume_blocks = *random.pick(&[32, 128, 128, 400, 1024]);
+        let sub_block = random.percent(50);
+        let confirmed = random.percent(20);
+        let lease_ms = *random.pick(&[500, 1000, 2000, 2000, 3000]);
+        let members: Vec<Member> = (0..replicas)
+            .map(|i| Member {
+                id: ReplicaId(0x100 + i as u128),
+                guid: ReplicaGuid(random.wide() | 1),
+            })
+            .collect();
+        let local_wanted = shared_hosts && replicas > 1 && random.percent(50);
+        let config = TargetConfig {
+            volume: VolumeId(0xabc0 + u128::from(options.seed)),
+            volume_blocks,
+            logical_block_size: if sub_block { 512 } else { 4096 },
+            durability: if random.percent(20) { Durability::Media } else { Durability::Cache },
+            on_quorum_loss: if random.percent(10) {
+                OnQuorumLoss::Fail
+            } else {
+                OnQuorumLoss::Wait
+            },
+            on_full: if random.percent(20) { OnFull::NoSpace } else { OnFull::Wait },
+            reads: if confirmed { ReadMode::Confirmed } else { ReadMode::Leased },
+            read_only: false,
+            lease_ms,
+            open_grace_ms: random.between(100, 2000) as u32,
+            drop_after_ms: random.between(300, 5000) as u32,
+            window_bytes: *random.pick(&[256 << 10, 1 << 20, 8 << 20, 64 << 20]),
+            sync_bytes: *random.pick(&[64 << 10, 1 << 20, 64 << 20]),
+            sync_after_ms: random.between(50, 2000) as u32,
+            local: local_wanted.then(|| members[0]),
+        };
+        let setup = Setup {
+            store: options.store,
+            config,
+            volume_blocks,
+            rf,
+            cf,
+            sync_ns: *random.pick(&[100 * MICROSECOND, MILLISECOND, 5 * MILLISECOND]),
+            think_ns: random.between(10, 120) * MILLISECOND,
+            horizon: random.between(10, 40) * SECOND,
+        };
+        let membership = Membership {
+            version: 1,
+            rf,
+            cf,
+            drf: rf,
+            known: members.clone(),
+            retired: Vec::new(),
+            formed: true,
+        };
+        let typical_delay =
+            *random.pick(&[30 * MICROSECOND, 200 * MICROSECOND, MILLISECOND, 5 * MILLISECOND]);
+        let network = Network::new(hosts, typical_delay, random.fork());
+        let clocks = (0..hosts)
+            .map(|_| HostClock::new(random.below(1 << 50), random.between(980_000, 1_020_000)))
+            .collect();
+        let workload = Workload::draw(volume_blocks, sub_block, &mut random);
+        let queues =
+            (0..random.between(3, 16)).map(|_| Queue { home: 0, turn: 0, open: None, burst: 0 });
+        let mut world = World {
+            seed: options.seed,
+            schedule: Schedule::default(),
+            clocks,
+            powered: vec![true; hosts],
+            network,
+            record: Record {
+                epoch: Epoch::ZERO,
+                incarnation: Incarnation(0),
+                owner: 0,
+                membership: membership.clone(),
+                candidates: Vec::new(),
+            },
+            control_host,
+            control_lossy: false,
+            control_late: false,
+            targets: target_hosts
+                .iter()
+                .map(|host| TargetHost { host: *host, life: 0, process: None, paused: false })
+                .collect(),
+            pools: Vec::new(),
+            queues: queues.collect(),
+            workload,
+            setup,
+            profile,
+            history: History::default(),
+            lineage: Lineage::default(),
+            owed: Default::default(),
+            unflushed: Vec::new(),
+            served: (Epoch::ZERO, 0, 0),
+            armed: Vec::new(),
+            faults_over: false,
+            ending: ending::Ending::default(),
+            stats: Stats::default(),
+            trace: Trace::new(options.trace),
+            violation: None,
+            mutant: options.mutant,
+            max_lsn_sent: Lsn::ZERO,
+            tokens: Default::default(),
+            questions: 0,
+            unanswered: Default::default(),
+            random,
+        };
+        for (host, member) in members.iter().enumerate() {
+            world.add_pool(host, *member, &membership);
+        }
+        world.plan_run(confirmed);
+        world
+    }
+
+    fn add_pool(&mut self, host: usize, member: Member, membership: &Membership) {
+        let mut storage: Box<dyn Storage> = match self.setup.store {
+            StoreKind::Model => Box::new(ModelStorage::default()),
+        };
+        let (identity, meta) = self.newborn(member, true, membership.clone());
+        if let Err(error) = storage.create(identity, meta, self.setup.volume_blocks) {
+            self.violate("Setup", format!("a replica could not be created: {error}"));
+        }
+        if let Some(ticket) = storage.sync_begin()
+            && storage.sync_end(ticket, &mut self.random).is_err()
+        {
+            self.violate("Setup", "the first sync failed");
+        }
+        let pool = self.pools.len();
+        self.pools.push(PoolHost {
+            host,
+            life: 0,
+            storage,
+            member,
+            gone: false,
+            process: None,
+            paused: false,
+            outage: Outage::Process,
+            slow: 1,
+            cache_lost: false,
+        });
+        self.schedule.after(0, Event::StartPool { pool });
+    }
+
+    /// What a pool writes when it creates a replica: counted at once (a first one), or only
+    /// after it has been adopted.
+    pub(crate) fn newborn(
+        &self,
+        member: Member,
+        quorum: bool,
+        membership: Membership,
+    ) -> (ReplicaIdentity, ReplicaMeta) {
+        let identity = ReplicaIdentity {
+            volume: self.setup.config.volume,
+            replica: member.id,
+            guid: member.guid,
+            volume_spec: bytes::Bytes::new(),
+        };
+        (identity, ReplicaMeta { membership, quorum, ..ReplicaMeta::default() })
+    }
+
+    fn plan_run(&mut self, confirmed: bool) {
+        self.schedule.after(MILLISECOND, Event::StartTarget { target: 0 });
+        for queue in 0..self.queues.len() {
+            let delay = self.random.below(self.setup.think_ns);
+            self.schedule.after(delay, Event::Client { queue, turn: 0 });
+        }
+        let horizon = self.setup.horizon;
+        for planned in faults::plan(self.profile, confirmed, horizon, &mut self.random) {
+            self.schedule.at(planned.at, Event::Fault(planned));
+        }
+        self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);
+        let setup = &self.setup;
+        let words = format!(
+            "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",
+            self.seed,
+            setup.rf,
+            setup.cf,
+            setup.config.durability,
+            setup.config.reads,
+            setup.volume_blocks,
+            setup.volume_blocks * BLOCK_SIZE as u64,
+            self.queues.len(),
+            self.profile,
+        );
+        self.trace.line(0, || words);
+    }
+}

@@ -1,0 +1,451 @@
+//! Faults strike, and those that last are mended.
+
+use quoin_core::replica::ReplicaEvent;
+use quoin_core::target::TargetEvent;
+
+use super::{Event, Mend, World};
+use crate::clock::RATE_EXACT;
+use crate::disk::Failing;
+use crate::faults::{FaultKind, Planned, Profile};
+use crate::network::ConnectionId;
+use crate::schedule::{MILLISECOND, SECOND};
+use crate::storage::Outage;
+
+impl World {
+    /// The fault's time has come: requests begin to pour in, and some events later it strikes.
+    pub(crate) fn arm(&mut self, planned: Planned) {
+        if self.faults_over {
+            return;
+        }
+        if self.random.percent(80) {
+            self.burst();
+        }
+        self.armed.push((self.stats.events + planned.countdown, planned));
+    }
+
+    pub(crate) fn count_down(&mut self) {
+        let events = self.stats.events;
+        while let Some(index) = self.armed.iter().position(|(at, _)| *at <= events) {
+            let (_, planned) = self.armed.swap_remove(index);
+            if self.strike(planned.kind) {
+                self.stats.faults.add(planned.kind);
+                let name = planned.kind.name();
+                self.trace.line(self.schedule.now(), || format!("*** {name}"));
+            }
+        }
+    }
+
+    fn lasting(&mut self, longest_ms: u64, mend: Mend) {
+        let typical = self.random.between(20, longest_ms / 3);
+        let lasts = if self.random.percent(30) { longest_ms } else { typical };
+        self.schedule.after(lasts * MILLISECOND, Event::Mend(mend));
+    }
+
+    /// A pool whose disk or data this profile may hurt.
+    fn victim(&mut self) -> usize {
+        match self.profile {
+            Profile::Media { victim } => victim,
+            Profile::Power => self.random.index(self.pools.len()),
+        }
+    }
+
+    fn a_target(&mut self) -> usize {
+        let alive: Vec<usize> =
+            (0..self.targets.len()).filter(|t| self.targets[*t].process.is_some()).collect();
+        if alive.is_empty() { self.record.owner } else { *self.random.pick(&alive) }
+    }
+
+    /// False if there was nothing to strike.
+    fn strike(&mut self, kind: FaultKind) -> bool {
+        match kind {
+            FaultKind::TargetCrash => {
+                let target = self.a_target();
+                let alive = self.targets[target].process.is_some();
+                self.kill_target(target);
+                alive
+            }
+            FaultKind::ReplicaCrash => {
+                let pool = self.random.index(self.pools.len());
+                let alive = self.pools[pool].process.is_some();
+                let restart = self.random.between(20, 6000) * MILLISECOND;
+                if alive {
+                    self.kill_pool(pool, Outage::Process, restart);
+                }
+                alive
+            }
+            FaultKind::PowerOne => {
+                let pool = self.victim();
+                self.power_cut(&[pool]);
+                true
+            }
+            FaultKind::PowerSome => {
+                let mut pools: Vec<usize> = (0..self.pools.len()).collect();
+                pools.retain(|_| self.random.percent(60));
+                self.power_cut(&pools);
+                !pools.is_empty()
+            }
+            FaultKind::PowerAll => {
+                let pools: Vec<usize> = (0..self.pools.len()).collect();
+                self.power_cut(&pools);
+                true
+            }
+            FaultKind::Partition | FaultKind::PartitionOneWay => {
+                self.partition(kind == FaultKind::PartitionOneWay)
+            }
+            FaultKind::DelayStorm => {
+                self.network.storm = self.random.between(3, 60);
+                self.lasting(4000, Mend::Storm);
+                true
+            }
+            FaultKind::ConnectionCut => self.cut_some(),
+            FaultKind::ClockDrift => {
+                let host = self.random.index(self.clocks.len());
+                let rate = self.random.between(976_000, 1_024_000);
+                self.set_clock_rate(host, rate);
+                true
+            }
+            FaultKind::ClockJump => self.jump_clock(),
+            FaultKind::ClockStop => {
+                let target = self.a_target();
+                let host = self.targets[target].host;
+                self.set_clock_rate(host, 0);
+                self.lasting(6000, Mend::Clock(host));
+                true
+            }
+            FaultKind::TargetPause => {
+                let target = self.a_target();
+                if self.targets[target].process.is_none() || self.targets[target].paused {
+                    return false;
+                }
+                self.targets[target].paused = true;
+                self.lasting(8000, Mend::ResumeTarget(target));
+                true
+            }
+            FaultKind::ReplicaPause => {
+                let pool = self.random.index(self.pools.len());
+                if self.pools[pool].process.is_none() || self.pools[pool].paused {
+                    return false;
+                }
+                self.pools[pool].paused = true;
+                self.lasting(8000, Mend::ResumePool(pool));
+                true
+            }
+            FaultKind::SlowDisk => {
+                let pool = self.random.index(self.pools.len());
+                self.pools[pool].slow = self.random.between(10, 500);
+                self.lasting(5000, Mend::Disk(pool));
+                true
+            }
+            FaultKind::DiskWriteError | FaultKind::DiskReadError | FaultKind::DiskSyncError => {
+                let pool = self.victim();
+                let failing = Failing {
+                    writes: kind == FaultKind::DiskWriteError,
+                    reads: kind == FaultKind::DiskReadError,
+                    syncs: kind == FaultKind::DiskSyncError,
+                };
+                if kind != FaultKind::DiskReadError {
+                    self.pools[pool].cache_lost = true;
+                }
+                self.pools[pool].storage.set_failing(failing);
+                self.lasting(1500, Mend::Disk(pool));
+                true
+            }
+            FaultKind::Rot => {
+                let pool = self.victim();
+                let guid = self.pools[pool].member.guid;
+                let times = self.random.between(1, 6);
+                (0..times).filter(|_| self.pools[pool].storage.rot(guid, &mut self.random)).count()
+                    > 0
+            }
+            FaultKind::FullPool => {
+                let pool = self.random.index(self.pools.len());
+                self.pools[pool].storage.set_full(true);
+                self.lasting(4000, Mend::Disk(pool));
+                true
+            }
+            FaultKind::Failover => self.failover(),
+            FaultKind::ControlLost => {
+                self.control_lossy = true;
+                self.lasting(8000, Mend::ControlPlane);
+                true
+            }
+            FaultKind::ControlLate => {
+                self.control_late = true;
+                self.lasting(8000, Mend::ControlPlane);
+                true
+            }
+            FaultKind::Wipe => self.wipe(),
+            FaultKind::TargetShutdown => {
+                let target = self.a_target();
+                let there = &self.targets[target];
+                if there.process.is_none() || there.paused {
+                    return false;
+                }
+                let life = there.life;
+                self.feed_target(target, vec![TargetEvent::Shutdown]);
+                // A supervisor waits some seconds and then kills.
+                self.lasting(9000, Mend::KillTarget { target, life });
+                true
+            }
+            FaultKind::ReplicaShutdown => {
+                let pool = self.random.index(self.pools.len());
+                if self.pools[pool].process.is_none() || self.pools[pool].paused {
+                    return false;
+                }
+                self.feed_pool(pool, vec![ReplicaEvent::Shutdown]);
+                let restart = self.random.between(20, 3000) * MILLISECOND;
+                self.kill_pool(pool, Outage::Process, restart);
+                true
+            }
+        }
+    }
+
+    /// These pools' hosts lose their power, with whatever else runs there.
+    fn power_cut(&mut self, pools: &[usize]) {
+        for pool in pools {
+            let host = self.pools[*pool].host;
+            self.powered[host] = false;
+            let off = self.random.between(50, 4000) * MILLISECOND;
+            self.kill_pool(*pool, Outage::Power, off);
+            for target in 0..self.targets.len() {
+                if self.targets[target].host == host {
+                    self.kill_target(target);
+                    self.schedule.after(off + SECOND, Event::StartTarget { target });
+                }
+            }
+            self.schedule.after(off.saturating_sub(1), Event::Mend(Mend::Clock(host)));
+        }
+    }
+
+    fn partition(&mut self, one_way: bool) -> bool {
+        let hosts = self.clocks.len();
+        let alone = self.random.index(hosts);
+        let others: Vec<usize> = if self.random.percent(50) {
+            (0..hosts).filter(|h| *h != alone).collect()
+        } else {
+            let other = self.random.index(hosts);
+            vec![other].into_iter().filter(|h| *h != alone).collect()
+        };
+        let mut blocked = Vec::new();
+        let outward = self.random.percent(50);
+        for other in others {
+            if !one_way || outward {
+                blocked.push((alone, other));
+            }
+            if !one_way || !outward {
+                blocked.push((other, alone));
+            }
+        }
+        for (from, to) in &blocked {
+            self.network.block(*from, *to);
+        }
+        // Some connections do not outlive it: an end gives up before the network is whole again.
+        for id in self.connections_across(&blocked) {
+            if self.random.percent(50) {
+                let after = self.random.between(200, 6000) * MILLISECOND;
+                self.schedule.after(after, Event::Mend(Mend::Cut(id)));
+            }
+        }
+        let any = !blocked.is_empty();
+        self.lasting(9000, Mend::Unblock(blocked));
+        any
+    }
+
+    fn connections_across(&self, blocked: &[(usize, usize)]) -> Vec<ConnectionId> {
+        self.network
+            .connections
+            .iter()
+            .filter(|(_, c)| c.established)
+            .filter(|(_, c)| {
+                let (a, b) = (self.host_of_target(c.target), self.pools[c.pool].host);
+                blocked.contains(&(a, b)) || blocked.contains(&(b, a))
+            })
+            .map(|(id, _)| *id)
+            .collect()
+    }
+
+    fn cut_some(&mut self) -> bool {
+        let ids: Vec<ConnectionId> = self
+            .network
+            .connections
+            .iter()
+            .filter(|(_, c)| c.established && c.target_open)
+            .map(|(id, _)| *id)
+            .collect();
+        if ids.is_empty() {
+            return false;
+        }
+        let all = self.random.percent(25);
+        let chosen = *self.random.pick(&ids);
+        for id in ids.into_iter().filter(|id| all || *id == chosen) {
+            self.cut(id);
+        }
+        true
+    }
+
+    /// A tail of what is under way is lost, and each end learns of it in its own time.
+    fn cut(&mut self, id: ConnectionId) {
+        self.network.lose_tail(id);
+        let Some(connection) = self.network.connections.get_mut(&id) else { return };
+        connection.to_pool.deaf = true;
+        connection.to_target.deaf = true;
+        // What was not lost arrives before the end does.
+        let due = connection.to_pool.next_due().max(connection.to_target.next_due());
+        let due = due.unwrap_or(0).max(self.schedule.now());
+        let spread = if self.random.percent(60) { MILLISECOND } else { 3 * SECOND };
+        let a = self.random.below(spread);
+        let b = self.random.below(spread);
+        self.schedule.at(due + a, Event::TargetEndLost { connection: id });
+        self.schedule.at(due + b, Event::PoolEndLost { connection: id });
+    }
+
+    /// Only forward, and only where a lease may end early: at targets.
+    fn jump_clock(&mut self) -> bool {
+        let target = self.a_target();
+        let host = self.targets[target].host;
+        if self.pools.iter().any(|p| p.host == host) {
+            return false;
+        }
+        let ahead = self.random.between(1, 10_000) * MILLISECOND;
+        self.clocks[host].jump(self.schedule.now(), ahead);
+        self.clock_changed(host);
+        true
+    }
+
+    fn set_clock_rate(&mut self, host: usize, rate_ppm: u64) {
+        self.clocks[host].set_rate(self.schedule.now(), rate_ppm);
+        self.clock_changed(host);
+    }
+
+    fn clock_changed(&mut self, host: usize) {
+        for target in 0..self.targets.len() {
+            if self.targets[target].host == host {
+                self.plan_target_timer(target);
+            }
+        }
+        for pool in 0..self.pools.len() {
+            if self.pools[pool].host == host {
+                self.plan_pool_timer(pool);
+            }
+        }
+    }
+
+    /// The controller gives the volume to the other host; the old target still runs, and some of
+    /// its clients still use it.
+    fn failover(&mut self) -> bool {
+        let old = self.record.owner;
+        let new = 1 - old;
+        self.record.owner = new;
+        self.trace.line(self.schedule.now(), || format!("target {new} is to own the volume"));
+        let delay = self.random.between(1, 500) * MILLISECOND;
+        self.schedule.after(delay, Event::StartTarget { target: new });
+        for queue in 0..self.queues.len() {
+            let delay = self.random.between(0, 4000) * MILLISECOND;
+            self.schedule.after(delay, Event::MoveClient { queue });
+        }
+        let life = self.targets[old].life;
+        if self.random.percent(60) {
+            self.lasting(9000, Mend::KillTarget { target: old, life });
+        }
+        true
+    }
+
+    /// The replica's disk is replaced by an empty one; the pool says so from now on.
+    fn wipe(&mut self) -> bool {
+        let pool = self.victim();
+        let there = &mut self.pools[pool];
+        let adopted = self.record.membership.known.contains(&there.member);
+        if there.gone || !adopted || there.storage.delete(there.member.guid).is_err() {
+            return false;
+        }
+        there.gone = true;
+        self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
+        let delay = self.random.between(500, 8000) * MILLISECOND;
+        self.schedule.after(delay, Event::Recreate { pool });
+        true
+    }
+
+    pub(crate) fn mend(&mut self, mend: Mend) {
+        match mend {
+            Mend::Unblock(blocked) => {
+                for (from, to) in blocked {
+                    self.network.unblock(from, to);
+                }
+                self.look_again();
+            }
+            Mend::Storm => self.network.storm = 1,
+            Mend::ResumeTarget(target) => {
+                self.targets[target].paused = false;
+                self.plan_target_timer(target);
+                self.look_again();
+            }
+            Mend::ResumePool(pool) => {
+                self.pools[pool].paused = false;
+                self.plan_pool_timer(pool);
+                self.look_again();
+            }
+            Mend::Disk(pool) => {
+                self.pools[pool].storage.set_failing(Failing::default());
+                self.pools[pool].storage.set_full(false);
+                self.pools[pool].slow = 1;
+            }
+            Mend::Clock(host) => {
+                self.powered[host] = true;
+                let rate = self.random.between(RATE_EXACT - 20_000, RATE_EXACT + 20_000);
+                self.set_clock_rate(host, rate);
+            }
+            Mend::ControlPlane => {
+                self.control_lossy = false;
+                self.control_late = false;
+            }
+            Mend::KillTarget { target, life } => {
+                if self.targets[target].life == life {
+                    self.kill_target(target);
+                }
+            }
+            Mend::Cut(id) => self.cut(id),
+        }
+    }
+
+    /// Messages that waited for a network or a process are looked at again.
+    fn look_again(&mut self) {
+        let ids: Vec<ConnectionId> = self.network.connections.keys().copied().collect();
+        for connection in ids {
+            let delay = self.random.below(MILLISECOND);
+            self.schedule.after(delay, Event::ToPool { connection });
+            self.schedule.after(delay, Event::ToTarget { connection });
+        }
+    }
+
+    /// Everything is whole again; what is down comes back by itself.
+    pub(crate) fn mend_everything(&mut self) {
+        self.network.unblock_all();
+        self.control_lossy = false;
+        self.control_late = false;
+        for host in 0..self.clocks.len() {
+            self.powered[host] = true;
+            self.set_clock_rate(host, RATE_EXACT);
+        }
+        for pool in 0..self.pools.len() {
+            let there = &mut self.pools[pool];
+            there.storage.set_failing(Failing::default());
+            there.storage.set_full(false);
+            there.slow = 1;
+            there.paused = false;
+            self.plan_pool_timer(pool);
+            let delay = self.random.below(SECOND);
+            self.schedule.after(delay, Event::StartPool { pool });
+            self.schedule.after(delay, Event::Recreate { pool });
+        }
+        for target in 0..self.targets.len() {
+            self.targets[target].paused = false;
+            self.plan_target_timer(target);
+            let delay = self.random.below(SECOND);
+            self.schedule.after(delay, Event::StartTarget { target });
+        }
+        for queue in 0..self.queues.len() {
+            self.move_client(queue);
+        }
+        self.look_again();
+    }
+}

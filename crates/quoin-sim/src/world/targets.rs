@@ -1,0 +1,444 @@
+//! The driver of targets: what `quoin-target` does with sockets and timers, here with events.
+
+use std::collections::BTreeMap;
+
+use quoin_core::block::{BlockError, Payload, Reply};
+use quoin_core::message::ToReplica;
+use quoin_core::target::{Target, TargetAction, TargetEvent, TargetNote};
+use quoin_core::{Epoch, Member, SessionKey, Time};
+
+use super::{Event, World, brief};
+use crate::control::Question;
+use crate::network::{Connection, ConnectionId, Item, Stream};
+use crate::schedule::{MILLISECOND, SECOND};
+
+/// One life of a target process.
+pub(crate) struct Process {
+    pub target: Target,
+    timer: Option<Time>,
+    arm: u32,
+    /// The epoch it serves in, once it does.
+    pub serving: Option<Epoch>,
+    /// This open said that unflushed data may be lost.
+    pub tail_lost: bool,
+    pub in_sync: Vec<Member>,
+    pub waiting: String,
+    sessions: BTreeMap<(u128, u64), ConnectionId>,
+}
+
+fn name(key: SessionKey) -> (u128, u64) {
+    (key.incarnation.0, key.nonce)
+}
+
+impl World {
+    pub(crate) fn start_target(&mut self, target: usize) {
+        let host = self.targets[target].host;
+        let wanted = self.record.owner == target && self.powered[host];
+        if self.targets[target].process.is_some() || !wanted {
+            return;
+        }
+        let now = self.local(host);
+        let seed = self.random.next();
+        self.targets[target].life += 1;
+        let life = self.targets[target].life;
+        self.trace.line(self.schedule.now(), || format!("target {target} starts (life {life})"));
+        self.targets[target].process = Some(Process {
+            target: Target::new(now, self.setup.config.clone(), seed),
+            timer: None,
+            arm: 0,
+            serving: None,
+            tail_lost: false,
+            in_sync: Vec::new(),
+            waiting: String::new(),
+            sessions: BTreeMap::new(),
+        });
+        let mut events = vec![TargetEvent::Timer];
+        if !self.record.candidates.is_empty() {
+            events.push(TargetEvent::Candidates(self.record.candidates.clone()));
+        }
+        self.feed_target(target, events);
+    }
+
+    /// The process ends at once; its peers learn of it as their networks let them.
+    pub(crate) fn kill_target(&mut self, target: usize) {
+        if self.targets[target].process.take().is_none() {
+            return;
+        }
+        self.trace.line(self.schedule.now(), || format!("target {target} is dead"));
+        self.targets[target].paused = false;
+        let host = self.targets[target].host;
+        let ids: Vec<ConnectionId> = self
+            .network
+            .connections
+            .iter()
+            .filter(|(_, c)| c.target == target && c.target_open)
+            .map(|(id, _)| *id)
+            .collect();
+        let polite = self.powered[host];
+        for id in ids {
+            self.end_of_target_dies(id, polite);
+        }
+        self.clients_lost_target(target);
+        let delay = self.random.between(50, 1500) * MILLISECOND;
+        self.schedule.after(delay, Event::StartTarget { target });
+    }
+
+    pub(crate) fn life_of(&self, target: usize) -> u32 {
+        self.targets[target].life
+    }
+
+    /// Gives events to the target in one batch and does what it asks.
+    pub(crate) fn feed_target(&mut self, target: usize, events: Vec<TargetEvent>) {
+        let now = self.local(self.targets[target].host);
+        let Some(process) = &mut self.targets[target].process else { return };
+        let mut actions = Vec::new();
+        for event in events {
+            process.target.on(now, event, &mut actions);
+        }
+        process.target.flush(now, &mut actions);
+        for action in actions {
+            self.target_action(target, action);
+        }
+    }
+
+    fn target_action(&mut self, target: usize, action: TargetAction) {
+        let life = self.targets[target].life;
+        let now = self.schedule.now();
+        match action {
+            TargetAction::AcquireEpoch { incarnation, at_least } => {
+                let question = Question::Acquire { incarnation, at_least };
+                self.ask(target, question);
+            }
+            TargetAction::SwapMembership { epoch, version, next } => {
+                self.trace.line(now, || format!("target {target} swaps membership: {next:?}"));
+                self.ask(target, Question::Swap { epoch, version, next });
+            }
+            TargetAction::Connect { member, session } => self.connect(target, member, session),
+            TargetAction::Disconnect { session } => {
+                let Some(process) = &mut self.targets[target].process else { return };
+                if let Some(id) = process.sessions.remove(&name(session)) {
+                    self.target_closes(id);
+                }
+            }
+            TargetAction::Send { session, message } => self.target_sends(target, session, message),
+            TargetAction::Reply(reply) => self.target_replies(target, life, reply),
+            TargetAction::Timer { at } => {
+                if let Some(process) = &mut self.targets[target].process {
+                    process.timer = at;
+                    process.arm += 1;
+                }
+                self.plan_target_timer(target);
+            }
+            TargetAction::Note(note) => self.target_note(target, life, note),
+            TargetAction::Stopped => {
+                if let Some(process) = &mut self.targets[target].process {
+                    process.serving = None;
+                }
+                // The driver's process ends after this batch.
+                self.kill_target(target);
+            }
+        }
+    }
+
+    pub(crate) fn plan_target_timer(&mut self, target: usize) {
+        let host = self.targets[target].host;
+        let life = self.targets[target].life;
+        let Some(process) = &self.targets[target].process else { return };
+        let (Some(at), arm) = (process.timer, process.arm) else { return };
+        if let Some(at) = self.clocks[host].global(at, self.schedule.now()) {
+            self.schedule.at(at, Event::TargetTimer { target, life, arm });
+        }
+    }
+
+    pub(crate) fn target_timer(&mut self, target: usize, life: u32, arm: u32) {
+        let host = self.targets[target].host;
+        let local = self.local(host);
+        if self.targets[target].life != life || self.targets[target].paused {
+            return;
+        }
+        let Some(process) = &mut self.targets[target].process else { return };
+        if process.arm != arm {
+            return;
+        }
+        match process.timer {
+            Some(at) if at <= local => {
+                process.timer = None;
+                self.feed_target(target, vec![TargetEvent::Timer]);
+            }
+            Some(_) => self.plan_target_timer(target),
+            None => {}
+        }
+    }
+
+    fn connect(&mut self, target: usize, member: Member, session: SessionKey) {
+        let life = self.targets[target].life;
+        let pool = self.pool_of(member);
+        let id = self.network.add(Connection {
+            target,
+            target_life: life,
+            pool: pool.unwrap_or(usize::MAX),
+            pool_life: 0,
+            member,
+            session,
+            established: false,
+            to_pool: Stream::default(),
+            to_target: Stream::default(),
+            target_open: true,
+            pool_open: false,
+        });
+        if let Some(process) = &mut self.targets[target].process {
+            process.sessions.insert(name(session), id);
+        }
+        let delay = self.network.delay() * 2;
+        self.schedule.after(delay, Event::Connecting { connection: id });
+    }
+
+    /// The handshake is over, or it never will be.
+    pub(crate) fn connecting(&mut self, id: ConnectionId) {
+        let Some(connection) = self.network.connections.get(&id) else { return };
+        let (target, life, pool) = (connection.target, connection.target_life, connection.pool);
+        let session = connection.session;
+        if !connection.target_open || self.targets[target].life != life {
+            self.network.connections.remove(&id);
+            return;
+        }
+        let from = self.targets[target].host;
+        let Some(there) = self.pools.get(pool) else { return };
+        let to = there.host;
+        let cut = self.network.is_blocked(from, to) || self.network.is_blocked(to, from);
+        if cut || !self.powered[to] {
+            let delay = self.random.between(1, 3) * SECOND;
+            self.schedule.after(delay, Event::Refused { target, life, connection: id });
+            return;
+        }
+        if there.process.is_none() {
+            let delay = self.network.delay();
+            self.schedule.after(delay, Event::Refused { target, life, connection: id });
+            return;
+        }
+        let pool_life = there.life;
+        if self.targets[target].paused {
+            self.schedule.after(10 * MILLISECOND, Event::Connecting { connection: id });
+            return;
+        }
+        let connection = self.network.connections.get_mut(&id).expect("looked up above");
+        connection.pool_life = pool_life;
+        connection.established = true;
+        connection.pool_open = true;
+        self.feed_target(target, vec![TargetEvent::Connected { session }]);
+    }
+
+    pub(crate) fn refused(&mut self, target: usize, life: u32, id: ConnectionId) {
+        if self.targets[target].life == life {
+            self.target_end_lost(id);
+        }
+    }
+
+    /// The target's end of the connection is over.
+    pub(crate) fn target_end_lost(&mut self, id: ConnectionId) {
+        let Some(connection) = self.network.connections.get_mut(&id) else { return };
+        if !connection.target_open {
+            return;
+        }
+        let (target, life) = (connection.target, connection.target_life);
+        if self.targets[target].life == life && self.targets[target].paused {
+            self.schedule.after(20 * MILLISECOND, Event::TargetEndLost { connection: id });
+            return;
+        }
+        connection.target_open = false;
+        connection.to_target.deaf = true;
+        let session = connection.session;
+        self.network.forget_closed(id);
+        if self.targets[target].life != life {
+            return;
+        }
+        let Some(process) = &mut self.targets[target].process else { return };
+        if process.sessions.remove(&name(session)).is_some() {
+            self.feed_target(target, vec![TargetEvent::Disconnected { session }]);
+        }
+    }
+
+    /// The target closed its end: what it had sent still arrives, then the end.
+    fn target_closes(&mut self, id: ConnectionId) {
+        let now = self.schedule.now();
+        if let Some(connection) = self.network.connections.get_mut(&id) {
+            connection.target_open = false;
+            connection.to_target.deaf = true;
+        }
+        if let Some(due) = self.network.send_to_pool(now, id, Item::End) {
+            self.schedule.at(due, Event::ToPool { connection: id });
+        }
+        self.network.forget_closed(id);
+    }
+
+    /// The process or the host of the target died.
+    fn end_of_target_dies(&mut self, id: ConnectionId, polite: bool) {
+        let Some(connection) = self.network.connections.get_mut(&id) else { return };
+        connection.target_open = false;
+        connection.to_target.deaf = true;
+        if polite {
+            self.target_closes(id);
+        } else {
+            self.network.lose_tail(id);
+            let delay = self.random.between(1000, 8000) * MILLISECOND;
+            self.schedule.after(delay, Event::PoolEndLost { connection: id });
+        }
+    }
+
+    fn target_sends(&mut self, target: usize, session: SessionKey, message: ToReplica) {
+        let now = self.schedule.now();
+        let Some(process) = &self.targets[target].process else { return };
+        let Some(id) = process.sessions.get(&name(session)).copied() else { return };
+        if let ToReplica::Append { entries, .. } = &message {
+            for entry in entries {
+                self.max_lsn_sent = self.max_lsn_sent.max(entry.lsn);
+                if let Err(broken) = self.lineage.observe(self.seed, entry) {
+                    self.violate(broken.invariant, broken.detail);
+                }
+            }
+        }
+        if self.trace.is_on() {
+            let pool = self.network.connections.get(&id).map_or(usize::MAX, |c| c.pool);
+            let text = describe(&message);
+            self.trace.line(now, || format!("  target {target} -> pool {pool}: {text}"));
+        }
+        if let Some(due) = self.network.send_to_pool(now, id, Item::Message((session, message))) {
+            self.schedule.at(due, Event::ToPool { connection: id });
+        }
+    }
+
+    /// Everything that is due at this target, from all its connections, in one batch.
+    pub(crate) fn deliver_to_target(&mut self, id: ConnectionId) {
+        let now = self.schedule.now();
+        let Some(connection) = self.network.connections.get(&id) else { return };
+        let (target, life) = (connection.target, connection.target_life);
+        if self.targets[target].life != life || self.targets[target].paused {
+            return;
+        }
+        let Some(process) = &self.targets[target].process else { return };
+        let ids: Vec<ConnectionId> = process.sessions.values().copied().collect();
+        let to = self.targets[target].host;
+        let mut events = Vec::new();
+        let mut ended = Vec::new();
+        for id in ids {
+            let Some(connection) = self.network.connections.get(&id) else { continue };
+            let pool = connection.pool;
+            let Some(there) = self.pools.get(pool) else { continue };
+            let from = there.host;
+            let deaf = connection.to_target.deaf || !connection.target_open;
+            if deaf || self.network.is_blocked(from, to) {
+                continue;
+            }
+            while let Some(item) = self.network.take_for_target(now, id) {
+                match item {
+                    Item::Message((session, message)) => {
+                        if self.trace.is_on() {
+                            let text = brief(&message);
+                            self.trace
+                                .line(now, || format!("  pool {pool} -> target {target}: {text}"));
+                        }
+                        events.push(TargetEvent::Message { session, message });
+                    }
+                    Item::End => ended.push(id),
+                }
+            }
+        }
+        if !events.is_empty() {
+            self.feed_target(target, events);
+        }
+        for id in ended {
+            self.target_end_lost(id);
+        }
+    }
+
+    fn target_note(&mut self, target: usize, life: u32, note: TargetNote) {
+        self.trace.line(self.schedule.now(), || format!("target {target} notes: {note:?}"));
+        let Some(process) = &mut self.targets[target].process else { return };
+        match note {
+            TargetNote::Opening { .. } => {
+                process.serving = None;
+                process.tail_lost = false;
+            }
+            TargetNote::UnflushedTailMayBeLost => process.tail_lost = true,
+            TargetNote::Serving { epoch, .. } => {
+                process.serving = Some(epoch);
+                self.check_serving(target, life, epoch);
+            }
+            TargetNote::Waiting(text) => process.waiting = text,
+            TargetNote::InSync { members } => {
+                process.in_sync.clone_from(&members);
+                self.note_in_sync(&members);
+            }
+            TargetNote::Dropped { .. } => self.stats.drops += 1,
+            TargetNote::Rebuilt { .. } => self.stats.rebuilds += 1,
+            TargetNote::BadBlock { repaired: true, .. } => self.stats.repairs += 1,
+            TargetNote::InvariantRefused { member, invariant } => {
+                self.violate(invariant, format!("target {target} refused {member:?}"));
+            }
+            TargetNote::BlockLost { lba } => self.block_lost(lba),
+            TargetNote::ControlPlaneBehind { .. } => {
+                self.violate("MembershipMonotone", "the control plane never goes back here");
+            }
+            _ => {}
+        }
+    }
+
+    fn target_replies(&mut self, target: usize, life: u32, reply: Reply) {
+        let Some(queue) = self.tokens.remove(&reply.token) else {
+            self.violate("OneReply", format!("token {} was answered twice", reply.token));
+            return;
+        };
+        let Reply { token, result } = reply;
+        match result {
+            Ok(payload) => {
+                let data = match payload {
+                    Payload::Data(chunks) => chunks,
+                    _ => Vec::new(),
+                };
+                self.check_reply(target, life, token as u32, &data);
+            }
+            Err(error) => {
+                self.stats.ios_failed += 1;
+                if error == BlockError::OutOfRange || error == BlockError::Misaligned {
+                    self.violate("Requests", format!("a good request was refused: {error}"));
+                }
+                self.check_failed(token as u32, error);
+            }
+        }
+        self.client_answered(queue, token as u32);
+    }
+}
+
+/// One line for a message, short enough to read in a trace.
+fn describe(message: &ToReplica) -> String {
+    match message {
+        ToReplica::Open { lease_ms, membership, .. } => {
+            format!("Open, membership {}, lease {lease_ms} ms", membership.version)
+        }
+        ToReplica::Append { entries, stable, sync, .. } => {
+            let which = match (entries.first(), entries.last()) {
+                (Some(a), Some(b)) => format!("{}/{}..{}", b.epoch, a.lsn, b.lsn),
+                _ => "nothing".into(),
+            };
+            let kinds: Vec<String> = entries
+                .iter()
+                .take(4)
+                .map(|e| match &e.kind {
+                    quoin_core::EntryKind::View(view) => {
+                        let ids: Vec<u128> = view.in_sync.iter().map(|m| m.id.0 & 0xff).collect();
+                        format!("View{ids:?}")
+                    }
+                    kind => format!("{kind:?} {}+{}", e.lba, e.blocks),
+                })
+                .collect();
+            let sync = if *sync { ", sync" } else { "" };
+            format!("Append {which} ({}), stable {stable}{sync}", kinds.join(", "))
+        }
+        ToReplica::IncrementFeed { slots, cursor, .. } => {
+            format!("IncrementFeed {} slots to {cursor}", slots.len())
+        }
+        ToReplica::IncrementCommit { to, .. } => format!("IncrementCommit to {:?}", to.position),
+        ToReplica::Repair { lba, version, .. } => format!("Repair {lba} at {version}"),
+        other => format!("{other:?}"),
+    }
+}
