@@ -1,0 +1,336 @@
+//! The rules of one replica (R1 to R4), each with the message that would break it.
+
+use bytes::Bytes;
+use quoin_core::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
+use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
+use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, granted_lease};
+use quoin_core::*;
+use quoin_store::ReplicaPool;
+use quoin_store::model::ModelPool;
+use std::sync::Arc;
+use std::time::Duration;
+
+const OWN: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
+const VOLUME: VolumeId = VolumeId(5);
+const LEASE_MS: u32 = 2000;
+
+struct One {
+    pool: ModelPool,
+    replica: Replica,
+    now: Time,
+}
+
+fn membership() -> Membership {
+    let known = vec![OWN, Member { id: ReplicaId(2), guid: ReplicaGuid(12) }];
+    Membership { version: 1, rf: 2, cf: 2, drf: 2, known, retired: vec![], formed: true }
+}
+
+fn key(epoch: u64, incarnation: u128, nonce: u64) -> SessionKey {
+    SessionKey { epoch: Epoch(epoch), incarnation: Incarnation(incarnation), nonce }
+}
+
+impl One {
+    fn new() -> Self {
+        let mut pool = ModelPool::new();
+        let identity = ReplicaIdentity {
+            volume: VOLUME,
+            replica: OWN.id,
+            guid: OWN.guid,
+            volume_spec: Bytes::new(),
+        };
+        let meta = ReplicaMeta {
+            membership: membership(),
+            quorum: true,
+            closed_continuous: true,
+            ..ReplicaMeta::default()
+        };
+        pool.create(identity, meta, 64).unwrap();
+        let now = Time::from_millis(1000);
+        let replica = Replica::new(now, pool.cookie(), &pool.replica(OWN.guid).unwrap());
+        Self { pool, replica, now }
+    }
+
+    fn restart(&mut self) {
+        self.pool.restart();
+        let cookie = self.pool.cookie();
+        self.replica = Replica::new(self.now, cookie, &self.pool.replica(OWN.guid).unwrap());
+    }
+
+    fn on(&mut self, event: ReplicaEvent) -> Vec<FromReplica> {
+        let mut sent = Vec::new();
+        let mut actions = Vec::new();
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            {
+                let mut store = self.pool.replica(OWN.guid).unwrap();
+                self.replica.on(self.now, event, &mut store, &mut actions);
+            }
+            self.replica.flush(&mut actions);
+            if let Some(ticket) = self.pool.sync_wanted() {
+                self.pool.sync_finished(ticket, Ok(()));
+                events.push(ReplicaEvent::Synced { ticket, result: Ok(()) });
+            }
+        }
+        for action in actions {
+            if let ReplicaAction::Send { message, .. } = action {
+                sent.push(message);
+            }
+        }
+        sent
+    }
+
+    fn send(&mut self, session: SessionKey, message: ToReplica) -> Vec<FromReplica> {
+        self.on(ReplicaEvent::Message { connection: session.nonce, session, message })
+    }
+
+    fn open(&mut self, session: SessionKey) -> Vec<FromReplica> {
+        let message = ToReplica::Open {
+            volume: VOLUME,
+            replica: OWN.id,
+            guid: OWN.guid,
+            membership: membership(),
+            lease_ms: LEASE_MS,
+        };
+        self.send(session, message)
+    }
+
+    fn opened(&mut self, session: SessionKey) -> OpenAck {
+        match self.open(session).pop() {
+            Some(FromReplica::OpenAck(ack)) => *ack,
+            other => panic!("not opened: {other:?}"),
+        }
+    }
+
+    fn feed(&mut self, session: SessionKey) {
+        let position = self.position();
+        let keep = position.lsn;
+        let sent = self.send(session, ToReplica::Truncate { keep, tip: keep });
+        assert!(sent.iter().any(|m| matches!(m, FromReplica::Truncated { .. })), "{sent:?}");
+    }
+
+    fn position(&mut self) -> Position {
+        self.pool.replica(OWN.guid).unwrap().state().position
+    }
+
+    fn entry(&mut self, epoch: u64, fill: u8) -> Arc<Entry> {
+        let state = self.pool.replica(OWN.guid).unwrap().state();
+        let position = Position { epoch: Epoch(epoch), lsn: state.position.lsn.next() };
+        let data = Bytes::from(vec![fill; BLOCK_SIZE]);
+        Arc::new(Entry::after(state.chain, position, EntryKind::Write, 3, 1, data, false))
+    }
+
+    fn append(&mut self, session: SessionKey, entry: Arc<Entry>) -> Vec<FromReplica> {
+        let message =
+            ToReplica::Append { entries: vec![entry], stable: Lsn(0), sync: false, ping: Ping(9) };
+        self.send(session, message)
+    }
+}
+
+#[test]
+fn an_older_epoch_and_an_equal_one_of_another_incarnation_are_refused() {
+    let mut one = One::new();
+    one.opened(key(5, 1, 1));
+    for session in [key(4, 1, 2), key(5, 2, 2)] {
+        let sent = one.open(session);
+        let refused = FromReplica::Refuse { promised: Epoch(5), failure: Failure::Fenced };
+        assert_eq!(sent, [refused]);
+    }
+    one.opened(key(5, 1, 2));
+}
+
+#[test]
+fn a_promise_outlives_a_restart() {
+    let mut one = One::new();
+    one.opened(key(5, 1, 1));
+    one.pool.power_cut(|_| 0);
+    one.restart();
+    assert!(matches!(one.open(key(4, 9, 1))[..], [FromReplica::Refuse { .. }]));
+}
+
+#[test]
+fn a_newer_incarnation_is_answered_only_when_the_older_lease_ran_out() {
+    let mut one = One::new();
+    one.opened(key(5, 1, 1));
+    assert_eq!(one.open(key(6, 2, 2)), []);
+    one.now = one.now + granted_lease(LEASE_MS) - Duration::from_millis(1);
+    assert_eq!(one.on(ReplicaEvent::Timer), []);
+    one.now = one.now + Duration::from_millis(1);
+    assert!(matches!(one.on(ReplicaEvent::Timer)[..], [FromReplica::OpenAck(_)]));
+}
+
+#[test]
+fn the_write_fence_is_up_before_the_lease_ran_out() {
+    let mut one = One::new();
+    let old = key(5, 1, 1);
+    one.opened(old);
+    one.feed(old);
+    one.open(key(6, 2, 2));
+    let entry = one.entry(5, 1);
+    assert_eq!(one.append(old, entry), []);
+    assert_eq!(one.position().lsn, Lsn(0));
+}
+
+#[test]
+fn no_further_open_and_no_restart_forgets_a_lease() {
+    let mut one = One::new();
+    one.opened(key(5, 1, 1));
+    assert_eq!(one.open(key(6, 2, 2)), []);
+    assert_eq!(one.open(key(7, 3, 3)), []);
+    one.restart();
+    assert_eq!(one.open(key(8, 4, 4)), []);
+    assert_eq!(one.open(key(8, 4, 5)), []);
+    one.now = one.now + granted_lease(LEASE_MS);
+    assert!(matches!(one.on(ReplicaEvent::Timer)[..], [FromReplica::OpenAck(_)]));
+}
+
+#[test]
+fn truncation_below_stable_is_never_executed_and_makes_the_replica_damaged() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    for fill in 0..3 {
+        let entry = one.entry(5, fill);
+        one.append(session, entry);
+    }
+    one.send(session, ToReplica::Ping { stable: Lsn(2), ping: Ping(1) });
+    let next = key(5, 1, 2);
+    one.opened(next);
+    let sent = one.send(next, ToReplica::Truncate { keep: Lsn(1), tip: Lsn(3) });
+    assert_eq!(sent, [FromReplica::Failed(Failure::Damaged)]);
+    assert_eq!(one.position().lsn, Lsn(3));
+    assert!(one.pool.replica(OWN.guid).unwrap().meta().damaged);
+}
+
+#[test]
+fn entries_out_of_order_of_another_history_or_with_changed_bytes_are_refused() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let good = one.entry(5, 1);
+    let gap = Entry { lsn: Lsn(2), ..(*good).clone() };
+    let other_history = Entry { chain: Chain(good.chain.0 ^ 1), ..(*good).clone() };
+    let changed = Entry { data: Bytes::from(vec![7; BLOCK_SIZE]), ..(*good).clone() };
+    let newer_epoch = Entry { epoch: Epoch(6), ..(*good).clone() };
+    for (nonce, bad) in [gap, other_history, changed, newer_epoch].into_iter().enumerate() {
+        let session = key(5, 1, nonce as u64 + 2);
+        one.opened(session);
+        one.feed(session);
+        let sent = one.append(session, Arc::new(bad));
+        assert_eq!(sent, [FromReplica::Failed(Failure::Protocol)]);
+        assert_eq!(one.position().lsn, Lsn(0));
+    }
+}
+
+#[test]
+fn a_message_of_another_session_is_dropped() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let entry = one.entry(5, 1);
+    assert_eq!(one.append(key(5, 1, 7), entry.clone()), []);
+    assert_eq!(one.append(key(5, 2, 1), entry), []);
+    assert_eq!(one.position().lsn, Lsn(0));
+}
+
+#[test]
+fn a_read_waits_until_its_entry_is_applied() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let read = ToReplica::Read {
+        id: 1,
+        view: quoin_core::message::ReadView::Live,
+        lba: 3,
+        blocks: 1,
+        after: Lsn(1),
+        want_data: true,
+        ping: Ping(3),
+    };
+    assert_eq!(one.send(session, read), []);
+    let entry = one.entry(5, 6);
+    let sent = one.append(session, entry);
+    let data = sent.iter().find_map(|m| match m {
+        FromReplica::Data { at, slots, .. } => Some((*at, slots[0].version)),
+        _ => None,
+    });
+    assert_eq!(data, Some((Lsn(1), Lsn(1))));
+}
+
+#[test]
+fn after_a_power_cut_an_open_session_leaves_the_replica_not_continuous_until_a_view() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    assert!(one.opened(session).continuous);
+    one.feed(session);
+    one.pool.power_cut(|_| 0);
+    one.restart();
+    one.now = one.now + granted_lease(LEASE_MS);
+    let session = key(6, 2, 1);
+    assert!(!one.opened(session).continuous);
+    one.feed(session);
+    let state = one.pool.replica(OWN.guid).unwrap().state();
+    let rule =
+        quoin_core::entry::Rule { membership_version: 1, rf: 2, cf: 2, known: membership().known };
+    let view = View { in_sync: vec![OWN], rule, ..View::default() };
+    let position = Position { epoch: Epoch(6), lsn: state.position.lsn.next() };
+    let kind = EntryKind::View(Box::new(view));
+    let entry = Entry::after(state.chain, position, kind, 0, 0, Bytes::new(), false);
+    one.append(session, Arc::new(entry));
+    assert!(one.replica.is_continuous());
+}
+
+#[test]
+fn a_failed_sync_ends_the_session_and_is_never_retried() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let entry = one.entry(5, 1);
+    one.append(session, entry);
+    let fault = quoin_core::replica::store::IoFault { operation: "sync", offset: 0, errno: 5 };
+    let ticket = quoin_core::replica::store::SyncTicket(u64::MAX);
+    let sent = one.on(ReplicaEvent::Synced { ticket, result: Err(StoreError::Io(fault)) });
+    assert_eq!(sent, [FromReplica::Failed(Failure::Io)]);
+    assert!(!one.replica.is_continuous());
+    let refused = FromReplica::Refuse { promised: Epoch(0), failure: Failure::Io };
+    assert_eq!(one.open(key(5, 1, 2)), [refused]);
+}
+
+/// Proves SCALE-TEST-01: an old copy of a volume never connects again.
+#[test]
+fn a_retired_replica_is_turned_away_for_ever() {
+    let mut one = One::new();
+    let mut later = membership();
+    later.version = 2;
+    later.known = vec![later.known[1]];
+    later.retired = vec![OWN.guid];
+    let message = ToReplica::Open {
+        volume: VOLUME,
+        replica: OWN.id,
+        guid: OWN.guid,
+        membership: later,
+        lease_ms: LEASE_MS,
+    };
+    let refused = FromReplica::Refuse { promised: Epoch(0), failure: Failure::Retired };
+    assert_eq!(one.send(key(9, 1, 1), message), [refused]);
+}
+
+#[test]
+fn a_replica_of_another_volume_or_another_guid_is_unknown() {
+    let mut one = One::new();
+    for (volume, guid) in [(VolumeId(6), OWN.guid), (VOLUME, ReplicaGuid(99))] {
+        let message = ToReplica::Open {
+            volume,
+            replica: OWN.id,
+            guid,
+            membership: membership(),
+            lease_ms: LEASE_MS,
+        };
+        let refused = FromReplica::Refuse { promised: Epoch(0), failure: Failure::Unknown };
+        assert_eq!(one.send(key(9, 1, 1), message), [refused]);
+    }
+}
