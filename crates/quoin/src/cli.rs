@@ -1,0 +1,103 @@
+//! The command line as a whole.
+
+use anyhow::{Context, Result};
+use clap::{CommandFactory, Parser, Subcommand};
+use std::future::Future;
+
+use crate::client::ClientOptions;
+use crate::output::{self, Format};
+use crate::{events, listing, volume};
+
+/// Replicated block storage for containers.
+///
+/// A volume is a virtual disk kept as several replicas; a write is acknowledged once a majority
+/// holds it, so it outlives the loss of any one of three.
+#[derive(Parser)]
+#[command(
+    name = "quoin",
+    version,
+    arg_required_else_help = true,
+    after_help = "Try it on this machine:\n  \
+        quoin dev                                          an all-in-one cluster, until Ctrl-C\n  \
+        quoin volume create db --size 1GiB --replicas 3    in another terminal\n  \
+        quoin volume attach db                             prints a block device\n  \
+        quoin volume get db                                what it survives, what it waits for"
+)]
+pub struct Cli {
+    #[command(flatten)]
+    client: ClientOptions,
+    /// How listings and objects are printed.
+    #[arg(long, short, global = true, value_enum, default_value = "table")]
+    output: Format,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Create, look at, attach, resize and delete volumes.
+    #[command(subcommand, visible_alias = "vol")]
+    Volume(volume::VolumeCommand),
+    /// The copies of volumes.
+    #[command(subcommand)]
+    Replica(listing::ReplicaCommand),
+    /// The storage that replicas live in: list it, run it, look into it offline.
+    #[command(subcommand)]
+    Pool(listing::PoolCommand),
+    /// The hosts that use volumes: list them, run one.
+    #[command(subcommand)]
+    Node(listing::NodeCommand),
+    /// What happened, and with -w what happens.
+    Events(events::EventOptions),
+    /// The cluster as a whole.
+    #[command(subcommand)]
+    Cluster(listing::ClusterCommand),
+    /// Tokens that let pools and nodes join.
+    #[command(subcommand)]
+    Token(listing::TokenCommand),
+    /// A shell's completion script: `source <(quoin completion bash)`.
+    Completion { shell: clap_complete::Shell },
+    /// The version of this binary.
+    Version,
+}
+
+impl Cli {
+    pub fn run(self) -> Result<()> {
+        let Self { client, output: format, command } = self;
+        match command {
+            Command::Volume(command) => wait_for(volume::run(command, &client, format)),
+            Command::Replica(command) => wait_for(listing::replicas(command, &client, format)),
+            Command::Pool(listing::PoolCommand::List) => wait_for(listing::pools(&client, format)),
+            Command::Node(listing::NodeCommand::List) => wait_for(listing::nodes(&client, format)),
+            Command::Events(options) => wait_for(events::run(options, &client, format)),
+            Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
+            Command::Token(command) => wait_for(listing::tokens(command, &client, format)),
+            Command::Completion { shell } => {
+                clap_complete::generate(
+                    shell,
+                    &mut Self::command(),
+                    "quoin",
+                    &mut std::io::stdout(),
+                );
+                Ok(())
+            }
+            Command::Version => output::print_line(concat!("quoin ", env!("CARGO_PKG_VERSION"))),
+        }
+    }
+}
+
+/// A command is one conversation with the controller: one thread is enough.
+fn wait_for<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.context("start an event loop")?.block_on(work)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

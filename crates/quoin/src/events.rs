@@ -1,0 +1,110 @@
+//! `quoin events`: what happened, oldest first, and with `-w` what happens.
+
+use anyhow::Result;
+use clap::Args;
+use quoin_proto::control::{Event, WatchEventsRequest};
+use serde::Serialize;
+
+use crate::client::{ClientOptions, refusal, volume_ref};
+use crate::output::{self, Format};
+
+#[derive(Args)]
+pub struct EventOptions {
+    /// Go on with new events as they come, until Ctrl-C.
+    #[arg(long, short)]
+    watch: bool,
+    /// Only events of this volume and its replicas.
+    #[arg(long)]
+    volume: Option<String>,
+}
+
+/// One event; with `-o json`, one object a line.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct EventView {
+    sequence: u64,
+    time: String,
+    severity: String,
+    object: String,
+    object_id: String,
+    reason: String,
+    message: String,
+    count: u32,
+}
+
+impl From<Event> for EventView {
+    fn from(event: Event) -> Self {
+        let name = if event.object_name.is_empty() { &event.object_id } else { &event.object_name };
+        Self {
+            sequence: event.sequence,
+            time: event.time.as_ref().map(show_time).unwrap_or_default(),
+            severity: event.severity,
+            object: format!("{}/{name}", event.object_kind),
+            object_id: event.object_id.clone(),
+            reason: event.reason,
+            message: event.message,
+            count: event.count.max(1),
+        }
+    }
+}
+
+pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) -> Result<()> {
+    let request = WatchEventsRequest {
+        follow: options.watch,
+        after_sequence: 0,
+        volume: options.volume.as_deref().map(volume_ref),
+    };
+    let mut cluster = client.connect().await?;
+    let mut events = cluster.watch_events(request).await.map_err(refusal)?.into_inner();
+    while let Some(event) = events.message().await.map_err(refusal)? {
+        let view = EventView::from(event);
+        output::print_line(&match format {
+            Format::Json => serde_json::to_string(&view)?,
+            Format::Yaml => format!("---\n{}", serde_yaml_ng::to_string(&view)?.trim_end()),
+            Format::Table | Format::Wide => line(&view),
+        })?;
+    }
+    Ok(())
+}
+
+/// Columns of fixed width: the next event is not known when one is printed.
+fn line(event: &EventView) -> String {
+    let times = if event.count > 1 { format!(" (x{})", event.count) } else { String::new() };
+    format!(
+        "{}  {:<7}  {:<24}  {:<22}  {}{times}",
+        event.time, event.severity, event.object, event.reason, event.message
+    )
+}
+
+/// RFC 3339 in UTC with seconds.
+pub fn show_time(time: &prost_types::Timestamp) -> String {
+    // prost prints nanoseconds where there are any; seconds are what a person reads.
+    let seconds = prost_types::Timestamp { seconds: time.seconds, nanos: 0 };
+    seconds.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_rfc_3339_in_utc_without_fractions() {
+        let time = prost_types::Timestamp { seconds: 1_700_000_000, nanos: 123 };
+        assert_eq!(show_time(&time), "2023-11-14T22:13:20Z");
+    }
+
+    #[test]
+    fn a_repeated_event_is_one_line_with_its_count() {
+        let event = Event {
+            severity: "Warning".into(),
+            object_kind: "volume".into(),
+            object_name: "db".into(),
+            reason: "ReplicaDropped".into(),
+            message: "pool b does not answer".into(),
+            count: 3,
+            ..Event::default()
+        };
+        let line = line(&EventView::from(event));
+        assert!(line.contains("volume/db") && line.ends_with("answer (x3)"), "{line}");
+    }
+}

@@ -1,0 +1,258 @@
+//! `quoin replica|pool|node list`, `quoin cluster info` and `quoin token create`.
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use quoin_proto::control::{
+    CreateJoinTokenRequest, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest,
+    ListReplicasRequest, Node, Pool, RotateAuthorityRequest,
+};
+use serde::Serialize;
+
+use crate::client::{ClientOptions, refusal, volume_ref};
+use crate::output::{self, Format, Row, fields};
+use crate::size::show_size;
+use crate::volume::ReplicaView;
+
+#[derive(Subcommand)]
+pub enum ReplicaCommand {
+    /// The copies of one volume, or of all.
+    #[command(visible_alias = "ls")]
+    List {
+        /// Only this volume's.
+        volume: Option<String>,
+    },
+}
+
+#[derive(Subcommand)]
+pub enum PoolCommand {
+    /// The pools, their state and their space.
+    #[command(visible_alias = "ls")]
+    List,
+}
+
+#[derive(Subcommand)]
+pub enum NodeCommand {
+    /// The hosts that can use volumes.
+    #[command(visible_alias = "ls")]
+    List,
+}
+
+#[derive(Subcommand)]
+pub enum ClusterCommand {
+    /// The cluster's id, version and how its data connections are secured.
+    Info,
+    /// Make a new certificate authority and let every part change over to it, with IO running.
+    RotateAuthority,
+}
+
+#[derive(Subcommand)]
+pub enum TokenCommand {
+    /// A token that lets one pool or node join this cluster, once.
+    #[command(after_help = "Example:\n  quoin token create --role pool --name shelf-3")]
+    Create(TokenOptions),
+}
+
+#[derive(Args)]
+pub struct TokenOptions {
+    /// What may join with it.
+    #[arg(long, value_parser = ["pool", "node"])]
+    role: String,
+    /// Minutes until it expires.
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=1440))]
+    minutes: u32,
+    /// The only name that may join with it [default: any].
+    #[arg(long)]
+    name: Option<String>,
+}
+
+pub async fn replicas(
+    command: ReplicaCommand,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let ReplicaCommand::List { volume } = command;
+    let request = ListReplicasRequest { volume: volume.as_deref().map(volume_ref) };
+    let mut cluster = client.connect().await?;
+    let replicas = cluster.list_replicas(request).await.map_err(refusal)?.into_inner().replicas;
+    let rows: Vec<_> = replicas.into_iter().map(ReplicaView::from).collect();
+    output::print_list(format, &rows, "no replicas")
+}
+
+pub async fn pools(client: &ClientOptions, format: Format) -> Result<()> {
+    let mut cluster = client.connect().await?;
+    let pools = cluster.list_pools(ListPoolsRequest {}).await.map_err(refusal)?.into_inner().pools;
+    let rows: Vec<_> = pools.into_iter().map(PoolView::from).collect();
+    output::print_list(format, &rows, "no pools: `quoin token create --role pool` lets one join")
+}
+
+pub async fn nodes(client: &ClientOptions, format: Format) -> Result<()> {
+    let mut cluster = client.connect().await?;
+    let nodes = cluster.list_nodes(ListNodesRequest {}).await.map_err(refusal)?.into_inner().nodes;
+    let rows: Vec<_> = nodes.into_iter().map(NodeView::from).collect();
+    output::print_list(format, &rows, "no nodes: `quoin token create --role node` lets one join")
+}
+
+pub async fn cluster(
+    command: ClusterCommand,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let mut cluster = client.connect().await?;
+    match command {
+        ClusterCommand::Info => {
+            let request = GetClusterInfoRequest {};
+            let info = cluster.get_cluster_info(request).await.map_err(refusal)?.into_inner();
+            let view = ClusterView {
+                cluster_id: info.cluster_id,
+                version: info.version,
+                data_security: info.data_security,
+            };
+            output::print_one(format, &view, || {
+                fields(&[
+                    ("cluster", view.cluster_id.clone()),
+                    ("version", view.version.clone()),
+                    ("data security", view.data_security.clone()),
+                ])
+            })
+        }
+        ClusterCommand::RotateAuthority => {
+            let request = RotateAuthorityRequest {};
+            let answer = cluster.rotate_authority(request).await.map_err(refusal)?.into_inner();
+            output::print_line(&answer.message)
+        }
+    }
+}
+
+pub async fn tokens(command: TokenCommand, client: &ClientOptions, format: Format) -> Result<()> {
+    let TokenCommand::Create(options) = command;
+    let request = CreateJoinTokenRequest {
+        role: options.role,
+        ttl_s: options.minutes * 60,
+        name: options.name.unwrap_or_default(),
+    };
+    let mut cluster = client.connect().await?;
+    let token = cluster.create_join_token(request).await.map_err(refusal)?.into_inner();
+    let view = TokenView {
+        token: token.token,
+        expires_at: token
+            .expires_at
+            .map(|time| crate::events::show_time(&time))
+            .unwrap_or_default(),
+    };
+    // The bare token, so that a script can take it as it is.
+    output::print_one(format, &view, || view.token.clone())
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ClusterView {
+    cluster_id: String,
+    version: String,
+    data_security: String,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct TokenView {
+    token: String,
+    expires_at: String,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct PoolView {
+    name: String,
+    id: String,
+    node: String,
+    address: String,
+    state: String,
+    capacity_bytes: u64,
+    used_bytes: u64,
+    free_bytes: u64,
+    replicas: u32,
+    message: String,
+}
+
+impl From<Pool> for PoolView {
+    fn from(pool: Pool) -> Self {
+        Self {
+            name: pool.name,
+            id: pool.id,
+            node: pool.node,
+            address: pool.address,
+            state: pool.state,
+            capacity_bytes: pool.capacity_bytes,
+            used_bytes: pool.used_bytes,
+            free_bytes: pool.free_bytes,
+            replicas: pool.replicas,
+            message: pool.message,
+        }
+    }
+}
+
+impl Row for PoolView {
+    const HEADER: &'static [&'static str] = &[
+        "NAME", "NODE", "STATE", "CAPACITY", "USED", "FREE", "REPLICAS", "MESSAGE", "ADDRESS", "ID",
+    ];
+    const NARROW: usize = 8;
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.name.clone(),
+            self.node.clone(),
+            self.state.clone(),
+            show_size(self.capacity_bytes),
+            show_size(self.used_bytes),
+            show_size(self.free_bytes),
+            self.replicas.to_string(),
+            self.message.clone(),
+            self.address.clone(),
+            self.id.clone(),
+        ]
+    }
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct NodeView {
+    name: String,
+    state: String,
+    attached: u32,
+    volumes_max: u32,
+    version: String,
+    address: String,
+    topology: std::collections::BTreeMap<String, String>,
+}
+
+impl From<Node> for NodeView {
+    fn from(node: Node) -> Self {
+        Self {
+            name: node.name,
+            state: node.state,
+            attached: node.attached,
+            volumes_max: node.volumes_max,
+            version: node.version,
+            address: node.address,
+            topology: node.topology.into_iter().collect(),
+        }
+    }
+}
+
+impl Row for NodeView {
+    const HEADER: &'static [&'static str] =
+        &["NAME", "STATE", "ATTACHED", "VERSION", "ADDRESS", "TOPOLOGY"];
+    const NARROW: usize = 4;
+
+    fn cells(&self) -> Vec<String> {
+        let topology: Vec<_> =
+            self.topology.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        vec![
+            self.name.clone(),
+            self.state.clone(),
+            self.attached.to_string(),
+            self.version.clone(),
+            self.address.clone(),
+            topology.join(","),
+        ]
+    }
+}

@@ -1,0 +1,121 @@
+//! What commands print: tables for people, JSON and YAML for programs.
+//!
+//! Programs read [`serde::Serialize`] views that the commands own, never the wire messages,
+//! so a field renamed on the wire breaks no script.
+
+use anyhow::Result;
+use comfy_table::{ContentArrangement, Table, presets};
+use serde::Serialize;
+use std::io::Write;
+
+/// How a command prints what it found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Format {
+    /// Columns a person reads.
+    Table,
+    /// The same with every column.
+    Wide,
+    Json,
+    Yaml,
+}
+
+/// A row of a listing: cells in the order of its header.
+pub trait Row: Serialize {
+    /// Column names; those from [`Row::NARROW`] on show in wide tables only.
+    const HEADER: &'static [&'static str];
+    /// How many columns the narrow table has.
+    const NARROW: usize;
+    /// As many as the header has.
+    fn cells(&self) -> Vec<String>;
+}
+
+/// Prints a listing; an empty table says `nothing` instead of a bare header.
+pub fn print_list<R: Row>(format: Format, rows: &[R], nothing: &str) -> Result<()> {
+    match format {
+        Format::Json | Format::Yaml => print_value(format, &rows),
+        Format::Table | Format::Wide if rows.is_empty() => print_line(nothing),
+        Format::Table => print_line(&table(rows, R::NARROW)),
+        Format::Wide => print_line(&table(rows, R::HEADER.len())),
+    }
+}
+
+/// Prints one object: `text` for people, the view for programs.
+pub fn print_one<T: Serialize>(
+    format: Format,
+    view: &T,
+    text: impl FnOnce() -> String,
+) -> Result<()> {
+    match format {
+        Format::Json | Format::Yaml => print_value(format, view),
+        Format::Table | Format::Wide => print_line(text().trim_end()),
+    }
+}
+
+fn print_value<T: Serialize>(format: Format, value: &T) -> Result<()> {
+    let text = match format {
+        Format::Yaml => serde_yaml_ng::to_string(value)?,
+        _ => serde_json::to_string_pretty(value)?,
+    };
+    print_line(text.trim_end())
+}
+
+/// Prints a line; a reader that went away (`| head`) ends the program quietly.
+pub fn print_line(text: &str) -> Result<()> {
+    let mut output = std::io::stdout().lock();
+    match writeln!(output, "{text}").and_then(|()| output.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        result => Ok(result?),
+    }
+}
+
+fn table<R: Row>(rows: &[R], columns: usize) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header(&R::HEADER[..columns]);
+    for row in rows {
+        table.add_row(row.cells().into_iter().take(columns));
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    let text = table.to_string();
+    text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+/// Aligned `name  value` lines; empty values are left out.
+pub fn fields(pairs: &[(&str, String)]) -> String {
+    let width = pairs.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    let shown = pairs.iter().filter(|(_, value)| !value.is_empty());
+    shown.map(|(name, value)| format!("{name:<width$}  {value}\n")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Serialize)]
+    struct Stone(&'static str, u32);
+
+    impl Row for Stone {
+        const HEADER: &'static [&'static str] = &["NAME", "WEIGHT", "NOTE"];
+        const NARROW: usize = 2;
+        fn cells(&self) -> Vec<String> {
+            vec![self.0.into(), self.1.to_string(), "wide only".into()]
+        }
+    }
+
+    #[test]
+    fn a_narrow_table_leaves_out_the_wide_columns_and_trailing_blanks() {
+        let rows = [Stone("corner", 7), Stone("key", 12)];
+        let narrow = table(&rows, Stone::NARROW);
+        assert_eq!(narrow, "NAME    WEIGHT\ncorner  7\nkey     12");
+        assert!(table(&rows, 3).contains("wide only"));
+    }
+
+    #[test]
+    fn fields_align_and_leave_out_what_is_empty() {
+        let text =
+            fields(&[("name", "db".into()), ("waits for", String::new()), ("id", "7".into())]);
+        assert_eq!(text, "name       db\nid         7\n");
+    }
+}

@@ -1,0 +1,128 @@
+//! `quoin volume attach|detach`: a volume as a device of this host, without CSI.
+
+use anyhow::{Result, bail};
+use clap::Args;
+use quoin_proto::control::{
+    ListNodesRequest, PublishVolumeRequest, UnpublishVolumeRequest, Volume,
+};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::output;
+
+#[derive(Args)]
+pub struct AttachOptions {
+    volume: String,
+    #[arg(long)]
+    read_only: bool,
+    /// The node that this host is [default: the one node of the cluster].
+    #[arg(long)]
+    node: Option<String>,
+}
+
+#[derive(Args)]
+pub struct DetachOptions {
+    volume: String,
+    /// The node to detach it from [default: every one].
+    #[arg(long)]
+    node: Option<String>,
+}
+
+pub async fn attach(
+    cluster: &mut Cluster,
+    options: AttachOptions,
+    client: &ClientOptions,
+) -> Result<()> {
+    let volume = get_volume(cluster, &options.volume).await?;
+    let node = match options.node {
+        Some(node) => node,
+        None => only_node(cluster).await?,
+    };
+    let request = PublishVolumeRequest {
+        volume: Some(volume_ref(&volume.id)),
+        node,
+        read_only: options.read_only,
+        multi_node: false,
+        usage: "command".into(),
+    };
+    cluster.publish_volume(request).await.map_err(refusal)?;
+    let socket = nbd_socket(client, &volume.id);
+    wait_for_target(cluster, &volume, &socket, client).await?;
+    output::print_line(&format!("nbd+unix:///{}?socket={}", volume.id, socket.display()))
+}
+
+pub async fn detach(
+    cluster: &mut Cluster,
+    options: DetachOptions,
+    client: &ClientOptions,
+) -> Result<()> {
+    let volume = get_volume(cluster, &options.volume).await?;
+    let request = UnpublishVolumeRequest {
+        volume: Some(volume_ref(&volume.id)),
+        node: options.node.unwrap_or_default(),
+    };
+    cluster.unpublish_volume(request).await.map_err(refusal)?;
+    let began = Instant::now();
+    loop {
+        let now = get_volume(cluster, &volume.id).await?;
+        if now.attachments.is_empty() {
+            return output::print_line(&format!("volume {} is detached", options.volume));
+        }
+        if began.elapsed() > client.timeout() {
+            bail!(
+                "volume {} is still {} on {}: {}",
+                options.volume,
+                now.attachments[0].phase.to_lowercase(),
+                now.attachments[0].node,
+                now.attachments[0].message
+            );
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+}
+
+/// Where the target of this host serves the volume.
+fn nbd_socket(client: &ClientOptions, volume_id: &str) -> PathBuf {
+    client.run_directory().join("nbd").join(format!("{volume_id}.sock"))
+}
+
+/// The node to attach to when none is named: unambiguous in `quoin dev`, asked for elsewhere.
+async fn only_node(cluster: &mut Cluster) -> Result<String> {
+    let nodes = cluster.list_nodes(ListNodesRequest {}).await.map_err(refusal)?.into_inner().nodes;
+    match nodes.as_slice() {
+        [node] => Ok(node.name.clone()),
+        [] => bail!("no node has joined yet: start one with `quoin node run --join TOKEN`"),
+        several => {
+            let names: Vec<_> = several.iter().map(|node| node.name.as_str()).collect();
+            bail!("which of the nodes is this host? Name it with --node: {}", names.join(", "))
+        }
+    }
+}
+
+async fn wait_for_target(
+    cluster: &mut Cluster,
+    volume: &Volume,
+    socket: &Path,
+    client: &ClientOptions,
+) -> Result<()> {
+    let began = Instant::now();
+    // The file alone says nothing: a killed target leaves it behind.
+    while tokio::net::UnixStream::connect(socket).await.is_err() {
+        if began.elapsed() > client.timeout() {
+            let now = get_volume(cluster, &volume.id).await?;
+            let reason = match now.waiting_for.as_str() {
+                "" => "its target does not listen yet",
+                reason => reason,
+            };
+            bail!(
+                "the volume is published, but after {} s {} is not served: {reason}. \
+                 `quoin events` tells more, and the command may be repeated",
+                client.timeout,
+                socket.display()
+            );
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    Ok(())
+}

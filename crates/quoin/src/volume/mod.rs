@@ -1,0 +1,287 @@
+//! `quoin volume …`: create, look at, attach, resize and delete volumes.
+
+mod attach;
+mod view;
+
+use anyhow::{Result, bail};
+use clap::{Args, Subcommand, ValueEnum};
+use quoin_proto::control::{
+    CreateVolumeRequest, DeleteVolumeRequest, Durability, ListVolumesRequest, ResizeVolumeRequest,
+    Spread, Volume, VolumeSpec,
+};
+use std::io::{BufRead, IsTerminal, Write};
+use std::time::Instant;
+
+use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::output::{self, Format};
+use crate::size::{parse_size, show_size};
+
+pub use view::{ReplicaView, VolumeView};
+
+#[derive(Subcommand)]
+pub enum VolumeCommand {
+    /// Create a volume and wait until it can be attached.
+    #[command(after_help = "Example:\n  quoin volume create db --size 10GiB --replicas 3")]
+    Create(Box<CreateOptions>),
+    /// One volume whole: health, what it survives, its replicas, what it waits for.
+    Get { volume: String },
+    /// All volumes.
+    #[command(visible_alias = "ls")]
+    List,
+    /// Serve a volume on this host and print its NBD address, for qemu, nbdcopy or fio.
+    Attach(attach::AttachOptions),
+    /// Stop serving a volume.
+    Detach(attach::DetachOptions),
+    /// Make a volume larger, attached or not. (Volumes never shrink.)
+    Resize {
+        volume: String,
+        /// The new size, as in 20GiB.
+        #[arg(long, value_parser = parse_size)]
+        size: u64,
+    },
+    /// Delete a volume and all its data.
+    #[command(visible_alias = "rm")]
+    Delete {
+        volume: String,
+        /// Do not ask.
+        #[arg(long, short)]
+        yes: bool,
+    },
+}
+
+#[derive(Args)]
+pub struct CreateOptions {
+    /// The volume's name: up to 128 bytes, no control characters.
+    #[arg(value_parser = parse_name)]
+    name: String,
+    /// Its size, as in 10GiB.
+    #[arg(long, value_parser = parse_size)]
+    size: u64,
+    /// Copies to keep, each in a pool of its own [default: the cluster's, 3].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=5))]
+    replicas: Option<u32>,
+    /// Copies that must hold a write before it is acknowledged [default: a majority].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=5))]
+    consistency_factor: Option<u32>,
+    /// When a write counts as held: by the operating systems of a majority, or on their media.
+    #[arg(long, value_enum)]
+    durability: Option<DurabilityChoice>,
+    /// What no two replicas may share [default: host; in `quoin dev`: pool].
+    #[arg(long, value_enum)]
+    spread: Option<SpreadChoice>,
+    /// What IO does without a quorum.
+    #[arg(long, value_parser = ["wait", "fail"])]
+    on_quorum_loss: Option<String>,
+    /// What writes do when the pools are full.
+    #[arg(long, value_parser = ["wait", "enospc"])]
+    on_full: Option<String>,
+    /// Logical block size.
+    #[arg(long, value_parser = ["512", "4096"])]
+    block_size: Option<String>,
+    /// File system that `fsType` names to the node.
+    #[arg(long, value_parser = ["ext4", "xfs"])]
+    fs_type: Option<String>,
+    /// Accept a consistency factor below a majority: one failure may then lose acknowledged
+    /// writes.
+    #[arg(long)]
+    allow_loss_on_single_failure: bool,
+    /// Return at once instead of waiting until the volume is ready.
+    #[arg(long)]
+    no_wait: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DurabilityChoice {
+    Cache,
+    Media,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum SpreadChoice {
+    Host,
+    Pool,
+}
+
+/// Names as CSI allows them: anything readable of at most 128 bytes.
+fn parse_name(text: &str) -> Result<String, String> {
+    if text.is_empty() {
+        return Err("a volume needs a name, as in `quoin volume create db --size 1GiB`".into());
+    }
+    if text.len() > 128 {
+        return Err(format!("{} bytes long; names have at most 128", text.len()));
+    }
+    if let Some(letter) = text.chars().find(|letter| letter.is_control()) {
+        return Err(format!(
+            "holds the control character U+{:04X}; names are plain text",
+            letter as u32
+        ));
+    }
+    Ok(text.into())
+}
+
+impl CreateOptions {
+    fn spec(&self) -> VolumeSpec {
+        let durability = match self.durability {
+            None => Durability::Unspecified,
+            Some(DurabilityChoice::Cache) => Durability::Cache,
+            Some(DurabilityChoice::Media) => Durability::Media,
+        };
+        let spread = match self.spread {
+            None => Spread::Unspecified,
+            Some(SpreadChoice::Host) => Spread::Host,
+            Some(SpreadChoice::Pool) => Spread::Pool,
+        };
+        VolumeSpec {
+            name: self.name.clone(),
+            size_bytes: self.size,
+            // 0 and empty mean: as the cluster has it.
+            replicas: self.replicas.unwrap_or(0),
+            consistency_factor: self.consistency_factor.unwrap_or(0),
+            durability: durability.into(),
+            spread: spread.into(),
+            on_quorum_loss: self.on_quorum_loss.clone().unwrap_or_default(),
+            on_full: self.on_full.clone().unwrap_or_default(),
+            block_size: self.block_size.as_deref().and_then(|size| size.parse().ok()).unwrap_or(0),
+            fs_type: self.fs_type.clone().unwrap_or_default(),
+            allow_loss_on_single_failure: self.allow_loss_on_single_failure,
+            ..VolumeSpec::default()
+        }
+    }
+}
+
+pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format) -> Result<()> {
+    // Asked before the controller is: the answer may be no.
+    if let VolumeCommand::Delete { volume, yes: false } = &command {
+        confirm_delete(volume)?;
+    }
+    let mut cluster = client.connect().await?;
+    match command {
+        VolumeCommand::Create(options) => create(&mut cluster, *options, client, format).await,
+        VolumeCommand::Get { volume } => {
+            let volume = get_volume(&mut cluster, &volume).await?;
+            let view = VolumeView::from(volume);
+            output::print_one(format, &view, || view.text())
+        }
+        VolumeCommand::List => {
+            let volumes = list(&mut cluster).await?;
+            let rows: Vec<_> = volumes.into_iter().map(VolumeView::from).collect();
+            output::print_list(
+                format,
+                &rows,
+                "no volumes: make one with `quoin volume create db --size 1GiB`",
+            )
+        }
+        VolumeCommand::Attach(options) => attach::attach(&mut cluster, options, client).await,
+        VolumeCommand::Detach(options) => attach::detach(&mut cluster, options, client).await,
+        VolumeCommand::Resize { volume, size } => resize(&mut cluster, &volume, size, format).await,
+        VolumeCommand::Delete { volume, .. } => {
+            let found = get_volume(&mut cluster, &volume).await?;
+            let request = DeleteVolumeRequest { volume: Some(volume_ref(&found.id)) };
+            cluster.delete_volume(request).await.map_err(refusal)?;
+            output::print_line(&format!("volume {volume} is deleted"))
+        }
+    }
+}
+
+/// Every volume, page by page.
+pub async fn list(cluster: &mut Cluster) -> Result<Vec<Volume>> {
+    let mut volumes = Vec::new();
+    let mut starting_token = String::new();
+    loop {
+        let request = ListVolumesRequest { max_entries: 0, starting_token };
+        let page = cluster.list_volumes(request).await.map_err(refusal)?.into_inner();
+        volumes.extend(page.volumes);
+        if page.next_token.is_empty() {
+            return Ok(volumes);
+        }
+        starting_token = page.next_token;
+    }
+}
+
+async fn create(
+    cluster: &mut Cluster,
+    options: CreateOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let request = CreateVolumeRequest { spec: Some(options.spec()), limit_bytes: 0 };
+    let mut volume = cluster.create_volume(request).await.map_err(refusal)?.into_inner();
+    let began = Instant::now();
+    while !options.no_wait && volume.phase == "Pending" {
+        if began.elapsed() > client.timeout() {
+            bail!(
+                "volume {} is made but not ready after {} s; it waits for: {}. It goes on by itself: \
+                 watch it with `quoin volume get {}`",
+                options.name,
+                client.timeout,
+                volume.waiting_for,
+                options.name
+            );
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        volume = get_volume(cluster, &volume.id).await?;
+    }
+    let view = VolumeView::from(volume);
+    output::print_one(format, &view, || {
+        format!(
+            "volume {} is {}: {}, {} replicas, {}\nnext: quoin volume attach {}",
+            view.name,
+            view.phase.to_lowercase(),
+            show_size(view.size_bytes),
+            view.replicas.len(),
+            view.contract,
+            view.name
+        )
+    })
+}
+
+async fn resize(cluster: &mut Cluster, name: &str, size: u64, format: Format) -> Result<()> {
+    let before = get_volume(cluster, name).await?;
+    if size < before.size_bytes {
+        bail!(
+            "volume {name} has {}; volumes never shrink, since that would cut off data: \
+             make a smaller one and copy",
+            show_size(before.size_bytes)
+        );
+    }
+    let request = ResizeVolumeRequest {
+        volume: Some(volume_ref(&before.id)),
+        size_bytes: size,
+        limit_bytes: 0,
+    };
+    let volume = cluster.resize_volume(request).await.map_err(refusal)?.into_inner();
+    let view = VolumeView::from(volume);
+    output::print_one(format, &view, || {
+        format!("volume {} has {} now", view.name, show_size(view.size_bytes))
+    })
+}
+
+/// Data is lost only after the volume's name was typed, or with --yes in a script.
+fn confirm_delete(volume: &str) -> Result<()> {
+    if !std::io::stdin().is_terminal() {
+        bail!("deleting destroys the data of `{volume}`: add --yes to do it without being asked");
+    }
+    print!("This destroys all data of volume {volume}. Type its name to go on: ");
+    std::io::stdout().flush()?;
+    let mut answer = String::new();
+    std::io::stdin().lock().read_line(&mut answer)?;
+    if answer.trim() != volume {
+        bail!("not deleted: that was not its name");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_are_empty_too_long_or_unreadable_are_refused_with_the_reason() {
+        assert!(parse_name("db-1").is_ok());
+        assert!(parse_name("größe 7").is_ok());
+        assert!(parse_name("").unwrap_err().contains("needs a name"));
+        assert!(parse_name(&"x".repeat(129)).unwrap_err().contains("at most 128"));
+        assert!(parse_name("a\u{7}b").unwrap_err().contains("U+0007"));
+        assert!(parse_name("a\nb").unwrap_err().contains("control character"));
+    }
+}

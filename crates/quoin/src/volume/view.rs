@@ -1,0 +1,209 @@
+//! Volumes and replicas as commands print them.
+
+use quoin_proto::control::{Durability, Replica, Spread, Volume};
+use serde::Serialize;
+
+use crate::output::{Row, fields};
+use crate::size::show_size;
+
+/// A volume as `-o json` has it; sizes in bytes, times in RFC 3339.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct VolumeView {
+    pub name: String,
+    pub id: String,
+    pub size_bytes: u64,
+    pub phase: String,
+    pub health: String,
+    #[serde(rename = "use")]
+    pub usage: String,
+    pub waiting_for: String,
+    pub contract: String,
+    pub nodes: Vec<String>,
+    pub epoch: u64,
+    pub replication_factor: u32,
+    pub consistency_factor: u32,
+    pub membership_version: u64,
+    pub durability: &'static str,
+    pub spread: &'static str,
+    pub created_at: String,
+    pub replicas: Vec<ReplicaView>,
+}
+
+impl From<Volume> for VolumeView {
+    fn from(volume: Volume) -> Self {
+        let spec = volume.spec.unwrap_or_default();
+        let membership = volume.membership.unwrap_or_default();
+        Self {
+            durability: match spec.durability() {
+                Durability::Media => "media",
+                _ => "cache",
+            },
+            spread: match spec.spread() {
+                Spread::Pool => "pool",
+                _ => "host",
+            },
+            name: spec.name,
+            id: volume.id,
+            size_bytes: volume.size_bytes,
+            phase: volume.phase,
+            health: volume.health,
+            usage: volume.r#use,
+            waiting_for: volume.waiting_for,
+            contract: volume.contract,
+            nodes: volume.attachments.iter().map(|attachment| attachment.node.clone()).collect(),
+            epoch: volume.epoch,
+            replication_factor: membership.rf,
+            consistency_factor: membership.cf,
+            membership_version: membership.version,
+            created_at: volume
+                .created_at
+                .map(|time| crate::events::show_time(&time))
+                .unwrap_or_default(),
+            replicas: volume.replicas.into_iter().map(ReplicaView::from).collect(),
+        }
+    }
+}
+
+impl VolumeView {
+    fn in_sync(&self) -> usize {
+        self.replicas.iter().filter(|replica| replica.phase == "InSync").count()
+    }
+
+    /// The volume whole, for people.
+    pub fn text(&self) -> String {
+        let mut text = fields(&[
+            ("name", self.name.clone()),
+            ("id", self.id.clone()),
+            ("size", show_size(self.size_bytes)),
+            ("phase", self.phase.clone()),
+            ("health", self.health.clone()),
+            ("use", [self.usage.as_str(), &self.nodes.join(", ")].join(" ").trim().into()),
+            ("waits for", self.waiting_for.clone()),
+            ("contract", self.contract.clone()),
+            ("durability", self.durability.into()),
+            ("spread", self.spread.into()),
+            ("replicas", format!("{} in sync of {}", self.in_sync(), self.replication_factor)),
+            ("writes need", format!("{} of them", self.consistency_factor)),
+            ("epoch", self.epoch.to_string()),
+            ("created", self.created_at.clone()),
+        ]);
+        for replica in &self.replicas {
+            text += &format!("\n  {}", replica.sentence());
+        }
+        text
+    }
+}
+
+impl Row for VolumeView {
+    const HEADER: &'static [&'static str] = &[
+        "NAME",
+        "SIZE",
+        "HEALTH",
+        "USE",
+        "IN SYNC",
+        "NODE",
+        "WAITS FOR",
+        "PHASE",
+        "EPOCH",
+        "CONTRACT",
+        "ID",
+    ];
+    const NARROW: usize = 7;
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.name.clone(),
+            show_size(self.size_bytes),
+            self.health.clone(),
+            self.usage.clone(),
+            format!("{}/{}", self.in_sync(), self.replication_factor),
+            self.nodes.join(","),
+            self.waiting_for.clone(),
+            self.phase.clone(),
+            self.epoch.to_string(),
+            self.contract.clone(),
+            self.id.clone(),
+        ]
+    }
+}
+
+/// One copy of a volume.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ReplicaView {
+    pub volume: String,
+    pub id: String,
+    pub guid: String,
+    pub pool: String,
+    pub node: String,
+    pub phase: String,
+    pub quorum: bool,
+    pub position: String,
+    pub used_bytes: u64,
+    pub rebuilt_bytes: u64,
+    pub rebuild_total_bytes: u64,
+    pub message: String,
+}
+
+impl From<Replica> for ReplicaView {
+    fn from(replica: Replica) -> Self {
+        Self {
+            volume: replica.volume_name,
+            id: replica.replica_id,
+            guid: replica.guid,
+            pool: replica.pool,
+            node: replica.node,
+            phase: replica.phase,
+            quorum: replica.quorum,
+            position: format!("{}.{}", replica.position_epoch, replica.position_lsn),
+            used_bytes: replica.used_bytes,
+            rebuilt_bytes: replica.rebuilt_bytes,
+            rebuild_total_bytes: replica.rebuild_total_bytes,
+            message: replica.message,
+        }
+    }
+}
+
+impl ReplicaView {
+    fn progress(&self) -> String {
+        if self.rebuild_total_bytes == 0 || self.phase != "Rebuilding" {
+            return String::new();
+        }
+        let percent =
+            self.rebuilt_bytes.min(self.rebuild_total_bytes) * 100 / self.rebuild_total_bytes;
+        format!("{percent}% of {}", show_size(self.rebuild_total_bytes))
+    }
+
+    fn sentence(&self) -> String {
+        let more = [self.progress(), self.message.clone()];
+        let more: Vec<_> =
+            more.iter().filter(|part| !part.is_empty()).map(String::as_str).collect();
+        let more = if more.is_empty() { String::new() } else { format!(" ({})", more.join("; ")) };
+        format!("{} in pool {} on {}: {}{more}", self.id, self.pool, self.node, self.phase)
+    }
+}
+
+impl Row for ReplicaView {
+    const HEADER: &'static [&'static str] = &[
+        "VOLUME", "POOL", "NODE", "PHASE", "QUORUM", "USED", "PROGRESS", "MESSAGE", "POSITION",
+        "REPLICA", "GUID",
+    ];
+    const NARROW: usize = 8;
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.volume.clone(),
+            self.pool.clone(),
+            self.node.clone(),
+            self.phase.clone(),
+            if self.quorum { "on" } else { "off" }.into(),
+            show_size(self.used_bytes),
+            self.progress(),
+            self.message.clone(),
+            self.position.clone(),
+            self.id.clone(),
+            self.guid.clone(),
+        ]
+    }
+}
