@@ -1,1 +1,35 @@
-//! quoin-csi
+//! The Container Storage Interface face of Quoin: gRPC services over a unix socket.
+//!
+//! It checks requests, chooses codes and puts outcomes into the interface's words; volumes
+//! live in the control plane (asked over the Cluster service), mounts in [`quoin_node`]. A
+//! [`Plugin`] serves Identity always, and Controller and Node as its [`Mode`] says, all on one
+//! socket; every other method of the interface is registered and answers 12.
+//!
+//! Codes are chosen in [`refusal`]; [`limits`], [`capability`], [`capacity`], [`parameters`],
+//! [`topology`] and [`context`] each hold one part of the rules, free of I/O. [`in_flight`]
+//! keeps calls on one volume apart and brings each to its end.
+
+mod backend;
+mod capability;
+mod capacity;
+mod context;
+mod controller;
+mod endpoint;
+mod group;
+mod identity;
+mod in_flight;
+mod limits;
+mod node;
+mod parameters;
+mod plugin;
+mod refusal;
+mod topology;
+
+pub use backend::Backend;
+pub use endpoint::{EndpointError, Socket, listen, parse as parse_endpoint};
+pub use identity::is_driver_name;
+pub use parameters::{PARAMETERS, Parameter};
+pub use plugin::{ConfigError, Mode, NodeSide, Plugin, PluginOptions};
+
+/// The name under which orchestrators know the plugin, unless configured otherwise.
+pub const DRIVER_NAME: &str = "csi.quoin.io";

@@ -1,0 +1,176 @@
+//! The control plane as the CSI services see it: a handful of calls on the Cluster service.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_proto::control::cluster_client::ClusterClient;
+use quoin_proto::control::{self as api, VolumeRef};
+use tokio::sync::OnceCell;
+use tonic::transport::Channel;
+use tonic::{Code, Request, Status};
+
+use crate::refusal::from_control;
+
+/// How long one call to the control plane may take. Callers' own deadlines are usually
+/// shorter; this one ends calls whose caller has gone.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A client that is shared by all services. The channel connects again by itself.
+#[derive(Clone)]
+pub struct Backend {
+    client: ClusterClient<Channel>,
+    cluster_id: Arc<OnceCell<String>>,
+}
+
+impl Backend {
+    /// Over a channel that may connect later.
+    #[must_use]
+    pub fn new(channel: Channel) -> Self {
+        Self { client: ClusterClient::new(channel), cluster_id: Arc::default() }
+    }
+
+    fn request<T>(message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        request.set_timeout(DEADLINE);
+        request
+    }
+
+    /// Whether the control plane was reached at least once.
+    pub fn was_reached(&self) -> bool {
+        self.cluster_id.initialized()
+    }
+
+    /// Asks for a sign of life.
+    pub async fn ping(&self) -> Result<(), Status> {
+        let mut request = Request::new(api::GetClusterInfoRequest {});
+        request.set_timeout(Duration::from_secs(5));
+        let answer = self.client.clone().get_cluster_info(request).await;
+        let info = answer.map_err(|status| from_control(&status))?.into_inner();
+        let _ = self.cluster_id.set(info.cluster_id);
+        Ok(())
+    }
+
+    /// The cluster's id; it never changes, so it is asked for once.
+    pub async fn cluster_id(&self) -> Result<&str, Status> {
+        let ask = || async {
+            let request = Self::request(api::GetClusterInfoRequest {});
+            let answer = self.client.clone().get_cluster_info(request).await;
+            Ok(answer.map_err(|status| from_control(&status))?.into_inner().cluster_id)
+        };
+        self.cluster_id.get_or_try_init(ask).await.map(String::as_str)
+    }
+
+    pub async fn create_volume(
+        &self,
+        wanted: api::CreateVolumeRequest,
+    ) -> Result<api::Volume, Status> {
+        let answer = self.client.clone().create_volume(Self::request(wanted)).await;
+        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+    }
+
+    /// The volume, or `None` if it does not exist (or is on its way out). An id of unknown form
+    /// is an unknown id.
+    pub async fn find_volume(&self, id: &str) -> Result<Option<api::Volume>, Status> {
+        if !is_id(id) {
+            return Ok(None);
+        }
+        let wanted = api::GetVolumeRequest { volume: by_id(id) };
+        match self.client.clone().get_volume(Self::request(wanted)).await {
+            Ok(answer) => Ok(Some(answer.into_inner()).filter(|one| one.phase != "Deleting")),
+            Err(status) if status.code() == Code::NotFound => Ok(None),
+            Err(status) => Err(from_control(&status)),
+        }
+    }
+
+    /// The volume, or 5 NOT_FOUND.
+    pub async fn volume(&self, id: &str) -> Result<api::Volume, Status> {
+        self.find_volume(id).await?.ok_or_else(|| crate::refusal::no_volume(id))
+    }
+
+    /// Deletes a volume; an unknown one is deleted already.
+    pub async fn delete_volume(&self, id: &str) -> Result<(), Status> {
+        if !is_id(id) {
+            return Ok(());
+        }
+        let wanted = api::DeleteVolumeRequest { volume: by_id(id) };
+        match self.client.clone().delete_volume(Self::request(wanted)).await {
+            Ok(_) => Ok(()),
+            Err(status) if status.code() == Code::NotFound => Ok(()),
+            Err(status) => Err(from_control(&status)),
+        }
+    }
+
+    /// One page of volumes and the token of the next, empty at the end.
+    pub async fn list_volumes(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+    ) -> Result<(Vec<api::Volume>, String), Status> {
+        let starting_token = starting_token.to_owned();
+        let is_first = starting_token.is_empty();
+        let wanted = api::ListVolumesRequest { max_entries, starting_token };
+        let answer = self.client.clone().list_volumes(Self::request(wanted)).await;
+        let page = answer
+            .map_err(|status| match status.code() {
+                // Whatever the control plane calls it, nothing but the token can be wrong.
+                Code::InvalidArgument | Code::NotFound | Code::OutOfRange if !is_first => {
+                    crate::refusal::bad_token()
+                }
+                _ => from_control(&status),
+            })?
+            .into_inner();
+        Ok((page.volumes, page.next_token))
+    }
+
+    pub async fn publish_volume(
+        &self,
+        wanted: api::PublishVolumeRequest,
+    ) -> Result<api::Attachment, Status> {
+        let answer = self.client.clone().publish_volume(Self::request(wanted)).await;
+        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+    }
+
+    /// Takes a volume from a node, or from all; where nothing is known, nothing is attached:
+    /// attachments are stored with their volume.
+    pub async fn unpublish_volume(&self, id: &str, node: &str) -> Result<(), Status> {
+        if !is_id(id) {
+            return Ok(());
+        }
+        let wanted = api::UnpublishVolumeRequest { volume: by_id(id), node: node.to_owned() };
+        match self.client.clone().unpublish_volume(Self::request(wanted)).await {
+            Ok(_) => Ok(()),
+            Err(status) if status.code() == Code::NotFound => Ok(()),
+            Err(status) => Err(from_control(&status)),
+        }
+    }
+
+    pub async fn resize_volume(
+        &self,
+        id: &str,
+        size_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<api::Volume, Status> {
+        let wanted = api::ResizeVolumeRequest { volume: by_id(id), size_bytes, limit_bytes };
+        let answer = self.client.clone().resize_volume(Self::request(wanted)).await;
+        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+    }
+
+    pub async fn capacity(
+        &self,
+        spec: api::VolumeSpec,
+    ) -> Result<api::GetCapacityResponse, Status> {
+        let wanted = api::GetCapacityRequest { spec: Some(spec) };
+        let answer = self.client.clone().get_capacity(Self::request(wanted)).await;
+        Ok(answer.map_err(|status| from_control(&status))?.into_inner())
+    }
+}
+
+/// By id: a volume reference of the control API.
+pub fn by_id(id: &str) -> Option<VolumeRef> {
+    Some(VolumeRef { id: id.to_owned(), name: String::new() })
+}
+
+/// Ids are 32 lower-case hex digits, as they are given out.
+fn is_id(id: &str) -> bool {
+    id.len() == 32 && id.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+}

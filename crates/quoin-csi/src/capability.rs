@@ -1,0 +1,260 @@
+//! What a caller wants of a volume: raw or mounted, by whom, how often.
+//!
+//! Two things may be wrong with a capability. It is *malformed* (no access type, no mode):
+//! always 3. Or it is *unsupported*, and each RPC has a code of its own for that. Quoin serves
+//! the single-node modes; the multi-node modes need a target that several nodes reach, which
+//! this version does not have, so they are refused when the volume is created, not when a pod
+//! waits for it.
+
+use quoin_node::{Access, FileSystem};
+use quoin_proto::csi::VolumeCapability;
+use quoin_proto::csi::volume_capability::AccessType;
+use quoin_proto::csi::volume_capability::access_mode::Mode;
+use tonic::Status;
+
+use crate::refusal::invalid;
+
+const MOUNT_FLAGS_BYTES: usize = 4096;
+
+/// A well-formed capability that Quoin serves.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Capability {
+    wanted: Wanted,
+    mode: Mode,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+enum Wanted {
+    Block,
+    Mount { file_system: Option<FileSystem>, flags: Vec<String> },
+}
+
+/// Why a capability was not taken.
+#[derive(Debug)]
+pub enum Trouble {
+    /// It says nothing definite.
+    Malformed(Status),
+    /// It is clear and not served; the reason names what is.
+    Unsupported(String),
+}
+
+impl Trouble {
+    /// For the RPCs whose tables call both invalid.
+    pub fn invalid(self) -> Status {
+        match self {
+            Self::Malformed(status) => status,
+            Self::Unsupported(why) => Status::invalid_argument(why),
+        }
+    }
+
+    /// For staging and publishing, where an unsupported capability is a failed precondition.
+    pub fn exceeds(self) -> Status {
+        match self {
+            Self::Malformed(status) => status,
+            Self::Unsupported(why) => crate::refusal::exceeds_capabilities(&why),
+        }
+    }
+}
+
+impl Capability {
+    /// Reads one from a request's field.
+    ///
+    /// # Errors
+    /// [`Trouble`].
+    pub fn read(field: &str, given: Option<&VolumeCapability>) -> Result<Self, Trouble> {
+        let malformed = |why: &str| Trouble::Malformed(invalid(field, why));
+        let given = given.ok_or_else(|| Trouble::Malformed(crate::refusal::missing(field)))?;
+        let access_type =
+            given.access_type.as_ref().ok_or_else(|| malformed("has neither block nor mount"))?;
+        let access_mode =
+            given.access_mode.as_ref().ok_or_else(|| malformed("has no access_mode"))?;
+        let mode = Mode::try_from(access_mode.mode)
+            .ok()
+            .filter(|mode| *mode != Mode::Unknown)
+            .ok_or_else(|| malformed("has an access_mode that is unknown"))?;
+        let wanted = match access_type {
+            AccessType::Block(_) => Wanted::Block,
+            AccessType::Mount(mount) => {
+                let bytes: usize = mount.mount_flags.iter().map(String::len).sum();
+                if bytes > MOUNT_FLAGS_BYTES {
+                    return Err(malformed("has more than 4 KiB of mount_flags"));
+                }
+                quoin_node::parse_mount_flags(&mount.mount_flags)
+                    .map_err(|why| malformed(&format!("has mount_flags of which {why}")))?;
+                if mount.fs_type.len() > 128 || mount.volume_mount_group.len() > 128 {
+                    return Err(malformed("has a field of more than 128 bytes"));
+                }
+                if !mount.volume_mount_group.is_empty() {
+                    return Err(malformed(
+                        "has a volume_mount_group, which needs a capability that is not offered",
+                    ));
+                }
+                let file_system = match mount.fs_type.as_str() {
+                    "" => None,
+                    text => Some(text.parse().map_err(Trouble::Unsupported)?),
+                };
+                Wanted::Mount { file_system, flags: mount.mount_flags.clone() }
+            }
+        };
+        if matches!(
+            mode,
+            Mode::MultiNodeReaderOnly | Mode::MultiNodeSingleWriter | Mode::MultiNodeMultiWriter
+        ) {
+            return Err(Trouble::Unsupported(format!(
+                "access mode {} is not supported; volumes are used by one node at a time: \
+                 SINGLE_NODE_WRITER, SINGLE_NODE_SINGLE_WRITER, SINGLE_NODE_MULTI_WRITER or \
+                 SINGLE_NODE_READER_ONLY",
+                mode.as_str_name()
+            )));
+        }
+        Ok(Self { wanted, mode })
+    }
+
+    /// The access mode's name.
+    pub fn mode_name(&self) -> &'static str {
+        self.mode.as_str_name()
+    }
+
+    /// Nothing may be written through it.
+    pub fn is_reader_only(&self) -> bool {
+        self.mode == Mode::SingleNodeReaderOnly
+    }
+
+    /// Several target paths on one node are allowed.
+    pub fn several_targets(&self) -> bool {
+        self.mode == Mode::SingleNodeMultiWriter
+    }
+
+    pub fn is_block(&self) -> bool {
+        self.wanted == Wanted::Block
+    }
+
+    /// For the node, with the volume's own file system where the caller named none.
+    pub fn access(&self, default: FileSystem) -> Access {
+        match &self.wanted {
+            Wanted::Block => Access::Block,
+            Wanted::Mount { file_system, flags } => {
+                Access::Mount { file_system: file_system.unwrap_or(default), flags: flags.clone() }
+            }
+        }
+    }
+
+    /// What a publication is compared by: access type, mode and readonly. Mount flags are not
+    /// in it, as it is kept and shown.
+    pub fn usage(&self, readonly: bool) -> String {
+        let access = if self.is_block() { "block" } else { "mount" };
+        let readonly = if readonly { " readonly" } else { "" };
+        format!("{access} {}{readonly}", self.mode_name())
+    }
+}
+
+/// Reads a list that may not be empty.
+///
+/// # Errors
+/// As [`Capability::read`].
+pub fn read_all(given: &[VolumeCapability]) -> Result<Vec<Capability>, Trouble> {
+    if given.is_empty() {
+        return Err(Trouble::Malformed(crate::refusal::missing("volume_capabilities")));
+    }
+    // A malformed one counts more than an unsupported one before it.
+    let mut unsupported = None;
+    let mut capabilities = Vec::with_capacity(given.len());
+    for one in given {
+        match Capability::read("volume_capabilities", Some(one)) {
+            Ok(capability) => capabilities.push(capability),
+            Err(trouble @ Trouble::Malformed(_)) => return Err(trouble),
+            Err(trouble) => unsupported = unsupported.or(Some(trouble)),
+        }
+    }
+    match unsupported {
+        Some(trouble) => Err(trouble),
+        None => Ok(capabilities),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_proto::csi::volume_capability::{AccessMode, BlockVolume, MountVolume};
+
+    use super::*;
+
+    fn given(access_type: Option<AccessType>, mode: i32) -> VolumeCapability {
+        VolumeCapability { access_type, access_mode: Some(AccessMode { mode }) }
+    }
+    fn block() -> Option<AccessType> {
+        Some(AccessType::Block(BlockVolume {}))
+    }
+    fn mount(fs_type: &str, flags: &[&str]) -> Option<AccessType> {
+        Some(AccessType::Mount(MountVolume {
+            fs_type: fs_type.to_owned(),
+            mount_flags: flags.iter().map(|flag| (*flag).to_owned()).collect(),
+            volume_mount_group: String::new(),
+        }))
+    }
+    fn malformed(given: &VolumeCapability) -> bool {
+        matches!(Capability::read("c", Some(given)), Err(Trouble::Malformed(_)))
+    }
+    fn unsupported(given: &VolumeCapability) -> bool {
+        matches!(Capability::read("c", Some(given)), Err(Trouble::Unsupported(_)))
+    }
+
+    /// Proves CSI-VOLCAP-09, CSI-VOLCAP-10, CSI-ACCESSMODE-01: the rule that all RPCs share.
+    #[test]
+    fn a_capability_without_type_or_mode_is_malformed() {
+        assert!(malformed(&given(None, 1)));
+        assert!(malformed(&VolumeCapability { access_type: block(), access_mode: None }));
+        for mode in [0, 8, -1, i32::MAX] {
+            assert!(malformed(&given(block(), mode)));
+        }
+        assert!(matches!(Capability::read("c", None), Err(Trouble::Malformed(_))));
+    }
+
+    /// Proves CSI-VOLCAP-04: 4 KiB of flags are the most.
+    #[test]
+    fn more_than_4_kib_of_mount_flags_are_malformed() {
+        assert!(!malformed(&given(mount("", &["x".repeat(4000).as_str()]), 1)));
+        let (one, two) = ("x".repeat(4000), "y".repeat(97));
+        assert!(malformed(&given(mount("", &[&one, &two]), 1)));
+    }
+
+    #[test]
+    fn what_quoin_does_not_serve_is_unsupported_with_what_it_does() {
+        for mode in [3, 4, 5] {
+            assert!(unsupported(&given(block(), mode)));
+        }
+        let Err(Trouble::Unsupported(why)) =
+            Capability::read("c", Some(&given(mount("btrfs", &[]), 1)))
+        else {
+            panic!("btrfs was taken");
+        };
+        assert!(why.contains("ext4") && why.contains("xfs"), "{why}");
+        for mode in [1, 2, 6, 7] {
+            assert!(Capability::read("c", Some(&given(mount("xfs", &[]), mode))).is_ok());
+        }
+    }
+
+    #[test]
+    fn a_malformed_capability_in_a_list_counts_more_than_an_unsupported_one() {
+        let list = [given(block(), 5), given(None, 1)];
+        assert!(matches!(read_all(&list), Err(Trouble::Malformed(_))));
+        assert!(matches!(read_all(&list[..1]), Err(Trouble::Unsupported(_))));
+        assert!(matches!(read_all(&[]), Err(Trouble::Malformed(_))));
+    }
+
+    /// Proves CSI-VOLCAP-03: flags stand neither in what is kept nor in a refusal.
+    #[test]
+    fn mount_flags_stand_neither_in_the_usage_nor_in_a_refusal() {
+        let taken = Capability::read("c", Some(&given(mount("", &["password=hunter2"]), 1)));
+        assert_eq!(taken.ok().unwrap().usage(true), "mount SINGLE_NODE_WRITER readonly");
+        let refused = Capability::read("c", Some(&given(mount("", &["loop,password=hunter2"]), 1)));
+        let Err(Trouble::Malformed(status)) = refused else { panic!("loop was taken") };
+        assert!(!status.message().contains("hunter2"));
+    }
+
+    #[test]
+    fn an_empty_file_system_type_means_the_default() {
+        let plain = Capability::read("c", Some(&given(mount("", &[]), 1))).ok().unwrap();
+        let Access::Mount { file_system, .. } = plain.access(FileSystem::Xfs) else { panic!() };
+        assert_eq!(file_system, FileSystem::Xfs);
+    }
+}

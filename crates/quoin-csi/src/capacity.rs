@@ -1,0 +1,143 @@
+//! Sizes: what a caller asks for, and what is made of it.
+
+use quoin_proto::csi::CapacityRange;
+use tonic::Status;
+
+use crate::refusal::{invalid, out_of_range};
+
+/// What a volume gets whose creator names no size.
+pub const DEFAULT_BYTES: u64 = 1 << 30;
+/// Sizes are multiples of the internal block.
+pub const GRANULE_BYTES: u64 = 4096;
+
+/// A range that makes sense: not both zero, not negative, not upside down. A limit of 0 is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Range {
+    pub required_bytes: u64,
+    pub limit_bytes: u64,
+}
+
+impl Range {
+    /// Reads a range that is present.
+    ///
+    /// # Errors
+    /// 3 for a range that says nothing or is negative, 11 for one that is empty.
+    pub fn read(given: CapacityRange) -> Result<Self, Status> {
+        let number = |field: &str, value: i64| {
+            u64::try_from(value).map_err(|_| invalid(field, "is negative"))
+        };
+        let required_bytes = number("capacity_range.required_bytes", given.required_bytes)?;
+        let limit_bytes = number("capacity_range.limit_bytes", given.limit_bytes)?;
+        if required_bytes == 0 && limit_bytes == 0 {
+            return Err(invalid("capacity_range", "has neither required_bytes nor limit_bytes"));
+        }
+        if limit_bytes != 0 && required_bytes > limit_bytes {
+            return Err(out_of_range(format!(
+                "capacity_range: required_bytes ({required_bytes}) is above limit_bytes \
+                 ({limit_bytes})"
+            )));
+        }
+        Ok(Self { required_bytes, limit_bytes })
+    }
+
+    /// The smallest size that can be made within the range.
+    ///
+    /// # Errors
+    /// 11 if no multiple of the granule lies in it.
+    pub fn rounded(self) -> Result<u64, Status> {
+        let size_bytes = self
+            .required_bytes
+            .checked_next_multiple_of(GRANULE_BYTES)
+            .filter(|size| i64::try_from(*size).is_ok())
+            .ok_or_else(|| {
+                out_of_range(format!("{} bytes are more than can be had", self.required_bytes))
+            })?;
+        if self.limit_bytes != 0 && size_bytes > self.limit_bytes {
+            return Err(out_of_range(format!(
+                "sizes are multiples of {GRANULE_BYTES} bytes, and none lies between {} and {}",
+                self.required_bytes, self.limit_bytes
+            )));
+        }
+        Ok(size_bytes)
+    }
+
+    /// The size of a new volume: as [`Self::rounded`], and where only a limit is given, the
+    /// default size or what the limit leaves of it.
+    ///
+    /// # Errors
+    /// As [`Self::rounded`].
+    pub fn of_new_volume(given: Option<CapacityRange>) -> Result<(u64, Self), Status> {
+        let Some(given) = given else {
+            return Ok((DEFAULT_BYTES, Self { required_bytes: 0, limit_bytes: 0 }));
+        };
+        let range = Self::read(given)?;
+        if range.required_bytes != 0 {
+            return Ok((range.rounded()?, range));
+        }
+        let size_bytes = DEFAULT_BYTES.min(range.limit_bytes / GRANULE_BYTES * GRANULE_BYTES);
+        if size_bytes == 0 {
+            return Err(out_of_range(format!(
+                "limit_bytes ({}) is below the smallest size of {GRANULE_BYTES} bytes",
+                range.limit_bytes
+            )));
+        }
+        Ok((size_bytes, range))
+    }
+}
+
+/// A size as the interface's signed number.
+pub fn signed(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use tonic::Code;
+
+    use super::*;
+
+    fn range(required_bytes: i64, limit_bytes: i64) -> CapacityRange {
+        CapacityRange { required_bytes, limit_bytes }
+    }
+    fn code(required_bytes: i64, limit_bytes: i64) -> Code {
+        Range::of_new_volume(Some(range(required_bytes, limit_bytes))).unwrap_err().code()
+    }
+
+    /// Proves CSI-CAPACITY-02, CSI-CAPACITY-04, CSI-CAPACITY-06: the rule that all RPCs share.
+    #[test]
+    fn a_range_that_says_nothing_or_is_negative_is_invalid() {
+        assert_eq!(code(0, 0), Code::InvalidArgument);
+        assert_eq!(code(-1, 0), Code::InvalidArgument);
+        assert_eq!(code(1, -1), Code::InvalidArgument);
+        assert_eq!(code(i64::MIN, i64::MIN), Code::InvalidArgument);
+    }
+
+    #[test]
+    fn a_range_without_a_size_in_it_is_out_of_range() {
+        assert_eq!(code(4097, 4098), Code::OutOfRange);
+        assert_eq!(code(8192, 4096), Code::OutOfRange);
+        assert_eq!(code(0, 4095), Code::OutOfRange);
+        assert_eq!(code(i64::MAX, 0), Code::OutOfRange);
+    }
+
+    #[test]
+    fn without_a_range_or_with_only_a_limit_the_default_is_taken() {
+        assert_eq!(Range::of_new_volume(None).unwrap().0, DEFAULT_BYTES);
+        assert_eq!(Range::of_new_volume(Some(range(0, i64::MAX))).unwrap().0, DEFAULT_BYTES);
+        assert_eq!(Range::of_new_volume(Some(range(0, 10_000))).unwrap().0, 8192);
+    }
+
+    proptest! {
+        /// Proves CSI-CAPACITY-01, CSI-CAPACITY-03, CSI-CAPACITY-05: of the size that is chosen.
+        #[test]
+        fn a_chosen_size_lies_in_the_range(required in 0_i64.., extra in 0_i64..1 << 40, exact: bool) {
+            let limit = if exact { required } else { required.saturating_add(extra) };
+            if let Ok((size, _)) = Range::of_new_volume(Some(range(required, limit))) {
+                prop_assert!(size >= required.unsigned_abs());
+                prop_assert!(limit == 0 || size <= limit.unsigned_abs());
+                prop_assert_eq!(size % GRANULE_BYTES, 0);
+            }
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! What Quoin writes into a volume's context, and how it is compared when it comes back.
+//!
+//! Orchestrators add keys of their own to the map, so only those that Quoin issued are looked
+//! at: none of them is as good as no context (a volume that was there before); some of them,
+//! or another value, is another volume's context.
+
+use std::collections::HashMap;
+
+const CLUSTER: &str = "quoin.io/cluster";
+const BLOCK_SIZE: &str = "quoin.io/block-size";
+
+/// The context of a volume; the same for its whole life.
+pub fn of_volume(
+    volume: &quoin_proto::control::Volume,
+    cluster_id: &str,
+) -> HashMap<String, String> {
+    HashMap::from([
+        (CLUSTER.to_owned(), cluster_id.to_owned()),
+        (BLOCK_SIZE.to_owned(), block_size(volume).to_string()),
+    ])
+}
+
+/// The logical block of a volume in bytes.
+pub fn block_size(volume: &quoin_proto::control::Volume) -> u32 {
+    match volume.spec.as_ref().map_or(0, |spec| spec.block_size) {
+        512 => 512,
+        _ => 4096,
+    }
+}
+
+/// Compares a context that a caller sent with the volume's own.
+///
+/// # Errors
+/// Why it is not this volume's.
+pub fn compare(
+    sent: &HashMap<String, String>,
+    own: &HashMap<String, String>,
+) -> Result<(), String> {
+    if !own.keys().any(|key| sent.contains_key(key)) {
+        return Ok(());
+    }
+    for (key, value) in own {
+        match sent.get(key) {
+            Some(sent) if sent == value => {}
+            Some(_) => return Err(format!("has another value of {key:?} than this volume")),
+            None => return Err(format!("lacks {key:?}, which was given out with its other keys")),
+        }
+    }
+    Ok(())
+}
+
+/// The keys of Quoin within a context that was compared.
+pub fn issued(
+    sent: &HashMap<String, String>,
+    own: &HashMap<String, String>,
+) -> HashMap<String, String> {
+    sent.iter()
+        .filter(|(key, _)| own.contains_key(*key))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(pairs: &[(&str, &str)]) -> HashMap<String, String> {
+        pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn only_issued_keys_are_compared_and_all_of_them() {
+        let own = of(&[(CLUSTER, "c1"), (BLOCK_SIZE, "4096")]);
+        compare(&own, &own).unwrap();
+        compare(&HashMap::new(), &own).unwrap();
+        compare(&of(&[("storage.kubernetes.io/csiProvisionerIdentity", "x")]), &own).unwrap();
+        let mut more = own.clone();
+        more.insert("csi.storage.k8s.io/pod.name".to_owned(), "web".to_owned());
+        compare(&more, &own).unwrap();
+        assert_eq!(issued(&more, &own), own);
+        assert!(compare(&of(&[(CLUSTER, "c1")]), &own).is_err());
+        assert!(compare(&of(&[(CLUSTER, "c2"), (BLOCK_SIZE, "4096")]), &own).is_err());
+    }
+}

@@ -1,0 +1,115 @@
+//! The control plane's records in the interface's words.
+
+use std::collections::HashMap;
+
+use quoin_proto::control as api;
+use quoin_proto::csi::{Volume, VolumeCondition, list_volumes_response};
+
+use crate::capacity::signed;
+use crate::{context, parameters, topology};
+
+/// The volume message, the same in every answer.
+pub fn volume(volume: &api::Volume, cluster_id: &str) -> Volume {
+    let restricted = volume.spec.as_ref().map_or(&[][..], |spec| &spec.accessible_topology);
+    Volume {
+        capacity_bytes: signed(volume.size_bytes),
+        volume_id: volume.id.clone(),
+        volume_context: context::of_volume(volume, cluster_id),
+        content_source: None,
+        accessible_topology: topology::of_volume(restricted, cluster_id),
+    }
+}
+
+/// One line of a list.
+pub fn entry(one: &api::Volume, cluster_id: &str) -> list_volumes_response::Entry {
+    list_volumes_response::Entry {
+        volume: Some(volume(one, cluster_id)),
+        status: Some(list_volumes_response::VolumeStatus {
+            published_node_ids: nodes(one),
+            volume_condition: Some(condition(one)),
+        }),
+    }
+}
+
+/// Every node that a volume is published to, or not yet wholly taken from.
+pub fn nodes(volume: &api::Volume) -> Vec<String> {
+    volume.attachments.iter().map(|attachment| attachment.node.clone()).collect()
+}
+
+/// The controller's view: replicas and quorum, not mounts.
+pub fn condition(volume: &api::Volume) -> VolumeCondition {
+    let abnormal = volume.health != "Online" || volume.phase != "Ready";
+    let mut message = format!("{}, {}", volume.phase, volume.health);
+    for more in [&volume.contract, &volume.waiting_for] {
+        if !more.is_empty() {
+            message.push_str("; ");
+            message.push_str(more);
+        }
+    }
+    VolumeCondition { abnormal, message: cut(message) }
+}
+
+/// Whether given creation parameters are those of the volume.
+///
+/// # Errors
+/// Which key differs.
+pub fn same_parameters(
+    volume: &api::Volume,
+    given: &HashMap<String, String>,
+) -> Result<(), String> {
+    let wanted = parameters::read(given).map_err(|status| status.message().to_owned())?;
+    let own = volume.spec.as_ref().map(|spec| &spec.parameters);
+    let mut keys: Vec<_> = wanted.parameters.iter().collect();
+    keys.sort();
+    for (key, value) in keys {
+        if own.and_then(|own| own.get(key)) != Some(value) {
+            return Err(format!("parameters has another {key:?} than the volume was made with"));
+        }
+    }
+    Ok(())
+}
+
+/// Strings of the interface hold 128 bytes.
+pub fn cut(mut text: String) -> String {
+    const BYTES: usize = 128;
+    if text.len() > BYTES {
+        let at = (0..=BYTES - 3).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(at);
+        text.push('…');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Proves CSI-SIZE-01: for messages that are made up of words of unknown length.
+        #[test]
+        fn what_is_cut_has_128_bytes_at_most_and_says_so(text: String) {
+            let cut = cut(text.clone());
+            prop_assert!(cut.len() <= 128);
+            prop_assert!(cut == text || cut.ends_with('…'));
+        }
+    }
+
+    /// Proves CSI-CONDITION-01, CSI-CONDITION-02: from the controller's view.
+    #[test]
+    fn only_a_ready_and_online_volume_is_normal_and_a_condition_always_says_something() {
+        for phase in ["Pending", "Ready", "Deleting"] {
+            for health in ["Online", "Degraded", "Faulted", "Unknown"] {
+                let volume = api::Volume {
+                    phase: phase.to_owned(),
+                    health: health.to_owned(),
+                    ..Default::default()
+                };
+                let condition = condition(&volume);
+                assert_eq!(condition.abnormal, (phase, health) != ("Ready", "Online"));
+                assert!(condition.message.contains(health));
+            }
+        }
+    }
+}

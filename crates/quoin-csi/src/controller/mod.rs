@@ -1,0 +1,413 @@
+//! The Controller service: requests checked, put to the control plane, answers put into the
+//! interface's words. It holds no state of volumes, so it runs on any host, in any number.
+
+mod answer;
+
+use quoin_proto::control as api;
+use quoin_proto::csi::controller_server::Controller;
+use quoin_proto::csi::controller_service_capability::{Rpc, Type, rpc};
+use quoin_proto::csi::volume_content_source::Type as Source;
+use quoin_proto::csi::*;
+use tonic::{Request, Response, Status};
+
+use crate::backend::Backend;
+use crate::capability::{self, Capability, Trouble};
+use crate::capacity::{Range, signed};
+use crate::in_flight::to_the_end;
+use crate::refusal::{invalid, missing, not_served, out_of_range};
+use crate::{Plugin, context, limits, parameters, topology};
+
+/// Serves Controller where the mode has it.
+pub(crate) struct ControllerService(pub Plugin);
+
+const NO_SNAPSHOTS: &str = "the plugin does not advertise it; this version has no snapshots";
+const NOT_ADVERTISED: &str = "the plugin does not advertise it";
+
+/// What this controller can do, in the order of the interface's numbers.
+const CAPABILITIES: &[rpc::Type] = &[
+    rpc::Type::CreateDeleteVolume,
+    rpc::Type::PublishUnpublishVolume,
+    rpc::Type::ListVolumes,
+    rpc::Type::GetCapacity,
+    rpc::Type::PublishReadonly,
+    rpc::Type::ExpandVolume,
+    rpc::Type::ListVolumesPublishedNodes,
+    rpc::Type::VolumeCondition,
+    rpc::Type::GetVolume,
+    rpc::Type::SingleNodeMultiWriter,
+];
+
+impl ControllerService {
+    /// The mode comes before anything else.
+    fn served(&self, rpc: &'static str) -> Result<Backend, Status> {
+        if !self.0.mode().controller {
+            return Err(not_served(rpc, "this process runs in node mode"));
+        }
+        Ok(self.0.backend().clone())
+    }
+}
+
+#[tonic::async_trait]
+impl Controller for ControllerService {
+    async fn create_volume(
+        &self,
+        request: Request<CreateVolumeRequest>,
+    ) -> Result<Response<CreateVolumeResponse>, Status> {
+        let backend = self.served("CreateVolume")?;
+        let request = request.into_inner();
+        limits::name("name", &request.name)?;
+        limits::secrets(&request.secrets)?;
+        limits::map("parameters", &request.parameters)?;
+        limits::map("mutable_parameters", &request.mutable_parameters)?;
+        refuse_mutable(&request.mutable_parameters)?;
+        capability::read_all(&request.volume_capabilities).map_err(Trouble::invalid)?;
+        refuse_source(request.volume_content_source.as_ref())?;
+        let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
+        let mut spec = parameters::read(&request.parameters)?;
+        let held = self.0.controller_calls().begin("volume name", &request.name)?;
+        to_the_end("CreateVolume", async move {
+            let _held = held;
+            let cluster_id = backend.cluster_id().await?.to_owned();
+            spec.accessible_topology =
+                topology::of_requirement(request.accessibility_requirements.as_ref(), &cluster_id)?;
+            spec.name = request.name;
+            spec.size_bytes = size_bytes;
+            let limit_bytes = range.limit_bytes;
+            let wanted = api::CreateVolumeRequest { spec: Some(spec), limit_bytes };
+            let volume = backend.create_volume(wanted).await?;
+            let volume = Some(answer::volume(&volume, &cluster_id));
+            Ok(Response::new(CreateVolumeResponse { volume }))
+        })
+        .await
+    }
+
+    async fn delete_volume(
+        &self,
+        request: Request<DeleteVolumeRequest>,
+    ) -> Result<Response<DeleteVolumeResponse>, Status> {
+        let backend = self.served("DeleteVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        limits::secrets(&request.secrets)?;
+        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        to_the_end("DeleteVolume", async move {
+            let _held = held;
+            backend.delete_volume(&request.volume_id).await?;
+            Ok(Response::new(DeleteVolumeResponse {}))
+        })
+        .await
+    }
+
+    async fn controller_publish_volume(
+        &self,
+        request: Request<ControllerPublishVolumeRequest>,
+    ) -> Result<Response<ControllerPublishVolumeResponse>, Status> {
+        let backend = self.served("ControllerPublishVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        if request.node_id.is_empty() {
+            return Err(missing("node_id"));
+        }
+        limits::node_id("node_id", &request.node_id)?;
+        limits::secrets(&request.secrets)?;
+        limits::map("volume_context", &request.volume_context)?;
+        let capability = Capability::read("volume_capability", request.volume_capability.as_ref())
+            .map_err(Trouble::invalid)?;
+        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        to_the_end("ControllerPublishVolume", async move {
+            let _held = held;
+            let volume = backend.volume(&request.volume_id).await?;
+            let own = context::of_volume(&volume, backend.cluster_id().await?);
+            context::compare(&request.volume_context, &own)
+                .map_err(|why| invalid("volume_context", why))?;
+            let attachment = backend
+                .publish_volume(api::PublishVolumeRequest {
+                    volume: crate::backend::by_id(&request.volume_id),
+                    node: request.node_id,
+                    read_only: request.readonly || capability.is_reader_only(),
+                    multi_node: false,
+                    usage: capability.usage(request.readonly),
+                })
+                .await?;
+            let publish_context = attachment.publish_context;
+            Ok(Response::new(ControllerPublishVolumeResponse { publish_context }))
+        })
+        .await
+    }
+
+    async fn controller_unpublish_volume(
+        &self,
+        request: Request<ControllerUnpublishVolumeRequest>,
+    ) -> Result<Response<ControllerUnpublishVolumeResponse>, Status> {
+        let backend = self.served("ControllerUnpublishVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        limits::node_id("node_id", &request.node_id)?;
+        limits::secrets(&request.secrets)?;
+        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        to_the_end("ControllerUnpublishVolume", async move {
+            let _held = held;
+            backend.unpublish_volume(&request.volume_id, &request.node_id).await?;
+            Ok(Response::new(ControllerUnpublishVolumeResponse {}))
+        })
+        .await
+    }
+
+    async fn validate_volume_capabilities(
+        &self,
+        request: Request<ValidateVolumeCapabilitiesRequest>,
+    ) -> Result<Response<ValidateVolumeCapabilitiesResponse>, Status> {
+        let backend = self.served("ValidateVolumeCapabilities")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        limits::secrets(&request.secrets)?;
+        limits::map("volume_context", &request.volume_context)?;
+        limits::map("parameters", &request.parameters)?;
+        limits::map("mutable_parameters", &request.mutable_parameters)?;
+        let supported = match capability::read_all(&request.volume_capabilities) {
+            Ok(_) => Ok(()),
+            Err(Trouble::Malformed(status)) => return Err(status),
+            Err(Trouble::Unsupported(why)) => Err(why),
+        };
+        to_the_end("ValidateVolumeCapabilities", async move {
+            let volume = backend.volume(&request.volume_id).await?;
+            let own = context::of_volume(&volume, backend.cluster_id().await?);
+            let verdict = supported
+                .and_then(|()| {
+                    context::compare(&request.volume_context, &own)
+                        .map_err(|why| format!("volume_context {why}"))
+                })
+                .and_then(|()| answer::same_parameters(&volume, &request.parameters))
+                .and_then(|()| match refuse_mutable(&request.mutable_parameters) {
+                    Ok(()) => Ok(()),
+                    Err(status) => Err(status.message().to_owned()),
+                });
+            let answer = match verdict {
+                Ok(()) => ValidateVolumeCapabilitiesResponse {
+                    confirmed: Some(validate_volume_capabilities_response::Confirmed {
+                        volume_context: context::issued(&request.volume_context, &own),
+                        volume_capabilities: request.volume_capabilities,
+                        parameters: request.parameters,
+                        mutable_parameters: Default::default(),
+                    }),
+                    message: String::new(),
+                },
+                Err(message) => ValidateVolumeCapabilitiesResponse {
+                    confirmed: None,
+                    message: answer::cut(message),
+                },
+            };
+            Ok(Response::new(answer))
+        })
+        .await
+    }
+
+    async fn list_volumes(
+        &self,
+        request: Request<ListVolumesRequest>,
+    ) -> Result<Response<ListVolumesResponse>, Status> {
+        let backend = self.served("ListVolumes")?;
+        let request = request.into_inner();
+        let max_entries = u32::try_from(request.max_entries)
+            .map_err(|_| invalid("max_entries", "is negative"))?;
+        limits::optional("starting_token", &request.starting_token)?;
+        to_the_end("ListVolumes", async move {
+            let cluster_id = backend.cluster_id().await?.to_owned();
+            let (mut entries, mut token) = (Vec::new(), request.starting_token);
+            loop {
+                let (page, next) = backend.list_volumes(max_entries, &token).await?;
+                entries.extend(page.iter().map(|volume| answer::entry(volume, &cluster_id)));
+                token = next;
+                // Without a bound all of them are asked for, whatever the control plane's pages.
+                if max_entries != 0 || token.is_empty() {
+                    break;
+                }
+            }
+            Ok(Response::new(ListVolumesResponse { entries, next_token: token }))
+        })
+        .await
+    }
+
+    async fn get_capacity(
+        &self,
+        request: Request<GetCapacityRequest>,
+    ) -> Result<Response<GetCapacityResponse>, Status> {
+        let backend = self.served("GetCapacity")?;
+        let request = request.into_inner();
+        limits::map("parameters", &request.parameters)?;
+        let mut spec = parameters::read(&request.parameters)?;
+        let supported = match request.volume_capabilities.as_slice() {
+            [] => true,
+            given => match capability::read_all(given) {
+                Ok(_) => true,
+                Err(Trouble::Malformed(status)) => return Err(status),
+                Err(Trouble::Unsupported(_)) => false,
+            },
+        };
+        to_the_end("GetCapacity", async move {
+            let cluster_id = backend.cluster_id().await?;
+            let places = topology::of_one(request.accessible_topology.as_ref(), cluster_id)?;
+            let (true, Some(places)) = (supported, places) else {
+                return Ok(Response::new(GetCapacityResponse::default()));
+            };
+            spec.accessible_topology = places;
+            let capacity = backend.capacity(spec).await?;
+            let size = |bytes: u64| (bytes != 0).then(|| signed(bytes));
+            Ok(Response::new(GetCapacityResponse {
+                available_capacity: signed(capacity.available_bytes),
+                maximum_volume_size: size(capacity.maximum_volume_bytes),
+                minimum_volume_size: size(capacity.minimum_volume_bytes),
+            }))
+        })
+        .await
+    }
+
+    async fn controller_get_capabilities(
+        &self,
+        _: Request<ControllerGetCapabilitiesRequest>,
+    ) -> Result<Response<ControllerGetCapabilitiesResponse>, Status> {
+        self.served("ControllerGetCapabilities")?;
+        let capabilities = CAPABILITIES
+            .iter()
+            .map(|kind| ControllerServiceCapability {
+                r#type: Some(Type::Rpc(Rpc { r#type: (*kind).into() })),
+            })
+            .collect();
+        Ok(Response::new(ControllerGetCapabilitiesResponse { capabilities }))
+    }
+
+    async fn controller_expand_volume(
+        &self,
+        request: Request<ControllerExpandVolumeRequest>,
+    ) -> Result<Response<ControllerExpandVolumeResponse>, Status> {
+        let backend = self.served("ControllerExpandVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        limits::secrets(&request.secrets)?;
+        let range = request.capacity_range.ok_or_else(|| missing("capacity_range"))?;
+        let range = Range::read(range)?;
+        let is_block = match &request.volume_capability {
+            None => false,
+            given => Capability::read("volume_capability", given.as_ref())
+                .map_err(Trouble::invalid)?
+                .is_block(),
+        };
+        let held = self.0.controller_calls().begin("volume", &request.volume_id)?;
+        to_the_end("ControllerExpandVolume", async move {
+            let _held = held;
+            let mut volume = backend.volume(&request.volume_id).await?;
+            let present = volume.size_bytes;
+            if range.limit_bytes != 0 && range.limit_bytes < present {
+                return Err(out_of_range(format!(
+                    "the volume has {present} bytes, more than the limit of {}; volumes do not \
+                     shrink",
+                    range.limit_bytes
+                )));
+            }
+            if range.required_bytes > present {
+                let size_bytes = range.rounded()?;
+                volume = backend
+                    .resize_volume(&request.volume_id, size_bytes, range.limit_bytes)
+                    .await?;
+            }
+            // A raw device that is nowhere attached gets its size when it is.
+            let node_expansion_required = !(is_block && volume.attachments.is_empty());
+            Ok(Response::new(ControllerExpandVolumeResponse {
+                capacity_bytes: signed(volume.size_bytes),
+                node_expansion_required,
+            }))
+        })
+        .await
+    }
+
+    async fn controller_get_volume(
+        &self,
+        request: Request<ControllerGetVolumeRequest>,
+    ) -> Result<Response<ControllerGetVolumeResponse>, Status> {
+        let backend = self.served("ControllerGetVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        to_the_end("ControllerGetVolume", async move {
+            let volume = backend.volume(&request.volume_id).await?;
+            let cluster_id = backend.cluster_id().await?;
+            Ok(Response::new(ControllerGetVolumeResponse {
+                status: Some(controller_get_volume_response::VolumeStatus {
+                    published_node_ids: answer::nodes(&volume),
+                    volume_condition: Some(answer::condition(&volume)),
+                }),
+                volume: Some(answer::volume(&volume, cluster_id)),
+            }))
+        })
+        .await
+    }
+
+    async fn controller_modify_volume(
+        &self,
+        _: Request<ControllerModifyVolumeRequest>,
+    ) -> Result<Response<ControllerModifyVolumeResponse>, Status> {
+        Err(not_served("ControllerModifyVolume", NOT_ADVERTISED))
+    }
+    async fn create_snapshot(
+        &self,
+        _: Request<CreateSnapshotRequest>,
+    ) -> Result<Response<CreateSnapshotResponse>, Status> {
+        Err(not_served("CreateSnapshot", NO_SNAPSHOTS))
+    }
+    async fn delete_snapshot(
+        &self,
+        _: Request<DeleteSnapshotRequest>,
+    ) -> Result<Response<DeleteSnapshotResponse>, Status> {
+        Err(not_served("DeleteSnapshot", NO_SNAPSHOTS))
+    }
+    async fn list_snapshots(
+        &self,
+        _: Request<ListSnapshotsRequest>,
+    ) -> Result<Response<ListSnapshotsResponse>, Status> {
+        Err(not_served("ListSnapshots", NO_SNAPSHOTS))
+    }
+    async fn get_snapshot(
+        &self,
+        _: Request<GetSnapshotRequest>,
+    ) -> Result<Response<GetSnapshotResponse>, Status> {
+        Err(not_served("GetSnapshot", NO_SNAPSHOTS))
+    }
+    async fn controller_list_volume_health(
+        &self,
+        _: Request<ControllerListVolumeHealthRequest>,
+    ) -> Result<Response<ControllerListVolumeHealthResponse>, Status> {
+        Err(not_served("ControllerListVolumeHealth", NOT_ADVERTISED))
+    }
+    async fn controller_get_volume_health(
+        &self,
+        _: Request<ControllerGetVolumeHealthRequest>,
+    ) -> Result<Response<ControllerGetVolumeHealthResponse>, Status> {
+        Err(not_served("ControllerGetVolumeHealth", NOT_ADVERTISED))
+    }
+}
+
+/// No parameter can be changed later, so none is a mutable one.
+fn refuse_mutable(given: &std::collections::HashMap<String, String>) -> Result<(), Status> {
+    match given.keys().min() {
+        Some(key) => Err(invalid(
+            "mutable_parameters",
+            format!("has {key:?}, which cannot be changed later"),
+        )),
+        None => Ok(()),
+    }
+}
+
+fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {
+    const FIELD: &str = "volume_content_source";
+    let Some(given) = given else { return Ok(()) };
+    match &given.r#type {
+        None => Err(invalid(FIELD, "has neither a snapshot nor a volume")),
+        Some(Source::Snapshot(source)) => {
+            limits::required("volume_content_source.snapshot.snapshot_id", &source.snapshot_id)?;
+            Err(invalid(FIELD, "names a snapshot, and this version has no snapshots"))
+        }
+        Some(Source::Volume(source)) => {
+            limits::required("volume_content_source.volume.volume_id", &source.volume_id)?;
+            Err(invalid(FIELD, "names a volume, and this version makes no clones"))
+        }
+    }
+}

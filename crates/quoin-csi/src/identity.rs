@@ -1,0 +1,95 @@
+//! The Identity service: who this is, what the plugin as a whole can do, whether it is ready.
+
+use quoin_proto::csi::identity_server::Identity;
+use quoin_proto::csi::plugin_capability::{
+    Service, Type, VolumeExpansion, service, volume_expansion,
+};
+use quoin_proto::csi::{
+    GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
+    GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse,
+};
+use tonic::{Request, Response, Status};
+
+use crate::Plugin;
+
+/// Serves Identity in every mode.
+pub(crate) struct IdentityService(pub Plugin);
+
+/// What the interface and the strictest client say of names: 63 characters of a domain name
+/// that starts and ends with a letter.
+pub fn is_driver_name(name: &str) -> bool {
+    let label = |label: &str| {
+        let bytes = label.as_bytes();
+        !bytes.is_empty()
+            && bytes.iter().all(|byte| byte.is_ascii_alphanumeric() || *byte == b'-')
+            && bytes[0].is_ascii_alphanumeric()
+            && bytes[bytes.len() - 1].is_ascii_alphanumeric()
+    };
+    (1..=63).contains(&name.len())
+        && name.split('.').all(label)
+        && name.starts_with(|letter: char| letter.is_ascii_alphabetic())
+        && name.ends_with(|letter: char| letter.is_ascii_alphabetic())
+}
+
+#[tonic::async_trait]
+impl Identity for IdentityService {
+    async fn get_plugin_info(
+        &self,
+        _: Request<GetPluginInfoRequest>,
+    ) -> Result<Response<GetPluginInfoResponse>, Status> {
+        Ok(Response::new(GetPluginInfoResponse {
+            name: self.0.driver_name().to_owned(),
+            vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
+            manifest: Default::default(),
+        }))
+    }
+
+    async fn get_plugin_capabilities(
+        &self,
+        _: Request<GetPluginCapabilitiesRequest>,
+    ) -> Result<Response<GetPluginCapabilitiesResponse>, Status> {
+        // The same on every host and in every mode: it is the plugin's, not the process's.
+        let service = |kind: service::Type| Type::Service(Service { r#type: kind.into() });
+        let capabilities = [
+            service(service::Type::ControllerService),
+            service(service::Type::VolumeAccessibilityConstraints),
+            Type::VolumeExpansion(VolumeExpansion {
+                r#type: volume_expansion::Type::Online.into(),
+            }),
+        ];
+        let capabilities =
+            capabilities.into_iter().map(|kind| PluginCapability { r#type: Some(kind) }).collect();
+        Ok(Response::new(GetPluginCapabilitiesResponse { capabilities }))
+    }
+
+    async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
+        self.0.check_node().await?;
+        let ready = match self.0.backend().ping().await {
+            Ok(()) => true,
+            // Still starting: the control plane may come up after the plugin.
+            Err(_) if !self.0.backend().was_reached() => false,
+            Err(status) => {
+                let text = format!("{}; IO of mounted volumes goes on", status.message());
+                return Err(Status::failed_precondition(text));
+            }
+        };
+        Ok(Response::new(ProbeResponse { ready: Some(ready) }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Proves CSI-PLUGININFO-02, CSI-PLUGININFO-04, CSI-PLUGININFO-05: of the name's form.
+    #[test]
+    fn a_driver_name_is_a_domain_name_between_two_letters() {
+        assert!(is_driver_name(crate::DRIVER_NAME));
+        assert!(is_driver_name(&"x".repeat(63)));
+        for bad in
+            ["", "-a", "a-", "a..b", "a.b.", "1.csi.io", "csi.io1", "a_b", "ü.io", &"x".repeat(64)]
+        {
+            assert!(!is_driver_name(bad), "{bad}");
+        }
+    }
+}

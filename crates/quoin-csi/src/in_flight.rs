@@ -1,0 +1,128 @@
+//! One call a volume at a time.
+//!
+//! Callers promise that, and break the promise when they restart. A second call is turned away
+//! at once with 10 ABORTED and without effect, which they all know how to repeat; queueing it
+//! would let calls pile up behind a slow one.
+//!
+//! A call is also finished when its caller has gone: what a mount or a format has begun must
+//! not stop at a random place because a deadline passed, and its lock must not be given away
+//! while it still works. So calls run as tasks of their own that take their lock with them.
+
+use std::collections::HashSet;
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use tonic::{Code, Status};
+
+/// The keys (volume ids, names) that calls are working on.
+#[derive(Clone, Default)]
+pub struct InFlight {
+    keys: Arc<Mutex<HashSet<String>>>,
+}
+
+/// Holds one key until it is dropped.
+pub struct Guard {
+    keys: Arc<Mutex<HashSet<String>>>,
+    key: String,
+}
+
+impl InFlight {
+    /// Takes the key, or says that it is taken.
+    ///
+    /// # Errors
+    /// 10 ABORTED.
+    pub fn begin(&self, what: &str, key: &str) -> Result<Guard, Status> {
+        let mut keys = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
+        if !keys.insert(format!("{what} {key}")) {
+            return Err(crate::refusal::pending(&format!("{what} {key:?}")));
+        }
+        Ok(Guard { keys: self.keys.clone(), key: format!("{what} {key}") })
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+    }
+}
+
+/// Runs a call to its end, whether its caller waits for it or not, and logs how it ended.
+/// Nothing of the request is logged: it may hold secrets.
+///
+/// # Errors
+/// What the call answers; 13 if it panicked.
+pub async fn to_the_end<T: Send + 'static>(
+    rpc: &'static str,
+    call: impl Future<Output = Result<T, Status>> + Send + 'static,
+) -> Result<T, Status> {
+    let logged = async move {
+        let started = Instant::now();
+        let outcome = call.await;
+        let elapsed_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        match &outcome {
+            Ok(_) => tracing::debug!(rpc, elapsed_ms, "answered"),
+            Err(status) if matches!(status.code(), Code::Internal | Code::Unknown) => {
+                tracing::error!(rpc, elapsed_ms, code = ?status.code(), message = status.message());
+            }
+            Err(status) => {
+                tracing::info!(rpc, elapsed_ms, code = ?status.code(), message = status.message());
+            }
+        }
+        outcome
+    };
+    match tokio::spawn(logged).await {
+        Ok(outcome) => outcome,
+        Err(_) => Err(Status::internal(format!("{rpc} failed by a fault of Quoin; see its log"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Proves CSI-ERR-12: for a call that panics, too.
+    #[tokio::test]
+    async fn a_second_call_is_aborted_and_works_once_the_first_has_ended() {
+        let calls = InFlight::default();
+        let first = calls.begin("volume", "v").unwrap();
+        assert_eq!(calls.begin("volume", "v").err().unwrap().code(), Code::Aborted);
+        let _other = calls.begin("volume", "w").unwrap();
+        drop(first);
+        let held = calls.begin("volume", "v").unwrap();
+        let failed = to_the_end("Test", async move {
+            let _held = held;
+            if true {
+                panic!("inner words");
+            }
+            Ok(())
+        })
+        .await
+        .unwrap_err();
+        assert_eq!(failed.code(), Code::Internal);
+        assert!(!failed.message().contains("inner words"));
+        calls.begin("volume", "v").unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_call_whose_caller_has_gone_goes_on_and_keeps_its_lock() {
+        let calls = InFlight::default();
+        let (done, ended) = tokio::sync::oneshot::channel();
+        let (go, gone) = tokio::sync::oneshot::channel::<()>();
+        let held = calls.begin("volume", "v").unwrap();
+        let call = to_the_end("Test", async move {
+            let _held = held;
+            let _ = gone.await;
+            let _ = done.send(());
+            Ok(())
+        });
+        tokio::select! {
+            biased;
+            _ = call => unreachable!("it waits"),
+            () = tokio::task::yield_now() => {}
+        }
+        assert!(calls.begin("volume", "v").is_err());
+        go.send(()).unwrap();
+        ended.await.unwrap();
+    }
+}

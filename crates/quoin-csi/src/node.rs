@@ -1,0 +1,358 @@
+//! The Node service: requests checked, put to the node library, its outcomes put into codes.
+
+use std::sync::Arc;
+
+use quoin_node::{FileSystem, NodeHost, PublishRequest, StageRequest};
+use quoin_proto::control as api;
+use quoin_proto::csi::node_server::Node;
+use quoin_proto::csi::node_service_capability::{Rpc, Type, rpc};
+use quoin_proto::csi::volume_usage::Unit;
+use quoin_proto::csi::*;
+use tonic::{Code, Request, Response, Status};
+
+use crate::backend::Backend;
+use crate::capability::{Capability, Trouble};
+use crate::capacity::{Range, signed};
+use crate::in_flight::to_the_end;
+use crate::refusal::{from_node, invalid, missing, no_volume, not_served, out_of_range};
+use crate::{NodeSide, Plugin, context, limits, topology};
+
+/// Serves Node where the mode has it.
+pub(crate) struct NodeService(pub Plugin);
+
+const NOT_ADVERTISED: &str = "the plugin does not advertise it";
+
+const CAPABILITIES: &[rpc::Type] = &[
+    rpc::Type::StageUnstageVolume,
+    rpc::Type::GetVolumeStats,
+    rpc::Type::ExpandVolume,
+    rpc::Type::VolumeCondition,
+    rpc::Type::SingleNodeMultiWriter,
+];
+
+impl NodeService {
+    fn served(&self, rpc: &'static str) -> Result<(Backend, &NodeSide), Status> {
+        match self.0.node() {
+            Some(node) => Ok((self.0.backend().clone(), node)),
+            None => Err(not_served(rpc, "this process runs in controller mode")),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Node for NodeService {
+    async fn node_stage_volume(
+        &self,
+        request: Request<NodeStageVolumeRequest>,
+    ) -> Result<Response<NodeStageVolumeResponse>, Status> {
+        let (backend, node) = self.served("NodeStageVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        let staging_path = limits::path("staging_target_path", &request.staging_target_path)?;
+        let capability = Capability::read("volume_capability", request.volume_capability.as_ref());
+        // A malformed capability is invalid at once; an unsupported one waits for the volume.
+        let capability = match capability {
+            Err(Trouble::Malformed(status)) => return Err(status),
+            other => other,
+        };
+        limits::secrets(&request.secrets)?;
+        limits::map("publish_context", &request.publish_context)?;
+        limits::map("volume_context", &request.volume_context)?;
+        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let (host, name) = (node.host.clone(), node.name.clone());
+        to_the_end("NodeStageVolume", async move {
+            let _held = held;
+            let volume = backend.volume(&request.volume_id).await?;
+            let own = context::of_volume(&volume, backend.cluster_id().await?);
+            context::compare(&request.volume_context, &own)
+                .map_err(|why| invalid("volume_context", why))?;
+            let capability = capability.map_err(Trouble::exceeds)?;
+            let attachment = volume
+                .attachments
+                .iter()
+                .find(|attachment| attachment.node == name && attachment.phase != "Detaching");
+            let Some(attachment) = attachment else {
+                return Err(Status::failed_precondition(format!(
+                    "volume {} is not published to node {name}; call ControllerPublishVolume \
+                     first",
+                    request.volume_id
+                )));
+            };
+            let wanted = StageRequest {
+                access: capability.access(default_file_system(&volume)),
+                mode: capability.mode_name().to_owned(),
+                read_only: attachment.read_only || capability.is_reader_only(),
+                size_bytes: volume.size_bytes,
+                block_size: context::block_size(&volume),
+                volume: request.volume_id,
+                staging_path,
+            };
+            host.stage(&wanted).await.map_err(|error| from_node(&error))?;
+            Ok(Response::new(NodeStageVolumeResponse {}))
+        })
+        .await
+    }
+
+    async fn node_unstage_volume(
+        &self,
+        request: Request<NodeUnstageVolumeRequest>,
+    ) -> Result<Response<NodeUnstageVolumeResponse>, Status> {
+        let (backend, node) = self.served("NodeUnstageVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        let staging_path = limits::path("staging_target_path", &request.staging_target_path)?;
+        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let host = node.host.clone();
+        to_the_end("NodeUnstageVolume", async move {
+            let _held = held;
+            let removed = host
+                .unstage(&request.volume_id, &staging_path)
+                .await
+                .map_err(|error| from_node(&error))?;
+            if !removed {
+                refuse_if_unknown(&backend, &request.volume_id).await?;
+            }
+            Ok(Response::new(NodeUnstageVolumeResponse {}))
+        })
+        .await
+    }
+
+    async fn node_publish_volume(
+        &self,
+        request: Request<NodePublishVolumeRequest>,
+    ) -> Result<Response<NodePublishVolumeResponse>, Status> {
+        let (backend, node) = self.served("NodePublishVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        let target = limits::path("target_path", &request.target_path)?;
+        let capability = Capability::read("volume_capability", request.volume_capability.as_ref());
+        let capability = match capability {
+            Err(Trouble::Malformed(status)) => return Err(status),
+            other => other,
+        };
+        let staging_path =
+            limits::optional_path("staging_target_path", &request.staging_target_path)?;
+        limits::secrets(&request.secrets)?;
+        limits::map("publish_context", &request.publish_context)?;
+        limits::map("volume_context", &request.volume_context)?;
+        let staging_path = staging_path.ok_or_else(|| {
+            Status::failed_precondition(
+                "staging_target_path is empty; the plugin stages volumes, so call \
+                 NodeStageVolume first and name its path here",
+            )
+        })?;
+        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let host = node.host.clone();
+        to_the_end("NodePublishVolume", async move {
+            let _held = held;
+            let known = look_up(&backend, &host, &request.volume_id).await?;
+            let mut default = FileSystem::default();
+            if let Some(volume) = known {
+                let own = context::of_volume(&volume, backend.cluster_id().await?);
+                context::compare(&request.volume_context, &own)
+                    .map_err(|why| invalid("volume_context", why))?;
+                default = default_file_system(&volume);
+            }
+            let capability = capability.map_err(Trouble::exceeds)?;
+            let wanted = PublishRequest {
+                access: capability.access(default),
+                mode: capability.mode_name().to_owned(),
+                read_only: request.readonly || capability.is_reader_only(),
+                several_targets: capability.several_targets(),
+                volume: request.volume_id,
+                staging_path,
+                target,
+            };
+            host.publish(&wanted).await.map_err(|error| from_node(&error))?;
+            Ok(Response::new(NodePublishVolumeResponse {}))
+        })
+        .await
+    }
+
+    async fn node_unpublish_volume(
+        &self,
+        request: Request<NodeUnpublishVolumeRequest>,
+    ) -> Result<Response<NodeUnpublishVolumeResponse>, Status> {
+        let (backend, node) = self.served("NodeUnpublishVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        let target = limits::path("target_path", &request.target_path)?;
+        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let host = node.host.clone();
+        to_the_end("NodeUnpublishVolume", async move {
+            let _held = held;
+            let removed = host
+                .unpublish(&request.volume_id, &target)
+                .await
+                .map_err(|error| from_node(&error))?;
+            if !removed {
+                refuse_if_unknown(&backend, &request.volume_id).await?;
+            }
+            Ok(Response::new(NodeUnpublishVolumeResponse {}))
+        })
+        .await
+    }
+
+    async fn node_get_volume_stats(
+        &self,
+        request: Request<NodeGetVolumeStatsRequest>,
+    ) -> Result<Response<NodeGetVolumeStatsResponse>, Status> {
+        let (_, node) = self.served("NodeGetVolumeStats")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        if request.volume_path.is_empty() {
+            return Err(missing("volume_path"));
+        }
+        limits::optional_path("staging_target_path", &request.staging_target_path)?;
+        let path = local_path(&request.volume_id, &request.volume_path)?;
+        let host = node.host.clone();
+        to_the_end("NodeGetVolumeStats", async move {
+            let stats =
+                host.stats(&request.volume_id, &path).await.map_err(|error| from_node(&error))?;
+            let mut usage = vec![VolumeUsage {
+                total: signed(stats.total_bytes),
+                used: signed(stats.used_bytes.unwrap_or(0)),
+                available: signed(stats.available_bytes.unwrap_or(0)),
+                unit: Unit::Bytes.into(),
+            }];
+            if let Some((total, used, available)) = stats.inodes {
+                usage.push(VolumeUsage {
+                    total: signed(total),
+                    used: signed(used),
+                    available: signed(available),
+                    unit: Unit::Inodes.into(),
+                });
+            }
+            let condition = VolumeCondition {
+                abnormal: stats.abnormal.is_some(),
+                message: stats.abnormal.unwrap_or_else(|| "present and usable on this node".into()),
+            };
+            let volume_condition = Some(condition);
+            Ok(Response::new(NodeGetVolumeStatsResponse { usage, volume_condition }))
+        })
+        .await
+    }
+
+    async fn node_expand_volume(
+        &self,
+        request: Request<NodeExpandVolumeRequest>,
+    ) -> Result<Response<NodeExpandVolumeResponse>, Status> {
+        let (backend, node) = self.served("NodeExpandVolume")?;
+        let request = request.into_inner();
+        limits::required("volume_id", &request.volume_id)?;
+        if request.volume_path.is_empty() {
+            return Err(missing("volume_path"));
+        }
+        limits::optional_path("staging_target_path", &request.staging_target_path)?;
+        limits::secrets(&request.secrets)?;
+        let range = request.capacity_range.map(Range::read).transpose()?;
+        if request.volume_capability.is_some() {
+            Capability::read("volume_capability", request.volume_capability.as_ref())
+                .map_err(Trouble::invalid)?;
+        }
+        let held = self.0.node_calls().begin("volume", &request.volume_id)?;
+        let host = node.host.clone();
+        to_the_end("NodeExpandVolume", async move {
+            let _held = held;
+            let volume = backend.volume(&request.volume_id).await?;
+            let path = local_path(&request.volume_id, &request.volume_path)?;
+            if let Some(range) = range {
+                let has = volume.size_bytes;
+                if range.required_bytes > has {
+                    return Err(out_of_range(format!(
+                        "the volume has {has} bytes and {} are asked for; call \
+                         ControllerExpandVolume first",
+                        range.required_bytes
+                    )));
+                }
+                if range.limit_bytes != 0 && range.limit_bytes < has {
+                    return Err(out_of_range(format!(
+                        "the volume has {has} bytes, more than the limit of {}; volumes do not \
+                         shrink",
+                        range.limit_bytes
+                    )));
+                }
+            }
+            let size_bytes = host
+                .expand(&request.volume_id, &path, volume.size_bytes)
+                .await
+                .map_err(|error| from_node(&error))?;
+            Ok(Response::new(NodeExpandVolumeResponse { capacity_bytes: signed(size_bytes) }))
+        })
+        .await
+    }
+
+    async fn node_get_capabilities(
+        &self,
+        _: Request<NodeGetCapabilitiesRequest>,
+    ) -> Result<Response<NodeGetCapabilitiesResponse>, Status> {
+        self.served("NodeGetCapabilities")?;
+        let capabilities = CAPABILITIES
+            .iter()
+            .map(|kind| NodeServiceCapability {
+                r#type: Some(Type::Rpc(Rpc { r#type: (*kind).into() })),
+            })
+            .collect();
+        Ok(Response::new(NodeGetCapabilitiesResponse { capabilities }))
+    }
+
+    async fn node_get_info(
+        &self,
+        _: Request<NodeGetInfoRequest>,
+    ) -> Result<Response<NodeGetInfoResponse>, Status> {
+        let (backend, node) = self.served("NodeGetInfo")?;
+        let cluster_id = backend.cluster_id().await?;
+        Ok(Response::new(NodeGetInfoResponse {
+            node_id: node.name.clone(),
+            max_volumes_per_node: node.volumes_max.into(),
+            accessible_topology: Some(topology::of_node(&node.topology, cluster_id)?),
+        }))
+    }
+
+    async fn node_get_volume_health(
+        &self,
+        _: Request<NodeGetVolumeHealthRequest>,
+    ) -> Result<Response<NodeGetVolumeHealthResponse>, Status> {
+        Err(not_served("NodeGetVolumeHealth", NOT_ADVERTISED))
+    }
+    async fn node_get_storage_health(
+        &self,
+        _: Request<NodeGetStorageHealthRequest>,
+    ) -> Result<Response<NodeGetStorageHealthResponse>, Status> {
+        Err(not_served("NodeGetStorageHealth", NOT_ADVERTISED))
+    }
+}
+
+/// The volume, unless the control plane cannot be asked and this node has it anyway: a pod on
+/// a node that holds the volume must start while the control plane is down.
+async fn look_up(
+    backend: &Backend,
+    host: &Arc<NodeHost>,
+    volume_id: &str,
+) -> Result<Option<api::Volume>, Status> {
+    let is_here = host.knows(volume_id).map_err(|error| from_node(&error))?;
+    match backend.volume(volume_id).await {
+        Ok(volume) => Ok(Some(volume)),
+        Err(status) if status.code() == Code::Unavailable && is_here => Ok(None),
+        Err(status) => Err(status),
+    }
+}
+
+/// After nothing was found to take away: 5 only if the volume is known not to exist.
+async fn refuse_if_unknown(backend: &Backend, volume_id: &str) -> Result<(), Status> {
+    match backend.find_volume(volume_id).await {
+        Ok(None) => Err(no_volume(volume_id)),
+        Ok(Some(_)) | Err(_) => Ok(()),
+    }
+}
+
+/// A path that is not absolute is nowhere a volume of this node can be.
+fn local_path(volume_id: &str, path: &str) -> Result<std::path::PathBuf, Status> {
+    limits::path("volume_path", path).map_err(|status| {
+        Status::not_found(format!("volume {volume_id:?} is not there: {}", status.message()))
+    })
+}
+
+fn default_file_system(volume: &api::Volume) -> FileSystem {
+    volume.spec.as_ref().and_then(|spec| spec.fs_type.parse().ok()).unwrap_or_default()
+}

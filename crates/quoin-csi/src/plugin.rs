@@ -1,0 +1,191 @@
+//! What all services of one process share, and serving them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use quoin_node::{Attacher, NodeHost};
+use quoin_proto::csi::controller_server::ControllerServer;
+use quoin_proto::csi::group_controller_server::GroupControllerServer;
+use quoin_proto::csi::identity_server::IdentityServer;
+use quoin_proto::csi::node_server::NodeServer;
+use quoin_proto::csi::snapshot_metadata_server::SnapshotMetadataServer;
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::Status;
+use tonic::transport::Server;
+
+use crate::backend::Backend;
+use crate::controller::ControllerService;
+use crate::group::{GroupService, MetadataService};
+use crate::identity::IdentityService;
+use crate::in_flight::InFlight;
+use crate::node::NodeService;
+
+/// Which services do their work; Identity always does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mode {
+    pub controller: bool,
+    pub node: bool,
+}
+
+impl Mode {
+    pub const ALL: Self = Self { controller: true, node: true };
+    pub const CONTROLLER: Self = Self { controller: true, node: false };
+    pub const NODE: Self = Self { controller: false, node: true };
+}
+
+impl std::str::FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "all" => Ok(Self::ALL),
+            "controller" => Ok(Self::CONTROLLER),
+            "node" => Ok(Self::NODE),
+            other => Err(format!("mode {other:?} is none of all, controller, node")),
+        }
+    }
+}
+
+/// This host, for the Node service.
+pub struct NodeSide {
+    /// The node id; also the node's name in the control plane.
+    pub name: String,
+    /// How many volumes may be attached here; 0: the orchestrator decides.
+    pub volumes_max: u32,
+    /// The operator's own segments (`quoin.io/zone`, …).
+    pub topology: BTreeMap<String, String>,
+    pub host: Arc<NodeHost>,
+    pub attacher: Arc<dyn Attacher>,
+}
+
+/// What a plugin is made of.
+pub struct PluginOptions {
+    pub driver_name: String,
+    pub mode: Mode,
+    pub backend: Backend,
+    /// Needed in the modes that have the Node service.
+    pub node: Option<NodeSide>,
+}
+
+/// A configuration that cannot work; the process should say so and end.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error(
+        "driver name {0:?} is not a domain name of at most 63 characters that starts and ends \
+         with a letter"
+    )]
+    DriverName(String),
+    #[error("node id {0:?} is empty or longer than 256 bytes")]
+    NodeId(String),
+    #[error("the node mode needs a node name and an attach process")]
+    NoNode,
+    #[error("{0}")]
+    Topology(String),
+}
+
+/// All services of one process. Clones share everything.
+#[derive(Clone)]
+pub struct Plugin {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    driver_name: String,
+    mode: Mode,
+    backend: Backend,
+    node: Option<NodeSide>,
+    controller_calls: InFlight,
+    node_calls: InFlight,
+}
+
+impl Plugin {
+    /// Checks the options.
+    ///
+    /// # Errors
+    /// [`ConfigError`].
+    pub fn new(options: PluginOptions) -> Result<Self, ConfigError> {
+        if !crate::is_driver_name(&options.driver_name) {
+            return Err(ConfigError::DriverName(options.driver_name));
+        }
+        if let Some(node) = &options.node {
+            if node.name.is_empty() || node.name.len() > 256 {
+                return Err(ConfigError::NodeId(node.name.clone()));
+            }
+            crate::topology::of_node(&node.topology, "any")
+                .map_err(|status| ConfigError::Topology(status.message().to_owned()))?;
+        }
+        if options.mode.node && options.node.is_none() {
+            return Err(ConfigError::NoNode);
+        }
+        let inner = Inner {
+            driver_name: options.driver_name,
+            mode: options.mode,
+            backend: options.backend,
+            node: options.node.filter(|_| options.mode.node),
+            controller_calls: InFlight::default(),
+            node_calls: InFlight::default(),
+        };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    pub(crate) fn driver_name(&self) -> &str {
+        &self.inner.driver_name
+    }
+    pub(crate) fn mode(&self) -> Mode {
+        self.inner.mode
+    }
+    pub(crate) fn backend(&self) -> &Backend {
+        &self.inner.backend
+    }
+    pub(crate) fn node(&self) -> Option<&NodeSide> {
+        self.inner.node.as_ref()
+    }
+    /// Controller and node calls are kept apart: they may run in different processes anyway.
+    pub(crate) fn controller_calls(&self) -> &InFlight {
+        &self.inner.controller_calls
+    }
+    pub(crate) fn node_calls(&self) -> &InFlight {
+        &self.inner.node_calls
+    }
+
+    /// What a node cannot do without: its tools and the attach process.
+    pub(crate) async fn check_node(&self) -> Result<(), Status> {
+        let Some(node) = self.node() else { return Ok(()) };
+        for tool in [quoin_node::MKFS_EXT4, quoin_node::E2FSCK] {
+            node.host
+                .tools()
+                .find(tool)
+                .map_err(|error| Status::failed_precondition(error.to_string()))?;
+        }
+        // Any volume will do: what counts is that somebody answers.
+        match node.attacher.device("00000000000000000000000000000000").await {
+            Ok(_) => Ok(()),
+            Err(error) => Err(Status::failed_precondition(error.to_string())),
+        }
+    }
+
+    /// Serves on a socket until `shutdown` is true, then lets calls that are under way end.
+    ///
+    /// # Errors
+    /// If the transport fails.
+    pub async fn serve(
+        &self,
+        listener: UnixListener,
+        mut shutdown: watch::Receiver<bool>,
+    ) -> Result<(), tonic::transport::Error> {
+        let stopped = async move {
+            // A sender that is gone has nothing to say any more, which is a stop.
+            let _ = shutdown.wait_for(|stop| *stop).await;
+        };
+        Server::builder()
+            .add_service(IdentityServer::new(IdentityService(self.clone())))
+            .add_service(ControllerServer::new(ControllerService(self.clone())))
+            .add_service(NodeServer::new(NodeService(self.clone())))
+            .add_service(GroupControllerServer::new(GroupService))
+            .add_service(SnapshotMetadataServer::new(MetadataService))
+            .serve_with_incoming_shutdown(UnixListenerStream::new(listener), stopped)
+            .await
+    }
+}

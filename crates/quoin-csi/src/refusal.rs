@@ -1,0 +1,102 @@
+//! Every way in which a call is refused, with the code that the interface prints for it.
+//!
+//! Codes are chosen here and nowhere else. A status carries a message for people and neither
+//! details nor a body: clients expect an error to be nothing but an error.
+
+use tonic::{Code, Status};
+
+/// A required field is absent: 3.
+pub fn missing(field: &str) -> Status {
+    Status::invalid_argument(format!("{field} is required and is empty"))
+}
+
+/// A field has a value that can never be right: 3.
+pub fn invalid(field: &str, why: impl std::fmt::Display) -> Status {
+    Status::invalid_argument(format!("{field} {why}"))
+}
+
+/// A capability that the volume does not offer, where the RPC's table says 9 (stage, publish).
+pub fn exceeds_capabilities(why: &str) -> Status {
+    Status::failed_precondition(why)
+}
+
+/// No such volume: 5.
+pub fn no_volume(volume_id: &str) -> Status {
+    Status::not_found(format!("volume {volume_id:?} does not exist"))
+}
+
+/// The same volume is being worked on: 10.
+pub fn pending(what: &str) -> Status {
+    Status::aborted(format!("an operation on {what} is under way; try again when it has ended"))
+}
+
+/// A size that cannot be had: 11.
+pub fn out_of_range(why: impl Into<String>) -> Status {
+    Status::out_of_range(why)
+}
+
+/// A token that was not given out, or is no longer honoured: 10.
+pub fn bad_token() -> Status {
+    Status::aborted("starting_token is not one that was given out here; start without one")
+}
+
+/// The RPC is not served, or not in this mode: 12, before any argument is looked at.
+pub fn not_served(rpc: &str, why: &str) -> Status {
+    Status::unimplemented(format!("{rpc} is not served: {why}"))
+}
+
+/// What the node library says, in the interface's codes.
+pub fn from_node(error: &quoin_node::Error) -> Status {
+    use quoin_node::Kind;
+    let code = match error.kind() {
+        Kind::InvalidArgument => Code::InvalidArgument,
+        Kind::AlreadyExists => Code::AlreadyExists,
+        Kind::FailedPrecondition => Code::FailedPrecondition,
+        Kind::NotFound => Code::NotFound,
+        Kind::OutOfRange => Code::OutOfRange,
+        Kind::Unavailable => Code::Unavailable,
+        Kind::Internal => Code::Internal,
+    };
+    Status::new(code, error.to_string())
+}
+
+/// What the control plane says: its codes are the interface's, without its metadata.
+pub fn from_control(status: &Status) -> Status {
+    let code = match status.code() {
+        // A status in an error position is none; whatever it meant, it is not a success.
+        Code::Ok => Code::Internal,
+        // The client library speaks of a broken connection as unknown or cancelled.
+        Code::Unknown | Code::Cancelled => Code::Unavailable,
+        code => code,
+    };
+    let message = match (code, status.message()) {
+        (Code::Unavailable, "") => "the control plane cannot be reached".to_owned(),
+        (Code::Unavailable, text) => format!("the control plane cannot be reached: {text}"),
+        (_, "") => format!("the control plane refused: {}", code.description()),
+        (_, text) => text.to_owned(),
+    };
+    Status::new(code, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Proves CSI-ERR-12, CSI-ERR-14: for what the control plane answered.
+    #[test]
+    fn an_answer_of_the_control_plane_keeps_its_code_and_loses_its_details() {
+        let rich = Status::with_details(
+            Code::ResourceExhausted,
+            "no room",
+            bytes::Bytes::from_static(b"details"),
+        );
+        let plain = from_control(&rich);
+        assert_eq!((plain.code(), plain.message()), (Code::ResourceExhausted, "no room"));
+        assert!(plain.details().is_empty());
+        for code in 0..17 {
+            let status = from_control(&Status::new(Code::from_i32(code), ""));
+            assert_ne!(status.code(), Code::Ok);
+            assert!(!status.message().is_empty());
+        }
+    }
+}

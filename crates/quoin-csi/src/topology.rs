@@ -1,0 +1,272 @@
+//! Where volumes are reachable from and where their replicas may lie.
+//!
+//! A Quoin volume is reached over the network by every node of its cluster, so each node and
+//! each volume carries the segment `quoin.io/cluster`. Further segments (`quoin.io/zone`, …)
+//! are what operators give pools and nodes; a volume that asks for some gets its replicas on
+//! pools that carry them. Keys are compared without regard to case.
+
+use std::collections::{BTreeMap, HashMap};
+
+use quoin_proto::control;
+use quoin_proto::csi::{Topology, TopologyRequirement};
+use tonic::Status;
+
+use crate::refusal::invalid;
+
+/// The prefix of every key that Quoin gives out.
+pub const PREFIX: &str = "quoin.io";
+/// The segment that all nodes and volumes of one cluster share.
+pub const CLUSTER_KEY: &str = "quoin.io/cluster";
+
+/// Checks a requirement and gives the segments that pools must match: each entry a
+/// possibility, the preferred ones first; empty if every place will do.
+///
+/// # Errors
+/// 3 for anything that is not well-formed.
+pub fn of_requirement(
+    given: Option<&TopologyRequirement>,
+    cluster_id: &str,
+) -> Result<Vec<control::Topology>, Status> {
+    let Some(given) = given else { return Ok(Vec::new()) };
+    const FIELD: &str = "accessibility_requirements";
+    if given.requisite.is_empty() && given.preferred.is_empty() {
+        return Err(invalid(FIELD, "has neither requisite nor preferred"));
+    }
+    let fold = |list: &[Topology]| -> Result<Vec<_>, Status> {
+        list.iter().map(|one| folded(FIELD, one)).collect()
+    };
+    let (requisite, preferred) = (fold(&given.requisite)?, fold(&given.preferred)?);
+    if !requisite.is_empty() && !preferred.iter().all(|one| requisite.contains(one)) {
+        return Err(invalid(FIELD, "prefers a topology that is not among the requisite ones"));
+    }
+    let mut possibilities: Vec<BTreeMap<String, String>> = Vec::new();
+    for one in preferred.into_iter().chain(requisite) {
+        if !possibilities.contains(&one) {
+            possibilities.push(one);
+        }
+    }
+    restricting(possibilities, cluster_id)
+}
+
+/// As [`of_requirement`], for a single topology; one of another cluster has no storage, which
+/// is `None`.
+///
+/// # Errors
+/// 3 for anything that is not well-formed.
+pub fn of_one(
+    given: Option<&Topology>,
+    cluster_id: &str,
+) -> Result<Option<Vec<control::Topology>>, Status> {
+    let Some(given) = given else { return Ok(Some(Vec::new())) };
+    let one = folded("accessible_topology", given)?;
+    Ok(restricting(vec![one], cluster_id).ok())
+}
+
+/// Takes the cluster's own segment off: it holds everywhere, and pools do not carry it.
+fn restricting(
+    possibilities: Vec<BTreeMap<String, String>>,
+    cluster_id: &str,
+) -> Result<Vec<control::Topology>, Status> {
+    let mut here = Vec::new();
+    for mut one in possibilities {
+        match one.remove(CLUSTER_KEY) {
+            Some(other) if other != cluster_id => continue,
+            _ => {}
+        }
+        if one.is_empty() {
+            // One of the possibilities is "anywhere", which all others lie in.
+            return Ok(Vec::new());
+        }
+        here.push(control::Topology { segments: one.into_iter().collect() });
+    }
+    if here.is_empty() {
+        return Err(Status::resource_exhausted(format!(
+            "none of the topologies asked for lies in this cluster ({CLUSTER_KEY}={cluster_id})"
+        )));
+    }
+    Ok(here)
+}
+
+/// What a volume reports: where it is restricted to, each with the cluster's segment.
+pub fn of_volume(restricted_to: &[control::Topology], cluster_id: &str) -> Vec<Topology> {
+    let with_cluster = |mut segments: HashMap<String, String>| {
+        segments.insert(CLUSTER_KEY.to_owned(), cluster_id.to_owned());
+        Topology { segments }
+    };
+    if restricted_to.is_empty() {
+        return vec![with_cluster(HashMap::new())];
+    }
+    restricted_to.iter().map(|one| with_cluster(one.segments.clone())).collect()
+}
+
+/// What a node reports.
+///
+/// # Errors
+/// If an operator's segment is not well-formed or has another prefix than Quoin's.
+pub fn of_node(own: &BTreeMap<String, String>, cluster_id: &str) -> Result<Topology, Status> {
+    let segments: HashMap<_, _> = own.clone().into_iter().collect();
+    folded("topology", &Topology { segments: segments.clone() })?;
+    for key in own.keys() {
+        if key.split_once('/').map(|(prefix, _)| prefix) != Some(PREFIX) {
+            return Err(invalid(
+                "topology",
+                format!("has the key {key:?}; keys start with {PREFIX}/"),
+            ));
+        }
+    }
+    let mut topology = Topology { segments };
+    topology.segments.insert(CLUSTER_KEY.to_owned(), cluster_id.to_owned());
+    Ok(topology)
+}
+
+/// A well-formed topology with its keys in lower case.
+fn folded(field: &str, given: &Topology) -> Result<BTreeMap<String, String>, Status> {
+    if given.segments.is_empty() {
+        return Err(invalid(field, "has a topology without segments"));
+    }
+    crate::limits::map(field, &given.segments)?;
+    let mut folded = BTreeMap::new();
+    for (key, value) in &given.segments {
+        if !is_key(key) {
+            return Err(invalid(field, format!("has {key:?}, which is no topology key")));
+        }
+        if !is_label(value) {
+            return Err(invalid(field, format!("has a value of {key:?} that is no segment")));
+        }
+        if folded.insert(key.to_ascii_lowercase(), value.clone()).is_some() {
+            return Err(invalid(field, format!("has {key:?} twice, apart from its case")));
+        }
+    }
+    Ok(folded)
+}
+
+/// `name` or `prefix/name`.
+fn is_key(key: &str) -> bool {
+    let (prefix, name) = match key.split_once('/') {
+        Some((prefix, name)) => (Some(prefix), name),
+        None => (None, key),
+    };
+    prefix.is_none_or(is_domain) && is_label(name)
+}
+
+/// 1 to 63 characters, alphanumeric at both ends, '-', '_' and '.' in between.
+fn is_label(text: &str) -> bool {
+    let bytes = text.as_bytes();
+    let inside = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
+    (1..=63).contains(&bytes.len())
+        && bytes.iter().all(inside)
+        && bytes[0].is_ascii_alphanumeric()
+        && bytes[bytes.len() - 1].is_ascii_alphanumeric()
+}
+
+/// Lower-case labels of a domain name, 63 characters in all.
+fn is_domain(text: &str) -> bool {
+    let label = |label: &str| {
+        let bytes = label.as_bytes();
+        let plain = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+        !bytes.is_empty()
+            && bytes.iter().all(|byte| plain(byte) || *byte == b'-')
+            && plain(&bytes[0])
+            && plain(&bytes[bytes.len() - 1])
+    };
+    text.len() <= 63 && text.split('.').all(label)
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::*;
+
+    fn of(pairs: &[(&str, &str)]) -> Topology {
+        Topology {
+            segments: pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect(),
+        }
+    }
+    fn requirement(requisite: Vec<Topology>, preferred: Vec<Topology>) -> TopologyRequirement {
+        TopologyRequirement { requisite, preferred }
+    }
+    fn code(given: &TopologyRequirement) -> Code {
+        of_requirement(Some(given), "c1").unwrap_err().code()
+    }
+
+    /// Proves CSI-TOPOLOGY-16, CSI-TOPOLOGY-17, CSI-TOPOLOGY-18, CSI-TOPOLOGY-22.
+    #[test]
+    fn keys_and_values_have_the_form_that_the_interface_gives_them() {
+        let long = "x".repeat(64);
+        for key in ["zone", "Zone_1.a-b", "quoin.io/zone", "a-1.b/Z", &"x".repeat(63)] {
+            assert!(folded("t", &of(&[(key, "v")])).is_ok(), "{key}");
+        }
+        for key in [
+            "",
+            "/zone",
+            "a/",
+            "a/b/c",
+            "-zone",
+            "zone-",
+            "zo ne",
+            "ü",
+            "A/zone",
+            "a..b/zone",
+            "-a/zone",
+            "a_b/zone",
+            &long,
+            &format!("{long}/zone"),
+        ] {
+            let status = folded("t", &of(&[(key, "v")])).unwrap_err();
+            assert_eq!(status.code(), Code::InvalidArgument, "{key}");
+        }
+        for value in ["", "-v", "v_", "v v", &long] {
+            assert!(folded("t", &of(&[("zone", value)])).is_err(), "{value}");
+        }
+    }
+
+    /// Proves CSI-TOPOLOGY-21: of requests.
+    #[test]
+    fn keys_that_differ_in_case_only_are_refused_together_and_equal_apart() {
+        assert_eq!(
+            code(&requirement(vec![of(&[("zone", "a"), ("Zone", "b")])], vec![])),
+            Code::InvalidArgument
+        );
+        let mixed = requirement(vec![of(&[("Zone", "a")])], vec![of(&[("zone", "a")])]);
+        assert_eq!(of_requirement(Some(&mixed), "c1").unwrap().len(), 1);
+    }
+
+    /// Proves CSI-TOPOLOGY-01, CSI-TOPOLOGY-09.
+    #[test]
+    fn a_requirement_says_something_and_prefers_only_what_it_allows() {
+        assert_eq!(code(&requirement(vec![], vec![])), Code::InvalidArgument);
+        let (a, b) = (of(&[("zone", "a")]), of(&[("zone", "b")]));
+        assert_eq!(code(&requirement(vec![a.clone()], vec![b.clone()])), Code::InvalidArgument);
+        let fine = requirement(vec![a.clone(), b.clone()], vec![b]);
+        let possibilities = of_requirement(Some(&fine), "c1").unwrap();
+        assert_eq!(possibilities[0].segments["zone"], "b", "preferred first");
+        assert_eq!(possibilities.len(), 2);
+    }
+
+    #[test]
+    fn the_clusters_own_segment_restricts_nothing_and_another_clusters_has_no_room() {
+        let here = requirement(vec![of(&[(CLUSTER_KEY, "c1")])], vec![]);
+        assert!(of_requirement(Some(&here), "c1").unwrap().is_empty());
+        assert_eq!(
+            code(&requirement(vec![of(&[(CLUSTER_KEY, "c2")])], vec![])),
+            Code::ResourceExhausted
+        );
+        let zone = requirement(vec![of(&[(CLUSTER_KEY, "c1"), ("quoin.io/zone", "a")])], vec![]);
+        let restricted = of_requirement(Some(&zone), "c1").unwrap();
+        assert_eq!(restricted[0].segments.len(), 1);
+        let reported = of_volume(&restricted, "c1");
+        assert_eq!(reported, vec![of(&[(CLUSTER_KEY, "c1"), ("quoin.io/zone", "a")])]);
+        assert_eq!(of_volume(&[], "c1"), vec![of(&[(CLUSTER_KEY, "c1")])]);
+    }
+
+    /// Proves CSI-TOPOLOGY-20: of what a node reports.
+    #[test]
+    fn a_nodes_own_keys_share_one_prefix() {
+        let own = |key: &str| BTreeMap::from([(key.to_owned(), "a".to_owned())]);
+        assert_eq!(of_node(&own("quoin.io/zone"), "c1").unwrap().segments.len(), 2);
+        for key in ["zone", "example.com/zone", "quoin.io/"] {
+            assert!(of_node(&own(key), "c1").is_err(), "{key}");
+        }
+    }
+}
