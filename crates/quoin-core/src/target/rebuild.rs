@@ -88,7 +88,9 @@ impl Target {
                 rebuild.stage = Stage::Moving;
                 rebuild.moved = now;
                 let (rebuild, from) = (rebuild.id, rebuild.from);
-                self.send(index, ToReplica::Ping { stable, ping: Ping(now.0) }, actions);
+                // No more than `from`: told of a later one, it would fold its base beyond the
+                // point that the shadow starts from.
+                self.send(index, ToReplica::Ping { stable: from, ping: Ping(now.0) }, actions);
                 self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
             }
             self.pull_next(now, index, actions);

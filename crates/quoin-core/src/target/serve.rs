@@ -52,22 +52,31 @@ impl Target {
                 self.grow();
                 self.step_change(now, actions);
             }
-            if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
-                self.reconsider_views(now, actions);
+            if !self.is_closing() {
+                if self.phase != Phase::Recovering {
+                    self.reconsider_views(now, actions);
+                }
+                self.step_rebuilds(now, actions);
+                self.send_entries(now, actions);
             }
-            self.step_rebuilds(now, actions);
-            self.send_entries(now, actions);
             self.step_drain(now, actions);
-            self.ask_syncs(now, actions);
-            self.ask_reads(now, actions);
-            self.send_pings(now, actions);
-            self.trim_history();
+            if !self.is_closing() {
+                self.ask_syncs(now, actions);
+                self.ask_reads(now, actions);
+                self.send_pings(now, actions);
+                self.trim_history();
+            }
         }
         self.set_timer(now, actions);
     }
 
     pub(super) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Recovering | Phase::Serving | Phase::Draining { .. })
+    }
+
+    /// Close was sent: the lease is given up and nothing more may be sent.
+    fn is_closing(&self) -> bool {
+        matches!(self.phase, Phase::Draining { closing: true, .. })
     }
 
     fn connect_due(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
@@ -226,7 +235,7 @@ impl Target {
 
     /// No reply of any kind without a live lease, and none while commit is not held.
     fn release(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        if !self.replies_wait() || !self.held {
+        if !self.replies_wait() || !self.held || self.is_closing() {
             return;
         }
         if self.lease_until().is_none_or(|until| now >= until) {
