@@ -324,13 +324,22 @@ impl Target {
             return self.stop(actions);
         }
         let mut fetch_after = ack.position.lsn;
+        let (mut by_entries, mut by_increments) = (0, 0);
         for index in 0..self.peers.len() {
             let Some(theirs) = self.peers[index].ack.as_deref() else { continue };
-            if let Ok(keep) = self.history.common_prefix(theirs)
-                && keep >= ack.base
-            {
+            let Ok(keep) = self.history.common_prefix(theirs) else { continue };
+            let voter = theirs.quorum && !theirs.damaged;
+            if keep >= ack.base {
                 fetch_after = fetch_after.min(keep);
+                by_entries += usize::from(voter);
+            } else {
+                by_increments += usize::from(voter);
             }
+        }
+        if by_entries < usize::from(self.membership.cf) && by_increments > 0 {
+            // IO cannot start without one that gets the authority's base first: what follows the
+            // base must be at hand for it.
+            fetch_after = fetch_after.min(ack.base);
         }
         self.phase = Phase::Fetching { authority: self.peers[authority].member };
         self.answer_by = now + PATIENCE;

@@ -22,6 +22,11 @@ impl Views {
         self.pending.back().or(self.active.as_ref()).map(|(_, v)| v)
     }
 
+    /// Where the newest View is.
+    pub fn newest_at(&self) -> Lsn {
+        self.pending.back().or(self.active.as_ref()).map_or(Lsn::ZERO, |(lsn, _)| *lsn)
+    }
+
     /// In the in-sync set of the active View and of every pending one.
     pub fn counts(&self, member: Member) -> bool {
         let mut all = self.active.iter().chain(&self.pending).peekable();

@@ -285,6 +285,8 @@ impl Target {
         peer.behind_since = None;
         if let Some(ack) = &mut peer.ack {
             ack.damaged = false;
+            // A flip settles all of it: the next increment starts from here, not from before.
+            ack.stable = position.lsn;
         }
         if peer.next >= held_from {
             peer.link = Link::Fed;

@@ -381,10 +381,26 @@ impl Target {
     /// Drops members that are gone or slow while CF remain, and takes back those that caught up.
     fn reconsider_views(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let Some(newest) = self.views.newest() else { return };
+        let newest_at = self.views.newest_at();
         let is_member = |p: &Peer| newest.in_sync.contains(&p.member);
-        let settled = self.peers.iter().all(|p| {
-            if is_member(p) { self.drop_reason(p, now).is_none() } else { !self.may_return(p, now) }
+        // A member that came back without its cache and holds all up to its return becomes
+        // continuous by a View that follows: without one the next open would count it as lost.
+        let renew = self.peers.iter().any(|p| {
+            let lost_cache = p.ack.as_ref().is_some_and(|ack| !ack.continuous);
+            is_member(p)
+                && p.link == Link::Fed
+                && lost_cache
+                && p.applied >= p.tip
+                && newest_at <= p.tip
         });
+        let settled = !renew
+            && self.peers.iter().all(|p| {
+                if is_member(p) {
+                    self.drop_reason(p, now).is_none()
+                } else {
+                    !self.may_return(p, now)
+                }
+            });
         if settled {
             return;
         }
@@ -409,7 +425,7 @@ impl Target {
             // Dropping would leave fewer than CF: push back, never drop. Returns still count.
             in_sync.extend(dropped.drain(..).map(|(member, _)| member));
         }
-        if dropped.is_empty() && !returned {
+        if dropped.is_empty() && !returned && !renew {
             return;
         }
         // A second View goes behind a pending one only when that one cannot become active.
