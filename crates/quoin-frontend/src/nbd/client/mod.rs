@@ -1,1 +1,100 @@
-//! NBD clients.
+//! The client's side of NBD, over unix sockets and plain TCP on loopback.
+//!
+//! * [`Pipe`] is one connection with many requests in flight.
+//! * [`Link`] is a pipe that is made anew whenever it breaks: it holds what was not answered and
+//!   sends it again, for ever, until told to stop. Both are driven by their owner's event loop.
+//! * [`Client`] is a link with a thread of its own, for callers without a loop.
+//!
+//! Sending again is safe because whoever submitted a request has not seen an answer to it, so
+//! nothing could be ordered after it. The one danger is an old copy of a write that still lies
+//! unread in the server's socket while its new copy has been answered: so a link that ends a
+//! connection of its own accord waits for the server to close it too, which says that the server
+//! will read nothing more from it.
+
+mod handshake;
+mod link;
+mod pipe;
+mod thread;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use handshake::ExportInfo;
+pub use link::Link;
+pub use pipe::{Done, Pipe};
+pub use thread::{Client, Completion};
+
+use super::protocol::error;
+
+/// Where the server listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    Unix(PathBuf),
+    Tcp(SocketAddr),
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "{}", path.display()),
+            Self::Tcp(address) => write!(f, "{address}"),
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+pub struct ClientOptions {
+    pub address: Address,
+    /// The export's name; empty asks for the server's default.
+    pub export: String,
+    /// Hold IO and connect again for ever, instead of failing it when the connection breaks.
+    pub reconnect: bool,
+    /// How long the server may take for the negotiation.
+    pub handshake_timeout: Duration,
+}
+
+impl ClientOptions {
+    pub fn new(address: Address) -> Self {
+        let handshake_timeout = Duration::from_secs(2);
+        Self { address, export: String::new(), reconnect: true, handshake_timeout }
+    }
+}
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    #[error("cannot connect to the NBD server at {address}: {source}; is the target running?")]
+    Connect { address: Address, source: std::io::Error },
+    #[error("the NBD negotiation with {address} failed: {reason}")]
+    Negotiation { address: Address, reason: String },
+    #[error("the export at {address} changed from {was} to {is} bytes: not the same volume")]
+    Shrunk { address: Address, was: u64, is: u64 },
+    #[error("cannot start the client's thread: {0}")]
+    Thread(std::io::Error),
+}
+
+/// Why one request failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// The server's answer, one of [`super::protocol::error`] (the values of Linux's errno).
+    #[error("the server answered with error {0}")]
+    Refused(u32),
+    #[error("the connection to the server broke")]
+    Disconnected,
+    #[error("the client was stopped")]
+    Stopped,
+}
+
+impl RequestError {
+    /// The same as a positive Linux errno, for kernels.
+    pub fn errno(self) -> i32 {
+        match self {
+            Self::Refused(number @ (error::PERM | error::INVAL | error::NOSPC | error::NOTSUP)) => {
+                number as i32
+            }
+            Self::Refused(_) | Self::Disconnected | Self::Stopped => error::IO as i32,
+        }
+    }
+}
