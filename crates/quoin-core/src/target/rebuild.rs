@@ -241,9 +241,11 @@ impl Target {
                 }
                 None => {
                     let to = rebuild.end.clone().or(end);
-                    let Some(to) = to else {
+                    let Some(mut to) = to else {
                         return self.shut_out(now, from, "a base without its state", actions);
                     };
+                    // Boundaries of other rebuilds are not sent, so they do not exist there.
+                    to.snapshots.retain(|s| !s.hidden || s.lsn == to.position.lsn);
                     rebuild.end = Some(to.clone());
                     rebuild.stage = Stage::Committing;
                     messages.push(ToReplica::IncrementCommit { rebuild: id, to });

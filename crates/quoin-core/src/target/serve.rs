@@ -64,7 +64,7 @@ impl Target {
                 self.ask_syncs(now, actions);
                 self.ask_reads(now, actions);
                 self.send_pings(now, actions);
-                self.trim_history();
+                self.trim_history(now, actions);
             }
         }
         self.set_timer(now, actions);
@@ -456,22 +456,24 @@ impl Target {
 
     /// Keeps what is not stable and what a fed member lacks; and, within the window, what a
     /// member that is away or being rebuilt may be fed from later.
-    fn trim_history(&mut self) {
+    fn trim_history(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let window = self.config.window_bytes;
+        for index in 0..self.peers.len() {
+            let peer = &self.peers[index];
+            let lag = self.history.weight_after(peer.applied);
+            if peer.link == Link::Fed && lag > window && !self.views.counts(peer.member) {
+                // It fell out of the window: increments bring it back, from where it says that
+                // it stands in a new session. What is on its way to it now would be beyond that.
+                self.hang_up(now, index, actions);
+            }
+        }
         let mut keep_after = self.stable;
         let mut someone_away = self.membership.known.len() > self.peers.len();
-        for peer in &mut self.peers {
-            if peer.link != Link::Fed {
-                someone_away = true;
-                continue;
-            }
-            let lag = self.history.weight_after(peer.applied);
-            if lag > window && !self.views.counts(peer.member) {
-                // It fell out of the window: increments bring it back.
-                peer.link = Link::Rebuilding;
-                someone_away = true;
-            } else {
+        for peer in &self.peers {
+            if peer.link == Link::Fed {
                 keep_after = keep_after.min(peer.applied);
+            } else {
+                someone_away = true;
             }
         }
         let trim_to =
