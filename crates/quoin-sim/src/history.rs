@@ -101,12 +101,18 @@ impl History {
     }
 
     /// A newer target serves: each open write of other targets is in its history (`holds` says
-    /// so for each block) or void from now on.
-    pub fn settle(&mut self, serving: (usize, u32), mut holds: impl FnMut(Tag, u64) -> bool) {
+    /// so for each block) or void from now on. Those for which `over` is false may still be
+    /// taken up: their target has never served and they were never sent.
+    pub fn settle(
+        &mut self,
+        serving: (usize, u32),
+        over: impl Fn(&Op) -> bool,
+        mut holds: impl FnMut(Tag, u64) -> bool,
+    ) {
         let stamp = self.stamp();
         let begins = self.part_begins;
         for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
-            if op.answered != NEVER || op.effect_by.is_some() || op.target == serving {
+            if op.answered != NEVER || op.effect_by.is_some() || op.target == serving || !over(op) {
                 continue;
             }
             if let Draft::Write { sector, sectors, .. } = op.draft {
@@ -221,7 +227,7 @@ mod tests {
     fn a_write_that_a_newer_target_does_not_hold_may_never_be_seen() {
         let mut history = History::default();
         let lost = history.invoke(WRITE, (0, 0));
-        history.settle((1, 0), |_, _| false);
+        history.settle((1, 0), |_| true, |_, _| false);
         let read = history.invoke(READ, (1, 0));
         history.answer(read, vec![lost; 8]);
         assert!(history.check().is_err());
@@ -231,7 +237,7 @@ mod tests {
     fn a_write_that_a_newer_target_holds_is_seen_by_every_later_read() {
         let mut history = History::default();
         let held = history.invoke(WRITE, (0, 0));
-        history.settle((1, 0), |_, _| true);
+        history.settle((1, 0), |_| true, |_, _| true);
         let read = history.invoke(READ, (1, 0));
         history.answer(read, vec![0; 8]);
         assert!(history.check().is_err(), "write {held} came back from the dead");

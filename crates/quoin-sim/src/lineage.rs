@@ -5,8 +5,8 @@
 //! entry by entry, with all that was acknowledged, read and flushed before: losses are found even
 //! where no client happens to read the lost block.
 
-use std::collections::BTreeMap;
 use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
 use quoin_core::entry::SharedEntry;
@@ -40,6 +40,8 @@ pub struct Lineage {
     /// The entries that carried (a part of) a write's block, oldest first. Merges of sub-block
     /// writes carry older ones again, and so does a write that a later epoch appends anew.
     carried: FixedMap<(Tag, u64), Vec<Seen>>,
+    /// Writes of which anything was ever sent.
+    sent: BTreeSet<Tag>,
     /// The history of each epoch so far.
     paths: BTreeMap<Epoch, Path>,
 }
@@ -130,6 +132,7 @@ impl Lineage {
                         let carriers = self.carried.entry((tag, block)).or_default();
                         if carriers.last() != Some(&seen) {
                             carriers.push(seen);
+                            self.sent.insert(tag);
                         }
                         before = tag;
                     }
@@ -150,6 +153,10 @@ impl Lineage {
             }
         }
         Ok(())
+    }
+
+    pub fn was_sent(&self, tag: Tag) -> bool {
+        self.sent.contains(&tag)
     }
 
     /// The history of `epoch` as far as it was sent.

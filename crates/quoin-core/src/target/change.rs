@@ -209,10 +209,11 @@ impl Target {
             self.append_view(in_sync, None);
             let members = self.membership.known.clone();
             actions.push(TargetAction::Note(TargetNote::InSync { members }));
-        } else if record.version > version {
-            // Somebody else changed the membership: only a new epoch can tell who may.
+        } else {
+            // Not swapped. Either somebody else changed the membership, or the record has gone on
+            // to another epoch (perhaps by a late request of our own): both are settled by a new
+            // epoch, under which no older swap can succeed any more.
             self.reopen(now, actions);
         }
-        // Not swapped: the same swap is tried again; until then both rules hold.
     }
 }

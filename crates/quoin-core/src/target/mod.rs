@@ -303,6 +303,8 @@ pub struct Target {
     candidates: Vec<Member>,
     history: History,
     views: Views,
+    /// Epochs under which this target has appended anything.
+    own_epochs: Vec<Epoch>,
     /// LSN of this epoch's first View.
     first_view: Lsn,
     commit: Lsn,
@@ -353,6 +355,7 @@ impl Target {
             candidates: Vec::new(),
             history: History::empty(config.volume_blocks),
             views: Views::default(),
+            own_epochs: Vec::new(),
             first_view: Lsn::ZERO,
             commit: Lsn::ZERO,
             stable: Lsn::ZERO,

@@ -95,6 +95,8 @@ impl Target {
             self.wait_for("the pools: not all replicas have been created yet", actions);
             return self.rest(now);
         }
+        // What an earlier attempt found is found again, or is no longer so.
+        self.unflushed_tail_lost = false;
         actions.push(TargetAction::Note(TargetNote::Opening { epoch }));
         self.peers = membership.known.iter().map(|m| Peer::new(*m, now)).collect();
         self.membership = membership;
@@ -311,8 +313,19 @@ impl Target {
         if let Some((lsn, view)) = &ack.last_view
             && view.unflushed_tail_lost
             && *lsn == ack.position.lsn
+            && !self.unflushed_tail_lost
         {
             self.unflushed_tail_lost = true;
+            actions.push(TargetAction::Note(TargetNote::UnflushedTailMayBeLost));
+        }
+        let theirs = ack.position.epoch;
+        if self.own_epochs.first().is_some_and(|own| *own < theirs)
+            && !self.own_epochs.contains(&theirs)
+        {
+            // Another target has been the writer since: what still waits here is from before,
+            // and must never overwrite what was written there. Only a new target may go on.
+            actions.push(TargetAction::Note(TargetNote::Fenced { by: theirs }));
+            return self.stop(actions);
         }
         if !self.unflushed_tail_lost
             && self.history.knows(self.committed.epoch)
@@ -409,6 +422,7 @@ impl Target {
             return self.reopen(now, actions);
         }
         self.phase = Phase::Recovering;
+        self.own_epochs.push(self.epoch);
         let first = self.history.last.lsn.next();
         self.append_view(in_sync, None);
         self.first_view = first;

@@ -78,8 +78,18 @@ impl World {
         let serving = (target, life);
         let lineage = &self.lineage;
         let holds = |tag: Tag, block: u64| lineage.carrier_on(path, tag, block).is_some();
+        let targets = &self.targets;
+        // What a target that had served before still had waiting is from before this epoch.
+        let had_served = |(target, life): (usize, u32)| {
+            let there = &targets[target];
+            there.life != life || there.process.as_ref().is_none_or(|p| p.has_served)
+        };
         if !claimed {
-            self.history.settle(serving, holds);
+            self.history.settle(
+                serving,
+                |op| had_served(op.target) || lineage.was_sent(op.tag),
+                holds,
+            );
             return;
         }
         let image = lineage.image(self.seed, path);

@@ -84,6 +84,7 @@ impl World {
                 self.power_cut(&pools);
                 !pools.is_empty()
             }
+            FaultKind::PowerAll if !self.one_more_loss_is_promised() => false,
             FaultKind::PowerAll => {
                 let pools: Vec<usize> = (0..self.pools.len()).collect();
                 self.power_cut(&pools);
@@ -350,9 +351,20 @@ impl World {
         true
     }
 
+    /// Where data has been lost with a disk, the power may fail everywhere only once all replicas
+    /// are in sync again: the contract covers CF-1 failure domains.
+    fn one_more_loss_is_promised(&self) -> bool {
+        let process = self.targets[self.record.owner].process.as_ref();
+        let in_sync = process.map_or(0, |p| p.in_sync.len());
+        self.profile == Profile::Power || in_sync == self.pools.len()
+    }
+
     /// The replica's disk is replaced by an empty one; the pool says so from now on.
     fn wipe(&mut self) -> bool {
         let pool = self.victim();
+        if self.pools.iter().any(|p| p.cache_lost) {
+            return false;
+        }
         let there = &mut self.pools[pool];
         let adopted = self.record.membership.known.contains(&there.member);
         if there.gone || !adopted || there.storage.delete(there.member.guid).is_err() {

@@ -19,6 +19,7 @@ pub(crate) struct Process {
     arm: u32,
     /// The epoch it serves in, once it does.
     pub serving: Option<Epoch>,
+    pub has_served: bool,
     /// This open said that unflushed data may be lost.
     pub tail_lost: bool,
     pub in_sync: Vec<Member>,
@@ -47,6 +48,7 @@ impl World {
             timer: None,
             arm: 0,
             serving: None,
+            has_served: false,
             tail_lost: false,
             in_sync: Vec::new(),
             waiting: String::new(),
@@ -362,6 +364,7 @@ impl World {
             TargetNote::UnflushedTailMayBeLost => process.tail_lost = true,
             TargetNote::Serving { epoch, .. } => {
                 process.serving = Some(epoch);
+                process.has_served = true;
                 self.check_serving(target, life, epoch);
             }
             TargetNote::Waiting(text) => process.waiting = text,
