@@ -1,1 +1,136 @@
-//! quoin-bench
+//! Quoin beside the floor, measured in one run by one load generator.
+//!
+//! The **floor** is the same work with no product in it: a relay that takes NBD requests on a
+//! unix socket and sends each write to three sinks over loopback TCP; a sink `pwrite`s it to a
+//! preallocated file and answers; two answers are needed. It comes in the durability classes
+//! that a product can be in (see [`Class`]). A figure of Quoin is meant only as a ratio to the
+//! floor of the same class in the same run: [`compare`] runs the two in turn and takes medians.
+//!
+//! | module | idea |
+//! |---|---|
+//! | `load` | the load generator: one NBD connection, a fixed depth, a fixed time |
+//! | `relay`, `sink` | the floor, as processes of their own |
+//! | `floor` | starts and ends those processes |
+//! | `product` | starts a Quoin (`quoin dev`) of its own and makes volumes on it |
+//! | `usage` | CPU time and memory of processes, from /proc |
+//! | `cases`, `report` | what is measured, and how it is shown |
+
+pub mod cases;
+pub mod compare;
+pub mod floor;
+pub mod load;
+pub mod nbd;
+pub mod product;
+pub mod relay;
+pub mod report;
+pub mod sink;
+pub mod usage;
+
+use std::path::PathBuf;
+
+/// When the floor (and the volume it is compared with) acknowledges a write.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Class {
+    /// From the page cache of two of three.
+    Cache,
+    /// After `fdatasync` on two of three; one sync serves a whole batch.
+    Media,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{what}: {source}")]
+    Io { what: String, source: std::io::Error },
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl Error {
+    pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        let what = what.into();
+        move |source| Error::Io { what, source }
+    }
+}
+
+/// Flags of `quoin bench`.
+#[derive(clap::Args, Clone, Debug)]
+pub struct Options {
+    /// Only the eight IO cases, within three minutes
+    #[arg(long)]
+    pub quick: bool,
+    /// Write the figures as JSON to this file
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Only cases whose names contain this text
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
+    /// Seconds of each measurement
+    #[arg(long, default_value_t = 3.0, value_name = "SECONDS")]
+    pub seconds: f64,
+    /// Pairs (floor, Quoin) of each case; medians are shown
+    #[arg(long, default_value_t = 3, value_name = "N")]
+    pub pairs: usize,
+    /// Size of the volumes, in MiB
+    #[arg(long, default_value_t = 1024, value_name = "MIB")]
+    pub size_mib: u64,
+    /// Directory for the files of both sides (they must share one disk)
+    #[arg(long, value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+    /// Measure a Quoin that runs already, through this NBD socket, instead of one of its own
+    #[arg(long, value_name = "SOCKET", requires = "pids")]
+    pub socket: Option<PathBuf>,
+    /// Process ids of that Quoin, separated by commas
+    #[arg(long, value_name = "PIDS", value_delimiter = ',')]
+    pub pids: Vec<u32>,
+    /// Only the floor
+    #[arg(long)]
+    pub floor_only: bool,
+}
+
+/// Runs the benchmark; `quoin` is the binary that Quoin's processes and the floor's are made of
+/// (the floor by its hidden command `bench-part`).
+pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
+    let results = cases::run(options, quoin)?;
+    report::print(&results);
+    if let Some(path) = &options.json {
+        report::write_json(&results, path)?;
+    }
+    Ok(())
+}
+
+/// A process of the floor, as the hidden command `bench-part` starts it.
+#[derive(clap::Subcommand, Clone, Debug)]
+pub enum Part {
+    /// Takes requests from the load generator
+    Relay {
+        /// Unix socket to listen on
+        #[arg(long)]
+        socket: PathBuf,
+        /// Addresses of the three sinks
+        #[arg(long, value_delimiter = ',')]
+        sinks: Vec<std::net::SocketAddr>,
+        #[arg(long)]
+        size_bytes: u64,
+    },
+    /// Writes to a file
+    Sink {
+        #[arg(long)]
+        file: PathBuf,
+        #[arg(long)]
+        listen: std::net::SocketAddr,
+        #[arg(long)]
+        size_bytes: u64,
+        /// fdatasync each batch before it is answered
+        #[arg(long)]
+        sync: bool,
+    },
+}
+
+pub fn run_part(part: &Part) -> Result<(), Error> {
+    match part {
+        Part::Relay { socket, sinks, size_bytes } => relay::run(socket, sinks, *size_bytes),
+        Part::Sink { file, listen, size_bytes, sync } => {
+            sink::run(file, *listen, *size_bytes, *sync)
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! The floor alone, without Quoin: `cargo run --release -p quoin-bench --example floor`.
+
+use clap::Parser;
+
+#[derive(Parser)]
+enum Arguments {
+    #[command(subcommand, hide = true)]
+    BenchPart(quoin_bench::Part),
+    Run(quoin_bench::Options),
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    match Arguments::parse() {
+        Arguments::BenchPart(part) => quoin_bench::run_part(&part)?,
+        Arguments::Run(options) => {
+            let options = quoin_bench::Options { floor_only: options.socket.is_none(), ..options };
+            quoin_bench::run(&options, &std::env::current_exe()?)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,115 @@
+//! What is measured.
+
+use std::path::Path;
+use std::time::Duration;
+
+use crate::compare::{Comparison, Side, compare};
+use crate::floor::Floor;
+use crate::load::{Generator, Load, Pattern};
+use crate::product::Product;
+use crate::{Class, Error, Options};
+
+struct Case {
+    name: &'static str,
+    class: Class,
+    write: bool,
+    pattern: Pattern,
+    block_bytes: u32,
+    depth: usize,
+}
+
+const fn random(name: &'static str, class: Class, write: bool, depth: usize) -> Case {
+    Case { name, class, write, pattern: Pattern::Random, block_bytes: 4096, depth }
+}
+
+const fn sequential(name: &'static str, write: bool) -> Case {
+    let (pattern, block_bytes) = (Pattern::Sequential, 128 << 10);
+    Case { name, class: Class::Cache, write, pattern, block_bytes, depth: 8 }
+}
+
+const CASES: [Case; 8] = [
+    random("write-4k-qd1", Class::Cache, true, 1),
+    random("write-4k-qd32", Class::Cache, true, 32),
+    random("read-4k-qd1", Class::Cache, false, 1),
+    random("read-4k-qd32", Class::Cache, false, 32),
+    sequential("write-128k-qd8", true),
+    sequential("read-128k-qd8", false),
+    random("write-4k-qd1-media", Class::Media, true, 1),
+    random("write-4k-qd32-media", Class::Media, true, 32),
+];
+
+pub struct CaseResult {
+    pub name: &'static str,
+    pub comparison: Comparison,
+}
+
+pub fn run(options: &Options, quoin: &Path) -> Result<Vec<CaseResult>, Error> {
+    let chosen =
+        |case: &&Case| options.only.as_ref().is_none_or(|t| case.name.contains(t.as_str()));
+    let base = options.dir.clone().unwrap_or_else(std::env::temp_dir);
+    let dir = base.join(format!("quoin-bench-{}", std::process::id()));
+    let scratch = Scratch(dir);
+    let size_bytes = options.size_mib << 20;
+    let product = match options.socket {
+        None if !options.floor_only => {
+            Some(Product::start(quoin, &scratch.0.join("quoin")).inspect_err(|_| {
+                keep_log(&scratch.0);
+            })?)
+        }
+        _ => None,
+    };
+    let mut results = Vec::new();
+    for class in [Class::Cache, Class::Media] {
+        let cases: Vec<&Case> = CASES.iter().filter(|c| c.class == class).filter(chosen).collect();
+        if cases.is_empty() {
+            continue;
+        }
+        let (name, folder) = match class {
+            Class::Cache => ("bench-cache", "floor-cache"),
+            Class::Media => ("bench-media", "floor-media"),
+        };
+        eprintln!("preparing {name}: filling both sides");
+        let floor = Floor::start(quoin, &scratch.0.join(folder), class, size_bytes)?;
+        let mut floor_load = Generator::connect(&floor.socket)?;
+        let (socket, pids) = match (&product, &options.socket) {
+            (Some(product), _) => (Some(product.volume(name, class, size_bytes)?), product.pids()),
+            (None, Some(socket)) => (Some(socket.clone()), options.pids.clone()),
+            (None, None) => (None, Vec::new()),
+        };
+        let mut quoin_load = socket.as_deref().map(Generator::connect).transpose()?;
+        if let Some(load) = &mut quoin_load {
+            load.fill(128 << 10)?;
+        }
+        let mut floor_side = Side { generator: &mut floor_load, pids: floor.pids() };
+        let mut quoin_side = quoin_load.as_mut().map(|generator| Side { generator, pids });
+        for case in cases {
+            eprintln!("measuring {}", case.name);
+            let load = Load {
+                write: case.write,
+                pattern: case.pattern,
+                block_bytes: case.block_bytes,
+                depth: case.depth,
+                time: Duration::from_secs_f64(options.seconds),
+            };
+            let comparison = compare(&mut floor_side, quoin_side.as_mut(), load, options.pairs)?;
+            results.push(CaseResult { name: case.name, comparison });
+        }
+    }
+    Ok(results)
+}
+
+fn keep_log(dir: &Path) {
+    if let Ok(log) = std::fs::read_to_string(dir.join("quoin/dev.log")) {
+        eprintln!("{log}");
+    }
+}
+
+/// A directory that goes when the benchmark does.
+struct Scratch(std::path::PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What cannot be removed is in a temporary directory anyway.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}

@@ -1,0 +1,218 @@
+//! The load generator: one NBD connection, a fixed number of requests in flight, a fixed time.
+//!
+//! It is the same for the floor and for Quoin, and as light as it can be: requests are queued
+//! and sent with one write per wake-up, replies are read as they come.
+
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::{Error, nbd};
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pattern {
+    Random,
+    Sequential,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    pub write: bool,
+    pub pattern: Pattern,
+    pub block_bytes: u32,
+    pub depth: usize,
+    pub time: Duration,
+}
+
+/// What came out: completed requests, their latencies, the time they took in all.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    pub requests: u64,
+    pub seconds: f64,
+    /// Sorted.
+    latencies_ns: Vec<u32>,
+}
+
+impl Outcome {
+    pub fn per_second(&self) -> f64 {
+        self.requests as f64 / self.seconds
+    }
+
+    /// Latency in microseconds below which this share of the requests stayed.
+    pub fn percentile_us(&self, share: f64) -> f64 {
+        let Some(last) = self.latencies_ns.len().checked_sub(1) else { return 0.0 };
+        let index = ((last as f64) * share).round() as usize;
+        f64::from(self.latencies_ns[index.min(last)]) / 1000.0
+    }
+}
+
+pub struct Generator {
+    stream: UnixStream,
+    size_bytes: u64,
+    random: u64,
+    sequential: u64,
+    data: Vec<u8>,
+}
+
+impl Generator {
+    pub fn connect(socket: &Path) -> Result<Self, Error> {
+        let mut stream = UnixStream::connect(socket)
+            .map_err(Error::io(format!("connect to {}", socket.display())))?;
+        let size_bytes = nbd::negotiate(&mut stream)?;
+        // Not compressible and not all alike, should anybody look.
+        let mut random = 0x5eed;
+        let data = (0..(1 << 20)).map(|_| next(&mut random) as u8).collect();
+        Ok(Self { stream, size_bytes, random, sequential: 0, data })
+    }
+
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// Writes the whole device once, in blocks of this size.
+    pub fn fill(&mut self, block_bytes: u32) -> Result<(), Error> {
+        self.sequential = 0;
+        let load = Load {
+            write: true,
+            pattern: Pattern::Sequential,
+            block_bytes,
+            depth: 32,
+            time: Duration::from_secs(3600),
+        };
+        self.drive(load, Some(self.size_bytes / u64::from(block_bytes)))?;
+        self.flush()
+    }
+
+    pub fn flush(&mut self) -> Result<(), Error> {
+        let mut out = Vec::new();
+        let request = nbd::Request { command: nbd::FLUSH, handle: 0, offset: 0, length: 0 };
+        request.encode(&mut out);
+        self.stream.write_all(&out).map_err(Error::io("send a flush"))?;
+        let mut reply = [0; nbd::REPLY_LEN];
+        self.stream.read_exact(&mut reply).map_err(Error::io("wait for a flush"))?;
+        nbd::decode_reply(&reply).map(|_| ())
+    }
+
+    pub fn run(&mut self, load: Load) -> Result<Outcome, Error> {
+        self.sequential = 0;
+        self.drive(load, None)
+    }
+
+    fn next_offset(&mut self, load: &Load) -> u64 {
+        let block = u64::from(load.block_bytes);
+        let blocks = self.size_bytes / block;
+        match load.pattern {
+            Pattern::Random => next(&mut self.random) % blocks * block,
+            Pattern::Sequential => {
+                let at = self.sequential % blocks * block;
+                self.sequential += 1;
+                at
+            }
+        }
+    }
+
+    fn drive(&mut self, load: Load, count: Option<u64>) -> Result<Outcome, Error> {
+        self.stream.set_nonblocking(true).map_err(Error::io("socket"))?;
+        let outcome = self.drive_nonblocking(load, count);
+        self.stream.set_nonblocking(false).map_err(Error::io("socket"))?;
+        outcome
+    }
+
+    fn drive_nonblocking(&mut self, load: Load, count: Option<u64>) -> Result<Outcome, Error> {
+        let start = Instant::now();
+        let end = start + load.time;
+        let count = count.unwrap_or(u64::MAX);
+        let mut sent_at = vec![start; load.depth];
+        let mut free: Vec<usize> = (0..load.depth).rev().collect();
+        let mut latencies = Vec::with_capacity(1 << 20);
+        let mut issued = 0u64;
+        let mut done = 0u64;
+        let mut output: Vec<u8> = Vec::new();
+        let mut written = 0;
+        let mut input = vec![0u8; 4 << 20];
+        let (mut have, mut stopped) = (0, false);
+        let payload = load.block_bytes as usize;
+        let expected = nbd::REPLY_LEN + if load.write { 0 } else { payload };
+        let mut last = start;
+        loop {
+            let now = Instant::now();
+            stopped |= now >= end || issued >= count;
+            while !stopped && issued < count && free.last().is_some() {
+                let slot = free.pop().expect("looked at above");
+                let offset = self.next_offset(&load);
+                let command = if load.write { nbd::WRITE } else { nbd::READ };
+                let handle = slot as u64;
+                nbd::Request { command, handle, offset, length: load.block_bytes }
+                    .encode(&mut output);
+                if load.write {
+                    let from = (next(&mut self.random) as usize) % (self.data.len() - payload);
+                    output.extend_from_slice(&self.data[from..from + payload]);
+                }
+                sent_at[slot] = now;
+                issued += 1;
+            }
+            while written < output.len() {
+                match (&self.stream).write(&output[written..]) {
+                    Ok(n) => written += n,
+                    Err(e) if e.kind() == ErrorKind::WouldBlock => break,
+                    Err(e) => return Err(Error::io("send requests")(e)),
+                }
+            }
+            if written == output.len() {
+                output.clear();
+                written = 0;
+            }
+            if done == issued && stopped {
+                break;
+            }
+            self.wait(written < output.len())?;
+            match (&self.stream).read(&mut input[have..]) {
+                Ok(0) => return Err(Error::Failed("the server closed the connection".into())),
+                Ok(n) => have += n,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => continue,
+                Err(e) => return Err(Error::io("read replies")(e)),
+            }
+            let now = Instant::now();
+            let mut at = 0;
+            while have - at >= expected {
+                let slot = nbd::decode_reply(&input[at..])? as usize;
+                at += expected;
+                let sent = sent_at.get(slot).ok_or_else(|| {
+                    Error::Failed("the server answered a request that was never sent".into())
+                })?;
+                latencies.push(u32::try_from((now - *sent).as_nanos()).unwrap_or(u32::MAX));
+                free.push(slot);
+                done += 1;
+            }
+            input.copy_within(at..have, 0);
+            have -= at;
+            last = now;
+        }
+        latencies.sort_unstable();
+        let seconds = (last - start).as_secs_f64();
+        Ok(Outcome { requests: done, seconds, latencies_ns: latencies })
+    }
+
+    fn wait(&self, to_write: bool) -> Result<(), Error> {
+        use rustix::event::{PollFd, PollFlags, poll};
+        let mut flags = PollFlags::IN;
+        if to_write {
+            flags |= PollFlags::OUT;
+        }
+        let timeout = rustix::event::Timespec { tv_sec: 30, tv_nsec: 0 };
+        match poll(&mut [PollFd::new(&self.stream, flags)], Some(&timeout)) {
+            Ok(0) => Err(Error::Failed("the server did not answer for 30 seconds".into())),
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(e) => Err(Error::io("poll")(e.into())),
+        }
+    }
+}
+
+/// xorshift64*.
+fn next(state: &mut u64) -> u64 {
+    *state ^= *state >> 12;
+    *state ^= *state << 25;
+    *state ^= *state >> 27;
+    state.wrapping_mul(0x2545_f491_4f6c_dd1d)
+}

@@ -1,0 +1,136 @@
+//! A Quoin of the benchmark's own: `quoin dev` in a fresh directory, driven by its commands as a
+//! user would.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::{Class, Error, usage};
+
+pub struct Product {
+    quoin: PathBuf,
+    dir: PathBuf,
+    dev: Child,
+}
+
+impl Product {
+    pub fn start(quoin: &Path, dir: &Path) -> Result<Self, Error> {
+        std::fs::create_dir_all(dir).map_err(Error::io(format!("create {}", dir.display())))?;
+        let log = std::fs::File::create(dir.join("dev.log")).map_err(Error::io("create a log"))?;
+        let errors = log.try_clone().map_err(Error::io("create a log"))?;
+        let dev = Command::new(quoin)
+            .args(["dev", "--no-attach", "--data"])
+            .arg(dir.join("data"))
+            .stdin(Stdio::null())
+            .stdout(log)
+            .stderr(errors)
+            .spawn()
+            .map_err(Error::io("start quoin dev"))?;
+        let product = Self { quoin: quoin.to_owned(), dir: dir.to_owned(), dev };
+        let end = Instant::now() + Duration::from_secs(60);
+        while product.online_pools() < 3 {
+            if Instant::now() > end {
+                return Err(Error::Failed(format!(
+                    "quoin dev did not bring up three pools; see {}",
+                    product.dir.join("dev.log").display()
+                )));
+            }
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        Ok(product)
+    }
+
+    /// Runs `quoin ARGS` against this Quoin and returns what it printed.
+    pub fn command(&self, arguments: &[&str]) -> Result<String, Error> {
+        let output = Command::new(&self.quoin)
+            .args(arguments)
+            .env("QUOIN_SOCKET", self.dir.join("data/run/controller.sock"))
+            .stdin(Stdio::null())
+            .output()
+            .map_err(Error::io("run quoin"))?;
+        if !output.status.success() {
+            return Err(Error::Failed(format!(
+                "quoin {}: {}",
+                arguments.join(" "),
+                String::from_utf8_lossy(&output.stderr).trim()
+            )));
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    fn online_pools(&self) -> usize {
+        let text = self.command(&["pool", "list", "-o", "json"]).unwrap_or_default();
+        text.matches("Online").count()
+    }
+
+    /// Makes a volume and returns its NBD socket.
+    pub fn volume(&self, name: &str, class: Class, size_bytes: u64) -> Result<PathBuf, Error> {
+        let size = size_bytes.to_string();
+        let durability = match class {
+            Class::Cache => "cache",
+            Class::Media => "media",
+        };
+        self.command(&[
+            "volume",
+            "create",
+            name,
+            "--size",
+            &size,
+            "--replicas",
+            "3",
+            "--durability",
+            durability,
+        ])?;
+        let text = self.command(&["volume", "attach", name, "--nbd", "-o", "json"])?;
+        let value: serde_json::Value = serde_json::from_str(&text)
+            .map_err(|e| Error::Failed(format!("quoin volume attach printed no JSON: {e}")))?;
+        let socket = find_string(&value, "nbd_socket")
+            .ok_or_else(|| Error::Failed(format!("no nbd_socket in: {}", text.trim())))?;
+        Ok(PathBuf::from(socket))
+    }
+
+    /// All of Quoin's processes.
+    pub fn pids(&self) -> Vec<u32> {
+        usage::family(self.dev.id())
+    }
+
+    /// Those whose command line has this word (`pool`, `target`, …).
+    pub fn pids_of(&self, role: &str) -> Vec<u32> {
+        let word = format!(" {role} ");
+        let is_role = |pid: &u32| usage::command_line(*pid).is_some_and(|c| c.contains(&word));
+        self.pids().into_iter().filter(is_role).collect()
+    }
+
+    pub fn stop(&mut self) {
+        if let Ok(pid) = i32::try_from(self.dev.id())
+            && let Some(pid) = rustix::process::Pid::from_raw(pid)
+        {
+            // It fails only if the process has ended already.
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        let end = Instant::now() + Duration::from_secs(20);
+        while matches!(self.dev.try_wait(), Ok(None)) {
+            if Instant::now() > end {
+                let _ = self.dev.kill();
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+impl Drop for Product {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn find_string(value: &serde_json::Value, key: &str) -> Option<String> {
+    match value {
+        serde_json::Value::Object(map) => map
+            .get(key)
+            .and_then(|v| v.as_str().map(str::to_owned))
+            .or_else(|| map.values().find_map(|v| find_string(v, key))),
+        serde_json::Value::Array(items) => items.iter().find_map(|v| find_string(v, key)),
+        _ => None,
+    }
+}

@@ -1,0 +1,71 @@
+//! The table and the JSON file.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use crate::Error;
+use crate::cases::CaseResult;
+use crate::compare::Figures;
+
+pub fn print(results: &[CaseResult]) {
+    println!(
+        "{:<22} {:>10} {:>10} {:>6} {:>9} {:>9} {:>23} {:>23}",
+        "case",
+        "floor/s",
+        "quoin/s",
+        "ratio",
+        "floor cpu",
+        "quoin cpu",
+        "floor p50/p99/p99.9 µs",
+        "quoin p50/p99/p99.9 µs"
+    );
+    for result in results {
+        let c = &result.comparison;
+        let quoin = c.quoin.clone().unwrap_or_default();
+        println!(
+            "{:<22} {:>10.0} {:>10.0} {:>6.2} {:>6.1} µs {:>6.1} µs {:>23} {:>23}",
+            result.name,
+            c.floor.per_second,
+            quoin.per_second,
+            c.ratio,
+            c.floor.cpu_us,
+            quoin.cpu_us,
+            latencies(&c.floor),
+            latencies(&quoin),
+        );
+    }
+    println!("cpu: microseconds of all server processes per request; ratios: medians of pairs");
+}
+
+fn latencies(figures: &Figures) -> String {
+    format!("{:.0}/{:.0}/{:.0}", figures.p50_us, figures.p99_us, figures.p999_us)
+}
+
+#[derive(serde::Serialize)]
+struct Row {
+    floor: f64,
+    quoin: f64,
+    ratio: f64,
+    floor_cpu_us: f64,
+    quoin_cpu_us: f64,
+}
+
+pub fn write_json(results: &[CaseResult], path: &Path) -> Result<(), Error> {
+    let rows: BTreeMap<&str, Row> = results
+        .iter()
+        .map(|r| {
+            let quoin = r.comparison.quoin.clone().unwrap_or_default();
+            let row = Row {
+                floor: r.comparison.floor.per_second,
+                quoin: quoin.per_second,
+                ratio: r.comparison.ratio,
+                floor_cpu_us: r.comparison.floor.cpu_us,
+                quoin_cpu_us: quoin.cpu_us,
+            };
+            (r.name, row)
+        })
+        .collect();
+    let text = serde_json::to_string_pretty(&rows)
+        .map_err(|e| Error::Failed(format!("the figures cannot be written as JSON: {e}")))?;
+    std::fs::write(path, text).map_err(Error::io(format!("write {}", path.display())))
+}

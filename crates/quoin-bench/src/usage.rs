@@ -1,0 +1,61 @@
+//! CPU time and memory of processes, from /proc.
+
+use std::time::Duration;
+
+/// CPU time (user and system) that these processes have used so far; those that are gone count 0.
+pub fn cpu(pids: &[u32]) -> Duration {
+    let ticks: u64 = pids.iter().filter_map(|pid| cpu_ticks(*pid)).sum();
+    // SAFETY: sysconf reads a constant and touches no memory of ours.
+    let per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) }.max(1) as f64;
+    Duration::from_secs_f64(ticks as f64 / per_second)
+}
+
+fn cpu_ticks(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, field 2, may contain anything; fields are counted from its closing parenthesis.
+    let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
+    let user: u64 = fields.nth(11)?.parse().ok()?;
+    let system: u64 = fields.next()?.parse().ok()?;
+    Some(user + system)
+}
+
+/// Resident memory in bytes.
+pub fn resident_bytes(pid: u32) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find(|l| l.starts_with("VmRSS:"))?;
+    Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
+}
+
+/// A process and all its descendants.
+pub fn family(root: u32) -> Vec<u32> {
+    let mut parents: Vec<(u32, u32)> = Vec::new();
+    if let Ok(entries) = std::fs::read_dir("/proc") {
+        for entry in entries.flatten() {
+            let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else {
+                continue;
+            };
+            let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { continue };
+            let parent = stat
+                .rfind(')')
+                .and_then(|i| stat[i + 1..].split_whitespace().nth(1))
+                .and_then(|p| p.parse().ok());
+            if let Some(parent) = parent {
+                parents.push((pid, parent));
+            }
+        }
+    }
+    let mut family = vec![root];
+    let mut at = 0;
+    while at < family.len() {
+        let of = family[at];
+        family.extend(parents.iter().filter(|(_, parent)| *parent == of).map(|(pid, _)| *pid));
+        at += 1;
+    }
+    family
+}
+
+/// The command line of a process, its arguments separated by blanks.
+pub fn command_line(pid: u32) -> Option<String> {
+    let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    Some(String::from_utf8_lossy(&bytes).replace('\0', " "))
+}
