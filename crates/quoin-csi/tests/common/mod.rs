@@ -1,0 +1,288 @@
+//! A plugin on a real socket, over a control plane in memory that keeps to the control API's
+//! contract, with loop devices for the attach process.
+#![allow(dead_code)]
+
+pub mod cluster;
+pub mod devices;
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use hyper_util::rt::TokioIo;
+use quoin_csi::{Backend, Mode, NodeSide, Plugin, PluginOptions};
+use quoin_node::{HostOptions, NodeHost};
+use quoin_proto::csi::controller_client::ControllerClient;
+use quoin_proto::csi::identity_client::IdentityClient;
+use quoin_proto::csi::node_client::NodeClient;
+use quoin_proto::csi::volume_capability::access_mode::Mode as AccessMode;
+use quoin_proto::csi::volume_capability::{self, AccessType, BlockVolume, MountVolume};
+use quoin_proto::csi::*;
+use tokio::net::UnixStream;
+use tokio::sync::watch;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Response, Status};
+
+pub use cluster::MemoryCluster;
+pub use devices::LoopAttacher;
+
+pub const NODE: &str = "node-a";
+pub const MIB: i64 = 1 << 20;
+/// An id of a form that Quoin never gives out, as conformance clients use them.
+pub const UNKNOWN: &str = "fake-vol-id-0123456789";
+
+/// A channel to a unix socket.
+pub fn channel(path: &Path) -> Channel {
+    let path = path.to_owned();
+    Endpoint::from_static("http://localhost").connect_with_connector_lazy(tower::service_fn(
+        move |_| {
+            let path = path.clone();
+            async move { UnixStream::connect(path).await.map(TokioIo::new) }
+        },
+    ))
+}
+
+pub struct World {
+    pub root: tempfile::TempDir,
+    pub cluster: Arc<MemoryCluster>,
+    pub attacher: Arc<LoopAttacher>,
+    pub identity: IdentityClient<Channel>,
+    pub controller: ControllerClient<Channel>,
+    pub node: NodeClient<Channel>,
+    pub channel: Channel,
+    control_stop: watch::Sender<bool>,
+    plugin_stop: watch::Sender<bool>,
+    plugin: tokio::task::JoinHandle<()>,
+}
+
+impl World {
+    pub async fn start() -> Self {
+        Self::start_in(Mode::ALL).await
+    }
+
+    pub async fn start_in(mode: Mode) -> Self {
+        let root = tempfile::Builder::new().prefix("quoin csi ").tempdir().unwrap();
+        for directory in ["run/nbd", "state", "devices", "stage", "pods", "socket"] {
+            std::fs::create_dir_all(root.path().join(directory)).unwrap();
+        }
+        let cluster = Arc::new(MemoryCluster::new(root.path().join("run")));
+        let control_socket = root.path().join("run/admin.sock");
+        let (control_stop, stopped) = watch::channel(false);
+        cluster.clone().serve(&control_socket, stopped);
+        let attacher = Arc::new(LoopAttacher::new(root.path().join("devices")));
+        let (plugin_stop, _) = watch::channel(false);
+        let socket = root.path().join("socket/csi.sock");
+        let plugin = start_plugin(root.path(), mode, &attacher, plugin_stop.subscribe()).await;
+        let channel = channel(&socket);
+        Self {
+            identity: IdentityClient::new(channel.clone()),
+            controller: ControllerClient::new(channel.clone()),
+            node: NodeClient::new(channel.clone()),
+            channel,
+            root,
+            cluster,
+            attacher,
+            control_stop,
+            plugin_stop,
+            plugin,
+        }
+    }
+
+    /// Ends the plugin and starts a new one on the same socket and state.
+    pub async fn restart_plugin(&mut self) {
+        self.plugin_stop.send_replace(true);
+        (&mut self.plugin).await.unwrap();
+        self.plugin_stop.send_replace(false);
+        let stop = self.plugin_stop.subscribe();
+        self.plugin = start_plugin(self.root.path(), Mode::ALL, &self.attacher, stop).await;
+    }
+
+    /// Ends the control plane; its records stay.
+    pub async fn stop_control(&self) {
+        self.control_stop.send_replace(true);
+        let socket = self.path("run/admin.sock");
+        while UnixStream::connect(&socket).await.is_ok() {
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Starts it again.
+    pub fn start_control(&mut self) {
+        let (stop, stopped) = watch::channel(false);
+        self.control_stop = stop;
+        self.cluster.clone().serve(&self.path("run/admin.sock"), stopped);
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+    pub fn text(&self, name: &str) -> String {
+        self.path(name).to_str().unwrap().to_owned()
+    }
+
+    pub async fn create(&mut self, name: &str, size_bytes: i64) -> Volume {
+        let request = create(name, size_bytes);
+        self.controller.create_volume(request).await.unwrap().into_inner().volume.unwrap()
+    }
+
+    /// Created, published to this node; the stage request for it.
+    pub async fn published(&mut self, capability: VolumeCapability) -> NodeStageVolumeRequest {
+        let volume = self.create("db", 64 * MIB).await;
+        self.controller
+            .controller_publish_volume(ControllerPublishVolumeRequest {
+                volume_id: volume.volume_id.clone(),
+                node_id: NODE.to_owned(),
+                volume_capability: Some(capability.clone()),
+                ..Default::default()
+            })
+            .await
+            .unwrap();
+        NodeStageVolumeRequest {
+            volume_id: volume.volume_id,
+            staging_target_path: self.text("stage"),
+            volume_capability: Some(capability),
+            volume_context: volume.volume_context,
+            ..Default::default()
+        }
+    }
+
+    pub fn publish_at(
+        &self,
+        stage: &NodeStageVolumeRequest,
+        target: &str,
+    ) -> NodePublishVolumeRequest {
+        NodePublishVolumeRequest {
+            volume_id: stage.volume_id.clone(),
+            staging_target_path: stage.staging_target_path.clone(),
+            target_path: self.text(target),
+            volume_capability: stage.volume_capability.clone(),
+            volume_context: stage.volume_context.clone(),
+            ..Default::default()
+        }
+    }
+
+    pub fn mounts(&self) -> Vec<quoin_node::Mount> {
+        let mut mounts = quoin_node::read_mountinfo().unwrap();
+        mounts.retain(|mount| mount.mount_point.starts_with(self.root.path()));
+        mounts
+    }
+
+    pub fn assert_node_is_clean(&self) {
+        assert!(self.mounts().is_empty(), "{:?}", self.mounts());
+        assert!(self.attacher.attached().is_empty());
+        assert_eq!(std::fs::read_dir(self.path("state/volumes")).unwrap().count(), 0);
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        for mount in self.mounts().iter().rev() {
+            let _ = std::process::Command::new("umount").arg("-l").arg(&mount.mount_point).status();
+        }
+        self.attacher.detach_all();
+    }
+}
+
+async fn start_plugin(
+    root: &Path,
+    mode: Mode,
+    attacher: &Arc<LoopAttacher>,
+    stop: watch::Receiver<bool>,
+) -> tokio::task::JoinHandle<()> {
+    let options = HostOptions {
+        state_directory: root.join("state"),
+        run_directory: root.join("run"),
+        target_deadline_ms: 2000,
+    };
+    let host = Arc::new(NodeHost::new(options, attacher.clone()).unwrap());
+    let plugin = Plugin::new(PluginOptions {
+        driver_name: quoin_csi::DRIVER_NAME.to_owned(),
+        mode,
+        backend: Backend::new(channel(&root.join("run/admin.sock"))),
+        node: Some(NodeSide {
+            name: NODE.to_owned(),
+            volumes_max: 2,
+            topology: BTreeMap::from([("quoin.io/zone".to_owned(), "z1".to_owned())]),
+            host,
+            attacher: attacher.clone(),
+        }),
+    })
+    .unwrap();
+    let (listener, socket) = quoin_csi::listen(&root.join("socket/csi.sock")).await.unwrap();
+    tokio::spawn(async move {
+        let _socket = socket;
+        plugin.serve(listener, stop).await.unwrap();
+    })
+}
+
+/// True where mounts can be made; else a word to the reader.
+pub fn can_mount() -> bool {
+    let can = LoopAttacher::is_possible();
+    if !can {
+        eprintln!("skipped: needs root and /dev/loop-control");
+    }
+    can
+}
+
+pub fn mount_capability(fs_type: &str, mode: AccessMode) -> VolumeCapability {
+    VolumeCapability {
+        access_type: Some(AccessType::Mount(MountVolume {
+            fs_type: fs_type.to_owned(),
+            mount_flags: Vec::new(),
+            volume_mount_group: String::new(),
+        })),
+        access_mode: Some(volume_capability::AccessMode { mode: mode.into() }),
+    }
+}
+pub fn block_capability(mode: AccessMode) -> VolumeCapability {
+    VolumeCapability {
+        access_type: Some(AccessType::Block(BlockVolume {})),
+        access_mode: Some(volume_capability::AccessMode { mode: mode.into() }),
+    }
+}
+pub fn writer() -> VolumeCapability {
+    mount_capability("ext4", AccessMode::SingleNodeWriter)
+}
+/// Capabilities that are malformed, one way each.
+pub fn malformed() -> Vec<Option<VolumeCapability>> {
+    vec![
+        None,
+        Some(VolumeCapability { access_type: None, ..writer() }),
+        Some(VolumeCapability { access_mode: None, ..writer() }),
+        Some(VolumeCapability {
+            access_mode: Some(volume_capability::AccessMode { mode: 0 }),
+            ..writer()
+        }),
+        Some(VolumeCapability {
+            access_mode: Some(volume_capability::AccessMode { mode: 99 }),
+            ..writer()
+        }),
+    ]
+}
+
+pub fn range(required_bytes: i64, limit_bytes: i64) -> CapacityRange {
+    CapacityRange { required_bytes, limit_bytes }
+}
+pub fn create(name: &str, size_bytes: i64) -> CreateVolumeRequest {
+    CreateVolumeRequest {
+        name: name.to_owned(),
+        capacity_range: Some(range(size_bytes, 0)),
+        volume_capabilities: vec![writer()],
+        ..Default::default()
+    }
+}
+pub fn map(pairs: &[(&str, &str)]) -> HashMap<String, String> {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+}
+
+/// The code of an answer; every refusal must be plain: a message, no details.
+pub fn code<T>(answer: &Result<Response<T>, Status>) -> Code {
+    match answer {
+        Ok(_) => Code::Ok,
+        Err(status) => {
+            assert!(!status.message().is_empty());
+            assert!(status.details().is_empty());
+            status.code()
+        }
+    }
+}

@@ -1,0 +1,515 @@
+//! The Controller service over a real socket: codes, idempotency, lists, capacity.
+
+mod common;
+
+use common::*;
+use quoin_proto::csi::volume_capability::access_mode::Mode as AccessMode;
+use quoin_proto::csi::*;
+use tonic::Code;
+
+fn publish(volume_id: &str, node_id: &str) -> ControllerPublishVolumeRequest {
+    ControllerPublishVolumeRequest {
+        volume_id: volume_id.to_owned(),
+        node_id: node_id.to_owned(),
+        volume_capability: Some(writer()),
+        ..Default::default()
+    }
+}
+fn unpublish(volume_id: &str, node_id: &str) -> ControllerUnpublishVolumeRequest {
+    ControllerUnpublishVolumeRequest {
+        volume_id: volume_id.to_owned(),
+        node_id: node_id.to_owned(),
+        ..Default::default()
+    }
+}
+fn delete(volume_id: &str) -> DeleteVolumeRequest {
+    DeleteVolumeRequest { volume_id: volume_id.to_owned(), ..Default::default() }
+}
+fn expand(volume_id: &str, required: i64, limit: i64) -> ControllerExpandVolumeRequest {
+    ControllerExpandVolumeRequest {
+        volume_id: volume_id.to_owned(),
+        capacity_range: Some(range(required, limit)),
+        ..Default::default()
+    }
+}
+
+/// Proves CSI-CREATEVOLUME-01, CSI-CREATEVOLUME-02, CSI-CREATEVOLUME-30, CSI-VOLUME-03,
+/// CSI-VOLUME-04, CSI-VOLUME-12, CSI-CREATEVOLUME-16.
+#[tokio::test]
+async fn a_volume_is_made_once_however_often_it_is_asked_for() {
+    let mut world = World::start().await;
+    let first = world.create("db", 64 * MIB).await;
+    assert_eq!(world.create("db", 64 * MIB).await, first);
+    assert!(!first.volume_id.is_empty() && first.volume_id.len() <= 128);
+    assert!(first.capacity_bytes >= 64 * MIB);
+    let other = world.create("web", 64 * MIB).await;
+    assert_ne!(other.volume_id, first.volume_id);
+    assert_eq!(world.cluster.volumes().len(), 2);
+
+    let get = ControllerGetVolumeRequest { volume_id: first.volume_id.clone() };
+    let got = world.controller.controller_get_volume(get).await.unwrap().into_inner();
+    assert_eq!(got.volume.unwrap(), first);
+    let listed = world.controller.list_volumes(ListVolumesRequest::default()).await.unwrap();
+    let listed = listed.into_inner().entries;
+    assert_eq!(listed[0].volume.as_ref().unwrap().volume_context, first.volume_context);
+}
+
+/// Proves CSI-CREATEVOLUME-35, CSI-CREATEVOLUME-37, CSI-CREATEVOLUME-38, CSI-CAPACITY-01:
+/// and what is compatible stays compatible.
+#[tokio::test]
+async fn a_name_that_is_taken_by_another_volume_is_refused() {
+    let mut world = World::start().await;
+    let first = world.create("db", 64 * MIB).await;
+    let wanted = |capacity_range| CreateVolumeRequest {
+        capacity_range: Some(capacity_range),
+        ..create("db", 0)
+    };
+    for fits in [range(0, 64 * MIB), range(32 * MIB, 0), range(64 * MIB, 64 * MIB)] {
+        let again = world.controller.create_volume(wanted(fits)).await.unwrap().into_inner();
+        assert_eq!(again.volume.unwrap().volume_id, first.volume_id);
+    }
+    for other in [range(65 * MIB, 0), range(0, 63 * MIB), range(32 * MIB, 32 * MIB)] {
+        let answer = world.controller.create_volume(wanted(other)).await;
+        assert_eq!(code(&answer), Code::AlreadyExists, "{other:?}");
+    }
+    let parameters = map(&[("replicas", "2")]);
+    let request = CreateVolumeRequest { parameters, ..create("db", 64 * MIB) };
+    assert_eq!(code(&world.controller.create_volume(request).await), Code::AlreadyExists);
+    let zone = Topology { segments: map(&[("quoin.io/zone", "z1")]) };
+    let needs = TopologyRequirement { requisite: vec![zone], preferred: vec![] };
+    let request =
+        CreateVolumeRequest { accessibility_requirements: Some(needs), ..create("db", 64 * MIB) };
+    assert_eq!(code(&world.controller.create_volume(request).await), Code::AlreadyExists);
+    assert_eq!(world.cluster.volumes().len(), 1);
+}
+
+/// Proves CSI-CREATEVOLUME-08, CSI-CREATEVOLUME-13, CSI-CREATEVOLUME-14, CSI-CREATEVOLUME-20,
+/// CSI-CREATEVOLUME-21, CSI-CAPACITY-02, CSI-CAPACITY-04, CSI-CAPACITY-06, CSI-SOURCE-01,
+/// CSI-SOURCE-02, CSI-SOURCE-04, CSI-CREATEVOLUME-32, CSI-SECRET-02, CSI-SIZE-03,
+/// CSI-TOPOLOGY-01.
+#[tokio::test]
+async fn a_create_request_that_cannot_be_right_is_invalid_and_makes_nothing() {
+    let mut world = World::start().await;
+    let good = || create("db", 64 * MIB);
+    let source = |kind| Some(VolumeContentSource { r#type: kind });
+    use volume_content_source::{SnapshotSource, Type, VolumeSource};
+    let snapshot = |id: &str| Some(Type::Snapshot(SnapshotSource { snapshot_id: id.into() }));
+    let volume = |id: &str| Some(Type::Volume(VolumeSource { volume_id: id.into() }));
+    let mut bad = vec![
+        CreateVolumeRequest { name: String::new(), ..good() },
+        CreateVolumeRequest { name: "a\u{7f}".into(), ..good() },
+        CreateVolumeRequest { name: "x".repeat(129), ..good() },
+        CreateVolumeRequest { volume_capabilities: vec![], ..good() },
+        CreateVolumeRequest { parameters: map(&[("colour", "red")]), ..good() },
+        CreateVolumeRequest { parameters: map(&[("replicas", "zero")]), ..good() },
+        CreateVolumeRequest { parameters: map(&[("k", &"v".repeat(4096))]), ..good() },
+        CreateVolumeRequest { mutable_parameters: map(&[("replicas", "2")]), ..good() },
+        CreateVolumeRequest { secrets: map(&[("pass word", "x")]), ..good() },
+        CreateVolumeRequest { capacity_range: Some(range(0, 0)), ..good() },
+        CreateVolumeRequest { capacity_range: Some(range(-1, 0)), ..good() },
+        CreateVolumeRequest { capacity_range: Some(range(0, -1)), ..good() },
+        CreateVolumeRequest { volume_content_source: source(None), ..good() },
+        CreateVolumeRequest { volume_content_source: source(snapshot("")), ..good() },
+        CreateVolumeRequest { volume_content_source: source(snapshot("s")), ..good() },
+        CreateVolumeRequest { volume_content_source: source(volume("")), ..good() },
+        CreateVolumeRequest { volume_content_source: source(volume("v")), ..good() },
+        CreateVolumeRequest {
+            accessibility_requirements: Some(TopologyRequirement::default()),
+            ..good()
+        },
+    ];
+    for capability in malformed().into_iter().flatten() {
+        bad.push(CreateVolumeRequest { volume_capabilities: vec![capability], ..good() });
+    }
+    for (index, request) in bad.into_iter().enumerate() {
+        let answer = world.controller.create_volume(request).await;
+        assert_eq!(code(&answer), Code::InvalidArgument, "request {index}");
+    }
+    assert!(world.cluster.volumes().is_empty());
+}
+
+/// Proves CSI-CREATEVOLUME-17, CSI-CREATEVOLUME-19, CSI-ACCESSMODE-06, CSI-VOLCAP-02:
+/// at create time.
+#[tokio::test]
+async fn one_unsupported_capability_among_several_refuses_the_volume() {
+    let mut world = World::start().await;
+    for unsupported in [
+        block_capability(AccessMode::MultiNodeMultiWriter),
+        mount_capability("ext4", AccessMode::MultiNodeReaderOnly),
+        mount_capability("btrfs", AccessMode::SingleNodeWriter),
+    ] {
+        let volume_capabilities = vec![writer(), unsupported];
+        let request = CreateVolumeRequest { volume_capabilities, ..create("db", 64 * MIB) };
+        assert_eq!(code(&world.controller.create_volume(request).await), Code::InvalidArgument);
+    }
+    assert!(world.cluster.volumes().is_empty());
+    let volume_capabilities = vec![
+        writer(),
+        mount_capability("", AccessMode::SingleNodeReaderOnly),
+        mount_capability("xfs", AccessMode::SingleNodeSingleWriter),
+        block_capability(AccessMode::SingleNodeMultiWriter),
+    ];
+    let request = CreateVolumeRequest { volume_capabilities, ..create("db", 64 * MIB) };
+    assert_eq!(code(&world.controller.create_volume(request).await), Code::Ok);
+}
+
+/// Proves CSI-CREATEVOLUME-41, CSI-CREATEVOLUME-12, CSI-CREATEVOLUME-40, CSI-TOPOLOGY-12,
+/// CSI-CREATEVOLUME-24.
+#[tokio::test]
+async fn sizes_names_and_places_have_their_own_codes() {
+    let mut world = World::start().await;
+    for outside in [range(1, 4095), range(2 * MIB, MIB), range(i64::MAX, 0), range(1, 0)] {
+        let request = CreateVolumeRequest { capacity_range: Some(outside), ..create("x", 0) };
+        let answer = world.controller.create_volume(request).await;
+        assert_eq!(code(&answer), Code::OutOfRange, "{outside:?}");
+    }
+    for name in [&"x".repeat(128), "a b\tc\nd\re/f'g\"h", "größe 🦀", "../../etc"] {
+        world.create(name, 64 * MIB).await;
+    }
+    let needs = |zone: &str| {
+        let zone = Topology { segments: map(&[("quoin.io/zone", zone)]) };
+        Some(TopologyRequirement { requisite: vec![zone], preferred: vec![] })
+    };
+    let request =
+        CreateVolumeRequest { accessibility_requirements: needs("z9"), ..create("far", 64 * MIB) };
+    assert_eq!(code(&world.controller.create_volume(request).await), Code::ResourceExhausted);
+    let request =
+        CreateVolumeRequest { accessibility_requirements: needs("z1"), ..create("near", 64 * MIB) };
+    let answer = world.controller.create_volume(request).await.unwrap().into_inner();
+    let reported = answer.volume.unwrap().accessible_topology;
+    let info = world.node.node_get_info(NodeGetInfoRequest {}).await.unwrap().into_inner();
+    let of_node = info.accessible_topology.unwrap().segments;
+    assert_eq!(reported.len(), 1);
+    assert_eq!(reported[0].segments["quoin.io/zone"], "z1");
+    assert!(reported[0].segments.iter().all(|(key, value)| of_node.get(key) == Some(value)));
+}
+
+/// Proves CSI-DELETEVOLUME-01, CSI-DELETEVOLUME-02, CSI-DELETEVOLUME-09, CSI-DELETEVOLUME-12.
+#[tokio::test]
+async fn a_volume_is_deleted_once_and_not_under_a_workload() {
+    let mut world = World::start().await;
+    let id = world.create("db", 64 * MIB).await.volume_id;
+    world.controller.controller_publish_volume(publish(&id, NODE)).await.unwrap();
+    let answer = world.controller.delete_volume(delete(&id)).await;
+    assert_eq!(code(&answer), Code::FailedPrecondition);
+    assert_eq!(world.cluster.volumes().len(), 1);
+    world.controller.controller_unpublish_volume(unpublish(&id, NODE)).await.unwrap();
+    for id in [id.as_str(), &id, UNKNOWN, &"0".repeat(32), "../x", &"x".repeat(128)] {
+        assert_eq!(code(&world.controller.delete_volume(delete(id)).await), Code::Ok, "{id}");
+    }
+    for id in ["", &"x".repeat(129)] {
+        let answer = world.controller.delete_volume(delete(id)).await;
+        assert_eq!(code(&answer), Code::InvalidArgument);
+    }
+    assert!(world.cluster.volumes().is_empty());
+}
+
+/// Proves CSI-CTRLPUBLISH-01, CSI-CTRLPUBLISH-04, CSI-CTRLPUBLISH-08, CSI-CTRLPUBLISH-09,
+/// CSI-CTRLPUBLISH-11, CSI-CTRLPUBLISH-12, CSI-CTRLPUBLISH-17, CSI-CTRLPUBLISH-25,
+/// CSI-CTRLPUBLISH-26, CSI-CTRLPUBLISH-27, CSI-CTRLPUBLISH-28, CSI-CTRLPUBLISH-30,
+/// CSI-ACCESSMODE-02.
+#[tokio::test]
+async fn a_volume_is_published_to_one_node_in_one_way() {
+    let mut world = World::start().await;
+    let volume = world.create("db", 64 * MIB).await;
+    let id = volume.volume_id.as_str();
+    let good = || publish(id, NODE);
+    let mut bad = vec![
+        (publish("", NODE), Code::InvalidArgument),
+        (publish(id, ""), Code::InvalidArgument),
+        (publish(UNKNOWN, NODE), Code::NotFound),
+        (publish(id, "nowhere"), Code::NotFound),
+        (
+            ControllerPublishVolumeRequest {
+                volume_capability: Some(block_capability(AccessMode::MultiNodeMultiWriter)),
+                ..good()
+            },
+            Code::InvalidArgument,
+        ),
+    ];
+    for volume_capability in malformed() {
+        let request = ControllerPublishVolumeRequest { volume_capability, ..good() };
+        bad.push((request, Code::InvalidArgument));
+    }
+    let mut part = volume.volume_context.clone();
+    let key = part.keys().next().unwrap().clone();
+    part.remove(&key);
+    let mut changed = volume.volume_context.clone();
+    changed.insert(key, "other".to_owned());
+    for volume_context in [part, changed] {
+        let request = ControllerPublishVolumeRequest { volume_context, ..good() };
+        bad.push((request, Code::InvalidArgument));
+    }
+    for (index, (request, expected)) in bad.into_iter().enumerate() {
+        let answer = world.controller.controller_publish_volume(request).await;
+        assert_eq!(code(&answer), expected, "request {index}");
+    }
+    let mut volume_context = volume.volume_context.clone();
+    volume_context.insert("storage.kubernetes.io/csiProvisionerIdentity".into(), "x".into());
+    let request = ControllerPublishVolumeRequest { volume_context, ..good() };
+    let first = world.controller.controller_publish_volume(request).await.unwrap().into_inner();
+    let again = world.controller.controller_publish_volume(good()).await.unwrap().into_inner();
+    assert_eq!(first, again);
+    for other in [
+        ControllerPublishVolumeRequest { readonly: true, ..good() },
+        ControllerPublishVolumeRequest {
+            volume_capability: Some(block_capability(AccessMode::SingleNodeWriter)),
+            ..good()
+        },
+        ControllerPublishVolumeRequest {
+            volume_capability: Some(mount_capability("ext4", AccessMode::SingleNodeReaderOnly)),
+            ..good()
+        },
+    ] {
+        let answer = world.controller.controller_publish_volume(other).await;
+        assert_eq!(code(&answer), Code::AlreadyExists);
+    }
+    let elsewhere = world.controller.controller_publish_volume(publish(id, "node-b")).await;
+    assert_eq!(code(&elsewhere), Code::FailedPrecondition);
+    assert!(elsewhere.unwrap_err().message().contains(NODE), "names the node that has it");
+    assert_eq!(world.cluster.volumes()[0].attachments.len(), 1);
+
+    for name in ["second", "third"] {
+        let id = world.create(name, 64 * MIB).await.volume_id;
+        let answer = world.controller.controller_publish_volume(publish(&id, NODE)).await;
+        let expected = if name == "second" { Code::Ok } else { Code::ResourceExhausted };
+        assert_eq!(code(&answer), expected);
+    }
+}
+
+/// Proves CSI-CTRLUNPUBLISH-01, CSI-CTRLUNPUBLISH-05, CSI-CTRLUNPUBLISH-08,
+/// CSI-CTRLUNPUBLISH-10, CSI-CTRLUNPUBLISH-13, CSI-CTRLUNPUBLISH-14.
+#[tokio::test]
+async fn unpublishing_always_ends_with_the_volume_not_published() {
+    let mut world = World::start().await;
+    let id = world.create("db", 64 * MIB).await.volume_id;
+    for (volume, node) in
+        [(id.as_str(), NODE), (&id, "nowhere"), (UNKNOWN, NODE), (UNKNOWN, ""), (&id, "")]
+    {
+        let answer = world.controller.controller_unpublish_volume(unpublish(volume, node)).await;
+        assert_eq!(code(&answer), Code::Ok, "{volume} {node}");
+    }
+    let answer = world.controller.controller_unpublish_volume(unpublish("", NODE)).await;
+    assert_eq!(code(&answer), Code::InvalidArgument);
+    for node in [NODE, ""] {
+        world.controller.controller_publish_volume(publish(&id, NODE)).await.unwrap();
+        world.controller.controller_unpublish_volume(unpublish(&id, node)).await.unwrap();
+        assert!(world.cluster.volumes()[0].attachments.is_empty());
+    }
+}
+
+/// Proves CSI-VALIDATE-01, CSI-VALIDATE-02, CSI-VALIDATE-03, CSI-VALIDATE-05, CSI-VALIDATE-06,
+/// CSI-VALIDATE-07, CSI-VALIDATE-11, CSI-VALIDATE-13, CSI-VALIDATE-17.
+#[tokio::test]
+async fn capabilities_are_confirmed_all_or_none() {
+    let mut world = World::start().await;
+    let volume = world.create("db", 64 * MIB).await;
+    let good = || ValidateVolumeCapabilitiesRequest {
+        volume_id: volume.volume_id.clone(),
+        volume_context: volume.volume_context.clone(),
+        volume_capabilities: vec![writer(), block_capability(AccessMode::SingleNodeWriter)],
+        ..Default::default()
+    };
+    let call = |request| world.controller.clone().validate_volume_capabilities_of(request);
+    for _ in 0..2 {
+        let answer = call(good()).await.unwrap().into_inner();
+        let confirmed = answer.confirmed.unwrap();
+        assert_eq!(confirmed.volume_capabilities, good().volume_capabilities);
+        assert_eq!(confirmed.volume_context, volume.volume_context);
+    }
+    let mut other_context = good();
+    other_context.volume_context.values_mut().for_each(|value| value.push('x'));
+    let mut unsupported = good();
+    unsupported
+        .volume_capabilities
+        .push(mount_capability("ext4", AccessMode::MultiNodeMultiWriter));
+    let parameters =
+        ValidateVolumeCapabilitiesRequest { parameters: map(&[("replicas", "2")]), ..good() };
+    for request in [other_context, unsupported, parameters] {
+        let answer = call(request).await.unwrap().into_inner();
+        assert_eq!(answer.confirmed, None);
+        assert!(!answer.message.is_empty() && answer.message.len() <= 128);
+    }
+    let foreign = map(&[("csi.storage.k8s.io/pod.name", "web")]);
+    let request = ValidateVolumeCapabilitiesRequest { volume_context: foreign, ..good() };
+    assert!(call(request).await.unwrap().into_inner().confirmed.is_some());
+    for (request, expected) in [
+        (
+            ValidateVolumeCapabilitiesRequest { volume_id: String::new(), ..good() },
+            Code::InvalidArgument,
+        ),
+        (
+            ValidateVolumeCapabilitiesRequest { volume_capabilities: vec![], ..good() },
+            Code::InvalidArgument,
+        ),
+        (ValidateVolumeCapabilitiesRequest { volume_id: UNKNOWN.into(), ..good() }, Code::NotFound),
+    ] {
+        assert_eq!(code(&call(request).await), expected);
+    }
+}
+
+/// A call on a client that is given away, for closures.
+trait Owned {
+    async fn validate_volume_capabilities_of(
+        self,
+        request: ValidateVolumeCapabilitiesRequest,
+    ) -> Result<tonic::Response<ValidateVolumeCapabilitiesResponse>, tonic::Status>;
+}
+impl Owned for controller_client::ControllerClient<tonic::transport::Channel> {
+    async fn validate_volume_capabilities_of(
+        mut self,
+        request: ValidateVolumeCapabilitiesRequest,
+    ) -> Result<tonic::Response<ValidateVolumeCapabilitiesResponse>, tonic::Status> {
+        self.validate_volume_capabilities(request).await
+    }
+}
+
+/// Proves CSI-LISTVOLUMES-01, CSI-LISTVOLUMES-02, CSI-LISTVOLUMES-04, CSI-LISTVOLUMES-05,
+/// CSI-LISTVOLUMES-07, CSI-LISTVOLUMES-11, CSI-LISTVOLUMES-12, CSI-LISTVOLUMES-13,
+/// CSI-LISTVOLUMES-16.
+#[tokio::test]
+async fn all_volumes_are_listed_once_in_pages_of_any_size() {
+    let mut world = World::start().await;
+    let mut ids = Vec::new();
+    for index in 0..5 {
+        ids.push(world.create(&format!("v{index}"), 64 * MIB).await.volume_id);
+    }
+    world.controller.controller_publish_volume(publish(&ids[3], NODE)).await.unwrap();
+    for max_entries in [0, 1, 2, 3, 10] {
+        let (mut seen, mut starting_token) = (Vec::new(), String::new());
+        loop {
+            let request = ListVolumesRequest { max_entries, starting_token };
+            let page = world.controller.list_volumes(request).await.unwrap().into_inner();
+            assert!(
+                max_entries == 0 || page.entries.len() <= usize::try_from(max_entries).unwrap()
+            );
+            for entry in page.entries {
+                let volume = entry.volume.unwrap();
+                let status = entry.status.unwrap();
+                let published = volume.volume_id == ids[3];
+                assert_eq!(status.published_node_ids == [NODE], published);
+                assert!(!status.volume_condition.unwrap().message.is_empty());
+                seen.push(volume.volume_id);
+            }
+            starting_token = page.next_token;
+            assert!(starting_token.len() <= 128);
+            if starting_token.is_empty() {
+                break;
+            }
+        }
+        assert_eq!(seen, ids, "pages of {max_entries}");
+    }
+    let request = ListVolumesRequest { max_entries: -1, ..Default::default() };
+    assert_eq!(code(&world.controller.list_volumes(request).await), Code::InvalidArgument);
+    let request = ListVolumesRequest { starting_token: "invalid-token".into(), max_entries: 0 };
+    assert_eq!(code(&world.controller.list_volumes(request).await), Code::Aborted);
+}
+
+/// Proves CSI-GETVOLUME-01, CSI-GETVOLUME-02, CSI-GETVOLUME-04, CSI-GETVOLUME-05,
+/// CSI-GETVOLUME-06, CSI-GETVOLUME-07, CSI-GETVOLUME-09.
+#[tokio::test]
+async fn a_volume_is_shown_as_it_is_now() {
+    let mut world = World::start().await;
+    let id = world.create("db", 64 * MIB).await.volume_id;
+    let get = |id: &str| ControllerGetVolumeRequest { volume_id: id.to_owned() };
+    let answer = world.controller.controller_get_volume(get(&id)).await.unwrap().into_inner();
+    let status = answer.status.unwrap();
+    assert!(status.published_node_ids.is_empty());
+    assert!(!status.volume_condition.unwrap().abnormal);
+    world.controller.controller_publish_volume(publish(&id, NODE)).await.unwrap();
+    world.controller.controller_expand_volume(expand(&id, 128 * MIB, 0)).await.unwrap();
+    world.cluster.set_health(&id, "Degraded");
+    let answer = world.controller.controller_get_volume(get(&id)).await.unwrap().into_inner();
+    assert_eq!(answer.volume.unwrap().capacity_bytes, 128 * MIB);
+    let status = answer.status.unwrap();
+    assert_eq!(status.published_node_ids, [NODE]);
+    let condition = status.volume_condition.unwrap();
+    assert!(condition.abnormal && condition.message.contains("Degraded"));
+    assert_eq!(code(&world.controller.controller_get_volume(get("")).await), Code::InvalidArgument);
+    let unknown = world.controller.controller_get_volume(get(UNKNOWN)).await;
+    assert_eq!(code(&unknown), Code::NotFound);
+}
+
+/// Proves CSI-GETCAPACITY-01, CSI-GETCAPACITY-02, CSI-GETCAPACITY-03, CSI-GETCAPACITY-04,
+/// CSI-GETCAPACITY-06, CSI-GETCAPACITY-08, CSI-GETCAPACITY-11.
+#[tokio::test]
+async fn capacity_is_what_a_volume_of_that_kind_can_have() {
+    let mut world = World::start().await;
+    let ask = |parameters: &[(&str, &str)]| GetCapacityRequest {
+        parameters: map(parameters),
+        ..Default::default()
+    };
+    let three = world.controller.get_capacity(ask(&[])).await.unwrap().into_inner();
+    let one = world.controller.get_capacity(ask(&[("replicas", "1")])).await.unwrap().into_inner();
+    assert_eq!(one.available_capacity / 3, three.available_capacity);
+    world.create("db", 64 * MIB).await;
+    let after = world.controller.get_capacity(ask(&[])).await.unwrap().into_inner();
+    assert!(after.available_capacity < three.available_capacity);
+    let unsupported = GetCapacityRequest {
+        volume_capabilities: vec![block_capability(AccessMode::MultiNodeMultiWriter)],
+        ..ask(&[])
+    };
+    let none = world.controller.get_capacity(unsupported).await.unwrap().into_inner();
+    assert_eq!(none.available_capacity, 0);
+    for (key, value, has) in [
+        ("quoin.io/zone", "z1", true),
+        ("quoin.io/zone", "z9", false),
+        ("quoin.io/cluster", "c9", false),
+    ] {
+        let topology = Topology { segments: map(&[(key, value)]) };
+        let request = GetCapacityRequest { accessible_topology: Some(topology), ..ask(&[]) };
+        let there = world.controller.get_capacity(request).await.unwrap().into_inner();
+        assert_eq!(there.available_capacity > 0, has, "{key}={value}");
+    }
+    let (most, least) = (three.maximum_volume_size.unwrap(), three.minimum_volume_size.unwrap());
+    for (capacity_range, expected) in [
+        (range(most, 0), Code::Ok),
+        (range(most + 1, 0), Code::OutOfRange),
+        (range(0, least), Code::Ok),
+        (range(0, least - 1), Code::OutOfRange),
+    ] {
+        let name = format!("{capacity_range:?}");
+        let request =
+            CreateVolumeRequest { capacity_range: Some(capacity_range), ..create(&name, 0) };
+        assert_eq!(code(&world.controller.create_volume(request).await), expected, "{name}");
+    }
+}
+
+/// Proves CSI-CTRLEXPAND-01, CSI-CTRLEXPAND-02, CSI-CTRLEXPAND-12, CSI-CTRLEXPAND-13,
+/// CSI-CTRLEXPAND-16, CSI-CTRLEXPAND-17, CSI-CTRLEXPAND-18, CSI-CTRLEXPAND-19,
+/// CSI-CTRLEXPAND-21, CSI-PLUGINCAPS-10: the controller's part.
+#[tokio::test]
+async fn a_volume_grows_also_while_published_and_never_shrinks() {
+    let mut world = World::start().await;
+    let id = world.create("db", 64 * MIB).await.volume_id;
+    world.controller.controller_publish_volume(publish(&id, NODE)).await.unwrap();
+    for _ in 0..2 {
+        let request = expand(&id, 100 * MIB + 1, 0);
+        let answer = world.controller.controller_expand_volume(request).await.unwrap().into_inner();
+        assert_eq!(answer.capacity_bytes, 100 * MIB + 4096);
+        assert!(answer.node_expansion_required);
+    }
+    let smaller = world.controller.controller_expand_volume(expand(&id, MIB, 0)).await.unwrap();
+    assert_eq!(smaller.into_inner().capacity_bytes, 100 * MIB + 4096);
+    let no_range = ControllerExpandVolumeRequest { capacity_range: None, ..expand(&id, 1, 0) };
+    let capability = |volume_capability| ControllerExpandVolumeRequest {
+        volume_capability: Some(volume_capability),
+        ..expand(&id, 200 * MIB, 0)
+    };
+    for (request, expected) in [
+        (expand("", 200 * MIB, 0), Code::InvalidArgument),
+        (no_range, Code::InvalidArgument),
+        (expand(&id, 0, 0), Code::InvalidArgument),
+        (expand(&id, -1, 0), Code::InvalidArgument),
+        (capability(block_capability(AccessMode::MultiNodeMultiWriter)), Code::InvalidArgument),
+        (expand(UNKNOWN, 200 * MIB, 0), Code::NotFound),
+        (expand(&id, i64::MAX, 0), Code::OutOfRange),
+        (expand(&id, 0, 50 * MIB), Code::OutOfRange),
+        (expand(&id, 60 << 30, 0), Code::OutOfRange),
+    ] {
+        let answer = world.controller.controller_expand_volume(request).await;
+        assert_eq!(code(&answer), expected);
+    }
+    let size = u64::try_from(100 * MIB + 4096).unwrap();
+    assert_eq!(world.cluster.volumes()[0].size_bytes, size);
+}

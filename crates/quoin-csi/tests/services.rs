@@ -1,0 +1,319 @@
+//! What holds for all services together: identity, modes, what is switched off, secrets.
+
+mod common;
+
+use std::io::Write;
+use std::sync::{Arc, Mutex};
+
+use common::*;
+use quoin_csi::Mode;
+use quoin_proto::csi::group_controller_client::GroupControllerClient;
+use quoin_proto::csi::*;
+use tonic::Code;
+
+/// Proves CSI-PLUGININFO-06, CSI-PLUGININFO-07, CSI-PLUGINCAPS-01, CSI-PLUGINCAPS-05,
+/// CSI-PLUGINCAPS-09, CSI-PROBE-01, CSI-PROBE-08, CSI-PROTOCOL-07, CSI-SERVICES-08,
+/// CSI-CTRLCAPS-01, CSI-CTRLCAPS-13, CSI-NODECAPS-01, CSI-NODEINFO-01, CSI-NODEINFO-04,
+/// CSI-NODEINFO-05, CSI-NODEINFO-07, CSI-NODEINFO-10, CSI-NODEINFO-11.
+#[tokio::test]
+async fn one_socket_tells_who_it_is_and_what_it_can_do() {
+    let mut world = World::start().await;
+    let info = world.identity.get_plugin_info(GetPluginInfoRequest {}).await.unwrap().into_inner();
+    assert_eq!(info.name, "csi.quoin.io");
+    assert!(!info.vendor_version.is_empty());
+    let plugin = world.identity.get_plugin_capabilities(GetPluginCapabilitiesRequest {}).await;
+    let plugin = plugin.unwrap().into_inner().capabilities;
+    use plugin_capability::{Service, Type, VolumeExpansion, service, volume_expansion};
+    let service = |kind: service::Type| Some(Type::Service(Service { r#type: kind.into() }));
+    let has = |kind| plugin.iter().any(|one| one.r#type == kind);
+    assert!(has(service(service::Type::ControllerService)));
+    assert!(has(service(service::Type::VolumeAccessibilityConstraints)));
+    let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
+    assert!(has(Some(Type::VolumeExpansion(online))));
+    let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
+    assert_eq!(ready, Some(true));
+
+    use controller_service_capability::rpc::Type as Rpc;
+    let answer = world
+        .controller
+        .controller_get_capabilities(ControllerGetCapabilitiesRequest::default())
+        .await
+        .unwrap();
+    let controller: Vec<_> = answer
+        .into_inner()
+        .capabilities
+        .iter()
+        .map(|one| match one.r#type.as_ref().unwrap() {
+            controller_service_capability::Type::Rpc(rpc) => rpc.r#type(),
+        })
+        .collect();
+    for kind in [Rpc::ExpandVolume, Rpc::PublishUnpublishVolume, Rpc::ListVolumesPublishedNodes] {
+        assert!(controller.contains(&kind));
+    }
+    assert!(!controller.contains(&Rpc::Unknown));
+    let node = world
+        .node
+        .node_get_capabilities(NodeGetCapabilitiesRequest::default())
+        .await
+        .unwrap()
+        .into_inner();
+    assert!(!node.capabilities.is_empty());
+    let info = world.node.node_get_info(NodeGetInfoRequest {}).await.unwrap().into_inner();
+    assert_eq!((info.node_id.as_str(), info.max_volumes_per_node), (NODE, 2));
+    assert!(info.accessible_topology.is_some());
+    let volume_id = world.create("db", 64 * MIB).await.volume_id;
+    let request = ControllerPublishVolumeRequest {
+        volume_id,
+        node_id: info.node_id.clone(),
+        volume_capability: Some(writer()),
+        ..Default::default()
+    };
+    world.controller.controller_publish_volume(request).await.unwrap();
+    world.restart_plugin().await;
+    let again = world.node.node_get_info(NodeGetInfoRequest {}).await.unwrap().into_inner();
+    assert_eq!(again.node_id, info.node_id);
+}
+
+/// Proves CSI-ERR-10: before validation, for every RPC that is not served.
+#[tokio::test]
+async fn what_is_not_served_answers_unimplemented_whatever_is_asked() {
+    let mut world = World::start().await;
+    let mut group = GroupControllerClient::new(world.channel.clone());
+    let controller = &mut world.controller;
+    let codes = [
+        code(&controller.create_snapshot(CreateSnapshotRequest::default()).await),
+        code(&controller.delete_snapshot(DeleteSnapshotRequest::default()).await),
+        code(&controller.list_snapshots(ListSnapshotsRequest::default()).await),
+        code(&controller.get_snapshot(GetSnapshotRequest::default()).await),
+        code(&controller.controller_modify_volume(ControllerModifyVolumeRequest::default()).await),
+        code(
+            &controller
+                .controller_list_volume_health(ControllerListVolumeHealthRequest::default())
+                .await,
+        ),
+        code(
+            &controller
+                .controller_get_volume_health(ControllerGetVolumeHealthRequest::default())
+                .await,
+        ),
+        code(&world.node.node_get_volume_health(NodeGetVolumeHealthRequest::default()).await),
+        code(&world.node.node_get_storage_health(NodeGetStorageHealthRequest::default()).await),
+        code(
+            &group
+                .group_controller_get_capabilities(GroupControllerGetCapabilitiesRequest::default())
+                .await,
+        ),
+        code(
+            &group.create_volume_group_snapshot(CreateVolumeGroupSnapshotRequest::default()).await,
+        ),
+        code(
+            &group.delete_volume_group_snapshot(DeleteVolumeGroupSnapshotRequest::default()).await,
+        ),
+        code(&group.get_volume_group_snapshot(GetVolumeGroupSnapshotRequest::default()).await),
+    ];
+    assert_eq!(codes, [Code::Unimplemented; 13]);
+}
+
+/// Proves CSI-OPS-04, CSI-PLUGINCAPS-02, CSI-SERVICES-05, CSI-PROTOCOL-03: modes differ in
+/// what they do, not in what the plugin is.
+#[tokio::test]
+async fn a_mode_serves_its_own_services_and_names_the_same_capabilities() {
+    let mut capabilities = Vec::new();
+    for mode in [Mode::ALL, Mode::CONTROLLER, Mode::NODE] {
+        let mut world = World::start_in(mode).await;
+        world.identity.get_plugin_info(GetPluginInfoRequest {}).await.unwrap();
+        world.identity.probe(ProbeRequest {}).await.unwrap();
+        let answer = world
+            .identity
+            .get_plugin_capabilities(GetPluginCapabilitiesRequest::default())
+            .await
+            .unwrap();
+        capabilities.push(answer.into_inner());
+        let served = |answer: Code| answer != Code::Unimplemented;
+        let controller = &mut world.controller;
+        for answer in [
+            code(
+                &controller
+                    .controller_get_capabilities(ControllerGetCapabilitiesRequest::default())
+                    .await,
+            ),
+            code(&controller.create_volume(CreateVolumeRequest::default()).await),
+            code(&controller.delete_volume(DeleteVolumeRequest::default()).await),
+            code(
+                &controller
+                    .controller_publish_volume(ControllerPublishVolumeRequest::default())
+                    .await,
+            ),
+            code(
+                &controller
+                    .controller_unpublish_volume(ControllerUnpublishVolumeRequest::default())
+                    .await,
+            ),
+            code(
+                &controller
+                    .validate_volume_capabilities(ValidateVolumeCapabilitiesRequest::default())
+                    .await,
+            ),
+            code(&controller.list_volumes(ListVolumesRequest::default()).await),
+            code(&controller.get_capacity(GetCapacityRequest::default()).await),
+            code(
+                &controller
+                    .controller_expand_volume(ControllerExpandVolumeRequest::default())
+                    .await,
+            ),
+            code(&controller.controller_get_volume(ControllerGetVolumeRequest::default()).await),
+        ] {
+            assert_eq!(served(answer), mode.controller, "{mode:?}");
+        }
+        for answer in [
+            code(&world.node.node_get_capabilities(NodeGetCapabilitiesRequest::default()).await),
+            code(&world.node.node_get_info(NodeGetInfoRequest::default()).await),
+            code(&world.node.node_stage_volume(NodeStageVolumeRequest::default()).await),
+            code(&world.node.node_unstage_volume(NodeUnstageVolumeRequest::default()).await),
+            code(&world.node.node_publish_volume(NodePublishVolumeRequest::default()).await),
+            code(&world.node.node_unpublish_volume(NodeUnpublishVolumeRequest::default()).await),
+            code(&world.node.node_get_volume_stats(NodeGetVolumeStatsRequest::default()).await),
+            code(&world.node.node_expand_volume(NodeExpandVolumeRequest::default()).await),
+        ] {
+            assert_eq!(served(answer), mode.node, "{mode:?}");
+        }
+    }
+    assert!(capabilities.windows(2).all(|pair| pair[0] == pair[1]));
+}
+
+/// Proves CSI-PROBE-07, CSI-PROBE-06, CSI-PROBE-10, CSI-PROBE-11, CSI-PROBE-12.
+#[tokio::test]
+async fn a_probe_tells_starting_from_failing() {
+    let mut world = World::start().await;
+    world.stop_control().await;
+    world.restart_plugin().await;
+    let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
+    assert_eq!(ready, Some(false), "it has not come up yet");
+    world.start_control();
+    let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
+    assert_eq!(ready, Some(true));
+    world.stop_control().await;
+    let answer = world.identity.probe(ProbeRequest {}).await;
+    assert_eq!(code(&answer), Code::FailedPrecondition);
+}
+
+/// Proves CSI-ERR-05, CSI-ERR-06, CSI-ERR-12, CSI-ERR-14: an empty request of every RPC.
+#[tokio::test]
+async fn empty_requests_are_refused_before_anything_happens() {
+    let mut world = World::start().await;
+    let controller = &mut world.controller;
+    let codes = [
+        code(&controller.create_volume(CreateVolumeRequest::default()).await),
+        code(&controller.delete_volume(DeleteVolumeRequest::default()).await),
+        code(
+            &controller.controller_publish_volume(ControllerPublishVolumeRequest::default()).await,
+        ),
+        code(
+            &controller
+                .controller_unpublish_volume(ControllerUnpublishVolumeRequest::default())
+                .await,
+        ),
+        code(
+            &controller
+                .validate_volume_capabilities(ValidateVolumeCapabilitiesRequest::default())
+                .await,
+        ),
+        code(&controller.controller_expand_volume(ControllerExpandVolumeRequest::default()).await),
+        code(&controller.controller_get_volume(ControllerGetVolumeRequest::default()).await),
+        code(&world.node.node_stage_volume(NodeStageVolumeRequest::default()).await),
+        code(&world.node.node_unstage_volume(NodeUnstageVolumeRequest::default()).await),
+        code(&world.node.node_publish_volume(NodePublishVolumeRequest::default()).await),
+        code(&world.node.node_unpublish_volume(NodeUnpublishVolumeRequest::default()).await),
+        code(&world.node.node_get_volume_stats(NodeGetVolumeStatsRequest::default()).await),
+        code(&world.node.node_expand_volume(NodeExpandVolumeRequest::default()).await),
+    ];
+    assert_eq!(codes, [Code::InvalidArgument; 13]);
+    assert!(world.cluster.volumes().is_empty());
+}
+
+/// Collects what is logged.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Proves CSI-SECRET-01, CSI-VOLCAP-03, CSI-LOG-04, CSI-SECRET-06: at the most talkative
+/// level, in refusals, and in the records.
+#[tokio::test]
+async fn secrets_and_mount_flags_reach_no_log_no_message_and_no_record_of_secrets() {
+    let log = Log::default();
+    let writer_of_log = log.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::TRACE)
+        .with_writer(move || writer_of_log.clone())
+        .finish();
+    // One thread runs all of this test, the server included.
+    let _guard = tracing::subscriber::set_default(subscriber);
+    let mut world = World::start().await;
+    let secrets = map(&[("passphrase", "hunter2"), ("user.name", "hunter2")]);
+    let mut capability = writer();
+    if let Some(volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
+        mount.mount_flags = vec!["journal_path=/hunter2".into()];
+    }
+    let mut messages = String::new();
+    let request = CreateVolumeRequest { secrets: secrets.clone(), ..create("db", 64 * MIB) };
+    let volume =
+        world.controller.create_volume(request).await.unwrap().into_inner().volume.unwrap();
+    let request = ControllerPublishVolumeRequest {
+        volume_id: volume.volume_id.clone(),
+        node_id: NODE.into(),
+        volume_capability: Some(capability.clone()),
+        secrets: secrets.clone(),
+        ..Default::default()
+    };
+    world.controller.controller_publish_volume(request).await.unwrap();
+    let stage = NodeStageVolumeRequest {
+        volume_id: volume.volume_id.clone(),
+        staging_target_path: world.text("stage"),
+        volume_capability: Some(capability),
+        secrets: secrets.clone(),
+        ..Default::default()
+    };
+    if can_mount() {
+        // ext4 refuses the flag.
+        messages += world.node.node_stage_volume(stage.clone()).await.unwrap_err().message();
+        let record = world.path(&format!("state/volumes/{}.json", volume.volume_id));
+        assert!(!std::fs::read_to_string(record).unwrap().contains("passphrase"));
+    }
+    let request = NodeStageVolumeRequest { staging_target_path: "x".into(), ..stage };
+    messages += world.node.node_stage_volume(request).await.unwrap_err().message();
+    let request = DeleteVolumeRequest { volume_id: volume.volume_id, secrets };
+    messages += world.controller.delete_volume(request).await.unwrap_err().message();
+    assert!(!messages.contains("hunter2"), "{messages}");
+    let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    assert!(log.contains("DeleteVolume"), "something is logged");
+    assert!(!log.contains("hunter2"));
+    assert!(!log.contains("passphrase"));
+}
+
+/// Proves CSI-CONCURRENCY-02, CSI-CREATEVOLUME-09, CSI-ERR-08: parallel calls end as some
+/// order of them would.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn parallel_calls_on_one_volume_are_turned_away_or_agree() {
+    let world = World::start().await;
+    let calls = (0..16).map(|_| {
+        let mut controller = world.controller.clone();
+        tokio::spawn(async move { controller.create_volume(create("db", 64 * MIB)).await })
+    });
+    let mut ids = std::collections::BTreeSet::new();
+    for call in calls.collect::<Vec<_>>() {
+        match call.await.unwrap() {
+            Ok(answer) => drop(ids.insert(answer.into_inner().volume.unwrap().volume_id)),
+            Err(status) => assert_eq!(status.code(), Code::Aborted),
+        }
+    }
+    assert_eq!(ids.len(), 1);
+    assert_eq!(world.cluster.volumes().len(), 1);
+}
