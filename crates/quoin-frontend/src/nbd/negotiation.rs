@@ -263,7 +263,7 @@ impl Negotiation {
             return;
         }
         let base = BASE_ALLOCATION.as_bytes();
-        let chosen = queries.iter().any(|query| *query == base)
+        let chosen = queries.contains(&base)
             || (!set && (queries.is_empty() || queries.contains(&b"base:".as_slice())));
         if chosen {
             let mut body = BytesMut::with_capacity(4 + base.len());

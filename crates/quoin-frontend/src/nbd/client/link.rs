@@ -131,6 +131,15 @@ impl Link {
         }
     }
 
+    /// Sends what was submitted without looking for answers; a broken connection is noticed by
+    /// the next [`Link::drive`], for which its descriptor is ready then.
+    pub fn send(&mut self) {
+        if let State::Up(pipe) = &mut self.state {
+            // The error stays on the socket and comes up again in `drive`.
+            let _ = pipe.send();
+        }
+    }
+
     /// Ends the link; what was not answered fails.
     pub fn stop(mut self) -> Vec<Done> {
         let mut tokens: Vec<u64> = self.held.drain(..).map(|(token, _)| token).collect();

@@ -1,0 +1,76 @@
+//! What `quoin node` and the CLI use to ask the attach daemon.
+
+use std::path::PathBuf;
+
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+
+use super::Error;
+use super::protocol::{AttachVolume, Attached, LINE_BYTES_MAX, Request, Response};
+
+/// A connection a call: the daemon may be restarted between any two.
+#[derive(Clone, Debug)]
+pub struct AttachClient {
+    socket: PathBuf,
+}
+
+impl AttachClient {
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        Self { socket: socket.into() }
+    }
+
+    /// Attaches, or returns what is attached already.
+    pub async fn attach(&self, volume: AttachVolume) -> Result<Attached, Error> {
+        match self.call(&Request::Attach(volume)).await? {
+            Response::Ok(attached) => Ok(attached),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Detaches; fine if it was not attached.
+    pub async fn detach(&self, volume: &str) -> Result<(), Error> {
+        match self.call(&Request::Detach { volume: volume.to_owned() }).await? {
+            Response::Detached {} => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Grows the device after the target has grown.
+    pub async fn resize(&self, volume: &str, size: u64) -> Result<Attached, Error> {
+        match self.call(&Request::Resize { volume: volume.to_owned(), size }).await? {
+            Response::Ok(attached) => Ok(attached),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    pub async fn list(&self) -> Result<Vec<Attached>, Error> {
+        match self.call(&Request::List {}).await? {
+            Response::List(list) => Ok(list),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    async fn call(&self, request: &Request) -> Result<Response, Error> {
+        let failed = |source| Error::Daemon { socket: self.socket.clone(), source };
+        let mut line = serde_json::to_vec(request).map_err(|error| failed(error.into()))?;
+        line.push(b'\n');
+        let mut stream = UnixStream::connect(&self.socket).await.map_err(failed)?;
+        stream.write_all(&line).await.map_err(failed)?;
+        let mut answer = String::new();
+        // A list of many volumes is longer than any request.
+        let limit = LINE_BYTES_MAX * 1024;
+        BufReader::new(stream.take(limit)).read_line(&mut answer).await.map_err(failed)?;
+        if answer.is_empty() {
+            return Err(failed(std::io::ErrorKind::UnexpectedEof.into()));
+        }
+        match serde_json::from_str(&answer) {
+            Ok(Response::Error { kind, message }) => Err(Error::Refused { kind, message }),
+            Ok(response) => Ok(response),
+            Err(_) => Err(Error::Answer(answer)),
+        }
+    }
+}
+
+fn unexpected(response: Response) -> Error {
+    Error::Answer(format!("{response:?}"))
+}

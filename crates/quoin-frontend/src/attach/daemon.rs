@@ -1,0 +1,270 @@
+//! The daemon itself: the control socket, the table of attachments, start and shutdown.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::fs::FlockOperation;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Mutex, watch};
+
+use super::device::{Device, check, check_name};
+use super::protocol::{AttachVolume, Attached, Kind, LINE_BYTES_MAX, Request, Response};
+use super::{Error, Options};
+use crate::fuse::mount;
+use crate::loopdev::LoopDevice;
+
+const DRAIN_POLL: Duration = Duration::from_millis(100);
+const CLIENTS_MAX: usize = 64;
+
+/// One slot a volume, locked while something is done to it, so that volumes do not wait for each
+/// other.
+type Slot = Arc<Mutex<Option<Device>>>;
+
+#[derive(Clone)]
+struct Daemon {
+    mounts: PathBuf,
+    slots: Arc<std::sync::Mutex<BTreeMap<String, Slot>>>,
+}
+
+/// Serves until `shutdown` becomes true. Errors at the end name devices that were in use.
+pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Result<(), Error> {
+    let io = |doing, path: &Path| {
+        let path = path.to_owned();
+        move |source| Error::Io { doing, path, source }
+    };
+    let mounts = options.directory.join("volumes");
+    std::fs::create_dir_all(&mounts).map_err(io("create", &mounts))?;
+    let mounts = mounts.canonicalize().map_err(io("resolve", &mounts))?;
+    let lock_path = options.directory.join("lock");
+    let lock = File::create(&lock_path).map_err(io("create", &lock_path))?;
+    if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return Err(Error::Locked { directory: options.directory });
+    }
+    super::protect_memory();
+    clean_up(&mounts)?;
+    match std::fs::remove_file(&options.socket) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(io("replace", &options.socket)(error));
+        }
+        _ => {}
+    }
+    let listener = UnixListener::bind(&options.socket).map_err(io("bind", &options.socket))?;
+    // Who may speak to it may read and write every attached volume.
+    std::fs::set_permissions(&options.socket, std::fs::Permissions::from_mode(0o600))
+        .map_err(io("protect", &options.socket))?;
+    tracing::info!(socket = %options.socket.display(), "attach is ready");
+
+    let daemon = Daemon { mounts, slots: Arc::default() };
+    let clients = Arc::new(tokio::sync::Semaphore::new(CLIENTS_MAX));
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => {
+                    let (daemon, clients) = (daemon.clone(), clients.clone());
+                    tokio::spawn(async move {
+                        // Never closed, so it fails only if this daemon is gone.
+                        let Ok(_permit) = clients.acquire().await else { return };
+                        if let Err(error) = daemon.serve(stream).await {
+                            tracing::debug!(%error, "a client of the control socket went away");
+                        }
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot accept on the control socket");
+                    tokio::time::sleep(DRAIN_POLL).await;
+                }
+            },
+            changed = shutdown.changed() => {
+                // A dropped sender means the same: nobody is left to stop it later.
+                if changed.is_err() || *shutdown.borrow() {
+                    break;
+                }
+            }
+        }
+    }
+    drop(listener);
+    let _ = std::fs::remove_file(&options.socket);
+    let result = daemon.shut_down(options.drain_timeout).await;
+    drop(lock);
+    result
+}
+
+/// Removes the loop devices and mounts that a daemon which died left here. Their IO has failed
+/// when it died; a loop device that is still in use goes with its last user.
+fn clean_up(mounts: &Path) -> Result<(), Error> {
+    let failed = |source| Error::Io { doing: "clean up", path: mounts.to_owned(), source };
+    for device in LoopDevice::all_under(mounts).map_err(failed)? {
+        tracing::warn!(device = %device.path().display(), "left by a daemon that died: detaching");
+        device.release()?;
+    }
+    for path in mount::mounts_under(mounts).map_err(failed)? {
+        tracing::warn!(path = %path.display(), "left by a daemon that died: unmounting");
+        mount::unmount(&path).map_err(failed)?;
+    }
+    for entry in std::fs::read_dir(mounts).map_err(failed)? {
+        std::fs::remove_file(entry.map_err(failed)?.path()).map_err(failed)?;
+    }
+    Ok(())
+}
+
+impl Daemon {
+    async fn serve(&self, stream: UnixStream) -> std::io::Result<()> {
+        let (read, mut write) = stream.into_split();
+        let mut reader = BufReader::new(read);
+        loop {
+            let mut line = Vec::new();
+            let mut limited = (&mut reader).take(LINE_BYTES_MAX);
+            if limited.read_until(b'\n', &mut line).await? == 0 {
+                return Ok(());
+            }
+            let complete = line.ends_with(b"\n");
+            let response = match serde_json::from_slice(&line) {
+                Ok(request) => self.answer(request).await,
+                Err(error) => Response::Error {
+                    kind: Kind::Invalid,
+                    message: format!("this line is not a request: {error}"),
+                },
+            };
+            let mut bytes = serde_json::to_vec(&response)?;
+            bytes.push(b'\n');
+            write.write_all(&bytes).await?;
+            if !complete {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn answer(&self, request: Request) -> Response {
+        let result = match request {
+            Request::Attach(asked) => self.attach(asked).await.map(Response::Ok),
+            Request::Detach { volume } => self.detach(volume).await.map(|()| Response::Detached {}),
+            Request::Resize { volume, size } => self.resize(volume, size).await.map(Response::Ok),
+            Request::List {} => Ok(Response::List(self.list().await)),
+        };
+        result.unwrap_or_else(|error| Response::Error {
+            kind: kind(&error),
+            message: error.to_string(),
+        })
+    }
+
+    async fn attach(&self, asked: AttachVolume) -> Result<Attached, Error> {
+        check(&asked)?;
+        let mounts = self.mounts.clone();
+        self.on(asked.volume.clone(), move |slot| {
+            let device = match slot.take() {
+                Some(device) => {
+                    let device = slot.insert(device);
+                    device.check_same(&asked)?;
+                    if asked.size > device.size() {
+                        device.resize(asked.size)?;
+                    }
+                    device
+                }
+                None => slot.insert(Device::attach(&mounts, asked)?),
+            };
+            Ok(device.show())
+        })
+        .await
+    }
+
+    async fn detach(&self, volume: String) -> Result<(), Error> {
+        check_name(&volume)?;
+        self.on(volume, |slot| {
+            let Some(device) = slot.take() else { return Ok(()) };
+            device.detach().map_err(|(device, error)| {
+                *slot = Some(*device);
+                error
+            })
+        })
+        .await
+    }
+
+    async fn resize(&self, volume: String, size: u64) -> Result<Attached, Error> {
+        check_name(&volume)?;
+        self.on(volume.clone(), move |slot| {
+            let device = slot.as_mut().ok_or_else(|| {
+                Error::Invalid(format!("volume {volume} is not attached: attach it first"))
+            })?;
+            device.resize(size)?;
+            Ok(device.show())
+        })
+        .await
+    }
+
+    async fn list(&self) -> Vec<Attached> {
+        let mut list = Vec::new();
+        for slot in self.slots() {
+            list.extend(slot.lock().await.as_ref().map(Device::show));
+        }
+        list
+    }
+
+    /// Detaches everything; what is in use gets `drain_timeout`.
+    async fn shut_down(&self, drain_timeout: Duration) -> Result<(), Error> {
+        let until = Instant::now() + drain_timeout;
+        let mut busy = Vec::new();
+        for slot in self.slots() {
+            let mut slot = slot.lock_owned().await;
+            while slot.as_ref().is_some_and(Device::in_use) && Instant::now() < until {
+                tokio::time::sleep(DRAIN_POLL).await;
+            }
+            let forced = tokio::task::spawn_blocking(move || {
+                let (device, error) = slot.take()?.detach().err()?;
+                let name = device.show().device.display().to_string();
+                tracing::error!(device = name, %error, "in use at shutdown: its IO fails now");
+                device.force();
+                Some(name)
+            });
+            match forced.await {
+                Ok(name) => busy.extend(name),
+                Err(error) => tracing::error!(%error, "detaching panicked"),
+            }
+        }
+        if busy.is_empty() { Ok(()) } else { Err(Error::BusyAtShutdown(busy)) }
+    }
+
+    /// Does something that may block to one volume, alone.
+    async fn on<T: Send + 'static>(
+        &self,
+        volume: String,
+        act: impl FnOnce(&mut Option<Device>) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let slot = {
+            let mut slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            slots.entry(volume.clone()).or_default().clone()
+        };
+        let mut held = slot.clone().lock_owned().await;
+        let result = tokio::task::spawn_blocking(move || {
+            super::protect_thread();
+            act(&mut held)
+        })
+        .await
+        .unwrap_or_else(|error| Err(Error::Invalid(format!("the request failed: {error}"))));
+        let mut slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // Two: the table's and ours, so nobody waits for it; an empty one is not kept.
+        if Arc::strong_count(&slot) == 2 && slot.try_lock().is_ok_and(|slot| slot.is_none()) {
+            slots.remove(&volume);
+        }
+        result
+    }
+
+    fn slots(&self) -> Vec<Slot> {
+        let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        slots.values().cloned().collect()
+    }
+}
+
+fn kind(error: &Error) -> Kind {
+    match error {
+        Error::Conflict { .. } => Kind::Conflict,
+        Error::Busy { .. } => Kind::Busy,
+        Error::Size { .. } | Error::Client(_) => Kind::Unavailable,
+        Error::Mount(_) | Error::Loop(_) | Error::Io { .. } => Kind::Host,
+        _ => Kind::Invalid,
+    }
+}

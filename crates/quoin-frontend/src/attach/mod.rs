@@ -1,0 +1,113 @@
+//! The attach daemon: turns volumes into block devices of this host, and keeps them while targets,
+//! nodes and controllers come and go.
+//!
+//! For each volume: an NBD link to the target's unix socket, a FUSE file on top of it, and a loop
+//! device on that. IO waits while the target is away and is never failed for it. The daemon is
+//! asked over a unix control socket ([`protocol`]; [`AttachClient`] speaks it).
+//!
+//! * Attach, detach and resize are idempotent; there is one attachment a volume.
+//! * A clean shutdown detaches what is idle. What is in use is waited for (`drain_timeout`); then
+//!   its IO fails, the loop device goes with its last user, and the shutdown's error names it. No
+//!   loop device or mount of the daemon outlives its users.
+//! * After a crash, the next start removes what the last one left in its directory.
+//!
+//! The daemon lies below file systems that the kernel writes back to when memory is short, so it
+//! must not wait for memory that only it can free: its threads are marked as IO flushers, whose
+//! allocations do not start writeback, and its memory is locked, so that no page of it must come
+//! back from a disk. Both need privileges and are skipped where they are refused.
+
+mod client;
+mod daemon;
+mod device;
+pub mod protocol;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use client::AttachClient;
+pub use daemon::run;
+
+use crate::fuse::MountError;
+use crate::loopdev::LoopError;
+use crate::nbd::client::ClientError;
+
+/// How the daemon runs.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Its own directory: lock, mount points. Made if missing.
+    pub directory: PathBuf,
+    /// Where it is asked; a file that a dead daemon left there is replaced.
+    pub socket: PathBuf,
+    /// How long a shutdown waits for devices in use.
+    pub drain_timeout: Duration,
+}
+
+impl Options {
+    /// `directory`/attach.sock as the control socket, no wait at shutdown.
+    pub fn new(directory: impl Into<PathBuf>) -> Self {
+        let directory = directory.into();
+        let socket = directory.join("attach.sock");
+        Self { directory, socket, drain_timeout: Duration::ZERO }
+    }
+}
+
+/// What fails in the daemon, or what it answers.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("another attach daemon runs in {directory}: stop it, or use another directory")]
+    Locked { directory: PathBuf },
+    #[error("cannot {doing} {path}: {source}")]
+    Io { doing: &'static str, path: PathBuf, source: std::io::Error },
+    #[error("{0:?} cannot be a volume's name: 1 to 128 of A-Z a-z 0-9 . _ -, no dot first")]
+    Name(String),
+    #[error("{0}")]
+    Invalid(String),
+    #[error("volume {volume} is attached already with {what}: detach it first")]
+    Conflict { volume: String, what: String },
+    #[error("volume {volume} is in use as {device}: unmount it and close it first")]
+    Busy { volume: String, device: PathBuf },
+    #[error("these devices were still in use at shutdown, and their IO fails now: {0:?}")]
+    BusyAtShutdown(Vec<String>),
+    #[error(
+        "the target of volume {volume} offers {is} bytes and {wanted} are asked: not resized \
+             yet, or another volume"
+    )]
+    Size { volume: String, is: u64, wanted: u64 },
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(transparent)]
+    Mount(#[from] MountError),
+    #[error(transparent)]
+    Loop(#[from] LoopError),
+    #[error("cannot reach the attach daemon at {socket}: {source}; is `quoin attach` running?")]
+    Daemon { socket: PathBuf, source: std::io::Error },
+    #[error("the attach daemon answered {0:?}")]
+    Answer(String),
+    /// What the daemon answered to a request of [`AttachClient`].
+    #[error("{message}")]
+    Refused { kind: protocol::Kind, message: String },
+}
+
+/// From the kernel's `linux/prctl.h`, ≥ 5.6.
+const PR_SET_IO_FLUSHER: libc::c_int = 57;
+
+/// Marks the calling thread as one that memory reclaim may depend on.
+pub(crate) fn protect_thread() {
+    // SAFETY: this prctl takes plain integers and changes one flag of the calling thread.
+    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
+    if result != 0 {
+        let error = std::io::Error::last_os_error();
+        tracing::debug!(%error, "this thread cannot be marked as an IO flusher");
+    }
+}
+
+/// Keeps what the process has touched in memory.
+fn protect_memory() {
+    // ONFAULT: locked as it is touched, or every thread's whole stack would be filled in.
+    let flags = libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT;
+    // SAFETY: mlockall takes flags only.
+    if unsafe { libc::mlockall(flags) } != 0 {
+        let error = std::io::Error::last_os_error();
+        tracing::info!(%error, "memory cannot be locked; attached devices may stall when it is short");
+    }
+}

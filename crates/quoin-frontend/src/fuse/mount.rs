@@ -1,0 +1,181 @@
+//! The kernel's side of a FUSE file system: `/dev/fuse`, mount, unmount. Needs root.
+
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+const DEVICE: &str = "/dev/fuse";
+/// As it stands in the table of mounts; clean-up finds its own by it.
+pub const FILE_SYSTEM_TYPE: &str = "fuse.quoin";
+
+#[derive(Debug, thiserror::Error)]
+pub enum MountError {
+    #[error(
+        "/dev/fuse is missing: load the kernel's fuse module (modprobe fuse) or pass the \
+             device into this container, or use the volume through its NBD socket"
+    )]
+    NoFuse,
+    #[error(
+        "mounting needs root (CAP_SYS_ADMIN): run attach as root, or use the volume through \
+             its NBD socket"
+    )]
+    NotPermitted,
+    #[error("cannot mount a volume at {path}: {source}")]
+    Io { path: PathBuf, source: io::Error },
+}
+
+/// A mounted file; unmounted when dropped.
+pub struct Mount {
+    path: PathBuf,
+    mounted: bool,
+}
+
+impl Mount {
+    /// Makes the file `path` (its directory exists) and mounts a file system on it whose messages
+    /// come from the returned, non-blocking descriptor.
+    pub fn new(path: &Path, source: &str) -> Result<(Self, OwnedFd), MountError> {
+        let failed = |source| match source {
+            error if permission(&error) => MountError::NotPermitted,
+            source => MountError::Io { path: path.to_owned(), source },
+        };
+        let device = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_CLOEXEC | libc::O_NONBLOCK)
+            .open(DEVICE)
+            .map_err(|error| match error.raw_os_error() {
+                Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => MountError::NoFuse,
+                _ => failed(error),
+            })?;
+        File::create(path).map_err(failed)?;
+        let options = format!(
+            "fd={},rootmode={:o},user_id=0,group_id=0",
+            device.as_raw_fd(),
+            libc::S_IFREG | 0o600
+        );
+        let result = mount(source, path, &options);
+        if let Err(error) = result {
+            // Nothing half-made stays.
+            let _ = std::fs::remove_file(path);
+            return Err(failed(error));
+        }
+        Ok((Self { path: path.to_owned(), mounted: true }, device.into()))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Takes the mount out of the tree (whoever still has the file open keeps it) and removes the
+    /// file under it.
+    pub fn unmount(mut self) -> io::Result<()> {
+        self.mounted = false;
+        unmount(&self.path)
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        if self.mounted
+            && let Err(error) = unmount(&self.path)
+        {
+            tracing::warn!(path = %self.path.display(), %error, "cannot unmount");
+        }
+    }
+}
+
+/// Unmounts and removes the file under the mount.
+pub fn unmount(path: &Path) -> io::Result<()> {
+    let target = c_string(path.as_os_str().as_bytes())?;
+    // SAFETY: the pointer is to a valid string that outlives the call.
+    let result = unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH) };
+    if result != 0 {
+        let error = io::Error::last_os_error();
+        // Not a mount (any more).
+        if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) {
+            return Err(error);
+        }
+    }
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// The mount points of our type directly or deeper under `directory`.
+pub fn mounts_under(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    Ok(parse_mounts(&table).into_iter().filter(|path| path.starts_with(directory)).collect())
+}
+
+fn parse_mounts(table: &str) -> Vec<PathBuf> {
+    let point = |line: &str| {
+        let (before, after) = line.split_once(" - ")?;
+        if after.split(' ').next()? != FILE_SYSTEM_TYPE {
+            return None;
+        }
+        Some(PathBuf::from(unescape(before.split(' ').nth(4)?)))
+    };
+    table.lines().filter_map(point).collect()
+}
+
+/// The kernel writes blanks and backslashes in paths as three octal digits.
+fn unescape(text: &str) -> std::ffi::OsString {
+    use std::os::unix::ffi::OsStringExt;
+    let bytes = text.as_bytes();
+    let mut plain = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        let octal = (bytes[at] == b'\\')
+            .then(|| text.get(at + 1..at + 4))
+            .flatten()
+            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        plain.push(octal.unwrap_or(bytes[at]));
+        at += if octal.is_some() { 4 } else { 1 };
+    }
+    std::ffi::OsString::from_vec(plain)
+}
+
+fn mount(source: &str, path: &Path, options: &str) -> io::Result<()> {
+    let source = c_string(source.as_bytes())?;
+    let target = c_string(path.as_os_str().as_bytes())?;
+    let kind = c_string(FILE_SYSTEM_TYPE.as_bytes())?;
+    let options = c_string(options.as_bytes())?;
+    // SAFETY: all pointers are to valid strings that outlive the call; the data of a FUSE mount
+    // is its option string.
+    let result = unsafe {
+        libc::mount(
+            source.as_ptr(),
+            target.as_ptr(),
+            kind.as_ptr(),
+            libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC,
+            options.as_ptr().cast(),
+        )
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn c_string(bytes: &[u8]) -> io::Result<CString> {
+    CString::new(bytes).map_err(|_| io::ErrorKind::InvalidInput.into())
+}
+
+fn permission(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EPERM | libc::EACCES))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_mounts_of_our_type_are_found_and_their_blanks_are_understood() {
+        let table = "22 1 0:21 / /proc rw - proc proc rw\n\
+            90 1 0:50 / /run/a\\040b/volumes/db rw,nosuid shared:9 - fuse.quoin quoin:db rw\n\
+            91 1 0:51 / /run/other rw - fuse.sshfs x rw\nnonsense\n";
+        assert_eq!(parse_mounts(table), vec![PathBuf::from("/run/a b/volumes/db")]);
+    }
+}

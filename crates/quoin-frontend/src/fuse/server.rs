@@ -1,0 +1,320 @@
+//! The thread of one mounted volume: kernel on one side, target on the other.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use bytes::Bytes;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use super::filesystem::{Answer, Filesystem, IO_BYTES_MAX, Outcome};
+use super::mount::{Mount, MountError};
+use super::wire::WRITE_HEADER_BYTES;
+use crate::nbd::client::{Done, Link};
+
+/// Messages taken from the kernel before the target is looked at again.
+const MESSAGES_PER_TURN: usize = 64;
+/// The kernel refuses buffers that could not hold its largest message.
+const BUFFER_BYTES: usize = IO_BYTES_MAX + 4096 + WRITE_HEADER_BYTES;
+/// Slices of one vectored write.
+const SLICES_MAX: usize = 512;
+
+/// What the file of a volume is to show.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    pub size_bytes: u64,
+    pub block_size: u32,
+    pub read_only: bool,
+}
+
+/// A mounted volume and its thread; unmounted when stopped or dropped.
+pub struct Server {
+    mount: Option<Mount>,
+    path: PathBuf,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    commands: Mutex<Commands>,
+    wake: OwnedFd,
+    connected: AtomicBool,
+    in_flight: AtomicU64,
+}
+
+#[derive(Default)]
+struct Commands {
+    resize: Option<u64>,
+    abort: bool,
+    stop: bool,
+}
+
+impl Server {
+    /// Mounts `link`'s volume on the file `path` and serves it.
+    pub fn start(path: &Path, volume: &str, shape: &Shape, link: Link) -> Result<Self, MountError> {
+        let failed = |source| MountError::Io { path: path.to_owned(), source };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| failed(error.into()))?;
+        let (mount, device) = Mount::new(path, &format!("quoin:{volume}"))?;
+        let shared = Arc::new(Shared {
+            commands: Mutex::default(),
+            wake,
+            connected: AtomicBool::new(true),
+            in_flight: AtomicU64::new(0),
+        });
+        let filesystem = Filesystem::new(shape.size_bytes, shape.block_size, shape.read_only);
+        let theirs = shared.clone();
+        let volume = volume.to_owned();
+        let thread = std::thread::Builder::new()
+            .name("attach-volume".into())
+            .spawn(move || Turn::new(volume, device, filesystem, link, theirs).run())
+            .map_err(failed)?;
+        Ok(Self { mount: Some(mount), path: path.to_owned(), shared, thread: Some(thread) })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the target answers; IO waits otherwise.
+    pub fn connected(&self) -> bool {
+        self.shared.connected.load(Ordering::Relaxed)
+    }
+
+    /// Requests of the kernel that wait for the target.
+    pub fn in_flight(&self) -> u64 {
+        self.shared.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Changes the file's size and makes the kernel look at it.
+    pub fn resize(&self, size_bytes: u64) -> io::Result<()> {
+        self.shared.command(|commands| commands.resize = Some(size_bytes));
+        // The kernel never caches the attributes, so it asks the thread, which takes commands
+        // before messages.
+        let shown = std::fs::metadata(&self.path)?.len();
+        if shown != size_bytes {
+            return Err(io::Error::other(format!("the file still shows {shown} bytes")));
+        }
+        Ok(())
+    }
+
+    /// Fails what waits and all that comes: the only way to get rid of a device whose target will
+    /// not come back.
+    pub fn abort(&self) {
+        self.shared.command(|commands| commands.abort = true);
+    }
+
+    /// Unmounts and ends the thread. Requests that wait for the target fail.
+    pub fn stop(mut self) -> io::Result<()> {
+        self.halt()
+    }
+
+    fn halt(&mut self) -> io::Result<()> {
+        let Some(mount) = self.mount.take() else { return Ok(()) };
+        let result = mount.unmount();
+        self.shared.command(|commands| commands.stop = true);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!(path = %self.path.display(), "the volume's thread panicked");
+        }
+        result
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Err(error) = self.halt() {
+            tracing::warn!(path = %self.path.display(), %error, "cannot unmount");
+        }
+    }
+}
+
+impl Shared {
+    fn command(&self, change: impl FnOnce(&mut Commands)) {
+        change(&mut self.commands.lock().unwrap_or_else(PoisonError::into_inner));
+        // Full means that the thread has been woken already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+struct Turn {
+    volume: String,
+    device: OwnedFd,
+    filesystem: Filesystem,
+    /// `None` after an abort.
+    link: Option<Link>,
+    shared: Arc<Shared>,
+    buffer: Vec<u8>,
+}
+
+impl Turn {
+    fn new(
+        volume: String,
+        device: OwnedFd,
+        filesystem: Filesystem,
+        link: Link,
+        shared: Arc<Shared>,
+    ) -> Self {
+        let buffer = vec![0; BUFFER_BYTES];
+        Self { volume, device, filesystem, link: Some(link), shared, buffer }
+    }
+
+    fn run(mut self) {
+        super::super::attach::protect_thread();
+        let mut done = Vec::new();
+        let mut ready = Ready { commands: true, kernel: true, target: true };
+        loop {
+            if ready.commands && !self.commands(&mut done) {
+                return;
+            }
+            if ready.kernel {
+                match self.messages() {
+                    Ok(()) => {}
+                    Err(Errno::NODEV) => {
+                        tracing::debug!(volume = %self.volume, "unmounted");
+                        return;
+                    }
+                    Err(error) => {
+                        tracing::error!(volume = %self.volume, %error, "cannot read /dev/fuse");
+                        return;
+                    }
+                }
+            }
+            if let Some(link) = &mut self.link {
+                if ready.target {
+                    link.drive(Instant::now(), &mut done);
+                }
+                link.send();
+            }
+            self.answer(&mut done);
+            self.report();
+            ready = self.wait();
+        }
+    }
+
+    /// False: the thread ends.
+    fn commands(&mut self, done: &mut Vec<Done>) -> bool {
+        let mut count = [0; 8];
+        // Empty on the first turn.
+        let _ = rustix::io::read(&self.shared.wake, &mut count);
+        let commands = std::mem::take(
+            &mut *self.shared.commands.lock().unwrap_or_else(PoisonError::into_inner),
+        );
+        if let Some(size_bytes) = commands.resize {
+            self.filesystem.resize(size_bytes);
+        }
+        if commands.abort || commands.stop {
+            if let Some(link) = self.link.take() {
+                done.extend(link.stop());
+            }
+            self.answer(done);
+        }
+        !commands.stop
+    }
+
+    fn messages(&mut self) -> Result<(), Errno> {
+        for _ in 0..MESSAGES_PER_TURN {
+            match rustix::io::read(&self.device, &mut self.buffer) {
+                Ok(read) => {
+                    let outcome = self.filesystem.message(&self.buffer[..read]);
+                    self.follow(outcome);
+                }
+                Err(Errno::AGAIN) => return Ok(()),
+                // ENOENT: the request was interrupted before it was taken.
+                Err(Errno::INTR | Errno::NOENT) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, done: &mut Vec<Done>) {
+        for one in done.drain(..) {
+            let outcome = self.filesystem.complete(one.token, one.result);
+            self.follow(outcome);
+        }
+    }
+
+    fn follow(&mut self, mut outcome: Outcome) {
+        loop {
+            match outcome {
+                Outcome::Answer(answer) => return self.write(&answer),
+                Outcome::Submit { token, operation } => match &mut self.link {
+                    Some(link) => return link.submit(token, operation),
+                    None => {
+                        let stopped = Err(crate::nbd::client::RequestError::Stopped);
+                        outcome = self.filesystem.complete(token, stopped);
+                    }
+                },
+                Outcome::Nothing => return,
+            }
+        }
+    }
+
+    fn write(&self, answer: &Answer) {
+        let joined: Vec<Bytes>;
+        let data = if answer.data.len() < SLICES_MAX {
+            &answer.data
+        } else {
+            joined = vec![answer.data.concat().into()];
+            &joined
+        };
+        let mut slices = Vec::with_capacity(1 + data.len());
+        slices.push(IoSlice::new(&answer.head));
+        slices.extend(data.iter().map(|bytes| IoSlice::new(bytes)));
+        match rustix::io::writev(&self.device, &slices) {
+            // ENOENT: nobody waits for it any more. ENODEV: unmounted, which the next read tells.
+            Ok(_) | Err(Errno::NOENT | Errno::NODEV) => {}
+            Err(error) => {
+                tracing::error!(volume = %self.volume, %error, "the kernel refused an answer");
+            }
+        }
+    }
+
+    fn report(&self) {
+        let (connected, in_flight) = match &self.link {
+            Some(link) => (link.connected(), link.in_flight() as u64),
+            None => (false, 0),
+        };
+        self.shared.connected.store(connected, Ordering::Relaxed);
+        self.shared.in_flight.store(in_flight, Ordering::Relaxed);
+    }
+
+    fn wait(&self) -> Ready {
+        let timeout = self.link.as_ref().and_then(Link::deadline).map(|at| {
+            let left = at.saturating_duration_since(Instant::now());
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+        });
+        let mut fds = vec![
+            PollFd::new(&self.shared.wake, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.device.as_fd(), PollFlags::IN),
+        ];
+        if let Some((link, fd)) = self.link.as_ref().and_then(|link| Some((link, link.fd()?))) {
+            let write = if link.wants_write() { PollFlags::OUT } else { PollFlags::empty() };
+            fds.push(PollFd::from_borrowed_fd(fd, PollFlags::IN | write));
+        }
+        match poll(&mut fds, timeout.as_ref()) {
+            // Interrupted: one turn for nothing.
+            Err(_) => Ready { commands: true, kernel: true, target: true },
+            // Nothing but the time-out: the link wants to be driven.
+            Ok(0) => Ready { commands: false, kernel: false, target: true },
+            Ok(_) => Ready {
+                commands: !fds[0].revents().is_empty(),
+                kernel: !fds[1].revents().is_empty(),
+                target: timeout.is_some() || fds.get(2).is_some_and(|fd| !fd.revents().is_empty()),
+            },
+        }
+    }
+}
+
+struct Ready {
+    commands: bool,
+    kernel: bool,
+    target: bool,
+}

@@ -1,0 +1,264 @@
+//! Loop devices: a block device of the kernel on top of a file.
+//!
+//! Direct I/O, so that nothing is cached twice and a write is answered when the target has
+//! answered it; block size as the volume's; discards become holes punched in the file.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+const CONTROL: &str = "/dev/loop-control";
+const CTL_GET_FREE: libc::c_ulong = 0x4c82;
+const CLR_FD: libc::c_ulong = 0x4c01;
+const GET_STATUS64: libc::c_ulong = 0x4c05;
+const SET_CAPACITY: libc::c_ulong = 0x4c07;
+const CONFIGURE: libc::c_ulong = 0x4c0a;
+const FLAG_READ_ONLY: u32 = 1;
+const FLAG_DIRECT_IO: u32 = 16;
+const MAJOR: u32 = 7;
+/// Others may take the free device between the question and the use.
+const ATTEMPTS: usize = 32;
+const POLL: Duration = Duration::from_millis(5);
+
+#[derive(Debug, thiserror::Error)]
+pub enum LoopError {
+    #[error(
+        "/dev/loop-control is missing: load the kernel's loop module (modprobe loop) or pass \
+             the device into this container"
+    )]
+    NoLoop,
+    #[error("loop devices need root (CAP_SYS_ADMIN): run attach as root")]
+    NotPermitted,
+    #[error(
+        "no free loop device after {ATTEMPTS} attempts: detach others (losetup -l), or raise \
+             the module's max_loop"
+    )]
+    NoneFree,
+    #[error("{device} is in use: unmount it and close it first")]
+    Busy { device: PathBuf },
+    #[error("cannot {doing} {path}: {source}")]
+    Io { doing: &'static str, path: PathBuf, source: io::Error },
+}
+
+/// The kernel's `struct loop_info64`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Info {
+    device: u64,
+    inode: u64,
+    rdevice: u64,
+    offset: u64,
+    size_limit: u64,
+    number: u32,
+    encrypt_type: u32,
+    encrypt_key_size: u32,
+    flags: u32,
+    file_name: [u8; 64],
+    crypt_name: [u8; 64],
+    encrypt_key: [u8; 32],
+    init: [u64; 2],
+}
+
+/// The kernel's `struct loop_config`.
+#[repr(C)]
+struct Config {
+    fd: u32,
+    block_size: u32,
+    info: Info,
+    reserved: [u64; 8],
+}
+
+/// A loop device that stays until [`LoopDevice::detach`]; dropping the value leaves it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoopDevice {
+    path: PathBuf,
+}
+
+impl LoopDevice {
+    /// Puts a free loop device on `file`.
+    pub fn attach(file: &Path, block_size: u32, read_only: bool) -> Result<Self, LoopError> {
+        let control =
+            OpenOptions::new().read(true).write(true).open(CONTROL).map_err(|error| match error
+                .raw_os_error()
+            {
+                Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => LoopError::NoLoop,
+                _ => failed("open", Path::new(CONTROL), error),
+            })?;
+        let backing = OpenOptions::new()
+            .read(true)
+            .write(!read_only)
+            .custom_flags(libc::O_DIRECT)
+            .open(file)
+            .map_err(|error| failed("open", file, error))?;
+        for _ in 0..ATTEMPTS {
+            let number = ioctl(control.as_raw_fd(), CTL_GET_FREE, 0)
+                .map_err(|error| failed("ask for a free device of", Path::new(CONTROL), error))?;
+            let path = PathBuf::from(format!("/dev/loop{number}"));
+            let device = open_device(&path, number as u32)?;
+            match configure(&device, &backing, file, block_size, read_only) {
+                Ok(()) => return Ok(Self { path }),
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+                Err(error) => return Err(failed("configure", &path, error)),
+            }
+        }
+        Err(LoopError::NoneFree)
+    }
+
+    /// The device under this path, whatever it is on.
+    pub fn at(path: PathBuf) -> Self {
+        Self { path }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether somebody holds it: a mount, a device mapper, a swap.
+    pub fn in_use(&self) -> Result<bool, LoopError> {
+        let exclusive = OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(&self.path);
+        match exclusive {
+            Ok(_) => Ok(false),
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(true),
+            Err(error) if gone(&error) => Ok(false),
+            Err(error) => Err(failed("open", &self.path, error)),
+        }
+    }
+
+    /// Takes over the backing file's new size.
+    pub fn update_size(&self) -> Result<(), LoopError> {
+        let device = File::open(&self.path).map_err(|error| failed("open", &self.path, error))?;
+        ioctl(device.as_raw_fd(), SET_CAPACITY, 0)
+            .map(drop)
+            .map_err(|error| failed("resize", &self.path, error))
+    }
+
+    /// Detaches now, or, where somebody still has it open, as soon as the last one closes it.
+    pub fn release(&self) -> Result<(), LoopError> {
+        let device = match File::open(&self.path) {
+            Err(error) if gone(&error) => return Ok(()),
+            other => other.map_err(|error| failed("open", &self.path, error))?,
+        };
+        match ioctl(device.as_raw_fd(), CLR_FD, 0) {
+            Err(error) if !gone(&error) => Err(failed("detach", &self.path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether it is (still) on a file.
+    pub fn attached(&self) -> bool {
+        let Ok(device) = File::open(&self.path) else { return false };
+        let mut info = EMPTY;
+        ioctl(device.as_raw_fd(), GET_STATUS64, std::ptr::from_mut(&mut info) as usize).is_ok()
+    }
+
+    /// Detaches and waits until it is; `false` if it still is not after `timeout`.
+    pub fn detach(&self, timeout: Duration) -> Result<bool, LoopError> {
+        if self.in_use()? {
+            return Err(LoopError::Busy { device: self.path.clone() });
+        }
+        self.release()?;
+        let until = Instant::now() + timeout;
+        while self.backing_file().is_some() {
+            if Instant::now() >= until {
+                return Ok(false);
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok(true)
+    }
+
+    /// The file that it is on, as the kernel tells it without touching the device.
+    pub fn backing_file(&self) -> Option<PathBuf> {
+        let name = self.path.file_name()?;
+        let attribute = Path::new("/sys/block").join(name).join("loop/backing_file");
+        let text = std::fs::read_to_string(attribute).ok()?;
+        let text = text.trim_end_matches('\n');
+        Some(PathBuf::from(text.strip_suffix(" (deleted)").unwrap_or(text)))
+    }
+
+    /// All loop devices whose files lie under `directory`.
+    pub fn all_under(directory: &Path) -> io::Result<Vec<Self>> {
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir("/sys/block")? {
+            let name = entry?.file_name();
+            if name.to_string_lossy().starts_with("loop") {
+                let device = Self { path: Path::new("/dev").join(name) };
+                if device.backing_file().is_some_and(|file| file.starts_with(directory)) {
+                    found.push(device);
+                }
+            }
+        }
+        Ok(found)
+    }
+}
+
+const EMPTY: Info = Info {
+    device: 0,
+    inode: 0,
+    rdevice: 0,
+    offset: 0,
+    size_limit: 0,
+    number: 0,
+    encrypt_type: 0,
+    encrypt_key_size: 0,
+    flags: 0,
+    file_name: [0; 64],
+    crypt_name: [0; 64],
+    encrypt_key: [0; 32],
+    init: [0; 2],
+};
+
+fn configure(
+    device: &File,
+    backing: &File,
+    file: &Path,
+    block_size: u32,
+    read_only: bool,
+) -> io::Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let mut info = EMPTY;
+    info.flags = FLAG_DIRECT_IO | if read_only { FLAG_READ_ONLY } else { 0 };
+    let name = file.as_os_str().as_bytes();
+    let length = name.len().min(info.file_name.len() - 1);
+    info.file_name[..length].copy_from_slice(&name[..length]);
+    let config = Config { fd: backing.as_raw_fd() as u32, block_size, info, reserved: [0; 8] };
+    ioctl(device.as_raw_fd(), CONFIGURE, std::ptr::from_ref(&config) as usize).map(drop)
+}
+
+/// Opens the device, making its node first where no devtmpfs does.
+fn open_device(path: &Path, number: u32) -> Result<File, LoopError> {
+    let open = || OpenOptions::new().read(true).write(true).open(path);
+    let result = match open() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let mode = rustix::fs::Mode::from_raw_mode(0o600);
+            let kind = rustix::fs::FileType::BlockDevice;
+            let device = rustix::fs::makedev(MAJOR, number);
+            rustix::fs::mknodat(rustix::fs::CWD, path, kind, mode, device)
+                .map_err(|error| failed("create", path, error.into()))?;
+            open()
+        }
+        other => other,
+    };
+    result.map_err(|error| failed("open", path, error))
+}
+
+fn ioctl(fd: RawFd, request: libc::c_ulong, argument: usize) -> io::Result<i32> {
+    // SAFETY: every caller passes 0, or the address of a live struct with the layout that this
+    // request of the loop driver reads or fills.
+    let result = unsafe { libc::ioctl(fd, request as _, argument) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+fn gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENXIO | libc::ENOENT | libc::ENODEV))
+}
+
+fn failed(doing: &'static str, path: &Path, source: io::Error) -> LoopError {
+    match source.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => LoopError::NotPermitted,
+        _ => LoopError::Io { doing, path: path.to_owned(), source },
+    }
+}
