@@ -42,6 +42,7 @@ impl Target {
             Phase::Fetching { .. } if now >= self.answer_by => self.reopen(now, actions),
             _ => {}
         }
+        self.reopen_for_quorum(now, actions);
         self.hang_up_silent(now, actions);
         self.connect_due(now, actions);
         self.consider_open(now, actions);
@@ -226,6 +227,26 @@ impl Target {
                 self.reply(w.token, Err(BlockError::NoQuorum), actions);
             }
             self.fail_reads(now, BlockError::NoQuorum, actions);
+        }
+    }
+
+    /// Fewer than CF counted members for long, while an open would find enough known replicas:
+    /// an open can bring back one that lacks more than the window, which counting cannot.
+    fn reopen_for_quorum(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let long = self.quorum_lost.is_some_and(|since| now >= since + PATIENCE);
+        if self.phase != Phase::Serving || !long {
+            return;
+        }
+        let usable = |p: &Peer| {
+            p.is_live()
+                && self.membership.contains(p.member)
+                && p.ack.as_ref().is_some_and(|ack| ack.quorum && !ack.damaged)
+        };
+        let live = quorum::count(&self.peers, usable);
+        let counted = quorum::count(&self.peers, |p| usable(p) && self.views.counts(p.member));
+        if live > counted && live >= self.membership.open_quorum() {
+            self.quorum_lost = None;
+            self.reopen(now, actions);
         }
     }
 
@@ -457,6 +478,10 @@ impl Target {
     /// Keeps what is not stable and what a fed member lacks; and, within the window, what a
     /// member that is away or being rebuilt may be fed from later.
     fn trim_history(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        if self.phase == Phase::Recovering {
+            // What follows the authority's base was fetched for those that get the base first.
+            return;
+        }
         let window = self.config.window_bytes;
         for index in 0..self.peers.len() {
             let peer = &self.peers[index];
@@ -569,6 +594,7 @@ impl Target {
                 soonest(self.stable_since.map(|t| t + after));
             }
             soonest(self.change.retry_at());
+            soonest(self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)));
             if let Some(since) = self.quorum_lost
                 && self.config.on_quorum_loss == OnQuorumLoss::Fail
                 && self.replies_wait()

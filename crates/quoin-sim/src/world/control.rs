@@ -113,12 +113,16 @@ impl World {
         self.feed_target(target, vec![event]);
     }
 
-    /// The controller tells the owner's target of replacements, and again after it restarts.
+    /// The controller tells the owner's target of replacements until they are adopted.
     pub(crate) fn tell_candidates(&mut self) {
         let owner = self.record.owner;
         let candidates = self.record.candidates.clone();
+        if candidates.is_empty() {
+            return;
+        }
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
             self.feed_target(owner, vec![TargetEvent::Candidates(candidates)]);
         }
+        self.schedule.after(SECOND, Event::TellCandidates);
     }
 }

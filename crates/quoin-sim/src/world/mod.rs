@@ -102,6 +102,7 @@ pub(crate) enum Event {
     Recreate {
         pool: usize,
     },
+    TellCandidates,
     Client {
         queue: usize,
         turn: u32,
@@ -185,6 +186,8 @@ pub(crate) struct World {
     pub unflushed: Vec<(Tag, u64)>,
     /// The newest epoch that ever served, and by which life of which target.
     pub served: (Epoch, usize, u32),
+    /// The newest epoch that served after giving up unflushed data.
+    pub last_claim: Epoch,
     pub armed: Vec<(u64, Planned)>,
     pub faults_over: bool,
     pub ending: ending::Ending,
@@ -278,6 +281,7 @@ impl World {
                 self.answer_timeout(target, life, number, &question);
             }
             Event::Recreate { pool } => self.recreate(pool),
+            Event::TellCandidates => self.tell_candidates(),
             Event::Client { queue, turn } => self.client_turn(queue, turn),
             Event::MoveClient { queue } => self.move_client(queue),
             Event::Fault(planned) => self.arm(planned),

@@ -190,6 +190,7 @@ impl World {
             owed: Default::default(),
             unflushed: Vec::new(),
             served: (Epoch::ZERO, 0, 0),
+            last_claim: Epoch::ZERO,
             armed: Vec::new(),
             faults_over: false,
             ending: ending::Ending::default(),
