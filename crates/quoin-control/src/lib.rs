@@ -1,1 +1,41 @@
-//! quoin-control
+//! The control plane: what the cluster is meant to be, and making it so.
+//!
+//! * [`store`]: records under compare-and-swap; embedded on redb.
+//! * [`records`]: Volume (with its membership, epoch, replicas and attachments), Pool, Node and
+//!   the few others.
+//! * [`Controller`]: the logic, apart from gRPC: volumes come and go, attachments, epochs and
+//!   replacements, reports in, assignments out, reconcilers, events, members of the cluster.
+//! * gRPC on the admin unix socket and over mutual TLS, with the table of who may do what in
+//!   the module `service`.
+//! * [`init`] makes a cluster, [`run`] serves it.
+//!
+//! IO goes on while the controller is down: nothing here is asked for a read or a write.
+
+mod assignments;
+mod attach;
+mod controller;
+mod epochs;
+mod error;
+pub mod events;
+mod members;
+mod metrics;
+mod observed;
+pub mod placement;
+mod reconcile;
+pub mod records;
+mod reports;
+mod run;
+mod service;
+pub mod spec;
+mod status;
+pub mod store;
+mod table;
+mod time;
+mod volumes;
+
+pub use attach::Publish;
+pub use controller::{Controller, Settings};
+pub use epochs::{Granted, Replacement};
+pub use error::Error;
+pub use metrics::Metrics;
+pub use run::{InitReport, Options, REPORT_EVERY_MS, init, is_initialised, open, run, serve};

@@ -307,3 +307,14 @@ fn holder_params(holder: &Peer, life: Duration) -> Result<CertificateParams, Err
     set_life(&mut params, life);
     Ok(params)
 }
+
+/// The public key (SubjectPublicKeyInfo, DER) of a request, so that a repeated request can be
+/// told from somebody else's.
+pub fn public_key_of(csr_der: &[u8]) -> Result<Vec<u8>, Error> {
+    use x509_parser::prelude::{FromDer, X509CertificationRequest};
+    if csr_der.len() > REQUEST_BYTES_MAX {
+        return Err(Error::certificate("the request is larger than any request is"));
+    }
+    let (_, request) = X509CertificationRequest::from_der(csr_der).map_err(Error::certificate)?;
+    Ok(request.certification_request_info.subject_pki.raw.to_vec())
+}

@@ -34,7 +34,7 @@ mod peer;
 mod tls;
 mod token;
 
-pub use authority::{Authority, Issued, Lifetimes};
+pub use authority::{Authority, Issued, Lifetimes, public_key_of};
 pub use channel::{unix_channel, unix_incoming};
 pub use error::Error;
 pub use grant::Grant;

@@ -1,0 +1,107 @@
+//! What pools and nodes are told to do: the whole of it, made from the records each time.
+
+use quoin_core::Membership;
+use quoin_proto::control::{
+    self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
+    TargetAssignment, VolumeSpec,
+};
+
+use crate::controller::Controller;
+use crate::records::{ReplicaPhase, VolumePhase, VolumeRecord};
+
+pub(crate) fn membership(record: &VolumeRecord) -> api::Membership {
+    message(&(&record.membership).into())
+}
+
+/// A membership as the API shows it.
+pub(crate) fn message(membership: &Membership) -> api::Membership {
+    api::Membership {
+        version: membership.version,
+        rf: membership.rf.into(),
+        cf: membership.cf.into(),
+        drf: membership.drf.into(),
+        known: membership
+            .known
+            .iter()
+            .map(|m| api::Member { replica_id: m.id.to_string(), guid: m.guid.to_string() })
+            .collect(),
+        retired: membership.retired.iter().map(ToString::to_string).collect(),
+        formed: membership.formed,
+    }
+}
+
+pub(crate) fn spec(record: &VolumeRecord) -> VolumeSpec {
+    VolumeSpec { size_bytes: record.size_bytes, ..VolumeSpec::from(&record.spec) }
+}
+
+impl Controller {
+    /// Everything that a pool is to hold or to remove. `complete` stays unset: replicas that
+    /// are not listed are kept, deletions are named one by one.
+    pub fn pool_assignment(&self, pool: &str) -> PoolAssignment {
+        let mut replicas = Vec::new();
+        for volume in self.volumes.list() {
+            let assignment = |id: String, guid: String, phase: ReplicaPhase| ReplicaAssignment {
+                volume_id: volume.id.0.to_string(),
+                replica_id: id,
+                guid,
+                size_bytes: volume.size_bytes,
+                phase: phase.as_str().to_owned(),
+                membership: Some(membership(&volume)),
+                volume_spec: Some(spec(&volume)),
+            };
+            let held = volume.replicas.iter().filter(|replica| replica.pool == pool);
+            let held = held.map(|r| assignment(r.id.0.to_string(), r.guid.0.to_string(), r.phase));
+            replicas.extend(held);
+            let gone = volume.discarded.iter().filter(|discarded| discarded.pool == pool);
+            replicas.extend(gone.map(|d| {
+                assignment(d.id.0.to_string(), d.guid.0.to_string(), ReplicaPhase::Delete)
+            }));
+        }
+        PoolAssignment {
+            replicas,
+            complete: false,
+            data_security: self.settings.data_security.clone(),
+        }
+    }
+
+    /// Every volume that a node's target is to serve; others it closes.
+    pub fn node_assignment(&self, node: &str) -> NodeAssignment {
+        let volumes = self.volumes.list();
+        let served = volumes.iter().filter(|volume| {
+            volume.phase == VolumePhase::Ready && volume.owner.as_deref() == Some(node)
+        });
+        let target = |volume: &std::sync::Arc<VolumeRecord>| TargetAssignment {
+            volume_id: volume.id.0.to_string(),
+            name: volume.spec.name.clone(),
+            size_bytes: volume.size_bytes,
+            read_only: volume.attachments.iter().any(|a| a.node == node && a.read_only),
+            spec: Some(spec(volume)),
+            replicas: self.addresses(volume, node),
+        };
+        NodeAssignment {
+            targets: served.map(target).collect(),
+            complete: true,
+            data_security: self.settings.data_security.clone(),
+        }
+    }
+
+    /// Where the replicas are. The address is empty where a pool must not be used: an older
+    /// state of its disk may have forgotten promises.
+    fn addresses(&self, volume: &VolumeRecord, node: &str) -> Vec<ReplicaAddress> {
+        let address = |replica: &crate::records::ReplicaRecord| {
+            let pool = self.pools.get(&replica.pool);
+            let usable = pool.as_ref().filter(|pool| !pool.rolled_back);
+            ReplicaAddress {
+                replica_id: replica.id.0.to_string(),
+                guid: replica.guid.0.to_string(),
+                pool: replica.pool.clone(),
+                address: usable.map(|pool| pool.address.clone()).unwrap_or_default(),
+                same_host: pool.is_some_and(|pool| pool.node == node),
+                candidate: !volume.is_known(replica),
+            }
+        };
+        // A candidate that its pool has not made yet cannot be fed.
+        let made = |r: &&crate::records::ReplicaRecord| r.phase == ReplicaPhase::Keep;
+        volume.replicas.iter().filter(made).map(address).collect()
+    }
+}

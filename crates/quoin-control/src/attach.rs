@@ -1,0 +1,137 @@
+//! Attachments: which node uses a volume, and so whose target may open it.
+//!
+//! An attachment is one idempotent change of the volume's record. Detaching never waits for
+//! the old node: the next owner's target takes a higher epoch, which fences whatever the old
+//! one still does. A volume is served on one node at a time.
+
+use std::sync::Arc;
+
+use quoin_proto::control::VolumeRef;
+
+use crate::Error;
+use crate::controller::{Controller, about};
+use crate::events::Severity;
+use crate::records::{AttachmentRecord, VolumePhase, VolumeRecord};
+
+/// What a publisher asks for.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Publish {
+    pub node: String,
+    pub read_only: bool,
+    /// Whether the publisher would share it with other nodes.
+    pub multi_node: bool,
+    pub usage: String,
+}
+
+impl Controller {
+    pub async fn publish_volume(
+        &self,
+        reference: Option<&VolumeRef>,
+        publish: &Publish,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let volume = self.volume(reference)?;
+        let node = &publish.node;
+        if publish.usage.len() > 4096 {
+            return Err(Error::invalid("usage", "at most 4096 bytes"));
+        }
+        let shown: String = node.chars().take(160).collect();
+        let known = self.nodes.get(node).ok_or_else(|| Error::missing("node", shown))?;
+        let attached = self.attached_to(node, volume.id.0);
+        if known.volumes_max != 0 && attached >= known.volumes_max {
+            return Err(Error::Exhausted(format!(
+                "node {node} has {attached} volumes attached, its limit is {}",
+                known.volumes_max
+            )));
+        }
+        let change = |volume: &mut VolumeRecord| attach(volume, publish);
+        let (volume, new) = match self.update_volume(volume.id.0, change).await {
+            Err(Error::Busy(_)) => {
+                let waiting = self.waiting_for(&volume);
+                let name = &volume.spec.name;
+                return Err(Error::Busy(format!("volume {name:?} is not ready: {waiting}")));
+            }
+            other => other?,
+        };
+        if new {
+            let message = format!("to node {node}");
+            self.events.record(Severity::Normal, about(&volume), "VolumeAttached", message);
+        }
+        Ok(volume)
+    }
+
+    /// Detaches from one node, or from all where `node` is empty.
+    pub async fn unpublish_volume(
+        &self,
+        reference: Option<&VolumeRef>,
+        node: &str,
+    ) -> Result<(), Error> {
+        // Publications live in the volume's record, so none is left of an unknown volume.
+        let volume = match self.volume(reference) {
+            Err(Error::NotFound { .. }) => return Ok(()),
+            found => found?,
+        };
+        let change = |volume: &mut VolumeRecord| {
+            let before = volume.attachments.len();
+            volume.attachments.retain(|a| !node.is_empty() && a.node != node);
+            if volume.owner.as_deref().is_some_and(|owner| node.is_empty() || owner == node) {
+                volume.owner = volume.attachments.first().map(|a| a.node.clone());
+            }
+            Ok(before != volume.attachments.len())
+        };
+        let (volume, removed) = match self.update_volume(volume.id.0, change).await {
+            Err(Error::NotFound { .. }) => return Ok(()),
+            other => other?,
+        };
+        if removed {
+            let from = if node.is_empty() { "everywhere" } else { node };
+            let message = format!("from {from}");
+            self.events.record(Severity::Normal, about(&volume), "VolumeDetached", message);
+        }
+        Ok(())
+    }
+
+    /// Volumes attached to a node, one volume left out.
+    pub(crate) fn attached_to(&self, node: &str, except: quoin_core::VolumeId) -> u32 {
+        let here = |volume: &&Arc<VolumeRecord>| {
+            volume.id.0 != except && volume.attachments.iter().any(|a| a.node == node)
+        };
+        self.volumes.list().iter().filter(here).count() as u32
+    }
+}
+
+/// True where the attachment is new.
+fn attach(volume: &mut VolumeRecord, publish: &Publish) -> Result<bool, Error> {
+    match volume.phase {
+        VolumePhase::Ready => {}
+        VolumePhase::Pending => return Err(Error::Busy(String::new())),
+        VolumePhase::Deleting => return Err(Error::missing("volume", volume.id.0.to_string())),
+    }
+    let wanted = AttachmentRecord {
+        node: publish.node.clone(),
+        read_only: publish.read_only,
+        usage: publish.usage.clone(),
+    };
+    if let Some(has) = volume.attachments.iter().find(|a| a.node == publish.node) {
+        if *has == wanted {
+            return Ok(false);
+        }
+        let name = format!("{} on node {}", volume.spec.name, publish.node);
+        let difference =
+            if has.read_only == wanted.read_only { "usage" } else { "read-only setting" };
+        return Err(Error::Exists { what: "attachment", name, difference: difference.to_owned() });
+    }
+    if let Some(other) = volume.attachments.first() {
+        let advice = if publish.multi_node {
+            "a volume is served on one node at a time"
+        } else {
+            "a second node would be a second writer"
+        };
+        return Err(Error::Precondition(format!(
+            "volume {:?} is attached to node {}, {advice}; detach it there first",
+            volume.spec.name, other.node
+        )));
+    }
+    volume.attachments.push(wanted);
+    volume.owner = Some(publish.node.clone());
+    Ok(true)
+}

@@ -1,0 +1,157 @@
+//! The controller: records, what is observed, and what follows from both.
+//!
+//! The other modules add its parts: [`crate::volumes`] (create, delete, resize), attach,
+//! epochs (the compare-and-swaps that targets ask for), reports, assignments, status,
+//! reconcile, members (tokens and certificates). gRPC is a thin layer above.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use quoin_core::VolumeId;
+use quoin_identity::{Authority, Identity};
+use quoin_proto::control::VolumeRef;
+use rand::RngCore;
+use tokio::sync::watch;
+
+use crate::Error;
+use crate::events::{Events, Object};
+use crate::observed::Observed;
+use crate::records::{
+    MemberOfCluster, NameRecord, NodeRecord, PoolRecord, TokenRecord, VolumeRecord,
+};
+use crate::spec::Defaults;
+use crate::store::Store;
+use crate::table::Table;
+
+/// What a controller is told once, at its start.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub defaults: Defaults,
+    /// "authenticate" or "encrypt".
+    pub data_security: String,
+    /// A pool or node that has not reported for so long is offline.
+    pub offline_after: Duration,
+}
+
+/// The cluster's records and the logic over them.
+pub struct Controller {
+    pub(crate) settings: Settings,
+    pub(crate) identity: Identity,
+    pub(crate) authority: Mutex<Authority>,
+    pub(crate) volumes: Table<VolumeRecord>,
+    pub(crate) names: Table<NameRecord>,
+    pub(crate) pools: Table<PoolRecord>,
+    pub(crate) nodes: Table<NodeRecord>,
+    pub(crate) tokens: Table<TokenRecord>,
+    pub(crate) members: Table<MemberOfCluster>,
+    pub(crate) events: Events,
+    pub(crate) observed: Mutex<Observed>,
+    /// Makes "is the name free" and "take it" one step.
+    pub(crate) creating: tokio::sync::Mutex<()>,
+    changed: watch::Sender<u64>,
+}
+
+impl Controller {
+    /// Reads all records. What a crash left half done is completed by [`Controller::reconcile`].
+    pub async fn open(
+        store: Arc<dyn Store>,
+        identity: Identity,
+        authority: Authority,
+        settings: Settings,
+    ) -> Result<Self, Error> {
+        let changed = watch::channel(0).0;
+        let quiet = watch::channel(0).0;
+        let controller = Self {
+            volumes: Table::load(store.clone(), changed.clone()).await?,
+            names: Table::load(store.clone(), quiet.clone()).await?,
+            pools: Table::load(store.clone(), changed.clone()).await?,
+            nodes: Table::load(store.clone(), changed.clone()).await?,
+            tokens: Table::load(store.clone(), quiet.clone()).await?,
+            members: Table::load(store.clone(), quiet).await?,
+            events: Events::load(store).await?,
+            observed: Mutex::new(Observed::new()),
+            creating: tokio::sync::Mutex::new(()),
+            authority: Mutex::new(authority),
+            identity,
+            settings,
+            changed,
+        };
+        controller.drop_unused_names().await?;
+        Ok(controller)
+    }
+
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Grows whenever an assignment or a status may have changed.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// For changes of what is observed; those of records announce themselves.
+    pub(crate) fn announce(&self) {
+        self.changed.send_modify(|count| *count += 1);
+    }
+
+    pub(crate) fn observed(&self) -> MutexGuard<'_, Observed> {
+        self.observed.lock().expect("no holder of this lock panics")
+    }
+
+    /// The volume of a reference: by id or, where that is empty, by name.
+    pub(crate) fn volume(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
+        let Some(reference) = reference else {
+            return Err(Error::invalid("volume", "an id or a name is needed"));
+        };
+        let shown = |text: &str| text.chars().take(160).collect::<String>();
+        if !reference.id.is_empty() {
+            // Ids are written in one way only, so that equal text and equal id are the same.
+            return self
+                .volumes
+                .get(&reference.id)
+                .ok_or_else(|| Error::missing("volume", shown(&reference.id)));
+        }
+        if reference.name.is_empty() {
+            return Err(Error::invalid("volume", "an id or a name is needed"));
+        }
+        self.names
+            .get(&reference.name)
+            .and_then(|name| self.volumes.get(&name.volume_id.0.to_string()))
+            .ok_or_else(|| Error::missing("volume", shown(&reference.name)))
+    }
+
+    pub(crate) async fn update_volume<T>(
+        &self,
+        id: VolumeId,
+        change: impl FnMut(&mut VolumeRecord) -> Result<T, Error>,
+    ) -> Result<(Arc<VolumeRecord>, T), Error> {
+        let name = id.to_string();
+        let updated = self.volumes.update(&name, change).await?;
+        updated.ok_or_else(|| Error::missing("volume", name))
+    }
+
+    /// A name is taken before its volume is written, so a crash in between leaves it alone.
+    async fn drop_unused_names(&self) -> Result<(), Error> {
+        for name in self.names.list() {
+            let volume = self.volumes.get(&name.volume_id.0.to_string());
+            if volume.is_none_or(|volume| volume.spec.name != name.volume_name) {
+                self.names.remove(&name.volume_name, |found| *found == *name).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn random_id() -> u128 {
+    let mut bytes = [0; 16];
+    rand::rng().fill_bytes(&mut bytes);
+    u128::from_le_bytes(bytes)
+}
+
+pub(crate) fn about(volume: &VolumeRecord) -> Object {
+    Object::new("volume", volume.id.0, &volume.spec.name)
+}

@@ -1,0 +1,114 @@
+//! What the control plane refuses or fails at, and the one place where that becomes a gRPC code.
+
+use std::path::PathBuf;
+
+use tonic::{Code, Status};
+
+use crate::store::StoreError;
+
+/// Each message names the thing, the rule and, where there is one, the way out.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A field of a request breaks its rule.
+    #[error("{field}: {rule}")]
+    Invalid { field: &'static str, rule: String },
+
+    #[error("{what} {name:?} does not exist")]
+    NotFound { what: &'static str, name: String },
+
+    /// The name is taken by something that differs.
+    #[error("{what} {name:?} exists already with other {difference}")]
+    Exists { what: &'static str, name: String, difference: String },
+
+    /// The state forbids it until somebody does something.
+    #[error("{0}")]
+    Precondition(String),
+
+    #[error("{0}")]
+    OutOfRange(String),
+
+    /// No room, or too few hosts or pools.
+    #[error("{0}")]
+    Exhausted(String),
+
+    /// It will pass by itself; ask again.
+    #[error("{0}")]
+    Busy(String),
+
+    #[error("{0}")]
+    Aborted(String),
+
+    #[error("{0}")]
+    Denied(String),
+
+    #[error("{0}")]
+    Unauthenticated(String),
+
+    #[error(transparent)]
+    Store(#[from] StoreError),
+
+    #[error(transparent)]
+    Identity(#[from] quoin_identity::Error),
+
+    #[error("{path}: {source}")]
+    File { path: PathBuf, source: std::io::Error },
+
+    #[error("address {address} cannot be used: {source}; is another controller running?")]
+    Listen { address: String, source: std::io::Error },
+
+    #[error("{0} holds no cluster; make one with `quoin controller init`")]
+    NotInitialised(PathBuf),
+
+    #[error("{0} holds a cluster already; it is never overwritten")]
+    AlreadyInitialised(PathBuf),
+
+    #[error("gRPC server: {0}")]
+    Serve(#[from] tonic::transport::Error),
+}
+
+impl Error {
+    pub(crate) fn invalid(field: &'static str, rule: impl Into<String>) -> Self {
+        Self::Invalid { field, rule: rule.into() }
+    }
+
+    pub(crate) fn missing(what: &'static str, name: impl Into<String>) -> Self {
+        Self::NotFound { what, name: name.into() }
+    }
+
+    /// The gRPC code of this error; decided here and nowhere else.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Invalid { .. } => Code::InvalidArgument,
+            Self::NotFound { .. } => Code::NotFound,
+            Self::Exists { .. } => Code::AlreadyExists,
+            Self::Precondition(_) => Code::FailedPrecondition,
+            Self::OutOfRange(_) => Code::OutOfRange,
+            Self::Exhausted(_) => Code::ResourceExhausted,
+            Self::Busy(_) => Code::Unavailable,
+            Self::Aborted(_) => Code::Aborted,
+            Self::Denied(_) => Code::PermissionDenied,
+            Self::Unauthenticated(_) => Code::Unauthenticated,
+            Self::Identity(error) => match error {
+                quoin_identity::Error::RotationUnderWay(_) => Code::FailedPrecondition,
+                quoin_identity::Error::Name { .. }
+                | quoin_identity::Error::Role(_)
+                | quoin_identity::Error::Token(_)
+                | quoin_identity::Error::Certificate(_) => Code::InvalidArgument,
+                _ => Code::Internal,
+            },
+            // The records are untouched or the outcome is unknown; asking again is right.
+            Self::Store(_) => Code::Unavailable,
+            Self::File { .. }
+            | Self::Listen { .. }
+            | Self::NotInitialised(_)
+            | Self::AlreadyInitialised(_)
+            | Self::Serve(_) => Code::Internal,
+        }
+    }
+}
+
+impl From<Error> for Status {
+    fn from(error: Error) -> Self {
+        Status::new(error.code(), error.to_string())
+    }
+}

@@ -1,0 +1,221 @@
+//! Who belongs to the cluster: join tokens, first certificates, renewals, rotation.
+//!
+//! A token is good for one certificate of its role, for a short time, and only a hash of its
+//! secret is kept. The key that used it first may use it again until it expires, because the
+//! answer can get lost; any other key is refused. A name that somebody joined under is not
+//! given to a second key unless the token names it.
+
+use std::time::Duration;
+
+use quoin_identity::{Issued, JoinToken, Peer, Role, check_name};
+use sha::sha256_hex;
+
+use crate::Error;
+use crate::controller::Controller;
+use crate::events::{Object, Severity};
+use crate::records::{MemberOfCluster, TokenRecord};
+use crate::time::now_ms;
+
+/// Lifetime of a token where none is asked, and the longest.
+const TOKEN_TTL: Duration = Duration::from_secs(3600);
+const TOKEN_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+/// Unused tokens at a time.
+const TOKENS_MAX: usize = 4096;
+
+mod sha {
+    /// Hex of SHA-256.
+    pub fn sha256_hex(bytes: &[u8]) -> String {
+        let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes);
+        hex::encode(digest)
+    }
+}
+
+impl Controller {
+    /// A new token for `role` ("pool", "node", "admin"; empty: pool or node) and, where it is
+    /// not empty, for this name only. `ttl_s` 0: an hour.
+    pub async fn create_join_token(
+        &self,
+        role: &str,
+        ttl_s: u32,
+        holder: &str,
+    ) -> Result<(JoinToken, u64), Error> {
+        if !role.is_empty() && role.parse::<Role>()? == Role::Controller {
+            return Err(Error::invalid("role", "pool, node or admin; nobody joins as controller"));
+        }
+        if !holder.is_empty() {
+            check_name("holder", holder)?;
+        }
+        let ttl = match ttl_s {
+            0 => TOKEN_TTL,
+            s => Duration::from_secs(s.into()),
+        };
+        if ttl > TOKEN_TTL_MAX {
+            let rule = format!("at most {} s", TOKEN_TTL_MAX.as_secs());
+            return Err(Error::invalid("ttl", rule));
+        }
+        self.drop_expired_tokens().await?;
+        if self.tokens.count() >= TOKENS_MAX {
+            return Err(Error::Exhausted(format!("{TOKENS_MAX} tokens are alive already")));
+        }
+        let token = {
+            let authority = self.authority();
+            JoinToken::generate(authority.cluster(), authority.fingerprint())
+        };
+        let expires_ms = now_ms() + ttl.as_millis() as u64;
+        let record = TokenRecord {
+            secret_hash: token.secret_hash(),
+            role: role.to_owned(),
+            holder: holder.to_owned(),
+            expires_ms,
+            used_by: None,
+        };
+        if self.tokens.create(record).await?.is_err() {
+            return Err(Error::Busy("a token was drawn twice; try again".to_owned()));
+        }
+        let what = if role.is_empty() { "pool or node" } else { role };
+        let message = format!("for a {what}, good for {} s", ttl.as_secs());
+        self.events.record(Severity::Normal, cluster(), "JoinTokenCreated", message);
+        Ok((token, expires_ms))
+    }
+
+    /// A newcomer's first certificate.
+    pub async fn join(
+        &self,
+        token: &str,
+        csr_der: &[u8],
+        role: &str,
+        holder: &str,
+    ) -> Result<Issued, Error> {
+        let token: JoinToken = token.parse()?;
+        let role: Role = role.parse()?;
+        check_name(role.as_str(), holder)?;
+        // One answer for every bad token: which ones exist is nobody's business.
+        let refused = || {
+            Error::Unauthenticated(
+                "the join token is unknown, used or expired; make a new one with \
+                 `quoin controller token`"
+                    .to_owned(),
+            )
+        };
+        let peer = Peer::new(self.identity.cluster(), role, holder)?;
+        let key_hash = sha256_hex(&public_key(csr_der)?);
+        let user = (format!("{role}/{holder}"), key_hash.clone());
+        let check = |record: &TokenRecord| {
+            if record.expires_ms <= now_ms() {
+                return Err(refused());
+            }
+            if record.used_by.as_ref().is_some_and(|by| *by != user) {
+                return Err(refused());
+            }
+            let right = match record.role.as_str() {
+                "" => matches!(role, Role::Pool | Role::Node),
+                only => only == role.as_str(),
+            };
+            if !right {
+                let rule = format!("the join token is for a {}, not a {role}", record.role);
+                return Err(Error::Denied(rule));
+            }
+            if !record.holder.is_empty() && record.holder != holder {
+                let rule = format!("the join token is for {:?} only", record.holder);
+                return Err(Error::Denied(rule));
+            }
+            Ok(())
+        };
+        let name = token.secret_hash();
+        let record = self.tokens.get(&name).ok_or_else(refused)?;
+        check(&record)?;
+        let member = MemberOfCluster {
+            role: role.to_string(),
+            holder: holder.to_owned(),
+            key_hash,
+            joined_ms: now_ms(),
+        };
+        self.take_name(&member, !record.holder.is_empty()).await?;
+        let using = |record: &mut TokenRecord| {
+            check(record)?;
+            record.used_by = Some(user.clone());
+            Ok(())
+        };
+        self.tokens.update(&name, using).await?.ok_or_else(refused)?;
+        let issued = self.authority().issue(csr_der, &peer)?;
+        let about = Object::new(role.as_str(), holder, holder);
+        self.events.record(Severity::Normal, about, "Joined", format!("{role} {holder}"));
+        Ok(issued)
+    }
+
+    /// A member's next certificate: same role, same name, whatever the request says.
+    pub fn renew(&self, peer: &Peer, csr_der: &[u8]) -> Result<Issued, Error> {
+        Ok(self.authority().issue(csr_der, peer)?)
+    }
+
+    /// Makes a new authority; everybody comes over to it by renewing, with IO running.
+    pub fn rotate_authority(&self) -> Result<String, Error> {
+        self.authority().rotate()?;
+        self.renew_own()?;
+        let message = "every certificate moves to the new authority when it is renewed; the \
+                       former one is trusted until the last of its certificates has run out";
+        self.events.record(Severity::Normal, cluster(), "AuthorityRotated", message);
+        Ok(message.to_owned())
+    }
+
+    /// The controller's own certificate, from its own authority.
+    pub(crate) fn renew_own(&self) -> Result<(), Error> {
+        let request = self.identity.renewal_request()?;
+        let issued = self.authority().issue(&request, self.identity.peer())?;
+        Ok(self.identity.install(&issued)?)
+    }
+
+    /// Renews what is due and forgets what is over; called every second.
+    pub(crate) async fn tend_certificates(&self) -> Result<(), Error> {
+        if self.authority().forget_former()? {
+            self.renew_own()?;
+            let message = "the former authority is trusted no more";
+            self.events.record(Severity::Normal, cluster(), "AuthorityRetired", message);
+        }
+        if self.identity.renew_at() <= std::time::SystemTime::now() {
+            self.renew_own()?;
+        }
+        Ok(())
+    }
+
+    async fn take_name(&self, member: &MemberOfCluster, named: bool) -> Result<(), Error> {
+        let Err(found) = self.members.create(member.clone()).await? else { return Ok(()) };
+        if found.key_hash == member.key_hash {
+            return Ok(());
+        }
+        if !named {
+            return Err(Error::Exists {
+                what: "member",
+                name: format!("{} {}", member.role, member.holder),
+                difference: "key; to replace it, make a token for this very name".to_owned(),
+            });
+        }
+        let replace = |record: &mut MemberOfCluster| {
+            *record = member.clone();
+            Ok(())
+        };
+        let name = format!("{}/{}", member.role, member.holder);
+        self.members.update(&name, replace).await.map(drop)
+    }
+
+    async fn drop_expired_tokens(&self) -> Result<(), Error> {
+        let now = now_ms();
+        for token in self.tokens.list().iter().filter(|token| token.expires_ms <= now) {
+            self.tokens.remove(&token.secret_hash, |found| found.expires_ms <= now).await?;
+        }
+        Ok(())
+    }
+
+    fn authority(&self) -> std::sync::MutexGuard<'_, quoin_identity::Authority> {
+        self.authority.lock().expect("no holder of this lock panics")
+    }
+}
+
+fn cluster() -> Object {
+    Object::new("cluster", "", "")
+}
+
+/// The key that a request is for; the request's own signature is checked when it is issued.
+fn public_key(csr_der: &[u8]) -> Result<Vec<u8>, Error> {
+    quoin_identity::public_key_of(csr_der).map_err(Error::from)
+}

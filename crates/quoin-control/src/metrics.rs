@@ -1,0 +1,117 @@
+//! The controller's metrics, as text that a scraper reads. Values are read from the controller
+//! when somebody asks, so counting costs nothing in between.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::controller::Controller;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Named {
+    name: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Health {
+    health: String,
+}
+
+/// A handle that can be made before the controller runs and asked while it does.
+#[derive(Clone, Default)]
+pub struct Metrics(Arc<Mutex<Weak<Controller>>>);
+
+impl std::fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Metrics")
+    }
+}
+
+impl Metrics {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    pub(crate) fn watch(&self, controller: &Arc<Controller>) {
+        *self.0.lock().expect("no holder of this lock panics") = Arc::downgrade(controller);
+    }
+
+    fn controller(&self) -> Option<Arc<Controller>> {
+        self.0.lock().expect("no holder of this lock panics").upgrade()
+    }
+
+    /// Whether the controller serves.
+    pub fn healthy(&self) -> bool {
+        self.controller().is_some()
+    }
+
+    /// The metrics in the OpenMetrics text format.
+    pub fn render(&self) -> String {
+        let mut registry = Registry::with_prefix("quoin");
+        let up = Gauge::<i64>::default();
+        registry.register("controller_up", "1 while the controller serves", up.clone());
+        if let Some(controller) = self.controller() {
+            up.set(1);
+            volumes(&controller, &mut registry);
+            pools(&controller, &mut registry);
+            nodes(&controller, &mut registry);
+        }
+        let mut text = String::new();
+        // Writing into a string does not fail.
+        let _ = encode(&mut text, &registry);
+        text
+    }
+}
+
+fn volumes(controller: &Controller, registry: &mut Registry) {
+    let family = Family::<Health, Gauge>::default();
+    for health in ["Online", "Degraded", "Faulted", "Unknown"] {
+        family.get_or_create(&Health { health: health.to_owned() }).set(0);
+    }
+    let (attached, bytes) = (Gauge::<i64>::default(), Gauge::<i64>::default());
+    for volume in controller.volumes.list() {
+        let health = controller.status(&volume).health.to_owned();
+        family.get_or_create(&Health { health }).inc();
+        attached.inc_by(i64::from(!volume.attachments.is_empty()));
+        bytes.inc_by(i64::try_from(volume.size_bytes).unwrap_or(i64::MAX));
+    }
+    registry.register("volumes", "Volumes by health", family);
+    registry.register("volumes_attached", "Volumes attached to a node", attached);
+    registry.register_with_unit("volumes_size", "Sum of the volumes' sizes", Unit::Bytes, bytes);
+}
+
+fn pools(controller: &Controller, registry: &mut Registry) {
+    let family = Family::<Named, Gauge>::default;
+    let (up, capacity, used, free, replicas) = (family(), family(), family(), family(), family());
+    for pool in controller.pool_messages() {
+        let label = Named { name: pool.name };
+        let set = |family: &Family<Named, Gauge>, value: u64| {
+            family.get_or_create(&label).set(i64::try_from(value).unwrap_or(i64::MAX));
+        };
+        set(&up, u64::from(pool.state == "Online" || pool.state == "Full"));
+        set(&capacity, pool.capacity_bytes);
+        set(&used, pool.used_bytes);
+        set(&free, pool.free_bytes);
+        set(&replicas, pool.replicas.into());
+    }
+    registry.register("pool_up", "1 while the pool reports", up);
+    registry.register_with_unit("pool_capacity", "Size of the pool", Unit::Bytes, capacity);
+    registry.register_with_unit("pool_used", "Used in the pool", Unit::Bytes, used);
+    registry.register_with_unit("pool_free", "Free in the pool", Unit::Bytes, free);
+    registry.register("pool_replicas", "Replicas placed in the pool", replicas);
+}
+
+fn nodes(controller: &Controller, registry: &mut Registry) {
+    let (up, attached) = (Family::<Named, Gauge>::default(), Family::<Named, Gauge>::default());
+    for node in controller.node_messages() {
+        let label = Named { name: node.name };
+        up.get_or_create(&label).set(i64::from(node.state == "Online"));
+        attached.get_or_create(&label).set(node.attached.into());
+    }
+    registry.register("node_up", "1 while the node reports", up);
+    registry.register("node_volumes_attached", "Volumes attached to the node", attached);
+}

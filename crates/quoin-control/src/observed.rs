@@ -1,0 +1,105 @@
+//! What pools, nodes and targets say about themselves; kept in memory and told anew after a
+//! restart of either side.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::time::Duration;
+
+use quoin_core::{Position, ReplicaGuid, VolumeId};
+use tokio::time::Instant;
+
+/// What a pool says of a replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReplicaState {
+    /// Exists (created, open or closed).
+    Present,
+    Gone,
+    Damaged,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct ReplicaSeen {
+    pub volume: VolumeId,
+    pub state: ReplicaState,
+    pub quorum: bool,
+    pub position: Position,
+    pub used_bytes: u64,
+}
+
+#[derive(Clone, Debug)]
+pub struct PoolSeen {
+    pub last: Instant,
+    pub leaving: bool,
+    pub error: String,
+    pub capacity_bytes: u64,
+    pub used_bytes: u64,
+    pub free_bytes: u64,
+    pub replicas: HashMap<ReplicaGuid, ReplicaSeen>,
+}
+
+#[derive(Clone, Debug)]
+pub struct NodeSeen {
+    pub last: Instant,
+    pub leaving: bool,
+}
+
+/// What a target says about the replicas of a volume.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Progress {
+    pub state: String,
+    pub applied_lsn: u64,
+    pub rebuilt_bytes: u64,
+    pub rebuild_total_bytes: u64,
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub struct VolumeSeen {
+    pub node: String,
+    pub epoch: u64,
+    pub state: String,
+    pub waiting_for: String,
+    pub replicas: HashMap<ReplicaGuid, Progress>,
+}
+
+/// All of it.
+pub struct Observed {
+    pub started: Instant,
+    pub pools: BTreeMap<String, PoolSeen>,
+    pub nodes: BTreeMap<String, NodeSeen>,
+    pub volumes: HashMap<VolumeId, VolumeSeen>,
+    /// Last announced health of each volume.
+    pub health: HashMap<VolumeId, &'static str>,
+    /// Whose absence was announced: ("pool" or "node", name).
+    pub absent: HashSet<(&'static str, String)>,
+    /// Replicas that are in no record, announced once.
+    pub strangers: HashSet<ReplicaGuid>,
+}
+
+impl Observed {
+    pub fn new() -> Self {
+        Self {
+            started: Instant::now(),
+            pools: BTreeMap::new(),
+            nodes: BTreeMap::new(),
+            volumes: HashMap::new(),
+            health: HashMap::new(),
+            absent: HashSet::new(),
+            strangers: HashSet::new(),
+        }
+    }
+
+    /// The pool, if it is heard of and well.
+    pub fn online_pool(&self, name: &str, offline_after: Duration) -> Option<&PoolSeen> {
+        let alive = |seen: &&PoolSeen| !seen.leaving && seen.last.elapsed() < offline_after;
+        self.pools.get(name).filter(alive).filter(|seen| seen.error.is_empty())
+    }
+
+    pub fn node_online(&self, name: &str, offline_after: Duration) -> bool {
+        let seen = self.nodes.get(name);
+        seen.is_some_and(|seen| !seen.leaving && seen.last.elapsed() < offline_after)
+    }
+
+    /// Soon after a start nothing can be said about who has not spoken yet.
+    pub fn starting(&self, offline_after: Duration) -> bool {
+        self.started.elapsed() < offline_after
+    }
+}

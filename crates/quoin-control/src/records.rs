@@ -1,0 +1,336 @@
+//! The records: what the cluster is meant to be, and the little that must be remembered of
+//! what it was. JSON with a format number each, so a later Quoin reads an earlier one's.
+//!
+//! A volume's record holds its membership, epoch, owner and replicas together, because they
+//! change together: a compare-and-swap of one record is the whole of fencing, of a replacement
+//! and of an attachment (RF, CF and the known list are never seen half changed). What pools
+//! and nodes report each second is not here: it is told anew after any restart.
+
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::str::FromStr;
+
+use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// An identifier of the protocol, written as its 32 hex digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct Text<T>(pub T);
+
+impl<T: Display> Serialize for Text<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&self.0)
+    }
+}
+
+impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map(Text).map_err(D::Error::custom)
+    }
+}
+
+/// A kind of record.
+pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync + 'static {
+    /// The first part of its keys, with the slash.
+    const PREFIX: &'static str;
+    /// The rest of its key.
+    fn name(&self) -> String;
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Durability {
+    Cache,
+    Media,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Spread {
+    Host,
+    Pool,
+}
+
+/// What was asked for, complete: every default is filled in.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Spec {
+    pub name: String,
+    pub replicas: u8,
+    pub consistency_factor: u8,
+    pub durability: Durability,
+    pub spread: Spread,
+    pub on_quorum_loss: String,
+    pub on_full: String,
+    pub reads: String,
+    pub block_size: u32,
+    pub fs_type: String,
+    pub frontend: String,
+    pub allow_loss_on_single_failure: bool,
+    pub parameters: BTreeMap<String, String>,
+    /// Any of these; empty: anywhere.
+    pub accessible_topology: Vec<BTreeMap<String, String>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum VolumePhase {
+    /// Its first replicas are being created.
+    Pending,
+    Ready,
+    Deleting,
+}
+
+/// What the pool is told about a replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum ReplicaPhase {
+    /// First creation, quorum on; only while the volume is not formed.
+    Init,
+    /// Creation under a new GUID, quorum off.
+    Recreate,
+    /// It was created and must exist.
+    Keep,
+    Delete,
+}
+
+impl ReplicaPhase {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Init => "Init",
+            Self::Recreate => "Recreate",
+            Self::Keep => "Keep",
+            Self::Delete => "Delete",
+        }
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ReplicaRecord {
+    pub id: Text<ReplicaId>,
+    /// The incarnation that the pool is to hold. Where the known list names another one under
+    /// this id, this is a candidate to replace it.
+    pub guid: Text<ReplicaGuid>,
+    pub pool: String,
+    pub phase: ReplicaPhase,
+}
+
+/// An incarnation that nobody needs any more, until its pool says that it is gone.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Discarded {
+    pub id: Text<ReplicaId>,
+    pub guid: Text<ReplicaGuid>,
+    pub pool: String,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MemberRecord {
+    pub id: Text<ReplicaId>,
+    pub guid: Text<ReplicaGuid>,
+}
+
+/// [`Membership`] as it is written.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MembershipRecord {
+    pub version: u64,
+    pub rf: u8,
+    pub cf: u8,
+    pub drf: u8,
+    pub known: Vec<MemberRecord>,
+    pub retired: Vec<Text<ReplicaGuid>>,
+    pub formed: bool,
+}
+
+impl From<&MembershipRecord> for Membership {
+    fn from(record: &MembershipRecord) -> Self {
+        Membership {
+            version: record.version,
+            rf: record.rf,
+            cf: record.cf,
+            drf: record.drf,
+            known: record.known.iter().map(|m| Member { id: m.id.0, guid: m.guid.0 }).collect(),
+            retired: record.retired.iter().map(|guid| guid.0).collect(),
+            formed: record.formed,
+        }
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct AttachmentRecord {
+    pub node: String,
+    pub read_only: bool,
+    /// As the publisher gave it.
+    pub usage: String,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct VolumeRecord {
+    pub id: Text<VolumeId>,
+    pub spec: Spec,
+    pub size_bytes: u64,
+    pub phase: VolumePhase,
+    pub created_ms: u64,
+    pub membership: MembershipRecord,
+    pub replicas: Vec<ReplicaRecord>,
+    pub discarded: Vec<Discarded>,
+    pub attachments: Vec<AttachmentRecord>,
+    /// The node whose target may acquire epochs.
+    pub owner: Option<String>,
+    pub epoch: u64,
+    /// Who acquired `epoch`.
+    pub incarnation: Text<Incarnation>,
+}
+
+impl VolumeRecord {
+    pub fn epoch(&self) -> Epoch {
+        Epoch(self.epoch)
+    }
+
+    /// The known incarnation under this replica's id.
+    pub fn known_guid(&self, id: ReplicaId) -> Option<ReplicaGuid> {
+        self.membership.known.iter().find(|m| m.id.0 == id).map(|m| m.guid.0)
+    }
+
+    /// Whether a replica record stands for a known replica, not for a candidate.
+    pub fn is_known(&self, replica: &ReplicaRecord) -> bool {
+        self.known_guid(replica.id.0) == Some(replica.guid.0)
+    }
+}
+
+impl Record for VolumeRecord {
+    const PREFIX: &'static str = "volume/";
+    fn name(&self) -> String {
+        self.id.0.to_string()
+    }
+}
+
+/// Makes a volume's name its own: created before the volume, removed after it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NameRecord {
+    pub volume_name: String,
+    pub volume_id: Text<VolumeId>,
+}
+
+impl Record for NameRecord {
+    const PREFIX: &'static str = "volume-name/";
+    fn name(&self) -> String {
+        self.volume_name.clone()
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct PoolRecord {
+    pub name: String,
+    /// Which storage this is; another one under the same name has lost all its replicas.
+    pub pool_id: String,
+    pub node: String,
+    pub address: String,
+    pub topology: BTreeMap<String, String>,
+    /// The highest seen; a lower one means that an older state of the disk came back.
+    pub start_counter: u64,
+    pub rolled_back: bool,
+}
+
+impl Record for PoolRecord {
+    const PREFIX: &'static str = "pool/";
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NodeRecord {
+    pub name: String,
+    pub address: String,
+    pub topology: BTreeMap<String, String>,
+    /// 0: no limit.
+    pub volumes_max: u32,
+    pub version: String,
+}
+
+impl Record for NodeRecord {
+    const PREFIX: &'static str = "node/";
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+}
+
+/// A join token, known by a hash of its secret.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct TokenRecord {
+    pub secret_hash: String,
+    /// "pool", "node", "admin", or empty: pool or node.
+    pub role: String,
+    /// Empty: any name that is not taken.
+    pub holder: String,
+    pub expires_ms: u64,
+    /// Who used it: role/name and the hash of the key. The same key may ask again, because
+    /// an answer can get lost.
+    pub used_by: Option<(String, String)>,
+}
+
+impl Record for TokenRecord {
+    const PREFIX: &'static str = "token/";
+    fn name(&self) -> String {
+        self.secret_hash.clone()
+    }
+}
+
+/// Somebody who joined with a token; keeps a second one from taking the name.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MemberOfCluster {
+    pub role: String,
+    pub holder: String,
+    pub key_hash: String,
+    pub joined_ms: u64,
+}
+
+impl Record for MemberOfCluster {
+    const PREFIX: &'static str = "member/";
+    fn name(&self) -> String {
+        format!("{}/{}", self.role, self.holder)
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct EventRecord {
+    pub sequence: u64,
+    pub time_ms: u64,
+    pub severity: String,
+    pub object_kind: String,
+    pub object_id: String,
+    pub object_name: String,
+    pub reason: String,
+    pub message: String,
+    pub count: u32,
+}
+
+impl Record for EventRecord {
+    const PREFIX: &'static str = "event/";
+    fn name(&self) -> String {
+        format!("{:016x}", self.sequence)
+    }
+}
+
+const FORMAT: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+struct Envelope<T> {
+    format: u32,
+    record: T,
+}
+
+#[derive(Deserialize)]
+struct FormatOnly {
+    format: u32,
+}
+
+pub(crate) fn encode<R: Record>(record: &R) -> Vec<u8> {
+    serde_json::to_vec(&Envelope { format: FORMAT, record }).expect("records are plain data")
+}
+
+pub(crate) fn decode<R: Record>(bytes: &[u8]) -> Result<R, String> {
+    let FormatOnly { format } = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    if format > FORMAT {
+        return Err(format!("it is of format {format}, written by a newer Quoin; start that one"));
+    }
+    let envelope: Envelope<R> = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    Ok(envelope.record)
+}

@@ -1,0 +1,276 @@
+//! What agents report, taken in: hostile until checked, bounded, and never a command.
+
+use std::collections::{BTreeMap, HashMap};
+
+use quoin_core::{Epoch, Lsn, Position, VolumeId};
+use quoin_proto::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::controller::{Controller, about};
+use crate::events::{Object, Severity};
+use crate::observed::{NodeSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen};
+use crate::records::{NodeRecord, PoolRecord};
+
+/// Replicas in one pool, and so in one report.
+const REPLICAS_MAX: usize = 16_384;
+const EVENTS_MAX: usize = 64;
+const TEXT_BYTES_MAX: usize = 1024;
+const TOPOLOGY_MAX: usize = 64;
+
+fn short(field: &'static str, text: &str) -> Result<(), Error> {
+    if text.len() > TEXT_BYTES_MAX {
+        return Err(Error::invalid(field, format!("at most {TEXT_BYTES_MAX} bytes")));
+    }
+    Ok(())
+}
+
+fn topology(given: &HashMap<String, String>) -> Result<BTreeMap<String, String>, Error> {
+    if given.len() > TOPOLOGY_MAX {
+        return Err(Error::invalid("topology", format!("at most {TOPOLOGY_MAX} keys")));
+    }
+    for (key, value) in given {
+        short("topology", key)?;
+        short("topology", value)?;
+    }
+    Ok(given.clone().into_iter().collect())
+}
+
+pub(crate) fn id<T: std::str::FromStr>(field: &'static str, text: &str) -> Result<T, Error> {
+    if text.len() != 32 {
+        return Err(Error::invalid(field, "32 hex digits are needed"));
+    }
+    text.parse().map_err(|_| Error::invalid(field, "32 hex digits are needed"))
+}
+
+impl Controller {
+    /// Takes a pool's report in and does what follows from it.
+    pub async fn report_pool(&self, report: &PoolReport) -> Result<(), Error> {
+        quoin_identity::check_name("pool", &report.pool)?;
+        quoin_identity::check_name("node", &report.node)?;
+        short("pool_id", &report.pool_id)?;
+        short("address", &report.address)?;
+        short("error", &report.error)?;
+        if report.replicas.len() > REPLICAS_MAX {
+            return Err(Error::invalid("replicas", format!("at most {REPLICAS_MAX}")));
+        }
+        let replicas: HashMap<_, _> =
+            report.replicas.iter().map(replica_seen).collect::<Result<_, _>>()?;
+        self.record_pool(report).await?;
+        let seen = PoolSeen {
+            last: Instant::now(),
+            leaving: report.leaving,
+            error: report.error.clone(),
+            capacity_bytes: report.capacity_bytes,
+            used_bytes: report.used_bytes,
+            free_bytes: report.free_bytes,
+            replicas,
+        };
+        let about = Object::new("pool", &report.pool_id, &report.pool);
+        self.agent_events(&report.events, &about);
+        let (changed, back) = {
+            let mut observed = self.observed();
+            let was_online =
+                observed.online_pool(&report.pool, self.settings.offline_after).is_some();
+            let back = observed.absent.remove(&("pool", report.pool.clone()));
+            let before = observed.pools.insert(report.pool.clone(), seen.clone());
+            let same = before.is_some_and(|before| {
+                before.replicas == seen.replicas
+                    && before.error == seen.error
+                    && before.leaving == seen.leaving
+            });
+            (!same || !was_online, back)
+        };
+        if back && !report.leaving && report.error.is_empty() {
+            self.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
+        }
+        // A heartbeat that says nothing new must cost nothing.
+        if changed {
+            self.strangers(&report.pool);
+            self.announce();
+            self.reconcile().await?;
+        }
+        Ok(())
+    }
+
+    async fn record_pool(&self, report: &PoolReport) -> Result<(), Error> {
+        let record = PoolRecord {
+            name: report.pool.clone(),
+            pool_id: report.pool_id.clone(),
+            node: report.node.clone(),
+            address: report.address.clone(),
+            topology: topology(&report.topology)?,
+            start_counter: report.start_counter,
+            rolled_back: false,
+        };
+        let about = Object::new("pool", &report.pool_id, &report.pool);
+        if self.pools.get(&report.pool).is_none()
+            && self.pools.create(record.clone()).await?.is_ok()
+        {
+            let message = format!("on node {}, data at {}", record.node, record.address);
+            self.events.record(Severity::Normal, about, "PoolAdded", message);
+            return Ok(());
+        }
+        let change = |pool: &mut PoolRecord| {
+            let replaced = pool.pool_id != record.pool_id;
+            let rolled_back = !replaced && record.start_counter < pool.start_counter;
+            let news = match (replaced, rolled_back && !pool.rolled_back) {
+                (true, _) => Some(("PoolReplaced", format!("it was {}", pool.pool_id))),
+                (_, true) => {
+                    let (now, then) = (record.start_counter, pool.start_counter);
+                    let message = format!(
+                        "an older state of its disk came back (start {now}, was {then}): its \
+                         replicas are not used, for they may lack acknowledged writes; wipe the \
+                         pool to have them rebuilt"
+                    );
+                    Some(("PoolRolledBack", message))
+                }
+                _ => None,
+            };
+            let rolled_back = !replaced && (rolled_back || pool.rolled_back);
+            let start_counter = match rolled_back {
+                true => pool.start_counter,
+                false => record.start_counter,
+            };
+            *pool = PoolRecord { rolled_back, start_counter, ..record.clone() };
+            Ok(news)
+        };
+        if let Some((_, Some((reason, message)))) = self.pools.update(&report.pool, change).await? {
+            self.events.record(Severity::Error, about, reason, message);
+        }
+        Ok(())
+    }
+
+    pub async fn report_node(&self, report: &NodeReport) -> Result<(), Error> {
+        quoin_identity::check_name("node", &report.node)?;
+        short("address", &report.address)?;
+        short("version", &report.version)?;
+        let record = NodeRecord {
+            name: report.node.clone(),
+            address: report.address.clone(),
+            topology: topology(&report.topology)?,
+            volumes_max: report.volumes_max,
+            version: report.version.clone(),
+        };
+        let about = Object::new("node", &report.node, &report.node);
+        if self.nodes.get(&report.node).is_none()
+            && self.nodes.create(record.clone()).await?.is_ok()
+        {
+            self.events.record(Severity::Normal, about.clone(), "NodeAdded", "it reports");
+        }
+        let change = |node: &mut NodeRecord| {
+            *node = record.clone();
+            Ok(())
+        };
+        self.nodes.update(&report.node, change).await?;
+        self.agent_events(&report.events, &about);
+        let seen = NodeSeen { last: Instant::now(), leaving: report.leaving };
+        let back = {
+            let mut observed = self.observed();
+            observed.nodes.insert(report.node.clone(), seen);
+            observed.absent.remove(&("node", report.node.clone()))
+        };
+        if back && !report.leaving {
+            self.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
+        }
+        Ok(())
+    }
+
+    /// Takes a target's report in; the answer is a fresh grant where the target may have one.
+    pub async fn report_volume(&self, report: &VolumeReport) -> Result<Vec<u8>, Error> {
+        let volume: VolumeId = id("volume_id", &report.volume_id)?;
+        quoin_identity::check_name("node", &report.node)?;
+        short("state", &report.state)?;
+        short("waiting_for", &report.waiting_for)?;
+        let record = self
+            .volumes
+            .get(&volume.to_string())
+            .ok_or_else(|| Error::missing("volume", &report.volume_id))?;
+        // A fenced target's last words must not pass for the present state.
+        if record.owner.as_deref() != Some(report.node.as_str()) || report.epoch != record.epoch {
+            return Ok(Vec::new());
+        }
+        if report.replicas.len() > 64 {
+            return Err(Error::invalid("replicas", "at most 64"));
+        }
+        let progress = |progress: &api::ReplicaProgress| {
+            let seen = Progress {
+                state: progress.state.chars().take(32).collect(),
+                applied_lsn: progress.applied_lsn,
+                rebuilt_bytes: progress.rebuilt_bytes,
+                rebuild_total_bytes: progress.rebuild_total_bytes,
+            };
+            Ok((id("guid", &progress.guid)?, seen))
+        };
+        let seen = VolumeSeen {
+            node: report.node.clone(),
+            epoch: report.epoch,
+            state: report.state.clone(),
+            waiting_for: report.waiting_for.clone(),
+            replicas: report.replicas.iter().map(progress).collect::<Result<_, Error>>()?,
+        };
+        self.agent_events(&report.events, &about(&record));
+        self.observed().volumes.insert(volume, seen);
+        self.announce_health(&record);
+        Ok(self.fresh_grant(&record, &report.node, report.epoch))
+    }
+
+    fn agent_events(&self, events: &[api::AgentEvent], reporter: &Object) {
+        for event in events.iter().take(EVENTS_MAX) {
+            let volume = self.volumes.get(&event.volume_id);
+            let object = match (&volume, event.replica_id.len()) {
+                (Some(volume), 0) => about(volume),
+                (Some(volume), 32) => Object::new("replica", &event.replica_id, &volume.spec.name),
+                _ => reporter.clone(),
+            };
+            let reason: String = event.reason.chars().take(64).collect();
+            self.events.record(Severity::of(&event.severity), object, &reason, &event.message);
+        }
+    }
+
+    /// Replicas that no record names are kept, and told of: a restored backup of the records
+    /// must not cost anybody's data.
+    fn strangers(&self, pool: &str) {
+        let mut news = Vec::new();
+        {
+            let mut observed = self.observed();
+            let Some(seen) = observed.pools.get(pool) else { return };
+            let unknown: Vec<_> = seen
+                .replicas
+                .iter()
+                .filter(|(_, replica)| replica.state != ReplicaState::Gone)
+                .filter(|(_, replica)| self.volumes.get(&replica.volume.to_string()).is_none())
+                .map(|(guid, replica)| (*guid, replica.volume))
+                .collect();
+            for (guid, volume) in unknown {
+                if observed.strangers.len() < REPLICAS_MAX && observed.strangers.insert(guid) {
+                    news.push((guid, volume));
+                }
+            }
+        }
+        for (guid, volume) in news {
+            let message = format!(
+                "pool {pool} holds {guid} of volume {volume}, which is in no record; it is kept"
+            );
+            let about = Object::new("replica", guid, pool);
+            self.events.record(Severity::Warning, about, "ReplicaUnknown", message);
+        }
+    }
+}
+
+fn replica_seen(report: &ReplicaReport) -> Result<(quoin_core::ReplicaGuid, ReplicaSeen), Error> {
+    let state = match report.state.as_str() {
+        "created" | "open" | "closed" => ReplicaState::Present,
+        "gone" => ReplicaState::Gone,
+        "damaged" => ReplicaState::Damaged,
+        _ => return Err(Error::invalid("state", "created, open, closed, gone or damaged")),
+    };
+    let seen = ReplicaSeen {
+        volume: id("volume_id", &report.volume_id)?,
+        state,
+        quorum: report.quorum,
+        position: Position { epoch: Epoch(report.position_epoch), lsn: Lsn(report.position_lsn) },
+        used_bytes: report.used_bytes,
+    };
+    Ok((id("guid", &report.guid)?, seen))
+}

@@ -1,0 +1,278 @@
+//! Making a cluster, and serving it.
+
+use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_identity::{
+    Authority, Identity, IncomingLimits, JoinToken, Lifetimes, Role, serve_incoming, unix_incoming,
+};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::sync::{Semaphore, watch};
+use tonic::transport::Server;
+
+use crate::Error;
+use crate::controller::{Controller, Settings};
+use crate::metrics::Metrics;
+use crate::records::Spread;
+use crate::service::Services;
+use crate::spec::Defaults;
+use crate::store::Embedded;
+
+/// Streams that agents and followers hold open, all together.
+const STREAMS_MAX: usize = 4096;
+/// Calls at a time on one connection.
+const CALLS_MAX: u32 = 256;
+/// How often what is due by time is looked after.
+const TICK: Duration = Duration::from_secs(1);
+
+/// Everything that `quoin controller` is told.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Holds `records.redb`, `authority.json` and `identity/`.
+    pub dir: PathBuf,
+    /// The admin socket, mode 0600; made anew at each start.
+    pub admin_socket: PathBuf,
+    /// Where agents come in, over mutual TLS; `None`: only the admin socket is served.
+    pub listen: Option<SocketAddr>,
+    /// "authenticate" or "encrypt": what data connections do.
+    pub data_security: String,
+    /// Replicas of a volume that does not say.
+    pub default_replicas: u8,
+    /// Spread of a volume that does not say.
+    pub default_spread: Spread,
+    /// A pool or node that has not reported for so long is offline. Agents report at least
+    /// every [`REPORT_EVERY_MS`].
+    pub offline_after_ms: u64,
+    pub lifetimes: Lifetimes,
+    /// Whether certificates of the role node may create, delete and publish volumes, as the CSI
+    /// driver of a node does; without it they see only what is attached to them.
+    pub nodes_manage_volumes: bool,
+    /// Asked by whoever serves `/metrics` and `/healthz`.
+    pub metrics: Metrics,
+}
+
+/// How often agents report at least, in milliseconds.
+pub const REPORT_EVERY_MS: u64 = 2000;
+
+impl Options {
+    /// Defaults for a controller in `dir`.
+    pub fn new(dir: impl Into<PathBuf>) -> Self {
+        let dir = dir.into();
+        Self {
+            admin_socket: dir.join("admin.sock"),
+            dir,
+            listen: None,
+            data_security: "authenticate".to_owned(),
+            default_replicas: 3,
+            default_spread: Spread::Host,
+            offline_after_ms: 3 * REPORT_EVERY_MS + 1000,
+            lifetimes: Lifetimes::default(),
+            nodes_manage_volumes: true,
+            metrics: Metrics::new(),
+        }
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        if !["authenticate", "encrypt"].contains(&self.data_security.as_str()) {
+            let given = &self.data_security;
+            let rule = format!("{given:?} is neither authenticate nor encrypt");
+            return Err(Error::invalid("data security", rule));
+        }
+        if !(1..=crate::spec::REPLICAS_MAX).contains(&self.default_replicas.into()) {
+            let rule = format!("1 to {}", crate::spec::REPLICAS_MAX);
+            return Err(Error::invalid("default replicas", rule));
+        }
+        Ok(())
+    }
+
+    fn settings(&self) -> Settings {
+        Settings {
+            defaults: Defaults { replicas: self.default_replicas, spread: self.default_spread },
+            data_security: self.data_security.clone(),
+            offline_after: Duration::from_millis(self.offline_after_ms),
+        }
+    }
+}
+
+/// What [`init`] made.
+#[derive(Clone, Debug)]
+pub struct InitReport {
+    pub cluster_id: String,
+    /// For the first pool or node; used once.
+    pub join_token: JoinToken,
+    /// Milliseconds since 1970.
+    pub expires_ms: u64,
+}
+
+fn identity_dir(dir: &Path) -> PathBuf {
+    dir.join("identity")
+}
+
+/// Whether `dir` holds a cluster: what [`init`] does last is there.
+pub fn is_initialised(dir: &Path) -> bool {
+    dir.join("records.redb").exists()
+}
+
+/// Makes a cluster in `dir`: its id, its authority, the controller's certificate, empty records
+/// and a first join token. Never overwrites one; one that a crash left half made is completed.
+pub async fn init(dir: &Path, lifetimes: Lifetimes) -> Result<InitReport, Error> {
+    if is_initialised(dir) {
+        return Err(Error::AlreadyInitialised(dir.to_owned()));
+    }
+    let authority = match Authority::create(dir, lifetimes) {
+        // No records yet, so nobody has joined it: a crash came in between.
+        Err(quoin_identity::Error::AuthorityExists { .. }) => Authority::load(dir, lifetimes)?,
+        created => created?,
+    };
+    let identity = match Identity::load(&identity_dir(dir)) {
+        Ok(identity) => identity,
+        Err(_) => authority.issue_identity(&identity_dir(dir), Role::Controller, "controller")?,
+    };
+    let cluster_id = authority.cluster().to_string();
+    let store = Arc::new(Embedded::open(&dir.join("records.redb"))?);
+    let settings = Options::new(dir).settings();
+    let controller = Controller::open(store, identity, authority, settings).await?;
+    let (join_token, expires_ms) = controller.create_join_token("", 0, "").await?;
+    controller.events().flush().await?;
+    Ok(InitReport { cluster_id, join_token, expires_ms })
+}
+
+/// Opens what [`init`] made.
+pub async fn open(options: &Options) -> Result<Controller, Error> {
+    options.check()?;
+    let dir = &options.dir;
+    if !is_initialised(dir) {
+        return Err(Error::NotInitialised(dir.clone()));
+    }
+    // The records first: a second controller must change nothing of the first one's.
+    let store = Arc::new(Embedded::open(&dir.join("records.redb"))?);
+    let authority = Authority::load(dir, options.lifetimes)?;
+    let identity = match Identity::load(&identity_dir(dir)) {
+        Err(quoin_identity::Error::NotJoined { .. }) => {
+            authority.issue_identity(&identity_dir(dir), Role::Controller, "controller")?
+        }
+        loaded => loaded?,
+    };
+    let controller = Controller::open(store, identity, authority, options.settings()).await?;
+    // A controller that slept past its certificate's end gets itself a new one.
+    controller.tend_certificates().await?;
+    Ok(controller)
+}
+
+/// Serves until `shutdown` becomes true.
+pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<(), Error> {
+    let controller = Arc::new(open(&options).await?);
+    let admin = bind_admin(&options.admin_socket).await?;
+    let agents = match options.listen {
+        Some(address) => {
+            let listening = TcpListener::bind(address).await;
+            let failed = |source| Error::Listen { address: address.to_string(), source };
+            Some(listening.map_err(failed)?)
+        }
+        None => None,
+    };
+    options.metrics.watch(&controller);
+    let served = serve(controller.clone(), &options, admin, agents, shutdown).await;
+    let _ = std::fs::remove_file(&options.admin_socket);
+    controller.events().flush().await?;
+    served
+}
+
+/// Serves a controller on sockets that are bound already.
+pub async fn serve(
+    controller: Arc<Controller>,
+    options: &Options,
+    admin: UnixListener,
+    agents: Option<TcpListener>,
+    shutdown: watch::Receiver<bool>,
+) -> Result<(), Error> {
+    let services = Services {
+        controller: controller.clone(),
+        nodes_manage_volumes: options.nodes_manage_volumes,
+        shutdown: shutdown.clone(),
+        streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+    };
+    let down = |mut shutdown: watch::Receiver<bool>| async move {
+        let _ = shutdown.wait_for(|down| *down).await;
+    };
+    let local = server()
+        .add_routes(services.routes())
+        .serve_with_incoming_shutdown(unix_incoming(admin), down(shutdown.clone()));
+    let remote = async {
+        let Some(listener) = agents else {
+            down(shutdown.clone()).await;
+            return Ok(());
+        };
+        let config = controller.identity().controller_config()?;
+        let incoming = serve_incoming(listener, config, IncomingLimits::default());
+        let served = server()
+            .add_routes(services.routes())
+            .serve_with_incoming_shutdown(incoming, down(shutdown.clone()));
+        served.await.map_err(Error::from)
+    };
+    let local = async { local.await.map_err(Error::from) };
+    tokio::select! {
+        served = async { tokio::try_join!(local, remote) } => served.map(drop),
+        () = tend(controller.clone(), shutdown.clone()) => Ok(()),
+        // Whoever holds a connection open does not hold up a shutdown.
+        () = async { down(shutdown.clone()).await; tokio::time::sleep(Duration::from_secs(3)).await } => Ok(()),
+    }
+}
+
+fn server() -> Server {
+    Server::builder()
+        .concurrency_limit_per_connection(CALLS_MAX as usize)
+        .max_concurrent_streams(CALLS_MAX)
+        .http2_keepalive_interval(Some(Duration::from_secs(10)))
+        .http2_keepalive_timeout(Some(Duration::from_secs(10)))
+        .max_frame_size(1 << 20)
+}
+
+/// What is due by time alone. Never ends by itself.
+async fn tend(controller: Arc<Controller>, _shutdown: watch::Receiver<bool>) {
+    let mut tick = tokio::time::interval(TICK);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        controller.announce_absent();
+        for (what, done) in [
+            ("reconcile", controller.reconcile().await),
+            ("certificates", controller.tend_certificates().await),
+            ("events", controller.events().flush().await),
+        ] {
+            if let Err(error) = done {
+                tracing::error!(%error, what, "not done this time, trying again");
+            }
+        }
+    }
+}
+
+/// The path may hold a socket of a process that died; a live one is left alone.
+async fn bind_admin(path: &Path) -> Result<UnixListener, Error> {
+    let address = path.display().to_string();
+    let failed = |source| Error::Listen { address: address.clone(), source };
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir).map_err(failed)?;
+    }
+    if UnixStream::connect(path).await.is_ok() {
+        return Err(failed(std::io::ErrorKind::AddrInUse.into()));
+    }
+    if std::fs::symlink_metadata(path).is_ok() {
+        use std::os::unix::fs::FileTypeExt;
+        let meta = std::fs::symlink_metadata(path).map_err(failed)?;
+        if !meta.file_type().is_socket() {
+            return Err(failed(std::io::ErrorKind::AlreadyExists.into()));
+        }
+        std::fs::remove_file(path).map_err(failed)?;
+    }
+    // Bound under another name first: there is no moment at which others may connect.
+    let beside = path.with_extension(format!("{}.new", std::process::id()));
+    let _ = std::fs::remove_file(&beside);
+    let listener = UnixListener::bind(&beside).map_err(failed)?;
+    std::fs::set_permissions(&beside, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+    std::fs::rename(&beside, path).map_err(failed)?;
+    Ok(listener)
+}

@@ -1,0 +1,168 @@
+//! The Agent service: pools, nodes, targets.
+
+use std::pin::Pin;
+
+use futures::Stream;
+use quoin_core::Epoch;
+use quoin_identity::Role;
+use quoin_proto::control::acquire_epoch_response::Outcome as Acquired;
+use quoin_proto::control::agent_server::Agent;
+use quoin_proto::control::replace_member_response::Outcome as Replaced;
+use quoin_proto::control::{
+    AcquireEpochRequest, AcquireEpochResponse, NodeAssignment, NodeReport, PoolAssignment,
+    PoolReport, ReplaceMemberRequest, ReplaceMemberResponse, ReportAnswer, VolumeReport,
+    WatchNodeRequest, WatchPoolRequest,
+};
+use tonic::{Request, Response, Status, async_trait};
+
+use super::Services;
+use crate::Error;
+use crate::assignments;
+use crate::controller::Controller;
+use crate::epochs::Replacement;
+use crate::reports::id;
+
+type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+impl Services {
+    /// `make` now, and again whenever it comes out differently.
+    fn follow<T: PartialEq + Clone + Send + 'static>(
+        &self,
+        make: impl Fn(&Controller) -> T + Send + 'static,
+    ) -> Result<Response<Assignments<T>>, Status> {
+        let permit = self.stream_permit()?;
+        let (controller, mut shutdown) = (self.controller.clone(), self.shutdown.clone());
+        let stream = async_stream::stream! {
+            let _permit = permit;
+            let mut changes = controller.changes();
+            let mut last: Option<T> = None;
+            loop {
+                changes.mark_unchanged();
+                let next = make(&controller);
+                if last.as_ref() != Some(&next) {
+                    last = Some(next.clone());
+                    yield Ok(next);
+                }
+                tokio::select! {
+                    changed = changes.changed() => if changed.is_err() { break },
+                    _ = shutdown.wait_for(|down| *down) => break,
+                }
+            }
+        };
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    pub(super) fn stream_permit(&self) -> Result<tokio::sync::OwnedSemaphorePermit, Error> {
+        self.streams
+            .clone()
+            .try_acquire_owned()
+            .map_err(|_| Error::Exhausted("too many streams are open".to_owned()))
+    }
+}
+
+#[async_trait]
+impl Agent for Services {
+    type WatchPoolStream = Assignments<PoolAssignment>;
+    type WatchNodeStream = Assignments<NodeAssignment>;
+
+    async fn watch_pool(
+        &self,
+        request: Request<WatchPoolRequest>,
+    ) -> Result<Response<Self::WatchPoolStream>, Status> {
+        let name = request.get_ref().pool.clone();
+        self.act(&request, Role::Pool, &name)?;
+        self.follow(move |controller| controller.pool_assignment(&name))
+    }
+
+    async fn watch_node(
+        &self,
+        request: Request<WatchNodeRequest>,
+    ) -> Result<Response<Self::WatchNodeStream>, Status> {
+        let name = request.get_ref().node.clone();
+        self.act(&request, Role::Node, &name)?;
+        self.follow(move |controller| controller.node_assignment(&name))
+    }
+
+    async fn report_pool(
+        &self,
+        request: Request<PoolReport>,
+    ) -> Result<Response<ReportAnswer>, Status> {
+        self.act(&request, Role::Pool, &request.get_ref().pool)?;
+        self.controller.report_pool(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer::default()))
+    }
+
+    async fn report_node(
+        &self,
+        request: Request<NodeReport>,
+    ) -> Result<Response<ReportAnswer>, Status> {
+        self.act(&request, Role::Node, &request.get_ref().node)?;
+        self.controller.report_node(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer::default()))
+    }
+
+    async fn acquire_epoch(
+        &self,
+        request: Request<AcquireEpochRequest>,
+    ) -> Result<Response<AcquireEpochResponse>, Status> {
+        self.act(&request, Role::Node, &request.get_ref().node)?;
+        let asked = request.into_inner();
+        let volume = id("volume_id", &asked.volume_id)?;
+        let incarnation = id("incarnation", &asked.incarnation)?;
+        let at_least = Epoch(asked.at_least);
+        let acquired =
+            self.controller.acquire_epoch(volume, &asked.node, incarnation, at_least).await?;
+        let mut answer = AcquireEpochResponse::default();
+        match acquired {
+            Ok(granted) => {
+                answer.set_outcome(Acquired::Granted);
+                answer.epoch = granted.epoch.0;
+                answer.membership = Some(assignments::message(&granted.membership));
+                answer.grant = granted.grant;
+            }
+            Err(why) => {
+                answer.set_outcome(Acquired::NotOwner);
+                answer.message = why;
+            }
+        }
+        Ok(Response::new(answer))
+    }
+
+    async fn replace_member(
+        &self,
+        request: Request<ReplaceMemberRequest>,
+    ) -> Result<Response<ReplaceMemberResponse>, Status> {
+        self.act(&request, Role::Node, &request.get_ref().node)?;
+        let asked = request.into_inner();
+        let replacement = Replacement {
+            volume: id("volume_id", &asked.volume_id)?,
+            node: asked.node,
+            epoch: Epoch(asked.epoch),
+            incarnation: id("incarnation", &asked.incarnation)?,
+            version: asked.version,
+            replica: id("replica_id", &asked.replica_id)?,
+            old: id("old_guid", &asked.old_guid)?,
+            new: id("new_guid", &asked.new_guid)?,
+        };
+        let (membership, outcome) = self.controller.replace_member(&replacement).await?;
+        let membership = Some(assignments::message(&membership));
+        let mut answer = ReplaceMemberResponse { membership, ..Default::default() };
+        match outcome {
+            Ok(()) => answer.set_outcome(Replaced::Swapped),
+            Err(why) => {
+                answer.set_outcome(Replaced::Refused);
+                answer.message = why;
+            }
+        }
+        Ok(Response::new(answer))
+    }
+
+    async fn report_volume(
+        &self,
+        request: Request<VolumeReport>,
+    ) -> Result<Response<ReportAnswer>, Status> {
+        self.act(&request, Role::Node, &request.get_ref().node)?;
+        let grant = self.controller.report_volume(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer { grant }))
+    }
+}

@@ -1,0 +1,102 @@
+//! The table of the module above, as code. Everything that is not allowed is refused.
+
+use quoin_identity::{Caller, Peer, Role};
+use tonic::Request;
+
+use super::Services;
+use crate::Error;
+use crate::records::VolumeRecord;
+
+/// How far a caller of the Cluster service may go.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Scope {
+    All,
+    /// Only what is attached to this node, and only looking.
+    Node(String),
+}
+
+/// Whoever no transport has named is nobody.
+fn caller<T>(request: &Request<T>) -> Caller {
+    request.extensions().get::<Caller>().cloned().unwrap_or(Caller::Newcomer)
+}
+
+fn denied(caller: &Caller, what: &str) -> Error {
+    match caller {
+        Caller::Newcomer => {
+            Error::Unauthenticated(format!("{what} needs a certificate of this cluster; join it"))
+        }
+        Caller::Member(peer) => Error::Denied(format!("{what} is not for {peer}")),
+        Caller::Local => Error::Denied(format!("{what} is not for a local caller")),
+    }
+}
+
+impl Services {
+    pub(super) fn look<T>(&self, request: &Request<T>) -> Result<Scope, Error> {
+        match caller(request) {
+            Caller::Local => Ok(Scope::All),
+            Caller::Member(Peer { role: Role::Admin, .. }) => Ok(Scope::All),
+            Caller::Member(Peer { role: Role::Node, name, .. }) => {
+                Ok(if self.nodes_manage_volumes { Scope::All } else { Scope::Node(name) })
+            }
+            other => Err(denied(&other, "the Cluster service")),
+        }
+    }
+
+    pub(super) fn manage<T>(&self, request: &Request<T>) -> Result<(), Error> {
+        match self.look(request)? {
+            Scope::All => Ok(()),
+            Scope::Node(_) => Err(denied(&caller(request), "managing volumes")),
+        }
+    }
+
+    /// Tokens and authorities make members, so no member but an admin may.
+    pub(super) fn govern<T>(&self, request: &Request<T>) -> Result<(), Error> {
+        match caller(request) {
+            Caller::Local | Caller::Member(Peer { role: Role::Admin, .. }) => Ok(()),
+            other => Err(denied(&other, "governing the cluster")),
+        }
+    }
+
+    /// An agent of `role` that acts in its own name.
+    pub(super) fn act<T>(&self, request: &Request<T>, role: Role, name: &str) -> Result<(), Error> {
+        match caller(request) {
+            Caller::Local => Ok(()),
+            Caller::Member(peer) if peer.role == role && peer.name == name => Ok(()),
+            other => {
+                let shown: String = name.chars().take(80).collect();
+                Err(denied(&other, &format!("acting as {role} {shown:?}")))
+            }
+        }
+    }
+
+    pub(super) fn newcomer<T>(&self, request: &Request<T>) -> Result<(), Error> {
+        match caller(request) {
+            Caller::Newcomer => Ok(()),
+            other => Err(denied(&other, "joining")),
+        }
+    }
+
+    pub(super) fn member<T>(&self, request: &Request<T>) -> Result<Peer, Error> {
+        match caller(request) {
+            Caller::Member(peer) => Ok(peer),
+            other => Err(denied(&other, "renewing")),
+        }
+    }
+}
+
+impl Scope {
+    pub(super) fn sees(&self, volume: &VolumeRecord) -> bool {
+        match self {
+            Scope::All => true,
+            Scope::Node(name) => volume.attachments.iter().any(|a| a.node == *name),
+        }
+    }
+
+    /// One that is out of sight does not exist.
+    pub(super) fn check(&self, volume: &VolumeRecord) -> Result<(), Error> {
+        match self.sees(volume) {
+            true => Ok(()),
+            false => Err(Error::missing("volume", volume.id.0.to_string())),
+        }
+    }
+}

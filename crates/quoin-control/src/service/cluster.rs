@@ -1,0 +1,256 @@
+//! The Cluster service: people, automation, the CSI driver.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::Stream;
+use quoin_proto::control::cluster_server::Cluster;
+use quoin_proto::control::*;
+use tonic::{Request, Response, Status, async_trait};
+
+use super::Services;
+use crate::Error;
+use crate::attach::Publish;
+use crate::records::{VolumePhase, VolumeRecord};
+use crate::spec;
+use crate::time::timestamp;
+
+/// How long a creation is waited for before the answer says "Pending".
+const CREATION_TIME: Duration = Duration::from_secs(5);
+/// Volumes in one answer of a list.
+const LIST_MAX: u32 = 4096;
+
+impl Services {
+    /// Pools create replicas in milliseconds, so nearly always the answer is a ready volume.
+    async fn formed(&self, volume: Arc<VolumeRecord>) -> Arc<VolumeRecord> {
+        let id = volume.id.0.to_string();
+        let mut changes = self.controller.changes();
+        let waiting = async {
+            loop {
+                match self.controller.volumes.get(&id) {
+                    Some(volume) if volume.phase == VolumePhase::Pending => {}
+                    Some(volume) => return volume,
+                    None => return volume.clone(),
+                }
+                if changes.changed().await.is_err() {
+                    return volume.clone();
+                }
+            }
+        };
+        tokio::time::timeout(CREATION_TIME, waiting).await.unwrap_or(volume)
+    }
+}
+
+#[async_trait]
+impl Cluster for Services {
+    async fn get_cluster_info(
+        &self,
+        request: Request<GetClusterInfoRequest>,
+    ) -> Result<Response<ClusterInfo>, Status> {
+        self.look(&request)?;
+        Ok(Response::new(ClusterInfo {
+            cluster_id: self.controller.identity().cluster().to_string(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            data_security: self.controller.settings.data_security.clone(),
+        }))
+    }
+
+    async fn create_volume(
+        &self,
+        request: Request<CreateVolumeRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let CreateVolumeRequest { spec, limit_bytes } = request.into_inner();
+        let spec = spec.ok_or_else(|| Error::invalid("spec", "it is missing"))?;
+        let volume = self.controller.create_volume(&spec, limit_bytes).await?;
+        let volume = self.formed(volume).await;
+        Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn delete_volume(
+        &self,
+        request: Request<DeleteVolumeRequest>,
+    ) -> Result<Response<DeleteVolumeResponse>, Status> {
+        self.manage(&request)?;
+        self.controller.delete_volume(request.get_ref().volume.as_ref()).await?;
+        Ok(Response::new(DeleteVolumeResponse {}))
+    }
+
+    async fn get_volume(
+        &self,
+        request: Request<GetVolumeRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        let scope = self.look(&request)?;
+        let volume = self.controller.get_volume(request.get_ref().volume.as_ref())?;
+        scope.check(&volume)?;
+        Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn list_volumes(
+        &self,
+        request: Request<ListVolumesRequest>,
+    ) -> Result<Response<ListVolumesResponse>, Status> {
+        let scope = self.look(&request)?;
+        let ListVolumesRequest { max_entries, starting_token } = request.into_inner();
+        let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
+        let (page, next_token) = self.controller.list_volumes(max_entries, &starting_token)?;
+        let seen = page.iter().filter(|volume| scope.sees(volume));
+        let volumes = seen.map(|volume| self.controller.volume_message(volume)).collect();
+        Ok(Response::new(ListVolumesResponse { volumes, next_token }))
+    }
+
+    async fn resize_volume(
+        &self,
+        request: Request<ResizeVolumeRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let ResizeVolumeRequest { volume, size_bytes, limit_bytes } = request.into_inner();
+        let volume =
+            self.controller.resize_volume(volume.as_ref(), size_bytes, limit_bytes).await?;
+        Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn publish_volume(
+        &self,
+        request: Request<PublishVolumeRequest>,
+    ) -> Result<Response<Attachment>, Status> {
+        self.manage(&request)?;
+        let asked = request.into_inner();
+        let publish = Publish {
+            node: asked.node,
+            read_only: asked.read_only,
+            multi_node: asked.multi_node,
+            usage: asked.usage,
+        };
+        let volume = self.controller.publish_volume(asked.volume.as_ref(), &publish).await?;
+        let attachment = volume.attachments.iter().find(|a| a.node == publish.node);
+        let gone = || Error::Aborted("it was detached meanwhile; ask again".to_owned());
+        let attachment = attachment.ok_or_else(gone)?;
+        Ok(Response::new(self.controller.attachment_message(&volume, attachment)))
+    }
+
+    async fn unpublish_volume(
+        &self,
+        request: Request<UnpublishVolumeRequest>,
+    ) -> Result<Response<UnpublishVolumeResponse>, Status> {
+        self.manage(&request)?;
+        let UnpublishVolumeRequest { volume, node } = request.into_inner();
+        self.controller.unpublish_volume(volume.as_ref(), &node).await?;
+        Ok(Response::new(UnpublishVolumeResponse {}))
+    }
+
+    async fn list_pools(
+        &self,
+        request: Request<ListPoolsRequest>,
+    ) -> Result<Response<ListPoolsResponse>, Status> {
+        self.look(&request)?;
+        Ok(Response::new(ListPoolsResponse { pools: self.controller.pool_messages() }))
+    }
+
+    async fn list_nodes(
+        &self,
+        request: Request<ListNodesRequest>,
+    ) -> Result<Response<ListNodesResponse>, Status> {
+        self.look(&request)?;
+        Ok(Response::new(ListNodesResponse { nodes: self.controller.node_messages() }))
+    }
+
+    async fn list_replicas(
+        &self,
+        request: Request<ListReplicasRequest>,
+    ) -> Result<Response<ListReplicasResponse>, Status> {
+        let scope = self.look(&request)?;
+        let volumes = match &request.get_ref().volume {
+            Some(reference) => {
+                let volume = self.controller.get_volume(Some(reference))?;
+                scope.check(&volume)?;
+                vec![volume]
+            }
+            None => self.controller.volumes.list(),
+        };
+        let seen = volumes.iter().filter(|volume| scope.sees(volume));
+        let replicas = seen.flat_map(|volume| self.controller.replicas_of(volume)).collect();
+        Ok(Response::new(ListReplicasResponse { replicas }))
+    }
+
+    async fn get_capacity(
+        &self,
+        request: Request<GetCapacityRequest>,
+    ) -> Result<Response<GetCapacityResponse>, Status> {
+        self.look(&request)?;
+        let (available_bytes, maximum_volume_bytes) =
+            self.controller.capacity(request.get_ref().spec.as_ref())?;
+        Ok(Response::new(GetCapacityResponse {
+            available_bytes,
+            maximum_volume_bytes,
+            minimum_volume_bytes: spec::SIZE_BYTES_MIN,
+        }))
+    }
+
+    type WatchEventsStream = Pin<Box<dyn Stream<Item = Result<Event, Status>> + Send>>;
+
+    async fn watch_events(
+        &self,
+        request: Request<WatchEventsRequest>,
+    ) -> Result<Response<Self::WatchEventsStream>, Status> {
+        let scope = self.look(&request)?;
+        let WatchEventsRequest { follow, after_sequence, volume } = request.into_inner();
+        if scope != super::authorize::Scope::All {
+            return Err(Error::Denied("events are for those who manage volumes".into()).into());
+        }
+        let only = match &volume {
+            Some(reference) => Some(self.controller.get_volume(Some(reference))?),
+            None => None,
+        };
+        let permit = self.stream_permit()?;
+        let (controller, mut shutdown) = (self.controller.clone(), self.shutdown.clone());
+        let stream = async_stream::stream! {
+            let _permit = permit;
+            let mut latest = controller.events().latest();
+            let mut after = after_sequence;
+            loop {
+                latest.mark_unchanged();
+                for event in controller.events().after(after) {
+                    after = event.sequence;
+                    let wanted = only.as_ref().is_none_or(|volume| {
+                        let name = &volume.spec.name;
+                        event.object_id == volume.id.0.to_string()
+                            || (event.object_kind == "replica" && event.object_name == *name)
+                    });
+                    if wanted {
+                        yield Ok(Event::from(event));
+                    }
+                }
+                if !follow {
+                    break;
+                }
+                tokio::select! {
+                    changed = latest.changed() => if changed.is_err() { break },
+                    _ = shutdown.wait_for(|down| *down) => break,
+                }
+            }
+        };
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn create_join_token(
+        &self,
+        request: Request<CreateJoinTokenRequest>,
+    ) -> Result<Response<JoinToken>, Status> {
+        self.govern(&request)?;
+        let CreateJoinTokenRequest { role, ttl_s, name } = request.into_inner();
+        let (token, expires_ms) = self.controller.create_join_token(&role, ttl_s, &name).await?;
+        let expires_at = Some(timestamp(expires_ms));
+        Ok(Response::new(JoinToken { token: token.to_string(), expires_at }))
+    }
+
+    async fn rotate_authority(
+        &self,
+        request: Request<RotateAuthorityRequest>,
+    ) -> Result<Response<RotateAuthorityResponse>, Status> {
+        self.govern(&request)?;
+        let message = self.controller.rotate_authority()?;
+        Ok(Response::new(RotateAuthorityResponse { message }))
+    }
+}

@@ -1,0 +1,30 @@
+//! The Join service.
+
+use quoin_identity::Issued;
+use quoin_proto::control::join_server::Join;
+use quoin_proto::control::{Certificate, JoinRequest, RenewRequest};
+use tonic::{Request, Response, Status, async_trait};
+
+use super::Services;
+
+fn message(issued: Issued) -> Response<Certificate> {
+    Response::new(Certificate {
+        chain_pem: issued.chain_pem.into_bytes(),
+        authorities_pem: issued.authorities_pem.into_bytes(),
+        cluster_id: issued.cluster.to_string(),
+    })
+}
+
+#[async_trait]
+impl Join for Services {
+    async fn join(&self, request: Request<JoinRequest>) -> Result<Response<Certificate>, Status> {
+        self.newcomer(&request)?;
+        let JoinRequest { token, csr_der, role, name } = request.into_inner();
+        Ok(message(self.controller.join(&token, &csr_der, &role, &name).await?))
+    }
+
+    async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<Certificate>, Status> {
+        let peer = self.member(&request)?;
+        Ok(message(self.controller.renew(&peer, &request.into_inner().csr_der)?))
+    }
+}

@@ -1,0 +1,383 @@
+//! Records and observations as people see them: phase, health, use, and what is waited for.
+
+use quoin_core::membership::open_quorum;
+use quoin_proto::control as api;
+
+use crate::assignments;
+use crate::controller::Controller;
+use crate::observed::{Observed, ReplicaState, VolumeSeen};
+use crate::records::{
+    AttachmentRecord, NodeRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spread, VolumePhase,
+    VolumeRecord,
+};
+use crate::time::timestamp;
+
+/// What can be said of one replica.
+pub(crate) struct ReplicaStatus {
+    pub phase: &'static str,
+    pub message: String,
+    pub known: bool,
+}
+
+/// What can be said of a volume.
+pub(crate) struct VolumeStatus {
+    pub health: &'static str,
+    pub waiting_for: String,
+    pub replicas: Vec<ReplicaStatus>,
+}
+
+impl Controller {
+    pub(crate) fn waiting_for(&self, volume: &VolumeRecord) -> String {
+        self.status(volume).waiting_for
+    }
+
+    pub(crate) fn status(&self, volume: &VolumeRecord) -> VolumeStatus {
+        let observed = self.observed();
+        let serving = self.serving(&observed, volume);
+        let replica = |r| self.replica_status(&observed, volume, r, serving);
+        let replicas: Vec<_> = volume.replicas.iter().map(replica).collect();
+        let health = self.health(&observed, volume, &replicas, serving);
+        let waiting_for = waits(volume, &replicas, serving, health);
+        VolumeStatus { health, waiting_for, replicas }
+    }
+
+    /// The report of the target that owns the volume now.
+    fn serving<'a>(&self, observed: &'a Observed, volume: &VolumeRecord) -> Option<&'a VolumeSeen> {
+        let seen = observed.volumes.get(&volume.id.0)?;
+        let owner = volume.owner.as_deref()?;
+        let current = seen.node == owner && seen.epoch == volume.epoch && seen.state != "stopped";
+        (current && observed.node_online(owner, self.settings.offline_after)).then_some(seen)
+    }
+
+    fn replica_status(
+        &self,
+        observed: &Observed,
+        volume: &VolumeRecord,
+        replica: &ReplicaRecord,
+        serving: Option<&VolumeSeen>,
+    ) -> ReplicaStatus {
+        let known = volume.is_known(replica);
+        let status =
+            |phase, message: &str| ReplicaStatus { phase, message: message.to_owned(), known };
+        let pool = &replica.pool;
+        if replica.phase == ReplicaPhase::Delete {
+            return status("Deleting", "");
+        }
+        if self.pools.get(pool).is_some_and(|pool| pool.rolled_back) {
+            return status("Offline", "an older state of the pool's disk came back");
+        }
+        let Some(seen) = observed.online_pool(pool, self.settings.offline_after) else {
+            return status("Offline", &format!("pool {pool} is offline"));
+        };
+        let held = seen.replicas.get(&replica.guid.0);
+        match (replica.phase, held.map(|held| held.state)) {
+            (_, Some(ReplicaState::Damaged)) => return status("Offline", "it is damaged"),
+            (ReplicaPhase::Keep, Some(ReplicaState::Gone)) => {
+                return status("Gone", "the pool has lost it");
+            }
+            (ReplicaPhase::Keep, Some(_)) => {}
+            (ReplicaPhase::Keep, None) => {
+                return status("Offline", &format!("pool {pool} has not opened it yet"));
+            }
+            _ => return status("Creating", ""),
+        }
+        let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
+        match progress.map(|progress| progress.state.as_str()) {
+            Some("in-sync") if known => status("InSync", ""),
+            Some("in-sync" | "rebuilding") => status("Rebuilding", ""),
+            Some("catching-up") => status("CatchingUp", ""),
+            Some(other) => status("Offline", &format!("the target says: {other}")),
+            None if !known && serving.is_none() => {
+                status("Rebuilding", "it is rebuilt while the volume is attached")
+            }
+            None if !known => status("Rebuilding", ""),
+            None if serving.is_some() => status("Offline", "the target does not reach it"),
+            None => {
+                let best = volume.replicas.iter().filter(|r| volume.is_known(r)).filter_map(|r| {
+                    let pool = observed.pools.get(&r.pool)?;
+                    pool.replicas.get(&r.guid.0).map(|held| held.position)
+                });
+                match held.map(|held| held.position) < best.max() {
+                    true => status("CatchingUp", "it lags; it catches up when next attached"),
+                    false => status("InSync", ""),
+                }
+            }
+        }
+    }
+
+    fn health(
+        &self,
+        observed: &Observed,
+        volume: &VolumeRecord,
+        replicas: &[ReplicaStatus],
+        serving: Option<&VolumeSeen>,
+    ) -> &'static str {
+        if volume.phase != VolumePhase::Ready {
+            return "Unknown";
+        }
+        let unheard = volume.replicas.iter().any(|r| !observed.pools.contains_key(&r.pool));
+        if unheard && observed.starting(self.settings.offline_after) {
+            return "Unknown";
+        }
+        let known = |r: &&ReplicaStatus| r.known;
+        let count = |phases: &[&str]| {
+            replicas.iter().filter(known).filter(|r| phases.contains(&r.phase)).count()
+        };
+        let rf = usize::from(volume.membership.rf);
+        let needed = usize::from(open_quorum(volume.membership.rf, volume.membership.cf));
+        let present = count(&["InSync", "CatchingUp", "Rebuilding"]);
+        let serves = serving.is_some_and(|serving| serving.state == "serving");
+        if count(&["InSync"]) == rf && (serves || serving.is_none()) {
+            "Online"
+        } else if serves || present >= needed {
+            "Degraded"
+        } else {
+            "Faulted"
+        }
+    }
+
+    pub fn volume_message(&self, volume: &VolumeRecord) -> api::Volume {
+        let status = self.status(volume);
+        let revision = self.volumes.versioned(&volume.id.0.to_string()).map_or(0, |v| v.0);
+        let phase = match volume.phase {
+            VolumePhase::Pending => "Pending",
+            VolumePhase::Ready => "Ready",
+            VolumePhase::Deleting => "Deleting",
+        };
+        api::Volume {
+            id: volume.id.0.to_string(),
+            spec: Some(assignments::spec(volume)),
+            size_bytes: volume.size_bytes,
+            phase: phase.to_owned(),
+            health: status.health.to_owned(),
+            r#use: if volume.attachments.is_empty() { "detached" } else { "attached" }.to_owned(),
+            waiting_for: status.waiting_for,
+            epoch: volume.epoch,
+            membership: Some(assignments::membership(volume)),
+            attachments: volume
+                .attachments
+                .iter()
+                .map(|attachment| self.attachment_message(volume, attachment))
+                .collect(),
+            replicas: self.replica_messages(volume, &status.replicas),
+            created_at: Some(timestamp(volume.created_ms)),
+            contract: self.contract(volume),
+            resource_version: revision,
+        }
+    }
+
+    pub fn attachment_message(
+        &self,
+        volume: &VolumeRecord,
+        attachment: &AttachmentRecord,
+    ) -> api::Attachment {
+        let observed = self.observed();
+        let serving = self.serving(&observed, volume);
+        let online = observed.node_online(&attachment.node, self.settings.offline_after);
+        let (phase, message) = match serving {
+            Some(seen) if seen.state == "serving" => ("Attached", String::new()),
+            Some(seen) => ("Attaching", seen.waiting_for.clone()),
+            None if online => ("Attaching", "the node's target opens it".to_owned()),
+            None => ("Attaching", format!("node {} is offline", attachment.node)),
+        };
+        let context = [("volumeId", volume.id.0.to_string()), ("node", attachment.node.clone())];
+        api::Attachment {
+            volume_id: volume.id.0.to_string(),
+            node: attachment.node.clone(),
+            read_only: attachment.read_only,
+            phase: phase.to_owned(),
+            message,
+            publish_context: context.map(|(key, value)| (key.to_owned(), value)).into(),
+            usage: attachment.usage.clone(),
+        }
+    }
+
+    pub fn replicas_of(&self, volume: &VolumeRecord) -> Vec<api::Replica> {
+        let status = self.status(volume);
+        self.replica_messages(volume, &status.replicas)
+    }
+
+    fn replica_messages(
+        &self,
+        volume: &VolumeRecord,
+        status: &[ReplicaStatus],
+    ) -> Vec<api::Replica> {
+        let observed = self.observed();
+        let serving = self.serving(&observed, volume);
+        let message = |(replica, status): (&ReplicaRecord, &ReplicaStatus)| {
+            let pool = observed.pools.get(&replica.pool);
+            let held = pool.and_then(|pool| pool.replicas.get(&replica.guid.0));
+            let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
+            api::Replica {
+                replica_id: replica.id.0.to_string(),
+                guid: replica.guid.0.to_string(),
+                volume_id: volume.id.0.to_string(),
+                volume_name: volume.spec.name.clone(),
+                pool: replica.pool.clone(),
+                node: self.pools.get(&replica.pool).map_or(String::new(), |p| p.node.clone()),
+                phase: status.phase.to_owned(),
+                quorum: held.map_or(status.known, |held| held.quorum),
+                position_epoch: held.map_or(0, |held| held.position.epoch.0),
+                position_lsn: progress
+                    .map(|progress| progress.applied_lsn)
+                    .or(held.map(|held| held.position.lsn.0))
+                    .unwrap_or(0),
+                rebuilt_bytes: progress.map_or(0, |progress| progress.rebuilt_bytes),
+                rebuild_total_bytes: progress.map_or(0, |progress| progress.rebuild_total_bytes),
+                message: status.message.clone(),
+                used_bytes: held.map_or(0, |held| held.used_bytes),
+            }
+        };
+        volume.replicas.iter().zip(status).map(message).collect()
+    }
+
+    /// What the volume survives, in words: by where its replicas are, not by what was hoped.
+    fn contract(&self, volume: &VolumeRecord) -> String {
+        let (rf, cf) = (volume.membership.rf, volume.membership.cf);
+        let lost = cf.saturating_sub(1);
+        let mut hosts: Vec<_> = volume
+            .replicas
+            .iter()
+            .filter_map(|replica| self.pools.get(&replica.pool).map(|pool| pool.node.clone()))
+            .collect();
+        hosts.sort();
+        hosts.dedup();
+        let plural = |count: u8, what: &str| match count {
+            0 => format!("no {what}"),
+            1 => format!("one {what}"),
+            n => format!("{n} {what}s"),
+        };
+        if lost == 0 {
+            return "acknowledged writes are lost with the pool that holds them".to_owned();
+        }
+        if hosts.len() == usize::from(rf) || volume.spec.spread == Spread::Host {
+            return format!("acknowledged writes survive the loss of {}", plural(lost, "host"));
+        }
+        format!(
+            "acknowledged writes survive the loss of {}, not of one host: its {rf} replicas are \
+             on {}",
+            plural(lost, "pool"),
+            plural(hosts.len() as u8, "host")
+        )
+    }
+
+    pub fn pool_messages(&self) -> Vec<api::Pool> {
+        let mut replicas = std::collections::HashMap::<String, u32>::new();
+        for volume in self.volumes.list() {
+            for replica in &volume.replicas {
+                *replicas.entry(replica.pool.clone()).or_default() += 1;
+            }
+        }
+        let observed = self.observed();
+        let message = |pool: &PoolRecord| {
+            let seen = observed.pools.get(&pool.name);
+            let online = observed.online_pool(&pool.name, self.settings.offline_after).is_some();
+            let (capacity, used) = seen.map_or((0, 0), |s| (s.capacity_bytes, s.used_bytes));
+            let (state, message) = match seen {
+                _ if pool.rolled_back => {
+                    ("Failed", "an older state of its disk came back; wipe it to rebuild")
+                }
+                Some(seen) if !seen.error.is_empty() => ("Failed", seen.error.as_str()),
+                Some(seen) if seen.leaving => ("Offline", "it was shut down"),
+                Some(_) if !online => ("Offline", "it has not reported for a while"),
+                Some(seen) if seen.free_bytes == 0 => ("Full", "no bytes are free"),
+                Some(_) => ("Online", ""),
+                None => ("Offline", "it has not reported since the controller started"),
+            };
+            api::Pool {
+                name: pool.name.clone(),
+                id: pool.pool_id.clone(),
+                node: pool.node.clone(),
+                address: pool.address.clone(),
+                capacity_bytes: capacity,
+                used_bytes: used,
+                free_bytes: seen.map_or(0, |seen| seen.free_bytes),
+                replicas: replicas.get(&pool.name).copied().unwrap_or(0),
+                state: state.to_owned(),
+                message: message.to_owned(),
+                topology: pool.topology.clone().into_iter().collect(),
+            }
+        };
+        self.pools.list().iter().map(|pool| message(pool)).collect()
+    }
+
+    pub fn node_messages(&self) -> Vec<api::Node> {
+        let mut attached = std::collections::HashMap::<String, u32>::new();
+        for volume in self.volumes.list() {
+            for attachment in &volume.attachments {
+                *attached.entry(attachment.node.clone()).or_default() += 1;
+            }
+        }
+        let observed = self.observed();
+        let message = |node: &NodeRecord| api::Node {
+            name: node.name.clone(),
+            address: node.address.clone(),
+            state: match observed.node_online(&node.name, self.settings.offline_after) {
+                true => "Online".to_owned(),
+                false => "Offline".to_owned(),
+            },
+            attached: attached.get(&node.name).copied().unwrap_or(0),
+            topology: node.topology.clone().into_iter().collect(),
+            volumes_max: node.volumes_max,
+            version: node.version.clone(),
+        };
+        self.nodes.list().iter().map(|node| message(node)).collect()
+    }
+}
+
+/// What a volume waits for; empty where it waits for nothing.
+fn waits(
+    volume: &VolumeRecord,
+    replicas: &[ReplicaStatus],
+    serving: Option<&VolumeSeen>,
+    health: &str,
+) -> String {
+    let pools = |phases: &[&str]| -> Vec<&str> {
+        let pairs = volume.replicas.iter().zip(replicas);
+        pairs.filter(|(_, s)| phases.contains(&s.phase)).map(|(r, _)| r.pool.as_str()).collect()
+    };
+    let offline = pools(&["Offline"]);
+    let mut waits = Vec::new();
+    match volume.phase {
+        VolumePhase::Pending => {
+            let creating = pools(&["Creating"]);
+            if !creating.is_empty() {
+                waits.push(format!("pool {} to create its replica", creating.join(", ")));
+            }
+            if !offline.is_empty() {
+                waits.push(format!("pool {} to come online", offline.join(", ")));
+            }
+        }
+        VolumePhase::Deleting => {
+            let mut held = pools(&["Deleting"]);
+            held.extend(volume.discarded.iter().map(|d| d.pool.as_str()));
+            held.sort_unstable();
+            held.dedup();
+            waits.push(format!("pool {} to remove its replica", held.join(", ")));
+        }
+        VolumePhase::Ready => {
+            if let Some(serving) = serving.filter(|serving| !serving.waiting_for.is_empty()) {
+                waits.push(serving.waiting_for.clone());
+            }
+            for (replica, status) in volume.replicas.iter().zip(replicas) {
+                let pool = &replica.pool;
+                match status.phase {
+                    "Offline" | "Gone" => waits.push(format!("pool {pool}: {}", status.message)),
+                    "Creating" => waits.push(format!("pool {pool} to create a new replica")),
+                    "CatchingUp" => waits.push(format!("pool {pool} to catch up")),
+                    "Rebuilding" if serving.is_none() => waits.push(format!(
+                        "an attachment, while which the replica on pool {pool} is rebuilt"
+                    )),
+                    "Rebuilding" => waits.push(format!("the rebuild on pool {pool}")),
+                    _ => {}
+                }
+            }
+            if let (Some(owner), None) = (volume.owner.as_deref(), serving)
+                && health != "Unknown"
+            {
+                waits.push(format!("the target on node {owner} to open it"));
+            }
+        }
+    }
+    waits.join("; ")
+}

@@ -1,0 +1,269 @@
+//! The store of one host: a redb file, every commit durable before it is answered.
+//!
+//! Two tables: `records` (key → revision and value in one) and `meta` (format, last revision).
+//! redb itself locks the file against a second process.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, StorageError};
+use redb::{TableDefinition, TableError};
+use tokio::sync::broadcast;
+
+use super::{Change, Entry, Store, StoreError, Swap};
+
+const RECORDS: TableDefinition<&str, (u64, &[u8])> = TableDefinition::new("records");
+const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
+const FORMAT: u64 = 1;
+/// Changes that a slow follower may lag behind before it must list anew.
+const WATCH_CHANGES: usize = 1024;
+
+/// Records in one redb file.
+pub struct Embedded(Arc<Inner>);
+
+struct Inner {
+    path: PathBuf,
+    database: Database,
+    changes: broadcast::Sender<Change>,
+}
+
+impl Embedded {
+    /// Opens the records at `path`, or begins new ones where there is no file.
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
+        let failed = |error: DatabaseError| match error {
+            DatabaseError::DatabaseAlreadyOpen | DatabaseError::LockProtocolMismatch => {
+                StoreError::Locked { path: path.to_owned() }
+            }
+            DatabaseError::Storage(StorageError::Io(source))
+                if source.kind() != std::io::ErrorKind::InvalidData =>
+            {
+                StoreError::File { path: path.to_owned(), source }
+            }
+            other => StoreError::Damaged { path: path.to_owned(), reason: other.to_string() },
+        };
+        // redb takes any file for its own to fill when it is empty; an empty file that was
+        // there before is what is left of somebody's records.
+        if std::fs::metadata(path).is_ok_and(|meta| meta.len() == 0) {
+            let reason = "it is empty".to_owned();
+            return Err(StoreError::Damaged { path: path.to_owned(), reason });
+        }
+        // A damaged file must become an error here, whatever the library makes of it.
+        let opened = std::panic::catch_unwind(|| Database::create(path)).map_err(|_| {
+            let reason = "its structure makes no sense".to_owned();
+            StoreError::Damaged { path: path.to_owned(), reason }
+        })?;
+        let inner = Inner {
+            path: path.to_owned(),
+            database: opened.map_err(failed)?,
+            changes: broadcast::channel(WATCH_CHANGES).0,
+        };
+        inner.check_format()?;
+        Ok(Self(Arc::new(inner)))
+    }
+
+    async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Inner) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let inner = self.0.clone();
+        tokio::task::spawn_blocking(move || work(&inner))
+            .await
+            .map_err(|error| StoreError::Failed(error.to_string()))?
+    }
+}
+
+fn failed(error: impl Into<redb::Error>) -> StoreError {
+    StoreError::Failed(error.into().to_string())
+}
+
+impl Inner {
+    fn check_format(&self) -> Result<(), StoreError> {
+        let write = self.database.begin_write().map_err(failed)?;
+        let found = {
+            let mut meta = write.open_table(META).map_err(|error| self.table(error))?;
+            let found = meta.get("format").map_err(failed)?.map(|value| value.value());
+            if found.is_none() {
+                meta.insert("format", FORMAT).map_err(failed)?;
+            }
+            write.open_table(RECORDS).map_err(|error| self.table(error))?;
+            found
+        };
+        match found {
+            Some(found) if found > FORMAT => {
+                Err(StoreError::Newer { path: self.path.clone(), found, known: FORMAT })
+            }
+            Some(_) => Ok(()),
+            None => write.commit().map_err(failed),
+        }
+    }
+
+    fn table(&self, error: TableError) -> StoreError {
+        StoreError::Damaged { path: self.path.clone(), reason: error.to_string() }
+    }
+
+    fn swap(&self, key: &str, expected: u64, value: Option<&[u8]>) -> Result<Swap, StoreError> {
+        let write = self.database.begin_write().map_err(failed)?;
+        let revision = {
+            let mut records = write.open_table(RECORDS).map_err(|error| self.table(error))?;
+            let found = records.get(key).map_err(failed)?.map(|found| entry(key, found.value()));
+            if found.as_ref().map_or(0, |entry| entry.revision) != expected {
+                return Ok(Swap::Conflict(found));
+            }
+            let mut meta = write.open_table(META).map_err(|error| self.table(error))?;
+            let last = meta.get("revision").map_err(failed)?.map_or(0, |last| last.value());
+            let revision = last + 1;
+            meta.insert("revision", revision).map_err(failed)?;
+            match value {
+                Some(value) => records.insert(key, (revision, value)).map_err(failed)?,
+                None => records.remove(key).map_err(failed)?,
+            };
+            revision
+        };
+        write.commit().map_err(failed)?;
+        // Nobody listening is no failure.
+        let _ = self.changes.send(Change { key: key.to_owned(), revision });
+        Ok(Swap::Done(revision))
+    }
+}
+
+fn entry(key: &str, (revision, value): (u64, &[u8])) -> Entry {
+    Entry { key: key.to_owned(), revision, value: value.to_vec() }
+}
+
+#[async_trait]
+impl Store for Embedded {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+        let key = key.to_owned();
+        self.blocking(move |inner| {
+            let read = inner.database.begin_read().map_err(failed)?;
+            let records = read.open_table(RECORDS).map_err(|error| inner.table(error))?;
+            let found = records.get(key.as_str()).map_err(failed)?;
+            Ok(found.map(|found| entry(&key, found.value())))
+        })
+        .await
+    }
+
+    async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError> {
+        let prefix = prefix.to_owned();
+        self.blocking(move |inner| {
+            let read = inner.database.begin_read().map_err(failed)?;
+            let records = read.open_table(RECORDS).map_err(|error| inner.table(error))?;
+            let mut list = Vec::new();
+            for record in records.range(prefix.as_str()..).map_err(failed)? {
+                let (key, value) = record.map_err(failed)?;
+                if !key.value().starts_with(&prefix) {
+                    break;
+                }
+                list.push(entry(key.value(), value.value()));
+            }
+            Ok(list)
+        })
+        .await
+    }
+
+    async fn compare_and_swap(
+        &self,
+        key: &str,
+        expected: u64,
+        value: Option<Vec<u8>>,
+    ) -> Result<Swap, StoreError> {
+        let key = key.to_owned();
+        self.blocking(move |inner| inner.swap(&key, expected, value.as_deref())).await
+    }
+
+    fn watch(&self) -> broadcast::Receiver<Change> {
+        self.0.changes.subscribe()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path(dir: &tempfile::TempDir) -> PathBuf {
+        dir.path().join("records.redb")
+    }
+
+    #[tokio::test]
+    async fn a_swap_is_done_only_on_the_expected_revision_and_outlives_a_reopening() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Embedded::open(&path(&dir)).unwrap();
+        let Swap::Done(first) = store.compare_and_swap("a", 0, Some(b"1".into())).await.unwrap()
+        else {
+            panic!("there was no record")
+        };
+        let conflict = store.compare_and_swap("a", 0, Some(b"2".into())).await.unwrap();
+        let found = Entry { key: "a".into(), revision: first, value: b"1".into() };
+        assert_eq!(conflict, Swap::Conflict(Some(found.clone())));
+        drop(store);
+        let store = Embedded::open(&path(&dir)).unwrap();
+        assert_eq!(store.get("a").await.unwrap(), Some(found));
+        let Swap::Done(second) = store.compare_and_swap("a", first, None).await.unwrap() else {
+            panic!("the revision was right")
+        };
+        assert!(second > first);
+        assert_eq!(store.get("a").await.unwrap(), None);
+        assert_eq!(
+            store.compare_and_swap("a", first, Some(b"3".into())).await.unwrap(),
+            Swap::Conflict(None)
+        );
+    }
+
+    #[tokio::test]
+    async fn of_many_swaps_at_once_exactly_one_is_done_and_a_watcher_sees_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Arc::new(Embedded::open(&path(&dir)).unwrap());
+        let mut watch = store.watch();
+        let swaps = (0..16u8).map(|n| {
+            let store = store.clone();
+            tokio::spawn(async move { store.compare_and_swap("k", 0, Some(vec![n])).await })
+        });
+        let outcomes = futures::future::join_all(swaps).await;
+        let done = outcomes.iter().filter(|o| matches!(o, Ok(Ok(Swap::Done(_))))).count();
+        assert_eq!(done, 1);
+        assert_eq!(watch.recv().await.unwrap().key, "k");
+        assert!(watch.try_recv().is_err());
+    }
+
+    #[tokio::test]
+    async fn a_list_has_what_begins_with_the_prefix_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Embedded::open(&path(&dir)).unwrap();
+        for key in ["b/2", "a/1", "b/1", "c/1"] {
+            store.compare_and_swap(key, 0, Some(vec![])).await.unwrap();
+        }
+        let keys: Vec<_> = store.list("b/").await.unwrap().into_iter().map(|e| e.key).collect();
+        assert_eq!(keys, ["b/1", "b/2"]);
+    }
+
+    #[test]
+    fn a_store_that_is_open_elsewhere_empty_foreign_or_cut_off_is_refused_with_the_way_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Embedded::open(&path(&dir)).unwrap();
+        let error = Embedded::open(&path(&dir)).map(drop).unwrap_err().to_string();
+        assert!(error.contains("another process"), "{error}");
+        drop(store);
+        let good = std::fs::read(path(&dir)).unwrap();
+        for bad in [Vec::new(), b"not records at all".repeat(400), good[..good.len() / 2].to_vec()]
+        {
+            std::fs::write(path(&dir), &bad).unwrap();
+            let error = Embedded::open(&path(&dir)).map(drop).unwrap_err().to_string();
+            assert!(error.contains("damaged") && error.contains("backup"), "{error}");
+        }
+        let error = Embedded::open(&dir.path().join("no/records")).map(drop).unwrap_err();
+        assert!(matches!(error, StoreError::File { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_store_of_a_newer_format_is_refused_and_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Embedded::open(&path(&dir)).unwrap();
+        let write = store.0.database.begin_write().unwrap();
+        write.open_table(META).unwrap().insert("format", FORMAT + 1).unwrap();
+        write.commit().unwrap();
+        drop(store);
+        let error = Embedded::open(&path(&dir)).map(drop).unwrap_err().to_string();
+        assert!(error.contains("newer Quoin"), "{error}");
+    }
+}

@@ -1,0 +1,93 @@
+//! Where records live: get, list, watch and compare-and-swap, all linearizable.
+//!
+//! A record is bytes under a key such as `volume/<id>`; each change gives it a new *revision*,
+//! a number that grows over the whole store. Everything the control plane must never get wrong
+//! is decided by a compare-and-swap of one record, so a store needs no transactions: an
+//! embedded database, etcd, or custom resources can all be one.
+
+mod embedded;
+
+use std::path::PathBuf;
+
+use async_trait::async_trait;
+use tokio::sync::broadcast;
+
+pub use embedded::Embedded;
+
+/// One record as the store has it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Entry {
+    pub key: String,
+    /// Of the change that wrote this value; never 0.
+    pub revision: u64,
+    pub value: Vec<u8>,
+}
+
+/// What came of a compare-and-swap.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Swap {
+    /// Written and durable, as this revision.
+    Done(u64),
+    /// The record is another one; here it is.
+    Conflict(Option<Entry>),
+}
+
+/// A change that has happened: the key and the revision.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Change {
+    pub key: String,
+    pub revision: u64,
+}
+
+/// A linearizable store of records.
+#[async_trait]
+pub trait Store: Send + Sync + 'static {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError>;
+
+    /// Every record whose key begins with `prefix`, in the order of keys.
+    async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError>;
+
+    /// Writes (`None`: deletes) the record if its revision is `expected` (0: if there is none).
+    /// When this returns, the change is durable; after an error its outcome is unknown.
+    async fn compare_and_swap(
+        &self,
+        key: &str,
+        expected: u64,
+        value: Option<Vec<u8>>,
+    ) -> Result<Swap, StoreError>;
+
+    /// Changes from now on, in order. A follower that falls behind is told so by the channel
+    /// and lists anew.
+    fn watch(&self) -> broadcast::Receiver<Change>;
+}
+
+/// Why the records cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    #[error("{path}: another process has the records open; stop that controller first")]
+    Locked { path: PathBuf },
+
+    #[error(
+        "{path} is damaged ({reason}); put a backup of it in its place, or move it away and \
+         rebuild the records from the pools"
+    )]
+    Damaged { path: PathBuf, reason: String },
+
+    #[error(
+        "{path} is of format {found}, this Quoin knows up to {known}; start the newer Quoin \
+         that wrote it"
+    )]
+    Newer { path: PathBuf, found: u64, known: u64 },
+
+    #[error("{path}: {source}")]
+    File { path: PathBuf, source: std::io::Error },
+
+    #[error("the store failed: {0}")]
+    Failed(String),
+
+    #[error("record {key} cannot be read: {reason}")]
+    Record { key: String, reason: String },
+
+    #[error("record {key} kept changing under {tries} attempts; try again")]
+    Contended { key: String, tries: u32 },
+}

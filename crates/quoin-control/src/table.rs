@@ -1,0 +1,169 @@
+//! Records of one kind, held in memory beside the store and changed only through it.
+//!
+//! Every change is a compare-and-swap in the store first; memory follows. A swap that fails
+//! hands over the record as it is, so memory can be behind the store (another controller wrote)
+//! but a decision can never be made on something that is no longer so.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, RwLock};
+
+use tokio::sync::watch;
+
+use crate::Error;
+use crate::records::{Record, decode, encode};
+use crate::store::{Entry, Store, StoreError, Swap};
+
+/// A record changes this often at most while one update tries to get in.
+const TRIES_MAX: u32 = 32;
+
+type Versioned<R> = (u64, Arc<R>);
+
+/// All records of one kind.
+pub(crate) struct Table<R> {
+    store: Arc<dyn Store>,
+    records: RwLock<BTreeMap<String, Versioned<R>>>,
+    /// Raised at each change, so that those who watch look again.
+    changed: watch::Sender<u64>,
+}
+
+impl<R: Record> Table<R> {
+    pub async fn load(
+        store: Arc<dyn Store>,
+        changed: watch::Sender<u64>,
+    ) -> Result<Self, StoreError> {
+        let mut records = BTreeMap::new();
+        for entry in store.list(R::PREFIX).await? {
+            let record = read::<R>(&entry)?;
+            records.insert(record.name(), (entry.revision, Arc::new(record)));
+        }
+        Ok(Self { store, records: RwLock::new(records), changed })
+    }
+
+    pub fn get(&self, name: &str) -> Option<Arc<R>> {
+        self.versioned(name).map(|(_, record)| record)
+    }
+
+    pub fn versioned(&self, name: &str) -> Option<Versioned<R>> {
+        self.records.read().expect("no holder of this lock panics").get(name).cloned()
+    }
+
+    /// All of them, in the order of their names.
+    pub fn list(&self) -> Vec<Arc<R>> {
+        let records = self.records.read().expect("no holder of this lock panics");
+        records.values().map(|(_, record)| record.clone()).collect()
+    }
+
+    pub fn count(&self) -> usize {
+        self.records.read().expect("no holder of this lock panics").len()
+    }
+
+    /// Up to `count` of them whose names come after `after`.
+    pub fn page(&self, after: &str, count: usize) -> Vec<Arc<R>> {
+        use std::ops::Bound;
+        let records = self.records.read().expect("no holder of this lock panics");
+        let from = (Bound::Excluded(after), Bound::Unbounded);
+        records.range::<str, _>(from).take(count).map(|(_, (_, r))| r.clone()).collect()
+    }
+
+    /// Creates the record; the one that is there already where there is one.
+    pub async fn create(&self, record: R) -> Result<Result<Arc<R>, Arc<R>>, Error> {
+        let name = record.name();
+        match self.store.compare_and_swap(&key::<R>(&name), 0, Some(encode(&record))).await? {
+            Swap::Done(revision) => {
+                let record = Arc::new(record);
+                self.remember(&name, revision, Some(record.clone()));
+                Ok(Ok(record))
+            }
+            Swap::Conflict(found) => {
+                let found = self.take(&name, found)?;
+                // A record cannot conflict with nothing when none was expected.
+                found.map(Err).ok_or_else(|| contended::<R>(&name).into())
+            }
+        }
+    }
+
+    /// Changes the record by `change`, which sees the latest one and may refuse, and may run
+    /// several times. An unchanged record is not written. `None` where there is no record.
+    pub async fn update<T>(
+        &self,
+        name: &str,
+        mut change: impl FnMut(&mut R) -> Result<T, Error>,
+    ) -> Result<Option<(Arc<R>, T)>, Error> {
+        for _ in 0..TRIES_MAX {
+            let Some((revision, before)) = self.versioned(name) else { return Ok(None) };
+            let mut after = R::clone(&before);
+            let value = change(&mut after)?;
+            if after == *before {
+                return Ok(Some((before, value)));
+            }
+            let written = Some(encode(&after));
+            match self.store.compare_and_swap(&key::<R>(name), revision, written).await? {
+                Swap::Done(revision) => {
+                    let after = Arc::new(after);
+                    self.remember(name, revision, Some(after.clone()));
+                    return Ok(Some((after, value)));
+                }
+                Swap::Conflict(found) => {
+                    self.take(name, found)?;
+                }
+            }
+        }
+        Err(contended::<R>(name).into())
+    }
+
+    /// Deletes the record if it is still the one that `agree` accepts.
+    pub async fn remove(&self, name: &str, agree: impl Fn(&R) -> bool) -> Result<bool, Error> {
+        for _ in 0..TRIES_MAX {
+            let Some((revision, record)) = self.versioned(name) else { return Ok(true) };
+            if !agree(&record) {
+                return Ok(false);
+            }
+            match self.store.compare_and_swap(&key::<R>(name), revision, None).await? {
+                Swap::Done(revision) => {
+                    self.remember(name, revision, None);
+                    return Ok(true);
+                }
+                Swap::Conflict(found) => {
+                    self.take(name, found)?;
+                }
+            }
+        }
+        Err(contended::<R>(name).into())
+    }
+
+    fn take(&self, name: &str, found: Option<Entry>) -> Result<Option<Arc<R>>, Error> {
+        let Some(entry) = found else {
+            self.remember(name, u64::MAX, None);
+            return Ok(None);
+        };
+        let record = Arc::new(read::<R>(&entry)?);
+        self.remember(name, entry.revision, Some(record.clone()));
+        Ok(Some(record))
+    }
+
+    /// Answers of the store may overtake one another; the highest revision is the last.
+    fn remember(&self, name: &str, revision: u64, record: Option<Arc<R>>) {
+        let mut records = self.records.write().expect("no holder of this lock panics");
+        if records.get(name).is_some_and(|(known, _)| *known > revision) {
+            return;
+        }
+        match record {
+            Some(record) => records.insert(name.to_owned(), (revision, record)),
+            None => records.remove(name),
+        };
+        drop(records);
+        self.changed.send_modify(|count| *count += 1);
+    }
+}
+
+fn key<R: Record>(name: &str) -> String {
+    format!("{}{name}", R::PREFIX)
+}
+
+fn contended<R: Record>(name: &str) -> StoreError {
+    StoreError::Contended { key: key::<R>(name), tries: TRIES_MAX }
+}
+
+fn read<R: Record>(entry: &Entry) -> Result<R, StoreError> {
+    decode(&entry.value).map_err(|reason| StoreError::Record { key: entry.key.clone(), reason })
+}

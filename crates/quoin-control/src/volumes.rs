@@ -1,0 +1,302 @@
+//! Volumes come, grow and go.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use quoin_core::{Incarnation, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_proto::control::{VolumeRef, VolumeSpec};
+
+use crate::Error;
+use crate::controller::{Controller, about, random_id};
+use crate::events::Severity;
+use crate::placement::{self, Candidate};
+use crate::records::{
+    MemberRecord, MembershipRecord, NameRecord, ReplicaPhase, ReplicaRecord, Spec, Text,
+    VolumePhase, VolumeRecord,
+};
+use crate::spec;
+use crate::time::now_ms;
+
+impl Controller {
+    /// Creates a volume, or finds the one that was created by the same request before. Its
+    /// replicas are being made when this returns: see the phase.
+    pub async fn create_volume(
+        &self,
+        asked: &VolumeSpec,
+        limit_bytes: u64,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let spec = spec::complete(asked, self.settings.defaults)?;
+        let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
+        let _one_at_a_time = self.creating.lock().await;
+        let found = self.names.get(&spec.name);
+        if let Some(name) = &found
+            && let Some(volume) = self.volumes.get(&name.volume_id.0.to_string())
+        {
+            self.check_same(&volume, &spec, asked.size_bytes, limit_bytes)?;
+            return Ok(volume);
+        }
+        // Placement first, so that a refusal leaves nothing behind.
+        let pools = placement::place(&spec, size_bytes, &self.candidates())?;
+        let id = VolumeId(random_id());
+        let name = NameRecord { volume_name: spec.name.clone(), volume_id: Text(id) };
+        match found {
+            // Left by a creation that failed; that id is not used again.
+            Some(_) => {
+                let take = |record: &mut NameRecord| {
+                    *record = name.clone();
+                    Ok(())
+                };
+                self.names.update(&spec.name, take).await?;
+            }
+            None => {
+                if self.names.create(name).await?.is_err() {
+                    return Err(Error::Busy(format!("volume {:?} is being created", spec.name)));
+                }
+            }
+        }
+        let volume = new_volume(id, spec, size_bytes, pools);
+        match self.volumes.create(volume).await? {
+            Ok(volume) => {
+                let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
+                let message = format!("{size_bytes} bytes on pools {}", pools.join(", "));
+                self.events.record(Severity::Normal, about(&volume), "VolumeCreated", message);
+                Ok(volume)
+            }
+            Err(_) => Err(Error::Busy("a volume id was drawn twice; try again".to_owned())),
+        }
+    }
+
+    fn check_same(
+        &self,
+        volume: &VolumeRecord,
+        asked: &Spec,
+        size_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<(), Error> {
+        let differs = |difference: String| Error::Exists {
+            what: "volume",
+            name: asked.name.clone(),
+            difference,
+        };
+        let (has, size) = (&volume.spec, volume.size_bytes);
+        if size < size_bytes || (limit_bytes != 0 && size > limit_bytes) {
+            return Err(differs(format!("size: {size} bytes")));
+        }
+        let fields = [
+            ("replicas", has.replicas == asked.replicas),
+            ("consistencyFactor", has.consistency_factor == asked.consistency_factor),
+            ("durability", has.durability == asked.durability),
+            ("spread", has.spread == asked.spread),
+            ("onQuorumLoss", has.on_quorum_loss == asked.on_quorum_loss),
+            ("onFull", has.on_full == asked.on_full),
+            ("reads", has.reads == asked.reads),
+            ("blockSize", has.block_size == asked.block_size),
+            ("fsType", has.fs_type == asked.fs_type),
+            ("frontend", has.frontend == asked.frontend),
+            ("parameters", has.parameters == asked.parameters),
+            ("topology", self.within(volume, asked)),
+        ];
+        match fields.iter().find(|(_, same)| !same) {
+            Some((field, _)) => Err(differs((*field).to_owned())),
+            None => Ok(()),
+        }
+    }
+
+    fn within(&self, volume: &VolumeRecord, asked: &Spec) -> bool {
+        volume.replicas.iter().all(|replica| {
+            let pool = self.pools.get(&replica.pool);
+            pool.is_none_or(|pool| spec::accessible(&asked.accessible_topology, &pool.topology))
+        })
+    }
+
+    /// Deletes a volume; its name is free at once, its record stays until every pool has
+    /// answered that the replica is gone. One that does not exist is deleted already.
+    pub async fn delete_volume(&self, reference: Option<&VolumeRef>) -> Result<(), Error> {
+        let volume = match self.volume(reference) {
+            Err(Error::NotFound { .. }) => return Ok(()),
+            found => found?,
+        };
+        let updated = self
+            .update_volume(volume.id.0, |volume| {
+                if let Some(attachment) = volume.attachments.first() {
+                    return Err(Error::Precondition(format!(
+                        "volume {:?} is attached to node {}; detach it first",
+                        volume.spec.name, attachment.node
+                    )));
+                }
+                let deleted = volume.phase != VolumePhase::Deleting;
+                volume.phase = VolumePhase::Deleting;
+                volume.replicas.iter_mut().for_each(|replica| replica.phase = ReplicaPhase::Delete);
+                Ok(deleted)
+            })
+            .await;
+        match updated {
+            // Somebody else was faster, through to the end.
+            Err(Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(error),
+            Ok((volume, deleted)) => {
+                if deleted {
+                    let message = "its replicas are being removed";
+                    self.events.record(Severity::Normal, about(&volume), "VolumeDeleted", message);
+                }
+                self.free_name(&volume).await
+            }
+        }
+    }
+
+    pub(crate) async fn free_name(&self, volume: &VolumeRecord) -> Result<(), Error> {
+        let ours = |name: &NameRecord| name.volume_id == volume.id;
+        self.names.remove(&volume.spec.name, ours).await.map(drop)
+    }
+
+    /// Grows a volume; a smaller size than it has is no change, as long as the limit allows
+    /// the size that it has.
+    pub async fn resize_volume(
+        &self,
+        reference: Option<&VolumeRef>,
+        size_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let volume = self.volume(reference)?;
+        let size = spec::size(size_bytes, limit_bytes)?;
+        if limit_bytes != 0 && limit_bytes < volume.size_bytes {
+            return Err(Error::OutOfRange(format!(
+                "volume {:?} has {} bytes, more than the limit of {limit_bytes}, and never shrinks",
+                volume.spec.name, volume.size_bytes
+            )));
+        }
+        let room = self.candidates();
+        let room: HashMap<_, _> = room.iter().map(|pool| (pool.name.as_str(), pool)).collect();
+        let change = |volume: &mut VolumeRecord| {
+            if size <= volume.size_bytes {
+                return Ok(None);
+            }
+            if volume.phase == VolumePhase::Deleting {
+                return Err(Error::missing("volume", volume.id.0.to_string()));
+            }
+            let more = size - volume.size_bytes;
+            let small = volume.replicas.iter().filter_map(|r| room.get(r.pool.as_str())).find(
+                // What an offline pool has is not known; growing is thin, so it is let through.
+                |pool| pool.unusable.is_empty() && pool.room_bytes() < more,
+            );
+            if let Some(pool) = small {
+                return Err(Error::Exhausted(format!(
+                    "volume {:?} cannot grow by {more} bytes: pool {} has room for {}",
+                    volume.spec.name,
+                    pool.name,
+                    pool.room_bytes()
+                )));
+            }
+            Ok(Some(std::mem::replace(&mut volume.size_bytes, size)))
+        };
+        let (volume, before) = self.update_volume(volume.id.0, change).await?;
+        if let Some(before) = before {
+            let message = format!("{before} to {size} bytes");
+            self.events.record(Severity::Normal, about(&volume), "VolumeResized", message);
+        }
+        Ok(volume)
+    }
+
+    pub fn get_volume(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
+        self.volume(reference)
+    }
+
+    /// A page of volumes in the order of their ids, and the token of the next one.
+    pub fn list_volumes(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+    ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
+        if !starting_token.is_empty()
+            && (starting_token.len() != 32 || starting_token.parse::<VolumeId>().is_err())
+        {
+            let rule = "starting token: not one that this cluster gave; list from the start";
+            return Err(Error::Aborted(rule.to_owned()));
+        }
+        let count = match max_entries {
+            0 => usize::MAX,
+            n => n as usize,
+        };
+        let page = self.volumes.page(starting_token, count);
+        let last = page.last().map(|volume| volume.id.0.to_string()).unwrap_or_default();
+        let more = !last.is_empty() && !self.volumes.page(&last, 1).is_empty();
+        Ok((page, if more { last } else { String::new() }))
+    }
+
+    /// Every pool as placement sees it now.
+    pub(crate) fn candidates(&self) -> Vec<Candidate> {
+        let mut promised: HashMap<String, u64> = HashMap::new();
+        for volume in self.volumes.list() {
+            for replica in &volume.replicas {
+                let sum = promised.entry(replica.pool.clone()).or_default();
+                *sum = sum.saturating_add(volume.size_bytes);
+            }
+        }
+        let observed = self.observed();
+        let after = self.settings.offline_after;
+        let candidate = |pool: &Arc<crate::records::PoolRecord>| {
+            let seen = observed.pools.get(&pool.name);
+            let unusable = match (seen, observed.online_pool(&pool.name, after)) {
+                _ if pool.rolled_back => "an older state of its disk came back".to_owned(),
+                (_, Some(_)) => String::new(),
+                (Some(seen), None) if !seen.error.is_empty() => format!("failed: {}", seen.error),
+                _ => "offline".to_owned(),
+            };
+            Candidate {
+                name: pool.name.clone(),
+                host: pool.node.clone(),
+                topology: pool.topology.clone(),
+                capacity_bytes: seen.map_or(0, |seen| seen.capacity_bytes),
+                used_bytes: seen.map_or(0, |seen| seen.used_bytes),
+                promised_bytes: promised.get(&pool.name).copied().unwrap_or(0),
+                unusable,
+            }
+        };
+        self.pools.list().iter().map(candidate).collect()
+    }
+
+    /// The sum of what volumes of this spec could still take, and the largest one.
+    pub fn capacity(&self, asked: Option<&VolumeSpec>) -> Result<(u64, u64), Error> {
+        let mut asked = asked.cloned().unwrap_or_default();
+        if asked.name.is_empty() {
+            asked.name = "capacity".to_owned();
+        }
+        let spec = spec::complete(&asked, self.settings.defaults)?;
+        let largest = placement::largest(&spec, &self.candidates()).min(spec::SIZE_BYTES_MAX);
+        // Volumes are thin and share what is left, so the largest one is also all of it.
+        Ok((largest, largest))
+    }
+}
+
+fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> VolumeRecord {
+    let replica = |pool| ReplicaRecord {
+        id: Text(ReplicaId(random_id())),
+        guid: Text(ReplicaGuid(random_id())),
+        pool,
+        phase: ReplicaPhase::Init,
+    };
+    let replicas: Vec<_> = pools.into_iter().map(replica).collect();
+    let membership = MembershipRecord {
+        version: 1,
+        rf: spec.replicas,
+        cf: spec.consistency_factor,
+        drf: spec.replicas,
+        known: replicas.iter().map(|r| MemberRecord { id: r.id, guid: r.guid }).collect(),
+        retired: Vec::new(),
+        formed: false,
+    };
+    VolumeRecord {
+        id: Text(id),
+        spec,
+        size_bytes,
+        phase: VolumePhase::Pending,
+        created_ms: now_ms(),
+        membership,
+        replicas,
+        discarded: Vec::new(),
+        attachments: Vec::new(),
+        owner: None,
+        epoch: 0,
+        incarnation: Text(Incarnation(0)),
+    }
+}
