@@ -73,6 +73,8 @@ pub(crate) struct Tickets {
     requested: u64,
     begun: u64,
     under_way: bool,
+    /// The highest ticket whose sync succeeded.
+    pub synced: u64,
 }
 
 impl Tickets {
@@ -90,7 +92,10 @@ impl Tickets {
         Some(SyncTicket(self.begun))
     }
 
-    pub fn finish(&mut self) {
+    pub fn finish(&mut self, done: Option<SyncTicket>) {
         self.under_way = false;
+        if let Some(ticket) = done {
+            self.synced = self.synced.max(ticket.0);
+        }
     }
 }

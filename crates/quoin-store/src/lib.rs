@@ -6,12 +6,35 @@
 //! simulated disk makes the whole store deterministic. The format is described byte by byte in
 //! `docs/store.md`.
 
+mod background;
+mod batch;
+mod checkpoint;
+mod clean;
+mod core;
+mod layout;
+mod moved;
+mod node;
+mod overlay;
+mod pool;
+mod records;
+mod recover;
+mod replica;
+mod ring;
+mod segments;
+mod shadow;
+mod tree;
+
 pub mod api;
 pub mod disk;
+pub mod error;
 pub mod history;
 pub mod memory_disk;
 pub mod model;
 
 pub use api::{Due, ReplicaPool};
+pub use core::{BadBlock, PoolOptions};
 pub use disk::Disk;
+pub use error::PoolError;
+pub use layout::FormatOptions;
 pub use memory_disk::MemoryDisk;
+pub use pool::{Handle, Pool, PoolStats, ReplicaStats};

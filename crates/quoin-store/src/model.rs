@@ -602,7 +602,7 @@ impl ModelPool {
 
     /// The process died: only what was volatile is gone.
     pub fn restart(&mut self) {
-        self.tickets.finish();
+        self.tickets.finish(None);
         for replica in self.replicas.values_mut() {
             replica.pins.clear();
             replica.syncing = (0, 0);
@@ -678,8 +678,8 @@ impl ReplicaPool for ModelPool {
         Some(ticket)
     }
 
-    fn sync_finished(&mut self, _ticket: SyncTicket, result: Result<(), IoFault>) {
-        self.tickets.finish();
+    fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
+        self.tickets.finish(result.is_ok().then_some(ticket));
         if let Err(fault) = result {
             self.failed = Some(fault);
         }

@@ -1,0 +1,263 @@
+//! Checkpoints: folding the log into the map, and recording the result durably.
+//!
+//! A checkpoint job folds entries ≤ its target in bounded steps into a map of its own; reads go
+//! on with the old map and the log until it is done. Then a **commit** makes the new state what
+//! recovery begins with, in an order that a power cut cannot break: nodes and moved blocks are
+//! written, synced, only then the record is appended to the metadata ring, synced again, and
+//! only then the space that it no longer refers to is free.
+
+use quoin_core::replica::store::StoreError;
+use quoin_core::{BLOCK_SIZE, EntryKind, Lsn};
+
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::overlay::Overlay;
+use crate::records::{Checkpoint, LogStart, Record, SegmentState, SnapshotState};
+use crate::replica::{Image, Replica};
+use crate::tree::{self, Change, Edit};
+
+/// Edits folded between two looks at the budget.
+const EDITS_A_STEP: usize = 1024;
+
+/// A fold under way.
+pub struct CheckpointJob {
+    target: u64,
+    work: Image,
+    /// The first entry that is not in `work` or in `edits`.
+    next: u64,
+    edits: Vec<Edit>,
+    crcs: Vec<u32>,
+    edited: usize,
+    /// Blocks of each LSN of the stage that its own later entries replaced, settled at its end.
+    special: Option<u64>,
+}
+
+/// A state on its way to the ring.
+pub struct Commit {
+    /// The sync that makes everything durable to which the record refers.
+    pub ticket: u64,
+    pub record: bytes::Bytes,
+    pub frees: Vec<(u32, u32)>,
+}
+
+impl Replica {
+    /// Begins folding what is stable, less what is kept for replicas that lag.
+    pub fn begin_checkpoint(&mut self, log_keep_bytes: u64) {
+        let target = self.stable.0.min(self.log.lsn_before_last(log_keep_bytes));
+        self.begin_checkpoint_to(target);
+    }
+
+    pub fn begin_checkpoint_to(&mut self, target: u64) {
+        let work = self.folded.clone();
+        let next = self.log.first_lsn();
+        if self.checkpoint.is_none() && target >= next {
+            let (edits, crcs) = (Vec::new(), Vec::new());
+            let job = CheckpointJob { target, work, next, edits, crcs, edited: 0, special: None };
+            self.checkpoint = Some(job);
+        }
+    }
+
+    /// Folds on; true once the job is done and its result is in place.
+    pub fn step_checkpoint<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        let Some(mut job) = self.checkpoint.take() else { return Ok(true) };
+        let stepped = self.step_job(core, &mut job);
+        match stepped {
+            Ok(true) => {
+                self.finish_checkpoint(job);
+                Ok(true)
+            }
+            Ok(false) => {
+                self.checkpoint = Some(job);
+                Ok(false)
+            }
+            // The work is forgotten; the log still has everything.
+            Err(error) => Err(error),
+        }
+    }
+
+    fn step_job<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CheckpointJob,
+    ) -> Result<bool, StoreError> {
+        if job.edited < job.edits.len() {
+            let until = (job.edited + EDITS_A_STEP).min(job.edits.len());
+            let edits = &job.edits[job.edited..until];
+            let mut io = self.io(core);
+            job.work.root = tree::update(&mut io, job.work.root, edits, &job.crcs, None)?;
+            job.edited = until;
+            return Ok(false);
+        }
+        if let Some(lsn) = job.special.take() {
+            self.fold_special(job, lsn);
+            return Ok(false);
+        }
+        if job.next > job.target {
+            return Ok(true);
+        }
+        self.gather(core, job);
+        Ok(false)
+    }
+
+    /// Collects the entries up to the next one that changes the views.
+    fn gather<D: Disk>(&mut self, core: &mut Core<D>, job: &mut CheckpointJob) {
+        let special = self.log.special_from(job.next).find(|(_, kind)| {
+            matches!(
+                kind,
+                EntryKind::Snapshot { .. }
+                    | EntryKind::DeleteSnapshot { .. }
+                    | EntryKind::Revert { .. }
+            )
+        });
+        let special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
+        let end = special.unwrap_or(job.target + 1);
+        let mut overlay = Overlay::default();
+        for lsn in job.next..end {
+            let Some(record) = self.log.get(lsn).copied() else { continue };
+            let kind = self.log.kind(lsn, &record);
+            job.work.head.apply(record.position(lsn), quoin_core::Chain(record.chain), &kind);
+            if record.has_range() {
+                overlay.insert(record.lba, record.end(), lsn);
+            }
+            if record.place != 0 {
+                let bytes = u64::from(record.blocks) * BLOCK_SIZE as u64;
+                self.family.sub_live(&core.superblock, record.place, bytes);
+            }
+        }
+        job.edits.clear();
+        job.crcs.clear();
+        job.edited = 0;
+        for (start, end, lsn) in overlay.range(0, u64::MAX) {
+            let Some(record) = self.log.get(lsn) else { continue };
+            // Longer holes than an edit can say do not occur: entries are shorter.
+            let blocks = (end - start) as u32;
+            let change = match record.place {
+                0 => Change::Hole { version: lsn },
+                place => {
+                    let crc_at = job.crcs.len() as u32;
+                    let offset = start - record.lba;
+                    let crcs = self.log.crcs(record).skip(offset as usize).take(blocks as usize);
+                    job.crcs.extend(crcs);
+                    let place = place + offset;
+                    let bytes = u64::from(blocks) * BLOCK_SIZE as u64;
+                    self.family.add_live(&core.superblock, place, bytes);
+                    Change::Data { version: lsn, place, crc_at }
+                }
+            };
+            job.edits.push(Edit { lba: start, blocks, change });
+        }
+        job.next = special.map_or(end, |lsn| lsn + 1);
+        job.special = special;
+    }
+
+    fn fold_special(&mut self, job: &mut CheckpointJob, lsn: u64) {
+        let Some(record) = self.log.get(lsn).copied() else { return };
+        let kind = self.log.kind(lsn, &record);
+        let work = &mut job.work;
+        work.head.apply(record.position(lsn), quoin_core::Chain(record.chain), &kind);
+        match kind {
+            EntryKind::Snapshot { id, hidden } => {
+                let (lsn, blocks) = (Lsn(lsn), work.head.volume_blocks);
+                work.snapshots.push(SnapshotState {
+                    info: quoin_core::message::SnapshotInfo { id, lsn, hidden, blocks },
+                    root: work.root,
+                    position: work.head.position,
+                    chain: work.head.chain,
+                    last_view: work.head.last_view.clone(),
+                });
+            }
+            EntryKind::DeleteSnapshot { id } => {
+                work.snapshots.retain(|s| s.info.id != id);
+                self.recount = true;
+            }
+            EntryKind::Revert { id } => {
+                if let Some(s) = work.snapshots.iter().find(|s| s.info.id == id) {
+                    work.root = s.root;
+                    self.recount = true;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn finish_checkpoint(&mut self, job: CheckpointJob) {
+        self.folded = job.work;
+        self.log.drop_through(job.target);
+        self.frozen = None;
+        if self.upper.reverted || self.log.special_from(0).any(|(_, k)| is_revert(k)) {
+            self.upper = self.upper_at(self.head.position.lsn);
+        } else {
+            self.upper.overlay.forget_through(job.target);
+            self.upper.lower = self.folded.root;
+        }
+        self.dirty = true;
+    }
+
+    /// Folds everything up to `target` at once.
+    pub fn checkpoint_now<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        target: u64,
+    ) -> Result<(), StoreError> {
+        while self.checkpoint.is_some() && !self.step_checkpoint(core)? {}
+        self.begin_checkpoint_to(target);
+        while !self.step_checkpoint(core)? {}
+        Ok(())
+    }
+
+    /// Where recovery has to begin reading the log.
+    pub fn log_start(&self) -> LogStart {
+        use crate::batch::Stream;
+        self.log.start().unwrap_or_else(|| LogStart {
+            sequence: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.sequence),
+            offset_blocks: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.used_blocks),
+            index: self.next_index,
+            previous: self.previous,
+        })
+    }
+
+    pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
+        let segments: Vec<SegmentState> = self.family.segments.values().map(|s| s.state).collect();
+        Checkpoint {
+            root: self.folded.root,
+            head: self.folded.head.clone(),
+            stable: self.stable,
+            snapshots: self.folded.snapshots.clone(),
+            log: self.log_start(),
+            segments,
+            sequence: core.sequence,
+            shadow: self.shadow.as_ref().map(|s| s.state()),
+        }
+    }
+
+    /// Writes what the current state refers to and asks for the sync that its record waits for.
+    pub fn begin_commit<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        if self.commit.is_some() {
+            return Ok(());
+        }
+        self.merge_shadow(core)?;
+        self.io(core).flush()?;
+        let record = self.checkpoint_state(core).encode();
+        let frees = std::mem::take(&mut self.limbo);
+        self.commit = Some(Commit { ticket: core.tickets.request().0, record, frees });
+        self.dirty = false;
+        Ok(())
+    }
+
+    /// A sync is done: records the state that waited for it.
+    pub fn finish_commit<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        synced: u64,
+    ) -> Result<(), StoreError> {
+        let Some(commit) = self.commit.take_if(|c| c.ticket <= synced) else { return Ok(()) };
+        core.record(Record::Checkpoint(self.identity.guid, commit.record))?;
+        let ticket = core.tickets.request().0;
+        core.freeing.extend(commit.frees.iter().map(|(unit, units)| (ticket, *unit, *units)));
+        Ok(())
+    }
+}
+
+pub fn is_revert(kind: &EntryKind) -> bool {
+    matches!(kind, EntryKind::Revert { .. })
+}

@@ -1,0 +1,366 @@
+//! Clean-up: what is still needed of a segment is moved out of it, and the segment is free.
+//!
+//! Which blocks are needed is asked of every view that is kept (the live map, snapshots, pins,
+//! a shadow), never of a counter: counters only choose the victim. Blocks are moved in LBA
+//! order, so that runs form again; views that share nodes go on sharing them. Nodes are moved
+//! by writing them anew. Everything is done in steps of about a megabyte.
+
+use std::collections::BTreeMap;
+
+use bytes::BytesMut;
+use quoin_core::replica::store::StoreError;
+use quoin_core::{BLOCK_SIZE, Lsn};
+
+use crate::batch::{Batch, Stream, header_blocks};
+use crate::core::{BadBlock, Core};
+use crate::disk::Disk;
+use crate::moved::MovedBlock;
+use crate::node::{LEAF_BLOCKS, Node};
+use crate::records::SegmentState;
+use crate::replica::Replica;
+use crate::tree::{self, BlockAt, Change, Edit, Memo, Nodes, Part, Root};
+
+/// Blocks looked at in one step.
+const BLOCKS_A_STEP: usize = 256;
+/// Leaves counted in one step.
+const LEAVES_A_STEP: usize = 64;
+
+#[derive(Clone, Copy)]
+struct Candidate {
+    lba: u64,
+    version: u64,
+    place: u64,
+    crc: u32,
+}
+
+/// A segment that is being emptied.
+pub struct CleanJob {
+    unit: u32,
+    blocks: Vec<Candidate>,
+    nodes: Vec<Edit>,
+    done: usize,
+}
+
+/// A count of what is live, by segment, over all views.
+pub struct Recount {
+    views: Vec<(Root, u64)>,
+    view: usize,
+    cursor: u64,
+    live: BTreeMap<u32, u64>,
+    through_sequence: u64,
+    folded: u64,
+}
+
+impl Replica {
+    /// Segments that may be cleaned now: closed, and no part of the log that is kept.
+    pub fn victims(&self) -> impl Iterator<Item = SegmentState> + '_ {
+        let first_needed = self.log_start().index;
+        let blocked = self.checkpoint.is_some()
+            || self.recount_job.is_some()
+            || self.shadow.as_ref().is_some_and(|s| s.prepared.is_some());
+        self.family
+            .segments
+            .values()
+            .map(|s| s.state)
+            .filter(move |s| !blocked && !self.family.open.contains(&Some(s.unit)))
+            .filter(|s| !self.unreadable.contains(&s.unit))
+            .filter(move |s| s.stream != Stream::Log || s.last_index < first_needed)
+    }
+
+    /// Begins to empty a segment. `Ok(false)`: its headers cannot be read, so it stays.
+    pub fn begin_clean<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        segment: SegmentState,
+    ) -> Result<bool, StoreError> {
+        self.merge_shadow(core)?;
+        self.io(core).flush()?;
+        self.frozen = None;
+        let mut job = CleanJob { unit: segment.unit, blocks: vec![], nodes: vec![], done: 0 };
+        let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
+            let mut place = start + u64::from(batch.header_blocks);
+            for entry in batch.entries() {
+                if segment.stream == Stream::Nodes {
+                    let change = Change::Renew { node: entry.epoch };
+                    job.nodes.push(Edit { lba: entry.lba, blocks: 1, change });
+                    continue;
+                }
+                for (i, crc) in entry.crcs().enumerate() {
+                    let (lba, version) = (entry.lba + i as u64, entry.lsn);
+                    job.blocks.push(Candidate { lba, version, place, crc });
+                    place += 1;
+                }
+            }
+        })?;
+        if complete {
+            job.blocks.sort_unstable_by_key(|b| (b.lba, b.version));
+            job.nodes.sort_unstable_by_key(|e| e.lba);
+            self.clean = Some(job);
+        }
+        Ok(complete)
+    }
+
+    /// Cleans on; true once the segment is empty and waits for the next commit to be free.
+    pub fn step_clean<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        let Some(mut job) = self.clean.take() else { return Ok(true) };
+        self.merge_shadow(core)?;
+        let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
+        if !job.blocks.is_empty() {
+            let live = self.live_of(core, &job.blocks[job.done..end])?;
+            self.move_blocks(core, live)?;
+        } else if !job.nodes.is_empty() {
+            self.renew(core, &job.nodes[job.done..end])?;
+        }
+        job.done = end;
+        if job.done < job.blocks.len().max(job.nodes.len()) {
+            self.clean = Some(job);
+            return Ok(false);
+        }
+        if let Some(segment) = self.family.segments.remove(&job.unit) {
+            self.limbo.push((job.unit, segment.state.units));
+        }
+        self.dirty = true;
+        Ok(true)
+    }
+
+    /// Every view that must survive, with the newest version it can hold.
+    fn views(&self) -> Vec<(Root, u64)> {
+        let mut views: Vec<(Root, u64)> =
+            self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
+        views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
+        views.push((self.folded.root, u64::MAX));
+        if self.upper.reverted {
+            views.push((self.upper.lower, u64::MAX));
+        }
+        if let Some(shadow) = &self.shadow {
+            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
+        }
+        views
+    }
+
+    fn views_mut(&mut self) -> Vec<&mut Root> {
+        let mut views: Vec<&mut Root> =
+            self.folded.snapshots.iter_mut().map(|s| &mut s.root).collect();
+        views.extend(self.pins.values_mut().map(|p| &mut p.root));
+        views.push(&mut self.folded.root);
+        views.push(&mut self.upper.lower);
+        if let Some(shadow) = &mut self.shadow {
+            views.extend(shadow.roots_mut());
+        }
+        views
+    }
+
+    fn live_of<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        candidates: &[Candidate],
+    ) -> Result<Vec<Candidate>, StoreError> {
+        let views = self.views();
+        let mut io = self.io(core);
+        let mut live = Vec::new();
+        for candidate in candidates {
+            for (root, newest) in &views {
+                if candidate.version > *newest {
+                    continue;
+                }
+                let mut found = [BlockAt::default()];
+                tree::blocks(&mut io, *root, candidate.lba, &mut found)?;
+                if found[0].place == tree::BAD_PLACE {
+                    return Err(StoreError::Damaged("a node of the map"));
+                }
+                if found[0].place == candidate.place {
+                    live.push(*candidate);
+                    break;
+                }
+            }
+        }
+        Ok(live)
+    }
+
+    fn move_blocks<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        live: Vec<Candidate>,
+    ) -> Result<(), StoreError> {
+        let mut blocks = Vec::with_capacity(live.len());
+        for candidate in &live {
+            let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
+            let read = core.read(candidate.place, &mut bytes);
+            if read.is_err() || quoin_core::crc32c(&bytes) != candidate.crc {
+                // It moves with its checksum, so it stays bad until a peer repairs it.
+                let (lba, version) = (candidate.lba, Lsn(candidate.version));
+                core.note_bad(BadBlock { replica: self.identity.guid, lba, version });
+            }
+            let Candidate { lba, version, crc, .. } = *candidate;
+            blocks.push(MovedBlock { lba, version, crc, bytes: bytes.freeze() });
+        }
+        let places = self.write_moved(core, &blocks, true)?;
+        let mut moves: Vec<Edit> = live
+            .iter()
+            .zip(places)
+            .map(|(from, to)| Edit {
+                lba: from.lba,
+                blocks: 1,
+                change: Change::Move { from: from.place, to },
+            })
+            .collect();
+        // Two versions of one block need two passes: edits of a pass do not overlap.
+        while !moves.is_empty() {
+            let (mut pass, mut later) = (Vec::<Edit>::new(), Vec::new());
+            for edit in moves {
+                match pass.last() {
+                    Some(last) if last.lba == edit.lba => later.push(edit),
+                    _ => pass.push(edit),
+                }
+            }
+            self.update_views(core, &pass)?;
+            moves = later;
+        }
+        Ok(())
+    }
+
+    fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
+        self.update_views(core, nodes)
+    }
+
+    /// Applies the edits to all views, or to none.
+    fn update_views<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        edits: &[Edit],
+    ) -> Result<(), StoreError> {
+        let mut memo = Memo::new();
+        let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
+        let mut new = Vec::with_capacity(old.len());
+        let mut io = self.io(core);
+        for root in old {
+            new.push(tree::update(&mut io, root, edits, &[], Some(&mut memo))?);
+        }
+        for (root, new) in self.views_mut().into_iter().zip(new) {
+            *root = new;
+        }
+        Ok(())
+    }
+
+    pub fn begin_recount<D: Disk>(&mut self, core: &Core<D>) {
+        let mut views = self.views();
+        views.sort_by_key(|(_, newest)| *newest);
+        self.recount = false;
+        self.recount_job = Some(Recount {
+            views,
+            view: 0,
+            cursor: 0,
+            live: BTreeMap::new(),
+            through_sequence: core.sequence,
+            folded: self.folded.head.position.lsn.0,
+        });
+    }
+
+    /// Counts on; true when the estimates have been replaced.
+    pub fn step_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        let Some(mut job) = self.recount_job.take() else { return Ok(true) };
+        for _ in 0..LEAVES_A_STEP {
+            let Some((root, newest)) = job.views.get(job.view).copied() else {
+                self.finish_recount(job);
+                return Ok(true);
+            };
+            // What an older view holds as well was counted there.
+            let from = match job.view.checked_sub(1).map(|v| job.views[v].1) {
+                Some(before) if before < newest => before,
+                _ => 0,
+            };
+            let mut io = self.io(core);
+            match tree::next_part(&mut io, root, from, job.cursor)? {
+                None => (job.view, job.cursor) = (job.view + 1, 0),
+                Some(part) => {
+                    job.cursor = part.range().1;
+                    let Part::Leaf { node, .. } = part else { continue };
+                    let Some(loaded) = io.load(0, &node)? else { continue };
+                    let Node::Leaf(leaf) = &*loaded else { continue };
+                    let superblock = core.superblock;
+                    let mut count = |block: u64, bytes: u64| {
+                        if let Some(segment) = self.family.segment_of(&superblock, block) {
+                            *job.live.entry(segment.state.unit).or_default() += bytes;
+                        }
+                    };
+                    count(node.place / BLOCK_SIZE as u64, node.length.into());
+                    for i in (0..LEAF_BLOCKS).filter(|i| leaf.places[*i] != 0) {
+                        if leaf.lsns[i] > from {
+                            count(leaf.places[i], BLOCK_SIZE as u64);
+                        }
+                    }
+                }
+            }
+        }
+        self.recount_job = Some(job);
+        Ok(false)
+    }
+
+    fn finish_recount(&mut self, job: Recount) {
+        for (unit, segment) in &mut self.family.segments {
+            let state = &mut segment.state;
+            if state.sequence <= job.through_sequence && state.last_lsn <= job.folded {
+                state.live_bytes = job.live.get(unit).copied().unwrap_or(0);
+            }
+        }
+    }
+}
+
+/// Reads a segment's batches in order. False: one of its headers is bad.
+pub fn walk<D: Disk>(
+    core: &Core<D>,
+    segment: &SegmentState,
+    guid_hash: u64,
+    mut each: impl FnMut(u64, &Batch<'_>),
+) -> Result<bool, StoreError> {
+    let start = core.superblock.unit_start(segment.unit);
+    let mut at = 1;
+    while at < segment.used_blocks {
+        let Some(bytes) = read_header(core, start + u64::from(at), segment.used_blocks - at)?
+        else {
+            return Ok(false);
+        };
+        let Some(batch) = Batch::parse(&bytes) else { return Ok(false) };
+        let header = batch.header;
+        let own = (header.sequence, header.guid_hash, header.stream);
+        if own != (segment.sequence, guid_hash, segment.stream) {
+            return Ok(false);
+        }
+        each(start + u64::from(at), &batch);
+        at = at.saturating_add(batch.blocks());
+    }
+    Ok(true)
+}
+
+/// The blocks of the header that starts at `block`, if one does within `room` blocks.
+pub fn read_header<D: Disk>(
+    core: &Core<D>,
+    block: u64,
+    room: u32,
+) -> Result<Option<Vec<u8>>, StoreError> {
+    let mut bytes = vec![0; BLOCK_SIZE];
+    if !readable(core.read(block, &mut bytes))? {
+        return Ok(None);
+    }
+    match header_blocks(&bytes) {
+        Some(count) if count <= room as usize => {
+            if count > 1 {
+                bytes.resize(count * BLOCK_SIZE, 0);
+                if !readable(core.read(block + 1, &mut bytes[BLOCK_SIZE..]))? {
+                    return Ok(None);
+                }
+            }
+            Ok(Some(bytes))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// An unreadable sector is as good as a rotten one.
+fn readable(read: Result<(), StoreError>) -> Result<bool, StoreError> {
+    match read {
+        Ok(()) => Ok(true),
+        Err(StoreError::Io(fault)) if fault.errno == 5 => Ok(false),
+        Err(error) => Err(error),
+    }
+}

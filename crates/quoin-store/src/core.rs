@@ -1,0 +1,334 @@
+//! What all replicas of a pool share: the disk, free space, the metadata ring, the node cache,
+//! tickets.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::IoSlice;
+use std::sync::Arc;
+
+use bytes::BytesMut;
+use quoin_core::replica::store::{IoFault, StoreError};
+use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
+
+use crate::api::Tickets;
+use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
+use crate::disk::Disk;
+use crate::layout::Superblock;
+use crate::node::{NODE_LENGTH_MAX, Node, NodeRef};
+use crate::records::{DurableState, Record};
+use crate::ring::Ring;
+use crate::segments::{Allocator, Family};
+use crate::tree::{BlockAt, Nodes};
+
+/// Bounds of a pool; plain numbers, chosen by the driver.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PoolOptions {
+    /// Memory for nodes of the maps.
+    pub cache_bytes: u64,
+    /// Log above the last checkpoints that makes the next one due; bounds the time to recover.
+    pub checkpoint_bytes: u64,
+    /// Log kept for replicas that lag, of each replica.
+    pub log_keep_bytes: u64,
+    /// Written bytes after which the disk is told to begin writing them out.
+    pub write_out_bytes: u64,
+}
+
+impl Default for PoolOptions {
+    fn default() -> Self {
+        Self {
+            cache_bytes: 256 << 20,
+            checkpoint_bytes: 256 << 20,
+            log_keep_bytes: 64 << 20,
+            write_out_bytes: 1 << 20,
+        }
+    }
+}
+
+/// A block whose copy failed its checksum: to be fetched from a peer with the same version.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct BadBlock {
+    pub replica: ReplicaGuid,
+    pub lba: u64,
+    pub version: Lsn,
+}
+
+pub struct Core<D> {
+    pub disk: D,
+    pub superblock: Superblock,
+    pub options: PoolOptions,
+    pub allocator: Allocator,
+    pub ring: Ring,
+    pub durable: DurableState,
+    pub cache: Cache,
+    pub tickets: Tickets,
+    /// The last sync failed: nothing is written any more.
+    pub failed: Option<IoFault>,
+    /// Sequence number of the newest segment.
+    pub sequence: u64,
+    /// Segments whose removal is recorded, and the ticket that makes the record durable.
+    pub freeing: Vec<(u64, u32, u32)>,
+    pub bad: Vec<BadBlock>,
+    /// Kept from call to call, so that IO allocates little.
+    pub header: Vec<u8>,
+    pub found: Vec<BlockAt>,
+}
+
+impl<D: Disk> Core<D> {
+    pub fn check_usable(&self) -> Result<(), StoreError> {
+        self.failed.map_or(Ok(()), |fault| Err(StoreError::Io(fault)))
+    }
+
+    /// Appends to the metadata ring and applies the record to the durable state.
+    pub fn record(&mut self, record: Record) -> Result<(), StoreError> {
+        self.check_usable()?;
+        let mut bytes = BytesMut::new();
+        record.encode(&mut bytes);
+        if self.ring.append(&self.disk, &bytes)? {
+            self.durable.apply(record);
+            return Ok(());
+        }
+        let before = self.durable.clone();
+        self.durable.apply(record);
+        let written = self.restate();
+        if written.is_err() {
+            self.durable = before;
+        }
+        written
+    }
+
+    /// Writes the whole durable state anew.
+    pub fn restate(&mut self) -> Result<(), StoreError> {
+        let state = self.durable.encode();
+        let written = self.ring.restate(&self.disk, &state);
+        if let Err(StoreError::Io(fault)) = written {
+            self.failed = Some(fault);
+        }
+        written
+    }
+
+    pub fn write(&mut self, block: u64, parts: &[IoSlice<'_>]) -> Result<(), StoreError> {
+        self.disk.write_at(block * BLOCK_SIZE as u64, parts).map_err(StoreError::Io)
+    }
+
+    pub fn read(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        self.disk.read_at(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
+    }
+
+    /// Releases what the finished sync made free.
+    pub fn release(&mut self, ticket: u64) {
+        let unit_bytes = u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;
+        let (done, later) = self.freeing.drain(..).partition(|(t, ..)| *t <= ticket);
+        self.freeing = later;
+        let done: Vec<(u64, u32, u32)> = done;
+        for (_, unit, units) in done {
+            let offset = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;
+            self.disk.discard(offset, u64::from(units) * unit_bytes);
+            self.allocator.give(unit, units);
+        }
+    }
+
+    pub fn note_bad(&mut self, bad: BadBlock) {
+        const REMEMBERED: usize = 1024;
+        if self.bad.len() < REMEMBERED && !self.bad.contains(&bad) {
+            self.bad.push(bad);
+        }
+    }
+}
+
+/// Decoded nodes by place, bounded; the second chance decides who goes. A place that is reused
+/// is overwritten here when its new node is written, so nothing stale is ever found.
+pub struct Cache {
+    nodes: HashMap<u64, (Arc<Node>, bool)>,
+    queue: VecDeque<u64>,
+    nodes_max: usize,
+}
+
+impl Cache {
+    pub fn new(bytes: u64) -> Self {
+        let nodes_max = (bytes / (NODE_LENGTH_MAX as u64 + 128)).max(16) as usize;
+        Cache { nodes: HashMap::new(), queue: VecDeque::new(), nodes_max }
+    }
+
+    fn get(&mut self, place: u64) -> Option<Arc<Node>> {
+        let (node, used) = self.nodes.get_mut(&place)?;
+        *used = true;
+        Some(node.clone())
+    }
+
+    fn insert(&mut self, place: u64, node: Arc<Node>) {
+        while self.nodes.len() >= self.nodes_max
+            && let Some(oldest) = self.queue.pop_front()
+        {
+            match self.nodes.get_mut(&oldest) {
+                Some((_, used)) if *used => {
+                    *used = false;
+                    self.queue.push_back(oldest);
+                }
+                _ => drop(self.nodes.remove(&oldest)),
+            }
+        }
+        if self.nodes.insert(place, (node, false)).is_none() {
+            self.queue.push_back(place);
+        }
+    }
+}
+
+/// Nodes that wait to be written as one batch.
+#[derive(Default)]
+pub struct NodeBatch {
+    /// First block of the batch, its header's.
+    start: u64,
+    unit: u32,
+    bytes: Vec<u8>,
+    /// (byte place, length, level, first LBA, newest version)
+    nodes: Vec<(u64, u32, u8, u64, u64)>,
+}
+
+/// Nodes whose entries fit in a header of one block.
+const NODES_PER_BATCH: usize = 96;
+const NODE_BATCH_BYTES: usize = 256 << 10;
+
+/// A replica's view of [`Nodes`].
+pub struct NodeIo<'a, D> {
+    pub core: &'a mut Core<D>,
+    pub family: &'a mut Family,
+    pub batch: &'a mut NodeBatch,
+    /// Blocks that left the map are counted as dead unless a view as new as this may keep them.
+    pub kept_through: u64,
+}
+
+impl<D: Disk> NodeIo<'_, D> {
+    /// Writes the batch out. Without it nodes are held in memory only.
+    pub fn flush(&mut self) -> Result<(), StoreError> {
+        if self.batch.nodes.is_empty() {
+            return Ok(());
+        }
+        let core = &mut *self.core;
+        core.check_usable()?;
+        let segment = self
+            .family
+            .segments
+            .get_mut(&self.batch.unit)
+            .ok_or(StoreError::Damaged("the segment of new nodes is gone"))?;
+        let blocks = self.batch.bytes.len().div_ceil(BLOCK_SIZE);
+        let mut writer = HeaderWriter::new(&mut core.header);
+        for (place, length, level, base, newest) in &self.batch.nodes {
+            let entry = BatchEntry {
+                epoch: *place,
+                lsn: *newest,
+                lba: *base,
+                blocks: *length,
+                kind: *level,
+                ..BatchEntry::default()
+            };
+            writer.entry(&entry, std::iter::empty());
+        }
+        let check = writer.finish(&BatchHeader {
+            stream: Stream::Nodes,
+            sequence: segment.state.sequence,
+            index: segment.next_index,
+            previous: segment.previous,
+            guid_hash: self.family.guid_hash,
+            watermark: 0,
+            starts: core.superblock.starts,
+            data_blocks: blocks as u32,
+            key: 0,
+        });
+        self.batch.bytes.resize(blocks * BLOCK_SIZE, 0);
+        let parts = [IoSlice::new(&core.header), IoSlice::new(&self.batch.bytes)];
+        core.disk.write_at(self.batch.start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
+        segment.state.used_blocks += 1 + blocks as u32;
+        segment.next_index += 1;
+        segment.previous = check;
+        self.batch.nodes.clear();
+        self.batch.bytes.clear();
+        Ok(())
+    }
+}
+
+impl<D: Disk> Nodes for NodeIo<'_, D> {
+    fn load(&mut self, level: u8, node: &NodeRef) -> Result<Option<Arc<Node>>, StoreError> {
+        if let Some(cached) = self.core.cache.get(node.place) {
+            return Ok(Some(cached));
+        }
+        let pending_start = (self.batch.start + 1) * BLOCK_SIZE as u64;
+        let in_batch = node.place.checked_sub(pending_start).map(|at| at as usize);
+        let bytes = match in_batch.filter(|at| *at < self.batch.bytes.len()) {
+            Some(at) => self.batch.bytes.get(at..at + node.length as usize).map(<[u8]>::to_vec),
+            None => read_node(self.core, node)?,
+        };
+        let Some(loaded) = bytes.and_then(|b| Node::decode_checked(level, node, &b)) else {
+            return Ok(None);
+        };
+        let loaded = Arc::new(loaded);
+        self.core.cache.insert(node.place, loaded.clone());
+        Ok(Some(loaded))
+    }
+
+    fn write(&mut self, level: u8, base: u64, node: Node) -> Result<NodeRef, StoreError> {
+        let mut bytes = Vec::new();
+        node.encode(&mut bytes);
+        let unit_bytes = (self.core.superblock.unit_blocks as usize - 2) * BLOCK_SIZE;
+        let limit = NODE_BATCH_BYTES.min(unit_bytes);
+        let full = self.batch.nodes.len() == NODES_PER_BATCH
+            || self.batch.bytes.len() + bytes.len() > limit;
+        let after = (self.batch.bytes.len() + bytes.len()).div_ceil(BLOCK_SIZE) as u32 + 1;
+        let room = self.family.room(&self.core.superblock, Stream::Nodes);
+        if full || (!self.batch.nodes.is_empty() && after > room) {
+            self.flush()?;
+        }
+        if self.batch.nodes.is_empty() {
+            let needed = 1 + bytes.len().div_ceil(BLOCK_SIZE) as u32;
+            let segment = self.family.segment_for(self.core, Stream::Nodes, needed, true)?;
+            let state = segment.state;
+            self.batch.unit = state.unit;
+            self.batch.start =
+                self.core.superblock.unit_start(state.unit) + u64::from(state.used_blocks);
+        }
+        let place = (self.batch.start + 1) * BLOCK_SIZE as u64 + self.batch.bytes.len() as u64;
+        let length = bytes.len() as u32;
+        let newest = node.newest();
+        let written = NodeRef { place, length, crc: quoin_core::crc32c(&bytes), newest };
+        self.batch.bytes.extend_from_slice(&bytes);
+        self.batch.nodes.push((place, length, level, base, newest));
+        self.family.add_live(&self.core.superblock, place / BLOCK_SIZE as u64, length.into());
+        self.core.cache.insert(place, Arc::new(node));
+        Ok(written)
+    }
+
+    fn replaced(&mut self, place: u64, version: u64) {
+        if version > self.kept_through {
+            self.family.sub_live(&self.core.superblock, place, BLOCK_SIZE as u64);
+        }
+    }
+
+    fn node_replaced(&mut self, node: &NodeRef) {
+        if node.newest > self.kept_through {
+            let block = node.place / BLOCK_SIZE as u64;
+            self.family.sub_live(&self.core.superblock, block, node.length.into());
+        }
+    }
+}
+
+/// The bytes of a node; `None` where its reference is nonsense or its blocks cannot be read.
+fn read_node<D: Disk>(core: &Core<D>, node: &NodeRef) -> Result<Option<Vec<u8>>, StoreError> {
+    const EIO: i32 = 5;
+    let block = BLOCK_SIZE as u64;
+    let length = node.length as usize;
+    let Some(end) = node.place.checked_add(length as u64).filter(|e| *e <= core.disk.size()) else {
+        return Ok(None);
+    };
+    if length > NODE_LENGTH_MAX {
+        return Ok(None);
+    }
+    let first = node.place / block;
+    let mut buffer = vec![0; ((end.div_ceil(block) - first) * block) as usize];
+    match core.read(first, &mut buffer) {
+        Ok(()) => {}
+        Err(StoreError::Io(IoFault { errno: EIO, .. })) => return Ok(None),
+        Err(error) => return Err(error),
+    }
+    let start = (node.place % block) as usize;
+    buffer.drain(..start);
+    buffer.truncate(length);
+    Ok(Some(buffer))
+}

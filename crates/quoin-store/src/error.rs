@@ -1,0 +1,38 @@
+//! Why a pool cannot be made or opened.
+
+use quoin_core::replica::store::{IoFault, StoreError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    #[error(
+        "this is not a Quoin pool; choose another path, or make a pool with `--overwrite` if \
+         nothing on it is needed"
+    )]
+    Foreign,
+    #[error("this holds something already; make a pool with `--overwrite` if nothing is needed")]
+    NotEmpty,
+    #[error("the pool has format {version} or features newer than this program; upgrade Quoin")]
+    Newer { version: u32 },
+    #[error(
+        "the pool should have {expected_bytes} bytes but only {size_bytes} are there; restore the \
+         whole file or device, or remove the pool and let its replicas be rebuilt"
+    )]
+    Truncated { size_bytes: u64, expected_bytes: u64 },
+    #[error("a pool needs at least {needed_bytes} bytes, here are {size_bytes}")]
+    TooSmall { size_bytes: u64, needed_bytes: u64 },
+    #[error("{0}")]
+    Unfit(&'static str),
+    #[error(
+        "the pool's metadata cannot be read from either of its two copies; remove the pool and \
+         let its replicas be rebuilt"
+    )]
+    MetadataLost,
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl From<IoFault> for PoolError {
+    fn from(fault: IoFault) -> Self {
+        PoolError::Store(StoreError::Io(fault))
+    }
+}

@@ -1,0 +1,240 @@
+//! Where things lie in a pool, and the superblock that says so.
+//!
+//! ```text
+//! block 0,1   superblock, a ring of two          | S-2,S-1     the same at the other end
+//! block 2..   metadata ring (two halves)         | ..S-2       its mirror
+//! between     units of equal size; a segment is one unit or eight aligned ones
+//! ```
+
+use quoin_core::replica::store::StoreError;
+use quoin_core::{BLOCK_SIZE, PoolId};
+
+use crate::disk::Disk;
+use crate::error::PoolError;
+
+/// `QUOINPL1`: the first bytes of every superblock.
+pub const SUPERBLOCK_MAGIC: [u8; 8] = *b"QUOINPL1";
+/// Readers refuse a greater one.
+pub const FORMAT_VERSION: u32 = 1;
+/// Units of a large segment.
+pub const LARGE_UNITS: u32 = 8;
+/// The name of the block checksum in the superblock: CRC32C.
+const CHECKSUM_CRC32C: u32 = 1;
+const SUPERBLOCKS: u64 = 2;
+/// Length of the encoded superblock, its checksum included.
+const ENCODED_LENGTH: usize = 96;
+const SMALLEST_POOL_UNITS: u64 = 16;
+
+/// Feature words: an unknown bit in `incompat` refuses to open, in `ro_compat` to write.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Features {
+    pub compat: u64,
+    pub ro_compat: u64,
+    pub incompat: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Superblock {
+    pub pool: PoolId,
+    pub features: Features,
+    /// Blocks of the whole pool.
+    pub blocks: u64,
+    pub unit_blocks: u32,
+    /// Blocks of one copy of the metadata ring, both halves.
+    pub ring_blocks: u32,
+    /// How often the pool was opened: also known to the control plane, which so notices a disk
+    /// that was rolled back.
+    pub starts: u64,
+}
+
+/// The shape of a pool to be made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FormatOptions {
+    pub pool: PoolId,
+    /// Blocks of a small segment; a large one is eight of them. 4 MiB unless set. Entries must
+    /// fit in a small segment, so a pool for entries of 1 MiB needs at least 512.
+    pub unit_blocks: u32,
+    /// Make a pool over whatever lies there.
+    pub overwrite: bool,
+}
+
+impl FormatOptions {
+    pub fn new(pool: PoolId) -> Self {
+        Self { pool, unit_blocks: 1024, overwrite: false }
+    }
+}
+
+impl Superblock {
+    pub fn new(size: u64, options: &FormatOptions) -> Result<Self, PoolError> {
+        let blocks = size / BLOCK_SIZE as u64;
+        let (least_unit, most_unit) = (16, 1 << 16);
+        if !(least_unit..=most_unit).contains(&options.unit_blocks) {
+            return Err(PoolError::Unfit("a segment must have 16 to 65536 blocks"));
+        }
+        let ring_blocks = (blocks / 512).clamp(128, 65536) as u32 & !1;
+        let superblock = Superblock {
+            pool: options.pool,
+            features: Features::default(),
+            blocks,
+            unit_blocks: options.unit_blocks,
+            ring_blocks,
+            starts: 0,
+        };
+        let needed = 2 * (SUPERBLOCKS + u64::from(ring_blocks))
+            + SMALLEST_POOL_UNITS * u64::from(options.unit_blocks);
+        if blocks < needed {
+            return Err(PoolError::TooSmall {
+                size_bytes: size,
+                needed_bytes: needed * BLOCK_SIZE as u64,
+            });
+        }
+        Ok(superblock)
+    }
+
+    /// First blocks of the metadata ring and of its mirror.
+    pub fn rings(&self) -> [u64; 2] {
+        [SUPERBLOCKS, self.blocks - SUPERBLOCKS - u64::from(self.ring_blocks)]
+    }
+
+    pub fn segments_start(&self) -> u64 {
+        SUPERBLOCKS + u64::from(self.ring_blocks)
+    }
+
+    pub fn units(&self) -> u32 {
+        let room = self.blocks - 2 * self.segments_start();
+        u32::try_from(room / u64::from(self.unit_blocks)).unwrap_or(u32::MAX - 1)
+    }
+
+    pub fn unit_start(&self, unit: u32) -> u64 {
+        self.segments_start() + u64::from(unit) * u64::from(self.unit_blocks)
+    }
+
+    /// The unit a block lies in, if it lies in one.
+    pub fn unit_of(&self, block: u64) -> Option<u32> {
+        let unit = block.checked_sub(self.segments_start())? / u64::from(self.unit_blocks);
+        u32::try_from(unit).ok().filter(|u| *u < self.units())
+    }
+
+    fn encode(&self) -> [u8; BLOCK_SIZE] {
+        let mut out = [0; BLOCK_SIZE];
+        out[..8].copy_from_slice(&SUPERBLOCK_MAGIC);
+        out[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
+        out[12..16].copy_from_slice(&CHECKSUM_CRC32C.to_le_bytes());
+        out[16..24].copy_from_slice(&self.features.compat.to_le_bytes());
+        out[24..32].copy_from_slice(&self.features.ro_compat.to_le_bytes());
+        out[32..40].copy_from_slice(&self.features.incompat.to_le_bytes());
+        out[40..56].copy_from_slice(&self.pool.0.to_le_bytes());
+        out[56..64].copy_from_slice(&self.blocks.to_le_bytes());
+        out[64..68].copy_from_slice(&self.unit_blocks.to_le_bytes());
+        out[68..72].copy_from_slice(&self.ring_blocks.to_le_bytes());
+        out[72..80].copy_from_slice(&self.starts.to_le_bytes());
+        let crc = quoin_core::crc32c(&out[..ENCODED_LENGTH - 4]);
+        out[ENCODED_LENGTH - 4..ENCODED_LENGTH].copy_from_slice(&crc.to_le_bytes());
+        out
+    }
+
+    /// `Ok(None)`: no superblock of ours, or a damaged one.
+    fn decode(bytes: &[u8]) -> Result<Option<Self>, PoolError> {
+        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
+        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+        if bytes[..8] != SUPERBLOCK_MAGIC
+            || quoin_core::crc32c(&bytes[..ENCODED_LENGTH - 4]) != u32_at(ENCODED_LENGTH - 4)
+        {
+            return Ok(None);
+        }
+        let (version, incompat, ro_compat) = (u32_at(8), u64_at(32), u64_at(24));
+        if version > FORMAT_VERSION || u32_at(12) != CHECKSUM_CRC32C || incompat | ro_compat != 0 {
+            return Err(PoolError::Newer { version });
+        }
+        let pool = PoolId(u128::from_le_bytes(bytes[40..56].try_into().expect("16 bytes")));
+        let superblock = Superblock {
+            pool,
+            features: Features { compat: u64_at(16), ro_compat, incompat },
+            blocks: u64_at(56),
+            unit_blocks: u32_at(64),
+            ring_blocks: u32_at(68),
+            starts: u64_at(72),
+        };
+        let (ring, unit) = (u64::from(superblock.ring_blocks), superblock.unit_blocks);
+        let sane = unit >= 16
+            && ring >= 2
+            && ring.is_multiple_of(2)
+            && superblock.blocks > 2 * (SUPERBLOCKS + ring) + u64::from(unit)
+            && superblock.blocks < 1 << 50;
+        Ok(sane.then_some(superblock))
+    }
+
+    /// Writes the copies of this start: one slot of the ring of two, at both ends.
+    pub fn write<D: Disk>(&self, disk: &D) -> Result<(), StoreError> {
+        let bytes = self.encode();
+        let slot = self.starts % SUPERBLOCKS;
+        for block in [slot, self.blocks - SUPERBLOCKS + slot] {
+            let part = std::io::IoSlice::new(&bytes);
+            disk.write_at(block * BLOCK_SIZE as u64, &[part]).map_err(StoreError::Io)?;
+        }
+        Ok(())
+    }
+
+    /// The newest superblock of either end. A copy that contradicts the disk's size is no copy.
+    pub fn read<D: Disk>(disk: &D) -> Result<Self, PoolError> {
+        let blocks = disk.size() / BLOCK_SIZE as u64;
+        if blocks < 2 * SUPERBLOCKS {
+            return Err(PoolError::Foreign);
+        }
+        let mut newest: Option<Superblock> = None;
+        let mut buffer = vec![0; BLOCK_SIZE];
+        for block in [0, 1, blocks - 2, blocks - 1] {
+            let read = disk.read_at(block * BLOCK_SIZE as u64, &mut buffer);
+            if read.is_ok()
+                && let Some(found) = Self::decode(&buffer)?
+                && newest.is_none_or(|n| found.starts > n.starts)
+            {
+                newest = Some(found);
+            }
+        }
+        match newest {
+            None => Err(PoolError::Foreign),
+            Some(found) if found.blocks > blocks => Err(PoolError::Truncated {
+                size_bytes: disk.size(),
+                expected_bytes: found.blocks * BLOCK_SIZE as u64,
+            }),
+            Some(found) => Ok(found),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MemoryDisk;
+
+    #[test]
+    fn a_superblock_is_found_while_one_copy_is_left() {
+        let disk = MemoryDisk::new(128 << 20);
+        let mut superblock =
+            Superblock::new(disk.size(), &FormatOptions::new(PoolId(7))).expect("a fit pool");
+        for starts in 0..3 {
+            superblock.starts = starts;
+            superblock.write(&disk).expect("a write");
+        }
+        assert_eq!(Superblock::read(&disk).expect("a pool"), superblock);
+        disk.rot(40, 1);
+        assert_eq!(Superblock::read(&disk).expect("the other end"), superblock);
+        disk.rot(disk.size() - 2 * 4096 + 90, 0x80);
+        superblock.starts = 1;
+        assert_eq!(Superblock::read(&disk).expect("the start before"), superblock);
+    }
+
+    #[test]
+    fn other_peoples_disks_and_newer_formats_are_refused_by_name() {
+        let disk = MemoryDisk::new(128 << 20);
+        assert!(matches!(Superblock::read(&disk), Err(PoolError::Foreign)));
+        let mut superblock =
+            Superblock::new(disk.size(), &FormatOptions::new(PoolId(7))).expect("a fit pool");
+        superblock.features.incompat = 4;
+        superblock.write(&disk).expect("a write");
+        assert!(matches!(Superblock::read(&disk), Err(PoolError::Newer { .. })));
+        let small = Superblock::new(1 << 20, &FormatOptions::new(PoolId(7)));
+        assert!(matches!(small, Err(PoolError::TooSmall { .. })));
+    }
+}

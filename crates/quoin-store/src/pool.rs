@@ -1,0 +1,440 @@
+//! A pool: opening it, its replicas, syncing, background work.
+
+use std::collections::BTreeMap;
+
+use quoin_core::entry::SharedEntry;
+use quoin_core::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_core::replica::store::{
+    BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
+    StoreState, SyncTicket,
+};
+use quoin_core::{BLOCK_SIZE, Lsn, PoolId, ReplicaGuid};
+
+use crate::api::{Due, ReplicaPool, Tickets};
+use crate::core::{BadBlock, Cache, Core, PoolOptions};
+use crate::disk::{Disk, Syncer};
+use crate::error::PoolError;
+use crate::layout::{FormatOptions, Superblock};
+use crate::records::{Checkpoint, DurableState, RETIRED_MAX, Record};
+use crate::recover::recover;
+use crate::replica::Replica;
+use crate::ring::Ring;
+use crate::segments::Allocator;
+
+/// What a step of a checkpoint or a count is taken to cost, in bytes.
+pub(crate) const STEP_BYTES: u64 = 1 << 20;
+/// Part of the metadata ring that the whole state may take before no replica is added, in
+/// percent: the rest is for what changes.
+const RING_FULL_PERCENT: usize = 40;
+
+/// Space and memory of a pool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct PoolStats {
+    pub size_bytes: u64,
+    /// Bytes that clients may still fill, the reserve not counted.
+    pub free_bytes: u64,
+    pub used_bytes: u64,
+    pub reserve_bytes: u64,
+    pub replicas: usize,
+    /// How often the pool was opened.
+    pub starts: u64,
+    pub log_bytes: u64,
+}
+
+/// Space of one replica.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ReplicaStats {
+    /// Bytes of its segments.
+    pub allocated_bytes: u64,
+    /// About how much of that a view still needs.
+    pub live_bytes: u64,
+    /// Log that is not folded yet.
+    pub log_bytes: u64,
+    pub snapshots: usize,
+}
+
+/// Many replicas in one file or device.
+pub struct Pool<D> {
+    pub(crate) core: Core<D>,
+    pub(crate) replicas: BTreeMap<ReplicaGuid, Replica>,
+}
+
+impl<D: Disk> Pool<D> {
+    /// Makes an empty pool of the whole disk, durably.
+    pub fn format(disk: &D, options: &FormatOptions) -> Result<(), PoolError> {
+        if !options.overwrite {
+            match Superblock::read(disk) {
+                Err(PoolError::Foreign) => {}
+                Err(newer @ PoolError::Newer { .. }) => return Err(newer),
+                Ok(_) | Err(_) => return Err(PoolError::NotEmpty),
+            }
+            let mut first = vec![0; 16 * BLOCK_SIZE];
+            if disk.size() >= first.len() as u64 {
+                disk.read_at(0, &mut first)?;
+            }
+            if first.iter().any(|b| *b != 0) {
+                return Err(PoolError::NotEmpty);
+            }
+        }
+        let superblock = Superblock::new(disk.size(), options)?;
+        let mut ring = Ring::format(disk, &superblock)?;
+        ring.restate(disk, &DurableState::default().encode())?;
+        // Both slots: an older pool's newer start must not shine through.
+        superblock.write(disk)?;
+        Superblock { starts: 1, ..superblock }.write(disk)?;
+        disk.sync()?;
+        Ok(())
+    }
+
+    /// Opens a pool and recovers its replicas. Everything found is durable afterwards.
+    pub fn open(disk: D, options: PoolOptions) -> Result<Self, PoolError> {
+        // A fresh descriptor's sync surfaces write errors that nobody saw.
+        disk.sync()?;
+        let mut superblock = Superblock::read(&disk)?;
+        let (ring, records) = Ring::open(&disk, &superblock)?;
+        let durable = DurableState::decode(records).map_err(|_| PoolError::MetadataLost)?;
+        superblock.starts += 1;
+        superblock.write(&disk)?;
+        let pool_bytes =
+            u64::from(superblock.units()) * u64::from(superblock.unit_blocks) * BLOCK_SIZE as u64;
+        let options = PoolOptions {
+            checkpoint_bytes: options.checkpoint_bytes.min(pool_bytes / 16),
+            log_keep_bytes: options.log_keep_bytes.min(pool_bytes / 64),
+            ..options
+        };
+        let mut core = Core {
+            disk,
+            allocator: Allocator::new(superblock.units()),
+            sequence: superblock.starts << 32,
+            superblock,
+            cache: Cache::new(options.cache_bytes),
+            options,
+            ring,
+            durable: DurableState::default(),
+            tickets: Tickets::default(),
+            failed: None,
+            freeing: Vec::new(),
+            bad: Vec::new(),
+            header: Vec::new(),
+            found: Vec::new(),
+        };
+        let mut replicas = BTreeMap::new();
+        let mut corrected = durable;
+        for (guid, durable) in &mut corrected.replicas {
+            replicas.insert(*guid, recover(&mut core, durable)?);
+        }
+        core.durable = corrected;
+        core.restate()?;
+        core.release(0);
+        Ok(Pool { core, replicas })
+    }
+
+    pub fn id(&self) -> PoolId {
+        self.core.superblock.pool
+    }
+
+    /// How often the pool was opened: smaller than what the control plane knows means that the
+    /// disk was rolled back.
+    pub fn starts(&self) -> u64 {
+        self.core.superblock.starts
+    }
+
+    pub fn syncer(&self) -> Syncer {
+        self.core.disk.syncer()
+    }
+
+    pub fn stats(&self) -> PoolStats {
+        let unit = u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64;
+        let allocator = &self.core.allocator;
+        PoolStats {
+            size_bytes: u64::from(allocator.units()) * unit,
+            free_bytes: u64::from(allocator.free_for_clients()) * unit,
+            used_bytes: u64::from(allocator.units() - allocator.free_units()) * unit,
+            reserve_bytes: u64::from(allocator.reserve_units) * unit,
+            replicas: self.replicas.len(),
+            starts: self.starts(),
+            log_bytes: self.replicas.values().map(|r| r.log.bytes).sum(),
+        }
+    }
+
+    pub fn replica_stats(&self, guid: ReplicaGuid) -> Option<ReplicaStats> {
+        let replica = self.replicas.get(&guid)?;
+        let unit = u64::from(self.core.superblock.unit_blocks) * BLOCK_SIZE as u64;
+        let segments = || replica.family.segments.values();
+        Some(ReplicaStats {
+            allocated_bytes: segments().map(|s| u64::from(s.state.units) * unit).sum(),
+            live_bytes: segments().map(|s| s.state.live_bytes).sum(),
+            log_bytes: replica.log.bytes,
+            snapshots: replica.snapshots.len(),
+        })
+    }
+
+    /// Blocks found bad since the last call, by reads, clean-up or scrub.
+    pub fn take_bad_blocks(&mut self) -> Vec<BadBlock> {
+        std::mem::take(&mut self.core.bad)
+    }
+
+    /// Why the pool takes no more writes, if it does not.
+    pub fn failure(&self) -> Option<IoFault> {
+        self.core.failed
+    }
+
+    pub fn identity(&self, guid: ReplicaGuid) -> Option<&ReplicaIdentity> {
+        self.replicas.get(&guid).map(|r| &r.identity)
+    }
+
+    /// The disk, for simulators and tools.
+    pub fn disk(&self) -> &D {
+        &self.core.disk
+    }
+}
+
+impl<D: Disk> ReplicaPool for Pool<D> {
+    type Handle<'a>
+        = Handle<'a, D>
+    where
+        D: 'a;
+
+    fn replicas(&self) -> Vec<ReplicaGuid> {
+        self.replicas.keys().copied().collect()
+    }
+
+    fn replica(&mut self, guid: ReplicaGuid) -> Option<Handle<'_, D>> {
+        let replica = self.replicas.get_mut(&guid)?;
+        Some(Handle { core: &mut self.core, replica })
+    }
+
+    fn create(
+        &mut self,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+    ) -> Result<(), StoreError> {
+        self.core.check_usable()?;
+        let guid = identity.guid;
+        if self.is_retired(guid) || self.replicas.contains_key(&guid) {
+            return Err(StoreError::Rule("a GUID is born once"));
+        }
+        if blocks == 0 || blocks > quoin_core::VOLUME_BLOCKS_MAX {
+            return Err(StoreError::Rule("a volume's size must be 1 to 2^44 blocks"));
+        }
+        let added = identity.volume_spec.len() + 4096;
+        let limit = self.core.ring.capacity() / 100 * RING_FULL_PERCENT;
+        if self.core.durable.encode().len() + added > limit {
+            return Err(StoreError::Full);
+        }
+        let replica = Replica::new(identity.clone(), meta.clone(), blocks);
+        let checkpoint = Checkpoint {
+            head: replica.folded.head.clone(),
+            sequence: self.core.sequence,
+            ..Checkpoint::default()
+        };
+        self.core.record(Record::Create(identity))?;
+        self.core.record(Record::Meta(guid, Box::new(meta)))?;
+        self.core.record(Record::Checkpoint(guid, checkpoint.encode()))?;
+        self.replicas.insert(guid, replica);
+        Ok(())
+    }
+
+    fn delete(&mut self, guid: ReplicaGuid) -> Result<bool, StoreError> {
+        if !self.replicas.contains_key(&guid) {
+            return Ok(false);
+        }
+        if self.core.durable.retired.len() >= RETIRED_MAX {
+            return Err(StoreError::Rule("too many deleted replicas are remembered"));
+        }
+        self.core.record(Record::Delete(guid))?;
+        let ticket = self.core.tickets.request().0;
+        if let Some(replica) = self.replicas.remove(&guid) {
+            let segments = replica.family.segments.values().map(|s| (s.state.unit, s.state.units));
+            let waiting = replica.commit.into_iter().flat_map(|c| c.frees);
+            let all = segments.chain(replica.limbo).chain(waiting);
+            self.core.freeing.extend(all.map(|(unit, units)| (ticket, unit, units)));
+        }
+        Ok(true)
+    }
+
+    fn is_retired(&self, guid: ReplicaGuid) -> bool {
+        self.core.durable.retired.contains(&guid)
+    }
+
+    fn request_sync(&mut self) -> SyncTicket {
+        self.core.tickets.request()
+    }
+
+    fn sync_wanted(&mut self) -> Option<SyncTicket> {
+        if self.core.failed.is_some() {
+            return None;
+        }
+        let ticket = self.core.tickets.begin()?;
+        for replica in self.replicas.values_mut() {
+            replica.syncing = replica.head.position.lsn;
+        }
+        Some(ticket)
+    }
+
+    fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
+        self.core.tickets.finish(result.is_ok().then_some(ticket));
+        if let Err(fault) = result {
+            // What the kernel dropped cannot be known: nothing after it may count.
+            self.core.failed = Some(fault);
+            return;
+        }
+        self.core.release(ticket.0);
+        for replica in self.replicas.values_mut() {
+            replica.durable = replica.durable.max(replica.syncing);
+            if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
+                self.core.failed = Some(fault);
+            }
+        }
+    }
+
+    fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {
+        self.work(budget_bytes)
+    }
+
+    fn background_due(&self) -> Due {
+        self.due()
+    }
+
+    fn cookie(&self) -> BootCookie {
+        self.core.disk.cookie()
+    }
+}
+
+/// A replica of a pool.
+pub struct Handle<'a, D> {
+    core: &'a mut Core<D>,
+    replica: &'a mut Replica,
+}
+
+impl<D: Disk> ReplicaStore for Handle<'_, D> {
+    fn identity(&self) -> &ReplicaIdentity {
+        &self.replica.identity
+    }
+
+    fn meta(&self) -> &ReplicaMeta {
+        &self.replica.meta
+    }
+
+    fn put_meta(&mut self, meta: ReplicaMeta) -> Result<(), StoreError> {
+        let guid = self.replica.identity.guid;
+        self.core.record(Record::Meta(guid, Box::new(meta.clone())))?;
+        self.replica.meta = meta;
+        Ok(())
+    }
+
+    fn state(&self) -> StoreState {
+        self.replica.state()
+    }
+
+    fn epoch_table(&self) -> Vec<EpochEnd> {
+        self.replica.head.epoch_table.clone()
+    }
+
+    fn snapshots(&self) -> Vec<SnapshotInfo> {
+        self.replica.snapshots.clone()
+    }
+
+    fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
+        self.replica.append(self.core, entries)
+    }
+
+    fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {
+        self.replica.truncate(self.core, keep)
+    }
+
+    fn set_stable(&mut self, stable: Lsn) {
+        let position = self.replica.head.position.lsn;
+        self.replica.stable = self.replica.stable.max(stable.min(position));
+    }
+
+    fn request_sync(&mut self) -> SyncTicket {
+        self.core.tickets.request()
+    }
+
+    fn read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.replica.read(self.core, view, lba, blocks, want_data, out)
+    }
+
+    fn fetch(
+        &mut self,
+        after: Lsn,
+        bytes_max: u32,
+    ) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        if after.0 + 1 < self.replica.log.first_lsn() {
+            return Ok(None);
+        }
+        let (mut entries, mut bytes) = (Vec::new(), 0);
+        for lsn in after.0 + 1..self.replica.log.next_lsn() {
+            let entry = self.replica.entry(self.core, lsn)?;
+            bytes += entry.weight();
+            if bytes > bytes_max as usize && !entries.is_empty() {
+                break;
+            }
+            entries.push(entry);
+        }
+        Ok(Some(entries))
+    }
+
+    fn pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.replica.pull(self.core, session, view, from, cursor, bytes_max)
+    }
+
+    fn unpin(&mut self, session: u64) {
+        self.replica.pins.remove(&session);
+    }
+
+    fn shadow(&self) -> Option<(u64, Lsn, u64)> {
+        self.replica.shadow.as_ref().map(|s| s.progress())
+    }
+
+    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<(), StoreError> {
+        self.replica.increment_begin(self.core, rebuild, from)
+    }
+
+    fn increment_feed(
+        &mut self,
+        rebuild: u64,
+        slots: &[Slot],
+        cursor: u64,
+    ) -> Result<(), StoreError> {
+        self.replica.increment_feed(self.core, rebuild, slots, cursor)
+    }
+
+    fn increment_cut(&mut self, rebuild: u64, snapshot: SnapshotInfo) -> Result<(), StoreError> {
+        self.replica.increment_cut(self.core, rebuild, snapshot)
+    }
+
+    fn increment_prepare(&mut self, rebuild: u64, end: &IncrementEnd) -> Result<(), StoreError> {
+        self.replica.increment_prepare(self.core, rebuild, end)
+    }
+
+    fn increment_flip(&mut self, rebuild: u64) -> Result<(), StoreError> {
+        self.replica.increment_flip(self.core, rebuild)
+    }
+
+    fn repair(
+        &mut self,
+        lba: u64,
+        version: Lsn,
+        crc: u32,
+        data: &bytes::Bytes,
+    ) -> Result<bool, StoreError> {
+        self.replica.repair(self.core, lba, version, crc, data)
+    }
+}

@@ -1,0 +1,378 @@
+//! Opening a replica: the last durable state, then the log behind it.
+//!
+//! The log's batches form one chain. Recovery follows it from where the last checkpoint says,
+//! over log segments in order of their sequence numbers. Where it ends is decided by R4: a
+//! break above the last durable watermark is a torn tail and is cut there, one at or below it
+//! is damage. Nothing behind a break is looked at for content, only for a later watermark.
+
+use bytes::{Bytes, BytesMut};
+use quoin_core::replica::store::StoreError;
+use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn};
+
+use crate::batch::{Batch, BatchEntry, Stream};
+use crate::clean::read_header;
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::error::PoolError;
+use crate::overlay::Log;
+use crate::records::{Checkpoint, DurableReplica, LogStart, SegmentState};
+use crate::replica::{Image, Replica, Upper};
+use crate::segments::Segment;
+use crate::shadow::Shadow;
+
+/// Blocks behind the end of a log that are searched for a later batch: more than a whole one.
+const SEARCHED_BLOCKS: u32 = 384;
+
+/// A batch of the chain, its header without padding.
+struct Found {
+    unit: u32,
+    offset_blocks: u32,
+    place: u64,
+    header: Vec<u8>,
+}
+
+/// Where the chain stands.
+#[derive(Clone, Copy)]
+struct End {
+    unit: Option<u32>,
+    offset_blocks: u32,
+    index: u64,
+    previous: u64,
+}
+
+/// Makes the replica that the durable state describes. `durable` is corrected where the log
+/// turned out shorter than it says.
+pub fn recover<D: Disk>(
+    core: &mut Core<D>,
+    durable: &mut DurableReplica,
+) -> Result<Replica, PoolError> {
+    let checkpoint = Checkpoint::decode(durable.checkpoint.clone());
+    let checkpoint = checkpoint.map_err(|_| PoolError::MetadataLost)?;
+    let blocks = checkpoint.head.volume_blocks;
+    let mut replica = Replica::new(durable.identity.clone(), durable.meta.clone(), blocks);
+    for state in checkpoint.segments.iter().chain(&durable.log_segments) {
+        let room = state.units.saturating_mul(core.superblock.unit_blocks);
+        if state.used_blocks > room || !core.allocator.take(state.unit, state.units) {
+            return Err(PoolError::MetadataLost);
+        }
+        let segment = Segment { state: *state, next_index: 0, previous: 0, from_reserve: false };
+        replica.family.segments.insert(state.unit, segment);
+    }
+    let folded = checkpoint.head.position.lsn;
+    replica.folded =
+        Image { head: checkpoint.head, root: checkpoint.root, snapshots: checkpoint.snapshots };
+    replica.log = Log::after(folded);
+    replica.upper = Upper { lower: checkpoint.root, ..Upper::default() };
+    replica.shadow = checkpoint.shadow.map(Shadow::restored);
+    replica.stable = checkpoint.stable;
+    replica.replay_head();
+
+    let first_sequence = match checkpoint.log.sequence {
+        0 => checkpoint.sequence + 1,
+        sequence => sequence,
+    };
+    let mut segments: Vec<SegmentState> = replica
+        .family
+        .segments
+        .values()
+        .map(|s| s.state)
+        .filter(|s| s.stream == Stream::Log && s.sequence >= first_sequence)
+        .collect();
+    segments.sort_unstable_by_key(|s| s.sequence);
+
+    let chain = follow(core, &replica, &segments, checkpoint.log)?;
+    let mut watermark = folded.0;
+    for found in &chain {
+        if let Some(batch) = Batch::parse(&found.header) {
+            watermark = watermark.max(batch.header.watermark);
+        }
+    }
+    let end = replay(core, &mut replica, durable, &chain, checkpoint.log, watermark)?;
+    watermark = watermark.max(search(core, &replica, &segments, end)?);
+
+    let position = replica.head.position.lsn;
+    if position.0 < watermark {
+        replica.meta.damaged = true;
+        durable.meta.damaged = true;
+    }
+    replica.stable = replica.stable.max(Lsn(watermark)).min(position);
+    // Opening began with a sync: what was read is on the media.
+    (replica.durable, replica.syncing) = (position, position);
+    // A cut may have outlived batches before it: what is appended now is not meant by it.
+    for (index, _) in &mut durable.cuts {
+        *index = (*index).min(end.index);
+    }
+    close(core, &mut replica, durable, &segments, end)?;
+    Ok(replica)
+}
+
+/// Collects the batches of the chain, as far as it goes.
+fn follow<D: Disk>(
+    core: &Core<D>,
+    replica: &Replica,
+    segments: &[SegmentState],
+    start: LogStart,
+) -> Result<Vec<Found>, StoreError> {
+    let mut chain = Vec::new();
+    let (mut index, mut previous) = (start.index, start.previous);
+    for segment in segments {
+        let mut at = match segment.sequence == start.sequence {
+            true => start.offset_blocks.max(1),
+            false => 1,
+        };
+        let blocks = segment.units * core.superblock.unit_blocks;
+        let first = core.superblock.unit_start(segment.unit);
+        while at < blocks {
+            let Some(mut bytes) = read_header(core, first + u64::from(at), blocks - at)? else {
+                break;
+            };
+            let Some(batch) = Batch::parse(&bytes) else { break };
+            let header = batch.header;
+            let own = header.stream == Stream::Log
+                && header.sequence == segment.sequence
+                && header.guid_hash == replica.family.guid_hash;
+            if !own
+                || (header.index, header.previous) != (index, previous)
+                || batch.blocks() > blocks - at
+            {
+                break;
+            }
+            let (taken, header_blocks) = (batch.blocks(), batch.header_blocks);
+            index += 1;
+            previous = batch.check;
+            let length = u32::from_le_bytes(bytes[4..8].try_into().expect("4 bytes")) as usize;
+            bytes.truncate(length);
+            bytes.shrink_to_fit();
+            let place = first + u64::from(at) + u64::from(header_blocks);
+            chain.push(Found { unit: segment.unit, offset_blocks: at, place, header: bytes });
+            at += taken;
+        }
+    }
+    Ok(chain)
+}
+
+/// Applies the chain's entries above the folded map and says where the log goes on.
+fn replay<D: Disk>(
+    core: &mut Core<D>,
+    replica: &mut Replica,
+    durable: &mut DurableReplica,
+    chain: &[Found],
+    start: LogStart,
+    watermark: u64,
+) -> Result<End, PoolError> {
+    let start_unit = replica.family.segments.values();
+    let start_unit = start_unit.filter(|s| s.state.sequence == start.sequence);
+    let mut end = End {
+        unit: start_unit.map(|s| s.state.unit).next().filter(|_| start.sequence != 0),
+        offset_blocks: start.offset_blocks,
+        index: start.index,
+        previous: start.previous,
+    };
+    for found in chain {
+        let Some(batch) = Batch::parse(&found.header) else { break };
+        let limit = durable.cuts.iter().filter(|(index, _)| *index > batch.header.index);
+        let limit = limit.map(|(_, keep)| keep.0).min().unwrap_or(u64::MAX);
+        let mut place = found.place;
+        let (mut good, mut accepted, mut last) = (true, 0u32, 0u64);
+        for raw in batch.entries() {
+            let at = if raw.crcs.is_empty() { 0 } else { place };
+            place += (raw.crcs.len() / 4) as u64;
+            last = last.max(raw.lsn);
+            if raw.lsn <= replica.folded.head.position.lsn.0 || raw.lsn > limit {
+                accepted += 1;
+                continue;
+            }
+            let before = replica.head.position.lsn;
+            good = replay_entry(core, replica, &raw, at, watermark)?;
+            if good && replica.head.position.lsn <= before {
+                // The next start knows a higher watermark and would not believe it.
+                let keep = Lsn(raw.lsn - 1);
+                durable.cuts.push((batch.header.index, keep));
+            }
+            if !good {
+                break;
+            }
+            accepted += 1;
+        }
+        if accepted > 0 {
+            let log_start = LogStart {
+                sequence: batch.header.sequence,
+                offset_blocks: found.offset_blocks,
+                index: batch.header.index,
+                previous: batch.header.previous,
+            };
+            replica.log.push_batch(last, log_start);
+            end = End {
+                unit: Some(found.unit),
+                offset_blocks: found.offset_blocks + batch.blocks(),
+                index: batch.header.index + 1,
+                previous: batch.check,
+            };
+            note_batch(replica, found, &batch, last);
+        }
+        if !good {
+            // The rest of this batch, or what it had begun to replace, must not come back with
+            // the next start.
+            durable.cuts.push((end.index, replica.head.position.lsn));
+            break;
+        }
+    }
+    Ok(end)
+}
+
+fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64) {
+    if let Some(segment) = replica.family.segments.get_mut(&found.unit) {
+        let state = &mut segment.state;
+        if found.offset_blocks >= state.used_blocks {
+            state.live_bytes += u64::from(batch.header.data_blocks) * BLOCK_SIZE as u64;
+        }
+        state.used_blocks = found.offset_blocks + batch.blocks();
+        state.last_lsn = state.last_lsn.max(last);
+        state.last_index = batch.header.index;
+    }
+}
+
+/// `Ok(false)`: the log ends before this entry.
+fn replay_entry<D: Disk>(
+    core: &mut Core<D>,
+    replica: &mut Replica,
+    raw: &BatchEntry<'_>,
+    place: u64,
+    watermark: u64,
+) -> Result<bool, PoolError> {
+    let mut position = replica.head.position.lsn;
+    if raw.lsn <= position.0 {
+        // Appended again after a truncation whose record did not reach the media.
+        if raw.lsn <= watermark {
+            return Ok(false);
+        }
+        replica.cut(core, Lsn(raw.lsn - 1));
+        position = replica.head.position.lsn;
+    }
+    if raw.lsn != position.0 + 1 {
+        return Ok(false);
+    }
+    let kind = EntryKind::decode(raw.kind, Bytes::copy_from_slice(raw.payload));
+    let Ok(kind) = kind else {
+        return Err(PoolError::Newer { version: raw.kind.into() });
+    };
+    let mut entry = Entry {
+        epoch: Epoch(raw.epoch),
+        lsn: Lsn(raw.lsn),
+        kind,
+        lba: raw.lba,
+        blocks: raw.blocks,
+        crcs: raw.crcs().collect(),
+        data: Bytes::new(),
+        chain: Chain(raw.chain),
+        fua: raw.flags & 1 != 0,
+    };
+    if entry.chain_after(replica.head.chain) != entry.chain {
+        return Ok(false);
+    }
+    if raw.lsn > watermark && !entry.crcs.is_empty() {
+        let mut data = BytesMut::zeroed(entry.crcs.len() * BLOCK_SIZE);
+        if core.read(place, &mut data).is_err() {
+            return Ok(false);
+        }
+        entry.data = data.freeze();
+        if !entry.data_is_good() {
+            return Ok(false);
+        }
+        entry.data = Bytes::new();
+    }
+    replica.apply(&entry, place);
+    Ok(true)
+}
+
+/// The highest watermark that batches behind the end claim: what should have been there.
+fn search<D: Disk>(
+    core: &Core<D>,
+    replica: &Replica,
+    segments: &[SegmentState],
+    end: End,
+) -> Result<u64, StoreError> {
+    let sequence_at_end =
+        end.unit.and_then(|unit| segments.iter().find(|s| s.unit == unit).map(|s| s.sequence));
+    let mut highest = 0;
+    for segment in segments.iter().filter(|s| sequence_at_end.is_none_or(|q| s.sequence >= q)) {
+        let blocks = segment.units * core.superblock.unit_blocks;
+        let first = core.superblock.unit_start(segment.unit);
+        let start = match Some(segment.unit) == end.unit {
+            true => end.offset_blocks.min(blocks),
+            false => 1,
+        };
+        let mut until = blocks.min(start + SEARCHED_BLOCKS);
+        let mut at = start;
+        let mut buffer = vec![0; (until - start) as usize * BLOCK_SIZE];
+        if core.read(first + u64::from(start), &mut buffer).is_err() {
+            buffer.fill(0);
+        }
+        while at < until {
+            let chunk = (at - start) as usize * BLOCK_SIZE;
+            let looks_like = match buffer.get(chunk..chunk + BLOCK_SIZE) {
+                Some(block) => crate::batch::header_blocks(block).is_some(),
+                None => true,
+            };
+            let header = match looks_like {
+                true => read_header(core, first + u64::from(at), blocks - at)?,
+                false => None,
+            };
+            let batch = header.as_deref().and_then(Batch::parse);
+            match batch.filter(|b| {
+                b.header.sequence == segment.sequence
+                    && b.header.guid_hash == replica.family.guid_hash
+            }) {
+                Some(batch) => {
+                    highest = highest.max(batch.header.watermark);
+                    at = at.saturating_add(batch.blocks());
+                    until = blocks.min(at.saturating_add(SEARCHED_BLOCKS));
+                }
+                None => at += 1,
+            }
+        }
+    }
+    Ok(highest)
+}
+
+/// Sets the end of the log. What lies behind it must never be taken for its continuation, also
+/// not where the next batch goes to another place: a stale header at the end is wiped, log
+/// segments behind it are no longer listed (the caller states the metadata anew and syncs).
+fn close<D: Disk>(
+    core: &mut Core<D>,
+    replica: &mut Replica,
+    durable: &mut DurableReplica,
+    segments: &[SegmentState],
+    end: End,
+) -> Result<(), PoolError> {
+    (replica.next_index, replica.previous) = (end.index, end.previous);
+    let position = segments.iter().position(|s| Some(s.unit) == end.unit);
+    let stale = &segments[position.map_or(0, |p| p + 1)..];
+    if !stale.is_empty() {
+        let listed = |s: &SegmentState| stale.iter().all(|gone| gone.unit != s.unit);
+        let mut checkpoint =
+            Checkpoint::decode(durable.checkpoint.clone()).map_err(|_| PoolError::MetadataLost)?;
+        checkpoint.segments.retain(listed);
+        durable.checkpoint = checkpoint.encode();
+        durable.log_segments.retain(listed);
+        for segment in stale {
+            replica.family.segments.remove(&segment.unit);
+            core.freeing.push((0, segment.unit, segment.units));
+        }
+    }
+    let Some(segment) = end.unit.and_then(|unit| replica.family.segments.get_mut(&unit)) else {
+        return Ok(());
+    };
+    let state = &mut segment.state;
+    state.used_blocks = end.offset_blocks;
+    replica.family.open[Stream::Log as usize] = Some(state.unit);
+    if end.offset_blocks < state.units * core.superblock.unit_blocks {
+        let block = core.superblock.unit_start(state.unit) + u64::from(end.offset_blocks);
+        let mut bytes = vec![0; BLOCK_SIZE];
+        if core.read(block, &mut bytes).is_err() || crate::batch::header_blocks(&bytes).is_some() {
+            bytes.fill(0);
+            core.write(block, &[std::io::IoSlice::new(&bytes)])?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,273 @@
+//! Space: which units are free, and a replica's segments.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::IoSlice;
+
+use quoin_core::replica::store::StoreError;
+use quoin_core::{BLOCK_SIZE, ReplicaGuid};
+
+use crate::batch::Stream;
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::layout::{FORMAT_VERSION, LARGE_UNITS, Superblock};
+use crate::records::{Record, SegmentState};
+
+pub const SEGMENT_MAGIC: [u8; 8] = *b"QUOINSEG";
+/// Volumes of at least this many blocks (16 GiB) take large segments.
+const LARGE_FROM_BLOCKS: u64 = 1 << 22;
+/// Part of the pool that only Views, deletes, clean-up and map nodes may use, in percent.
+const RESERVE_PERCENT: u32 = 7;
+
+/// Free units. Small segments fill groups of eight before they break up another one.
+pub struct Allocator {
+    free: Vec<bool>,
+    /// Free units of each aligned group of eight.
+    group_free: Vec<u8>,
+    partial: BTreeSet<u32>,
+    whole: BTreeSet<u32>,
+    free_units: u32,
+    pub reserve_units: u32,
+}
+
+impl Allocator {
+    pub fn new(units: u32) -> Self {
+        let groups = units.div_ceil(LARGE_UNITS);
+        let mut allocator = Allocator {
+            free: vec![false; units as usize],
+            group_free: vec![0; groups as usize],
+            partial: BTreeSet::new(),
+            whole: BTreeSet::new(),
+            free_units: 0,
+            reserve_units: (units * RESERVE_PERCENT / 100).max(6).min(units / 3),
+        };
+        for unit in 0..units {
+            allocator.give(unit, 1);
+        }
+        allocator
+    }
+
+    pub fn units(&self) -> u32 {
+        self.free.len() as u32
+    }
+
+    pub fn free_units(&self) -> u32 {
+        self.free_units
+    }
+
+    /// Free units that clients may use.
+    pub fn free_for_clients(&self) -> u32 {
+        self.free_units.saturating_sub(self.reserve_units)
+    }
+
+    fn recount(&mut self, group: u32) {
+        self.partial.remove(&group);
+        self.whole.remove(&group);
+        match u32::from(self.group_free[group as usize]) {
+            0 => {}
+            LARGE_UNITS => drop(self.whole.insert(group)),
+            _ => drop(self.partial.insert(group)),
+        }
+    }
+
+    /// Marks units as used; false if one of them was used already.
+    pub fn take(&mut self, unit: u32, units: u32) -> bool {
+        let range = unit as usize..unit.saturating_add(units) as usize;
+        if units == 0 || !self.free.get(range.clone()).is_some_and(|f| f.iter().all(|f| *f)) {
+            return false;
+        }
+        self.free[range].fill(false);
+        for unit in unit..unit + units {
+            self.group_free[(unit / LARGE_UNITS) as usize] -= 1;
+            self.recount(unit / LARGE_UNITS);
+        }
+        self.free_units -= units;
+        true
+    }
+
+    pub fn give(&mut self, unit: u32, units: u32) {
+        for unit in unit..unit + units {
+            debug_assert!(!self.free[unit as usize]);
+            self.free[unit as usize] = true;
+            self.group_free[(unit / LARGE_UNITS) as usize] += 1;
+            self.recount(unit / LARGE_UNITS);
+        }
+        self.free_units += units;
+    }
+
+    fn allocate(&mut self, large: bool) -> Option<(u32, u32)> {
+        let found = match large.then(|| self.whole.first().copied()).flatten() {
+            Some(group) => (group * LARGE_UNITS, LARGE_UNITS),
+            None => {
+                let group = *self.partial.first().or(self.whole.first())?;
+                let start = group * LARGE_UNITS;
+                let end = (start + LARGE_UNITS).min(self.units());
+                ((start..end).find(|u| self.free[*u as usize])?, 1)
+            }
+        };
+        self.take(found.0, found.1);
+        Some(found)
+    }
+}
+
+/// A segment in use.
+#[derive(Clone, Copy, Debug)]
+pub struct Segment {
+    pub state: SegmentState,
+    /// End of the chain of its batches, for streams that are chained within a segment.
+    pub next_index: u64,
+    pub previous: u64,
+    /// Clients may write here only while more than the reserve is free.
+    pub from_reserve: bool,
+}
+
+/// A replica's segments (of it and, later, of its clones).
+pub struct Family {
+    pub guid: ReplicaGuid,
+    pub guid_hash: u64,
+    pub large: bool,
+    /// By first unit.
+    pub segments: BTreeMap<u32, Segment>,
+    pub open: [Option<u32>; 3],
+}
+
+impl Family {
+    pub fn new(guid: ReplicaGuid, volume_blocks: u64) -> Self {
+        Family {
+            guid,
+            guid_hash: guid_hash(guid),
+            large: volume_blocks >= LARGE_FROM_BLOCKS,
+            segments: BTreeMap::new(),
+            open: [None; 3],
+        }
+    }
+
+    pub fn segment_of(&mut self, superblock: &Superblock, block: u64) -> Option<&mut Segment> {
+        let unit = superblock.unit_of(block)?;
+        let (_, segment) = self.segments.range_mut(..=unit).next_back()?;
+        (unit < segment.state.unit + segment.state.units).then_some(segment)
+    }
+
+    pub fn open_segment(&self, stream: Stream) -> Option<&Segment> {
+        self.segments.get(&self.open[stream as usize]?)
+    }
+
+    /// Blocks left in the open segment of a stream.
+    pub fn room(&self, superblock: &Superblock, stream: Stream) -> u32 {
+        self.open_segment(stream)
+            .map_or(0, |s| s.state.units * superblock.unit_blocks - s.state.used_blocks)
+    }
+
+    /// The open segment of a stream with room for `blocks`, opening one where needed.
+    pub fn segment_for<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        stream: Stream,
+        blocks: u32,
+        from_reserve: bool,
+    ) -> Result<&mut Segment, StoreError> {
+        let unit_blocks = core.superblock.unit_blocks;
+        if blocks >= unit_blocks {
+            return Err(StoreError::Rule("a batch larger than a segment of this pool"));
+        }
+        let reserve_only = core.allocator.free_for_clients() == 0;
+        if let Some(open) = self.open_segment(stream)
+            && open.state.units * unit_blocks - open.state.used_blocks >= blocks
+        {
+            if open.from_reserve && reserve_only && !from_reserve {
+                return Err(StoreError::Full);
+            }
+            let unit = open.state.unit;
+            return Ok(self.segments.get_mut(&unit).expect("an open segment is listed"));
+        }
+        if reserve_only && !from_reserve {
+            return Err(StoreError::Full);
+        }
+        let large = self.large && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
+        let (unit, units) = core.allocator.allocate(large).ok_or(StoreError::Full)?;
+        core.sequence += 1;
+        let state = SegmentState {
+            unit,
+            units,
+            stream,
+            sequence: core.sequence,
+            used_blocks: 1,
+            live_bytes: 0,
+            last_lsn: 0,
+            last_index: 0,
+        };
+        let header = segment_header(&core.superblock, self.guid, &state);
+        let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
+        let mut written =
+            core.disk.write_at(offset, &[IoSlice::new(&header)]).map_err(StoreError::Io);
+        if written.is_ok() && stream == Stream::Log {
+            written = core.record(Record::LogSegment(self.guid, state));
+        }
+        if let Err(error) = written {
+            core.allocator.give(unit, units);
+            return Err(error);
+        }
+        let from_reserve = reserve_only;
+        let segment = Segment { state, next_index: 0, previous: 0, from_reserve };
+        self.open[stream as usize] = Some(unit);
+        Ok(self.segments.entry(unit).or_insert(segment))
+    }
+
+    pub fn add_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) {
+        if let Some(segment) = self.segment_of(superblock, block) {
+            segment.state.live_bytes += bytes;
+        }
+    }
+
+    pub fn sub_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) {
+        if let Some(segment) = self.segment_of(superblock, block) {
+            segment.state.live_bytes = segment.state.live_bytes.saturating_sub(bytes);
+        }
+    }
+}
+
+/// Half of a GUID's checksum: tells replicas' batches apart without spending 16 bytes on each.
+pub fn guid_hash(guid: ReplicaGuid) -> u64 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, &guid.0.to_le_bytes())
+}
+
+fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &SegmentState) -> Vec<u8> {
+    let mut out = Vec::with_capacity(BLOCK_SIZE);
+    out.extend_from_slice(&SEGMENT_MAGIC);
+    out.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
+    out.extend_from_slice(&state.unit.to_le_bytes());
+    let features = superblock.features;
+    for word in [features.compat, features.ro_compat, features.incompat] {
+        out.extend_from_slice(&word.to_le_bytes());
+    }
+    out.extend_from_slice(&superblock.pool.0.to_le_bytes());
+    out.extend_from_slice(&guid.0.to_le_bytes());
+    out.extend_from_slice(&state.sequence.to_le_bytes());
+    out.extend_from_slice(&state.units.to_le_bytes());
+    out.push(state.stream as u8);
+    let crc = quoin_core::crc32c(&out);
+    out.extend_from_slice(&crc.to_le_bytes());
+    out.resize(BLOCK_SIZE, 0);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_segments_fill_broken_groups_and_large_ones_take_whole_groups() {
+        let mut allocator = Allocator::new(36);
+        assert_eq!(allocator.allocate(true), Some((0, 8)));
+        // The last group has four units only: it is used for small ones first.
+        assert_eq!(allocator.allocate(false), Some((32, 1)));
+        assert_eq!(allocator.allocate(true), Some((8, 8)));
+        allocator.give(8, 8);
+        assert_eq!(allocator.free_units(), 27);
+        assert!(!allocator.take(0, 1) && !allocator.take(35, 2) && allocator.take(35, 1));
+        let mut all = 0;
+        while allocator.allocate(false).is_some() {
+            all += 1;
+        }
+        assert_eq!((all, allocator.free_units()), (26, 0));
+    }
+}

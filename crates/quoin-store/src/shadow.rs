@@ -1,0 +1,484 @@
+//! Increments. Receiving: a shadow is a map of its own in the same family, fed slot by slot and
+//! no part of the replica's state until the flip. Sending: slots of a pinned view above an LSN.
+
+use bytes::Bytes;
+use quoin_core::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_core::replica::store::{PullChunk, StoreError};
+use quoin_core::{BLOCK_SIZE, Lsn};
+
+use crate::batch::Stream;
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::history::Head;
+use crate::moved::MovedBlock;
+use crate::node::LEAF_BLOCKS;
+use crate::overlay::Log;
+use crate::records::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
+use crate::replica::{Image, Pin, Replica, Source, Upper};
+use crate::tree::{self, Change, Edit, Part, Root};
+
+/// Edits that wait in memory to be merged into the shadow's map.
+const EDITS_PENDING_MAX: usize = 2048;
+/// Windows of a leaf that one pull looks at, whatever it finds.
+const WINDOWS_A_PULL: usize = 4096;
+
+pub struct Shadow {
+    state: ShadowState,
+    edits: Vec<Edit>,
+    crcs: Vec<u32>,
+    /// The end it was prepared for, and the sync that must be over before the flip.
+    pub prepared: Option<(Box<IncrementEnd>, u64)>,
+}
+
+impl Shadow {
+    pub fn restored(state: ShadowState) -> Self {
+        Shadow { state, edits: Vec::new(), crcs: Vec::new(), prepared: None }
+    }
+
+    /// Without the edits that were not merged: a commit merges them first.
+    pub fn state(&self) -> ShadowState {
+        self.state.clone()
+    }
+
+    pub fn progress(&self) -> (u64, Lsn, u64) {
+        (self.state.rebuild, self.state.from, self.state.cursor)
+    }
+
+    pub fn roots(&self) -> impl Iterator<Item = Root> + '_ {
+        std::iter::once(self.state.root).chain(self.state.snapshots.iter().map(|s| s.root))
+    }
+
+    pub fn roots_mut(&mut self) -> impl Iterator<Item = &mut Root> {
+        let snapshots = self.state.snapshots.iter_mut().map(|s| &mut s.root);
+        std::iter::once(&mut self.state.root).chain(snapshots)
+    }
+}
+
+impl Replica {
+    fn shadow_of(&mut self, rebuild: u64) -> Result<&mut Shadow, StoreError> {
+        let shadow = self.shadow.as_mut().filter(|s| s.state.rebuild == rebuild);
+        shadow.ok_or(StoreError::Rule("no such increment was begun"))
+    }
+
+    pub fn increment_begin<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        rebuild: u64,
+        from: Lsn,
+    ) -> Result<(), StoreError> {
+        core.check_usable()?;
+        if self.shadow.as_ref().is_some_and(|s| (s.state.rebuild, s.state.from) == (rebuild, from))
+        {
+            return Ok(());
+        }
+        if from > self.stable {
+            return Err(StoreError::Rule("an increment starts above stable"));
+        }
+        let (root, snapshots) = self.shadow_start(core, from)?;
+        if self.shadow.take().is_some() {
+            // What the abandoned shadow wrote is dead now.
+            self.recount = true;
+        }
+        // Its blocks and nodes begin in segments of their own, which an abandoned or a complete
+        // one then gives back as a whole.
+        self.io(core).flush()?;
+        self.family.open[Stream::Moved as usize] = None;
+        self.family.open[Stream::Nodes as usize] = None;
+        let (cursor, first_sequence) = (0, core.sequence + 1);
+        let state = ShadowState { rebuild, from, cursor, root, snapshots, first_sequence };
+        self.shadow = Some(Shadow::restored(state));
+        self.dirty = true;
+        Ok(())
+    }
+
+    /// The map at `from` and the snapshots up to there.
+    fn shadow_start<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        from: Lsn,
+    ) -> Result<(Root, Vec<SnapshotState>), StoreError> {
+        if from == Lsn::ZERO {
+            return Ok((Root::default(), Vec::new()));
+        }
+        let folded = self.folded.head.position.lsn;
+        let snapshot = self.folded.snapshots.iter().find(|s| s.info.lsn == from).map(|s| s.root);
+        let root = match snapshot {
+            Some(root) => root,
+            None if from < folded => {
+                return Err(StoreError::Rule("an increment starts at an unknown point"));
+            }
+            None => {
+                self.checkpoint_now(core, from.0)?;
+                if self.folded.head.position.lsn != from {
+                    return Err(StoreError::Rule("an increment starts at an unknown point"));
+                }
+                self.folded.root
+            }
+        };
+        let older = self.folded.snapshots.iter().filter(|s| s.info.lsn <= from);
+        Ok((root, older.cloned().collect()))
+    }
+
+    pub fn increment_feed<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        rebuild: u64,
+        slots: &[Slot],
+        cursor: u64,
+    ) -> Result<(), StoreError> {
+        core.check_usable()?;
+        self.shadow_of(rebuild)?;
+        let mut data = Vec::new();
+        for slot in slots {
+            match &slot.content {
+                Content::Bad => return Err(StoreError::Rule("an increment carries a bad block")),
+                Content::Data { crc, data: bytes } if bytes.len() == BLOCK_SIZE => {
+                    let (lba, version, crc) = (slot.lba, slot.version.0, *crc);
+                    data.push(MovedBlock { lba, version, crc, bytes: bytes.clone() });
+                }
+                Content::Data { .. } => return Err(StoreError::Rule("a slot without its block")),
+                Content::Hole => {}
+            }
+        }
+        let places = self.write_moved(core, &data, false)?;
+        let mut written = data.iter().zip(places);
+        for slot in slots {
+            if slot.blocks == 0 {
+                continue;
+            }
+            self.make_room_for_edit(core, slot.lba)?;
+            let shadow = self.shadow_of(rebuild)?;
+            let version = slot.version.0;
+            let change = match slot.content {
+                Content::Hole | Content::Bad => Change::Hole { version },
+                Content::Data { crc, .. } => {
+                    let (_, place) = written.next().expect("one place for each block");
+                    shadow.crcs.push(crc);
+                    Change::Data { version, place, crc_at: shadow.crcs.len() as u32 - 1 }
+                }
+            };
+            shadow.edits.push(Edit { lba: slot.lba, blocks: slot.blocks, change });
+        }
+        self.shadow_of(rebuild)?.state.cursor = cursor;
+        self.dirty = true;
+        Ok(())
+    }
+
+    /// Merges what waits if it is much, or if an edit at `lba` would not follow it.
+    fn make_room_for_edit<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+    ) -> Result<(), StoreError> {
+        let Some(shadow) = &self.shadow else { return Ok(()) };
+        let end = shadow.edits.last().map_or(0, |e| e.lba + u64::from(e.blocks));
+        if shadow.edits.len() >= EDITS_PENDING_MAX || lba < end {
+            self.merge_shadow(core)?;
+        }
+        Ok(())
+    }
+
+    pub fn merge_shadow<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
+        let Some(mut shadow) = self.shadow.take() else { return Ok(()) };
+        let root = shadow.state.root;
+        let merged = tree::update(&mut self.io(core), root, &shadow.edits, &shadow.crcs, None);
+        if let Ok(root) = merged {
+            shadow.state.root = root;
+            shadow.edits.clear();
+            shadow.crcs.clear();
+        }
+        self.shadow = Some(shadow);
+        merged.map(|_| ())
+    }
+
+    pub fn increment_cut<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        rebuild: u64,
+        info: SnapshotInfo,
+    ) -> Result<(), StoreError> {
+        core.check_usable()?;
+        self.shadow_of(rebuild)?;
+        self.merge_shadow(core)?;
+        let state = &mut self.shadow_of(rebuild)?.state;
+        state.snapshots.retain(|s| s.info.id != info.id);
+        if state.snapshots.len() >= quoin_core::message::SNAPSHOTS_MAX {
+            return Err(StoreError::Rule("too many snapshots"));
+        }
+        let position = quoin_core::Position { lsn: info.lsn, ..Default::default() };
+        let (root, chain, last_view) = (state.root, Default::default(), None);
+        state.snapshots.push(SnapshotState { info, root, position, chain, last_view });
+        state.cursor = 0;
+        self.dirty = true;
+        Ok(())
+    }
+
+    pub fn increment_prepare<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        rebuild: u64,
+        end: &IncrementEnd,
+    ) -> Result<(), StoreError> {
+        core.check_usable()?;
+        let state = &self.shadow_of(rebuild)?.state;
+        let complete = end.snapshots.iter().all(|wanted| {
+            wanted.lsn == end.position.lsn || state.snapshots.iter().any(|s| s.info == *wanted)
+        });
+        if !complete {
+            return Err(StoreError::Rule("an increment lacks a snapshot that its end lists"));
+        }
+        self.merge_shadow(core)?;
+        self.io(core).flush()?;
+        let ticket = core.tickets.request().0;
+        self.shadow_of(rebuild)?.prepared = Some((Box::new(end.clone()), ticket));
+        Ok(())
+    }
+
+    pub fn increment_flip<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        rebuild: u64,
+    ) -> Result<(), StoreError> {
+        core.check_usable()?;
+        let synced = core.tickets.synced;
+        let shadow = self.shadow_of(rebuild)?;
+        let Some((end, ticket)) = &shadow.prepared else {
+            return Err(StoreError::Rule("a flip without a prepared increment"));
+        };
+        if *ticket > synced {
+            return Err(StoreError::Rule("a flip before the increment is durable"));
+        }
+        let head = Head::from_end(end);
+        let state = &shadow.state;
+        let mut snapshots = state.snapshots.clone();
+        snapshots.retain(|s| end.snapshots.contains(&s.info));
+        for info in &end.snapshots {
+            if !snapshots.iter().any(|s| s.info == *info) {
+                snapshots.push(SnapshotState {
+                    info: *info,
+                    root: state.root,
+                    position: head.position,
+                    chain: head.chain,
+                    last_view: head.last_view.clone(),
+                });
+            }
+        }
+        snapshots.sort_by_key(|s| s.info.lsn);
+        let (root, first_sequence, empty_start) =
+            (state.root, state.first_sequence, state.from == Lsn::ZERO);
+        // A shadow that began empty shares nothing with what was there before.
+        let dead: Vec<u32> = match empty_start && self.pins.is_empty() {
+            true => {
+                let older = self.family.segments.values();
+                older.filter(|s| s.state.sequence < first_sequence).map(|s| s.state.unit).collect()
+            }
+            false => Vec::new(),
+        };
+        let segments = self.family.segments.values().filter(|s| !dead.contains(&s.state.unit));
+        let log =
+            LogStart { index: self.next_index, previous: self.previous, ..LogStart::default() };
+        let checkpoint = Checkpoint {
+            root,
+            head: head.clone(),
+            stable: head.position.lsn,
+            snapshots: snapshots.clone(),
+            log,
+            segments: segments.map(|s| s.state).collect(),
+            sequence: core.sequence,
+            shadow: None,
+        };
+        core.record(Record::Checkpoint(self.identity.guid, checkpoint.encode()))?;
+
+        let ticket = core.tickets.request().0;
+        for unit in dead {
+            if let Some(segment) = self.family.segments.remove(&unit) {
+                core.freeing.push((ticket, unit, segment.state.units));
+            }
+        }
+        let open = self.family.open;
+        self.family.open = open.map(|u| u.filter(|u| self.family.segments.contains_key(u)));
+        self.family.open[Stream::Log as usize] = None;
+        if let Some(commit) = self.commit.take() {
+            // Its record would bring the old state back.
+            self.limbo.extend(commit.frees);
+        }
+        self.checkpoint = None;
+        self.clean = None;
+        self.shadow = None;
+        self.recount = true;
+        self.dirty = true;
+        self.frozen = None;
+        self.stable = head.position.lsn;
+        (self.durable, self.syncing) = (Lsn::ZERO, Lsn::ZERO);
+        self.log = Log::after(head.position.lsn);
+        self.upper = Upper { lower: root, ..Upper::default() };
+        self.folded = Image { head, root, snapshots };
+        self.replay_head();
+        Ok(())
+    }
+
+    // ---- sending -------------------------------------------------------------------------
+
+    pub fn pull<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        if view == ReadView::Base && cursor == 0 {
+            let pin = Pin { root: self.folded.root, head: self.folded.head.clone() };
+            self.pins.insert(session, pin);
+        }
+        let Some((source, head)) = self.pulled(session, view) else { return Ok(None) };
+        let mut chunk = PullChunk::default();
+        let (size, mut at, mut bytes) = (head.volume_blocks, cursor, 0);
+        for window in 0.. {
+            let Some((start, end)) = self.next_window(core, &source, from, at, size)? else {
+                if view == ReadView::Base {
+                    self.pins.remove(&session);
+                }
+                chunk.end = Some(Box::new(head.increment_end(self.snapshots.iter().copied())));
+                return Ok(Some(chunk));
+            };
+            if bytes >= bytes_max as usize || window == WINDOWS_A_PULL {
+                chunk.cursor = Some(start);
+                return Ok(Some(chunk));
+            }
+            // As many blocks as the rest of the budget pays for, at least one.
+            let affordable = ((bytes_max as usize - bytes) / BLOCK_SIZE).max(1) as u64;
+            let end = end.min(start + affordable);
+            self.find(core, &source, start, (end - start) as u32)?;
+            if from == Lsn::ZERO {
+                // Version 0 is "never written": not a change.
+                self.slots_written(core, start, &mut chunk.slots);
+            } else {
+                self.slots(core, start, from, true, &mut chunk.slots);
+            }
+            let data = core.found.iter().filter(|b| b.version > from.0 && b.place != 0).count();
+            bytes += data * BLOCK_SIZE + 32;
+            at = end;
+        }
+        Ok(None)
+    }
+
+    fn slots_written<D: Disk>(&mut self, core: &mut Core<D>, lba: u64, out: &mut Vec<Slot>) {
+        let first = out.len();
+        let mut made = Vec::new();
+        self.slots(core, lba, Lsn::ZERO, true, &mut made);
+        made.retain(|s| s.version > Lsn::ZERO);
+        for slot in made {
+            crate::model::push_slot(out, slot);
+        }
+        debug_assert!(out.len() >= first.saturating_sub(1));
+    }
+
+    fn pulled(&mut self, session: u64, view: ReadView) -> Option<(Source, Head)> {
+        match view {
+            ReadView::Live => Some((Source::Live, self.head.clone())),
+            ReadView::Base => {
+                let pin = self.pins.get(&session)?;
+                Some((Source::Root(pin.root), pin.head.clone()))
+            }
+            ReadView::Snapshot(id) => {
+                self.view_size(view)?;
+                let source = self.source(view)?;
+                Some((source, self.snapshot_head(id)?))
+            }
+        }
+    }
+
+    /// The history's head as of a snapshot.
+    fn snapshot_head(&self, id: quoin_core::SnapshotId) -> Option<Head> {
+        let info = *self.snapshots.iter().find(|s| s.id == id)?;
+        let Some(kept) = self.folded.snapshots.iter().find(|s| s.info.id == id) else {
+            // Above the folded map: the log tells.
+            let mut head = self.folded.head.clone();
+            for lsn in self.log.first_lsn()..=info.lsn.0 {
+                let record = self.log.get(lsn)?;
+                let kind = self.log.kind(lsn, record);
+                head.apply(record.position(lsn), quoin_core::Chain(record.chain), &kind);
+            }
+            return Some(head);
+        };
+        let mut table = self.folded.head.epoch_table.clone();
+        table.retain(|row| row.first <= info.lsn);
+        if let Some(row) = table.last_mut()
+            && row.last > info.lsn
+        {
+            (row.last, row.chain) = (info.lsn, kept.chain);
+        }
+        Some(Head {
+            position: kept.position,
+            chain: kept.chain,
+            last_view: kept.last_view.clone(),
+            volume_blocks: info.blocks,
+            epoch_table: table,
+        })
+    }
+
+    /// The next stretch, within one leaf, that may hold something newer than `from`.
+    fn next_window<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        source: &Source,
+        from: Lsn,
+        at: u64,
+        size: u64,
+    ) -> Result<Option<(u64, u64)>, StoreError> {
+        if at >= size {
+            return Ok(None);
+        }
+        let upper = match source {
+            Source::Root(_) => None,
+            Source::Live => Some(&self.upper),
+            Source::Frozen => self.frozen.as_ref().map(|(_, _, upper)| upper),
+        };
+        let root = match source {
+            Source::Root(root) => *root,
+            _ => upper.map_or(Root::default(), |u| u.lower),
+        };
+        let above = upper.and_then(|u| u.overlay.next(at, from.0)).map(|(start, _)| start);
+        let part = tree::next_part(&mut self.io(core), root, from.0, at)?;
+        let below = part.as_ref().map(|p| p.range().0.max(at));
+        let Some(start) = above.into_iter().chain(below).min().map(|s| s.max(at)) else {
+            return Ok(None);
+        };
+        let leaf_end = (start / LEAF_BLOCKS as u64 + 1) * LEAF_BLOCKS as u64;
+        // Holes that span many leaves come in longer stretches.
+        let end = match part {
+            Some(Part::Hole { start: s, end, .. }) if s <= start && above.is_none() => {
+                end.min(start + 64 * LEAF_BLOCKS as u64)
+            }
+            _ => leaf_end,
+        };
+        Ok((start < size).then_some((start, end.min(size))))
+    }
+
+    pub fn repair<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        version: Lsn,
+        crc: u32,
+        data: &Bytes,
+    ) -> Result<bool, StoreError> {
+        core.check_usable()?;
+        if lba >= self.head.volume_blocks || data.len() != BLOCK_SIZE {
+            return Ok(false);
+        }
+        self.find(core, &Source::Live, lba, 1)?;
+        let Some(block) = core.found.first().copied() else { return Ok(false) };
+        let same = (block.version, block.crc) == (version.0, crc);
+        if !same || matches!(block.place, 0 | tree::BAD_PLACE) || quoin_core::crc32c(data) != crc {
+            return Ok(false);
+        }
+        // The same version with the same checksum: nothing good can be overwritten by it.
+        core.write(block.place, &[std::io::IoSlice::new(data)])?;
+        let bad = crate::core::BadBlock { replica: self.identity.guid, lba, version };
+        core.bad.retain(|b| *b != bad);
+        Ok(true)
+    }
+}
