@@ -161,6 +161,12 @@ impl Connection {
         self.output.write_to(&self.socket)
     }
 
+    /// Forgets what was read: this connection's frames are not wanted any more.
+    pub fn discard_input(&mut self) {
+        self.input.clear();
+        self.header = None;
+    }
+
     /// Bytes not yet taken by the kernel.
     pub fn queued_bytes(&self) -> usize {
         self.output.bytes()

@@ -22,7 +22,7 @@ use quoin_core::message::{
 };
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
 
-use crate::frame::{FAILURES, HEADER_LEN, Header, READ_BLOCKS_MAX, WireError, kind};
+use crate::frame::{FAILURES, HEADER_LEN, Header, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, WireError, kind};
 use crate::hello::{Hello, Welcome};
 
 #[derive(Clone, PartialEq, Debug)]
@@ -110,10 +110,11 @@ impl Body {
                     want_data: self.head.bool("read")?,
                     ping: self.ping()?,
                 };
-                if let ToReplica::Read { blocks, .. } = &message
-                    && (*blocks == 0 || *blocks > READ_BLOCKS_MAX)
-                {
-                    return Err(WireError::Malformed("read length"));
+                if let ToReplica::Read { blocks, want_data, .. } = &message {
+                    let blocks_max = if *want_data { READ_BLOCKS_MAX } else { STATUS_BLOCKS_MAX };
+                    if *blocks == 0 || *blocks > blocks_max {
+                        return Err(WireError::Malformed("read length"));
+                    }
                 }
                 message
             }

@@ -6,6 +6,7 @@
 //!   never copied by decoding: it stays in the buffer the socket was read into.
 //! * [`security`] seals and opens frames on an authenticated connection; [`handshake`] makes such
 //!   a connection (TLS 1.3, both sides with certificates, keys by the TLS exporter).
+//!   [`establish`] adds Hello and Welcome, so that shards see believed sessions only.
 //! * [`queue`] holds what goes out (one vectored write) and what came in.
 //! * [`reactor`] is the epoll loop, its timers and its waker; [`connection`] ties a socket, its
 //!   protection and its queues together for the shards of both roles.
@@ -17,6 +18,7 @@
 pub mod connection;
 pub mod decode;
 pub mod encode;
+pub mod establish;
 pub mod frame;
 pub mod handshake;
 pub mod hello;

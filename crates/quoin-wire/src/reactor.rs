@@ -12,8 +12,10 @@ use std::time::Duration;
 
 use quoin_core::Time;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
+
+use crate::establish::timespec;
 
 /// Names a registered descriptor; chosen by the owner, echoed with its readiness.
 pub type Key = u64;
@@ -117,8 +119,7 @@ impl Reactor {
     ) -> std::io::Result<bool> {
         ready.clear();
         self.events.clear();
-        let timeout = timeout
-            .map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
+        let timeout = timeout.map(timespec);
         let spare = rustix::buffer::spare_capacity(&mut self.events);
         match epoll::wait(&self.epoll, spare, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}

@@ -1,0 +1,206 @@
+//! What the controller wants this pool to hold, and what the pool says it holds.
+//!
+//! **A GUID is born once**: a replica is created only in the phases Init and Recreate, and never
+//! under a GUID that was deleted here. A replica that no assignment lists is kept and reported:
+//! a controller restored from an old backup must not cost data; it says Delete by name.
+
+use bytes::Bytes;
+use prost::Message;
+use quoin_core::replica::store::ReplicaIdentity;
+use quoin_core::{
+    BLOCK_SIZE, Member, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
+};
+use quoin_proto::control;
+
+use crate::shard::Space;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Phase {
+    /// Create if missing, quorum on: the volume is being formed.
+    Init,
+    /// Create if missing, quorum off: to be rebuilt.
+    Recreate,
+    Keep,
+    Delete,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Wanted {
+    pub identity: ReplicaIdentity,
+    pub blocks: u64,
+    pub phase: Phase,
+    pub membership: Membership,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Assignment(pub Vec<Wanted>);
+
+/// One replica as reported.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ReplicaState {
+    pub volume: VolumeId,
+    pub replica: ReplicaId,
+    pub guid: ReplicaGuid,
+    /// created | open | closed | gone | damaged
+    pub state: &'static str,
+    pub quorum: bool,
+    pub position: Position,
+    pub stable: u64,
+    pub used_bytes: u64,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct PoolState {
+    pub space: Space,
+    pub start_counter: u64,
+    pub replicas: Vec<ReplicaState>,
+}
+
+fn id<T: std::str::FromStr>(what: &str, text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("{what} {text:?} is not 32 hex digits"))
+}
+
+/// A membership of the control plane in the core's types, checked.
+pub fn membership(message: &control::Membership) -> Result<Membership, String> {
+    let small = |what: &str, n: u32| u8::try_from(n).map_err(|_| format!("{what} {n} is too large"));
+    let membership = Membership {
+        version: message.version,
+        rf: small("rf", message.rf)?,
+        cf: small("cf", message.cf)?,
+        drf: small("drf", message.drf)?,
+        known: message
+            .known
+            .iter()
+            .map(|m| {
+                Ok(Member { id: id("replica", &m.replica_id)?, guid: id("guid", &m.guid)? })
+            })
+            .collect::<Result<_, String>>()?,
+        retired: message
+            .retired
+            .iter()
+            .map(|g| id("guid", g))
+            .collect::<Result<_, String>>()?,
+        formed: message.formed,
+    };
+    membership.check().map_err(str::to_owned)?;
+    Ok(membership)
+}
+
+fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {
+    let phase = match message.phase.as_str() {
+        "Init" => Phase::Init,
+        "Recreate" => Phase::Recreate,
+        "Keep" => Phase::Keep,
+        "Delete" => Phase::Delete,
+        other => return Err(format!("phase {other:?} is not known to this version")),
+    };
+    let blocks = message.size_bytes.div_ceil(BLOCK_SIZE as u64);
+    if phase != Phase::Delete && !(1..=VOLUME_BLOCKS_MAX).contains(&blocks) {
+        return Err(format!("a size of {} bytes is out of range", message.size_bytes));
+    }
+    let spec = message.volume_spec.as_ref().map(Message::encode_to_vec).unwrap_or_default();
+    Ok(Wanted {
+        identity: ReplicaIdentity {
+            volume: id("volume", &message.volume_id)?,
+            replica: id("replica", &message.replica_id)?,
+            guid: id("guid", &message.guid)?,
+            volume_spec: Bytes::from(spec),
+        },
+        blocks,
+        phase,
+        membership: match &message.membership {
+            Some(m) => membership(m)?,
+            None if phase == Phase::Delete => Membership::default(),
+            None => return Err("the membership is missing".into()),
+        },
+    })
+}
+
+impl Assignment {
+    /// Replicas that cannot be understood are left out, each with its reason: the others go on.
+    pub fn from_message(message: &control::PoolAssignment) -> (Self, Vec<String>) {
+        let (mut taken, mut refused) = (Vec::new(), Vec::new());
+        for replica in &message.replicas {
+            match wanted(replica) {
+                Ok(wanted) => taken.push(wanted),
+                Err(reason) => refused
+                    .push(format!("replica {} of {}: {reason}", replica.guid, replica.volume_id)),
+            }
+        }
+        (Assignment(taken), refused)
+    }
+}
+
+impl ReplicaState {
+    pub fn to_message(&self) -> control::ReplicaReport {
+        control::ReplicaReport {
+            replica_id: self.replica.to_string(),
+            guid: self.guid.to_string(),
+            volume_id: self.volume.to_string(),
+            state: self.state.into(),
+            quorum: self.quorum,
+            position_epoch: self.position.epoch.0,
+            position_lsn: self.position.lsn.0,
+            stable_lsn: self.stable,
+            used_bytes: self.used_bytes,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message() -> control::ReplicaAssignment {
+        control::ReplicaAssignment {
+            volume_id: VolumeId(1).to_string(),
+            replica_id: ReplicaId(2).to_string(),
+            guid: ReplicaGuid(3).to_string(),
+            size_bytes: 1 << 20,
+            phase: "Init".into(),
+            membership: Some(control::Membership {
+                version: 1,
+                rf: 3,
+                cf: 2,
+                drf: 3,
+                known: vec![control::Member {
+                    replica_id: ReplicaId(2).to_string(),
+                    guid: ReplicaGuid(3).to_string(),
+                }],
+                retired: vec![],
+                formed: false,
+            }),
+            volume_spec: None,
+        }
+    }
+
+    #[test]
+    fn an_assignment_comes_through_in_the_cores_types() {
+        let (assignment, refused) = Assignment::from_message(&control::PoolAssignment {
+            replicas: vec![message()],
+            ..Default::default()
+        });
+        assert_eq!(refused, Vec::<String>::new());
+        let wanted = &assignment.0[0];
+        assert_eq!((wanted.identity.guid, wanted.blocks), (ReplicaGuid(3), 256));
+        assert_eq!(wanted.membership.known[0].id, ReplicaId(2));
+    }
+
+    #[test]
+    fn one_replica_that_cannot_be_understood_does_not_hold_up_the_others() {
+        let odd = [
+            control::ReplicaAssignment { phase: "Dance".into(), ..message() },
+            control::ReplicaAssignment { guid: "xyz".into(), ..message() },
+            control::ReplicaAssignment { size_bytes: u64::MAX, ..message() },
+            control::ReplicaAssignment { size_bytes: 0, ..message() },
+            control::ReplicaAssignment { membership: None, ..message() },
+        ];
+        for odd in odd {
+            let (assignment, refused) = Assignment::from_message(&control::PoolAssignment {
+                replicas: vec![odd, message()],
+                ..Default::default()
+            });
+            assert_eq!((assignment.0.len(), refused.len()), (1, 1), "{refused:?}");
+        }
+    }
+}

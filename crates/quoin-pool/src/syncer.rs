@@ -1,0 +1,56 @@
+//! The disk thread: one sync at a time, each serving all that asked before it began.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use quoin_core::replica::store::{IoFault, SyncTicket};
+use quoin_store::disk::Syncer as SyncDisk;
+use quoin_wire::reactor::Waker;
+
+use crate::shard::Input;
+
+pub struct Syncer {
+    requests: Sender<SyncTicket>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Syncer {
+    pub fn start(disk: SyncDisk, inputs: Sender<Input>, waker: Waker) -> std::io::Result<Self> {
+        let (requests, taken) = channel();
+        let thread = std::thread::Builder::new()
+            .name("disk".into())
+            .spawn(move || run(disk, &taken, &inputs, &waker))?;
+        Ok(Syncer { requests, thread: Some(thread) })
+    }
+
+    /// Begins a sync; its result comes as [`Input::Synced`].
+    pub fn begin(&self, ticket: SyncTicket) {
+        // The thread ends only after this end was dropped.
+        let _ = self.requests.send(ticket);
+    }
+}
+
+impl Drop for Syncer {
+    fn drop(&mut self) {
+        let (closed, _) = channel();
+        self.requests = closed;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(
+    mut disk: SyncDisk,
+    requests: &Receiver<SyncTicket>,
+    inputs: &Sender<Input>,
+    waker: &Waker,
+) {
+    while let Ok(ticket) = requests.recv() {
+        let result: Result<(), IoFault> = disk();
+        if inputs.send(Input::Synced { ticket, result }).is_err() {
+            return;
+        }
+        waker.wake();
+    }
+}

@@ -1,0 +1,156 @@
+//! From a socket to a session: the handshake, then Hello and Welcome, on a helper thread.
+//!
+//! A shard only ever sees connections whose peer is proven and whose Hello was believed; all
+//! that happens before costs it nothing and is bounded by [`HANDSHAKE_MAX`], [`Limits::HELLO`]
+//! and the number of helper threads that a role allows itself.
+
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use quoin_core::ids::SessionKey;
+use quoin_core::message::{Failure, FromReplica};
+use quoin_core::Epoch;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustls_pki_types::CertificateDer;
+
+use crate::connection::{Connection, ReadOutcome};
+use crate::decode::{Frame, Incoming};
+use crate::frame::WireError;
+#[cfg(doc)]
+use crate::frame::Limits;
+use crate::handshake::{
+    ClientSecurity, HANDSHAKE_MAX, HandshakeError, ServerSecurity, accept, connect,
+};
+use crate::hello::{Hello, PROTOCOL_MAX, PROTOCOL_MIN};
+
+#[derive(Debug, thiserror::Error)]
+pub enum EstablishError {
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error("the peer said nothing of itself within {HANDSHAKE_MAX:?}")]
+    Deadline,
+    #[error("the peer began with something else than its Hello")]
+    Unexpected,
+    #[error("the pool refused the session: {0}")]
+    Refused(Failure),
+    #[error("refused: {0}")]
+    Disbelieved(String),
+}
+
+/// A session's connection, on the side that was dialled.
+pub struct Answered {
+    pub connection: Connection,
+    pub session: SessionKey,
+    pub hello: Hello,
+    pub peer_address: SocketAddr,
+}
+
+/// Connects, proves both sides, and introduces the session. Blocks.
+pub fn dial(
+    address: SocketAddr,
+    security: &ClientSecurity,
+    session: SessionKey,
+    hello: &Hello,
+) -> Result<Connection, EstablishError> {
+    let deadline = Instant::now() + HANDSHAKE_MAX;
+    let established = connect(address, security)?;
+    let mut connection =
+        Connection::new(established.socket, established.sealer, established.opener);
+    connection.send_hello(session, hello)?;
+    flush(&mut connection, deadline)?;
+    let answer = first_frame(&mut connection, deadline)?;
+    match answer.frame {
+        Frame::Welcome(welcome)
+            if answer.session == session
+                && (PROTOCOL_MIN..=PROTOCOL_MAX).contains(&welcome.protocol) =>
+        {
+            connection.authenticated();
+            Ok(connection)
+        }
+        Frame::FromReplica(FromReplica::Refuse { failure, .. }) => {
+            Err(EstablishError::Refused(failure))
+        }
+        _ => Err(EstablishError::Unexpected),
+    }
+}
+
+/// Proves both sides of an accepted connection and hears who comes; `believe` decides by the
+/// peer's certificates (none on a plain connection), its session and its Hello. Blocks.
+pub fn answer(
+    tcp: TcpStream,
+    peer_address: SocketAddr,
+    security: &ServerSecurity,
+    believe: impl FnOnce(&[CertificateDer<'static>], &SessionKey, &Hello) -> Result<(), String>,
+) -> Result<Answered, EstablishError> {
+    let deadline = Instant::now() + HANDSHAKE_MAX;
+    let established = accept(tcp, peer_address, security)?;
+    let mut connection =
+        Connection::new(established.socket, established.sealer, established.opener);
+    let Incoming { session, frame: Frame::Hello(hello) } = first_frame(&mut connection, deadline)?
+    else {
+        return Err(EstablishError::Unexpected);
+    };
+    let judged = hello.negotiate().and_then(|welcome| {
+        believe(&established.peer_certificates, &session, &hello).map(|()| welcome)
+    });
+    match judged {
+        Ok(welcome) => {
+            connection.send_welcome(session, &welcome)?;
+            flush(&mut connection, deadline)?;
+            connection.authenticated();
+            Ok(Answered { connection, session, hello, peer_address })
+        }
+        Err(reason) => {
+            let refuse =
+                FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Protocol };
+            connection.send_from_replica(session, &refuse)?;
+            flush(&mut connection, deadline)?;
+            Err(EstablishError::Disbelieved(reason))
+        }
+    }
+}
+
+fn first_frame(
+    connection: &mut Connection,
+    deadline: Instant,
+) -> Result<Incoming, EstablishError> {
+    loop {
+        if let Some(incoming) = connection.next_frame()? {
+            return Ok(incoming);
+        }
+        wait(connection, PollFlags::IN, deadline)?;
+        if connection.receive()? == ReadOutcome::End {
+            return Err(WireError::Closed.into());
+        }
+    }
+}
+
+fn flush(connection: &mut Connection, deadline: Instant) -> Result<(), EstablishError> {
+    while !connection.flush()? {
+        wait(connection, PollFlags::OUT, deadline)?;
+    }
+    Ok(())
+}
+
+fn wait(
+    connection: &Connection,
+    flags: PollFlags,
+    deadline: Instant,
+) -> Result<(), EstablishError> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(EstablishError::Deadline);
+    }
+    let timeout = timespec(left);
+    let socket = connection.socket();
+    match poll(&mut [PollFd::new(&socket, flags)], Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(errno) => Err(WireError::Io { operation: "poll", source: errno.into() }.into()),
+    }
+}
+
+pub(crate) fn timespec(duration: Duration) -> Timespec {
+    Timespec { tv_sec: duration.as_secs() as i64, tv_nsec: duration.subsec_nanos().into() }
+}
