@@ -21,13 +21,13 @@ use quoin_core::{Epoch, Lsn, Position, ReplicaGuid, Time};
 use quoin_store::{Due, ReplicaPool};
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
+use quoin_wire::notices::{Notices, Severity};
 use quoin_wire::reactor::{Interest, Reactor, Ready, Timers, now};
 use quoin_wire::{Connection, Frame, ReadOutcome};
 use rustix::net::Shutdown;
 
 use crate::accept::Acceptor;
 use crate::assignment::{Assignment, Phase, PoolState, ReplicaState, Wanted};
-use crate::events::{Events, Severity};
 use crate::metrics::Metrics;
 use crate::syncer::Syncer;
 
@@ -76,7 +76,7 @@ pub struct Parts {
     pub reactor: Reactor,
     pub acceptor: Acceptor,
     pub inputs: Receiver<Input>,
-    pub events: Events,
+    pub notices: Notices,
     pub metrics: Metrics,
 }
 
@@ -384,8 +384,10 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn deliver(&mut self, now: Time, guid: ReplicaGuid, event: ReplicaEvent) {
         let Some(held) = self.replicas.get_mut(&guid) else { return };
-        let Some(mut store) = self.pool.replica(guid) else { return };
-        held.replica.on(now, event, &mut store, &mut self.actions);
+        {
+            let Some(mut store) = self.pool.replica(guid) else { return };
+            held.replica.on(now, event, &mut store, &mut self.actions);
+        }
         if !held.touched {
             held.touched = true;
             self.touched.push(guid);
@@ -455,7 +457,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 format!("a target sent what {name} forbids; its session was ended"),
             ),
         };
-        self.parts.events.push(severity, volume, replica, reason, message);
+        self.parts.notices.push(severity, volume, replica, reason, message);
     }
 
     fn send(&mut self, connection: u64, session: SessionKey, message: &FromReplica) {
@@ -632,7 +634,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
             Err(error) => {
                 let message = format!("cannot create the replica: {error}");
-                self.parts.events.push(
+                self.parts.notices.push(
                     Severity::Error,
                     volume,
                     replica,

@@ -10,6 +10,7 @@
 //! * [`queue`] holds what goes out (one vectored write) and what came in.
 //! * [`reactor`] is the epoll loop, its timers and its waker; [`connection`] ties a socket, its
 //!   protection and its queues together for the shards of both roles.
+//! * [`notices`] carries what operators want to know from shards to reports.
 //!
 //! Peers are hostile until proven otherwise: no input makes this crate panic or hold more memory
 //! than [`frame::Limits`] says. Checksums of blocks are verified here, by whoever receives data:
@@ -22,6 +23,7 @@ pub mod establish;
 pub mod frame;
 pub mod handshake;
 pub mod hello;
+pub mod notices;
 pub mod queue;
 pub mod reactor;
 pub mod security;

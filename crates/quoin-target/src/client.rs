@@ -1,0 +1,127 @@
+//! One client's connection to a volume: bytes of a socket, a front-end session, tokens.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use bytes::{Bytes, BytesMut};
+use quoin_core::VolumeId;
+use quoin_core::block::{Closed, DeviceInfo, Frontend, Reply, Request};
+use quoin_wire::frame::WireError;
+use quoin_wire::queue::{Filled, SendQueue, fill};
+use quoin_wire::reactor::Interest;
+
+/// Replies a client may leave unread before its requests are not taken.
+const QUEUED_MAX: usize = 32 << 20;
+/// Bytes taken from one client before others get their turn.
+const READ_TURN_MAX: usize = 4 << 20;
+
+pub struct Client {
+    socket: OwnedFd,
+    pub volume: VolumeId,
+    frontend: Box<dyn Frontend>,
+    input: BytesMut,
+    output: SendQueue,
+    pieces: Vec<Bytes>,
+    pub interest: Interest,
+    /// To be closed once its output is written.
+    pub ending: bool,
+    /// Listed to be written.
+    pub dirty: bool,
+}
+
+/// How a turn at the socket ended.
+#[derive(Debug)]
+pub enum Turn {
+    Goes,
+    /// The peer closed; what it sent before was taken.
+    End,
+}
+
+impl Client {
+    pub fn new(socket: OwnedFd, volume: VolumeId, frontend: Box<dyn Frontend>) -> Self {
+        Client {
+            socket,
+            volume,
+            frontend,
+            input: BytesMut::new(),
+            output: SendQueue::default(),
+            pieces: Vec::new(),
+            interest: Interest::READ,
+            ending: false,
+            dirty: false,
+        }
+    }
+
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn may_take(&self) -> bool {
+        !self.ending && self.output.bytes() < QUEUED_MAX && self.frontend.wants_input()
+    }
+
+    /// What readiness this client can use now.
+    pub fn wanted(&self) -> Interest {
+        Interest { read: self.may_take(), write: !self.output.is_empty() && !self.dirty }
+    }
+
+    pub fn has_output(&self) -> bool {
+        !self.output.is_empty()
+    }
+
+    /// Reads and gives the session what came; requests are added to `requests`.
+    pub fn read(&mut self, requests: &mut Vec<Request>) -> Result<Turn, WireError> {
+        let mut taken = 0;
+        while self.may_take() && taken < READ_TURN_MAX {
+            let before = self.input.len();
+            let filled = fill(&self.socket, &mut self.input, 0)?;
+            taken += self.input.len() - before;
+            if matches!(filled, Filled::More | Filled::Drained) {
+                self.take(requests);
+            }
+            match filled {
+                Filled::End => return Ok(Turn::End),
+                Filled::Drained | Filled::Nothing => break,
+                Filled::More => {}
+            }
+        }
+        Ok(Turn::Goes)
+    }
+
+    /// Gives the session what was read; also called when replies made room for more.
+    pub fn take(&mut self, requests: &mut Vec<Request>) {
+        if self.ending {
+            return;
+        }
+        let taken = self.frontend.receive(&mut self.input, requests, &mut self.pieces);
+        self.queue_pieces();
+        if let Err(Closed(why)) = taken {
+            tracing::debug!(volume = %self.volume, why, "a client's session ended");
+            self.ending = true;
+        }
+    }
+
+    /// Whether input waits that the session could take now.
+    pub fn holds_input(&self) -> bool {
+        !self.input.is_empty() && self.may_take()
+    }
+
+    pub fn complete(&mut self, reply: Reply) {
+        self.frontend.complete(reply, &mut self.pieces);
+        self.queue_pieces();
+    }
+
+    pub fn device_changed(&mut self, info: &DeviceInfo) {
+        self.frontend.device_changed(info);
+    }
+
+    fn queue_pieces(&mut self) {
+        for piece in self.pieces.drain(..) {
+            self.output.push(piece);
+        }
+    }
+
+    /// True once everything is written.
+    pub fn flush(&mut self) -> Result<bool, WireError> {
+        self.output.write_to(&self.socket)
+    }
+}

@@ -1,0 +1,76 @@
+//! What a volume's state machine notes, in an operator's words.
+
+use quoin_core::VolumeId;
+use quoin_core::target::TargetNote;
+use quoin_wire::notices::{Notices, Severity};
+
+/// Each note as an event, with its cause and, where there is one, the next step. What changes
+/// with every step of a rebuild is left to the status report.
+pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote) {
+    use Severity::{Error, Normal, Warning};
+    let mut replica = String::new();
+    let (severity, reason, message) = match note {
+        TargetNote::Opening { epoch } => {
+            tracing::info!(%volume, %epoch, "opening");
+            return;
+        }
+        TargetNote::Rebuilding { .. } => return,
+        TargetNote::Stopped => {
+            tracing::info!(%volume, "stopped");
+            return;
+        }
+        TargetNote::Serving { epoch, at } => (
+            Normal,
+            "Serving",
+            format!("IO is served under epoch {epoch}, from LSN {} on", at.lsn),
+        ),
+        TargetNote::Waiting(what) if what.is_empty() => {
+            (Normal, "WaitingOver", "goes on".to_owned())
+        }
+        TargetNote::Waiting(what) => (Warning, "Waiting", format!("waits for {what}")),
+        TargetNote::UnflushedTailMayBeLost => (
+            Error,
+            "UnflushedTailMayBeLost",
+            "most replicas lost their caches at once: acknowledged writes that were never flushed \
+             may be missing; what was flushed is there"
+                .to_owned(),
+        ),
+        TargetNote::InSync { members } => {
+            (Normal, "InSync", format!("{} replicas are in sync", members.len()))
+        }
+        TargetNote::Dropped { member, reason } => {
+            replica = member.id.to_string();
+            (Warning, "ReplicaDropped", format!("out of sync: {reason}"))
+        }
+        TargetNote::Rebuilt { member } => {
+            replica = member.id.to_string();
+            (Normal, "ReplicaRebuilt", "complete again".to_owned())
+        }
+        TargetNote::BadBlock { member, lba, repaired } => {
+            replica = member.id.to_string();
+            let outcome = if repaired { "repaired from another replica" } else { "not repaired yet" };
+            (Warning, "BadBlock", format!("a bad copy of block {lba} was found, {outcome}"))
+        }
+        TargetNote::BlockLost { lba } => (
+            Error,
+            "BlockLost",
+            format!("no good copy of block {lba} is left: reads of it fail until it is written"),
+        ),
+        TargetNote::Fenced { by } => {
+            (Normal, "Fenced", format!("epoch {by} was granted elsewhere: this target stopped"))
+        }
+        TargetNote::ControlPlaneBehind { durable_version } => (
+            Error,
+            "ControlPlaneBehind",
+            format!(
+                "replicas know membership version {durable_version}, the control plane an older \
+                 one: it was restored from a backup; nothing is served until it is reconciled"
+            ),
+        ),
+        TargetNote::InvariantRefused { member, invariant } => {
+            replica = member.id.to_string();
+            (Error, "InvariantRefused", format!("said what {invariant} forbids and was shut out"))
+        }
+    };
+    notices.push(severity, volume, replica, reason, message);
+}

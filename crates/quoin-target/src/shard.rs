@@ -1,0 +1,821 @@
+//! One thread of the target: an epoll loop that owns whole volumes, with their clients' sockets
+//! and their connections to replicas.
+//!
+//! A round is: wait, take what other threads sent, read every readable socket, `flush` each
+//! touched volume's state machine (there entries become messages), write each touched socket
+//! once: replicas first, replies after. No lock, no hand-over and no timer per request; an idle
+//! volume costs nothing.
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use bytes::Bytes;
+use quoin_core::block::{DeviceInfo, Request};
+use quoin_core::ids::{Epoch, Incarnation, SessionKey};
+use quoin_core::membership::{Member, Membership};
+use quoin_core::target::{
+    Target, TargetAction, TargetConfig, TargetEvent, TargetNote, TargetStatus,
+};
+use quoin_core::{BLOCK_SIZE, Time, VolumeId};
+use quoin_frontend::nbd::{Session, TlsPolicy};
+use quoin_wire::frame::WireError;
+use quoin_wire::notices::{Notices, Severity};
+use quoin_wire::reactor::{Interest, Reactor, Ready, Timers, Waker, now};
+use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
+
+use crate::client::{Client, Turn};
+use crate::dial::{Dial, Dialler, Reach};
+use crate::listen::Socket;
+use crate::metrics::Metrics;
+use crate::tokens::{Origin, Tokens};
+
+/// Clients of one volume.
+const CLIENTS_MAX: usize = 64;
+
+/// What other threads tell a shard.
+pub enum Input {
+    Open(Box<VolumeSetup>),
+    Update(Box<VolumeUpdate>),
+    /// Drain, sync, close.
+    Close(VolumeId),
+    Dialled {
+        volume: VolumeId,
+        session: SessionKey,
+        pool: String,
+        outcome: Result<Connection, String>,
+    },
+    Granted(VolumeId, Incarnation, Grant),
+    /// The grant signed anew, for pools that come back later.
+    Regranted(VolumeId, Bytes),
+    Swapped {
+        volume: VolumeId,
+        version: u64,
+        membership: Option<Membership>,
+    },
+    Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, TargetStatus)>>),
+    /// Close all volumes, then end.
+    Shutdown,
+}
+
+/// What came of asking for an epoch.
+pub enum Grant {
+    Given { epoch: Epoch, membership: Membership, bytes: Bytes },
+    NotOwner,
+    Failed,
+}
+
+/// A volume to serve.
+pub struct VolumeSetup {
+    pub config: TargetConfig,
+    pub info: DeviceInfo,
+    pub socket: PathBuf,
+    pub replicas: Vec<ReplicaPlace>,
+    /// Feeds incarnations: random, never repeated.
+    pub seed: u64,
+}
+
+/// Where a replica is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ReplicaPlace {
+    pub member: Member,
+    pub pool: String,
+    /// host:port
+    pub address: String,
+    /// To be rebuilt and then to take the place of a known one.
+    pub candidate: bool,
+}
+
+/// What may change while a volume is served.
+pub struct VolumeUpdate {
+    pub volume: VolumeId,
+    pub size_bytes: u64,
+    pub replicas: Vec<ReplicaPlace>,
+}
+
+/// What a shard asks of the control thread.
+#[derive(Debug)]
+pub enum Ask {
+    Epoch { volume: VolumeId, incarnation: Incarnation, at_least: Epoch },
+    Swap { volume: VolumeId, incarnation: Incarnation, epoch: Epoch, version: u64, next: Membership },
+    /// Something worth a report soon.
+    Changed,
+    /// The volume is not served here any more; true: because a newer epoch fenced it.
+    Stopped { volume: VolumeId, fenced: bool },
+}
+
+struct Volume {
+    target: Target,
+    info: DeviceInfo,
+    listener: Socket,
+    listener_key: u64,
+    timer_key: u64,
+    clients: Vec<u64>,
+    links: Vec<(SessionKey, u64)>,
+    places: Vec<ReplicaPlace>,
+    tokens: Tokens,
+    grant: Bytes,
+    incarnation: Incarnation,
+    fenced: bool,
+    stopped: bool,
+    touched: bool,
+    /// Pools that could not be reached, so that it is said once and not each try.
+    unreachable: Vec<String>,
+}
+
+struct Link {
+    connection: Connection,
+    session: SessionKey,
+    volume: VolumeId,
+    interest: Interest,
+    dirty: bool,
+}
+
+enum Slot {
+    Listener(VolumeId),
+    Timer(VolumeId),
+    Client(Box<Client>),
+    Link(Box<Link>),
+}
+
+/// Keys are handed out one by one: they are their own hash.
+#[derive(Default)]
+struct KeyHasher(u64);
+impl Hasher for KeyHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
+        }
+    }
+    fn write_u64(&mut self, key: u64) {
+        self.0 = key.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+type Slots = HashMap<u64, Slot, BuildHasherDefault<KeyHasher>>;
+
+/// Handle to a running shard.
+#[derive(Clone)]
+pub struct ShardHandle {
+    inputs: Sender<Input>,
+    waker: Waker,
+    dialler: Dialler,
+}
+
+impl ShardHandle {
+    pub fn send(&self, input: Input) {
+        // Fails only after the shard ended.
+        let _ = self.inputs.send(input);
+        self.waker.wake();
+    }
+
+    /// Connections to replicas from now on are protected like this.
+    pub fn set_reach(&self, reach: Reach) {
+        self.dialler.set_reach(reach);
+    }
+}
+
+pub struct Shard {
+    reactor: Reactor,
+    inputs: Receiver<Input>,
+    asks: tokio::sync::mpsc::UnboundedSender<Ask>,
+    notices: Notices,
+    metrics: Metrics,
+    dialler: Dialler,
+    volumes: BTreeMap<VolumeId, Volume>,
+    slots: Slots,
+    timers: Timers,
+    next_key: u64,
+    touched: Vec<VolumeId>,
+    dirty_links: Vec<u64>,
+    dirty_clients: Vec<u64>,
+    actions: Vec<TargetAction>,
+    requests: Vec<Request>,
+    stopping: bool,
+}
+
+impl Shard {
+    pub fn new(
+        reach: Reach,
+        asks: tokio::sync::mpsc::UnboundedSender<Ask>,
+        notices: Notices,
+        metrics: Metrics,
+    ) -> std::io::Result<(Self, ShardHandle)> {
+        let reactor = Reactor::new()?;
+        let (sender, inputs) = channel();
+        let dialler = Dialler::new(reach, sender.clone(), reactor.waker());
+        let handle =
+            ShardHandle { inputs: sender, waker: reactor.waker(), dialler: dialler.clone() };
+        let shard = Shard {
+            reactor,
+            inputs,
+            asks,
+            notices,
+            metrics,
+            dialler,
+            volumes: BTreeMap::new(),
+            slots: Slots::default(),
+            timers: Timers::default(),
+            next_key: 0,
+            touched: Vec::new(),
+            dirty_links: Vec::new(),
+            dirty_clients: Vec::new(),
+            actions: Vec::new(),
+            requests: Vec::new(),
+            stopping: false,
+        };
+        Ok((shard, handle))
+    }
+
+    /// Serves until it is asked to stop and all volumes are closed.
+    pub fn run(mut self) -> std::io::Result<()> {
+        let mut ready = Vec::new();
+        loop {
+            let timeout = self.timers.until_next(now());
+            let woken = self.reactor.wait(timeout, &mut ready)?;
+            let now = now();
+            // A client that is gone goes first: its unread requests must not be taken after
+            // those of the connection that replaces it.
+            for ready in ready.iter().filter(|r| r.broken) {
+                self.broken(now, ready.key);
+            }
+            if woken {
+                while let Ok(input) = self.inputs.try_recv() {
+                    self.input(now, input);
+                }
+            }
+            for ready in &ready {
+                self.ready(now, *ready);
+            }
+            while let Some(key) = self.timers.pop(now) {
+                if let Some(Slot::Timer(volume)) = self.slots.get(&key) {
+                    let volume = *volume;
+                    self.event(now, volume, TargetEvent::Timer);
+                }
+            }
+            self.finish_round(now);
+            if self.stopping && self.volumes.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn insert(&mut self, slot: Slot) -> u64 {
+        self.next_key += 1;
+        self.slots.insert(self.next_key, slot);
+        self.next_key
+    }
+
+    fn input(&mut self, now: Time, input: Input) {
+        match input {
+            Input::Open(setup) => self.open(now, *setup),
+            Input::Update(update) => self.update(now, *update),
+            Input::Close(volume) => self.event(now, volume, TargetEvent::Shutdown),
+            Input::Dialled { volume, session, pool, outcome } => {
+                self.dialled(now, volume, session, pool, outcome);
+            }
+            Input::Granted(volume, incarnation, grant) => {
+                let event = match grant {
+                    Grant::Given { epoch, membership, bytes } => {
+                        if let Some(v) = self.volumes.get_mut(&volume)
+                            && v.incarnation == incarnation
+                        {
+                            v.grant = bytes;
+                        }
+                        TargetEvent::Granted { incarnation, epoch, membership }
+                    }
+                    Grant::NotOwner => TargetEvent::NotOwner { incarnation },
+                    Grant::Failed => TargetEvent::GrantFailed { incarnation },
+                };
+                self.event(now, volume, event);
+            }
+            Input::Regranted(volume, bytes) => {
+                if let Some(volume) = self.volumes.get_mut(&volume) {
+                    volume.grant = bytes;
+                }
+            }
+            Input::Swapped { volume, version, membership } => {
+                self.event(now, volume, TargetEvent::Swapped { version, membership });
+            }
+            Input::Status(answer) => {
+                let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
+                // The asker may have given up waiting.
+                let _ = answer.send(all);
+            }
+            Input::Shutdown => {
+                self.stopping = true;
+                for volume in self.volumes.keys().copied().collect::<Vec<_>>() {
+                    self.event(now, volume, TargetEvent::Shutdown);
+                }
+            }
+        }
+    }
+
+    fn open(&mut self, now: Time, setup: VolumeSetup) {
+        let VolumeSetup { config, info, socket, replicas, seed } = setup;
+        let id = config.volume;
+        if self.stopping || self.volumes.contains_key(&id) {
+            return;
+        }
+        let listener = match Socket::bind(&socket) {
+            Ok(listener) => listener,
+            Err(error) => {
+                self.notices.push(Severity::Error, id, "", "CannotServe", error.to_string());
+                let _ = self.asks.send(Ask::Stopped { volume: id, fenced: false });
+                return;
+            }
+        };
+        let listener_key = self.insert(Slot::Listener(id));
+        let timer_key = self.insert(Slot::Timer(id));
+        if let Err(error) =
+            self.reactor.register(&listener.listener, listener_key, Interest::READ)
+        {
+            self.notices.push(Severity::Error, id, "", "CannotServe", error.to_string());
+            let _ = self.asks.send(Ask::Stopped { volume: id, fenced: false });
+            return;
+        }
+        let volume = Volume {
+            target: Target::new(now, config, seed),
+            info,
+            listener,
+            listener_key,
+            timer_key,
+            clients: Vec::new(),
+            links: Vec::new(),
+            places: Vec::new(),
+            tokens: Tokens::default(),
+            grant: Bytes::new(),
+            incarnation: Incarnation::default(),
+            fenced: false,
+            stopped: false,
+            touched: false,
+            unreachable: Vec::new(),
+        };
+        self.volumes.insert(id, volume);
+        self.metrics.volumes.inc();
+        self.places(now, id, replicas);
+        self.touch(id);
+    }
+
+    fn update(&mut self, now: Time, update: VolumeUpdate) {
+        let VolumeUpdate { volume: id, size_bytes, replicas } = update;
+        self.places(now, id, replicas);
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if size_bytes > volume.info.size_bytes {
+            volume.info.size_bytes = size_bytes;
+            for key in &volume.clients {
+                if let Some(Slot::Client(client)) = self.slots.get_mut(key) {
+                    client.device_changed(&volume.info);
+                }
+            }
+            let blocks = size_bytes.div_ceil(BLOCK_SIZE as u64);
+            self.event(now, id, TargetEvent::Resize { blocks });
+        }
+    }
+
+    fn places(&mut self, now: Time, id: VolumeId, places: Vec<ReplicaPlace>) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        let candidates = |places: &[ReplicaPlace]| -> Vec<Member> {
+            places.iter().filter(|p| p.candidate).map(|p| p.member).collect()
+        };
+        let (before, after) = (candidates(&volume.places), candidates(&places));
+        volume.places = places;
+        if before != after {
+            self.event(now, id, TargetEvent::Candidates(after));
+        }
+    }
+
+    fn event(&mut self, now: Time, id: VolumeId, event: TargetEvent) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        volume.target.on(now, event, &mut self.actions);
+        self.touch(id);
+        self.act(id);
+    }
+
+    fn touch(&mut self, id: VolumeId) {
+        if let Some(volume) = self.volumes.get_mut(&id)
+            && !volume.touched
+        {
+            volume.touched = true;
+            self.touched.push(id);
+        }
+    }
+
+    fn act(&mut self, id: VolumeId) {
+        if self.actions.is_empty() {
+            return;
+        }
+        let mut actions = std::mem::take(&mut self.actions);
+        for action in actions.drain(..) {
+            match action {
+                TargetAction::Send { session, message } => self.send(id, session, &message),
+                TargetAction::Reply(reply) => self.reply(id, reply),
+                TargetAction::Timer { at } => {
+                    if let Some(volume) = self.volumes.get(&id) {
+                        self.timers.set(volume.timer_key, at);
+                    }
+                }
+                TargetAction::Connect { member, session } => self.connect(id, member, session),
+                TargetAction::Disconnect { session } => self.disconnect(id, session),
+                TargetAction::AcquireEpoch { incarnation, at_least } => {
+                    if let Some(volume) = self.volumes.get_mut(&id) {
+                        volume.incarnation = incarnation;
+                    }
+                    // The control thread outlives the shards.
+                    let _ = self.asks.send(Ask::Epoch { volume: id, incarnation, at_least });
+                }
+                TargetAction::SwapMembership { epoch, version, next } => {
+                    let Some(volume) = self.volumes.get(&id) else { continue };
+                    let incarnation = volume.incarnation;
+                    let _ =
+                        self.asks.send(Ask::Swap { volume: id, incarnation, epoch, version, next });
+                }
+                TargetAction::Note(note) => self.note(id, note),
+                TargetAction::Stopped => {
+                    if let Some(volume) = self.volumes.get_mut(&id) {
+                        volume.stopped = true;
+                    }
+                }
+            }
+        }
+        // Handling an action never gives the state machine an event at once, so no action was
+        // added meanwhile.
+        self.actions = actions;
+    }
+
+    fn send(
+        &mut self,
+        id: VolumeId,
+        session: SessionKey,
+        message: &quoin_core::message::ToReplica,
+    ) {
+        let Some(volume) = self.volumes.get(&id) else { return };
+        let Some((_, key)) = volume.links.iter().find(|(s, _)| *s == session) else { return };
+        let key = *key;
+        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
+        if let Err(error) = link.connection.send_to_replica(session, message) {
+            tracing::error!(volume = %id, %error, "a message could not be framed");
+            return;
+        }
+        if !link.dirty {
+            link.dirty = true;
+            self.dirty_links.push(key);
+        }
+    }
+
+    fn reply(&mut self, id: VolumeId, mut reply: quoin_core::block::Reply) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        let Some(origin) = volume.tokens.redeem(reply.token) else { return };
+        let Some(Slot::Client(client)) = self.slots.get_mut(&origin.client) else { return };
+        self.metrics.replied(&reply);
+        reply.token = origin.token;
+        client.complete(reply);
+        if !client.dirty {
+            client.dirty = true;
+            self.dirty_clients.push(origin.client);
+        }
+    }
+
+    fn connect(&mut self, id: VolumeId, member: Member, session: SessionKey) {
+        let Some(volume) = self.volumes.get(&id) else { return };
+        let Some(place) = volume.places.iter().find(|p| p.member == member) else {
+            // Reported on the next round, since the state machine is in the middle of this one.
+            self.dialler.fail(id, session, "no address is known for this replica".into());
+            return;
+        };
+        self.dialler.start(Dial {
+            volume: id,
+            session,
+            hello: Hello::new(id, member.id, member.guid, volume.grant.clone()),
+            pool: place.pool.clone(),
+            address: place.address.clone(),
+        });
+    }
+
+    fn dialled(
+        &mut self,
+        now: Time,
+        id: VolumeId,
+        session: SessionKey,
+        pool: String,
+        outcome: Result<Connection, String>,
+    ) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        match outcome {
+            Ok(connection) => {
+                if volume.unreachable.contains(&pool) {
+                    volume.unreachable.retain(|p| *p != pool);
+                    let message = format!("pool {pool} answers again");
+                    self.notices.push(Severity::Normal, id, "", "PoolReachable", message);
+                }
+                let key = self.next_key + 1;
+                if let Err(error) =
+                    self.reactor.register(connection.socket(), key, Interest::READ)
+                {
+                    tracing::warn!(%error, "cannot watch a connection");
+                    return self.event(now, id, TargetEvent::Disconnected { session });
+                }
+                let interest = Interest::READ;
+                let link = Link { connection, session, volume: id, interest, dirty: false };
+                let key = self.insert(Slot::Link(Box::new(link)));
+                if let Some(volume) = self.volumes.get_mut(&id) {
+                    volume.links.push((session, key));
+                }
+                self.event(now, id, TargetEvent::Connected { session });
+            }
+            Err(why) => {
+                if !pool.is_empty() && !volume.unreachable.contains(&pool) {
+                    let message = format!("pool {pool}: {why}");
+                    volume.unreachable.push(pool);
+                    self.notices.push(Severity::Warning, id, "", "PoolUnreachable", message);
+                }
+                self.event(now, id, TargetEvent::Disconnected { session });
+            }
+        }
+    }
+
+    fn disconnect(&mut self, id: VolumeId, session: SessionKey) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        let Some(at) = volume.links.iter().position(|(s, _)| *s == session) else { return };
+        let (_, key) = volume.links.swap_remove(at);
+        if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
+            // What was said before (a Close) goes out as far as the socket takes it.
+            let _ = link.connection.flush();
+            self.reactor.deregister(link.connection.socket());
+        }
+    }
+
+    fn link_lost(&mut self, now: Time, key: u64, why: &WireError) {
+        let Some(Slot::Link(link)) = self.slots.remove(&key) else { return };
+        self.reactor.deregister(link.connection.socket());
+        let (id, session) = (link.volume, link.session);
+        if let Some(volume) = self.volumes.get_mut(&id) {
+            volume.links.retain(|(_, k)| *k != key);
+        }
+        if !matches!(why, WireError::Closed) {
+            tracing::warn!(volume = %id, error = %why, "the connection to a replica failed");
+        }
+        self.event(now, id, TargetEvent::Disconnected { session });
+    }
+
+    fn client_lost(&mut self, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.remove(&key) else { return };
+        self.reactor.deregister(client.socket());
+        if let Some(volume) = self.volumes.get_mut(&client.volume) {
+            volume.clients.retain(|k| *k != key);
+        }
+        self.metrics.clients.dec();
+    }
+
+    fn broken(&mut self, now: Time, key: u64) {
+        match self.slots.get(&key) {
+            Some(Slot::Client(_)) => self.client_lost(key),
+            Some(Slot::Link(_)) => self.read_link(now, key),
+            _ => {}
+        }
+    }
+
+    fn ready(&mut self, now: Time, ready: Ready) {
+        match self.slots.get(&ready.key) {
+            Some(Slot::Client(_)) => {
+                if ready.writable {
+                    self.write_client(now, ready.key);
+                }
+                if ready.readable {
+                    self.read_client(now, ready.key);
+                }
+            }
+            Some(Slot::Link(_)) => {
+                if ready.writable {
+                    self.write_link(now, ready.key);
+                }
+                if ready.readable {
+                    self.read_link(now, ready.key);
+                }
+            }
+            Some(Slot::Listener(volume)) => {
+                let volume = *volume;
+                self.accept(volume);
+            }
+            Some(Slot::Timer(_)) | None => {}
+        }
+    }
+
+    fn accept(&mut self, id: VolumeId) {
+        let Some(volume) = self.volumes.get(&id) else { return };
+        let accepted = match volume.listener.listener.accept() {
+            Ok((socket, _)) => socket.set_nonblocking(true).map(|()| socket),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
+            Err(error) => Err(error),
+        };
+        let socket = match accepted {
+            Ok(socket) if volume.clients.len() < CLIENTS_MAX && !volume.stopped => socket,
+            Ok(_) => return,
+            Err(error) => {
+                tracing::warn!(volume = %id, %error, "cannot accept a client");
+                return;
+            }
+        };
+        let session = Session::new(volume.info.clone(), TlsPolicy::Plain);
+        let client = Client::new(socket.into(), id, Box::new(session));
+        let key = self.insert(Slot::Client(Box::new(client)));
+        let Some(Slot::Client(client)) = self.slots.get(&key) else { return };
+        if let Err(error) = self.reactor.register(client.socket(), key, Interest::READ) {
+            tracing::warn!(volume = %id, %error, "cannot watch a client");
+            self.slots.remove(&key);
+            return;
+        }
+        if let Some(volume) = self.volumes.get_mut(&id) {
+            volume.clients.push(key);
+        }
+        self.metrics.clients.inc();
+        // A session may have something to say first (NBD greets).
+        self.take_client(now(), key);
+    }
+
+    fn read_client(&mut self, now: Time, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let id = client.volume;
+        let mut requests = std::mem::take(&mut self.requests);
+        let turn = client.read(&mut requests);
+        self.submit(now, id, key, &mut requests);
+        self.requests = requests;
+        match turn {
+            Ok(Turn::Goes) => self.client_dirty(key),
+            Ok(Turn::End) => self.client_lost(key),
+            Err(error) => {
+                tracing::debug!(volume = %id, %error, "a client's connection failed");
+                self.client_lost(key);
+            }
+        }
+    }
+
+    /// Takes requests that wait in a client's buffer.
+    fn take_client(&mut self, now: Time, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let id = client.volume;
+        let mut requests = std::mem::take(&mut self.requests);
+        client.take(&mut requests);
+        self.submit(now, id, key, &mut requests);
+        self.requests = requests;
+        self.client_dirty(key);
+    }
+
+    fn submit(&mut self, now: Time, id: VolumeId, key: u64, requests: &mut Vec<Request>) {
+        if requests.is_empty() {
+            return;
+        }
+        if let Some(volume) = self.volumes.get_mut(&id) {
+            for mut request in requests.drain(..) {
+                self.metrics.requested(&request);
+                let origin = Origin { client: key, token: request.token };
+                request.token = volume.tokens.issue(origin);
+                volume.target.on(now, TargetEvent::Submit(request), &mut self.actions);
+            }
+        }
+        requests.clear();
+        self.touch(id);
+        self.act(id);
+    }
+
+    fn client_dirty(&mut self, key: u64) {
+        if let Some(Slot::Client(client)) = self.slots.get_mut(&key)
+            && !client.dirty
+        {
+            client.dirty = true;
+            self.dirty_clients.push(key);
+        }
+    }
+
+    fn read_link(&mut self, now: Time, key: u64) {
+        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
+        let (id, session) = (link.volume, link.session);
+        let outcome = link.connection.receive();
+        loop {
+            let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
+            match link.connection.next_frame() {
+                Ok(Some(incoming)) => match incoming.frame {
+                    Frame::FromReplica(message) if incoming.session == session => {
+                        if let Some(volume) = self.volumes.get_mut(&id) {
+                            let event = TargetEvent::Message { session, message };
+                            volume.target.on(now, event, &mut self.actions);
+                        }
+                        self.touch(id);
+                        self.act(id);
+                    }
+                    _ => return self.link_lost(now, key, &WireError::Malformed("session")),
+                },
+                Ok(None) => break,
+                Err(error) => return self.link_lost(now, key, &error),
+            }
+        }
+        match outcome {
+            Ok(ReadOutcome::End) => self.link_lost(now, key, &WireError::Closed),
+            Ok(_) => {}
+            Err(error) => self.link_lost(now, key, &error),
+        }
+    }
+
+    fn write_link(&mut self, now: Time, key: u64) {
+        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
+        if let Err(error) = link.connection.flush() {
+            return self.link_lost(now, key, &error);
+        }
+        let interest = Interest { read: true, write: link.connection.queued_bytes() > 0 };
+        if interest != link.interest {
+            link.interest = interest;
+            if let Err(error) = self.reactor.modify(link.connection.socket(), key, interest) {
+                tracing::warn!(%error, "cannot watch a connection");
+            }
+        }
+    }
+
+    fn write_client(&mut self, now: Time, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        if client.has_output()
+            && let Err(error) = client.flush()
+        {
+            tracing::debug!(volume = %client.volume, %error, "a client's connection failed");
+            return self.client_lost(key);
+        }
+        if client.ending && !client.has_output() {
+            return self.client_lost(key);
+        }
+        if client.holds_input() {
+            self.take_client(now, key);
+        }
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let interest = client.wanted();
+        if interest != client.interest {
+            client.interest = interest;
+            if let Err(error) = self.reactor.modify(client.socket(), key, interest) {
+                tracing::warn!(%error, "cannot watch a client");
+            }
+        }
+    }
+
+    fn finish_round(&mut self, now: Time) {
+        // Writing may take further requests, which touch their volume again.
+        while !self.touched.is_empty() || !self.dirty_clients.is_empty() {
+            while let Some(id) = self.touched.pop() {
+                if let Some(volume) = self.volumes.get_mut(&id) {
+                    volume.touched = false;
+                    volume.target.flush(now, &mut self.actions);
+                    self.act(id);
+                }
+                self.remove_stopped(id);
+            }
+            while let Some(key) = self.dirty_links.pop() {
+                if let Some(Slot::Link(link)) = self.slots.get_mut(&key) {
+                    link.dirty = false;
+                    self.write_link(now, key);
+                }
+            }
+            while let Some(key) = self.dirty_clients.pop() {
+                if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {
+                    client.dirty = false;
+                    self.write_client(now, key);
+                }
+            }
+        }
+    }
+
+    /// Takes a stopped volume down, with its clients and its socket.
+    fn remove_stopped(&mut self, id: VolumeId) {
+        if !self.volumes.get(&id).is_some_and(|v| v.stopped) {
+            return;
+        }
+        let Some(volume) = self.volumes.remove(&id) else { return };
+        self.reactor.deregister(&volume.listener.listener);
+        self.timers.set(volume.timer_key, None);
+        self.slots.remove(&volume.timer_key);
+        self.slots.remove(&volume.listener_key);
+        for key in volume.clients {
+            if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {
+                let _ = client.flush();
+            }
+            self.client_lost(key);
+        }
+        for (_, key) in volume.links {
+            if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
+                let _ = link.connection.flush();
+                self.reactor.deregister(link.connection.socket());
+            }
+        }
+        self.metrics.volumes.dec();
+        let _ = self.asks.send(Ask::Stopped { volume: id, fenced: volume.fenced });
+    }
+
+    fn note(&mut self, id: VolumeId, note: TargetNote) {
+        if let TargetNote::Fenced { .. } = note
+            && let Some(volume) = self.volumes.get_mut(&id)
+        {
+            volume.fenced = true;
+        }
+        crate::notes::tell(&self.notices, id, note);
+        let _ = self.asks.send(Ask::Changed);
+    }
+}

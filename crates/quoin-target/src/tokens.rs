@@ -1,0 +1,56 @@
+//! Which client, and which of its requests, a token of the target stands for.
+
+use quoin_core::block::Token;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Origin {
+    /// Key of the client's connection.
+    pub client: u64,
+    pub token: Token,
+}
+
+/// Tokens in use, reused once replied to. No allocation per request in the long run.
+#[derive(Default)]
+pub struct Tokens {
+    slots: Vec<Option<Origin>>,
+    free: Vec<u32>,
+}
+
+impl Tokens {
+    pub fn issue(&mut self, origin: Origin) -> Token {
+        if let Some(slot) = self.free.pop() {
+            self.slots[slot as usize] = Some(origin);
+            return u64::from(slot);
+        }
+        self.slots.push(Some(origin));
+        self.slots.len() as u64 - 1
+    }
+
+    /// Whose reply this is; the token may be issued again afterwards.
+    pub fn redeem(&mut self, token: Token) -> Option<Origin> {
+        let origin = self.slots.get_mut(token as usize)?.take()?;
+        self.free.push(token as u32);
+        Some(origin)
+    }
+
+    pub fn in_use(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_stands_for_one_request_and_is_redeemed_once() {
+        let mut tokens = Tokens::default();
+        let (a, b) = (Origin { client: 1, token: 9 }, Origin { client: 2, token: 9 });
+        let (first, second) = (tokens.issue(a), tokens.issue(b));
+        assert_ne!(first, second);
+        assert_eq!(tokens.redeem(first), Some(a));
+        assert_eq!(tokens.redeem(first), None);
+        assert_eq!(tokens.issue(b), first);
+        assert_eq!((tokens.redeem(second), tokens.redeem(77), tokens.in_use()), (Some(b), None, 1));
+    }
+}
