@@ -62,7 +62,8 @@ fn id<T: std::str::FromStr>(what: &str, text: &str) -> Result<T, String> {
 
 /// A membership of the control plane in the core's types, checked.
 pub fn membership(message: &control::Membership) -> Result<Membership, String> {
-    let small = |what: &str, n: u32| u8::try_from(n).map_err(|_| format!("{what} {n} is too large"));
+    let small =
+        |what: &str, n: u32| u8::try_from(n).map_err(|_| format!("{what} {n} is too large"));
     let membership = Membership {
         version: message.version,
         rf: small("rf", message.rf)?,
@@ -71,15 +72,9 @@ pub fn membership(message: &control::Membership) -> Result<Membership, String> {
         known: message
             .known
             .iter()
-            .map(|m| {
-                Ok(Member { id: id("replica", &m.replica_id)?, guid: id("guid", &m.guid)? })
-            })
+            .map(|m| Ok(Member { id: id("replica", &m.replica_id)?, guid: id("guid", &m.guid)? }))
             .collect::<Result<_, String>>()?,
-        retired: message
-            .retired
-            .iter()
-            .map(|g| id("guid", g))
-            .collect::<Result<_, String>>()?,
+        retired: message.retired.iter().map(|g| id("guid", g)).collect::<Result<_, String>>()?,
         formed: message.formed,
     };
     membership.check().map_err(str::to_owned)?;

@@ -1,6 +1,274 @@
 //! A pool: the storage of one host and the replicas in it, served to targets.
+//!
+//! [`run`] joins the cluster, opens the pool and serves it until told to stop. Three kinds of
+//! threads, and what is whose:
+//!
+//! * the **shard** ([`shard`]) owns the pool, its replicas and all sessions: one epoll loop,
+//!   no lock and no hand-over per IO;
+//! * the **disk** thread ([`syncer`]) does nothing but sync, one group after the other;
+//! * **tokio** ([`control`]) talks to the controller; IO goes on while that one is away.
+//!
+//! Connections are proven on short-lived helper threads ([`accept`]) before the shard sees them.
+
 pub mod accept;
 pub mod assignment;
+mod control;
 pub mod metrics;
 pub mod shard;
 pub mod syncer;
+
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use quoin_identity::{Identity, JoinRequest};
+use quoin_store::ReplicaPool;
+use quoin_store::disk::Syncer as SyncDisk;
+use quoin_wire::Mode;
+use quoin_wire::handshake::ServerSecurity;
+use quoin_wire::notices::{Notices, Severity};
+use quoin_wire::reactor::{Reactor, Waker};
+use tokio::sync::{Notify, watch};
+
+use accept::{Acceptor, Belief};
+use control::Control;
+use metrics::Metrics;
+use shard::{Ended, Input, Parts, PoolFacts, Shard};
+use syncer::Syncer;
+
+/// How a pool is run.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The pool's name, as in its certificate.
+    pub name: String,
+    /// The host it is on: the failure domain `host`.
+    pub node: String,
+    /// A directory (the pool is a file in it), a file, or a raw block device.
+    pub path: PathBuf,
+    /// Size of a file that is to be made; `None`: it must exist, or be a device.
+    pub size_bytes: Option<u64>,
+    /// Where certificate and key are, or will be after joining.
+    pub identity: PathBuf,
+    /// How to join, for a pool that has no identity yet.
+    pub join: Option<JoinRequest>,
+    /// host:port of the controller's agent service.
+    pub controller: String,
+    /// Where targets connect to; port 0 takes any.
+    pub listen: SocketAddr,
+    /// host:port that targets are told; `None`: what `listen` became.
+    pub advertise: Option<String>,
+    pub topology: BTreeMap<String, String>,
+    /// Memory for the maps of the replicas, in bytes.
+    pub cache_bytes: u64,
+    /// Made by the caller, who shows it.
+    pub metrics: MetricsHandle,
+}
+
+/// Metrics of a pool, with a name that `Options` can show.
+#[derive(Clone)]
+pub struct MetricsHandle(pub Metrics);
+
+impl std::fmt::Debug for MetricsHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Metrics")
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Identity(#[from] quoin_identity::Error),
+    #[error(
+        "the identity in {dir} is of {holder}, not of pool {name}: give --identity another directory, or the pool its old name"
+    )]
+    OtherIdentity { dir: PathBuf, holder: String, name: String },
+    #[error("cannot listen on {address} ({source}): choose another --listen address")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error("the pool at {path}: {reason}")]
+    Open { path: PathBuf, reason: String },
+    #[error("the system refused what a pool needs: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// A pool as it was opened, and how to sync it from another thread.
+pub struct Opened<P> {
+    pub pool: P,
+    /// The pool's own id, for the records.
+    pub id: String,
+    pub syncer: SyncDisk,
+}
+
+/// Talks to the shard.
+#[derive(Clone)]
+pub struct ShardHandle {
+    inputs: Sender<Input>,
+    waker: Waker,
+}
+
+impl ShardHandle {
+    pub fn send(&self, input: Input) {
+        // Fails only after the shard ended.
+        let _ = self.inputs.send(input);
+        self.waker.wake();
+    }
+}
+
+/// Between attempts to open a pool whose disk failed.
+const REOPEN: Duration = Duration::from_secs(1);
+
+/// Serves a pool that `open` opens (again, after its disk failed) until `shutdown`.
+pub async fn serve<P, F>(
+    options: Options,
+    open: F,
+    mut shutdown: watch::Receiver<bool>,
+) -> Result<(), Error>
+where
+    P: ReplicaPool + PoolFacts + Send + 'static,
+    F: Fn() -> Result<Opened<P>, Error> + Send + Sync + 'static,
+{
+    let identity = quoin_identity::load_or_join(&options.identity, options.join.as_ref()).await?;
+    if identity.peer().role != quoin_identity::Role::Pool || identity.peer().name != options.name {
+        return Err(Error::OtherIdentity {
+            dir: options.identity.clone(),
+            holder: identity.peer().to_string(),
+            name: options.name.clone(),
+        });
+    }
+    let listener = TcpListener::bind(options.listen)
+        .map_err(|source| Error::Listen { address: options.listen, source })?;
+    let bound = listener.local_addr()?;
+    let open = Arc::new(open);
+    let first = {
+        let open = open.clone();
+        tokio::task::spawn_blocking(move || open()).await.map_err(std::io::Error::other)??
+    };
+    let pool_id = first.id.clone();
+
+    let reactor = Reactor::new()?;
+    let (sender, inputs) = channel();
+    let handle = ShardHandle { inputs: sender.clone(), waker: reactor.waker() };
+    let security = Arc::new(Mutex::new(ServerSecurity::Tls {
+        config: identity.server_config()?,
+        least: remembered_security(&identity),
+    }));
+    let metrics = options.metrics.0.clone();
+    let notices = Notices::default();
+    let acceptor = Acceptor::new(
+        listener,
+        security.clone(),
+        Belief::Grants(identity.clone()),
+        sender.clone(),
+        reactor.waker(),
+        metrics.clone(),
+    )?;
+    let parts = Parts { reactor, acceptor, inputs, notices: notices.clone(), metrics };
+    let trouble = Arc::new(Mutex::new(None));
+    let shard_thread = {
+        let trouble = trouble.clone();
+        let stop = shutdown.clone();
+        std::thread::Builder::new()
+            .name("shard".into())
+            .spawn(move || keep_serving(first, &*open, parts, &sender, &trouble, &stop))?
+    };
+
+    let control = Arc::new(Control {
+        channel: identity.channel(&options.controller)?,
+        address: options.advertise.clone().unwrap_or_else(|| bound.to_string()),
+        options,
+        identity,
+        pool_id,
+        shard: handle.clone(),
+        security,
+        notices,
+        changed: Arc::new(Notify::new()),
+        trouble,
+    });
+    let mut tasks = tokio::task::JoinSet::new();
+    let (c, s) = (control.clone(), shutdown.clone());
+    tasks.spawn(async move { c.follow(s).await });
+    let (c, s) = (control.clone(), shutdown.clone());
+    tasks.spawn(async move { c.report(s).await });
+    let (c, s) = (control.clone(), shutdown.clone());
+    tasks.spawn(async move {
+        c.identity.keep_renewed(c.options.controller.clone(), s).await;
+    });
+
+    // An error means that the sender is gone: nobody can ask for a shutdown any more.
+    let _ = shutdown.wait_for(|down| *down).await;
+    handle.send(Input::Shutdown);
+    let ended = tokio::task::spawn_blocking(move || shard_thread.join()).await;
+    control.leave().await;
+    tasks.shutdown().await;
+    match ended {
+        Ok(Ok(result)) => result,
+        _ => Err(Error::System(std::io::Error::other("the pool's shard panicked"))),
+    }
+}
+
+/// Runs the shard, and opens the pool anew from its media each time the disk failed.
+fn keep_serving<P: ReplicaPool + PoolFacts>(
+    first: Opened<P>,
+    open: &dyn Fn() -> Result<Opened<P>, Error>,
+    mut parts: Parts,
+    inputs: &Sender<Input>,
+    trouble: &Mutex<Option<String>>,
+    stop: &watch::Receiver<bool>,
+) -> Result<(), Error> {
+    let say = |why: Option<String>| {
+        *trouble.lock().expect("never held across a panic") = why;
+    };
+    let mut opened = Some(first);
+    loop {
+        let Opened { pool, syncer, .. } = match opened.take() {
+            Some(opened) => opened,
+            None if *stop.borrow() => return Ok(()),
+            None => match open() {
+                Ok(opened) => opened,
+                Err(error) => {
+                    say(Some(error.to_string()));
+                    std::thread::sleep(REOPEN);
+                    continue;
+                }
+            },
+        };
+        say(None);
+        let syncer = Syncer::start(syncer, inputs.clone(), parts.reactor.waker())?;
+        match Shard::new(pool, &mut parts, syncer)?.run() {
+            Ended::Stopped => return Ok(()),
+            Ended::LoopFailed(error) => return Err(error.into()),
+            Ended::DiskFailed(error) => {
+                let message = format!("{error}: the pool is opened anew from its media");
+                parts.notices.push(Severity::Error, "", "", "DiskFailed", message);
+                say(Some(error.to_string()));
+                // Results of the failed life must not be taken for the next one's.
+                while parts.inputs.try_recv().is_ok() {}
+                std::thread::sleep(REOPEN);
+            }
+        }
+    }
+}
+
+const SECURITY_FILE: &str = "data-security";
+
+/// The protection that the cluster asked for last, so that a pool which starts while the
+/// controller is away does not take less.
+fn remembered_security(identity: &Identity) -> Mode {
+    std::fs::read_to_string(identity.dir().join(SECURITY_FILE))
+        .ok()
+        .and_then(|name| Mode::from_name(name.trim()))
+        .unwrap_or(Mode::Authenticate)
+}
+
+fn remember_security(identity: &Identity, mode: Mode) {
+    let name = if mode == Mode::Encrypt { "encrypt" } else { "authenticate" };
+    let path = identity.dir().join(SECURITY_FILE);
+    if std::fs::read_to_string(&path).is_ok_and(|known| known.trim() == name) {
+        return;
+    }
+    if let Err(error) = std::fs::write(&path, name) {
+        tracing::warn!(path = %path.display(), %error, "cannot remember the data security");
+    }
+}

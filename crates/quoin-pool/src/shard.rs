@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-use quoin_core::ids::SessionKey;
 use quoin_core::entry::SharedEntry;
+use quoin_core::ids::SessionKey;
 use quoin_core::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_core::replica::store::{IoFault, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
@@ -85,6 +85,8 @@ pub struct Parts {
 pub struct Space {
     pub capacity_bytes: u64,
     pub used_bytes: u64,
+    /// What clients may still fill.
+    pub free_bytes: u64,
 }
 
 /// What a pool tells beside holding replicas.
@@ -374,8 +376,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             _ => {}
         }
         if !self.replicas.contains_key(&guid) {
-            let refuse =
-                FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown };
+            let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown };
             self.send(connection, session, &refuse);
             return self.end(connection);
         }
@@ -515,8 +516,10 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     /// Asks for exactly the readiness that this connection can use.
     fn watch(&mut self, key: u64) {
         let Some(peer) = self.peers.get_mut(&key) else { return };
-        let interest =
-            Interest { read: !peer.stalled, write: peer.connection.queued_bytes() > 0 && !peer.dirty };
+        let interest = Interest {
+            read: !peer.stalled,
+            write: peer.connection.queued_bytes() > 0 && !peer.dirty,
+        };
         if interest != peer.interest {
             peer.interest = interest;
             if let Err(error) = self.parts.reactor.modify(peer.connection.socket(), key, interest) {
@@ -745,5 +748,18 @@ impl Appends {
     fn take(&mut self) -> Option<ToReplica> {
         let Appends { entries, stable, sync, ping, any, .. } = std::mem::take(self);
         any.then_some(ToReplica::Append { entries, stable, sync, ping })
+    }
+}
+
+/// The reference model holds its replicas in memory: it has no size and is opened once.
+impl PoolFacts for quoin_store::model::ModelPool {
+    fn space(&self) -> Space {
+        Space::default()
+    }
+    fn replica_bytes(&self, _guid: ReplicaGuid) -> u64 {
+        0
+    }
+    fn start_counter(&self) -> u64 {
+        1
     }
 }

@@ -40,12 +40,7 @@ impl Drop for Syncer {
     }
 }
 
-fn run(
-    mut disk: SyncDisk,
-    requests: &Receiver<SyncTicket>,
-    inputs: &Sender<Input>,
-    waker: &Waker,
-) {
+fn run(mut disk: SyncDisk, requests: &Receiver<SyncTicket>, inputs: &Sender<Input>, waker: &Waker) {
     while let Ok(ticket) = requests.recv() {
         let result: Result<(), IoFault> = disk();
         if inputs.send(Input::Synced { ticket, result }).is_err() {

@@ -5,8 +5,8 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 
-use quoin_core::ids::SessionKey;
 use quoin_core::VolumeId;
+use quoin_core::ids::SessionKey;
 use quoin_identity::{Expected, Identity, Role};
 use quoin_wire::establish::dial;
 use quoin_wire::handshake::ClientSecurity;
@@ -154,6 +154,7 @@ impl Inner {
     fn done(&self, dial: Dial, outcome: Result<Connection, String>) {
         let Dial { volume, session, pool, .. } = dial;
         // Fails only when the shard is gone.
+        let outcome = outcome.map(Box::new);
         let _ = self.inputs.send(Input::Dialled { volume, session, pool, outcome });
         self.waker.wake();
     }

@@ -19,11 +19,9 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote) {
             tracing::info!(%volume, "stopped");
             return;
         }
-        TargetNote::Serving { epoch, at } => (
-            Normal,
-            "Serving",
-            format!("IO is served under epoch {epoch}, from LSN {} on", at.lsn),
-        ),
+        TargetNote::Serving { epoch, at } => {
+            (Normal, "Serving", format!("IO is served under epoch {epoch}, from LSN {} on", at.lsn))
+        }
         TargetNote::Waiting(what) if what.is_empty() => {
             (Normal, "WaitingOver", "goes on".to_owned())
         }
@@ -48,7 +46,8 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote) {
         }
         TargetNote::BadBlock { member, lba, repaired } => {
             replica = member.id.to_string();
-            let outcome = if repaired { "repaired from another replica" } else { "not repaired yet" };
+            let outcome =
+                if repaired { "repaired from another replica" } else { "not repaired yet" };
             (Warning, "BadBlock", format!("a bad copy of block {lba} was found, {outcome}"))
         }
         TargetNote::BlockLost { lba } => (

@@ -44,11 +44,11 @@ pub enum Input {
         volume: VolumeId,
         session: SessionKey,
         pool: String,
-        outcome: Result<Connection, String>,
+        outcome: Result<Box<Connection>, String>,
     },
     Granted(VolumeId, Incarnation, Grant),
     /// The grant signed anew, for pools that come back later.
-    Regranted(VolumeId, Bytes),
+    Regranted(VolumeId, Epoch, Bytes),
     Swapped {
         volume: VolumeId,
         version: u64,
@@ -97,12 +97,25 @@ pub struct VolumeUpdate {
 /// What a shard asks of the control thread.
 #[derive(Debug)]
 pub enum Ask {
-    Epoch { volume: VolumeId, incarnation: Incarnation, at_least: Epoch },
-    Swap { volume: VolumeId, incarnation: Incarnation, epoch: Epoch, version: u64, next: Membership },
+    Epoch {
+        volume: VolumeId,
+        incarnation: Incarnation,
+        at_least: Epoch,
+    },
+    Swap {
+        volume: VolumeId,
+        incarnation: Incarnation,
+        epoch: Epoch,
+        version: u64,
+        next: Membership,
+    },
     /// Something worth a report soon.
     Changed,
     /// The volume is not served here any more; true: because a newer epoch fenced it.
-    Stopped { volume: VolumeId, fenced: bool },
+    Stopped {
+        volume: VolumeId,
+        fenced: bool,
+    },
 }
 
 struct Volume {
@@ -117,6 +130,8 @@ struct Volume {
     tokens: Tokens,
     grant: Bytes,
     incarnation: Incarnation,
+    /// Of `grant`.
+    epoch: Epoch,
     fenced: bool,
     stopped: bool,
     touched: bool,
@@ -284,6 +299,7 @@ impl Shard {
                             && v.incarnation == incarnation
                         {
                             v.grant = bytes;
+                            v.epoch = epoch;
                         }
                         TargetEvent::Granted { incarnation, epoch, membership }
                     }
@@ -292,8 +308,10 @@ impl Shard {
                 };
                 self.event(now, volume, event);
             }
-            Input::Regranted(volume, bytes) => {
-                if let Some(volume) = self.volumes.get_mut(&volume) {
+            Input::Regranted(volume, epoch, bytes) => {
+                if let Some(volume) = self.volumes.get_mut(&volume)
+                    && volume.epoch == epoch
+                {
                     volume.grant = bytes;
                 }
             }
@@ -330,8 +348,7 @@ impl Shard {
         };
         let listener_key = self.insert(Slot::Listener(id));
         let timer_key = self.insert(Slot::Timer(id));
-        if let Err(error) =
-            self.reactor.register(&listener.listener, listener_key, Interest::READ)
+        if let Err(error) = self.reactor.register(&listener.listener, listener_key, Interest::READ)
         {
             self.notices.push(Severity::Error, id, "", "CannotServe", error.to_string());
             let _ = self.asks.send(Ask::Stopped { volume: id, fenced: false });
@@ -349,6 +366,7 @@ impl Shard {
             tokens: Tokens::default(),
             grant: Bytes::new(),
             incarnation: Incarnation::default(),
+            epoch: Epoch::ZERO,
             fenced: false,
             stopped: false,
             touched: false,
@@ -501,7 +519,7 @@ impl Shard {
         id: VolumeId,
         session: SessionKey,
         pool: String,
-        outcome: Result<Connection, String>,
+        outcome: Result<Box<Connection>, String>,
     ) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         match outcome {
@@ -512,14 +530,14 @@ impl Shard {
                     self.notices.push(Severity::Normal, id, "", "PoolReachable", message);
                 }
                 let key = self.next_key + 1;
-                if let Err(error) =
-                    self.reactor.register(connection.socket(), key, Interest::READ)
+                if let Err(error) = self.reactor.register(connection.socket(), key, Interest::READ)
                 {
                     tracing::warn!(%error, "cannot watch a connection");
                     return self.event(now, id, TargetEvent::Disconnected { session });
                 }
                 let interest = Interest::READ;
-                let link = Link { connection, session, volume: id, interest, dirty: false };
+                let link =
+                    Link { connection: *connection, session, volume: id, interest, dirty: false };
                 let key = self.insert(Slot::Link(Box::new(link)));
                 if let Some(volume) = self.volumes.get_mut(&id) {
                     volume.links.push((session, key));

@@ -22,7 +22,9 @@ use quoin_core::message::{
 };
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
 
-use crate::frame::{FAILURES, HEADER_LEN, Header, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, WireError, kind};
+use crate::frame::{
+    FAILURES, HEADER_LEN, Header, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, WireError, kind,
+};
 use crate::hello::{Hello, Welcome};
 
 #[derive(Clone, PartialEq, Debug)]

@@ -7,17 +7,17 @@
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
+use quoin_core::Epoch;
 use quoin_core::ids::SessionKey;
 use quoin_core::message::{Failure, FromReplica};
-use quoin_core::Epoch;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustls_pki_types::CertificateDer;
 
 use crate::connection::{Connection, ReadOutcome};
 use crate::decode::{Frame, Incoming};
-use crate::frame::WireError;
 #[cfg(doc)]
 use crate::frame::Limits;
+use crate::frame::WireError;
 use crate::handshake::{
     ClientSecurity, HANDSHAKE_MAX, HandshakeError, ServerSecurity, accept, connect,
 };
@@ -103,8 +103,7 @@ pub fn answer(
             Ok(Answered { connection, session, hello, peer_address })
         }
         Err(reason) => {
-            let refuse =
-                FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Protocol };
+            let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Protocol };
             connection.send_from_replica(session, &refuse)?;
             flush(&mut connection, deadline)?;
             Err(EstablishError::Disbelieved(reason))
@@ -112,10 +111,7 @@ pub fn answer(
     }
 }
 
-fn first_frame(
-    connection: &mut Connection,
-    deadline: Instant,
-) -> Result<Incoming, EstablishError> {
+fn first_frame(connection: &mut Connection, deadline: Instant) -> Result<Incoming, EstablishError> {
     loop {
         if let Some(incoming) = connection.next_frame()? {
             return Ok(incoming);

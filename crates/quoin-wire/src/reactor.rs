@@ -5,6 +5,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +20,8 @@ use crate::establish::timespec;
 
 /// Names a registered descriptor; chosen by the owner, echoed with its readiness.
 pub type Key = u64;
+/// Descriptors reported by one wait; the others come with the next.
+const EVENTS_MAX: usize = 128;
 /// Reserved for the waker.
 const WAKER: Key = Key::MAX;
 
@@ -79,7 +82,6 @@ impl Waker {
 pub struct Reactor {
     epoll: OwnedFd,
     waker: Waker,
-    events: Vec<epoll::Event>,
 }
 
 impl Reactor {
@@ -88,7 +90,7 @@ impl Reactor {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &event, EventData::new_u64(WAKER), EventFlags::IN)?;
         let waker = Waker(Arc::new(WakerInner { event, pending: AtomicBool::new(false) }));
-        Ok(Reactor { epoll, waker, events: Vec::with_capacity(256) })
+        Ok(Reactor { epoll, waker })
     }
 
     pub fn waker(&self) -> Waker {
@@ -118,15 +120,15 @@ impl Reactor {
         ready: &mut Vec<Ready>,
     ) -> std::io::Result<bool> {
         ready.clear();
-        self.events.clear();
         let timeout = timeout.map(timespec);
-        let spare = rustix::buffer::spare_capacity(&mut self.events);
-        match epoll::wait(&self.epoll, spare, timeout.as_ref()) {
-            Ok(_) | Err(Errno::INTR) => {}
+        let mut events = [const { MaybeUninit::uninit() }; EVENTS_MAX];
+        let events = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
+            Ok((events, _)) => events,
+            Err(Errno::INTR) => return Ok(false),
             Err(errno) => return Err(errno.into()),
-        }
+        };
         let mut woken = false;
-        for event in &self.events {
+        for event in events.iter() {
             let flags = event.flags;
             if event.data.u64() == WAKER {
                 woken = true;

@@ -1,0 +1,158 @@
+//! The pool's side of the control plane: learns what to hold, tells what it holds.
+//!
+//! Nothing on the data path waits for any of this: while the controller is away, sessions go on
+//! and new ones are opened, since a grant proves itself.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use quoin_identity::Identity;
+use quoin_proto::control::agent_client::AgentClient;
+use quoin_proto::control::{AgentEvent, PoolReport, WatchPoolRequest};
+use quoin_wire::Mode;
+use quoin_wire::handshake::ServerSecurity;
+use quoin_wire::notices::{Notice, Notices, Severity};
+use tokio::sync::{Notify, oneshot, watch};
+use tonic::transport::Channel;
+
+use crate::assignment::{Assignment, PoolState, ReplicaState};
+use crate::shard::Input;
+use crate::{Options, ShardHandle};
+
+/// A pool that says nothing for several of these is offline to the controller.
+const REPORT_EVERY: Duration = Duration::from_secs(2);
+/// Between attempts to reach a controller that is away.
+const RETRY: Duration = Duration::from_millis(500);
+const CALL_MAX: Duration = Duration::from_secs(5);
+
+pub(crate) struct Control {
+    pub options: Options,
+    pub identity: Identity,
+    pub pool_id: String,
+    pub address: String,
+    pub channel: Channel,
+    pub shard: ShardHandle,
+    pub security: Arc<Mutex<ServerSecurity>>,
+    pub notices: Notices,
+    /// Something worth a report now.
+    pub changed: Arc<Notify>,
+    /// Why the pool is not served at this moment, if so.
+    pub trouble: Arc<Mutex<Option<String>>>,
+}
+
+impl Control {
+    /// Follows the assignments until `shutdown`; reconnects for ever.
+    pub async fn follow(&self, mut shutdown: watch::Receiver<bool>) {
+        loop {
+            tokio::select! {
+                ended = self.follow_once() => {
+                    if let Err(error) = ended {
+                        tracing::debug!(%error, "no assignments from the controller for now");
+                    }
+                }
+                _ = shutdown.wait_for(|down| *down) => return,
+            }
+            tokio::time::sleep(RETRY).await;
+        }
+    }
+
+    async fn follow_once(&self) -> Result<(), tonic::Status> {
+        let mut client = AgentClient::new(self.channel.clone());
+        let request = WatchPoolRequest { pool: self.options.name.clone() };
+        let mut assignments = client.watch_pool(request).await?.into_inner();
+        while let Some(message) = assignments.message().await? {
+            if let Some(least) = Mode::from_name(&message.data_security) {
+                self.protect(least);
+            }
+            let (assignment, refused) = Assignment::from_message(&message);
+            for reason in refused {
+                self.notices.push(Severity::Error, "", "", "AssignmentRefused", reason);
+            }
+            self.shard.send(Input::Assign(assignment));
+            self.changed.notify_one();
+        }
+        Ok(())
+    }
+
+    /// From now on data connections are taken only in this mode or a stronger one.
+    fn protect(&self, least: Mode) {
+        match self.identity.server_config() {
+            Ok(config) => {
+                let security = ServerSecurity::Tls { config, least };
+                *self.security.lock().expect("never held across a panic") = security;
+            }
+            Err(error) => tracing::error!(%error, "cannot take the new data security"),
+        }
+        crate::remember_security(&self.identity, least);
+    }
+
+    /// Reports until `shutdown`, then once more that the pool is leaving.
+    pub async fn report(&self, mut shutdown: watch::Receiver<bool>) {
+        let mut last = Vec::new();
+        loop {
+            let state = self.state().await;
+            let unsettled = state.replicas != last;
+            last.clone_from(&state.replicas);
+            self.report_once(state, false).await;
+            let pause = if unsettled { REPORT_EVERY / 8 } else { REPORT_EVERY };
+            let changed = tokio::select! {
+                () = tokio::time::sleep(pause) => false,
+                () = self.changed.notified() => true,
+                _ = shutdown.wait_for(|down| *down) => return,
+            };
+            if changed {
+                // A creation is told when it is on media: a moment after it was asked for.
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+    }
+
+    async fn state(&self) -> PoolState {
+        let (answer, state) = oneshot::channel();
+        self.shard.send(Input::State(answer));
+        // No answer: the shard is opening the pool anew.
+        tokio::time::timeout(CALL_MAX, state).await.ok().and_then(Result::ok).unwrap_or_default()
+    }
+
+    /// The last words of a pool that was shut down.
+    pub async fn leave(&self) {
+        self.report_once(PoolState::default(), true).await;
+    }
+
+    async fn report_once(&self, state: PoolState, leaving: bool) {
+        let notices = self.notices.take();
+        let trouble = self.trouble.lock().expect("never held across a panic").clone();
+        let report = PoolReport {
+            pool: self.options.name.clone(),
+            pool_id: self.pool_id.clone(),
+            node: self.options.node.clone(),
+            address: self.address.clone(),
+            capacity_bytes: state.space.capacity_bytes,
+            used_bytes: state.space.used_bytes,
+            free_bytes: state.space.free_bytes,
+            start_counter: state.start_counter,
+            replicas: state.replicas.iter().map(ReplicaState::to_message).collect(),
+            topology: self.options.topology.clone().into_iter().collect(),
+            error: trouble.unwrap_or_default(),
+            leaving,
+            events: notices.iter().map(event).collect(),
+        };
+        let mut request = tonic::Request::new(report);
+        request.set_timeout(CALL_MAX);
+        let mut client = AgentClient::new(self.channel.clone());
+        if let Err(error) = client.report_pool(request).await {
+            tracing::debug!(%error, "a report did not reach the controller");
+            self.notices.restore(notices);
+        }
+    }
+}
+
+fn event(notice: &Notice) -> AgentEvent {
+    AgentEvent {
+        severity: notice.severity.as_str().into(),
+        volume_id: notice.volume.clone(),
+        replica_id: notice.replica.clone(),
+        reason: notice.reason.clone(),
+        message: notice.message.clone(),
+    }
+}

@@ -1,0 +1,221 @@
+//! What the controller wants served, in the core's types.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use quoin_core::block::DeviceInfo;
+use quoin_core::membership::{Durability, Member, Membership};
+use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
+use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
+use quoin_proto::control::{self, NodeAssignment, TargetAssignment};
+
+use crate::shard::{ReplicaPlace, VolumeSetup};
+
+/// Lease of a target, in milliseconds: how long a dead one delays its successor.
+const LEASE_MS: u32 = 2000;
+const OPEN_GRACE_MS: u32 = 2000;
+const DROP_AFTER_MS: u32 = 3000;
+/// Entries kept for members that lag, per volume.
+const WINDOW_BYTES: usize = 64 << 20;
+const SYNC_BYTES: usize = 64 << 20;
+const SYNC_AFTER_MS: u32 = 1000;
+
+/// One volume as assigned.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Assigned {
+    pub config: TargetConfig,
+    pub info: DeviceInfo,
+    pub replicas: Vec<ReplicaPlace>,
+}
+
+impl Assigned {
+    pub fn setup(&self, socket: PathBuf) -> VolumeSetup {
+        VolumeSetup {
+            config: self.config.clone(),
+            info: self.info.clone(),
+            socket,
+            replicas: self.replicas.clone(),
+            seed: rand::random(),
+        }
+    }
+}
+
+/// All volumes that can be understood, and for each other one why not.
+pub fn parse(message: &NodeAssignment) -> (BTreeMap<VolumeId, Assigned>, Vec<String>) {
+    let (mut volumes, mut refused) = (BTreeMap::new(), Vec::new());
+    for target in &message.targets {
+        match assigned(target) {
+            Ok(assigned) => {
+                volumes.insert(assigned.config.volume, assigned);
+            }
+            Err(reason) => {
+                refused.push(format!("volume {} ({}): {reason}", target.name, target.volume_id));
+            }
+        }
+    }
+    (volumes, refused)
+}
+
+fn id<T: std::str::FromStr>(what: &str, text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("{what} {text:?} is not 32 hex digits"))
+}
+
+fn choice<T: Copy + Default>(what: &str, given: &str, known: &[(&str, T)]) -> Result<T, String> {
+    if given.is_empty() {
+        return Ok(T::default());
+    }
+    let found = known.iter().find(|(name, _)| *name == given).map(|(_, value)| *value);
+    found.ok_or_else(|| format!("{what} {given:?} is not known to this version"))
+}
+
+fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
+    let volume = id("volume", &target.volume_id)?;
+    let spec = target.spec.clone().unwrap_or_default();
+    let block_size = if spec.block_size == 0 { 4096 } else { spec.block_size };
+    if block_size != 512 && block_size != 4096 {
+        return Err(format!("a block size of {block_size} is neither 512 nor 4096"));
+    }
+    let volume_blocks = target.size_bytes.div_ceil(BLOCK_SIZE as u64);
+    if volume_blocks == 0 || volume_blocks > VOLUME_BLOCKS_MAX {
+        return Err(format!("a size of {} bytes is out of range", target.size_bytes));
+    }
+    let mut replicas = Vec::new();
+    let mut local = None;
+    for replica in &target.replicas {
+        let member =
+            Member { id: id("replica", &replica.replica_id)?, guid: id("guid", &replica.guid)? };
+        if replica.same_host && local.is_none() && !replica.candidate {
+            local = Some(member);
+        }
+        // Without an address it must not be used; the state machine goes on without it.
+        if !replica.address.is_empty() {
+            replicas.push(ReplicaPlace {
+                member,
+                pool: replica.pool.clone(),
+                address: replica.address.clone(),
+                candidate: replica.candidate,
+            });
+        }
+    }
+    let on_quorum_loss = choice(
+        "onQuorumLoss",
+        &spec.on_quorum_loss,
+        &[("wait", OnQuorumLoss::Wait), ("fail", OnQuorumLoss::Fail)],
+    )?;
+    let on_full =
+        choice("onFull", &spec.on_full, &[("wait", OnFull::Wait), ("enospc", OnFull::NoSpace)])?;
+    let reads = choice(
+        "reads",
+        &spec.reads,
+        &[("leased", ReadMode::Leased), ("confirmed", ReadMode::Confirmed)],
+    )?;
+    Ok(Assigned {
+        config: TargetConfig {
+            volume,
+            volume_blocks,
+            logical_block_size: block_size,
+            durability: match spec.durability() {
+                control::Durability::Media => Durability::Media,
+                _ => Durability::Cache,
+            },
+            on_quorum_loss,
+            on_full,
+            reads,
+            read_only: target.read_only,
+            lease_ms: LEASE_MS,
+            open_grace_ms: OPEN_GRACE_MS,
+            drop_after_ms: DROP_AFTER_MS,
+            window_bytes: WINDOW_BYTES,
+            sync_bytes: SYNC_BYTES,
+            sync_after_ms: SYNC_AFTER_MS,
+            // Where all replicas are on this host, reads are better spread.
+            local: local.filter(|_| !target.replicas.iter().all(|r| r.same_host)),
+        },
+        info: DeviceInfo {
+            name: target.name.clone(),
+            size_bytes: target.size_bytes,
+            block_size,
+            read_only: target.read_only,
+        },
+        replicas,
+    })
+}
+
+/// A membership of the control plane in the core's types, checked.
+pub fn membership(message: &control::Membership) -> Result<Membership, String> {
+    let small =
+        |what: &str, n: u32| u8::try_from(n).map_err(|_| format!("{what} {n} is too large"));
+    let members = message
+        .known
+        .iter()
+        .map(|m| Ok(Member { id: id("replica", &m.replica_id)?, guid: id("guid", &m.guid)? }));
+    let membership = Membership {
+        version: message.version,
+        rf: small("rf", message.rf)?,
+        cf: small("cf", message.cf)?,
+        drf: small("drf", message.drf)?,
+        known: members.collect::<Result<_, String>>()?,
+        retired: message.retired.iter().map(|g| id("guid", g)).collect::<Result<_, String>>()?,
+        formed: message.formed,
+    };
+    membership.check().map_err(str::to_owned)?;
+    Ok(membership)
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_core::{ReplicaGuid, ReplicaId};
+    use quoin_proto::control::{ReplicaAddress, VolumeSpec};
+
+    use super::*;
+
+    fn target() -> TargetAssignment {
+        let address = |n: u128, same_host| ReplicaAddress {
+            replica_id: ReplicaId(n).to_string(),
+            guid: ReplicaGuid(n).to_string(),
+            pool: format!("p{n}"),
+            address: format!("10.0.0.{n}:7000"),
+            same_host,
+            candidate: false,
+        };
+        TargetAssignment {
+            volume_id: VolumeId(1).to_string(),
+            name: "db".into(),
+            size_bytes: 1 << 30,
+            read_only: false,
+            spec: Some(VolumeSpec::default()),
+            replicas: vec![address(1, false), address(2, true)],
+        }
+    }
+
+    fn parse_one(target: TargetAssignment) -> Result<Assigned, String> {
+        let message = NodeAssignment { targets: vec![target], ..Default::default() };
+        let (mut volumes, mut refused) = parse(&message);
+        volumes.pop_first().map(|(_, a)| a).ok_or_else(|| refused.remove(0))
+    }
+
+    #[test]
+    fn reads_prefer_the_replica_on_this_host_unless_all_are() {
+        let assigned = parse_one(target()).unwrap();
+        assert_eq!(assigned.config.local, Some(assigned.replicas[1].member));
+        let mut all_here = target();
+        all_here.replicas.iter_mut().for_each(|r| r.same_host = true);
+        assert_eq!(parse_one(all_here).unwrap().config.local, None);
+    }
+
+    #[test]
+    fn a_replica_without_an_address_is_not_dialled() {
+        let mut rolled_back = target();
+        rolled_back.replicas[0].address.clear();
+        assert_eq!(parse_one(rolled_back).unwrap().replicas.len(), 1);
+    }
+
+    #[test]
+    fn what_this_version_does_not_know_is_refused_by_name() {
+        let spec = VolumeSpec { on_full: "explode".into(), ..Default::default() };
+        let odd = TargetAssignment { spec: Some(spec), ..target() };
+        assert!(parse_one(odd).unwrap_err().contains("explode"));
+        let huge = TargetAssignment { size_bytes: u64::MAX, ..target() };
+        assert!(parse_one(huge).unwrap_err().contains("out of range"));
+    }
+}

@@ -1,0 +1,393 @@
+//! The target's side of the control plane: which volumes to serve, epochs, reports.
+//!
+//! IO never waits for it. Volumes go on being served while the controller is away; only an open
+//! needs an epoch, and asks until it gets one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use quoin_core::VolumeId;
+use quoin_core::target::{ReplicaStanding, TargetStatus};
+use quoin_identity::Identity;
+use quoin_proto::control::agent_client::AgentClient;
+use quoin_proto::control::{
+    AcquireEpochRequest, AgentEvent, NodeAssignment, ReplaceMemberRequest, ReplicaProgress,
+    VolumeReport, WatchNodeRequest, acquire_epoch_response, replace_member_response,
+};
+use quoin_wire::Mode;
+use quoin_wire::notices::{Notice, Notices, Severity};
+use tokio::sync::{mpsc, oneshot, watch};
+use tonic::transport::Channel;
+
+use crate::assignment::{self, Assigned};
+use crate::dial::Reach;
+use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
+use crate::{Options, remember_security};
+
+/// All volumes are reported this often, each change sooner.
+const REPORT_EVERY: Duration = Duration::from_secs(5);
+/// Changes that come together are one report.
+const GATHER: Duration = Duration::from_millis(100);
+/// Between attempts to reach a controller that is away.
+const RETRY: Duration = Duration::from_millis(250);
+const CALL_MAX: Duration = Duration::from_secs(5);
+/// A volume that stopped but is still assigned is opened again after this.
+const REOPEN: Duration = Duration::from_secs(1);
+
+pub(crate) struct Control {
+    pub options: Options,
+    pub identity: Identity,
+    pub channel: Channel,
+    pub shards: Vec<ShardHandle>,
+    pub notices: Notices,
+    pub served: Mutex<Served>,
+}
+
+/// What was asked for, and what was done about it.
+#[derive(Default)]
+pub(crate) struct Served {
+    wanted: BTreeMap<VolumeId, Assigned>,
+    /// Open in a shard, closing included.
+    open: BTreeMap<VolumeId, usize>,
+    closing: BTreeSet<VolumeId>,
+    reach: Option<Mode>,
+}
+
+impl Control {
+    /// Follows the assignments until `shutdown`; reconnects for ever.
+    pub async fn follow(&self, mut shutdown: watch::Receiver<bool>) {
+        loop {
+            let stopping = tokio::select! {
+                ended = self.follow_once() => {
+                    if let Err(error) = ended {
+                        tracing::debug!(%error, "no assignments from the controller for now");
+                    }
+                    false
+                }
+                _ = shutdown.wait_for(|down| *down) => true,
+            };
+            if stopping {
+                return;
+            }
+            tokio::time::sleep(RETRY).await;
+        }
+    }
+
+    async fn follow_once(&self) -> Result<(), tonic::Status> {
+        let mut client = AgentClient::new(self.channel.clone());
+        let request = WatchNodeRequest { node: self.options.node.clone() };
+        let mut assignments = client.watch_node(request).await?.into_inner();
+        while let Some(message) = assignments.message().await? {
+            self.assign(&message);
+        }
+        Ok(())
+    }
+
+    fn assign(&self, message: &NodeAssignment) {
+        let mut served = self.served.lock().expect("never held across a panic");
+        if let Some(mode) = Mode::from_name(&message.data_security)
+            && served.reach != Some(mode)
+        {
+            served.reach = Some(mode);
+            remember_security(&self.identity, mode);
+            for shard in &self.shards {
+                shard.set_reach(Reach::Tls { identity: self.identity.clone(), mode });
+            }
+        }
+        let (wanted, refused) = assignment::parse(message);
+        for reason in refused {
+            self.notices.push(Severity::Error, "", "", "AssignmentRefused", reason);
+        }
+        if message.complete {
+            served.wanted = wanted;
+        } else {
+            served.wanted.extend(wanted);
+        }
+        self.reconcile(&mut served);
+    }
+
+    /// Opens what is missing, updates what changed, closes what is not wanted any more.
+    fn reconcile(&self, served: &mut Served) {
+        let Served { wanted, open, closing, .. } = served;
+        for (id, shard) in open.iter() {
+            match wanted.get(id) {
+                None if closing.insert(*id) => self.shards[*shard].send(Input::Close(*id)),
+                None => {}
+                Some(assigned) => self.shards[*shard].send(Input::Update(Box::new(VolumeUpdate {
+                    volume: *id,
+                    size_bytes: assigned.info.size_bytes,
+                    replicas: assigned.replicas.clone(),
+                }))),
+            }
+        }
+        for (id, assigned) in wanted.iter() {
+            if open.contains_key(id) {
+                continue;
+            }
+            // The shard with the fewest volumes.
+            let load = |shard: &usize| open.values().filter(|s| *s == shard).count();
+            let shard = (0..self.shards.len()).min_by_key(load).unwrap_or(0);
+            open.insert(*id, shard);
+            let socket = self.options.run_dir.join("nbd").join(format!("{id}.sock"));
+            self.shards[shard].send(Input::Open(Box::new(assigned.setup(socket))));
+        }
+    }
+
+    /// Does what the shards ask for, until they are gone.
+    pub async fn answer(
+        self: std::sync::Arc<Self>,
+        mut asks: mpsc::UnboundedReceiver<Ask>,
+        changed: std::sync::Arc<tokio::sync::Notify>,
+    ) {
+        while let Some(ask) = asks.recv().await {
+            match ask {
+                Ask::Changed => changed.notify_one(),
+                Ask::Stopped { volume, fenced } => {
+                    tracing::info!(%volume, fenced, "not served here any more");
+                    let control = self.clone();
+                    tokio::spawn(async move { control.stopped(volume).await });
+                    changed.notify_one();
+                }
+                Ask::Epoch { volume, incarnation, at_least } => {
+                    let control = self.clone();
+                    tokio::spawn(async move {
+                        let grant = control.acquire(volume, incarnation, at_least).await;
+                        control.tell(volume, Input::Granted(volume, incarnation, grant));
+                    });
+                }
+                Ask::Swap { volume, incarnation, epoch, version, next } => {
+                    let control = self.clone();
+                    tokio::spawn(async move {
+                        let membership =
+                            control.swap(volume, incarnation, epoch, version, &next).await;
+                        control.tell(volume, Input::Swapped { volume, version, membership });
+                    });
+                }
+            }
+        }
+    }
+
+    fn tell(&self, volume: VolumeId, input: Input) {
+        let served = self.served.lock().expect("never held across a panic");
+        if let Some(shard) = served.open.get(&volume) {
+            self.shards[*shard].send(input);
+        }
+    }
+
+    async fn stopped(&self, volume: VolumeId) {
+        let closing = {
+            let mut served = self.served.lock().expect("never held across a panic");
+            served.closing.remove(&volume)
+        };
+        if !closing {
+            // Fenced or refused: if it is still assigned here, it is opened again.
+            tokio::time::sleep(REOPEN).await;
+        }
+        let mut served = self.served.lock().expect("never held across a panic");
+        served.open.remove(&volume);
+        self.reconcile(&mut served);
+    }
+
+    async fn acquire(
+        &self,
+        volume: VolumeId,
+        incarnation: quoin_core::Incarnation,
+        at_least: quoin_core::Epoch,
+    ) -> Grant {
+        let mut request = tonic::Request::new(AcquireEpochRequest {
+            volume_id: volume.to_string(),
+            node: self.options.node.clone(),
+            incarnation: incarnation.to_string(),
+            at_least: at_least.0,
+        });
+        request.set_timeout(CALL_MAX);
+        let answer = match AgentClient::new(self.channel.clone()).acquire_epoch(request).await {
+            Ok(answer) => answer.into_inner(),
+            // The record is gone: nobody owns it.
+            Err(status) if status.code() == tonic::Code::NotFound => return Grant::NotOwner,
+            Err(status) => {
+                tracing::debug!(%volume, %status, "no epoch yet");
+                return Grant::Failed;
+            }
+        };
+        match answer.outcome() {
+            acquire_epoch_response::Outcome::NotOwner => Grant::NotOwner,
+            acquire_epoch_response::Outcome::Granted => {
+                let membership = answer.membership.as_ref().map(assignment::membership);
+                match membership {
+                    Some(Ok(membership)) => Grant::Given {
+                        epoch: quoin_core::Epoch(answer.epoch),
+                        membership,
+                        bytes: answer.grant.into(),
+                    },
+                    other => {
+                        tracing::error!(%volume, ?other, "a grant that makes no sense");
+                        Grant::Failed
+                    }
+                }
+            }
+            acquire_epoch_response::Outcome::Unspecified => {
+                tracing::debug!(%volume, message = answer.message, "no epoch yet");
+                Grant::Failed
+            }
+        }
+    }
+
+    /// `None`: the outcome is not known.
+    async fn swap(
+        &self,
+        volume: VolumeId,
+        incarnation: quoin_core::Incarnation,
+        epoch: quoin_core::Epoch,
+        version: u64,
+        next: &quoin_core::Membership,
+    ) -> Option<quoin_core::Membership> {
+        // One replica is replaced: the GUID that is retired now, and the one under its id.
+        let old = *next.retired.last()?;
+        let (replica, new) = self.replacement(volume, next)?;
+        let mut request = tonic::Request::new(ReplaceMemberRequest {
+            volume_id: volume.to_string(),
+            node: self.options.node.clone(),
+            epoch: epoch.0,
+            incarnation: incarnation.to_string(),
+            version,
+            replica_id: replica.to_string(),
+            old_guid: old.to_string(),
+            new_guid: new.to_string(),
+        });
+        request.set_timeout(CALL_MAX);
+        let answer = AgentClient::new(self.channel.clone()).replace_member(request).await;
+        match answer {
+            Ok(answer) => {
+                let answer = answer.into_inner();
+                if answer.outcome() == replace_member_response::Outcome::Refused {
+                    let message = format!("the replacement was refused: {}", answer.message);
+                    let reason = "ReplacementRefused";
+                    self.notices.push(Severity::Warning, volume, replica, reason, message);
+                }
+                answer.membership.as_ref().and_then(|m| assignment::membership(m).ok())
+            }
+            Err(status) => {
+                tracing::debug!(%volume, %status, "the membership change has no outcome yet");
+                None
+            }
+        }
+    }
+
+    /// The member of `next` that is assigned as a candidate.
+    fn replacement(
+        &self,
+        volume: VolumeId,
+        next: &quoin_core::Membership,
+    ) -> Option<(quoin_core::ReplicaId, quoin_core::ReplicaGuid)> {
+        let served = self.served.lock().expect("never held across a panic");
+        let places = &served.wanted.get(&volume)?.replicas;
+        let candidate = |guid| places.iter().any(|p| p.candidate && p.member.guid == guid);
+        next.known.iter().find(|m| candidate(m.guid)).map(|m| (m.id, m.guid))
+    }
+
+    /// Reports each change soon and everything now and then, until `shutdown`.
+    pub async fn report(
+        &self,
+        changed: std::sync::Arc<tokio::sync::Notify>,
+        mut shutdown: watch::Receiver<bool>,
+    ) {
+        loop {
+            let stopping = tokio::select! {
+                () = tokio::time::sleep(REPORT_EVERY) => false,
+                () = changed.notified() => false,
+                _ = shutdown.wait_for(|down| *down) => true,
+            };
+            if stopping {
+                return;
+            }
+            tokio::time::sleep(GATHER).await;
+            self.report_all().await;
+        }
+    }
+
+    pub async fn report_all(&self) {
+        let mut notices = self.notices.take();
+        for shard in &self.shards {
+            let (answer, status) = oneshot::channel();
+            shard.send(Input::Status(answer));
+            let Ok(Ok(volumes)) = tokio::time::timeout(CALL_MAX, status).await else { continue };
+            for (id, status) in volumes {
+                let (ours, others): (Vec<_>, Vec<_>) =
+                    notices.into_iter().partition(|n| n.volume == id.to_string());
+                notices = others;
+                self.report_one(id, &status, ours).await;
+            }
+        }
+        // Of volumes that are not served any more; told with another's report.
+        self.notices.restore(notices);
+    }
+
+    async fn report_one(&self, id: VolumeId, status: &TargetStatus, notices: Vec<Notice>) {
+        let epoch = status.epoch;
+        let mut request = tonic::Request::new(VolumeReport {
+            volume_id: id.to_string(),
+            node: self.options.node.clone(),
+            epoch: epoch.0,
+            state: state(status).into(),
+            waiting_for: status.waiting.clone(),
+            replicas: status
+                .replicas
+                .iter()
+                .map(|r| ReplicaProgress {
+                    replica_id: r.member.id.to_string(),
+                    guid: r.member.guid.to_string(),
+                    state: standing(r.standing).into(),
+                    applied_lsn: r.applied.0,
+                    durable_lsn: r.durable.0,
+                    rebuilt_bytes: r.rebuilt_bytes,
+                    rebuild_total_bytes: r.rebuild_total_bytes,
+                })
+                .collect(),
+            size_bytes: status.volume_blocks * quoin_core::BLOCK_SIZE as u64,
+            events: notices.iter().map(event).collect(),
+        });
+        request.set_timeout(CALL_MAX);
+        match AgentClient::new(self.channel.clone()).report_volume(request).await {
+            Ok(answer) => {
+                let grant = answer.into_inner().grant;
+                if !grant.is_empty() {
+                    self.tell(id, Input::Regranted(id, epoch, grant.into()));
+                }
+            }
+            Err(status) => {
+                tracing::debug!(volume = %id, %status, "a report did not reach the controller");
+                self.notices.restore(notices);
+            }
+        }
+    }
+}
+
+fn state(status: &TargetStatus) -> &'static str {
+    match status {
+        TargetStatus { stopped: true, .. } => "stopped",
+        TargetStatus { serving: false, waiting, .. } if waiting.is_empty() => "opening",
+        TargetStatus { serving: true, waiting, .. } if waiting.is_empty() => "serving",
+        _ => "waiting",
+    }
+}
+
+fn standing(standing: ReplicaStanding) -> &'static str {
+    match standing {
+        ReplicaStanding::Disconnected => "disconnected",
+        ReplicaStanding::Opening | ReplicaStanding::CatchingUp => "catching-up",
+        ReplicaStanding::Rebuilding => "rebuilding",
+        ReplicaStanding::InSync => "in-sync",
+    }
+}
+
+fn event(notice: &Notice) -> AgentEvent {
+    AgentEvent {
+        severity: notice.severity.as_str().into(),
+        volume_id: notice.volume.clone(),
+        replica_id: notice.replica.clone(),
+        reason: notice.reason.clone(),
+        message: notice.message.clone(),
+    }
+}
