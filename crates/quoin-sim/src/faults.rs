@@ -91,7 +91,7 @@ pub struct Planned {
     pub countdown: u64,
 }
 
-fn weight(kind: FaultKind, profile: Profile, confirmed_reads: bool) -> u32 {
+fn weight(kind: FaultKind, profile: Profile, clocks_stop: bool) -> u32 {
     use FaultKind as F;
     let media = matches!(profile, Profile::Media { .. });
     match kind {
@@ -105,7 +105,7 @@ fn weight(kind: FaultKind, profile: Profile, confirmed_reads: bool) -> u32 {
         F::DelayStorm | F::SlowDisk => 4,
         F::ClockDrift => 3,
         // A lease cannot be right on clocks that stop; `reads: confirmed` is made for them.
-        F::ClockStop if !confirmed_reads => 0,
+        F::ClockStop if !clocks_stop => 0,
         F::ClockJump | F::ClockStop => 3,
         F::TargetPause | F::ReplicaPause => 6,
         F::Rot if media => 10,
@@ -121,12 +121,12 @@ fn weight(kind: FaultKind, profile: Profile, confirmed_reads: bool) -> u32 {
 /// The faults of one run, by time.
 pub fn plan(
     profile: Profile,
-    confirmed_reads: bool,
+    clocks_stop: bool,
     horizon: Instant,
     random: &mut Random,
 ) -> Vec<Planned> {
     let weights: Vec<u32> =
-        FaultKind::ALL.iter().map(|k| weight(*k, profile, confirmed_reads)).collect();
+        FaultKind::ALL.iter().map(|k| weight(*k, profile, clocks_stop)).collect();
     let count = random.between(4, 16);
     let mut planned: Vec<Planned> = (0..count)
         .map(|_| Planned {

@@ -27,6 +27,8 @@ pub struct Op {
     void: Vec<u64>,
     /// Blocks known to have taken effect by an instant, though nobody was told.
     effect_by: Option<u64>,
+    /// A trim or zero that was open at a cut: it took effect before it or after it.
+    either_part: bool,
 }
 
 #[derive(Debug)]
@@ -66,6 +68,7 @@ impl History {
             target,
             void: Vec::new(),
             effect_by: None,
+            either_part: false,
         });
         tag
     }
@@ -144,6 +147,8 @@ impl History {
             if let Draft::Write { sector, sectors, .. } = op.draft {
                 let (first, last) = blocks_of(sector, sectors);
                 op.void = (first..=last).filter(|b| holds(op.tag, *b)).collect();
+            } else {
+                op.either_part = true;
             }
         }
         self.part_begins = stamp;
@@ -187,7 +192,9 @@ impl History {
                 if op.void.contains(&block) {
                     continue;
                 }
-                let answered = op.answered.min(op.effect_by.unwrap_or(NEVER));
+                let open = op.either_part && !is_read;
+                let answered =
+                    if open { NEVER } else { op.answered.min(op.effect_by.unwrap_or(NEVER)) };
                 blocks.entry(block).or_default().push(BlockOp {
                     op: op.tag,
                     invoked: op.invoked,
@@ -241,6 +248,20 @@ mod tests {
         let read = history.invoke(READ, (1, 0));
         history.answer(read, vec![0; 8]);
         assert!(history.check().is_err(), "write {held} came back from the dead");
+    }
+
+    #[test]
+    fn a_trim_that_is_open_at_a_cut_may_belong_to_either_part() {
+        for seen in [0, 7] {
+            let mut history = History::default();
+            let trim = history.invoke(Draft::Trim { sector: 0, sectors: 8, fua: false }, (0, 0));
+            let image = BTreeMap::from([(0, [7; 8])]);
+            history.cut(image, (0, 0), |_, _| false).unwrap();
+            history.answer(trim, Vec::new());
+            let read = history.invoke(READ, (0, 0));
+            history.answer(read, vec![seen; 8]);
+            assert!(history.check().is_ok());
+        }
     }
 
     #[test]

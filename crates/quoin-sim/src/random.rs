@@ -26,10 +26,10 @@ impl Random {
     /// A generator of its own, so that drawing more in one part does not shift another.
     #[must_use]
     pub fn fork(&mut self) -> Self {
-        Self::new(self.next())
+        Self::new(self.draw())
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub fn draw(&mut self) -> u64 {
         let s = &mut self.state;
         let result = s[1].wrapping_mul(5).rotate_left(7).wrapping_mul(9);
         let t = s[1] << 17;
@@ -44,7 +44,7 @@ impl Random {
 
     /// Uniform in `[0, bound)`; 0 if `bound` is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
-        if bound == 0 { 0 } else { ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64 }
+        if bound == 0 { 0 } else { ((u128::from(self.draw()) * u128::from(bound)) >> 64) as u64 }
     }
 
     /// Uniform in `[low, high]`.
@@ -90,7 +90,7 @@ impl Random {
     }
 
     pub fn wide(&mut self) -> u128 {
-        (u128::from(self.next()) << 64) | u128::from(self.next())
+        (u128::from(self.draw()) << 64) | u128::from(self.draw())
     }
 }
 
@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn a_seed_gives_the_same_numbers_for_ever() {
         let mut random = Random::new(42);
-        let first: Vec<u64> = (0..3).map(|_| random.next()).collect();
+        let first: Vec<u64> = (0..3).map(|_| random.draw()).collect();
         assert_eq!(
             first,
             [1546998764402558742, 6990951692964543102, 12544586762248559009],

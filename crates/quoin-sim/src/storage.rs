@@ -46,6 +46,8 @@ pub trait Storage {
     fn sync_end(&mut self, ticket: SyncTicket, random: &mut Random) -> Result<(), StoreError>;
     /// A disk that says that the sync is done and did nothing: for a mutant.
     fn sync_lie(&mut self, ticket: SyncTicket);
+    /// Loses everything that was not synced and shows the same boot as before: for a mutant.
+    fn forget(&mut self);
     /// Opens the pool again after an outage; an error is tried again later.
     fn reopen(&mut self, outage: Outage, random: &mut Random) -> Result<(), StoreError>;
     /// Checkpoints, clean-up and the like, between events.
@@ -205,6 +207,8 @@ pub struct ModelStorage {
     pool: ModelPool,
     faults: Faults,
     lost: u64,
+    /// Power cuts that the pool does not know of.
+    hidden_cuts: u128,
 }
 
 impl Storage for ModelStorage {
@@ -228,7 +232,7 @@ impl Storage for ModelStorage {
     }
 
     fn cookie(&self) -> BootCookie {
-        self.pool.cookie()
+        BootCookie(self.pool.cookie().0 - self.hidden_cuts)
     }
 
     fn sync_begin(&mut self) -> Option<SyncTicket> {
@@ -247,6 +251,11 @@ impl Storage for ModelStorage {
         // With nothing taken as begun, finishing makes nothing durable.
         self.pool.restart();
         self.pool.sync_finished(ticket, Ok(()));
+    }
+
+    fn forget(&mut self) {
+        self.pool.power_cut(|_| 0);
+        self.hidden_cuts += 1;
     }
 
     fn reopen(&mut self, outage: Outage, random: &mut Random) -> Result<(), StoreError> {

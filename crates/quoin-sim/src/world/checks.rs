@@ -207,15 +207,13 @@ impl World {
             return Err(format!("{total} bytes instead of {} sectors", sectors));
         }
         let mut tags = Vec::with_capacity(sectors as usize);
-        let mut at = sector;
-        for piece in data.iter().flat_map(|chunk| chunk.chunks(SECTOR)) {
+        for (at, piece) in (sector..).zip(data.iter().flat_map(|chunk| chunk.chunks(SECTOR))) {
             let tag = content::tag_of(self.seed, at, piece)
                 .map_err(|wrong| format!("wrong bytes: {wrong:?}"))?;
             if !self.history.wrote(tag, at) {
                 return Err(format!("sector {at} claims op {tag}, which never wrote it"));
             }
             tags.push(tag);
-            at += 1;
         }
         Ok(tags)
     }

@@ -103,7 +103,8 @@ impl World {
     pub(crate) fn look_at_ending(&mut self) {
         let now = self.now();
         let waited = now - self.ending.since;
-        match { self.ending.stage } {
+        let stage = self.ending.stage;
+        match stage {
             Stage::Recovering if self.recovered().is_ok() => {
                 self.ending.stage = Stage::Reading;
                 self.ending.since = now;
@@ -124,7 +125,7 @@ impl World {
                 return;
             }
             _ if waited > RECOVERY_MAX => {
-                let why = match self.ending.stage {
+                let why = match stage {
                     Stage::Recovering => self.recovered().err(),
                     Stage::Quiet => self.at_rest().err(),
                     _ => None,

@@ -33,6 +33,9 @@ impl World {
             self.schedule.after(delay, Event::StartPool { pool });
             return;
         }
+        if self.mutant == Some(Mutant::ForgetsSilently) && here.life > 0 {
+            here.storage.forget();
+        }
         here.outage = Outage::Process;
         here.life += 1;
         let (life, guid, gone) = (here.life, here.member.guid, here.gone);

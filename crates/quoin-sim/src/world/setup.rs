@@ -207,7 +207,7 @@ impl World {
         for (host, member) in members.iter().enumerate() {
             world.add_pool(host, *member, &membership);
         }
-        world.plan_run(confirmed);
+        world.plan_run(confirmed || options.mutant == Some(Mutant::ClocksStop));
         world
     }
 
@@ -257,14 +257,14 @@ impl World {
         (identity, ReplicaMeta { membership, quorum, ..ReplicaMeta::default() })
     }
 
-    fn plan_run(&mut self, confirmed: bool) {
+    fn plan_run(&mut self, clocks_stop: bool) {
         self.schedule.after(MILLISECOND, Event::StartTarget { target: 0 });
         for queue in 0..self.queues.len() {
             let delay = self.random.below(self.setup.think_ns);
             self.schedule.after(delay, Event::Client { queue, turn: 0 });
         }
         let horizon = self.setup.horizon;
-        for planned in faults::plan(self.profile, confirmed, horizon, &mut self.random) {
+        for planned in faults::plan(self.profile, clocks_stop, horizon, &mut self.random) {
             self.schedule.at(planned.at, Event::Fault(planned));
         }
         self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);

@@ -3,7 +3,7 @@
 use quoin_core::replica::ReplicaEvent;
 use quoin_core::target::TargetEvent;
 
-use super::{Event, Mend, World};
+use super::{Event, Mend, Mutant, World};
 use crate::clock::RATE_EXACT;
 use crate::disk::Failing;
 use crate::faults::{FaultKind, Planned, Profile};
@@ -111,6 +111,9 @@ impl World {
                 let host = self.targets[target].host;
                 self.set_clock_rate(host, 0);
                 self.lasting(6000, Mend::Clock(host));
+                if self.mutant == Some(Mutant::ClocksStop) {
+                    self.stale_answers_for(host);
+                }
                 true
             }
             FaultKind::TargetPause => {
@@ -311,6 +314,17 @@ impl World {
         self.clocks[host].jump(self.schedule.now(), ahead);
         self.clock_changed(host);
         true
+    }
+
+    /// What the defect needs to show: answers that are held back until another target serves.
+    fn stale_answers_for(&mut self, host: usize) {
+        let hosts: Vec<usize> = self.pools.iter().map(|p| p.host).filter(|h| *h != host).collect();
+        let blocked: Vec<(usize, usize)> = hosts.into_iter().map(|h| (h, host)).collect();
+        for (from, to) in &blocked {
+            self.network.block(*from, *to);
+        }
+        self.schedule.after(5 * SECOND, Event::Mend(Mend::Unblock(blocked)));
+        self.failover();
     }
 
     fn set_clock_rate(&mut self, host: usize, rate_ppm: u64) {

@@ -39,7 +39,7 @@ impl World {
             return;
         }
         let now = self.local(host);
-        let seed = self.random.next();
+        let seed = self.random.draw();
         self.targets[target].life += 1;
         let life = self.targets[target].life;
         self.trace.line(self.schedule.now(), || format!("target {target} starts (life {life})"));
