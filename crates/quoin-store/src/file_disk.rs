@@ -1,0 +1,337 @@
+//! A pool's disk on a real host: a preallocated (or sparse) file, or a raw block device.
+//!
+//! Writes are buffered: when they return the kernel holds the bytes, and only a sync makes them
+//! durable. The descriptor holds an exclusive lock, so that two processes never share a pool.
+
+use std::fs::File;
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use quoin_core::BLOCK_SIZE;
+use quoin_core::replica::store::{BootCookie, IoFault};
+use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+
+use crate::disk::{Disk, Syncer};
+
+/// Why a pool's file or device cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum FileDiskError {
+    #[error("there is no pool at {path}; make one, or mend the path")]
+    Missing { path: PathBuf },
+    #[error("{path} exists already; choose another path, or remove it if nothing on it is needed")]
+    Exists { path: PathBuf },
+    #[error("the pool {path} is in use by another process; stop that process first")]
+    Locked { path: PathBuf },
+    #[error("{path} may not be written; check its permissions and that its mount is read-write")]
+    ReadOnly { path: PathBuf },
+    #[error(
+        "there is no room for {size_bytes} bytes at {path}; make the pool smaller, sparse, or free \
+         some space"
+    )]
+    NoRoom { path: PathBuf, size_bytes: u64 },
+    #[error("{path} is neither a file nor a block device")]
+    NotADisk { path: PathBuf },
+    #[error("{operation} of {path} failed")]
+    System {
+        operation: &'static str,
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// An open, locked pool file or device. Clones share the descriptor.
+#[derive(Clone, Debug)]
+pub struct FileDisk {
+    file: Arc<File>,
+    size: u64,
+    is_device: bool,
+    read_only: bool,
+    cookie: BootCookie,
+}
+
+impl FileDisk {
+    /// Makes a file of `size` bytes, rounded down to whole blocks. A sparse file takes space as
+    /// it is written; otherwise all of it is taken now.
+    pub fn create(path: &Path, size: u64, sparse: bool) -> Result<Self, FileDiskError> {
+        let size = size & !(BLOCK_SIZE as u64 - 1);
+        let made = File::options().read(true).write(true).create_new(true).open(path);
+        let file = made.map_err(|e| explain("creation", path, e))?;
+        let filled = if sparse {
+            file.set_len(size)
+        } else {
+            rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size).map_err(Into::into)
+        };
+        if let Err(source) = filled {
+            // Nothing half-made stays behind.
+            let _ = std::fs::remove_file(path);
+            let no_room = source.raw_os_error() == Some(Errno::NOSPC.raw_os_error())
+                || source.raw_os_error() == Some(Errno::FBIG.raw_os_error());
+            return Err(match no_room {
+                true => FileDiskError::NoRoom { path: path.into(), size_bytes: size },
+                false => explain("preallocation", path, source),
+            });
+        }
+        // The name must survive a power cut as well.
+        if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty())
+            && let Ok(folder) = File::open(folder)
+        {
+            let _ = folder.sync_all();
+        }
+        drop(file);
+        Self::open(path)
+    }
+
+    /// Opens and locks a file or device.
+    pub fn open(path: &Path) -> Result<Self, FileDiskError> {
+        Self::open_with(path, OFlags::RDWR, FlockOperation::NonBlockingLockExclusive)
+    }
+
+    /// Opens for offline tools: writes fail. Refused while a pool process has it open.
+    pub fn open_read_only(path: &Path) -> Result<Self, FileDiskError> {
+        Self::open_with(path, OFlags::RDONLY, FlockOperation::NonBlockingLockShared)
+    }
+
+    fn open_with(path: &Path, access: OFlags, lock: FlockOperation) -> Result<Self, FileDiskError> {
+        let opened = rustix::fs::open(path, access | OFlags::CLOEXEC, Mode::empty());
+        let file = File::from(opened.map_err(|e| explain("opening", path, e.into()))?);
+        let system = |source| explain("inspection", path, source);
+        let metadata = file.metadata().map_err(system)?;
+        let is_device = metadata.file_type().is_block_device();
+        if !metadata.is_file() && !is_device {
+            return Err(FileDiskError::NotADisk { path: path.into() });
+        }
+        match rustix::fs::flock(&file, lock) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Err(FileDiskError::Locked { path: path.into() }),
+            Err(error) => return Err(explain("locking", path, error.into())),
+        }
+        let size = match is_device {
+            true => {
+                let end = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0));
+                end.map_err(|e| system(e.into()))?
+            }
+            false => metadata.len(),
+        };
+        let identity = match is_device {
+            true => (metadata.rdev(), disk_sequence(metadata.rdev())),
+            false => (metadata.dev(), metadata.ino()),
+        };
+        let size = size & !(BLOCK_SIZE as u64 - 1);
+        Ok(FileDisk {
+            file: Arc::new(file),
+            size,
+            is_device,
+            read_only: access == OFlags::RDONLY,
+            cookie: cookie(identity),
+        })
+    }
+
+    pub fn is_device(&self) -> bool {
+        self.is_device
+    }
+}
+
+fn explain(operation: &'static str, path: &Path, source: std::io::Error) -> FileDiskError {
+    use std::io::ErrorKind;
+    let path = path.to_path_buf();
+    match source.kind() {
+        ErrorKind::NotFound => FileDiskError::Missing { path },
+        ErrorKind::AlreadyExists => FileDiskError::Exists { path },
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+            FileDiskError::ReadOnly { path }
+        }
+        _ => FileDiskError::System { operation, path, source },
+    }
+}
+
+/// The kernel's number of this life of a device; 0 where it has none.
+fn disk_sequence(device: u64) -> u64 {
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/diskseq"))
+        .ok()
+        .and_then(|text| text.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+/// This boot of the kernel and this identity of the device, as one number. Without a boot id
+/// nothing may be taken to have survived: the cookie is then never that of another open.
+fn cookie(identity: (u64, u64)) -> BootCookie {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
+    let boot = boot.and_then(|text| u128::from_str_radix(&text.trim().replace('-', ""), 16).ok());
+    let mut bytes = boot.unwrap_or(0).to_le_bytes().to_vec();
+    bytes.extend_from_slice(&identity.0.to_le_bytes());
+    bytes.extend_from_slice(&identity.1.to_le_bytes());
+    if boot.is_none() {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        bytes.extend_from_slice(&now.tv_sec.to_le_bytes());
+        bytes.extend_from_slice(&now.tv_nsec.to_le_bytes());
+    }
+    let check = |salt: u8| {
+        let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
+        digest.update(&[salt]);
+        digest.update(&bytes);
+        u128::from(digest.finalize())
+    };
+    BootCookie(check(1) << 64 | check(2))
+}
+
+fn fault(operation: &'static str, offset: u64, errno: Errno) -> IoFault {
+    IoFault { operation, offset, errno: errno.raw_os_error() }
+}
+
+fn sync(file: &File) -> Result<(), IoFault> {
+    rustix::fs::fdatasync(file).map_err(|e| fault("sync", 0, e))
+}
+
+impl Disk for FileDisk {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        let mut done = 0;
+        while done < buffer.len() {
+            let at = offset + done as u64;
+            match rustix::io::pread(&*self.file, &mut buffer[done..], at) {
+                // A file that became shorter under us.
+                Ok(0) => return Err(fault("read", at, Errno::IO)),
+                Ok(n) => done += n,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(fault("read", at, error)),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        /// The kernel takes no more parts in one call.
+        const PARTS_MAX: usize = 1024;
+        let mut at = offset;
+        for group in parts.chunks(PARTS_MAX) {
+            let total: usize = group.iter().map(|p| p.len()).sum();
+            let written = loop {
+                match rustix::io::pwritev(&*self.file, group, at) {
+                    Err(Errno::INTR) => {}
+                    result => break result.map_err(|e| fault("write", at, e))?,
+                }
+            };
+            if written < total {
+                self.write_rest(at, group, written)?;
+            }
+            at += total as u64;
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<(), IoFault> {
+        if self.read_only { Ok(()) } else { sync(&self.file) }
+    }
+
+    fn syncer(&self) -> Syncer {
+        let file = self.file.clone();
+        Box::new(move || sync(&file))
+    }
+
+    fn write_out(&self, offset: u64, length: u64) {
+        let (Ok(offset), Ok(length)) = (offset.try_into(), length.try_into()) else { return };
+        use std::os::fd::AsRawFd;
+        // SAFETY: the descriptor is open as long as `self`; the call takes no pointers. It only
+        // starts write-back, so its result is of no consequence.
+        unsafe {
+            let fd = self.file.as_raw_fd();
+            libc::sync_file_range(fd, offset, length, libc::SYNC_FILE_RANGE_WRITE);
+        }
+    }
+
+    fn discard(&self, offset: u64, length: u64) {
+        if self.is_device {
+            return;
+        }
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let _ = rustix::fs::fallocate(self.file.as_fd(), flags, offset, length);
+    }
+
+    fn cookie(&self) -> BootCookie {
+        self.cookie
+    }
+}
+
+impl FileDisk {
+    /// Goes on after a short write, one part at a time.
+    fn write_rest(
+        &self,
+        offset: u64,
+        parts: &[IoSlice<'_>],
+        written: usize,
+    ) -> Result<(), IoFault> {
+        let (mut skip, mut at) = (written, offset + written as u64);
+        for part in parts {
+            let mut rest = &part[skip.min(part.len())..];
+            skip = skip.saturating_sub(part.len());
+            while !rest.is_empty() {
+                match rustix::io::pwrite(&*self.file, rest, at) {
+                    Ok(0) => return Err(fault("write", at, Errno::NOSPC)),
+                    Ok(n) => {
+                        rest = &rest[n..];
+                        at += n as u64;
+                    }
+                    Err(Errno::INTR) => {}
+                    Err(error) => return Err(fault("write", at, error)),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{FormatOptions, Pool, PoolError, PoolOptions};
+    use quoin_core::PoolId;
+
+    #[test]
+    fn a_pool_file_is_locked_and_its_troubles_are_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("pool");
+        assert!(matches!(FileDisk::open(&path), Err(FileDiskError::Missing { .. })));
+        assert!(matches!(FileDisk::open(folder.path()), Err(FileDiskError::System { .. })));
+        let too_much = FileDisk::create(&path, 1 << 60, false);
+        assert!(matches!(too_much, Err(FileDiskError::NoRoom { .. })), "{too_much:?}");
+        assert!(!path.exists(), "nothing half-made stays");
+
+        let disk = FileDisk::create(&path, 128 << 20, true).expect("a sparse file");
+        assert!(matches!(FileDisk::open(&path), Err(FileDiskError::Locked { .. })));
+        assert!(matches!(FileDisk::open_read_only(&path), Err(FileDiskError::Locked { .. })));
+        let again = FileDisk::create(&path, 1 << 20, true);
+        assert!(matches!(again, Err(FileDiskError::Exists { .. })));
+        let options = FormatOptions::new(PoolId(3));
+        Pool::format(&disk, &options).expect("a pool");
+        assert!(matches!(Pool::format(&disk, &options), Err(PoolError::NotEmpty)));
+        let cookie = disk.cookie();
+        let pool = Pool::open(disk, PoolOptions::default()).expect("a pool");
+        assert_eq!((pool.id(), pool.starts()), (PoolId(3), 2));
+        drop(pool);
+        let disk = FileDisk::open(&path).expect("unlocked again");
+        assert_eq!(disk.cookie(), cookie, "the same boot, the same file");
+    }
+
+    #[test]
+    fn what_was_written_in_parts_is_read_back_whole() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let disk = FileDisk::create(&folder.path().join("pool"), 64 << 20, true).expect("a file");
+        let blocks: Vec<Vec<u8>> = (0..1500u32).map(|i| vec![i as u8; BLOCK_SIZE]).collect();
+        let parts: Vec<IoSlice<'_>> = blocks.iter().map(|b| IoSlice::new(b)).collect();
+        disk.write_at(8192, &parts).expect("a write of more parts than a call takes");
+        let mut buffer = vec![0; 1500 * BLOCK_SIZE];
+        disk.read_at(8192, &mut buffer).expect("a read");
+        assert_eq!(buffer, blocks.concat());
+        assert_eq!(disk.read_at(64 << 20, &mut buffer[..4096]).unwrap_err().errno, 5);
+        disk.sync().expect("a sync");
+    }
+}
