@@ -130,6 +130,7 @@ pub struct World {
     pub epoch: u64,
     pub next_snapshot: u128,
     pub full: u64,
+    pub reverts: bool,
 }
 
 impl World {
@@ -150,7 +151,13 @@ impl World {
             epoch: 1,
             next_snapshot: 1,
             full: 0,
+            reverts: true,
         }
+    }
+
+    /// A history that never goes back to a snapshot.
+    pub fn without_reverts(seed: u64, pool_bytes: u64) -> Self {
+        World { reverts: false, ..Self::new(seed, pool_bytes) }
     }
 
     pub fn pool(&mut self) -> &mut Pool<MemoryDisk> {
@@ -184,7 +191,7 @@ impl World {
                 let id = snapshots.remove(self.rng.random_range(0..snapshots.len()));
                 (EntryKind::DeleteSnapshot { id }, 0, 0)
             }
-            4 if !snapshots.is_empty() => {
+            4 if self.reverts && !snapshots.is_empty() => {
                 let id = snapshots[self.rng.random_range(0..snapshots.len())];
                 (EntryKind::Revert { id }, 0, 0)
             }

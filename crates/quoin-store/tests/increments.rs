@@ -1,0 +1,270 @@
+//! Rebuild by increments: pulled from one real store, fed to another, cut off at any step.
+
+mod common;
+
+use common::{BLOCKS, GUID, World, flat, identity, new_pool, options, pull_all, read_all, sync};
+use quoin_core::message::ReadView;
+use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
+use quoin_core::{Lsn, ReplicaGuid};
+use quoin_store::{MemoryDisk, Pool, ReplicaPool};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+const COPY: ReplicaGuid = ReplicaGuid(0xc0);
+
+/// The receiver, with what can go wrong with it.
+struct Receiver {
+    disk: MemoryDisk,
+    pool: Option<Pool<MemoryDisk>>,
+    rng: ChaCha8Rng,
+    interruptions: u32,
+}
+
+impl Receiver {
+    fn new(seed: u64) -> Self {
+        let (disk, mut pool) = new_pool(32 << 20);
+        pool.create(identity(COPY), ReplicaMeta::default(), BLOCKS).expect("room");
+        pool.request_sync();
+        sync(&mut pool);
+        let rng = ChaCha8Rng::seed_from_u64(seed);
+        Receiver { disk, pool: Some(pool), rng, interruptions: 0 }
+    }
+
+    fn pool(&mut self) -> &mut Pool<MemoryDisk> {
+        self.pool.as_mut().expect("an open pool")
+    }
+
+    fn with<T>(&mut self, act: impl FnOnce(&mut dyn ReplicaStore) -> T) -> T {
+        act(&mut self.pool().replica(COPY).expect("the copy"))
+    }
+
+    /// Sometimes does background work, sometimes dies; true if it died.
+    fn disturb(&mut self) -> bool {
+        match self.rng.random_range(0..40) {
+            0..8 => {
+                self.pool().background(1 << 20).expect("background work");
+                false
+            }
+            8..16 => {
+                sync(self.pool());
+                false
+            }
+            16 => {
+                self.pool = None;
+                self.reopen();
+                true
+            }
+            17 => {
+                self.pool = None;
+                let rng = &mut self.rng;
+                self.disk.power_cut(|| rng.random());
+                self.reopen();
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn reopen(&mut self) {
+        self.interruptions += 1;
+        self.pool = Some(Pool::open(self.disk.clone(), options()).expect("a pool"));
+    }
+
+    /// Brings the copy from its position to the source's, as the protocol does it.
+    fn rebuild(&mut self, source: &mut dyn ReplicaStore, rebuild: u64, from: Lsn) {
+        let before = self.with(|s| (s.state(), read_all(s, ReadView::Live, BLOCKS)));
+        'again: loop {
+            // A shadow that was cut off is begun anew here; resuming has its own test.
+            let resumed = self.with(|s| s.shadow());
+            let (id, start) = match resumed {
+                Some((id, start, _)) if id >= rebuild => (id + 1, start),
+                _ => (rebuild, from),
+            };
+            assert_eq!(start, from);
+            self.with(|s| s.increment_begin(id, from)).expect("a start");
+            let snapshots = source.snapshots();
+            let mut views: Vec<ReadView> = snapshots
+                .iter()
+                .filter(|s| s.lsn > from)
+                .map(|s| ReadView::Snapshot(s.id))
+                .collect();
+            views.push(ReadView::Base);
+            let mut done = from;
+            let mut end = None;
+            for view in views {
+                let mut cursor = 0;
+                loop {
+                    let chunk = source.pull(4, view, done, cursor, 60_000).expect("a pull");
+                    let chunk = chunk.expect("the view exists");
+                    let next = chunk.cursor.unwrap_or(BLOCKS);
+                    self.with(|s| s.increment_feed(id, &chunk.slots, next)).expect("fed");
+                    // Until the flip the copy stays exactly what it was.
+                    if self.disturb() {
+                        let now = self.with(|s| (s.state(), read_all(s, ReadView::Live, BLOCKS)));
+                        assert_eq!(
+                            (now.0.position, flat(&now.1)),
+                            (before.0.position, flat(&before.1))
+                        );
+                        continue 'again;
+                    }
+                    match chunk.cursor {
+                        Some(next) => cursor = next,
+                        None => {
+                            end = chunk.end;
+                            break;
+                        }
+                    }
+                }
+                if let ReadView::Snapshot(snapshot) = view {
+                    let info = *snapshots.iter().find(|s| s.id == snapshot).expect("listed");
+                    self.with(|s| s.increment_cut(id, info)).expect("a cut");
+                    done = info.lsn;
+                }
+            }
+            let end = end.expect("the last view ended");
+            self.with(|s| s.increment_prepare(id, &end)).expect("prepared");
+            let early = self.with(|s| s.increment_flip(id));
+            assert!(matches!(early, Err(StoreError::Rule(_))), "a flip before the sync");
+            if self.disturb() {
+                continue;
+            }
+            sync(self.pool());
+            self.with(|s| s.increment_flip(id)).expect("the flip");
+            self.pool().request_sync();
+            sync(self.pool());
+            return;
+        }
+    }
+
+    fn assert_is(&mut self, source: &mut dyn ReplicaStore) {
+        let lsn = self.with(|s| s.state().position.lsn);
+        assert_eq!(lsn, source.state().base);
+        let (_, end) = pull_all(source, ReadView::Base, lsn);
+        let state = self.with(|s| s.state());
+        assert_eq!((state.position, state.chain), (end.position, end.chain));
+        assert_eq!((state.stable, state.base), (lsn, lsn));
+        assert_eq!(state.last_view, end.last_view);
+        assert_eq!(self.with(|s| s.epoch_table()), end.epoch_table);
+        assert_eq!(self.with(|s| s.snapshots()), end.snapshots);
+        let views = end.snapshots.iter().map(|s| ReadView::Snapshot(s.id)).chain([ReadView::Base]);
+        for view in views {
+            let source = flat(&read_all(source, view, BLOCKS));
+            let copy = self.with(|s| flat(&read_all(s, view, BLOCKS)));
+            assert!(source == copy, "{view:?} differs");
+        }
+    }
+}
+
+/// Writes some history without Reverts and folds all of it, so that the base is the position.
+fn write(world: &mut World, batches: u32) {
+    for _ in 0..batches {
+        world.append();
+    }
+    let position = Lsn(world.history.len() as u64);
+    world.pool().replica(GUID).expect("it").set_stable(position);
+    world.model.replica(GUID).expect("it").set_stable(position);
+    world.pool().settle().expect("folded");
+    assert_eq!(world.pool().replica(GUID).expect("it").state().base, position);
+}
+
+/// Proves: rebuilds flip atomically, hold every version, hole and snapshot, and survive crashes.
+#[test]
+fn a_copy_rebuilt_through_crashes_is_the_source_snapshots_and_holes_included() {
+    let mut interruptions = 0;
+    for seed in 0..30 {
+        println!("seed {seed}");
+        let mut world = World::without_reverts(seed, 32 << 20);
+        let mut receiver = Receiver::new(seed);
+        let mut from = Lsn::ZERO;
+        for round in 1..4u64 {
+            write(&mut world, 30);
+            let mut source = world.pool.as_mut().expect("open").replica(GUID).expect("it");
+            receiver.rebuild(&mut source, round * 1000, from);
+            receiver.assert_is(&mut source);
+            receiver.pool = None;
+            receiver.disk.power_cut(|| false);
+            receiver.reopen();
+            receiver.assert_is(&mut source);
+            from = receiver.with(|s| s.state().position.lsn);
+        }
+        interruptions += receiver.interruptions;
+    }
+    assert!(interruptions > 60, "the test hardly disturbed anything: {interruptions}");
+}
+
+#[test]
+fn an_interrupted_shadow_resumes_where_its_last_commit_stood() {
+    let mut world = World::without_reverts(3, 32 << 20);
+    write(&mut world, 60);
+    let mut source = world.pool.as_mut().expect("open").replica(GUID).expect("it");
+    let mut receiver = Receiver::new(3);
+    receiver.with(|s| s.increment_begin(7, Lsn::ZERO)).expect("a start");
+    let chunk = source.pull(1, ReadView::Base, Lsn::ZERO, 0, 200_000).expect("a pull").expect("it");
+    let cursor = chunk.cursor.expect("more to come");
+    receiver.with(|s| s.increment_feed(7, &chunk.slots, cursor)).expect("fed");
+    while receiver.pool().background(1 << 20).expect("background work") {}
+    sync(receiver.pool());
+    receiver.pool = None;
+    receiver.disk.power_cut(|| false);
+    receiver.reopen();
+    assert_eq!(receiver.with(|s| s.shadow()), Some((7, Lsn::ZERO, cursor)));
+    receiver.with(|s| s.increment_begin(7, Lsn::ZERO)).expect("the same one");
+    let (mut cursor, mut end) = (cursor, None);
+    while end.is_none() {
+        let chunk = source.pull(1, ReadView::Base, Lsn::ZERO, cursor, 200_000);
+        let chunk = chunk.expect("a pull").expect("the pin");
+        cursor = chunk.cursor.unwrap_or(BLOCKS);
+        receiver.with(|s| s.increment_feed(7, &chunk.slots, cursor)).expect("fed");
+        end = chunk.end;
+    }
+    // Snapshots are not the matter here.
+    let mut end = *end.expect("the end");
+    end.snapshots.clear();
+    receiver.with(|s| s.increment_prepare(7, &end)).expect("prepared");
+    sync(receiver.pool());
+    receiver.with(|s| s.increment_flip(7)).expect("the flip");
+    let copy = receiver.with(|s| flat(&read_all(s, ReadView::Live, BLOCKS)));
+    assert!(copy == flat(&read_all(&mut source, ReadView::Base, BLOCKS)));
+}
+
+/// Proves: a given-up rebuild costs no space.
+#[test]
+fn the_space_of_an_abandoned_shadow_comes_back() {
+    let mut world = World::without_reverts(5, 32 << 20);
+    write(&mut world, 60);
+    let mut source = world.pool.as_mut().expect("open").replica(GUID).expect("it");
+    let (slots, _) = pull_all(&mut source, ReadView::Base, Lsn::ZERO);
+    let mut receiver = Receiver::new(5);
+    let free = receiver.pool().stats().free_bytes;
+    for rebuild in 0..20 {
+        receiver.with(|s| s.increment_begin(rebuild, Lsn::ZERO)).expect("a start");
+        receiver.with(|s| s.increment_feed(rebuild, &slots, BLOCKS)).expect("fed");
+        for _ in 0..40 {
+            receiver.pool().background(8 << 20).expect("background work");
+            sync(receiver.pool());
+        }
+    }
+    let used = free - receiver.pool().stats().free_bytes;
+    assert!(used < 3 * 600 * 4096, "{used} bytes for one shadow of {} blocks", BLOCKS);
+}
+
+#[test]
+fn an_increment_that_starts_above_stable_or_lacks_a_snapshot_is_refused() {
+    let mut world = World::without_reverts(9, 32 << 20);
+    write(&mut world, 10);
+    let above = Lsn(world.history.len() as u64 + 1);
+    let mut replica = world.pool.as_mut().expect("open").replica(GUID).expect("it");
+    let refused = replica.increment_begin(1, above);
+    assert!(matches!(refused, Err(StoreError::Rule(_))), "{refused:?}");
+    let (_, mut end) = pull_all(&mut replica, ReadView::Base, Lsn::ZERO);
+    let mut receiver = Receiver::new(9);
+    receiver.with(|s| s.increment_begin(2, Lsn::ZERO)).expect("a start");
+    end.snapshots = vec![quoin_core::message::SnapshotInfo {
+        id: quoin_core::SnapshotId(1),
+        lsn: Lsn(1),
+        hidden: false,
+        blocks: BLOCKS,
+    }];
+    let refused = receiver.with(|s| s.increment_prepare(2, &end));
+    assert!(matches!(refused, Err(StoreError::Rule(_))), "{refused:?}");
+}
