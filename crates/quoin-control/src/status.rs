@@ -75,7 +75,7 @@ impl Controller {
             (ReplicaPhase::Keep, Some(ReplicaState::Gone)) => {
                 return status("Gone", "the pool has lost it");
             }
-            (ReplicaPhase::Keep, Some(_)) => {}
+            (_, Some(ReplicaState::Present)) => {}
             (ReplicaPhase::Keep, None) => {
                 return status("Offline", &format!("pool {pool} has not opened it yet"));
             }

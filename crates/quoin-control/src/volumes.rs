@@ -11,8 +11,8 @@ use crate::controller::{Controller, about, random_id};
 use crate::events::Severity;
 use crate::placement::{self, Candidate};
 use crate::records::{
-    MemberRecord, MembershipRecord, NameRecord, ReplicaPhase, ReplicaRecord, Spec, Text,
-    VolumePhase, VolumeRecord,
+    MemberRecord, MembershipRecord, NameRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spec,
+    Text, VolumePhase, VolumeRecord,
 };
 use crate::spec;
 use crate::time::now_ms;
@@ -36,7 +36,14 @@ impl Controller {
             return Ok(volume);
         }
         // Placement first, so that a refusal leaves nothing behind.
-        let pools = placement::place(&spec, size_bytes, &self.candidates())?;
+        let pools = match placement::place(&spec, size_bytes, &self.candidates()) {
+            // Not having heard of a pool yet says nothing about its room.
+            Err(refusal) if self.pools_unheard() => {
+                let wait = "the controller has just started and waits for its pools to report";
+                return Err(Error::Busy(format!("{wait} ({refusal})")));
+            }
+            placed => placed?,
+        };
         let id = VolumeId(random_id());
         let name = NameRecord { volume_name: spec.name.clone(), volume_id: Text(id) };
         match found {
@@ -64,6 +71,12 @@ impl Controller {
             }
             Err(_) => Err(Error::Busy("a volume id was drawn twice; try again".to_owned())),
         }
+    }
+
+    fn pools_unheard(&self) -> bool {
+        let observed = self.observed();
+        let unheard = |pool: &Arc<PoolRecord>| !observed.pools.contains_key(&pool.name);
+        observed.starting(self.settings.offline_after) && self.pools.list().iter().any(unheard)
     }
 
     fn check_same(
@@ -234,7 +247,7 @@ impl Controller {
         }
         let observed = self.observed();
         let after = self.settings.offline_after;
-        let candidate = |pool: &Arc<crate::records::PoolRecord>| {
+        let candidate = |pool: &Arc<PoolRecord>| {
             let seen = observed.pools.get(&pool.name);
             let unusable = match (seen, observed.online_pool(&pool.name, after)) {
                 _ if pool.rolled_back => "an older state of its disk came back".to_owned(),

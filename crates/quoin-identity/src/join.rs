@@ -39,11 +39,7 @@ pub async fn join(
         }
         Err(error) => return Err(error),
     }
-    let config = tls::pinned(token.cluster, token.fingerprint)?;
-    let endpoint = crate::channel::endpoint(controller_addr)?;
-    let channel: Channel = tls_channel(endpoint, config, controller_addr)
-        .await
-        .map_err(|source| Error::Unreachable { address: controller_addr.to_owned(), source })?;
+    let channel = newcomer_channel(controller_addr, token).await?;
     let mut request = tonic::Request::new(JoinMessage {
         token: token.to_string(),
         csr_der: Identity::request(dir)?,
@@ -58,6 +54,15 @@ pub async fn join(
     }
     Identity::establish(dir, &issued)?;
     Identity::load(dir)
+}
+
+/// A channel of somebody who has no certificate yet, to the controller that made the token and
+/// to no other. It leads to the Join service only.
+pub async fn newcomer_channel(controller_addr: &str, token: &JoinToken) -> Result<Channel, Error> {
+    let config = tls::pinned(token.cluster, token.fingerprint)?;
+    let endpoint = crate::channel::endpoint(controller_addr)?;
+    let unreachable = |source| Error::Unreachable { address: controller_addr.to_owned(), source };
+    tls_channel(endpoint, config, controller_addr).await.map_err(unreachable)
 }
 
 /// Loads the identity in `dir` or, where there is none yet, joins. A process that is always

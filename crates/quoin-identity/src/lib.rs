@@ -40,7 +40,7 @@ pub use error::Error;
 pub use grant::Grant;
 pub use identity::Identity;
 pub use incoming::{Caller, IncomingLimits, PeerStream, serve_incoming};
-pub use join::{JoinRequest, join, load_or_join};
+pub use join::{JoinRequest, join, load_or_join, newcomer_channel};
 pub use peer::{ClusterId, Peer, Role, check_name, peer_of};
 pub use tls::Expected;
 pub use token::JoinToken;

@@ -1,0 +1,326 @@
+//! A cluster without disks: pools that obey assignments in memory, a store that can crash.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use quoin_control::records::{Spread, VolumeRecord};
+use quoin_control::store::{Change, Entry, Store, StoreError, Swap};
+use quoin_control::{Controller, Error, Settings};
+use quoin_core::{Epoch, Incarnation, VolumeId};
+use quoin_identity::{Authority, Identity, Lifetimes, Role};
+use quoin_proto::control::{
+    NodeReport, PoolReport, ReplicaProgress, ReplicaReport, VolumeRef, VolumeReport, VolumeSpec,
+};
+use tokio::sync::broadcast;
+
+pub const GIB: u64 = 1 << 30;
+
+/// A store in memory. It outlives controllers; `crash_after` makes it fail from some write on.
+pub struct Memory {
+    records: Mutex<(u64, BTreeMap<String, Entry>)>,
+    changes: broadcast::Sender<Change>,
+    writes_left: AtomicI64,
+    /// Whether the write at which it crashes is still carried out, unanswered.
+    last_write_lands: bool,
+}
+
+impl Memory {
+    pub fn new() -> Arc<Self> {
+        Self::crashing(i64::MAX, false)
+    }
+
+    pub fn crashing(writes: i64, last_write_lands: bool) -> Arc<Self> {
+        Arc::new(Self {
+            records: Mutex::default(),
+            changes: broadcast::channel(64).0,
+            writes_left: AtomicI64::new(writes),
+            last_write_lands,
+        })
+    }
+
+    pub fn recover(&self) {
+        self.writes_left.store(i64::MAX, Ordering::SeqCst);
+    }
+
+    pub fn crashed(&self) -> bool {
+        self.writes_left.load(Ordering::SeqCst) <= 0
+    }
+
+    pub fn keys(&self, prefix: &str) -> Vec<String> {
+        let records = self.records.lock().unwrap();
+        records.1.keys().filter(|key| key.starts_with(prefix)).cloned().collect()
+    }
+}
+
+#[tonic::async_trait]
+impl Store for Memory {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+        Ok(self.records.lock().unwrap().1.get(key).cloned())
+    }
+
+    async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError> {
+        let records = self.records.lock().unwrap();
+        Ok(records.1.values().filter(|e| e.key.starts_with(prefix)).cloned().collect())
+    }
+
+    async fn compare_and_swap(
+        &self,
+        key: &str,
+        expected: u64,
+        value: Option<Vec<u8>>,
+    ) -> Result<Swap, StoreError> {
+        let left = self.writes_left.fetch_sub(1, Ordering::SeqCst);
+        if left <= 0 && !(left == 0 && self.last_write_lands) {
+            return Err(StoreError::Failed("crashed".into()));
+        }
+        let mut records = self.records.lock().unwrap();
+        let found = records.1.get(key).cloned();
+        if found.as_ref().map_or(0, |entry| entry.revision) != expected {
+            return Ok(Swap::Conflict(found));
+        }
+        records.0 += 1;
+        let revision = records.0;
+        match value {
+            Some(value) => {
+                let entry = Entry { key: key.into(), revision, value };
+                records.1.insert(key.into(), entry)
+            }
+            None => records.1.remove(key),
+        };
+        let _ = self.changes.send(Change { key: key.into(), revision });
+        match left {
+            0 => Err(StoreError::Failed("crashed".into())),
+            _ => Ok(Swap::Done(revision)),
+        }
+    }
+
+    fn watch(&self) -> broadcast::Receiver<Change> {
+        self.changes.subscribe()
+    }
+}
+
+/// A pool that does what it is told, remembers every GUID that it ever created, and fails the
+/// test when it is told to create one twice.
+pub struct SimPool {
+    pub name: String,
+    pub node: String,
+    pub id: String,
+    pub start_counter: u64,
+    pub used_bytes: u64,
+    pub online: bool,
+    /// GUID → (volume, quorum).
+    pub holds: HashMap<String, (String, bool)>,
+    born: Vec<String>,
+    told: Vec<(String, String, String)>,
+}
+
+impl SimPool {
+    pub fn new(name: &str, node: &str) -> Self {
+        Self {
+            name: name.into(),
+            node: node.into(),
+            id: format!("{name}-1"),
+            start_counter: 1,
+            used_bytes: 0,
+            online: true,
+            holds: HashMap::new(),
+            born: Vec::new(),
+            told: Vec::new(),
+        }
+    }
+
+    pub fn wipe(&mut self) {
+        self.holds.clear();
+    }
+
+    pub fn obey(&mut self, controller: &Controller) {
+        let assignment = controller.pool_assignment(&self.name);
+        assert!(!assignment.complete, "deletions are named one by one");
+        self.told.clear();
+        for told in assignment.replicas {
+            let formed = told.membership.as_ref().unwrap().formed;
+            let missing = !self.holds.contains_key(&told.guid);
+            match told.phase.as_str() {
+                "Init" | "Recreate" if missing => {
+                    assert!(told.phase == "Recreate" || !formed, "Init after the volume formed");
+                    assert!(!self.born.contains(&told.guid), "a GUID was born twice");
+                    let quorum = told.phase == "Init";
+                    self.holds.insert(told.guid.clone(), (told.volume_id.clone(), quorum));
+                    self.born.push(told.guid.clone());
+                }
+                "Delete" => drop(self.holds.remove(&told.guid)),
+                _ => {}
+            }
+            self.told.push((told.volume_id, told.replica_id, told.guid));
+        }
+    }
+
+    pub fn report(&self) -> PoolReport {
+        let replica = |(volume, replica, guid): &(String, String, String)| {
+            let held = self.holds.get(guid);
+            ReplicaReport {
+                replica_id: replica.clone(),
+                guid: guid.clone(),
+                volume_id: volume.clone(),
+                state: if held.is_some() { "created" } else { "gone" }.into(),
+                quorum: held.is_some_and(|held| held.1),
+                ..ReplicaReport::default()
+            }
+        };
+        let mut replicas: Vec<_> = self.told.iter().map(replica).collect();
+        for (guid, (volume, quorum)) in &self.holds {
+            if !replicas.iter().any(|r| r.guid == *guid) {
+                replicas.push(ReplicaReport {
+                    replica_id: "0".repeat(32),
+                    guid: guid.clone(),
+                    volume_id: volume.clone(),
+                    state: "closed".into(),
+                    quorum: *quorum,
+                    ..ReplicaReport::default()
+                });
+            }
+        }
+        PoolReport {
+            pool: self.name.clone(),
+            pool_id: self.id.clone(),
+            node: self.node.clone(),
+            address: "127.0.0.1:7000".into(),
+            capacity_bytes: 100 * GIB,
+            used_bytes: self.used_bytes,
+            free_bytes: 100 * GIB - self.used_bytes,
+            start_counter: self.start_counter,
+            replicas,
+            ..PoolReport::default()
+        }
+    }
+}
+
+/// Where the certificates of all tests are; made once.
+pub fn pki() -> (Identity, Authority) {
+    static DIR: std::sync::OnceLock<tempfile::TempDir> = std::sync::OnceLock::new();
+    let dir: &Path = DIR
+        .get_or_init(|| {
+            let dir = tempfile::tempdir().unwrap();
+            let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
+            let home = dir.path().join("identity");
+            authority.issue_identity(&home, Role::Controller, "controller").unwrap();
+            dir
+        })
+        .path();
+    let identity = Identity::load(&dir.join("identity")).unwrap();
+    (identity, Authority::load(dir, Lifetimes::default()).unwrap())
+}
+
+pub struct Cluster {
+    pub store: Arc<Memory>,
+    pub controller: Controller,
+    pub pools: Vec<SimPool>,
+    pub offline_after: Duration,
+}
+
+pub fn spec(name: &str) -> VolumeSpec {
+    VolumeSpec { name: name.into(), size_bytes: GIB, ..VolumeSpec::default() }
+}
+
+pub fn by_name(name: &str) -> Option<VolumeRef> {
+    Some(VolumeRef { id: String::new(), name: name.into() })
+}
+
+impl Cluster {
+    /// Three pools on three hosts, and node n1 and n2, all online.
+    pub async fn new() -> Self {
+        let pools = (1..=3).map(|n| SimPool::new(&format!("p{n}"), &format!("h{n}"))).collect();
+        Self::with(Memory::new(), pools).await
+    }
+
+    pub async fn with(store: Arc<Memory>, pools: Vec<SimPool>) -> Self {
+        let offline_after = Duration::from_secs(3600);
+        let controller = open(&store, offline_after).await.unwrap();
+        let mut cluster = Self { store, controller, pools, offline_after };
+        // A crash in here is made good by whoever goes on.
+        let _ = cluster.settle().await;
+        cluster
+    }
+
+    /// The controller process ends here and another one takes over.
+    pub async fn restart(&mut self) {
+        self.store.recover();
+        self.controller = open(&self.store, self.offline_after).await.unwrap();
+    }
+
+    /// Everybody obeys and reports until nothing changes any more.
+    pub async fn settle(&mut self) -> Result<(), Error> {
+        for node in ["n1", "n2"] {
+            let report = NodeReport { node: node.into(), ..NodeReport::default() };
+            self.controller.report_node(&report).await?;
+        }
+        for _ in 0..6 {
+            for pool in self.pools.iter_mut().filter(|pool| pool.online) {
+                pool.obey(&self.controller);
+                self.controller.report_pool(&pool.report()).await?;
+            }
+        }
+        self.controller.reconcile().await
+    }
+
+    pub async fn create(&mut self, name: &str) -> Arc<VolumeRecord> {
+        self.controller.create_volume(&spec(name), 0).await.unwrap();
+        self.settle().await.unwrap();
+        self.volume(name)
+    }
+
+    pub fn volume(&self, name: &str) -> Arc<VolumeRecord> {
+        self.controller.get_volume(by_name(name).as_ref()).unwrap()
+    }
+
+    pub fn shown(&self, name: &str) -> quoin_proto::control::Volume {
+        self.controller.volume_message(&self.volume(name))
+    }
+
+    pub async fn attach(&self, name: &str, node: &str) -> Result<Arc<VolumeRecord>, Error> {
+        let publish = quoin_control::Publish { node: node.into(), ..Default::default() };
+        self.controller.publish_volume(by_name(name).as_ref(), &publish).await
+    }
+
+    pub async fn open_volume(&self, id: VolumeId, node: &str, incarnation: u128) -> Epoch {
+        let incarnation = Incarnation(incarnation);
+        let acquired = self.controller.acquire_epoch(id, node, incarnation, Epoch(0)).await;
+        acquired.unwrap().unwrap().epoch
+    }
+
+    /// The target says that it serves, with these replicas in this state.
+    pub async fn serving(&self, name: &str, states: &[(&str, &str)]) -> Vec<u8> {
+        let volume = self.volume(name);
+        let progress = |(guid, state): &(&str, &str)| ReplicaProgress {
+            guid: (*guid).into(),
+            state: (*state).into(),
+            ..ReplicaProgress::default()
+        };
+        let report = VolumeReport {
+            volume_id: volume.id.0.to_string(),
+            node: volume.owner.clone().unwrap(),
+            epoch: volume.epoch,
+            state: "serving".into(),
+            replicas: states.iter().map(progress).collect(),
+            ..VolumeReport::default()
+        };
+        self.controller.report_volume(&report).await.unwrap()
+    }
+
+    pub fn reasons(&self) -> Vec<String> {
+        self.controller.events().after(0).into_iter().map(|event| event.reason).collect()
+    }
+}
+
+pub async fn open(store: &Arc<Memory>, offline_after: Duration) -> Result<Controller, Error> {
+    let (identity, authority) = pki();
+    let settings = Settings {
+        defaults: quoin_control::spec::Defaults { replicas: 3, spread: Spread::Host },
+        data_security: "authenticate".into(),
+        offline_after,
+    };
+    Controller::open(store.clone(), identity, authority, settings).await
+}

@@ -1,0 +1,113 @@
+//! The controller dies at any write, before or after it lands; the next one goes on.
+
+use quoin_control::{Error, Publish, Replacement};
+use quoin_core::{Epoch, Incarnation};
+use quoin_proto::control::VolumeRef;
+
+use crate::cluster::{Cluster, GIB, Memory, SimPool, by_name, spec};
+
+/// A volume's whole life in steps, each of which its caller repeats until it is answered.
+async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
+    let db = by_name("db");
+    match number {
+        0 => cluster.settle().await?,
+        1 => drop(cluster.controller.create_volume(&spec("db"), 0).await?),
+        2 => cluster.settle().await?,
+        3 => {
+            let publish = Publish { node: "n1".into(), ..Publish::default() };
+            cluster.controller.publish_volume(db.as_ref(), &publish).await?;
+        }
+        4 => {
+            let id = cluster.volume("db").id.0;
+            let before = cluster.volume("db").epoch;
+            let acquired =
+                cluster.controller.acquire_epoch(id, "n1", Incarnation(3), Epoch(0)).await?;
+            let granted = acquired.expect("n1 is the owner");
+            assert!(granted.epoch.0 > before, "an epoch was granted twice");
+        }
+        5 => {
+            let pool = cluster.volume("db").replicas[0].pool.clone();
+            let pool = cluster.pools.iter_mut().find(|p| p.name == pool).unwrap();
+            // Only what is known is lost here, so that a repeat of the step loses nothing more.
+            let volume = cluster.controller.get_volume(db.as_ref())?;
+            let known = &volume.membership.known[0].guid.0.to_string();
+            pool.holds.remove(known);
+            cluster.settle().await?;
+        }
+        6 => {
+            let volume = cluster.volume("db");
+            let known = volume.known_guid(volume.replicas[0].id.0).unwrap();
+            if known != volume.replicas[0].guid.0 {
+                let asked = Replacement {
+                    volume: volume.id.0,
+                    node: "n1".into(),
+                    epoch: Epoch(volume.epoch),
+                    incarnation: volume.incarnation.0,
+                    version: volume.membership.version,
+                    replica: volume.replicas[0].id.0,
+                    old: known,
+                    new: volume.replicas[0].guid.0,
+                };
+                cluster.controller.replace_member(&asked).await?.1.expect("nothing else changed");
+            }
+        }
+        7 => drop(cluster.controller.resize_volume(db.as_ref(), 2 * GIB, 0).await?),
+        8 => {
+            let volume = cluster.volume("db");
+            assert_eq!((volume.size_bytes, volume.membership.retired.len()), (2 * GIB, 1));
+            cluster.controller.unpublish_volume(db.as_ref(), "n1").await?;
+        }
+        9 => {
+            for volume in cluster.controller.list_volumes(0, "")?.0 {
+                let id = VolumeRef { id: volume.id.0.to_string(), name: String::new() };
+                cluster.controller.delete_volume(Some(&id)).await?;
+            }
+        }
+        10 => cluster.settle().await?,
+        _ => unreachable!(),
+    }
+    Ok(())
+}
+
+const STEPS: usize = 11;
+
+/// The number of writes of a life without a crash bounds where a crash can be.
+async fn live(crash_after: i64, last_write_lands: bool) -> bool {
+    let store = Memory::crashing(crash_after, last_write_lands);
+    let pools = (1..=3).map(|n| SimPool::new(&format!("p{n}"), &format!("h{n}"))).collect();
+    let mut cluster = Cluster::with(store, pools).await;
+    let mut crashed = cluster.store.crashed();
+    if crashed {
+        cluster.restart().await;
+    }
+    for number in 0..STEPS {
+        while let Err(error) = step(&mut cluster, number).await {
+            assert!(cluster.store.crashed(), "step {number} after {crash_after}: {error}");
+            assert!(!crashed, "it crashes once");
+            crashed = true;
+            cluster.restart().await;
+            if number > 0 {
+                cluster.settle().await.unwrap();
+            }
+        }
+        if let Ok(volume) = cluster.controller.get_volume(by_name("db").as_ref()) {
+            let membership = quoin_core::Membership::from(&volume.membership);
+            membership.check().expect("the membership keeps its rules at every moment");
+        }
+    }
+    cluster.settle().await.unwrap();
+    assert_eq!(cluster.store.keys("volume"), Vec::<String>::new(), "after {crash_after}");
+    assert!(cluster.pools.iter().all(|pool| pool.holds.is_empty()), "after {crash_after}");
+    crashed
+}
+
+#[tokio::test]
+async fn a_crash_at_any_write_of_a_volumes_life_loses_nothing_and_leaves_nothing_behind() {
+    for last_write_lands in [false, true] {
+        let mut writes = 0;
+        while live(writes, last_write_lands).await {
+            writes += 1;
+        }
+        assert!(writes > 15, "only {writes} writes were seen");
+    }
+}

@@ -1,0 +1,295 @@
+//! A volume's life, told from outside.
+
+use std::time::Duration;
+
+use quoin_control::Publish;
+use quoin_core::{Epoch, Incarnation};
+use quoin_proto::control::{VolumeRef, VolumeSpec};
+use tonic::Code;
+
+use crate::cluster::{Cluster, GIB, SimPool, by_name, spec};
+
+#[tokio::test]
+async fn a_volume_is_pending_until_every_pool_has_created_its_replica_and_then_ready() {
+    let mut cluster = Cluster::new().await;
+    cluster.pools[2].online = false;
+    let volume = cluster.controller.create_volume(&spec("db"), 0).await.unwrap();
+    assert_eq!(volume.membership.known.len(), 3);
+    cluster.settle().await.unwrap();
+    let shown = cluster.shown("db");
+    assert_eq!(shown.phase, "Pending");
+    assert!(!shown.membership.unwrap().formed);
+    assert_eq!(shown.waiting_for, "pool p3 to create its replica");
+    let attached = cluster.attach("db", "n1").await.unwrap_err();
+    assert_eq!(attached.code(), Code::Unavailable);
+    assert!(attached.to_string().contains("pool p3"), "{attached}");
+    let acquired = cluster.controller.acquire_epoch(volume.id.0, "n1", Incarnation(1), Epoch(0));
+    assert!(acquired.await.unwrap().is_err(), "no target opens before the volume is formed");
+
+    cluster.pools[2].online = true;
+    cluster.settle().await.unwrap();
+    let shown = cluster.shown("db");
+    assert_eq!((shown.phase.as_str(), shown.health.as_str()), ("Ready", "Online"));
+    assert_eq!((shown.r#use.as_str(), shown.waiting_for.as_str()), ("detached", ""));
+    let membership = shown.membership.unwrap();
+    assert!(membership.formed);
+    assert_eq!((membership.rf, membership.cf), (3, 2));
+    // What was chosen at creation is what is known now.
+    let chosen: Vec<_> = volume.membership.known.iter().map(|m| m.guid.0.to_string()).collect();
+    assert_eq!(membership.known.iter().map(|m| m.guid.clone()).collect::<Vec<_>>(), chosen);
+    assert!(shown.contract.contains("survive the loss of one host"), "{}", shown.contract);
+}
+
+/// Proves SCALE-QUORUM-11.
+#[tokio::test]
+async fn never_more_than_rf_replicas_are_made_with_quorum_on() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    cluster.pools[0].wipe();
+    cluster.settle().await.unwrap();
+    cluster.pools[1].wipe();
+    cluster.settle().await.unwrap();
+    let on = cluster.pools.iter().flat_map(|p| p.holds.values()).filter(|(_, on)| *on).count();
+    let all = cluster.pools.iter().map(|pool| pool.holds.len()).sum::<usize>();
+    assert_eq!((on, all), (1, 3), "what is made in place of lost ones has quorum off");
+}
+
+#[tokio::test]
+async fn creating_again_finds_the_same_volume_and_refuses_a_different_one_by_field() {
+    let mut cluster = Cluster::new().await;
+    let first = cluster.create("db").await;
+    let again = cluster.controller.create_volume(&spec("db"), 2 * GIB).await.unwrap();
+    assert_eq!(first.id, again.id);
+    let smaller = VolumeSpec { size_bytes: GIB / 2, ..spec("db") };
+    let fits = cluster.controller.create_volume(&smaller, GIB).await.unwrap();
+    assert_eq!(first.id, fits.id, "the size that it has lies within what is asked");
+    for (field, asked) in [
+        ("size", VolumeSpec { size_bytes: 2 * GIB, ..spec("db") }),
+        ("replicas", VolumeSpec { replicas: 2, ..spec("db") }),
+        ("fsType", VolumeSpec { fs_type: "xfs".into(), ..spec("db") }),
+    ] {
+        let error = cluster.controller.create_volume(&asked, 0).await.unwrap_err();
+        assert_eq!(error.code(), Code::AlreadyExists);
+        assert!(error.to_string().contains(field), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn too_few_hosts_are_refused_and_spread_pool_says_what_it_does_not_survive() {
+    let pools = (1..=3).map(|n| SimPool::new(&format!("p{n}"), "h1")).collect();
+    let mut cluster = Cluster::with(crate::cluster::Memory::new(), pools).await;
+    let error = cluster.controller.create_volume(&spec("db"), 0).await.unwrap_err();
+    assert_eq!(error.code(), Code::ResourceExhausted);
+    assert!(error.to_string().contains("need 3 hosts"), "{error}");
+    assert!(cluster.store.keys("volume").is_empty(), "a refusal leaves nothing behind");
+    let mut asked = spec("db");
+    asked.set_spread(quoin_proto::control::Spread::Pool);
+    cluster.controller.create_volume(&asked, 0).await.unwrap();
+    cluster.settle().await.unwrap();
+    let contract = cluster.shown("db").contract;
+    assert!(contract.contains("survive the loss of one pool, not of one host"), "{contract}");
+}
+
+#[tokio::test]
+async fn an_attached_volume_is_not_deleted_and_a_deleted_one_goes_when_every_pool_has_answered() {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    let error = cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition);
+    assert!(error.to_string().contains("node n1"), "{error}");
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+
+    cluster.pools[1].online = false;
+    let by_id = Some(VolumeRef { id: volume.id.0.to_string(), name: String::new() });
+    cluster.controller.delete_volume(by_id.as_ref()).await.unwrap();
+    cluster.settle().await.unwrap();
+    let left = cluster.controller.get_volume(by_id.as_ref()).unwrap();
+    let shown = cluster.controller.volume_message(&left);
+    assert_eq!(shown.phase, "Deleting");
+    assert_eq!(shown.waiting_for, "pool p2 to remove its replica");
+    // Meanwhile the name is free, and deleting again is no error.
+    cluster.controller.delete_volume(by_id.as_ref()).await.unwrap();
+    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
+    assert_eq!(cluster.attach("db", "n1").await.unwrap_err().code(), Code::NotFound);
+
+    cluster.restart().await;
+    cluster.pools[1].online = true;
+    cluster.settle().await.unwrap();
+    assert!(cluster.controller.get_volume(by_id.as_ref()).is_err());
+    assert!(cluster.store.keys("volume").is_empty());
+    assert!(cluster.pools.iter().all(|pool| pool.holds.is_empty()));
+}
+
+#[tokio::test]
+async fn a_volume_grows_and_never_shrinks() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    let resize = |size, limit| {
+        let controller = &cluster.controller;
+        async move { controller.resize_volume(by_name("db").as_ref(), size, limit).await }
+    };
+    assert_eq!(resize(2 * GIB, 0).await.unwrap().size_bytes, 2 * GIB);
+    assert_eq!(resize(GIB, 0).await.unwrap().size_bytes, 2 * GIB, "asking less changes nothing");
+    assert_eq!(resize(GIB, GIB).await.unwrap_err().code(), Code::OutOfRange);
+    assert_eq!(resize(0, 0).await.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(resize(1 << 63, 0).await.unwrap_err().code(), Code::OutOfRange);
+    assert_eq!(resize(500 * GIB, 0).await.unwrap_err().code(), Code::ResourceExhausted);
+    let told = cluster.controller.pool_assignment("p1").replicas[0].size_bytes;
+    assert_eq!(told, 2 * GIB);
+}
+
+#[tokio::test]
+async fn one_node_at_a_time_has_a_volume_and_asking_twice_is_the_same_as_once() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.attach("db", "n1").await.unwrap();
+    let second = cluster.attach("db", "n2").await.unwrap_err();
+    assert_eq!(second.code(), Code::FailedPrecondition);
+    assert!(second.to_string().contains("attached to node n1"), "{second}");
+    let differently = Publish { node: "n1".into(), read_only: true, ..Publish::default() };
+    let differs = cluster.controller.publish_volume(by_name("db").as_ref(), &differently).await;
+    assert_eq!(differs.unwrap_err().code(), Code::AlreadyExists);
+    assert_eq!(cluster.attach("db", "n9").await.unwrap_err().code(), Code::NotFound);
+    assert_eq!(cluster.controller.node_assignment("n1").targets.len(), 1);
+    assert!(cluster.controller.node_assignment("n2").targets.is_empty());
+
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), "").await.unwrap();
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.unpublish_volume(by_name("nothing").as_ref(), "n1").await.unwrap();
+    assert!(cluster.controller.node_assignment("n1").targets.is_empty());
+    cluster.attach("db", "n2").await.unwrap();
+    let target = cluster.controller.node_assignment("n2").targets.remove(0);
+    assert_eq!(target.replicas.len(), 3);
+    assert!(target.replicas.iter().all(|r| !r.candidate && !r.address.is_empty()));
+}
+
+#[tokio::test]
+async fn epochs_only_grow_only_for_the_owner_and_outlive_the_controller() {
+    let mut cluster = Cluster::new().await;
+    let id = cluster.create("db").await.id.0;
+    cluster.attach("db", "n1").await.unwrap();
+    let acquire = |cluster: &Cluster, node: &'static str, at_least: u64| {
+        let controller = &cluster.controller;
+        let acquired = controller.acquire_epoch(id, node, Incarnation(7), Epoch(at_least));
+        futures::executor::block_on(acquired)
+    };
+    let granted = acquire(&cluster, "n1", 0).unwrap().unwrap();
+    assert_eq!(granted.epoch, Epoch(1));
+    assert!(granted.membership.formed);
+    let grant = cluster.controller.identity().verify_grant(&granted.grant).unwrap();
+    assert_eq!((grant.volume, grant.epoch, grant.node.as_str()), (id, Epoch(1), "n1"));
+    assert_eq!(acquire(&cluster, "n1", 0).unwrap().unwrap().epoch, Epoch(2), "never twice");
+    assert_eq!(acquire(&cluster, "n1", 40).unwrap().unwrap().epoch, Epoch(41));
+    assert!(acquire(&cluster, "n2", 0).unwrap().unwrap_err().contains("node n1 owns"));
+    assert!(acquire(&cluster, "n1", u64::MAX).is_err(), "the numbers must not be used up");
+    cluster.restart().await;
+    assert_eq!(acquire(&cluster, "n1", 0).unwrap().unwrap().epoch, Epoch(42));
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    assert!(acquire(&cluster, "n1", 0).unwrap().unwrap_err().contains("attached to no node"));
+    cluster.attach("db", "n2").await.unwrap();
+    assert!(acquire(&cluster, "n1", 0).unwrap().is_err(), "the former owner stays fenced");
+    assert_eq!(acquire(&cluster, "n2", 0).unwrap().unwrap().epoch, Epoch(43));
+}
+
+#[tokio::test]
+async fn of_many_acquisitions_at_once_no_two_get_the_same_epoch() {
+    let mut cluster = Cluster::new().await;
+    let id = cluster.create("db").await.id.0;
+    cluster.attach("db", "n1").await.unwrap();
+    let acquire = |n| cluster.controller.acquire_epoch(id, "n1", Incarnation(n), Epoch(0));
+    let all = futures::future::join_all((0..20).map(acquire)).await;
+    let mut epochs: Vec<_> = all.into_iter().map(|one| one.unwrap().unwrap().epoch).collect();
+    epochs.sort();
+    epochs.dedup();
+    assert_eq!(epochs.len(), 20);
+}
+
+#[tokio::test]
+async fn health_and_waiting_follow_the_pools_and_the_target() {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    let guids: Vec<_> = volume.replicas.iter().map(|r| r.guid.0.to_string()).collect();
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.open_volume(volume.id.0, "n1", 1).await;
+    let shown = cluster.shown("db");
+    assert_eq!(shown.waiting_for, "the target on node n1 to open it");
+    assert_eq!(
+        (shown.r#use.as_str(), shown.attachments[0].phase.as_str()),
+        ("attached", "Attaching")
+    );
+
+    let grant = cluster
+        .serving("db", &[(&guids[0], "in-sync"), (&guids[1], "in-sync"), (&guids[2], "in-sync")])
+        .await;
+    assert_eq!(cluster.controller.identity().verify_grant(&grant).unwrap().epoch, Epoch(1));
+    let shown = cluster.shown("db");
+    assert_eq!((shown.health.as_str(), shown.waiting_for.as_str()), ("Online", ""));
+    assert_eq!(shown.attachments[0].phase, "Attached");
+
+    cluster
+        .serving(
+            "db",
+            &[(&guids[0], "in-sync"), (&guids[1], "in-sync"), (&guids[2], "catching-up")],
+        )
+        .await;
+    let shown = cluster.shown("db");
+    assert_eq!(shown.health, "Degraded");
+    assert!(shown.waiting_for.ends_with("to catch up"), "{}", shown.waiting_for);
+    assert!(cluster.reasons().contains(&"VolumeDegraded".to_owned()));
+
+    // A new controller knows nothing yet, and says so instead of crying wolf.
+    cluster.restart().await;
+    assert_eq!(cluster.shown("db").health, "Unknown");
+    let refused = cluster.controller.create_volume(&spec("new"), 0).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused}");
+    // From here on whoever is silent for no time at all is offline.
+    let patient = std::mem::replace(&mut cluster.offline_after, Duration::ZERO);
+    cluster.restart().await;
+    assert_eq!(cluster.shown("db").health, "Faulted");
+    cluster.controller.announce_absent();
+    assert!(cluster.reasons().contains(&"PoolOffline".to_owned()));
+    let waiting = cluster.shown("db").waiting_for;
+    assert!(waiting.contains("pool p1 is offline"), "{waiting}");
+    cluster.settle().await.unwrap();
+    assert!(cluster.reasons().contains(&"PoolOnline".to_owned()));
+    cluster.offline_after = patient;
+    cluster.restart().await;
+    cluster.settle().await.unwrap();
+    assert_eq!(cluster.shown("db").health, "Online");
+}
+
+#[tokio::test]
+async fn volumes_are_listed_in_pages_and_a_foreign_token_is_aborted() {
+    let mut cluster = Cluster::new().await;
+    for name in ["a", "b", "c"] {
+        cluster.create(name).await;
+    }
+    let (first, token) = cluster.controller.list_volumes(2, "").unwrap();
+    assert_eq!(first.len(), 2);
+    let (second, end) = cluster.controller.list_volumes(2, &token).unwrap();
+    assert_eq!((second.len(), end.as_str()), (1, ""));
+    let mut names: Vec<_> = first.iter().chain(&second).map(|v| v.spec.name.clone()).collect();
+    names.sort();
+    assert_eq!(names, ["a", "b", "c"]);
+    let error = cluster.controller.list_volumes(2, "invalid-token").unwrap_err();
+    assert_eq!(error.code(), Code::Aborted);
+}
+
+#[tokio::test]
+async fn hostile_reports_are_refused_by_field() {
+    let cluster = Cluster::new().await;
+    let good = cluster.pools[0].report();
+    let mut long = good.clone();
+    long.error = "x".repeat(2000);
+    let mut name = good.clone();
+    name.pool = "../p1".into();
+    let mut state = good.clone();
+    state.replicas.push(quoin_proto::control::ReplicaReport::default());
+    for (field, report) in [("error", long), ("pool", name), ("state", state)] {
+        let error = cluster.controller.report_pool(&report).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
+        assert!(error.to_string().contains(field), "{error}");
+    }
+}

@@ -1,0 +1,8 @@
+//! The controller against pools, nodes and targets that are simulated, and over real sockets.
+
+mod access;
+mod cluster;
+mod crash;
+mod lifecycle;
+mod replacement;
+mod server;

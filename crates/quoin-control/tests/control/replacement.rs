@@ -1,0 +1,200 @@
+//! Replicas that are lost, replaced, that return, and disks that come back older.
+
+use quoin_control::Replacement;
+use quoin_control::records::{ReplicaPhase, VolumeRecord};
+use quoin_core::{Epoch, Incarnation};
+
+use crate::cluster::Cluster;
+
+/// Wipes the pool of the first replica of an attached volume; what its target would ask then.
+async fn lost(cluster: &mut Cluster) -> Replacement {
+    let before = cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    let epoch = cluster.open_volume(before.id.0, "n1", 9).await;
+    wipe(cluster, &before.replicas[0].pool).await;
+    let after = cluster.volume("db");
+    Replacement {
+        volume: before.id.0,
+        node: "n1".into(),
+        epoch,
+        incarnation: Incarnation(9),
+        version: after.membership.version,
+        replica: before.replicas[0].id.0,
+        old: before.replicas[0].guid.0,
+        new: after.replicas[0].guid.0,
+    }
+}
+
+async fn wipe(cluster: &mut Cluster, pool: &str) {
+    cluster.pools.iter_mut().find(|p| p.name == pool).unwrap().wipe();
+    cluster.settle().await.unwrap();
+}
+
+fn known(volume: &VolumeRecord, asked: &Replacement) -> bool {
+    volume.known_guid(asked.replica) == Some(asked.new)
+}
+
+/// Proves SCALE-ID-03, SCALE-QUORUM-12.
+#[tokio::test]
+async fn what_a_pool_has_lost_is_made_anew_under_another_guid_and_shown_to_the_target() {
+    let mut cluster = Cluster::new().await;
+    let asked = lost(&mut cluster).await;
+    assert_ne!(asked.old, asked.new);
+    let volume = cluster.volume("db");
+    assert_eq!(volume.known_guid(asked.replica), Some(asked.old), "the known list is the target's");
+    assert_eq!(volume.replicas[0].phase, ReplicaPhase::Keep, "born once, then only kept");
+    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let candidates: Vec<_> = target.replicas.iter().filter(|r| r.candidate).collect();
+    assert_eq!(candidates.len(), 1);
+    assert_eq!(candidates[0].guid, asked.new.to_string());
+    assert_eq!(candidates[0].replica_id, asked.replica.to_string());
+    assert!(cluster.reasons().contains(&"ReplicaGone".to_owned()));
+    let shown = cluster.shown("db");
+    assert_eq!(shown.health, "Degraded");
+    assert_eq!(shown.replicas[0].phase, "Rebuilding");
+    assert!(!shown.replicas[0].quorum);
+}
+
+/// Proves SCALE-KNOWN-02, SCALE-TEST-05.
+#[tokio::test]
+async fn a_rebuilt_newcomer_takes_the_place_in_one_swap_and_the_old_guid_is_retired() {
+    let mut cluster = Cluster::new().await;
+    let asked = lost(&mut cluster).await;
+    let (membership, outcome) = cluster.controller.replace_member(&asked).await.unwrap();
+    outcome.unwrap();
+    assert_eq!(membership.version, asked.version + 1);
+    assert_eq!(membership.known.len(), 3);
+    assert_eq!(membership.retired, [asked.old]);
+    assert!(membership.check().is_ok());
+    assert!(known(&cluster.volume("db"), &asked));
+    // The answer got lost; the target asks again and learns that it is done.
+    let (again, outcome) = cluster.controller.replace_member(&asked).await.unwrap();
+    outcome.unwrap();
+    assert_eq!(again, membership);
+    cluster.restart().await;
+    cluster.settle().await.unwrap();
+    let (again, outcome) = cluster.controller.replace_member(&asked).await.unwrap();
+    assert!(outcome.is_ok() && again == membership);
+    assert_eq!(cluster.shown("db").health, "Online");
+    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    assert!(target.replicas.iter().all(|replica| !replica.candidate));
+}
+
+/// Proves SCALE-TEST-06.
+#[tokio::test]
+async fn a_swap_of_another_epoch_version_node_or_guid_is_refused_and_changes_nothing() {
+    let mut cluster = Cluster::new().await;
+    let asked = lost(&mut cluster).await;
+    let before = cluster.volume("db");
+    let wrong = [
+        Replacement { epoch: Epoch(asked.epoch.0 + 1), ..asked.clone() },
+        Replacement { incarnation: Incarnation(8), ..asked.clone() },
+        Replacement { version: asked.version + 1, ..asked.clone() },
+        Replacement { version: asked.version - 1, ..asked.clone() },
+        Replacement { node: "n2".into(), ..asked.clone() },
+        Replacement { new: quoin_core::ReplicaGuid(5), ..asked.clone() },
+        Replacement { old: quoin_core::ReplicaGuid(5), ..asked.clone() },
+        Replacement { replica: before.replicas[1].id.0, ..asked.clone() },
+        Replacement { new: before.replicas[1].guid.0, ..asked.clone() },
+    ];
+    for wrong in wrong {
+        let (membership, outcome) = cluster.controller.replace_member(&wrong).await.unwrap();
+        assert!(outcome.is_err(), "{wrong:?}");
+        assert_eq!(membership.version, asked.version);
+    }
+    assert_eq!(*cluster.volume("db"), *before);
+    // A newer target has opened: the older one's swap comes too late.
+    cluster.open_volume(asked.volume, "n1", 10).await;
+    let (_, outcome) = cluster.controller.replace_member(&asked).await.unwrap();
+    assert!(outcome.unwrap_err().contains("is over"));
+}
+
+#[tokio::test]
+async fn a_lost_newcomer_gets_yet_another_guid() {
+    let mut cluster = Cluster::new().await;
+    let asked = lost(&mut cluster).await;
+    let pool = cluster.volume("db").replicas[0].pool.clone();
+    wipe(&mut cluster, &pool).await;
+    let third = cluster.volume("db").replicas[0].guid.0;
+    assert!(third != asked.new && third != asked.old);
+    let (_, outcome) = cluster.controller.replace_member(&asked).await.unwrap();
+    assert!(outcome.is_err(), "the newcomer that was lost must not become known");
+    let retry = Replacement { new: third, ..asked };
+    cluster.controller.replace_member(&retry).await.unwrap().1.unwrap();
+}
+
+#[tokio::test]
+async fn a_known_replica_that_returns_before_it_is_replaced_is_taken_back() {
+    let mut cluster = Cluster::new().await;
+    let asked = lost(&mut cluster).await;
+    let pool_name = cluster.volume("db").replicas[0].pool.clone();
+    let pool = cluster.pools.iter_mut().find(|p| p.name == pool_name).unwrap();
+    pool.holds.insert(asked.old.to_string(), (asked.volume.to_string(), true));
+    cluster.settle().await.unwrap();
+    let volume = cluster.volume("db");
+    assert_eq!(volume.replicas[0].guid.0, asked.old);
+    assert!(volume.discarded.is_empty(), "and the newcomer is removed: {:?}", volume.discarded);
+    let pool = cluster.pools.iter().find(|p| p.name == pool_name).unwrap();
+    assert!(!pool.holds.contains_key(&asked.new.to_string()));
+    let (_, outcome) = cluster.controller.replace_member(&asked).await.unwrap();
+    assert!(outcome.is_err());
+    assert_eq!(cluster.shown("db").health, "Online");
+}
+
+/// Proves SCALE-SHORT-01.
+#[tokio::test]
+async fn a_retired_replica_that_turns_up_again_is_removed_and_never_known() {
+    let mut cluster = Cluster::new().await;
+    let asked = lost(&mut cluster).await;
+    cluster.controller.replace_member(&asked).await.unwrap().1.unwrap();
+    let pool_name = cluster.volume("db").replicas[0].pool.clone();
+    let pool = cluster.pools.iter_mut().find(|p| p.name == pool_name).unwrap();
+    pool.holds.insert(asked.old.to_string(), (asked.volume.to_string(), true));
+    cluster.settle().await.unwrap();
+    let pool = cluster.pools.iter().find(|p| p.name == pool_name).unwrap();
+    assert!(!pool.holds.contains_key(&asked.old.to_string()));
+    assert!(known(&cluster.volume("db"), &asked));
+}
+
+#[tokio::test]
+async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
+    pool.start_counter = 5;
+    cluster.settle().await.unwrap();
+    let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
+    pool.start_counter = 4;
+    cluster.settle().await.unwrap();
+    assert!(cluster.reasons().contains(&"PoolRolledBack".to_owned()));
+    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    let unusable = target.replicas.iter().filter(|replica| replica.address.is_empty()).count();
+    assert_eq!(unusable, 1);
+    cluster.restart().await;
+    cluster.settle().await.unwrap();
+    let shown = cluster.controller.pool_messages();
+    let failed: Vec<_> = shown.iter().filter(|pool| pool.state == "Failed").collect();
+    assert_eq!(failed.len(), 1, "a restart forgets nothing");
+    // New storage under the same name is a new pool, whose replicas are gone.
+    let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
+    pool.id = "another".into();
+    pool.start_counter = 1;
+    pool.wipe();
+    cluster.settle().await.unwrap();
+    assert!(cluster.reasons().contains(&"PoolReplaced".to_owned()));
+    assert!(cluster.controller.pool_messages().iter().all(|pool| pool.state == "Online"));
+    assert_ne!(cluster.volume("db").replicas[0].guid, volume.replicas[0].guid);
+}
+
+#[tokio::test]
+async fn replicas_that_no_record_names_are_kept_and_told_of_once() {
+    let mut cluster = Cluster::new().await;
+    let (guid, volume) = ("ab".repeat(16), "cd".repeat(16));
+    cluster.pools[0].holds.insert(guid.clone(), (volume, true));
+    cluster.settle().await.unwrap();
+    cluster.settle().await.unwrap();
+    assert!(cluster.pools[0].holds.contains_key(&guid));
+    let told = cluster.reasons().iter().filter(|reason| *reason == "ReplicaUnknown").count();
+    assert_eq!(told, 1);
+}

@@ -1,0 +1,83 @@
+//! A real controller on real sockets.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_control::{Controller, Options};
+use quoin_identity::{Identity, JoinToken, Lifetimes, Role, join, unix_channel};
+use quoin_proto::control::CreateJoinTokenRequest;
+use quoin_proto::control::agent_client::AgentClient;
+use quoin_proto::control::cluster_client::ClusterClient;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::watch;
+use tonic::transport::Channel;
+
+pub struct Server {
+    pub dir: tempfile::TempDir,
+    pub address: String,
+    pub controller: Arc<Controller>,
+    pub first_token: JoinToken,
+    admin: PathBuf,
+    down: watch::Sender<bool>,
+    serving: tokio::task::JoinHandle<Result<(), quoin_control::Error>>,
+}
+
+impl Server {
+    pub async fn start() -> Self {
+        Self::with(Lifetimes::default(), true).await
+    }
+
+    pub async fn with(lifetimes: Lifetimes, nodes_manage_volumes: bool) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let home = dir.path().join("controller");
+        let made = quoin_control::init(&home, lifetimes).await.unwrap();
+        let options = Options { lifetimes, nodes_manage_volumes, ..Options::new(&home) };
+        let controller = Arc::new(quoin_control::open(&options).await.unwrap());
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let admin = home.join("admin.sock");
+        let local = UnixListener::bind(&admin).unwrap();
+        let (down, shutdown) = watch::channel(false);
+        let served = controller.clone();
+        let serving = tokio::spawn(async move {
+            quoin_control::serve(served, &options, local, Some(listener), shutdown).await
+        });
+        let first_token = made.join_token;
+        Self { dir, address, controller, first_token, admin, down, serving }
+    }
+
+    pub async fn stop(self) {
+        self.down.send_replace(true);
+        tokio::time::timeout(Duration::from_secs(10), self.serving)
+            .await
+            .expect("a shutdown waits for nobody")
+            .unwrap()
+            .unwrap();
+    }
+
+    pub fn admin(&self) -> ClusterClient<Channel> {
+        ClusterClient::new(unix_channel(&self.admin))
+    }
+
+    pub fn local_agent(&self) -> AgentClient<Channel> {
+        AgentClient::new(unix_channel(&self.admin))
+    }
+
+    pub async fn token(&self, role: &str, name: &str, ttl_s: u32) -> JoinToken {
+        let asked = CreateJoinTokenRequest { role: role.into(), ttl_s, name: name.into() };
+        let token = self.admin().create_join_token(asked).await.unwrap().into_inner();
+        token.token.parse().unwrap()
+    }
+
+    pub fn home(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub async fn member(&self, role: Role, name: &str) -> Identity {
+        let token = self.token(role.as_str(), "", 60).await;
+        join(&self.address, &token, role, name, &self.home(&format!("{role}-{name}")))
+            .await
+            .unwrap()
+    }
+}
