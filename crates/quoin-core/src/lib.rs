@@ -34,6 +34,11 @@ pub const HOLE_BLOCKS_MAX: u32 = 1 << 18;
 /// Largest volume: 2^44 blocks are 64 PiB, so an LBA always fits 44 bits.
 pub const VOLUME_BLOCKS_MAX: u64 = 1 << 44;
 
+/// Largest LSN that anyone may name, so that no sum of what a peer says overflows.
+pub const LSN_MAX: Lsn = Lsn(1 << 62);
+/// Largest epoch that anyone may name.
+pub const EPOCH_MAX: Epoch = Epoch(1 << 62);
+
 /// CRC32C (Castagnoli), the checksum of every block.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use crate::entry::{Chain, SharedEntry, View};
 use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId};
 use crate::membership::Membership;
+use crate::{BLOCK_SIZE, LSN_MAX, VOLUME_BLOCKS_MAX, crc32c};
 
 /// The target's clock when it sent a message, echoed by the replica: only the target reads it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
@@ -34,6 +35,22 @@ pub struct Slot {
     /// The LSN of the entry that wrote (or trimmed) it. 0: never written.
     pub version: Lsn,
     pub content: Content,
+}
+
+impl Slot {
+    /// Whether it can be a part of an increment: within any volume, of a version that `newest`
+    /// allows, and with bytes that match their checksum.
+    pub fn is_good(&self, newest: Lsn) -> bool {
+        let whole = match &self.content {
+            Content::Hole => self.blocks > 0,
+            Content::Bad => false,
+            Content::Data { crc, data } => {
+                self.blocks == 1 && data.len() == BLOCK_SIZE && crc32c(data) == *crc
+            }
+        };
+        let end = self.lba.checked_add(self.blocks.into());
+        whole && self.version <= newest && end.is_some_and(|end| end <= VOLUME_BLOCKS_MAX)
+    }
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -149,6 +166,76 @@ pub struct IncrementEnd {
     pub volume_blocks: u64,
     /// Snapshots that exist at `position`; others the receiver held are dropped.
     pub snapshots: Vec<SnapshotInfo>,
+}
+
+impl IncrementEnd {
+    /// The shape every end of an increment must have; `epoch` is that of the session. The error
+    /// names what does not fit.
+    pub fn check(&self, epoch: Epoch) -> Result<(), &'static str> {
+        check_history(self.position, self.chain, &self.epoch_table, epoch)?;
+        if self.volume_blocks == 0 || self.volume_blocks > VOLUME_BLOCKS_MAX {
+            return Err("an impossible volume size");
+        }
+        if self.snapshots.len() > SNAPSHOTS_MAX {
+            return Err("more snapshots than a volume may have");
+        }
+        let last = self.position.lsn;
+        if self.last_view.as_ref().is_some_and(|(lsn, _)| *lsn > last)
+            || self.snapshots.iter().any(|s| s.lsn > last)
+        {
+            return Err("a View or snapshot beyond the history's end");
+        }
+        Ok(())
+    }
+}
+
+/// A position, and the epoch table that leads to it.
+fn check_history(
+    position: Position,
+    chain: Chain,
+    table: &[EpochEnd],
+    epoch: Epoch,
+) -> Result<(), &'static str> {
+    if position.epoch > epoch || position.lsn > LSN_MAX {
+        return Err("a position beyond what was ever written");
+    }
+    let ordered = table.iter().all(|row| row.first <= row.last)
+        && table.windows(2).all(|w| w[0].epoch < w[1].epoch && w[0].last < w[1].first);
+    if table.len() > EPOCH_TABLE_MAX || !ordered {
+        return Err("an epoch table out of order");
+    }
+    let end = table.last().map(|row| (row.epoch, row.last, row.chain));
+    let wanted = (position.lsn > Lsn::ZERO).then_some((position.epoch, position.lsn, chain));
+    if end == wanted { Ok(()) } else { Err("an epoch table that ends elsewhere") }
+}
+
+impl OpenAck {
+    /// The shape every answer must have; `epoch` is that of the session. The error names what
+    /// does not fit. A replica that calls itself damaged is held to the bounds alone: none of
+    /// the rest is believed.
+    pub fn check(&self, epoch: Epoch) -> Result<(), &'static str> {
+        let last = self.position.lsn;
+        if self.volume_blocks > VOLUME_BLOCKS_MAX {
+            return Err("an impossible volume size");
+        }
+        if self.snapshots.len() > SNAPSHOTS_MAX || self.epoch_table.len() > EPOCH_TABLE_MAX {
+            return Err("more snapshots or epochs than a volume may have");
+        }
+        if self.damaged {
+            let possible = self.position.epoch <= epoch && last <= LSN_MAX;
+            return if possible { Ok(()) } else { Err("a position beyond what was ever written") };
+        }
+        check_history(self.position, self.chain, &self.epoch_table, epoch)?;
+        let behind = [self.stable, self.durable, self.base];
+        if behind.iter().any(|lsn| *lsn > last)
+            || self.base > self.stable
+            || self.last_view.as_ref().is_some_and(|(lsn, _)| *lsn > last)
+            || self.snapshots.iter().any(|s| s.lsn > last)
+        {
+            return Err("a state beyond the history's end");
+        }
+        Ok(())
+    }
 }
 
 /// What a replica says of itself when a target opens it.

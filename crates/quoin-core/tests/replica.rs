@@ -334,3 +334,76 @@ fn a_replica_of_another_volume_or_another_guid_is_unknown() {
         assert_eq!(one.send(key(9, 1, 1), message), [refused]);
     }
 }
+
+/// A close vouches for the data; a power cut must not leave the word without the data.
+#[test]
+fn a_close_is_said_on_media_only_after_the_data_it_vouches_for() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let entry = one.entry(5, 1);
+    one.append(session, entry);
+    let mut actions = Vec::new();
+    {
+        let mut store = one.pool.replica(OWN.guid).unwrap();
+        let event = ReplicaEvent::Message { connection: 1, session, message: ToReplica::Close };
+        one.replica.on(one.now, event, &mut store, &mut actions);
+        one.replica.flush(&mut actions);
+    }
+    // The small state lies elsewhere than the log, and may reach the media first.
+    let mut asked = 0;
+    one.pool.power_cut(|n| {
+        asked += 1;
+        if asked % 2 == 1 { 0 } else { n }
+    });
+    one.restart();
+    assert_eq!(one.position().lsn, Lsn(0));
+    assert!(!one.replica.is_continuous(), "it claims to hold what it lost");
+}
+
+#[test]
+fn a_close_with_entries_not_yet_on_media_syncs_them_and_ends_durable() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let entry = one.entry(5, 1);
+    one.append(session, entry);
+    assert_eq!(one.send(session, ToReplica::Close), [FromReplica::Closed]);
+    one.pool.power_cut(|_| 0);
+    one.restart();
+    assert_eq!(one.position().lsn, Lsn(1));
+    assert!(one.replica.is_continuous());
+    assert!(!one.pool.replica(OWN.guid).unwrap().meta().session_open);
+}
+
+#[test]
+fn an_increment_that_cannot_be_true_ends_the_session() {
+    use quoin_core::message::{Content, IncrementEnd, Slot};
+    let slot = Slot { lba: u64::MAX, blocks: 2, version: Lsn(1), content: Content::Hole };
+    let end = IncrementEnd {
+        position: Position { epoch: Epoch(5), lsn: Lsn(u64::MAX) },
+        chain: Chain(1),
+        epoch_table: Vec::new(),
+        last_view: None,
+        volume_blocks: 64,
+        snapshots: Vec::new(),
+    };
+    let begin = || ToReplica::IncrementBegin { rebuild: 1, from: Lsn(0) };
+    let hostile = [
+        ToReplica::IncrementFeed { rebuild: 1, slots: vec![slot], cursor: 1 },
+        ToReplica::IncrementCommit { rebuild: 1, to: Box::new(end) },
+    ];
+    for (nonce, message) in (1..).zip(hostile) {
+        let mut one = One::new();
+        let session = key(5, 1, nonce);
+        one.opened(session);
+        one.feed(session);
+        assert_eq!(one.send(session, begin()), []);
+        assert_eq!(one.send(session, message), [FromReplica::Failed(Failure::Protocol)]);
+    }
+    let mut one = One::new();
+    one.opened(key(5, 1, 1));
+    assert_eq!(one.send(key(5, 1, 1), begin()), [FromReplica::Failed(Failure::Protocol)]);
+}

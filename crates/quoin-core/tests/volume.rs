@@ -290,3 +290,26 @@ fn a_living_target_restores_what_all_replicas_lost() {
         assert_eq!(c.read(block * 4096, 4096), vec![2; 4096]);
     }
 }
+
+/// RF 2, CF 2: it can neither be dropped nor fed, so nothing moves until it was rebuilt.
+#[test]
+fn a_damaged_member_that_nothing_can_do_without_is_rebuilt_in_place() {
+    let mut c = Cluster::new(2, config());
+    for block in 0..100 {
+        c.write(block, 1);
+    }
+    c.crash_replica(1);
+    c.hosts[1].damage();
+    c.start_replica(1);
+    let token =
+        c.submit(Operation::Write { offset: 0, data: Bytes::from(vec![2; 4096]), fua: true });
+    assert!(c.answer(token).expect("the write waits for ever").result.is_ok());
+    c.wait_in_sync(2);
+    assert!(c.notes.iter().any(|n| matches!(n, TargetNote::Rebuilt { .. })), "{:?}", c.notes);
+    c.run(Duration::from_secs(5));
+    assert!(!c.hosts[1].meta().damaged);
+    // It votes again: a new target needs both.
+    c.replace_target(config());
+    assert_eq!(c.read(0, 4096), vec![2; 4096]);
+    assert_eq!(c.read(99 * 4096, 4096), vec![1; 4096]);
+}

@@ -9,7 +9,7 @@ use crate::ids::SessionKey;
 use crate::membership::Member;
 use crate::message::{FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToReplica};
 use crate::time::Time;
-use crate::{Lsn, VOLUME_BLOCKS_MAX};
+use crate::{LSN_MAX, Lsn, VOLUME_BLOCKS_MAX};
 
 /// Reads that wait for an entry, at most; a target never comes near it.
 const WAITING_READS_MAX: usize = 4096;
@@ -73,6 +73,10 @@ enum AfterSync {
     /// The shadow is on media: flip.
     Flip(u64),
     Flipped(u64),
+    /// All data is on media: say so in the small state.
+    Close {
+        continuous: bool,
+    },
     Closed,
 }
 
@@ -194,15 +198,26 @@ impl Session {
                 };
                 self.send(message, actions);
             }
-            ToReplica::IncrementBegin { rebuild, from } => store.increment_begin(rebuild, from)?,
+            ToReplica::IncrementBegin { rebuild, from } => {
+                if self.tip.is_none() {
+                    return Err(Fault::Protocol("increment before truncate"));
+                }
+                store.increment_begin(rebuild, from)?;
+            }
             ToReplica::IncrementFeed { rebuild, slots, cursor } => {
+                if !slots.iter().all(|slot| slot.is_good(LSN_MAX)) {
+                    return Err(Fault::Protocol("a bad slot in an increment"));
+                }
                 store.increment_feed(rebuild, &slots, cursor)?;
                 self.send(FromReplica::IncrementFed { rebuild, cursor }, actions);
             }
             ToReplica::IncrementCut { rebuild, snapshot } => {
                 store.increment_cut(rebuild, snapshot)?;
             }
-            ToReplica::IncrementCommit { rebuild, to } => self.prepare(rebuild, &to, store)?,
+            ToReplica::IncrementCommit { rebuild, to } => {
+                to.check(self.key.epoch).map_err(Fault::Protocol)?;
+                self.prepare(rebuild, &to, store)?;
+            }
             ToReplica::Repair { lba, version, crc, data } => {
                 let good = data.len() == crate::BLOCK_SIZE && crate::crc32c(&data) == crc;
                 if !good {
@@ -245,6 +260,7 @@ impl Session {
                     self.send(FromReplica::IncrementDone { rebuild, position }, actions);
                     actions.push(ReplicaAction::Note(ReplicaNote::Rebuilt { position }));
                 }
+                AfterSync::Close { continuous } => self.put_closed(continuous, store)?,
                 AfterSync::Closed => {
                     self.send(FromReplica::Closed, actions);
                     return Ok(Next::Closed);
@@ -452,13 +468,29 @@ impl Session {
     /// The close keeps the continuous flag, it never sets it.
     fn close(&mut self, continuous: bool, store: &mut dyn ReplicaStore) -> Result<Next, Fault> {
         self.closing = true;
+        if self.durable < self.applied {
+            // The data first: it lies elsewhere than the small state, and one sync orders
+            // nothing. A power cut must not leave the word without what it vouches for.
+            let ticket = store.request_sync();
+            self.syncs.push_back((ticket, AfterSync::Close { continuous }));
+        } else {
+            self.put_closed(continuous, store)?;
+        }
+        Ok(Next::Stay)
+    }
+
+    fn put_closed(
+        &mut self,
+        closed_continuous: bool,
+        store: &mut dyn ReplicaStore,
+    ) -> Result<(), StoreError> {
         store.put_meta(ReplicaMeta {
             session_open: false,
-            closed_continuous: continuous,
+            closed_continuous,
             ..store.meta().clone()
         })?;
         let ticket = store.request_sync();
         self.syncs.push_back((ticket, AfterSync::Closed));
-        Ok(Next::Stay)
+        Ok(())
     }
 }

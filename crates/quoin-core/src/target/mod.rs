@@ -27,6 +27,7 @@ mod write;
 
 use std::collections::VecDeque;
 
+use crate::VOLUME_BLOCKS_MAX;
 use crate::block::{BlockError, Operation, Payload, Reply, Request, Token};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, VolumeId};
 use crate::membership::{Durability, Member, Membership};
@@ -40,6 +41,7 @@ use quorum::Views;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TargetConfig {
     pub volume: VolumeId,
+    /// The size the control plane gave it; a smaller history is grown to it.
     pub volume_blocks: u64,
     /// 512 or 4096.
     pub logical_block_size: u32,
@@ -333,7 +335,6 @@ pub struct Target {
     banned: Vec<(Member, Time)>,
     /// Rebuilds whose receiver went away.
     parked: Vec<(Member, rebuild::Rebuild)>,
-    resize_to: Option<u64>,
     drain_requested: bool,
     said: String,
     timer: Option<Time>,
@@ -375,7 +376,6 @@ impl Target {
             answer_by: now,
             banned: Vec::new(),
             parked: Vec::new(),
-            resize_to: None,
             drain_requested: false,
             said: String::new(),
             timer: None,
@@ -420,9 +420,8 @@ impl Target {
             }
             TargetEvent::Submit(request) => self.submit(now, request, actions),
             TargetEvent::Resize { blocks } => {
-                if blocks > self.history.blocks.max(self.config.volume_blocks) {
-                    self.resize_to = Some(blocks);
-                }
+                let blocks = blocks.min(VOLUME_BLOCKS_MAX);
+                self.config.volume_blocks = self.config.volume_blocks.max(blocks);
             }
             TargetEvent::Candidates(members) => self.candidates = members,
             TargetEvent::Swapped { version, membership } => {
@@ -596,9 +595,11 @@ impl Target {
         self.reissue_reads(index);
         self.peers[index].down(now);
         match self.phase {
-            Phase::Fetching { .. } | Phase::Recovering => {
-                // Someone this open counts on is gone: back to step 1 with whoever answers now.
-                if matches!(was, Link::Truncating | Link::Fed | Link::Rebuilding | Link::Answered) {
+            // Someone this open may count on is gone: back to step 1 with whoever answers now.
+            Phase::Fetching { .. } if was == Link::Answered => self.reopen(now, actions),
+            Phase::Recovering => {
+                let first = self.views.pending.back();
+                if first.is_none_or(|(_, view)| !Views::may_activate(view, &self.peers)) {
                     self.reopen(now, actions);
                 }
             }

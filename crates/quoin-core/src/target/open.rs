@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::quorum::{Views, rules_of};
 use super::serve::PATIENCE;
 use super::{History, Link, Peer, Phase, Target, TargetAction, TargetNote};
+use crate::EPOCH_MAX;
 use crate::entry::{EntryKind, Rule, SharedEntry, View};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
 use crate::membership::{Member, Membership};
@@ -136,6 +137,10 @@ impl Target {
         failure: Failure,
         actions: &mut Vec<TargetAction>,
     ) {
+        if promised > EPOCH_MAX {
+            // Believed, it would leave the record no epoch to grant.
+            return self.shut_out(now, index, "an impossible epoch", actions);
+        }
         if failure == Failure::Fenced && promised >= self.epoch {
             self.highest_refused = self.highest_refused.max(promised);
             actions.push(TargetAction::Note(TargetNote::Fenced { by: promised }));
@@ -163,7 +168,9 @@ impl Target {
         if peer.link != Link::Opening {
             return;
         }
-        peer.connected();
+        if let Err(what) = ack.check(self.epoch) {
+            return self.shut_out(now, index, what, actions);
+        }
         peer.link = Link::Answered;
         peer.ack = Some(ack);
         if matches!(self.phase, Phase::Serving | Phase::Draining { .. } | Phase::Recovering) {
@@ -187,7 +194,7 @@ impl Target {
                 self.reopen(now, actions);
             }
             Verdict::Wait(what) => {
-                self.phase = Phase::Opening { quorum_at, unflushed_since: None };
+                self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
                 self.wait_for(&what, actions);
             }
             Verdict::Unflushed => {
@@ -427,7 +434,8 @@ impl Target {
         self.append_view(in_sync, None);
         self.first_view = first;
         for index in 0..self.peers.len() {
-            if self.peers[index].link == Link::Answered {
+            // One that turns out to be of another history may end this attempt.
+            if self.phase == Phase::Recovering && self.peers[index].link == Link::Answered {
                 self.begin_feeding(now, index, actions);
             }
         }
@@ -462,8 +470,13 @@ impl Target {
         if ack.membership_version > self.membership.version {
             return self.shut_out(now, index, "MembershipMonotone", actions);
         }
-        let keep = match self.history.common_prefix(ack) {
-            Ok(keep) => keep,
+        let (keep, reached) = match self.history.common_prefix(ack) {
+            // Nothing of it counts until all of it was replaced, so nothing is cut either.
+            _ if ack.damaged => (ack.position.lsn, Lsn::ZERO),
+            Ok(keep) => (keep, keep),
+            // The cut is asked for and never executed (R3): the replica finds itself damaged,
+            // does not vote any more, and is rebuilt from nothing when it is opened again.
+            Err("StableNeverCut") => (Lsn::ZERO, Lsn::ZERO),
             Err(invariant) => return self.shut_out(now, index, invariant, actions),
         };
         let tip = if self.phase == Phase::Recovering {
@@ -475,8 +488,9 @@ impl Target {
         peer.link = Link::Truncating;
         peer.since = now;
         peer.tip = tip;
-        peer.applied = keep;
-        peer.durable = keep.min(ack_durable(peer));
+        peer.next = keep.next();
+        peer.applied = reached;
+        peer.durable = reached.min(ack_durable(peer));
         self.send(index, ToReplica::Truncate { keep, tip }, actions);
     }
 
@@ -492,11 +506,10 @@ impl Target {
         if peer.link != Link::Truncating {
             return;
         }
-        if position.lsn != peer.applied {
+        if position.lsn.0.checked_add(1) != Some(peer.next.0) {
             return self.shut_out(now, index, "PrefixAlways", actions);
         }
-        peer.durable = position.lsn;
-        peer.next = position.lsn.next();
+        peer.durable = peer.applied;
         let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
         if peer.next >= held_from && !damaged {
             peer.link = Link::Fed;
@@ -517,6 +530,10 @@ impl Target {
         self.note_in_sync(actions);
         self.rewrite_orphans();
         self.forget_hidden_snapshots();
+        // Requests of the older epoch must find all of that: it may have been acknowledged.
+        self.reads_after_reopen();
+        let all = if self.waiting_stable.is_empty() { Lsn::ZERO } else { self.history.last.lsn };
+        self.sync_wanted = all;
         let backlog = std::mem::take(&mut self.backlog);
         for request in backlog {
             self.submit(now, request, actions);
@@ -541,9 +558,13 @@ impl Target {
                 moved.push((entry.lsn, entry.lsn));
                 continue;
             }
-            let is_data =
-                matches!(entry.kind, EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. });
-            if is_data {
+            let is_wanted = match entry.kind {
+                EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => true,
+                // Writes behind the old end may follow it.
+                EntryKind::Resize { blocks } => blocks > self.history.blocks,
+                _ => false,
+            };
+            if is_wanted {
                 let (kind, data) = (entry.kind.clone(), entry.data.clone());
                 let new =
                     self.history.append(self.epoch, kind, entry.lba, entry.blocks, data, entry.fua);

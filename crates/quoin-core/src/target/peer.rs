@@ -115,7 +115,9 @@ impl Peer {
         self.return_at = return_at;
     }
 
-    pub fn connected(&mut self) {
+    /// Attempts follow each other quickly again: one that answers and then fails each time (a
+    /// full pool does) is not worth a sync of its promise every few milliseconds.
+    pub fn made_progress(&mut self) {
         self.retry = RETRY_FIRST;
     }
 }

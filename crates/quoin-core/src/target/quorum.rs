@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::peer::Peer;
+use super::peer::{Link, Peer};
 use crate::entry::{Rule, View};
 use crate::ids::Lsn;
 use crate::membership::{Member, REPLICAS_MAX};
@@ -53,8 +53,22 @@ impl Views {
 
     /// Whether a pending View can still become active with the sessions there are.
     pub fn can_activate(view: &View, peers: &[Peer]) -> bool {
-        rules_of(view).all(|rule| {
-            count(peers, |p| p.is_live() && in_both(view, rule, p.member)) >= usize::from(rule.cf)
+        can_activate(view, peers, Peer::is_live)
+    }
+
+    /// The same, with sessions that have answered but are not fed yet.
+    pub fn may_activate(view: &View, peers: &[Peer]) -> bool {
+        can_activate(view, peers, |p| {
+            p.is_live() || matches!(p.link, Link::Answered | Link::Truncating)
+        })
+    }
+
+    /// Whether some rule finds fewer than CF counted members that are fed: commit and stable
+    /// cannot move before one is brought back by increments.
+    pub fn short(&self, peers: &[Peer]) -> bool {
+        let fed = |p: &Peer| p.link == Link::Fed && self.counts(p.member);
+        self.rules().any(|rule| {
+            count(peers, |p| fed(p) && rule.known.contains(&p.member)) < usize::from(rule.cf)
         })
     }
 }
@@ -65,6 +79,12 @@ pub(super) fn rules_of(view: &View) -> impl Iterator<Item = &Rule> {
 
 fn in_both(view: &View, rule: &Rule, member: Member) -> bool {
     view.in_sync.contains(&member) && rule.known.contains(&member)
+}
+
+fn can_activate(view: &View, peers: &[Peer], usable: impl Fn(&Peer) -> bool) -> bool {
+    rules_of(view).all(|rule| {
+        count(peers, |p| usable(p) && in_both(view, rule, p.member)) >= usize::from(rule.cf)
+    })
 }
 
 pub(super) fn count(peers: &[Peer], what: impl Fn(&Peer) -> bool) -> usize {

@@ -15,6 +15,8 @@ use std::time::Duration;
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// A reply slower than this is asked of another member too.
 const HEDGE: Duration = Duration::from_millis(500);
+/// Reads asked of one member at a time; a replica takes twice as many before it objects.
+const READS_MAX: u32 = 2048;
 /// Blocks of one status request to a replica.
 const STATUS_BLOCKS: u64 = 1 << 15;
 
@@ -175,13 +177,17 @@ impl Target {
             return true;
         }
         let mut best: Option<(usize, u32)> = None;
-        let mut any = false;
+        let (mut any, mut busy) = (false, false);
         for (i, peer) in self.peers.iter().enumerate() {
             if peer.link != Link::Fed || !self.views.counts(peer.member) {
                 continue;
             }
             any = true;
             if read.tried.contains(&peer.member) {
+                continue;
+            }
+            if peer.reads >= READS_MAX {
+                busy = true;
                 continue;
             }
             let local = self.config.local == Some(peer.member);
@@ -191,7 +197,8 @@ impl Target {
             }
         }
         let Some((i, _)) = best else {
-            if any && !read.bad.is_empty() && read.tried.len() == read.bad.len() {
+            let is_bad = |m: &Member| read.bad.iter().any(|(b, _, _)| b == m);
+            if any && !busy && !read.bad.is_empty() && read.tried.iter().all(is_bad) {
                 let lba = read.bad[0].1;
                 actions.push(TargetAction::Note(TargetNote::BlockLost { lba }));
                 self.finish(now, index, Err(BlockError::Damaged), actions);

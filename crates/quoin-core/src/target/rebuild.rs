@@ -7,18 +7,21 @@
 //! then the receiver stays what it was.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use super::{Link, Phase, Target, TargetAction, TargetNote};
+use crate::BLOCK_SIZE;
 use crate::entry::EntryKind;
 use crate::ids::{Lsn, Position, SnapshotId};
 use crate::membership::Member;
-use crate::message::{
-    Content, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica,
-};
+use crate::message::{IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica};
 use crate::time::Time;
-use crate::{BLOCK_SIZE, crc32c};
 
 const PULL_BYTES: u32 = 1 << 20;
+/// A rebuild that does not move for so long is given a new session.
+const STALL: Duration = Duration::from_secs(20);
+/// The receiver writes back all that its kernel still caches of the increment.
+const COMMIT_PATIENCE: Duration = Duration::from_secs(600);
 /// Chunks on their way to the receiver.
 const FEEDS_MAX: u32 = 4;
 
@@ -65,8 +68,13 @@ impl Rebuild {
         self.boundary.map(|(_, lsn)| lsn).or(self.end.as_ref().map(|e| e.position.lsn))
     }
 
-    pub fn stalled_at(&self) -> Option<Time> {
-        (self.stage != Stage::Boundary).then_some(self.moved)
+    /// When the rebuild counts as dead unless something moves.
+    pub fn dead_at(&self) -> Option<Time> {
+        match self.stage {
+            Stage::Boundary => None,
+            Stage::Moving => Some(self.moved + STALL),
+            Stage::Committing => Some(self.moved + COMMIT_PATIENCE),
+        }
     }
 }
 
@@ -80,10 +88,10 @@ impl Target {
             if self.peers[index].rebuild.is_none() && !self.begin_rebuild(now, index, actions) {
                 continue;
             }
-            let stable = self.stable;
+            let settled = self.settled_boundary();
             let Some(rebuild) = &mut self.peers[index].rebuild else { continue };
             if rebuild.stage == Stage::Boundary
-                && rebuild.boundary.is_none_or(|(_, lsn)| lsn <= stable)
+                && rebuild.boundary.is_none_or(|(_, lsn)| lsn <= settled)
             {
                 rebuild.stage = Stage::Moving;
                 rebuild.moved = now;
@@ -97,15 +105,28 @@ impl Target {
         }
     }
 
+    /// Up to where a boundary may be. Where stable cannot move because this rebuild is what it
+    /// waits for, that is what a counted member has on media: once the receiver flipped, both
+    /// have it, and no open can go on with neither.
+    fn settled_boundary(&self) -> Lsn {
+        if !self.views.short(&self.peers) {
+            return self.stable;
+        }
+        let fed = self.peers.iter().filter(|p| p.link == Link::Fed && self.views.counts(p.member));
+        fed.map(|p| p.durable).max().unwrap_or_default().max(self.stable)
+    }
+
     /// Chooses the boundary. False: not possible now.
     fn begin_rebuild(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
         let recovering = self.phase == Phase::Recovering;
-        if !recovering && !self.views.pending.is_empty() {
+        let peer = &self.peers[index];
+        let member = peer.member;
+        // A member of the in-sync set without which there are too few: fed inside that set.
+        let needed = self.views.counts(member) && self.views.short(&self.peers);
+        if !recovering && !self.views.pending.is_empty() && !needed {
             // Catch-up by increments starts only once the View without it is active.
             return false;
         }
-        let peer = &self.peers[index];
-        let member = peer.member;
         if recovering && !self.views.counts(member) {
             return false;
         }
@@ -126,7 +147,7 @@ impl Target {
         if recovering {
             views.push_back((ReadView::Base, None));
         } else {
-            if !self.held {
+            if !self.held && !needed {
                 return false;
             }
             let high = self.random();
@@ -184,7 +205,7 @@ impl Target {
             let rebuild = self.peers[index].rebuild.as_mut().expect("looked at above");
             rebuild.source = None;
             // Every source was bad here: start over with all of them, at a slower pace.
-            if now.since(rebuild.moved) > std::time::Duration::from_secs(5) {
+            if now.since(rebuild.moved) > Duration::from_secs(5) {
                 rebuild.bad_sources.clear();
             }
             return;
@@ -219,7 +240,8 @@ impl Target {
         let last = self.history.last.lsn;
         let rebuild = self.peers[index].rebuild.as_mut().expect("found above");
         rebuild.pull = None;
-        if gone || slots.iter().any(|s| !is_good(s) || s.version > last) {
+        let backwards = cursor.is_some_and(|c| c <= rebuild.cursor);
+        if gone || backwards || slots.iter().any(|s| !s.is_good(last)) {
             // This copy cannot serve: ask another for the same part.
             rebuild.bad_sources.push(source);
             rebuild.source = None;
@@ -244,6 +266,9 @@ impl Target {
                     let Some(mut to) = to else {
                         return self.shut_out(now, from, "a base without its state", actions);
                     };
+                    if to.check(self.epoch).is_err() || !self.history.holds(to.position) {
+                        return self.shut_out(now, from, "PrefixAlways", actions);
+                    }
                     // Boundaries of other rebuilds are not sent, so they do not exist there.
                     to.snapshots.retain(|s| !s.hidden || s.lsn == to.position.lsn);
                     rebuild.end = Some(to.clone());
@@ -285,7 +310,10 @@ impl Target {
         peer.durable = position.lsn;
         peer.next = position.lsn.next();
         peer.behind_since = None;
+        // Views that came as part of the increment taught it nothing; the next one does.
+        peer.tip = position.lsn;
         if let Some(ack) = &mut peer.ack {
+            ack.continuous &= !ack.damaged;
             ack.damaged = false;
             // A flip settles all of it: the next increment starts from here, not from before.
             ack.stable = position.lsn;
@@ -341,6 +369,8 @@ impl Target {
                     && rebuild.stage == Stage::Moving =>
             {
                 rebuild.cursor = cursor;
+                rebuild.source = None;
+                rebuild.bad_sources.clear();
                 rebuild.stage = Stage::Boundary;
                 rebuild.moved = now;
                 Some(rebuild)
@@ -354,7 +384,7 @@ impl Target {
 
     /// Parked rebuilds pin a boundary: they are given up after a while.
     fn drop_parked(&mut self, now: Time) {
-        let patience = std::time::Duration::from_secs(600);
+        let patience = Duration::from_secs(600);
         let mut index = 0;
         while index < self.parked.len() {
             if now.since(self.parked[index].1.moved) > patience {
@@ -375,13 +405,5 @@ impl Target {
             let kind = EntryKind::DeleteSnapshot { id };
             self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
         }
-    }
-}
-
-fn is_good(slot: &Slot) -> bool {
-    match &slot.content {
-        Content::Hole => true,
-        Content::Bad => false,
-        Content::Data { crc, data } => data.len() == BLOCK_SIZE && crc32c(data) == *crc,
     }
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::quorum::{self, Views, rules_of};
+use super::rebuild::Rebuild;
 use super::{Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::block::{BlockError, Payload};
 use crate::entry::EntryKind;
@@ -63,7 +64,9 @@ impl Target {
             self.step_drain(now, actions);
             if !self.is_closing() {
                 self.ask_syncs(now, actions);
-                self.ask_reads(now, actions);
+                if self.phase != Phase::Recovering {
+                    self.ask_reads(now, actions);
+                }
                 self.send_pings(now, actions);
                 self.trim_history(now, actions);
             }
@@ -129,11 +132,13 @@ impl Target {
             Link::Connecting | Link::Truncating => Some(peer.since + PATIENCE),
             Link::Fed => {
                 let age = Duration::from_millis(self.config.drop_after_ms.into());
-                peer.unanswered_since.map(|t| t + age.max(PATIENCE / 2))
+                let unanswered = peer.unanswered_since.map(|t| t + age.max(PATIENCE / 2));
+                // Nobody is dropped before the first View: one whose disk hangs, though it
+                // answers, must not hold the open up for ever.
+                let hung = peer.behind_since.filter(|_| self.phase == Phase::Recovering);
+                [unanswered, hung.map(|t| t + age.max(PATIENCE * 2))].into_iter().flatten().min()
             }
-            Link::Rebuilding => {
-                peer.rebuild.as_ref().and_then(|r| r.stalled_at()).map(|t| t + PATIENCE * 4)
-            }
+            Link::Rebuilding => peer.rebuild.as_ref().and_then(Rebuild::dead_at),
             Link::Down | Link::Answered => None,
         }
     }
@@ -151,12 +156,13 @@ impl Target {
         if peer.link != Link::Fed {
             return;
         }
-        if applied >= peer.next || durable > last {
+        if applied >= peer.next || durable >= peer.next {
             return self.shut_out(now, index, "OnlyCounted", actions);
         }
         if applied > peer.applied {
             peer.applied = applied;
             peer.behind_since = (applied < last).then_some(now);
+            peer.made_progress();
         }
         peer.durable = peer.durable.max(durable);
     }
@@ -171,7 +177,6 @@ impl Target {
                 if self.phase == Phase::Recovering {
                     self.commit = self.first_view;
                     self.stable = self.first_view;
-                    self.reads_after_reopen();
                     self.start_serving(now, actions);
                 } else {
                     self.note_in_sync(actions);
@@ -227,6 +232,7 @@ impl Target {
                 self.reply(w.token, Err(BlockError::NoQuorum), actions);
             }
             self.fail_reads(now, BlockError::NoQuorum, actions);
+            self.fail_backlog(BlockError::NoQuorum, actions);
         }
     }
 
@@ -468,7 +474,7 @@ impl Target {
     }
 
     fn grow(&mut self) {
-        let Some(blocks) = self.resize_to.take() else { return };
+        let blocks = self.config.volume_blocks;
         if blocks > self.history.blocks {
             let kind = EntryKind::Resize { blocks };
             self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
@@ -569,9 +575,6 @@ impl Target {
                 soonest(Some(banned.map_or(peer.retry_at, |b| b.max(peer.retry_at))));
             }
             soonest(self.silent_at(index));
-            if let Some(rebuild) = &peer.rebuild {
-                soonest(rebuild.stalled_at().map(|t| t + PATIENCE * 4));
-            }
             if peer.link == Link::Fed && self.views.counts(peer.member) {
                 let age = Duration::from_millis(self.config.drop_after_ms.into());
                 soonest(

@@ -92,6 +92,13 @@ impl Target {
         self.execute(now, request, actions);
     }
 
+    /// Writes that wait for the window, which will not move (`onQuorumLoss: fail`).
+    pub(super) fn fail_backlog(&mut self, error: BlockError, actions: &mut Vec<TargetAction>) {
+        for request in std::mem::take(&mut self.backlog) {
+            self.reply(request.token, Err(error), actions);
+        }
+    }
+
     /// Takes waiting requests up again as the window allows.
     pub(super) fn take_backlog(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         while self.phase == Phase::Serving
@@ -122,9 +129,12 @@ impl Target {
         Ok(())
     }
 
-    /// Entries that CF has not yet applied stay within the window: what is above is pushed back.
+    /// Entries that CF has not yet applied stay within the window, and those not yet on media
+    /// within a multiple of it, as all of them are kept: what is above is pushed back.
     fn window_full(&self) -> bool {
+        let unstable = self.config.window_bytes.max(self.config.sync_bytes).saturating_mul(4);
         self.history.weight_after(self.commit) > self.config.window_bytes
+            || self.history.weight_after(self.stable) > unstable
     }
 
     fn execute(&mut self, now: Time, request: Request, actions: &mut Vec<TargetAction>) {

@@ -100,6 +100,13 @@ impl Host {
         self.pool.replica(self.member.guid).unwrap().meta().clone()
     }
 
+    /// As a scrub or a start that found rot would mark it.
+    pub fn damage(&mut self) {
+        let mut store = self.pool.replica(self.member.guid).unwrap();
+        let meta = ReplicaMeta { damaged: true, ..store.meta().clone() };
+        store.put_meta(meta).unwrap();
+    }
+
     pub fn position(&mut self) -> Position {
         self.pool.replica(self.member.guid).unwrap().state().position
     }

@@ -1,0 +1,470 @@
+//! One target and replicas played by hand: answers that a broken or hostile replica might give,
+//! and orders of events that a well-behaved one hardly shows.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use quoin_core::block::{Operation, Reply, Request};
+use quoin_core::message::{
+    Content, EpochEnd, Failure, FromReplica, OpenAck, Ping, Slot, ToReplica,
+};
+use quoin_core::target::{
+    OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent, TargetNote,
+};
+use quoin_core::*;
+
+struct Hand {
+    now: Time,
+    target: Target,
+    membership: Membership,
+    epoch: Epoch,
+    /// Open connections, newest last.
+    sessions: Vec<(SessionKey, Member)>,
+    sent: Vec<(Member, ToReplica)>,
+    asked: Vec<Epoch>,
+    replies: Vec<Reply>,
+    notes: Vec<TargetNote>,
+    timer: Option<Time>,
+}
+
+fn member(id: u128) -> Member {
+    Member { id: ReplicaId(id), guid: ReplicaGuid(100 + id) }
+}
+
+fn config() -> TargetConfig {
+    TargetConfig {
+        volume: VolumeId(7),
+        volume_blocks: 1024,
+        logical_block_size: 512,
+        durability: Durability::Cache,
+        on_quorum_loss: OnQuorumLoss::Wait,
+        on_full: OnFull::Wait,
+        reads: ReadMode::Leased,
+        read_only: false,
+        lease_ms: 2000,
+        open_grace_ms: 300,
+        drop_after_ms: 3000,
+        window_bytes: 256 << 10,
+        sync_bytes: 1 << 20,
+        sync_after_ms: 1000,
+        local: None,
+    }
+}
+
+fn rule() -> entry::Rule {
+    let known = vec![member(1), member(2), member(3)];
+    entry::Rule { membership_version: 1, rf: 3, cf: 2, known }
+}
+
+fn row(epoch: u64, first: u64, last: u64, chain: u64) -> EpochEnd {
+    EpochEnd { epoch: Epoch(epoch), first: Lsn(first), last: Lsn(last), chain: Chain(chain) }
+}
+
+/// A replica whose history is this table, in sync with all others since its first epoch.
+fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
+    let end = *table.last().unwrap();
+    let view = View { in_sync: rule().known, rule: rule(), ..View::default() };
+    OpenAck {
+        position: Position { epoch: end.epoch, lsn: end.last },
+        chain: end.chain,
+        stable: Lsn(stable),
+        durable: end.last,
+        base: Lsn(stable),
+        last_view: Some((end.first, view)),
+        epoch_table: table,
+        continuous: true,
+        membership_version: 1,
+        quorum: true,
+        damaged: false,
+        volume_blocks: 1024,
+        snapshots: Vec::new(),
+        shadow: None,
+    }
+}
+
+impl Hand {
+    fn new(config: TargetConfig) -> Self {
+        let now = Time::from_millis(1_000_000);
+        let membership = Membership {
+            version: 1,
+            rf: 3,
+            cf: 2,
+            drf: 3,
+            known: rule().known,
+            retired: Vec::new(),
+            formed: true,
+        };
+        let mut hand = Self {
+            now,
+            target: Target::new(now, config, 1),
+            membership,
+            epoch: Epoch(10),
+            sessions: Vec::new(),
+            sent: Vec::new(),
+            asked: Vec::new(),
+            replies: Vec::new(),
+            notes: Vec::new(),
+            timer: None,
+        };
+        hand.on(TargetEvent::Timer);
+        hand
+    }
+
+    fn on(&mut self, event: TargetEvent) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            let mut actions = Vec::new();
+            self.target.on(self.now, event, &mut actions);
+            self.target.flush(self.now, &mut actions);
+            for action in actions {
+                match action {
+                    TargetAction::AcquireEpoch { incarnation, at_least } => {
+                        self.asked.push(at_least);
+                        self.epoch = self.epoch.max(at_least).next();
+                        events.push(TargetEvent::Granted {
+                            incarnation,
+                            epoch: self.epoch,
+                            membership: self.membership.clone(),
+                        });
+                    }
+                    TargetAction::Connect { member, session } => {
+                        self.sessions.push((session, member));
+                        events.push(TargetEvent::Connected { session });
+                    }
+                    TargetAction::Disconnect { session } => {
+                        self.sessions.retain(|(s, _)| *s != session);
+                    }
+                    TargetAction::Send { session, message } => {
+                        if let Some((_, member)) = self.sessions.iter().find(|(s, _)| *s == session)
+                        {
+                            self.sent.push((*member, message));
+                        }
+                    }
+                    TargetAction::Reply(reply) => self.replies.push(reply),
+                    TargetAction::Timer { at } => self.timer = at,
+                    TargetAction::Note(note) => self.notes.push(note),
+                    TargetAction::SwapMembership { .. } | TargetAction::Stopped => {}
+                }
+            }
+        }
+    }
+
+    fn pass(&mut self, ms: u64) {
+        let end = self.now + Duration::from_millis(ms);
+        while let Some(at) = self.timer.filter(|t| *t <= end) {
+            self.now = self.now.max(at);
+            self.timer = None;
+            self.on(TargetEvent::Timer);
+        }
+        self.now = end;
+    }
+
+    fn session(&self, id: u128) -> Option<SessionKey> {
+        self.sessions.iter().rev().find(|(_, m)| *m == member(id)).map(|(s, _)| *s)
+    }
+
+    fn say(&mut self, id: u128, message: FromReplica) {
+        let session = self.session(id).expect("the replica is connected");
+        self.on(TargetEvent::Message { session, message });
+    }
+
+    fn answer(&mut self, id: u128, ack: OpenAck) {
+        self.say(id, FromReplica::OpenAck(Box::new(ack)));
+    }
+
+    fn truncate_sent(&self, id: u128) -> Option<Lsn> {
+        self.sent.iter().rev().find_map(|(m, message)| match message {
+            ToReplica::Truncate { keep, .. } if *m == member(id) => Some(*keep),
+            _ => None,
+        })
+    }
+
+    /// The replica did as it was told, up to the last entry that was sent to it.
+    fn truncated(&mut self, id: u128) {
+        let lsn = self.truncate_sent(id).expect("it was told to truncate");
+        let position = Position { epoch: Epoch(0), lsn };
+        self.say(id, FromReplica::Truncated { position, chain: Chain(0) });
+    }
+
+    fn entries_of(&self, id: u128) -> Vec<entry::SharedEntry> {
+        let sent = self.sent.iter().filter(|(m, _)| *m == member(id));
+        sent.flat_map(|(_, message)| match message {
+            ToReplica::Append { entries, .. } => entries.clone(),
+            _ => Vec::new(),
+        })
+        .collect()
+    }
+
+    /// Everything sent so far is applied; on media only where `durable`.
+    fn applied(&mut self, id: u128, durable: bool) {
+        let applied = self.entries_of(id).last().expect("entries were sent").lsn;
+        let durable = if durable { applied } else { Lsn(0) };
+        let ping = Ping(self.now.0);
+        self.say(id, FromReplica::Applied { applied, durable, ping });
+    }
+
+    fn submit(&mut self, token: u64, operation: Operation) {
+        self.on(TargetEvent::Submit(Request { token, operation }));
+    }
+
+    fn write(&mut self, token: u64, block: u64) {
+        let data = Bytes::from(vec![token as u8; 4096]);
+        self.submit(token, Operation::Write { offset: block * 4096, data, fua: false });
+    }
+
+    /// Opened and fed: IO has started.
+    fn serve(&mut self, table: &[EpochEnd], stable: u64) {
+        self.sent.clear();
+        for id in 1..=3 {
+            self.answer(id, ack(table.to_vec(), stable));
+        }
+        for id in 1..=3 {
+            self.truncated(id);
+        }
+        for id in 1..=3 {
+            self.applied(id, true);
+        }
+        assert!(self.target.status().serving);
+    }
+
+    /// Another incarnation was promised more, as a late epoch of this very target would.
+    fn overtaken(&mut self, id: u128) {
+        let session = self.session(id).unwrap();
+        self.on(TargetEvent::Disconnected { session });
+        self.sessions.retain(|(s, _)| *s != session);
+        self.pass(200);
+        let promised = self.epoch.next();
+        self.say(id, FromReplica::Refuse { promised, failure: Failure::Fenced });
+        self.pass(1000);
+    }
+}
+
+#[test]
+fn an_answer_that_no_replica_can_give_is_turned_away_and_harms_nobody() {
+    let good = ack(vec![row(5, 1, 10, 55)], 5);
+    let mut bad = vec![
+        OpenAck { position: Position { epoch: Epoch(99), lsn: Lsn(10) }, ..good.clone() },
+        OpenAck { position: Position { epoch: Epoch(5), lsn: Lsn(u64::MAX) }, ..good.clone() },
+        OpenAck { volume_blocks: u64::MAX, ..good.clone() },
+        OpenAck { stable: Lsn(11), ..good.clone() },
+        OpenAck { epoch_table: vec![row(5, 1, 9, 55)], ..good.clone() },
+        OpenAck { epoch_table: vec![row(5, 4, 10, 55), row(5, 1, 10, 55)], ..good.clone() },
+        ack(vec![row(99, 1, 10, 55)], 5),
+        ack(vec![row(5, 1, u64::MAX, 55)], 5),
+    ];
+    bad.push(OpenAck { damaged: true, ..ack(vec![row(5, 1, u64::MAX, 55)], 5) });
+    for answer in bad {
+        let mut hand = Hand::new(config());
+        hand.answer(3, answer.clone());
+        assert!(hand.session(3).is_none(), "believed: {answer:?}");
+        hand.answer(1, good.clone());
+        hand.answer(2, good.clone());
+        hand.pass(400);
+        hand.truncated(1);
+        hand.truncated(2);
+        hand.applied(1, true);
+        hand.applied(2, true);
+        assert!(hand.target.status().serving);
+    }
+}
+
+#[test]
+fn a_replica_of_another_history_is_shut_out_and_the_others_open() {
+    let mut hand = Hand::new(config());
+    // The first in the list, so that others follow it in every loop over replicas.
+    hand.answer(1, ack(vec![row(5, 1, 10, 66)], 5));
+    hand.answer(2, ack(vec![row(5, 1, 10, 55), row(6, 11, 11, 56)], 5));
+    hand.answer(3, ack(vec![row(5, 1, 10, 55), row(6, 11, 11, 56)], 5));
+    // Equal (E, LSN) and other chains: seen where both histories end their epoch.
+    for id in 2..=3 {
+        if hand.truncate_sent(id).is_some() {
+            hand.truncated(id);
+            hand.applied(id, true);
+        }
+    }
+    assert!(hand.notes.iter().any(|n| matches!(
+        n,
+        TargetNote::InvariantRefused { member: m, invariant: "OneContent" } if *m == member(1)
+    )));
+    assert!(hand.target.status().serving, "{:?}", hand.notes);
+}
+
+#[test]
+fn one_that_would_be_cut_below_its_stable_is_found_damaged_and_rebuilt_from_nothing() {
+    let mut hand = Hand::new(config());
+    let authority = vec![row(3, 1, 4, 33), row(5, 5, 10, 55)];
+    hand.answer(1, ack(vec![row(3, 1, 20, 34)], 20));
+    hand.answer(2, ack(authority.clone(), 4));
+    hand.answer(3, ack(authority.clone(), 4));
+    for id in 2..=3 {
+        hand.truncated(id);
+    }
+    for id in 2..=3 {
+        hand.applied(id, true);
+    }
+    assert!(hand.target.status().serving);
+    assert_eq!(hand.truncate_sent(1), Some(Lsn(0)));
+    hand.say(1, FromReplica::Failed(Failure::Damaged));
+    // Those in sync go on; the View without it becomes active.
+    for id in 2..=3 {
+        hand.applied(id, true);
+    }
+    hand.pass(200);
+    hand.answer(1, OpenAck { damaged: true, ..ack(vec![row(3, 1, 20, 34)], 20) });
+    hand.truncated(1);
+    for _ in 0..3 {
+        hand.pass(100);
+        for id in 2..=3 {
+            hand.applied(id, true);
+        }
+    }
+    assert!(
+        hand.sent.iter().any(|(m, message)| *m == member(1)
+            && matches!(message, ToReplica::IncrementBegin { from: Lsn(0), .. })),
+        "never rebuilt: {:?}",
+        hand.target.status()
+    );
+}
+
+#[test]
+fn a_refusal_with_an_absurd_epoch_leaves_the_record_alone() {
+    let mut hand = Hand::new(config());
+    let promised = Epoch(u64::MAX);
+    hand.say(3, FromReplica::Refuse { promised, failure: Failure::Fenced });
+    hand.pass(5000);
+    assert!(hand.asked.iter().all(|e| *e < EPOCH_MAX), "{:?}", hand.asked);
+}
+
+#[test]
+fn an_open_that_lost_its_quorum_again_waits_without_spinning() {
+    let mut hand = Hand::new(config());
+    hand.answer(1, ack(vec![row(5, 1, 10, 55)], 5));
+    hand.answer(2, ack(vec![row(5, 1, 10, 55)], 5));
+    let session = hand.session(2).unwrap();
+    hand.on(TargetEvent::Disconnected { session });
+    hand.pass(1000);
+    let timer = hand.timer.expect("it waits for answers");
+    assert!(timer.since(hand.now) > Duration::from_millis(100), "{:?}", timer.since(hand.now));
+}
+
+#[test]
+fn growth_that_an_epoch_did_not_keep_is_made_again_before_writes_behind_the_old_end() {
+    let table = [row(5, 1, 10, 55)];
+    let mut hand = Hand::new(config());
+    hand.serve(&table, 10);
+    hand.on(TargetEvent::Resize { blocks: 2048 });
+    hand.write(1, 2000);
+    hand.overtaken(3);
+    // Nothing after the first View reached any replica.
+    let first = hand.entries_of(1)[0].clone();
+    let after = [row(5, 1, 10, 55), row(first.epoch.0, 11, 11, first.chain.0)];
+    hand.serve(&after, 11);
+    let entries = hand.entries_of(1);
+    let grown = entries.iter().position(|e| matches!(e.kind, EntryKind::Resize { blocks: 2048 }));
+    let written = entries.iter().position(|e| e.lba == 2000 && e.kind == EntryKind::Write);
+    assert!(grown.is_some() && written.is_some(), "{entries:?}");
+    assert!(grown < written);
+}
+
+#[test]
+fn a_volume_smaller_than_its_record_is_grown_when_it_opens() {
+    let mut hand = Hand::new(TargetConfig { volume_blocks: 4096, ..config() });
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    hand.pass(10);
+    hand.on(TargetEvent::Timer);
+    assert_eq!(hand.target.status().volume_blocks, 4096);
+    hand.on(TargetEvent::Resize { blocks: u64::MAX });
+    assert_eq!(hand.target.status().volume_blocks, VOLUME_BLOCKS_MAX);
+}
+
+#[test]
+fn a_flush_after_a_reopen_asks_for_a_sync_though_lsns_went_back() {
+    let table = [row(5, 1, 10, 55)];
+    let mut hand = Hand::new(config());
+    hand.serve(&table, 10);
+    // A member goes and comes back: two Views, which are not written again when they are lost.
+    let session = hand.session(3).unwrap();
+    hand.on(TargetEvent::Disconnected { session });
+    hand.sessions.retain(|(s, _)| *s != session);
+    hand.applied(1, true);
+    hand.applied(2, true);
+    hand.pass(100);
+    let last = hand.entries_of(1).last().unwrap().clone();
+    let rows = vec![row(5, 1, 10, 55), row(last.epoch.0, 11, last.lsn.0, last.chain.0)];
+    hand.answer(3, ack(rows, 10));
+    hand.truncated(3);
+    assert_eq!(hand.target.status().last.lsn, Lsn(13));
+    hand.submit(7, Operation::Flush);
+    let first = hand.entries_of(1)[0].clone();
+    hand.overtaken(3);
+    let after = [row(5, 1, 10, 55), row(first.epoch.0, 11, 11, first.chain.0)];
+    hand.serve(&after, 11);
+    hand.write(8, 3);
+    hand.submit(9, Operation::Flush);
+    for id in 1..=3 {
+        hand.applied(id, false);
+    }
+    assert!(hand.sent.iter().any(|(_, m)| matches!(m, ToReplica::Sync { .. })));
+    for id in 1..=3 {
+        hand.applied(id, true);
+    }
+    let mut answered: Vec<u64> = hand.replies.iter().map(|r| r.token).collect();
+    answered.sort_unstable();
+    assert_eq!(answered, [7, 8, 9]);
+}
+
+#[test]
+fn a_read_of_before_a_reopen_waits_for_what_is_written_again() {
+    let table = [row(5, 1, 10, 55)];
+    let mut hand = Hand::new(TargetConfig { window_bytes: 64 << 20, ..config() });
+    hand.serve(&table, 10);
+    // More than may be on its way to one replica: the last of it is sent late.
+    let chunk = Bytes::from(vec![1; 1 << 20]);
+    for token in 0..12 {
+        let offset = (token % 4) << 20;
+        hand.submit(token, Operation::Write { offset, data: chunk.clone(), fua: false });
+    }
+    hand.submit(99, Operation::Read { offset: 0, length: 4096 });
+    let first = hand.entries_of(1)[0].clone();
+    hand.overtaken(3);
+    let after = [row(5, 1, 10, 55), row(first.epoch.0, 11, 11, first.chain.0)];
+    hand.serve(&after, 11);
+    let read = hand.sent.iter().find_map(|(_, m)| match m {
+        ToReplica::Read { after, .. } => Some(*after),
+        _ => None,
+    });
+    assert!(read.expect("it is asked again") >= Lsn(11 + 1 + 12));
+}
+
+#[test]
+fn what_is_not_on_media_is_bounded_too() {
+    let mut hand = Hand::new(TargetConfig { window_bytes: 1 << 20, ..config() });
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    let start = hand.target.status().last.lsn.0;
+    for token in 0..100 {
+        let data = Bytes::from(vec![1; 1 << 18]);
+        hand.submit(token, Operation::Write { offset: 0, data, fua: false });
+        // Applied by all, synced by none: disks that hang.
+        for id in 1..=3 {
+            hand.applied(id, false);
+        }
+    }
+    let sequenced = hand.target.status().last.lsn.0 - start;
+    assert!((16..40).contains(&sequenced), "{sequenced} of 100 writes of 256 KiB");
+}
+
+#[test]
+fn an_increment_with_impossible_slots_is_never_passed_on() {
+    let slot = |lba, blocks| Slot { lba, blocks, version: Lsn(1), content: Content::Hole };
+    assert!(!slot(u64::MAX, 2).is_good(Lsn(5)));
+    assert!(!slot(VOLUME_BLOCKS_MAX, 1).is_good(Lsn(5)));
+    assert!(!slot(0, 0).is_good(Lsn(5)));
+    assert!(!Slot { version: Lsn(6), ..slot(0, 1) }.is_good(Lsn(5)));
+    let data = Bytes::from(vec![1; 4096]);
+    let crc = crc32c(&data);
+    let whole = Slot { content: Content::Data { crc, data: data.clone() }, ..slot(3, 1) };
+    assert!(whole.is_good(Lsn(5)));
+    assert!(!Slot { blocks: 2, ..whole.clone() }.is_good(Lsn(5)));
+    let content = Content::Data { crc: crc ^ 1, data };
+    assert!(!Slot { content, ..whole }.is_good(Lsn(5)));
+}
