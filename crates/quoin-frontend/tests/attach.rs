@@ -186,7 +186,7 @@ async fn a_file_system_lives_through_deaths_of_its_server_and_its_trims_free_spa
     let mnt = mounted.display().to_string();
     let commands = mnt.clone();
     let path = mounted.join("load");
-    let before = blocking(move || {
+    blocking(move || {
         sh(&format!("echo 3 > /proc/sys/vm/drop_caches; sync -f {commands}"));
         let mut back = Vec::new();
         std::fs::File::open(&path).unwrap().read_to_end(&mut back).unwrap();
@@ -194,8 +194,8 @@ async fn a_file_system_lives_through_deaths_of_its_server_and_its_trims_free_spa
             let at = (number % 128) as usize * (64 << 10);
             assert!(back[at..at + (64 << 10)].iter().all(|byte| *byte == (number % 251) as u8));
         }
-    });
-    before.await;
+    })
+    .await;
     let before = memory.lock().unwrap().allocated_bytes();
     let commands = format!("rm {mnt}/load; sync -f {mnt}; fstrim {mnt}");
     blocking(move || sh(&commands)).await;
@@ -329,5 +329,65 @@ async fn what_is_asked_wrongly_is_refused_with_its_reason_and_leaves_nothing() {
 
     let second = run(Options::new(&daemon.directory), watch::channel(false).1).await;
     assert!(matches!(second, Err(Error::Locked { .. })), "{second:?}");
+    daemon.stop().await.unwrap();
+}
+
+const DAEMON_DIRECTORY: &str = "QUOIN_TEST_ATTACH_DIRECTORY";
+
+/// Not a test of its own: the process that the test below kills.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_daemon_that_is_killed() {
+    let Some(directory) = std::env::var_os(DAEMON_DIRECTORY) else { return };
+    let (_shutdown, watched) = watch::channel(false);
+    run(Options::new(directory), watched).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_start_removes_what_a_killed_daemon_left() {
+    if !possible() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("nbd.sock");
+    let memory = volume(SIZE as usize);
+    let _server = Server::start(&socket, memory.clone(), ServerOptions::default());
+    let run_directory = directory.path().canonicalize().unwrap().join("attach");
+    let mut killed = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "the_daemon_that_is_killed"])
+        .env(DAEMON_DIRECTORY, &run_directory)
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let client = AttachClient::new(run_directory.join("attach.sock"));
+    while client.list().await.is_err() {
+        assert!(killed.try_wait().unwrap().is_none());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let device = client.attach(asked("db", &socket)).await.unwrap().device;
+    let open = device.clone();
+    blocking(move || {
+        let file = OpenOptions::new().write(true).open(open).unwrap();
+        file.write_all_at(&[3; 4096], 0).unwrap();
+        file.sync_all().unwrap();
+    })
+    .await;
+    blocking(move || {
+        killed.kill().unwrap();
+        killed.wait().unwrap()
+    })
+    .await;
+    assert_eq!(mounts_under(&run_directory).unwrap().len(), 1, "the kill left nothing to clean");
+    assert!(LoopDevice::at(device.clone()).backing_file().is_some());
+
+    let daemon = Daemon::start(&run_directory).await;
+    assert!(mounts_under(&run_directory).unwrap().is_empty());
+    assert!(LoopDevice::all_under(&run_directory).unwrap().is_empty());
+    let device = daemon.client.attach(asked("db", &socket)).await.unwrap().device;
+    let mut block = vec![0; 4096];
+    blocking(move || {
+        std::fs::File::open(device).unwrap().read_exact(&mut block).unwrap();
+        assert_eq!(block, [3; 4096]);
+    })
+    .await;
     daemon.stop().await.unwrap();
 }

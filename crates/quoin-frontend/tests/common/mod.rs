@@ -235,11 +235,10 @@ pub fn serve<S: Read + Write>(
                 return;
             }
         }
-        for bytes in output.drain(..) {
-            if stream.write_all(&bytes).is_err() {
-                return;
-            }
+        if !output.is_empty() && stream.write_all(&output.concat()).is_err() {
+            return;
         }
+        output.clear();
         if closed {
             return;
         }
