@@ -19,14 +19,15 @@ pub mod syncer;
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use quoin_core::{BLOCK_SIZE, PoolId};
 use quoin_identity::{Identity, JoinRequest};
-use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
+use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolOptions, ReplicaPool};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use quoin_wire::notices::{Notices, Severity};
@@ -48,8 +49,12 @@ pub struct Options {
     pub node: String,
     /// A directory (the pool is a file in it), a file, or a raw block device.
     pub path: PathBuf,
-    /// Size of a file that is to be made; `None`: it must exist, or be a device.
+    /// Size of a file that is to be made where there is none; `None`: it must exist.
     pub size_bytes: Option<u64>,
+    /// A file that is made takes space only as it is written.
+    pub sparse: bool,
+    /// Make a pool on a device, or in a file that exists, if it is empty.
+    pub format: bool,
     /// Where certificate and key are, or will be after joining.
     pub identity: PathBuf,
     /// How to join, for a pool that has no identity yet.
@@ -114,6 +119,62 @@ impl ShardHandle {
         let _ = self.inputs.send(input);
         self.waker.wake();
     }
+}
+
+/// The file of a pool that is given as a directory.
+const POOL_FILE: &str = "pool.quoin";
+
+/// Serves the pool at `options.path` until `shutdown`; makes it first where that was asked for.
+pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<(), Error> {
+    let path = match options.path.is_dir() {
+        true => options.path.join(POOL_FILE),
+        false => options.path.clone(),
+    };
+    let (size_bytes, sparse, format) = (options.size_bytes, options.sparse, options.format);
+    let cache_bytes = options.cache_bytes;
+    let open = move || open_pool(&path, size_bytes, sparse, format, cache_bytes);
+    serve(options, open, shutdown).await
+}
+
+fn open_pool(
+    path: &Path,
+    size_bytes: Option<u64>,
+    sparse: bool,
+    format: bool,
+    cache_bytes: u64,
+) -> Result<Opened<Pool<FileDisk>>, Error> {
+    let failed = |reason: &dyn std::error::Error| Error::Open {
+        path: path.to_owned(),
+        reason: match reason.source() {
+            Some(source) => format!("{reason}: {source}"),
+            None => reason.to_string(),
+        },
+    };
+    let (disk, empty) = match (FileDisk::open(path), size_bytes) {
+        (Err(FileDiskError::Missing { .. }), Some(size)) => {
+            (FileDisk::create(path, size, sparse).map_err(|e| failed(&e))?, true)
+        }
+        (opened, _) => (opened.map_err(|e| failed(&e))?, false),
+    };
+    if empty || (format && is_blank(&disk)) {
+        let made = Pool::format(&disk, &FormatOptions::new(PoolId(rand::random())));
+        if let Err(error) = made {
+            if empty {
+                // Nothing half-made stays behind.
+                let _ = std::fs::remove_file(path);
+            }
+            return Err(failed(&error));
+        }
+    }
+    let options = PoolOptions { cache_bytes, ..PoolOptions::default() };
+    let pool = Pool::open(disk, options).map_err(|e| failed(&e))?;
+    Ok(Opened { id: pool.id().to_string(), syncer: pool.syncer(), pool })
+}
+
+/// Whether the start of a disk is all zeroes: neither a pool nor anybody else's.
+fn is_blank(disk: &FileDisk) -> bool {
+    let mut first = [0; BLOCK_SIZE];
+    disk.read_at(0, &mut first).is_ok() && first.iter().all(|b| *b == 0)
 }
 
 /// Between attempts to open a pool whose disk failed.

@@ -763,3 +763,20 @@ impl PoolFacts for quoin_store::model::ModelPool {
         1
     }
 }
+
+impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
+    fn space(&self) -> Space {
+        let stats = self.stats();
+        Space {
+            capacity_bytes: stats.size_bytes,
+            used_bytes: stats.used_bytes,
+            free_bytes: stats.free_bytes,
+        }
+    }
+    fn replica_bytes(&self, guid: ReplicaGuid) -> u64 {
+        self.replica_stats(guid).map_or(0, |stats| stats.allocated_bytes)
+    }
+    fn start_counter(&self) -> u64 {
+        self.starts()
+    }
+}
