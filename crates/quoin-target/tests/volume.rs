@@ -1,5 +1,6 @@
 //! A volume from its client's socket to its pools, over loopback TCP, in one process.
 
+#[allow(dead_code)]
 mod support;
 
 use bytes::Bytes;
