@@ -36,6 +36,17 @@ pub struct PoolSeen {
     pub replicas: HashMap<ReplicaGuid, ReplicaSeen>,
 }
 
+impl PoolSeen {
+    /// Positions move with every write; only what exists or not asks for a reaction.
+    pub fn holds_the_same(&self, other: &Self) -> bool {
+        let same = |(guid, replica): (&ReplicaGuid, &ReplicaSeen)| {
+            let other = other.replicas.get(guid);
+            other.is_some_and(|o| (o.state, o.quorum) == (replica.state, replica.quorum))
+        };
+        self.replicas.len() == other.replicas.len() && self.replicas.iter().all(same)
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct NodeSeen {
     pub last: Instant,

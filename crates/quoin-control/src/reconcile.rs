@@ -1,7 +1,7 @@
 //! Making the records follow what is observed: idempotent steps, run after every report and
 //! at least once a second. Each reads the present state and moves one volume one step on.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use quoin_core::ReplicaGuid;
@@ -67,14 +67,19 @@ impl Controller {
         let mut pools: Vec<_> = held.chain(volume.discarded.iter().map(|d| &d.pool)).collect();
         pools.sort();
         pools.dedup();
+        let membership = &volume.membership;
+        let wanted = volume.replicas.iter().map(|r| r.guid).chain(membership.retired.clone());
+        let wanted = wanted.chain(volume.discarded.iter().map(|d| d.guid));
+        let wanted: HashSet<_> = wanted.chain(membership.known.iter().map(|m| m.guid)).collect();
         let mut answers = Answers::new();
         for pool in pools {
             let Some(seen) = observed.online_pool(pool, self.settings.offline_after) else {
                 continue;
             };
-            for (guid, replica) in &seen.replicas {
-                if replica.volume == volume.id.0 {
-                    answers.insert((pool.clone(), *guid), replica.state);
+            for guid in &wanted {
+                let held = seen.replicas.get(&guid.0).filter(|held| held.volume == volume.id.0);
+                if let Some(held) = held {
+                    answers.insert((pool.clone(), guid.0), held.state);
                 }
             }
         }

@@ -57,7 +57,7 @@ impl Controller {
         let replicas: HashMap<_, _> =
             report.replicas.iter().map(replica_seen).collect::<Result<_, _>>()?;
         self.record_pool(report).await?;
-        let seen = PoolSeen {
+        let mut seen = PoolSeen {
             last: Instant::now(),
             leaving: report.leaving,
             error: report.error.clone(),
@@ -73,9 +73,19 @@ impl Controller {
             let was_online =
                 observed.online_pool(&report.pool, self.settings.offline_after).is_some();
             let back = observed.absent.remove(&("pool", report.pool.clone()));
+            // A pool that is busy opening says that it lives, and nothing of what it holds.
+            if report.start_counter == 0
+                && report.capacity_bytes == 0
+                && let Some(before) = observed.pools.get(&report.pool)
+            {
+                seen.capacity_bytes = before.capacity_bytes;
+                seen.used_bytes = before.used_bytes;
+                seen.free_bytes = before.free_bytes;
+                seen.replicas.clone_from(&before.replicas);
+            }
             let before = observed.pools.insert(report.pool.clone(), seen.clone());
             let same = before.is_some_and(|before| {
-                before.replicas == seen.replicas
+                before.holds_the_same(&seen)
                     && before.error == seen.error
                     && before.leaving == seen.leaving
             });
@@ -113,7 +123,9 @@ impl Controller {
         }
         let change = |pool: &mut PoolRecord| {
             let replaced = pool.pool_id != record.pool_id;
-            let rolled_back = !replaced && record.start_counter < pool.start_counter;
+            // A pool that is opening or leaving does not tell its counter.
+            let told = record.start_counter != 0 && !report.leaving;
+            let rolled_back = !replaced && told && record.start_counter < pool.start_counter;
             let news = match (replaced, rolled_back && !pool.rolled_back) {
                 (true, _) => Some(("PoolReplaced", format!("it was {}", pool.pool_id))),
                 (_, true) => {
@@ -128,7 +140,7 @@ impl Controller {
                 _ => None,
             };
             let rolled_back = !replaced && (rolled_back || pool.rolled_back);
-            let start_counter = match rolled_back {
+            let start_counter = match rolled_back || !told {
                 true => pool.start_counter,
                 false => record.start_counter,
             };

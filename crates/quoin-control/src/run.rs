@@ -216,7 +216,7 @@ pub async fn serve(
     let local = async { local.await.map_err(Error::from) };
     tokio::select! {
         served = async { tokio::try_join!(local, remote) } => served.map(drop),
-        () = tend(controller.clone(), shutdown.clone()) => Ok(()),
+        () = tend(controller.clone()) => Ok(()),
         // Whoever holds a connection open does not hold up a shutdown.
         () = async { down(shutdown.clone()).await; tokio::time::sleep(Duration::from_secs(3)).await } => Ok(()),
     }
@@ -232,14 +232,16 @@ fn server() -> Server {
 }
 
 /// What is due by time alone. Never ends by itself.
-async fn tend(controller: Arc<Controller>, _shutdown: watch::Receiver<bool>) {
+async fn tend(controller: Arc<Controller>) {
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    loop {
+    for ticks in 0u64.. {
         tick.tick().await;
         controller.announce_absent();
+        // Reports bring on what follows from them; this is for what an error left over.
+        let reconciled = if ticks % 10 == 0 { controller.reconcile().await } else { Ok(()) };
         for (what, done) in [
-            ("reconcile", controller.reconcile().await),
+            ("reconcile", reconciled),
             ("certificates", controller.tend_certificates().await),
             ("events", controller.events().flush().await),
         ] {

@@ -457,9 +457,9 @@ async fn a_controller_says_what_is_wrong_with_its_directory_socket_or_port() {
     assert!(error.contains("never overwritten"), "{error}");
 
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let listen = Some(taken.local_addr().unwrap());
-    let error = fails(Options { listen, ..Options::new(&home) }).await;
-    assert!(error.contains(&listen.unwrap().to_string()), "{error}");
+    let listen = taken.local_addr().unwrap();
+    let error = fails(Options { listen: Some(listen), ..Options::new(&home) }).await;
+    assert!(error.contains(&listen.to_string()), "{error}");
     let options = Options { data_security: "none".into(), ..Options::new(&home) };
     assert!(fails(options).await.contains("neither authenticate nor encrypt"));
     // A file that is not a socket is not removed; the socket of a dead process is.

@@ -3,6 +3,7 @@
 use quoin_control::Replacement;
 use quoin_control::records::{ReplicaPhase, VolumeRecord};
 use quoin_core::{Epoch, Incarnation};
+use quoin_proto::control::PoolReport;
 
 use crate::cluster::Cluster;
 
@@ -164,6 +165,18 @@ async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
     let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
     pool.start_counter = 5;
     cluster.settle().await.unwrap();
+    let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
+    // While it opens or leaves it does not tell how often it started.
+    let empty =
+        PoolReport { capacity_bytes: 0, start_counter: 0, replicas: vec![], ..pool.report() };
+    let silent = PoolReport { start_counter: 0, ..pool.report() };
+    let leaving = PoolReport { leaving: true, start_counter: 1, ..pool.report() };
+    for report in [silent, leaving] {
+        cluster.controller.report_pool(&report).await.unwrap();
+    }
+    assert!(!cluster.reasons().contains(&"PoolRolledBack".to_owned()));
+    cluster.controller.report_pool(&empty).await.unwrap();
+    assert_eq!(cluster.shown("db").replicas[0].phase, "InSync", "silence is no loss");
     let pool = cluster.pools.iter_mut().find(|p| p.name == volume.replicas[0].pool).unwrap();
     pool.start_counter = 4;
     cluster.settle().await.unwrap();
