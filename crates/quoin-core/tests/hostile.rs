@@ -468,3 +468,42 @@ fn an_increment_with_impossible_slots_is_never_passed_on() {
     let content = Content::Data { crc: crc ^ 1, data };
     assert!(!Slot { content, ..whole }.is_good(Lsn(5)));
 }
+
+#[test]
+fn an_open_keeps_no_more_than_the_window_for_a_member_that_is_far_behind() {
+    let mut hand = Hand::new(config());
+    let mut chain = Chain(55);
+    let data = Bytes::from(vec![1; 1 << 16]);
+    let entries: Vec<entry::SharedEntry> = (101..=200)
+        .map(|lsn| {
+            let position = Position { epoch: Epoch(5), lsn: Lsn(lsn) };
+            let e = Entry::after(chain, position, EntryKind::Write, 0, 16, data.clone(), false);
+            chain = e.chain;
+            entry::SharedEntry::new(e)
+        })
+        .collect();
+    let whole = || ack(vec![row(5, 1, 200, chain.0)], 50);
+    hand.answer(1, whole());
+    hand.answer(3, ack(vec![row(5, 1, 100, 55)], 50));
+    hand.answer(2, whole());
+    for part in entries.chunks(10) {
+        let asked = hand.sent.iter().rev().find_map(|(m, message)| match message {
+            ToReplica::Fetch { after, .. } => Some((m.id.0, *after)),
+            _ => None,
+        });
+        let (authority, after) = asked.expect("it reads the authority's log");
+        assert_eq!(after.next(), part[0].lsn);
+        let entries = part.to_vec();
+        hand.say(authority, FromReplica::Fetched { id: 0, entries, gone: false });
+    }
+    for id in 1..=3 {
+        hand.truncated(id);
+    }
+    let first = hand.entries_of(1)[0].clone();
+    let EntryKind::View(view) = &first.kind else { panic!("{first:?}") };
+    assert_eq!(view.in_sync, [member(1), member(2)]);
+    hand.applied(1, true);
+    hand.applied(2, true);
+    assert!(hand.target.status().serving);
+    assert_eq!(hand.entries_of(3), []);
+}

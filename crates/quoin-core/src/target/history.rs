@@ -153,6 +153,17 @@ impl History {
         }
     }
 
+    /// Lets go of the oldest entries ≤ `floor` above this weight, but never of the newest one.
+    pub fn trim_to_weight(&mut self, weight_max: usize, floor: Lsn) {
+        while self.entries.len() > 1
+            && let Some((upto, oldest)) = self.entries.front()
+            && oldest.lsn <= floor
+            && self.weight - upto + oldest.weight() as u64 > weight_max as u64
+        {
+            self.entries.pop_front();
+        }
+    }
+
     pub fn drop_entries(&mut self) {
         self.entries.clear();
     }

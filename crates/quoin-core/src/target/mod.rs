@@ -307,6 +307,8 @@ pub struct Target {
     views: Views,
     /// Epochs under which this target has appended anything.
     own_epochs: Vec<Epoch>,
+    /// Entries after this must be at hand before IO can start.
+    fetch_floor: Lsn,
     /// LSN of this epoch's first View.
     first_view: Lsn,
     commit: Lsn,
@@ -357,6 +359,7 @@ impl Target {
             history: History::empty(config.volume_blocks),
             views: Views::default(),
             own_epochs: Vec::new(),
+            fetch_floor: Lsn::ZERO,
             first_view: Lsn::ZERO,
             commit: Lsn::ZERO,
             stable: Lsn::ZERO,

@@ -344,19 +344,22 @@ impl Target {
             return self.stop(actions);
         }
         let mut fetch_after = ack.position.lsn;
-        let (mut by_entries, mut by_increments) = (0, 0);
+        let (mut by_entries, mut by_increments) = (Vec::new(), 0);
         for index in 0..self.peers.len() {
             let Some(theirs) = self.peers[index].ack.as_deref() else { continue };
             let Ok(keep) = self.history.common_prefix(theirs) else { continue };
             let voter = theirs.quorum && !theirs.damaged;
             if keep >= ack.base {
                 fetch_after = fetch_after.min(keep);
-                by_entries += usize::from(voter);
+                by_entries.extend(voter.then_some(keep));
             } else {
                 by_increments += usize::from(voter);
             }
         }
-        if by_entries < usize::from(self.membership.cf) && by_increments > 0 {
+        by_entries.sort_unstable_by(|a, b| b.cmp(a));
+        let needed = by_entries.get(usize::from(self.membership.cf) - 1);
+        self.fetch_floor = needed.copied().unwrap_or(ack.base);
+        if needed.is_none() && by_increments > 0 {
             // IO cannot start without one that gets the authority's base first: what follows the
             // base must be at hand for it.
             fetch_after = fetch_after.min(ack.base);
@@ -388,6 +391,9 @@ impl Target {
         if let Err(invariant) = self.history.take_fetched(entries) {
             return self.shut_out(now, index, invariant, actions);
         }
+        // What only members need that IO does not wait for is kept within the window: the rest
+        // of it reaches them by increments.
+        self.history.trim_to_weight(self.config.window_bytes, self.fetch_floor);
         self.answer_by = now + PATIENCE;
         let reached = self.history.fetched_to().unwrap_or_default();
         if reached < self.history.last.lsn {
