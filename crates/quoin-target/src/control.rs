@@ -275,7 +275,8 @@ impl Control {
         }
     }
 
-    /// The member of `next` that is assigned as a candidate.
+    /// The member of `next` that is assigned as a candidate. Once the record has swapped, none
+    /// is any more; if that answer was lost, asking about any member tells what the record has.
     fn replacement(
         &self,
         volume: VolumeId,
@@ -284,7 +285,8 @@ impl Control {
         let served = self.served.lock().expect("never held across a panic");
         let places = &served.wanted.get(&volume)?.replicas;
         let candidate = |guid| places.iter().any(|p| p.candidate && p.member.guid == guid);
-        next.known.iter().find(|m| candidate(m.guid)).map(|m| (m.id, m.guid))
+        let member = next.known.iter().find(|m| candidate(m.guid)).or(next.known.first());
+        member.map(|m| (m.id, m.guid))
     }
 
     /// Reports each change soon and everything now and then, until `shutdown`.

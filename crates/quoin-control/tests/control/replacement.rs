@@ -211,3 +211,19 @@ async fn replicas_that_no_record_names_are_kept_and_told_of_once() {
     let told = cluster.reasons().iter().filter(|reason| *reason == "ReplicaUnknown").count();
     assert_eq!(told, 1);
 }
+
+/// A target whose answer was lost may know the newcomer no more as such: it asks about any
+/// member and learns what the record has.
+#[tokio::test]
+async fn asking_about_another_member_tells_what_the_record_has_and_swaps_nothing() {
+    let mut cluster = Cluster::new().await;
+    let asked = lost(&mut cluster).await;
+    let other = cluster.volume("db").replicas[1].clone();
+    let about = Replacement { replica: other.id.0, new: other.guid.0, ..asked.clone() };
+    let (membership, outcome) = cluster.controller.replace_member(&about).await.unwrap();
+    assert!(outcome.is_err() && membership.version == asked.version);
+    cluster.controller.replace_member(&asked).await.unwrap().1.unwrap();
+    let (membership, _) = cluster.controller.replace_member(&about).await.unwrap();
+    assert_eq!(membership.version, asked.version + 1);
+    assert!(known(&cluster.volume("db"), &asked));
+}
