@@ -22,6 +22,7 @@ mod limits;
 mod node;
 mod parameters;
 mod plugin;
+mod process;
 mod refusal;
 mod topology;
 
@@ -30,6 +31,7 @@ pub use endpoint::{EndpointError, Socket, listen, parse as parse_endpoint};
 pub use identity::is_driver_name;
 pub use parameters::{PARAMETERS, Parameter};
 pub use plugin::{ConfigError, Mode, NodeSide, Plugin, PluginOptions};
+pub use process::{Error, Options, run};
 
 /// The name under which orchestrators know the plugin, unless configured otherwise.
 pub const DRIVER_NAME: &str = "csi.quoin.io";

@@ -69,9 +69,12 @@ pub fn from_control(status: &Status) -> Status {
         Code::Unknown | Code::Cancelled => Code::Unavailable,
         code => code,
     };
+    // The client library hangs the cause on what it makes up itself.
+    let never_arrived = std::error::Error::source(status).is_some();
     let message = match (code, status.message()) {
-        (Code::Unavailable, "") => "the control plane cannot be reached".to_owned(),
-        (Code::Unavailable, text) => format!("the control plane cannot be reached: {text}"),
+        (Code::Unavailable, text) if never_arrived => {
+            format!("the control plane cannot be reached: {text}")
+        }
         (_, "") => format!("the control plane refused: {}", code.description()),
         (_, text) => text.to_owned(),
     };

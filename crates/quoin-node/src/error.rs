@@ -113,8 +113,10 @@ pub enum Error {
     AboveLimit { volume: String, has_bytes: u64, limit_bytes: u64 },
     #[error("waited {waited_ms} ms for {what}; {way_out}")]
     Waiting { what: String, waited_ms: u64, way_out: &'static str },
-    #[error("the attach process: {0}")]
+    #[error("{0}")]
     Attach(String),
+    #[error("{0}")]
+    AttachImpossible(String),
     #[error("{operation} {}: {source}", path.display())]
     Io {
         operation: &'static str,
@@ -150,6 +152,7 @@ impl Error {
             | Self::GrowNotPermitted { .. }
             | Self::MissingTool { .. }
             | Self::NotPermitted { .. }
+            | Self::AttachImpossible(_)
             | Self::Damaged { .. } => Kind::FailedPrecondition,
             Self::NotThere { .. } => Kind::NotFound,
             Self::Path { .. } | Self::MountFlag { .. } => Kind::InvalidArgument,

@@ -11,6 +11,7 @@
 //! [`quoin-csi`]: https://docs.rs/quoin-csi
 
 mod attach;
+mod attach_process;
 mod device;
 mod error;
 mod format;
@@ -23,6 +24,7 @@ mod superblock;
 mod tools;
 
 pub use attach::{AttachRequest, Attacher, wait_for_socket};
+pub use attach_process::AttachProcess;
 pub use error::{Error, Kind};
 pub use format::FileSystem;
 pub use host::{HostOptions, NodeHost, PublishRequest, StageRequest, VolumeStats};

@@ -1,0 +1,185 @@
+//! The `quoin node` process: the CSI socket, the heartbeat of the node, its certificate kept
+//! fresh.
+//!
+//! It lives here and not in `quoin-node`, because a face may know a role and not the other way
+//! round. It may be killed and started at any time: volumes are served by the target, devices
+//! by the attach process, and mounts belong to the kernel.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_identity::Identity;
+use quoin_node::{AttachProcess, Attacher, HostOptions, NodeHost};
+use quoin_proto::control::NodeReport;
+use quoin_proto::control::agent_client::AgentClient;
+use tokio::sync::watch;
+use tonic::Request;
+use tonic::transport::Channel;
+
+use crate::{Backend, ConfigError, EndpointError, Mode, NodeSide, Plugin, PluginOptions};
+
+/// The control plane holds a node for offline after three of these and a bit.
+const REPORT_EVERY: Duration = Duration::from_secs(2);
+
+/// Everything that `quoin node` is told.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The node's identity (certificate, key); its name is the node id.
+    pub identity_directory: PathBuf,
+    /// `host:port` of the controller.
+    pub controller: String,
+    /// `unix:///absolute/path.sock`, as in `CSI_ENDPOINT`.
+    pub csi_endpoint: String,
+    /// Which services do their work.
+    pub mode: Mode,
+    /// The name under which orchestrators know the plugin.
+    pub driver_name: String,
+    /// Records of what is staged and published; private, survives restarts and reboots.
+    pub state_directory: PathBuf,
+    /// Targets listen on `<run>/nbd/<volume id>.sock`.
+    pub run_directory: PathBuf,
+    /// Where the attach process listens.
+    pub attach_socket: PathBuf,
+    /// How many volumes may be attached here; 0: the orchestrator decides.
+    pub volumes_max: u32,
+    /// The operator's segments, keys under `quoin.io/`.
+    pub topology: BTreeMap<String, String>,
+    /// Under which address others reach this host; shown, may be empty.
+    pub address: String,
+    /// How long staging waits for the volume's target.
+    pub target_deadline_ms: u64,
+}
+
+impl Options {
+    /// The usual layout: records beside the identity, the attach process's socket in the run
+    /// directory, all services.
+    #[must_use]
+    pub fn new(
+        directory: impl Into<PathBuf>,
+        run_directory: impl Into<PathBuf>,
+        controller: impl Into<String>,
+        csi_endpoint: impl Into<String>,
+    ) -> Self {
+        let (directory, run_directory) = (directory.into(), run_directory.into());
+        Self {
+            state_directory: directory.join("volumes"),
+            identity_directory: directory,
+            controller: controller.into(),
+            csi_endpoint: csi_endpoint.into(),
+            mode: Mode::ALL,
+            driver_name: crate::DRIVER_NAME.to_owned(),
+            attach_socket: run_directory.join("attach").join("attach.sock"),
+            run_directory,
+            volumes_max: 0,
+            topology: BTreeMap::new(),
+            address: String::new(),
+            target_deadline_ms: 30_000,
+        }
+    }
+}
+
+/// Why the process cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Endpoint(#[from] EndpointError),
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error(transparent)]
+    Identity(#[from] quoin_identity::Error),
+    #[error(transparent)]
+    Node(#[from] quoin_node::Error),
+    #[error("serving CSI: {0}")]
+    Serve(#[from] tonic::transport::Error),
+    #[error("{path} cannot be made absolute: {source}")]
+    Path { path: PathBuf, source: std::io::Error },
+}
+
+/// Serves until `shutdown` is true. Wrong options end it at once; a control plane that is away
+/// does not.
+///
+/// # Errors
+/// [`Error`].
+pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<(), Error> {
+    // What can be wrong without asking anybody comes first.
+    let socket_path = crate::parse_endpoint(&options.csi_endpoint)?;
+    let identity = Identity::load(&options.identity_directory)?;
+    let channel = identity.channel(&options.controller)?;
+    let attacher: Arc<dyn Attacher> = Arc::new(AttachProcess::new(&options.attach_socket));
+    let name = identity.peer().name.clone();
+    let node = if options.mode.node {
+        let host_options = HostOptions {
+            state_directory: absolute(&options.state_directory)?,
+            run_directory: absolute(&options.run_directory)?,
+            target_deadline_ms: options.target_deadline_ms,
+        };
+        Some(NodeSide {
+            name: name.clone(),
+            volumes_max: options.volumes_max,
+            topology: options.topology.clone(),
+            host: Arc::new(NodeHost::new(host_options, attacher.clone())?),
+            attacher,
+        })
+    } else {
+        None
+    };
+    let plugin = Plugin::new(PluginOptions {
+        driver_name: options.driver_name.clone(),
+        mode: options.mode,
+        backend: Backend::new(channel.clone()),
+        node,
+    })?;
+    let (listener, _socket) = crate::listen(&socket_path).await?;
+    tracing::info!(node = name, socket = %socket_path.display(), mode = ?options.mode, "serving CSI");
+
+    let report = NodeReport {
+        node: name,
+        address: options.address,
+        topology: options.topology.into_iter().collect(),
+        volumes_max: options.volumes_max,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        ..Default::default()
+    };
+    let controller = options.controller;
+    let stop = shutdown.clone();
+    let renewal = tokio::spawn(async move { identity.keep_renewed(controller, stop).await });
+    let heartbeat = tokio::spawn(keep_reporting(channel, report, shutdown.clone()));
+    let served = plugin.serve(listener, shutdown).await;
+    renewal.abort();
+    heartbeat.abort();
+    Ok(served?)
+}
+
+/// Says that the node is there, until `shutdown`. One that cannot be told is told again with
+/// the next beat; its loss is logged once.
+async fn keep_reporting(channel: Channel, report: NodeReport, mut shutdown: watch::Receiver<bool>) {
+    let mut client = AgentClient::new(channel);
+    let mut was_heard = true;
+    loop {
+        let mut request = Request::new(report.clone());
+        request.set_timeout(REPORT_EVERY * 2);
+        match client.report_node(request).await {
+            Ok(_) if !was_heard => {
+                tracing::info!("the controller hears this node again");
+                was_heard = true;
+            }
+            Ok(_) => {}
+            Err(status) if was_heard => {
+                let (code, message) = (status.code(), status.message());
+                tracing::warn!(?code, message, "the controller does not hear this node; trying on");
+                was_heard = false;
+            }
+            Err(_) => {}
+        }
+        tokio::select! {
+            () = tokio::time::sleep(REPORT_EVERY) => {}
+            _ = shutdown.wait_for(|stop| *stop) => return,
+        }
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Error> {
+    std::path::absolute(path).map_err(|source| Error::Path { path: path.to_owned(), source })
+}

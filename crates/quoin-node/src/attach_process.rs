@@ -1,0 +1,96 @@
+//! The attach process of this host as an [`Attacher`].
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use quoin_frontend::attach::protocol::{AttachVolume, Kind};
+use quoin_frontend::attach::{self, AttachClient};
+
+use crate::attach::{AttachRequest, Attacher};
+use crate::error::Error;
+
+/// How long a device that was just unmounted may still be held by others: the kernel's own
+/// clean-up, or a prober that looks at every new device.
+const RELEASE_TIME: Duration = Duration::from_secs(3);
+
+/// Asks the daemon behind a control socket, with a connection a call.
+pub struct AttachProcess {
+    client: AttachClient,
+}
+
+impl AttachProcess {
+    /// The daemon may come up later.
+    #[must_use]
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        Self { client: AttachClient::new(socket) }
+    }
+}
+
+#[async_trait]
+impl Attacher for AttachProcess {
+    async fn attach(&self, request: &AttachRequest) -> Result<PathBuf, Error> {
+        let wanted = AttachVolume {
+            volume: request.volume.clone(),
+            nbd_socket: request.nbd_socket.clone(),
+            size: request.size_bytes,
+            block_size: request.block_size,
+            read_only: request.read_only,
+            file_only: false,
+        };
+        Ok(self.client.attach(wanted).await.map_err(refused)?.device)
+    }
+
+    async fn detach(&self, volume: &str) -> Result<(), Error> {
+        let started = Instant::now();
+        loop {
+            match self.client.detach(volume).await {
+                Err(attach::Error::Refused { kind: Kind::Busy, .. })
+                    if started.elapsed() < RELEASE_TIME =>
+                {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                outcome => return outcome.map_err(refused),
+            }
+        }
+    }
+
+    async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error> {
+        if self.device(volume).await?.is_none() {
+            return Ok(());
+        }
+        self.client.resize(volume, size_bytes).await.map(drop).map_err(refused)
+    }
+
+    async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error> {
+        let attached = self.client.list().await.map_err(refused)?;
+        Ok(attached.into_iter().find(|one| one.volume == volume).map(|one| one.device))
+    }
+}
+
+fn refused(error: attach::Error) -> Error {
+    let message = error.to_string();
+    match error {
+        // Missing /dev/fuse, loop devices or privileges: it will not pass by itself.
+        attach::Error::Refused { kind: Kind::Host | Kind::Conflict, .. } => {
+            Error::AttachImpossible(message)
+        }
+        _ => Error::Attach(message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Kind;
+
+    #[tokio::test]
+    async fn a_missing_attach_process_is_named_with_its_socket_and_the_way_out() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("attach.sock");
+        let error = AttachProcess::new(&socket).device("v").await.unwrap_err();
+        assert_eq!(error.kind(), Kind::Unavailable);
+        let text = error.to_string();
+        assert!(text.contains("attach.sock") && text.contains("quoin attach"), "{text}");
+    }
+}

@@ -1,0 +1,317 @@
+#!/usr/bin/env python3
+"""Drives a CSI socket from the life of a volume's beginning to its end, as Kubernetes does.
+
+A client in another language than the driver's: what Rust's libraries forgive each other, this
+one does not. Every step prints a line; the first wrong answer ends the run with exit code 1.
+
+Usage:
+  python3 -m venv .venv && .venv/bin/pip install -r requirements.txt
+  .venv/bin/python csi_client.py --socket /path/csi.sock [--no-mount]
+"""
+
+import argparse
+import hashlib
+import os
+import pathlib
+import sys
+import tempfile
+import time
+import uuid
+
+import grpc
+
+HERE = pathlib.Path(__file__).resolve().parent
+MIB = 1 << 20
+# An id of a form that the driver never gives out.
+UNKNOWN = "fake-vol-id-0123456789"
+
+
+def load_stubs():
+    """Makes the stubs in a temporary directory and imports them."""
+    directory = tempfile.mkdtemp(prefix="quoin-csi-stubs-")
+    sys.path.insert(0, str(HERE))
+    import make_stubs
+
+    make_stubs.make(directory)
+    sys.path.insert(0, directory)
+    import csi_pb2
+    import csi_pb2_grpc
+
+    return csi_pb2, csi_pb2_grpc
+
+
+class Failure(Exception):
+    """An answer that is not the one the interface asks for."""
+
+
+class Driver:
+    """The three services of one socket, with the patience of an orchestrator."""
+
+    AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
+
+    def __init__(self, socket, stubs, patience_s=60):
+        # The C core sends the path of the socket as authority, which HTTP/2 libraries refuse.
+        options = [("grpc.default_authority", "localhost")]
+        channel = grpc.insecure_channel(f"unix://{socket}", options=options)
+        self.patience_s = patience_s
+        self.identity = stubs.IdentityStub(channel)
+        self.controller = stubs.ControllerStub(channel)
+        self.node = stubs.NodeStub(channel)
+        self.group = stubs.GroupControllerStub(channel)
+
+    def call(self, method, request):
+        """Calls until it is answered; what is busy or away is asked again."""
+        deadline = time.monotonic() + self.patience_s
+        while True:
+            try:
+                return method(request, timeout=60)
+            except grpc.RpcError as error:
+                if error.code() not in self.AGAIN or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def refused(self, method, request, code):
+        """Calls once and wants exactly this refusal: a code, a message, no details."""
+        try:
+            answer = method(request, timeout=60)
+        except grpc.RpcError as error:
+            if error.code() != code:
+                raise Failure(f"{code.name} was expected, {error.code().name} came: {error.details()}")
+            if not error.details():
+                raise Failure(f"{code.name} came without a message")
+            trailers = {key for key, _ in error.trailing_metadata() or ()}
+            if "grpc-status-details-bin" in trailers:
+                raise Failure(f"{code.name} came with details")
+            return error.details()
+        raise Failure(f"{code.name} was expected, an answer came: {answer}")
+
+
+def step(text):
+    print(f"  {text}", flush=True)
+
+
+def check(condition, text):
+    if not condition:
+        raise Failure(text)
+
+
+def identity(driver, pb):
+    info = driver.call(driver.identity.GetPluginInfo, pb.GetPluginInfoRequest())
+    check(info.name and info.vendor_version, "name or version is empty")
+    check(info.name[0].isalpha() and info.name[-1].isalpha(), "the name ends with no letter")
+    driver.call(driver.identity.GetPluginCapabilities, pb.GetPluginCapabilitiesRequest())
+    deadline = time.monotonic() + driver.patience_s
+    while not driver.call(driver.identity.Probe, pb.ProbeRequest()).ready.value:
+        check(time.monotonic() < deadline, "the plugin does not become ready")
+        time.sleep(0.1)
+    step(f"identity: {info.name} {info.vendor_version}, ready")
+
+
+def refusals(driver, pb, capability):
+    """A few wrong requests; the whole tables are tested elsewhere."""
+    code = grpc.StatusCode
+    controller, node = driver.controller, driver.node
+    driver.refused(controller.CreateVolume, pb.CreateVolumeRequest(), code.INVALID_ARGUMENT)
+    bad = pb.CreateVolumeRequest(
+        name="x", volume_capabilities=[capability], parameters={"colour": "red"}
+    )
+    message = driver.refused(controller.CreateVolume, bad, code.INVALID_ARGUMENT)
+    check("colour" in message, "an unknown parameter is not named")
+    driver.refused(
+        controller.ListVolumes,
+        pb.ListVolumesRequest(starting_token="invalid-token"),
+        code.ABORTED,
+    )
+    driver.refused(
+        controller.ControllerGetVolume,
+        pb.ControllerGetVolumeRequest(volume_id=UNKNOWN),
+        code.NOT_FOUND,
+    )
+    driver.call(controller.DeleteVolume, pb.DeleteVolumeRequest(volume_id=UNKNOWN))
+    driver.refused(controller.CreateSnapshot, pb.CreateSnapshotRequest(), code.UNIMPLEMENTED)
+    driver.refused(
+        driver.group.GroupControllerGetCapabilities,
+        pb.GroupControllerGetCapabilitiesRequest(),
+        code.UNIMPLEMENTED,
+    )
+    driver.refused(node.NodeStageVolume, pb.NodeStageVolumeRequest(), code.INVALID_ARGUMENT)
+    driver.refused(
+        node.NodeGetVolumeStats,
+        pb.NodeGetVolumeStatsRequest(volume_id=UNKNOWN, volume_path="some/path"),
+        code.NOT_FOUND,
+    )
+    step("refusals: the codes that the interface prints, with messages and without details")
+
+
+def create(driver, pb, name, capability, size, parameters):
+    request = pb.CreateVolumeRequest(
+        name=name,
+        capacity_range=pb.CapacityRange(required_bytes=size),
+        volume_capabilities=[capability],
+        parameters=parameters,
+    )
+    volume = driver.call(driver.controller.CreateVolume, request).volume
+    again = driver.call(driver.controller.CreateVolume, request).volume
+    check(volume == again, "a repeated CreateVolume answers differently")
+    check(volume.capacity_bytes >= size, "the volume is too small")
+    request.capacity_range.required_bytes = 2 * size
+    driver.refused(driver.controller.CreateVolume, request, grpc.StatusCode.ALREADY_EXISTS)
+    listed = driver.call(driver.controller.ListVolumes, pb.ListVolumesRequest())
+    check(volume.volume_id in [one.volume.volume_id for one in listed.entries], "it is not listed")
+    step(f"created {volume.volume_id}, {volume.capacity_bytes >> 20} MiB")
+    return volume
+
+
+def publish(driver, pb, volume, capability):
+    info = driver.call(driver.node.NodeGetInfo, pb.NodeGetInfoRequest())
+    request = pb.ControllerPublishVolumeRequest(
+        volume_id=volume.volume_id,
+        node_id=info.node_id,
+        volume_capability=capability,
+        volume_context=volume.volume_context,
+    )
+    context = driver.call(driver.controller.ControllerPublishVolume, request).publish_context
+    again = driver.call(driver.controller.ControllerPublishVolume, request).publish_context
+    check(dict(context) == dict(again), "a repeated publish answers differently")
+    request.readonly = True
+    driver.refused(
+        driver.controller.ControllerPublishVolume, request, grpc.StatusCode.ALREADY_EXISTS
+    )
+    driver.refused(
+        driver.controller.DeleteVolume,
+        pb.DeleteVolumeRequest(volume_id=volume.volume_id),
+        grpc.StatusCode.FAILED_PRECONDITION,
+    )
+    step(f"published to {info.node_id}")
+    return info.node_id, context
+
+
+def use(driver, pb, volume, context, capability, directory, is_block):
+    """Stages, publishes, writes, takes back, and finds the data again the second time."""
+    staging, target = directory / "staging", directory / "pods" / "target"
+    staging.mkdir(parents=True)
+    target.parent.mkdir()
+    stage = pb.NodeStageVolumeRequest(
+        volume_id=volume.volume_id,
+        publish_context=context,
+        staging_target_path=str(staging),
+        volume_capability=capability,
+        volume_context=volume.volume_context,
+    )
+    place = pb.NodePublishVolumeRequest(
+        volume_id=volume.volume_id,
+        publish_context=context,
+        staging_target_path=str(staging),
+        target_path=str(target),
+        volume_capability=capability,
+        volume_context=volume.volume_context,
+    )
+    unplace = pb.NodeUnpublishVolumeRequest(volume_id=volume.volume_id, target_path=str(target))
+    unstage = pb.NodeUnstageVolumeRequest(
+        volume_id=volume.volume_id, staging_target_path=str(staging)
+    )
+    driver.refused(driver.node.NodePublishVolume, place, grpc.StatusCode.FAILED_PRECONDITION)
+    payload = os.urandom(4 * MIB)
+    digest = hashlib.sha256(payload).hexdigest()
+    for turn in ("first", "second"):
+        for _ in range(2):
+            driver.call(driver.node.NodeStageVolume, stage)
+        for _ in range(2):
+            driver.call(driver.node.NodePublishVolume, place)
+        file = target if is_block else target / "payload"
+        if turn == "first":
+            descriptor = os.open(file, os.O_WRONLY | (0 if is_block else os.O_CREAT))
+            os.write(descriptor, payload)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        with open(file, "rb") as opened:
+            found = hashlib.sha256(opened.read(len(payload))).hexdigest()
+        check(found == digest, f"the data differs at the {turn} turn")
+        stats = driver.call(
+            driver.node.NodeGetVolumeStats,
+            pb.NodeGetVolumeStatsRequest(volume_id=volume.volume_id, volume_path=str(target)),
+        )
+        check(stats.usage and stats.usage[0].total > 0, "no figures")
+        driver.refused(driver.node.NodeUnstageVolume, unstage, grpc.StatusCode.FAILED_PRECONDITION)
+        for _ in range(2):
+            driver.call(driver.node.NodeUnpublishVolume, unplace)
+        check(not target.exists(), "the target is left behind")
+        for _ in range(2):
+            driver.call(driver.node.NodeUnstageVolume, unstage)
+        step(f"staged, published, {'written' if turn == 'first' else 'read again'}, taken back")
+
+
+def grow(driver, pb, volume):
+    bigger = volume.capacity_bytes * 2
+    answer = driver.call(
+        driver.controller.ControllerExpandVolume,
+        pb.ControllerExpandVolumeRequest(
+            volume_id=volume.volume_id,
+            capacity_range=pb.CapacityRange(required_bytes=bigger),
+        ),
+    )
+    check(answer.capacity_bytes >= bigger, "it did not grow")
+    shown = driver.call(
+        driver.controller.ControllerGetVolume,
+        pb.ControllerGetVolumeRequest(volume_id=volume.volume_id),
+    )
+    check(shown.volume.capacity_bytes == answer.capacity_bytes, "the new size is not shown")
+    step(f"grown to {answer.capacity_bytes >> 20} MiB")
+
+
+def remove(driver, pb, volume, node_id):
+    unpublish = pb.ControllerUnpublishVolumeRequest(volume_id=volume.volume_id, node_id=node_id)
+    delete = pb.DeleteVolumeRequest(volume_id=volume.volume_id)
+    for _ in range(2):
+        driver.call(driver.controller.ControllerUnpublishVolume, unpublish)
+    for _ in range(2):
+        driver.call(driver.controller.DeleteVolume, delete)
+    driver.refused(
+        driver.controller.ControllerGetVolume,
+        pb.ControllerGetVolumeRequest(volume_id=volume.volume_id),
+        grpc.StatusCode.NOT_FOUND,
+    )
+    step("unpublished and deleted")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--socket", required=True, help="path of the CSI socket")
+    parser.add_argument("--no-mount", action="store_true", help="leave the node's mounts out")
+    parser.add_argument("--size-mib", type=int, default=512)
+    parser.add_argument("--parameter", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    pb, stubs = load_stubs()
+    driver = Driver(options.socket, stubs)
+    parameters = dict(one.split("=", 1) for one in options.parameter)
+
+    mode = pb.VolumeCapability.AccessMode.SINGLE_NODE_WRITER
+    access = pb.VolumeCapability.AccessMode(mode=mode)
+    block = pb.VolumeCapability(block=pb.VolumeCapability.BlockVolume(), access_mode=access)
+
+    def mounted(fs_type):
+        mount = pb.VolumeCapability.MountVolume(fs_type=fs_type)
+        return pb.VolumeCapability(mount=mount, access_mode=access)
+
+    try:
+        identity(driver, pb)
+        refusals(driver, pb, block)
+        for kind, capability in (("ext4", mounted("ext4")), ("xfs", mounted("xfs")), ("block", block)):
+            print(f"{kind}:", flush=True)
+            name = f"python-{kind}-{uuid.uuid4()}"
+            volume = create(driver, pb, name, capability, options.size_mib * MIB, parameters)
+            node_id, context = publish(driver, pb, volume, capability)
+            if not options.no_mount:
+                with tempfile.TemporaryDirectory(prefix="quoin-csi-") as directory:
+                    path = pathlib.Path(directory)
+                    use(driver, pb, volume, context, capability, path, kind == "block")
+            grow(driver, pb, volume)
+            remove(driver, pb, volume, node_id)
+    except (Failure, grpc.RpcError) as error:
+        text = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else error
+        sys.exit(f"failed: {text}")
+    print("all answers were as the interface asks")
+
+
+if __name__ == "__main__":
+    main()
