@@ -105,7 +105,6 @@ pub fn of_volume(restricted_to: &[control::Topology], cluster_id: &str) -> Vec<T
 /// If an operator's segment is not well-formed or has another prefix than Quoin's.
 pub fn of_node(own: &BTreeMap<String, String>, cluster_id: &str) -> Result<Topology, Status> {
     let segments: HashMap<_, _> = own.clone().into_iter().collect();
-    folded("topology", &Topology { segments: segments.clone() })?;
     for key in own.keys() {
         if key.split_once('/').map(|(prefix, _)| prefix) != Some(PREFIX) {
             return Err(invalid(
@@ -116,6 +115,8 @@ pub fn of_node(own: &BTreeMap<String, String>, cluster_id: &str) -> Result<Topol
     }
     let mut topology = Topology { segments };
     topology.segments.insert(CLUSTER_KEY.to_owned(), cluster_id.to_owned());
+    // The whole is checked: an operator who names no segments of his own breaks no rule.
+    folded("topology", &topology)?;
     Ok(topology)
 }
 

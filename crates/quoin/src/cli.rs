@@ -6,7 +6,7 @@ use std::future::Future;
 
 use crate::client::ClientOptions;
 use crate::output::{self, Format};
-use crate::{events, listing, volume};
+use crate::{demo, dev, events, listing, roles, volume};
 
 /// Replicated block storage for containers.
 ///
@@ -55,6 +55,18 @@ enum Command {
     /// Tokens that let pools and nodes join.
     #[command(subcommand)]
     Token(listing::TokenCommand),
+    /// A whole cluster on this machine, one process a part, until Ctrl-C.
+    Dev(dev::DevOptions),
+    /// Make a cluster, or serve one: records, placement, certificates.
+    #[command(subcommand)]
+    Controller(roles::ControllerCommand),
+    /// Serve the volumes that this host uses, each on an NBD socket.
+    Target(Box<roles::TargetOptions>),
+    /// Make block devices of the volumes that this host's target serves.
+    Attach(roles::AttachOptions),
+    /// A volume that outlives its parts, shown under load (`cargo xtask demo`).
+    #[command(hide = true)]
+    Demo(demo::DemoOptions),
     /// A shell's completion script: `source <(quoin completion bash)`.
     Completion { shell: clap_complete::Shell },
     /// The version of this binary.
@@ -67,11 +79,18 @@ impl Cli {
         match command {
             Command::Volume(command) => wait_for(volume::run(command, &client, format)),
             Command::Replica(command) => wait_for(listing::replicas(command, &client, format)),
+            Command::Pool(listing::PoolCommand::Run(options)) => roles::pool(*options),
+            Command::Node(listing::NodeCommand::Run(options)) => roles::node(*options),
+            Command::Target(options) => roles::target(*options),
+            Command::Attach(options) => roles::attach(options),
             Command::Pool(listing::PoolCommand::List) => wait_for(listing::pools(&client, format)),
             Command::Node(listing::NodeCommand::List) => wait_for(listing::nodes(&client, format)),
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
             Command::Token(command) => wait_for(listing::tokens(command, &client, format)),
+            Command::Dev(options) => dev::run(options),
+            Command::Controller(command) => roles::controller(command),
+            Command::Demo(options) => demo::run(&options),
             Command::Completion { shell } => {
                 clap_complete::generate(
                     shell,

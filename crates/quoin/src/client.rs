@@ -64,7 +64,7 @@ impl ClientOptions {
 }
 
 /// The directory of `quoin dev` where none is named.
-fn default_root() -> PathBuf {
+pub fn default_root() -> PathBuf {
     if rustix::process::geteuid().is_root() {
         return "/var/lib/quoin-dev".into();
     }

@@ -39,7 +39,11 @@ impl From<Event> for EventView {
             sequence: event.sequence,
             time: event.time.as_ref().map(show_time).unwrap_or_default(),
             severity: event.severity,
-            object: format!("{}/{name}", event.object_kind),
+            object: if name.is_empty() {
+                event.object_kind.clone()
+            } else {
+                format!("{}/{name}", event.object_kind)
+            },
             object_id: event.object_id.clone(),
             reason: event.reason,
             message: event.message,

@@ -28,6 +28,10 @@ pub enum PoolCommand {
     /// The pools, their state and their space.
     #[command(visible_alias = "ls")]
     List,
+    /// Serve the replicas in one pool.
+    #[command(after_help = "Example:\n  QUOIN_JOIN_TOKEN=… quoin pool run --name shelf-3 \\\n    \
+        --state /var/lib/quoin/shelf-3 --data /dev/sdb --controller control:7400")]
+    Run(Box<crate::roles::PoolOptions>),
 }
 
 #[derive(Subcommand)]
@@ -35,6 +39,8 @@ pub enum NodeCommand {
     /// The hosts that can use volumes.
     #[command(visible_alias = "ls")]
     List,
+    /// Serve CSI on this host: attach, format, mount.
+    Run(Box<crate::roles::NodeOptions>),
 }
 
 #[derive(Subcommand)]

@@ -31,9 +31,12 @@ fn unknown_flags_and_commands_are_usage_errors_that_name_them() {
 
 #[test]
 fn sizes_of_zero_and_two_to_the_63_are_refused_before_any_controller_is_asked() {
-    for (size, words) in
-        [("0", "above 0"), ("9223372036854775808", "largest volume"), ("ten", "unit"), ("-5", "unit")]
-    {
+    for (size, words) in [
+        ("0", "above 0"),
+        ("9223372036854775808", "largest volume"),
+        ("ten", "unit"),
+        ("-5", "unit"),
+    ] {
         let said = refused(2, &["volume", "create", "db", &format!("--size={size}")]);
         assert!(said.contains(words), "{size}: {said}");
         let said = refused(2, &["volume", "resize", "db", &format!("--size={size}")]);

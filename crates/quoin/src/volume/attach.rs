@@ -1,7 +1,9 @@
 //! `quoin volume attach|detach`: a volume as a device of this host, without CSI.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
+use quoin_frontend::attach::AttachClient;
+use quoin_frontend::attach::protocol::AttachVolume;
 use quoin_proto::control::{
     ListNodesRequest, PublishVolumeRequest, UnpublishVolumeRequest, Volume,
 };
@@ -14,6 +16,9 @@ use crate::output;
 #[derive(Args)]
 pub struct AttachOptions {
     volume: String,
+    /// Only serve it as NBD and print its address: for qemu, nbdcopy, fio; needs no root.
+    #[arg(long)]
+    nbd: bool,
     #[arg(long)]
     read_only: bool,
     /// The node that this host is [default: the one node of the cluster].
@@ -49,7 +54,40 @@ pub async fn attach(
     cluster.publish_volume(request).await.map_err(refusal)?;
     let socket = nbd_socket(client, &volume.id);
     wait_for_target(cluster, &volume, &socket, client).await?;
-    output::print_line(&format!("nbd+unix:///{}?socket={}", volume.id, socket.display()))
+    if options.nbd {
+        return output::print_line(&format!(
+            "nbd+unix:///{}?socket={}",
+            volume.id,
+            socket.display()
+        ));
+    }
+    let request = AttachVolume {
+        volume: volume.id.clone(),
+        nbd_socket: socket,
+        size: volume.size_bytes,
+        block_size: volume.spec.as_ref().map_or(0, |spec| spec.block_size),
+        read_only: options.read_only,
+        file_only: false,
+    };
+    let attached = attach_daemon(client).attach(request).await.context(
+        "the volume is served but is no block device yet; `--nbd` gives its NBD address instead",
+    )?;
+    output::print_line(&attached.device.display().to_string())
+}
+
+fn attach_daemon(client: &ClientOptions) -> AttachClient {
+    AttachClient::new(client.run_directory().join("attach").join("attach.sock"))
+}
+
+/// Lets the block device of this host, if there is one, show the volume's new size.
+pub async fn resize_device(volume: &Volume, client: &ClientOptions) -> Result<()> {
+    let daemon = attach_daemon(client);
+    // Without a daemon there is no device of this host that could show anything.
+    let Ok(attached) = daemon.list().await else { return Ok(()) };
+    if attached.iter().any(|attached| attached.volume == volume.id) {
+        daemon.resize(&volume.id, volume.size_bytes).await.context("grow the block device")?;
+    }
+    Ok(())
 }
 
 pub async fn detach(
@@ -58,6 +96,12 @@ pub async fn detach(
     client: &ClientOptions,
 ) -> Result<()> {
     let volume = get_volume(cluster, &options.volume).await?;
+    // The device first: it must not be left over a socket that nobody serves.
+    match attach_daemon(client).detach(&volume.id).await {
+        // No daemon, no device.
+        Ok(()) | Err(quoin_frontend::attach::Error::Daemon { .. }) => {}
+        Err(error) => return Err(error.into()),
+    }
     let request = UnpublishVolumeRequest {
         volume: Some(volume_ref(&volume.id)),
         node: options.node.unwrap_or_default(),

@@ -28,9 +28,11 @@ pub enum VolumeCommand {
     /// All volumes.
     #[command(visible_alias = "ls")]
     List,
-    /// Serve a volume on this host and print its NBD address, for qemu, nbdcopy or fio.
+    /// Make a volume a block device of this host and print the device.
+    #[command(after_help = "Examples:\n  quoin volume attach db          prints /dev/loopN\n  \
+                            quoin volume attach db --nbd    prints an NBD address; needs no root")]
     Attach(attach::AttachOptions),
-    /// Stop serving a volume.
+    /// Take the block device away. Unmount its file system first.
     Detach(attach::DetachOptions),
     /// Make a volume larger, attached or not. (Volumes never shrink.)
     Resize {
@@ -173,7 +175,9 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Attach(options) => attach::attach(&mut cluster, options, client).await,
         VolumeCommand::Detach(options) => attach::detach(&mut cluster, options, client).await,
-        VolumeCommand::Resize { volume, size } => resize(&mut cluster, &volume, size, format).await,
+        VolumeCommand::Resize { volume, size } => {
+            resize(&mut cluster, &volume, size, client, format).await
+        }
         VolumeCommand::Delete { volume, .. } => {
             let found = get_volume(&mut cluster, &volume).await?;
             let request = DeleteVolumeRequest { volume: Some(volume_ref(&found.id)) };
@@ -235,7 +239,13 @@ async fn create(
     })
 }
 
-async fn resize(cluster: &mut Cluster, name: &str, size: u64, format: Format) -> Result<()> {
+async fn resize(
+    cluster: &mut Cluster,
+    name: &str,
+    size: u64,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
     let before = get_volume(cluster, name).await?;
     if size < before.size_bytes {
         bail!(
@@ -250,6 +260,7 @@ async fn resize(cluster: &mut Cluster, name: &str, size: u64, format: Format) ->
         limit_bytes: 0,
     };
     let volume = cluster.resize_volume(request).await.map_err(refusal)?.into_inner();
+    attach::resize_device(&volume, client).await?;
     let view = VolumeView::from(volume);
     output::print_one(format, &view, || {
         format!("volume {} has {} now", view.name, show_size(view.size_bytes))

@@ -1,0 +1,192 @@
+//! The demo's own `quoin dev`, and the harm it does to it.
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use super::interrupt;
+use crate::dev::layout::Layout;
+
+const START_BUDGET: Duration = Duration::from_secs(120);
+const STOP_BUDGET: Duration = Duration::from_secs(90);
+
+/// A running `quoin dev`; dropping it stops it cleanly, which unmounts and detaches all.
+pub struct DevCluster {
+    pub layout: Layout,
+    child: Option<Child>,
+}
+
+impl DevCluster {
+    /// Starts it and waits until all its parts are up.
+    pub fn start(directory: &Path, attach: bool) -> Result<Self> {
+        let binary = std::env::current_exe().context("find this program's own file")?;
+        let mut command = Command::new(binary);
+        command.arg("dev").arg("--dir").arg(directory);
+        if !attach {
+            command.arg("--no-attach");
+        }
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            // Ctrl-C is for the demo: it stops the cluster in its own order.
+            .process_group(0)
+            .spawn()
+            .context("start `quoin dev`")?;
+        let output = child.stdout.take().context("no output to read")?;
+        let (ready, is_ready) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                if line.starts_with("Quoin is up") {
+                    let _ = ready.send(());
+                }
+                if line.contains(" ended (") {
+                    println!("          quoin dev: {line}");
+                }
+            }
+        });
+        let layout = Layout::open(directory)?;
+        let mut cluster = Self { layout, child: Some(child) };
+        let began = Instant::now();
+        loop {
+            interrupt::check()?;
+            if is_ready.recv_timeout(Duration::from_millis(50)).is_ok() {
+                return Ok(cluster);
+            }
+            if let Some(child) = &mut cluster.child
+                && let Some(status) = child.try_wait()?
+            {
+                bail!("`quoin dev` ended while starting ({status})");
+            }
+            if began.elapsed() > START_BUDGET {
+                bail!("`quoin dev` did not come up within {} s", START_BUDGET.as_secs());
+            }
+        }
+    }
+
+    fn processes(&self) -> Result<BTreeMap<String, i32>> {
+        let path = self.layout.processes();
+        let text = std::fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+        Ok(serde_json::from_slice(&text)?)
+    }
+
+    /// The process of that name, waiting for it while it is being restarted.
+    pub fn pid(&self, name: &str) -> Result<Pid> {
+        let began = Instant::now();
+        loop {
+            if let Some(pid) = self.processes()?.get(name).and_then(|pid| Pid::from_raw(*pid)) {
+                return Ok(pid);
+            }
+            interrupt::check()?;
+            if began.elapsed() > START_BUDGET {
+                bail!("there is no process `{name}`");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// `kill -9` of several at the same moment; waits until another process has each name.
+    pub fn kill(&self, names: &[&str]) -> Result<()> {
+        let pids: Vec<_> = names.iter().map(|name| self.pid(name)).collect::<Result<_>>()?;
+        for pid in &pids {
+            kill_process(*pid, Signal::KILL).context("kill -9")?;
+        }
+        for (name, old) in names.iter().zip(&pids) {
+            let began = Instant::now();
+            while self.pid(name)? == *old {
+                interrupt::check()?;
+                if began.elapsed() > START_BUDGET {
+                    bail!("{name} was killed and is not started again");
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        Ok(())
+    }
+
+    /// `kill -9` of one; `meanwhile` runs while it is down and cannot come back.
+    pub fn kill_and_hold(&self, name: &str, meanwhile: impl FnOnce() -> Result<()>) -> Result<()> {
+        let hold = self.layout.hold(name);
+        std::fs::write(&hold, "").with_context(|| format!("write {}", hold.display()))?;
+        let pid = self.pid(name)?;
+        kill_process(pid, Signal::KILL).context("kill -9")?;
+        let outcome = wait_until_gone(pid).and_then(|()| meanwhile());
+        std::fs::remove_file(&hold).with_context(|| format!("remove {}", hold.display()))?;
+        outcome
+    }
+
+    /// As if the host lost power: everything at once, the supervisor included.
+    pub fn crash(mut self) -> Result<()> {
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        let supervisor = Pid::from_child(&child);
+        // Stopped first, so that it starts nothing again while its children fall.
+        kill_process(supervisor, Signal::STOP)?;
+        let pids: Vec<_> = self.processes()?.into_values().filter_map(Pid::from_raw).collect();
+        for pid in &pids {
+            // One may be gone already; that is what is wanted.
+            let _ = kill_process(*pid, Signal::KILL);
+        }
+        kill_process(supervisor, Signal::KILL)?;
+        child.wait()?;
+        pids.into_iter().try_for_each(wait_until_gone)
+    }
+
+    /// The clean way: SIGTERM, then everything is unmounted, detached and drained.
+    pub fn stop(mut self) -> Result<()> {
+        self.stop_child()
+    }
+
+    fn stop_child(&mut self) -> Result<()> {
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        let _ = kill_process(Pid::from_child(&child), Signal::TERM);
+        let began = Instant::now();
+        loop {
+            if let Some(status) = child.try_wait()? {
+                if !status.success() {
+                    bail!("`quoin dev` did not stop cleanly ({status})");
+                }
+                return Ok(());
+            }
+            if began.elapsed() > STOP_BUDGET {
+                child.kill()?;
+                child.wait()?;
+                bail!("`quoin dev` did not stop within {} s", STOP_BUDGET.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Drop for DevCluster {
+    fn drop(&mut self) {
+        if let Err(error) = self.stop_child() {
+            eprintln!("stopping the demo's cluster: {error:#}");
+        }
+    }
+}
+
+fn wait_until_gone(pid: Pid) -> Result<()> {
+    let began = Instant::now();
+    // A zombie of another parent answers to signal 0 until it is waited for; its parent does.
+    while rustix::process::test_kill_process(pid).is_ok() && !is_zombie(pid) {
+        if began.elapsed() > Duration::from_secs(10) {
+            bail!("process {} outlives kill -9", pid.as_raw_nonzero());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+fn is_zombie(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    // "pid (name) state …": the name may hold anything, so look behind its last parenthesis.
+    stat.ok()
+        .and_then(|stat| stat.rsplit_once(") ").map(|(_, rest)| rest.starts_with('Z')))
+        .unwrap_or(true)
+}

@@ -1,0 +1,235 @@
+//! The orchestrator of the demo: a gRPC client of the CSI socket, calling in the order in which
+//! Kubernetes does.
+
+use anyhow::{Result, bail};
+use quoin_proto::csi::controller_client::ControllerClient;
+use quoin_proto::csi::node_client::NodeClient;
+use quoin_proto::csi::volume_capability::access_mode::Mode;
+use quoin_proto::csi::volume_capability::{AccessMode, AccessType, MountVolume};
+use quoin_proto::csi::{
+    CapacityRange, ControllerPublishVolumeRequest, ControllerUnpublishVolumeRequest,
+    CreateVolumeRequest, DeleteVolumeRequest, NodeGetInfoRequest, NodePublishVolumeRequest,
+    NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
+};
+use std::collections::HashMap;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tokio::runtime::Runtime;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use super::interrupt;
+
+/// Orchestrators repeat calls for minutes; the demo for this long.
+const RETRY_BUDGET: Duration = Duration::from_secs(60);
+
+pub struct Orchestrator {
+    runtime: Runtime,
+    channel: Channel,
+    staging: PathBuf,
+    target: PathBuf,
+}
+
+/// A volume as CSI names it.
+pub struct Claim {
+    pub volume_id: String,
+    volume_context: HashMap<String, String>,
+    publish_context: HashMap<String, String>,
+}
+
+fn capability() -> VolumeCapability {
+    VolumeCapability {
+        access_mode: Some(AccessMode { mode: Mode::SingleNodeWriter.into() }),
+        access_type: Some(AccessType::Mount(MountVolume {
+            fs_type: "ext4".into(),
+            ..MountVolume::default()
+        })),
+    }
+}
+
+impl Orchestrator {
+    /// `directory` gets the staging and target paths.
+    pub fn new(socket: &Path, directory: &Path) -> Result<Self> {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+        let (staging, target) = (directory.join("staging"), directory.join("pods").join("demo"));
+        std::fs::create_dir_all(&staging)?;
+        std::fs::create_dir_all(directory.join("pods"))?;
+        let channel = {
+            let _context = runtime.enter();
+            quoin_identity::unix_channel(socket)
+        };
+        Ok(Self { runtime, channel, staging, target })
+    }
+
+    /// Where the application finds its file system.
+    pub fn mount(&self) -> &Path {
+        &self.target
+    }
+
+    /// Calls until it works, as orchestrators do: an unavailable or busy plugin is no failure.
+    fn call<T, F>(&self, what: &str, mut attempt: impl FnMut() -> F) -> Result<T>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let began = Instant::now();
+        loop {
+            interrupt::check()?;
+            let limited = async { tokio::time::timeout(Duration::from_secs(30), attempt()).await };
+            let status = match self.runtime.block_on(limited) {
+                Ok(Ok(answer)) => return Ok(answer.into_inner()),
+                Ok(Err(status)) => status,
+                Err(_) => Status::deadline_exceeded("no answer within 30 s"),
+            };
+            let again = [Code::Unavailable, Code::Aborted, Code::DeadlineExceeded, Code::Unknown];
+            if !again.contains(&status.code()) || began.elapsed() > RETRY_BUDGET {
+                bail!("{what}: {} ({:?})", status.message(), status.code());
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    fn controller(&self) -> ControllerClient<Channel> {
+        ControllerClient::new(self.channel.clone())
+    }
+
+    fn node(&self) -> NodeClient<Channel> {
+        NodeClient::new(self.channel.clone())
+    }
+
+    pub fn create(&self, name: &str, bytes: u64) -> Result<Claim> {
+        let request = CreateVolumeRequest {
+            name: name.into(),
+            capacity_range: Some(CapacityRange { required_bytes: bytes as i64, limit_bytes: 0 }),
+            volume_capabilities: vec![capability()],
+            parameters: HashMap::from([
+                ("replicas".to_string(), "3".to_string()),
+                ("spread".to_string(), "pool".to_string()),
+            ]),
+            ..CreateVolumeRequest::default()
+        };
+        let answer = self.call("CreateVolume", || {
+            let (mut client, request) = (self.controller(), request.clone());
+            async move { client.create_volume(request).await }
+        })?;
+        let volume = answer.volume.unwrap_or_default();
+        Ok(Claim {
+            volume_id: volume.volume_id,
+            volume_context: volume.volume_context,
+            publish_context: HashMap::new(),
+        })
+    }
+
+    /// ControllerPublishVolume to `node`.
+    pub fn publish(&self, claim: &mut Claim, node: &str) -> Result<()> {
+        let request = ControllerPublishVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            node_id: node.into(),
+            volume_capability: Some(capability()),
+            volume_context: claim.volume_context.clone(),
+            ..ControllerPublishVolumeRequest::default()
+        };
+        let answer = self.call("ControllerPublishVolume", || {
+            let (mut client, request) = (self.controller(), request.clone());
+            async move { client.controller_publish_volume(request).await }
+        })?;
+        claim.publish_context = answer.publish_context;
+        Ok(())
+    }
+
+    pub fn node_id(&self) -> Result<String> {
+        let answer = self.call("NodeGetInfo", || {
+            let mut client = self.node();
+            async move { client.node_get_info(NodeGetInfoRequest {}).await }
+        })?;
+        Ok(answer.node_id)
+    }
+
+    /// NodeStageVolume: attach and format (only when there is nothing on it yet).
+    pub fn stage(&self, claim: &Claim) -> Result<()> {
+        let request = NodeStageVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            publish_context: claim.publish_context.clone(),
+            volume_context: claim.volume_context.clone(),
+            staging_target_path: self.staging.to_string_lossy().into_owned(),
+            volume_capability: Some(capability()),
+            ..NodeStageVolumeRequest::default()
+        };
+        self.call("NodeStageVolume", || {
+            let (mut client, request) = (self.node(), request.clone());
+            async move { client.node_stage_volume(request).await }
+        })?;
+        Ok(())
+    }
+
+    /// NodePublishVolume: the mount that the application sees.
+    pub fn node_publish(&self, claim: &Claim) -> Result<()> {
+        let request = NodePublishVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            publish_context: claim.publish_context.clone(),
+            volume_context: claim.volume_context.clone(),
+            staging_target_path: self.staging.to_string_lossy().into_owned(),
+            target_path: self.target.to_string_lossy().into_owned(),
+            volume_capability: Some(capability()),
+            ..NodePublishVolumeRequest::default()
+        };
+        self.call("NodePublishVolume", || {
+            let (mut client, request) = (self.node(), request.clone());
+            async move { client.node_publish_volume(request).await }
+        })?;
+        Ok(())
+    }
+
+    /// NodeUnpublishVolume and NodeUnstageVolume.
+    pub fn unmount(&self, claim: &Claim) -> Result<()> {
+        let unpublish = NodeUnpublishVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            target_path: self.target.to_string_lossy().into_owned(),
+        };
+        self.call("NodeUnpublishVolume", || {
+            let (mut client, request) = (self.node(), unpublish.clone());
+            async move { client.node_unpublish_volume(request).await }
+        })?;
+        let unstage = NodeUnstageVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            staging_target_path: self.staging.to_string_lossy().into_owned(),
+        };
+        self.call("NodeUnstageVolume", || {
+            let (mut client, request) = (self.node(), unstage.clone());
+            async move { client.node_unstage_volume(request).await }
+        })?;
+        Ok(())
+    }
+
+    /// ControllerUnpublishVolume and DeleteVolume.
+    pub fn delete(&self, claim: &Claim, node: &str) -> Result<()> {
+        let unpublish = ControllerUnpublishVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            node_id: node.into(),
+            ..ControllerUnpublishVolumeRequest::default()
+        };
+        self.call("ControllerUnpublishVolume", || {
+            let (mut client, request) = (self.controller(), unpublish.clone());
+            async move { client.controller_unpublish_volume(request).await }
+        })?;
+        let delete = DeleteVolumeRequest {
+            volume_id: claim.volume_id.clone(),
+            ..DeleteVolumeRequest::default()
+        };
+        self.call("DeleteVolume", || {
+            let (mut client, request) = (self.controller(), delete.clone());
+            async move { client.delete_volume(request).await }
+        })?;
+        Ok(())
+    }
+
+    /// A question to the admin socket beside CSI: what only an operator sees.
+    pub fn ask<T>(&self, question: impl Future<Output = Result<T>>) -> Result<T> {
+        let limited = async { tokio::time::timeout(Duration::from_secs(10), question).await };
+        match self.runtime.block_on(limited) {
+            Ok(answer) => answer,
+            Err(_) => bail!("the controller does not answer within 10 s"),
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! `quoin demo`: a replicated volume under an application that never stops, while every part of
+//! the system below it is killed in turn.
+//!
+//! It runs a `quoin dev` of its own in a fresh directory and acts as the orchestrator (CSI over
+//! its socket) and as the application. As root the volume is an ext4 file system; without root,
+//! or without FUSE, the application speaks NBD to the target itself. Whatever happens, Ctrl-C
+//! included, nothing stays behind: no process, mount, loop device or directory.
+
+mod cluster;
+mod csi;
+mod documents;
+mod interrupt;
+mod load;
+mod script;
+mod surface;
+
+use anyhow::{Context, Result};
+use clap::Args;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use crate::size::{parse_size, show_size};
+
+#[derive(Args)]
+pub struct DemoOptions {
+    /// Size of the volume.
+    #[arg(long, value_parser = parse_size, default_value = "1GiB")]
+    pub size: u64,
+    /// Use the volume over NBD from this process, as is done without root.
+    #[arg(long)]
+    pub user_space: bool,
+    /// Where the demo's directory is made [default: the system's directory for such].
+    #[arg(long, value_name = "DIRECTORY")]
+    pub under: Option<PathBuf>,
+}
+
+pub fn run(options: &DemoOptions) -> Result<()> {
+    interrupt::catch();
+    let began = Instant::now();
+    let directory = Scratch::new(options.under.as_deref())?;
+    let outcome = script::run(options, &directory.0);
+    if interrupt::is_wanted() {
+        // What was started is stopped already: it belonged to the script.
+        drop(directory);
+        println!("interrupted; everything is cleaned up");
+        std::process::exit(130);
+    }
+    if outcome.is_err() {
+        directory.show_logs();
+    }
+    outcome?;
+    drop(directory);
+    println!("nothing is left behind; {:.0} s in all", began.elapsed().as_secs_f64());
+    Ok(())
+}
+
+/// A fresh directory, removed with all that is in it.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(under: Option<&Path>) -> Result<Self> {
+        let parent = under.map_or_else(std::env::temp_dir, Path::to_path_buf);
+        let path = parent.join(format!("quoin-demo-{:06x}", rand::random::<u32>() & 0xff_ffff));
+        std::fs::create_dir(&path).with_context(|| {
+            format!("cannot make {}: name a directory you may write with --under", path.display())
+        })?;
+        Ok(Self(path))
+    }
+
+    /// The last lines of each process, before the directory is removed.
+    fn show_logs(&self) {
+        let Ok(logs) = std::fs::read_dir(self.0.join("cluster/logs")) else { return };
+        for path in logs.filter_map(|entry| entry.ok().map(|entry| entry.path())) {
+            let text = std::fs::read_to_string(&path).unwrap_or_default();
+            let lines: Vec<_> = text.lines().collect();
+            eprintln!(
+                "--- {} (its last lines)",
+                path.file_name().unwrap_or_default().to_string_lossy()
+            );
+            for line in &lines[lines.len().saturating_sub(12)..] {
+                eprintln!("{line}");
+            }
+        }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir_all(&self.0) {
+            eprintln!("could not remove {}: {error}; remove it by hand", self.0.display());
+        }
+    }
+}
+
+fn show_bytes(bytes: u64) -> String {
+    show_size(bytes)
+}

@@ -1,0 +1,399 @@
+//! What the demo shows, step by step.
+
+use anyhow::{Context, Result, bail};
+use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+use quoin_proto::control::Volume;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::cluster::DevCluster;
+use super::csi::{Claim, Orchestrator};
+use super::documents::{DOCUMENT_BYTES, Document};
+use super::load::{Load, WORKER_PAGES};
+use super::surface::{DirectFile, PAGE_BYTES, Region, Surface};
+use super::{DemoOptions, interrupt, show_bytes};
+use crate::client;
+
+const DOCUMENTS: u64 = 8;
+const WORKERS: u64 = 4;
+/// How long IO may stand still before the demo calls it a failure.
+const FLOW_BUDGET: Duration = Duration::from_secs(60);
+const REBUILD_BUDGET: Duration = Duration::from_secs(180);
+
+/// One line of the summary.
+struct Outcome {
+    step: &'static str,
+    pause: Option<Duration>,
+    recovered: Option<Duration>,
+}
+
+pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
+    let mounted = can_mount(options);
+    let cluster_directory = directory.join("cluster");
+    say("starting an all-in-one Quoin: controller, three pools, target, attach, node");
+    let cluster = DevCluster::start(&cluster_directory, mounted)?;
+    let orchestrator = Orchestrator::new(&cluster.layout.csi_socket(), directory)?;
+    let mut demo = Demo { cluster: Some(cluster), orchestrator, mounted, outcomes: Vec::new() };
+    demo.play(options.size, &cluster_directory)
+}
+
+/// As root with FUSE the demo mounts a file system; else it says what it does instead.
+fn can_mount(options: &DemoOptions) -> bool {
+    let reason = if options.user_space {
+        "as asked"
+    } else if !rustix::process::geteuid().is_root() {
+        "no root, so nothing can be mounted"
+    } else if !Path::new("/dev/fuse").exists() || !Path::new("/dev/loop-control").exists() {
+        "this machine has no /dev/fuse or no loop devices"
+    } else {
+        return true;
+    };
+    say(&format!("the volume is used over NBD by a client in this process: {reason}"));
+    false
+}
+
+struct Demo {
+    cluster: Option<DevCluster>,
+    orchestrator: Orchestrator,
+    mounted: bool,
+    outcomes: Vec<Outcome>,
+}
+
+impl Demo {
+    fn play(&mut self, size: u64, directory: &Path) -> Result<()> {
+        let node = self.node_name()?;
+        say(&format!(
+            "creating a volume of {} with three replicas over the CSI socket",
+            show_bytes(size)
+        ));
+        let mut claim = self.orchestrator.create("demo", size)?;
+        self.attach(&mut claim, &node)?;
+
+        say(&format!("writing {DOCUMENTS} files of {}", show_bytes(DOCUMENT_BYTES)));
+        let documents = self.documents(&claim, true)?;
+        for document in &documents {
+            document.write()?;
+            interrupt::check()?;
+        }
+        self.verify(&documents)?;
+
+        say(&format!(
+            "starting the application: {WORKERS} writers and readers that check what they read"
+        ));
+        let load = Load::start(self.surfaces(
+            &claim,
+            WORKERS,
+            WORKER_PAGES * PAGE_BYTES as u64,
+            "load",
+            true,
+        )?);
+        load.flows_again(FLOW_BUDGET)?;
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(2) {
+            interrupt::check()?;
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let quiet = load.read(0);
+        note(&format!(
+            "undisturbed: {} operations, the slowest {}",
+            quiet.operations,
+            millis(quiet.pause)
+        ));
+
+        self.step(
+            "kill -9 of a pool; it comes back and catches up",
+            &claim,
+            &load,
+            &documents,
+            |demo| demo.cluster()?.kill(&["pool-b"]),
+        )?;
+        self.step(
+            "a replica wiped with its pool, and rebuilt",
+            &claim,
+            &load,
+            &documents,
+            |demo| {
+                let cluster = demo.cluster()?;
+                cluster
+                    .kill_and_hold("pool-c", || wipe(&cluster.layout.pool("pool-c").join("data")))
+            },
+        )?;
+        let before = self.volume(&claim)?.epoch;
+        self.step(
+            "kill -9 of the target; IO goes on at a higher epoch",
+            &claim,
+            &load,
+            &documents,
+            |demo| demo.cluster()?.kill(&["target"]),
+        )?;
+        let after = self.volume(&claim)?.epoch;
+        if after <= before {
+            bail!("the epoch did not grow: {before}, then {after}");
+        }
+        note(&format!("epoch {before} before, {after} now"));
+        self.step("kill -9 of the controller", &claim, &load, &documents, |demo| {
+            demo.cluster()?.kill(&["controller"])
+        })?;
+        self.step(
+            "kill -9 of all of them at once, and of the node",
+            &claim,
+            &load,
+            &documents,
+            |demo| {
+                demo.cluster()?.kill(&[
+                    "controller",
+                    "pool-a",
+                    "pool-b",
+                    "pool-c",
+                    "target",
+                    "node",
+                ])
+            },
+        )?;
+
+        say("the application ends, after checking every page it ever wrote");
+        load.finish()?;
+        drop(documents);
+        self.cold_start(&mut claim, &node, directory)?;
+        self.summary();
+
+        say("taking everything down");
+        if self.mounted {
+            self.orchestrator.unmount(&claim)?;
+        }
+        self.orchestrator.delete(&claim, &node)?;
+        self.cluster.take().map_or(Ok(()), DevCluster::stop)
+    }
+
+    fn cluster(&self) -> Result<&DevCluster> {
+        self.cluster.as_ref().context("the cluster is stopped")
+    }
+
+    fn node_name(&self) -> Result<String> {
+        if self.mounted {
+            return self.orchestrator.node_id();
+        }
+        let socket = self.cluster()?.layout.admin_socket();
+        self.orchestrator.ask(async {
+            let mut cluster = client::connect(&socket).await?;
+            let request = quoin_proto::control::ListNodesRequest {};
+            let nodes =
+                cluster.list_nodes(request).await.map_err(client::refusal)?.into_inner().nodes;
+            Ok(nodes.first().context("no node")?.name.clone())
+        })
+    }
+
+    fn volume(&self, claim: &Claim) -> Result<Volume> {
+        let socket = self.cluster()?.layout.admin_socket();
+        self.orchestrator.ask(async {
+            let mut cluster = client::connect(&socket).await?;
+            client::get_volume(&mut cluster, &claim.volume_id).await
+        })
+    }
+
+    /// Publishes to the node; as root also stages (ext4) and mounts.
+    fn attach(&self, claim: &mut Claim, node: &str) -> Result<()> {
+        self.orchestrator.publish(claim, node)?;
+        if self.mounted {
+            self.orchestrator.stage(claim)?;
+            self.orchestrator.node_publish(claim)?;
+            note(&format!(
+                "published, formatted with ext4 and mounted at {}",
+                self.orchestrator.mount().display()
+            ));
+        } else {
+            note("published; served over NBD");
+        }
+        Ok(())
+    }
+
+    /// `count` surfaces of `bytes` each: files of the mount, or regions of the volume.
+    fn surfaces(
+        &self,
+        claim: &Claim,
+        count: u64,
+        bytes: u64,
+        name: &str,
+        create: bool,
+    ) -> Result<Vec<Arc<dyn Surface>>> {
+        if self.mounted {
+            let open = if create { DirectFile::create } else { DirectFile::open };
+            let files = (0..count)
+                .map(|index| open(&self.orchestrator.mount().join(format!("{name}-{index}"))));
+            return files.map(|file| Ok(Arc::new(file?) as Arc<dyn Surface>)).collect();
+        }
+        let client = Arc::new(self.nbd_client(claim)?);
+        // Documents come first on the volume, the application's pages behind them.
+        let base = if name == "load" { DOCUMENTS * DOCUMENT_BYTES } else { 0 };
+        let regions =
+            (0..count).map(|index| Region { client: client.clone(), start: base + index * bytes });
+        Ok(regions.map(|region| Arc::new(region) as Arc<dyn Surface>).collect())
+    }
+
+    fn nbd_client(&self, claim: &Claim) -> Result<Client> {
+        let socket = self.cluster()?.layout.nbd().join(format!("{}.sock", claim.volume_id));
+        let began = Instant::now();
+        loop {
+            interrupt::check()?;
+            match Client::connect(ClientOptions::new(Address::Unix(socket.clone()))) {
+                Ok(client) => return Ok(client),
+                Err(error) if began.elapsed() > FLOW_BUDGET => return Err(error.into()),
+                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+
+    fn documents(&self, claim: &Claim, create: bool) -> Result<Vec<Document>> {
+        let surfaces = self.surfaces(claim, DOCUMENTS, DOCUMENT_BYTES, "file", create)?;
+        Ok(surfaces
+            .into_iter()
+            .enumerate()
+            .map(|(index, surface)| Document {
+                name: format!("file-{index}"),
+                surface,
+                seed: 0x5eed_0000 + index as u64,
+            })
+            .collect())
+    }
+
+    fn verify(&self, documents: &[Document]) -> Result<()> {
+        let mut all = 0;
+        for document in documents {
+            all ^= document.verify()?.rotate_left(3);
+            interrupt::check()?;
+        }
+        note(&format!("{} files verified byte by byte (checksum {all:08x})", documents.len()));
+        Ok(())
+    }
+
+    /// Does harm under load, waits until IO flows and every replica is in sync again, and
+    /// verifies the files.
+    fn step(
+        &mut self,
+        step: &'static str,
+        claim: &Claim,
+        load: &Load,
+        documents: &[Document],
+        harm: impl FnOnce(&Self) -> Result<()>,
+    ) -> Result<()> {
+        interrupt::check()?;
+        say(step);
+        let operations = load.operations();
+        load.read(operations);
+        let began = Instant::now();
+        harm(self)?;
+        load.flows_again(FLOW_BUDGET)?;
+        let recovered = self.wait_until_in_sync(claim, load, began)?;
+        let reading = load.read(operations);
+        note(&format!(
+            "IO paused for {} at most; all three replicas in sync after {:.1} s; {} operations meanwhile, no error",
+            millis(reading.pause),
+            recovered.as_secs_f64(),
+            reading.operations
+        ));
+        self.verify(documents)?;
+        load.check()?;
+        self.outcomes.push(Outcome {
+            step,
+            pause: Some(reading.pause),
+            recovered: Some(recovered),
+        });
+        Ok(())
+    }
+
+    fn wait_until_in_sync(&self, claim: &Claim, load: &Load, began: Instant) -> Result<Duration> {
+        let mut shown = String::new();
+        loop {
+            interrupt::check()?;
+            load.check()?;
+            // The controller may be the one that was killed: it is asked again.
+            let state = match self.volume(claim) {
+                Ok(volume) => {
+                    let phases: Vec<_> =
+                        volume.replicas.iter().map(|replica| replica.phase.as_str()).collect();
+                    if volume.health == "Online"
+                        && phases.len() == 3
+                        && phases.iter().all(|phase| *phase == "InSync")
+                    {
+                        return Ok(began.elapsed());
+                    }
+                    format!("{}: {}", volume.health, phases.join(", "))
+                }
+                Err(error) => format!("{error:#}"),
+            };
+            if state != shown {
+                note(&state);
+                shown = state;
+            }
+            if began.elapsed() > REBUILD_BUDGET {
+                bail!(
+                    "not all replicas are in sync after {} s ({shown})",
+                    REBUILD_BUDGET.as_secs()
+                );
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Power loss as far as a process can play it, then a start from what is on disk.
+    fn cold_start(&mut self, claim: &mut Claim, node: &str, directory: &Path) -> Result<()> {
+        let step = "kill -9 of everything with the mount in place, then a cold start";
+        say(step);
+        self.cluster.take().map_or(Ok(()), DevCluster::crash)?;
+        let began = Instant::now();
+        self.cluster = Some(DevCluster::start(directory, self.mounted)?);
+        if self.mounted {
+            // What an orchestrator does after a node came back: clean up, then begin again.
+            self.orchestrator.unmount(claim)?;
+        }
+        self.attach(claim, node)?;
+        let documents = self.documents(claim, false)?;
+        self.verify(&documents)?;
+        let recovered = began.elapsed();
+        note(&format!(
+            "up, mounted and verified {:.1} s after the start began",
+            recovered.as_secs_f64()
+        ));
+        self.outcomes.push(Outcome { step, pause: None, recovered: Some(recovered) });
+        Ok(())
+    }
+
+    fn summary(&self) {
+        println!(
+            "\n{:<66} {:>10} {:>12}",
+            "all files verified after each of", "IO paused", "whole again"
+        );
+        for outcome in &self.outcomes {
+            let pause = outcome.pause.map_or_else(|| "-".into(), millis);
+            let recovered = outcome
+                .recovered
+                .map_or_else(|| "-".into(), |time| format!("{:.1} s", time.as_secs_f64()));
+            println!("{:<66} {pause:>10} {recovered:>12}", outcome.step);
+        }
+        println!("errors seen by the application: none\n");
+    }
+}
+
+/// Everything in the pool's data directory or file.
+fn wipe(data: &Path) -> Result<()> {
+    let metadata = std::fs::metadata(data).with_context(|| format!("{}", data.display()))?;
+    let gone =
+        if metadata.is_dir() { std::fs::remove_dir_all(data) } else { std::fs::remove_file(data) };
+    gone.with_context(|| format!("wipe {}", data.display()))
+}
+
+fn millis(time: Duration) -> String {
+    format!("{:.0} ms", time.as_secs_f64() * 1000.0)
+}
+
+fn say(line: &str) {
+    use std::sync::OnceLock;
+    static BEGAN: OnceLock<Instant> = OnceLock::new();
+    let began = BEGAN.get_or_init(Instant::now);
+    println!("[{:>5.1} s] {line}", began.elapsed().as_secs_f64());
+}
+
+fn note(line: &str) {
+    println!("          {line}");
+}

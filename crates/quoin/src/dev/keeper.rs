@@ -1,0 +1,213 @@
+//! One child process: started, restarted when it dies, ended when asked.
+
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::process::{Child, Command};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use super::layout::Layout;
+
+/// The first restart comes at once: a process that ran well and was killed is missed.
+const BACKOFF_FIRST: Duration = Duration::from_millis(50);
+const BACKOFF_MAX: Duration = Duration::from_secs(5);
+/// A process that lived this long is taken to have started well.
+const RAN_WELL: Duration = Duration::from_secs(10);
+/// A clean shutdown drains IO first; after this it is killed and the next start recovers.
+const STOP_BUDGET: Duration = Duration::from_secs(20);
+/// A log is begun anew, its predecessor kept, when it is longer than this at a start.
+const LOG_BYTES_MAX: u64 = 16 << 20;
+
+/// What to start.
+#[derive(Clone)]
+pub struct Process {
+    /// Unique in one `quoin dev`: "controller", "pool-a", "target" …
+    pub name: String,
+    /// Arguments for this same binary.
+    pub arguments: Vec<String>,
+}
+
+/// The pids of all children, mirrored into a file.
+#[derive(Clone)]
+pub struct Roster {
+    path: PathBuf,
+    pids: Arc<Mutex<BTreeMap<String, u32>>>,
+}
+
+impl Roster {
+    pub fn new(layout: &Layout) -> Self {
+        Self { path: layout.processes(), pids: Arc::default() }
+    }
+
+    fn set(&self, name: &str, pid: Option<u32>) {
+        let mut pids = self.pids.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        match pid {
+            Some(pid) => pids.insert(name.into(), pid),
+            None => pids.remove(name),
+        };
+        // People and the demo read it; nothing depends on it, so a full disk is no reason to stop.
+        let beside = self.path.with_extension("json.new");
+        if let Ok(text) = serde_json::to_vec_pretty(&*pids)
+            && std::fs::write(&beside, text).is_ok()
+        {
+            let _ = std::fs::rename(&beside, &self.path);
+        }
+    }
+}
+
+/// Keeps one process running until [`Keeper::stop`].
+pub struct Keeper {
+    pub name: String,
+    stop: watch::Sender<bool>,
+    task: JoinHandle<Result<()>>,
+}
+
+impl Keeper {
+    /// Starts the process. Must be called on the thread that lives as long as the supervisor:
+    /// the kernel ends children with the thread that started them.
+    ///
+    /// # Errors
+    /// A log that cannot be written, or a binary that cannot be started.
+    pub fn start(process: Process, layout: Layout, roster: Roster) -> Result<Self> {
+        let (stop, stopped) = watch::channel(false);
+        let child = spawn(&process, &layout)?;
+        roster.set(&process.name, child.id());
+        let name = process.name.clone();
+        let task = tokio::task::spawn_local(keep(process, child, layout, roster, stopped));
+        Ok(Self { name, stop, task })
+    }
+
+    /// Whether it gave up (the process cannot be started at all).
+    pub fn has_ended(&self) -> bool {
+        self.task.is_finished()
+    }
+
+    /// Ends the process by SIGTERM and waits; kills it if it does not drain in time.
+    pub async fn stop(self) -> Result<()> {
+        let _ = self.stop.send(true);
+        self.task.await.context("the keeper's task failed")?
+    }
+}
+
+async fn keep(
+    process: Process,
+    mut child: Child,
+    layout: Layout,
+    roster: Roster,
+    mut stopped: watch::Receiver<bool>,
+) -> Result<()> {
+    let name = process.name.clone();
+    let mut backoff = BACKOFF_FIRST;
+    loop {
+        let began = Instant::now();
+        let status = tokio::select! {
+            status = child.wait() => status.context("wait for a child")?,
+            _ = stopped.changed() => {
+                let outcome = end(&name, &mut child).await;
+                roster.set(&name, None);
+                return outcome;
+            }
+        };
+        roster.set(&name, None);
+        backoff = if began.elapsed() >= RAN_WELL {
+            BACKOFF_FIRST
+        } else {
+            (backoff * 2).min(BACKOFF_MAX)
+        };
+        super::say(&format!(
+            "{name} ended ({}); starting it again in {:.1} s, its log is {}",
+            show_status(status),
+            backoff.as_secs_f64(),
+            layout.log(&name).display()
+        ));
+        tokio::select! {
+            () = wait_to_start(&layout, &name, backoff) => {}
+            _ = stopped.changed() => return Ok(()),
+        }
+        child = spawn(&process, &layout)?;
+        roster.set(&name, child.id());
+    }
+}
+
+/// Lets the back-off pass, and then as long as somebody holds the process down.
+async fn wait_to_start(layout: &Layout, name: &str, backoff: Duration) {
+    tokio::time::sleep(backoff).await;
+    let hold = layout.hold(name);
+    while hold.exists() {
+        tokio::time::sleep(BACKOFF_FIRST).await;
+    }
+}
+
+fn spawn(process: &Process, layout: &Layout) -> Result<Child> {
+    let log = open_log(layout, &process.name)?;
+    let binary = std::env::current_exe().context("find this program's own file")?;
+    // A binary replaced while it runs shows as "(deleted)"; /proc still leads to it.
+    let binary = if binary.exists() { binary } else { "/proc/self/exe".into() };
+    let mut command = Command::new(binary);
+    command
+        .args(&process.arguments)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().context("share a log")?)
+        .stderr(log)
+        // Ctrl-C is for the supervisor alone: it ends its children in their right order.
+        .process_group(0)
+        .kill_on_drop(true);
+    // SAFETY: prctl is async-signal-safe and touches nothing of the parent.
+    unsafe {
+        command.pre_exec(|| {
+            // A supervisor that is killed takes its children along, so nothing runs unwatched.
+            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))?;
+            Ok(())
+        });
+    }
+    command.spawn().with_context(|| format!("cannot start {}", process.name))
+}
+
+fn open_log(layout: &Layout, name: &str) -> Result<File> {
+    let path = layout.log(name);
+    if std::fs::metadata(&path).is_ok_and(|metadata| metadata.len() > LOG_BYTES_MAX) {
+        std::fs::rename(&path, path.with_extension("log.old")).context("put an old log aside")?;
+    }
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(&path)
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+async fn end(name: &str, child: &mut Child) -> Result<()> {
+    let Some(pid) = child.id().and_then(|pid| rustix::process::Pid::from_raw(pid as i32)) else {
+        return Ok(());
+    };
+    let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+    match tokio::time::timeout(STOP_BUDGET, child.wait()).await {
+        Ok(status) => {
+            let status = status.context("wait for a child")?;
+            if !status.success() && status.signal() != Some(15) {
+                bail!("{name} did not stop cleanly ({})", show_status(status));
+            }
+            Ok(())
+        }
+        Err(_) => {
+            child.kill().await.context("kill a child")?;
+            bail!(
+                "{name} did not stop within {} s and was killed; the next start recovers",
+                STOP_BUDGET.as_secs()
+            )
+        }
+    }
+}
+
+fn show_status(status: ExitStatus) -> String {
+    match (status.signal(), status.code()) {
+        (Some(signal), _) => format!("signal {signal}"),
+        (None, Some(code)) => format!("exit code {code}"),
+        (None, None) => "no status".into(),
+    }
+}

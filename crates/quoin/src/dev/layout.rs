@@ -1,0 +1,141 @@
+//! Where `quoin dev` keeps everything, and where commands look for a controller.
+
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+
+/// Socket addresses have 108 bytes; the longest name below the run directory is
+/// `nbd/<32 hex digits>.sock`.
+const ROOT_BYTES_MAX: usize = 107 - "/run/nbd/.sock".len() - 32;
+
+/// One directory with everything in it: deleting it is the whole uninstallation.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    root: PathBuf,
+}
+
+impl Layout {
+    /// Makes the directory where it is missing.
+    ///
+    /// # Errors
+    /// A path too long for sockets, one that cannot be made, or a directory of something else.
+    pub fn open(root: &Path) -> Result<Self> {
+        let root = std::path::absolute(root).with_context(|| format!("{}", root.display()))?;
+        let shown = root.display().to_string();
+        if root.as_os_str().len() > ROOT_BYTES_MAX {
+            bail!(
+                "{shown} is too long for the sockets below it: choose a shorter --dir (at most {ROOT_BYTES_MAX} bytes)"
+            );
+        }
+        std::fs::create_dir_all(&root).with_context(|| {
+            format!("cannot make {shown}: choose a directory you may write with --dir")
+        })?;
+        let layout = Self { root };
+        layout.refuse_foreign()?;
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(&layout.root, std::fs::Permissions::from_mode(0o700))
+            .with_context(|| format!("{shown} belongs to another user: choose another --dir"))?;
+        for directory in [layout.run(), layout.nbd(), layout.logs()] {
+            std::fs::create_dir_all(&directory)
+                .with_context(|| format!("cannot make {}", directory.display()))?;
+        }
+        Ok(layout)
+    }
+
+    /// A directory with files in it that no `quoin dev` made is left alone.
+    fn refuse_foreign(&self) -> Result<()> {
+        if self.settings().exists() || self.lock().exists() {
+            return Ok(());
+        }
+        let mut entries = std::fs::read_dir(&self.root)
+            .with_context(|| format!("cannot read {}", self.root.display()))?;
+        if let Some(Ok(entry)) = entries.next() {
+            bail!(
+                "{} holds other files ({}): choose an empty directory with --dir",
+                self.root.display(),
+                entry.file_name().to_string_lossy()
+            );
+        }
+        Ok(())
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+    pub fn lock(&self) -> PathBuf {
+        self.root.join("dev.lock")
+    }
+    pub fn settings(&self) -> PathBuf {
+        self.root.join("dev.json")
+    }
+    pub fn run(&self) -> PathBuf {
+        self.root.join("run")
+    }
+    pub fn nbd(&self) -> PathBuf {
+        self.run().join("nbd")
+    }
+    pub fn logs(&self) -> PathBuf {
+        self.root.join("logs")
+    }
+    pub fn log(&self, process: &str) -> PathBuf {
+        self.logs().join(format!("{process}.log"))
+    }
+    pub fn admin_socket(&self) -> PathBuf {
+        self.run().join("admin.sock")
+    }
+    pub fn csi_socket(&self) -> PathBuf {
+        self.run().join("csi.sock")
+    }
+    /// Which process runs under which pid, for people and for the demo.
+    pub fn processes(&self) -> PathBuf {
+        self.run().join("processes.json")
+    }
+    pub fn controller(&self) -> PathBuf {
+        self.root.join("controller")
+    }
+    /// Identity and data of one pool.
+    pub fn pool(&self, name: &str) -> PathBuf {
+        self.root.join("pools").join(name)
+    }
+    /// What a pool stores, apart from who it is.
+    pub fn pool_data(&self, name: &str) -> PathBuf {
+        self.pool(name).join("data")
+    }
+    /// While this file is there, the process of that name is not started again.
+    pub fn hold(&self, process: &str) -> PathBuf {
+        self.run().join(format!("hold-{process}"))
+    }
+    /// Identity and records of the node; its target uses the same identity.
+    pub fn node(&self) -> PathBuf {
+        self.root.join("node")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_of_something_else_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("thesis.tex"), "x").unwrap();
+        let message = Layout::open(directory.path()).unwrap_err().to_string();
+        assert!(message.contains("thesis.tex") && message.contains("--dir"), "{message}");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "something was made");
+    }
+
+    #[test]
+    fn a_path_too_long_for_sockets_is_refused_before_anything_is_made() {
+        let directory = tempfile::tempdir().unwrap();
+        let long = directory.path().join("x".repeat(90));
+        let message = Layout::open(&long).unwrap_err().to_string();
+        assert!(message.contains("too long"), "{message}");
+        assert!(!long.exists());
+    }
+
+    #[test]
+    fn the_longest_socket_below_the_longest_root_still_fits_an_address() {
+        let root = PathBuf::from("/").join("r".repeat(ROOT_BYTES_MAX - 1));
+        let socket = Layout { root }.nbd().join(format!("{}.sock", "0".repeat(32)));
+        assert_eq!(socket.as_os_str().len(), 107);
+    }
+}

@@ -1,0 +1,297 @@
+//! `quoin dev`: a whole cluster on one machine, one process a role, under one supervisor.
+//!
+//! The processes are the ones of a real cluster: each is this binary with the role's own
+//! command, pools and node join with tokens, every connection has its certificates. What dies
+//! is started again; Ctrl-C (or SIGTERM) ends all in the order in which nothing is lost and
+//! nothing is left: node, mounts, attach, target, pools, controller. All of it lives in one
+//! directory ([`layout`]); a second start goes on with what is there.
+
+mod cleanup;
+mod keeper;
+pub mod layout;
+mod lock;
+mod processes;
+mod settings;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use quoin_identity::{Identity, Role};
+use quoin_proto::control::{CreateJoinTokenRequest, ListNodesRequest, ListPoolsRequest};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use crate::client::{self, Cluster, refusal};
+use crate::size::show_size;
+use keeper::{Keeper, Process, Roster};
+use layout::Layout;
+use processes::Attaching;
+use settings::Settings;
+
+/// All parts must be up within this; a machine under load takes its time.
+const START_BUDGET: Duration = Duration::from_secs(90);
+
+#[derive(Args)]
+pub struct DevOptions {
+    /// Where everything lives [default: /var/lib/quoin-dev as root, else
+    /// ~/.local/share/quoin-dev].
+    #[arg(long, value_name = "DIRECTORY")]
+    pub dir: Option<PathBuf>,
+    /// How many pools, each a process of its own; only at the first start in a directory.
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub pools: u8,
+    /// Do not attach block devices (no root and no FUSE needed): volumes are served as NBD.
+    #[arg(long)]
+    pub no_attach: bool,
+}
+
+/// Says one line to the person in front of `quoin dev`.
+fn say(line: &str) {
+    let mut output = std::io::stdout().lock();
+    // A closed terminal must not end the cluster.
+    let _ = writeln!(output, "{line}");
+    let _ = output.flush();
+}
+
+pub fn run(options: DevOptions) -> Result<()> {
+    let root = options.dir.clone().unwrap_or_else(client::default_root);
+    let layout = Layout::open(&root)?;
+    let _lock = lock::take(&layout)?;
+    let (settings, notes) = Settings::load_or_create(&layout, options.pools.into())?;
+    for note in notes {
+        say(&note);
+    }
+    let attaching = Attaching::possible(options.no_attach);
+    if let Attaching::No { reason } = &attaching {
+        say(&format!("volumes are served as NBD sockets only: {reason}"));
+    }
+    // One thread: the kernel ends the children with the thread that started them.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let tasks = tokio::task::LocalSet::new();
+    tasks.block_on(&runtime, supervise(&layout, &settings, &attaching))
+}
+
+/// Whoever wants the cluster to end: Ctrl-C, `kill`, a closed terminal.
+struct Ends([Signal; 3]);
+
+impl Ends {
+    fn new() -> Result<Self> {
+        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
+        let [first, second, third] = kinds.map(signal);
+        Ok(Self([first?, second?, third?]))
+    }
+
+    async fn wait(&mut self) {
+        let [first, second, third] = &mut self.0;
+        tokio::select! {
+            _ = first.recv() => {}
+            _ = second.recv() => {}
+            _ = third.recv() => {}
+        }
+    }
+}
+
+async fn supervise(layout: &Layout, settings: &Settings, attaching: &Attaching) -> Result<()> {
+    let mut ends = Ends::new()?;
+    let mut keepers = Vec::new();
+    let outcome = tokio::select! {
+        outcome = start(layout, settings, attaching, &mut keepers) => match outcome {
+            Ok(()) => {
+                greet(layout, settings, attaching);
+                tokio::select! {
+                    () = ends.wait() => Ok(()),
+                    error = first_that_gave_up(&keepers) => Err(error),
+                }
+            }
+            Err(error) => Err(error),
+        },
+        () = ends.wait() => Ok(()),
+    };
+    say("stopping");
+    let stopped = stop(layout, keepers).await;
+    outcome.and(stopped)
+}
+
+/// Starts everything in order, joining what has not joined yet.
+async fn start(
+    layout: &Layout,
+    settings: &Settings,
+    attaching: &Attaching,
+    keepers: &mut Vec<Keeper>,
+) -> Result<()> {
+    let began = Instant::now();
+    let roster = Roster::new(layout);
+    cleanup::release_leftovers(layout)?;
+    let start = |process: Process| Keeper::start(process, layout.clone(), roster.clone());
+
+    processes::init_controller(layout).await?;
+    keepers.push(start(processes::controller(layout, settings))?);
+    let mut cluster = wait_for_controller(layout, keepers, began).await?;
+
+    for pool in &settings.pools {
+        let directory = layout.pool(&pool.name);
+        join(&mut cluster, settings, Role::Pool, &pool.name, &directory).await?;
+        keepers.push(start(processes::pool(layout, settings, pool))?);
+    }
+    join(&mut cluster, settings, Role::Node, &settings.node, &layout.node()).await?;
+    keepers.push(start(processes::target(layout, settings))?);
+    if let Attaching::Yes = attaching {
+        keepers.push(start(processes::attach(layout))?);
+    }
+    keepers.push(start(processes::node(layout, settings, attaching))?);
+    wait_until_all_are_online(&mut cluster, layout, settings, began).await
+}
+
+async fn wait_for_controller(
+    layout: &Layout,
+    keepers: &[Keeper],
+    began: Instant,
+) -> Result<Cluster> {
+    loop {
+        if let Ok(mut cluster) = client::connect(&layout.admin_socket()).await
+            && cluster
+                .get_cluster_info(quoin_proto::control::GetClusterInfoRequest {})
+                .await
+                .is_ok()
+        {
+            return Ok(cluster);
+        }
+        if began.elapsed() > START_BUDGET || keepers.iter().any(Keeper::has_ended) {
+            bail!(
+                "the controller does not answer; its log is {}",
+                layout.log("controller").display()
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Gives a member that has none its certificate, by a token as on any other host.
+async fn join(
+    cluster: &mut Cluster,
+    settings: &Settings,
+    role: Role,
+    name: &str,
+    directory: &Path,
+) -> Result<()> {
+    if Identity::load(directory).is_ok() {
+        return Ok(());
+    }
+    let request = CreateJoinTokenRequest { role: role.to_string(), ttl_s: 300, name: name.into() };
+    let token = cluster.create_join_token(request).await.map_err(refusal)?.into_inner().token;
+    processes::join(settings, role, name, directory, &token).await
+}
+
+async fn wait_until_all_are_online(
+    cluster: &mut Cluster,
+    layout: &Layout,
+    settings: &Settings,
+    began: Instant,
+) -> Result<()> {
+    loop {
+        let pools = cluster.list_pools(ListPoolsRequest {}).await;
+        let nodes = cluster.list_nodes(ListNodesRequest {}).await;
+        let mut missing = Vec::new();
+        if let (Ok(pools), Ok(nodes)) = (pools, nodes) {
+            let (pools, nodes) = (pools.into_inner().pools, nodes.into_inner().nodes);
+            for wanted in &settings.pools {
+                if !pools.iter().any(|pool| pool.name == wanted.name && pool.state == "Online") {
+                    missing.push(wanted.name.clone());
+                }
+            }
+            if !nodes.iter().any(|node| node.name == settings.node && node.state == "Online") {
+                missing.push("node".into());
+            }
+            if missing.is_empty() {
+                return Ok(());
+            }
+        }
+        if began.elapsed() > START_BUDGET {
+            bail!(
+                "not all parts are up after {} s (missing: {}); their logs are in {}",
+                START_BUDGET.as_secs(),
+                missing.join(", "),
+                layout.logs().display()
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+fn greet(layout: &Layout, settings: &Settings, attaching: &Attaching) {
+    let capacity = settings.pools.first().map_or(0, |pool| pool.capacity_bytes);
+    let is_default = *layout.root() == client::default_root();
+    let socket = if is_default {
+        String::new()
+    } else {
+        format!("\n  export QUOIN_SOCKET={}", layout.admin_socket().display())
+    };
+    let attach = match attaching {
+        Attaching::Yes => "quoin volume attach db             prints a block device",
+        Attaching::No { .. } => "quoin volume attach db --nbd       prints an NBD address",
+    };
+    say(&format!(
+        "Quoin is up: {} pools of up to {} each (sparse), node {}\n  data   {}\n  admin  {}\n  \
+         csi    unix://{}\n  logs   {}\n\nIn another terminal:{socket}\n  \
+         quoin volume create db --size 1GiB --replicas 3\n  {attach}\n  quoin events -w\n\n\
+         Ctrl-C stops everything and keeps the data.",
+        settings.pools.len(),
+        show_size(capacity),
+        settings.node,
+        layout.root().display(),
+        layout.admin_socket().display(),
+        layout.csi_socket().display(),
+        layout.logs().display(),
+    ));
+}
+
+/// Resolves when a process cannot be started any more (its binary or log is gone).
+async fn first_that_gave_up(keepers: &[Keeper]) -> anyhow::Error {
+    loop {
+        if let Some(keeper) = keepers.iter().find(|keeper| keeper.has_ended()) {
+            return anyhow::anyhow!("{} cannot be started again; see the line above", keeper.name);
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+}
+
+/// Ends everything, the latest started first: node, attach, target, pools, controller. Goes on
+/// after a failure, so that one stuck process leaves no other behind.
+async fn stop(layout: &Layout, keepers: Vec<Keeper>) -> Result<()> {
+    let mut problems = Vec::new();
+    let (pools, mut others): (Vec<_>, Vec<_>) =
+        keepers.into_iter().partition(|keeper| keeper.name.starts_with("pool-"));
+    let controller = if others.is_empty() { None } else { Some(others.remove(0)) };
+    while let Some(keeper) = others.pop() {
+        if keeper.name == "attach"
+            && let Err(error) = cleanup::unmount_volumes(layout)
+        {
+            problems.push(format!("{error:#}"));
+        }
+        if let Err(error) = keeper.stop().await {
+            problems.push(format!("{error:#}"));
+        }
+    }
+    // Pools are independent of each other: all at once.
+    let pools: Vec<_> =
+        pools.into_iter().map(|keeper| tokio::task::spawn_local(keeper.stop())).collect();
+    for pool in pools {
+        if let Err(error) = pool.await.context("stop a pool").and_then(|outcome| outcome) {
+            problems.push(format!("{error:#}"));
+        }
+    }
+    if let Some(controller) = controller
+        && let Err(error) = controller.stop().await
+    {
+        problems.push(format!("{error:#}"));
+    }
+    if let Err(error) = cleanup::release_leftovers(layout) {
+        problems.push(format!("{error:#}"));
+    }
+    if problems.is_empty() {
+        say("stopped; the data stays for the next start");
+        return Ok(());
+    }
+    bail!("{}", problems.join("; "))
+}

@@ -1,0 +1,132 @@
+//! The command line of each process, and how each becomes a member.
+
+use anyhow::{Context, Result};
+use quoin_identity::{JoinRequest, Role, load_or_join};
+use std::net::SocketAddr;
+use std::path::Path;
+
+use super::keeper::Process;
+use super::layout::Layout;
+use super::settings::{PoolSettings, Settings};
+
+/// Whether block devices can be had on this machine.
+pub enum Attaching {
+    Yes,
+    No { reason: &'static str },
+}
+
+impl Attaching {
+    pub fn possible(is_unwanted: bool) -> Self {
+        if is_unwanted {
+            Self::No { reason: "--no-attach was given" }
+        } else if !rustix::process::geteuid().is_root() {
+            Self::No { reason: "attaching a block device needs root; start with sudo to have it" }
+        } else if !Path::new("/dev/fuse").exists() {
+            Self::No { reason: "there is no /dev/fuse; load the module with `modprobe fuse`" }
+        } else if !Path::new("/dev/loop-control").exists() {
+            Self::No {
+                reason: "there is no /dev/loop-control; load the module with `modprobe loop`",
+            }
+        } else {
+            Self::Yes
+        }
+    }
+}
+
+/// Makes the cluster's records and authority at the first start.
+pub async fn init_controller(layout: &Layout) -> Result<()> {
+    let directory = layout.controller();
+    if !quoin_control::is_initialised(&directory) {
+        quoin_control::init(&directory, quoin_identity::Lifetimes::default())
+            .await
+            .with_context(|| format!("make a cluster in {}", directory.display()))?;
+    }
+    Ok(())
+}
+
+/// Gets the member in `directory` its certificate, by a token as on any other host.
+pub async fn join(
+    settings: &Settings,
+    role: Role,
+    name: &str,
+    directory: &Path,
+    token: &str,
+) -> Result<()> {
+    let request = JoinRequest {
+        controller: settings.controller.listen.to_string(),
+        token: token.parse().context("the controller's join token")?,
+        role,
+        name: name.into(),
+    };
+    load_or_join(directory, Some(&request)).await.with_context(|| format!("{name} joins"))?;
+    Ok(())
+}
+
+fn process(
+    name: &str,
+    role: &[&str],
+    flags: &[(&str, String)],
+    http: Option<SocketAddr>,
+) -> Process {
+    let mut arguments: Vec<String> = role.iter().map(ToString::to_string).collect();
+    let http = http.map(|address| ("--http", address.to_string()));
+    for (flag, value) in flags.iter().cloned().chain(http) {
+        arguments.extend([flag.to_string(), value]);
+    }
+    Process { name: name.into(), arguments }
+}
+
+fn path(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+pub fn controller(layout: &Layout, settings: &Settings) -> Process {
+    let flags = [
+        ("--state", path(&layout.controller())),
+        ("--admin-socket", path(&layout.admin_socket())),
+        ("--listen", settings.controller.listen.to_string()),
+        // One machine: pools are what can fail apart from each other.
+        ("--default-spread", "pool".into()),
+    ];
+    process("controller", &["controller", "run"], &flags, Some(settings.controller.http))
+}
+
+pub fn pool(layout: &Layout, settings: &Settings, pool: &PoolSettings) -> Process {
+    let directory = layout.pool(&pool.name);
+    let flags = [
+        ("--state", path(&directory)),
+        ("--data", path(&layout.pool_data(&pool.name))),
+        ("--capacity", pool.capacity_bytes.to_string()),
+        ("--node", settings.node.clone()),
+        ("--name", pool.name.clone()),
+        ("--listen", pool.listen.to_string()),
+        ("--controller", settings.controller.listen.to_string()),
+    ];
+    process(&pool.name, &["pool", "run"], &flags, Some(pool.http))
+}
+
+pub fn target(layout: &Layout, settings: &Settings) -> Process {
+    let flags = [
+        ("--state", path(&layout.node())),
+        ("--run", path(&layout.run())),
+        ("--controller", settings.controller.listen.to_string()),
+    ];
+    process("target", &["target"], &flags, Some(settings.target_http))
+}
+
+pub fn attach(layout: &Layout) -> Process {
+    process("attach", &["attach"], &[("--run", path(&layout.run()))], None)
+}
+
+pub fn node(layout: &Layout, settings: &Settings, attaching: &Attaching) -> Process {
+    let mut flags = vec![
+        ("--state", path(&layout.node())),
+        ("--run", path(&layout.run())),
+        ("--controller", settings.controller.listen.to_string()),
+        ("--csi-endpoint", format!("unix://{}", layout.csi_socket().display())),
+    ];
+    if let Attaching::No { .. } = attaching {
+        flags.push(("--mode", "controller".into()));
+    }
+    process("node", &["node", "run"], &flags, Some(settings.node_http))
+}

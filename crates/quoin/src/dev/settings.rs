@@ -1,0 +1,199 @@
+//! What a `quoin dev` directory remembers: names, ports and sizes, chosen once.
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+
+use super::layout::Layout;
+
+/// Newer directories are refused by name instead of being misread.
+const FORMAT: u32 = 1;
+
+/// Part of the free disk that the pools may grow into; the rest stays the host's.
+const POOLS_SHARE_PERCENT: u64 = 80;
+const POOL_BYTES_MIN: u64 = 1 << 30;
+
+#[derive(Serialize, Deserialize, Debug, PartialEq)]
+pub struct Settings {
+    pub format: u32,
+    pub node: String,
+    /// gRPC for pools and nodes.
+    pub controller: Endpoint,
+    pub pools: Vec<PoolSettings>,
+    /// Metrics and health of the target, the node and the controller.
+    pub target_http: SocketAddr,
+    pub node_http: SocketAddr,
+}
+
+#[derive(Serialize, Deserialize, Debug, PartialEq)]
+pub struct Endpoint {
+    pub listen: SocketAddr,
+    pub http: SocketAddr,
+}
+
+#[derive(Serialize, Deserialize, Debug, PartialEq)]
+pub struct PoolSettings {
+    pub name: String,
+    pub capacity_bytes: u64,
+    pub listen: SocketAddr,
+    pub http: SocketAddr,
+}
+
+impl Settings {
+    /// Those of the directory, made at its first start. Ports that another program took in the
+    /// meantime are replaced; the notes say so.
+    pub fn load_or_create(layout: &Layout, pools: usize) -> Result<(Self, Vec<String>)> {
+        let path = layout.settings();
+        let mut notes = Vec::new();
+        let settings = match std::fs::read(&path) {
+            Ok(bytes) => {
+                let mut settings: Self = serde_json::from_slice(&bytes).with_context(|| {
+                    format!("{} is damaged: move the directory away to start anew", path.display())
+                })?;
+                if settings.format > FORMAT {
+                    bail!(
+                        "{} is of format {}, this Quoin knows {FORMAT}: use the newer Quoin that made it, or another --dir",
+                        path.display(),
+                        settings.format
+                    );
+                }
+                settings.replace_taken_ports(&mut notes)?;
+                settings
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                Self::create(layout, pools)?
+            }
+            Err(error) => return Err(error).with_context(|| format!("read {}", path.display())),
+        };
+        settings.save(layout)?;
+        Ok((settings, notes))
+    }
+
+    fn create(layout: &Layout, pools: usize) -> Result<Self> {
+        let filesystem =
+            rustix::fs::statvfs(layout.root()).context("ask for the free disk space")?;
+        let free = filesystem.f_bavail.saturating_mul(filesystem.f_frsize);
+        let share = free / 100 * POOLS_SHARE_PERCENT / pools as u64;
+        let capacity_bytes = share - share % (64 << 20);
+        if capacity_bytes < POOL_BYTES_MIN {
+            bail!(
+                "{} has {} free, too little for {pools} pools of at least {} each: choose another --dir",
+                layout.root().display(),
+                crate::size::show_size(free),
+                crate::size::show_size(POOL_BYTES_MIN)
+            );
+        }
+        // All ports are held until all are chosen, so that none is chosen twice.
+        let mut ports = Ports::default();
+        Ok(Self {
+            format: FORMAT,
+            node: crate::roles::host_name(),
+            controller: Endpoint { listen: ports.next()?, http: ports.next()? },
+            pools: (0..pools)
+                .map(|index| {
+                    let name = format!("pool-{}", char::from(b'a' + index as u8));
+                    Ok(PoolSettings {
+                        name,
+                        capacity_bytes,
+                        listen: ports.next()?,
+                        http: ports.next()?,
+                    })
+                })
+                .collect::<Result<_>>()?,
+            target_http: ports.next()?,
+            node_http: ports.next()?,
+        })
+    }
+
+    fn replace_taken_ports(&mut self, notes: &mut Vec<String>) -> Result<()> {
+        let mut ports = Ports::default();
+        let mut used = vec![
+            ("controller", &mut self.controller.listen),
+            ("controller's metrics", &mut self.controller.http),
+            ("target's metrics", &mut self.target_http),
+            ("node's metrics", &mut self.node_http),
+        ];
+        for pool in &mut self.pools {
+            used.push((pool.name.as_str(), &mut pool.listen));
+            used.push((pool.name.as_str(), &mut pool.http));
+        }
+        for (name, address) in used {
+            if !ports.keep(*address) {
+                let other = ports.next()?;
+                notes.push(format!(
+                    "port {} is in use by another program: {name} takes {}",
+                    address.port(),
+                    other.port()
+                ));
+                *address = other;
+            }
+        }
+        Ok(())
+    }
+
+    fn save(&self, layout: &Layout) -> Result<()> {
+        let path = layout.settings();
+        let beside = path.with_extension("json.new");
+        let write = || {
+            std::fs::write(&beside, serde_json::to_vec_pretty(self)?)?;
+            std::fs::rename(&beside, &path)?;
+            anyhow::Ok(())
+        };
+        write().with_context(|| format!("write {}", path.display()))
+    }
+}
+
+/// Listeners that hold the chosen ports while others are chosen.
+#[derive(Default)]
+struct Ports(Vec<TcpListener>);
+
+impl Ports {
+    fn next(&mut self) -> Result<SocketAddr> {
+        let listener =
+            TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("no free port on loopback")?;
+        let address = listener.local_addr()?;
+        self.0.push(listener);
+        Ok(address)
+    }
+
+    fn keep(&mut self, address: SocketAddr) -> bool {
+        TcpListener::bind(address).map(|listener| self.0.push(listener)).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_start_keeps_names_sizes_and_free_ports_and_replaces_taken_ones() {
+        let directory = tempfile::tempdir().unwrap();
+        let layout = Layout::open(directory.path()).unwrap();
+        let (first, notes) = Settings::load_or_create(&layout, 3).unwrap();
+        assert!(notes.is_empty());
+        let taken = TcpListener::bind(first.pools[1].listen).unwrap();
+        let (second, notes) = Settings::load_or_create(&layout, 3).unwrap();
+        assert_eq!(notes.len(), 1, "{notes:?}");
+        assert!(notes[0].contains("pool-b"), "{notes:?}");
+        assert_ne!(second.pools[1].listen, first.pools[1].listen);
+        assert_eq!(second.controller, first.controller);
+        assert_eq!(second.pools[0], first.pools[0]);
+        drop(taken);
+        // What was chosen is remembered.
+        assert_eq!(Settings::load_or_create(&layout, 3).unwrap().0, second);
+    }
+
+    #[test]
+    fn settings_of_a_newer_format_and_damaged_ones_are_refused_by_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let layout = Layout::open(directory.path()).unwrap();
+        let (mut settings, _) = Settings::load_or_create(&layout, 3).unwrap();
+        settings.format = FORMAT + 1;
+        settings.save(&layout).unwrap();
+        let message = Settings::load_or_create(&layout, 3).unwrap_err().to_string();
+        assert!(message.contains("newer Quoin"), "{message}");
+        std::fs::write(layout.settings(), "{").unwrap();
+        let message = Settings::load_or_create(&layout, 3).unwrap_err().to_string();
+        assert!(message.contains("damaged"), "{message}");
+    }
+}

@@ -1,0 +1,149 @@
+//! The processes of a cluster: flags to a role crate's `Options`, signals to its shutdown.
+//!
+//! All roles are run alike: logs on stderr, SIGTERM or SIGINT is a clean shutdown, `--http`
+//! serves the role's metrics and health.
+
+mod attach;
+mod controller;
+mod node;
+mod pool;
+mod target;
+
+pub use attach::{AttachOptions, run as attach};
+pub use controller::{ControllerCommand, run as controller};
+pub use node::{NodeOptions, run as node};
+pub use pool::{PoolOptions, run as pool};
+pub use target::{TargetOptions, run as target};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use quoin_console::Source;
+use quoin_identity::{Identity, JoinRequest, Role, load_or_join};
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::Path;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tracing_subscriber::EnvFilter;
+
+/// What every role takes.
+#[derive(Args, Clone, Debug)]
+pub struct RoleOptions {
+    /// Serve /metrics and /healthz on this address. There is no authentication: keep it on
+    /// loopback or behind something that has.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub http: Option<SocketAddr>,
+    /// Write logs as JSON, one object a line.
+    #[arg(long)]
+    pub log_json: bool,
+}
+
+/// Runs a role until it ends or a signal asks it to.
+pub fn run<F>(
+    options: &RoleOptions,
+    source: Source,
+    role: impl FnOnce(watch::Receiver<bool>) -> F,
+) -> Result<()>
+where
+    F: Future<Output = Result<()>>,
+{
+    start_logs(options.log_json);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("start the control threads")?;
+    runtime.block_on(async {
+        let (stop, shutdown) = watch::channel(false);
+        let http = match options.http {
+            None => None,
+            Some(address) => {
+                let listener = quoin_console::listen(address).await?;
+                Some(tokio::spawn(quoin_console::serve(listener, source, shutdown.clone())))
+            }
+        };
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let signals = tokio::spawn(async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            tracing::info!("asked to stop");
+            let _ = stop.send(true);
+            // Held open: a closed channel would end a role that outlives this task's select.
+            std::future::pending::<()>().await;
+        });
+        let outcome = role(shutdown).await;
+        signals.abort();
+        if let Some(http) = http {
+            http.abort();
+        }
+        outcome
+    })
+}
+
+/// Logs go to stderr; QUOIN_LOG sets what is logged, as in `QUOIN_LOG=debug`.
+fn start_logs(json: bool) {
+    let filter = EnvFilter::try_from_env("QUOIN_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // Set once a process; a second call has nothing to add.
+    let _ = if json { logs.json().try_init() } else { logs.with_ansi(false).try_init() };
+}
+
+/// How a newcomer becomes a member, and finds the controller later.
+#[derive(Args, Clone, Debug)]
+pub struct MemberOptions {
+    /// `host:port` of the controller.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub controller: String,
+    /// A join token (`quoin token create`); needed only the first time. Better in the
+    /// environment than on the command line, which everybody can read.
+    #[arg(long, env = "QUOIN_JOIN_TOKEN", hide_env_values = true, value_name = "TOKEN")]
+    pub join: Option<String>,
+    /// The member's name: letters, digits, `-` and `.` [default: the host's].
+    #[arg(long)]
+    pub name: Option<String>,
+}
+
+impl MemberOptions {
+    /// The member's name: the flag, else whose identity lies in `directory`, else the host's.
+    pub fn name_of(&self, directory: &Path) -> String {
+        let of_identity = || Some(Identity::load(directory).ok()?.peer().name.clone());
+        self.name.clone().or_else(of_identity).unwrap_or_else(host_name)
+    }
+
+    /// What is needed to join, if a token was given.
+    pub fn join_request(&self, role: Role) -> Result<Option<JoinRequest>> {
+        let Some(token) = &self.join else { return Ok(None) };
+        Ok(Some(JoinRequest {
+            controller: self.controller.clone(),
+            token: token.parse().context("the join token")?,
+            role,
+            name: self.name.clone().unwrap_or_else(host_name),
+        }))
+    }
+
+    /// Loads the identity in `directory`, or joins for it.
+    pub async fn identity(&self, role: Role, directory: &Path) -> Result<Identity> {
+        Ok(load_or_join(directory, self.join_request(role)?.as_ref()).await?)
+    }
+}
+
+/// Reads `key=value`.
+pub fn parse_pair(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("write it as key=value")?;
+    if key.is_empty() || value.is_empty() {
+        return Err("neither key nor value may be empty".into());
+    }
+    Ok((key.into(), value.into()))
+}
+
+/// The host's name, cut to what a certificate may carry.
+pub fn host_name() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().to_ascii_lowercase();
+    let plain = name.chars().filter(|letter| letter.is_ascii_alphanumeric() || *letter == '-');
+    let name: String = plain.take(40).collect();
+    let name = name.trim_matches('-');
+    if name.is_empty() { "localhost".into() } else { name.into() }
+}

@@ -1,0 +1,54 @@
+//! `quoin node run`: the CSI plugin of this host.
+
+use anyhow::Result;
+use clap::Args;
+use quoin_console::Source;
+use quoin_csi::Mode;
+use quoin_identity::Role;
+use std::path::PathBuf;
+
+use super::{MemberOptions, RoleOptions};
+
+#[derive(Args)]
+pub struct NodeOptions {
+    /// The node's identity and its records of what is staged.
+    #[arg(long, value_name = "DIRECTORY")]
+    state: PathBuf,
+    /// Where the target serves volumes and the attach process listens.
+    #[arg(long, value_name = "DIRECTORY", default_value = "/run/quoin")]
+    run: PathBuf,
+    /// Where CSI is served.
+    #[arg(long, env = "CSI_ENDPOINT", value_name = "unix:///PATH.sock")]
+    csi_endpoint: String,
+    /// Which CSI services do their work: all, controller or node.
+    #[arg(long, default_value = "all")]
+    mode: Mode,
+    /// The driver name that orchestrators know.
+    #[arg(long, default_value = quoin_csi::DRIVER_NAME)]
+    driver_name: String,
+    /// Volumes that may be attached here; 0: no limit of its own.
+    #[arg(long, default_value_t = 0)]
+    volumes_max: u32,
+    /// Where this host stands, as in quoin.io/zone=west; may be repeated.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = super::parse_pair)]
+    topology: Vec<(String, String)>,
+    #[command(flatten)]
+    member: MemberOptions,
+    #[command(flatten)]
+    role: RoleOptions,
+}
+
+pub fn run(options: NodeOptions) -> Result<()> {
+    let source = Source::new(String::new, || Ok(()));
+    super::run(&options.role, source, |shutdown| async move {
+        options.member.identity(Role::Node, &options.state).await?;
+        let controller = options.member.controller;
+        let mut node =
+            quoin_csi::Options::new(options.state, options.run, controller, options.csi_endpoint);
+        node.mode = options.mode;
+        node.driver_name = options.driver_name;
+        node.volumes_max = options.volumes_max;
+        node.topology = options.topology.into_iter().collect();
+        Ok(quoin_csi::run(node, shutdown).await?)
+    })
+}
