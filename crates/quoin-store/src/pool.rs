@@ -230,7 +230,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             ..Checkpoint::default()
         };
         self.core.record(Record::Create(identity))?;
-        self.core.record(Record::Meta(guid, Box::new(meta)))?;
+        self.core.record(Record::Meta(guid, Box::new(meta), Lsn::ZERO))?;
         self.core.record(Record::Checkpoint(guid, checkpoint.encode()))?;
         self.replicas.insert(guid, replica);
         Ok(())
@@ -319,7 +319,8 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
 
     fn put_meta(&mut self, meta: ReplicaMeta) -> Result<(), StoreError> {
         let guid = self.replica.identity.guid;
-        self.core.record(Record::Meta(guid, Box::new(meta.clone())))?;
+        let watermark = self.replica.stable.min(self.replica.durable);
+        self.core.record(Record::Meta(guid, Box::new(meta.clone()), watermark))?;
         self.replica.meta = meta;
         Ok(())
     }

@@ -84,7 +84,8 @@ pub struct Checkpoint {
 pub enum Record {
     Retired(ReplicaGuid),
     Create(ReplicaIdentity),
-    Meta(ReplicaGuid, Box<ReplicaMeta>),
+    /// With min(stable, durable) as it was then: the log must reach that far.
+    Meta(ReplicaGuid, Box<ReplicaMeta>, Lsn),
     /// Encoded [`Checkpoint`].
     Checkpoint(ReplicaGuid, Bytes),
     LogSegment(ReplicaGuid, SegmentState),
@@ -102,6 +103,7 @@ pub enum Record {
 pub struct DurableReplica {
     pub identity: ReplicaIdentity,
     pub meta: ReplicaMeta,
+    pub watermark: Lsn,
     pub checkpoint: Bytes,
     pub log_segments: Vec<SegmentState>,
     pub cuts: Vec<(u64, Lsn)>,
@@ -123,6 +125,7 @@ impl DurableState {
             Record::Create(identity) => {
                 let replica = DurableReplica {
                     meta: ReplicaMeta::default(),
+                    watermark: Lsn::ZERO,
                     checkpoint: Checkpoint::default().encode(),
                     log_segments: Vec::new(),
                     cuts: Vec::new(),
@@ -134,7 +137,10 @@ impl DurableState {
                 self.replicas.remove(&guid);
                 self.retired.insert(guid);
             }
-            Record::Meta(guid, meta) => self.with(guid, |r| r.meta = *meta),
+            Record::Meta(guid, meta, watermark) => self.with(guid, |r| {
+                r.meta = *meta;
+                r.watermark = watermark;
+            }),
             Record::Checkpoint(guid, bytes) => self.with(guid, |r| {
                 if let Ok(checkpoint) = Checkpoint::decode(bytes.clone()) {
                     r.log_segments.retain(|s| s.sequence > checkpoint.sequence);
@@ -165,7 +171,7 @@ impl DurableState {
         }
         for (guid, replica) in &self.replicas {
             Record::Create(replica.identity.clone()).encode(&mut out);
-            Record::Meta(*guid, Box::new(replica.meta.clone())).encode(&mut out);
+            Record::Meta(*guid, Box::new(replica.meta.clone()), replica.watermark).encode(&mut out);
             Record::Checkpoint(*guid, replica.checkpoint.clone()).encode(&mut out);
             for segment in &replica.log_segments {
                 Record::LogSegment(*guid, *segment).encode(&mut out);
@@ -201,8 +207,9 @@ impl Record {
                 body.put_blob(&identity.volume_spec);
                 (2, &identity.guid)
             }
-            Record::Meta(guid, meta) => {
+            Record::Meta(guid, meta, watermark) => {
                 encode_meta(meta, &mut body);
+                body.put_u64_le(watermark.0);
                 (3, guid)
             }
             Record::Checkpoint(guid, bytes) => {
@@ -238,7 +245,7 @@ impl Record {
                 replica: ReplicaId(r.u128("identity")?),
                 volume_spec: r.bytes("volume spec")?,
             }),
-            3 => Record::Meta(guid, Box::new(decode_meta(r)?)),
+            3 => Record::Meta(guid, Box::new(decode_meta(r)?), Lsn(r.u64("watermark")?)),
             4 => Record::Checkpoint(guid, r.take(r.remaining(), "checkpoint")?),
             5 => Record::LogSegment(guid, decode_segment(r)?),
             6 => Record::Cut { guid, index: r.u64("cut")?, keep: Lsn(r.u64("cut")?) },

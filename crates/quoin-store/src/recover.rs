@@ -81,7 +81,7 @@ pub fn recover<D: Disk>(
     segments.sort_unstable_by_key(|s| s.sequence);
 
     let chain = follow(core, &replica, &segments, checkpoint.log)?;
-    let mut watermark = folded.0;
+    let mut watermark = folded.max(durable.watermark).0;
     for found in &chain {
         if let Some(batch) = Batch::parse(&found.header) {
             watermark = watermark.max(batch.header.watermark);

@@ -1,0 +1,307 @@
+//! Damage anywhere in a pool: never wrong bytes, never a panic.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use common::{BLOCKS, GUID, World, options};
+use quoin_core::message::{Content, ReadView};
+use quoin_core::replica::store::{ReplicaStore, StoreError};
+use quoin_core::{Lsn, crc32c};
+use quoin_store::{Disk, MemoryDisk, Pool, ReplicaPool};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// A pool with a folded part, a log above it, moved blocks and snapshots.
+fn lived_in(seed: u64) -> World {
+    let mut world = World::new(seed, 32 << 20);
+    for round in 0..6 {
+        for _ in 0..10 {
+            world.append();
+        }
+        let stable = Lsn(world.history.len() as u64);
+        world.pool().replica(GUID).expect("it").set_stable(stable);
+        world.model.replica(GUID).expect("it").set_stable(stable);
+        if round < 4 {
+            world.pool().settle().expect("folded");
+        }
+    }
+    world.begin_sync();
+    world.finish_sync();
+    // A clean close: the metadata says how far the log must reach.
+    let mut replica = world.pool().replica(GUID).expect("it");
+    let meta = replica.meta().clone();
+    replica.put_meta(meta).expect("closed");
+    world.pool().request_sync();
+    common::sync(world.pool());
+    world
+}
+
+/// What every block of every view may be, by version: right bytes or none.
+fn truth(world: &mut World) -> BTreeMap<(u64, u64), Option<Bytes>> {
+    let mut truth = BTreeMap::new();
+    for entry in &world.history {
+        for i in 0..u64::from(entry.blocks) {
+            let at = i as usize * 4096;
+            let data = (!entry.data.is_empty()).then(|| entry.data.slice(at..at + 4096));
+            truth.insert((entry.lba + i, entry.lsn.0), data);
+        }
+    }
+    truth
+}
+
+/// Reads everything; what is not bad must be true. Returns the number of bad blocks.
+fn check(pool: &mut Pool<MemoryDisk>, truth: &BTreeMap<(u64, u64), Option<Bytes>>) -> usize {
+    let mut bad = 0;
+    let Some(mut replica) = pool.replica(GUID) else { return 0 };
+    let mut views = vec![(ReadView::Live, replica.state().volume_blocks)];
+    views.extend(replica.snapshots().iter().map(|s| (ReadView::Snapshot(s.id), s.blocks)));
+    for (view, blocks) in views {
+        let mut slots = Vec::new();
+        for lba in (0..blocks).step_by(50) {
+            let count = (blocks - lba).min(50) as u32;
+            match replica.read(view, lba, count, true, &mut slots) {
+                Ok(()) | Err(StoreError::Damaged(_)) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+        for slot in slots {
+            for i in 0..u64::from(slot.blocks) {
+                let known = truth.get(&(slot.lba + i, slot.version.0));
+                match &slot.content {
+                    Content::Bad => bad += 1,
+                    Content::Hole if slot.version == Lsn::ZERO => {}
+                    Content::Hole => assert_eq!(known, Some(&None), "a hole at {}", slot.lba),
+                    Content::Data { data, crc } => {
+                        assert_eq!(crc32c(data), *crc);
+                        assert_eq!(known, Some(&Some(data.clone())), "bytes at {}", slot.lba);
+                    }
+                }
+            }
+        }
+    }
+    let position = replica.state().position.lsn;
+    let mut after = replica.state().base;
+    while let Ok(Some(entries)) = replica.fetch(after, 1 << 20) {
+        let Some(last) = entries.last() else { break };
+        assert!(last.lsn <= position && entries.iter().all(|e| e.data_is_good()));
+        after = last.lsn;
+    }
+    bad
+}
+
+/// Proves: a corrupted byte anywhere in a pool file is found, never served.
+#[test]
+fn a_flipped_bit_anywhere_is_never_served_and_never_panics() {
+    let mut world = lived_in(11);
+    let truth = truth(&mut world);
+    world.pool = None;
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    let (mut opened, mut refused, mut bad, mut damaged) = (0, 0, 0, 0);
+    let written = world.disk.written_blocks();
+    for _ in 0..1500 {
+        let disk = world.disk.fork();
+        let block = written[rng.random_range(0..written.len())];
+        // Headers are at the front of a block: look there more often.
+        let within =
+            if rng.random() { rng.random_range(0..128) } else { rng.random_range(0..4096) };
+        disk.rot(block * 4096 + within, 1 << rng.random_range(0..8));
+        match Pool::open(disk, options()) {
+            Err(_) => refused += 1,
+            Ok(mut pool) => {
+                opened += 1;
+                let replica = pool.replica(GUID).expect("the metadata has two copies");
+                let lost = replica.state().position.lsn.0 < world.history.len() as u64;
+                let known = replica.meta().damaged;
+                assert!(known || !lost, "entries below the watermark vanished silently");
+                damaged += u32::from(known);
+                bad += check(&mut pool, &truth);
+                // Work goes on, or stops with an error.
+                for _ in 0..20 {
+                    if pool.background(8 << 20).is_err() {
+                        break;
+                    }
+                    common::sync(&mut pool);
+                }
+                check(&mut pool, &truth);
+            }
+        }
+    }
+    println!("opened {opened}, refused {refused}, bad blocks {bad}, damaged {damaged}");
+    assert!(refused == 0, "one bit never costs a whole pool");
+    assert!(bad > 100 && damaged > 5, "the test hit too little: {bad} bad, {damaged} damaged");
+}
+
+#[test]
+fn whole_blocks_of_garbage_are_never_served_and_never_panic() {
+    let mut world = lived_in(12);
+    let truth = truth(&mut world);
+    world.pool = None;
+    let written = world.disk.written_blocks();
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    for _ in 0..300 {
+        let disk = world.disk.fork();
+        for _ in 0..rng.random_range(1..30) {
+            let to = written[rng.random_range(0..written.len())];
+            let mut bytes = vec![0; 4096];
+            match rng.random_range(0..3) {
+                0 => rng.fill(&mut bytes[..]),
+                1 => {}
+                // Another valid block in the wrong place.
+                _ => {
+                    let from = written[rng.random_range(0..written.len())];
+                    disk.read_at(from * 4096, &mut bytes).expect("a read");
+                }
+            }
+            disk.write_at(to * 4096, &[std::io::IoSlice::new(&bytes)]).expect("a write");
+        }
+        let Ok(mut pool) = Pool::open(disk, options()) else { continue };
+        check(&mut pool, &truth);
+        for _ in 0..10 {
+            if pool.background(8 << 20).is_err() {
+                break;
+            }
+            common::sync(&mut pool);
+        }
+        check(&mut pool, &truth);
+    }
+}
+
+/// Proves: a bad block is found by the scrub and repaired with the same version only.
+#[test]
+fn the_scrub_finds_rot_and_a_repair_with_the_same_version_mends_it() {
+    let mut world = lived_in(13);
+    world.pool().settle().expect("folded");
+    let truth = truth(&mut world);
+    world.pool = None;
+    let mut rng = ChaCha8Rng::seed_from_u64(6);
+    let mut mended = 0;
+    let written = world.disk.written_blocks();
+    for _ in 0..400 {
+        let disk = world.disk.fork();
+        let block = written[rng.random_range(0..written.len())];
+        disk.rot(block * 4096 + 2000, 0x10);
+        let Ok(mut pool) = Pool::open(disk, options()) else { continue };
+        let mut at = Some((0, 0));
+        while let Some(from) = at {
+            at = pool.scrub(GUID, from, 1 << 20).expect("a scrub");
+        }
+        let bad = pool.take_bad_blocks();
+        for found in bad {
+            let Some(Some(data)) = truth.get(&(found.lba, found.version.0)) else { continue };
+            let crc = crc32c(data);
+            let mut replica = pool.replica(GUID).expect("it");
+            let mut slots = Vec::new();
+            replica.read(ReadView::Live, found.lba, 1, true, &mut slots).expect("a read");
+            if slots[0].version != found.version || slots[0].content != Content::Bad {
+                continue;
+            }
+            let other = Lsn(found.version.0 + 1);
+            assert_eq!(replica.repair(found.lba, other, crc, data), Ok(false));
+            assert_eq!(replica.repair(found.lba, found.version, crc ^ 1, data), Ok(false));
+            if replica.repair(found.lba, found.version, crc, data) == Ok(true) {
+                slots.clear();
+                replica.read(ReadView::Live, found.lba, 1, true, &mut slots).expect("a read");
+                assert_eq!(slots[0].content, Content::Data { crc, data: data.clone() });
+                mended += 1;
+            }
+        }
+    }
+    assert!(mended > 20, "the test mended only {mended} of {BLOCKS} blocks");
+}
+
+/// Proves: after a failed sync nothing is acknowledged until the pool was opened anew.
+#[test]
+fn a_failed_sync_ends_the_pool_until_it_is_opened_anew() {
+    let mut world = World::new(21, 32 << 20);
+    world.append();
+    world.begin_sync();
+    world.finish_sync();
+    let floor = world.history.len();
+    world.append();
+    world.disk.fail_syncs();
+    world.pool().request_sync();
+    let ticket = world.pool().sync_wanted().expect("a sync is wanted");
+    let result = world.pool().disk().sync();
+    assert!(result.is_err());
+    world.pool().sync_finished(ticket, result);
+    assert!(world.pool().failure().is_some());
+    let mut replica = world.pool().replica(GUID).expect("it");
+    let meta = replica.meta().clone();
+    assert!(matches!(replica.put_meta(meta), Err(StoreError::Io(_))));
+    replica.request_sync();
+    assert_eq!(world.pool().sync_wanted(), None, "a failed sync is never retried for truth");
+    assert!(world.pool().background(1 << 20).is_err());
+    world.power_cut();
+    assert!(world.history.len() >= floor);
+    world.append();
+    world.check();
+}
+
+/// Every prefix of the writes of a small workload, as a crash would leave it.
+#[test]
+fn a_crash_after_any_write_leaves_a_prefix_of_the_history() {
+    let reference = {
+        let mut world = workload(None);
+        world.pool = None;
+        world
+    };
+    let total = reference.disk.writes();
+    let first = World::without_reverts(31, 32 << 20).disk.writes();
+    let mut lengths = std::collections::BTreeSet::new();
+    for limit in first..total {
+        let world = workload(Some(limit));
+        let history = world.history.clone();
+        for cut in [false, true] {
+            let disk = world.disk.fork();
+            if cut {
+                disk.power_cut(|| true);
+            }
+            let Ok(mut pool) = Pool::open(disk, options()) else {
+                panic!("a crash after {limit} writes leaves no pool")
+            };
+            let Some(mut replica) = pool.replica(GUID) else { continue };
+            let state = replica.state();
+            let at = state.position.lsn.0 as usize;
+            assert!(at == 0 || history[at - 1].chain == state.chain, "after {limit} writes");
+            assert!(!replica.meta().damaged, "after {limit} writes");
+            let mut model = common::model_of(&history[..at]);
+            common::assert_same(&mut replica, &mut model.replica(GUID).expect("it"));
+            lengths.insert(at);
+        }
+    }
+    assert!(lengths.len() > 20, "crashes at too few places: {lengths:?}");
+}
+
+/// A fixed workload whose disk dies after so many writes; its history is all that was tried.
+fn workload(limit: Option<u64>) -> World {
+    let mut world = World::without_reverts(31, 32 << 20);
+    let written = world.disk.writes();
+    if let Some(limit) = limit {
+        world.disk.fail_after(Some(limit.saturating_sub(written)));
+    }
+    let mut dead = false;
+    for round in 0..12 {
+        for _ in 0..4 {
+            let mut snapshots = Vec::new();
+            let entry = std::sync::Arc::new(world.entry(BLOCKS, &mut snapshots));
+            world.history.push(entry.clone());
+            if !dead {
+                let appended = world.pool().replica(GUID).expect("it").append(&[entry]);
+                dead = appended.is_err();
+            }
+        }
+        if dead {
+            continue;
+        }
+        let position = world.history.len() as u64;
+        world.pool().replica(GUID).expect("it").set_stable(Lsn(position - 2));
+        if round % 3 == 2 {
+            dead = world.pool().settle().is_err();
+        }
+    }
+    world.pool = None;
+    world.disk.fail_after(None);
+    world
+}
