@@ -31,6 +31,7 @@ pub mod file_disk;
 pub mod history;
 pub mod memory_disk;
 pub mod model;
+pub mod offline;
 
 pub use api::{Due, ReplicaPool};
 pub use core::{BadBlock, PoolOptions};

@@ -1,0 +1,73 @@
+//! The offline tools tell the truth and change nothing.
+
+mod common;
+
+use common::{BLOCKS, GUID, World, flat, read_all};
+use quoin_core::message::ReadView;
+use quoin_core::replica::store::ReplicaStore;
+use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
+use quoin_store::offline::{ExportError, check, export, inspect};
+use quoin_store::{MemoryDisk, ReplicaPool};
+
+fn lived_in() -> (World, MemoryDisk) {
+    let mut world = World::without_reverts(41, 32 << 20);
+    for _ in 0..40 {
+        world.append();
+    }
+    world.pool().replica(GUID).expect("it").set_stable(Lsn(200));
+    world.pool().settle().expect("folded");
+    let disk = world.disk.fork();
+    (world, disk)
+}
+
+#[test]
+fn an_exported_image_is_the_volume_as_its_client_saw_it() {
+    let (mut world, disk) = lived_in();
+    let writes = disk.writes();
+    let snapshots = world.pool().replica(GUID).expect("it").snapshots();
+    let views = snapshots.iter().map(|s| Some(s.id)).chain([None]);
+    for snapshot in views {
+        let mut image = vec![0u8; BLOCKS as usize * BLOCK_SIZE];
+        let report = export(disk.clone(), GUID, snapshot, |offset, data| {
+            image[offset as usize..offset as usize + data.len()].copy_from_slice(data);
+            Ok(())
+        });
+        let report = report.expect("an export");
+        assert_eq!((report.size_bytes, report.bad.len()), (image.len() as u64, 0));
+        let view = snapshot.map_or(ReadView::Live, ReadView::Snapshot);
+        let mut replica = world.pool().replica(GUID).expect("it");
+        for (lba, _, data) in flat(&read_all(&mut replica, view, BLOCKS)) {
+            let at = lba as usize * BLOCK_SIZE;
+            let block = &image[at..at + BLOCK_SIZE];
+            assert!(data.map_or(block.iter().all(|b| *b == 0), |d| d[..] == *block));
+        }
+    }
+    let other = export(disk.clone(), ReplicaGuid(1), None, |_, _| Ok(()));
+    assert!(matches!(other, Err(ExportError::NoReplica(_))));
+    assert_eq!(disk.writes(), writes, "a tool that reads must not write");
+}
+
+#[test]
+fn inspect_and_check_name_what_is_there_and_what_is_wrong() {
+    let (mut world, disk) = lived_in();
+    let inspection = inspect(disk.clone()).expect("a pool");
+    let replica = world.pool().replica(GUID).expect("it");
+    assert_eq!(inspection.replicas[0].state.position, replica.state().position);
+    assert_eq!(inspection.replicas[0].snapshots, replica.snapshots());
+    assert!(inspection.to_string().contains(&format!("replica {GUID}")));
+    let starts = world.pool().starts();
+    assert_eq!(inspection.stats.starts, starts);
+
+    let mut steps = 0;
+    let report = check(disk.clone(), |_| steps += 1).expect("a check");
+    assert!(report.is_sound() && steps > 0, "{report:?}");
+    let mut found = 0;
+    for block in disk.written_blocks() {
+        let rotten = disk.fork();
+        rotten.rot(block * BLOCK_SIZE as u64 + 3000, 1);
+        if let Ok(report) = check(rotten, |_| ()) {
+            found += usize::from(!report.is_sound());
+        }
+    }
+    assert!(found > 50, "rot was found in {found} places only");
+}
