@@ -227,6 +227,9 @@ impl Replica {
         if !complete {
             return Err(StoreError::Rule("an increment lacks a snapshot that its end lists"));
         }
+        // From here to the flip no block and no node of the shadow may move: what the record
+        // will refer to is what the next sync makes durable.
+        self.clean = None;
         self.merge_shadow(core)?;
         self.io(core).flush()?;
         let ticket = core.tickets.request().0;
