@@ -51,9 +51,10 @@ impl Views {
         true
     }
 
-    /// Whether a pending View can still become active with the sessions there are.
+    /// Whether a pending View can still become active with the sessions there are. A member that
+    /// waits for increments does not help: they may themselves wait for this View.
     pub fn can_activate(view: &View, peers: &[Peer]) -> bool {
-        can_activate(view, peers, Peer::is_live)
+        can_activate(view, peers, |p| p.link == Link::Fed)
     }
 
     /// The same, with sessions that have answered but are not fed yet.

@@ -204,7 +204,7 @@ impl Target {
         } else if self.stable_since.is_none() {
             self.stable_since = Some(now);
         }
-        if applied.is_some() {
+        if self.held {
             self.quorum_lost = None;
             if self.said.starts_with("quorum") {
                 self.wait_for("", actions);
@@ -249,7 +249,8 @@ impl Target {
                 && p.ack.as_ref().is_some_and(|ack| ack.quorum && !ack.damaged)
         };
         let live = quorum::count(&self.peers, usable);
-        let counted = quorum::count(&self.peers, |p| usable(p) && self.views.counts(p.member));
+        let holds = |p: &Peer| p.link == Link::Fed && self.views.counts(p.member);
+        let counted = quorum::count(&self.peers, |p| usable(p) && holds(p));
         if live > counted && live >= self.membership.open_quorum() {
             self.quorum_lost = None;
             self.reopen(now, actions);
