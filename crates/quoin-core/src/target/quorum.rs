@@ -27,6 +27,11 @@ impl Views {
         self.pending.back().or(self.active.as_ref()).map_or(Lsn::ZERO, |(lsn, _)| *lsn)
     }
 
+    /// Every View that is not over.
+    pub fn all(&self) -> impl Iterator<Item = &View> {
+        self.active.iter().chain(&self.pending).map(|(_, view)| view)
+    }
+
     /// In the in-sync set of the active View and of every pending one.
     pub fn counts(&self, member: Member) -> bool {
         let mut all = self.active.iter().chain(&self.pending).peekable();

@@ -197,8 +197,10 @@ impl Target {
             }
         }
         let Some((i, _)) = best else {
+            // Lost only if no member has it: one that is away for a moment is waited for.
             let is_bad = |m: &Member| read.bad.iter().any(|(b, _, _)| b == m);
-            if any && !busy && !read.bad.is_empty() && read.tried.iter().all(is_bad) {
+            let lost = self.views.all().flat_map(|v| &v.in_sync).all(is_bad);
+            if any && lost && !read.bad.is_empty() {
                 let lba = read.bad[0].1;
                 actions.push(TargetAction::Note(TargetNote::BlockLost { lba }));
                 self.finish(now, index, Err(BlockError::Damaged), actions);
