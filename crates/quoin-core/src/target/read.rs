@@ -177,7 +177,7 @@ impl Target {
             return true;
         }
         let mut best: Option<(usize, u32)> = None;
-        let (mut any, mut busy) = (false, false);
+        let mut any = false;
         for (i, peer) in self.peers.iter().enumerate() {
             if peer.link != Link::Fed || !self.views.counts(peer.member) {
                 continue;
@@ -187,7 +187,6 @@ impl Target {
                 continue;
             }
             if peer.reads >= READS_MAX {
-                busy = true;
                 continue;
             }
             let local = self.config.local == Some(peer.member);
