@@ -50,9 +50,8 @@ class Driver:
     AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
 
     def __init__(self, socket, stubs, patience_s=60):
-        # The C core sends the path of the socket as authority, which HTTP/2 libraries refuse.
-        options = [("grpc.default_authority", "localhost")]
-        channel = grpc.insecure_channel(f"unix://{socket}", options=options)
+        # No options: the C core then sends the path of the socket as `:authority`.
+        channel = grpc.insecure_channel(f"unix://{socket}")
         self.patience_s = patience_s
         self.identity = stubs.IdentityStub(channel)
         self.controller = stubs.ControllerStub(channel)

@@ -9,6 +9,7 @@
 //! [`topology`] and [`context`] each hold one part of the rules, free of I/O. [`in_flight`]
 //! keeps calls on one volume apart and brings each to its end.
 
+mod authority;
 mod backend;
 mod capability;
 mod capacity;

@@ -11,10 +11,12 @@ use quoin_proto::csi::node_server::NodeServer;
 use quoin_proto::csi::snapshot_metadata_server::SnapshotMetadataServer;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::Status;
 use tonic::transport::Server;
 
+use crate::authority::Connection;
 use crate::backend::Backend;
 use crate::controller::ControllerService;
 use crate::group::{GroupService, MetadataService};
@@ -179,13 +181,15 @@ impl Plugin {
             // A sender that is gone has nothing to say any more, which is a stop.
             let _ = shutdown.wait_for(|stop| *stop).await;
         };
+        let connections =
+            UnixListenerStream::new(listener).map(|accepted| accepted.map(Connection::new));
         Server::builder()
             .add_service(IdentityServer::new(IdentityService(self.clone())))
             .add_service(ControllerServer::new(ControllerService(self.clone())))
             .add_service(NodeServer::new(NodeService(self.clone())))
             .add_service(GroupControllerServer::new(GroupService))
             .add_service(SnapshotMetadataServer::new(MetadataService))
-            .serve_with_incoming_shutdown(UnixListenerStream::new(listener), stopped)
+            .serve_with_incoming_shutdown(connections, stopped)
             .await
     }
 }
