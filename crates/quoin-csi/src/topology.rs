@@ -266,6 +266,7 @@ mod tests {
     fn a_nodes_own_keys_share_one_prefix() {
         let own = |key: &str| BTreeMap::from([(key.to_owned(), "a".to_owned())]);
         assert_eq!(of_node(&own("quoin.io/zone"), "c1").unwrap().segments.len(), 2);
+        assert_eq!(of_node(&BTreeMap::new(), "c1").unwrap(), of(&[(CLUSTER_KEY, "c1")]));
         for key in ["zone", "example.com/zone", "quoin.io/"] {
             assert!(of_node(&own(key), "c1").is_err(), "{key}");
         }
