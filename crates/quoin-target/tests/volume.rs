@@ -3,12 +3,21 @@
 #[allow(dead_code)]
 mod support;
 
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+
 use bytes::Bytes;
+use quoin_core::PoolId;
+use quoin_core::membership::Member;
 use quoin_core::target::ReplicaStanding;
+use quoin_identity::{Authority, Grant, Identity, Lifetimes, Role};
 use quoin_pool::accept::Belief;
 use quoin_pool::shard::Ended;
 use quoin_store::model::ModelPool;
+use quoin_store::{FileDisk, FormatOptions, Pool, PoolOptions};
 use quoin_target::dial::Reach;
+use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use support::*;
 
@@ -72,4 +81,207 @@ fn what_was_written_is_read_back_after_the_target_was_stopped_and_started() {
     for pool in pools {
         assert!(matches!(pool.stop(), Ended::Stopped));
     }
+}
+
+/// A pool in a file, as a process would have it.
+fn start_file(path: &Path, address: &str, security: ServerSecurity, belief: Belief) -> RunningPool {
+    let disk = match FileDisk::open(path) {
+        Ok(disk) => disk,
+        Err(_) => {
+            let disk = FileDisk::create(path, 256 << 20, true).unwrap();
+            Pool::format(&disk, &FormatOptions::new(PoolId(1))).unwrap();
+            disk
+        }
+    };
+    let pool = Pool::open(disk, PoolOptions::default()).unwrap();
+    let syncer = pool.syncer();
+    RunningPool::start(pool, syncer, address, security, belief)
+}
+
+fn standing(target: &RunningTarget, member: Member) -> Option<ReplicaStanding> {
+    target.status().replicas.iter().find(|r| r.member == member).map(|r| r.standing)
+}
+
+#[test]
+fn a_pool_that_goes_away_and_returns_catches_up_while_io_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("v.sock");
+    let known = members(3);
+    let membership = membership(&known, 2);
+    let path = |n: usize| dir.path().join(format!("pool-{n}"));
+    let plain = |n: usize, address: &str| {
+        start_file(&path(n), address, ServerSecurity::PlainLoopback, Belief::Everybody)
+    };
+    let mut pools: Vec<_> = (0..3).map(|n| plain(n, "127.0.0.1:0")).collect();
+    for (member, pool) in known.iter().zip(&pools) {
+        create_replica(pool, *member, &membership, BLOCKS);
+    }
+    let places = known.iter().zip(&pools).map(|(m, p)| place(*m, p)).collect();
+    let control = Control::default();
+    let target =
+        RunningTarget::start(&control, membership, Reach::PlainLoopback, |_, _| Bytes::new());
+    target.open(&socket, places, BLOCKS, false);
+    let mut client = Nbd::connect(&socket);
+    let write = |client: &mut Nbd, from: u64, to: u64| {
+        (from..to).for_each(|n| client.write(n * 4096, &[n as u8; 4096]));
+    };
+    write(&mut client, 0, 50);
+    eventually("all are in sync", || {
+        known.iter().all(|m| standing(&target, *m) == Some(ReplicaStanding::InSync))
+    });
+
+    let gone = pools.remove(2);
+    let address = gone.address.clone();
+    gone.stop();
+    write(&mut client, 50, 150);
+    client.flush();
+    pools.push(plain(2, &address));
+    eventually("the returned one is in sync", || {
+        standing(&target, known[2]) == Some(ReplicaStanding::InSync)
+    });
+    write(&mut client, 150, 160);
+
+    // What it caught up with is served without another one.
+    pools.remove(0).stop();
+    write(&mut client, 160, 170);
+    for n in 0..170 {
+        assert_eq!(client.read(n * 4096, 4096), [n as u8; 4096], "block {n}");
+    }
+    target.stop();
+    for pool in pools {
+        assert!(matches!(pool.stop(), Ended::Stopped));
+    }
+}
+
+#[test]
+fn a_replica_that_takes_connections_and_never_answers_does_not_hold_up_the_volume() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("v.sock");
+    let known = members(3);
+    let membership = membership(&known, 2);
+    let pools: Vec<_> = known[..2]
+        .iter()
+        .map(|m| {
+            let pool = start("127.0.0.1:0");
+            create_replica(&pool, *m, &membership, BLOCKS);
+            pool
+        })
+        .collect();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut places: Vec<_> = known.iter().zip(&pools).map(|(m, p)| place(*m, p)).collect();
+    let mut third = places[0].clone();
+    third.member = known[2];
+    third.address = silent.local_addr().unwrap().to_string();
+    places.push(third);
+    let control = Control::default();
+    let target =
+        RunningTarget::start(&control, membership, Reach::PlainLoopback, |_, _| Bytes::new());
+    target.open(&socket, places, BLOCKS, false);
+    let mut client = Nbd::connect(&socket);
+    client.write(0, &[5; 4096]);
+    client.flush();
+    assert_eq!(client.read(0, 4096), [5; 4096]);
+    assert_eq!(standing(&target, known[2]), Some(ReplicaStanding::Disconnected));
+    target.stop();
+}
+
+struct Cluster {
+    dir: tempfile::TempDir,
+    authority: Authority,
+    controller: Identity,
+}
+
+impl Cluster {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(&dir.path().join("ca"), Lifetimes::default()).unwrap();
+        let controller = authority
+            .issue_identity(&dir.path().join("controller"), Role::Controller, "c")
+            .unwrap();
+        Cluster { dir, authority, controller }
+    }
+
+    fn identity(&self, role: Role, name: &str) -> Identity {
+        let dir = self.dir.path().join(format!("{}-{name}", role.as_str()));
+        self.authority.issue_identity(&dir, role, name).unwrap()
+    }
+
+    fn pools(&self, known: &[Member], least: Mode) -> Vec<RunningPool> {
+        let identity = self.identity(Role::Pool, "p");
+        let membership = membership(known, 2);
+        let start = |(n, member): (usize, &Member)| {
+            let security = ServerSecurity::Tls { config: identity.server_config().unwrap(), least };
+            let path = self.dir.path().join(format!("pool-{n}"));
+            let belief = Belief::Grants(identity.clone());
+            let pool = start_file(&path, "127.0.0.1:0", security, belief);
+            create_replica(&pool, *member, &membership, BLOCKS);
+            pool
+        };
+        known.iter().enumerate().map(start).collect()
+    }
+
+    /// A target on `node` whose grants are made out to `granted`.
+    fn target(&self, known: &[Member], mode: Mode, node: &str, granted: &str) -> RunningTarget {
+        let (controller, granted) = (self.controller.clone(), granted.to_owned());
+        let reach = Reach::Tls { identity: self.identity(Role::Node, node), mode };
+        RunningTarget::start(&Control::default(), membership(known, 2), reach, move |i, epoch| {
+            let grant = Grant { volume: VOLUME, epoch, incarnation: i, node: granted.clone() };
+            controller.sign_grant(&grant).unwrap().into()
+        })
+    }
+}
+
+#[test]
+fn a_volume_is_served_over_authenticated_and_over_encrypted_connections() {
+    let cluster = Cluster::new();
+    let known = members(3);
+    let pools = cluster.pools(&known, Mode::Authenticate);
+    for (mode, byte) in [(Mode::Authenticate, 1), (Mode::Encrypt, 2)] {
+        let socket = cluster.dir.path().join(format!("{byte}.sock"));
+        let target = cluster.target(&known, mode, "n1", "n1");
+        // The second target's epochs begin anew in its control plane: it learns the higher one.
+        let places = known.iter().zip(&pools).map(|(m, p)| place(*m, p)).collect();
+        target.open(&socket, places, BLOCKS, true);
+        let mut client = Nbd::connect(&socket);
+        client.write(0, &[byte; 65536]);
+        assert_eq!(client.read(0, 65536), [byte; 65536]);
+        target.stop();
+    }
+}
+
+#[test]
+fn a_node_with_another_nodes_grant_is_not_believed_and_garbage_disturbs_nobody() {
+    let cluster = Cluster::new();
+    let known = members(3);
+    let pools = cluster.pools(&known, Mode::Authenticate);
+    let places = || known.iter().zip(&pools).map(|(m, p)| place(*m, p)).collect::<Vec<_>>();
+    let thief_socket = cluster.dir.path().join("thief.sock");
+    let thief = cluster.target(&known, Mode::Authenticate, "n2", "n1");
+    thief.open(&thief_socket, places(), BLOCKS, false);
+    eventually("the thief is turned away", || {
+        thief.notices.take().iter().any(|n| n.reason == "PoolUnreachable")
+    });
+    assert!(pools.iter().all(|p| p.state().replicas.iter().all(|r| r.state == "created")));
+
+    let garbage =
+        [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 5000], &[0x16, 3, 3, 0xff, 0xff], b"\x16"];
+    let _held: Vec<TcpStream> = garbage
+        .iter()
+        .cycle()
+        .take(40)
+        .map(|garbage| {
+            let mut tcp = TcpStream::connect(&pools[0].address).unwrap();
+            // The pool may have closed it already.
+            let _ = tcp.write_all(garbage);
+            tcp
+        })
+        .collect();
+    let socket = cluster.dir.path().join("v.sock");
+    let owner = cluster.target(&known, Mode::Authenticate, "n1", "n1");
+    owner.open(&socket, places(), BLOCKS, false);
+    let mut client = Nbd::connect(&socket);
+    client.write(8192, &[3; 4096]);
+    assert_eq!(client.read(8192, 4096), [3; 4096]);
+    assert!(!thief.status().serving);
+    owner.stop();
 }
