@@ -222,7 +222,13 @@ impl Controller {
             replicas: report.replicas.iter().map(progress).collect::<Result<_, Error>>()?,
         };
         self.agent_events(&report.events, &about(&record));
-        self.observed().volumes.insert(volume, seen);
+        {
+            let mut observed = self.observed();
+            observed.volumes.insert(volume, seen);
+            // A target that speaks proves its host alive, whatever became of the CSI process.
+            let alive = NodeSeen { last: Instant::now(), leaving: false };
+            observed.nodes.insert(report.node.clone(), alive);
+        }
         self.announce_health(&record);
         Ok(self.fresh_grant(&record, &report.node, report.epoch))
     }

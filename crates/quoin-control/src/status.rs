@@ -70,8 +70,13 @@ impl Controller {
             return status("Offline", &format!("pool {pool} is offline"));
         };
         let held = seen.replicas.get(&replica.guid.0);
+        let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
         match (replica.phase, held.map(|held| held.state)) {
-            (_, Some(ReplicaState::Damaged)) => return status("Offline", "it is damaged"),
+            // The target rebuilds a damaged one in place, and then knows best how it stands.
+            (_, Some(ReplicaState::Damaged)) if progress.is_none() => {
+                return status("Offline", "it is damaged");
+            }
+            (_, Some(ReplicaState::Damaged)) => {}
             (ReplicaPhase::Keep, Some(ReplicaState::Gone)) => {
                 return status("Gone", "the pool has lost it");
             }
@@ -81,7 +86,6 @@ impl Controller {
             }
             _ => return status("Creating", ""),
         }
-        let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
         match progress.map(|progress| progress.state.as_str()) {
             Some("in-sync") if known => status("InSync", ""),
             Some("in-sync" | "rebuilding") => status("Rebuilding", ""),

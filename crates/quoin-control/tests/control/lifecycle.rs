@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use quoin_control::Publish;
 use quoin_core::{Epoch, Incarnation};
-use quoin_proto::control::{VolumeRef, VolumeSpec};
+use quoin_proto::control::{NodeReport, VolumeRef, VolumeSpec};
 use tonic::Code;
 
 use crate::cluster::{Cluster, GIB, SimPool, by_name, spec};
@@ -238,6 +238,14 @@ async fn health_and_waiting_follow_the_pools_and_the_target() {
     assert_eq!(shown.health, "Degraded");
     assert!(shown.waiting_for.ends_with("to catch up"), "{}", shown.waiting_for);
     assert!(cluster.reasons().contains(&"VolumeDegraded".to_owned()));
+
+    // A target that reports is proof enough of its node.
+    let leaving = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
+    cluster.controller.report_node(&leaving).await.unwrap();
+    assert_eq!(cluster.shown("db").attachments[0].message, "node n1 is offline");
+    let all = [(&*guids[0], "in-sync"), (&*guids[1], "in-sync"), (&*guids[2], "in-sync")];
+    cluster.serving("db", &all).await;
+    assert_eq!(cluster.shown("db").attachments[0].phase, "Attached");
 
     // A new controller knows nothing yet, and says so instead of crying wolf.
     cluster.restart().await;
