@@ -43,17 +43,14 @@ pub struct CaseResult {
     pub comparison: Comparison,
 }
 
-pub fn run(options: &Options, quoin: &Path) -> Result<Vec<CaseResult>, Error> {
+pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseResult>, Error> {
     let chosen =
         |case: &&Case| options.only.as_ref().is_none_or(|t| case.name.contains(t.as_str()));
-    let base = options.dir.clone().unwrap_or_else(std::env::temp_dir);
-    let dir = base.join(format!("quoin-bench-{}", std::process::id()));
-    let scratch = Scratch(dir);
     let size_bytes = options.size_mib << 20;
     let product = match options.socket {
         None if !options.floor_only => {
-            Some(Product::start(quoin, &scratch.0.join("quoin")).inspect_err(|_| {
-                keep_log(&scratch.0);
+            Some(Product::start(quoin, &scratch.join("quoin")).inspect_err(|_| {
+                keep_log(scratch);
             })?)
         }
         _ => None,
@@ -69,7 +66,7 @@ pub fn run(options: &Options, quoin: &Path) -> Result<Vec<CaseResult>, Error> {
             Class::Media => ("bench-media", "floor-media"),
         };
         eprintln!("preparing {name}: filling both sides");
-        let floor = Floor::start(quoin, &scratch.0.join(folder), class, size_bytes)?;
+        let floor = Floor::start(quoin, &scratch.join(folder), class, size_bytes)?;
         let mut floor_load = Generator::connect(&floor.socket)?;
         let (socket, pids) = match (&product, &options.socket) {
             (Some(product), _) => (Some(product.volume(name, class, size_bytes)?), product.pids()),
@@ -101,15 +98,5 @@ pub fn run(options: &Options, quoin: &Path) -> Result<Vec<CaseResult>, Error> {
 fn keep_log(dir: &Path) {
     if let Ok(log) = std::fs::read_to_string(dir.join("quoin/dev.log")) {
         eprintln!("{log}");
-    }
-}
-
-/// A directory that goes when the benchmark does.
-struct Scratch(std::path::PathBuf);
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // What cannot be removed is in a temporary directory anyway.
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -14,10 +14,12 @@
 //! | `product` | starts a Quoin (`quoin dev`) of its own and makes volumes on it |
 //! | `usage` | CPU time and memory of processes, from /proc |
 //! | `cases`, `report` | what is measured, and how it is shown |
+//! | `further` | what has no floor: idle cost, cold start |
 
 pub mod cases;
 pub mod compare;
 pub mod floor;
+pub mod further;
 pub mod load;
 pub mod nbd;
 pub mod product;
@@ -82,6 +84,12 @@ pub struct Options {
     /// Process ids of that Quoin, separated by commas
     #[arg(long, value_name = "PIDS", value_delimiter = ',')]
     pub pids: Vec<u32>,
+    /// Volumes of the idle case
+    #[arg(long, default_value_t = 100, value_name = "N")]
+    pub volumes: usize,
+    /// Data of the cold start case, in GiB
+    #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub data_gib: u64,
     /// Only the floor
     #[arg(long)]
     pub floor_only: bool,
@@ -90,12 +98,30 @@ pub struct Options {
 /// Runs the benchmark; `quoin` is the binary that Quoin's processes and the floor's are made of
 /// (the floor by its hidden command `bench-part`).
 pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
-    let results = cases::run(options, quoin)?;
+    let base = options.dir.clone().unwrap_or_else(std::env::temp_dir);
+    let scratch = Scratch(base.join(format!("quoin-bench-{}", std::process::id())));
+    let results = cases::run(options, quoin, &scratch.0)?;
     report::print(&results);
+    let facts = if options.quick || options.floor_only || options.socket.is_some() {
+        Vec::new()
+    } else {
+        further::run(options, quoin, &scratch.0)?
+    };
+    report::print_facts(&facts);
     if let Some(path) = &options.json {
-        report::write_json(&results, path)?;
+        report::write_json(&results, &facts, path)?;
     }
     Ok(())
+}
+
+/// A directory that goes when the benchmark does.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What cannot be removed is in a temporary directory anyway.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
 }
 
 /// A process of the floor, as the hidden command `bench-part` starts it.

@@ -65,7 +65,18 @@ impl Product {
 
     /// Makes a volume and returns its NBD socket.
     pub fn volume(&self, name: &str, class: Class, size_bytes: u64) -> Result<PathBuf, Error> {
-        let size = size_bytes.to_string();
+        self.volume_with(name, class, size_bytes, 3)
+    }
+
+    /// The same with this many replicas.
+    pub fn volume_with(
+        &self,
+        name: &str,
+        class: Class,
+        size_bytes: u64,
+        replicas: usize,
+    ) -> Result<PathBuf, Error> {
+        let (size, replicas) = (size_bytes.to_string(), replicas.to_string());
         let durability = match class {
             Class::Cache => "cache",
             Class::Media => "media",
@@ -77,7 +88,7 @@ impl Product {
             "--size",
             &size,
             "--replicas",
-            "3",
+            &replicas,
             "--durability",
             durability,
         ])?;

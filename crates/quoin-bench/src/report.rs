@@ -6,6 +6,7 @@ use std::path::Path;
 use crate::Error;
 use crate::cases::CaseResult;
 use crate::compare::Figures;
+use crate::further::Fact;
 
 pub fn print(results: &[CaseResult]) {
     println!(
@@ -37,34 +38,48 @@ pub fn print(results: &[CaseResult]) {
     println!("cpu: microseconds of all server processes per request; ratios: medians of pairs");
 }
 
+/// The figures that have a goal instead of a floor.
+pub fn print_facts(facts: &[Fact]) {
+    for fact in facts {
+        let Fact { name, value, unit, goal } = fact;
+        println!("{name:<32} {value:>10.2} {unit} (goal: below {goal})");
+    }
+}
+
 fn latencies(figures: &Figures) -> String {
     format!("{:.0}/{:.0}/{:.0}", figures.p50_us, figures.p99_us, figures.p999_us)
 }
 
 #[derive(serde::Serialize)]
 struct Row {
-    floor: f64,
+    /// `None` where there is no floor.
+    floor: Option<f64>,
     quoin: f64,
-    ratio: f64,
-    floor_cpu_us: f64,
-    quoin_cpu_us: f64,
+    ratio: Option<f64>,
+    floor_cpu_us: Option<f64>,
+    quoin_cpu_us: Option<f64>,
 }
 
-pub fn write_json(results: &[CaseResult], path: &Path) -> Result<(), Error> {
-    let rows: BTreeMap<&str, Row> = results
+pub fn write_json(results: &[CaseResult], facts: &[Fact], path: &Path) -> Result<(), Error> {
+    let mut rows: BTreeMap<&str, Row> = results
         .iter()
         .map(|r| {
             let quoin = r.comparison.quoin.clone().unwrap_or_default();
             let row = Row {
-                floor: r.comparison.floor.per_second,
+                floor: Some(r.comparison.floor.per_second),
                 quoin: quoin.per_second,
-                ratio: r.comparison.ratio,
-                floor_cpu_us: r.comparison.floor.cpu_us,
-                quoin_cpu_us: quoin.cpu_us,
+                ratio: Some(r.comparison.ratio),
+                floor_cpu_us: Some(r.comparison.floor.cpu_us),
+                quoin_cpu_us: Some(quoin.cpu_us),
             };
             (r.name, row)
         })
         .collect();
+    for fact in facts {
+        let quoin = fact.value;
+        let (floor, ratio, floor_cpu_us, quoin_cpu_us) = (None, None, None, None);
+        rows.insert(&fact.name, Row { floor, quoin, ratio, floor_cpu_us, quoin_cpu_us });
+    }
     let text = serde_json::to_string_pretty(&rows)
         .map_err(|e| Error::Failed(format!("the figures cannot be written as JSON: {e}")))?;
     std::fs::write(path, text).map_err(Error::io(format!("write {}", path.display())))

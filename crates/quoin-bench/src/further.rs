@@ -1,0 +1,159 @@
+//! What has no floor to be compared with: what idle volumes cost, and how soon a pool that died
+//! answers again.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::load::{Generator, Load, Pattern};
+use crate::product::Product;
+use crate::{Class, Error, Options, usage};
+
+const IDLE_VOLUME_BYTES: u64 = 64 << 20;
+/// What has just been made settles before it counts as idle.
+const SETTLE: Duration = Duration::from_secs(10);
+const IDLE_TIME: Duration = Duration::from_secs(20);
+const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
+const POLL: Duration = Duration::from_millis(2);
+
+/// One figure of Quoin alone.
+pub struct Fact {
+    pub name: String,
+    pub value: f64,
+    pub unit: &'static str,
+    /// What it is meant to stay under.
+    pub goal: f64,
+}
+
+pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
+    let wanted = |name: &str| options.only.as_ref().is_none_or(|text| name.contains(text.as_str()));
+    let mut facts = Vec::new();
+    if wanted("idle") {
+        eprintln!("measuring idle with {} attached volumes", options.volumes);
+        facts.extend(idle(quoin, &directory.join("idle"), options.volumes)?);
+    }
+    if wanted("cold-start") {
+        let (bytes, room) = (options.data_gib << 30, free_bytes(directory)?);
+        // The data once, and as much again for clean-up and the pool's own needs.
+        if room < 2 * bytes {
+            eprintln!(
+                "leaving out cold-start: {} has {} GiB free and {} are needed; use --dir or a \
+                 smaller --data-gib",
+                directory.display(),
+                room >> 30,
+                options.data_gib * 2
+            );
+        } else {
+            eprintln!("measuring cold-start with {} GiB", options.data_gib);
+            facts.extend(cold_start(quoin, &directory.join("cold"), options.data_gib)?);
+        }
+    }
+    Ok(facts)
+}
+
+/// CPU and memory of a Quoin whose volumes are attached and not used.
+fn idle(quoin: &Path, directory: &Path, volumes: usize) -> Result<Vec<Fact>, Error> {
+    let product = Product::start(quoin, directory)?;
+    let mut connections = Vec::new();
+    for number in 0..volumes {
+        let socket = product.volume(&format!("idle-{number}"), Class::Cache, IDLE_VOLUME_BYTES)?;
+        let mut generator = Generator::connect(&socket)?;
+        // Each has been used, so that nothing is idle only because it never began.
+        generator.run(one_read())?;
+        connections.push(generator);
+    }
+    std::thread::sleep(SETTLE);
+    let pids = product.pids();
+    let before = usage::cpu(&pids);
+    std::thread::sleep(IDLE_TIME);
+    let used = usage::cpu(&pids).saturating_sub(before);
+    let resident_mib = |pids: &[u32]| {
+        let bytes: u64 = pids.iter().filter_map(|pid| usage::resident_bytes(*pid)).sum();
+        bytes as f64 / f64::from(1 << 20)
+    };
+    let of = |role: &str| product.pids_of(role);
+    let largest_pool = of("pool").iter().map(|pid| resident_mib(&[*pid])).fold(0.0, f64::max);
+    let fact = |what: &str, value, unit, goal| Fact {
+        name: format!("idle-{volumes}-volumes-{what}"),
+        value,
+        unit,
+        goal,
+    };
+    let facts = vec![
+        fact("cpu", used.as_secs_f64() / IDLE_TIME.as_secs_f64() * 100.0, "% of a core", 1.0),
+        fact("memory-pool", largest_pool, "MiB", 300.0),
+        fact("memory-target", resident_mib(&of("target")), "MiB", 300.0),
+    ];
+    drop(connections);
+    Ok(facts)
+}
+
+/// Kills all pools with their caches and sees when data of theirs can be read again.
+fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>, Error> {
+    let product = Product::start(quoin, directory)?;
+    let socket = product.volume_with("cold", Class::Cache, data_gib << 30, 1)?;
+    let mut generator = Generator::connect(&socket)?;
+    generator.fill(1 << 20)?;
+    let old = product.pids_of("pool");
+    for pid in &old {
+        kill(*pid);
+    }
+    let killed = Instant::now();
+    let mut started = None;
+    // The read below ends only when a pool answers; meanwhile this sees when they were started.
+    let reader = std::thread::spawn(move || {
+        let outcome = generator.run(one_read());
+        (outcome, Instant::now())
+    });
+    while !reader.is_finished() {
+        if started.is_none() {
+            let new = product.pids_of("pool").into_iter().filter(|pid| !old.contains(pid)).count();
+            started = (new >= old.len()).then(Instant::now);
+        }
+        if killed.elapsed() > RESTART_TIMEOUT {
+            return Err(Error::Failed(format!(
+                "the pools did not answer within {} s of their death",
+                RESTART_TIMEOUT.as_secs()
+            )));
+        }
+        std::thread::sleep(POLL);
+    }
+    let (outcome, answered) =
+        reader.join().map_err(|_| Error::Failed("the reader panicked".into()))?;
+    outcome?;
+    let seconds = |from: Instant| answered.saturating_duration_since(from).as_secs_f64();
+    let fact = |what: &str, value, goal| Fact {
+        name: format!("cold-start-{data_gib}-gib{what}"),
+        value,
+        unit: "s",
+        goal,
+    };
+    Ok(vec![
+        fact("", started.map_or_else(|| seconds(killed), seconds), 2.0),
+        fact("-with-restart", seconds(killed), 10.0),
+    ])
+}
+
+/// Ends with its first answer.
+fn one_read() -> Load {
+    Load {
+        write: false,
+        pattern: Pattern::Random,
+        block_bytes: 4096,
+        depth: 1,
+        time: Duration::from_nanos(1),
+    }
+}
+
+fn kill(pid: u32) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
+        // It fails only if the process has ended already.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
+
+fn free_bytes(directory: &Path) -> Result<u64, Error> {
+    let existing = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    let stat = rustix::fs::statvfs(existing)
+        .map_err(|error| Error::io(format!("measure {}", existing.display()))(error.into()))?;
+    Ok(stat.f_bavail * stat.f_frsize)
+}
