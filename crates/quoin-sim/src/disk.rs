@@ -188,6 +188,16 @@ impl SimDisk {
         state.failing = Failing::default();
     }
 
+    /// Everything that was not synced is gone and the boot is the same: for a mutant.
+    pub fn forget(&self) {
+        let mut state = self.state();
+        let dirty = std::mem::take(&mut state.dirty);
+        for (number, dirty) in dirty {
+            let page = dirty.media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE]));
+            state.pages.insert(number, page);
+        }
+    }
+
     /// The kernel drops pages that a failed sync left behind: all of them, or any.
     pub fn drop_orphans(&self, all: bool, random: &mut Random) {
         let mut state = self.state();

@@ -25,6 +25,7 @@ pub mod lineage;
 pub mod linear;
 pub mod network;
 pub mod random;
+pub mod real;
 pub mod schedule;
 pub mod stats;
 pub mod storage;

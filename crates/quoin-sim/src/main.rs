@@ -7,8 +7,10 @@ use quoin_sim::{RunOptions, StoreKind, run, run_many};
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Store {
-    /// The in-memory model of the store.
+    /// The in-memory model of the store: faster, finds faults of the core.
     Model,
+    /// The real store on simulated disks.
+    Real,
 }
 
 /// Runs simulated clusters and checks what they promise; a seed replays exactly.
@@ -39,6 +41,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let store = match arguments.store {
         Store::Model => StoreKind::Model,
+        Store::Real => StoreKind::Real,
     };
     let options = RunOptions { seed: 0, store, trace: arguments.trace, mutant: None };
     // A panic in the core is reported as a violation with its seed; its place helps to find it.

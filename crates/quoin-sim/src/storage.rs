@@ -63,15 +63,15 @@ pub trait Storage {
 
 /// Faults at the store's trait, for the model.
 #[derive(Clone, Copy, Default, Debug)]
-struct Faults {
-    failing: Failing,
-    full: bool,
-    errors: u64,
+pub(crate) struct Faults {
+    pub failing: Failing,
+    pub full: bool,
+    pub errors: u64,
 }
 
-struct Faulty<'a, S> {
-    inner: S,
-    faults: &'a mut Faults,
+pub(crate) struct Faulty<'a, S> {
+    pub inner: S,
+    pub faults: &'a mut Faults,
 }
 
 impl<S> Faulty<'_, S> {

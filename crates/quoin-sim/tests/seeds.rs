@@ -19,6 +19,13 @@ fn no_seed_of_these_finds_anything_and_each_checks_a_thousand_ios() {
     assert_eq!(summary.stats.undecided, 0, "the checker decides every history");
 }
 
+#[test]
+fn the_real_store_on_simulated_disks_finds_nothing_either() {
+    let options = RunOptions { store: quoin_sim::StoreKind::Real, ..MODEL };
+    let summary = run_many(1, 12, options, |_, _| {});
+    assert!(summary.violations.is_empty(), "{summary}");
+}
+
 /// Each of these once found the defect that is named beside it.
 const FOUND: &[(u64, &str)] = &[
     (2, "pings and entries were sent after Close"),
@@ -32,6 +39,9 @@ const FOUND: &[(u64, &str)] = &[
     (347, "a swap under an epoch that the record had left behind was tried for ever"),
     (592, "a target that was overtaken and came back wrote what had waited since before"),
     (807, "a marked View did not say again that unflushed data may be lost"),
+    (2524, "a View that waited for a rebuilding member blocked the View that would free it"),
+    (2728, "a block was given up as lost while a member with a good copy was away"),
+    (3267, "as 2524"),
     (2396, "the checker took a trim that was open at a cut for one after it"),
 ];
 

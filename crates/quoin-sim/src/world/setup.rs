@@ -15,6 +15,7 @@ use crate::history::History;
 use crate::lineage::Lineage;
 use crate::network::Network;
 use crate::random::Random;
+use crate::real::RealStorage;
 use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND, Schedule};
 use crate::stats::Stats;
 use crate::storage::{ModelStorage, Outage, Storage};
@@ -31,6 +32,7 @@ pub const IOS_MIN: u64 = 1_000;
 pub enum StoreKind {
     #[default]
     Model,
+    Real,
 }
 
 /// A deliberate defect in what surrounds the core, to show that the simulator finds defects.
@@ -214,6 +216,13 @@ impl World {
     fn add_pool(&mut self, host: usize, member: Member, membership: &Membership) {
         let mut storage: Box<dyn Storage> = match self.setup.store {
             StoreKind::Model => Box::new(ModelStorage::default()),
+            StoreKind::Real => match RealStorage::new(&mut self.random) {
+                Ok(storage) => Box::new(storage),
+                Err(error) => {
+                    self.violate("Setup", format!("a pool could not be made: {error}"));
+                    return;
+                }
+            },
         };
         let (identity, meta) = self.newborn(member, true, membership.clone());
         if let Err(error) = storage.create(identity, meta, self.setup.volume_blocks) {

@@ -1,0 +1,187 @@
+//! The real store on a simulated disk, driven as `quoin-pool` drives it.
+
+use quoin_core::replica::store::{
+    BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
+};
+use quoin_core::{PoolId, ReplicaGuid};
+use quoin_store::{Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool};
+
+use crate::content::SECTOR;
+use crate::disk::{DiskCounts, Failing, SimDisk};
+use crate::random::Random;
+use crate::storage::{Faults, Faulty, Outage, Storage};
+
+/// Small enough that checkpoints and clean-up happen within a run.
+const DISK_BYTES: u64 = 160 << 20;
+/// An entry of 1 MiB must fit in a segment.
+const UNIT_BLOCKS: u32 = 512;
+const BACKGROUND_BYTES: u64 = 1 << 20;
+
+pub struct RealStorage {
+    disk: SimDisk,
+    options: PoolOptions,
+    pool: Option<Pool<SimDisk>>,
+    /// Where the sync under way began.
+    mark: u64,
+    /// Full is put in at the trait: a pool that is full by itself would stay so.
+    faults: Faults,
+}
+
+impl RealStorage {
+    /// A new pool on a disk of its own.
+    pub fn new(random: &mut Random) -> Result<Self, StoreError> {
+        let disk = SimDisk::new(DISK_BYTES, u128::from(random.draw()));
+        let mut format = FormatOptions::new(PoolId(random.wide()));
+        format.unit_blocks = UNIT_BLOCKS;
+        let options = PoolOptions {
+            cache_bytes: *random.pick(&[64 << 10, 1 << 20, 16 << 20]),
+            checkpoint_bytes: *random.pick(&[128 << 10, 1 << 20, 4 << 20]),
+            log_keep_bytes: *random.pick(&[64 << 10, 512 << 10, 4 << 20]),
+            ..PoolOptions::default()
+        };
+        Pool::format(&disk, &format).map_err(store_error)?;
+        let pool = Pool::open(disk.clone(), options).map_err(store_error)?;
+        Ok(Self { disk, options, pool: Some(pool), mark: 0, faults: Faults::default() })
+    }
+
+    fn pool(&mut self) -> Result<&mut Pool<SimDisk>, StoreError> {
+        let closed = IoFault { operation: "open", offset: 0, errno: 5 };
+        self.pool.as_mut().ok_or(StoreError::Io(closed))
+    }
+
+    /// After a disk error the kernel's pages cannot be trusted, whatever the boot says: this is
+    /// written down before anything is answered again.
+    fn give_up_continuity(&mut self) -> Result<(), StoreError> {
+        let pool = self.pool()?;
+        for guid in pool.replicas() {
+            let Some(mut replica) = pool.replica(guid) else { continue };
+            let meta = ReplicaMeta {
+                cookie: BootCookie::default(),
+                closed_continuous: false,
+                ..replica.meta().clone()
+            };
+            replica.put_meta(meta)?;
+        }
+        pool.request_sync();
+        while let Some(ticket) = pool.sync_wanted() {
+            let result = quoin_store::Disk::sync(pool.disk());
+            pool.sync_finished(ticket, result);
+            result.map_err(StoreError::Io)?;
+        }
+        Ok(())
+    }
+}
+
+fn store_error(error: PoolError) -> StoreError {
+    match error {
+        PoolError::Store(error) => error,
+        _ => StoreError::Damaged("the pool does not open"),
+    }
+}
+
+impl Storage for RealStorage {
+    fn create(
+        &mut self,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+    ) -> Result<(), StoreError> {
+        let pool = self.pool()?;
+        pool.create(identity, meta, blocks)?;
+        pool.request_sync();
+        Ok(())
+    }
+
+    fn delete(&mut self, guid: ReplicaGuid) -> Result<(), StoreError> {
+        let pool = self.pool()?;
+        pool.delete(guid)?;
+        pool.request_sync();
+        // The world says "wiped" from here on, so it must be on the media.
+        while let Some(ticket) = pool.sync_wanted() {
+            let result = quoin_store::Disk::sync(pool.disk());
+            pool.sync_finished(ticket, result);
+            result.map_err(StoreError::Io)?;
+        }
+        Ok(())
+    }
+
+    fn with(&mut self, guid: ReplicaGuid, work: &mut dyn FnMut(&mut dyn ReplicaStore)) -> bool {
+        let Some(pool) = &mut self.pool else { return false };
+        let Some(inner) = pool.replica(guid) else { return false };
+        work(&mut Faulty { inner, faults: &mut self.faults });
+        true
+    }
+
+    fn cookie(&self) -> BootCookie {
+        quoin_store::Disk::cookie(&self.disk)
+    }
+
+    fn sync_begin(&mut self) -> Option<SyncTicket> {
+        let ticket = self.pool.as_mut()?.sync_wanted()?;
+        self.mark = self.disk.begin_sync();
+        Some(ticket)
+    }
+
+    fn sync_end(&mut self, ticket: SyncTicket, random: &mut Random) -> Result<(), StoreError> {
+        let result = self.disk.end_sync(self.mark, random);
+        self.pool()?.sync_finished(ticket, result);
+        result.map_err(StoreError::Io)
+    }
+
+    fn sync_lie(&mut self, ticket: SyncTicket) {
+        if let Some(pool) = &mut self.pool {
+            pool.sync_finished(ticket, Ok(()));
+        }
+    }
+
+    fn forget(&mut self) {
+        self.pool = None;
+        self.disk.forget();
+        self.pool = Pool::open(self.disk.clone(), self.options).ok();
+    }
+
+    fn reopen(&mut self, outage: Outage, random: &mut Random) -> Result<(), StoreError> {
+        self.pool = None;
+        match outage {
+            Outage::Process => self.disk.drop_orphans(false, random),
+            Outage::Power => self.disk.power_cut(random),
+            Outage::DiskFailed => self.disk.drop_orphans(true, random),
+        }
+        let pool = Pool::open(self.disk.clone(), self.options).map_err(store_error)?;
+        self.pool = Some(pool);
+        if outage == Outage::DiskFailed { self.give_up_continuity() } else { Ok(()) }
+    }
+
+    fn background(&mut self) -> Result<(), StoreError> {
+        self.pool()?.background(BACKGROUND_BYTES).map(|_| ())
+    }
+
+    fn wants_background(&self) -> bool {
+        self.pool.as_ref().is_some_and(|p| p.background_due() != Due::Idle)
+    }
+
+    fn set_failing(&mut self, failing: Failing) {
+        self.disk.set_failing(failing);
+    }
+
+    fn set_full(&mut self, full: bool) {
+        self.faults.full = full;
+    }
+
+    /// Spoils one page that holds clients' data: rot in the store's own pages is damage that a
+    /// rebuild mends, which needs more than this run's budget of losses.
+    fn rot(&mut self, _guid: ReplicaGuid, random: &mut Random) -> bool {
+        let is_data = |_: u64, page: &[u8]| {
+            page.chunks(SECTOR).all(|sector| {
+                let place = u64::from_le_bytes(sector[8..16].try_into().expect("8 bytes"));
+                let tag = u64::from_le_bytes(sector[..8].try_into().expect("8 bytes"));
+                tag != 0 && tag < 1 << 32 && place < 1 << 32 && sector[16..24] == sector[24..32]
+            })
+        };
+        self.disk.rot(random, is_data).is_some()
+    }
+
+    fn counts(&self) -> DiskCounts {
+        self.disk.counts()
+    }
+}
