@@ -21,6 +21,8 @@ pub struct Client {
     input: BytesMut,
     output: SendQueue,
     pieces: Vec<Bytes>,
+    /// Whole requests may wait in `input`: the session had enough when it was last given some.
+    sated: bool,
     pub interest: Interest,
     /// To be closed once its output is written.
     pub ending: bool,
@@ -45,6 +47,7 @@ impl Client {
             input: BytesMut::new(),
             output: SendQueue::default(),
             pieces: Vec::new(),
+            sated: false,
             interest: Interest::READ,
             ending: false,
             dirty: false,
@@ -93,6 +96,7 @@ impl Client {
             return;
         }
         let taken = self.frontend.receive(&mut self.input, requests, &mut self.pieces);
+        self.sated = !self.frontend.wants_input();
         self.queue_pieces();
         if let Err(Closed(why)) = taken {
             tracing::debug!(volume = %self.volume, why, "a client's session ended");
@@ -100,9 +104,10 @@ impl Client {
         }
     }
 
-    /// Whether input waits that the session could take now.
+    /// Whether input waits that the session could take now. What is left after it took all it
+    /// could is the start of a request whose rest has not come.
     pub fn holds_input(&self) -> bool {
-        !self.input.is_empty() && self.may_take()
+        self.sated && !self.input.is_empty() && self.may_take()
     }
 
     pub fn complete(&mut self, reply: Reply) {

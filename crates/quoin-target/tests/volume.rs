@@ -185,6 +185,31 @@ fn a_replica_that_takes_connections_and_never_answers_does_not_hold_up_the_volum
     target.stop();
 }
 
+#[test]
+fn a_request_that_comes_in_pieces_waits_for_its_rest_and_holds_up_nobody_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("v.sock");
+    let known = members(1);
+    let membership = membership(&known, 1);
+    let pool = start("127.0.0.1:0");
+    create_replica(&pool, known[0], &membership, BLOCKS);
+    let control = Control::default();
+    let target =
+        RunningTarget::start(&control, membership, Reach::PlainLoopback, |_, _| Bytes::new());
+    target.open(&socket, vec![place(known[0], &pool)], BLOCKS, false);
+    let mut slow = Nbd::connect(&socket);
+    let mut other = Nbd::connect(&socket);
+    slow.write(0, &[1; 4096]);
+    slow.send(0, 1, 0, 8192, &[2; 100]);
+    for n in 1..20 {
+        other.write(n * 4096, &[3; 4096]);
+    }
+    slow.send_rest(&[2; 8092]);
+    assert_eq!(slow.reply().1, 0);
+    assert_eq!(other.read(0, 8192), [2; 8192]);
+    target.stop();
+}
+
 struct Cluster {
     dir: tempfile::TempDir,
     authority: Authority,

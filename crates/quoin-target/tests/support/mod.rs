@@ -274,6 +274,11 @@ impl Nbd {
         self.cookie
     }
 
+    /// Data of a request whose start was sent.
+    pub fn send_rest(&mut self, data: &[u8]) {
+        self.socket.write_all(data).unwrap();
+    }
+
     /// The cookie and error of the next simple reply; read data is read by the caller.
     pub fn reply(&mut self) -> (u64, u32) {
         let mut reply = [0; 16];
