@@ -67,7 +67,8 @@ impl Dev {
     }
 
     fn show_logs(&self) {
-        for entry in std::fs::read_dir(self.directory.join("logs")).into_iter().flatten().flatten() {
+        for entry in std::fs::read_dir(self.directory.join("logs")).into_iter().flatten().flatten()
+        {
             println!("--- {}", entry.path().display());
             println!("{}", std::fs::read_to_string(entry.path()).unwrap_or_default());
         }
@@ -127,7 +128,8 @@ impl Dev {
 
     /// Ctrl-C, and its clean end.
     fn stop(mut self) {
-        let pids: Vec<_> = self.processes().values().filter_map(serde_json::Value::as_i64).collect();
+        let pids: Vec<_> =
+            self.processes().values().filter_map(serde_json::Value::as_i64).collect();
         signal(i64::from(self.child.id()), "INT");
         let began = Instant::now();
         let status = loop {
@@ -158,7 +160,8 @@ impl Drop for Dev {
 }
 
 fn signal(pid: i64, name: &str) {
-    let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap();
+    let status =
+        Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap();
     assert!(status.success(), "kill -{name} {pid}");
 }
 
