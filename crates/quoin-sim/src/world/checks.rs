@@ -229,8 +229,7 @@ impl World {
             BlockError::Damaged if self.history.op(tag).draft == Draft::Flush => {
                 self.stats.tails_lost > 0
             }
-            // The profile spoils one replica only, and others hold the block.
-            BlockError::Damaged => false,
+            BlockError::Damaged => self.may_be_unreadable(),
             BlockError::OutOfRange | BlockError::Misaligned | BlockError::ReadOnly => false,
         };
         if !allowed {
@@ -239,7 +238,20 @@ impl World {
     }
 
     pub(crate) fn block_lost(&mut self, lba: u64) {
-        self.violate("NoSilentDamage", format!("no good copy of block {lba} is left"));
+        if !self.may_be_unreadable() {
+            self.violate("NoSilentDamage", format!("no good copy of block {lba} is left"));
+        }
+    }
+
+    /// Whether the disks of a whole in-sync set have failed reads. Rot spoils one replica only,
+    /// and others hold the block.
+    fn may_be_unreadable(&self) -> bool {
+        self.targets.iter().filter_map(|t| t.process.as_ref()).any(|process| {
+            process
+                .in_sync
+                .iter()
+                .all(|member| self.pools.iter().any(|p| p.member == *member && p.reads_failed))
+        })
     }
 
     /// A replica in the in-sync set again holds all that it should.

@@ -151,6 +151,8 @@ pub(crate) struct PoolHost {
     pub slow: u64,
     /// Since when what it holds may be less than it applied; for the check of loss claims.
     pub cache_lost: bool,
+    /// Its disk has refused to read at some time.
+    pub reads_failed: bool,
 }
 
 pub(crate) struct Queue {

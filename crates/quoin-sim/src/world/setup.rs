@@ -245,6 +245,7 @@ impl World {
             outage: Outage::Process,
             slow: 1,
             cache_lost: false,
+            reads_failed: false,
         });
         self.schedule.after(0, Event::StartPool { pool });
     }

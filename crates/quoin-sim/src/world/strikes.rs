@@ -147,7 +147,9 @@ impl World {
                     reads: kind == FaultKind::DiskReadError,
                     syncs: kind == FaultKind::DiskSyncError,
                 };
-                if kind != FaultKind::DiskReadError {
+                if kind == FaultKind::DiskReadError {
+                    self.pools[pool].reads_failed = true;
+                } else {
                     self.pools[pool].cache_lost = true;
                 }
                 self.pools[pool].storage.set_failing(failing);
