@@ -60,9 +60,12 @@ impl Target {
             // All above stable is still in memory: even if every cache was lost at once, nothing
             // that this target acknowledged is.
             self.orphans = self.history.after(self.stable).cloned().collect();
-            let epoch = self.history.get(self.commit).map(|e| e.epoch);
+            // Under `durability: media` nothing above stable was acknowledged or read, and a disk
+            // that failed may have dropped it.
+            let owed = if self.is_media() { self.stable } else { self.commit };
+            let epoch = self.history.get(owed).map(|e| e.epoch);
             if let Some(epoch) = epoch {
-                self.committed = Position { epoch, lsn: self.commit };
+                self.committed = Position { epoch, lsn: owed };
             }
         }
         self.peers.clear();
