@@ -55,11 +55,8 @@ pub async fn attach(
     let socket = nbd_socket(client, &volume.id);
     wait_for_target(cluster, &volume, &socket, client).await?;
     if options.nbd {
-        return output::print_line(&format!(
-            "nbd+unix:///{}?socket={}",
-            volume.id,
-            socket.display()
-        ));
+        // A socket serves one volume, as its default export.
+        return output::print_line(&format!("nbd+unix:///?socket={}", socket.display()));
     }
     let request = AttachVolume {
         volume: volume.id.clone(),
