@@ -138,7 +138,7 @@ impl Body {
             },
             kind::INCREMENT_FEED => ToReplica::IncrementFeed {
                 rebuild: self.head.u64("increment")?,
-                cursor: self.lba()?,
+                cursor: self.cursor()?,
                 slots: self.slots(OnBadBlock::Refuse)?,
             },
             kind::INCREMENT_CUT => ToReplica::IncrementCut {
@@ -229,7 +229,7 @@ impl Body {
             }
             kind::INCREMENT_FED => FromReplica::IncrementFed {
                 rebuild: self.head.u64("increment")?,
-                cursor: self.lba()?,
+                cursor: self.cursor()?,
             },
             kind::INCREMENT_DONE => FromReplica::IncrementDone {
                 rebuild: self.head.u64("increment")?,
@@ -258,6 +258,13 @@ impl Body {
     fn lba(&mut self) -> Result<u64, Malformed> {
         let lba = self.head.u64("LBA")?;
         if lba > VOLUME_BLOCKS_MAX { Err(Malformed("LBA")) } else { Ok(lba) }
+    }
+
+    /// How far an increment has come: an LBA, or `u64::MAX` once it has all of the volume.
+    fn cursor(&mut self) -> Result<u64, Malformed> {
+        let cursor = self.head.u64("cursor")?;
+        let is_known = cursor <= VOLUME_BLOCKS_MAX || cursor == u64::MAX;
+        if is_known { Ok(cursor) } else { Err(Malformed("cursor")) }
     }
 
     fn position(&mut self) -> Result<Position, Malformed> {

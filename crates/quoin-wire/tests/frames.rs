@@ -142,6 +142,11 @@ fn increment_end() -> impl Strategy<Value = Box<IncrementEnd>> {
         })
 }
 
+/// How far an increment has come, the end included.
+fn cursor() -> impl Strategy<Value = u64> {
+    prop_oneof![4 => 0..1u64 << 44, 1 => Just(u64::MAX)]
+}
+
 fn read_view() -> impl Strategy<Value = ReadView> {
     prop_oneof![
         Just(ReadView::Live),
@@ -208,7 +213,7 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
         ),
         (any::<u64>(), lsn())
             .prop_map(|(rebuild, from)| ToReplica::IncrementBegin { rebuild, from }),
-        (any::<u64>(), slots(), 0..1u64 << 44).prop_map(|(rebuild, slots, cursor)| {
+        (any::<u64>(), slots(), cursor()).prop_map(|(rebuild, slots, cursor)| {
             ToReplica::IncrementFeed { rebuild, slots, cursor }
         }),
         (any::<u64>(), snapshot())
@@ -275,7 +280,7 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
                 end,
                 gone
             }),
-        (any::<u64>(), 0..1u64 << 44)
+        (any::<u64>(), cursor())
             .prop_map(|(rebuild, cursor)| FromReplica::IncrementFed { rebuild, cursor }),
         (any::<u64>(), position())
             .prop_map(|(rebuild, position)| FromReplica::IncrementDone { rebuild, position }),

@@ -51,7 +51,7 @@ impl DevCluster {
                 }
             }
         });
-        let layout = Layout::open(directory)?;
+        let layout = Layout::at(directory);
         let mut cluster = Self { layout, child: Some(child) };
         let began = Instant::now();
         loop {

@@ -115,8 +115,10 @@ impl Demo {
             &documents,
             |demo| {
                 let cluster = demo.cluster()?;
-                cluster
-                    .kill_and_hold("pool-c", || wipe(&cluster.layout.pool("pool-c").join("data")))
+                let before = demo.guid_in(&claim, "pool-c")?;
+                let data = cluster.layout.pool_data("pool-c");
+                cluster.kill_and_hold("pool-c", || wipe(&data))?;
+                demo.wait_for_another_guid(&claim, "pool-c", &before)
             },
         )?;
         let before = self.volume(&claim)?.epoch;
@@ -334,6 +336,26 @@ impl Demo {
             }
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+
+    /// Which incarnation of the volume's data a pool holds.
+    fn guid_in(&self, claim: &Claim, pool: &str) -> Result<String> {
+        let volume = self.volume(claim)?;
+        let replica = volume.replicas.iter().find(|replica| replica.pool == pool);
+        Ok(replica.with_context(|| format!("no replica in {pool}"))?.guid.clone())
+    }
+
+    /// Until the controller knows of the loss, it still shows the replica that is gone.
+    fn wait_for_another_guid(&self, claim: &Claim, pool: &str, before: &str) -> Result<()> {
+        let began = Instant::now();
+        while self.guid_in(claim, pool)? == before {
+            interrupt::check()?;
+            if began.elapsed() > FLOW_BUDGET {
+                bail!("the loss of the replica in {pool} is not noticed");
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
     }
 
     /// Power loss as far as a process can play it, then a start from what is on disk.

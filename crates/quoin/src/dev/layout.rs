@@ -31,6 +31,12 @@ impl Layout {
         })?;
         let layout = Self { root };
         layout.refuse_foreign()?;
+        // First of all that is made, since it marks the directory as ours if we die right after.
+        std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(layout.lock())
+            .with_context(|| format!("cannot write in {shown}: choose another --dir"))?;
         use std::os::unix::fs::PermissionsExt;
         std::fs::set_permissions(&layout.root, std::fs::Permissions::from_mode(0o700))
             .with_context(|| format!("{shown} belongs to another user: choose another --dir"))?;
@@ -39,6 +45,11 @@ impl Layout {
                 .with_context(|| format!("cannot make {}", directory.display()))?;
         }
         Ok(layout)
+    }
+
+    /// The places below `root`, without looking at or making any.
+    pub fn at(root: &Path) -> Self {
+        Self { root: root.into() }
     }
 
     /// A directory with files in it that no `quoin dev` made is left alone.
