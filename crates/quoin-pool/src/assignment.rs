@@ -12,7 +12,7 @@ use quoin_core::{
 };
 use quoin_proto::control;
 
-use crate::shard::Space;
+use crate::facts::Space;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {

@@ -13,6 +13,7 @@
 pub mod accept;
 pub mod assignment;
 mod control;
+pub mod facts;
 pub mod metrics;
 pub mod shard;
 pub mod syncer;
@@ -36,8 +37,9 @@ use tokio::sync::{Notify, watch};
 
 use accept::{Acceptor, Belief};
 use control::Control;
+use facts::PoolFacts;
 use metrics::Metrics;
-use shard::{Ended, Input, Parts, PoolFacts, Shard};
+use shard::{Ended, Input, Parts, Shard};
 use syncer::Syncer;
 
 /// How a pool is run.

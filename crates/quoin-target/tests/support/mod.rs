@@ -20,7 +20,8 @@ use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig, TargetSta
 use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
 use quoin_pool::accept::{Acceptor, Belief};
 use quoin_pool::assignment::{Assignment, Phase, PoolState, Wanted};
-use quoin_pool::shard::{Ended, Input as PoolInput, Parts, PoolFacts, Shard as PoolShard};
+use quoin_pool::facts::PoolFacts;
+use quoin_pool::shard::{Ended, Input as PoolInput, Parts, Shard as PoolShard};
 use quoin_pool::syncer::Syncer;
 use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;

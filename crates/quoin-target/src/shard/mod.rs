@@ -6,6 +6,9 @@
 //! once: replicas first, replies after. No lock, no hand-over and no timer per request; an idle
 //! volume costs nothing.
 
+mod clients;
+mod links;
+
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::path::PathBuf;
@@ -19,20 +22,16 @@ use quoin_core::target::{
     Target, TargetAction, TargetConfig, TargetEvent, TargetNote, TargetStatus,
 };
 use quoin_core::{BLOCK_SIZE, Time, VolumeId};
-use quoin_frontend::nbd::{Session, TlsPolicy};
-use quoin_wire::frame::WireError;
+use quoin_wire::Connection;
 use quoin_wire::notices::{Notices, Severity};
 use quoin_wire::reactor::{Interest, Reactor, Ready, Timers, Waker, now};
-use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
 
-use crate::client::{Client, Turn};
-use crate::dial::{Dial, Dialler, Reach};
+use crate::client::Client;
+use crate::dial::{Dialler, Reach};
 use crate::listen::Socket;
 use crate::metrics::Metrics;
-use crate::tokens::{Origin, Tokens};
-
-/// Clients of one volume.
-const CLIENTS_MAX: usize = 64;
+use crate::tokens::Tokens;
+use links::Link;
 
 /// What other threads tell a shard.
 pub enum Input {
@@ -137,14 +136,6 @@ struct Volume {
     touched: bool,
     /// Pools that could not be reached, so that it is said once and not each try.
     unreachable: Vec<String>,
-}
-
-struct Link {
-    connection: Connection,
-    session: SessionKey,
-    volume: VolumeId,
-    interest: Interest,
-    dirty: bool,
 }
 
 enum Slot {
@@ -464,130 +455,6 @@ impl Shard {
         self.actions = actions;
     }
 
-    fn send(
-        &mut self,
-        id: VolumeId,
-        session: SessionKey,
-        message: &quoin_core::message::ToReplica,
-    ) {
-        let Some(volume) = self.volumes.get(&id) else { return };
-        let Some((_, key)) = volume.links.iter().find(|(s, _)| *s == session) else { return };
-        let key = *key;
-        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
-        if let Err(error) = link.connection.send_to_replica(session, message) {
-            tracing::error!(volume = %id, %error, "a message could not be framed");
-            return;
-        }
-        if !link.dirty {
-            link.dirty = true;
-            self.dirty_links.push(key);
-        }
-    }
-
-    fn reply(&mut self, id: VolumeId, mut reply: quoin_core::block::Reply) {
-        let Some(volume) = self.volumes.get_mut(&id) else { return };
-        let Some(origin) = volume.tokens.redeem(reply.token) else { return };
-        let Some(Slot::Client(client)) = self.slots.get_mut(&origin.client) else { return };
-        self.metrics.replied(&reply);
-        reply.token = origin.token;
-        client.complete(reply);
-        if !client.dirty {
-            client.dirty = true;
-            self.dirty_clients.push(origin.client);
-        }
-    }
-
-    fn connect(&mut self, id: VolumeId, member: Member, session: SessionKey) {
-        let Some(volume) = self.volumes.get(&id) else { return };
-        let Some(place) = volume.places.iter().find(|p| p.member == member) else {
-            // Reported on the next round, since the state machine is in the middle of this one.
-            self.dialler.fail(id, session, "no address is known for this replica".into());
-            return;
-        };
-        self.dialler.start(Dial {
-            volume: id,
-            session,
-            hello: Hello::new(id, member.id, member.guid, volume.grant.clone()),
-            pool: place.pool.clone(),
-            address: place.address.clone(),
-        });
-    }
-
-    fn dialled(
-        &mut self,
-        now: Time,
-        id: VolumeId,
-        session: SessionKey,
-        pool: String,
-        outcome: Result<Box<Connection>, String>,
-    ) {
-        let Some(volume) = self.volumes.get_mut(&id) else { return };
-        match outcome {
-            Ok(connection) => {
-                if volume.unreachable.contains(&pool) {
-                    volume.unreachable.retain(|p| *p != pool);
-                    let message = format!("pool {pool} answers again");
-                    self.notices.push(Severity::Normal, id, "", "PoolReachable", message);
-                }
-                let key = self.next_key + 1;
-                if let Err(error) = self.reactor.register(connection.socket(), key, Interest::READ)
-                {
-                    tracing::warn!(%error, "cannot watch a connection");
-                    return self.event(now, id, TargetEvent::Disconnected { session });
-                }
-                let interest = Interest::READ;
-                let link =
-                    Link { connection: *connection, session, volume: id, interest, dirty: false };
-                let key = self.insert(Slot::Link(Box::new(link)));
-                if let Some(volume) = self.volumes.get_mut(&id) {
-                    volume.links.push((session, key));
-                }
-                self.event(now, id, TargetEvent::Connected { session });
-            }
-            Err(why) => {
-                if !pool.is_empty() && !volume.unreachable.contains(&pool) {
-                    let message = format!("pool {pool}: {why}");
-                    volume.unreachable.push(pool);
-                    self.notices.push(Severity::Warning, id, "", "PoolUnreachable", message);
-                }
-                self.event(now, id, TargetEvent::Disconnected { session });
-            }
-        }
-    }
-
-    fn disconnect(&mut self, id: VolumeId, session: SessionKey) {
-        let Some(volume) = self.volumes.get_mut(&id) else { return };
-        let Some(at) = volume.links.iter().position(|(s, _)| *s == session) else { return };
-        let (_, key) = volume.links.swap_remove(at);
-        if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
-            // What was said before (a Close) goes out as far as the socket takes it.
-            let _ = link.connection.flush();
-            self.reactor.deregister(link.connection.socket());
-        }
-    }
-
-    fn link_lost(&mut self, now: Time, key: u64, why: &WireError) {
-        let Some(Slot::Link(link)) = self.slots.remove(&key) else { return };
-        self.reactor.deregister(link.connection.socket());
-        let (id, session) = (link.volume, link.session);
-        if let Some(volume) = self.volumes.get_mut(&id) {
-            volume.links.retain(|(_, k)| *k != key);
-        }
-        if !matches!(why, WireError::Closed) {
-            tracing::warn!(volume = %id, error = %why, "the connection to a replica failed");
-        }
-        self.event(now, id, TargetEvent::Disconnected { session });
-    }
-
-    fn client_lost(&mut self, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.remove(&key) else { return };
-        self.reactor.deregister(client.socket());
-        if let Some(volume) = self.volumes.get_mut(&client.volume) {
-            volume.clients.retain(|k| *k != key);
-        }
-        self.metrics.clients.dec();
-    }
-
     fn broken(&mut self, now: Time, key: u64) {
         match self.slots.get(&key) {
             Some(Slot::Client(_)) => self.client_lost(key),
@@ -619,159 +486,6 @@ impl Shard {
                 self.accept(volume);
             }
             Some(Slot::Timer(_)) | None => {}
-        }
-    }
-
-    fn accept(&mut self, id: VolumeId) {
-        let Some(volume) = self.volumes.get(&id) else { return };
-        let accepted = match volume.listener.listener.accept() {
-            Ok((socket, _)) => socket.set_nonblocking(true).map(|()| socket),
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
-            Err(error) => Err(error),
-        };
-        let socket = match accepted {
-            Ok(socket) if volume.clients.len() < CLIENTS_MAX && !volume.stopped => socket,
-            Ok(_) => return,
-            Err(error) => {
-                tracing::warn!(volume = %id, %error, "cannot accept a client");
-                return;
-            }
-        };
-        let session = Session::new(volume.info.clone(), TlsPolicy::Plain);
-        let client = Client::new(socket.into(), id, Box::new(session));
-        let key = self.insert(Slot::Client(Box::new(client)));
-        let Some(Slot::Client(client)) = self.slots.get(&key) else { return };
-        if let Err(error) = self.reactor.register(client.socket(), key, Interest::READ) {
-            tracing::warn!(volume = %id, %error, "cannot watch a client");
-            self.slots.remove(&key);
-            return;
-        }
-        if let Some(volume) = self.volumes.get_mut(&id) {
-            volume.clients.push(key);
-        }
-        self.metrics.clients.inc();
-        // A session may have something to say first (NBD greets).
-        self.take_client(now(), key);
-    }
-
-    fn read_client(&mut self, now: Time, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
-        let id = client.volume;
-        let mut requests = std::mem::take(&mut self.requests);
-        let turn = client.read(&mut requests);
-        self.submit(now, id, key, &mut requests);
-        self.requests = requests;
-        match turn {
-            Ok(Turn::Goes) => self.client_dirty(key),
-            Ok(Turn::End) => self.client_lost(key),
-            Err(error) => {
-                tracing::debug!(volume = %id, %error, "a client's connection failed");
-                self.client_lost(key);
-            }
-        }
-    }
-
-    /// Takes requests that wait in a client's buffer.
-    fn take_client(&mut self, now: Time, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
-        let id = client.volume;
-        let mut requests = std::mem::take(&mut self.requests);
-        client.take(&mut requests);
-        self.submit(now, id, key, &mut requests);
-        self.requests = requests;
-        self.client_dirty(key);
-    }
-
-    fn submit(&mut self, now: Time, id: VolumeId, key: u64, requests: &mut Vec<Request>) {
-        if requests.is_empty() {
-            return;
-        }
-        if let Some(volume) = self.volumes.get_mut(&id) {
-            for mut request in requests.drain(..) {
-                self.metrics.requested(&request);
-                let origin = Origin { client: key, token: request.token };
-                request.token = volume.tokens.issue(origin);
-                volume.target.on(now, TargetEvent::Submit(request), &mut self.actions);
-            }
-        }
-        requests.clear();
-        self.touch(id);
-        self.act(id);
-    }
-
-    fn client_dirty(&mut self, key: u64) {
-        if let Some(Slot::Client(client)) = self.slots.get_mut(&key)
-            && !client.dirty
-        {
-            client.dirty = true;
-            self.dirty_clients.push(key);
-        }
-    }
-
-    fn read_link(&mut self, now: Time, key: u64) {
-        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
-        let (id, session) = (link.volume, link.session);
-        let outcome = link.connection.receive();
-        loop {
-            let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
-            match link.connection.next_frame() {
-                Ok(Some(incoming)) => match incoming.frame {
-                    Frame::FromReplica(message) if incoming.session == session => {
-                        if let Some(volume) = self.volumes.get_mut(&id) {
-                            let event = TargetEvent::Message { session, message };
-                            volume.target.on(now, event, &mut self.actions);
-                        }
-                        self.touch(id);
-                        self.act(id);
-                    }
-                    _ => return self.link_lost(now, key, &WireError::Malformed("session")),
-                },
-                Ok(None) => break,
-                Err(error) => return self.link_lost(now, key, &error),
-            }
-        }
-        match outcome {
-            Ok(ReadOutcome::End) => self.link_lost(now, key, &WireError::Closed),
-            Ok(_) => {}
-            Err(error) => self.link_lost(now, key, &error),
-        }
-    }
-
-    fn write_link(&mut self, now: Time, key: u64) {
-        let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
-        if let Err(error) = link.connection.flush() {
-            return self.link_lost(now, key, &error);
-        }
-        let interest = Interest { read: true, write: link.connection.queued_bytes() > 0 };
-        if interest != link.interest {
-            link.interest = interest;
-            if let Err(error) = self.reactor.modify(link.connection.socket(), key, interest) {
-                tracing::warn!(%error, "cannot watch a connection");
-            }
-        }
-    }
-
-    fn write_client(&mut self, now: Time, key: u64) {
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
-        if client.has_output()
-            && let Err(error) = client.flush()
-        {
-            tracing::debug!(volume = %client.volume, %error, "a client's connection failed");
-            return self.client_lost(key);
-        }
-        if client.ending && !client.has_output() {
-            return self.client_lost(key);
-        }
-        if client.holds_input() {
-            self.take_client(now, key);
-        }
-        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
-        let interest = client.wanted();
-        if interest != client.interest {
-            client.interest = interest;
-            if let Err(error) = self.reactor.modify(client.socket(), key, interest) {
-                tracing::warn!(%error, "cannot watch a client");
-            }
         }
     }
 

@@ -1,0 +1,148 @@
+//! The replicas that a shard holds: creating and deleting them as assigned, and telling of them.
+
+use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, SyncTicket};
+use quoin_core::replica::{Replica, ReplicaEvent};
+use quoin_core::{Epoch, Position, ReplicaGuid, Time};
+use quoin_store::ReplicaPool;
+use quoin_wire::notices::Severity;
+
+use super::Shard;
+use crate::assignment::{Assignment, Phase, PoolState, ReplicaState, Wanted};
+use crate::facts::PoolFacts;
+
+pub(super) struct Held {
+    pub(super) replica: Replica,
+    pub(super) timer_key: u64,
+    /// Listed in `touched`.
+    pub(super) touched: bool,
+    /// Created but not on media before this ticket is done.
+    pub(super) born: SyncTicket,
+}
+
+impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
+    pub(super) fn hold(&mut self, now: Time, guid: ReplicaGuid, born: SyncTicket) {
+        let cookie = self.pool.cookie();
+        let Some(store) = self.pool.replica(guid) else { return };
+        let replica = Replica::new(now, cookie, &store);
+        drop(store);
+        let timer_key = self.key();
+        self.by_timer.insert(timer_key, guid);
+        self.replicas.insert(guid, Held { replica, timer_key, touched: false, born });
+        self.parts.metrics.replicas.set(self.replicas.len() as i64);
+    }
+
+    pub(super) fn assign(&mut self, now: Time, assignment: Assignment) {
+        self.gone.clear();
+        for wanted in assignment.0 {
+            let held = self.replicas.contains_key(&wanted.identity.guid);
+            match (wanted.phase, held) {
+                (Phase::Delete, true) => self.delete(now, &wanted),
+                (Phase::Init | Phase::Recreate, false)
+                    if !self.pool.is_retired(wanted.identity.guid) =>
+                {
+                    self.create(now, wanted);
+                }
+                (_, true) => {}
+                (_, false) => self.gone.push(gone(&wanted)),
+            }
+        }
+    }
+
+    fn create(&mut self, now: Time, wanted: Wanted) {
+        let guid = wanted.identity.guid;
+        let (volume, replica) = (wanted.identity.volume, wanted.identity.replica);
+        let meta = ReplicaMeta {
+            membership: wanted.membership,
+            quorum: wanted.phase == Phase::Init,
+            ..ReplicaMeta::default()
+        };
+        match self.pool.create(wanted.identity, meta, wanted.blocks) {
+            Ok(()) => {
+                let ticket = self.pool.request_sync();
+                self.hold(now, guid, ticket);
+                tracing::info!(%volume, %replica, %guid, "replica created");
+            }
+            Err(error) => {
+                let message = format!("cannot create the replica: {error}");
+                self.parts.notices.push(
+                    Severity::Error,
+                    volume,
+                    replica,
+                    "ReplicaNotCreated",
+                    message,
+                );
+            }
+        }
+    }
+
+    fn delete(&mut self, now: Time, wanted: &Wanted) {
+        let guid = wanted.identity.guid;
+        self.deliver(now, guid, ReplicaEvent::Shutdown);
+        match self.pool.delete(guid) {
+            Ok(_) => {
+                if let Some(held) = self.replicas.remove(&guid) {
+                    self.timers.set(held.timer_key, None);
+                    self.by_timer.remove(&held.timer_key);
+                }
+                let ending: Vec<u64> =
+                    self.peers.iter().filter(|(_, p)| p.guid == guid).map(|(k, _)| *k).collect();
+                for key in ending {
+                    self.end(key);
+                }
+                self.pool.request_sync();
+                self.parts.metrics.replicas.set(self.replicas.len() as i64);
+                self.gone.push(gone(wanted));
+                tracing::info!(volume = %wanted.identity.volume, %guid, "replica deleted");
+            }
+            Err(error) => self.fail(error),
+        }
+    }
+
+    pub(super) fn state(&mut self) -> PoolState {
+        let mut replicas = self.gone.clone();
+        for (guid, held) in &self.replicas {
+            let used_bytes = self.pool.replica_bytes(*guid);
+            let Some(store) = self.pool.replica(*guid) else { continue };
+            // Not said before it is on media: "created" is what lets a volume be formed.
+            if held.born > self.synced {
+                continue;
+            }
+            let (state, meta) = (store.state(), store.meta());
+            replicas.push(ReplicaState {
+                volume: store.identity().volume,
+                replica: store.identity().replica,
+                guid: *guid,
+                state: if meta.damaged {
+                    "damaged"
+                } else if held.replica.is_open() {
+                    "open"
+                } else if meta.promised == Epoch::ZERO {
+                    "created"
+                } else {
+                    "closed"
+                },
+                quorum: meta.quorum,
+                position: state.position,
+                stable: state.stable.0,
+                used_bytes,
+            });
+        }
+        let space = self.pool.space();
+        self.parts.metrics.used.set(space.used_bytes as i64);
+        self.parts.metrics.capacity.set(space.capacity_bytes as i64);
+        PoolState { space, start_counter: self.pool.start_counter(), replicas }
+    }
+}
+
+fn gone(wanted: &Wanted) -> ReplicaState {
+    ReplicaState {
+        volume: wanted.identity.volume,
+        replica: wanted.identity.replica,
+        guid: wanted.identity.guid,
+        state: "gone",
+        quorum: false,
+        position: Position::default(),
+        stable: 0,
+        used_bytes: 0,
+    }
+}

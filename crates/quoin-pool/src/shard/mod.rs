@@ -1,0 +1,394 @@
+//! The pool's one thread: its epoll loop, its sessions, its replicas.
+//!
+//! A round is: wait, take what other threads sent, read every readable socket and handle its
+//! frames, acknowledge, write, begin a sync. Consecutive `Append`s of a session become one call
+//! of the store (one write on disk), and each session gets one cumulative acknowledgement.
+//!
+//! Limits: a connection whose answers are not taken is not read from ([`QUEUED_MAX`]), nor is any
+//! that owes answers once the pool as a whole holds [`POOL_QUEUED_MAX`]. Input is handled as it
+//! is read, so it never piles up.
+
+mod holdings;
+mod sessions;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+
+use quoin_core::ids::SessionKey;
+use quoin_core::message::{Failure, FromReplica, ToReplica};
+use quoin_core::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
+use quoin_core::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
+use quoin_core::{Epoch, ReplicaGuid, Time};
+use quoin_store::{Due, ReplicaPool};
+use quoin_wire::establish::Answered;
+use quoin_wire::frame::WireError;
+use quoin_wire::notices::{Notices, Severity};
+use quoin_wire::reactor::{Interest, Reactor, Ready, Timers, now};
+
+use crate::accept::Acceptor;
+use crate::assignment::{Assignment, PoolState, ReplicaState};
+use crate::facts::PoolFacts;
+use crate::metrics::Metrics;
+use crate::syncer::Syncer;
+use holdings::Held;
+use sessions::Peer;
+
+/// Answers one connection may owe before it is not read from.
+const QUEUED_MAX: usize = 16 << 20;
+/// Answers all connections may owe before those that owe any are not read from.
+const POOL_QUEUED_MAX: usize = 256 << 20;
+/// Sessions of all replicas together.
+const CONNECTIONS_MAX: usize = 8192;
+/// Entries that become one call of the store.
+const APPEND_BYTES_MAX: usize = 4 << 20;
+/// Background work between two looks at the sockets.
+const BACKGROUND_STEP_BYTES: u64 = 1 << 20;
+/// How long nothing must have come in before relaxed background work is done.
+const QUIET: Duration = Duration::from_millis(2);
+/// How long a stopping pool waits for its last sync and for answers to be taken.
+const STOP_MAX: Duration = Duration::from_secs(10);
+
+/// How long a peer whose session was ended may take to close its side.
+const LINGER: Duration = Duration::from_secs(2);
+
+const LISTENER: u64 = 0;
+
+/// What other threads tell the shard.
+pub enum Input {
+    Answered(Box<Answered>),
+    Synced { ticket: SyncTicket, result: Result<(), IoFault> },
+    Assign(Assignment),
+    State(tokio::sync::oneshot::Sender<PoolState>),
+    Shutdown,
+}
+
+/// Why the shard ended.
+#[derive(Debug)]
+pub enum Ended {
+    /// Asked to; everything is on media.
+    Stopped,
+    /// The disk failed: the pool must be opened anew from its media.
+    DiskFailed(StoreError),
+    /// The operating system refused the event loop itself.
+    LoopFailed(std::io::Error),
+}
+
+/// What a shard needs beside the pool.
+pub struct Parts {
+    pub reactor: Reactor,
+    pub acceptor: Acceptor,
+    pub inputs: Receiver<Input>,
+    pub notices: Notices,
+    pub metrics: Metrics,
+}
+
+pub struct Shard<'a, P> {
+    pool: P,
+    parts: &'a mut Parts,
+    syncer: Syncer,
+    replicas: BTreeMap<ReplicaGuid, Held>,
+    by_timer: HashMap<u64, ReplicaGuid>,
+    peers: HashMap<u64, Peer>,
+    timers: Timers,
+    /// Replicas that were assigned here but are not held.
+    gone: Vec<ReplicaState>,
+    dirty: Vec<u64>,
+    touched: Vec<ReplicaGuid>,
+    actions: Vec<ReplicaAction>,
+    /// Names connections and timers; 0 is the listener.
+    next_key: u64,
+    queued: usize,
+    synced: SyncTicket,
+    failure: Option<StoreError>,
+    stopping: Option<(SyncTicket, Time)>,
+}
+
+impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
+    pub fn new(pool: P, parts: &'a mut Parts, syncer: Syncer) -> std::io::Result<Self> {
+        parts.reactor.register(parts.acceptor.listener(), LISTENER, Interest::READ)?;
+        let mut shard = Shard {
+            pool,
+            parts,
+            syncer,
+            replicas: BTreeMap::new(),
+            by_timer: HashMap::new(),
+            peers: HashMap::new(),
+            timers: Timers::default(),
+            gone: Vec::new(),
+            dirty: Vec::new(),
+            touched: Vec::new(),
+            actions: Vec::new(),
+            next_key: LISTENER + 1,
+            queued: 0,
+            synced: SyncTicket(0),
+            failure: None,
+            stopping: None,
+        };
+        let now = now();
+        for guid in shard.pool.replicas() {
+            shard.hold(now, guid, SyncTicket(0));
+        }
+        Ok(shard)
+    }
+
+    /// Serves until it is asked to stop or the disk fails.
+    pub fn run(mut self) -> Ended {
+        let mut ready = Vec::new();
+        let mut last_work = now();
+        let ended = loop {
+            let timeout = self.timeout(now());
+            if let Err(error) = self.parts.reactor.wait(timeout, &mut ready) {
+                break Ended::LoopFailed(error);
+            }
+            let now = now();
+            let mut worked = !ready.is_empty();
+            while let Ok(input) = self.parts.inputs.try_recv() {
+                self.input(now, input);
+                worked = true;
+            }
+            for ready in &ready {
+                self.ready(now, *ready);
+            }
+            while let Some(key) = self.timers.pop(now) {
+                self.timer(now, key);
+            }
+            self.finish_round(now);
+            if worked {
+                last_work = now;
+            }
+            self.background(now.since(last_work) >= QUIET);
+            if let Some(failure) = self.failure.take() {
+                break Ended::DiskFailed(failure);
+            }
+            if let Some((ticket, deadline)) = self.stopping
+                && (now >= deadline || (self.synced >= ticket && self.queued == 0))
+            {
+                break Ended::Stopped;
+            }
+        };
+        self.parts.reactor.deregister(self.parts.acceptor.listener());
+        self.parts.metrics.sessions.set(0);
+        ended
+    }
+
+    fn timeout(&mut self, now: Time) -> Option<Duration> {
+        let next = self.timers.until_next(now);
+        let stop = self.stopping.map(|(_, deadline)| deadline.since(now));
+        let background = match self.pool.background_due() {
+            Due::Idle => None,
+            Due::Relaxed => Some(QUIET),
+            Due::Soon | Due::Urgent => Some(Duration::ZERO),
+        };
+        [next, stop, background].into_iter().flatten().min()
+    }
+
+    fn background(&mut self, quiet: bool) {
+        let step = match self.pool.background_due() {
+            Due::Idle => return,
+            Due::Relaxed if !quiet => return,
+            _ => self.pool.background(BACKGROUND_STEP_BYTES),
+        };
+        match step {
+            Ok(_) => self.begin_sync(),
+            // A full pool is what clients are told when they write; nothing is broken.
+            Err(StoreError::Full) => {}
+            Err(error) => self.fail(error),
+        }
+    }
+
+    fn fail(&mut self, error: StoreError) {
+        self.parts.metrics.disk_failures.inc();
+        self.failure.get_or_insert(error);
+    }
+
+    fn input(&mut self, now: Time, input: Input) {
+        match input {
+            Input::Answered(answered) => self.admit(*answered),
+            Input::Synced { ticket, result } => self.sync_ended(now, ticket, result),
+            Input::Assign(assignment) => self.assign(now, assignment),
+            Input::State(answer) => {
+                let state = self.state();
+                // The asker may have given up waiting.
+                let _ = answer.send(state);
+            }
+            Input::Shutdown => self.stop(now),
+        }
+    }
+
+    fn key(&mut self) -> u64 {
+        self.next_key += 1;
+        self.next_key
+    }
+
+    fn ready(&mut self, now: Time, ready: Ready) {
+        if ready.key == LISTENER {
+            return self.parts.acceptor.accept();
+        }
+        if ready.writable {
+            self.write(now, ready.key);
+        }
+        if ready.readable {
+            self.read(now, ready.key);
+        }
+    }
+
+    fn message(
+        &mut self,
+        now: Time,
+        connection: u64,
+        guid: ReplicaGuid,
+        session: SessionKey,
+        message: ToReplica,
+    ) {
+        let metrics = &self.parts.metrics;
+        match &message {
+            ToReplica::Append { entries, .. } => {
+                metrics.appends.inc();
+                metrics.entries.inc_by(entries.len() as u64);
+                metrics.written.inc_by(entries.iter().map(|e| e.data.len() as u64).sum());
+            }
+            ToReplica::Read { .. } => {
+                metrics.reads.inc();
+            }
+            _ => {}
+        }
+        if !self.replicas.contains_key(&guid) {
+            let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown };
+            self.send(connection, session, &refuse);
+            return self.end(connection);
+        }
+        self.deliver(now, guid, ReplicaEvent::Message { connection, session, message });
+    }
+
+    fn deliver(&mut self, now: Time, guid: ReplicaGuid, event: ReplicaEvent) {
+        let Some(held) = self.replicas.get_mut(&guid) else { return };
+        {
+            let Some(mut store) = self.pool.replica(guid) else { return };
+            held.replica.on(now, event, &mut store, &mut self.actions);
+        }
+        if !held.touched {
+            held.touched = true;
+            self.touched.push(guid);
+        }
+        self.act(guid);
+    }
+
+    fn act(&mut self, guid: ReplicaGuid) {
+        let mut actions = std::mem::take(&mut self.actions);
+        for action in actions.drain(..) {
+            match action {
+                ReplicaAction::Send { connection, session, message } => {
+                    self.send(connection, session, &message);
+                }
+                ReplicaAction::Disconnect { connection } => self.end(connection),
+                ReplicaAction::Timer { at } => {
+                    if let Some(held) = self.replicas.get(&guid) {
+                        self.timers.set(held.timer_key, at);
+                    }
+                }
+                ReplicaAction::Note(note) => self.note(guid, &note),
+            }
+        }
+        self.actions = actions;
+    }
+
+    fn note(&mut self, guid: ReplicaGuid, note: &ReplicaNote) {
+        let Some(store) = self.pool.replica(guid) else { return };
+        let (volume, replica) = (store.identity().volume, store.identity().replica);
+        drop(store);
+        let (severity, reason, message) = match note {
+            ReplicaNote::Opened { session } => {
+                tracing::info!(%volume, %replica, epoch = %session.epoch, "opened");
+                return;
+            }
+            ReplicaNote::Closed => {
+                tracing::info!(%volume, %replica, "closed");
+                return;
+            }
+            ReplicaNote::Damaged(what) => (
+                Severity::Error,
+                "ReplicaDamaged",
+                format!("{what}; it is rebuilt from the other replicas"),
+            ),
+            ReplicaNote::DiskFailed(error) => {
+                self.fail(*error);
+                (
+                    Severity::Error,
+                    "DiskFailed",
+                    format!("{error}; the pool is opened anew from its media"),
+                )
+            }
+            ReplicaNote::Full => (
+                Severity::Error,
+                "PoolFull",
+                "the pool is full: its replicas fall out of sync until space is freed or added"
+                    .into(),
+            ),
+            ReplicaNote::Rebuilt { position } => (
+                Severity::Normal,
+                "ReplicaRebuilt",
+                format!("complete up to epoch {} LSN {}", position.epoch, position.lsn),
+            ),
+            ReplicaNote::InvariantRefused(name) => (
+                Severity::Error,
+                "InvariantRefused",
+                format!("a target sent what {name} forbids; its session was ended"),
+            ),
+        };
+        self.parts.notices.push(severity, volume, replica, reason, message);
+    }
+
+    fn timer(&mut self, now: Time, key: u64) {
+        match self.by_timer.get(&key).copied() {
+            Some(guid) => self.deliver(now, guid, ReplicaEvent::Timer),
+            None => self.lost(now, key, &WireError::Closed),
+        }
+    }
+
+    /// One acknowledgement a session, one write a socket, one sync for all.
+    fn finish_round(&mut self, now: Time) {
+        while let Some(guid) = self.touched.pop() {
+            if let Some(held) = self.replicas.get_mut(&guid) {
+                held.touched = false;
+                held.replica.flush(&mut self.actions);
+                self.act(guid);
+            }
+        }
+        while let Some(key) = self.dirty.pop() {
+            if let Some(peer) = self.peers.get_mut(&key) {
+                peer.dirty = false;
+            }
+            self.write(now, key);
+        }
+        self.begin_sync();
+    }
+
+    fn begin_sync(&mut self) {
+        if let Some(ticket) = self.pool.sync_wanted() {
+            self.parts.metrics.syncs.inc();
+            self.syncer.begin(ticket);
+        }
+    }
+
+    fn sync_ended(&mut self, now: Time, ticket: SyncTicket, result: Result<(), IoFault>) {
+        self.pool.sync_finished(ticket, result);
+        if result.is_ok() {
+            self.synced = self.synced.max(ticket);
+        }
+        let result = result.map_err(StoreError::Io);
+        for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
+            self.deliver(now, guid, ReplicaEvent::Synced { ticket, result });
+        }
+        if let Err(error) = result {
+            self.fail(error);
+        }
+    }
+
+    fn stop(&mut self, now: Time) {
+        for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
+            self.deliver(now, guid, ReplicaEvent::Shutdown);
+        }
+        self.stopping = Some((self.pool.request_sync(), now + STOP_MAX));
+    }
+}

@@ -1,0 +1,227 @@
+//! The shard's connections: what comes in becomes messages for replicas, what they answer goes
+//! out. Nothing piles up: who does not take answers is not read from.
+
+use quoin_core::entry::SharedEntry;
+use quoin_core::ids::SessionKey;
+use quoin_core::message::{FromReplica, Ping, ToReplica};
+use quoin_core::replica::ReplicaEvent;
+use quoin_core::{Lsn, ReplicaGuid, Time};
+use quoin_store::ReplicaPool;
+use quoin_wire::establish::Answered;
+use quoin_wire::frame::WireError;
+use quoin_wire::reactor::Interest;
+use quoin_wire::{Connection, Frame, ReadOutcome};
+use rustix::net::Shutdown;
+
+use super::{APPEND_BYTES_MAX, CONNECTIONS_MAX, LINGER, POOL_QUEUED_MAX, QUEUED_MAX, Shard};
+use crate::facts::PoolFacts;
+
+/// One believed connection.
+pub(super) struct Peer {
+    pub(super) connection: Connection,
+    pub(super) session: SessionKey,
+    pub(super) guid: ReplicaGuid,
+    pub(super) interest: Interest,
+    /// Whole frames may wait in its buffer: its answers were not taken fast enough.
+    pub(super) stalled: bool,
+    /// To be closed: what is queued is written, what still comes is not looked at.
+    pub(super) ending: bool,
+    /// Listed in `dirty`.
+    pub(super) dirty: bool,
+}
+
+impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
+    pub(super) fn admit(&mut self, answered: Answered) {
+        let Answered { connection, session, hello, peer_address } = answered;
+        if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() {
+            return;
+        }
+        let key = self.key();
+        if let Err(error) = self.parts.reactor.register(connection.socket(), key, Interest::READ) {
+            tracing::warn!(%error, %peer_address, "cannot watch a data connection");
+            return;
+        }
+        let peer = Peer {
+            connection,
+            session,
+            guid: hello.guid,
+            interest: Interest::READ,
+            stalled: false,
+            ending: false,
+            dirty: false,
+        };
+        self.peers.insert(key, peer);
+        self.parts.metrics.sessions.set(self.peers.len() as i64);
+    }
+
+    pub(super) fn read(&mut self, now: Time, key: u64) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let outcome = peer.connection.receive();
+        if peer.ending {
+            peer.connection.discard_input();
+        } else {
+            self.take_frames(now, key);
+        }
+        match outcome {
+            Ok(ReadOutcome::End) => self.lost(now, key, &WireError::Closed),
+            Ok(_) => {}
+            Err(error) => self.lost(now, key, &error),
+        }
+    }
+
+    /// Handles the whole frames that a connection has read, as long as its answers are taken.
+    fn take_frames(&mut self, now: Time, key: u64) {
+        let mut appends = Appends::default();
+        loop {
+            let Some(peer) = self.peers.get_mut(&key) else { return };
+            if peer.ending {
+                return;
+            }
+            let queued = peer.connection.queued_bytes();
+            peer.stalled = queued > QUEUED_MAX || (queued > 0 && self.queued > POOL_QUEUED_MAX);
+            if peer.stalled {
+                break;
+            }
+            let (guid, session) = (peer.guid, peer.session);
+            let message = match peer.connection.next_frame() {
+                Ok(Some(incoming)) => match incoming.frame {
+                    Frame::ToReplica(message) if incoming.session == session => message,
+                    _ => return self.lost(now, key, &WireError::Malformed("session")),
+                },
+                Ok(None) => break,
+                Err(error) => {
+                    self.append(now, key, &mut appends);
+                    return self.lost(now, key, &error);
+                }
+            };
+            let ToReplica::Append { entries, stable, sync, ping } = message else {
+                self.append(now, key, &mut appends);
+                self.message(now, key, guid, session, message);
+                continue;
+            };
+            appends.add(entries, stable, sync, ping);
+            if appends.bytes >= APPEND_BYTES_MAX {
+                self.append(now, key, &mut appends);
+            }
+        }
+        self.append(now, key, &mut appends);
+        self.watch(key);
+    }
+
+    fn append(&mut self, now: Time, key: u64, appends: &mut Appends) {
+        let Some(message) = appends.take() else { return };
+        let Some(peer) = self.peers.get(&key) else { return };
+        let (guid, session) = (peer.guid, peer.session);
+        self.message(now, key, guid, session, message);
+    }
+
+    pub(super) fn send(&mut self, connection: u64, session: SessionKey, message: &FromReplica) {
+        let Some(peer) = self.peers.get_mut(&connection) else { return };
+        if peer.ending {
+            return;
+        }
+        let before = peer.connection.queued_bytes();
+        if let Err(error) = peer.connection.send_from_replica(session, message) {
+            tracing::error!(%error, "an answer could not be framed");
+            return self.end(connection);
+        }
+        self.queued += peer.connection.queued_bytes() - before;
+        self.mark_dirty(connection);
+    }
+
+    /// Closes a connection after what was sent before.
+    pub(super) fn end(&mut self, connection: u64) {
+        if let Some(peer) = self.peers.get_mut(&connection) {
+            peer.ending = true;
+            self.mark_dirty(connection);
+        }
+    }
+
+    fn mark_dirty(&mut self, key: u64) {
+        if let Some(peer) = self.peers.get_mut(&key)
+            && !peer.dirty
+        {
+            peer.dirty = true;
+            self.dirty.push(key);
+        }
+    }
+
+    pub(super) fn write(&mut self, now: Time, key: u64) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let before = peer.connection.queued_bytes();
+        let flushed = peer.connection.flush();
+        self.queued -= before - peer.connection.queued_bytes();
+        match flushed {
+            Err(error) => return self.lost(now, key, &error),
+            Ok(true) if peer.ending => {
+                // The peer must be able to read what was said last, so the socket is not torn
+                // down under it: it is given a moment to close its side.
+                let _ = rustix::net::shutdown(peer.connection.socket(), Shutdown::Write);
+                self.timers.set(key, Some(now + LINGER));
+            }
+            Ok(_) => {}
+        }
+        if peer.stalled && peer.connection.queued_bytes() <= QUEUED_MAX / 2 {
+            self.take_frames(now, key);
+        }
+        self.watch(key);
+    }
+
+    /// Asks for exactly the readiness that this connection can use.
+    fn watch(&mut self, key: u64) {
+        let Some(peer) = self.peers.get_mut(&key) else { return };
+        let interest = Interest {
+            read: !peer.stalled,
+            write: peer.connection.queued_bytes() > 0 && !peer.dirty,
+        };
+        if interest != peer.interest {
+            peer.interest = interest;
+            if let Err(error) = self.parts.reactor.modify(peer.connection.socket(), key, interest) {
+                tracing::warn!(%error, "cannot watch a data connection");
+            }
+        }
+    }
+
+    pub(super) fn lost(&mut self, now: Time, key: u64, why: &WireError) {
+        let Some(peer) = self.peers.remove(&key) else { return };
+        self.parts.reactor.deregister(peer.connection.socket());
+        self.timers.set(key, None);
+        self.queued -= peer.connection.queued_bytes();
+        self.parts.metrics.sessions.set(self.peers.len() as i64);
+        if !peer.ending && !matches!(why, WireError::Closed) {
+            tracing::warn!(error = %why, guid = %peer.guid, "a session's connection failed");
+        }
+        self.deliver(now, peer.guid, ReplicaEvent::Disconnected { connection: key });
+    }
+}
+
+/// Consecutive `Append`s on their way to become one.
+#[derive(Default)]
+struct Appends {
+    entries: Vec<SharedEntry>,
+    stable: Lsn,
+    sync: bool,
+    ping: Ping,
+    bytes: usize,
+    any: bool,
+}
+
+impl Appends {
+    fn add(&mut self, entries: Vec<SharedEntry>, stable: Lsn, sync: bool, ping: Ping) {
+        self.bytes += entries.iter().map(|e| e.weight()).sum::<usize>();
+        if self.entries.is_empty() {
+            self.entries = entries;
+        } else {
+            self.entries.extend(entries);
+        }
+        self.stable = self.stable.max(stable);
+        self.sync |= sync;
+        self.ping = self.ping.max(ping);
+        self.any = true;
+    }
+
+    fn take(&mut self) -> Option<ToReplica> {
+        let Appends { entries, stable, sync, ping, any, .. } = std::mem::take(self);
+        any.then_some(ToReplica::Append { entries, stable, sync, ping })
+    }
+}

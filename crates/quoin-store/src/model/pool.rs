@@ -1,0 +1,130 @@
+//! The model's pool: many of its replicas behind the surface of the real one.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use quoin_core::ReplicaGuid;
+use quoin_core::replica::store::{
+    BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, StoreError, SyncTicket,
+};
+
+use super::{ModelHandle, ModelReplica};
+use crate::api::{Due, ReplicaPool, Tickets};
+
+/// A pool of models: the same surface as the real pool, and a switch for the power.
+#[derive(Default)]
+pub struct ModelPool {
+    replicas: BTreeMap<ReplicaGuid, ModelReplica>,
+    retired: BTreeSet<ReplicaGuid>,
+    tickets: Tickets,
+    boot: u128,
+    failed: Option<IoFault>,
+}
+
+impl ModelPool {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The process died: only what was volatile is gone.
+    pub fn restart(&mut self) {
+        self.tickets.finish(None);
+        for replica in self.replicas.values_mut() {
+            replica.pins.clear();
+            replica.syncing = (0, 0);
+        }
+    }
+
+    /// The power failed: for each replica, `survives(n)` says how many of `n` unsynced
+    /// operations (asked for the log, then for the small state) reached the media.
+    /// Replicas created or deleted since the last sync stay created or deleted.
+    pub fn power_cut(&mut self, mut survives: impl FnMut(usize) -> usize) {
+        self.boot += 1;
+        self.failed = None;
+        self.restart();
+        for replica in self.replicas.values_mut() {
+            let operations = survives(replica.operations.len()).min(replica.operations.len());
+            let metas = survives(replica.metas.len()).min(replica.metas.len());
+            replica.make_durable(operations, metas);
+            replica.operations.clear();
+            replica.metas.clear();
+            replica.now = replica.durable.clone();
+            replica.meta = replica.durable_meta.clone();
+        }
+    }
+}
+
+impl ReplicaPool for ModelPool {
+    type Handle<'a> = ModelHandle<'a>;
+
+    fn replicas(&self) -> Vec<ReplicaGuid> {
+        self.replicas.keys().copied().collect()
+    }
+
+    fn replica(&mut self, guid: ReplicaGuid) -> Option<ModelHandle<'_>> {
+        let replica = self.replicas.get_mut(&guid)?;
+        Some(ModelHandle { replica, tickets: &mut self.tickets })
+    }
+
+    fn create(
+        &mut self,
+        identity: ReplicaIdentity,
+        meta: ReplicaMeta,
+        blocks: u64,
+    ) -> Result<(), StoreError> {
+        let guid = identity.guid;
+        if self.retired.contains(&guid) || self.replicas.contains_key(&guid) {
+            return Err(StoreError::Rule("a GUID is born once"));
+        }
+        self.replicas.insert(guid, ModelReplica::new(identity, meta, blocks));
+        Ok(())
+    }
+
+    fn delete(&mut self, guid: ReplicaGuid) -> Result<bool, StoreError> {
+        let found = self.replicas.remove(&guid).is_some();
+        if found {
+            self.retired.insert(guid);
+        }
+        Ok(found)
+    }
+
+    fn is_retired(&self, guid: ReplicaGuid) -> bool {
+        self.retired.contains(&guid)
+    }
+
+    fn request_sync(&mut self) -> SyncTicket {
+        self.tickets.request()
+    }
+
+    fn sync_wanted(&mut self) -> Option<SyncTicket> {
+        let ticket = self.tickets.begin()?;
+        for replica in self.replicas.values_mut() {
+            replica.syncing = (replica.operations.len(), replica.metas.len());
+        }
+        Some(ticket)
+    }
+
+    fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
+        self.tickets.finish(result.is_ok().then_some(ticket));
+        if let Err(fault) = result {
+            self.failed = Some(fault);
+        }
+        if self.failed.is_none() {
+            for replica in self.replicas.values_mut() {
+                let (operations, metas) = std::mem::take(&mut replica.syncing);
+                replica.make_durable(operations, metas);
+            }
+        }
+    }
+
+    fn background(&mut self, _budget_bytes: u64) -> Result<bool, StoreError> {
+        Ok(false)
+    }
+
+    fn background_due(&self) -> Due {
+        Due::Idle
+    }
+
+    fn cookie(&self) -> BootCookie {
+        BootCookie(self.boot + 1)
+    }
+}

@@ -1,0 +1,148 @@
+//! A shard's clients: their requests become the state machines', the replies theirs.
+
+use quoin_core::block::{Reply, Request};
+use quoin_core::target::TargetEvent;
+use quoin_core::{Time, VolumeId};
+use quoin_frontend::nbd::{Session, TlsPolicy};
+use quoin_wire::reactor::{Interest, now};
+
+use super::{Shard, Slot};
+use crate::client::{Client, Turn};
+use crate::tokens::Origin;
+
+/// Clients of one volume.
+const CLIENTS_MAX: usize = 64;
+
+impl Shard {
+    pub(super) fn accept(&mut self, id: VolumeId) {
+        let Some(volume) = self.volumes.get(&id) else { return };
+        let accepted = match volume.listener.listener.accept() {
+            Ok((socket, _)) => socket.set_nonblocking(true).map(|()| socket),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
+            Err(error) => Err(error),
+        };
+        let socket = match accepted {
+            Ok(socket) if volume.clients.len() < CLIENTS_MAX && !volume.stopped => socket,
+            Ok(_) => return,
+            Err(error) => {
+                tracing::warn!(volume = %id, %error, "cannot accept a client");
+                return;
+            }
+        };
+        let session = Session::new(volume.info.clone(), TlsPolicy::Plain);
+        let client = Client::new(socket.into(), id, Box::new(session));
+        let key = self.insert(Slot::Client(Box::new(client)));
+        let Some(Slot::Client(client)) = self.slots.get(&key) else { return };
+        if let Err(error) = self.reactor.register(client.socket(), key, Interest::READ) {
+            tracing::warn!(volume = %id, %error, "cannot watch a client");
+            self.slots.remove(&key);
+            return;
+        }
+        if let Some(volume) = self.volumes.get_mut(&id) {
+            volume.clients.push(key);
+        }
+        self.metrics.clients.inc();
+        // A session may have something to say first (NBD greets).
+        self.take_client(now(), key);
+    }
+
+    pub(super) fn read_client(&mut self, now: Time, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let id = client.volume;
+        let mut requests = std::mem::take(&mut self.requests);
+        let turn = client.read(&mut requests);
+        self.submit(now, id, key, &mut requests);
+        self.requests = requests;
+        match turn {
+            Ok(Turn::Goes) => self.client_dirty(key),
+            Ok(Turn::End) => self.client_lost(key),
+            Err(error) => {
+                tracing::debug!(volume = %id, %error, "a client's connection failed");
+                self.client_lost(key);
+            }
+        }
+    }
+
+    /// Takes requests that wait in a client's buffer.
+    fn take_client(&mut self, now: Time, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let id = client.volume;
+        let mut requests = std::mem::take(&mut self.requests);
+        client.take(&mut requests);
+        self.submit(now, id, key, &mut requests);
+        self.requests = requests;
+        self.client_dirty(key);
+    }
+
+    fn submit(&mut self, now: Time, id: VolumeId, key: u64, requests: &mut Vec<Request>) {
+        if requests.is_empty() {
+            return;
+        }
+        if let Some(volume) = self.volumes.get_mut(&id) {
+            for mut request in requests.drain(..) {
+                self.metrics.requested(&request);
+                let origin = Origin { client: key, token: request.token };
+                request.token = volume.tokens.issue(origin);
+                volume.target.on(now, TargetEvent::Submit(request), &mut self.actions);
+            }
+        }
+        requests.clear();
+        self.touch(id);
+        self.act(id);
+    }
+
+    fn client_dirty(&mut self, key: u64) {
+        if let Some(Slot::Client(client)) = self.slots.get_mut(&key)
+            && !client.dirty
+        {
+            client.dirty = true;
+            self.dirty_clients.push(key);
+        }
+    }
+
+    pub(super) fn write_client(&mut self, now: Time, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        if client.has_output()
+            && let Err(error) = client.flush()
+        {
+            tracing::debug!(volume = %client.volume, %error, "a client's connection failed");
+            return self.client_lost(key);
+        }
+        if client.ending && !client.has_output() {
+            return self.client_lost(key);
+        }
+        if client.holds_input() {
+            self.take_client(now, key);
+        }
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let interest = client.wanted();
+        if interest != client.interest {
+            client.interest = interest;
+            if let Err(error) = self.reactor.modify(client.socket(), key, interest) {
+                tracing::warn!(%error, "cannot watch a client");
+            }
+        }
+    }
+
+    pub(super) fn reply(&mut self, id: VolumeId, mut reply: Reply) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        let Some(origin) = volume.tokens.redeem(reply.token) else { return };
+        let Some(Slot::Client(client)) = self.slots.get_mut(&origin.client) else { return };
+        self.metrics.replied(&reply);
+        reply.token = origin.token;
+        client.complete(reply);
+        if !client.dirty {
+            client.dirty = true;
+            self.dirty_clients.push(origin.client);
+        }
+    }
+
+    pub(super) fn client_lost(&mut self, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.remove(&key) else { return };
+        self.reactor.deregister(client.socket());
+        if let Some(volume) = self.volumes.get_mut(&client.volume) {
+            volume.clients.retain(|k| *k != key);
+        }
+        self.metrics.clients.dec();
+    }
+}
