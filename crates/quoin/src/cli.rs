@@ -67,6 +67,11 @@ enum Command {
     /// A volume that outlives its parts, shown under load (`cargo xtask demo`).
     #[command(hide = true)]
     Demo(demo::DemoOptions),
+    /// Measure Quoin beside the floor: the same work with no product in it.
+    Bench(quoin_bench::Options),
+    /// One process of the floor.
+    #[command(subcommand, hide = true)]
+    BenchPart(quoin_bench::Part),
     /// A shell's completion script: `source <(quoin completion bash)`.
     Completion { shell: clap_complete::Shell },
     /// The version of this binary.
@@ -91,6 +96,8 @@ impl Cli {
             Command::Dev(options) => dev::run(options),
             Command::Controller(command) => roles::controller(command),
             Command::Demo(options) => demo::run(&options),
+            Command::Bench(options) => Ok(quoin_bench::run(&options, &std::env::current_exe()?)?),
+            Command::BenchPart(part) => Ok(quoin_bench::run_part(&part)?),
             Command::Completion { shell } => {
                 clap_complete::generate(
                     shell,

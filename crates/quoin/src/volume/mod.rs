@@ -6,8 +6,8 @@ mod view;
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand, ValueEnum};
 use quoin_proto::control::{
-    CreateVolumeRequest, DeleteVolumeRequest, Durability, ListVolumesRequest, ResizeVolumeRequest,
-    Spread, Volume, VolumeSpec,
+    CreateVolumeRequest, DeleteVolumeRequest, Durability, GetVolumeRequest, ListVolumesRequest,
+    ResizeVolumeRequest, Spread, Volume, VolumeSpec,
 };
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
@@ -182,8 +182,35 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             let found = get_volume(&mut cluster, &volume).await?;
             let request = DeleteVolumeRequest { volume: Some(volume_ref(&found.id)) };
             cluster.delete_volume(request).await.map_err(refusal)?;
-            output::print_line(&format!("volume {volume} is deleted"))
+            output::print_line(&wait_until_deleted(&mut cluster, &volume, &found.id, client).await?)
         }
+    }
+}
+
+/// Pools free the space of each replica; one that is away does so when it is back.
+async fn wait_until_deleted(
+    cluster: &mut Cluster,
+    name: &str,
+    id: &str,
+    client: &ClientOptions,
+) -> Result<String> {
+    let began = Instant::now();
+    loop {
+        let request = GetVolumeRequest { volume: Some(volume_ref(id)) };
+        let volume = match cluster.get_volume(request).await {
+            Ok(volume) => volume.into_inner(),
+            Err(status) if status.code() == tonic::Code::NotFound => {
+                return Ok(format!("volume {name} is deleted"));
+            }
+            Err(status) => return Err(refusal(status)),
+        };
+        if began.elapsed() > client.timeout() {
+            let waiting_for = volume.waiting_for;
+            return Ok(format!(
+                "volume {name} is being deleted and goes by itself; it waits for {waiting_for}"
+            ));
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
 }
 
