@@ -8,12 +8,15 @@
 //! * the **disk** thread ([`syncer`]) does nothing but sync, one group after the other;
 //! * **tokio** ([`control`]) talks to the controller; IO goes on while that one is away.
 //!
+//! A pool whose disk failed is opened anew ([`lives`]).
+//!
 //! Connections are proven on short-lived helper threads ([`accept`]) before the shard sees them.
 
 pub mod accept;
 pub mod assignment;
 mod control;
 pub mod facts;
+mod lives;
 pub mod metrics;
 pub mod shard;
 pub mod syncer;
@@ -23,7 +26,6 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use quoin_core::{BLOCK_SIZE, PoolId};
 use quoin_identity::{Identity, JoinRequest};
@@ -31,16 +33,16 @@ use quoin_store::disk::Syncer as SyncDisk;
 use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolOptions, ReplicaPool};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
-use quoin_wire::notices::{Notices, Severity};
+use quoin_wire::notices::Notices;
 use quoin_wire::reactor::{Reactor, Waker};
 use tokio::sync::{Notify, watch};
 
 use accept::{Acceptor, Belief};
 use control::Control;
 use facts::PoolFacts;
+use lives::Watch;
 use metrics::Metrics;
-use shard::{Ended, Input, Parts, Shard};
-use syncer::Syncer;
+use shard::{Input, Parts};
 
 /// How a pool is run.
 #[derive(Clone, Debug)]
@@ -179,9 +181,6 @@ fn is_blank(disk: &FileDisk) -> bool {
     disk.read_at(0, &mut first).is_ok() && first.iter().all(|b| *b == 0)
 }
 
-/// Between attempts to open a pool whose disk failed.
-const REOPEN: Duration = Duration::from_secs(1);
-
 /// Serves a pool that `open` opens (again, after its disk failed) until `shutdown`.
 pub async fn serve<P, F>(
     options: Options,
@@ -230,11 +229,14 @@ where
     let parts = Parts { reactor, acceptor, inputs, notices: notices.clone(), metrics };
     let trouble = Arc::new(Mutex::new(None));
     let shard_thread = {
-        let trouble = trouble.clone();
-        let stop = shutdown.clone();
+        let watch = Watch {
+            trouble: trouble.clone(),
+            stop: shutdown.clone(),
+            doubt: identity.dir().join(lives::DOUBT_FILE),
+        };
         std::thread::Builder::new()
             .name("shard".into())
-            .spawn(move || keep_serving(first, &*open, parts, &sender, &trouble, &stop))?
+            .spawn(move || lives::keep_serving(first, &*open, parts, &sender, &watch))?
     };
 
     let control = Arc::new(Control {
@@ -268,49 +270,6 @@ where
     match ended {
         Ok(Ok(result)) => result,
         _ => Err(Error::System(std::io::Error::other("the pool's shard panicked"))),
-    }
-}
-
-/// Runs the shard, and opens the pool anew from its media each time the disk failed.
-fn keep_serving<P: ReplicaPool + PoolFacts>(
-    first: Opened<P>,
-    open: &dyn Fn() -> Result<Opened<P>, Error>,
-    mut parts: Parts,
-    inputs: &Sender<Input>,
-    trouble: &Mutex<Option<String>>,
-    stop: &watch::Receiver<bool>,
-) -> Result<(), Error> {
-    let say = |why: Option<String>| {
-        *trouble.lock().expect("never held across a panic") = why;
-    };
-    let mut opened = Some(first);
-    loop {
-        let Opened { pool, syncer, .. } = match opened.take() {
-            Some(opened) => opened,
-            None if *stop.borrow() => return Ok(()),
-            None => match open() {
-                Ok(opened) => opened,
-                Err(error) => {
-                    say(Some(error.to_string()));
-                    std::thread::sleep(REOPEN);
-                    continue;
-                }
-            },
-        };
-        say(None);
-        let syncer = Syncer::start(syncer, inputs.clone(), parts.reactor.waker())?;
-        match Shard::new(pool, &mut parts, syncer)?.run() {
-            Ended::Stopped => return Ok(()),
-            Ended::LoopFailed(error) => return Err(error.into()),
-            Ended::DiskFailed(error) => {
-                let message = format!("{error}: the pool is opened anew from its media");
-                parts.notices.push(Severity::Error, "", "", "DiskFailed", message);
-                say(Some(error.to_string()));
-                // Results of the failed life must not be taken for the next one's.
-                while parts.inputs.try_recv().is_ok() {}
-                std::thread::sleep(REOPEN);
-            }
-        }
     }
 }
 
