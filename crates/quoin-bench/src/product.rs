@@ -19,7 +19,7 @@ impl Product {
         let log = std::fs::File::create(dir.join("dev.log")).map_err(Error::io("create a log"))?;
         let errors = log.try_clone().map_err(Error::io("create a log"))?;
         let dev = Command::new(quoin)
-            .args(["dev", "--no-attach", "--data"])
+            .args(["dev", "--no-attach", "--dir"])
             .arg(dir.join("data"))
             .stdin(Stdio::null())
             .stdout(log)
@@ -44,7 +44,7 @@ impl Product {
     pub fn command(&self, arguments: &[&str]) -> Result<String, Error> {
         let output = Command::new(&self.quoin)
             .args(arguments)
-            .env("QUOIN_SOCKET", self.dir.join("data/run/controller.sock"))
+            .env("QUOIN_SOCKET", self.dir.join("data/run/admin.sock"))
             .stdin(Stdio::null())
             .output()
             .map_err(Error::io("run quoin"))?;
@@ -92,11 +92,12 @@ impl Product {
             "--durability",
             durability,
         ])?;
-        let text = self.command(&["volume", "attach", name, "--nbd", "-o", "json"])?;
-        let value: serde_json::Value = serde_json::from_str(&text)
-            .map_err(|e| Error::Failed(format!("quoin volume attach printed no JSON: {e}")))?;
-        let socket = find_string(&value, "nbd_socket")
-            .ok_or_else(|| Error::Failed(format!("no nbd_socket in: {}", text.trim())))?;
+        let text = self.command(&["volume", "attach", name, "--nbd"])?;
+        // An NBD URI: nbd+unix:///EXPORT?socket=PATH.
+        let socket = text
+            .split_once("socket=")
+            .map(|(_, rest)| rest.split_whitespace().next().unwrap_or_default().to_owned())
+            .ok_or_else(|| Error::Failed(format!("no NBD address in: {}", text.trim())))?;
         Ok(PathBuf::from(socket))
     }
 
@@ -132,16 +133,5 @@ impl Product {
 impl Drop for Product {
     fn drop(&mut self) {
         self.stop();
-    }
-}
-
-fn find_string(value: &serde_json::Value, key: &str) -> Option<String> {
-    match value {
-        serde_json::Value::Object(map) => map
-            .get(key)
-            .and_then(|v| v.as_str().map(str::to_owned))
-            .or_else(|| map.values().find_map(|v| find_string(v, key))),
-        serde_json::Value::Array(items) => items.iter().find_map(|v| find_string(v, key)),
-        _ => None,
     }
 }
