@@ -1,44 +1,113 @@
 //! Background work of a pool: which replica folds, which segment is emptied, when states are
 //! recorded, and the scrub.
 //!
+//! One function decides ([`Pool::next_step`]); what is due and what a step does both follow it, so
+//! a pool that says that work is due always has a step that brings it on, and a pool that waits
+//! for a sync or for room says that nothing is due.
+//!
 //! Policy: segments that are all but empty are emptied at once, so that trimmed space comes back
-//! soon; others only when free space is short, by benefit (space gained times age, over the cost
-//! of gaining it): under a uniform load that is as good as the emptiest first, under a skewed one
-//! far better. The table of the clean-up simulation is in `docs/store.md`.
+//! soon. Others only when space is short, and the shorter it is the fuller a segment may be: so
+//! clean-up waits as long as it can (blocks die while it waits), and what it writes for each
+//! block gained is bounded. Among those the benefit decides (space gained times age, over the
+//! cost of gaining it): under a uniform load that is as good as the emptiest first, under a skewed
+//! one far better. The table of the clean-up simulation is in `docs/store.md`.
 
 use quoin_core::replica::store::StoreError;
-use quoin_core::{Lsn, ReplicaGuid};
+use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
 use crate::api::Due;
 use crate::core::BadBlock;
 use crate::disk::Disk;
+use crate::moved::packed_blocks;
 use crate::node::LEAF_BLOCKS;
 use crate::pool::{Pool, STEP_BYTES};
 use crate::records::SegmentState;
-use crate::replica::Source;
+use crate::replica::{Replica, Source};
 use crate::tree;
 
 /// Live percent up to which a segment is emptied though space is plenty.
 const EAGER_LIVE_PERCENT: u64 = 10;
-/// Live percent from which emptying a segment is not worth it even when space is short.
-const HOPELESS_LIVE_PERCENT: u64 = 96;
+/// Live percent (of what a segment can hold) above which none is emptied however short space
+/// is: at 90, clean-up writes nine blocks at most for each one gained.
+const MOST_LIVE_PERCENT: u64 = 90;
 /// Free percent of the pool (above the reserve) at which cleaning begins, and becomes urgent.
-const CLEAN_BELOW_PERCENT: u32 = 15;
-const URGENT_BELOW_PERCENT: u32 = 4;
+const CLEAN_BELOW_PERCENT: u64 = 12;
+const URGENT_BELOW_PERCENT: u64 = 3;
 /// Emptied segments that wait for a commit.
-const LIMBO_MAX: usize = 8;
+const LIMBO_MAX: u32 = 8;
+/// Closed segments of log that make a fold worth its nodes when space is short.
+const FOLD_SEGMENTS: u64 = 2;
+
+/// What a pool does next.
+enum Step {
+    /// Goes on with the job that a replica has begun.
+    GoOn(ReplicaGuid),
+    Commit(ReplicaGuid),
+    Fold(ReplicaGuid, u64),
+    Empty(ReplicaGuid, SegmentState),
+    Recount(ReplicaGuid),
+}
+
+impl Replica {
+    fn may_commit(&self) -> bool {
+        self.commit.is_none() && !self.is_prepared()
+    }
+
+    fn has_job(&self) -> bool {
+        self.checkpoint.is_some() || self.clean.is_some() || self.recount_job.is_some()
+    }
+
+    fn limbo_units(&self) -> u32 {
+        self.limbo.iter().map(|(_, units)| *units).sum()
+    }
+
+    fn committing_units(&self) -> u32 {
+        self.commit.iter().flat_map(|c| &c.frees).map(|(_, units)| *units).sum()
+    }
+
+    fn may_fold(&self, keep: u64) -> bool {
+        !self.is_prepared()
+            && self.stable.0.min(self.log.lsn_before_last(keep)) >= self.log.first_lsn()
+    }
+
+    /// About how many units a fold lets clean-up gain: closed log that only waits for it, and
+    /// what the entries replace.
+    fn fold_gain(&self, unit_blocks: u64) -> u64 {
+        if self.is_prepared() || self.stable.0 < self.log.first_lsn() {
+            return 0;
+        }
+        let first_needed = self.log_start().index;
+        let held = |s: &&crate::segments::Segment| {
+            let state = &s.state;
+            state.stream == crate::batch::Stream::Log
+                && state.last_index >= first_needed
+                && state.last_lsn <= self.stable.0
+                && !self.family.open.contains(&Some(state.unit))
+        };
+        let held: u64 =
+            self.family.segments.values().filter(held).map(|s| u64::from(s.state.units)).sum();
+        // A view that goes away may give up any number of blocks.
+        let views = self.log.special_from(0).take_while(|(lsn, _)| *lsn <= self.stable.0);
+        let views = views.filter(|(_, kind)| drops_a_view(kind)).count() as u64;
+        held + self.log.hole_blocks / unit_blocks + views * FOLD_SEGMENTS
+    }
+}
+
+fn drops_a_view(kind: &quoin_core::EntryKind) -> bool {
+    use quoin_core::EntryKind::{DeleteSnapshot, Revert};
+    matches!(kind, DeleteSnapshot { .. } | Revert { .. })
+}
 
 impl<D: Disk> Pool<D> {
-    fn free_percent(&self) -> u32 {
-        let allocator = &self.core.allocator;
-        let coming: u32 = self.core.freeing.iter().map(|(_, _, units)| *units).sum();
-        let limbo = |r: &crate::replica::Replica| -> u32 {
-            let waiting = r.commit.iter().flat_map(|c| &c.frees);
-            r.limbo.iter().chain(waiting).map(|(_, units)| *units).sum()
-        };
-        let coming = coming + self.replicas.values().map(limbo).sum::<u32>();
-        let free = allocator.free_for_clients() + coming;
-        (u64::from(free) * 100 / u64::from(allocator.units().max(1))) as u32
+    fn percent(&self, units: u32) -> u64 {
+        u64::from(units) * 100 / u64::from(self.core.allocator.units().max(1))
+    }
+
+    /// Units that the next commits and syncs make free.
+    fn coming_units(&self) -> u32 {
+        let freeing: u32 = self.core.freeing.iter().map(|(_, _, units)| *units).sum();
+        freeing
+            + self.replicas.values().map(|r| r.limbo_units() + r.committing_units()).sum::<u32>()
     }
 
     fn log_bytes(&self) -> u64 {
@@ -46,129 +115,174 @@ impl<D: Disk> Pool<D> {
     }
 
     pub(crate) fn due(&self) -> Due {
-        if self.core.failed.is_some() {
+        if self.core.failed.is_some() || self.next_step().is_none() {
             return Due::Idle;
         }
-        let log = self.log_bytes();
-        let limit = self.core.options.checkpoint_bytes;
-        let allocator = &self.core.allocator;
-        let usable = allocator.free_for_clients() * 100 / allocator.units().max(1);
-        let in_work = self.replicas.values().any(|r| {
-            r.checkpoint.is_some()
-                || r.clean.is_some()
-                || r.recount
-                || r.recount_job.is_some()
-                || (r.dirty && r.commit.is_none())
-        });
+        let (log, limit) = (self.log_bytes(), self.core.options.checkpoint_bytes);
+        let usable = self.percent(self.core.allocator.free_for_clients());
         match () {
-            _ if usable < URGENT_BELOW_PERCENT && self.can_gain() => Due::Urgent,
-            _ if log > 2 * limit => Due::Urgent,
-            _ if log > limit || (self.free_percent() < CLEAN_BELOW_PERCENT && self.can_gain()) => {
-                Due::Soon
-            }
-            _ if in_work || self.best_victim(false).is_some() => Due::Relaxed,
-            _ => Due::Idle,
+            _ if usable < URGENT_BELOW_PERCENT || log > 2 * limit => Due::Urgent,
+            _ if usable < CLEAN_BELOW_PERCENT || log > limit => Due::Soon,
+            _ => Due::Relaxed,
         }
     }
 
-    fn can_gain(&self) -> bool {
-        let foldable = |r: &crate::replica::Replica| r.stable.0 >= r.log.first_lsn();
-        self.best_victim(true).is_some() || self.replicas.values().any(foldable)
+    /// How full a segment may be that is emptied now.
+    fn live_limit_percent(&self) -> u64 {
+        let free = self.core.allocator.free_for_clients() + self.coming_units();
+        // In thousandths, so that a small pool has a slope and no stairs.
+        let free = u64::from(free) * 1000 / u64::from(self.core.allocator.units().max(1));
+        let (most, least) = (10 * CLEAN_BELOW_PERCENT, 10 * URGENT_BELOW_PERCENT);
+        let short = most.saturating_sub(free).min(most - least);
+        EAGER_LIVE_PERCENT + (MOST_LIVE_PERCENT - EAGER_LIVE_PERCENT) * short / (most - least)
     }
 
     /// The segment to empty next.
-    fn best_victim(&self, short: bool) -> Option<(ReplicaGuid, SegmentState)> {
-        let unit_bytes =
-            u64::from(self.core.superblock.unit_blocks) * quoin_core::BLOCK_SIZE as u64;
-        let limit = if short { HOPELESS_LIVE_PERCENT } else { EAGER_LIVE_PERCENT };
+    fn best_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
+        let unit_blocks = self.core.superblock.unit_blocks;
         let newest = self.core.sequence;
         self.replicas
             .iter()
             .flat_map(|(guid, r)| r.victims().map(move |s| (*guid, s)))
             .map(|(guid, s)| {
-                let live = (s.live_bytes * 100 / (u64::from(s.units) * unit_bytes)).min(100);
+                let capacity = packed_blocks(s.units * unit_blocks) * BLOCK_SIZE as u64;
+                let live = (s.live_bytes * 100 / capacity.max(1)).min(100);
                 let age = newest.saturating_sub(s.sequence).clamp(1, 1 << 40);
-                (live, (100 - live) * age / (100 + live), guid, s)
+                let benefit = match live <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
+                    // Next to nothing to move, or no time to lose: the emptiest.
+                    true => (1 << 50) - live,
+                    false => (100 - live) * age / (100 + live),
+                };
+                (live, benefit, guid, s)
             })
-            .filter(|(live, ..)| *live <= limit)
+            .filter(|(live, _, _, s)| *live <= limit && (s.live_bytes == 0 || self.has_room(s)))
             .max_by_key(|(_, benefit, _, s)| (*benefit, std::cmp::Reverse(s.unit)))
             .map(|(_, _, guid, s)| (guid, s))
+    }
+
+    /// Whether what a segment holds, and the nodes that then change, can be written elsewhere.
+    fn has_room(&self, segment: &SegmentState) -> bool {
+        let needed = 2 * segment.units + 1;
+        !self.starved && self.core.allocator.free_units() >= needed
     }
 
     pub(crate) fn work(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {
         self.core.check_usable()?;
         let mut left = budget_bytes.max(1) as i64;
         while left > 0 {
-            if !self.step()? {
-                return Ok(false);
+            let Some(step) = self.next_step() else { return Ok(false) };
+            let done = self.step(step);
+            if done == Err(StoreError::Full) {
+                // Until a unit is given back only what needs none is tried.
+                self.starved = true;
             }
+            done?;
             left -= STEP_BYTES as i64;
         }
         Ok(self.due() > Due::Idle)
     }
 
-    /// One step of whatever is most useful; false if nothing can be done now.
-    fn step(&mut self) -> Result<bool, StoreError> {
-        let core = &mut self.core;
+    /// The most useful thing that can be done now. `None`: nothing would be gained, or what was
+    /// gained waits for a sync.
+    fn next_step(&self) -> Option<Step> {
+        let allocator = &self.core.allocator;
+        let replicas = || self.replicas.iter().map(|(guid, r)| (*guid, r));
         // What was begun is finished first.
-        for replica in self.replicas.values_mut() {
-            if replica.checkpoint.is_some() {
-                replica.step_checkpoint(core)?;
-                return Ok(true);
-            }
-            if replica.clean.is_some() {
-                replica.step_clean(core)?;
-                return Ok(true);
-            }
-            if replica.recount_job.is_some() {
-                replica.step_recount(core)?;
-                return Ok(true);
-            }
+        if let Some((guid, _)) = replicas().find(|(_, r)| r.has_job()) {
+            return Some(Step::GoOn(guid));
         }
-        let short = self.free_percent() < CLEAN_BELOW_PERCENT;
-        for replica in self.replicas.values_mut() {
-            let much = replica.limbo.len() >= LIMBO_MAX;
-            if much && replica.commit.is_none() && !replica.is_prepared() {
-                replica.begin_commit(&mut self.core)?;
-                return Ok(true);
-            }
+        // Emptied segments are worth nothing until they are recorded as such; clean-up must not
+        // use up the room it works in before it has its gains.
+        let limit = LIMBO_MAX.min(allocator.reserve_units / 3).max(1);
+        let tight = allocator.free_units() <= allocator.reserve_units;
+        let (guid, most) = replicas()
+            .filter(|(_, r)| r.may_commit())
+            .map(|(guid, r)| (guid, r.limbo.len() as u32))
+            .max_by_key(|(_, waiting)| *waiting)
+            .unwrap_or_default();
+        if most >= limit || (tight && most > 0) {
+            return Some(Step::Commit(guid));
         }
-        if self.log_bytes() > self.core.options.checkpoint_bytes || short {
+        let unit_blocks = u64::from(self.core.superblock.unit_blocks);
+        let live_limit = self.live_limit_percent();
+        let short = live_limit > EAGER_LIVE_PERCENT;
+        if !self.starved {
             let keep = if short { 0 } else { self.core.options.log_keep_bytes };
-            let foldable = |r: &crate::replica::Replica| {
-                r.stable.0.min(r.log.lsn_before_last(keep)) >= r.log.first_lsn()
-            };
-            let largest = self
-                .replicas
-                .values_mut()
-                .filter(|r| foldable(r) && !r.is_prepared())
-                .max_by_key(|r| (r.log.bytes, std::cmp::Reverse(r.identity.guid)));
-            if let Some(replica) = largest
-                && (!short || replica.log.bytes > 0)
-            {
-                replica.begin_checkpoint(keep);
-                return Ok(true);
+            let much = self.log_bytes() > self.core.options.checkpoint_bytes;
+            let largest = replicas()
+                .filter(|(_, r)| much && r.may_fold(keep))
+                .max_by_key(|(guid, r)| (r.log.bytes, std::cmp::Reverse(*guid)));
+            if let Some((guid, _)) = largest {
+                return Some(Step::Fold(guid, keep));
+            }
+            if short && let Some(guid) = self.best_fold(FOLD_SEGMENTS, unit_blocks) {
+                return Some(Step::Fold(guid, 0));
             }
         }
-        if let Some((guid, segment)) = self.best_victim(short)
-            && let Some(replica) = self.replicas.get_mut(&guid)
+        // Counts that are too high hide what can be gained.
+        if short && let Some((guid, _)) = replicas().find(|(_, r)| r.recount) {
+            return Some(Step::Recount(guid));
+        }
+        if let Some((guid, segment)) = self.best_victim(live_limit) {
+            return Some(Step::Empty(guid, segment));
+        }
+        if short
+            && !self.starved
+            && let Some(guid) = self.best_fold(1, unit_blocks)
         {
-            if !replica.begin_clean(&mut self.core, segment)? {
-                replica.unreadable.insert(segment.unit);
-            }
-            return Ok(true);
+            return Some(Step::Fold(guid, 0));
         }
-        for replica in self.replicas.values_mut() {
-            if replica.dirty && replica.commit.is_none() && !replica.is_prepared() {
-                replica.begin_commit(&mut self.core)?;
-                return Ok(true);
-            }
-            if replica.recount {
-                replica.begin_recount(&self.core);
-                return Ok(true);
-            }
+        let dirty = |r: &Replica| r.dirty && r.may_commit();
+        if let Some((guid, _)) = replicas().find(|(_, r)| dirty(r)) {
+            return Some(Step::Commit(guid));
         }
-        Ok(false)
+        replicas().find(|(_, r)| r.recount).map(|(guid, _)| Step::Recount(guid))
+    }
+
+    /// The replica whose fold lets the most be gained, if that is at least so many units.
+    fn best_fold(&self, units: u64, unit_blocks: u64) -> Option<ReplicaGuid> {
+        self.replicas
+            .iter()
+            .map(|(guid, r)| (r.fold_gain(unit_blocks), std::cmp::Reverse(*guid)))
+            .filter(|(gain, _)| *gain >= units)
+            .max()
+            .map(|(_, guid)| guid.0)
+    }
+
+    fn step(&mut self, step: Step) -> Result<(), StoreError> {
+        let (Step::GoOn(guid)
+        | Step::Commit(guid)
+        | Step::Fold(guid, _)
+        | Step::Empty(guid, _)
+        | Step::Recount(guid)) = step;
+        let core = &mut self.core;
+        let Some(replica) = self.replicas.get_mut(&guid) else { return Ok(()) };
+        let done = match step {
+            Step::GoOn(_) if replica.checkpoint.is_some() => {
+                replica.step_checkpoint(core).map(drop)
+            }
+            Step::GoOn(_) if replica.clean.is_some() => replica.step_clean(core).map(drop),
+            Step::GoOn(_) => replica.step_recount(core).map(drop),
+            Step::Commit(_) => replica.begin_commit(core),
+            Step::Fold(_, keep) => {
+                replica.begin_checkpoint(keep);
+                Ok(())
+            }
+            Step::Empty(_, segment) => replica.begin_clean(core, segment).map(|complete| {
+                if !complete {
+                    replica.unreadable.insert(segment.unit);
+                }
+            }),
+            Step::Recount(_) => {
+                replica.begin_recount(core);
+                Ok(())
+            }
+        };
+        if done.is_err() {
+            // What was counted on the way to a result that is dropped counts wrongly.
+            replica.recount = true;
+        }
+        done
     }
 
     /// Reads about `budget_bytes` of what the replica's live view and snapshots hold, and

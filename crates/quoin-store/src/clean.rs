@@ -229,10 +229,14 @@ impl Replica {
         core: &mut Core<D>,
         edits: &[Edit],
     ) -> Result<(), StoreError> {
+        // It may have been made anew since the job began, with a root that is about to go.
+        self.frozen = None;
         let mut memo = Memo::new();
         let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
         let mut new = Vec::with_capacity(old.len());
         let mut io = self.io(core);
+        // All views give the node up together, so none keeps it alive.
+        io.kept_through = 0;
         for root in old {
             new.push(tree::update(&mut io, root, edits, &[], Some(&mut memo))?);
         }

@@ -28,6 +28,7 @@ struct State {
     unsynced: BTreeMap<u64, (Option<Block>, u8)>,
     boot: u128,
     writes: u64,
+    written_bytes: u64,
     /// Fail every write (and sync) after this many writes.
     fail_after: Option<u64>,
     /// The next syncs fail, and what they would have made durable is lost with the next cut.
@@ -98,6 +99,11 @@ impl MemoryDisk {
         self.state().writes
     }
 
+    /// Bytes written so far.
+    pub fn written_bytes(&self) -> u64 {
+        self.state().written_bytes
+    }
+
     /// Flips bits of one byte on the media: rot.
     pub fn rot(&self, offset: u64, mask: u8) {
         let mut state = self.state();
@@ -163,6 +169,7 @@ impl Disk for MemoryDisk {
             return Err(IoFault { operation: "write", offset, errno: EIO });
         }
         state.writes += 1;
+        state.written_bytes += total as u64;
         let mut bytes = parts.iter().flat_map(|p| p.chunks(SECTOR_SIZE));
         let first = offset / BLOCK_SIZE as u64;
         for number in first..first + (total / BLOCK_SIZE) as u64 {

@@ -103,3 +103,11 @@ fn header_blocks(blocks: usize) -> usize {
     let length = crate::batch::HEADER_LENGTH + blocks * crate::batch::entry_length(1, 0);
     length.div_ceil(BLOCK_SIZE)
 }
+
+/// Blocks that fit in a segment of so many, its headers counted.
+pub fn packed_blocks(segment_blocks: u32) -> u64 {
+    let room = segment_blocks.saturating_sub(1) as usize;
+    let whole = BLOCKS_A_BATCH + header_blocks(BLOCKS_A_BATCH);
+    let rest = room % whole;
+    (room / whole * BLOCKS_A_BATCH + rest.saturating_sub(header_blocks(rest))) as u64
+}

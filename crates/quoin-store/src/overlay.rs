@@ -110,6 +110,8 @@ pub struct Log {
     batches: VecDeque<LogBatch>,
     /// Bytes of all records, about.
     pub bytes: u64,
+    /// Blocks that its holes cover: what folding them may free.
+    pub hole_blocks: u64,
 }
 
 impl Log {
@@ -141,6 +143,7 @@ impl Log {
             self.special.insert(entry.lsn.0, entry.kind.clone());
         }
         self.bytes += bytes_of(&record);
+        self.hole_blocks += holes_of(&record);
         self.records.push_back(record);
     }
 
@@ -182,6 +185,7 @@ impl Log {
             && let Some(record) = self.records.pop_back()
         {
             self.bytes -= bytes_of(&record);
+            self.hole_blocks -= holes_of(&record);
             let crcs = (record.crc_at - self.crcs_first) as usize;
             self.crcs.truncate(crcs);
         }
@@ -195,6 +199,7 @@ impl Log {
         {
             self.first += 1;
             self.bytes -= bytes_of(&record);
+            self.hole_blocks -= holes_of(&record);
             if record.place != 0 {
                 self.crcs.drain(..record.blocks as usize);
                 self.crcs_first += u64::from(record.blocks);
@@ -235,6 +240,10 @@ impl Log {
             fua: record.fua,
         }))
     }
+}
+
+fn holes_of(record: &LogRecord) -> u64 {
+    if record.place == 0 { u64::from(record.blocks) } else { 0 }
 }
 
 fn bytes_of(record: &LogRecord) -> u64 {

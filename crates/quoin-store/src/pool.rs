@@ -57,6 +57,8 @@ pub struct ReplicaStats {
 pub struct Pool<D> {
     pub(crate) core: Core<D>,
     pub(crate) replicas: BTreeMap<ReplicaGuid, Replica>,
+    /// Background work found no free unit, and none has been given back since.
+    pub(crate) starved: bool,
 }
 
 impl<D: Disk> Pool<D> {
@@ -126,7 +128,7 @@ impl<D: Disk> Pool<D> {
         core.durable = corrected;
         core.restate()?;
         core.release(0);
-        Ok(Pool { core, replicas })
+        Ok(Pool { core, replicas, starved: false })
     }
 
     pub fn id(&self) -> PoolId {
@@ -280,7 +282,9 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             self.core.failed = Some(fault);
             return;
         }
+        let free = self.core.allocator.free_units();
         self.core.release(ticket.0);
+        self.starved &= self.core.allocator.free_units() == free;
         for replica in self.replicas.values_mut() {
             replica.durable = replica.durable.max(replica.syncing);
             if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {

@@ -169,9 +169,13 @@ impl Replica {
     ) -> Result<(), StoreError> {
         core.check_usable()?;
         self.check_append(entries)?;
-        let from_reserve = entries
-            .iter()
-            .all(|e| matches!(e.kind, EntryKind::View(_) | EntryKind::DeleteSnapshot { .. }));
+        // Trims are the way out of a full pool, but clean-up needs room to follow them.
+        let trims = core.allocator.free_units() > core.allocator.reserve_units / 2;
+        let from_reserve = entries.iter().all(|e| match e.kind {
+            EntryKind::View(_) | EntryKind::DeleteSnapshot { .. } => true,
+            EntryKind::Trim => trims,
+            _ => false,
+        });
         let mut rest = entries;
         while !rest.is_empty() {
             let room = self.family.room(&core.superblock, Stream::Log);

@@ -6,9 +6,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use common::{identity, new_pool, sync};
+use quoin_core::message::ReadView;
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid};
-use quoin_store::{MemoryDisk, Pool, ReplicaPool};
+use quoin_store::{Due, MemoryDisk, Pool, ReplicaPool};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 const GUID: ReplicaGuid = ReplicaGuid(0xf);
 
@@ -41,6 +44,25 @@ impl Writer {
         (self.chain, self.lsn) = (entry.chain, self.lsn + 1);
         replica.set_stable(entry.lsn);
         Ok(())
+    }
+
+    /// What a driver does between two rounds of requests.
+    fn housekeeping(&mut self) {
+        if self.pool.background_due() > Due::Idle {
+            self.pool.background(4 << 20).expect("background work");
+        }
+        sync(&mut self.pool);
+    }
+
+    /// Every block has the content that was written last.
+    fn check(&mut self, last: &[u64]) {
+        let mut replica = self.pool.replica(GUID).expect("it");
+        let slots = common::read_all(&mut replica, ReadView::Live, last.len() as u64);
+        for ((lba, version, data), lsn) in common::flat(&slots).into_iter().zip(last) {
+            assert_eq!(version, *lsn, "the version of block {lba}");
+            let data = data.expect("no block is a hole");
+            assert!(data.iter().all(|b| *b == (lsn - 1) as u8), "the content of block {lba}");
+        }
     }
 }
 
@@ -81,4 +103,101 @@ fn a_full_pool_still_takes_views_promises_and_deletes_and_trim_gives_space_back(
     }
     let gained = writer.pool.stats().free_bytes - before;
     assert!(gained > 3 << 20, "a trim of 4 MiB gave {gained} bytes back");
+}
+
+/// Overwrites single blocks of a pool that is `live` full, with the background work that a
+/// driver does after each; returns blocks written to the disk for each block overwritten.
+fn overwrites(pool_bytes: u64, live: u64, writes: u64) -> f64 {
+    let mut writer = Writer::new(pool_bytes, live);
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let mut last = vec![0; live as usize];
+    for lba in 0..live {
+        writer.append(EntryKind::Write, lba, 1).expect("the first fill");
+        last[lba as usize] = writer.lsn;
+        writer.housekeeping();
+    }
+    let before = writer.pool.disk().written_bytes();
+    for done in 0..writes {
+        let lba = rng.random_range(0..live);
+        let appended = writer.append(EntryKind::Write, lba, 1);
+        assert!(appended.is_ok(), "{appended:?} after {done}: {:?}", writer.pool.stats());
+        last[lba as usize] = writer.lsn;
+        writer.housekeeping();
+    }
+    let written = writer.pool.disk().written_bytes() - before;
+
+    // All that is left to do comes to an end, and everything is there, now and after a start.
+    let mut rounds = 0;
+    while writer.pool.background_due() > Due::Idle {
+        writer.housekeeping();
+        rounds += 1;
+        assert!(rounds < 10_000, "background work does not end: {:?}", writer.pool.stats());
+    }
+    let disk = writer.pool.disk().clone();
+    writer.check(&last);
+    writer.pool = Pool::open(disk, common::options()).expect("a pool");
+    writer.check(&last);
+    written as f64 / 4096.0 / writes as f64
+}
+
+#[test]
+fn a_pool_at_seventy_percent_takes_overwrites_for_ever() {
+    // 55 segments of 30 packed blocks: the smallest pools have the least room for clean-up.
+    let written = overwrites(8 << 20, 1200, 20_000);
+    println!("small pool at 68 %: {written:.1} blocks written for each block overwritten");
+    assert!(written < 20.0, "{written:.1} blocks written for each block overwritten");
+}
+
+#[test]
+fn a_pool_whose_live_data_are_three_quarters_of_it_refuses_no_overwrite() {
+    // 247 segments of 32 blocks.
+    let written = overwrites(32 << 20, 247 * 32 * 3 / 4, 20_000);
+    println!("pool at 75 %: {written:.1} blocks written for each block overwritten");
+    assert!(written < 30.0, "{written:.1} blocks written for each block overwritten");
+}
+
+#[test]
+fn background_work_in_a_pool_filled_to_the_brim_ends_and_trims_revive_it() {
+    let mut writer = Writer::new(8 << 20, 4000);
+    let mut lba = 0;
+    while writer.append(EntryKind::Write, lba, 4).is_ok() {
+        writer.housekeeping();
+        lba += 4;
+    }
+    let mut rounds = 0;
+    // What clean-up still gains is filled again, until there is nothing to gain.
+    loop {
+        while writer.pool.background_due() > Due::Idle {
+            writer.housekeeping();
+            rounds += 1;
+            assert!(rounds < 2_000, "work without end: {:?}", writer.pool.stats());
+        }
+        if writer.append(EntryKind::Write, lba, 4).is_err() {
+            break;
+        }
+        lba += 4;
+    }
+    let filled = lba as f64 * 4096.0 / writer.pool.stats().size_bytes as f64;
+    println!("filled to {:.0} % in {rounds} more rounds", filled * 100.0);
+    assert!(filled > 0.75, "{filled} of the pool could be filled");
+    let written = writer.pool.disk().written_bytes();
+    for _ in 0..100 {
+        writer.housekeeping();
+        assert_eq!(writer.append(EntryKind::Write, 0, 4), Err(StoreError::Full));
+    }
+    assert_eq!(writer.pool.disk().written_bytes(), written, "a pool at rest writes nothing");
+
+    let trims = 40;
+    for at in 0..trims {
+        let blocks = lba / 2 / trims;
+        let trimmed = writer.append(EntryKind::Trim, at * blocks, blocks as u32);
+        trimmed.expect("a full pool takes trims");
+    }
+    while writer.pool.background_due() > Due::Idle {
+        writer.housekeeping();
+    }
+    for lba in 0..lba / 8 {
+        writer.append(EntryKind::Write, lba, 1).expect("trimmed space");
+        writer.housekeeping();
+    }
 }
