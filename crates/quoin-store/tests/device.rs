@@ -1,0 +1,96 @@
+//! A pool on a raw block device: what it needs of a real one, on a loop device. Only root may
+//! make those; without that (or without `losetup`) the test says so and proves nothing.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{GUID, format_options, identity, model_of, options, read_all, sync};
+use quoin_core::Lsn;
+use quoin_core::entry::SharedEntry;
+use quoin_core::message::ReadView;
+use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
+use quoin_store::{Disk, FileDisk, FormatOptions, Pool, PoolError, ReplicaPool};
+
+/// A loop device over a file, detached when dropped.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    fn attach(file: &Path) -> Result<Self, String> {
+        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
+        let made = made.map_err(|error| format!("losetup: {error}"))?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+        match made.status.success() {
+            true => Ok(Self(text(&made.stdout).into())),
+            false => Err(text(&made.stderr)),
+        }
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+/// A short history with writes, trims and snapshots, as the common world makes them.
+fn history() -> Vec<SharedEntry> {
+    let mut world = common::World::new(7, 32 << 20);
+    while world.history.len() < 300 {
+        world.append();
+    }
+    world.history
+}
+
+#[test]
+fn a_pool_on_a_block_device_comes_back_whole_and_is_locked_while_open() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let backing = folder.path().join("device");
+    let file = std::fs::File::create(&backing).expect("a file");
+    file.set_len(32 << 20).expect("a size");
+    let device = match LoopDevice::attach(&backing) {
+        Ok(device) => device,
+        Err(reason) => {
+            println!("skipped, no loop device can be made here: {reason}");
+            return;
+        }
+    };
+    let path = device.0.clone();
+    let open = || FileDisk::open(&path).expect("the device");
+
+    let disk = open();
+    assert!(disk.is_device());
+    assert_eq!(disk.size(), 32 << 20);
+    assert!(FileDisk::open(&path).is_err(), "two processes must not share a device");
+    Pool::format(&disk, &format_options()).expect("a fit device");
+    let again = Pool::format(&disk, &FormatOptions { ..format_options() });
+    assert!(matches!(again, Err(PoolError::NotEmpty)), "a pool is not made over another one");
+
+    let entries = history();
+    let mut pool = Pool::open(disk, options()).expect("a fresh pool");
+    pool.create(identity(GUID), ReplicaMeta::default(), common::BLOCKS).expect("room");
+    // Half of it folded and recorded, with what clean-up discards; the rest only in the log.
+    for (number, part) in entries.chunks(10).enumerate() {
+        let mut replica = pool.replica(GUID).expect("it");
+        replica.append(part).expect("an append");
+        if number < 15 {
+            replica.set_stable(part.last().map_or(Lsn::ZERO, |e| e.lsn));
+            pool.settle().expect("folded");
+            pool.background(4 << 20).expect("background work");
+        }
+        pool.request_sync();
+        let ticket = pool.sync_wanted().expect("one was asked for");
+        let result = (pool.syncer())();
+        pool.sync_finished(ticket, result);
+    }
+    sync(&mut pool);
+    drop(pool);
+
+    let mut pool = Pool::open(open(), options()).expect("the pool that was made");
+    let mut model = model_of(&entries);
+    let mut real = pool.replica(GUID).expect("it");
+    assert_eq!(real.state().position.lsn, Lsn(entries.len() as u64));
+    common::assert_same(&mut real, &mut model.replica(GUID).expect("the model's"));
+    assert!(!read_all(&mut real, ReadView::Live, common::BLOCKS).is_empty());
+}
