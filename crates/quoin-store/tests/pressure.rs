@@ -55,9 +55,9 @@ impl Writer {
     }
 
     /// Every block has the content that was written last.
-    fn check(&mut self, last: &[u64]) {
+    fn check(&mut self, view: ReadView, last: &[u64]) {
         let mut replica = self.pool.replica(GUID).expect("it");
-        let slots = common::read_all(&mut replica, ReadView::Live, last.len() as u64);
+        let slots = common::read_all(&mut replica, view, last.len() as u64);
         for ((lba, version, data), lsn) in common::flat(&slots).into_iter().zip(last) {
             assert_eq!(version, *lsn, "the version of block {lba}");
             let data = data.expect("no block is a hole");
@@ -134,9 +134,9 @@ fn overwrites(pool_bytes: u64, live: u64, writes: u64) -> f64 {
         assert!(rounds < 10_000, "background work does not end: {:?}", writer.pool.stats());
     }
     let disk = writer.pool.disk().clone();
-    writer.check(&last);
+    writer.check(ReadView::Live, &last);
     writer.pool = Pool::open(disk, common::options()).expect("a pool");
-    writer.check(&last);
+    writer.check(ReadView::Live, &last);
     written as f64 / 4096.0 / writes as f64
 }
 
@@ -199,5 +199,45 @@ fn background_work_in_a_pool_filled_to_the_brim_ends_and_trims_revive_it() {
     for lba in 0..lba / 8 {
         writer.append(EntryKind::Write, lba, 1).expect("trimmed space");
         writer.housekeeping();
+    }
+}
+
+#[test]
+fn snapshots_that_come_and_go_under_pressure_give_their_space_back() {
+    let live = 2000;
+    let mut writer = Writer::new(32 << 20, live);
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    let mut last = vec![0; live as usize];
+    let mut kept = std::collections::VecDeque::new();
+    let mut most = 0;
+    for done in 0..20_000u64 {
+        if done >= live && done % 1000 == 0 {
+            let id = quoin_core::SnapshotId(done.into());
+            writer.append(EntryKind::Snapshot { id, hidden: false }, 0, 0).expect("a snapshot");
+            kept.push_back((id, last.clone()));
+            // Two of them hold what was overwritten since: about as much again as is live.
+            if kept.len() > 2
+                && let Some((id, _)) = kept.pop_front()
+            {
+                writer.append(EntryKind::DeleteSnapshot { id }, 0, 0).expect("a delete");
+            }
+        }
+        let lba = if done < live { done } else { rng.random_range(0..live) };
+        let appended = writer.append(EntryKind::Write, lba, 1);
+        assert!(appended.is_ok(), "{appended:?} after {done}: {:?}", writer.pool.stats());
+        last[lba as usize] = writer.lsn;
+        writer.housekeeping();
+        most = most.max(writer.pool.stats().used_bytes * 100 / writer.pool.stats().size_bytes);
+    }
+    assert!(most > 80, "no pressure: {most} % used at most");
+    writer.check(ReadView::Live, &last);
+    for (id, then) in &kept {
+        writer.check(ReadView::Snapshot(*id), then);
+    }
+    let disk = writer.pool.disk().clone();
+    writer.pool = Pool::open(disk, common::options()).expect("a pool");
+    writer.check(ReadView::Live, &last);
+    for (id, then) in &kept {
+        writer.check(ReadView::Snapshot(*id), then);
     }
 }
