@@ -1,6 +1,7 @@
 //! What a pool tells of itself beside holding replicas: space, and how often it was opened.
 
 use quoin_core::ReplicaGuid;
+use quoin_store::BadBlock;
 
 /// Space, as a pool reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -18,6 +19,10 @@ pub trait PoolFacts {
     fn replica_bytes(&self, guid: ReplicaGuid) -> u64;
     /// Times the pool was opened.
     fn start_counter(&self) -> u64;
+    /// Blocks found bad since the last call.
+    fn take_bad_blocks(&mut self) -> Vec<BadBlock>;
+    /// Replicas that background work found damaged since the last call, and what of them.
+    fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)>;
 }
 
 /// The reference model holds its replicas in memory: it has no size and is opened once.
@@ -30,6 +35,12 @@ impl PoolFacts for quoin_store::model::ModelPool {
     }
     fn start_counter(&self) -> u64 {
         1
+    }
+    fn take_bad_blocks(&mut self) -> Vec<BadBlock> {
+        Vec::new()
+    }
+    fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)> {
+        Vec::new()
     }
 }
 
@@ -47,5 +58,11 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn start_counter(&self) -> u64 {
         self.starts()
+    }
+    fn take_bad_blocks(&mut self) -> Vec<BadBlock> {
+        self.take_bad_blocks()
+    }
+    fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)> {
+        self.take_damaged()
     }
 }

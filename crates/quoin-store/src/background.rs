@@ -48,6 +48,17 @@ enum Step {
     Recount(ReplicaGuid),
 }
 
+impl Step {
+    fn replica(&self) -> ReplicaGuid {
+        let (Step::GoOn(guid)
+        | Step::Commit(guid)
+        | Step::Fold(guid, _)
+        | Step::Empty(guid, _)
+        | Step::Recount(guid)) = self;
+        *guid
+    }
+}
+
 impl Replica {
     fn may_commit(&self) -> bool {
         self.commit.is_none() && !self.is_prepared()
@@ -110,8 +121,13 @@ impl<D: Disk> Pool<D> {
             + self.replicas.values().map(|r| r.limbo_units() + r.committing_units()).sum::<u32>()
     }
 
+    /// Replicas that work can be done on: not those which wait for their rebuild.
+    fn workable(&self) -> impl Iterator<Item = (ReplicaGuid, &Replica)> {
+        self.replicas.iter().filter(|(_, r)| !r.set_aside).map(|(guid, r)| (*guid, r))
+    }
+
     fn log_bytes(&self) -> u64 {
-        self.replicas.values().map(|r| r.log.bytes).sum()
+        self.workable().map(|(_, r)| r.log.bytes).sum()
     }
 
     pub(crate) fn due(&self) -> Due {
@@ -141,9 +157,8 @@ impl<D: Disk> Pool<D> {
     fn best_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
         let unit_blocks = self.core.superblock.unit_blocks;
         let newest = self.core.sequence;
-        self.replicas
-            .iter()
-            .flat_map(|(guid, r)| r.victims().map(move |s| (*guid, s)))
+        self.workable()
+            .flat_map(|(guid, r)| r.victims().map(move |s| (guid, s)))
             .map(|(guid, s)| {
                 let capacity = packed_blocks(s.units * unit_blocks) * BLOCK_SIZE as u64;
                 let live = (s.live_bytes * 100 / capacity.max(1)).min(100);
@@ -171,12 +186,22 @@ impl<D: Disk> Pool<D> {
         let mut left = budget_bytes.max(1) as i64;
         while left > 0 {
             let Some(step) = self.next_step() else { return Ok(false) };
-            let done = self.step(step);
-            if done == Err(StoreError::Full) {
-                // Until a unit is given back only what needs none is tried.
-                self.starved = true;
+            let guid = step.replica();
+            match self.step(step) {
+                // One replica's damage must not keep the others' logs from being folded.
+                Err(StoreError::Damaged(what)) => {
+                    if let Some(replica) = self.replicas.get_mut(&guid) {
+                        replica.set_aside = true;
+                        self.core.damaged.push((guid, what));
+                    }
+                }
+                Err(StoreError::Full) => {
+                    // Until a unit is given back only what needs none is tried.
+                    self.starved = true;
+                    return Err(StoreError::Full);
+                }
+                done => done?,
             }
-            done?;
             left -= STEP_BYTES as i64;
         }
         Ok(self.due() > Due::Idle)
@@ -186,7 +211,7 @@ impl<D: Disk> Pool<D> {
     /// gained waits for a sync.
     fn next_step(&self) -> Option<Step> {
         let allocator = &self.core.allocator;
-        let replicas = || self.replicas.iter().map(|(guid, r)| (*guid, r));
+        let replicas = || self.workable();
         // What was begun is finished first.
         if let Some((guid, _)) = replicas().find(|(_, r)| r.has_job()) {
             return Some(Step::GoOn(guid));
@@ -241,20 +266,15 @@ impl<D: Disk> Pool<D> {
 
     /// The replica whose fold lets the most be gained, if that is at least so many units.
     fn best_fold(&self, units: u64, unit_blocks: u64) -> Option<ReplicaGuid> {
-        self.replicas
-            .iter()
-            .map(|(guid, r)| (r.fold_gain(unit_blocks), std::cmp::Reverse(*guid)))
+        self.workable()
+            .map(|(guid, r)| (r.fold_gain(unit_blocks), std::cmp::Reverse(guid)))
             .filter(|(gain, _)| *gain >= units)
             .max()
             .map(|(_, guid)| guid.0)
     }
 
     fn step(&mut self, step: Step) -> Result<(), StoreError> {
-        let (Step::GoOn(guid)
-        | Step::Commit(guid)
-        | Step::Fold(guid, _)
-        | Step::Empty(guid, _)
-        | Step::Recount(guid)) = step;
+        let guid = step.replica();
         let core = &mut self.core;
         let Some(replica) = self.replicas.get_mut(&guid) else { return Ok(()) };
         let done = match step {

@@ -67,6 +67,8 @@ pub struct Core<D> {
     /// Segments whose removal is recorded, and the ticket that makes the record durable.
     pub freeing: Vec<(u64, u32, u32)>,
     pub bad: Vec<BadBlock>,
+    /// Replicas that background work found damaged, and what.
+    pub damaged: Vec<(ReplicaGuid, &'static str)>,
     /// Kept from call to call, so that IO allocates little.
     pub header: Vec<u8>,
     pub found: Vec<BlockAt>,

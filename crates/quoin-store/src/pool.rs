@@ -117,6 +117,7 @@ impl<D: Disk> Pool<D> {
             failed: None,
             freeing: Vec::new(),
             bad: Vec::new(),
+            damaged: Vec::new(),
             header: Vec::new(),
             found: Vec::new(),
         };
@@ -174,6 +175,12 @@ impl<D: Disk> Pool<D> {
     /// Blocks found bad since the last call, by reads, clean-up or scrub.
     pub fn take_bad_blocks(&mut self) -> Vec<BadBlock> {
         std::mem::take(&mut self.core.bad)
+    }
+
+    /// Replicas that background work found damaged since the last call, and what of them. Each
+    /// is left alone until it was rebuilt; the others go on.
+    pub fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)> {
+        std::mem::take(&mut self.core.damaged)
     }
 
     /// Why the pool takes no more writes, if it does not.

@@ -87,6 +87,8 @@ pub struct Replica {
     pub recount_job: Option<Recount>,
     /// The durable record is older than the maps in memory (blocks moved, a view dropped).
     pub dirty: bool,
+    /// Its own data is damaged: no background work until it was rebuilt.
+    pub set_aside: bool,
 }
 
 impl Replica {
@@ -120,6 +122,7 @@ impl Replica {
             recount: false,
             recount_job: None,
             dirty: false,
+            set_aside: false,
         }
     }
 

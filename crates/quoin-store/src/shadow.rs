@@ -307,6 +307,7 @@ impl Replica {
         }
         self.checkpoint = None;
         self.clean = None;
+        self.set_aside = false;
         self.shadow = None;
         self.recount = true;
         self.dirty = true;

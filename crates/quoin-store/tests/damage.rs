@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use common::{BLOCKS, GUID, World, options};
 use quoin_core::message::{Content, ReadView};
-use quoin_core::replica::store::{ReplicaStore, StoreError};
-use quoin_core::{Lsn, crc32c};
-use quoin_store::{Disk, MemoryDisk, Pool, ReplicaPool};
+use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
+use quoin_core::{Lsn, ReplicaGuid, crc32c};
+use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -304,4 +304,43 @@ fn workload(limit: Option<u64>) -> World {
     world.pool = None;
     world.disk.fail_after(None);
     world
+}
+
+#[test]
+fn background_work_leaves_a_damaged_replica_aside_and_goes_on_with_the_others() {
+    let mut world = lived_in(13);
+    let other = ReplicaGuid(0xbeef);
+    let history = world.history.clone();
+    let pool = world.pool();
+    pool.create(common::identity(other), ReplicaMeta::default(), BLOCKS).expect("room");
+    pool.replica(other).expect("it").append(&history).expect("room");
+    pool.request_sync();
+    common::sync(pool);
+    world.pool = None;
+    let written = world.disk.written_blocks();
+    let mut set_aside = 0;
+    for block in written {
+        let disk = world.disk.fork();
+        (0..4096).step_by(64).for_each(|within| disk.rot(block * 4096 + within, 1));
+        let options = PoolOptions { checkpoint_bytes: 0, log_keep_bytes: 0, ..options() };
+        let mut pool = Pool::open(disk, options).expect("the metadata has two copies");
+        for guid in [GUID, other] {
+            pool.replica(guid).expect("it").set_stable(Lsn(u64::MAX));
+        }
+        for _ in 0..20 {
+            pool.background(8 << 20).expect("the damage of one replica is not the pool's");
+            common::sync(&mut pool);
+        }
+        let damaged = pool.take_damaged();
+        if damaged.iter().any(|(guid, _)| *guid == GUID) {
+            set_aside += 1;
+            let state = pool.replica(other).expect("it").state();
+            assert!(state.stable > Lsn::ZERO);
+            assert_eq!(state.base, state.stable, "the other one's log was folded");
+            assert!(pool.background_due() <= Due::Relaxed, "no work is asked for in vain");
+            assert_eq!(pool.take_damaged(), [], "told once");
+        }
+    }
+    println!("set aside in {set_aside} of the cases");
+    assert!(set_aside > 0, "the test hit no node of the map");
 }

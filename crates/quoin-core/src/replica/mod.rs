@@ -37,6 +37,8 @@ pub enum ReplicaEvent {
         result: Result<(), StoreError>,
     },
     Timer,
+    /// Work of the store outside of any session found this replica's own data damaged.
+    Damaged(&'static str),
     /// The pool is going down: say so to the target and take nothing more.
     Shutdown,
 }
@@ -163,6 +165,7 @@ impl Replica {
                 self.timer = None;
                 self.answer_open(now, store, actions);
             }
+            ReplicaEvent::Damaged(what) => self.damaged(what, store, actions),
             ReplicaEvent::Shutdown => self.end_all(Failure::Stopping, store, actions),
         }
     }

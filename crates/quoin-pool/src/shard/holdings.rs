@@ -2,7 +2,7 @@
 
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, SyncTicket};
 use quoin_core::replica::{Replica, ReplicaEvent};
-use quoin_core::{Epoch, Position, ReplicaGuid, Time};
+use quoin_core::{BLOCK_SIZE, Epoch, Position, ReplicaGuid, Time};
 use quoin_store::ReplicaPool;
 use quoin_wire::notices::Severity;
 
@@ -98,7 +98,26 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
     }
 
+    /// One notice a replica: a bad spot of a disk is seldom one block.
+    fn tell_bad_blocks(&mut self) {
+        let mut bad = self.pool.take_bad_blocks();
+        bad.sort_unstable();
+        for of_one in bad.chunk_by(|a, b| a.replica == b.replica) {
+            let (first, count) = (of_one[0], of_one.len());
+            let Some(store) = self.pool.replica(first.replica) else { continue };
+            let (volume, replica) = (store.identity().volume, store.identity().replica);
+            drop(store);
+            let message = format!(
+                "{count} blocks fail their checksum, the first at offset {}: reads are served by \
+                 other replicas, whose copies replace them",
+                first.lba * BLOCK_SIZE as u64
+            );
+            self.parts.notices.push(Severity::Warning, volume, replica, "BadBlocks", message);
+        }
+    }
+
     pub(super) fn state(&mut self) -> PoolState {
+        self.tell_bad_blocks();
         let mut replicas = self.gone.clone();
         for (guid, held) in &self.replicas {
             let used_bytes = self.pool.replica_bytes(*guid);

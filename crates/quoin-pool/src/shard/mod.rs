@@ -46,6 +46,8 @@ const APPEND_BYTES_MAX: usize = 4 << 20;
 const BACKGROUND_STEP_BYTES: u64 = 1 << 20;
 /// How long nothing must have come in before relaxed background work is done.
 const QUIET: Duration = Duration::from_millis(2);
+/// Between attempts at background work that found nothing it could do.
+const BACKGROUND_REST: Duration = Duration::from_millis(20);
 /// How long a stopping pool waits for its last sync and for answers to be taken.
 const STOP_MAX: Duration = Duration::from_secs(10);
 
@@ -101,6 +103,8 @@ pub struct Shard<'a, P> {
     queued: usize,
     synced: SyncTicket,
     failure: Option<StoreError>,
+    /// No background work before this.
+    rest_until: Time,
     stopping: Option<(SyncTicket, Time)>,
 }
 
@@ -123,6 +127,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             queued: 0,
             synced: SyncTicket(0),
             failure: None,
+            rest_until: Time::default(),
             stopping: None,
         };
         let now = now();
@@ -157,7 +162,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             if worked {
                 last_work = now;
             }
-            self.background(now.since(last_work) >= QUIET);
+            self.background(now, now.since(last_work) >= QUIET);
             if let Some(failure) = self.failure.take() {
                 break Ended::DiskFailed(failure);
             }
@@ -175,26 +180,39 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     fn timeout(&mut self, now: Time) -> Option<Duration> {
         let next = self.timers.until_next(now);
         let stop = self.stopping.map(|(_, deadline)| deadline.since(now));
+        let rest = self.rest_until.since(now);
         let background = match self.pool.background_due() {
             Due::Idle => None,
-            Due::Relaxed => Some(QUIET),
-            Due::Soon | Due::Urgent => Some(Duration::ZERO),
+            Due::Relaxed => Some(QUIET.max(rest)),
+            Due::Soon | Due::Urgent => Some(rest),
         };
         [next, stop, background].into_iter().flatten().min()
     }
 
-    fn background(&mut self, quiet: bool) {
+    fn background(&mut self, now: Time, quiet: bool) {
+        if now < self.rest_until {
+            return;
+        }
         let step = match self.pool.background_due() {
             Due::Idle => return,
             Due::Relaxed if !quiet => return,
             _ => self.pool.background(BACKGROUND_STEP_BYTES),
         };
         match step {
-            Ok(_) => self.begin_sync(),
+            Ok(true) => {}
             // A full pool is what clients are told when they write; nothing is broken.
-            Err(StoreError::Full) => {}
-            Err(error) => self.fail(error),
+            Ok(false) | Err(StoreError::Full) => self.rest_until = now + BACKGROUND_REST,
+            Err(error @ StoreError::Io(_)) => return self.fail(error),
+            // Not the disk's failure: the sessions go on, the store tries again later.
+            Err(error @ (StoreError::Damaged(_) | StoreError::Rule(_))) => {
+                tracing::error!(%error, "background work failed");
+                self.rest_until = now + STOP_MAX;
+            }
         }
+        for (guid, what) in self.pool.take_damaged() {
+            self.deliver(now, guid, ReplicaEvent::Damaged(what));
+        }
+        self.begin_sync();
     }
 
     fn fail(&mut self, error: StoreError) {
@@ -375,6 +393,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         self.pool.sync_finished(ticket, result);
         if result.is_ok() {
             self.synced = self.synced.max(ticket);
+            // What is on media now may be what background work waited for.
+            self.rest_until = now;
         }
         let result = result.map_err(StoreError::Io);
         for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
