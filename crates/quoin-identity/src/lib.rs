@@ -24,6 +24,7 @@
 
 mod authority;
 mod channel;
+pub mod convert;
 mod error;
 mod files;
 mod grant;

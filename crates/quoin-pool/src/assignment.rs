@@ -8,8 +8,9 @@ use bytes::Bytes;
 use prost::Message;
 use quoin_core::replica::store::ReplicaIdentity;
 use quoin_core::{
-    BLOCK_SIZE, Member, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
+    BLOCK_SIZE, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
 };
+use quoin_identity::convert::{id, membership};
 use quoin_proto::control;
 
 use crate::facts::Space;
@@ -54,31 +55,6 @@ pub struct PoolState {
     pub space: Space,
     pub start_counter: u64,
     pub replicas: Vec<ReplicaState>,
-}
-
-fn id<T: std::str::FromStr>(what: &str, text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("{what} {text:?} is not 32 hex digits"))
-}
-
-/// A membership of the control plane in the core's types, checked.
-pub fn membership(message: &control::Membership) -> Result<Membership, String> {
-    let small =
-        |what: &str, n: u32| u8::try_from(n).map_err(|_| format!("{what} {n} is too large"));
-    let membership = Membership {
-        version: message.version,
-        rf: small("rf", message.rf)?,
-        cf: small("cf", message.cf)?,
-        drf: small("drf", message.drf)?,
-        known: message
-            .known
-            .iter()
-            .map(|m| Ok(Member { id: id("replica", &m.replica_id)?, guid: id("guid", &m.guid)? }))
-            .collect::<Result<_, String>>()?,
-        retired: message.retired.iter().map(|g| id("guid", g)).collect::<Result<_, String>>()?,
-        formed: message.formed,
-    };
-    membership.check().map_err(str::to_owned)?;
-    Ok(membership)
 }
 
 fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {

@@ -83,7 +83,7 @@ impl Control {
             }
             Err(error) => tracing::error!(%error, "cannot take the new data security"),
         }
-        crate::remember_security(&self.identity, least);
+        least.remember(self.identity.dir());
     }
 
     /// Reports until `shutdown`, then once more that the pool is leaving.

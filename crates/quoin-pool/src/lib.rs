@@ -28,7 +28,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use quoin_core::{BLOCK_SIZE, PoolId};
-use quoin_identity::{Identity, JoinRequest};
+use quoin_identity::JoinRequest;
 use quoin_store::disk::Syncer as SyncDisk;
 use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolOptions, ReplicaPool};
 use quoin_wire::Mode;
@@ -214,7 +214,7 @@ where
     let handle = ShardHandle { inputs: sender.clone(), waker: reactor.waker() };
     let security = Arc::new(Mutex::new(ServerSecurity::Tls {
         config: identity.server_config()?,
-        least: remembered_security(&identity),
+        least: Mode::remembered(identity.dir()),
     }));
     let metrics = options.metrics.0.clone();
     let notices = Notices::default();
@@ -270,27 +270,5 @@ where
     match ended {
         Ok(Ok(result)) => result,
         _ => Err(Error::System(std::io::Error::other("the pool's shard panicked"))),
-    }
-}
-
-const SECURITY_FILE: &str = "data-security";
-
-/// The protection that the cluster asked for last, so that a pool which starts while the
-/// controller is away does not take less.
-fn remembered_security(identity: &Identity) -> Mode {
-    std::fs::read_to_string(identity.dir().join(SECURITY_FILE))
-        .ok()
-        .and_then(|name| Mode::from_name(name.trim()))
-        .unwrap_or(Mode::Authenticate)
-}
-
-fn remember_security(identity: &Identity, mode: Mode) {
-    let name = if mode == Mode::Encrypt { "encrypt" } else { "authenticate" };
-    let path = identity.dir().join(SECURITY_FILE);
-    if std::fs::read_to_string(&path).is_ok_and(|known| known.trim() == name) {
-        return;
-    }
-    if let Err(error) = std::fs::write(&path, name) {
-        tracing::warn!(path = %path.display(), %error, "cannot remember the data security");
     }
 }

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use quoin_core::block::DeviceInfo;
-use quoin_core::membership::{Durability, Member, Membership};
+use quoin_core::membership::{Durability, Member};
 use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
+use quoin_identity::convert::id;
 use quoin_proto::control::{self, NodeAssignment, TargetAssignment};
 
 use crate::shard::{ReplicaPlace, VolumeSetup};
@@ -54,10 +55,6 @@ pub fn parse(message: &NodeAssignment) -> (BTreeMap<VolumeId, Assigned>, Vec<Str
         }
     }
     (volumes, refused)
-}
-
-fn id<T: std::str::FromStr>(what: &str, text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("{what} {text:?} is not 32 hex digits"))
 }
 
 fn choice<T: Copy + Default>(what: &str, given: &str, known: &[(&str, T)]) -> Result<T, String> {
@@ -139,27 +136,6 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         },
         replicas,
     })
-}
-
-/// A membership of the control plane in the core's types, checked.
-pub fn membership(message: &control::Membership) -> Result<Membership, String> {
-    let small =
-        |what: &str, n: u32| u8::try_from(n).map_err(|_| format!("{what} {n} is too large"));
-    let members = message
-        .known
-        .iter()
-        .map(|m| Ok(Member { id: id("replica", &m.replica_id)?, guid: id("guid", &m.guid)? }));
-    let membership = Membership {
-        version: message.version,
-        rf: small("rf", message.rf)?,
-        cf: small("cf", message.cf)?,
-        drf: small("drf", message.drf)?,
-        known: members.collect::<Result<_, String>>()?,
-        retired: message.retired.iter().map(|g| id("guid", g)).collect::<Result<_, String>>()?,
-        formed: message.formed,
-    };
-    membership.check().map_err(str::to_owned)?;
-    Ok(membership)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use quoin_core::VolumeId;
 use quoin_core::target::{ReplicaStanding, TargetStatus};
-use quoin_identity::Identity;
+use quoin_identity::{Identity, convert};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{
     AcquireEpochRequest, AgentEvent, NodeAssignment, ReplaceMemberRequest, ReplicaProgress,
@@ -20,10 +20,10 @@ use quoin_wire::notices::{Notice, Notices, Severity};
 use tokio::sync::{mpsc, oneshot, watch};
 use tonic::transport::Channel;
 
+use crate::Options;
 use crate::assignment::{self, Assigned};
 use crate::dial::Reach;
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
-use crate::{Options, remember_security};
 
 /// All volumes are reported this often, each change sooner.
 const REPORT_EVERY: Duration = Duration::from_secs(5);
@@ -90,7 +90,7 @@ impl Control {
             && served.reach != Some(mode)
         {
             served.reach = Some(mode);
-            remember_security(&self.identity, mode);
+            mode.remember(self.identity.dir());
             for shard in &self.shards {
                 shard.set_reach(Reach::Tls { identity: self.identity.clone(), mode });
             }
@@ -214,7 +214,7 @@ impl Control {
         match answer.outcome() {
             acquire_epoch_response::Outcome::NotOwner => Grant::NotOwner,
             acquire_epoch_response::Outcome::Granted => {
-                let membership = answer.membership.as_ref().map(assignment::membership);
+                let membership = answer.membership.as_ref().map(convert::membership);
                 match membership {
                     Some(Ok(membership)) => Grant::Given {
                         epoch: quoin_core::Epoch(answer.epoch),
@@ -266,7 +266,7 @@ impl Control {
                     let reason = "ReplacementRefused";
                     self.notices.push(Severity::Warning, volume, replica, reason, message);
                 }
-                answer.membership.as_ref().and_then(|m| assignment::membership(m).ok())
+                answer.membership.as_ref().and_then(|m| convert::membership(m).ok())
             }
             Err(status) => {
                 tracing::debug!(%volume, %status, "the membership change has no outcome yet");

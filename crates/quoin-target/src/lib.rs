@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_identity::{Identity, JoinRequest};
+use quoin_identity::JoinRequest;
 use quoin_wire::Mode;
 use quoin_wire::notices::Notices;
 use tokio::sync::{Notify, mpsc, watch};
@@ -96,7 +96,8 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let count = if options.shards == 0 { (cores / 2).max(1) } else { options.shards };
     for n in 0..count {
-        let reach = Reach::Tls { identity: identity.clone(), mode: remembered_security(&identity) };
+        let reach =
+            Reach::Tls { identity: identity.clone(), mode: Mode::remembered(identity.dir()) };
         let metrics = options.metrics.0.clone();
         let (shard, handle) = Shard::new(reach, asks.clone(), notices.clone(), metrics)?;
         let thread =
@@ -170,26 +171,5 @@ fn prepare_run_dir(options: &Options) -> Result<std::fs::File, Error> {
         Ok(()) => Ok(lock),
         Err(std::fs::TryLockError::WouldBlock) => Err(Error::Locked { path }),
         Err(std::fs::TryLockError::Error(source)) => Err(Error::RunDir { path, source }),
-    }
-}
-
-const SECURITY_FILE: &str = "data-security";
-
-/// The protection that the cluster asked for last, for a start while the controller is away.
-fn remembered_security(identity: &Identity) -> Mode {
-    std::fs::read_to_string(identity.dir().join(SECURITY_FILE))
-        .ok()
-        .and_then(|name| Mode::from_name(name.trim()))
-        .unwrap_or(Mode::Authenticate)
-}
-
-fn remember_security(identity: &Identity, mode: Mode) {
-    let name = if mode == Mode::Encrypt { "encrypt" } else { "authenticate" };
-    let path = identity.dir().join(SECURITY_FILE);
-    if std::fs::read_to_string(&path).is_ok_and(|known| known.trim() == name) {
-        return;
-    }
-    if let Err(error) = std::fs::write(&path, name) {
-        tracing::warn!(path = %path.display(), %error, "cannot remember the data security");
     }
 }

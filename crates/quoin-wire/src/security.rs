@@ -11,6 +11,8 @@
 //! single AEAD call and a single `write`, and is what a tag over scattered pieces would cost in
 //! fixed overhead anyway.
 
+use std::path::Path;
+
 use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use aws_lc_rs::hkdf::{HKDF_SHA256, KeyType, Prk};
 use bytes::{Bytes, BytesMut};
@@ -31,6 +33,27 @@ pub enum Mode {
 }
 
 impl Mode {
+    /// The mode that the cluster asked for last, as remembered in an identity directory, so that
+    /// a process which starts while the controller is away does not take less.
+    pub fn remembered(identity_dir: &Path) -> Mode {
+        std::fs::read_to_string(identity_dir.join(REMEMBERED_FILE))
+            .ok()
+            .and_then(|name| Mode::from_name(name.trim()))
+            .unwrap_or(Mode::Authenticate)
+    }
+
+    /// Remembers it for [`Mode::remembered`]; a directory that cannot be written to is logged.
+    pub fn remember(self, identity_dir: &Path) {
+        let name = if self == Mode::Encrypt { "encrypt" } else { "authenticate" };
+        let path = identity_dir.join(REMEMBERED_FILE);
+        if std::fs::read_to_string(&path).is_ok_and(|known| known.trim() == name) {
+            return;
+        }
+        if let Err(error) = std::fs::write(&path, name) {
+            tracing::warn!(path = %path.display(), %error, "cannot remember the data security");
+        }
+    }
+
     /// The spelling of the control plane (`data_security`).
     pub fn from_name(name: &str) -> Option<Mode> {
         match name {
@@ -40,6 +63,9 @@ impl Mode {
         }
     }
 }
+
+/// Beside an identity, so that each process of a host remembers for itself.
+const REMEMBERED_FILE: &str = "data-security";
 
 /// Bytes that follow a protected frame.
 pub const TAG_LEN: usize = 16;

@@ -1,0 +1,72 @@
+//! What several roles read from messages of the control plane, in the core's types, checked.
+//!
+//! Errors are sentences for an operator: they name the field and what it held.
+
+use quoin_core::{Member, Membership};
+use quoin_proto::control;
+
+/// An id as the control plane spells it: 32 hex digits. `what` names it in the error.
+pub fn id<T: std::str::FromStr>(what: &str, text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("{what} {text:?} is not 32 hex digits"))
+}
+
+/// A volume's membership.
+pub fn membership(message: &control::Membership) -> Result<Membership, String> {
+    let small =
+        |what: &str, n: u32| u8::try_from(n).map_err(|_| format!("{what} {n} is too large"));
+    let members = message
+        .known
+        .iter()
+        .map(|m| Ok(Member { id: id("replica", &m.replica_id)?, guid: id("guid", &m.guid)? }));
+    let membership = Membership {
+        version: message.version,
+        rf: small("rf", message.rf)?,
+        cf: small("cf", message.cf)?,
+        drf: small("drf", message.drf)?,
+        known: members.collect::<Result<_, String>>()?,
+        retired: message.retired.iter().map(|g| id("guid", g)).collect::<Result<_, String>>()?,
+        formed: message.formed,
+    };
+    membership.check().map_err(str::to_owned)?;
+    Ok(membership)
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_core::{ReplicaGuid, ReplicaId};
+
+    use super::*;
+
+    fn message() -> control::Membership {
+        control::Membership {
+            version: 3,
+            rf: 1,
+            cf: 1,
+            drf: 1,
+            known: vec![control::Member {
+                replica_id: ReplicaId(2).to_string(),
+                guid: ReplicaGuid(3).to_string(),
+            }],
+            retired: vec![ReplicaGuid(9).to_string()],
+            formed: true,
+        }
+    }
+
+    #[test]
+    fn a_membership_comes_through_whole() {
+        let read = membership(&message()).unwrap();
+        assert_eq!((read.version, read.rf, read.cf, read.drf, read.formed), (3, 1, 1, 1, true));
+        assert_eq!(read.known, [Member { id: ReplicaId(2), guid: ReplicaGuid(3) }]);
+        assert_eq!(read.retired, [ReplicaGuid(9)]);
+    }
+
+    #[test]
+    fn a_membership_that_breaks_a_rule_is_refused_by_name() {
+        let large = control::Membership { rf: 300, ..message() };
+        assert!(membership(&large).unwrap_err().contains("rf 300"));
+        let odd = control::Membership { retired: vec!["xyz".into()], ..message() };
+        assert!(membership(&odd).unwrap_err().contains("xyz"));
+        let empty = control::Membership { rf: 0, ..message() };
+        assert!(membership(&empty).is_err());
+    }
+}
