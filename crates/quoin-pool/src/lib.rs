@@ -128,12 +128,14 @@ impl ShardHandle {
 /// The file of a pool that is given as a directory.
 const POOL_FILE: &str = "pool.quoin";
 
+/// The file or device that a pool's data is in: itself, or a file of a fixed name in a directory.
+pub fn data_path(path: &Path) -> PathBuf {
+    if path.is_dir() { path.join(POOL_FILE) } else { path.to_owned() }
+}
+
 /// Serves the pool at `options.path` until `shutdown`; makes it first where that was asked for.
 pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<(), Error> {
-    let path = match options.path.is_dir() {
-        true => options.path.join(POOL_FILE),
-        false => options.path.clone(),
-    };
+    let path = data_path(&options.path);
     let (size_bytes, sparse, format) = (options.size_bytes, options.sparse, options.format);
     let cache_bytes = options.cache_bytes;
     let open = move || open_pool(&path, size_bytes, sparse, format, cache_bytes);

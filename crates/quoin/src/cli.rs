@@ -6,7 +6,7 @@ use std::future::Future;
 
 use crate::client::ClientOptions;
 use crate::output::{self, Format};
-use crate::{demo, dev, events, listing, roles, volume};
+use crate::{demo, dev, events, listing, offline, roles, volume};
 
 /// Replicated block storage for containers.
 ///
@@ -88,6 +88,13 @@ impl Cli {
             Command::Node(listing::NodeCommand::Run(options)) => roles::node(*options),
             Command::Target(options) => roles::target(*options),
             Command::Attach(options) => roles::attach(options),
+            Command::Pool(listing::PoolCommand::Inspect(options)) => {
+                offline::inspect(&options, format)
+            }
+            Command::Pool(listing::PoolCommand::Check(options)) => offline::check(&options, format),
+            Command::Pool(listing::PoolCommand::Export(options)) => {
+                offline::export(&options, format)
+            }
             Command::Pool(listing::PoolCommand::List) => wait_for(listing::pools(&client, format)),
             Command::Node(listing::NodeCommand::List) => wait_for(listing::nodes(&client, format)),
             Command::Events(options) => wait_for(events::run(options, &client, format)),

@@ -32,6 +32,14 @@ pub enum PoolCommand {
     #[command(after_help = "Example:\n  QUOIN_JOIN_TOKEN=… quoin pool run --name shelf-3 \\\n    \
         --state /var/lib/quoin/shelf-3 --data /dev/sdb --controller control:7400")]
     Run(Box<crate::roles::PoolOptions>),
+    /// What a pool holds, read with nothing of Quoin running.
+    #[command(after_help = "Example:\n  quoin pool inspect /var/lib/quoin/shelf-3/data")]
+    Inspect(crate::offline::OfflineOptions),
+    /// Read every block and checksum of a pool that nothing serves; changes nothing.
+    Check(crate::offline::OfflineOptions),
+    /// Write a volume or snapshot out of a pool as a raw image.
+    #[command(after_help = "Example:\n  quoin pool export /dev/sdb --replica GUID --to db.img")]
+    Export(crate::offline::ExportOptions),
 }
 
 #[derive(Subcommand)]

@@ -10,6 +10,7 @@ mod demo;
 mod dev;
 mod events;
 mod listing;
+mod offline;
 mod output;
 mod roles;
 mod size;

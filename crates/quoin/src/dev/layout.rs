@@ -40,7 +40,7 @@ impl Layout {
         use std::os::unix::fs::PermissionsExt;
         std::fs::set_permissions(&layout.root, std::fs::Permissions::from_mode(0o700))
             .with_context(|| format!("{shown} belongs to another user: choose another --dir"))?;
-        for directory in [layout.run(), layout.nbd(), layout.logs()] {
+        for directory in [layout.run(), layout.nbd(), layout.run().join("csi"), layout.logs()] {
             std::fs::create_dir_all(&directory)
                 .with_context(|| format!("cannot make {}", directory.display()))?;
         }
@@ -94,7 +94,7 @@ impl Layout {
         self.run().join("admin.sock")
     }
     pub fn csi_socket(&self) -> PathBuf {
-        self.run().join("csi.sock")
+        self.run().join("csi/csi.sock")
     }
     /// Which process runs under which pid, for people and for the demo.
     pub fn processes(&self) -> PathBuf {

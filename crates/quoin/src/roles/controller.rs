@@ -66,7 +66,7 @@ pub fn run(command: ControllerCommand) -> Result<()> {
                 .with_context(|| format!("make a cluster in {}", state.display()))?;
             output::print_line(&format!(
                 "cluster {} is made in {}\nThe first pool or node joins with this token, once, within \
-                 half an hour:\n{}",
+                 the hour:\n{}",
                 made.cluster_id,
                 state.display(),
                 made.join_token
