@@ -376,9 +376,10 @@ async fn a_member_renews_itself_while_connected_and_outlives_its_first_certifica
         failures = match agent.report_node(report.clone()).await {
             Ok(_) => 0,
             Err(status) => {
-                // The connection of the first certificate ends with it; the next call is
-                // on a new one.
-                assert_eq!(status.code(), Code::Unavailable, "{status}");
+                // The connection of the first certificate ends with it, perhaps in the middle of
+                // a call (a broken pipe is Unknown); the next call is on a new one.
+                let cut = matches!(status.code(), Code::Unavailable | Code::Unknown);
+                assert!(cut, "{status}");
                 failures + 1
             }
         };
