@@ -53,6 +53,21 @@ fn seeds_that_once_found_something_find_nothing_now() {
     }
 }
 
+/// The same on the real store, whose bases move as they do in pools.
+const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
+    (386, "only what is stable must survive under durability media"),
+    (9161, "recovery took a base that the entries at hand do not follow, again and again"),
+];
+
+#[test]
+fn seeds_that_once_found_something_on_the_real_store_find_nothing_now() {
+    for (seed, what) in FOUND_ON_THE_REAL_STORE {
+        let options = RunOptions { store: quoin_sim::StoreKind::Real, ..MODEL };
+        let report = run(RunOptions { seed: *seed, ..options });
+        assert_eq!(report.violation, None, "seed {seed}: {what}");
+    }
+}
+
 #[test]
 fn a_seed_replays_exactly() {
     for seed in [3, 7, 11] {

@@ -9,7 +9,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::{Link, Phase, Target, TargetAction, TargetNote};
+use super::{Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::BLOCK_SIZE;
 use crate::entry::EntryKind;
 use crate::ids::{Lsn, Position, SnapshotId};
@@ -191,10 +191,16 @@ impl Target {
         }
         let Some((view, _)) = rebuild.views.front().copied() else { return };
         let needed = rebuild.boundary().unwrap_or_default();
+        // A base is of use only if the entries that follow it are at hand.
+        let first = self.history.first();
+        let base_fits = |p: &&Peer| {
+            view != ReadView::Base || p.ack.as_deref().is_some_and(|a| a.base.next() >= first)
+        };
         let source = rebuild.source.filter(|s| !rebuild.bad_sources.contains(s)).or_else(|| {
             self.peers
                 .iter()
                 .filter(|p| p.link == Link::Fed && self.views.counts(p.member))
+                .filter(base_fits)
                 .filter(|p| p.applied >= needed && !rebuild.bad_sources.contains(&p.member))
                 .min_by_key(|p| p.reads)
                 .map(|p| p.member)
