@@ -56,6 +56,7 @@ fn seeds_that_once_found_something_find_nothing_now() {
 /// The same on the real store, whose bases move as they do in pools.
 const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
     (386, "only what is stable must survive under durability media"),
+    (9319, "an authority whose base had moved on was taken for a broken one"),
     (9161, "recovery took a base that the entries at hand do not follow, again and again"),
 ];
 

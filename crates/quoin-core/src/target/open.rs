@@ -388,7 +388,11 @@ impl Target {
         if self.peers[index].member != authority {
             return;
         }
-        if gone || entries.is_empty() {
+        if gone {
+            // Its base moved on since it answered: a new open sees where it is now.
+            return self.reopen(now, actions);
+        }
+        if entries.is_empty() {
             return self.shut_out(now, index, "the authority's log ends too early", actions);
         }
         if let Err(invariant) = self.history.take_fetched(entries) {
