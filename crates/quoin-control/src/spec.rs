@@ -93,7 +93,7 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
             api::Spread::Pool => Spread::Pool,
         },
         on_quorum_loss: one_of("onQuorumLoss", &asked.on_quorum_loss, &["wait", "fail"])?,
-        on_full: one_of("onFull", &asked.on_full, &["wait", "enospc"])?,
+        on_full: one_of("onFull", &asked.on_full, &["wait"])?,
         reads: one_of("reads", &asked.reads, &["leased", "confirmed"])?,
         block_size: match asked.block_size {
             0 | 4096 => 4096,
@@ -222,7 +222,6 @@ mod tests {
         assert_eq!(again, spec, "a completed spec is complete");
     }
 
-    /// Proves SCALE-CF-01.
     #[test]
     fn the_consistency_factor_of_1_to_5_replicas_is_1_2_2_3_3() {
         let factor = |replicas| {

@@ -119,7 +119,6 @@ impl Membership {
 mod tests {
     use super::*;
 
-    /// Proves SCALE-CF-01: the default CF for RF 1..5 is 1, 2, 2, 3, 3.
     #[test]
     fn default_consistency_factor_is_half_rounded_down_plus_one() {
         assert_eq!([1, 2, 3, 4, 5].map(default_cf), [1, 2, 2, 3, 3]);

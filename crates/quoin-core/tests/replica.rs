@@ -300,7 +300,6 @@ fn a_failed_sync_ends_the_session_and_is_never_retried() {
     assert_eq!(one.open(key(5, 1, 2)), [refused]);
 }
 
-/// Proves SCALE-TEST-01: an old copy of a volume never connects again.
 #[test]
 fn a_retired_replica_is_turned_away_for_ever() {
     let mut one = One::new();

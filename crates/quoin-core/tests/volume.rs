@@ -227,6 +227,7 @@ fn an_idle_volume_sends_nothing_and_has_no_timer() {
     assert_eq!(c.read(0, 4096), vec![1; 4096]);
 }
 
+/// Proves SCALE-TEST-01.
 #[test]
 fn a_known_replica_whose_data_is_gone_is_replaced_under_both_rules() {
     let mut c = Cluster::new(3, config());
@@ -253,6 +254,9 @@ fn a_known_replica_whose_data_is_gone_is_replaced_under_both_rules() {
     c.start_replica(2);
     c.run(Duration::from_secs(20));
     assert!(c.target.status().replicas.iter().all(|r| r.member != old));
+    for block in 0..=100 {
+        assert_eq!(c.read(block * 4096, 4096), vec![9; 4096]);
+    }
 }
 
 #[test]

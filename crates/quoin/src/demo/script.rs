@@ -201,7 +201,7 @@ impl Demo {
             self.orchestrator.stage(claim)?;
             self.orchestrator.node_publish(claim)?;
             note(&format!(
-                "published, formatted with ext4 and mounted at {}",
+                "published, staged (ext4) and mounted at {}",
                 self.orchestrator.mount().display()
             ));
         } else {

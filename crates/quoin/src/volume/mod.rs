@@ -75,7 +75,7 @@ pub struct CreateOptions {
     #[arg(long, value_parser = ["wait", "fail"])]
     on_quorum_loss: Option<String>,
     /// What writes do when the pools are full.
-    #[arg(long, value_parser = ["wait", "enospc"])]
+    #[arg(long, value_parser = ["wait"])]
     on_full: Option<String>,
     /// Logical block size.
     #[arg(long, value_parser = ["512", "4096"])]
