@@ -7,10 +7,10 @@ use quoin_sim::{RunOptions, StoreKind, run, run_many};
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Store {
-    /// The in-memory model of the store: faster, finds faults of the core.
-    Model,
     /// The real store on simulated disks.
     Real,
+    /// The in-memory model of the store: finds faults of the core alone.
+    Model,
 }
 
 /// Runs simulated clusters and checks what they promise; a seed replays exactly.
@@ -30,7 +30,7 @@ struct Arguments {
     #[arg(long, requires = "seed")]
     trace: bool,
     /// What replicas keep their data in.
-    #[arg(long, value_enum, default_value = "model")]
+    #[arg(long, value_enum, default_value = "real")]
     store: Store,
     /// Stop at the first violation.
     #[arg(long)]

@@ -60,6 +60,15 @@ const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
     (9161, "recovery took a base that the entries at hand do not follow, again and again"),
 ];
 
+/// The checker counted a replica as whole again that was listed in a View and not yet fed.
+const FALSE_ALARM: u64 = 20334;
+
+#[test]
+fn a_replica_that_is_listed_but_not_fed_again_still_counts_as_lost() {
+    let report = run(RunOptions { seed: FALSE_ALARM, ..RunOptions::default() });
+    assert_eq!(report.violation, None);
+}
+
 #[test]
 fn seeds_that_once_found_something_on_the_real_store_find_nothing_now() {
     for (seed, what) in FOUND_ON_THE_REAL_STORE {

@@ -254,10 +254,13 @@ impl World {
         })
     }
 
-    /// A replica in the in-sync set again holds all that it should.
+    /// A replica in the in-sync set that calls itself continuous again holds all that it should.
+    /// One that is listed and has not been fed since its outage does not.
     pub(crate) fn note_in_sync(&mut self, members: &[Member]) {
         for pool in &mut self.pools {
-            if members.contains(&pool.member) && pool.process.is_some() {
+            let continuous =
+                pool.process.as_ref().is_some_and(super::pools::Process::is_continuous);
+            if members.contains(&pool.member) && continuous {
                 pool.cache_lost = false;
             }
         }

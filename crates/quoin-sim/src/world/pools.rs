@@ -19,6 +19,13 @@ pub(crate) struct Process {
     idle_planned: bool,
 }
 
+impl Process {
+    /// Its replica holds everything that it ever applied.
+    pub fn is_continuous(&self) -> bool {
+        self.replica.as_ref().is_some_and(Replica::is_continuous)
+    }
+}
+
 impl World {
     pub(crate) fn start_pool(&mut self, pool: usize) {
         let now = self.schedule.now();

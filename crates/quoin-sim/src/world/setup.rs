@@ -30,8 +30,8 @@ pub const IOS_MIN: u64 = 1_000;
 /// What the replicas keep their data in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum StoreKind {
-    #[default]
     Model,
+    #[default]
     Real,
 }
 
