@@ -44,8 +44,9 @@ pub struct CaseResult {
 }
 
 pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseResult>, Error> {
-    let chosen =
-        |case: &&Case| options.only.as_ref().is_none_or(|t| case.name.contains(t.as_str()));
+    if !CASES.iter().any(|case| options.wants(case.name)) {
+        return Ok(Vec::new());
+    }
     let size_bytes = options.size_mib << 20;
     let product = match options.socket {
         None if !options.floor_only => {
@@ -57,7 +58,11 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
     };
     let mut results = Vec::new();
     for class in [Class::Cache, Class::Media] {
-        let cases: Vec<&Case> = CASES.iter().filter(|c| c.class == class).filter(chosen).collect();
+        let cases: Vec<&Case> = CASES
+            .iter()
+            .filter(|c| c.class == class)
+            .filter(|case| options.wants(case.name))
+            .collect();
         if cases.is_empty() {
             continue;
         }

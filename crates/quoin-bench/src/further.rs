@@ -25,13 +25,12 @@ pub struct Fact {
 }
 
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
-    let wanted = |name: &str| options.only.as_ref().is_none_or(|text| name.contains(text.as_str()));
     let mut facts = Vec::new();
-    if wanted("idle") {
+    if options.wants("idle") {
         eprintln!("measuring idle with {} attached volumes", options.volumes);
         facts.extend(idle(quoin, &directory.join("idle"), options.volumes)?);
     }
-    if wanted("cold-start") {
+    if options.wants("cold-start") {
         let (bytes, room) = (options.data_gib << 30, free_bytes(directory)?);
         // The data once, and as much again for clean-up and the pool's own needs.
         if room < 2 * bytes {
@@ -95,7 +94,7 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
     generator.fill(1 << 20)?;
     let old = product.pids_of("pool");
     for pid in &old {
-        kill(*pid);
+        usage::kill(*pid);
     }
     let killed = Instant::now();
     let mut started = None;
@@ -141,13 +140,6 @@ fn one_read() -> Load {
         block_bytes: 4096,
         depth: 1,
         time: Duration::from_nanos(1),
-    }
-}
-
-fn kill(pid: u32) {
-    if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
-        // It fails only if the process has ended already.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
     }
 }
 

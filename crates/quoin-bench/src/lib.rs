@@ -14,6 +14,7 @@
 //! | `product` | starts a Quoin (`quoin dev`) of its own and makes volumes on it |
 //! | `usage` | CPU time and memory of processes, from /proc |
 //! | `cases`, `report` | what is measured, and how it is shown |
+//! | `rebuild` | how fast a lost replica is made whole |
 //! | `further` | what has no floor: idle cost, cold start |
 
 pub mod cases;
@@ -23,6 +24,7 @@ pub mod further;
 pub mod load;
 pub mod nbd;
 pub mod product;
+pub mod rebuild;
 pub mod relay;
 pub mod report;
 pub mod sink;
@@ -90,9 +92,19 @@ pub struct Options {
     /// Data of the cold start case, in GiB
     #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub data_gib: u64,
+    /// Data of the rebuild case, in MiB
+    #[arg(long, default_value_t = 4096, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
+    pub rebuild_mib: u64,
     /// Only the floor
     #[arg(long)]
     pub floor_only: bool,
+}
+
+impl Options {
+    /// `--only` leaves out what it does not name.
+    fn wants(&self, case: &str) -> bool {
+        self.only.as_ref().is_none_or(|text| case.contains(text.as_str()))
+    }
 }
 
 /// Runs the benchmark; `quoin` is the binary that Quoin's processes and the floor's are made of
@@ -100,13 +112,13 @@ pub struct Options {
 pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     let base = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     let scratch = Scratch(base.join(format!("quoin-bench-{}", std::process::id())));
-    let results = cases::run(options, quoin, &scratch.0)?;
+    let mut results = cases::run(options, quoin, &scratch.0)?;
+    let whole = !(options.quick || options.floor_only || options.socket.is_some());
+    if whole && options.wants(rebuild::NAME) {
+        results.push(rebuild::run(options, quoin, &scratch.0.join("rebuild"))?);
+    }
     report::print(&results);
-    let facts = if options.quick || options.floor_only || options.socket.is_some() {
-        Vec::new()
-    } else {
-        further::run(options, quoin, &scratch.0)?
-    };
+    let facts = if whole { further::run(options, quoin, &scratch.0)? } else { Vec::new() };
     report::print_facts(&facts);
     if let Some(path) = &options.json {
         report::write_json(&results, &facts, path)?;

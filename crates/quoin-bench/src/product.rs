@@ -13,6 +13,17 @@ pub struct Product {
     dev: Child,
 }
 
+/// A row of `quoin replica list -o json`, as far as it is needed here.
+#[derive(serde::Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Replica {
+    pub volume: String,
+    pub pool: String,
+    pub guid: String,
+    pub phase: String,
+    pub rebuilt_bytes: u64,
+}
+
 impl Product {
     pub fn start(quoin: &Path, dir: &Path) -> Result<Self, Error> {
         std::fs::create_dir_all(dir).map_err(Error::io(format!("create {}", dir.display())))?;
@@ -99,6 +110,40 @@ impl Product {
             .map(|(_, rest)| rest.split_whitespace().next().unwrap_or_default().to_owned())
             .ok_or_else(|| Error::Failed(format!("no NBD address in: {}", text.trim())))?;
         Ok(PathBuf::from(socket))
+    }
+
+    /// What is known of a volume's replica in this pool.
+    pub fn replica(&self, volume: &str, pool: &str) -> Result<Replica, Error> {
+        let text = self.command(&["replica", "list", "-o", "json"])?;
+        let all: Vec<Replica> = serde_json::from_str(&text)
+            .map_err(|error| Error::Failed(format!("quoin replica list: {error}")))?;
+        all.into_iter()
+            .find(|r| r.volume == volume && r.pool == pool)
+            .ok_or_else(|| Error::Failed(format!("volume {volume} has no replica in {pool}")))
+    }
+
+    /// Kills a pool and removes all it holds before it is started again.
+    pub fn wipe_pool(&self, pool: &str) -> Result<(), Error> {
+        let data = self.dir.join("data");
+        let hold = data.join(format!("run/hold-{pool}"));
+        std::fs::write(&hold, "").map_err(Error::io(format!("write {}", hold.display())))?;
+        let word = format!("/pools/{pool}/");
+        for pid in self.pids_of("pool") {
+            if usage::command_line(pid).is_some_and(|line| line.contains(&word)) {
+                usage::kill(pid);
+                while usage::command_line(pid).is_some_and(|line| !line.is_empty()) {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+        }
+        let held = data.join("pools").join(pool).join("data");
+        let gone = if held.is_dir() {
+            std::fs::remove_dir_all(&held)
+        } else {
+            std::fs::remove_file(&held)
+        };
+        gone.map_err(Error::io(format!("wipe {}", held.display())))?;
+        std::fs::remove_file(&hold).map_err(Error::io(format!("remove {}", hold.display())))
     }
 
     /// All of Quoin's processes.

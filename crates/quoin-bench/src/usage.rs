@@ -59,3 +59,11 @@ pub fn command_line(pid: u32) -> Option<String> {
     let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     Some(String::from_utf8_lossy(&bytes).replace('\0', " "))
 }
+
+/// `kill -9`.
+pub fn kill(pid: u32) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
+        // It fails only if the process has ended already.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
