@@ -33,9 +33,12 @@ pub struct Candidate {
 impl Candidate {
     /// The largest volume of which it takes a replica.
     pub fn room_bytes(&self) -> u64 {
-        let usable = (u128::from(self.capacity_bytes) * 8 / 10) as u64;
-        // Whole blocks.
-        usable.saturating_sub(self.used_bytes) & !4095
+        self.usable_bytes().saturating_sub(self.used_bytes) & !4095
+    }
+
+    /// Whole blocks of the part of it that volumes may fill.
+    fn usable_bytes(&self) -> u64 {
+        (u128::from(self.capacity_bytes) * 8 / 10) as u64 & !4095
     }
 
     fn left_bytes(&self) -> i128 {
@@ -98,12 +101,41 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
     )))
 }
 
-/// The largest volume of this spec that [`place`] would take; 0 where it takes none.
-pub fn largest(spec: &Spec, pools: &[Candidate]) -> u64 {
+/// The largest volume of this spec that its pools could hold if they were empty and all there;
+/// 0 where they are too few. A larger one can never be had, a smaller one may have to wait.
+pub fn largest_possible(spec: &Spec, pools: &[Candidate]) -> u64 {
+    smallest_needed(spec, pools, |pool| {
+        accessible(&spec.accessible_topology, &pool.topology).then(|| pool.usable_bytes())
+    })
+}
+
+/// Refuses a size that these pools can never hold, however empty they are.
+///
+/// # Errors
+/// [`Error::OutOfRange`] with the largest size that they can.
+pub fn check_possible(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<(), Error> {
+    // A pool that has told nothing yet may be of any size.
+    let unknown = pools.iter().any(|pool| pool.capacity_bytes == 0);
+    let largest = largest_possible(spec, pools);
+    if unknown || largest == 0 || size_bytes <= largest {
+        return Ok(());
+    }
+    Err(Error::OutOfRange(format!(
+        "volume {:?}: {size_bytes} bytes are more than its {} pools could hold if they were empty; \
+         {largest} bytes is the largest size that is possible",
+        spec.name, spec.replicas
+    )))
+}
+
+/// What the best pools for each replica have at least, by a measure that leaves pools out.
+fn smallest_needed(
+    spec: &Spec,
+    pools: &[Candidate],
+    measure: impl Fn(&Candidate) -> Option<u64>,
+) -> u64 {
     let mut room: Vec<(&str, u64)> = pools
         .iter()
-        .filter(|pool| pool.objection(spec, 0).is_none())
-        .map(|pool| (pool.host.as_str(), pool.room_bytes()))
+        .filter_map(|pool| measure(pool).map(|bytes| (pool.host.as_str(), bytes)))
         .collect();
     room.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
     if spec.spread == Spread::Host {
@@ -111,6 +143,33 @@ pub fn largest(spec: &Spec, pools: &[Candidate]) -> u64 {
         room.retain(|(host, _)| hosts.insert(*host));
     }
     room.get(usize::from(spec.replicas).saturating_sub(1)).map_or(0, |(_, bytes)| *bytes)
+}
+
+/// How many bytes volumes of this spec could have in all before more is promised than there is:
+/// the largest total that can be cut so that no volume has two replicas in one failure domain.
+pub fn unpromised(spec: &Spec, pools: &[Candidate]) -> u64 {
+    let mut domains: BTreeMap<&str, u64> = BTreeMap::new();
+    for pool in pools.iter().filter(|pool| pool.objection(spec, 0).is_none()) {
+        let domain = match spec.spread {
+            Spread::Host => &pool.host,
+            Spread::Pool => &pool.name,
+        };
+        let taken = pool.promised_bytes.max(pool.used_bytes);
+        let left = domains.entry(domain.as_str()).or_default();
+        *left = left.saturating_add(pool.usable_bytes().saturating_sub(taken));
+    }
+    let replicas = u128::from(spec.replicas.max(1));
+    let sum = |cap: u64| domains.values().map(|left| u128::from(*left.min(&cap))).sum::<u128>();
+    // A total of t fits if each domain gives at most t and all together give every replica.
+    let (mut fits, mut beyond) = (0_u64, (sum(u64::MAX) / replicas) as u64 + 1);
+    while beyond - fits > 1 {
+        let total = fits + (beyond - fits) / 2;
+        match sum(total) >= replicas * u128::from(total) {
+            true => fits = total,
+            false => beyond = total,
+        }
+    }
+    fits & !4095
 }
 
 #[cfg(test)]
@@ -137,6 +196,12 @@ mod tests {
             promised_bytes: 0,
             unusable: String::new(),
         }
+    }
+
+    /// The largest volume of this spec that [`place`] would take; 0 where it takes none.
+    fn largest(spec: &Spec, pools: &[Candidate]) -> u64 {
+        let room = |pool: &Candidate| pool.objection(spec, 0).is_none().then(|| pool.room_bytes());
+        smallest_needed(spec, pools, room)
     }
 
     #[test]
@@ -168,6 +233,34 @@ mod tests {
         assert_eq!(place(&spec(2, Spread::Host), GIB, &pools).unwrap(), ["c", "b"]);
     }
 
+    #[test]
+    fn a_size_that_empty_pools_could_not_hold_is_never_possible_and_a_smaller_one_may_wait() {
+        let pools = [pool("a", "h1", 9 * GIB), pool("b", "h2", 9 * GIB)];
+        let spec = spec(2, Spread::Host);
+        let largest = largest_possible(&spec, &pools);
+        assert_eq!(largest, 8 * GIB);
+        assert!(place(&spec, largest, &pools).is_err());
+        check_possible(&spec, largest, &pools).unwrap();
+        let error = check_possible(&spec, largest + 4096, &pools).unwrap_err();
+        assert_eq!(error.code(), tonic::Code::OutOfRange);
+        assert!(error.to_string().contains(&largest.to_string()), "{error}");
+        let mut unheard = pool("c", "h3", 0);
+        unheard.capacity_bytes = 0;
+        let pools = [pools[0].clone(), pools[1].clone(), unheard];
+        check_possible(&spec, largest + 4096, &pools).unwrap();
+    }
+
+    #[test]
+    fn what_is_left_to_promise_falls_with_replicas_and_with_promises() {
+        let mut pools = [pool("a", "h1", 0), pool("b", "h2", 0), pool("c", "h3", 0)];
+        let left = |replicas, pools: &[Candidate]| unpromised(&spec(replicas, Spread::Host), pools);
+        assert_eq!([1, 2, 3].map(|replicas| left(replicas, &pools)), [24 * GIB, 12 * GIB, 8 * GIB]);
+        pools[0].promised_bytes = 6 * GIB;
+        assert_eq!([1, 2, 3].map(|replicas| left(replicas, &pools)), [18 * GIB, 9 * GIB, 2 * GIB]);
+        pools[0].promised_bytes = 60 * GIB;
+        assert_eq!([2, 3, 4].map(|replicas| left(replicas, &pools)), [8 * GIB, 0, 0]);
+    }
+
     proptest! {
         #[test]
         fn a_placement_never_doubles_a_pool_or_a_host_and_agrees_with_largest(
@@ -191,6 +284,7 @@ mod tests {
                     let different: BTreeSet<_> = chosen.iter().map(|name| host(name)).collect();
                     prop_assert!(!by_host || different.len() == chosen.len());
                     prop_assert!(largest(&spec, &pools) >= size);
+                    prop_assert!(check_possible(&spec, size, &pools).is_ok());
                 }
                 Err(_) => prop_assert!(largest(&spec, &pools) < size),
             }

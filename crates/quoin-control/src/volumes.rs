@@ -25,6 +25,17 @@ impl Controller {
         asked: &VolumeSpec,
         limit_bytes: u64,
     ) -> Result<Arc<VolumeRecord>, Error> {
+        self.create_volume_within(asked, asked.size_bytes, limit_bytes).await
+    }
+
+    /// As [`Self::create_volume`], where one that exists needs `required_bytes` at least: less
+    /// than a new one gets if the caller named no size.
+    pub(crate) async fn create_volume_within(
+        &self,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+    ) -> Result<Arc<VolumeRecord>, Error> {
         let spec = spec::complete(asked, self.settings.defaults)?;
         let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
         let _one_at_a_time = self.creating.lock().await;
@@ -32,17 +43,22 @@ impl Controller {
         if let Some(name) = &found
             && let Some(volume) = self.volumes.get(&name.volume_id.0.to_string())
         {
-            self.check_same(&volume, &spec, asked.size_bytes, limit_bytes)?;
+            self.check_same(&volume, &spec, required_bytes, limit_bytes)?;
             return Ok(volume);
         }
         // Placement first, so that a refusal leaves nothing behind.
-        let pools = match placement::place(&spec, size_bytes, &self.candidates()) {
+        let candidates = self.candidates();
+        let pools = match placement::place(&spec, size_bytes, &candidates) {
             // Not having heard of a pool yet says nothing about its room.
             Err(refusal) if self.pools_unheard() => {
                 let wait = "the controller has just started and waits for its pools to report";
                 return Err(Error::Busy(format!("{wait} ({refusal})")));
             }
-            placed => placed?,
+            Err(refusal) => {
+                placement::check_possible(&spec, size_bytes, &candidates)?;
+                return Err(refusal);
+            }
+            Ok(placed) => placed,
         };
         let id = VolumeId(random_id());
         let name = NameRecord { volume_name: spec.name.clone(), volume_id: Text(id) };
@@ -179,6 +195,9 @@ impl Controller {
             )));
         }
         let room = self.candidates();
+        if size > volume.size_bytes {
+            placement::check_possible(&volume.spec, size, &room)?;
+        }
         let room: HashMap<_, _> = room.iter().map(|pool| (pool.name.as_str(), pool)).collect();
         let change = |volume: &mut VolumeRecord| {
             if size <= volume.size_bytes {
@@ -220,9 +239,8 @@ impl Controller {
         max_entries: u32,
         starting_token: &str,
     ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
-        if !starting_token.is_empty()
-            && (starting_token.len() != 32 || starting_token.parse::<VolumeId>().is_err())
-        {
+        let after = starting_token.get(..32).unwrap_or_default();
+        if !starting_token.is_empty() && starting_token != self.token_after(after) {
             let rule = "starting token: not one that this cluster gave; list from the start";
             return Err(Error::Aborted(rule.to_owned()));
         }
@@ -230,10 +248,18 @@ impl Controller {
             0 => usize::MAX,
             n => n as usize,
         };
-        let page = self.volumes.page(starting_token, count);
+        let page = self.volumes.page(after, count);
         let last = page.last().map(|volume| volume.id.0.to_string()).unwrap_or_default();
         let more = !last.is_empty() && !self.volumes.page(&last, 1).is_empty();
-        Ok((page, if more { last } else { String::new() }))
+        Ok((page, if more { self.token_after(&last) } else { String::new() }))
+    }
+
+    /// The token of the page after a volume. The volume may be gone by then, so it is told by
+    /// a checksum over the cluster's id, and not by the volume, that the token was given here.
+    fn token_after(&self, id: &str) -> String {
+        let text = format!("volumes of {} after {id}", self.identity.cluster());
+        let sum = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
+        format!("{id}{}", hex::encode(&sum.as_ref()[..8]))
     }
 
     /// Every pool as placement sees it now.
@@ -268,16 +294,17 @@ impl Controller {
         self.pools.list().iter().map(candidate).collect()
     }
 
-    /// The sum of what volumes of this spec could still take, and the largest one.
+    /// The sum of what volumes of this spec could still be promised, and the largest that one
+    /// can ever have. Volumes are thin, so more than the sum may be given out.
     pub fn capacity(&self, asked: Option<&VolumeSpec>) -> Result<(u64, u64), Error> {
         let mut asked = asked.cloned().unwrap_or_default();
         if asked.name.is_empty() {
             asked.name = "capacity".to_owned();
         }
         let spec = spec::complete(&asked, self.settings.defaults)?;
-        let largest = placement::largest(&spec, &self.candidates()).min(spec::SIZE_BYTES_MAX);
-        // Volumes are thin and share what is left, so the largest one is also all of it.
-        Ok((largest, largest))
+        let candidates = self.candidates();
+        let largest = placement::largest_possible(&spec, &candidates).min(spec::SIZE_BYTES_MAX);
+        Ok((placement::unpromised(&spec, &candidates), largest))
     }
 }
 

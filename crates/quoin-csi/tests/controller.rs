@@ -44,7 +44,7 @@ async fn a_volume_is_made_once_however_often_it_is_asked_for() {
     assert!(first.capacity_bytes >= 64 * MIB);
     let other = world.create("web", 64 * MIB).await;
     assert_ne!(other.volume_id, first.volume_id);
-    assert_eq!(world.cluster.volumes().len(), 2);
+    assert_eq!(world.cluster.volumes().await.len(), 2);
 
     let get = ControllerGetVolumeRequest { volume_id: first.volume_id.clone() };
     let got = world.controller.controller_get_volume(get).await.unwrap().into_inner();
@@ -64,7 +64,9 @@ async fn a_name_that_is_taken_by_another_volume_is_refused() {
         capacity_range: Some(capacity_range),
         ..create("db", 0)
     };
-    for fits in [range(0, 64 * MIB), range(32 * MIB, 0), range(64 * MIB, 64 * MIB)] {
+    for fits in
+        [range(0, 64 * MIB), range(0, 4096 * MIB), range(32 * MIB, 0), range(64 * MIB, 64 * MIB)]
+    {
         let again = world.controller.create_volume(wanted(fits)).await.unwrap().into_inner();
         assert_eq!(again.volume.unwrap().volume_id, first.volume_id);
     }
@@ -75,12 +77,17 @@ async fn a_name_that_is_taken_by_another_volume_is_refused() {
     let parameters = map(&[("replicas", "2")]);
     let request = CreateVolumeRequest { parameters, ..create("db", 64 * MIB) };
     assert_eq!(code(&world.controller.create_volume(request).await), Code::AlreadyExists);
-    let zone = Topology { segments: map(&[("quoin.io/zone", "z1")]) };
-    let needs = TopologyRequirement { requisite: vec![zone], preferred: vec![] };
-    let request =
-        CreateVolumeRequest { accessibility_requirements: Some(needs), ..create("db", 64 * MIB) };
-    assert_eq!(code(&world.controller.create_volume(request).await), Code::AlreadyExists);
-    assert_eq!(world.cluster.volumes().len(), 1);
+    for (zone, expected) in [("z1", Code::Ok), ("z9", Code::AlreadyExists)] {
+        let zone = Topology { segments: map(&[("quoin.io/zone", zone)]) };
+        let needs = TopologyRequirement { requisite: vec![zone], preferred: vec![] };
+        let accessibility_requirements = Some(needs);
+        let request = CreateVolumeRequest { accessibility_requirements, ..create("db", 64 * MIB) };
+        assert_eq!(code(&world.controller.create_volume(request).await), expected);
+    }
+    let any_size = CreateVolumeRequest { capacity_range: None, ..create("db", 0) };
+    let again = world.controller.create_volume(any_size).await.unwrap().into_inner();
+    assert_eq!(again.volume.unwrap(), first, "without a range, any size is the asked one");
+    assert_eq!(world.cluster.volumes().await.len(), 1);
 }
 
 /// Proves CSI-CREATEVOLUME-08, CSI-CREATEVOLUME-13, CSI-CREATEVOLUME-14, CSI-CREATEVOLUME-20,
@@ -125,7 +132,7 @@ async fn a_create_request_that_cannot_be_right_is_invalid_and_makes_nothing() {
         let answer = world.controller.create_volume(request).await;
         assert_eq!(code(&answer), Code::InvalidArgument, "request {index}");
     }
-    assert!(world.cluster.volumes().is_empty());
+    assert!(world.cluster.volumes().await.is_empty());
 }
 
 /// Proves CSI-CREATEVOLUME-17, CSI-CREATEVOLUME-19, CSI-ACCESSMODE-06, CSI-VOLCAP-02:
@@ -142,7 +149,7 @@ async fn one_unsupported_capability_among_several_refuses_the_volume() {
         let request = CreateVolumeRequest { volume_capabilities, ..create("db", 64 * MIB) };
         assert_eq!(code(&world.controller.create_volume(request).await), Code::InvalidArgument);
     }
-    assert!(world.cluster.volumes().is_empty());
+    assert!(world.cluster.volumes().await.is_empty());
     let volume_capabilities = vec![
         writer(),
         mount_capability("", AccessMode::SingleNodeReaderOnly),
@@ -158,14 +165,19 @@ async fn one_unsupported_capability_among_several_refuses_the_volume() {
 #[tokio::test]
 async fn sizes_names_and_places_have_their_own_codes() {
     let mut world = World::start().await;
-    for outside in [range(1, 4095), range(2 * MIB, MIB), range(i64::MAX, 0), range(1, 0)] {
+    let far = [range(i64::MAX, 0), range(1 << 60, 0), range(81 << 30, 0)];
+    let empty = [range(1, 4095), range(2 * MIB, MIB), range(0, MIB - 1), range(1, MIB / 2)];
+    for outside in far.into_iter().chain(empty) {
         let request = CreateVolumeRequest { capacity_range: Some(outside), ..create("x", 0) };
         let answer = world.controller.create_volume(request).await;
         assert_eq!(code(&answer), Code::OutOfRange, "{outside:?}");
     }
     for name in [&"x".repeat(128), "a b\tc\nd\re/f'g\"h", "größe 🦀", "../../etc"] {
-        world.create(name, 64 * MIB).await;
+        let first = world.create(name, 64 * MIB).await;
+        assert_eq!(world.create(name, 64 * MIB).await, first);
     }
+    let least = world.create("least", 1).await;
+    assert_eq!(least.capacity_bytes, MIB);
     let needs = |zone: &str| {
         let zone = Topology { segments: map(&[("quoin.io/zone", zone)]) };
         Some(TopologyRequirement { requisite: vec![zone], preferred: vec![] })
@@ -192,7 +204,7 @@ async fn a_volume_is_deleted_once_and_not_under_a_workload() {
     world.controller.controller_publish_volume(publish(&id, NODE)).await.unwrap();
     let answer = world.controller.delete_volume(delete(&id)).await;
     assert_eq!(code(&answer), Code::FailedPrecondition);
-    assert_eq!(world.cluster.volumes().len(), 1);
+    assert_eq!(world.cluster.volumes().await.len(), 1);
     world.controller.controller_unpublish_volume(unpublish(&id, NODE)).await.unwrap();
     for id in [id.as_str(), &id, UNKNOWN, &"0".repeat(32), "../x", &"x".repeat(128)] {
         assert_eq!(code(&world.controller.delete_volume(delete(id)).await), Code::Ok, "{id}");
@@ -201,7 +213,9 @@ async fn a_volume_is_deleted_once_and_not_under_a_workload() {
         let answer = world.controller.delete_volume(delete(id)).await;
         assert_eq!(code(&answer), Code::InvalidArgument);
     }
-    assert!(world.cluster.volumes().is_empty());
+    assert!(world.cluster.volumes().await.is_empty());
+    let again = world.create("db", 64 * MIB).await;
+    assert_ne!(again.volume_id, id, "the name is free, and the id is not used again");
 }
 
 /// Proves CSI-CTRLPUBLISH-01, CSI-CTRLPUBLISH-04, CSI-CTRLPUBLISH-08, CSI-CTRLPUBLISH-09,
@@ -264,10 +278,11 @@ async fn a_volume_is_published_to_one_node_in_one_way() {
         let answer = world.controller.controller_publish_volume(other).await;
         assert_eq!(code(&answer), Code::AlreadyExists);
     }
-    let elsewhere = world.controller.controller_publish_volume(publish(id, "node-b")).await;
+    let elsewhere =
+        world.controller.controller_publish_volume(publish(id, control::OTHER_NODE)).await;
     assert_eq!(code(&elsewhere), Code::FailedPrecondition);
     assert!(elsewhere.unwrap_err().message().contains(NODE), "names the node that has it");
-    assert_eq!(world.cluster.volumes()[0].attachments.len(), 1);
+    assert_eq!(world.cluster.volumes().await[0].attachments.len(), 1);
 
     for name in ["second", "third"] {
         let id = world.create(name, 64 * MIB).await.volume_id;
@@ -294,7 +309,7 @@ async fn unpublishing_always_ends_with_the_volume_not_published() {
     for node in [NODE, ""] {
         world.controller.controller_publish_volume(publish(&id, NODE)).await.unwrap();
         world.controller.controller_unpublish_volume(unpublish(&id, node)).await.unwrap();
-        assert!(world.cluster.volumes()[0].attachments.is_empty());
+        assert!(world.cluster.volumes().await[0].attachments.is_empty());
     }
 }
 
@@ -374,6 +389,7 @@ async fn all_volumes_are_listed_once_in_pages_of_any_size() {
     for index in 0..5 {
         ids.push(world.create(&format!("v{index}"), 64 * MIB).await.volume_id);
     }
+    ids.sort();
     world.controller.controller_publish_volume(publish(&ids[3], NODE)).await.unwrap();
     for max_entries in [0, 1, 2, 3, 10] {
         let (mut seen, mut starting_token) = (Vec::new(), String::new());
@@ -397,12 +413,28 @@ async fn all_volumes_are_listed_once_in_pages_of_any_size() {
                 break;
             }
         }
+        seen.sort();
         assert_eq!(seen, ids, "pages of {max_entries}");
     }
     let request = ListVolumesRequest { max_entries: -1, ..Default::default() };
     assert_eq!(code(&world.controller.list_volumes(request).await), Code::InvalidArgument);
-    let request = ListVolumesRequest { starting_token: "invalid-token".into(), max_entries: 0 };
-    assert_eq!(code(&world.controller.list_volumes(request).await), Code::Aborted);
+    let page = |starting_token: &str| ListVolumesRequest {
+        starting_token: starting_token.to_owned(),
+        max_entries: 2,
+    };
+    let token = world.controller.list_volumes(page("")).await.unwrap().into_inner().next_token;
+    let unknown = "0".repeat(token.len());
+    for token in ["invalid-token", &ids[0], &unknown, &token[1..], &token.to_uppercase()] {
+        let answer = world.controller.list_volumes(page(token)).await;
+        assert_eq!(code(&answer), Code::Aborted, "{token}");
+    }
+    // A token outlives the volume that it stands after, and the controller that gave it.
+    world.controller.delete_volume(delete(&ids[1])).await.unwrap();
+    world.stop_control().await;
+    world.start_control().await;
+    let rest = world.controller.list_volumes(page(&token)).await.unwrap().into_inner().entries;
+    let rest: Vec<_> = rest.into_iter().map(|entry| entry.volume.unwrap().volume_id).collect();
+    assert_eq!(rest, ids[2..4]);
 }
 
 /// Proves CSI-GETVOLUME-01, CSI-GETVOLUME-02, CSI-GETVOLUME-04, CSI-GETVOLUME-05,
@@ -418,7 +450,7 @@ async fn a_volume_is_shown_as_it_is_now() {
     assert!(!status.volume_condition.unwrap().abnormal);
     world.controller.controller_publish_volume(publish(&id, NODE)).await.unwrap();
     world.controller.controller_expand_volume(expand(&id, 128 * MIB, 0)).await.unwrap();
-    world.cluster.set_health(&id, "Degraded");
+    world.cluster.degrade(&id, NODE).await;
     let answer = world.controller.controller_get_volume(get(&id)).await.unwrap().into_inner();
     assert_eq!(answer.volume.unwrap().capacity_bytes, 128 * MIB);
     let status = answer.status.unwrap();
@@ -505,11 +537,11 @@ async fn a_volume_grows_also_while_published_and_never_shrinks() {
         (expand(UNKNOWN, 200 * MIB, 0), Code::NotFound),
         (expand(&id, i64::MAX, 0), Code::OutOfRange),
         (expand(&id, 0, 50 * MIB), Code::OutOfRange),
-        (expand(&id, 60 << 30, 0), Code::OutOfRange),
+        (expand(&id, 81 << 30, 0), Code::OutOfRange),
     ] {
         let answer = world.controller.controller_expand_volume(request).await;
         assert_eq!(code(&answer), expected);
     }
     let size = u64::try_from(100 * MIB + 4096).unwrap();
-    assert_eq!(world.cluster.volumes()[0].size_bytes, size);
+    assert_eq!(world.cluster.volumes().await[0].size_bytes, size);
 }

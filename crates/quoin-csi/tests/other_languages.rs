@@ -48,6 +48,6 @@ async fn a_python_client_drives_volumes_through_their_whole_life() {
     );
     assert!(output.status.success(), "{text}");
     assert!(text.contains("all answers were as the interface asks"), "{text}");
-    assert!(world.cluster.volumes().is_empty());
+    assert!(world.cluster.volumes().await.is_empty());
     world.assert_node_is_clean();
 }

@@ -189,7 +189,7 @@ async fn a_probe_tells_starting_from_failing() {
     world.restart_plugin().await;
     let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
     assert_eq!(ready, Some(false), "it has not come up yet");
-    world.start_control();
+    world.start_control().await;
     let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
     assert_eq!(ready, Some(true));
     world.stop_control().await;
@@ -228,7 +228,7 @@ async fn empty_requests_are_refused_before_anything_happens() {
         code(&world.node.node_expand_volume(NodeExpandVolumeRequest::default()).await),
     ];
     assert_eq!(codes, [Code::InvalidArgument; 13]);
-    assert!(world.cluster.volumes().is_empty());
+    assert!(world.cluster.volumes().await.is_empty());
 }
 
 /// Collects what is logged.
@@ -315,5 +315,5 @@ async fn parallel_calls_on_one_volume_are_turned_away_or_agree() {
         }
     }
     assert_eq!(ids.len(), 1);
-    assert_eq!(world.cluster.volumes().len(), 1);
+    assert_eq!(world.cluster.volumes().await.len(), 1);
 }

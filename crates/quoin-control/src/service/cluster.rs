@@ -61,9 +61,11 @@ impl Cluster for Services {
         request: Request<CreateVolumeRequest>,
     ) -> Result<Response<Volume>, Status> {
         self.manage(&request)?;
-        let CreateVolumeRequest { spec, limit_bytes } = request.into_inner();
+        let CreateVolumeRequest { spec, limit_bytes, any_size } = request.into_inner();
         let spec = spec.ok_or_else(|| Error::invalid("spec", "it is missing"))?;
-        let volume = self.controller.create_volume(&spec, limit_bytes).await?;
+        let required_bytes = if any_size { 0 } else { spec.size_bytes };
+        let volume =
+            self.controller.create_volume_within(&spec, required_bytes, limit_bytes).await?;
         let volume = self.formed(volume).await;
         Ok(Response::new(self.controller.volume_message(&volume)))
     }

@@ -167,7 +167,7 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
         let spec = Some(spec);
         let mut creating = admin.clone();
         let created = tokio::spawn(async move {
-            creating.create_volume(CreateVolumeRequest { spec, limit_bytes: 0 }).await
+            creating.create_volume(CreateVolumeRequest { spec, ..Default::default() }).await
         });
         // The pools answer while the creation waits for them.
         while !created.is_finished() {

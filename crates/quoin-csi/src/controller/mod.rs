@@ -72,8 +72,11 @@ impl Controller for ControllerService {
                 topology::of_requirement(request.accessibility_requirements.as_ref(), &cluster_id)?;
             spec.name = request.name;
             spec.size_bytes = size_bytes;
-            let limit_bytes = range.limit_bytes;
-            let wanted = api::CreateVolumeRequest { spec: Some(spec), limit_bytes };
+            let wanted = api::CreateVolumeRequest {
+                spec: Some(spec),
+                limit_bytes: range.limit_bytes,
+                any_size: range.required_bytes == 0,
+            };
             let volume = backend.create_volume(wanted).await?;
             let volume = Some(answer::volume(&volume, &cluster_id));
             Ok(Response::new(CreateVolumeResponse { volume }))

@@ -1,16 +1,15 @@
-//! A plugin on a real socket, over a control plane in memory that keeps to the control API's
-//! contract, with loop devices for the attach process.
+//! A plugin on a real socket, over a real controller, with loop devices for the attach process.
 #![allow(dead_code)]
 
-pub mod cluster;
+pub mod control;
 pub mod devices;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use hyper_util::rt::TokioIo;
 use quoin_csi::{Backend, Mode, NodeSide, Plugin, PluginOptions};
+use quoin_identity::unix_channel;
 use quoin_node::{HostOptions, NodeHost};
 use quoin_proto::csi::controller_client::ControllerClient;
 use quoin_proto::csi::identity_client::IdentityClient;
@@ -18,39 +17,28 @@ use quoin_proto::csi::node_client::NodeClient;
 use quoin_proto::csi::volume_capability::access_mode::Mode as AccessMode;
 use quoin_proto::csi::volume_capability::{self, AccessType, BlockVolume, MountVolume};
 use quoin_proto::csi::*;
-use tokio::net::UnixStream;
 use tokio::sync::watch;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Response, Status};
 
-pub use cluster::MemoryCluster;
+pub use control::ControlPlane;
 pub use devices::LoopAttacher;
 
 pub const NODE: &str = "node-a";
+/// What the node takes.
+pub const VOLUMES_MAX: u32 = 2;
 pub const MIB: i64 = 1 << 20;
 /// An id of a form that Quoin never gives out, as conformance clients use them.
 pub const UNKNOWN: &str = "fake-vol-id-0123456789";
 
-/// A channel to a unix socket.
-pub fn channel(path: &Path) -> Channel {
-    let path = path.to_owned();
-    Endpoint::from_static("http://localhost").connect_with_connector_lazy(tower::service_fn(
-        move |_| {
-            let path = path.clone();
-            async move { UnixStream::connect(path).await.map(TokioIo::new) }
-        },
-    ))
-}
-
 pub struct World {
     pub root: tempfile::TempDir,
-    pub cluster: Arc<MemoryCluster>,
+    pub cluster: ControlPlane,
     pub attacher: Arc<LoopAttacher>,
     pub identity: IdentityClient<Channel>,
     pub controller: ControllerClient<Channel>,
     pub node: NodeClient<Channel>,
     pub channel: Channel,
-    control_stop: watch::Sender<bool>,
     plugin_stop: watch::Sender<bool>,
     plugin: tokio::task::JoinHandle<()>,
 }
@@ -62,18 +50,20 @@ impl World {
 
     pub async fn start_in(mode: Mode) -> Self {
         let root = tempfile::Builder::new().prefix("quoin csi ").tempdir().unwrap();
-        for directory in ["run/nbd", "state", "devices", "stage", "pods", "socket"] {
+        for directory in ["run/nbd", "other-node/nbd", "state", "devices", "stage", "pods", "socket"]
+        {
             std::fs::create_dir_all(root.path().join(directory)).unwrap();
         }
-        let cluster = Arc::new(MemoryCluster::new(root.path().join("run")));
-        let control_socket = root.path().join("run/admin.sock");
-        let (control_stop, stopped) = watch::channel(false);
-        cluster.clone().serve(&control_socket, stopped);
+        let home = root.path().join("controller");
+        let mut cluster = ControlPlane::start(home, root.path().join("run/admin.sock")).await;
+        cluster.add_node(NODE, VOLUMES_MAX, &root.path().join("run"));
+        cluster.add_node(control::OTHER_NODE, 0, &root.path().join("other-node"));
+        cluster.heard(2).await;
         let attacher = Arc::new(LoopAttacher::new(root.path().join("devices")));
         let (plugin_stop, _) = watch::channel(false);
         let socket = root.path().join("socket/csi.sock");
         let plugin = start_plugin(root.path(), mode, &attacher, plugin_stop.subscribe()).await;
-        let channel = channel(&socket);
+        let channel = unix_channel(&socket);
         Self {
             identity: IdentityClient::new(channel.clone()),
             controller: ControllerClient::new(channel.clone()),
@@ -82,7 +72,6 @@ impl World {
             root,
             cluster,
             attacher,
-            control_stop,
             plugin_stop,
             plugin,
         }
@@ -98,19 +87,13 @@ impl World {
     }
 
     /// Ends the control plane; its records stay.
-    pub async fn stop_control(&self) {
-        self.control_stop.send_replace(true);
-        let socket = self.path("run/admin.sock");
-        while UnixStream::connect(&socket).await.is_ok() {
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-        }
+    pub async fn stop_control(&mut self) {
+        self.cluster.stop().await;
     }
 
     /// Starts it again.
-    pub fn start_control(&mut self) {
-        let (stop, stopped) = watch::channel(false);
-        self.control_stop = stop;
-        self.cluster.clone().serve(&self.path("run/admin.sock"), stopped);
+    pub async fn start_control(&mut self) {
+        self.cluster.serve().await;
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -192,16 +175,16 @@ async fn start_plugin(
     let options = HostOptions {
         state_directory: root.join("state"),
         run_directory: root.join("run"),
-        target_deadline_ms: 2000,
+        target_deadline_ms: 5000,
     };
     let host = Arc::new(NodeHost::new(options, attacher.clone()).unwrap());
     let plugin = Plugin::new(PluginOptions {
         driver_name: quoin_csi::DRIVER_NAME.to_owned(),
         mode,
-        backend: Backend::new(channel(&root.join("run/admin.sock"))),
+        backend: Backend::new(unix_channel(&root.join("run/admin.sock"))),
         node: Some(NodeSide {
             name: NODE.to_owned(),
-            volumes_max: 2,
+            volumes_max: VOLUMES_MAX,
             topology: BTreeMap::from([("quoin.io/zone".to_owned(), "z1".to_owned())]),
             host,
             attacher: attacher.clone(),

@@ -235,7 +235,7 @@ async fn create(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
-    let request = CreateVolumeRequest { spec: Some(options.spec()), limit_bytes: 0 };
+    let request = CreateVolumeRequest { spec: Some(options.spec()), ..Default::default() };
     let mut volume = cluster.create_volume(request).await.map_err(refusal)?.into_inner();
     let began = Instant::now();
     while !options.no_wait && volume.phase == "Pending" {

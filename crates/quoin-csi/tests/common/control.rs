@@ -1,0 +1,256 @@
+//! The real controller, in this process: its records on disk, its sockets, its rules.
+//!
+//! What it hears of is small: three pools that obey and report as pools do and keep no data,
+//! and a target that listens where it is told to serve and answers nothing. What a volume
+//! holds is no matter of the face; `quoin dev` with real pools and targets is driven by the
+//! same clients elsewhere.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_identity::unix_channel;
+use quoin_proto::control::agent_client::AgentClient;
+use quoin_proto::control::cluster_client::ClusterClient;
+use quoin_proto::control::*;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tonic::Status;
+use tonic::transport::Channel;
+
+/// Of each of the three pools; 80 % of it may be used.
+pub const POOL_BYTES: u64 = 100 << 30;
+/// Nodes other than the plugin's own.
+pub const OTHER_NODE: &str = "node-b";
+const HEARTBEAT: Duration = Duration::from_secs(1);
+const RETRY: Duration = Duration::from_millis(10);
+
+pub struct ControlPlane {
+    home: PathBuf,
+    socket: PathBuf,
+    running: Option<Running>,
+    agents: Vec<JoinHandle<()>>,
+    client: ClusterClient<Channel>,
+}
+
+struct Running {
+    stop: watch::Sender<bool>,
+    serving: JoinHandle<()>,
+    /// Where agents come in over mutual TLS.
+    address: String,
+}
+
+impl ControlPlane {
+    /// A new cluster, served on `socket`, its pools and nodes heard.
+    pub async fn start(home: PathBuf, socket: PathBuf) -> Self {
+        quoin_control::init(&home, Default::default()).await.unwrap();
+        let client = ClusterClient::new(unix_channel(&socket));
+        let mut control = Self { home, socket, running: None, agents: Vec::new(), client };
+        control.serve().await;
+        for index in 0..3 {
+            control.agents.push(tokio::spawn(pool(unix_channel(&control.socket), index)));
+        }
+        control
+    }
+
+    /// The controller's process starts, with the records that the last one left.
+    pub async fn serve(&mut self) {
+        let mut options = quoin_control::Options::new(&self.home);
+        options.admin_socket = self.socket.clone();
+        // The last one's connections may take a moment to let go of the records.
+        let controller = loop {
+            match quoin_control::open(&options).await {
+                Ok(controller) => break Arc::new(controller),
+                Err(quoin_control::Error::Store(_)) => tokio::time::sleep(RETRY).await,
+                Err(error) => panic!("{error}"),
+            }
+        };
+        let _ = std::fs::remove_file(&self.socket);
+        let local = UnixListener::bind(&self.socket).unwrap();
+        let agents = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = agents.local_addr().unwrap().to_string();
+        let (stop, stopped) = watch::channel(false);
+        let serving = tokio::spawn(async move {
+            let served = quoin_control::serve(controller, &options, local, Some(agents), stopped);
+            served.await.unwrap();
+        });
+        self.running = Some(Running { stop, serving, address });
+    }
+
+    /// It ends; its records stay.
+    pub async fn stop(&mut self) {
+        let Some(running) = self.running.take() else { return };
+        running.stop.send_replace(true);
+        running.serving.await.unwrap();
+    }
+
+    pub fn address(&self) -> String {
+        self.running.as_ref().unwrap().address.clone()
+    }
+
+    pub fn client(&self) -> ClusterClient<Channel> {
+        self.client.clone()
+    }
+
+    /// A node whose target listens on `<run>/nbd/<volume id>.sock` for what it is to serve.
+    pub fn add_node(&mut self, name: &str, volumes_max: u32, run: &Path) {
+        let report = NodeReport { node: name.to_owned(), volumes_max, ..Default::default() };
+        let admin = unix_channel(&self.socket);
+        self.agents.push(tokio::spawn(node(admin, report, run.join("nbd"))));
+    }
+
+    /// Until all three pools and these nodes have been heard.
+    pub async fn heard(&mut self, nodes: usize) {
+        loop {
+            let pools = self.client.list_pools(ListPoolsRequest {}).await.unwrap().into_inner();
+            let known = self.client.list_nodes(ListNodesRequest {}).await.unwrap().into_inner();
+            if pools.pools.len() == 3 && known.nodes.len() == nodes {
+                return;
+            }
+            tokio::time::sleep(RETRY).await;
+        }
+    }
+
+    /// What there is; a volume on its way out is not there for the face.
+    pub async fn volumes(&self) -> Vec<Volume> {
+        let answer = self.client().list_volumes(ListVolumesRequest::default()).await.unwrap();
+        let mut volumes = answer.into_inner().volumes;
+        volumes.retain(|volume| volume.phase != "Deleting");
+        volumes
+    }
+
+    /// The volume's target opens it and says that one replica lags.
+    pub async fn degrade(&self, id: &str, node: &str) {
+        let mut agent = AgentClient::new(unix_channel(&self.socket));
+        let asked = AcquireEpochRequest {
+            volume_id: id.to_owned(),
+            node: node.to_owned(),
+            incarnation: format!("{:032x}", 7),
+            at_least: 0,
+        };
+        let granted = agent.acquire_epoch(asked).await.unwrap().into_inner();
+        let known = granted.membership.unwrap().known;
+        let state = |index: usize| if index == 0 { "catching-up" } else { "in-sync" };
+        let progress = |(index, member): (usize, Member)| ReplicaProgress {
+            replica_id: member.replica_id,
+            guid: member.guid,
+            state: state(index).to_owned(),
+            ..Default::default()
+        };
+        let report = VolumeReport {
+            volume_id: id.to_owned(),
+            node: node.to_owned(),
+            epoch: granted.epoch,
+            state: "serving".to_owned(),
+            replicas: known.into_iter().enumerate().map(progress).collect(),
+            ..Default::default()
+        };
+        agent.report_volume(report).await.unwrap();
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        self.agents.iter().for_each(JoinHandle::abort);
+    }
+}
+
+/// A pool of a host of its own, for as long as the test runs.
+async fn pool(admin: Channel, index: u32) {
+    let mut agent = AgentClient::new(admin);
+    let mut report = PoolReport {
+        pool: format!("pool-{index}"),
+        pool_id: format!("{:032x}", index + 1),
+        node: format!("host-{index}"),
+        address: format!("127.0.0.1:{}", 7000 + index),
+        capacity_bytes: POOL_BYTES,
+        free_bytes: POOL_BYTES,
+        start_counter: 1,
+        topology: [("quoin.io/zone".to_owned(), "z1".to_owned())].into(),
+        ..Default::default()
+    };
+    let mut held = BTreeSet::new();
+    loop {
+        let _gone = obey(&mut agent, &mut report, &mut held).await;
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+/// Carries out what the controller says, and tells it, until it is away.
+async fn obey(
+    agent: &mut AgentClient<Channel>,
+    report: &mut PoolReport,
+    held: &mut BTreeSet<String>,
+) -> Result<(), Status> {
+    agent.report_pool(report.clone()).await?;
+    let watched = agent.watch_pool(WatchPoolRequest { pool: report.pool.clone() }).await?;
+    let mut assignments = watched.into_inner();
+    loop {
+        match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
+            Err(_) => {}
+            Ok(told) => {
+                let Some(told) = told? else { return Ok(()) };
+                let replicas = told.replicas.into_iter().map(|one| carry_out(one, held));
+                report.replicas = replicas.collect();
+            }
+        }
+        agent.report_pool(report.clone()).await?;
+    }
+}
+
+fn carry_out(told: ReplicaAssignment, held: &mut BTreeSet<String>) -> ReplicaReport {
+    match told.phase.as_str() {
+        "Delete" => drop(held.remove(&told.guid)),
+        "Init" | "Recreate" => drop(held.insert(told.guid.clone())),
+        _ => {}
+    }
+    let state = if held.contains(&told.guid) { "created" } else { "gone" };
+    ReplicaReport {
+        state: state.to_owned(),
+        quorum: told.phase != "Recreate",
+        replica_id: told.replica_id,
+        guid: told.guid,
+        volume_id: told.volume_id,
+        ..Default::default()
+    }
+}
+
+async fn node(admin: Channel, report: NodeReport, sockets: PathBuf) {
+    let mut agent = AgentClient::new(admin);
+    let mut serving = BTreeMap::new();
+    loop {
+        let _gone = listen(&mut agent, &report, &sockets, &mut serving).await;
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+async fn listen(
+    agent: &mut AgentClient<Channel>,
+    report: &NodeReport,
+    sockets: &Path,
+    serving: &mut BTreeMap<String, UnixListener>,
+) -> Result<(), Status> {
+    agent.report_node(report.clone()).await?;
+    let watched = agent.watch_node(WatchNodeRequest { node: report.node.clone() }).await?;
+    let mut assignments = watched.into_inner();
+    loop {
+        match tokio::time::timeout(HEARTBEAT, assignments.message()).await {
+            Err(_) => drop(agent.report_node(report.clone()).await?),
+            Ok(told) => {
+                let Some(told) = told? else { return Ok(()) };
+                let wanted: BTreeSet<_> =
+                    told.targets.into_iter().map(|target| target.volume_id).collect();
+                serving.retain(|id, _| wanted.contains(id));
+                for id in wanted {
+                    let path = sockets.join(format!("{id}.sock"));
+                    serving.entry(id).or_insert_with(|| {
+                        let _ = std::fs::remove_file(&path);
+                        UnixListener::bind(&path).unwrap()
+                    });
+                }
+            }
+        }
+    }
+}
