@@ -1,4 +1,4 @@
-//! The project's own commands: `cargo xtask demo | test | bench | sim | trace | lint`.
+//! The project's own commands: `cargo xtask demo | test | bench | sim | model | trace | lint`.
 //!
 //! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
 //! known to only one of them. The work lives one module a command: [`demo`], [`test`],
@@ -41,6 +41,13 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Visit every state of the replication protocol within bounds (arguments go to
+    /// `quoin-model`), as in `model --full` or `model --mutant read-not-held`.
+    #[command(disable_help_flag = true)]
+    Model {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Which requirements of docs/requirements.csv a test names, and which are open.
     Trace(trace::Options),
     /// Format, clippy, dependency direction and the other rules of the tree.
@@ -56,6 +63,8 @@ fn main() -> ExitCode {
         }),
         Command::Sim { arguments } => run::release_binary("quoin-sim", "quoin-sim")
             .and_then(|simulator| run::replace_with(&simulator, arguments)),
+        Command::Model { arguments } => run::release_binary("quoin-model", "quoin-model")
+            .and_then(|model| run::replace_with(&model, arguments)),
         Command::Trace(options) => trace::run(&options),
         Command::Lint(options) => lint::run(&options),
     };

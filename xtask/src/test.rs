@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Only parts whose name holds this word (unit, process, simulator, doc).
+    /// Only parts whose name holds this word (unit, process, simulator, model, doc).
     #[arg(long)]
     only: Option<String>,
     /// Install nothing, even as root.
@@ -31,7 +31,7 @@ struct Part {
     is_single: bool,
 }
 
-const PARTS: [Part; 4] = [
+const PARTS: [Part; 5] = [
     Part {
         name: "unit and property tests",
         budget: Duration::from_secs(20 * 60),
@@ -42,6 +42,12 @@ const PARTS: [Part; 4] = [
         name: "simulator",
         budget: Duration::from_secs(5 * 60),
         arguments: &["run", "--quiet", "--package", "quoin-sim", "--", "--seeds", "100"],
+        is_single: true,
+    },
+    Part {
+        name: "model",
+        budget: Duration::from_secs(5 * 60),
+        arguments: &["run", "--quiet", "--package", "quoin-model", "--", "--quick"],
         is_single: true,
     },
     Part {

@@ -1,0 +1,351 @@
+//! Breadth-first search over all states within bounds, and random walks beyond them.
+
+use crate::bounds::Model;
+use crate::settle::Violation;
+use crate::state::State;
+use crate::step::Step;
+use crate::visited::{Visited, fingerprint};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// One step and where it leads.
+pub struct Next {
+    pub step: Step,
+    pub state: State,
+    pub violation: Option<Violation>,
+}
+
+/// The steps that one state allows.
+#[derive(Default)]
+pub struct Steps {
+    pub next: Vec<Next>,
+}
+
+impl Steps {
+    pub(crate) fn push(&mut self, model: &Model, step: Step, mut state: State) {
+        let violation = model.settle(&mut state).err();
+        self.next.push(Next { step, state, violation });
+    }
+
+    /// The step itself is what an invariant forbids.
+    pub(crate) fn broken(&mut self, step: Step, state: State, invariant: Violation) {
+        self.next.push(Next { step, state, violation: Some(invariant) });
+    }
+}
+
+impl Model {
+    pub fn initial(&self) -> State {
+        let mut state = State { record: self.first_record(), ..State::default() };
+        state.budget = self.bounds.budget;
+        for (r, replica) in state.replicas.iter_mut().enumerate().take(self.bounds.replicas()) {
+            replica.continuous = 1;
+            replica.quorum = u8::from(r < usize::from(self.bounds.rf));
+        }
+        state
+    }
+
+    pub fn steps(&self, state: &State, steps: &mut Steps) {
+        steps.next.clear();
+        self.open_steps(state, steps);
+        self.io_steps(state, steps);
+        self.change_steps(state, steps);
+        self.fault_steps(state, steps);
+    }
+
+    fn key(&self, state: &State) -> (State, u64) {
+        let canonical = state.canonical(self.bounds.replicas());
+        let key = fingerprint(canonical.as_bytes());
+        (canonical, key)
+    }
+}
+
+/// How much to explore.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    pub states: usize,
+    pub time: Duration,
+    pub threads: usize,
+    /// Remember how each state was reached, which doubles the memory.
+    pub traces: bool,
+}
+
+/// A violation and the way to it.
+#[derive(Clone, Debug)]
+pub struct Found {
+    pub invariant: Violation,
+    pub steps: Vec<Step>,
+}
+
+#[derive(Clone, Debug)]
+pub struct Explored {
+    pub states: usize,
+    pub transitions: usize,
+    pub depth: usize,
+    /// Every state within the bounds was visited.
+    pub complete: bool,
+    pub time: Duration,
+    pub found: Option<Found>,
+}
+
+const CHUNK_STATES: usize = 2048;
+const CHUNKS_A_ROUND: usize = 32;
+
+/// States, packed one behind the other.
+#[derive(Default)]
+struct Chunk {
+    bytes: Vec<u8>,
+    states: usize,
+}
+
+impl Chunk {
+    /// A state is mostly zeroes: each eight bytes become a mask and those that are none.
+    fn push(&mut self, state: &State) {
+        for word in state.as_bytes().chunks(8) {
+            let at = self.bytes.len();
+            self.bytes.push(0);
+            for (bit, byte) in word.iter().enumerate().filter(|(_, byte)| **byte != 0) {
+                self.bytes[at] |= 1 << bit;
+                self.bytes.push(*byte);
+            }
+        }
+        self.states += 1;
+    }
+
+    fn read(&self, at: &mut usize) -> State {
+        let mut raw = [0u8; size_of::<State>()];
+        for word in raw.chunks_mut(8) {
+            let mask = self.bytes[*at];
+            *at += 1;
+            for (bit, byte) in word.iter_mut().enumerate() {
+                if mask & (1 << bit) != 0 {
+                    *byte = self.bytes[*at];
+                    *at += 1;
+                }
+            }
+        }
+        State::read_from_bytes(&raw).expect("as long as a state")
+    }
+}
+
+/// What the threads of one search share.
+struct Shared<'a> {
+    model: &'a Model,
+    visited: &'a Visited,
+    goal: Option<fn(&State) -> bool>,
+    transitions: AtomicUsize,
+    next_chunk: AtomicUsize,
+    /// The violation, the state it was stepped from and, for a goal, that state itself.
+    found: Mutex<Option<(Violation, u64)>>,
+    out: Mutex<Vec<Chunk>>,
+}
+
+/// What [`explore`] calls the state that it was asked to find.
+pub const GOAL_REACHED: Violation = "goal";
+
+/// Visits every state within the bounds, nearest first, until an invariant breaks or (with a
+/// goal) a state is found that the goal accepts.
+pub fn explore(
+    model: &Model,
+    from: &State,
+    limits: Limits,
+    goal: Option<fn(&State) -> bool>,
+) -> Explored {
+    let began = Instant::now();
+    let mut visited = Visited::new(1 << 16, limits.traces);
+    let (first, first_key) = model.key(from);
+    visited.insert(first_key, 0);
+    let mut frontier = vec![Chunk::default()];
+    frontier[0].push(&first);
+    let mut explored = Explored {
+        states: 1,
+        transitions: 0,
+        depth: 0,
+        complete: true,
+        time: Duration::ZERO,
+        found: None,
+    };
+    'levels: while !frontier.is_empty() {
+        let mut next_frontier = Vec::new();
+        let mut rest = frontier.as_mut_slice();
+        while !rest.is_empty() {
+            let (round, later) = rest.split_at_mut(rest.len().min(CHUNKS_A_ROUND));
+            rest = later;
+            while visited.len() * 10 > visited.capacity() * 6 {
+                visited.grow();
+            }
+            // A state has some ten successors; more than the table's rest cannot come of a round.
+            while visited.capacity() - visited.len() < CHUNK_STATES * CHUNKS_A_ROUND * 8 {
+                visited.grow();
+            }
+            let shared = Shared {
+                model,
+                visited: &visited,
+                goal,
+                transitions: AtomicUsize::new(0),
+                next_chunk: AtomicUsize::new(0),
+                found: Mutex::new(None),
+                out: Mutex::new(Vec::new()),
+            };
+            let chunks: &[Chunk] = round;
+            std::thread::scope(|scope| {
+                for _ in 1..limits.threads {
+                    scope.spawn(|| expand(&shared, chunks));
+                }
+                expand(&shared, chunks);
+            });
+            explored.transitions += shared.transitions.into_inner();
+            next_frontier.append(&mut shared.out.into_inner().unwrap_or_default());
+            let found = shared.found.into_inner().unwrap_or_default();
+            round.iter_mut().for_each(|chunk| *chunk = Chunk::default());
+            if let Some((invariant, key)) = found {
+                let steps = trace(model, from, &visited, key, invariant, goal);
+                explored.found = Some(Found { invariant, steps });
+                explored.complete = false;
+                break 'levels;
+            }
+            if visited.len() >= limits.states || began.elapsed() >= limits.time {
+                explored.complete = false;
+                break 'levels;
+            }
+        }
+        frontier = next_frontier;
+        explored.depth += usize::from(!frontier.is_empty());
+    }
+    explored.states = visited.len();
+    explored.time = began.elapsed();
+    explored
+}
+
+fn expand(shared: &Shared, chunks: &[Chunk]) {
+    let mut steps = Steps::default();
+    let mut out = Chunk::default();
+    let mut transitions = 0;
+    while let Some(chunk) = chunks.get(shared.next_chunk.fetch_add(1, Ordering::Relaxed)) {
+        let mut at = 0;
+        for _ in 0..chunk.states {
+            let state = chunk.read(&mut at);
+            let key = fingerprint(state.as_bytes());
+            if let Some(goal) = shared.goal
+                && goal(&state)
+            {
+                *shared.found.lock().expect("no thread panics") = Some((GOAL_REACHED, key));
+                return;
+            }
+            shared.model.steps(&state, &mut steps);
+            transitions += steps.next.len();
+            for next in &steps.next {
+                if let Some(invariant) = next.violation {
+                    *shared.found.lock().expect("no thread panics") = Some((invariant, key));
+                    return;
+                }
+                let (canonical, next_key) = shared.model.key(&next.state);
+                if shared.visited.insert(next_key, key) {
+                    out.push(&canonical);
+                    if out.states == CHUNK_STATES {
+                        let full = std::mem::take(&mut out);
+                        shared.out.lock().expect("no thread panics").push(full);
+                    }
+                }
+            }
+        }
+    }
+    shared.transitions.fetch_add(transitions, Ordering::Relaxed);
+    if out.states > 0 {
+        shared.out.lock().expect("no thread panics").push(out);
+    }
+}
+
+/// The way to a state, replayed with replicas under the names that they begin with.
+fn trace(
+    model: &Model,
+    from: &State,
+    visited: &Visited,
+    last: u64,
+    invariant: Violation,
+    goal: Option<fn(&State) -> bool>,
+) -> Vec<Step> {
+    let mut keys = vec![last];
+    while let Some(parent) = keys.last().and_then(|key| visited.parent(*key))
+        && parent != 0
+    {
+        keys.push(parent);
+    }
+    keys.reverse();
+    let mut state = *from;
+    let mut way = Vec::new();
+    let mut steps = Steps::default();
+    for key in &keys[1..] {
+        model.steps(&state, &mut steps);
+        let Some(next) = steps.next.iter().find(|n| model.key(&n.state).1 == *key) else {
+            return way;
+        };
+        way.push(next.step);
+        state = next.state;
+    }
+    if goal.is_none() || invariant != GOAL_REACHED {
+        model.steps(&state, &mut steps);
+        way.extend(steps.next.iter().find(|n| n.violation == Some(invariant)).map(|n| n.step));
+    }
+    way
+}
+
+/// Plays a trace again; what it breaks at the end, if it still does. The error is the index of
+/// the step that is not possible any more.
+pub fn replay(model: &Model, way: &[Step]) -> Result<Option<Violation>, usize> {
+    let mut state = model.initial();
+    let mut steps = Steps::default();
+    for (index, step) in way.iter().enumerate() {
+        model.steps(&state, &mut steps);
+        let next = steps.next.iter().find(|next| next.step == *step).ok_or(index)?;
+        if next.violation.is_some() {
+            return Ok(next.violation);
+        }
+        state = next.state;
+    }
+    Ok(None)
+}
+
+/// What random walks came to.
+#[derive(Clone, Debug, Default)]
+pub struct Walked {
+    pub walks: usize,
+    pub steps: usize,
+    pub time: Duration,
+    pub found: Option<(u64, Found)>,
+}
+
+/// Walks at random, each from the beginning to a state without steps (or `steps_max`), until an
+/// invariant breaks or the time is over. Walk `n` is a function of `seed + n`.
+pub fn walk(model: &Model, seed: u64, walks: usize, steps_max: usize, time: Duration) -> Walked {
+    let began = Instant::now();
+    let mut walked = Walked::default();
+    let mut steps = Steps::default();
+    while walked.walks < walks && began.elapsed() < time {
+        let own_seed = seed.wrapping_add(walked.walks as u64);
+        let mut random = own_seed;
+        let mut state = model.initial();
+        let mut way = Vec::new();
+        walked.walks += 1;
+        for _ in 0..steps_max {
+            model.steps(&state, &mut steps);
+            if steps.next.is_empty() {
+                break;
+            }
+            random = random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let pick = fingerprint(&random.to_le_bytes()) % steps.next.len() as u64;
+            let next = steps.next.swap_remove(pick as usize);
+            walked.steps += 1;
+            way.push(next.step);
+            if let Some(invariant) = next.violation {
+                walked.found = Some((own_seed, Found { invariant, steps: way }));
+                walked.time = began.elapsed();
+                return walked;
+            }
+            state = next.state;
+        }
+    }
+    walked.time = began.elapsed();
+    walked
+}

@@ -1,0 +1,166 @@
+//! `quoin-model`: visits the states of the replication protocol.
+
+use clap::Parser;
+use quoin_model::bounds::{Bounds, LARGE_WORLDS, Model, WORLDS};
+use quoin_model::explore::{Explored, Found, Limits, explore, walk};
+use quoin_model::mutants::Mutant;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+#[derive(Parser)]
+#[command(name = "quoin-model", about = "Visit every state of the replication protocol in bounds")]
+struct Arguments {
+    /// Also the large worlds, and longer walks (hours).
+    #[arg(long)]
+    full: bool,
+    /// Only the small worlds, half a minute at most in a debug build.
+    #[arg(long, conflicts_with = "full")]
+    quick: bool,
+    /// Only this world (see --list).
+    #[arg(long)]
+    world: Option<String>,
+    /// Break one rule and show how it is caught; `all` shows each in a line.
+    #[arg(long)]
+    mutant: Option<String>,
+    /// List worlds and mutants.
+    #[arg(long)]
+    list: bool,
+    /// Memory for visited states, in GiB.
+    #[arg(long, default_value_t = 8)]
+    memory_gib: usize,
+    /// Ends a world after so many seconds, and says how far it came.
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// First seed of the random walks.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    if arguments.list {
+        list();
+        return ExitCode::SUCCESS;
+    }
+    let sound = match &arguments.mutant {
+        Some(name) => show_mutants(name),
+        None => show_worlds(&arguments),
+    };
+    if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn list() {
+    println!("worlds:");
+    for world in WORLDS.iter().chain(LARGE_WORLDS) {
+        println!("  {:<18} {world}", world.name);
+    }
+    println!("mutants:");
+    for mutant in Mutant::ALL {
+        println!("  {:<28} {}", mutant.name(), mutant.breaks());
+    }
+}
+
+fn show_mutants(name: &str) -> bool {
+    let all = name == "all";
+    let names: Vec<&str> = quoin_model::mutant_names().filter(|m| all || *m == name).collect();
+    if names.is_empty() {
+        eprintln!("error: no mutant of that name; --list shows them");
+        return false;
+    }
+    let mut missed = 0;
+    for name in names {
+        let began = Instant::now();
+        match quoin_model::check_mutant(name) {
+            Some(caught) => {
+                let (states, took) = (caught.states, began.elapsed().as_secs_f64());
+                println!("{name:<28} {:<18} {states:>9} states {took:>6.1} s", caught.invariant);
+                if !all {
+                    caught.trace.iter().for_each(|step| println!("  {step}"));
+                }
+            }
+            None => {
+                println!("{name:<28} NOT CAUGHT");
+                missed += 1;
+            }
+        }
+    }
+    missed == 0
+}
+
+fn show_worlds(arguments: &Arguments) -> bool {
+    let mut worlds: Vec<Bounds> = match &arguments.world {
+        Some(name) => {
+            WORLDS.iter().chain(LARGE_WORLDS).filter(|w| w.name == name).copied().collect()
+        }
+        None if arguments.quick => WORLDS[..1].to_vec(),
+        None => WORLDS.to_vec(),
+    };
+    if arguments.full && arguments.world.is_none() {
+        worlds.extend(LARGE_WORLDS);
+    }
+    if worlds.is_empty() {
+        eprintln!("error: no world of that name; --list shows them");
+        return false;
+    }
+    // 8 bytes a state, and a table may be half empty after it grew.
+    let states = (arguments.memory_gib << 30) / 16;
+    let seconds = arguments.seconds.unwrap_or(match (arguments.full, arguments.quick) {
+        (true, _) => 4 * 3600,
+        (_, true) => 20,
+        _ => 420,
+    });
+    let limits = Limits {
+        states,
+        time: Duration::from_secs(seconds),
+        threads: quoin_model::threads(),
+        traces: false,
+    };
+    let mut sound = true;
+    for world in worlds {
+        let model = Model { bounds: world, mutant: None };
+        println!("{}: {world}", world.name);
+        let explored = explore(&model, &model.initial(), limits, None);
+        sound &= report(&model, &explored, limits);
+    }
+    if arguments.world.is_none() {
+        let each = Duration::from_secs(match (arguments.full, arguments.quick) {
+            (true, _) => 1800,
+            (_, true) => 4,
+            _ => 20,
+        });
+        for world in LARGE_WORLDS {
+            let model = Model { bounds: *world, mutant: None };
+            let walked = walk(&model, arguments.seed, usize::MAX, 400, each);
+            let (walks, steps) = (walked.walks, walked.steps);
+            println!("random walks in {}: {walks} walks, {steps} steps", world.name);
+            if let Some((seed, found)) = walked.found {
+                println!("  VIOLATION in the walk of seed {seed}");
+                show(&found);
+                sound = false;
+            }
+        }
+    }
+    sound
+}
+
+fn report(model: &Model, explored: &Explored, limits: Limits) -> bool {
+    let seconds = explored.time.as_secs_f64();
+    let state = if explored.complete { "all states" } else { "NOT ALL states" };
+    println!(
+        "  {state}: {} visited, {} steps, depth {}, {seconds:.1} s ({:.0} states/s)",
+        explored.states,
+        explored.transitions,
+        explored.depth,
+        explored.states as f64 / seconds.max(1e-6),
+    );
+    let Some(found) = &explored.found else { return true };
+    println!("  VIOLATION of {}; searched again for the way to it", found.invariant);
+    let again = explore(model, &model.initial(), Limits { traces: true, ..limits }, None);
+    show(again.found.as_ref().unwrap_or(found));
+    false
+}
+
+fn show(found: &Found) {
+    println!("  {}:", found.invariant);
+    found.steps.iter().for_each(|step| println!("    {step}"));
+}

@@ -1,0 +1,89 @@
+//! The rules of the protocol, each as a switch that breaks it.
+
+use crate::bounds::Bounds;
+
+macro_rules! mutants {
+    ($($name:ident, $text:literal, $breaks:literal;)*) => {
+        /// One broken rule. The names are those of the list in `docs/replication.md`.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+        pub enum Mutant { $(#[doc = $breaks] $name,)* }
+
+        impl Mutant {
+            /// Every mutant that the model can express.
+            pub const ALL: &'static [Mutant] = &[$(Mutant::$name,)*];
+
+            /// The name on the command line.
+            pub fn name(self) -> &'static str {
+                match self { $(Mutant::$name => $text,)* }
+            }
+
+            /// What is broken, in a line.
+            pub fn breaks(self) -> &'static str {
+                match self { $(Mutant::$name => $breaks,)* }
+            }
+        }
+    };
+}
+
+mutants! {
+    ReadNotHeld, "read-not-held", "a read shows what commit has not reached";
+    ViewOutOfPosition, "view-out-of-position", "Views are left out of the position";
+    DroppedCounted, "dropped-counted", "acknowledgements of dropped and rebuilding replicas count";
+    NoContinuousRule, "no-continuous-rule", "an open does not ask who kept its cache";
+    EqualEpochAccepted, "equal-epoch-accepted", "an equal epoch of another incarnation is accepted";
+    EpochReused, "epoch-reused", "a restarted target uses its old epoch again";
+    LeaseFromReceipt, "lease-from-receipt", "the target counts its lease from the answer's receipt";
+    LeaseForgottenByRestart, "lease-forgotten-by-restart", "a restarted replica waits out no lease";
+    LeaseForgottenByOpen, "lease-forgotten-by-open", "a further Open forgets the lease of another";
+    AckWithoutLease, "ack-without-lease", "replies are sent without a live lease";
+    IncrementBeforeFlip, "increment-before-flip", "an increment is visible before the flip";
+    CutBelowStable, "cut-below-stable", "a truncation below stable is executed";
+    FoldAboveStable, "fold-above-stable", "the base is folded above stable";
+    SwapBeforeDurable, "swap-before-durable", "the compare-and-swap is sent before the joint View is durable";
+    JointDropped, "joint-dropped", "the joint rule ends on an unknown outcome";
+    RetiredAdmitted, "retired-admitted", "a retired GUID is admitted as known";
+    FormationOpen, "formation-open", "an empty stranger with quorum on is taken for known";
+    KnownAboveRf, "known-above-rf", "the known list grows beyond RF";
+    SyncRetried, "sync-retried", "a failed sync is tried again and believed";
+    FlushAtApplied, "flush-at-applied", "a flush is answered when applied";
+    DropBelowCf, "drop-below-cf", "the window drops members below CF";
+    CloseMakesContinuous, "close-makes-continuous", "a close sets the continuous flag";
+    ForcedWithoutOld, "forced-without-old", "a forced change keeps no old membership";
+    FencedAtPromise, "fenced-at-promise", "a dropped member counts as fenced at its promise";
+    LeaseNotWaitedWhenGone, "lease-not-waited-when-gone", "no lease is waited out after \"proven gone\"";
+    CannotGiveUp, "cannot-give-up", "a joint change cannot be given up";
+    StuckView, "stuck-view", "no second View can pass one that cannot become active";
+    RollbackIgnored, "rollback-ignored", "a newer membership on replicas is ignored";
+    ReadAtCommitUnderMedia, "read-at-commit-under-media", "durability media reads at commit";
+    ForeignActivation, "foreign-activation", "a View is activated by a set that is not its own";
+    GuidBornTwice, "guid-born-twice", "a pool creates a known GUID a second time";
+    QuorumOffCounted, "quorum-off-counted", "a quorum-off replica counts in an open";
+}
+
+impl Mutant {
+    /// The smallest world that is known to show it.
+    pub fn bounds(self) -> Bounds {
+        let small = Bounds::GOAL.attempts(2).writes(1).flushes(0).power_cuts(0).views(0);
+        match self {
+            Mutant::ViewOutOfPosition => Bounds::GOAL,
+            Mutant::DroppedCounted | Mutant::DropBelowCf | Mutant::ForeignActivation => {
+                small.views(1)
+            }
+            Mutant::IncrementBeforeFlip => small.views(1),
+            Mutant::NoContinuousRule | Mutant::LeaseForgottenByRestart => small.power_cuts(1),
+            Mutant::EqualEpochAccepted => small.attempts(3).rollbacks(1),
+            Mutant::CutBelowStable => small.flushes(1).damages(1).lying(),
+            Mutant::SyncRetried => small.flushes(1).power_cuts(1).sync_failures(1),
+            Mutant::FlushAtApplied => small.flushes(1).power_cuts(1),
+            Mutant::CloseMakesContinuous => small.power_cuts(1).closes(1),
+            Mutant::QuorumOffCounted => small.damages(1),
+            Mutant::GuidBornTwice => small.deaths(1),
+            Mutant::ReadAtCommitUnderMedia => small.power_cuts(1).media(),
+            _ => small,
+        }
+    }
+
+    pub fn named(name: &str) -> Option<Mutant> {
+        Mutant::ALL.iter().copied().find(|mutant| mutant.name() == name)
+    }
+}
