@@ -93,7 +93,7 @@ impl Controller {
         let refused = || {
             Error::Unauthenticated(
                 "the join token is unknown, used or expired; make a new one with \
-                 `quoin controller token`"
+                 `quoin token create`"
                     .to_owned(),
             )
         };

@@ -68,6 +68,8 @@ pub struct VolumeSeen {
     pub epoch: u64,
     pub state: String,
     pub waiting_for: String,
+    /// Where it is served over TCP; empty: nowhere.
+    pub nbd_uri: String,
     pub replicas: HashMap<ReplicaGuid, Progress>,
 }
 

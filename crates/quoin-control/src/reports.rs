@@ -205,6 +205,9 @@ impl Controller {
         if report.replicas.len() > 64 {
             return Err(Error::invalid("replicas", "at most 64"));
         }
+        if !report.nbd_uri.is_empty() && !is_nbd_uri(&report.nbd_uri) {
+            return Err(Error::invalid("nbd_uri", "an nbd:// or nbds:// address of printed ASCII"));
+        }
         let progress = |progress: &api::ReplicaProgress| {
             let seen = Progress {
                 state: progress.state.chars().take(32).collect(),
@@ -219,6 +222,7 @@ impl Controller {
             epoch: report.epoch,
             state: report.state.clone(),
             waiting_for: report.waiting_for.clone(),
+            nbd_uri: report.nbd_uri.clone(),
             replicas: report.replicas.iter().map(progress).collect::<Result<_, Error>>()?,
         };
         self.agent_events(&report.events, &about(&record));
@@ -274,6 +278,12 @@ impl Controller {
             self.events.record(Severity::Warning, about, "ReplicaUnknown", message);
         }
     }
+}
+
+/// People and scripts hand it to other programs, so nothing but an address gets through.
+fn is_nbd_uri(text: &str) -> bool {
+    let scheme = text.starts_with("nbd://") || text.starts_with("nbds://");
+    scheme && text.len() <= 1024 && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
 fn replica_seen(report: &ReplicaReport) -> Result<(quoin_core::ReplicaGuid, ReplicaSeen), Error> {

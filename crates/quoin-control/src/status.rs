@@ -193,6 +193,10 @@ impl Controller {
             message,
             publish_context: context.map(|(key, value)| (key.to_owned(), value)).into(),
             usage: attachment.usage.clone(),
+            nbd_uri: serving
+                .filter(|seen| seen.node == attachment.node)
+                .map(|seen| seen.nbd_uri.clone())
+                .unwrap_or_default(),
         }
     }
 

@@ -298,8 +298,14 @@ fn holder_params(holder: &Peer, life: Duration) -> Result<CertificateParams, Err
     params.distinguished_name.push(DnType::CommonName, holder.to_string());
     let uri = holder.uri().try_into().map_err(Error::certificate)?;
     params.subject_alt_names = vec![SanType::URI(uri)];
+    if holder.role == Role::Node {
+        // Foreign NBD clients know a server by its host's name; nothing of ours looks at it.
+        let name = holder.name.as_str().try_into().map_err(Error::certificate)?;
+        params.subject_alt_names.push(SanType::DnsName(name));
+    }
     params.is_ca = IsCa::ExplicitNoCa;
-    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    // Signing is what TLS 1.3 needs; QEMU refuses certificates without the other.
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
     // Every holder is server on some connections and client on others.
     params.extended_key_usages =
         vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];

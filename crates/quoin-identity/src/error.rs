@@ -10,7 +10,7 @@ pub enum Error {
 
     #[error(
         "{dir} holds no identity: join the cluster first with a token \
-         (`quoin controller token`), then give it with --join"
+         (`quoin token create`), then give it with --join"
     )]
     NotJoined { dir: PathBuf },
 

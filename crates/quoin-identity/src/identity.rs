@@ -274,6 +274,12 @@ fn certificates(path: &Path, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>,
     Ok(list)
 }
 
+/// When a certificate runs out; `None` for bytes that are no certificate.
+#[must_use]
+pub fn valid_until(certificate: &CertificateDer<'_>) -> Option<SystemTime> {
+    validity_of(certificate).map(|(_, until)| until)
+}
+
 /// First and last moment of a certificate.
 pub(crate) fn validity_of(certificate: &CertificateDer<'_>) -> Option<(SystemTime, SystemTime)> {
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;

@@ -39,7 +39,7 @@ pub use authority::{Authority, Issued, Lifetimes, public_key_of};
 pub use channel::{unix_channel, unix_incoming};
 pub use error::Error;
 pub use grant::Grant;
-pub use identity::Identity;
+pub use identity::{Identity, valid_until};
 pub use incoming::{Caller, IncomingLimits, PeerStream, serve_incoming};
 pub use join::{JoinRequest, join, load_or_join, newcomer_channel};
 pub use peer::{ClusterId, Peer, Role, check_name, peer_of};

@@ -54,6 +54,11 @@ impl Client {
         }
     }
 
+    /// Bytes that were read before the client came here.
+    pub fn give_input(&mut self, input: BytesMut) {
+        self.input = input;
+    }
+
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

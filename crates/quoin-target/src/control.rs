@@ -8,6 +8,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use quoin_core::VolumeId;
+use quoin_core::block::DeviceInfo;
 use quoin_core::target::{ReplicaStanding, TargetStatus};
 use quoin_identity::{Identity, convert};
 use quoin_proto::control::agent_client::AgentClient;
@@ -23,6 +24,7 @@ use tonic::transport::Channel;
 use crate::Options;
 use crate::assignment::{self, Assigned};
 use crate::dial::Reach;
+use crate::door::{Door, NewClient};
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
 
 /// All volumes are reported this often, each change sooner.
@@ -42,6 +44,8 @@ pub(crate) struct Control {
     pub shards: Vec<ShardHandle>,
     pub notices: Notices,
     pub served: Mutex<Served>,
+    /// Where volumes are served over TCP.
+    pub door: Option<Door>,
 }
 
 /// What was asked for, and what was done about it.
@@ -173,6 +177,25 @@ impl Control {
         if let Some(shard) = served.open.get(&volume) {
             self.shards[*shard].send(input);
         }
+    }
+
+    /// The volumes that are served here, as clients see them.
+    pub fn exports(&self) -> Vec<DeviceInfo> {
+        let served = self.served.lock().expect("never held across a panic");
+        let open = served.wanted.iter().filter(|(id, _)| served.open.contains_key(id));
+        open.map(|(_, assigned)| assigned.info.clone()).collect()
+    }
+
+    /// Gives a client that opened the volume of that name to the shard that serves it; false:
+    /// it is not served here any more.
+    pub fn adopt(&self, name: &str, client: NewClient) -> bool {
+        let served = self.served.lock().expect("never held across a panic");
+        let Some((id, _)) = served.wanted.iter().find(|(_, a)| a.info.name == name) else {
+            return false;
+        };
+        let Some(shard) = served.open.get(id) else { return false };
+        self.shards[*shard].send(Input::Client(*id, Box::new(client)));
+        true
     }
 
     async fn stopped(&self, volume: VolumeId) {
@@ -326,6 +349,15 @@ impl Control {
         self.notices.restore(notices);
     }
 
+    fn nbd_uri(&self, id: VolumeId) -> String {
+        let served = self.served.lock().expect("never held across a panic");
+        let name = served.wanted.get(&id).map(|assigned| assigned.info.name.as_str());
+        match (&self.door, name) {
+            (Some(door), Some(name)) => door.uri(name),
+            _ => String::new(),
+        }
+    }
+
     async fn report_one(&self, id: VolumeId, status: &TargetStatus, notices: Vec<Notice>) {
         let epoch = status.epoch;
         let mut request = tonic::Request::new(VolumeReport {
@@ -349,6 +381,7 @@ impl Control {
                 .collect(),
             size_bytes: status.volume_blocks * quoin_core::BLOCK_SIZE as u64,
             events: notices.iter().map(event).collect(),
+            nbd_uri: self.nbd_uri(id),
         });
         request.set_timeout(CALL_MAX);
         match AgentClient::new(self.channel.clone()).report_volume(request).await {

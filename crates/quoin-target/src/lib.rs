@@ -3,13 +3,15 @@
 //! [`run`] learns from the controller which volumes to serve and gives each to one of its
 //! **shards** ([`shard`]): threads with an epoll loop of their own, which own whole volumes and
 //! drive `quoin_core::target::Target` with them. Connections to replicas are made on helper
-//! threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]). The
+//! threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or, where
+//! it is asked for, over TCP ([`door`]). The
 //! control thread (tokio) asks for epochs and reports; no IO ever waits for it.
 
 pub mod assignment;
 pub mod client;
 mod control;
 pub mod dial;
+pub mod door;
 pub mod listen;
 pub mod metrics;
 mod notes;
@@ -27,6 +29,7 @@ use tokio::sync::{Notify, mpsc, watch};
 
 use control::Control;
 use dial::Reach;
+use door::Door;
 use metrics::Metrics;
 use shard::{Input, Shard};
 
@@ -45,6 +48,8 @@ pub struct Options {
     pub run_dir: PathBuf,
     /// Threads that serve volumes; 0: one per two cores, at least one.
     pub shards: usize,
+    /// Serve the volumes over TCP too.
+    pub nbd: Option<door::NbdOptions>,
     /// Made by the caller, who shows it.
     pub metrics: MetricsHandle,
 }
@@ -63,6 +68,8 @@ impl std::fmt::Debug for MetricsHandle {
 pub enum Error {
     #[error(transparent)]
     Identity(#[from] quoin_identity::Error),
+    #[error(transparent)]
+    Door(#[from] door::DoorError),
     #[error(
         "the identity in {dir} is of {holder}, not of node {name}: give --identity another directory, or the node its old name"
     )]
@@ -89,6 +96,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         });
     }
     let _lock = prepare_run_dir(&options)?;
+    let door = options.nbd.as_ref().map(|nbd| Door::open(nbd, &identity)).transpose()?;
     let notices = Notices::default();
     let (asks, asked) = mpsc::unbounded_channel();
     let mut threads = Vec::new();
@@ -113,6 +121,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         shards: shards.clone(),
         notices,
         served: Default::default(),
+        door,
     });
     let changed = Arc::new(Notify::new());
     let mut tasks = tokio::task::JoinSet::new();
@@ -124,6 +133,14 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
         c.identity.keep_renewed(c.options.controller.clone(), s).await;
+    });
+
+    let (c, s) = (control.clone(), shutdown.clone());
+    tasks.spawn(async move {
+        let Some(door) = &c.door else { return };
+        if let Err(error) = door.serve(c.clone(), s).await {
+            tracing::error!(%error, "NBD is not served over TCP any more");
+        }
     });
 
     // A shard ends by itself only when the system refuses its event loop.

@@ -24,6 +24,7 @@ pub struct Metrics {
     read: Counter,
     written: Counter,
     failed: Counter,
+    clients_refused: Counter,
 }
 
 impl Metrics {
@@ -40,8 +41,11 @@ impl Metrics {
         registry.register_with_unit("read", "Bytes asked for", Unit::Bytes, read.clone());
         registry.register_with_unit("written", "Bytes to write", Unit::Bytes, written.clone());
         registry.register("failed", "Requests answered with an error", failed.clone());
+        let clients_refused = Counter::default();
+        let help = "Connections over TCP that were turned away before they opened a volume";
+        registry.register("clients_refused", help, clients_refused.clone());
         let registry = Arc::new(registry);
-        Metrics { registry, volumes, clients, requests, read, written, failed }
+        Metrics { registry, volumes, clients, requests, read, written, failed, clients_refused }
     }
 
     pub fn requested(&self, request: &Request) {
@@ -66,6 +70,10 @@ impl Metrics {
         if reply.result.is_err() {
             self.failed.inc();
         }
+    }
+
+    pub fn refused_client(&self) {
+        self.clients_refused.inc();
     }
 
     /// The text that Prometheus scrapes.

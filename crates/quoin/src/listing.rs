@@ -55,13 +55,20 @@ pub enum NodeCommand {
 pub enum ClusterCommand {
     /// The cluster's id, version and how its data connections are secured.
     Info,
+    /// Get a certificate of this cluster for a person or a tool, as NBD over TCP asks for one.
+    /// Again later, it renews the one that is there.
+    #[command(after_help = "Example:\n  \
+        QUOIN_JOIN_TOKEN=$(quoin token create --role admin) \\\n    \
+        quoin cluster join --controller control:7400 --name ops --to ~/.quoin\n  \
+        nbdinfo \"nbds://node-1:10809/db?tls-certificates=$HOME/.quoin\"")]
+    Join(crate::roles::JoinOptions),
     /// Make a new certificate authority and let every part change over to it, with IO running.
     RotateAuthority,
 }
 
 #[derive(Subcommand)]
 pub enum TokenCommand {
-    /// A token that lets one pool or node join this cluster, once.
+    /// A token that lets one pool, node or admin join this cluster, once.
     #[command(after_help = "Example:\n  quoin token create --role pool --name shelf-3")]
     Create(TokenOptions),
 }
@@ -69,7 +76,7 @@ pub enum TokenCommand {
 #[derive(Args)]
 pub struct TokenOptions {
     /// What may join with it.
-    #[arg(long, value_parser = ["pool", "node"])]
+    #[arg(long, value_parser = ["pool", "node", "admin"])]
     role: String,
     /// Minutes until it expires.
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=1440))]
@@ -111,8 +118,13 @@ pub async fn cluster(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
+    // A newcomer has no admin socket to ask.
+    if let ClusterCommand::Join(options) = command {
+        return crate::roles::join(options).await;
+    }
     let mut cluster = client.connect().await?;
     match command {
+        ClusterCommand::Join(_) => Ok(()),
         ClusterCommand::Info => {
             let request = GetClusterInfoRequest {};
             let info = cluster.get_cluster_info(request).await.map_err(refusal)?.into_inner();

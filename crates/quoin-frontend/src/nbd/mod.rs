@@ -4,9 +4,9 @@
 //!   implements [`quoin_core::block::Frontend`].
 //! * [`client`] is the other side: pipelined, and able to outlive its server.
 //!
-//! What the session offers: one export per session; block sizes as minimum = the volume's logical
-//! block, preferred 4096, maximum 32 MiB (what clients that never asked assume anyway, so nobody
-//! gets a request refused for its size); FUA, flush, trim, write-zeroes, cache, multi-conn (a
+//! What the session offers: one export, or the choice among several ([`Exports`]); block sizes as
+//! minimum = the volume's logical block, preferred 4096, maximum 32 MiB (what clients that never
+//! asked assume anyway, so nobody gets a request refused for its size); FUA, flush, trim, write-zeroes, cache, multi-conn (a
 //! flush on any connection covers what any other was answered, because one target orders all).
 //! The protocol has no message for a grown volume: a client learns the new size when it
 //! negotiates again, while the session accepts requests into the new part at once.
@@ -16,10 +16,12 @@
 //! a broken connection must not see its old copy applied after the new one.
 
 pub mod client;
+mod exports;
 mod negotiation;
 pub mod protocol;
 mod secure;
 mod session;
 mod transmission;
 
+pub use exports::{Exports, Refused};
 pub use session::{Limits, Session, TlsPolicy};

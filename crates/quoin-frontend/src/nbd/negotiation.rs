@@ -7,6 +7,7 @@
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use quoin_core::block::{Closed, DeviceInfo};
 
+use super::exports::{Exports, Refused};
 use super::protocol::{
     BASE_ALLOCATION, BASE_ALLOCATION_ID, FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, MAGIC, OPTION_MAGIC,
     OPTION_REPLY_MAGIC, PAYLOAD_BYTES_MAX, PREFERRED_BLOCK_SIZE, STRING_BYTES_MAX, be16, be32,
@@ -23,14 +24,14 @@ const OPTION_HEADER_BYTES: usize = 16;
 const DESCRIPTION: &str = "Quoin volume";
 
 /// What the session does next.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum Outcome {
     /// More bytes are needed.
     Continue,
     /// The client asked for TLS, and the answer that it may begin is in the output.
     StartTls,
     /// The export is open.
-    Transmit { structured: bool, base_allocation: bool },
+    Transmit { device: DeviceInfo, structured: bool, base_allocation: bool },
 }
 
 pub(super) struct Negotiation {
@@ -39,7 +40,8 @@ pub(super) struct Negotiation {
     no_zeroes: bool,
     tls: Tls,
     structured: bool,
-    base_allocation: bool,
+    /// The export for which block status was asked: it holds for that one alone.
+    base_allocation: Option<String>,
     options: usize,
     skip: usize,
 }
@@ -59,7 +61,7 @@ impl Negotiation {
             no_zeroes: false,
             tls: if tls_required { Tls::Required } else { Tls::Never },
             structured: false,
-            base_allocation: false,
+            base_allocation: None,
             options: 0,
             skip: 0,
         }
@@ -67,7 +69,7 @@ impl Negotiation {
 
     pub(super) fn receive(
         &mut self,
-        device: &DeviceInfo,
+        exports: &dyn Exports,
         input: &mut BytesMut,
         output: &mut Vec<Bytes>,
     ) -> Result<Outcome, Closed> {
@@ -118,7 +120,7 @@ impl Negotiation {
             self.count()?;
             input.advance(OPTION_HEADER_BYTES);
             let data = input.split_to(length);
-            match self.option(device, code, &data, output)? {
+            match self.option(exports, code, &data, output)? {
                 Outcome::Continue => {}
                 outcome => return Ok(outcome),
             }
@@ -135,7 +137,7 @@ impl Negotiation {
 
     fn option(
         &mut self,
-        device: &DeviceInfo,
+        exports: &dyn Exports,
         code: u32,
         data: &[u8],
         output: &mut Vec<Bytes>,
@@ -149,30 +151,34 @@ impl Negotiation {
         }
         match code {
             option::EXPORT_NAME => {
-                if !names(device, data) {
-                    return Err(Closed("client asked for an export that is not here".into()));
-                }
+                let device = exports.find(data).map_err(|refused| {
+                    Closed(format!("client was refused an export: {}", refused.reason()))
+                })?;
                 let mut answer = BytesMut::with_capacity(134);
                 answer.put_u64(device.size_bytes);
-                answer.put_u16(self.export_flags(device));
+                answer.put_u16(self.export_flags(&device));
                 if !self.no_zeroes {
                     answer.put_bytes(0, 124);
                 }
                 output.push(answer.freeze());
-                return Ok(self.transmit());
+                return Ok(self.transmit(device));
             }
             option::ABORT => {
                 answer(output, code, reply::ACK, &[]);
                 return Err(Closed("client aborted the negotiation".into()));
             }
-            option::LIST if data.is_empty() => {
-                let name = device.name.as_bytes();
-                let mut body = BytesMut::with_capacity(4 + name.len());
-                body.put_u32(name.len() as u32);
-                body.put_slice(name);
-                answer(output, code, reply::SERVER, &body);
-                answer(output, code, reply::ACK, &[]);
-            }
+            option::LIST if data.is_empty() => match exports.list() {
+                Ok(names) => {
+                    for name in names {
+                        let mut body = BytesMut::with_capacity(4 + name.len());
+                        body.put_u32(name.len() as u32);
+                        body.put_slice(name.as_bytes());
+                        answer(output, code, reply::SERVER, &body);
+                    }
+                    answer(output, code, reply::ACK, &[]);
+                }
+                Err(refused) => turn_down(output, code, &refused),
+            },
             option::STARTTLS if data.is_empty() => match self.tls {
                 Tls::Never => refuse(output, code, reply::ERR_POLICY, "no TLS on this socket"),
                 Tls::Up => refuse(output, code, reply::ERR_INVALID, "TLS is up already"),
@@ -181,7 +187,7 @@ impl Negotiation {
                     // Everything negotiated in the clear is forgotten.
                     self.tls = Tls::Up;
                     self.structured = false;
-                    self.base_allocation = false;
+                    self.base_allocation = None;
                     return Ok(Outcome::StartTls);
                 }
             },
@@ -192,9 +198,9 @@ impl Negotiation {
             option::LIST | option::STARTTLS | option::STRUCTURED_REPLY => {
                 refuse(output, code, reply::ERR_INVALID, "this option carries no data");
             }
-            option::INFO | option::GO => return Ok(self.go(device, code, data, output)),
+            option::INFO | option::GO => return Ok(self.go(exports, code, data, output)),
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
-                self.meta_context(device, code, data, output);
+                self.meta_context(exports, code, data, output);
             }
             _ => refuse(output, code, reply::ERR_UNSUP, "this option is not known"),
         }
@@ -203,7 +209,7 @@ impl Negotiation {
 
     fn go(
         &mut self,
-        device: &DeviceInfo,
+        exports: &dyn Exports,
         code: u32,
         data: &[u8],
         output: &mut Vec<Bytes>,
@@ -212,14 +218,17 @@ impl Negotiation {
             refuse(output, code, reply::ERR_INVALID, "the option's lengths do not add up");
             return Outcome::Continue;
         };
-        if !names(device, name) {
-            refuse(output, code, reply::ERR_UNKNOWN, "no export of this name here");
-            return Outcome::Continue;
-        }
+        let device = match exports.find(name) {
+            Ok(device) => device,
+            Err(refused) => {
+                turn_down(output, code, &refused);
+                return Outcome::Continue;
+            }
+        };
         let mut body = BytesMut::with_capacity(12);
         body.put_u16(info::EXPORT);
         body.put_u64(device.size_bytes);
-        body.put_u16(self.export_flags(device));
+        body.put_u16(self.export_flags(&device));
         answer(output, code, reply::INFO, &body);
         let mut body = BytesMut::with_capacity(14);
         body.put_u16(info::BLOCK_SIZE);
@@ -236,19 +245,19 @@ impl Negotiation {
             }
         }
         answer(output, code, reply::ACK, &[]);
-        if code == option::GO { self.transmit() } else { Outcome::Continue }
+        if code == option::GO { self.transmit(device) } else { Outcome::Continue }
     }
 
     fn meta_context(
         &mut self,
-        device: &DeviceInfo,
+        exports: &dyn Exports,
         code: u32,
         data: &[u8],
         output: &mut Vec<Bytes>,
     ) {
         let set = code == option::SET_META_CONTEXT;
         if set {
-            self.base_allocation = false;
+            self.base_allocation = None;
         }
         if !self.structured {
             refuse(output, code, reply::ERR_INVALID, "ask for structured replies first");
@@ -258,10 +267,10 @@ impl Negotiation {
             refuse(output, code, reply::ERR_INVALID, "the option's lengths do not add up");
             return;
         };
-        if !names(device, name) {
-            refuse(output, code, reply::ERR_UNKNOWN, "no export of this name here");
-            return;
-        }
+        let device = match exports.find(name) {
+            Ok(device) => device,
+            Err(refused) => return turn_down(output, code, &refused),
+        };
         let base = BASE_ALLOCATION.as_bytes();
         let chosen = queries.contains(&base)
             || (!set && (queries.is_empty() || queries.contains(&b"base:".as_slice())));
@@ -271,12 +280,15 @@ impl Negotiation {
             body.put_slice(base);
             answer(output, code, reply::META_CONTEXT, &body);
         }
-        self.base_allocation |= set && chosen;
+        if set && chosen {
+            self.base_allocation = Some(device.name);
+        }
         answer(output, code, reply::ACK, &[]);
     }
 
-    fn transmit(&self) -> Outcome {
-        Outcome::Transmit { structured: self.structured, base_allocation: self.base_allocation }
+    fn transmit(&self, device: DeviceInfo) -> Outcome {
+        let base_allocation = self.base_allocation.as_ref() == Some(&device.name);
+        Outcome::Transmit { device, structured: self.structured, base_allocation }
     }
 
     fn export_flags(&self, device: &DeviceInfo) -> u16 {
@@ -295,11 +307,6 @@ impl Negotiation {
         }
         flags
     }
-}
-
-/// The empty name is the protocol's default export; a session has only one.
-fn names(device: &DeviceInfo, name: &[u8]) -> bool {
-    name.is_empty() || name == device.name.as_bytes()
 }
 
 /// The export's name and the raw list of wanted information types.
@@ -343,4 +350,13 @@ fn answer(output: &mut Vec<Bytes>, code: u32, kind: u32, body: &[u8]) {
 
 fn refuse(output: &mut Vec<Bytes>, code: u32, kind: u32, why: &str) {
     answer(output, code, kind, why.as_bytes());
+}
+
+/// Says why there is no export for this client.
+fn turn_down(output: &mut Vec<Bytes>, code: u32, refused: &Refused) {
+    let kind = match refused {
+        Refused::Unknown => reply::ERR_UNKNOWN,
+        Refused::Forbidden(_) => reply::ERR_POLICY,
+    };
+    refuse(output, code, kind, refused.reason());
 }

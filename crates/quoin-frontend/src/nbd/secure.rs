@@ -5,6 +5,7 @@ use std::io::{ErrorKind, Read, Write};
 use bytes::{Buf, Bytes, BytesMut};
 use quoin_core::block::Closed;
 use rustls::ServerConnection;
+use rustls::pki_types::CertificateDer;
 
 use super::session::TlsPolicy;
 
@@ -12,6 +13,7 @@ use super::session::TlsPolicy;
 pub(super) struct Secure {
     connection: ServerConnection,
     pub(super) clear: BytesMut,
+    identified: bool,
 }
 
 impl Secure {
@@ -23,7 +25,7 @@ impl Secure {
             .map_err(|error| Closed(format!("TLS cannot start: {error}")))?;
         // What is written is drained at once, so the buffer is bounded by one batch of replies.
         connection.set_buffer_limit(None);
-        Ok(Self { connection, clear: BytesMut::new() })
+        Ok(Self { connection, clear: BytesMut::new(), identified: false })
     }
 
     /// Decrypts a piece of `input` (not empty) into `clear`.
@@ -49,6 +51,15 @@ impl Secure {
             return Err(Closed("client closed TLS".into()));
         }
         Ok(())
+    }
+
+    /// The client's certificates, once: when the handshake has just proven them.
+    pub(super) fn newly_proven(&mut self) -> Option<&[CertificateDer<'static>]> {
+        if self.identified || self.connection.is_handshaking() {
+            return None;
+        }
+        self.identified = true;
+        Some(self.connection.peer_certificates().unwrap_or_default())
     }
 
     /// Encrypts `clear`, and adds what TLS itself has to say.

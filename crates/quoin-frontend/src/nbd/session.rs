@@ -6,6 +6,7 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use quoin_core::block::{Closed, DeviceInfo, Frontend, Reply, Request};
 
+use super::exports::Exports;
 use super::negotiation::{Negotiation, Outcome};
 use super::secure::Secure;
 use super::transmission::Transmission;
@@ -38,7 +39,9 @@ impl Default for Limits {
 
 /// One client's connection to one volume.
 pub struct Session {
-    info: DeviceInfo,
+    exports: Box<dyn Exports>,
+    /// The volume that the client opened.
+    device: Option<DeviceInfo>,
     limits: Limits,
     policy: TlsPolicy,
     phase: Phase,
@@ -58,14 +61,25 @@ enum Step {
 }
 
 impl Session {
+    /// A session of a socket that serves one volume.
     pub fn new(info: DeviceInfo, policy: TlsPolicy) -> Self {
         Self::with_limits(info, policy, Limits::default())
     }
 
     pub fn with_limits(info: DeviceInfo, policy: TlsPolicy, limits: Limits) -> Self {
+        Self::over(Box::new(info), policy, limits)
+    }
+
+    /// A session whose client chooses among several volumes.
+    pub fn over(exports: Box<dyn Exports>, policy: TlsPolicy, limits: Limits) -> Self {
         let required = matches!(policy, TlsPolicy::Required(_));
         let phase = Phase::Negotiation(Negotiation::new(required));
-        Self { info, limits, policy, phase, secure: None }
+        Self { exports, device: None, limits, policy, phase, secure: None }
+    }
+
+    /// The volume that the client has opened; `None` while it negotiates.
+    pub fn device(&self) -> Option<&DeviceInfo> {
+        self.device.as_ref()
     }
 
     /// Takes clear bytes and gives clear bytes.
@@ -76,13 +90,14 @@ impl Session {
         output: &mut Vec<Bytes>,
     ) -> Result<Step, Closed> {
         if let Phase::Negotiation(negotiation) = &mut self.phase {
-            match negotiation.receive(&self.info, input, output)? {
+            match negotiation.receive(&*self.exports, input, output)? {
                 Outcome::Continue => return Ok(Step::Taken),
                 Outcome::StartTls => return Ok(Step::StartTls),
-                Outcome::Transmit { structured, base_allocation } => {
-                    let (info, limits) = (&self.info, self.limits);
-                    let transmission = Transmission::new(info, limits, structured, base_allocation);
+                Outcome::Transmit { device, structured, base_allocation } => {
+                    let transmission =
+                        Transmission::new(&device, self.limits, structured, base_allocation);
                     self.phase = Phase::Transmission(transmission);
+                    self.device = Some(device);
                 }
             }
         }
@@ -113,6 +128,9 @@ impl Session {
                 return Ok(());
             }
             let decrypted = secure.open(input);
+            if let Some(certificates) = secure.newly_proven() {
+                self.exports.identify(certificates);
+            }
             secure.seal(Vec::new(), output)?;
             decrypted?;
         }
@@ -176,7 +194,10 @@ impl Frontend for Session {
     }
 
     fn device_changed(&mut self, info: &DeviceInfo) {
-        self.info = info.clone();
+        self.exports.device_changed(info);
+        if self.device.is_some() {
+            self.device = Some(info.clone());
+        }
         if let Phase::Transmission(transmission) = &mut self.phase {
             transmission.device_changed(info);
         }

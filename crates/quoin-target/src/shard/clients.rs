@@ -1,6 +1,6 @@
 //! A shard's clients: their requests become the state machines', the replies theirs.
 
-use quoin_core::block::{Reply, Request};
+use quoin_core::block::{Frontend, Reply, Request};
 use quoin_core::target::TargetEvent;
 use quoin_core::{Time, VolumeId};
 use quoin_frontend::nbd::{Session, TlsPolicy};
@@ -8,6 +8,7 @@ use quoin_wire::reactor::{Interest, now};
 
 use super::{Shard, Slot};
 use crate::client::{Client, Turn};
+use crate::door::NewClient;
 use crate::tokens::Origin;
 
 /// Clients of one volume.
@@ -31,19 +32,45 @@ impl Shard {
         };
         let session = Session::new(volume.info.clone(), TlsPolicy::Plain);
         let client = Client::new(socket.into(), id, Box::new(session));
+        if let Some(key) = self.settle(client) {
+            // A session may have something to say first (NBD greets).
+            self.take_client(now(), key);
+        }
+    }
+
+    /// A client that opened this volume over TCP.
+    pub(super) fn adopt(&mut self, now: Time, id: VolumeId, new: NewClient) {
+        let Some(volume) = self.volumes.get(&id) else { return };
+        if volume.clients.len() >= CLIENTS_MAX || volume.stopped {
+            return;
+        }
+        let NewClient { socket, mut session, input, mut requests, life } = new;
+        // It may have grown between the negotiation and now.
+        session.device_changed(&volume.info);
+        let mut client = Client::new(socket.into(), id, Box::new(session));
+        client.give_input(input);
+        let Some(key) = self.settle(client) else { return };
+        if let Some(life) = life {
+            self.timers.set(key, Some(now + life));
+        }
+        self.submit(now, id, key, &mut requests);
+        self.take_client(now, key);
+    }
+
+    fn settle(&mut self, client: Client) -> Option<u64> {
+        let id = client.volume;
         let key = self.insert(Slot::Client(Box::new(client)));
-        let Some(Slot::Client(client)) = self.slots.get(&key) else { return };
+        let Some(Slot::Client(client)) = self.slots.get(&key) else { return None };
         if let Err(error) = self.reactor.register(client.socket(), key, Interest::READ) {
             tracing::warn!(volume = %id, %error, "cannot watch a client");
             self.slots.remove(&key);
-            return;
+            return None;
         }
         if let Some(volume) = self.volumes.get_mut(&id) {
             volume.clients.push(key);
         }
         self.metrics.clients.inc();
-        // A session may have something to say first (NBD greets).
-        self.take_client(now(), key);
+        Some(key)
     }
 
     pub(super) fn read_client(&mut self, now: Time, key: u64) {
@@ -140,6 +167,7 @@ impl Shard {
     pub(super) fn client_lost(&mut self, key: u64) {
         let Some(Slot::Client(client)) = self.slots.remove(&key) else { return };
         self.reactor.deregister(client.socket());
+        self.timers.set(key, None);
         if let Some(volume) = self.volumes.get_mut(&client.volume) {
             volume.clients.retain(|k| *k != key);
         }

@@ -28,6 +28,7 @@ use quoin_wire::reactor::{Interest, Reactor, Ready, Timers, Waker, now};
 
 use crate::client::Client;
 use crate::dial::{Dialler, Reach};
+use crate::door::NewClient;
 use crate::listen::Socket;
 use crate::metrics::Metrics;
 use crate::tokens::Tokens;
@@ -36,6 +37,8 @@ use links::Link;
 /// What other threads tell a shard.
 pub enum Input {
     Open(Box<VolumeSetup>),
+    /// Somebody opened this volume over TCP.
+    Client(VolumeId, Box<NewClient>),
     Update(Box<VolumeUpdate>),
     /// Drain, sync, close.
     Close(VolumeId),
@@ -257,9 +260,14 @@ impl Shard {
                 self.ready(now, *ready);
             }
             while let Some(key) = self.timers.pop(now) {
-                if let Some(Slot::Timer(volume)) = self.slots.get(&key) {
-                    let volume = *volume;
-                    self.event(now, volume, TargetEvent::Timer);
+                match self.slots.get(&key) {
+                    Some(Slot::Timer(volume)) => {
+                        let volume = *volume;
+                        self.event(now, volume, TargetEvent::Timer);
+                    }
+                    // Its certificate has run out.
+                    Some(Slot::Client(_)) => self.client_lost(key),
+                    _ => {}
                 }
             }
             self.finish_round(now);
@@ -278,6 +286,7 @@ impl Shard {
     fn input(&mut self, now: Time, input: Input) {
         match input {
             Input::Open(setup) => self.open(now, *setup),
+            Input::Client(volume, client) => self.adopt(now, volume, *client),
             Input::Update(update) => self.update(now, *update),
             Input::Close(volume) => self.event(now, volume, TargetEvent::Shutdown),
             Input::Dialled { volume, session, pool, outcome } => {

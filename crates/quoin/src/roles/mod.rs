@@ -5,12 +5,14 @@
 
 mod attach;
 mod controller;
+mod join;
 mod node;
 mod pool;
 mod target;
 
 pub use attach::{AttachOptions, run as attach};
 pub use controller::{ControllerCommand, run as controller};
+pub use join::{JoinOptions, join};
 pub use node::{NodeOptions, run as node};
 pub use pool::{PoolOptions, run as pool};
 pub use target::{TargetOptions, run as target};

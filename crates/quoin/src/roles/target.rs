@@ -5,7 +5,9 @@ use clap::Args;
 use quoin_console::Source;
 use quoin_identity::Role;
 use quoin_target::MetricsHandle;
+use quoin_target::door::NbdOptions;
 use quoin_target::metrics::Metrics;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use super::{MemberOptions, RoleOptions};
@@ -21,6 +23,17 @@ pub struct TargetOptions {
     /// Threads that serve volumes [default: one per two cores].
     #[arg(long, default_value_t = 0, hide_default_value = true)]
     shards: usize,
+    /// Serve the volumes over TCP too, by name, to clients with a certificate of this cluster:
+    /// this node's or an admin's (`quoin cluster join`).
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    nbd_listen: Option<SocketAddr>,
+    /// HOST:PORT in the addresses that users are shown [default: the node's name and the port].
+    #[arg(long, value_name = "HOST:PORT", requires = "nbd_listen")]
+    nbd_advertise: Option<String>,
+    /// No TLS and no certificates on that port; only on loopback, where every user of this host
+    /// may then read and write every volume.
+    #[arg(long, requires = "nbd_listen")]
+    nbd_plain: bool,
     #[command(flatten)]
     member: MemberOptions,
     #[command(flatten)]
@@ -39,6 +52,11 @@ pub fn run(options: TargetOptions) -> Result<()> {
             controller: options.member.controller,
             run_dir: options.run,
             shards: options.shards,
+            nbd: options.nbd_listen.map(|listen| NbdOptions {
+                listen,
+                advertise: options.nbd_advertise,
+                plain: options.nbd_plain,
+            }),
             metrics: MetricsHandle(metrics),
         };
         Ok(quoin_target::run(target, shutdown).await?)

@@ -1,7 +1,7 @@
 //! `quoin volume attach|detach`: a volume as a device of this host, without CSI.
 
 use anyhow::{Context, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use quoin_frontend::attach::AttachClient;
 use quoin_frontend::attach::protocol::AttachVolume;
 use quoin_proto::control::{
@@ -17,13 +17,22 @@ use crate::output;
 pub struct AttachOptions {
     volume: String,
     /// Only serve it as NBD and print its address: for qemu, nbdcopy, fio; needs no root.
-    #[arg(long)]
-    nbd: bool,
+    /// `--nbd` is the unix socket of this host, `--nbd=tcp` the address for other hosts, where
+    /// the node's target has one (`quoin target --nbd-listen`).
+    #[arg(long, value_enum, num_args = 0..=1, require_equals = true,
+          default_missing_value = "unix", value_name = "WHERE")]
+    nbd: Option<Nbd>,
     #[arg(long)]
     read_only: bool,
     /// The node that this host is [default: the one node of the cluster].
     #[arg(long)]
     node: Option<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Nbd {
+    Unix,
+    Tcp,
 }
 
 #[derive(Args)]
@@ -46,15 +55,18 @@ pub async fn attach(
     };
     let request = PublishVolumeRequest {
         volume: Some(volume_ref(&volume.id)),
-        node,
+        node: node.clone(),
         read_only: options.read_only,
         multi_node: false,
         usage: "command".into(),
     };
     cluster.publish_volume(request).await.map_err(refusal)?;
+    if options.nbd == Some(Nbd::Tcp) {
+        return output::print_line(&wait_for_uri(cluster, &volume, &node, client).await?);
+    }
     let socket = nbd_socket(client, &volume.id);
     wait_for_target(cluster, &volume, &socket, client).await?;
-    if options.nbd {
+    if options.nbd == Some(Nbd::Unix) {
         // A socket serves one volume, as its default export.
         return output::print_line(&format!("nbd+unix:///?socket={}", socket.display()));
     }
@@ -137,6 +149,35 @@ async fn only_node(cluster: &mut Cluster) -> Result<String> {
         several => {
             let names: Vec<_> = several.iter().map(|node| node.name.as_str()).collect();
             bail!("which of the nodes is this host? Name it with --node: {}", names.join(", "))
+        }
+    }
+}
+
+/// The address that the node's target reports once it serves the volume.
+async fn wait_for_uri(
+    cluster: &mut Cluster,
+    volume: &Volume,
+    node: &str,
+    client: &ClientOptions,
+) -> Result<String> {
+    let began = Instant::now();
+    loop {
+        let now = get_volume(cluster, &volume.id).await?;
+        let attachment = now.attachments.iter().find(|attachment| attachment.node == node);
+        match attachment {
+            Some(attachment) if !attachment.nbd_uri.is_empty() => {
+                return Ok(attachment.nbd_uri.clone());
+            }
+            Some(attachment) if attachment.phase == "Attached" => bail!(
+                "the target of node {node} serves the volume on its own host only: start it with \
+                 --nbd-listen to have NBD over TCP"
+            ),
+            _ if began.elapsed() > client.timeout() => bail!(
+                "the volume is published, but after {} s node {node} does not serve it: {}",
+                client.timeout,
+                attachment.map_or("it was detached meanwhile", |attachment| &attachment.message)
+            ),
+            _ => tokio::time::sleep(std::time::Duration::from_millis(50)).await,
         }
     }
 }

@@ -20,6 +20,8 @@ pub struct VolumeView {
     pub waiting_for: String,
     pub contract: String,
     pub nodes: Vec<String>,
+    /// Where targets serve it over TCP.
+    pub nbd: Vec<String>,
     pub epoch: u64,
     pub replication_factor: u32,
     pub consistency_factor: u32,
@@ -52,6 +54,12 @@ impl From<Volume> for VolumeView {
             waiting_for: volume.waiting_for,
             contract: volume.contract,
             nodes: volume.attachments.iter().map(|attachment| attachment.node.clone()).collect(),
+            nbd: volume
+                .attachments
+                .iter()
+                .filter(|attachment| !attachment.nbd_uri.is_empty())
+                .map(|attachment| attachment.nbd_uri.clone())
+                .collect(),
             epoch: volume.epoch,
             replication_factor: membership.rf,
             consistency_factor: membership.cf,
@@ -79,6 +87,7 @@ impl VolumeView {
             ("phase", self.phase.clone()),
             ("health", self.health.clone()),
             ("use", [self.usage.as_str(), &self.nodes.join(", ")].join(" ").trim().into()),
+            ("nbd", self.nbd.join(", ")),
             ("waits for", self.waiting_for.clone()),
             ("contract", self.contract.clone()),
             ("durability", self.durability.into()),

@@ -1,0 +1,296 @@
+//! NBD over TCP: one port for every volume that this node serves, exported by its name.
+//!
+//! Only `STARTTLS` gets anywhere, with a certificate of this cluster: an admin's, or that of the
+//! node itself, to which the volumes behind this port are attached. Everybody else who can prove
+//! to be a member is told why not by name; whoever cannot learns nothing. A plain port has to be
+//! asked for and is opened on loopback alone, where a host's own users already meet.
+//!
+//! Negotiation happens on helper threads, a bounded number at a time and each with a deadline, so
+//! nobody who dawdles or talks nonsense costs a volume anything. A client that has opened its
+//! export is handed to the volume's shard, and from there on is like one of the unix socket. Its
+//! connection ends when its certificate does.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use bytes::BytesMut;
+use quoin_core::block::{DeviceInfo, Frontend, Request};
+use quoin_frontend::nbd::{Exports, Limits, Refused, Session, TlsPolicy};
+use quoin_identity::{Identity, Peer, Role, peer_of, valid_until};
+use rustls::pki_types::CertificateDer;
+use tokio::sync::{Semaphore, watch};
+
+use crate::control::Control;
+
+/// Negotiations under way at once; the rest waits in the kernel's bounded queue.
+const NEGOTIATIONS_MAX: usize = 64;
+/// From the first byte to an open export.
+const NEGOTIATION_MAX: Duration = Duration::from_secs(20);
+/// A client whose host is gone is noticed after this and a few probes.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
+
+/// Where and how volumes are served over TCP.
+#[derive(Clone, Debug)]
+pub struct NbdOptions {
+    pub listen: SocketAddr,
+    /// `HOST:PORT` that users are told; the node's name and the port where it is `None`.
+    pub advertise: Option<String>,
+    /// No TLS; loopback only.
+    pub plain: bool,
+}
+
+/// Why the port is not opened.
+#[derive(Debug, thiserror::Error)]
+pub enum DoorError {
+    #[error(
+        "plain NBD on {0} would give every volume to whoever reaches that address: only loopback \
+         (127.0.0.1 or ::1) may be plain; leave the flag away to have TLS with client certificates"
+    )]
+    PlainBeyondLoopback(SocketAddr),
+    #[error("cannot listen on {address} for NBD ({source}): choose another --nbd-listen")]
+    Listen { address: SocketAddr, source: std::io::Error },
+    #[error(transparent)]
+    Identity(#[from] quoin_identity::Error),
+}
+
+/// A client that has opened a volume, on its way to the volume's shard.
+pub struct NewClient {
+    pub socket: TcpStream,
+    pub session: Session,
+    /// Bytes that came after the negotiation.
+    pub input: BytesMut,
+    /// Requests that were among them.
+    pub requests: Vec<Request>,
+    /// How long the client's certificate is good yet.
+    pub life: Option<Duration>,
+}
+
+/// The open port.
+pub(crate) struct Door {
+    listener: TcpListener,
+    policy: TlsPolicy,
+    scheme: &'static str,
+    authority: String,
+}
+
+impl Door {
+    pub fn open(options: &NbdOptions, identity: &Identity) -> Result<Self, DoorError> {
+        if options.plain && !options.listen.ip().is_loopback() {
+            return Err(DoorError::PlainBeyondLoopback(options.listen));
+        }
+        let failed = |source| DoorError::Listen { address: options.listen, source };
+        let listener = TcpListener::bind(options.listen).map_err(failed)?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        let bound = listener.local_addr().map_err(failed)?;
+        let (policy, scheme) = if options.plain {
+            (TlsPolicy::Plain, "nbd")
+        } else {
+            (TlsPolicy::Required(identity.server_config()?), "nbds")
+        };
+        // The name is what the node's certificate shows to clients that look at host names.
+        let named = || match options.plain {
+            true => bound.to_string(),
+            false => format!("{}:{}", identity.peer().name, bound.port()),
+        };
+        let authority = options.advertise.clone().unwrap_or_else(named);
+        tracing::info!(%bound, tls = !options.plain, "NBD is served over TCP");
+        Ok(Door { listener, policy, scheme, authority })
+    }
+
+    /// The address of a volume, as NBD clients take it.
+    pub fn uri(&self, volume: &str) -> String {
+        let mut uri = format!("{}://{}/", self.scheme, self.authority);
+        for byte in volume.bytes() {
+            match byte {
+                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
+                    uri.push(char::from(byte));
+                }
+                other => uri += &format!("%{other:02X}"),
+            }
+        }
+        uri
+    }
+
+    /// Lets clients in until `shutdown`.
+    pub async fn serve(
+        &self,
+        control: Arc<Control>,
+        mut shutdown: watch::Receiver<bool>,
+    ) -> std::io::Result<()> {
+        let listener = tokio::net::TcpListener::from_std(self.listener.try_clone()?)?;
+        let negotiations = Arc::new(Semaphore::new(NEGOTIATIONS_MAX));
+        loop {
+            // The semaphore is never closed.
+            let Ok(permit) = negotiations.clone().acquire_owned().await else { return Ok(()) };
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                _ = shutdown.wait_for(|down| *down) => return Ok(()),
+            };
+            let (socket, from) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    tracing::warn!(%error, "an NBD client was not accepted");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            let (control, policy) = (control.clone(), self.policy.clone());
+            tokio::task::spawn_blocking(move || {
+                let _permit = permit;
+                if let Err(why) = hear(socket.into_std(), policy, &control) {
+                    control.options.metrics.0.refused_client();
+                    tracing::info!(%from, why, "an NBD client was turned away");
+                }
+            });
+        }
+    }
+}
+
+/// Negotiates with one client and hands it to its volume.
+fn hear(
+    socket: std::io::Result<TcpStream>,
+    policy: TlsPolicy,
+    control: &Arc<Control>,
+) -> Result<(), String> {
+    let failed = |error: std::io::Error| error.to_string();
+    let mut socket = socket.map_err(failed)?;
+    socket.set_nonblocking(false).map_err(failed)?;
+    socket.set_nodelay(true).map_err(failed)?;
+    keep_alive(&socket).map_err(failed)?;
+    let guest = Guest {
+        control: control.clone(),
+        standing: match policy {
+            TlsPolicy::Plain => Standing::Admitted,
+            TlsPolicy::Required(_) => Standing::Unknown,
+        },
+        until: Arc::default(),
+    };
+    let until = guest.until.clone();
+    let mut session = Session::over(Box::new(guest), policy, Limits::default());
+    let (mut input, mut requests, mut output) = (BytesMut::new(), Vec::new(), Vec::new());
+    let deadline = Instant::now() + NEGOTIATION_MAX;
+    loop {
+        let taken = session.receive(&mut input, &mut requests, &mut output);
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err("no export was opened in time".to_owned());
+        }
+        socket.set_write_timeout(Some(left)).map_err(failed)?;
+        for piece in output.drain(..) {
+            socket.write_all(&piece).map_err(failed)?;
+        }
+        taken.map_err(|closed| closed.0)?;
+        if session.device().is_some() {
+            break;
+        }
+        socket.set_read_timeout(Some(left)).map_err(failed)?;
+        let mut piece = [0; 16 << 10];
+        match socket.read(&mut piece).map_err(failed)? {
+            0 => return Err("it closed the connection".to_owned()),
+            read => input.extend_from_slice(&piece[..read]),
+        }
+    }
+    socket.set_nonblocking(true).map_err(failed)?;
+    let name = session.device().map(|device| device.name.clone()).unwrap_or_default();
+    let until = *until.lock().expect("never held across a panic");
+    let life = until.map(|until| until.duration_since(SystemTime::now()).unwrap_or_default());
+    let client = NewClient { socket, session, input, requests, life };
+    if control.adopt(&name, client) { Ok(()) } else { Err(format!("volume {name} has just left")) }
+}
+
+fn keep_alive(socket: &TcpStream) -> std::io::Result<()> {
+    use rustix::net::sockopt;
+    sockopt::set_socket_keepalive(socket.as_fd(), true)?;
+    sockopt::set_tcp_keepidle(socket.as_fd(), SILENCE_MAX)?;
+    sockopt::set_tcp_keepintvl(socket.as_fd(), SILENCE_MAX / 6)?;
+    Ok(())
+}
+
+/// What a client has proven about itself.
+enum Standing {
+    Unknown,
+    Admitted,
+    Forbidden(String),
+}
+
+/// One client at the door, and what it may see behind it.
+struct Guest {
+    control: Arc<Control>,
+    standing: Standing,
+    until: Arc<std::sync::Mutex<Option<SystemTime>>>,
+}
+
+impl Guest {
+    fn admitted(&self) -> Result<(), Refused> {
+        match &self.standing {
+            Standing::Admitted => Ok(()),
+            Standing::Unknown => Err(Refused::Unknown),
+            Standing::Forbidden(why) => Err(Refused::Forbidden(why.clone())),
+        }
+    }
+}
+
+impl Exports for Guest {
+    fn identify(&mut self, certificates: &[CertificateDer<'static>]) {
+        let Some(leaf) = certificates.first() else { return };
+        *self.until.lock().expect("never held across a panic") = valid_until(leaf);
+        self.standing = match peer_of(leaf) {
+            Ok(peer) => judge(&peer, &self.control.options.node),
+            Err(error) => Standing::Forbidden(error.to_string()),
+        };
+        if let Standing::Forbidden(why) = &self.standing {
+            tracing::warn!(why, "an NBD client with a certificate that is not for this");
+        }
+    }
+
+    fn list(&self) -> Result<Vec<String>, Refused> {
+        self.admitted()?;
+        Ok(self.control.exports().into_iter().map(|device| device.name).collect())
+    }
+
+    fn find(&self, name: &[u8]) -> Result<DeviceInfo, Refused> {
+        self.admitted()?;
+        let mut all = self.control.exports();
+        let at = all.iter().position(|device| device.name.as_bytes() == name);
+        match at {
+            Some(at) => Ok(all.swap_remove(at)),
+            None if name.is_empty() => Err(Refused::Forbidden(
+                "this port serves volumes by name: put the volume's name at the end of the address"
+                    .to_owned(),
+            )),
+            None => Err(Refused::Unknown),
+        }
+    }
+}
+
+/// The volumes behind this door are attached to `node`, so they are its own and an admin's.
+fn judge(peer: &Peer, node: &str) -> Standing {
+    match peer.role {
+        Role::Admin => Standing::Admitted,
+        Role::Node if peer.name == node => Standing::Admitted,
+        _ => Standing::Forbidden(format!(
+            "{peer} may not use the volumes of node {node}: only that node and admins may"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_identity::ClusterId;
+
+    use super::*;
+
+    #[test]
+    fn only_the_node_itself_and_admins_may_use_its_volumes() {
+        let judged = |role, name| judge(&Peer::new(ClusterId(1), role, name).unwrap(), "n1");
+        assert!(matches!(judged(Role::Admin, "ops"), Standing::Admitted));
+        assert!(matches!(judged(Role::Node, "n1"), Standing::Admitted));
+        for (role, name) in [(Role::Node, "n2"), (Role::Pool, "n1"), (Role::Controller, "n1")] {
+            let Standing::Forbidden(why) = judged(role, name) else { panic!("{role} {name}") };
+            assert!(why.contains(name) && why.contains("node n1"), "{why}");
+        }
+    }
+}

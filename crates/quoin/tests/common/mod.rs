@@ -1,0 +1,320 @@
+//! A cluster of real processes with real certificates, each where the test wants it: on this
+//! host's loopback, or in a network namespace of its own.
+
+#![allow(dead_code)] // Each test binary uses its part.
+
+pub mod nbd;
+
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Far more than anything here takes: reached only when something hangs.
+pub const BUDGET: Duration = Duration::from_secs(120);
+
+/// A directory short enough for sockets, removed at the end.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    pub fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("quoin-test-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Waits for something that must come.
+pub fn eventually<T>(what: &str, mut holds: impl FnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Some(value) = holds() {
+            return value;
+        }
+        assert!(began.elapsed() < BUDGET, "never: {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// A port of the loopback that nobody has.
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+pub fn have(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).any(|directory| directory.join(program).exists());
+    if !found {
+        println!("skipped in part: {program} is not installed");
+    }
+    found
+}
+
+pub fn is_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").unwrap().uid() == 0
+}
+
+/// Where a process runs and how others reach it.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// `ip netns exec` this; `None`: here.
+    pub namespace: Option<String>,
+    pub address: String,
+}
+
+impl Place {
+    pub fn here() -> Self {
+        Self { namespace: None, address: "127.0.0.1".into() }
+    }
+
+    pub fn command(&self, program: &str) -> Command {
+        match &self.namespace {
+            None => Command::new(program),
+            Some(namespace) => {
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", namespace, program]);
+                command
+            }
+        }
+    }
+}
+
+/// One process of the cluster; killed with its test.
+pub struct Process {
+    pub name: String,
+    child: Child,
+}
+
+impl Process {
+    pub fn start(scratch: &Path, place: &Place, name: &str, arguments: &[String]) -> Self {
+        let log = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(scratch.join(format!("{name}.log")))
+            .unwrap();
+        let mut command = place.command(env!("CARGO_BIN_EXE_quoin"));
+        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        // SAFETY: `prctl` with these arguments is async-signal-safe and touches no memory.
+        unsafe {
+            command.pre_exec(|| {
+                // A test that is killed takes its processes along.
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                Ok(())
+            });
+        }
+        Self { name: name.into(), child: command.spawn().unwrap() }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn is_alive(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// SIGTERM, and a clean end.
+    pub fn stop(mut self) {
+        signal(self.pid(), "TERM");
+        let status = eventually("a clean end", || self.child.try_wait().unwrap());
+        assert!(status.success(), "{} ended with {status}", self.name);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub fn signal(pid: u32, name: &str) {
+    let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
+    assert!(status.success(), "kill -{name} {pid}");
+}
+
+/// The controller of a cluster and the directory of everything.
+pub struct Cluster {
+    pub scratch: Scratch,
+    pub controller: String,
+    pub processes: Vec<Process>,
+}
+
+impl Cluster {
+    /// Makes the cluster and starts its controller at `place`.
+    pub fn start(name: &str, place: &Place, flags: &[&str]) -> Self {
+        let scratch = Scratch::new(name);
+        let port = if place.namespace.is_some() { 7400 } else { free_port() };
+        let controller = format!("{}:{port}", place.address);
+        let mut cluster = Self { scratch, controller, processes: Vec::new() };
+        let state = cluster.path("controller");
+        cluster.ok(&["controller", "init", "--state", &state]);
+        let mut arguments = vec![
+            "controller".into(),
+            "run".into(),
+            "--state".into(),
+            state,
+            "--admin-socket".into(),
+            cluster.path("admin.sock"),
+            "--listen".into(),
+            cluster.controller.clone(),
+        ];
+        arguments.extend(flags.iter().map(ToString::to_string));
+        cluster.run(place, "controller", arguments);
+        eventually("the controller answers", || {
+            cluster.quoin(&["cluster", "info"]).status.success().then_some(())
+        });
+        cluster
+    }
+
+    pub fn path(&self, name: &str) -> String {
+        self.scratch.0.join(name).to_str().unwrap().into()
+    }
+
+    pub fn run(&mut self, place: &Place, name: &str, arguments: Vec<String>) {
+        let process = Process::start(&self.scratch.0, place, name, &arguments);
+        self.processes.push(process);
+    }
+
+    pub fn token(&self, role: &str) -> String {
+        self.ok(&["token", "create", "--role", role])
+    }
+
+    /// A pool that joins with a token of its own.
+    pub fn pool(&mut self, place: &Place, name: &str, flags: &[&str]) {
+        let token = self.token("pool");
+        let mut arguments: Vec<String> =
+            ["pool", "run", "--name", name, "--node", name].into_iter().map(String::from).collect();
+        arguments.extend(["--join".into(), token]);
+        arguments.extend(["--state".into(), self.path(name)]);
+        arguments.extend(["--data".into(), self.path(&format!("{name}-data"))]);
+        arguments.extend(["--capacity".into(), "1GiB".into()]);
+        arguments.extend(["--listen".into(), format!("{}:0", place.address)]);
+        arguments.extend(["--controller".into(), self.controller.clone()]);
+        arguments.extend(flags.iter().map(ToString::to_string));
+        self.run(place, name, arguments);
+    }
+
+    /// A node's identity, its target and, for its heartbeat, its CSI process.
+    pub fn node(&mut self, place: &Place, name: &str, target_flags: &[&str], node_flags: &[&str]) {
+        let (state, run) = (self.path("node"), self.path("run"));
+        let member = |token: Option<String>| {
+            let mut arguments: Vec<String> = vec!["--state".into(), state.clone()];
+            arguments.extend(["--run".into(), run.clone(), "--name".into(), name.into()]);
+            arguments.extend(["--controller".into(), self.controller.clone()]);
+            arguments.extend(token.into_iter().flat_map(|token| ["--join".into(), token]));
+            arguments
+        };
+        let mut target = vec!["target".to_string()];
+        target.extend(member(Some(self.token("node"))));
+        target.extend(target_flags.iter().map(ToString::to_string));
+        let mut node = vec!["node".to_string(), "run".into()];
+        node.extend(member(None));
+        node.extend(["--mode".into(), "controller".into(), "--csi-endpoint".into()]);
+        node.push(format!("unix://{}", self.path("csi.sock")));
+        node.extend(node_flags.iter().map(ToString::to_string));
+        self.run(place, "target", target);
+        let identity = self.scratch.0.join("node/cert.pem");
+        let log = self.scratch.0.join("target.log");
+        let began = Instant::now();
+        while !identity.exists() {
+            let said = || std::fs::read_to_string(&log).unwrap_or_default();
+            assert!(began.elapsed() < BUDGET, "the target did not join: {}", said());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.run(place, "node", node);
+        eventually("the node is online", || {
+            let nodes = self.json(&["node", "list"]);
+            (nodes.as_array()?.iter().any(|node| node["state"] == "Online")).then_some(())
+        });
+    }
+
+    /// A process by name.
+    pub fn process(&mut self, name: &str) -> &mut Process {
+        self.processes.iter_mut().find(|process| process.name == name).unwrap()
+    }
+
+    pub fn wait_for_pools(&self, count: usize) {
+        eventually("the pools are online", || {
+            let pools = self.json(&["pool", "list"]);
+            let online = pools.as_array()?.iter().filter(|pool| pool["state"] == "Online").count();
+            (online == count).then_some(())
+        });
+    }
+
+    pub fn wait_for_volume(
+        &self,
+        name: &str,
+        what: &str,
+        holds: impl Fn(&serde_json::Value) -> bool,
+    ) {
+        let began = Instant::now();
+        loop {
+            let volume = self.json(&["volume", "get", name]);
+            if holds(&volume) {
+                return;
+            }
+            if began.elapsed() > BUDGET {
+                self.show_logs();
+                panic!("{name} is not {what}: {volume}");
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// A command of a user on this cluster.
+    pub fn quoin(&self, arguments: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_quoin"))
+            .args(arguments)
+            .env("QUOIN_SOCKET", self.scratch.0.join("admin.sock"))
+            .env_remove("QUOIN_JOIN_TOKEN")
+            .stdin(Stdio::null())
+            .output()
+            .unwrap()
+    }
+
+    /// One that must work; what it printed.
+    pub fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.quoin(arguments);
+        if !output.status.success() {
+            self.show_logs();
+            panic!("{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        String::from_utf8(output.stdout).unwrap().trim().into()
+    }
+
+    pub fn json(&self, arguments: &[&str]) -> serde_json::Value {
+        let mut arguments = arguments.to_vec();
+        arguments.extend(["-o", "json"]);
+        serde_json::from_str(&self.ok(&arguments)).unwrap()
+    }
+
+    pub fn log(&self, name: &str) -> String {
+        std::fs::read_to_string(self.scratch.0.join(format!("{name}.log"))).unwrap_or_default()
+    }
+
+    pub fn show_logs(&self) {
+        for process in &self.processes {
+            println!("--- {}\n{}", process.name, self.log(&process.name));
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.show_logs();
+        }
+        // Before the directory goes.
+        self.processes.clear();
+    }
+}

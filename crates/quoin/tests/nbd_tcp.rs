@@ -1,0 +1,208 @@
+//! Volumes over NBD on TCP: STARTTLS and client certificates, from real processes, with a client
+//! of our own and with those that others wrote.
+
+mod common;
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
+
+use common::nbd::{self, FLUSH, FUA, Nbd, TRIM, WRITE, WRITE_ZEROES};
+use common::{Cluster, Place, eventually, free_port, have};
+use quoin_identity::{Authority, Expected, Identity, Lifetimes, Role};
+
+/// A cluster with three pools and a node whose name is one that every host resolves.
+fn cluster(name: &str, flags: &[&str]) -> (Cluster, String) {
+    let mut cluster = Cluster::start(name, &Place::here(), &["--default-spread", "pool"]);
+    for pool in ["p1", "p2", "p3"] {
+        cluster.pool(&Place::here(), pool, &[]);
+    }
+    let address = format!("127.0.0.1:{}", free_port());
+    let mut all = vec!["--nbd-listen", &address];
+    all.extend(flags);
+    cluster.node(&Place::here(), "localhost", &all, &[]);
+    cluster.wait_for_pools(3);
+    (cluster, address)
+}
+
+/// The node's own certificate, or an admin's: who holds `directory`, calling this node's target.
+fn client(directory: &str) -> Arc<rustls::ClientConfig> {
+    let identity = Identity::load(Path::new(directory)).unwrap();
+    identity.client_config(Expected::Named(Role::Node, "localhost".into())).unwrap()
+}
+
+fn admin(cluster: &Cluster) -> String {
+    let to = cluster.path("ops");
+    let token = cluster.token("admin");
+    let join = ["cluster", "join", "--controller", &cluster.controller, "--to", &to];
+    cluster.ok(&[&join[..], &["--name", "ops", "--join", &token]].concat());
+    // A second time it renews, and needs no token.
+    assert!(cluster.ok(&[&join[..], &["--name", "ops"]].concat()).contains("admin ops"));
+    to
+}
+
+fn run(command: &mut Command) -> Output {
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    assert!(
+        output.status.success(),
+        "{command:?}: {}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    output
+}
+
+#[test]
+fn a_volume_is_used_over_tls_by_its_node_and_by_admins_and_by_nobody_else() {
+    let (cluster, address) = cluster("nbdtls", &[]);
+    let ops = admin(&cluster);
+    cluster.ok(&["volume", "create", "db 1", "--size", "64MiB"]);
+    let uri = cluster.ok(&["volume", "attach", "db 1", "--nbd=tcp"]);
+    let port = address.rsplit(':').next().unwrap();
+    assert_eq!(uri, format!("nbds://localhost:{port}/db%201"));
+    assert_eq!(cluster.json(&["volume", "get", "db 1"])["nbd"][0], uri);
+
+    let mut volume = Nbd::connect(&address, Some(client(&ops)), "db 1").unwrap();
+    assert_eq!(volume.size_bytes, 64 << 20);
+    essentials(&mut volume);
+    let mut own = Nbd::connect(&address, Some(client(&cluster.path("node"))), "db 1").unwrap();
+    assert_eq!(own.read(1 << 20, 4096).unwrap(), vec![0x5a; 4096]);
+
+    // A larger volume: at once for a connection that is there, and told to new ones.
+    cluster.ok(&["volume", "resize", "db 1", "--size", "96MiB"]);
+    eventually("the new part can be written", || {
+        own.call(WRITE, FUA, 80 << 20, 4096, &[7; 4096]).unwrap().ok()
+    });
+    let mut again = Nbd::connect(&address, Some(client(&ops)), "db 1").unwrap();
+    assert_eq!(again.size_bytes, 96 << 20);
+    assert_eq!(again.read(80 << 20, 4096).unwrap(), vec![7; 4096]);
+
+    refusals(&cluster, &address);
+    foreign_clients(&cluster, port, &ops);
+    assert_eq!(own.read(1 << 20, 4096).unwrap(), vec![0x5a; 4096], "IO went on beside all that");
+}
+
+/// What every client relies on, through TLS and a quorum of real pools.
+fn essentials(volume: &mut Nbd) {
+    volume.write(0, &vec![1; 4 << 20]).unwrap();
+    assert_eq!(volume.call(WRITE, FUA, 1 << 20, 4096, &[0x5a; 4096]).unwrap(), Ok(()));
+    assert_eq!(volume.call(FLUSH, 0, 0, 0, &[]).unwrap(), Ok(()));
+    assert_eq!(volume.call(TRIM, 0, 2 << 20, 1 << 20, &[]).unwrap(), Ok(()));
+    assert_eq!(volume.call(WRITE_ZEROES, FUA, 512 << 10, 64 << 10, &[]).unwrap(), Ok(()));
+    assert_eq!(volume.read(1 << 20, 4096).unwrap(), vec![0x5a; 4096]);
+    assert_eq!(volume.read(2 << 20, 1 << 20).unwrap(), vec![0; 1 << 20]);
+    assert_eq!(volume.read(512 << 10, 64 << 10).unwrap(), vec![0; 64 << 10]);
+    assert_eq!(volume.read((512 << 10) - 4096, 4096).unwrap(), vec![1; 4096]);
+    // Data (0), then the trimmed hole (3: hole and zero), then data again.
+    let extents = volume.status(1 << 20, 3 << 20).unwrap();
+    assert_eq!(extents, [(1 << 20, 0), (1 << 20, 3), (1 << 20, 0)]);
+    let beyond = volume.call(WRITE, 0, 64 << 20, 4096, &[0; 4096]).unwrap();
+    assert_eq!(beyond, Err(28), "beyond the end there is no space");
+}
+
+fn refusals(cluster: &Cluster, address: &str) {
+    // Nothing but STARTTLS is answered in the clear.
+    let mut clear = nbd::hello(address).unwrap();
+    let (kind, _) = nbd::ask(&mut clear, 3, &[]).unwrap();
+    assert_eq!(kind, 0x8000_0005, "LIST before TLS");
+    assert!(Nbd::connect(address, None, "db 1").err().unwrap().contains("TLS"));
+
+    // Members of other roles, and other nodes, are told by name.
+    let token = cluster.token("node");
+    for (role, name) in [("pool", "p1"), ("node", "n2")] {
+        let directory = cluster.path(name);
+        if role == "node" {
+            let join = quoin_identity::JoinRequest {
+                controller: cluster.controller.clone(),
+                token: token.parse().unwrap(),
+                role: Role::Node,
+                name: name.into(),
+            };
+            let runtime = tokio::runtime::Runtime::new().unwrap();
+            let join = quoin_identity::load_or_join(Path::new(&directory), Some(&join));
+            runtime.block_on(join).unwrap();
+        }
+        let refused = Nbd::connect(address, Some(client(&directory)), "db 1").err().unwrap();
+        assert!(refused.contains(&format!("{role} {name}")), "{refused}");
+    }
+
+    // A certificate of the same names from another authority opens nothing.
+    let stranger = tempfile::tempdir().unwrap();
+    let authority = Authority::create(&stranger.path().join("ca"), Lifetimes::default()).unwrap();
+    let mine = stranger.path().join("ops");
+    authority.issue_identity(&mine, Role::Admin, "ops").unwrap();
+    assert!(Nbd::connect(address, Some(client(mine.to_str().unwrap())), "db 1").is_err());
+
+    let ops = Some(client(&cluster.path("ops")));
+    let unknown = Nbd::connect(address, ops.clone(), "nothing").err().unwrap();
+    assert!(unknown.contains("no export"), "{unknown}");
+    assert!(Nbd::connect(address, ops, "").err().unwrap().contains("by name"));
+}
+
+/// libnbd and QEMU, where they are installed, with the certificates as `cluster join` left them.
+fn foreign_clients(cluster: &Cluster, port: &str, ops: &str) {
+    let uri = format!("nbds://localhost:{port}/db%201?tls-certificates={ops}");
+    if have("nbdinfo") {
+        let output = run(Command::new("nbdinfo").args(["--json", &uri]));
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(json["TLS"], true, "{json}");
+        assert_eq!(json["exports"][0]["export-size"], 96 << 20);
+        let listed = run(Command::new("nbdinfo").args(["--list", &uri]));
+        assert!(String::from_utf8_lossy(&listed.stdout).contains("db 1"));
+        let nameless = cluster.path("node");
+        let refused = Command::new("nbdinfo")
+            .arg(format!("nbds://localhost:{port}/db%201?tls-certificates={nameless}"))
+            .output()
+            .unwrap();
+        assert!(!refused.status.success(), "a client without a certificate got in");
+    }
+    if have("nbdcopy") {
+        let (image, back) = (cluster.path("image"), cluster.path("back"));
+        let bytes: Vec<u8> = (0..96 << 20).map(|at| (at / 4096 % 251) as u8).collect();
+        std::fs::write(&image, &bytes).unwrap();
+        run(Command::new("nbdcopy").args(["--flush", &image, &uri]));
+        run(Command::new("nbdcopy").args([&uri, &back]));
+        assert!(std::fs::read(&back).unwrap() == bytes, "nbdcopy read back something else");
+        Nbd::connect(&format!("127.0.0.1:{port}"), Some(client(ops)), "db 1")
+            .unwrap()
+            .write(1 << 20, &[0x5a; 4096])
+            .unwrap();
+    }
+    if have("qemu-img") {
+        let credentials = format!("tls-creds-x509,id=t,endpoint=client,dir={ops}");
+        let options = format!("driver=nbd,host=localhost,port={port},export=db 1,tls-creds=t");
+        let output = run(Command::new("qemu-img").args([
+            "info",
+            "--output=json",
+            "--object",
+            &credentials,
+            "--image-opts",
+            &options,
+        ]));
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(json["virtual-size"], 96 << 20, "{json}");
+    }
+}
+
+#[test]
+fn plain_nbd_is_opened_on_loopback_alone_and_only_when_asked_for() {
+    let (cluster, address) = cluster("nbdplain", &["--nbd-plain"]);
+    cluster.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    assert_eq!(cluster.ok(&["volume", "attach", "db", "--nbd=tcp"]), format!("nbd://{address}/db"));
+    let mut volume = Nbd::connect(&address, None, "db").unwrap();
+    essentials(&mut volume);
+
+    let target = |flags: &[&str]| {
+        let (state, run) = (cluster.path("node"), cluster.path("other-run"));
+        let mut arguments = vec!["target", "--state", &state, "--run", &run];
+        arguments.extend(["--controller", &cluster.controller]);
+        arguments.extend(flags);
+        let output = cluster.quoin(&arguments);
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let said = target(&["--nbd-listen", "0.0.0.0:0", "--nbd-plain"]);
+    assert!(said.contains("0.0.0.0:0") && said.contains("only loopback"), "{said}");
+    let said = target(&["--nbd-listen", &address, "--nbd-plain"]);
+    assert!(said.contains(&address) && said.contains("--nbd-listen"), "{said}");
+}
