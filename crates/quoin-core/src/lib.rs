@@ -11,7 +11,9 @@ pub mod entry;
 pub mod ids;
 pub mod membership;
 pub mod message;
+pub mod mutant;
 pub mod replica;
+pub mod step;
 pub mod target;
 pub mod time;
 
@@ -21,6 +23,7 @@ pub use ids::{
     SnapshotId, VolumeId,
 };
 pub use membership::{Durability, Member, Membership};
+pub use step::Step;
 pub use time::Time;
 
 /// The internal block: the unit of checksums, versions and placement.

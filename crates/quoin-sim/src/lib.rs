@@ -30,6 +30,7 @@ pub mod schedule;
 pub mod stats;
 pub mod storage;
 pub mod trace;
+pub mod wire;
 pub mod workload;
 mod world;
 

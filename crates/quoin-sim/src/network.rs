@@ -3,15 +3,21 @@
 //! A connection keeps its messages in order in each direction, as a stream does; between
 //! connections nothing is ordered. A blocked direction holds what was sent (the kernel would
 //! retransmit) until it heals or the connection is cut; a cut loses the tail of what is under way
-//! in both directions, and each end learns of it in its own time.
+//! in both directions, perhaps from the middle of a frame, and each end learns of it in its own
+//! time. What travels are the bytes of real frames ([`crate::wire`]).
 
 use std::collections::{BTreeMap, VecDeque};
 
+use bytes::{Bytes, BytesMut};
 use quoin_core::message::{FromReplica, ToReplica};
 use quoin_core::{Member, SessionKey};
+use quoin_wire::WireError;
+use quoin_wire::encode::FrameBuffer;
+use quoin_wire::frame::HEADER_LEN;
 
 use crate::random::Random;
 use crate::schedule::{Instant, MICROSECOND};
+use crate::wire::{self, Payload, Receiver};
 
 pub type ConnectionId = u64;
 
@@ -24,42 +30,95 @@ pub enum Way {
 
 /// What one end reads from its stream.
 #[derive(Debug)]
-pub enum Item<M> {
-    Message(M),
+pub enum Item {
+    Bytes(Bytes),
     /// The other end closed after all that came before.
     End,
 }
 
-#[derive(Debug)]
-pub struct Stream<M> {
-    items: VecDeque<(Instant, u64, Item<M>)>,
+/// What became of looking at a stream.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Taken {
+    /// Nothing is due.
+    Nothing,
+    Some,
+    End,
+    /// What came is no frame: the connection must end.
+    Refused,
+}
+
+#[derive(Debug, Default)]
+pub struct Stream {
+    items: VecDeque<(Instant, u64, Item)>,
     last_due: Instant,
     /// Nothing is delivered to this end any more.
     pub deaf: bool,
+    receiver: Receiver,
+    /// A byte of it was changed on its way.
+    pub spoiled: bool,
 }
 
-impl<M> Default for Stream<M> {
-    fn default() -> Self {
-        Self { items: VecDeque::new(), last_due: 0, deaf: false }
-    }
-}
-
-impl<M> Stream<M> {
-    fn push(&mut self, due: Instant, sent: u64, item: Item<M>) -> Instant {
+impl Stream {
+    fn push(&mut self, due: Instant, sent: u64, item: Item) -> Instant {
         self.last_due = self.last_due.max(due);
         self.items.push_back((self.last_due, sent, item));
         self.last_due
     }
 
-    fn take_due(&mut self, now: Instant) -> Option<(u64, Item<M>)> {
-        if self.items.front()?.0 > now {
-            return None;
+    fn take_due<M: Payload>(
+        &mut self,
+        now: Instant,
+        each: impl FnMut(SessionKey, M),
+    ) -> (u64, Taken) {
+        if self.items.front().is_none_or(|(due, ..)| *due > now) {
+            return (0, Taken::Nothing);
         }
-        self.items.pop_front().map(|(_, sent, item)| (sent, item))
+        match self.items.pop_front() {
+            Some((_, sent, Item::Bytes(bytes))) => {
+                self.receiver.take(bytes, each);
+                let refused = self.receiver.is_refused();
+                (sent, if refused { Taken::Refused } else { Taken::Some })
+            }
+            Some((_, sent, Item::End)) => (sent, Taken::End),
+            None => (0, Taken::Nothing),
+        }
     }
 
     pub fn next_due(&self) -> Option<Instant> {
         self.items.front().map(|i| i.0)
+    }
+
+    /// Loses a tail; what is left may end within a frame.
+    fn lose_tail(&mut self, random: &mut Random, counts: &mut NetworkCounts) {
+        let keep = random.index(self.items.len() + 1);
+        counts.lost += (self.items.len() - keep) as u64;
+        let torn = self.items.get(keep).and_then(|(due, sent, item)| match item {
+            Item::Bytes(bytes) if random.percent(60) => {
+                Some((*due, *sent, bytes.slice(..random.index(bytes.len()))))
+            }
+            _ => None,
+        });
+        self.items.truncate(keep);
+        if let Some((due, sent, part)) = torn {
+            counts.frames_cut += 1;
+            self.items.push_back((due, sent, Item::Bytes(part)));
+        }
+    }
+
+    /// Changes a byte of something that is under way; false if nothing is. Blocks of answers are
+    /// left alone: their damage is found block by block and is no reason to end the connection.
+    fn spoil(&mut self, random: &mut Random, heads_only: bool) -> bool {
+        if self.items.is_empty() {
+            return false;
+        }
+        let index = random.index(self.items.len());
+        let Some((_, _, Item::Bytes(bytes))) = self.items.get_mut(index) else { return false };
+        let until = if heads_only { bytes.len().min(HEADER_LEN) } else { bytes.len() };
+        let mut changed = BytesMut::from(&bytes[..]);
+        changed[random.index(until)] ^= 1 << random.below(8);
+        *bytes = changed.freeze();
+        self.spoiled = true;
+        true
     }
 }
 
@@ -73,8 +132,8 @@ pub struct Connection {
     pub member: Member,
     pub session: SessionKey,
     pub established: bool,
-    pub to_pool: Stream<(SessionKey, ToReplica)>,
-    pub to_target: Stream<(SessionKey, FromReplica)>,
+    pub to_pool: Stream,
+    pub to_target: Stream,
     /// Which ends still have it open.
     pub target_open: bool,
     pub pool_open: bool,
@@ -86,6 +145,9 @@ pub struct NetworkCounts {
     /// Messages delivered after one that was sent later by the same process to another one.
     pub reordered: u64,
     pub lost: u64,
+    /// Connections cut in the middle of a frame.
+    pub frames_cut: u64,
+    pub bytes: u64,
 }
 
 pub struct Network {
@@ -100,6 +162,7 @@ pub struct Network {
     pub storm: u64,
     pub counts: NetworkCounts,
     random: Random,
+    frame: FrameBuffer,
 }
 
 impl Network {
@@ -114,6 +177,7 @@ impl Network {
             storm: 1,
             counts: NetworkCounts::default(),
             random,
+            frame: FrameBuffer::default(),
         }
     }
 
@@ -145,21 +209,28 @@ impl Network {
         self.blocked[from][to] > 0
     }
 
-    fn send_item<M>(
+    fn send_item(
         &mut self,
         now: Instant,
-        stream: impl FnOnce(&mut Connection) -> &mut Stream<M>,
+        way: Way,
         id: ConnectionId,
-        item: Item<M>,
+        item: Item,
     ) -> Option<Instant> {
         let delay = self.delay();
         self.sent += 1;
         self.counts.messages += 1;
         let sent = self.sent;
-        let stream = stream(self.connections.get_mut(&id)?);
+        let connection = self.connections.get_mut(&id)?;
+        let stream = match way {
+            Way::ToPool => &mut connection.to_pool,
+            Way::ToTarget => &mut connection.to_target,
+        };
         if stream.deaf {
             self.counts.lost += 1;
             return None;
+        }
+        if let Item::Bytes(bytes) = &item {
+            self.counts.bytes += bytes.len() as u64;
         }
         Some(stream.push(now + delay, sent, item))
     }
@@ -169,18 +240,27 @@ impl Network {
         &mut self,
         now: Instant,
         id: ConnectionId,
-        item: Item<(SessionKey, ToReplica)>,
-    ) -> Option<Instant> {
-        self.send_item(now, |c| &mut c.to_pool, id, item)
+        session: SessionKey,
+        message: &ToReplica,
+    ) -> Result<Option<Instant>, WireError> {
+        let bytes = wire::frames(session, message, &mut self.frame)?;
+        Ok(self.send_item(now, Way::ToPool, id, Item::Bytes(bytes)))
     }
 
     pub fn send_to_target(
         &mut self,
         now: Instant,
         id: ConnectionId,
-        item: Item<(SessionKey, FromReplica)>,
-    ) -> Option<Instant> {
-        self.send_item(now, |c| &mut c.to_target, id, item)
+        session: SessionKey,
+        message: &FromReplica,
+    ) -> Result<Option<Instant>, WireError> {
+        let bytes = wire::frames(session, message, &mut self.frame)?;
+        Ok(self.send_item(now, Way::ToTarget, id, Item::Bytes(bytes)))
+    }
+
+    /// An orderly close: the other end reads it after all that came before.
+    pub fn send_end(&mut self, now: Instant, way: Way, id: ConnectionId) -> Option<Instant> {
+        self.send_item(now, way, id, Item::End)
     }
 
     fn note_order(&mut self, way: Way, sender: usize, sent: u64) {
@@ -195,35 +275,44 @@ impl Network {
         &mut self,
         now: Instant,
         id: ConnectionId,
-    ) -> Option<Item<(SessionKey, ToReplica)>> {
-        let connection = self.connections.get_mut(&id)?;
+        each: impl FnMut(SessionKey, ToReplica),
+    ) -> Taken {
+        let Some(connection) = self.connections.get_mut(&id) else { return Taken::Nothing };
         let sender = connection.target;
-        let (sent, item) = connection.to_pool.take_due(now)?;
-        self.note_order(Way::ToPool, sender, sent);
-        Some(item)
+        let (sent, taken) = connection.to_pool.take_due(now, each);
+        if taken != Taken::Nothing {
+            self.note_order(Way::ToPool, sender, sent);
+        }
+        taken
     }
 
     pub fn take_for_target(
         &mut self,
         now: Instant,
         id: ConnectionId,
-    ) -> Option<Item<(SessionKey, FromReplica)>> {
-        let connection = self.connections.get_mut(&id)?;
+        each: impl FnMut(SessionKey, FromReplica),
+    ) -> Taken {
+        let Some(connection) = self.connections.get_mut(&id) else { return Taken::Nothing };
         let sender = connection.pool;
-        let (sent, item) = connection.to_target.take_due(now)?;
-        self.note_order(Way::ToTarget, sender, sent);
-        Some(item)
+        let (sent, taken) = connection.to_target.take_due(now, each);
+        if taken != Taken::Nothing {
+            self.note_order(Way::ToTarget, sender, sent);
+        }
+        taken
     }
 
     /// Loses a random tail of what is under way in both directions.
     pub fn lose_tail(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        let keep = self.random.index(connection.to_pool.items.len() + 1);
-        self.counts.lost += (connection.to_pool.items.len() - keep) as u64;
-        connection.to_pool.items.truncate(keep);
-        let keep = self.random.index(connection.to_target.items.len() + 1);
-        self.counts.lost += (connection.to_target.items.len() - keep) as u64;
-        connection.to_target.items.truncate(keep);
+        connection.to_pool.lose_tail(&mut self.random, &mut self.counts);
+        connection.to_target.lose_tail(&mut self.random, &mut self.counts);
+    }
+
+    /// Changes a byte of what is under way on this connection; false if nothing is.
+    pub fn spoil(&mut self, id: ConnectionId) -> bool {
+        let Some(connection) = self.connections.get_mut(&id) else { return false };
+        connection.to_pool.spoil(&mut self.random, false)
+            || connection.to_target.spoil(&mut self.random, true)
     }
 
     /// Drops connections that neither end has open.
@@ -258,25 +347,26 @@ mod tests {
         (network, id)
     }
 
-    fn ping(n: u64) -> Item<(SessionKey, ToReplica)> {
+    fn send(network: &mut Network, now: Instant, id: ConnectionId, n: u64) {
         let message = ToReplica::Sync { lsn: Lsn(n), ping: Ping(n) };
-        Item::Message((SessionKey::default(), message))
+        network.send_to_pool(now, id, SessionKey::default(), &message).unwrap();
     }
 
     fn drain(network: &mut Network, id: ConnectionId) -> Vec<u64> {
-        std::iter::from_fn(|| network.take_for_pool(u64::MAX, id))
-            .map(|item| match item {
-                Item::Message((_, ToReplica::Sync { lsn, .. })) => lsn.0,
-                other => panic!("{other:?}"),
-            })
-            .collect()
+        let mut seen = Vec::new();
+        while network.take_for_pool(u64::MAX, id, |_, message| match message {
+            ToReplica::Sync { lsn, .. } => seen.push(lsn.0),
+            other => panic!("{other:?}"),
+        }) != Taken::Nothing
+        {}
+        seen
     }
 
     #[test]
     fn one_connection_keeps_its_order_whatever_the_delays() {
         let (mut network, id) = network();
         for n in 0..200 {
-            network.send_to_pool(n, id, ping(n));
+            send(&mut network, n, id, n);
         }
         assert_eq!(drain(&mut network, id), (0..200).collect::<Vec<_>>());
     }
@@ -285,7 +375,7 @@ mod tests {
     fn a_cut_loses_a_tail_and_nothing_from_the_middle() {
         let (mut network, id) = network();
         for n in 0..100 {
-            network.send_to_pool(n, id, ping(n));
+            send(&mut network, n, id, n);
         }
         network.lose_tail(id);
         let kept = drain(&mut network, id);

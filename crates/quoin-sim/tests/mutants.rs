@@ -1,13 +1,14 @@
 //! The simulator can fail: each deliberate defect is found within a bounded number of seeds, by
 //! the rule that it breaks.
 
-use quoin_sim::{Mutant, RunOptions, run};
+use quoin_sim::{Mutant, RunOptions, StoreKind, run};
 
 /// Runs seeds until one finds the defect by one of these rules.
 fn is_found(mutant: Mutant, seeds: u64, rules: &[&str]) {
     let mut found = Vec::new();
     for seed in 1..=seeds {
-        let report = run(RunOptions { seed, mutant: Some(mutant), ..RunOptions::default() });
+        let store = StoreKind::Model;
+        let report = run(RunOptions { seed, store, mutant: Some(mutant), ..RunOptions::default() });
         let Some(violation) = report.violation else { continue };
         if rules.contains(&violation.rule.as_str()) {
             return;
@@ -42,7 +43,8 @@ fn clocks_that_stop_under_leased_reads_are_found() {
 fn an_epoch_that_is_granted_twice_harms_nothing() {
     for seed in 1..=40 {
         let mutant = Some(Mutant::EpochGrantedTwice);
-        let report = run(RunOptions { seed, mutant, ..RunOptions::default() });
+        let store = StoreKind::Model;
+        let report = run(RunOptions { seed, store, mutant, ..RunOptions::default() });
         assert_eq!(report.violation, None);
     }
 }

@@ -55,6 +55,10 @@ fn seeds_that_once_found_something_find_nothing_now() {
 
 /// The same on the real store, whose bases move as they do in pools.
 const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
+    (
+        22488,
+        "clean-up moved zeroes in the place of blocks that the disk refused to read for a while",
+    ),
     (386, "only what is stable must survive under durability media"),
     (9319, "an authority whose base had moved on was taken for a broken one"),
     (9161, "recovery took a base that the entries at hand do not follow, again and again"),

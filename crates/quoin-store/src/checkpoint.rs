@@ -7,7 +7,7 @@
 //! only then the space that it no longer refers to is free.
 
 use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, EntryKind, Lsn};
+use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
@@ -43,7 +43,10 @@ pub struct Commit {
 impl Replica {
     /// Begins folding what is stable, less what is kept for replicas that lag.
     pub fn begin_checkpoint(&mut self, log_keep_bytes: u64) {
-        let target = self.stable.0.min(self.log.lsn_before_last(log_keep_bytes));
+        let mut target = self.stable.0.min(self.log.lsn_before_last(log_keep_bytes));
+        if mutant::is("base-folded-above-stable") {
+            target = self.head.position.lsn.0;
+        }
         self.begin_checkpoint_to(target);
     }
 
@@ -132,6 +135,7 @@ impl Replica {
             // Longer holes than an edit can say do not occur: entries are shorter.
             let blocks = (end - start) as u32;
             let change = match record.place {
+                0 if mutant::is("trim-without-version") => Change::Hole { version: 0 },
                 0 => Change::Hole { version: lsn },
                 place => {
                     let crc_at = job.crcs.len() as u32;
@@ -238,8 +242,18 @@ impl Replica {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
         let record = self.checkpoint_state(core).encode();
-        let frees = std::mem::take(&mut self.limbo);
-        self.commit = Some(Commit { ticket: core.tickets.request().0, record, frees });
+        let mut frees = std::mem::take(&mut self.limbo);
+        if mutant::is("freed-before-its-checkpoint") {
+            for (unit, units) in frees.drain(..) {
+                core.freeing.push((0, unit, units));
+            }
+            core.release(0);
+        }
+        let ticket = core.tickets.request().0;
+        if mutant::is("checkpoint-recorded-before-it-is-on-media") {
+            core.record(Record::Checkpoint(self.identity.guid, record.clone()))?;
+        }
+        self.commit = Some(Commit { ticket, record, frees });
         self.dirty = false;
         Ok(())
     }
@@ -252,6 +266,8 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let Some(commit) = self.commit.take_if(|c| c.ticket <= synced) else { return Ok(()) };
         core.record(Record::Checkpoint(self.identity.guid, commit.record))?;
+        // What the disk would not read is asked for again: errors pass.
+        self.unreadable.clear();
         let ticket = core.tickets.request().0;
         core.freeing.extend(commit.frees.iter().map(|(unit, units)| (ticket, *unit, *units)));
         Ok(())

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use bytes::BytesMut;
 use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, Lsn};
+use quoin_core::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::batch::{Batch, Stream, header_blocks};
 use crate::core::{BadBlock, Core};
@@ -64,7 +64,11 @@ impl Replica {
             .map(|s| s.state)
             .filter(move |s| !blocked && !self.family.open.contains(&Some(s.unit)))
             .filter(|s| !self.unreadable.contains(&s.unit))
-            .filter(move |s| s.stream != Stream::Log || s.last_index < first_needed)
+            .filter(move |s| {
+                s.stream != Stream::Log
+                    || s.last_index < first_needed
+                    || mutant::is("cleaned-above-stable")
+            })
     }
 
     /// Begins to empty a segment. `Ok(false)`: its headers cannot be read, so it stays.
@@ -107,7 +111,12 @@ impl Replica {
         let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
         if !job.blocks.is_empty() {
             let live = self.live_of(core, &job.blocks[job.done..end])?;
-            self.move_blocks(core, live)?;
+            if !self.move_blocks(core, live)? {
+                // The disk may give them another time: the segment stays as it is.
+                self.unreadable.insert(job.unit);
+                self.dirty = true;
+                return Ok(true);
+            }
         } else if !job.nodes.is_empty() {
             self.renew(core, &job.nodes[job.done..end])?;
         }
@@ -125,6 +134,9 @@ impl Replica {
 
     /// Every view that must survive, with the newest version it can hold.
     fn views(&self) -> Vec<(Root, u64)> {
+        if mutant::is("views-forgotten-by-clean-up") {
+            return vec![(self.folded.root, u64::MAX)];
+        }
         let mut views: Vec<(Root, u64)> =
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
         views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
@@ -160,6 +172,10 @@ impl Replica {
         let mut live = Vec::new();
         for candidate in candidates {
             for (root, newest) in &views {
+                if mutant::is("moved-block-overwrites-a-newer-one") {
+                    live.push(*candidate);
+                    break;
+                }
                 if candidate.version > *newest {
                     continue;
                 }
@@ -177,16 +193,20 @@ impl Replica {
         Ok(live)
     }
 
+    /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
+    /// now is perhaps good, and a copy of nothing would take its place for ever.
     fn move_blocks<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         live: Vec<Candidate>,
-    ) -> Result<(), StoreError> {
+    ) -> Result<bool, StoreError> {
         let mut blocks = Vec::with_capacity(live.len());
         for candidate in &live {
             let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
-            let read = core.read(candidate.place, &mut bytes);
-            if read.is_err() || quoin_core::crc32c(&bytes) != candidate.crc {
+            if core.read(candidate.place, &mut bytes).is_err() {
+                return Ok(false);
+            }
+            if quoin_core::crc32c(&bytes) != candidate.crc {
                 // It moves with its checksum, so it stays bad until a peer repairs it.
                 let (lba, version) = (candidate.lba, Lsn(candidate.version));
                 core.note_bad(BadBlock { replica: self.identity.guid, lba, version });
@@ -195,13 +215,18 @@ impl Replica {
             blocks.push(MovedBlock { lba, version, crc, bytes: bytes.freeze() });
         }
         let places = self.write_moved(core, &blocks, true)?;
+        let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();
         let mut moves: Vec<Edit> = live
             .iter()
             .zip(places)
-            .map(|(from, to)| Edit {
+            .enumerate()
+            .map(|(i, (from, to))| Edit {
                 lba: from.lba,
                 blocks: 1,
-                change: Change::Move { from: from.place, to },
+                change: match mutant::is("moved-block-overwrites-a-newer-one") {
+                    true => Change::Data { version: from.version, place: to, crc_at: i as u32 },
+                    false => Change::Move { from: from.place, to },
+                },
             })
             .collect();
         // Two versions of one block need two passes: edits of a pass do not overlap.
@@ -213,14 +238,14 @@ impl Replica {
                     _ => pass.push(edit),
                 }
             }
-            self.update_views(core, &pass)?;
+            self.update_views(core, &pass, &crcs)?;
             moves = later;
         }
-        Ok(())
+        Ok(true)
     }
 
     fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
-        self.update_views(core, nodes)
+        self.update_views(core, nodes, &[])
     }
 
     /// Applies the edits to all views, or to none.
@@ -228,6 +253,7 @@ impl Replica {
         &mut self,
         core: &mut Core<D>,
         edits: &[Edit],
+        crcs: &[u32],
     ) -> Result<(), StoreError> {
         // It may have been made anew since the job began, with a root that is about to go.
         self.frozen = None;
@@ -238,7 +264,7 @@ impl Replica {
         // All views give the node up together, so none keeps it alive.
         io.kept_through = 0;
         for root in old {
-            new.push(tree::update(&mut io, root, edits, &[], Some(&mut memo))?);
+            new.push(tree::update(&mut io, root, edits, crcs, Some(&mut memo))?);
         }
         for (root, new) in self.views_mut().into_iter().zip(new) {
             *root = new;

@@ -33,6 +33,7 @@ struct State {
     fail_after: Option<u64>,
     /// The next syncs fail, and what they would have made durable is lost with the next cut.
     fail_syncs: bool,
+    fail_reads: bool,
 }
 
 #[derive(Clone)]
@@ -94,6 +95,11 @@ impl MemoryDisk {
         self.state().fail_syncs = true;
     }
 
+    /// Makes every read fail, until told otherwise; what is on the media is not touched.
+    pub fn fail_reads(&self, fail: bool) {
+        self.state().fail_reads = fail;
+    }
+
     /// Number of write calls so far.
     pub fn writes(&self) -> u64 {
         self.state().writes
@@ -152,6 +158,9 @@ impl Disk for MemoryDisk {
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         self.check("read", offset, buffer.len())?;
         let state = self.state();
+        if state.fail_reads {
+            return Err(IoFault { operation: "read", offset, errno: EIO });
+        }
         for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
             match state.cached.get(&number) {
                 Some(block) => chunk.copy_from_slice(&block[..]),

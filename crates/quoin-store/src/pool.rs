@@ -8,7 +8,7 @@ use quoin_core::replica::store::{
     BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
-use quoin_core::{BLOCK_SIZE, Lsn, PoolId, ReplicaGuid};
+use quoin_core::{BLOCK_SIZE, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool, Tickets};
 use crate::core::{BadBlock, Cache, Core, PoolOptions};
@@ -284,9 +284,14 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
         self.core.tickets.finish(result.is_ok().then_some(ticket));
-        if let Err(fault) = result {
+        if let Err(fault) = result
+            && !mutant::is("sync-error-retried")
+        {
             // What the kernel dropped cannot be known: nothing after it may count.
             self.core.failed = Some(fault);
+            return;
+        }
+        if result.is_err() {
             return;
         }
         let free = self.core.allocator.free_units();

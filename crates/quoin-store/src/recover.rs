@@ -7,7 +7,7 @@
 
 use bytes::{Bytes, BytesMut};
 use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn};
+use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
 
 use crate::batch::{Batch, BatchEntry, Stream};
 use crate::clean::read_header;
@@ -91,7 +91,7 @@ pub fn recover<D: Disk>(
     watermark = watermark.max(search(core, &replica, &segments, end)?);
 
     let position = replica.head.position.lsn;
-    if position.0 < watermark {
+    if position.0 < watermark && !mutant::is("rot-taken-for-a-torn-tail") {
         replica.meta.damaged = true;
         durable.meta.damaged = true;
     }
@@ -123,16 +123,23 @@ fn follow<D: Disk>(
         let blocks = segment.units * core.superblock.unit_blocks;
         let first = core.superblock.unit_start(segment.unit);
         while at < blocks {
-            let Some(mut bytes) = read_header(core, first + u64::from(at), blocks - at)? else {
-                break;
-            };
+            let header = read_header(core, first + u64::from(at), blocks - at)?;
+            let valid = header.as_deref().and_then(Batch::parse).is_some();
+            if !valid && mutant::is("torn-tail-accepted-behind-a-hole") {
+                at += 1;
+                continue;
+            }
+            let Some(mut bytes) = header else { break };
             let Some(batch) = Batch::parse(&bytes) else { break };
             let header = batch.header;
+            let stale = mutant::is("stale-segment-replayed");
             let own = header.stream == Stream::Log
-                && header.sequence == segment.sequence
+                && (header.sequence == segment.sequence || stale)
                 && header.guid_hash == replica.family.guid_hash;
             if !own
-                || (header.index, header.previous) != (index, previous)
+                || ((header.index, header.previous) != (index, previous)
+                    && !stale
+                    && !mutant::is("torn-tail-accepted-behind-a-hole"))
                 || batch.blocks() > blocks - at
             {
                 break;
@@ -249,7 +256,13 @@ fn replay_entry<D: Disk>(
         replica.cut(core, Lsn(raw.lsn - 1));
         position = replica.head.position.lsn;
     }
-    if raw.lsn != position.0 + 1 {
+    let behind = mutant::is("torn-tail-accepted-behind-a-hole");
+    if behind && raw.lsn > position.0 + 1 {
+        // What is missing is taken for holes of no length.
+        for lsn in position.0 + 1..raw.lsn {
+            replica.log.push(&Entry { lsn: Lsn(lsn), epoch: Epoch(raw.epoch), ..missing() }, 0);
+        }
+    } else if raw.lsn != position.0 + 1 {
         return Ok(false);
     }
     let kind = EntryKind::decode(raw.kind, Bytes::copy_from_slice(raw.payload));
@@ -267,10 +280,11 @@ fn replay_entry<D: Disk>(
         chain: Chain(raw.chain),
         fua: raw.flags & 1 != 0,
     };
-    if entry.chain_after(replica.head.chain) != entry.chain {
+    if entry.chain_after(replica.head.chain) != entry.chain && !behind {
         return Ok(false);
     }
-    if raw.lsn > watermark && !entry.crcs.is_empty() {
+    let trusted = mutant::is("torn-data-accepted");
+    if raw.lsn > watermark && !entry.crcs.is_empty() && !trusted {
         let mut data = BytesMut::zeroed(entry.crcs.len() * BLOCK_SIZE);
         if core.read(place, &mut data).is_err() {
             return Ok(false);
@@ -283,6 +297,21 @@ fn replay_entry<D: Disk>(
     }
     replica.apply(&entry, place);
     Ok(true)
+}
+
+/// An entry of nothing, for the mutant.
+fn missing() -> Entry {
+    Entry {
+        epoch: Epoch(0),
+        lsn: Lsn(0),
+        kind: EntryKind::Trim,
+        lba: 0,
+        blocks: 0,
+        crcs: Vec::new(),
+        data: Bytes::new(),
+        chain: Chain(0),
+        fua: false,
+    }
 }
 
 /// The highest watermark that batches behind the end claim: what should have been there.

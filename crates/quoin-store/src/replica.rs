@@ -7,7 +7,7 @@ use bytes::{Bytes, BytesMut};
 use quoin_core::entry::SharedEntry;
 use quoin_core::message::{Content, ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo};
 use quoin_core::replica::store::{IoFault, ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
-use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, crc32c};
+use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, crc32c, mutant};
 
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, entry_length};
 use crate::checkpoint::{CheckpointJob, Commit};
@@ -80,7 +80,7 @@ pub struct Replica {
     pub clean: Option<CleanJob>,
     /// Segments that no view needs, to be freed with the next commit.
     pub limbo: Vec<(u32, u32)>,
-    /// Segments with a bad header: they cannot be emptied.
+    /// Segments that could not be read lately: they are not emptied before the next commit.
     pub unreadable: BTreeSet<u32>,
     /// Live estimates are too high since a view went away.
     pub recount: bool,
@@ -302,7 +302,7 @@ impl Replica {
 
     pub fn truncate<D: Disk>(&mut self, core: &mut Core<D>, keep: Lsn) -> Result<(), StoreError> {
         core.check_usable()?;
-        if keep < self.stable {
+        if keep < self.stable && !mutant::is("cut-below-stable") {
             return Err(StoreError::Rule("truncation below stable (StableNeverCut)"));
         }
         if keep > self.head.position.lsn {
@@ -312,7 +312,9 @@ impl Replica {
             return Ok(());
         }
         let (guid, index) = (self.identity.guid, self.next_index);
-        core.record(Record::Cut { guid, index, keep })?;
+        if !mutant::is("cut-not-recorded") {
+            core.record(Record::Cut { guid, index, keep })?;
+        }
         self.cut(core, keep);
         Ok(())
     }
@@ -430,8 +432,14 @@ impl Replica {
         lba: u64,
         found: &mut [BlockAt],
     ) -> Result<(), StoreError> {
+        let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes, upper, frozen, log, .. } = self;
         let mut io = NodeIo { core, family, batch: nodes, kept_through: u64::MAX };
+        if let (Some(root), Source::Live) = (shadow, view)
+            && mutant::is("increment-visible-before-the-flip")
+        {
+            return tree::blocks(&mut io, root, lba, found);
+        }
         let upper = match view {
             Source::Root(root) => return tree::blocks(&mut io, *root, lba, found),
             Source::Live => &*upper,
@@ -447,6 +455,7 @@ impl Replica {
             for lba_now in from..to {
                 let offset = lba_now - record.lba;
                 found[(lba_now - lba) as usize] = match record.place {
+                    0 if mutant::is("trim-without-version") => BlockAt::default(),
                     0 => BlockAt { version: lsn, place: 0, crc: 0 },
                     place => {
                         let crc = log.crc(record, offset);
@@ -562,6 +571,7 @@ impl Replica {
         for (i, block) in run.iter().enumerate() {
             let data = buffer.slice(i * BLOCK_SIZE..(i + 1) * BLOCK_SIZE);
             let (lba, version, crc) = (lba + i as u64, Lsn(block.version), block.crc);
+            let crc = if mutant::is("block-checksum-not-checked") { crc32c(&data) } else { crc };
             let content = match crc32c(&data) == crc {
                 true => Content::Data { crc, data },
                 false => {

@@ -169,7 +169,8 @@ impl Family {
         if blocks >= unit_blocks {
             return Err(StoreError::Rule("a batch larger than a segment of this pool"));
         }
-        let reserve_only = core.allocator.free_for_clients() == 0;
+        let reserve_only = core.allocator.free_for_clients() == 0
+            && !quoin_core::mutant::is("reserve-given-to-clients");
         if let Some(open) = self.open_segment(stream)
             && open.state.units * unit_blocks - open.state.used_blocks >= blocks
         {

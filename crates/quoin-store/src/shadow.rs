@@ -4,7 +4,7 @@
 use bytes::Bytes;
 use quoin_core::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_core::replica::store::{PullChunk, StoreError};
-use quoin_core::{BLOCK_SIZE, Lsn};
+use quoin_core::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::batch::Stream;
 use crate::core::Core;
@@ -248,7 +248,7 @@ impl Replica {
         let Some((end, ticket)) = &shadow.prepared else {
             return Err(StoreError::Rule("a flip without a prepared increment"));
         };
-        if *ticket > synced {
+        if *ticket > synced && !mutant::is("flip-before-the-shadow-is-on-media") {
             return Err(StoreError::Rule("a flip before the increment is durable"));
         }
         let head = Head::from_end(end);
@@ -475,7 +475,8 @@ impl Replica {
         }
         self.find(core, &Source::Live, lba, 1)?;
         let Some(block) = core.found.first().copied() else { return Ok(false) };
-        let same = (block.version, block.crc) == (version.0, crc);
+        let same = (block.version, block.crc) == (version.0, crc)
+            || mutant::is("repair-of-another-version");
         if !same || matches!(block.place, 0 | tree::BAD_PLACE) || quoin_core::crc32c(data) != crc {
             return Ok(false);
         }

@@ -241,3 +241,28 @@ fn snapshots_that_come_and_go_under_pressure_give_their_space_back() {
         writer.check(ReadView::Snapshot(*id), then);
     }
 }
+
+#[test]
+fn clean_up_leaves_alone_what_the_disk_refuses_to_read_for_a_while() {
+    let live = 1200;
+    let mut writer = Writer::new(8 << 20, live);
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    let mut last = vec![0; live as usize];
+    for round in 0..4000u64 {
+        let lba = if round < live { round } else { rng.random_range(0..live) };
+        writer.append(EntryKind::Write, lba, 1).expect("room");
+        last[lba as usize] = writer.lsn;
+        if round % 3 == 0 && round > 2000 {
+            writer.pool.disk().fail_reads(true);
+            for _ in 0..4 {
+                // It may say that it cannot go on; it must not lose what it cannot read.
+                let _ = writer.pool.background(1 << 20);
+            }
+            writer.pool.disk().fail_reads(false);
+            sync(&mut writer.pool);
+        } else {
+            writer.housekeeping();
+        }
+    }
+    writer.check(ReadView::Live, &last);
+}

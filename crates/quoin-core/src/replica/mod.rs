@@ -12,6 +12,7 @@ pub mod store;
 use crate::ids::SessionKey;
 use crate::membership::RETIRED_MAX;
 use crate::message::{Failure, FromReplica, OpenAck, ToReplica};
+use crate::mutant;
 use crate::time::Time;
 use crate::{Durability, Epoch, Incarnation, Lsn};
 use session::{PendingOpen, Session};
@@ -121,10 +122,9 @@ impl Replica {
         let kept = if meta.session_open { meta.cookie == boot } else { meta.closed_continuous };
         Self {
             boot,
-            continuous: fresh || kept || media,
+            continuous: fresh || kept || media || mutant::is("always-continuous"),
             failed: None,
-            lease: meta
-                .session_open
+            lease: (meta.session_open && !mutant::is("lease-forgotten-at-restart"))
                 .then(|| Lease { holder: None, until: now + granted_lease(meta.lease_ms) }),
             pending: None,
             session: None,
@@ -139,6 +139,25 @@ impl Replica {
 
     pub fn is_continuous(&self) -> bool {
         self.continuous
+    }
+
+    /// Every step that is under way, in the order of [`crate::Step::ALL`].
+    pub fn steps(&self, store: &dyn ReplicaStore) -> Vec<crate::Step> {
+        use crate::Step;
+        let mut steps = Vec::new();
+        if let Some(pending) = &self.pending {
+            let waited = pending.synced_to.is_some();
+            steps.push(if waited { Step::LeaseWaited } else { Step::PromiseUnsynced });
+        }
+        if let Some(session) = &self.session {
+            session.steps(&mut steps);
+        }
+        if store.shadow().is_some() {
+            steps.push(Step::ShadowOpen);
+        }
+        steps.sort_unstable();
+        steps.dedup();
+        steps
     }
 
     /// The LSN known to be on media, while a session is open.
@@ -239,7 +258,9 @@ impl Replica {
             return refuse(Failure::Protocol, Epoch::ZERO, actions);
         }
         let promised = (meta.promised, meta.promised_incarnation);
-        if key.epoch < promised.0 || (key.epoch == promised.0 && key.incarnation != promised.1) {
+        let other = key.incarnation != promised.1 && !mutant::is("equal-epoch-accepted");
+        let older = key.epoch < promised.0 && !mutant::is("older-epoch-accepted");
+        if older || (key.epoch == promised.0 && other) {
             return refuse(Failure::Fenced, promised.0, actions);
         }
         // Connections are not ordered among each other: an older session's Open may come late.
@@ -267,16 +288,20 @@ impl Replica {
             retired.truncate(RETIRED_MAX);
             next.membership = crate::Membership { retired, ..membership };
         }
-        assert!(next.promised >= meta.promised, "PromiseMonotone");
+        let monotone = next.promised >= meta.promised || mutant::is("older-epoch-accepted");
+        assert!(monotone, "PromiseMonotone");
         assert!(next.membership.version >= meta.membership.version, "MembershipMonotone");
         self.end_others(connection, store, actions);
+        if mutant::is("lease-forgotten-at-open") {
+            self.lease = None;
+        }
         if let Err(error) = store.put_meta(next) {
             return self.disk_failed(error, store, actions);
         }
         let ticket = store.request_sync();
         let expected = store.state().position.lsn;
-        self.pending =
-            Some(PendingOpen { connection, key, lease_ms, ticket, synced_to: None, expected });
+        let synced_to = mutant::is("answer-before-the-promise-is-on-media").then_some(expected);
+        self.pending = Some(PendingOpen { connection, key, lease_ms, ticket, synced_to, expected });
         self.answer_open(now, store, actions);
     }
 
@@ -293,6 +318,7 @@ impl Replica {
         if let Some(lease) = self.lease
             && lease.holder != Some(holder)
             && now < lease.until
+            && !mutant::is("answer-before-the-lease-ended")
         {
             if self.timer != Some(lease.until) {
                 self.timer = Some(lease.until);
@@ -341,6 +367,10 @@ impl Replica {
         actions: &mut Vec<ReplicaAction>,
     ) {
         if let Err(error) = result {
+            if mutant::is("sync-error-retried") {
+                let _ = store.request_sync();
+                return;
+            }
             return self.disk_failed(error, store, actions);
         }
         if let Some(pending) = &mut self.pending {

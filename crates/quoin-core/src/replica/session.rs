@@ -8,6 +8,8 @@ use crate::entry::{EntryKind, SharedEntry, View};
 use crate::ids::SessionKey;
 use crate::membership::Member;
 use crate::message::{FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToReplica};
+use crate::mutant;
+use crate::step::Step;
 use crate::time::Time;
 use crate::{LSN_MAX, Lsn, VOLUME_BLOCKS_MAX};
 
@@ -240,6 +242,9 @@ impl Session {
         while self.syncs.front().is_some_and(|(t, _)| *t <= ticket) {
             let (_, after) = self.syncs.pop_front().expect("checked above");
             match after {
+                AfterSync::Durable(_) if mutant::is("durable-by-an-older-sync") => {
+                    self.reached(self.applied);
+                }
                 AfterSync::Durable(lsn) => self.reached(lsn),
                 AfterSync::Truncated => {
                     let state = store.state();
@@ -270,14 +275,28 @@ impl Session {
         Ok(Next::Stay)
     }
 
+    /// Adds what this session is in the middle of.
+    pub fn steps(&self, steps: &mut Vec<Step>) {
+        steps.extend(self.syncs.iter().map(|(_, after)| match after {
+            AfterSync::Durable(_) => Step::Syncing,
+            AfterSync::Truncated => Step::Truncating,
+            AfterSync::Flip(_) => Step::FlipPrepared,
+            AfterSync::Flipped(_) => Step::Flipped,
+            AfterSync::Close { .. } | AfterSync::Closed => Step::CloseUnsynced,
+        }));
+        if !self.reads.is_empty() {
+            steps.push(Step::ReadsWaiting);
+        }
+    }
+
     /// The cumulative acknowledgement of everything since the last one.
     pub fn acknowledge(&mut self, actions: &mut Vec<ReplicaAction>) {
         if !std::mem::take(&mut self.acknowledgement_due) || self.closing {
             return;
         }
         let applied = match self.barriers.front() {
-            Some(barrier) => Lsn(barrier.0 - 1),
-            None => self.applied,
+            Some(barrier) if !mutant::is("view-applied-before-durable") => Lsn(barrier.0 - 1),
+            _ => self.applied,
         };
         let durable = self.durable;
         self.send(FromReplica::Applied { applied, durable, ping: self.ping }, actions);
@@ -319,7 +338,7 @@ impl Session {
         if keep > state.position.lsn || self.tip.is_some() {
             return Err(Fault::Protocol("truncation above the position or out of turn"));
         }
-        if keep < state.stable {
+        if keep < state.stable && !mutant::is("cut-below-stable") {
             return Err(Fault::BelowStable);
         }
         if keep < state.position.lsn {
@@ -368,7 +387,9 @@ impl Session {
             }
             match &entry.kind {
                 EntryKind::Resize { blocks: to } => blocks = *to,
-                EntryKind::View(view) if entry.lsn > tip => views = Some(view),
+                EntryKind::View(view) if entry.lsn > tip || mutant::is("old-view-teaches") => {
+                    views = Some(view);
+                }
                 _ => {}
             }
             if entry.fua || entry.kind.is_durable_first() {
@@ -416,6 +437,9 @@ impl Session {
             next.membership.known.clone_from(&view.rule.known);
         }
         *continuous = true;
+        if mutant::is("old-view-teaches") {
+            next.quorum = true;
+        }
         if next != *meta {
             store.put_meta(next)?;
         }
@@ -468,7 +492,7 @@ impl Session {
     /// The close keeps the continuous flag, it never sets it.
     fn close(&mut self, continuous: bool, store: &mut dyn ReplicaStore) -> Result<Next, Fault> {
         self.closing = true;
-        if self.durable < self.applied {
+        if self.durable < self.applied && !mutant::is("closed-before-the-data") {
             // The data first: it lies elsewhere than the small state, and one sync orders
             // nothing. A power cut must not leave the word without what it vouches for.
             let ticket = store.request_sync();
@@ -484,6 +508,7 @@ impl Session {
         closed_continuous: bool,
         store: &mut dyn ReplicaStore,
     ) -> Result<(), StoreError> {
+        let closed_continuous = closed_continuous || mutant::is("close-makes-continuous");
         store.put_meta(ReplicaMeta {
             session_open: false,
             closed_continuous,

@@ -8,6 +8,7 @@ use super::{Target, TargetAction, TargetNote};
 use crate::entry::Rule;
 use crate::ids::Lsn;
 use crate::membership::{Member, Membership, RETIRED_MAX};
+use crate::mutant;
 use crate::time::Time;
 
 const RETRY: Duration = Duration::from_secs(1);
@@ -41,6 +42,14 @@ impl Change {
         }
     }
 
+    pub fn is_joint(&self) -> bool {
+        matches!(self.state, State::Joint { .. })
+    }
+
+    pub fn is_swapping(&self) -> bool {
+        matches!(self.state, State::Swapping { .. })
+    }
+
     pub fn retry_at(&self) -> Option<Time> {
         match &self.state {
             State::Swapping { retry_at, .. } => Some(*retry_at),
@@ -67,12 +76,17 @@ impl Target {
                 let (lsn, newcomer) = (*lsn, *newcomer);
                 let active = self.views.active.as_ref().is_some_and(|(l, _)| *l >= lsn);
                 match self.peers.iter().find(|p| p.member == newcomer) {
-                    Some(peer) if peer.is_live() && peer.durable >= lsn && active => {
+                    Some(peer)
+                        if peer.is_live()
+                            && ((peer.durable >= lsn && active)
+                                || mutant::is("swap-before-durable")) =>
+                    {
                         // DurableBeforeCAS holds from here on.
                         let next = next.clone();
                         self.swap(now, newcomer, next, actions);
                     }
                     Some(peer) if peer.is_live() => {}
+                    _ if mutant::is("joint-change-not-given-up") => {}
                     _ => self.give_up(),
                 }
             }
@@ -95,6 +109,7 @@ impl Target {
                 .iter()
                 .any(|m| m.id == candidate.id && m.guid != candidate.guid);
             let retired = self.membership.retired.contains(&candidate.guid);
+            let retired = retired && !mutant::is("retired-admitted");
             let there = self.peers.iter().any(|p| p.member == candidate);
             if replaces && !retired && !there {
                 self.peers.push(Peer::new(candidate, now));
@@ -139,9 +154,16 @@ impl Target {
         let mut next = self.membership.clone();
         next.version += 1;
         for member in &mut next.known {
-            if *member == old {
+            if *member == old && !mutant::is("two-replicas-of-one-id") {
                 *member = newcomer;
             }
+        }
+        if mutant::is("two-replicas-of-one-id") {
+            next.rf += 1;
+            next.known.push(newcomer);
+        }
+        if mutant::is("more-known-than-rf") {
+            next.known.push(old);
         }
         next.retired.push(old.guid);
         assert!(next.check().is_ok(), "KnownAtMostRF");
@@ -197,6 +219,15 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let State::Swapping { next, .. } = &self.change.state else { return };
+        if membership.is_none() && mutant::is("joint-dropped-on-unknown-outcome") {
+            let newcomer = match &self.change.state {
+                State::Swapping { newcomer, .. } => *newcomer,
+                _ => return,
+            };
+            let next = Membership::default();
+            self.change.state = State::Joint { lsn: Lsn::ZERO, newcomer, next };
+            return self.give_up();
+        }
         let Some(record) = membership else { return };
         if version != self.membership.version || record.version < version {
             return;

@@ -14,6 +14,7 @@
 //! | `write`, `read` | requests of the client |
 //! | `serve` | what goes out in `flush`; drop and return; timers |
 //! | `rebuild`, `change` | increments; replacing a replica under both rules |
+//! | `steps` | what is under way, by name |
 
 mod change;
 mod history;
@@ -23,6 +24,7 @@ mod quorum;
 mod read;
 mod rebuild;
 mod serve;
+mod steps;
 mod write;
 
 use std::collections::VecDeque;
@@ -567,7 +569,8 @@ impl Target {
     fn saw_ping(&mut self, now: Time, index: usize, ping: Ping) {
         let sent = Time(ping.0);
         if ping.0 != 0 && sent <= now {
-            self.peers[index].ping_answered(sent);
+            let from_receipt = crate::mutant::is("lease-from-the-receipt");
+            self.peers[index].ping_answered(if from_receipt { now } else { sent });
         }
     }
 

@@ -10,6 +10,7 @@ use crate::entry::{EntryKind, Rule, SharedEntry, View};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
 use crate::membership::{Member, Membership};
 use crate::message::{Failure, OpenAck, ToReplica};
+use crate::mutant;
 use crate::time::Time;
 
 /// How long an open that could only go on by giving up unflushed data waits for the rest of K.
@@ -34,6 +35,9 @@ impl Target {
     pub(super) fn acquire(&mut self, actions: &mut Vec<TargetAction>) {
         let (high, low) = (self.random(), self.random());
         self.incarnation = Incarnation(u128::from(high) << 64 | u128::from(low));
+        if mutant::is("epoch-reused") {
+            self.incarnation = Incarnation(self.config.volume.0);
+        }
         self.phase = Phase::Acquiring;
         actions.push(TargetAction::AcquireEpoch {
             incarnation: self.incarnation,
@@ -240,12 +244,16 @@ impl Target {
     fn voters(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
         self.peers.iter().enumerate().filter_map(|(i, p)| {
             let ack = p.ack.as_deref().filter(|_| p.link == Link::Answered)?;
-            (ack.quorum && !ack.damaged).then_some((i, ack))
+            let quorum = ack.quorum || mutant::is("quorum-off-counted");
+            (quorum && !ack.damaged).then_some((i, ack))
         })
     }
 
     /// Step 4: the highest position in V.
     fn authority(&self) -> Option<usize> {
+        if mutant::is("view-left-out-of-the-position") {
+            return self.voters().max_by_key(|(_, ack)| without_view(ack)).map(|(i, _)| i);
+        }
         self.voters().max_by_key(|(_, ack)| ack.position).map(|(i, _)| i)
     }
 
@@ -253,11 +261,15 @@ impl Target {
     fn verdict(&self) -> Verdict {
         let record = self.membership.version;
         let newest = self.peers.iter().filter_map(|p| p.ack.as_ref()).map(|a| a.membership_version);
-        if let Some(version) = newest.max().filter(|v| *v > record) {
+        let newest = newest.max().filter(|_| !mutant::is("control-plane-rollback-ignored"));
+        if let Some(version) = newest.filter(|v| *v > record) {
             return Verdict::Behind(version);
         }
         let answered = self.voters().count();
-        let needed = self.membership.open_quorum();
+        let mut needed = self.membership.open_quorum();
+        if mutant::is("open-below-quorum") {
+            needed = 1;
+        }
         if answered < needed {
             return Verdict::Wait(format!(
                 "replicas: {answered} of {} known answered, {needed} are needed to open",
@@ -287,7 +299,7 @@ impl Target {
                     .count()
             };
             let cf = usize::from(rule.cf);
-            if there(true) + cf > owed.len() {
+            if there(true) + cf > owed.len() || mutant::is("continuous-rule-left-out") {
                 continue;
             }
             if there(false) >= cf {
@@ -329,7 +341,8 @@ impl Target {
             actions.push(TargetAction::Note(TargetNote::UnflushedTailMayBeLost));
         }
         let theirs = ack.position.epoch;
-        if self.own_epochs.first().is_some_and(|own| *own < theirs)
+        if !mutant::is("overtaken-target-writes-again")
+            && self.own_epochs.first().is_some_and(|own| *own < theirs)
             && !self.own_epochs.contains(&theirs)
         {
             // Another target has been the writer since: what still waits here is from before,
@@ -563,7 +576,10 @@ impl Target {
     /// What was sequenced in an older epoch but did not survive is sequenced again, in its
     /// order; requests that wait for it wait for the new LSNs. What survived is committed.
     fn rewrite_orphans(&mut self) {
-        let orphans = std::mem::take(&mut self.orphans);
+        let mut orphans = std::mem::take(&mut self.orphans);
+        if mutant::is("orphans-not-written-again") {
+            orphans.clear();
+        }
         let mut moved: Vec<(Lsn, Lsn)> = Vec::with_capacity(orphans.len());
         let mut last = self.history.last.lsn;
         for entry in orphans {
@@ -593,6 +609,17 @@ impl Target {
         for waiting in self.waiting_commit.iter_mut().chain(&mut self.waiting_stable) {
             waiting.lsn = find(waiting.lsn);
         }
+    }
+}
+
+/// The position as it would be if Views were no part of it, for the mutant.
+fn without_view(ack: &OpenAck) -> Position {
+    let end = ack.position;
+    match (&ack.last_view, ack.epoch_table.as_slice()) {
+        (Some((lsn, _)), [.., before, own]) if *lsn == end.lsn && own.first == end.lsn => {
+            Position { epoch: before.epoch, lsn: before.last }
+        }
+        _ => end,
     }
 }
 

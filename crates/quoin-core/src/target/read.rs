@@ -7,6 +7,7 @@ use crate::block::{BlockError, Payload, StatusExtent, Token};
 use crate::ids::Lsn;
 use crate::membership::Member;
 use crate::message::{Content, Ping, ReadView, RequestId, Slot, ToReplica};
+use crate::mutant;
 use crate::target::ReadMode;
 use crate::time::Time;
 use crate::{BLOCK_SIZE, WRITE_BLOCKS_MAX, crc32c};
@@ -198,7 +199,8 @@ impl Target {
         let Some((i, _)) = best else {
             // Lost only if no member has it: one that is away for a moment is waited for.
             let is_bad = |m: &Member| read.bad.iter().any(|(b, _, _)| b == m);
-            let lost = self.views.all().flat_map(|v| &v.in_sync).all(is_bad);
+            let lost = self.views.all().flat_map(|v| &v.in_sync).all(is_bad)
+                || mutant::is("lost-while-one-is-away");
             if any && lost && !read.bad.is_empty() {
                 let lba = read.bad[0].1;
                 actions.push(TargetAction::Note(TargetNote::BlockLost { lba }));
@@ -272,7 +274,7 @@ impl Target {
             return self.finish(now, index, Ok(slots), actions);
         }
         let (lba, blocks) = (read.lba, u64::from(read.blocks));
-        let settled = if self.is_media() { self.stable } else { self.commit };
+        let settled = self.settled();
         // Everything it shows must be committed before it is delivered (NoReadAhead).
         let need = self
             .history
@@ -281,11 +283,18 @@ impl Target {
             .filter(|e| e.overlaps(lba, blocks))
             .map(|e| e.lsn)
             .last()
+            .filter(|_| !mutant::is("read-before-commit"))
             .unwrap_or_default();
         if let Some(read) = self.reads.reads[index].as_mut() {
             read.ready = Some((need, slots));
         }
         self.reads.held.push(index);
+    }
+
+    /// Up to where the history may be shown.
+    fn settled(&self) -> Lsn {
+        let media = self.is_media() && !mutant::is("read-at-commit-under-media");
+        if media { self.stable } else { self.commit }
     }
 
     /// Gives a member whose copy was bad the good block, for the same version only.
@@ -317,7 +326,7 @@ impl Target {
         if self.reads.held.is_empty() {
             return;
         }
-        let settled = if self.is_media() { self.stable } else { self.commit };
+        let settled = self.settled();
         let confirm = self.config.reads == ReadMode::Confirmed;
         let mut held = std::mem::take(&mut self.reads.held);
         held.retain(|&index| {
@@ -409,6 +418,9 @@ impl Target {
     /// Open reads of an older epoch must see everything that is sequenced when IO starts again.
     pub(super) fn reads_after_reopen(&mut self) {
         let last = self.history.last.lsn;
+        if mutant::is("reads-not-behind-the-reopen") {
+            return;
+        }
         for read in self.reads.reads.iter_mut().flatten() {
             read.after = last;
         }

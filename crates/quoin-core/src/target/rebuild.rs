@@ -15,6 +15,7 @@ use crate::entry::EntryKind;
 use crate::ids::{Lsn, Position, SnapshotId};
 use crate::membership::Member;
 use crate::message::{IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica};
+use crate::mutant;
 use crate::time::Time;
 
 const PULL_BYTES: u32 = 1 << 20;
@@ -26,7 +27,7 @@ const COMMIT_PATIENCE: Duration = Duration::from_secs(600);
 const FEEDS_MAX: u32 = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Stage {
+pub(super) enum Stage {
     /// Waits for the boundary to become stable.
     Boundary,
     Moving,
@@ -62,6 +63,10 @@ impl Rebuild {
             Stage::Moving => ((self.cursor.min(volume_blocks)) * BLOCK_SIZE as u64, total),
             Stage::Committing => (total, total),
         }
+    }
+
+    pub fn stage(&self) -> Stage {
+        self.stage
     }
 
     fn boundary(&self) -> Option<Lsn> {
@@ -109,6 +114,9 @@ impl Target {
     /// waits for, that is what a counted member has on media: once the receiver flipped, both
     /// have it, and no open can go on with neither.
     fn settled_boundary(&self) -> Lsn {
+        if mutant::is("boundary-not-stable") {
+            return self.history.last.lsn;
+        }
         if !self.views.short(&self.peers) {
             return self.stable;
         }
@@ -133,7 +141,11 @@ impl Target {
         let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
         // Never above what the receiver may treat as settled: it is told stable just before.
         let settled = self.stable.max(peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.stable));
-        let from = if damaged { Lsn::ZERO } else { peer.applied.min(settled) };
+        let from = match damaged {
+            true => Lsn::ZERO,
+            false if mutant::is("increment-from-above") => settled.max(peer.applied),
+            false => peer.applied.min(settled),
+        };
         if let Some(rebuild) = self.take_parked(now, index) {
             self.peers[index].rebuild = Some(rebuild);
             return true;

@@ -10,6 +10,7 @@ use crate::entry::EntryKind;
 use crate::ids::Lsn;
 use crate::membership::Member;
 use crate::message::{Ping, ToReplica};
+use crate::mutant;
 use crate::target::{OnQuorumLoss, ReadMode};
 use crate::time::Time;
 
@@ -197,6 +198,9 @@ impl Target {
         if let Some(durable) = durable {
             self.stable = self.stable.max(durable.min(self.commit));
         }
+        if mutant::is("stable-told-at-commit") {
+            self.stable = self.commit;
+        }
         assert!(self.commit >= self.first_view, "CommitSurvives");
         assert!(self.stable <= self.commit, "StableSurvives");
         if self.stable >= self.history.last.lsn {
@@ -263,10 +267,12 @@ impl Target {
 
     /// No reply of any kind without a live lease, and none while commit is not held.
     fn release(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        if !self.replies_wait() || !self.held || self.is_closing() {
+        let held = self.held || mutant::is("return-not-held");
+        if !self.replies_wait() || !held || self.is_closing() {
             return;
         }
-        if self.lease_until().is_none_or(|until| now >= until) {
+        let lapsed = self.lease_until().is_none_or(|until| now >= until);
+        if lapsed && !mutant::is("reply-without-a-lease") {
             return;
         }
         while self.waiting_commit.front().is_some_and(|w| w.lsn <= self.commit) {
@@ -309,6 +315,9 @@ impl Target {
                     entries.push(entry.clone());
                 }
                 let Some(end) = entries.last().map(|e| e.lsn) else { break };
+                if mutant::is("page-changed-between-sends") && index % 2 == 1 {
+                    entries = entries.iter().map(changed).collect();
+                }
                 let sync = sync_each && entries.iter().any(|e| !e.kind.is_durable_first());
                 let stable = self.stable;
                 let peer = &mut self.peers[index];
@@ -418,6 +427,7 @@ impl Target {
             is_member(p)
                 && p.link == Link::Fed
                 && lost_cache
+                && !mutant::is("returned-never-continuous")
                 && p.applied >= p.tip
                 && newest_at <= p.tip
         });
@@ -449,7 +459,7 @@ impl Target {
         let enough = rules_of(newest).all(|rule| {
             in_sync.iter().filter(|m| rule.known.contains(m)).count() >= usize::from(rule.cf)
         });
-        if !enough {
+        if !enough && !mutant::is("dropped-below-cf") {
             // Dropping would leave fewer than CF: push back, never drop. Returns still count.
             in_sync.extend(dropped.drain(..).map(|(member, _)| member));
         }
@@ -458,7 +468,7 @@ impl Target {
         }
         // A second View goes behind a pending one only when that one cannot become active.
         if let Some((_, pending)) = self.views.pending.back()
-            && Views::can_activate(pending, &self.peers)
+            && (Views::can_activate(pending, &self.peers) || mutant::is("stuck-view-not-passed"))
         {
             return;
         }
@@ -617,4 +627,15 @@ impl Target {
             actions.push(TargetAction::Timer { at: Some(at) });
         }
     }
+}
+
+/// The entry with what the client's page held a moment later, for the mutant.
+fn changed(entry: &crate::entry::SharedEntry) -> crate::entry::SharedEntry {
+    let mut copy = crate::Entry::clone(entry);
+    let mut data = bytes::BytesMut::from(&copy.data[..]);
+    if let Some(byte) = data.first_mut() {
+        *byte ^= 1;
+    }
+    copy.data = data.freeze();
+    crate::entry::SharedEntry::new(copy)
 }

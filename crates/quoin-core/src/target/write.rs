@@ -10,6 +10,7 @@ use super::{Phase, Target, TargetAction, Waiting};
 use crate::block::{BlockError, Operation, Payload, Request, Token};
 use crate::entry::EntryKind;
 use crate::ids::Lsn;
+use crate::mutant;
 use crate::time::Time;
 use crate::{BLOCK_SHIFT, BLOCK_SIZE, HOLE_BLOCKS_MAX, WRITE_BLOCKS_MAX};
 
@@ -183,12 +184,16 @@ impl Target {
     fn flush_request(&mut self, token: Token) {
         let lsn = self.history.last.lsn;
         self.sync_wanted = self.sync_wanted.max(lsn);
+        if mutant::is("flush-at-applied") {
+            return self.waiting_commit.push_back(Waiting { lsn, token });
+        }
         self.waiting_stable.push_back(Waiting { lsn, token });
     }
 
     fn answer_at(&mut self, lsn: Lsn, token: Token, fua: bool) {
         let waiting = Waiting { lsn, token };
-        if fua || self.is_media() {
+        let media = self.is_media() && !mutant::is("media-acknowledged-at-commit");
+        if fua || media {
             self.waiting_stable.push_back(waiting);
         } else {
             self.waiting_commit.push_back(waiting);

@@ -5,8 +5,8 @@ use quoin_core::replica::store::{ReplicaStore, SyncTicket};
 use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_core::{Epoch, Member, ReplicaGuid, SessionKey, Time};
 
-use super::{Event, Mutant, World};
-use crate::network::{ConnectionId, Item};
+use super::{Event, Mutant, World, brief};
+use crate::network::{ConnectionId, Taken, Way};
 use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
 
@@ -116,10 +116,22 @@ impl World {
             connection.pool_open = false;
             connection.to_pool.deaf = true;
         }
-        if let Some(due) = self.network.send_to_target(now, id, Item::End) {
+        if let Some(due) = self.network.send_end(now, Way::ToTarget, id) {
             self.schedule.at(due, Event::ToTarget { connection: id });
         }
         self.network.forget_closed(id);
+    }
+
+    /// A message to a target, as a real pool would send it.
+    fn pool_sends(&mut self, id: ConnectionId, session: SessionKey, message: &FromReplica) {
+        let now = self.schedule.now();
+        match self.network.send_to_target(now, id, session, message) {
+            Ok(Some(due)) => self.schedule.at(due, Event::ToTarget { connection: id }),
+            Ok(None) => {}
+            Err(error) => {
+                self.violate("Wire", format!("a pool cannot say {}: {error}", brief(message)))
+            }
+        }
     }
 
     pub(crate) fn pool_end_lost(&mut self, id: ConnectionId) {
@@ -155,22 +167,24 @@ impl World {
         if self.pools[pool].life != life || self.pools[pool].paused || blocked {
             return;
         }
-        let mut events = Vec::new();
-        let mut ended = false;
-        while let Some(item) = self.network.take_for_pool(now, id) {
-            match item {
-                Item::Message((session, message)) => {
-                    if self.unknown_here(pool, member, &message) {
-                        self.refuse_unknown(id, session);
-                    } else {
-                        if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
-                            self.acknowledge_early(id, session, &message);
-                        }
-                        events.push(ReplicaEvent::Message { connection: id, session, message });
-                    }
-                }
-                Item::End => ended = true,
+        let mut arrived = Vec::new();
+        let taken = loop {
+            let each = |session, message| arrived.push((session, message));
+            match self.network.take_for_pool(now, id, each) {
+                Taken::Some => {}
+                taken => break taken,
             }
+        };
+        let mut events = Vec::new();
+        for (session, message) in arrived {
+            if self.unknown_here(pool, member, &message) {
+                self.refuse_unknown(id, session);
+                continue;
+            }
+            if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
+                self.acknowledge_early(id, session, &message);
+            }
+            events.push(ReplicaEvent::Message { connection: id, session, message });
         }
         if !events.is_empty() {
             if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) && self.random.percent(2) {
@@ -180,8 +194,17 @@ impl World {
             }
             self.feed_pool(pool, events);
         }
-        if ended {
-            self.pool_end_lost(id);
+        match taken {
+            Taken::End => self.pool_end_lost(id),
+            Taken::Refused => {
+                let spoiled = self.network.connections.get(&id).is_some_and(|c| c.to_pool.spoiled);
+                if !spoiled {
+                    self.violate("Wire", format!("pool {pool} refuses what target {target} sent"));
+                }
+                self.pool_closes(id);
+                self.feed_pool(pool, vec![ReplicaEvent::Disconnected { connection: id }]);
+            }
+            Taken::Nothing | Taken::Some => {}
         }
     }
 
@@ -193,10 +216,7 @@ impl World {
 
     fn refuse_unknown(&mut self, id: ConnectionId, session: SessionKey) {
         let message = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown };
-        let now = self.schedule.now();
-        if let Some(due) = self.network.send_to_target(now, id, Item::Message((session, message))) {
-            self.schedule.at(due, Event::ToTarget { connection: id });
-        }
+        self.pool_sends(id, session, &message);
         self.pool_closes(id);
     }
 
@@ -204,10 +224,7 @@ impl World {
         let ToReplica::Append { entries, .. } = message else { return };
         let Some(last) = entries.last() else { return };
         let message = FromReplica::Applied { applied: last.lsn, durable: last.lsn, ping: Ping(0) };
-        let now = self.schedule.now();
-        if let Some(due) = self.network.send_to_target(now, id, Item::Message((session, message))) {
-            self.schedule.at(due, Event::ToTarget { connection: id });
-        }
+        self.pool_sends(id, session, &message);
     }
 
     pub(crate) fn feed_pool(&mut self, pool: usize, events: Vec<ReplicaEvent>) {
@@ -235,10 +252,8 @@ impl World {
         let now = self.schedule.now();
         match action {
             ReplicaAction::Send { connection, session, message } => {
-                let open = self.network.connections.get(&connection).is_some_and(|c| c.pool_open);
-                let item = Item::Message((session, message));
-                if open && let Some(due) = self.network.send_to_target(now, connection, item) {
-                    self.schedule.at(due, Event::ToTarget { connection });
+                if self.network.connections.get(&connection).is_some_and(|c| c.pool_open) {
+                    self.pool_sends(connection, session, &message);
                 }
             }
             ReplicaAction::Disconnect { connection } => {

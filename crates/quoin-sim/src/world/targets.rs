@@ -9,7 +9,7 @@ use quoin_core::{Epoch, Member, SessionKey, Time};
 
 use super::{Event, World, brief};
 use crate::control::Question;
-use crate::network::{Connection, ConnectionId, Item, Stream};
+use crate::network::{Connection, ConnectionId, Stream, Taken, Way};
 use crate::schedule::{MILLISECOND, SECOND};
 
 /// One life of a target process.
@@ -267,7 +267,7 @@ impl World {
             connection.target_open = false;
             connection.to_target.deaf = true;
         }
-        if let Some(due) = self.network.send_to_pool(now, id, Item::End) {
+        if let Some(due) = self.network.send_end(now, Way::ToPool, id) {
             self.schedule.at(due, Event::ToPool { connection: id });
         }
         self.network.forget_closed(id);
@@ -304,8 +304,13 @@ impl World {
             let text = describe(&message);
             self.trace.line(now, || format!("  target {target} -> pool {pool}: {text}"));
         }
-        if let Some(due) = self.network.send_to_pool(now, id, Item::Message((session, message))) {
-            self.schedule.at(due, Event::ToPool { connection: id });
+        match self.network.send_to_pool(now, id, session, &message) {
+            Ok(Some(due)) => self.schedule.at(due, Event::ToPool { connection: id }),
+            Ok(None) => {}
+            Err(error) => {
+                let text = describe(&message);
+                self.violate("Wire", format!("target {target} cannot say {text}: {error}"));
+            }
         }
     }
 
@@ -331,24 +336,41 @@ impl World {
             if deaf || self.network.is_blocked(from, to) {
                 continue;
             }
-            while let Some(item) = self.network.take_for_target(now, id) {
-                match item {
-                    Item::Message((session, message)) => {
-                        if self.trace.is_on() {
-                            let text = brief(&message);
-                            self.trace
-                                .line(now, || format!("  pool {pool} -> target {target}: {text}"));
-                        }
-                        events.push(TargetEvent::Message { session, message });
-                    }
-                    Item::End => ended.push(id),
+            let first = events.len();
+            let taken = loop {
+                let each = |session, message| {
+                    events.push(TargetEvent::Message { session, message });
+                };
+                match self.network.take_for_target(now, id, each) {
+                    Taken::Some => {}
+                    taken => break taken,
                 }
+            };
+            for event in &events[first..] {
+                let TargetEvent::Message { message, .. } = event else { continue };
+                self.trace
+                    .line(now, || format!("  pool {pool} -> target {target}: {}", brief(message)));
+            }
+            match taken {
+                Taken::End => ended.push((id, false)),
+                Taken::Refused => ended.push((id, true)),
+                Taken::Nothing | Taken::Some => {}
             }
         }
         if !events.is_empty() {
             self.feed_target(target, events);
         }
-        for id in ended {
+        for (id, refused) in ended {
+            if refused {
+                let spoiled =
+                    self.network.connections.get(&id).is_some_and(|c| c.to_target.spoiled);
+                if !spoiled {
+                    self.violate("Wire", format!("target {target} refuses what a pool sent"));
+                }
+                if let Some(due) = self.network.send_end(now, Way::ToPool, id) {
+                    self.schedule.at(due, Event::ToPool { connection: id });
+                }
+            }
             self.target_end_lost(id);
         }
     }

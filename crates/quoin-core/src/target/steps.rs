@@ -1,0 +1,44 @@
+//! What this target is in the middle of, see [`crate::step`].
+
+use super::peer::Link;
+use super::rebuild::Stage;
+use super::{Phase, Target};
+use crate::step::Step;
+
+impl Target {
+    /// Every step that is under way, in the order of [`Step::ALL`].
+    pub fn steps(&self) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut add = |yes: bool, step: Step| {
+            if yes {
+                steps.push(step);
+            }
+        };
+        let stage = |stage: Stage| {
+            self.peers.iter().filter_map(|p| p.rebuild.as_ref()).any(|r| r.stage() == stage)
+        };
+        let recovering = self.phase == Phase::Recovering;
+        let rebuilding = self.peers.iter().any(|p| p.link == Link::Rebuilding);
+        add(self.phase == Phase::Acquiring, Step::Acquiring);
+        add(matches!(self.phase, Phase::Opening { .. }), Step::Opening);
+        add(matches!(self.phase, Phase::Fetching { .. }), Step::Fetching);
+        add(recovering, Step::Recovering);
+        add(recovering && rebuilding, Step::RecoveringByBase);
+        add(!self.waiting_commit.is_empty(), Step::Writing);
+        add(!self.waiting_stable.is_empty(), Step::Stabilising);
+        add(!self.reads.is_empty(), Step::Reading);
+        add(!self.writes.is_empty(), Step::Merging);
+        add(!self.views.pending.is_empty() && !recovering, Step::ViewPending);
+        let behind = self.peers.iter().any(|p| p.link == Link::Fed && p.applied < p.tip);
+        add(behind && !recovering, Step::CatchingUp);
+        add(stage(Stage::Boundary), Step::RebuildBoundary);
+        add(stage(Stage::Moving), Step::RebuildMoving);
+        add(stage(Stage::Committing), Step::RebuildCommitting);
+        add(self.change.is_joint(), Step::Joint);
+        add(self.change.is_swapping(), Step::Swapping);
+        add(self.quorum_lost.is_some() && self.phase == Phase::Serving, Step::BelowQuorum);
+        add(matches!(self.phase, Phase::Draining { closing: false, .. }), Step::Draining);
+        add(matches!(self.phase, Phase::Draining { closing: true, .. }), Step::Closing);
+        steps
+    }
+}
