@@ -53,7 +53,7 @@ pub struct Stream {
     last_due: Instant,
     /// Nothing is delivered to this end any more.
     pub deaf: bool,
-    receiver: Receiver,
+    pub receiver: Receiver,
     /// A byte of it was changed on its way.
     pub spoiled: bool,
 }

@@ -79,14 +79,19 @@ pub fn frames(
 pub struct Receiver {
     /// What has come of a frame whose rest has not.
     rest: BytesMut,
-    /// A frame was refused: the connection is over.
-    refused: bool,
+    /// Why a frame was refused: the connection is over.
+    refused: Option<WireError>,
 }
 
 impl Receiver {
     /// Whether the connection must end because of what came.
     pub fn is_refused(&self) -> bool {
-        self.refused
+        self.refused.is_some()
+    }
+
+    /// Why, in words.
+    pub fn refusal(&self) -> String {
+        self.refused.as_ref().map(ToString::to_string).unwrap_or_default()
     }
 
     /// Bytes of a frame that is not whole yet.
@@ -96,7 +101,7 @@ impl Receiver {
 
     /// Takes bytes and gives every message that they complete.
     pub fn take<M: Payload>(&mut self, bytes: Bytes, mut each: impl FnMut(SessionKey, M)) {
-        if self.refused {
+        if self.is_refused() {
             return;
         }
         let mut input = if self.rest.is_empty() {
@@ -109,8 +114,8 @@ impl Receiver {
             match next(&mut input) {
                 Ok(Some((session, message))) => each(session, message),
                 Ok(None) => break,
-                Err(_) => {
-                    self.refused = true;
+                Err(error) => {
+                    self.refused = Some(error);
                     return;
                 }
             }

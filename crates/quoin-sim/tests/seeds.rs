@@ -55,6 +55,7 @@ fn seeds_that_once_found_something_find_nothing_now() {
 
 /// The same on the real store, whose bases move as they do in pools.
 const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
+    (10, "a replica whose shadow waited for its flip could never be opened again over the wire"),
     (
         22488,
         "clean-up moved zeroes in the place of blocks that the disk refused to read for a while",

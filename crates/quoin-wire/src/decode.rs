@@ -180,7 +180,7 @@ impl Body {
                 volume_blocks: self.head.u64("volume size")?,
                 snapshots: self.snapshots()?,
                 shadow: if self.head.bool("shadow flag")? {
-                    Some((self.head.u64("shadow")?, self.lsn()?, self.lba()?))
+                    Some((self.head.u64("shadow")?, self.lsn()?, self.cursor()?))
                 } else {
                     None
                 },

@@ -232,7 +232,7 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
 
 fn from_replica() -> impl Strategy<Value = FromReplica> {
     let ping = || any::<u64>().prop_map(Ping);
-    let shadow = proptest::option::of((any::<u64>(), lsn(), 0..1u64 << 44));
+    let shadow = proptest::option::of((any::<u64>(), lsn(), cursor()));
     prop_oneof![
         (increment_end(), [lsn(), lsn(), lsn()], any::<[bool; 3]>(), any::<u64>(), shadow)
             .prop_map(|(e, [stable, durable, base], flags, membership_version, shadow)| {

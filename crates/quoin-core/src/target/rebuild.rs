@@ -384,6 +384,8 @@ impl Target {
                 if id == rebuild.id
                     && rebuild.views.len() == 1
                     && rebuild.boundary.is_some()
+                    // At the end of a view without its cut: which view that was is not known.
+                    && cursor != u64::MAX
                     && rebuild.stage == Stage::Moving =>
             {
                 rebuild.cursor = cursor;

@@ -197,9 +197,11 @@ impl World {
         match taken {
             Taken::End => self.pool_end_lost(id),
             Taken::Refused => {
-                let spoiled = self.network.connections.get(&id).is_some_and(|c| c.to_pool.spoiled);
-                if !spoiled {
-                    self.violate("Wire", format!("pool {pool} refuses what target {target} sent"));
+                let stream = self.network.connections.get(&id).map(|c| &c.to_pool);
+                let why = stream.filter(|s| !s.spoiled).map(|s| s.receiver.refusal());
+                if let Some(why) = why {
+                    let detail = format!("pool {pool} refuses what target {target} sent: {why}");
+                    self.violate("Wire", detail);
                 }
                 self.pool_closes(id);
                 self.feed_pool(pool, vec![ReplicaEvent::Disconnected { connection: id }]);

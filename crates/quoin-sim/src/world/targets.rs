@@ -362,10 +362,11 @@ impl World {
         }
         for (id, refused) in ended {
             if refused {
-                let spoiled =
-                    self.network.connections.get(&id).is_some_and(|c| c.to_target.spoiled);
-                if !spoiled {
-                    self.violate("Wire", format!("target {target} refuses what a pool sent"));
+                let stream = self.network.connections.get(&id).map(|c| &c.to_target);
+                let why = stream.filter(|s| !s.spoiled).map(|s| s.receiver.refusal());
+                if let Some(why) = why {
+                    let detail = format!("target {target} refuses what a pool sent: {why}");
+                    self.violate("Wire", detail);
                 }
                 if let Some(due) = self.network.send_end(now, Way::ToPool, id) {
                     self.schedule.at(due, Event::ToPool { connection: id });
