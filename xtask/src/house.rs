@@ -16,7 +16,7 @@ const LAYERS: [&[&str]; 9] = [
     &["quoin-control"],
     &["quoin-target", "quoin-pool", "quoin-node"],
     &["quoin-csi"],
-    &["quoin-sim", "quoin-model", "quoin-bench"],
+    &["quoin-sim", "quoin-model", "quoin-bench", "quoin-fuzz"],
     &["quoin"],
 ];
 

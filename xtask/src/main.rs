@@ -1,4 +1,5 @@
-//! The project's own commands: `cargo xtask demo | test | bench | sim | model | trace | lint`.
+//! The project's own commands: `cargo xtask demo | test | bench | sim | model | fuzz | trace |
+//! lint`.
 //!
 //! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
 //! known to only one of them. The work lives one module a command: [`demo`], [`test`],
@@ -48,6 +49,13 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Hostile input for all that reads networks, disks and records (arguments go to
+    /// `quoin-fuzz`), as in `fuzz pool --seconds 600`.
+    #[command(disable_help_flag = true)]
+    Fuzz {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Which requirements of docs/requirements.csv a test names, and which are open.
     Trace(trace::Options),
     /// Format, clippy, dependency direction and the other rules of the tree.
@@ -65,6 +73,8 @@ fn main() -> ExitCode {
             .and_then(|simulator| run::replace_with(&simulator, arguments)),
         Command::Model { arguments } => run::release_binary("quoin-model", "quoin-model")
             .and_then(|model| run::replace_with(&model, arguments)),
+        Command::Fuzz { arguments } => run::release_binary("quoin-fuzz", "quoin-fuzz")
+            .and_then(|fuzzer| run::replace_with(&fuzzer, arguments)),
         Command::Trace(options) => trace::run(&options),
         Command::Lint(options) => lint::run(&options),
     };

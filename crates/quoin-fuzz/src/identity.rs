@@ -1,0 +1,25 @@
+//! What newcomers and peers say of themselves before they are believed.
+
+use quoin_identity::{ClusterId, JoinToken, Role, check_name, peer_of};
+
+pub fn run(input: &[u8]) {
+    let text = String::from_utf8_lossy(input);
+    if let Ok(token) = text.parse::<JoinToken>() {
+        let again = token.to_string().parse::<JoinToken>();
+        assert!(again.is_ok(), "a token that cannot be read again");
+        let _ = token.secret_hash();
+    }
+    let _ = text.parse::<ClusterId>();
+    let _ = text.parse::<Role>();
+    let _ = check_name("node", &text);
+    let _ = peer_of(&input.to_vec().into());
+}
+
+pub fn seeds() -> Vec<Vec<u8>> {
+    let cluster = "0123456789abcdef0123456789abcdef".parse::<ClusterId>();
+    let mut seeds = vec![b"node".to_vec(), b"quoin://x/pool/a".to_vec()];
+    if let Ok(cluster) = cluster {
+        seeds.push(JoinToken::generate(cluster, [7; 32]).to_string().into_bytes());
+    }
+    seeds
+}
