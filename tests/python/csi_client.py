@@ -6,7 +6,7 @@ one does not. Every step prints a line; the first wrong answer ends the run with
 
 Usage:
   python3 -m venv .venv && .venv/bin/pip install -r requirements.txt
-  .venv/bin/python csi_client.py --socket /path/csi.sock [--no-mount]
+  .venv/bin/python csi_client.py --socket /path/csi.sock [--controller-only NODE]
 """
 
 import argparse
@@ -106,7 +106,7 @@ def identity(driver, pb):
     step(f"identity: {info.name} {info.vendor_version}, ready")
 
 
-def refusals(driver, pb, capability):
+def refusals(driver, pb, capability, has_node):
     """A few wrong requests; the whole tables are tested elsewhere."""
     code = grpc.StatusCode
     controller, node = driver.controller, driver.node
@@ -133,12 +133,24 @@ def refusals(driver, pb, capability):
         pb.GroupControllerGetCapabilitiesRequest(),
         code.UNIMPLEMENTED,
     )
-    driver.refused(node.NodeStageVolume, pb.NodeStageVolumeRequest(), code.INVALID_ARGUMENT)
-    driver.refused(
-        node.NodeGetVolumeStats,
-        pb.NodeGetVolumeStatsRequest(volume_id=UNKNOWN, volume_path="some/path"),
-        code.NOT_FOUND,
+    far = pb.CreateVolumeRequest(
+        name="far",
+        volume_capabilities=[capability],
+        capacity_range=pb.CapacityRange(required_bytes=(1 << 63) - 1),
     )
+    driver.refused(controller.CreateVolume, far, code.OUT_OF_RANGE)
+    far.capacity_range.required_bytes = -1
+    driver.refused(controller.CreateVolume, far, code.INVALID_ARGUMENT)
+    stage = pb.NodeStageVolumeRequest()
+    if has_node:
+        driver.refused(node.NodeStageVolume, stage, code.INVALID_ARGUMENT)
+        driver.refused(
+            node.NodeGetVolumeStats,
+            pb.NodeGetVolumeStatsRequest(volume_id=UNKNOWN, volume_path="some/path"),
+            code.NOT_FOUND,
+        )
+    else:
+        driver.refused(node.NodeStageVolume, stage, code.UNIMPLEMENTED)
     step("refusals: the codes that the interface prints, with messages and without details")
 
 
@@ -161,11 +173,29 @@ def create(driver, pb, name, capability, size, parameters):
     return volume
 
 
-def publish(driver, pb, volume, capability):
-    info = driver.call(driver.node.NodeGetInfo, pb.NodeGetInfoRequest())
+def validate(driver, pb, volume, capability):
+    """A volume that somebody else made is usable once its capabilities are confirmed."""
+    request = pb.ValidateVolumeCapabilitiesRequest(
+        volume_id=volume.volume_id,
+        volume_capabilities=[capability],
+        volume_context=volume.volume_context,
+    )
+    answer = driver.call(driver.controller.ValidateVolumeCapabilities, request)
+    check(list(answer.confirmed.volume_capabilities) == [capability], "not confirmed")
+    other = pb.VolumeCapability()
+    other.CopyFrom(capability)
+    other.access_mode.mode = pb.VolumeCapability.AccessMode.MULTI_NODE_MULTI_WRITER
+    request.volume_capabilities.append(other)
+    answer = driver.call(driver.controller.ValidateVolumeCapabilities, request)
+    check(not answer.HasField("confirmed") and answer.message, "confirmed too much")
+
+
+def publish(driver, pb, volume, capability, node_id):
+    if node_id is None:
+        node_id = driver.call(driver.node.NodeGetInfo, pb.NodeGetInfoRequest()).node_id
     request = pb.ControllerPublishVolumeRequest(
         volume_id=volume.volume_id,
-        node_id=info.node_id,
+        node_id=node_id,
         volume_capability=capability,
         volume_context=volume.volume_context,
     )
@@ -181,8 +211,8 @@ def publish(driver, pb, volume, capability):
         pb.DeleteVolumeRequest(volume_id=volume.volume_id),
         grpc.StatusCode.FAILED_PRECONDITION,
     )
-    step(f"published to {info.node_id}")
-    return info.node_id, context
+    step(f"published to {node_id}")
+    return node_id, context
 
 
 def use(driver, pb, volume, context, capability, directory, is_block):
@@ -240,6 +270,52 @@ def use(driver, pb, volume, context, capability, directory, is_block):
         step(f"staged, published, {'written' if turn == 'first' else 'read again'}, taken back")
 
 
+def look_only(driver, pb, volume, node_id, capability, directory, is_block):
+    """Published read-only by the controller: the node cannot write, whatever it asks for."""
+    driver.call(
+        driver.controller.ControllerUnpublishVolume,
+        pb.ControllerUnpublishVolumeRequest(volume_id=volume.volume_id, node_id=node_id),
+    )
+    publish = pb.ControllerPublishVolumeRequest(
+        volume_id=volume.volume_id, node_id=node_id, volume_capability=capability, readonly=True
+    )
+    context = driver.call(driver.controller.ControllerPublishVolume, publish).publish_context
+    staging, target = directory / "staging", directory / "pods" / "target"
+    stage = pb.NodeStageVolumeRequest(
+        volume_id=volume.volume_id,
+        publish_context=context,
+        staging_target_path=str(staging),
+        volume_capability=capability,
+    )
+    driver.call(driver.node.NodeStageVolume, stage)
+    place = pb.NodePublishVolumeRequest(
+        volume_id=volume.volume_id,
+        publish_context=context,
+        staging_target_path=str(staging),
+        target_path=str(target),
+        volume_capability=capability,
+    )
+    driver.call(driver.node.NodePublishVolume, place)
+    try:
+        with open(target if is_block else target / "payload", "r+b", buffering=0) as file:
+            file.write(b"x" * 4096)
+            os.fsync(file.fileno())
+        raise Failure("a node wrote to a volume that it was given read-only")
+    except OSError as error:
+        refusal = error.strerror
+    driver.call(
+        driver.node.NodeUnpublishVolume,
+        pb.NodeUnpublishVolumeRequest(volume_id=volume.volume_id, target_path=str(target)),
+    )
+    driver.call(
+        driver.node.NodeUnstageVolume,
+        pb.NodeUnstageVolumeRequest(
+            volume_id=volume.volume_id, staging_target_path=str(staging)
+        ),
+    )
+    step(f"published read-only; a write: {refusal}")
+
+
 def grow(driver, pb, volume):
     bigger = volume.capacity_bytes * 2
     answer = driver.call(
@@ -276,7 +352,9 @@ def remove(driver, pb, volume, node_id):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--socket", required=True, help="path of the CSI socket")
-    parser.add_argument("--no-mount", action="store_true", help="leave the node's mounts out")
+    parser.add_argument(
+        "--controller-only", metavar="NODE", help="call no node; publish to the one of this name"
+    )
     parser.add_argument("--size-mib", type=int, default=512)
     parser.add_argument("--parameter", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
@@ -294,16 +372,19 @@ def main():
 
     try:
         identity(driver, pb)
-        refusals(driver, pb, block)
+        refusals(driver, pb, block, options.controller_only is None)
         for kind, capability in (("ext4", mounted("ext4")), ("xfs", mounted("xfs")), ("block", block)):
             print(f"{kind}:", flush=True)
             name = f"python-{kind}-{uuid.uuid4()}"
             volume = create(driver, pb, name, capability, options.size_mib * MIB, parameters)
-            node_id, context = publish(driver, pb, volume, capability)
-            if not options.no_mount:
+            validate(driver, pb, volume, capability)
+            node_id, context = publish(driver, pb, volume, capability, options.controller_only)
+            if options.controller_only is None:
                 with tempfile.TemporaryDirectory(prefix="quoin-csi-") as directory:
                     path = pathlib.Path(directory)
-                    use(driver, pb, volume, context, capability, path, kind == "block")
+                    is_block = kind == "block"
+                    use(driver, pb, volume, context, capability, path, is_block)
+                    look_only(driver, pb, volume, node_id, capability, path, is_block)
             grow(driver, pb, volume)
             remove(driver, pb, volume, node_id)
     except (Failure, grpc.RpcError) as error:

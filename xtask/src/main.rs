@@ -4,12 +4,13 @@
 //! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
 //! known to only one of them. The work lives one module a command: [`demo`], [`test`],
 //! [`trace`], [`lint`]; [`house`] holds the rules on the tree itself, [`run`] starts programs,
-//! [`packages`] installs what a Debian machine lacks.
+//! [`packages`] installs what a Debian machine lacks, [`python`] makes the tests' Python.
 
 mod demo;
 mod house;
 mod lint;
 mod packages;
+mod python;
 mod run;
 mod test;
 mod trace;
@@ -18,7 +19,25 @@ use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
 #[derive(Parser)]
-#[command(name = "cargo xtask", about = "Quoin's own build, test and demo commands")]
+#[command(
+    name = "cargo xtask",
+    about = "Quoin's own build, test and demo commands",
+    after_help = "\
+Begin with `cargo xtask demo`: half a minute, after the build, that shows what Quoin is for.
+
+Before you hand something in:
+  cargo xtask lint                 seconds, once built
+  cargo xtask test --only unit     while you work; without --only: everything (up to 40 minutes)
+
+When you look for something:
+  cargo xtask sim --seeds 100                  the protocol under faults, 100 clusters
+  cargo xtask sim --seed 17 --trace            one of them again, step by step
+  cargo xtask bench --quick                    speed beside the same work without a product
+  cargo xtask trace --open --source healer     what no test proves yet
+
+As root, `demo` and `test` install the Debian packages they need; else they name them.
+`test` makes a Python environment of its own in the target directory, from PyPI."
+)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,

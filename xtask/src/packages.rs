@@ -34,14 +34,7 @@ pub fn provide(needs: &[&Need]) -> Result<()> {
     }
     let packages: Vec<_> = missing.iter().map(|need| need.package).collect();
     let by_hand = format!("sudo apt-get install {}", packages.join(" "));
-    let may_install = is_root() && on_path("apt-get");
-    if may_install {
-        println!("installing {}", packages.join(", "));
-        apt_get(&["update", "-qq"]);
-        let mut arguments = vec!["install", "-y", "-qq", "--no-install-recommends"];
-        arguments.extend(&packages);
-        apt_get(&arguments);
-    }
+    install(&packages);
     for need in missing.iter().filter(|need| !on_path(need.program)) {
         println!(
             "note: `{}` is missing (wanted for {}); install it: {by_hand}",
@@ -49,6 +42,18 @@ pub fn provide(needs: &[&Need]) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Installs Debian packages, when we may. Whether it helped shows in what is there then.
+pub fn install(packages: &[&str]) {
+    if !is_root() || !on_path("apt-get") {
+        return;
+    }
+    println!("installing {}", packages.join(", "));
+    apt_get(&["update", "-qq"]);
+    let mut arguments = vec!["install", "-y", "-qq", "--no-install-recommends"];
+    arguments.extend(packages);
+    apt_get(&arguments);
 }
 
 fn apt_get(arguments: &[&str]) {

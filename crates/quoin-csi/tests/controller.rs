@@ -135,8 +135,8 @@ async fn a_create_request_that_cannot_be_right_is_invalid_and_makes_nothing() {
     assert!(world.cluster.volumes().await.is_empty());
 }
 
-/// Proves CSI-CREATEVOLUME-17, CSI-CREATEVOLUME-19, CSI-ACCESSMODE-06, CSI-VOLCAP-02:
-/// at create time.
+/// Proves CSI-CREATEVOLUME-17, CSI-CREATEVOLUME-18, CSI-CREATEVOLUME-19, CSI-ACCESSMODE-06,
+/// CSI-VOLCAP-02, CSI-FIELD-02: at create time, and with any of them it is published.
 #[tokio::test]
 async fn one_unsupported_capability_among_several_refuses_the_volume() {
     let mut world = World::start().await;
@@ -156,12 +156,22 @@ async fn one_unsupported_capability_among_several_refuses_the_volume() {
         mount_capability("xfs", AccessMode::SingleNodeSingleWriter),
         block_capability(AccessMode::SingleNodeMultiWriter),
     ];
-    let request = CreateVolumeRequest { volume_capabilities, ..create("db", 64 * MIB) };
-    assert_eq!(code(&world.controller.create_volume(request).await), Code::Ok);
+    let request = CreateVolumeRequest {
+        volume_capabilities: volume_capabilities.clone(),
+        ..create("db", 64 * MIB)
+    };
+    let answer = world.controller.create_volume(request).await.unwrap().into_inner();
+    let id = answer.volume.unwrap().volume_id;
+    for capability in volume_capabilities {
+        let volume_capability = Some(capability);
+        let request = ControllerPublishVolumeRequest { volume_capability, ..publish(&id, NODE) };
+        world.controller.controller_publish_volume(request).await.unwrap();
+        world.controller.controller_unpublish_volume(unpublish(&id, NODE)).await.unwrap();
+    }
 }
 
 /// Proves CSI-CREATEVOLUME-41, CSI-CREATEVOLUME-12, CSI-CREATEVOLUME-40, CSI-TOPOLOGY-12,
-/// CSI-CREATEVOLUME-24.
+/// CSI-CREATEVOLUME-24, CSI-TOPOLOGY-02, CSI-TOPOLOGY-03, CSI-VOLUME-15.
 #[tokio::test]
 async fn sizes_names_and_places_have_their_own_codes() {
     let mut world = World::start().await;
@@ -178,6 +188,7 @@ async fn sizes_names_and_places_have_their_own_codes() {
     }
     let least = world.create("least", 1).await;
     assert_eq!(least.capacity_bytes, MIB);
+    assert_eq!(least.accessible_topology.len(), 1, "reachable from somewhere in any case");
     let needs = |zone: &str| {
         let zone = Topology { segments: map(&[("quoin.io/zone", zone)]) };
         Some(TopologyRequirement { requisite: vec![zone], preferred: vec![] })
@@ -463,7 +474,8 @@ async fn a_volume_is_shown_as_it_is_now() {
 }
 
 /// Proves CSI-GETCAPACITY-01, CSI-GETCAPACITY-02, CSI-GETCAPACITY-03, CSI-GETCAPACITY-04,
-/// CSI-GETCAPACITY-06, CSI-GETCAPACITY-08, CSI-GETCAPACITY-11.
+/// CSI-GETCAPACITY-06, CSI-GETCAPACITY-07, CSI-GETCAPACITY-08, CSI-GETCAPACITY-09,
+/// CSI-GETCAPACITY-11, CSI-GETCAPACITY-12.
 #[tokio::test]
 async fn capacity_is_what_a_volume_of_that_kind_can_have() {
     let mut world = World::start().await;
@@ -505,6 +517,10 @@ async fn capacity_is_what_a_volume_of_that_kind_can_have() {
             CreateVolumeRequest { capacity_range: Some(capacity_range), ..create(&name, 0) };
         assert_eq!(code(&world.controller.create_volume(request).await), expected, "{name}");
     }
+    // The largest volume took all, and with the others more is promised than there is.
+    let after = world.controller.get_capacity(ask(&[])).await.unwrap().into_inner();
+    assert_eq!(after.available_capacity, 0);
+    assert_eq!((after.maximum_volume_size, after.minimum_volume_size), (Some(most), Some(least)));
 }
 
 /// Proves CSI-CTRLEXPAND-01, CSI-CTRLEXPAND-02, CSI-CTRLEXPAND-12, CSI-CTRLEXPAND-13,

@@ -36,7 +36,8 @@ fn stats_of(volume_id: &str, volume_path: &str) -> NodeGetVolumeStatsRequest {
 /// Proves CSI-NODESTAGE-01, CSI-NODESTAGE-02, CSI-NODESTAGE-05, CSI-NODEPUBLISH-01,
 /// CSI-NODEPUBLISH-03, CSI-NODEPUBLISH-30, CSI-NODEPUBLISH-31, CSI-INTERACT-10,
 /// CSI-INTERACT-11, CSI-NODEUNPUBLISH-01, CSI-NODEUNPUBLISH-03, CSI-NODEUNPUBLISH-07,
-/// CSI-NODEUNSTAGE-01, CSI-NODEUNSTAGE-02, CSI-NODEUNSTAGE-07, CSI-NODEPUBLISH-43.
+/// CSI-NODEUNSTAGE-01, CSI-NODEUNSTAGE-02, CSI-NODEUNSTAGE-07, CSI-NODEPUBLISH-43,
+/// CSI-NODEPUBLISH-21, CSI-CTRLCAPS-19, CSI-NODEPUBLISH-39.
 #[tokio::test]
 async fn a_mounted_volume_goes_the_whole_way_and_back_twice() {
     if !can_mount() {
@@ -484,7 +485,8 @@ async fn a_volume_in_use_grows_on_its_node_after_the_controller_grew_it() {
 }
 
 /// Proves CSI-SIZE-04, CSI-NODESTAGE-15, CSI-NODEPUBLISH-26, CSI-NODEPUBLISH-33,
-/// CSI-NODEUNSTAGE-11, CSI-NODEUNPUBLISH-09, CSI-NODESTATS-09.
+/// CSI-NODEUNSTAGE-11, CSI-NODEUNPUBLISH-09, CSI-NODESTATS-09, CSI-NODESTATS-11,
+/// CSI-NODEEXPAND-12, CSI-NODEEXPAND-15.
 #[tokio::test]
 async fn paths_far_longer_than_a_string_work_everywhere() {
     if !can_mount() {
@@ -502,8 +504,19 @@ async fn paths_far_longer_than_a_string_work_everywhere() {
     world.node.node_stage_volume(stage.clone()).await.unwrap();
     let publish = world.publish_at(&stage, &format!("{deep}/target"));
     world.node.node_publish_volume(publish.clone()).await.unwrap();
-    let request = stats_of(&stage.volume_id, &publish.target_path);
+    let staging_target_path = stage.staging_target_path.clone();
+    let request = NodeGetVolumeStatsRequest {
+        staging_target_path: staging_target_path.clone(),
+        ..stats_of(&stage.volume_id, &publish.target_path)
+    };
     world.node.node_get_volume_stats(request).await.unwrap();
+    let request = NodeExpandVolumeRequest {
+        volume_id: stage.volume_id.clone(),
+        volume_path: publish.target_path.clone(),
+        staging_target_path,
+        ..Default::default()
+    };
+    world.node.node_expand_volume(request).await.unwrap();
     world.node.node_unpublish_volume(unpublish_of(&publish)).await.unwrap();
     world.node.node_unstage_volume(unstage_of(&stage)).await.unwrap();
     world.assert_node_is_clean();

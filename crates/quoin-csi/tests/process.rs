@@ -16,7 +16,7 @@ use quoin_proto::csi::*;
 use tokio::sync::watch;
 use tonic::Code;
 
-/// Proves CSI-SERVICES-02, CSI-SECURITY-05, CSI-CTRLPUBLISH-03, CSI-NODEINFO-05: the face
+/// Proves CSI-SERVICES-01, CSI-SERVICES-02, CSI-OPS-01, CSI-SECURITY-05, CSI-CTRLPUBLISH-03, CSI-NODEINFO-05: the face
 /// reaches a controller elsewhere over mutual TLS, and its node is known by its own reports.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_behind() {
@@ -67,6 +67,7 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     controller.delete_volume(delete).await.unwrap();
     assert_eq!(code(&controller.controller_get_volume(get).await), Code::NotFound);
 
+    assert!(!process.is_finished(), "it goes on when there is nothing to do");
     stop.send_replace(true);
     let ended = tokio::time::timeout(Duration::from_secs(30), process).await;
     ended.expect("it ends").unwrap().unwrap();
@@ -74,7 +75,7 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     cluster.stop().await;
 }
 
-/// Proves CSI-OPS-06: of the node process.
+/// Proves CSI-OPS-06, CSI-SECURITY-02: of the node process, which serves on no TCP port.
 #[tokio::test]
 async fn wrong_options_end_the_process_with_their_reason() {
     let directory = tempfile::tempdir().unwrap();

@@ -30,6 +30,8 @@ async fn one_socket_tells_who_it_is_and_what_it_can_do() {
     assert!(has(service(service::Type::VolumeAccessibilityConstraints)));
     let online = VolumeExpansion { r#type: volume_expansion::Type::Online.into() };
     assert!(has(Some(Type::VolumeExpansion(online))));
+    let offline = VolumeExpansion { r#type: volume_expansion::Type::Offline.into() };
+    assert!(!has(Some(Type::VolumeExpansion(offline))), "grown online, so never said to be less");
     let ready = world.identity.probe(ProbeRequest {}).await.unwrap().into_inner().ready;
     assert_eq!(ready, Some(true));
 
@@ -74,7 +76,8 @@ async fn one_socket_tells_who_it_is_and_what_it_can_do() {
     assert_eq!(again.node_id, info.node_id);
 }
 
-/// Proves CSI-ERR-10: before validation, for every RPC that is not served.
+/// Proves CSI-ERR-10, CSI-SERVICES-06, CSI-SERVICES-07: by a handler of its own (which says
+/// why, where the transport says nothing), before validation, for every RPC that is not served.
 #[tokio::test]
 async fn what_is_not_served_answers_unimplemented_whatever_is_asked() {
     let mut world = World::start().await;

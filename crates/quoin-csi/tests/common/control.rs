@@ -31,7 +31,7 @@ pub struct ControlPlane {
     home: PathBuf,
     socket: PathBuf,
     running: Option<Running>,
-    agents: Vec<JoinHandle<()>>,
+    agents: BTreeMap<String, JoinHandle<()>>,
     client: ClusterClient<Channel>,
 }
 
@@ -47,10 +47,11 @@ impl ControlPlane {
     pub async fn start(home: PathBuf, socket: PathBuf) -> Self {
         quoin_control::init(&home, Default::default()).await.unwrap();
         let client = ClusterClient::new(unix_channel(&socket));
-        let mut control = Self { home, socket, running: None, agents: Vec::new(), client };
+        let mut control = Self { home, socket, running: None, agents: BTreeMap::new(), client };
         control.serve().await;
         for index in 0..3 {
-            control.agents.push(tokio::spawn(pool(unix_channel(&control.socket), index)));
+            let agent = tokio::spawn(pool(unix_channel(&control.socket), index));
+            control.agents.insert(format!("pool-{index}"), agent);
         }
         control
     }
@@ -98,7 +99,13 @@ impl ControlPlane {
     pub fn add_node(&mut self, name: &str, volumes_max: u32, run: &Path) {
         let report = NodeReport { node: name.to_owned(), volumes_max, ..Default::default() };
         let admin = unix_channel(&self.socket);
-        self.agents.push(tokio::spawn(node(admin, report, run.join("nbd"))));
+        let agent = tokio::spawn(node(admin, report, run.join("nbd")));
+        self.agents.insert(name.to_owned(), agent);
+    }
+
+    /// Neither it nor its target says anything from now on.
+    pub fn kill_node(&mut self, name: &str) {
+        self.agents.remove(name).unwrap().abort();
     }
 
     /// Until all three pools and these nodes have been heard.
@@ -153,7 +160,7 @@ impl ControlPlane {
 
 impl Drop for ControlPlane {
     fn drop(&mut self) {
-        self.agents.iter().for_each(JoinHandle::abort);
+        self.agents.values().for_each(JoinHandle::abort);
     }
 }
 

@@ -50,7 +50,8 @@ impl World {
 
     pub async fn start_in(mode: Mode) -> Self {
         let root = tempfile::Builder::new().prefix("quoin csi ").tempdir().unwrap();
-        for directory in ["run/nbd", "other-node/nbd", "state", "devices", "stage", "pods", "socket"]
+        for directory in
+            ["run/nbd", "other-node/nbd", "state", "devices", "stage", "pods", "socket"]
         {
             std::fs::create_dir_all(root.path().join(directory)).unwrap();
         }

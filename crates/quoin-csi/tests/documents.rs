@@ -1,0 +1,51 @@
+//! What the shipped documents and sources say, against what the driver does.
+
+use std::path::{Path, PathBuf};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Proves CSI-CREATEVOLUME-25, CSI-PROBE-05, CSI-SECRET-05, CSI-SECRET-03: parameters, topology
+/// keys, guidance on Probe, and that no secrets are looked at.
+#[test]
+fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
+    let text = std::fs::read_to_string(root().join("docs/csi.md")).unwrap();
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    for parameter in quoin_csi::PARAMETERS {
+        assert!(text.contains(&format!("`{}`", parameter.key)), "{}", parameter.key);
+    }
+    for words in [
+        "`quoin.io/cluster`",
+        "keys under `quoin.io/`",
+        "once every ten seconds is plenty",
+        "No secrets are needed, and none are looked at",
+    ] {
+        assert!(text.contains(words), "{words}");
+    }
+}
+
+/// Proves CSI-ENV-02.
+#[test]
+fn no_variable_of_our_own_starts_as_those_of_the_interface_do() {
+    // Put together here, so that this file is not found.
+    let start = format!("\"{}_", "CSI");
+    let mut directories = vec![root().join("crates")];
+    let mut found = 0;
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = std::fs::read_to_string(&path).unwrap();
+                for (at, _) in text.match_indices(&start) {
+                    let name = text[at + 1..].split('"').next().unwrap();
+                    assert_eq!(name, "CSI_ENDPOINT", "{}", path.display());
+                    found += 1;
+                }
+            }
+        }
+    }
+    assert!(found > 0);
+}

@@ -1,0 +1,59 @@
+//! CSI against real processes, by a client that is not Rust: Python's grpcio with stubs made
+//! from the project's own `.proto`.
+
+#[path = "common/dev.rs"]
+mod cluster;
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use cluster::{Dev, Scratch, can_attach};
+
+/// A Python with grpcio and grpcio-tools: the one that `QUOIN_PYTHON` names (which must work
+/// then), the one that `cargo xtask test` made, or the system's if it happens to have them.
+fn python() -> Option<String> {
+    if let Ok(named) = std::env::var("QUOIN_PYTHON") {
+        return Some(named);
+    }
+    let made = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../python/bin/python");
+    for candidate in [made.to_str().unwrap(), "python3"] {
+        let probe = Command::new(candidate)
+            .args(["-c", "import grpc, grpc_tools"])
+            .stderr(Stdio::null())
+            .status();
+        if probe.is_ok_and(|status| status.success()) {
+            return Some(candidate.to_owned());
+        }
+    }
+    eprintln!("SKIPPED: no Python with grpcio; `cargo xtask test` makes one");
+    None
+}
+
+/// Proves CSI-LIFECYCLE-02, CSI-LIFECYCLE-03, CSI-PROTOCOL-02, CSI-CTRLPUBLISH-13: with real pools, target and
+/// devices; without root the controller's part.
+#[test]
+fn a_python_client_drives_volumes_through_their_whole_life_on_real_processes() {
+    let Some(python) = python() else { return };
+    let scratch = Scratch::new("csi");
+    let flags: &[&str] = if can_attach() { &[] } else { &["--no-attach"] };
+    let dev = Dev::start(&scratch.cluster(), flags);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/python/csi_client.py");
+    let mut command = Command::new(python);
+    command.arg(script).arg("--socket").arg(dev.directory.join("run/csi/csi.sock"));
+    if !can_attach() {
+        let node = dev.json(&["node", "list"])[0]["name"].as_str().unwrap().to_owned();
+        command.args(["--controller-only", &node]);
+    }
+    let output = command.output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text);
+    println!("{text}");
+    if !output.status.success() || !text.contains("all answers were as the interface asks") {
+        dev.show_logs();
+        panic!("{text}");
+    }
+    assert!(dev.ok(&["volume", "list"]).contains("no volumes"));
+    dev.stop();
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    assert!(!mounts.contains(scratch.0.to_str().unwrap()), "{mounts}");
+}
