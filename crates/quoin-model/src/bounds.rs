@@ -42,6 +42,7 @@ const NOTHING: Budget = Budget {
     damages: 0,
     sync_failures: 0,
     forced: 0,
+    forced_consents: 0,
 };
 
 impl Bounds {
@@ -125,6 +126,7 @@ impl Bounds {
 
     pub const fn forced(mut self, forced: u8) -> Self {
         self.budget.forced = forced;
+        self.budget.forced_consents = forced;
         self
     }
 
@@ -207,6 +209,11 @@ pub const WORLDS: &[Bounds] = &[
     Bounds::GOAL.attempts(2).writes(1).sync_failures(1).named("sync-failure"),
     Bounds::GOAL.attempts(2).writes(1).deaths(1).views(1).named("death"),
     Bounds::GOAL.attempts(2).writes(1).power_cuts(2).named("two-cuts"),
+    Bounds::GOAL.attempts(2).writes(1).flushes(0).replace(1).named("replace"),
+    Bounds::GOAL.attempts(2).writes(1).flushes(0).add(1).named("add"),
+    Bounds::GOAL.attempts(2).writes(1).flushes(0).remove(1).named("remove"),
+    Bounds::GOAL.attempts(3).writes(1).flushes(0).forced(1).named("forced"),
+    Bounds::GOAL.attempts(2).writes(1).flushes(0).power_cuts(0).replace(1).rollbacks(1).named("rollback"),
     Bounds::GOAL,
 ];
 

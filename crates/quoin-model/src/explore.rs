@@ -1,6 +1,7 @@
 //! Breadth-first search over all states within bounds, and random walks beyond them.
 
 use crate::bounds::Model;
+use crate::mutants::Mutant;
 use crate::settle::Violation;
 use crate::state::State;
 use crate::step::Step;
@@ -37,12 +38,17 @@ impl Steps {
 
 impl Model {
     pub fn initial(&self) -> State {
-        let mut state = State { record: self.first_record(), ..State::default() };
-        state.budget = self.bounds.budget;
+        let mut state = State { budget: self.bounds.budget, ..State::default() };
         for (r, replica) in state.replicas.iter_mut().enumerate().take(self.bounds.replicas()) {
             replica.continuous = 1;
-            replica.quorum = u8::from(r < usize::from(self.bounds.rf));
+            replica.newcomer = u8::from(r >= usize::from(self.bounds.rf));
+            replica.quorum = 1 - replica.newcomer;
+            if self.is(Mutant::FormationOpen) {
+                // Created by a pool that takes the volume for a new one.
+                replica.quorum = 1;
+            }
         }
+        state.record = self.first_record(&state);
         state
     }
 
@@ -291,20 +297,15 @@ fn trace(
     way
 }
 
-/// Plays a trace again; what it breaks at the end, if it still does. The error is the index of
-/// the step that is not possible any more.
-pub fn replay(model: &Model, way: &[Step]) -> Result<Option<Violation>, usize> {
+/// The state that these steps lead to; `None` where one of them is not possible.
+pub fn after(model: &Model, way: &[Step]) -> Option<State> {
     let mut state = model.initial();
     let mut steps = Steps::default();
-    for (index, step) in way.iter().enumerate() {
+    for step in way {
         model.steps(&state, &mut steps);
-        let next = steps.next.iter().find(|next| next.step == *step).ok_or(index)?;
-        if next.violation.is_some() {
-            return Ok(next.violation);
-        }
-        state = next.state;
+        state = steps.next.iter().find(|next| next.step == *step)?.state;
     }
-    Ok(None)
+    Some(state)
 }
 
 /// What random walks came to.

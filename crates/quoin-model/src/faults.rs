@@ -25,16 +25,19 @@ impl Model {
                 self.sync_failure(s, r, steps);
             }
         }
-        if s.budget.rollbacks > 0 && s.record != self.first_record() {
+        let first = self.first_record(s);
+        if s.budget.rollbacks > 0 && s.record != first {
             let mut next = *s;
             next.budget.rollbacks -= 1;
-            next.record = self.first_record();
+            next.record = first;
             steps.push(self, Step::RestoreRecord, next);
         }
     }
 
-    pub(crate) fn first_record(&self) -> Record {
-        let known = (1 << self.bounds.rf) - 1;
+    /// The record as it was when the volume was made.
+    pub(crate) fn first_record(&self, s: &State) -> Record {
+        let old = (0..self.bounds.replicas()).filter(|r| s.replicas[*r].newcomer == 0);
+        let known = old.fold(0, |set, r| set | 1 << r);
         let (cf, rf) = (self.bounds.cf, self.bounds.rf);
         Record { known, cf, rf, ..Record::default() }
     }
@@ -87,11 +90,12 @@ impl Model {
         next.budget.deaths -= 1;
         let replica = &mut next.replicas[r];
         if self.is(Mutant::GuidBornTwice) {
-            *replica = Replica { continuous: 1, quorum: 1, ..Replica::default() };
+            let newcomer = replica.newcomer;
+            *replica = Replica { continuous: 1, quorum: 1, newcomer, ..Replica::default() };
         } else {
             // What it knew is of no use any more; its promise and lease live on elsewhere.
-            let (promised, version) = (replica.promised, replica.version);
-            *replica = Replica { gone: 1, promised, version, ..Replica::default() };
+            let Replica { promised, version, newcomer, .. } = *replica;
+            *replica = Replica { gone: 1, promised, version, newcomer, ..Replica::default() };
         }
         steps.push(self, Step::Death { replica: r }, next);
     }

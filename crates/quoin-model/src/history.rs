@@ -65,6 +65,22 @@ impl State {
         at.attempt != 0 && self.entry(at).kind == MARKED_VIEW
     }
 
+    /// Whether this attempt, or one before it under which nobody could be answered, opened
+    /// with a marked View: what CF caches lost at once is not owed by either.
+    pub fn tail_may_be_lost(&self, mut history: Place) -> bool {
+        while history.attempt != 0 {
+            let attempt = self.attempt(history.attempt);
+            if attempt.served == 1 {
+                return false;
+            }
+            if attempt.entries[0].kind == MARKED_VIEW {
+                return true;
+            }
+            history = attempt.base;
+        }
+        false
+    }
+
     /// What the protocol compares: the epoch and LSN of the last entry.
     pub fn position(&self, at: Place) -> (u8, u8) {
         if at.attempt == 0 { (0, 0) } else { (self.attempt(at.attempt).epoch, self.lsn(at)) }

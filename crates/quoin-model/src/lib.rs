@@ -29,7 +29,7 @@ pub mod step;
 mod visited;
 
 use bounds::Model;
-use explore::{Limits, explore};
+use explore::{Limits, after, explore};
 use mutants::Mutant;
 use std::time::Duration;
 
@@ -60,10 +60,20 @@ pub fn check_mutant(name: &str) -> Option<Caught> {
         threads: threads(),
         traces: true,
     };
-    let explored = explore(&model, &model.initial(), limits, None);
+    let mut from = model.initial();
+    let mut way = Vec::new();
+    let mut states = 0;
+    if let Some(way_point) = mutant.way_point() {
+        let explored = explore(&model, &from, limits, Some(way_point));
+        states += explored.states;
+        way = explored.found?.steps;
+        from = after(&model, &way)?;
+    }
+    let explored = explore(&model, &from, limits, None);
     let found = explored.found?;
-    let trace = found.steps.iter().map(ToString::to_string).collect();
-    Some(Caught { invariant: found.invariant, states: explored.states, trace })
+    way.extend(found.steps);
+    let trace = way.iter().map(ToString::to_string).collect();
+    Some(Caught { invariant: found.invariant, states: states + explored.states, trace })
 }
 
 /// How many threads a search uses: two at most, so that it can run beside other work.

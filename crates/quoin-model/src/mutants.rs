@@ -1,6 +1,7 @@
 //! The rules of the protocol, each as a switch that breaks it.
 
 use crate::bounds::Bounds;
+use crate::state::{REPLICAS, SWAP_DONE, State, count};
 
 macro_rules! mutants {
     ($($name:ident, $text:literal, $breaks:literal;)*) => {
@@ -9,6 +10,24 @@ macro_rules! mutants {
         pub enum Mutant { $(#[doc = $breaks] $name,)* }
 
         impl Mutant {
+    /// Whether it lets an attempt do harm without CF promises.
+    pub(crate) fn gives_power(self) -> bool {
+        matches!(
+            self,
+            Mutant::ReadNotHeld
+                | Mutant::DroppedCounted
+                | Mutant::EqualEpochAccepted
+                | Mutant::EpochReused
+                | Mutant::LeaseFromReceipt
+                | Mutant::LeaseForgottenByRestart
+                | Mutant::LeaseForgottenByOpen
+                | Mutant::AckWithoutLease
+                | Mutant::DropBelowCf
+                | Mutant::FencedAtPromise
+                | Mutant::LeaseNotWaitedWhenGone
+        )
+    }
+
             /// Every mutant that the model can express.
             pub const ALL: &'static [Mutant] = &[$(Mutant::$name,)*];
 
@@ -41,6 +60,7 @@ mutants! {
     FoldAboveStable, "fold-above-stable", "the base is folded above stable";
     SwapBeforeDurable, "swap-before-durable", "the compare-and-swap is sent before the joint View is durable";
     JointDropped, "joint-dropped", "the joint rule ends on an unknown outcome";
+    JointNotJudged, "joint-not-judged", "an open that finds a joint View judges by the record's rule alone";
     RetiredAdmitted, "retired-admitted", "a retired GUID is admitted as known";
     FormationOpen, "formation-open", "an empty stranger with quorum on is taken for known";
     KnownAboveRf, "known-above-rf", "the known list grows beyond RF";
@@ -65,8 +85,16 @@ impl Mutant {
     pub fn bounds(self) -> Bounds {
         let small = Bounds::GOAL.attempts(2).writes(1).flushes(0).power_cuts(0).views(0);
         match self {
-            Mutant::ViewOutOfPosition => Bounds::GOAL,
-            Mutant::DroppedCounted | Mutant::DropBelowCf | Mutant::ForeignActivation => {
+            Mutant::ViewOutOfPosition => small.attempts(3),
+            Mutant::DroppedCounted => small.views(1).power_cuts(1),
+            Mutant::RetiredAdmitted => small.replace(1),
+            Mutant::FormationOpen => small.replace(1),
+            Mutant::KnownAboveRf | Mutant::SwapBeforeDurable => small.attempts(1).add(1),
+            Mutant::JointDropped => small.replace(1).views(1),
+            Mutant::RollbackIgnored | Mutant::JointNotJudged => small.attempts(2).replace(1).rollbacks(1),
+            Mutant::ForcedWithoutOld => small.attempts(3).forced(1),
+            Mutant::FencedAtPromise | Mutant::LeaseNotWaitedWhenGone => small.attempts(3).forced(1),
+            Mutant::DropBelowCf | Mutant::ForeignActivation => {
                 small.views(1)
             }
             Mutant::IncrementBeforeFlip => small.views(1),
@@ -80,6 +108,29 @@ impl Mutant {
             Mutant::GuidBornTwice => small.deaths(1),
             Mutant::ReadAtCommitUnderMedia => small.power_cuts(1).media(),
             _ => small,
+        }
+    }
+
+    /// A state on the way to the harm, for mutants whose harm lies deep: the search goes to the
+    /// nearest such state first and on from there.
+    pub fn way_point(self) -> Option<fn(&State) -> bool> {
+        match self {
+            Mutant::JointDropped => Some(|s| s.attempts[0].change == SWAP_DONE),
+            Mutant::RetiredAdmitted => Some(|s| s.record.retired != 0),
+            Mutant::RollbackIgnored => {
+                Some(|s| s.attempts[0].version == 1 && s.attempts[0].active == 3)
+            }
+            Mutant::JointNotJudged => Some(|s| {
+                let first = &s.attempts[0];
+                let newest = |r: &usize| first.applied[*r] == 3;
+                let mut newcomers = (0..REPLICAS).filter(|r| s.replicas[*r].newcomer == 1);
+                first.version == 1 && first.active == 2 && newcomers.any(|r| newest(&r))
+            }),
+            Mutant::DroppedCounted => Some(|s| {
+                let first = &s.attempts[0];
+                first.active == 2 && count(first.entries[1].in_sync) == 2
+            }),
+            _ => None,
         }
     }
 

@@ -40,7 +40,10 @@ impl Model {
                     self.cut_each(s, a, steps);
                 }
                 SERVING => {
-                    self.open_each(s, a, s.attempts[a].known | self.candidates(s), steps);
+                    let attempt = &s.attempts[a];
+                    let joint = attempt.newest_view().map_or(0, |view| view.joint_known);
+                    let set = attempt.known | joint | self.candidates(s);
+                    self.open_each(s, a, set, steps);
                     self.cut_each(s, a, steps);
                 }
                 _ => {}
@@ -49,9 +52,9 @@ impl Model {
     }
 
     /// Replicas that may become known: new GUIDs, never retired ones.
-    fn candidates(&self, s: &State) -> Set {
-        let newcomers =
-            (0..self.bounds.newcomers).fold(0, |set, n| set | 1 << (self.bounds.rf + n));
+    pub(crate) fn candidates(&self, s: &State) -> Set {
+        let newcomer = |r: &usize| s.replicas[*r].newcomer == 1;
+        let newcomers = (0..REPLICAS).filter(newcomer).fold(0, |set, r| set | 1 << r);
         newcomers & !s.record.retired & !s.record.known
     }
 
@@ -98,6 +101,11 @@ impl Model {
                 attempt.known |= self.candidates(s);
             }
             for r in members(next.attempts[a].known) {
+                if has(record.retired, r) {
+                    let step = Step::Acquire { attempt: a, replica: r };
+                    steps.broken(step, next, "RetiredNeverBack");
+                    continue;
+                }
                 self.open(&next, a, r, Step::Acquire { attempt: a, replica: r }, steps);
             }
         }
@@ -259,6 +267,13 @@ impl Model {
             let (known, cf) = (attempt.old_known, attempt.old_cf);
             verdicts.push(self.verdict(s, attempt, voters, authority, known, cf));
         }
+        // A change whose outcome V does not tell is judged under both rules: a restored record
+        // may name the first although the second ruled for long.
+        let joint = s.last_view(authority).filter(|(_, view)| view.joint_cf > 0);
+        if let Some((_, view)) = joint.filter(|_| !self.is(Mutant::JointNotJudged)) {
+            let (known, cf) = (view.joint_known, view.joint_cf);
+            verdicts.push(self.verdict(s, attempt, voters, authority, known, cf));
+        }
         for verdict in verdicts {
             match verdict {
                 Verdict::Wait => return,
@@ -356,18 +371,14 @@ impl Model {
     /// else it does to other replicas it could have done before it lost its last promise. So it
     /// takes no more steps (the argument stands in `docs/proof.md`, "What is merged").
     fn freeze_powerless(&self, before: &State, s: &mut State, by: usize) {
-        let budget = &before.budget;
-        let faults = budget.deaths
-            + budget.damages
-            + budget.sync_failures
-            + budget.rollbacks
-            + budget.forced
-            + budget.changes;
-        if faults > 0 || self.mutant.is_some() || self.bounds.newcomers > 0 {
+        // A failed sync and rot take more from a replica than a cut that keeps what it likes.
+        let faults = before.budget.damages + before.budget.sync_failures;
+        if faults > 0 || self.mutant.is_some_and(Mutant::gives_power) {
             return;
         }
         for a in (0..ATTEMPTS).filter(|a| *a != by) {
             if !matches!(s.attempts[a].phase, OPENING | RECOVERING | SERVING)
+                || s.attempts[a].change != NO_CHANGE
                 || is_powerful(s, a)
                 || !is_powerful(before, a)
             {

@@ -133,10 +133,10 @@ impl Model {
             if s.consented == 0 {
                 return Err("StableSurvives");
             }
-            s.flushed = s.last_write(s.prefix(history, s.common(history, s.flushed)));
+            s.flushed = s.prefix(history, s.common(history, s.flushed));
         }
         if !s.contains(history, s.owed) {
-            if s.consented == 0 && s.attempts[a].marked == 0 {
+            if s.consented == 0 && !s.tail_may_be_lost(history) {
                 return Err("CommitSurvives");
             }
             s.owed = s.last_write(s.prefix(history, s.common(history, s.owed)));
@@ -172,7 +172,15 @@ impl Model {
         let settled = if self.is(Mutant::FlushAtApplied) { commit } else { stable };
         let flush = s.attempts[a].flush;
         let held = applied.is_some_and(|applied| applied >= commit);
-        if !held || !self.has_lease(s, a) || lying {
+        if lying {
+            // What may not survive is not checked; below it nothing may be cut all the same.
+            let settled = s.prefix(history, settled);
+            if s.contains(settled, s.flushed) {
+                s.flushed = settled;
+            }
+            return Ok(());
+        }
+        if !held || !self.has_lease(s, a) {
             return Ok(());
         }
         let epoch = s.attempts[a].epoch;
@@ -193,21 +201,21 @@ impl Model {
         if flush > 0 && settled >= flush {
             s.attempts[a].flush = 0;
         }
-        s.flushed = self.deeper(s, history, settled, s.flushed, "StableSurvives")?;
-        s.owed = self.deeper(s, history, shown, s.owed, "CommitSurvives")?;
+        let settled = s.prefix(history, settled);
+        s.flushed = self.deeper(s, settled, s.flushed, "StableSurvives")?;
+        let shown = s.last_write(s.prefix(history, shown));
+        s.owed = self.deeper(s, shown, s.owed, "CommitSurvives")?;
         Ok(())
     }
 
-    /// The deeper of what was known to be owed and the first `lsn` entries of this history.
+    /// The deeper of two histories that a client was told of; one must begin with the other.
     fn deeper(
         &self,
         s: &State,
-        history: Place,
-        lsn: u8,
+        new: Place,
         known: Place,
         invariant: Violation,
     ) -> Result<Place, Violation> {
-        let new = s.last_write(s.prefix(history, lsn));
         if s.contains(new, known) || self.bounds.lying_disks {
             Ok(new)
         } else if s.contains(known, new) {

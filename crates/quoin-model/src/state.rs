@@ -159,6 +159,8 @@ pub struct Replica {
     pub continuous: u8,
     pub quorum: u8,
     pub damaged: u8,
+    /// Of a GUID that no record listed at first.
+    pub newcomer: u8,
     /// For ever.
     pub gone: u8,
     /// Closed cleanly; a power cut takes nothing, not even the continuous flag.
@@ -204,6 +206,8 @@ pub struct Budget {
     pub damages: u8,
     pub sync_failures: u8,
     pub forced: u8,
+    /// A person may agree to a loss.
+    pub forced_consents: u8,
 }
 
 #[derive(
@@ -215,7 +219,7 @@ pub struct State {
     pub budget: Budget,
     /// The newest entry that a client was told of (a write's answer or a read's content).
     pub owed: Place,
-    /// The newest entry that a flush may have vouched for.
+    /// The newest entry that a flush vouched for and replicas may fold, Views included.
     pub flushed: Place,
     /// A person agreed that acknowledged writes may be lost; the next start settles it.
     pub consented: u8,

@@ -79,6 +79,7 @@ pub enum Step {
     },
     Force {
         keep: Set,
+        gone: bool,
     },
     Consent,
     ForgetOld {
@@ -185,8 +186,9 @@ impl fmt::Display for Step {
             Step::Compete { attempt } => {
                 write!(f, "{} wins a competing compare-and-swap with the old K", t(attempt))
             }
-            Step::Force { keep } => {
-                write!(f, "the control plane forces K={} (the others fenced)", letters(*keep))
+            Step::Force { keep, gone } => {
+                let how = if *gone { "gone" } else { "fenced" };
+                write!(f, "the control plane forces K={}, the others are {how}", letters(*keep))
             }
             Step::Consent => write!(f, "a person consents to the loss"),
             Step::ForgetOld { attempt } => {
