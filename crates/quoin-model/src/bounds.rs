@@ -213,7 +213,14 @@ pub const WORLDS: &[Bounds] = &[
     Bounds::GOAL.attempts(2).writes(1).flushes(0).add(1).named("add"),
     Bounds::GOAL.attempts(2).writes(1).flushes(0).remove(1).named("remove"),
     Bounds::GOAL.attempts(3).writes(1).flushes(0).forced(1).named("forced"),
-    Bounds::GOAL.attempts(2).writes(1).flushes(0).power_cuts(0).replace(1).rollbacks(1).named("rollback"),
+    Bounds::GOAL
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .power_cuts(0)
+        .replace(1)
+        .rollbacks(1)
+        .named("rollback"),
     Bounds::GOAL,
 ];
 

@@ -1,7 +1,8 @@
 //! The rules of the protocol, each as a switch that breaks it.
 
 use crate::bounds::Bounds;
-use crate::state::{REPLICAS, SWAP_DONE, State, count};
+use crate::history::EMPTY;
+use crate::state::{JOINT, REPLICAS, SWAP_DONE, State, count, members};
 
 macro_rules! mutants {
     ($($name:ident, $text:literal, $breaks:literal;)*) => {
@@ -91,12 +92,12 @@ impl Mutant {
             Mutant::FormationOpen => small.replace(1),
             Mutant::KnownAboveRf | Mutant::SwapBeforeDurable => small.attempts(1).add(1),
             Mutant::JointDropped => small.replace(1).views(1),
-            Mutant::RollbackIgnored | Mutant::JointNotJudged => small.attempts(2).replace(1).rollbacks(1),
+            Mutant::RollbackIgnored | Mutant::JointNotJudged => {
+                small.attempts(2).replace(1).rollbacks(1)
+            }
             Mutant::ForcedWithoutOld => small.attempts(3).forced(1),
             Mutant::FencedAtPromise | Mutant::LeaseNotWaitedWhenGone => small.attempts(3).forced(1),
-            Mutant::DropBelowCf | Mutant::ForeignActivation => {
-                small.views(1)
-            }
+            Mutant::DropBelowCf | Mutant::ForeignActivation => small.views(1),
             Mutant::IncrementBeforeFlip => small.views(1),
             Mutant::NoContinuousRule | Mutant::LeaseForgottenByRestart => small.power_cuts(1),
             Mutant::EqualEpochAccepted => small.attempts(3).rollbacks(1),
@@ -107,7 +108,32 @@ impl Mutant {
             Mutant::QuorumOffCounted => small.damages(1),
             Mutant::GuidBornTwice => small.deaths(1),
             Mutant::ReadAtCommitUnderMedia => small.power_cuts(1).media(),
+            Mutant::CannotGiveUp => small.attempts(1).add(1).deaths(1),
+            Mutant::StuckView => small.attempts(1).views(2).deaths(1),
             _ => small,
+        }
+    }
+
+    /// For rules of progress: a state from which a write must be able to be acknowledged.
+    pub fn stuck(self) -> Option<fn(&State) -> bool> {
+        match self {
+            // The newcomer without which CF is not found is gone.
+            Mutant::CannotGiveUp => Some(|s| {
+                let first = &s.attempts[0];
+                let view = first.newest_view().copied().unwrap_or_default();
+                let gone = members(view.in_sync).any(|r| s.replicas[r].gone == 1);
+                first.change == JOINT && count(view.in_sync) == 3 && gone && s.owed == EMPTY
+            }),
+            // A member without which the pending View cannot become active is gone.
+            Mutant::StuckView => Some(|s| {
+                let first = &s.attempts[0];
+                let view = first.newest_view().copied().unwrap_or_default();
+                let lacks = |r: usize| s.replicas[r].gone == 1 && first.durable[r] < first.last();
+                let gone = members(view.in_sync).any(lacks);
+                let pending = first.pending_views().next().is_some();
+                pending && first.length == 2 && count(view.in_sync) == 2 && gone
+            }),
+            _ => None,
         }
     }
 
@@ -117,14 +143,12 @@ impl Mutant {
         match self {
             Mutant::JointDropped => Some(|s| s.attempts[0].change == SWAP_DONE),
             Mutant::RetiredAdmitted => Some(|s| s.record.retired != 0),
-            Mutant::RollbackIgnored => {
-                Some(|s| s.attempts[0].version == 1 && s.attempts[0].active == 3)
-            }
+            Mutant::RollbackIgnored => Some(|s| s.record.retired != 0 && s.attempts[0].active == 3),
             Mutant::JointNotJudged => Some(|s| {
                 let first = &s.attempts[0];
                 let newest = |r: &usize| first.applied[*r] == 3;
                 let mut newcomers = (0..REPLICAS).filter(|r| s.replicas[*r].newcomer == 1);
-                first.version == 1 && first.active == 2 && newcomers.any(|r| newest(&r))
+                s.record.retired != 0 && first.active == 2 && newcomers.any(|r| newest(&r))
             }),
             Mutant::DroppedCounted => Some(|s| {
                 let first = &s.attempts[0];
