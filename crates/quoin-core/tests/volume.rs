@@ -317,3 +317,44 @@ fn a_damaged_member_that_nothing_can_do_without_is_rebuilt_in_place() {
     assert_eq!(c.read(0, 4096), vec![2; 4096]);
     assert_eq!(c.read(99 * 4096, 4096), vec![1; 4096]);
 }
+
+/// Found by `quoin-model` (mutant `joint-not-judged`).
+#[test]
+fn an_open_that_finds_a_joint_view_asks_both_rules_whatever_a_restored_record_says() {
+    let mut cluster = Cluster::new(3, config());
+    cluster.wait_in_sync(3);
+    cluster.write(1, 1);
+    let old_record = cluster.membership.clone();
+    // Host 2 is away and is replaced by host 3. Host 1 gets the joint View and then no more.
+    cluster.hosts[2].cut = true;
+    cluster.disconnect(2);
+    cluster.cut_at_swap = Some(1);
+    let newcomer = cluster.add_candidate(Member { id: ReplicaId(3), guid: ReplicaGuid(203) });
+    cluster.run(Duration::from_secs(30));
+    assert_eq!(cluster.membership.version, old_record.version + 1);
+    assert!(cluster.hosts[1].cut);
+    cluster.write(1, 2);
+    // The target dies; the record is the old one again; who knows the new one is away.
+    let new_record = std::mem::replace(&mut cluster.membership, old_record);
+    for host in [0, newcomer] {
+        cluster.hosts[host].cut = true;
+        cluster.disconnect(host);
+    }
+    for host in [1, 2] {
+        cluster.hosts[host].cut = false;
+    }
+    cluster.replace_target(config());
+    cluster.run(Duration::from_secs(60));
+    assert!(!cluster.target.status().serving, "it would serve what came before the second write");
+    // One that knows stops it by name.
+    cluster.hosts[0].cut = false;
+    cluster.run(Duration::from_secs(60));
+    assert!(!cluster.target.status().serving);
+    let behind = |note: &TargetNote| matches!(note, TargetNote::ControlPlaneBehind { .. });
+    assert!(cluster.notes.iter().any(behind));
+    // With the record that it should be, everything is there.
+    cluster.membership = new_record;
+    cluster.hosts[newcomer].cut = false;
+    cluster.run(Duration::from_secs(60));
+    assert_eq!(cluster.read(4096, 4096), vec![2; 4096]);
+}

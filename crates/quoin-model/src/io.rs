@@ -65,10 +65,11 @@ impl Model {
             // Durable before it is acknowledged, with all before it.
             replica.durable = lsn;
             replica.version = replica.version.max(entry.version);
-            if lsn > s.attempts[a].tip[r] {
-                replica.continuous = 1;
-            }
-            if has(entry.in_sync, r) && entry.rules().any(|(known, _)| has(known, r)) {
+            // An older View met while catching up teaches it nothing.
+            let taught = lsn > s.attempts[a].tip[r] || self.is(Mutant::OldViewTeaches);
+            replica.continuous |= u8::from(taught);
+            let listed = has(entry.in_sync, r) && entry.rules().any(|(known, _)| has(known, r));
+            if taught && listed {
                 replica.quorum = 1;
                 replica.damaged = 0;
             }

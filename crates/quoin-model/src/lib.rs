@@ -74,7 +74,12 @@ pub fn check_mutant(name: &str) -> Option<Caught> {
     if let Some(way_point) = mutant.way_point() {
         let explored = explore(&model, &from, limits, Some(way_point));
         states += explored.states;
-        way = explored.found?.steps;
+        let found = explored.found?;
+        way = found.steps;
+        if found.invariant != GOAL_REACHED {
+            let trace = way.iter().map(ToString::to_string).collect();
+            return Some(Caught { invariant: found.invariant, states, trace });
+        }
         from = after(&model, &way)?;
     }
     let explored = explore(&model, &from, limits, None);

@@ -50,6 +50,7 @@ mutants! {
     ViewOutOfPosition, "view-out-of-position", "Views are left out of the position";
     DroppedCounted, "dropped-counted", "acknowledgements of dropped and rebuilding replicas count";
     NoContinuousRule, "no-continuous-rule", "an open does not ask who kept its cache";
+    OldViewTeaches, "old-view-teaches", "a View met while catching up counts as one of this session";
     EqualEpochAccepted, "equal-epoch-accepted", "an equal epoch of another incarnation is accepted";
     EpochReused, "epoch-reused", "a restarted target uses its old epoch again";
     LeaseFromReceipt, "lease-from-receipt", "the target counts its lease from the answer's receipt";
@@ -70,6 +71,7 @@ mutants! {
     DropBelowCf, "drop-below-cf", "the window drops members below CF";
     CloseMakesContinuous, "close-makes-continuous", "a close sets the continuous flag";
     ForcedWithoutOld, "forced-without-old", "a forced change keeps no old membership";
+    ForcedWithoutQuorum, "forced-without-quorum", "a forced open judges by the old rule, but not by its quorum";
     FencedAtPromise, "fenced-at-promise", "a dropped member counts as fenced at its promise";
     LeaseNotWaitedWhenGone, "lease-not-waited-when-gone", "no lease is waited out after \"proven gone\"";
     CannotGiveUp, "cannot-give-up", "a joint change cannot be given up";
@@ -95,6 +97,7 @@ impl Mutant {
             Mutant::RollbackIgnored | Mutant::JointNotJudged => {
                 small.attempts(2).replace(1).rollbacks(1)
             }
+            Mutant::ForcedWithoutQuorum => small.attempts(3).forced(1),
             Mutant::ForcedWithoutOld => small.attempts(3).forced(1),
             Mutant::FencedAtPromise | Mutant::LeaseNotWaitedWhenGone => small.attempts(3).forced(1),
             Mutant::DropBelowCf | Mutant::ForeignActivation => small.views(1),
@@ -105,7 +108,7 @@ impl Mutant {
             Mutant::SyncRetried => small.flushes(1).power_cuts(1).sync_failures(1),
             Mutant::FlushAtApplied => small.flushes(1).power_cuts(1),
             Mutant::CloseMakesContinuous => small.power_cuts(1).closes(1),
-            Mutant::QuorumOffCounted => small.damages(1),
+            Mutant::OldViewTeaches | Mutant::QuorumOffCounted => small.damages(1),
             Mutant::GuidBornTwice => small.deaths(1),
             Mutant::ReadAtCommitUnderMedia => small.power_cuts(1).media(),
             Mutant::CannotGiveUp => small.attempts(1).add(1).deaths(1),

@@ -260,7 +260,8 @@ impl Model {
         if attempt.old_known != 0 && !self.is(Mutant::ForcedWithoutOld) {
             // A forced change: all of the new K, and the whole of step 3 under the old one.
             if attempt.known & !voters != 0
-                || count(voters & attempt.old_known) < open_quorum(attempt.old_rf, attempt.old_cf)
+                || (count(voters & attempt.old_known) < open_quorum(attempt.old_rf, attempt.old_cf)
+                    && !self.is(Mutant::ForcedWithoutQuorum))
             {
                 return;
             }

@@ -43,6 +43,8 @@ pub struct Cluster {
     pub replies: Vec<Reply>,
     pub notes: Vec<TargetNote>,
     pub stopped: bool,
+    /// This host is cut off when the target asks for a change of the record.
+    pub cut_at_swap: Option<usize>,
     sessions: Vec<(SessionKey, usize)>,
     queue: VecDeque<Event>,
     target_timer: Option<Time>,
@@ -141,6 +143,7 @@ impl Cluster {
             replies: Vec::new(),
             notes: Vec::new(),
             stopped: false,
+            cut_at_swap: None,
             sessions: Vec::new(),
             queue: VecDeque::new(),
             target_timer: Some(now),
@@ -347,6 +350,10 @@ impl Cluster {
                     });
                 }
                 TargetAction::SwapMembership { epoch, version, next } => {
+                    if let Some(host) = self.cut_at_swap.take() {
+                        self.hosts[host].cut = true;
+                        self.disconnect(host);
+                    }
                     if epoch == self.epoch && version == self.membership.version {
                         self.membership = next;
                     }
