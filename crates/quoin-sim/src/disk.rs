@@ -4,7 +4,8 @@
 //! Every write since the last completed sync is remembered. When the power goes, each 512-byte
 //! sector becomes what any of those writes, or none, left there: lost, torn and reordered writes
 //! in one rule. A failed sync leaves pages that look written and will never be (as Linux does):
-//! they are seen until the kernel drops them, which it may at any reopening.
+//! they are seen until the kernel drops them, which it may at any reopening. What the store asked
+//! to be written with the next sync is lost with the process too, whole or in part.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
@@ -55,6 +56,8 @@ pub struct DiskCounts {
 struct State {
     pages: Map<Page>,
     dirty: Map<Dirty>,
+    /// Writes that only the writing process holds: their numbers, and their pages'.
+    held: Vec<(u64, u64)>,
     written: u64,
     boot: u128,
     failing: Failing,
@@ -111,7 +114,10 @@ impl SimDisk {
     /// What was written up to `mark` is on the media now; or, failed, perhaps never will be.
     pub fn end_sync(&self, mark: u64, random: &mut Random) -> Result<(), IoFault> {
         let mut state = self.state();
-        let failed = state.failing.syncs;
+        let held_before = state.held.len();
+        state.held.retain(|(n, _)| *n > mark);
+        let wrote_held = state.held.len() < held_before;
+        let failed = state.failing.syncs || (state.failing.writes && wrote_held);
         let mut numbers: Vec<u64> = state.dirty.keys().copied().collect();
         if failed {
             // Chance is asked for in an order that does not depend on the map's.
@@ -145,6 +151,7 @@ impl SimDisk {
     /// Power is lost and comes back: a new boot, and of what was not synced whatever chance left.
     pub fn power_cut(&self, random: &mut Random) {
         let mut state = self.state();
+        state.held.clear();
         let survival = match random.below(6) {
             0 => Survival::Nothing,
             1 => Survival::Everything,
@@ -188,9 +195,42 @@ impl SimDisk {
         state.failing = Failing::default();
     }
 
+    /// The writing process is dead: of what it held for the next sync some may have been written.
+    pub fn drop_held(&self, random: &mut Random) {
+        let mut state = self.state();
+        let mut numbers: Vec<u64> = state.held.drain(..).map(|(_, page)| page).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        let survival = random.below(3);
+        for number in numbers {
+            let Some(dirty) = state.dirty.get_mut(&number) else { continue };
+            let mut page: Page = Box::new([0; BLOCK_SIZE]);
+            let whole = random.index(dirty.writes.len() + 1);
+            for sector in 0..SECTORS {
+                let chosen = match survival {
+                    0 => 0,
+                    1 => whole,
+                    _ => random.index(dirty.writes.len() + 1),
+                };
+                let range = sector * SECTOR..(sector + 1) * SECTOR;
+                let version = match chosen {
+                    0 => dirty.media.as_ref(),
+                    n => Some(&dirty.writes[n - 1].1),
+                };
+                if let Some(version) = version {
+                    page[range.clone()].copy_from_slice(&version[range]);
+                }
+            }
+            let last = dirty.writes.last().map_or(0, |(n, _)| *n);
+            dirty.writes = vec![(last, page.clone())];
+            state.pages.insert(number, page);
+        }
+    }
+
     /// Everything that was not synced is gone and the boot is the same: for a mutant.
     pub fn forget(&self) {
         let mut state = self.state();
+        state.held.clear();
         let dirty = std::mem::take(&mut state.dirty);
         for (number, dirty) in dirty {
             let page = dirty.media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE]));
@@ -233,6 +273,42 @@ impl SimDisk {
         Some(number)
     }
 
+    fn take(&self, offset: u64, parts: &[IoSlice<'_>], held: bool) -> Result<(), IoFault> {
+        let total: usize = parts.iter().map(|p| p.len()).sum();
+        self.check("write", offset, total)?;
+        let mut state = self.state();
+        let state = &mut *state;
+        let mut parts = parts.iter().map(|p| &p[..]);
+        let mut part: &[u8] = &[];
+        for number in (offset / BLOCK_SIZE as u64..).take(total / BLOCK_SIZE) {
+            let mut page: Page = Box::new([0; BLOCK_SIZE]);
+            let mut filled = 0;
+            while filled < BLOCK_SIZE {
+                if part.is_empty() {
+                    part = parts.next().expect("the lengths were added up");
+                    continue;
+                }
+                let take = part.len().min(BLOCK_SIZE - filled);
+                page[filled..filled + take].copy_from_slice(&part[..take]);
+                part = &part[take..];
+                filled += take;
+            }
+            state.written += 1;
+            if held {
+                state.held.push((state.written, number));
+            }
+            let before = state.pages.insert(number, page.clone());
+            let dirty = state.dirty.entry(number).or_insert_with(|| Dirty {
+                media: before,
+                writes: Vec::new(),
+                orphaned: false,
+            });
+            dirty.orphaned = false;
+            dirty.writes.push((state.written, page));
+        }
+        Ok(())
+    }
+
     fn check(&self, operation: &'static str, offset: u64, length: usize) -> Result<(), IoFault> {
         let aligned = offset.is_multiple_of(BLOCK_SIZE as u64) && length.is_multiple_of(BLOCK_SIZE);
         let inside = offset.checked_add(length as u64).is_some_and(|end| end <= self.size);
@@ -262,40 +338,16 @@ impl Disk for SimDisk {
     }
 
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
-        let total: usize = parts.iter().map(|p| p.len()).sum();
-        self.check("write", offset, total)?;
-        let mut state = self.state();
-        if state.failing.writes {
-            state.counts.errors += 1;
+        if self.state().failing.writes {
+            self.state().counts.errors += 1;
             return Err(IoFault { operation: "write", offset, errno: EIO });
         }
-        let state = &mut *state;
-        let mut parts = parts.iter().map(|p| &p[..]);
-        let mut part: &[u8] = &[];
-        for number in (offset / BLOCK_SIZE as u64..).take(total / BLOCK_SIZE) {
-            let mut page: Page = Box::new([0; BLOCK_SIZE]);
-            let mut filled = 0;
-            while filled < BLOCK_SIZE {
-                if part.is_empty() {
-                    part = parts.next().expect("the lengths were added up");
-                    continue;
-                }
-                let take = part.len().min(BLOCK_SIZE - filled);
-                page[filled..filled + take].copy_from_slice(&part[..take]);
-                part = &part[take..];
-                filled += take;
-            }
-            state.written += 1;
-            let before = state.pages.insert(number, page.clone());
-            let dirty = state.dirty.entry(number).or_insert_with(|| Dirty {
-                media: before,
-                writes: Vec::new(),
-                orphaned: false,
-            });
-            dirty.orphaned = false;
-            dirty.writes.push((state.written, page));
-        }
-        Ok(())
+        self.take(offset, parts, false)
+    }
+
+    /// What is wrong with the disk is found out by the sync.
+    fn write_with_sync(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        self.take(offset, parts, true)
     }
 
     fn sync(&self) -> Result<(), IoFault> {
@@ -315,6 +367,7 @@ impl Disk for SimDisk {
         for number in offset / BLOCK_SIZE as u64..(offset + length) / BLOCK_SIZE as u64 {
             state.pages.remove(&number);
             state.dirty.remove(&number);
+            state.held.retain(|(_, page)| *page != number);
         }
     }
 
@@ -387,6 +440,23 @@ mod tests {
             lost += u32::from(page == [1; BLOCK_SIZE]);
         }
         assert!(lost > 5);
+    }
+
+    #[test]
+    fn what_waits_for_a_sync_can_be_lost_with_the_process_and_nothing_else_can() {
+        let mut lost = 0;
+        for seed in 0..100 {
+            let disk = SimDisk::new(1 << 20, 1);
+            let mark = disk.begin_sync();
+            disk.write_with_sync(0, &[IoSlice::new(&[1; BLOCK_SIZE])]).unwrap();
+            write(&disk, 1, 2);
+            disk.end_sync(mark, &mut Random::new(seed)).unwrap();
+            assert_eq!(read(&disk, 0), [1; BLOCK_SIZE], "reads see it at once");
+            disk.drop_held(&mut Random::new(seed));
+            assert_eq!(read(&disk, 1), [2; BLOCK_SIZE]);
+            lost += u32::from(read(&disk, 0) == [0; BLOCK_SIZE]);
+        }
+        assert!((20..80).contains(&lost), "{lost} of 100");
     }
 
     #[test]

@@ -142,6 +142,9 @@ impl Storage for RealStorage {
 
     fn reopen(&mut self, outage: Outage, random: &mut Random) -> Result<(), StoreError> {
         self.pool = None;
+        if outage != Outage::Power {
+            self.disk.drop_held(random);
+        }
         match outage {
             Outage::Process => self.disk.drop_orphans(false, random),
             Outage::Power => self.disk.power_cut(random),

@@ -12,6 +12,8 @@
 //! cost of gaining it): under a uniform load that is as good as the emptiest first, under a skewed
 //! one far better. The table of the clean-up simulation is in `docs/store.md`.
 
+use std::cell::Cell;
+
 use quoin_core::replica::store::StoreError;
 use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
@@ -37,6 +39,19 @@ const URGENT_BELOW_PERCENT: u64 = 3;
 const LIMBO_MAX: u32 = 8;
 /// Closed segments of log that make a fold worth its nodes when space is short.
 const FOLD_SEGMENTS: u64 = 2;
+
+/// What the choice of a victim depends on, beside the work that is done on replicas: that drops
+/// the choice.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct VictimKey {
+    changes: u64,
+    free_units: u32,
+    limit: u64,
+    starved: bool,
+}
+
+/// A choice as it was made, and what for.
+pub(crate) type Victim = Cell<Option<(VictimKey, Option<(ReplicaGuid, SegmentState)>)>>;
 
 /// What a pool does next.
 enum Step {
@@ -77,8 +92,7 @@ impl Replica {
     }
 
     fn may_fold(&self, keep: u64) -> bool {
-        !self.is_prepared()
-            && self.stable.0.min(self.log.lsn_before_last(keep)) >= self.log.first_lsn()
+        !self.is_prepared() && self.log.bytes > keep && self.stable.0 >= self.log.first_lsn()
     }
 
     /// About how many units a fold lets clean-up gain: closed log that only waits for it, and
@@ -90,13 +104,10 @@ impl Replica {
         let first_needed = self.log_start().index;
         let held = |s: &&crate::segments::Segment| {
             let state = &s.state;
-            state.stream == crate::batch::Stream::Log
-                && state.last_index >= first_needed
-                && state.last_lsn <= self.stable.0
-                && !self.family.open.contains(&Some(state.unit))
+            state.last_lsn <= self.stable.0 && !self.family.open.contains(&Some(state.unit))
         };
-        let held: u64 =
-            self.family.segments.values().filter(held).map(|s| u64::from(s.state.units)).sum();
+        let log = self.family.log_from(first_needed);
+        let held: u64 = log.filter(held).map(|s| u64::from(s.state.units)).sum();
         // A view that goes away may give up any number of blocks.
         let views = self.log.special_from(0).take_while(|(lsn, _)| *lsn <= self.stable.0);
         let views = views.filter(|(_, kind)| drops_a_view(kind)).count() as u64;
@@ -153,8 +164,27 @@ impl<D: Disk> Pool<D> {
         EAGER_LIVE_PERCENT + (MOST_LIVE_PERCENT - EAGER_LIVE_PERCENT) * short / (most - least)
     }
 
-    /// The segment to empty next.
+    /// The segment to empty next. Looked for again only when something has changed that decides
+    /// it, since this is asked at every turn and there may be many thousands of segments.
     fn best_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
+        let changes = self.replicas.values().map(|r| r.family.changes).sum();
+        let free_units = self.core.allocator.free_units();
+        let key = VictimKey { changes, free_units, limit, starved: self.starved };
+        if let Some((found_for, victim)) = self.victim.get()
+            && found_for == key
+        {
+            debug_assert_eq!(
+                victim.map(|(_, s)| s.unit),
+                self.find_victim(limit).map(|(_, s)| s.unit)
+            );
+            return victim;
+        }
+        let victim = self.find_victim(limit);
+        self.victim.set(Some((key, victim)));
+        victim
+    }
+
+    fn find_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
         let unit_blocks = self.core.superblock.unit_blocks;
         let newest = self.core.sequence;
         self.workable()
@@ -187,6 +217,7 @@ impl<D: Disk> Pool<D> {
         while left > 0 {
             let Some(step) = self.next_step() else { return Ok(false) };
             let guid = step.replica();
+            self.victim.set(None);
             match self.step(step) {
                 // One replica's damage must not keep the others' logs from being folded.
                 Err(StoreError::Damaged(what)) => {
@@ -202,6 +233,7 @@ impl<D: Disk> Pool<D> {
                 }
                 done => done?,
             }
+            self.victim.set(None);
             left -= STEP_BYTES as i64;
         }
         Ok(self.due() > Due::Idle)
@@ -356,6 +388,7 @@ impl<D: Disk> Pool<D> {
     /// Writes everything that is foldable and recorded in one go: for a clean shutdown, so that
     /// the next start has nothing to replay. Syncs on this thread.
     pub fn settle(&mut self) -> Result<(), StoreError> {
+        self.victim.set(None);
         for replica in self.replicas.values_mut() {
             if !replica.is_prepared() {
                 replica.checkpoint_now(&mut self.core, replica.stable.0)?;

@@ -187,6 +187,8 @@ impl Replica {
     fn finish_checkpoint(&mut self, job: CheckpointJob) {
         self.folded = job.work;
         self.log.drop_through(job.target);
+        let first_needed = self.log_start().index;
+        self.family.forget_log_before(first_needed);
         self.frozen = None;
         if self.upper.reverted || self.log.special_from(0).any(|(_, k)| is_revert(k)) {
             self.upper = self.upper_at(self.head.position.lsn);

@@ -21,6 +21,14 @@ pub trait Disk: Send {
     /// Writes all of `parts`, one after the other. When it returns the kernel holds the bytes.
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault>;
 
+    /// Takes `parts` as a write that the next sync makes, and makes durable: reads see it at
+    /// once, but until then only this process holds it. So nobody may be told of it before that
+    /// sync is done, and that sync says what went wrong. A disk may as well make it at once.
+    /// A range that waits like this is not written in another way before that sync.
+    fn write_with_sync(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        self.write_at(offset, parts)
+    }
+
     /// Makes all writes that returned durable. Blocks; drivers use [`Disk::syncer`].
     fn sync(&self) -> Result<(), IoFault>;
 

@@ -1,14 +1,17 @@
 //! A pool's disk on a real host: a preallocated (or sparse) file, or a raw block device.
 //!
 //! Writes are buffered: when they return the kernel holds the bytes, and only a sync makes them
-//! durable. The descriptor holds an exclusive lock, so that two processes never share a pool.
+//! durable. Those that wait for the next sync anyway ([`Disk::write_with_sync`]) are collected
+//! in memory meanwhile and go out with it as few, large direct writes: no copy into the page
+//! cache, nothing for the sync to look for, and the thread that took them never waits.
+//! The descriptor holds an exclusive lock, so that two processes never share a pool.
 
 use std::fs::File;
 use std::io::IoSlice;
-use std::os::fd::AsFd;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use quoin_core::BLOCK_SIZE;
 use quoin_core::replica::store::{BootCookie, IoFault};
@@ -16,6 +19,12 @@ use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::disk::{Disk, Syncer};
+use crate::held::{Held, stretches};
+
+/// The kernel takes no more parts in one call.
+const PARTS_MAX: usize = 1024;
+/// Bytes that may wait for a sync in this process; more goes to the page cache.
+const HELD_BYTES_MAX: usize = 32 << 20;
 
 /// Why a pool's file or device cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -45,13 +54,29 @@ pub enum FileDiskError {
 }
 
 /// An open, locked pool file or device. Clones share the descriptor.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct FileDisk {
-    file: Arc<File>,
+    files: Arc<Files>,
     size: u64,
     is_device: bool,
     read_only: bool,
     cookie: BootCookie,
+}
+
+/// The descriptors of a disk and what waits to be written through them.
+struct Files {
+    file: File,
+    /// The same file past the page cache, where its file system can do that.
+    direct: Option<File>,
+    held: Mutex<Held>,
+    /// Syncs take turns; the first one that failed decides for all later ones.
+    failed: Mutex<Option<IoFault>>,
+}
+
+impl std::fmt::Debug for FileDisk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileDisk").field("file", &self.files.file).finish_non_exhaustive()
+    }
 }
 
 impl FileDisk {
@@ -122,8 +147,14 @@ impl FileDisk {
             false => (metadata.dev(), metadata.ino()),
         };
         let size = size & !(BLOCK_SIZE as u64 - 1);
+        let files = Files {
+            direct: open_direct(&file, access),
+            file,
+            held: Mutex::default(),
+            failed: Mutex::default(),
+        };
         Ok(FileDisk {
-            file: Arc::new(file),
+            files: Arc::new(files),
             size,
             is_device,
             read_only: access == OFlags::RDONLY,
@@ -184,8 +215,89 @@ fn fault(operation: &'static str, offset: u64, errno: Errno) -> IoFault {
     IoFault { operation, offset, errno: errno.raw_os_error() }
 }
 
-fn sync(file: &File) -> Result<(), IoFault> {
-    rustix::fs::fdatasync(file).map_err(|e| fault("sync", 0, e))
+/// A second descriptor of an open file, for direct IO. By its number, since a path may have come
+/// to name another file.
+fn open_direct(file: &File, access: OFlags) -> Option<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let flags = access | OFlags::DIRECT | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::empty()).ok().map(File::from)
+}
+
+/// Writes all of `parts`, which are no more than one call takes.
+fn write_all(file: &File, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+    let total: usize = parts.iter().map(|p| p.len()).sum();
+    let written = loop {
+        match rustix::io::pwritev(file, parts, offset) {
+            Err(Errno::INTR) => {}
+            result => break result.map_err(|e| fault("write", offset, e))?,
+        }
+    };
+    if written == total { Ok(()) } else { write_rest(file, offset, parts, written) }
+}
+
+/// Goes on after a short write, one part at a time.
+fn write_rest(
+    file: &File,
+    offset: u64,
+    parts: &[IoSlice<'_>],
+    written: usize,
+) -> Result<(), IoFault> {
+    let (mut skip, mut at) = (written, offset + written as u64);
+    for part in parts {
+        let mut rest = &part[skip.min(part.len())..];
+        skip = skip.saturating_sub(part.len());
+        while !rest.is_empty() {
+            match rustix::io::pwrite(file, rest, at) {
+                Ok(0) => return Err(fault("write", at, Errno::NOSPC)),
+                Ok(n) => {
+                    rest = &rest[n..];
+                    at += n as u64;
+                }
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(fault("write", at, error)),
+            }
+        }
+    }
+    Ok(())
+}
+
+impl Files {
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes what is held and makes everything durable that was written.
+    fn sync(&self) -> Result<(), IoFault> {
+        let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(fault) = *failed {
+            return Err(fault);
+        }
+        let done = self.write_held().and_then(|()| {
+            rustix::fs::fdatasync(&self.file).map_err(|e| fault("sync", 0, e))
+        });
+        *failed = done.err();
+        done
+    }
+
+    fn write_held(&self) -> Result<(), IoFault> {
+        // A statement of its own, so that the lock is given back before the IO.
+        let taken = self.held().begin();
+        let Some(pieces) = taken else { return Ok(()) };
+        for stretch in stretches(&pieces, PARTS_MAX) {
+            let parts: Vec<IoSlice<'_>> = stretch.iter().map(|p| IoSlice::new(p.bytes())).collect();
+            let offset = stretch[0].offset;
+            let direct = self.direct.as_ref().map(|file| write_all(file, offset, &parts));
+            match direct {
+                Some(Err(IoFault { errno, .. })) if errno == Errno::INVAL.raw_os_error() => {
+                    write_all(&self.file, offset, &parts)?;
+                }
+                Some(done) => done?,
+                None => write_all(&self.file, offset, &parts)?,
+            }
+        }
+        self.held().end(pieces);
+        Ok(())
+    }
 }
 
 impl Disk for FileDisk {
@@ -194,10 +306,13 @@ impl Disk for FileDisk {
     }
 
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
-        let mut done = 0;
+        // Looked up before the file is read: what is written meanwhile is in the one or the other.
+        let held = self.files.held().overlapping(offset, buffer.len());
+        let whole = held.iter().any(|(_, bytes)| bytes.len() == buffer.len());
+        let mut done = if whole { buffer.len() } else { 0 };
         while done < buffer.len() {
             let at = offset + done as u64;
-            match rustix::io::pread(&*self.file, &mut buffer[done..], at) {
+            match rustix::io::pread(&self.files.file, &mut buffer[done..], at) {
                 // A file that became shorter under us.
                 Ok(0) => return Err(fault("read", at, Errno::IO)),
                 Ok(n) => done += n,
@@ -205,45 +320,47 @@ impl Disk for FileDisk {
                 Err(error) => return Err(fault("read", at, error)),
             }
         }
-        Ok(())
-    }
-
-    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
-        /// The kernel takes no more parts in one call.
-        const PARTS_MAX: usize = 1024;
-        let mut at = offset;
-        for group in parts.chunks(PARTS_MAX) {
-            let total: usize = group.iter().map(|p| p.len()).sum();
-            let written = loop {
-                match rustix::io::pwritev(&*self.file, group, at) {
-                    Err(Errno::INTR) => {}
-                    result => break result.map_err(|e| fault("write", at, e))?,
-                }
-            };
-            if written < total {
-                self.write_rest(at, group, written)?;
-            }
-            at += total as u64;
+        for (at, bytes) in held {
+            buffer[at..at + bytes.len()].copy_from_slice(&bytes);
         }
         Ok(())
     }
 
+    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        let mut at = offset;
+        for group in parts.chunks(PARTS_MAX) {
+            write_all(&self.files.file, at, group)?;
+            at += group.iter().map(|p| p.len() as u64).sum::<u64>();
+        }
+        Ok(())
+    }
+
+    fn write_with_sync(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        let mut held = self.files.held();
+        let total = parts.iter().map(|p| p.len()).sum();
+        if held.waiting_bytes > HELD_BYTES_MAX && held.overlapping(offset, total).is_empty() {
+            drop(held);
+            return self.write_at(offset, parts);
+        }
+        held.push(offset, parts);
+        Ok(())
+    }
+
     fn sync(&self) -> Result<(), IoFault> {
-        if self.read_only { Ok(()) } else { sync(&self.file) }
+        if self.read_only { Ok(()) } else { self.files.sync() }
     }
 
     fn syncer(&self) -> Syncer {
-        let file = self.file.clone();
-        Box::new(move || sync(&file))
+        let files = self.files.clone();
+        Box::new(move || files.sync())
     }
 
     fn write_out(&self, offset: u64, length: u64) {
         let (Ok(offset), Ok(length)) = (offset.try_into(), length.try_into()) else { return };
-        use std::os::fd::AsRawFd;
         // SAFETY: the descriptor is open as long as `self`; the call takes no pointers. It only
         // starts write-back, so its result is of no consequence.
         unsafe {
-            let fd = self.file.as_raw_fd();
+            let fd = self.files.file.as_raw_fd();
             libc::sync_file_range(fd, offset, length, libc::SYNC_FILE_RANGE_WRITE);
         }
     }
@@ -253,39 +370,11 @@ impl Disk for FileDisk {
             return;
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let _ = rustix::fs::fallocate(self.file.as_fd(), flags, offset, length);
+        let _ = rustix::fs::fallocate(&self.files.file, flags, offset, length);
     }
 
     fn cookie(&self) -> BootCookie {
         self.cookie
-    }
-}
-
-impl FileDisk {
-    /// Goes on after a short write, one part at a time.
-    fn write_rest(
-        &self,
-        offset: u64,
-        parts: &[IoSlice<'_>],
-        written: usize,
-    ) -> Result<(), IoFault> {
-        let (mut skip, mut at) = (written, offset + written as u64);
-        for part in parts {
-            let mut rest = &part[skip.min(part.len())..];
-            skip = skip.saturating_sub(part.len());
-            while !rest.is_empty() {
-                match rustix::io::pwrite(&*self.file, rest, at) {
-                    Ok(0) => return Err(fault("write", at, Errno::NOSPC)),
-                    Ok(n) => {
-                        rest = &rest[n..];
-                        at += n as u64;
-                    }
-                    Err(Errno::INTR) => {}
-                    Err(error) => return Err(fault("write", at, error)),
-                }
-            }
-        }
-        Ok(())
     }
 }
 
@@ -333,5 +422,47 @@ mod tests {
         assert_eq!(buffer, blocks.concat());
         assert_eq!(disk.read_at(64 << 20, &mut buffer[..4096]).unwrap_err().errno, 5);
         disk.sync().expect("a sync");
+    }
+
+    #[test]
+    fn what_waits_for_a_sync_is_read_at_once_and_in_the_file_after_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("pool");
+        let disk = FileDisk::create(&path, 64 << 20, true).expect("a file");
+        let mut expected = vec![0u8; 2 << 20];
+        // Buffered neighbours, then pieces of all lengths, over each other too.
+        disk.write_at(0, &[IoSlice::new(&[9; BLOCK_SIZE])]).expect("a write");
+        expected[..BLOCK_SIZE].fill(9);
+        for i in 1..60usize {
+            let (block, blocks) = (1 + i * 37 % 300, 1 + i * 29 % 90);
+            let bytes = vec![i as u8; blocks * BLOCK_SIZE];
+            let at = block * BLOCK_SIZE;
+            disk.write_with_sync(at as u64, &[IoSlice::new(&bytes)]).expect("a held write");
+            expected[at..at + bytes.len()].copy_from_slice(&bytes);
+            let mut found = vec![0; expected.len()];
+            disk.read_at(0, &mut found).expect("a read");
+            assert!(found == expected, "after write {i}");
+            if i % 7 == 0 {
+                disk.syncer()().expect("a sync");
+                let on_file = std::fs::read(&path).expect("the file");
+                assert!(on_file[..expected.len()] == expected, "after sync {i}");
+            }
+        }
+    }
+
+    #[test]
+    fn more_than_may_wait_goes_to_the_page_cache() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let disk = FileDisk::create(&folder.path().join("pool"), 64 << 20, true).expect("a file");
+        let bytes = vec![3; 1 << 20];
+        for i in 0..48u64 {
+            disk.write_with_sync(i << 20, &[IoSlice::new(&bytes)]).expect("a held write");
+        }
+        assert!(disk.files.held().waiting_bytes <= HELD_BYTES_MAX + bytes.len());
+        let mut found = vec![0; 48 << 20];
+        disk.read_at(0, &mut found).expect("a read");
+        assert!(found.iter().all(|b| *b == 3));
+        disk.sync().expect("a sync");
+        assert_eq!(disk.files.held().waiting_bytes, 0);
     }
 }

@@ -4,7 +4,7 @@
 //! so that cutting the log back is "start again from the folded one".
 
 use quoin_core::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, SnapshotInfo};
-use quoin_core::{Chain, EntryKind, Lsn, Position, View};
+use quoin_core::{Chain, Durability, EntryKind, Lsn, Position, View};
 
 /// The state of a history after one of its entries, blocks aside.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -49,6 +49,11 @@ impl Head {
                 });
             }
         }
+    }
+
+    /// Whether entries that follow are acknowledged only when they are durable.
+    pub fn is_media(&self) -> bool {
+        self.last_view.as_ref().is_some_and(|(_, view)| view.durability == Durability::Media)
     }
 
     pub fn from_end(end: &IncrementEnd) -> Self {

@@ -11,6 +11,7 @@ mod batch;
 mod checkpoint;
 mod clean;
 mod core;
+mod held;
 mod layout;
 mod moved;
 mod node;

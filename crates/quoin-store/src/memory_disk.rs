@@ -4,7 +4,7 @@
 //! caller choose, sector by sector, which of the unsynced writes reached it. That covers lost,
 //! torn (at 512 bytes) and reordered writes. Clones share the disk, as two descriptors would.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::IoSlice;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -26,6 +26,8 @@ struct State {
     cached: BTreeMap<u64, Block>,
     /// For each block with unsynced writes: the media's content and which sectors differ.
     unsynced: BTreeMap<u64, (Option<Block>, u8)>,
+    /// Blocks whose newest content only the writing process has (`write_with_sync`).
+    held: BTreeSet<u64>,
     boot: u128,
     writes: u64,
     written_bytes: u64,
@@ -34,6 +36,25 @@ struct State {
     /// The next syncs fail, and what they would have made durable is lost with the next cut.
     fail_syncs: bool,
     fail_reads: bool,
+}
+
+impl State {
+    /// Decides which unsynced sectors of a block are on the media.
+    fn settle(&mut self, number: u64, survives: &mut impl FnMut() -> bool) {
+        let Some((media, sectors)) = self.unsynced.remove(&number) else { return };
+        let mut block = media.unwrap_or_else(|| Box::new([0u8; BLOCK_SIZE]));
+        let cached = self.cached.remove(&number);
+        for sector in (0..SECTORS).filter(|s| sectors & (1 << s) != 0) {
+            if survives() {
+                let range = sector * SECTOR_SIZE..(sector + 1) * SECTOR_SIZE;
+                match &cached {
+                    Some(cached) => block[range.clone()].copy_from_slice(&cached[range]),
+                    None => block[range].fill(0),
+                }
+            }
+        }
+        self.cached.insert(number, block);
+    }
 }
 
 #[derive(Clone)]
@@ -58,30 +79,25 @@ impl MemoryDisk {
     /// order of offset, whether its last write reached the media.
     pub fn power_cut(&self, mut survives: impl FnMut() -> bool) {
         let mut state = self.state();
-        let unsynced = std::mem::take(&mut state.unsynced);
-        for (number, (media, sectors)) in unsynced {
-            let zero = Box::new([0u8; BLOCK_SIZE]);
-            let mut block = media.unwrap_or(zero);
-            let cached = state.cached.remove(&number);
-            for sector in (0..SECTORS).filter(|s| sectors & (1 << s) != 0) {
-                if survives() {
-                    let range = sector * SECTOR_SIZE..(sector + 1) * SECTOR_SIZE;
-                    match &cached {
-                        Some(cached) => block[range.clone()].copy_from_slice(&cached[range]),
-                        None => block[range].fill(0),
-                    }
-                }
-            }
-            state.cached.insert(number, block);
+        let unsynced: Vec<u64> = state.unsynced.keys().copied().collect();
+        for number in unsynced {
+            state.settle(number, &mut survives);
         }
+        state.held.clear();
         state.boot += 1;
         state.fail_after = None;
         state.fail_syncs = false;
     }
 
-    /// The writing process died, the system did not: everything written is still there.
-    pub fn process_crash(&self) {
-        self.state().fail_after = None;
+    /// The writing process died, the system did not: everything that the kernel was given is
+    /// still there. Of what waited for a sync, `survives` is asked, sector by sector: a sync may
+    /// have begun with it.
+    pub fn process_crash(&self, mut survives: impl FnMut() -> bool) {
+        let mut state = self.state();
+        for number in std::mem::take(&mut state.held) {
+            state.settle(number, &mut survives);
+        }
+        state.fail_after = None;
     }
 
     /// Fails every write after the next `writes` ones; `None` mends the disk.
@@ -126,6 +142,7 @@ impl MemoryDisk {
         let copy = State {
             cached: state.cached.clone(),
             unsynced: state.unsynced.clone(),
+            held: state.held.clone(),
             boot: state.boot,
             writes: state.writes,
             ..State::default()
@@ -200,6 +217,13 @@ impl Disk for MemoryDisk {
         Ok(())
     }
 
+    fn write_with_sync(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        self.write_at(offset, parts)?;
+        let blocks = parts.iter().map(|p| p.len()).sum::<usize>() / BLOCK_SIZE;
+        self.state().held.extend((offset / BLOCK_SIZE as u64..).take(blocks));
+        Ok(())
+    }
+
     fn sync(&self) -> Result<(), IoFault> {
         let mut state = self.state();
         let failing = state.fail_syncs || state.fail_after.is_some_and(|n| state.writes >= n);
@@ -207,6 +231,7 @@ impl Disk for MemoryDisk {
             return Err(IoFault { operation: "sync", offset: 0, errno: EIO });
         }
         state.unsynced.clear();
+        state.held.clear();
         Ok(())
     }
 
@@ -223,6 +248,7 @@ impl Disk for MemoryDisk {
         for number in blocks {
             state.cached.remove(&number);
             state.unsynced.remove(&number);
+            state.held.remove(&number);
         }
     }
 
@@ -261,6 +287,18 @@ mod tests {
         let torn = read(&disk, 0);
         assert!(torn[..1536].iter().all(|b| *b == 2) && torn[1536..].iter().all(|b| *b == 1));
         assert_eq!(read(&disk, 1), block(0));
+    }
+
+    #[test]
+    fn what_waited_for_a_sync_may_be_lost_with_the_process_and_nothing_else() {
+        let disk = MemoryDisk::new(1 << 20);
+        disk.write_with_sync(0, &[IoSlice::new(&block(1))]).expect("a write");
+        disk.sync().expect("a sync");
+        disk.write_with_sync(0, &[IoSlice::new(&block(2))]).expect("a write");
+        disk.write_at(4096, &[IoSlice::new(&block(3))]).expect("a write");
+        assert_eq!(read(&disk, 0), block(2), "reads see it at once");
+        disk.process_crash(|| false);
+        assert_eq!((read(&disk, 0), read(&disk, 1)), (block(1), block(3)));
     }
 
     #[test]

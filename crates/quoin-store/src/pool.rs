@@ -11,6 +11,7 @@ use quoin_core::replica::store::{
 use quoin_core::{BLOCK_SIZE, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool, Tickets};
+use crate::background::Victim;
 use crate::core::{BadBlock, Cache, Core, PoolOptions};
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
@@ -59,6 +60,8 @@ pub struct Pool<D> {
     pub(crate) replicas: BTreeMap<ReplicaGuid, Replica>,
     /// Background work found no free unit, and none has been given back since.
     pub(crate) starved: bool,
+    /// The segment to empty next, as it was chosen last.
+    pub(crate) victim: Victim,
 }
 
 impl<D: Disk> Pool<D> {
@@ -129,7 +132,7 @@ impl<D: Disk> Pool<D> {
         core.durable = corrected;
         core.restate()?;
         core.release(0);
-        Ok(Pool { core, replicas, starved: false })
+        Ok(Pool { core, replicas, starved: false, victim: Victim::default() })
     }
 
     pub fn id(&self) -> PoolId {
@@ -253,6 +256,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             return Err(StoreError::Rule("too many deleted replicas are remembered"));
         }
         self.core.record(Record::Delete(guid))?;
+        self.victim.set(None);
         let ticket = self.core.tickets.request().0;
         if let Some(replica) = self.replicas.remove(&guid) {
             let segments = replica.family.segments.values().map(|s| (s.state.unit, s.state.units));
@@ -284,6 +288,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
         self.core.tickets.finish(result.is_ok().then_some(ticket));
+        self.victim.set(None);
         if let Err(fault) = result
             && !mutant::is("sync-error-retried")
         {

@@ -82,6 +82,7 @@ pub fn recover<D: Disk>(
         .filter(|s| s.stream == Stream::Log && s.sequence >= first_sequence)
         .collect();
     segments.sort_unstable_by_key(|s| s.sequence);
+    replica.family.log_order = segments.iter().map(|s| (s.sequence, s.unit)).collect();
 
     let chain = follow(core, &replica, &segments, checkpoint.log)?;
     let mut watermark = folded.max(durable.watermark).0;

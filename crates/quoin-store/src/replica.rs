@@ -208,6 +208,10 @@ impl Replica {
         debug_assert!(blocks == 0 || blocks == header_blocks + data_blocks);
         let total = header_blocks + data_blocks;
         let guid_hash = self.family.guid_hash;
+        // As the caller knows too (`ReplicaStore::append`): none of these is said to be applied
+        // before it is durable.
+        let waits = self.head.is_media();
+        self.family.log_waits = waits;
         let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
         let state = segment.state;
         let mut writer = HeaderWriter::new(&mut core.header);
@@ -241,7 +245,11 @@ impl Replica {
         let mut parts = Vec::with_capacity(entries.len() + 1);
         parts.push(IoSlice::new(&core.header));
         parts.extend(entries.iter().filter(|e| !e.data.is_empty()).map(|e| IoSlice::new(&e.data)));
-        core.disk.write_at(start * BLOCK_SIZE as u64, &parts).map_err(StoreError::Io)?;
+        let offset = start * BLOCK_SIZE as u64;
+        match waits {
+            true => core.disk.write_with_sync(offset, &parts).map_err(StoreError::Io)?,
+            false => core.disk.write_at(offset, &parts).map_err(StoreError::Io)?,
+        }
 
         let last = entries.last().map_or(0, |e| e.lsn.0);
         segment.state.used_blocks += total;
@@ -263,7 +271,9 @@ impl Replica {
             self.apply(entry, at);
             place += entry.crcs.len() as u64;
         }
-        self.write_out(core, start * BLOCK_SIZE as u64, u64::from(total) * BLOCK_SIZE as u64);
+        if !waits {
+            self.write_out(core, offset, u64::from(total) * BLOCK_SIZE as u64);
+        }
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Space: which units are free, and a replica's segments.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::IoSlice;
 
 use quoin_core::replica::store::StoreError;
@@ -128,6 +128,13 @@ pub struct Family {
     /// By first unit.
     pub segments: BTreeMap<u32, Segment>,
     pub open: [Option<u32>; 3],
+    /// What is appended to the log waits for the next sync anyway (durability `media`).
+    pub log_waits: bool,
+    /// Segments of the log, oldest first, by sequence number and unit; may name some that are
+    /// gone.
+    pub log_order: VecDeque<(u64, u32)>,
+    /// Grows with everything that may make another segment worth emptying.
+    pub changes: u64,
 }
 
 impl Family {
@@ -138,6 +145,9 @@ impl Family {
             large: volume_blocks >= LARGE_FROM_BLOCKS,
             segments: BTreeMap::new(),
             open: [None; 3],
+            log_waits: false,
+            log_order: VecDeque::new(),
+            changes: 0,
         }
     }
 
@@ -198,8 +208,11 @@ impl Family {
         };
         let header = segment_header(&core.superblock, self.guid, &state);
         let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
-        let mut written =
-            core.disk.write_at(offset, &[IoSlice::new(&header)]).map_err(StoreError::Io);
+        let parts = [IoSlice::new(&header)];
+        let mut written = match self.log_waits && stream == Stream::Log {
+            true => core.disk.write_with_sync(offset, &parts).map_err(StoreError::Io),
+            false => core.disk.write_at(offset, &parts).map_err(StoreError::Io),
+        };
         if written.is_ok() && stream == Stream::Log {
             written = core.record(Record::LogSegment(self.guid, state));
         }
@@ -210,6 +223,10 @@ impl Family {
         let from_reserve = reserve_only;
         let segment = Segment { state, next_index: 0, previous: 0, from_reserve };
         self.open[stream as usize] = Some(unit);
+        self.changes += 1;
+        if stream == Stream::Log {
+            self.log_order.push_back((state.sequence, unit));
+        }
         Ok(self.segments.entry(unit).or_insert(segment))
     }
 
@@ -219,7 +236,29 @@ impl Family {
         }
     }
 
+    /// The log's segments that hold batches from `index` on, newest first.
+    pub fn log_from(&self, index: u64) -> impl Iterator<Item = &Segment> {
+        self.log_order
+            .iter()
+            .rev()
+            .filter_map(|(sequence, unit)| {
+                self.segments.get(unit).filter(|s| s.state.sequence == *sequence)
+            })
+            // An open one may hold nothing yet.
+            .take_while(move |s| {
+                s.state.last_index >= index || self.open.contains(&Some(s.state.unit))
+            })
+    }
+
+    /// Forgets the order of log segments before the batch `index`.
+    pub fn forget_log_before(&mut self, index: u64) {
+        let oldest = self.log_from(index).last().map_or(u64::MAX, |s| s.state.sequence);
+        self.log_order.retain(|(sequence, _)| *sequence >= oldest);
+        self.changes += 1;
+    }
+
     pub fn sub_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) {
+        self.changes += 1;
         if let Some(segment) = self.segment_of(superblock, block) {
             segment.state.live_bytes = segment.state.live_bytes.saturating_sub(bytes);
         }

@@ -87,6 +87,7 @@ impl Replica {
         let (cursor, first_sequence) = (0, core.sequence + 1);
         let state = ShadowState { rebuild, from, cursor, root, snapshots, first_sequence };
         self.shadow = Some(Shadow::restored(state));
+        self.family.changes += 1;
         self.dirty = true;
         Ok(())
     }
@@ -234,6 +235,7 @@ impl Replica {
         self.io(core).flush()?;
         let ticket = core.tickets.request().0;
         self.shadow_of(rebuild)?.prepared = Some((Box::new(end.clone()), ticket));
+        self.family.changes += 1;
         Ok(())
     }
 
@@ -301,6 +303,7 @@ impl Replica {
         let open = self.family.open;
         self.family.open = open.map(|u| u.filter(|u| self.family.segments.contains_key(u)));
         self.family.open[Stream::Log as usize] = None;
+        self.family.changes += 1;
         if let Some(commit) = self.commit.take() {
             // Its record would bring the old state back.
             self.limbo.extend(commit.frees);

@@ -11,7 +11,7 @@ use crate::message::{FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToRep
 use crate::mutant;
 use crate::step::Step;
 use crate::time::Time;
-use crate::{LSN_MAX, Lsn, VOLUME_BLOCKS_MAX};
+use crate::{Durability, LSN_MAX, Lsn, VOLUME_BLOCKS_MAX};
 
 /// Reads that wait for an entry, at most; a target never comes near it.
 const WAITING_READS_MAX: usize = 4096;
@@ -140,10 +140,12 @@ impl Session {
             ToReplica::Open { .. } => return Err(Fault::Protocol("Open within a session")),
             ToReplica::Truncate { keep, tip } => self.truncate(keep, tip, store)?,
             ToReplica::Append { entries, stable, sync, ping } => {
-                self.saw(ping);
-                self.append(&entries, boot, continuous, store)?;
+                self.ping = self.ping.max(ping);
+                let waits = self.append(&entries, boot, continuous, store)?;
+                // What waits for its sync is answered once, when that is done.
+                self.acknowledgement_due |= !waits;
                 self.set_stable(stable, store);
-                if sync {
+                if sync && !waits {
                     self.sync_now(store);
                 }
                 self.serve_reads(store, actions)?;
@@ -352,22 +354,30 @@ impl Session {
         Ok(())
     }
 
-    /// R2: strictly by LSN, chain by chain; what the store returned is in the kernel.
+    /// R2: strictly by LSN, chain by chain; what the store returned is in the kernel. True if
+    /// all of it is said to be applied only when it is durable, and a sync was asked for.
     fn append(
         &mut self,
         entries: &[SharedEntry],
         boot: BootCookie,
         continuous: &mut bool,
         store: &mut dyn ReplicaStore,
-    ) -> Result<(), Fault> {
-        let Some(last) = entries.last() else { return Ok(()) };
+    ) -> Result<bool, Fault> {
+        let Some(last) = entries.last() else { return Ok(false) };
         let Some(tip) = self.tip else { return Err(Fault::Protocol("append before truncate")) };
         let state = store.state();
         let mut position = state.position;
         let mut chain = state.chain;
         let mut blocks = state.volume_blocks;
         let mut views: Option<&View> = None;
-        let mut durable_first = false;
+        // Under `durability: media` the store may hold the batch back until the sync.
+        let media = matches!(
+            state.last_view, Some((_, ref view)) if view.durability == Durability::Media
+        );
+        let mut durable_first = media;
+        if media {
+            self.barriers.push_back(state.position.lsn.next());
+        }
         for entry in entries {
             entry.check().map_err(|m| Fault::Protocol(m.0))?;
             if entry.lsn != position.lsn.next() {
@@ -392,7 +402,7 @@ impl Session {
                 }
                 _ => {}
             }
-            if entry.fua || entry.kind.is_durable_first() {
+            if !media && (entry.fua || entry.kind.is_durable_first()) {
                 self.barriers.push_back(entry.lsn);
                 durable_first = true;
             }
@@ -407,7 +417,7 @@ impl Session {
         if durable_first {
             self.sync_now(store);
         }
-        Ok(())
+        Ok(media)
     }
 
     /// A View of this session makes the replica continuous (it is durable with all before it

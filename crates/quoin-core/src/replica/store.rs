@@ -2,7 +2,8 @@
 //! once more as a plain in-memory model that every property test compares with.
 //!
 //! All calls but syncing are answered at once: a write "returned" means that the kernel holds
-//! the bytes (buffered write returned, or O_DIRECT write completed), never process memory.
+//! the bytes (buffered write returned, or O_DIRECT write completed), never process memory. One
+//! exception, for entries that count only once they are durable: [`ReplicaStore::append`].
 //! Durability is asynchronous: [`ReplicaStore::request_sync`] gives a ticket, and the driver
 //! reports [`super::ReplicaEvent::Synced`] once a sync that *began after* the request is done.
 
@@ -107,7 +108,10 @@ pub trait ReplicaStore {
     fn snapshots(&self) -> Vec<SnapshotInfo>;
 
     /// Appends entries that follow `state().position` without a gap; their chains must continue
-    /// `state().chain`. One call is one batch on disk. Snapshot, DeleteSnapshot (of an unknown
+    /// `state().chain`. One call is one batch on disk. Where the last View before the call says
+    /// `durability: media`, the batch may stay in process memory until a sync that began later,
+    /// and what is appended behind it (after a truncation too) may be lost with it: the caller
+    /// says none of that to be applied before. Snapshot, DeleteSnapshot (of an unknown
     /// id: nothing to do), Revert and Resize take effect here.
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError>;
     /// Removes all entries after `keep`; `keep` below stable is refused with `Rule`.

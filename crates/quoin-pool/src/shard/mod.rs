@@ -178,6 +178,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     }
 
     fn timeout(&mut self, now: Time) -> Option<Duration> {
+        if !self.touched.is_empty() || !self.dirty.is_empty() {
+            return Some(Duration::ZERO);
+        }
         let next = self.timers.until_next(now);
         let stop = self.stopping.map(|(_, deadline)| deadline.since(now));
         let rest = self.rest_until.since(now);
@@ -364,7 +367,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
     }
 
-    /// One acknowledgement a session, one write a socket, one sync for all.
+    /// One acknowledgement a session, one sync for all, one write a socket.
     fn finish_round(&mut self, now: Time) {
         while let Some(guid) = self.touched.pop() {
             if let Some(held) = self.replicas.get_mut(&guid) {
@@ -373,12 +376,15 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 self.act(guid);
             }
         }
+        // The disk works while the answers are written.
+        self.begin_sync();
         while let Some(key) = self.dirty.pop() {
             if let Some(peer) = self.peers.get_mut(&key) {
                 peer.dirty = false;
             }
             self.write(now, key);
         }
+        // Frames that had waited for their answers to be taken may have been handled by now.
         self.begin_sync();
     }
 

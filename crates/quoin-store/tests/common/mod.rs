@@ -8,7 +8,7 @@ use quoin_core::entry::SharedEntry;
 use quoin_core::message::{Content, ReadView, Slot};
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
 use quoin_core::{
-    BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, SnapshotId,
+    BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, SnapshotId,
     View, VolumeId,
 };
 use quoin_store::model::ModelPool;
@@ -131,6 +131,8 @@ pub struct World {
     pub next_snapshot: u128,
     pub full: u64,
     pub reverts: bool,
+    /// The first entry that may be lost with the process, as it waits for a sync.
+    pub waits_from: Option<u64>,
 }
 
 impl World {
@@ -152,6 +154,7 @@ impl World {
             next_snapshot: 1,
             full: 0,
             reverts: true,
+            waits_from: None,
         }
     }
 
@@ -195,7 +198,11 @@ impl World {
                 let id = snapshots[self.rng.random_range(0..snapshots.len())];
                 (EntryKind::Revert { id }, 0, 0)
             }
-            5 => (EntryKind::View(Box::new(some_view())), 0, 0),
+            5 => {
+                let media = self.rng.random();
+                let durability = if media { Durability::Media } else { Durability::Cache };
+                (EntryKind::View(Box::new(View { durability, ..some_view() })), 0, 0)
+            }
             6 => (EntryKind::DeleteSnapshot { id: SnapshotId(99_999) }, 0, 0),
             _ => (EntryKind::Write, lba, length),
         };
@@ -217,6 +224,8 @@ impl World {
         let model = self.model.replica(GUID).expect("the replica");
         let blocks = model.state().volume_blocks;
         let mut snapshots: Vec<SnapshotId> = model.snapshots().iter().map(|s| s.id).collect();
+        let view = model.state().last_view;
+        let media = view.is_some_and(|(_, v)| v.durability == Durability::Media);
         let count = [1, 1, 1, 2, 8, 32][self.rng.random_range(0..6)];
         let mut entries = Vec::new();
         let before = self.history.len();
@@ -233,6 +242,10 @@ impl World {
             Ok(()) => assert_eq!(taken, count),
             Err(StoreError::Full) => self.full += 1,
             Err(error) => panic!("{error}"),
+        }
+        let views = entries[..taken].iter().any(|e| matches!(e.kind, EntryKind::View(_)));
+        if media || views {
+            self.waits_from.get_or_insert(before as u64 + 1);
         }
         self.history.truncate(before + taken);
         let mut model = self.model.replica(GUID).expect("the replica");
@@ -260,6 +273,8 @@ impl World {
         self.branches.push(self.history.clone());
         self.history.truncate(keep as usize);
         self.floor = self.floor.min(keep);
+        // What was cut away still lies in the log before what comes now.
+        self.waits_from = self.waits_from.map(|from| from.min(keep + 1));
         if let Some((_, position)) = &mut self.begun {
             *position = (*position).min(keep);
         }
@@ -282,6 +297,7 @@ impl World {
         if let Some((ticket, position)) = self.begun.take() {
             self.pool().sync_finished(ticket, Ok(()));
             self.floor = self.floor.max(position);
+            self.waits_from = self.waits_from.map(|from| from.max(position + 1));
         }
     }
 
@@ -328,11 +344,14 @@ impl World {
     pub fn process_crash(&mut self) {
         self.pool = None;
         self.begun = None;
-        self.disk.process_crash();
+        let odds = [0.0, 0.5, 1.0][self.rng.random_range(0..3)];
+        let (rng, before) = (&mut self.rng, self.history.len() as u64);
+        self.disk.process_crash(|| rng.random_bool(odds));
         self.pool = Some(Pool::open(self.disk.clone(), options()).expect("a pool"));
-        self.model.restart();
+        let kept = self.pool().replica(GUID).expect("it").state().position.lsn.0;
+        let least = self.waits_from.map_or(before, |from| before.min(from - 1));
+        assert!((least..=before).contains(&kept), "{kept} of {before}, at least {least}");
         self.after_start();
-        assert_eq!(self.position(), self.pool().replica(GUID).expect("it").state().position.lsn.0);
     }
 
     pub fn power_cut(&mut self) {
@@ -362,6 +381,7 @@ impl World {
         self.model.replica(GUID).expect("the replica").set_stable(state.stable);
         // Opening synced everything.
         self.floor = position;
+        self.waits_from = None;
         self.epoch += 1;
     }
 }

@@ -1,0 +1,191 @@
+//! Writes that a process holds until the next sync: copied into aligned memory, one behind the
+//! other, so that what arrives while one sync runs becomes one direct write of the next.
+//!
+//! Pure bookkeeping: [`crate::FileDisk`] does the IO. A write is in `waiting`, then in `writing`
+//! while a sync carries it, and reads are laid over with both.
+
+use std::io::IoSlice;
+use std::sync::Arc;
+
+use quoin_core::BLOCK_SIZE;
+
+/// Bytes of one piece of memory; a longer write takes several.
+const PIECE_BYTES: usize = 256 << 10;
+/// Unused pieces that are kept for later writes.
+const SPARE_PIECES: usize = 16;
+
+/// Bytes of one stretch of the disk, at an address that direct IO takes.
+pub(crate) struct Piece {
+    memory: Vec<u8>,
+    /// Where the aligned part begins.
+    start: usize,
+    length: usize,
+    pub offset: u64,
+}
+
+impl Piece {
+    fn new() -> Self {
+        let memory = vec![0; PIECE_BYTES + BLOCK_SIZE];
+        let address = memory.as_ptr().addr();
+        let start = address.next_multiple_of(BLOCK_SIZE) - address;
+        Piece { memory, start, length: 0, offset: 0 }
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.memory[self.start..self.start + self.length]
+    }
+
+    pub fn end(&self) -> u64 {
+        self.offset + self.length as u64
+    }
+
+    fn room(&self) -> usize {
+        PIECE_BYTES - self.length
+    }
+
+    fn push(&mut self, bytes: &[u8]) {
+        let at = self.start + self.length;
+        self.memory[at..at + bytes.len()].copy_from_slice(bytes);
+        self.length += bytes.len();
+    }
+}
+
+/// What waits for a sync, and what one is writing.
+#[derive(Default)]
+pub(crate) struct Held {
+    waiting: Vec<Piece>,
+    writing: Option<Arc<Vec<Piece>>>,
+    spare: Vec<Piece>,
+    pub waiting_bytes: usize,
+}
+
+impl Held {
+    pub fn push(&mut self, offset: u64, parts: &[IoSlice<'_>]) {
+        let mut at = offset;
+        for part in parts {
+            let mut rest: &[u8] = part;
+            while !rest.is_empty() {
+                let fits = self.waiting.last().is_some_and(|p| p.end() == at && p.room() > 0);
+                if !fits {
+                    let mut piece = self.spare.pop().unwrap_or_else(Piece::new);
+                    (piece.offset, piece.length) = (at, 0);
+                    self.waiting.push(piece);
+                }
+                let piece = self.waiting.last_mut().expect("pushed above");
+                let (now, later) = rest.split_at(rest.len().min(piece.room()));
+                piece.push(now);
+                self.waiting_bytes += now.len();
+                at += now.len() as u64;
+                rest = later;
+            }
+        }
+    }
+
+    /// Everything that waits now, in the order in which it came.
+    pub fn begin(&mut self) -> Option<Arc<Vec<Piece>>> {
+        if self.waiting.is_empty() {
+            return None;
+        }
+        self.waiting_bytes = 0;
+        let writing = Arc::new(std::mem::take(&mut self.waiting));
+        self.writing = Some(writing.clone());
+        Some(writing)
+    }
+
+    /// What [`Held::begin`] gave is in the kernel's hands or on the disk.
+    pub fn end(&mut self, writing: Arc<Vec<Piece>>) {
+        self.writing = None;
+        if let Ok(pieces) = Arc::try_unwrap(writing) {
+            let room = SPARE_PIECES.saturating_sub(self.spare.len());
+            self.spare.extend(pieces.into_iter().take(room));
+        }
+    }
+
+    /// Copies of what is held of `[offset, offset + length)`, oldest first.
+    pub fn overlapping(&self, offset: u64, length: usize) -> Vec<(usize, Vec<u8>)> {
+        let end = offset + length as u64;
+        let writing = self.writing.iter().flat_map(|pieces| pieces.iter());
+        writing
+            .chain(&self.waiting)
+            .filter(|piece| piece.offset < end && piece.end() > offset)
+            .map(|piece| {
+                let from = piece.offset.max(offset);
+                let to = piece.end().min(end);
+                let bytes = &piece.bytes()[(from - piece.offset) as usize..];
+                ((from - offset) as usize, bytes[..(to - from) as usize].to_vec())
+            })
+            .collect()
+    }
+}
+
+/// Pieces as stretches without a gap, each no more parts than one system call takes.
+pub(crate) fn stretches(pieces: &[Piece], parts_max: usize) -> Vec<&[Piece]> {
+    let mut out = Vec::new();
+    let mut rest = pieces;
+    while !rest.is_empty() {
+        let joined = rest.windows(2).take_while(|w| w[0].end() == w[1].offset).count() + 1;
+        let (now, later) = rest.split_at(joined.min(parts_max));
+        out.push(now);
+        rest = later;
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Whatever is written where, reads see the newest bytes and the pieces hold them all.
+        #[test]
+        fn what_is_held_reads_as_it_was_written(
+            writes in prop::collection::vec((0u64..200, 1usize..90, any::<u8>()), 1..20),
+            split in any::<prop::sample::Index>(),
+        ) {
+            let mut held = Held::default();
+            let mut expected = vec![0u8; 300 * BLOCK_SIZE];
+            let mut writing = None;
+            for (i, (block, blocks, byte)) in writes.iter().enumerate() {
+                if i == split.index(writes.len()) {
+                    writing = held.begin();
+                }
+                let bytes = vec![*byte; blocks * BLOCK_SIZE];
+                let offset = block * BLOCK_SIZE as u64;
+                held.push(offset, &[IoSlice::new(&bytes[..BLOCK_SIZE]), IoSlice::new(&bytes[BLOCK_SIZE..])]);
+                expected[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
+            }
+            let mut seen = vec![0u8; expected.len()];
+            for (at, bytes) in held.overlapping(0, expected.len()) {
+                seen[at..at + bytes.len()].copy_from_slice(&bytes);
+            }
+            prop_assert!(seen == expected);
+            let mut written = vec![0u8; expected.len()];
+            let waiting = held.begin();
+            for pieces in [writing, waiting].into_iter().flatten() {
+                for stretch in stretches(&pieces, 3) {
+                    prop_assert!(stretch.len() <= 3);
+                    prop_assert!(stretch.windows(2).all(|w| w[0].end() == w[1].offset));
+                    for piece in stretch {
+                        prop_assert_eq!(piece.bytes().as_ptr().addr() % BLOCK_SIZE, 0);
+                        let at = piece.offset as usize;
+                        written[at..at + piece.bytes().len()].copy_from_slice(piece.bytes());
+                    }
+                }
+            }
+            prop_assert!(written == expected);
+        }
+    }
+
+    #[test]
+    fn pieces_are_used_again() {
+        let mut held = Held::default();
+        let block = vec![1; BLOCK_SIZE];
+        for round in 0..50u64 {
+            held.push(round * 8192, &[IoSlice::new(&block)]);
+            let writing = held.begin().expect("something waits");
+            held.end(writing);
+            assert_eq!((held.spare.len(), held.waiting_bytes), (1, 0));
+        }
+    }
+}
