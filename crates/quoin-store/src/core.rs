@@ -81,15 +81,20 @@ impl<D: Disk> Core<D> {
 
     /// Appends to the metadata ring and applies the record to the durable state.
     pub fn record(&mut self, record: Record) -> Result<(), StoreError> {
+        self.record_all([record])
+    }
+
+    /// The same for records that are there together after a crash, or not at all.
+    pub fn record_all<const N: usize>(&mut self, records: [Record; N]) -> Result<(), StoreError> {
         self.check_usable()?;
         let mut bytes = BytesMut::new();
-        record.encode(&mut bytes);
+        records.iter().for_each(|record| record.encode(&mut bytes));
         if self.ring.append(&self.disk, &bytes)? {
-            self.durable.apply(record);
+            records.into_iter().for_each(|record| self.durable.apply(record));
             return Ok(());
         }
         let before = self.durable.clone();
-        self.durable.apply(record);
+        records.into_iter().for_each(|record| self.durable.apply(record));
         let written = self.restate();
         if written.is_err() {
             self.durable = before;

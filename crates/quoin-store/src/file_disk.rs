@@ -272,9 +272,9 @@ impl Files {
         if let Some(fault) = *failed {
             return Err(fault);
         }
-        let done = self.write_held().and_then(|()| {
-            rustix::fs::fdatasync(&self.file).map_err(|e| fault("sync", 0, e))
-        });
+        let done = self
+            .write_held()
+            .and_then(|()| rustix::fs::fdatasync(&self.file).map_err(|e| fault("sync", 0, e)));
         *failed = done.err();
         done
     }

@@ -20,6 +20,14 @@ const EIO: i32 = 5;
 
 type Block = Box<[u8; BLOCK_SIZE]>;
 
+/// One thing that was done to a disk, for tests that put it together anew in other ways.
+#[derive(Clone, Debug)]
+pub enum DiskEvent {
+    Write { offset: u64, bytes: Arc<[u8]> },
+    Discard { offset: u64, length: u64 },
+    Sync,
+}
+
 #[derive(Default)]
 struct State {
     /// What reads return; absent blocks are zeroes.
@@ -33,6 +41,8 @@ struct State {
     written_bytes: u64,
     /// Fail every write (and sync) after this many writes.
     fail_after: Option<u64>,
+    /// Everything done since [`MemoryDisk::record`].
+    events: Option<Vec<DiskEvent>>,
     /// The next syncs fail, and what they would have made durable is lost with the next cut.
     fail_syncs: bool,
     fail_reads: bool,
@@ -116,6 +126,21 @@ impl MemoryDisk {
         self.state().fail_reads = fail;
     }
 
+    /// Remembers from now on what is done to the disk.
+    pub fn record(&self) {
+        self.state().events = Some(Vec::new());
+    }
+
+    /// What was done since [`MemoryDisk::record`], in order.
+    pub fn events(&self) -> Vec<DiskEvent> {
+        self.state().events.clone().unwrap_or_default()
+    }
+
+    /// How much was done since then.
+    pub fn event_count(&self) -> usize {
+        self.state().events.as_ref().map_or(0, Vec::len)
+    }
+
     /// Number of write calls so far.
     pub fn writes(&self) -> u64 {
         self.state().writes
@@ -194,6 +219,10 @@ impl Disk for MemoryDisk {
         if state.fail_after.is_some_and(|limit| state.writes >= limit) {
             return Err(IoFault { operation: "write", offset, errno: EIO });
         }
+        if let Some(events) = &mut state.events {
+            let bytes: Vec<u8> = parts.iter().flat_map(|p| p.iter().copied()).collect();
+            events.push(DiskEvent::Write { offset, bytes: bytes.into() });
+        }
         state.writes += 1;
         state.written_bytes += total as u64;
         let mut bytes = parts.iter().flat_map(|p| p.chunks(SECTOR_SIZE));
@@ -232,6 +261,9 @@ impl Disk for MemoryDisk {
         }
         state.unsynced.clear();
         state.held.clear();
+        if let Some(events) = &mut state.events {
+            events.push(DiskEvent::Sync);
+        }
         Ok(())
     }
 
@@ -245,6 +277,9 @@ impl Disk for MemoryDisk {
     fn discard(&self, offset: u64, length: u64) {
         let mut state = self.state();
         let blocks = offset / BLOCK_SIZE as u64..(offset + length) / BLOCK_SIZE as u64;
+        if let Some(events) = &mut state.events {
+            events.push(DiskEvent::Discard { offset, length });
+        }
         for number in blocks {
             state.cached.remove(&number);
             state.unsynced.remove(&number);

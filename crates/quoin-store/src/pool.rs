@@ -241,9 +241,12 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             sequence: self.core.sequence,
             ..Checkpoint::default()
         };
-        self.core.record(Record::Create(identity))?;
-        self.core.record(Record::Meta(guid, Box::new(meta), Lsn::ZERO))?;
-        self.core.record(Record::Checkpoint(guid, checkpoint.encode()))?;
+        // One record: half a replica must never be found.
+        self.core.record_all([
+            Record::Create(identity),
+            Record::Meta(guid, Box::new(meta), Lsn::ZERO),
+            Record::Checkpoint(guid, checkpoint.encode()),
+        ])?;
         self.replicas.insert(guid, replica);
         Ok(())
     }

@@ -8,8 +8,8 @@ use quoin_core::entry::SharedEntry;
 use quoin_core::message::{Content, ReadView, Slot};
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
 use quoin_core::{
-    BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, SnapshotId,
-    View, VolumeId,
+    BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid,
+    SnapshotId, View, VolumeId,
 };
 use quoin_store::model::ModelPool;
 use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
