@@ -337,6 +337,19 @@ impl Disk for SimDisk {
         Ok(())
     }
 
+    fn read_media(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.read_at(offset, buffer)?;
+        let state = self.state();
+        for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
+            match state.dirty.get(&number).filter(|dirty| dirty.orphaned) {
+                Some(Dirty { media: Some(media), .. }) => chunk.copy_from_slice(&media[..]),
+                Some(_) => chunk.fill(0),
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
         if self.state().failing.writes {
             self.state().counts.errors += 1;

@@ -387,7 +387,7 @@ pub fn read_header<D: Disk>(
 }
 
 /// An unreadable sector is as good as a rotten one.
-fn readable(read: Result<(), StoreError>) -> Result<bool, StoreError> {
+pub fn readable(read: Result<(), StoreError>) -> Result<bool, StoreError> {
     match read {
         Ok(()) => Ok(true),
         Err(StoreError::Io(fault)) if fault.errno == 5 => Ok(false),

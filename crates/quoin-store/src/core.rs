@@ -120,6 +120,11 @@ impl<D: Disk> Core<D> {
         self.disk.read_at(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
     }
 
+    /// What is on the media there.
+    pub fn read_media(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        self.disk.read_media(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
+    }
+
     /// Releases what the finished sync made free.
     pub fn release(&mut self, ticket: u64) {
         let unit_bytes = u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;

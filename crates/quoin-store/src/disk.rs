@@ -18,6 +18,12 @@ pub trait Disk: Send {
     /// Fills `buffer` or fails.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault>;
 
+    /// The same from the media itself, whatever the kernel has cached. A failed sync leaves pages
+    /// that read well and are on no medium; this is how a start finds them.
+    fn read_media(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.read_at(offset, buffer)
+    }
+
     /// Writes all of `parts`, one after the other. When it returns the kernel holds the bytes.
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault>;
 

@@ -19,7 +19,7 @@ use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::disk::{Disk, Syncer};
-use crate::held::{Held, stretches};
+use crate::held::{Held, Piece, stretches};
 
 /// The kernel takes no more parts in one call.
 const PARTS_MAX: usize = 1024;
@@ -322,6 +322,27 @@ impl Disk for FileDisk {
         }
         for (at, bytes) in held {
             buffer[at..at + bytes.len()].copy_from_slice(&bytes);
+        }
+        Ok(())
+    }
+
+    fn read_media(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        let Some(direct) = &self.files.direct else { return self.read_at(offset, buffer) };
+        let mut piece = Piece::new();
+        let mut done = 0;
+        while done < buffer.len() {
+            let at = offset + done as u64;
+            let part = piece.memory(buffer.len() - done);
+            match rustix::io::pread(direct, &mut *part, at) {
+                Ok(0) => return Err(fault("read", at, Errno::IO)),
+                Ok(n) => {
+                    buffer[done..done + n].copy_from_slice(&part[..n]);
+                    done += n;
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::INVAL) => return self.read_at(offset, buffer),
+                Err(error) => return Err(fault("read", at, error)),
+            }
         }
         Ok(())
     }

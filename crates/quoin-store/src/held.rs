@@ -24,7 +24,7 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let memory = vec![0; PIECE_BYTES + BLOCK_SIZE];
         let address = memory.as_ptr().addr();
         let start = address.next_multiple_of(BLOCK_SIZE) - address;
@@ -37,6 +37,11 @@ impl Piece {
 
     pub fn end(&self) -> u64 {
         self.offset + self.length as u64
+    }
+
+    /// Aligned memory to read into, `length` bytes or as many as there are.
+    pub fn memory(&mut self, length: usize) -> &mut [u8] {
+        &mut self.memory[self.start..self.start + length.min(PIECE_BYTES)]
     }
 
     fn room(&self) -> usize {

@@ -34,6 +34,9 @@ struct State {
     cached: BTreeMap<u64, Block>,
     /// For each block with unsynced writes: the media's content and which sectors differ.
     unsynced: BTreeMap<u64, (Option<Block>, u8)>,
+    /// What the media hold of blocks that a failed sync left in the cache: no later sync writes
+    /// them.
+    orphans: BTreeMap<u64, Option<Block>>,
     /// Blocks whose newest content only the writing process has (`write_with_sync`).
     held: BTreeSet<u64>,
     boot: u128,
@@ -93,6 +96,9 @@ impl MemoryDisk {
         for number in unsynced {
             state.settle(number, &mut survives);
         }
+        for (number, media) in std::mem::take(&mut state.orphans) {
+            state.cached.insert(number, media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE])));
+        }
         state.held.clear();
         state.boot += 1;
         state.fail_after = None;
@@ -108,6 +114,7 @@ impl MemoryDisk {
             state.settle(number, &mut survives);
         }
         state.fail_after = None;
+        state.fail_syncs = false;
     }
 
     /// Fails every write after the next `writes` ones; `None` mends the disk.
@@ -116,7 +123,8 @@ impl MemoryDisk {
         state.fail_after = writes.map(|n| state.writes + n);
     }
 
-    /// Makes syncs fail from now on; a power cut mends the disk.
+    /// Makes syncs fail from now on; a crash mends the disk. What a failed one was to write stays
+    /// in the cache and never reaches the media.
     pub fn fail_syncs(&self) {
         self.state().fail_syncs = true;
     }
@@ -167,6 +175,7 @@ impl MemoryDisk {
         let copy = State {
             cached: state.cached.clone(),
             unsynced: state.unsynced.clone(),
+            orphans: state.orphans.clone(),
             held: state.held.clone(),
             boot: state.boot,
             writes: state.writes,
@@ -212,6 +221,19 @@ impl Disk for MemoryDisk {
         Ok(())
     }
 
+    fn read_media(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.read_at(offset, buffer)?;
+        let state = self.state();
+        for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
+            match state.orphans.get(&number) {
+                Some(Some(media)) => chunk.copy_from_slice(&media[..]),
+                Some(None) => chunk.fill(0),
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
         let total: usize = parts.iter().map(|p| p.len()).sum();
         self.check("write", offset, total)?;
@@ -239,6 +261,8 @@ impl Disk for MemoryDisk {
                 }
             }
             if changed != 0 {
+                // Written anew, it will be written out.
+                let old = state.orphans.remove(&number).unwrap_or(old);
                 state.unsynced.entry(number).or_insert((old, 0)).1 |= changed;
             }
             state.cached.insert(number, block);
@@ -257,6 +281,10 @@ impl Disk for MemoryDisk {
         let mut state = self.state();
         let failing = state.fail_syncs || state.fail_after.is_some_and(|n| state.writes >= n);
         if failing {
+            // The pages stay readable and are marked clean, as Linux does it.
+            for (number, (media, _)) in std::mem::take(&mut state.unsynced) {
+                state.orphans.entry(number).or_insert(media);
+            }
             return Err(IoFault { operation: "sync", offset: 0, errno: EIO });
         }
         state.unsynced.clear();
@@ -284,6 +312,7 @@ impl Disk for MemoryDisk {
             state.cached.remove(&number);
             state.unsynced.remove(&number);
             state.held.remove(&number);
+            state.orphans.remove(&number);
         }
     }
 

@@ -4,13 +4,19 @@
 //! over log segments in order of their sequence numbers. Where it ends is decided by R4: a
 //! break above the last durable watermark is a torn tail and is cut there, one at or below it
 //! is damage. Nothing behind a break is looked at for content, only for a later watermark.
+//!
+//! What lies above the watermark is read from the media itself, and not from what the kernel has
+//! cached: opening began with a sync, but an earlier one may have failed and its process been
+//! killed before it could say so. Its pages read well and will never be written. Where the media
+//! lack what the cache shows, the log ends, and the replica's claim to hold everything that it
+//! ever applied is withdrawn with that.
 
 use bytes::{Bytes, BytesMut};
-use quoin_core::replica::store::StoreError;
+use quoin_core::replica::store::{BootCookie, StoreError};
 use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
 
 use crate::batch::{Batch, BatchEntry, Stream};
-use crate::clean::read_header;
+use crate::clean::{read_header, readable};
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::error::PoolError;
@@ -91,7 +97,12 @@ pub fn recover<D: Disk>(
             watermark = watermark.max(batch.header.watermark);
         }
     }
-    let end = replay(core, &mut replica, durable, &chain, checkpoint.log, watermark)?;
+    let (end, lost) = replay(core, &mut replica, durable, &chain, checkpoint.log, watermark)?;
+    if lost {
+        for meta in [&mut replica.meta, &mut durable.meta] {
+            (meta.cookie, meta.closed_continuous) = (BootCookie::default(), false);
+        }
+    }
     watermark = watermark.max(search(core, &replica, &segments, end)?);
 
     let position = replica.head.position.lsn;
@@ -162,7 +173,8 @@ fn follow<D: Disk>(
     Ok(chain)
 }
 
-/// Applies the chain's entries above the folded map and says where the log goes on.
+/// Applies the chain's entries above the folded map and says where the log goes on, and whether
+/// the cache shows more of it than the media hold.
 fn replay<D: Disk>(
     core: &mut Core<D>,
     replica: &mut Replica,
@@ -170,7 +182,8 @@ fn replay<D: Disk>(
     chain: &[Found],
     start: LogStart,
     watermark: u64,
-) -> Result<End, PoolError> {
+) -> Result<(End, bool), PoolError> {
+    let mut lost = false;
     let start_unit = replica.family.segments.values();
     let start_unit = start_unit.filter(|s| s.state.sequence == start.sequence);
     let mut end = End {
@@ -185,6 +198,12 @@ fn replay<D: Disk>(
         let limit = limit.map(|(_, keep)| keep.0).min().unwrap_or(u64::MAX);
         let mut place = found.place;
         let (mut good, mut accepted, mut last) = (true, 0u32, 0u64);
+        if batch.entries().any(|e| e.lsn > watermark) && !header_on_media(core, found)? {
+            // Nothing of it, nor what had begun to replace it, comes back with the next start.
+            durable.cuts.push((end.index, replica.head.position.lsn));
+            lost = true;
+            break;
+        }
         for raw in batch.entries() {
             let at = if raw.crcs.is_empty() { 0 } else { place };
             place += (raw.crcs.len() / 4) as u64;
@@ -194,7 +213,14 @@ fn replay<D: Disk>(
                 continue;
             }
             let before = replica.head.position.lsn;
-            good = replay_entry(core, replica, &raw, at, watermark)?;
+            good = match replay_entry(core, replica, &raw, at, watermark)? {
+                Replayed::Yes => true,
+                Replayed::No => false,
+                Replayed::OnlyCached => {
+                    lost = true;
+                    false
+                }
+            };
             if good && replica.head.position.lsn <= before {
                 // The next start knows a higher watermark and would not believe it.
                 let keep = Lsn(raw.lsn - 1);
@@ -228,7 +254,14 @@ fn replay<D: Disk>(
             break;
         }
     }
-    Ok(end)
+    Ok((end, lost))
+}
+
+/// Whether the header that was found is more than a page of the cache.
+fn header_on_media<D: Disk>(core: &Core<D>, found: &Found) -> Result<bool, StoreError> {
+    let mut bytes = vec![0; found.header.len().next_multiple_of(BLOCK_SIZE)];
+    let first = found.place - (bytes.len() / BLOCK_SIZE) as u64;
+    Ok(readable(core.read_media(first, &mut bytes))? && bytes.starts_with(&found.header))
 }
 
 fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64) {
@@ -243,19 +276,27 @@ fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64
     }
 }
 
-/// `Ok(false)`: the log ends before this entry.
+/// Whether the log goes on with an entry.
+#[derive(PartialEq, Eq)]
+enum Replayed {
+    Yes,
+    No,
+    /// The kernel shows it, the media do not have it.
+    OnlyCached,
+}
+
 fn replay_entry<D: Disk>(
     core: &mut Core<D>,
     replica: &mut Replica,
     raw: &BatchEntry<'_>,
     place: u64,
     watermark: u64,
-) -> Result<bool, PoolError> {
+) -> Result<Replayed, PoolError> {
     let mut position = replica.head.position.lsn;
     if raw.lsn <= position.0 {
         // Appended again after a truncation whose record did not reach the media.
         if raw.lsn <= watermark {
-            return Ok(false);
+            return Ok(Replayed::No);
         }
         replica.cut(core, Lsn(raw.lsn - 1));
         position = replica.head.position.lsn;
@@ -267,7 +308,7 @@ fn replay_entry<D: Disk>(
             replica.log.push(&Entry { lsn: Lsn(lsn), epoch: Epoch(raw.epoch), ..missing() }, 0);
         }
     } else if raw.lsn != position.0 + 1 {
-        return Ok(false);
+        return Ok(Replayed::No);
     }
     let kind = EntryKind::decode(raw.kind, Bytes::copy_from_slice(raw.payload));
     let Ok(kind) = kind else {
@@ -285,22 +326,26 @@ fn replay_entry<D: Disk>(
         fua: raw.flags & 1 != 0,
     };
     if entry.chain_after(replica.head.chain) != entry.chain && !behind {
-        return Ok(false);
+        return Ok(Replayed::No);
     }
     let trusted = mutant::is("torn-data-accepted");
     if raw.lsn > watermark && !entry.crcs.is_empty() && !trusted {
         let mut data = BytesMut::zeroed(entry.crcs.len() * BLOCK_SIZE);
-        if core.read(place, &mut data).is_err() {
-            return Ok(false);
-        }
+        let on_media = core.read_media(place, &mut data).is_ok();
         entry.data = data.freeze();
-        if !entry.data_is_good() {
-            return Ok(false);
+        if !on_media || !entry.data_is_good() {
+            let mut data = BytesMut::zeroed(entry.crcs.len() * BLOCK_SIZE);
+            let cached = core.read(place, &mut data).is_ok();
+            entry.data = data.freeze();
+            return Ok(match cached && entry.data_is_good() {
+                true => Replayed::OnlyCached,
+                false => Replayed::No,
+            });
         }
         entry.data = Bytes::new();
     }
     replica.apply(&entry, place);
-    Ok(true)
+    Ok(Replayed::Yes)
 }
 
 /// An entry of nothing, for the mutant.

@@ -344,3 +344,57 @@ fn background_work_leaves_a_damaged_replica_aside_and_goes_on_with_the_others() 
     println!("set aside in {set_aside} of the cases");
     assert!(set_aside > 0, "the test hit no node of the map");
 }
+
+/// A sync failed and the process was killed before it could write that down: the same boot, the
+/// pages still in the cache, and nothing of them on the media.
+#[test]
+fn what_a_failed_sync_left_in_the_cache_is_not_taken_for_held_after_a_kill() {
+    for failed in [false, true] {
+        let mut world = World::without_reverts(3, 32 << 20);
+        let claim = ReplicaMeta {
+            session_open: true,
+            cookie: world.disk.cookie(),
+            closed_continuous: true,
+            ..ReplicaMeta::default()
+        };
+        world.pool().replica(GUID).expect("it").put_meta(claim.clone()).expect("room");
+        while world.history.len() < 20 {
+            world.append();
+        }
+        world.begin_sync();
+        world.finish_sync();
+        let synced = world.history.len() as u64;
+        // Under durability cache, so that the kernel holds everything at once.
+        let view = quoin_core::EntryKind::View(Box::new(common::some_view()));
+        let last = world.history.last().expect("entries");
+        let next = quoin_core::Position { epoch: last.epoch, lsn: Lsn(synced + 1) };
+        let view = quoin_core::Entry::after(last.chain, next, view, 0, 0, Bytes::new(), false);
+        let data = Bytes::from(vec![7; 8 * 4096]);
+        let after = quoin_core::Position { epoch: view.epoch, lsn: Lsn(synced + 2) };
+        let kind = quoin_core::EntryKind::Write;
+        let write = quoin_core::Entry::after(view.chain, after, kind, 0, 8, data, false);
+        let mut replica = world.pool().replica(GUID).expect("it");
+        replica.append(&[view.into()]).expect("room");
+        replica.append(&[write.into()]).expect("room");
+        if failed {
+            world.disk.fail_syncs();
+            assert!(world.disk.sync().is_err());
+        }
+        world.pool = None;
+        world.disk.process_crash(|| true);
+        let mut pool = Pool::open(world.disk.clone(), options()).expect("a pool");
+        let replica = pool.replica(GUID).expect("it");
+        let (lsn, meta) = (replica.state().position.lsn.0, replica.meta());
+        let claims = meta.cookie == claim.cookie && meta.closed_continuous;
+        match failed {
+            true => assert_eq!((lsn, claims), (synced, false)),
+            false => assert_eq!((lsn, claims), (synced + 2, true)),
+        }
+        drop(replica);
+        drop(pool);
+        let mut again = Pool::open(world.disk.clone(), options()).expect("a pool");
+        let replica = again.replica(GUID).expect("it");
+        assert_eq!(replica.meta().cookie == claim.cookie, !failed, "and it stays withdrawn");
+        assert_eq!(replica.state().position.lsn.0, lsn);
+    }
+}
