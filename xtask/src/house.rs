@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// The crates from the bottom up. A crate may use those of lower layers only, so a cycle or
 /// a step upwards (storage that knows CSI, a core that knows sockets) cannot creep in.
-const LAYERS: [&[&str]; 9] = [
+const LAYERS: [&[&str]; 10] = [
     &["quoin-core", "quoin-proto", "quoin-console"],
     &["quoin-wire", "quoin-store"],
     &["quoin-identity"],
@@ -17,6 +17,7 @@ const LAYERS: [&[&str]; 9] = [
     &["quoin-target", "quoin-pool", "quoin-node"],
     &["quoin-csi"],
     &["quoin-sim", "quoin-model", "quoin-bench", "quoin-fuzz"],
+    &["quoin-torture"],
     &["quoin"],
 ];
 

@@ -1,5 +1,5 @@
-//! The project's own commands: `cargo xtask demo | test | bench | sim | model | fuzz | trace |
-//! lint`.
+//! The project's own commands: `cargo xtask demo | test | bench | sim | model | fuzz |
+//! torture | trace | lint`.
 //!
 //! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
 //! known to only one of them. The work lives one module a command: [`demo`], [`test`],
@@ -75,10 +75,26 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Real processes on hosts of their own under faults that never stop (arguments go to
+    /// `quoin-torture`), as in `torture --minutes 10`.
+    #[command(disable_help_flag = true)]
+    Torture {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Which requirements of docs/requirements.csv a test names, and which are open.
     Trace(trace::Options),
     /// Format, clippy, dependency direction and the other rules of the tree.
     Lint(lint::Options),
+}
+
+fn torture(arguments: Vec<String>) -> anyhow::Result<()> {
+    packages::provide(&[&packages::EXT4, &packages::XFS, &packages::FUSE, &packages::FIO])?;
+    packages::provide(&[&packages::IPROUTE])?;
+    let quoin = run::release_binary("quoin", "quoin")?;
+    let torture = run::release_binary("quoin-torture", "quoin-torture")?;
+    let quoin = ["--quoin".to_owned(), quoin.display().to_string()];
+    run::replace_with(&torture, quoin.into_iter().chain(arguments))
 }
 
 fn main() -> ExitCode {
@@ -94,6 +110,7 @@ fn main() -> ExitCode {
             .and_then(|model| run::replace_with(&model, arguments)),
         Command::Fuzz { arguments } => run::release_binary("quoin-fuzz", "quoin-fuzz")
             .and_then(|fuzzer| run::replace_with(&fuzzer, arguments)),
+        Command::Torture { arguments } => torture(arguments),
         Command::Trace(options) => trace::run(&options),
         Command::Lint(options) => lint::run(&options),
     };

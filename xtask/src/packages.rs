@@ -22,6 +22,8 @@ pub const NBD: Need =
     Need { program: "nbdinfo", package: "libnbd-bin", purpose: "foreign NBD clients" };
 pub const QEMU: Need =
     Need { program: "qemu-img", package: "qemu-utils", purpose: "QEMU as an NBD client" };
+pub const IPROUTE: Need =
+    Need { program: "ip", package: "iproute2", purpose: "hosts of their own (network namespaces)" };
 pub const PYTHON: Need =
     Need { program: "python3", package: "python3", purpose: "CSI clients that are not Rust" };
 

@@ -1,0 +1,277 @@
+//! A Quoin of real processes, each on its host, started again when it ends.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::network::Network;
+
+pub const POOLS: [&str; 3] = ["pool-a", "pool-b", "pool-c"];
+pub const HOSTS: [&str; 5] = ["control", "pool-a", "pool-b", "pool-c", "node"];
+const POOL_CAPACITY: &str = "6GiB";
+const START_BUDGET: Duration = Duration::from_secs(60);
+const STOP_BUDGET: Duration = Duration::from_secs(30);
+
+struct Process {
+    host: &'static str,
+    arguments: Vec<String>,
+    child: Option<Child>,
+}
+
+pub struct Cluster {
+    quoin: PathBuf,
+    pub directory: PathBuf,
+    processes: BTreeMap<&'static str, Process>,
+    // After the processes: they live in it.
+    pub network: Option<Network>,
+}
+
+impl Cluster {
+    /// Makes a cluster and waits until its pools are online. `attach`: with block devices.
+    pub fn start(quoin: &Path, directory: &Path, attach: bool) -> Result<Self> {
+        let network = Network::make(&HOSTS)?;
+        for folder in ["run", "logs"] {
+            std::fs::create_dir_all(directory.join(folder))?;
+        }
+        let mut cluster = Self {
+            quoin: quoin.to_owned(),
+            directory: directory.to_owned(),
+            processes: BTreeMap::new(),
+            network,
+        };
+        let path = |name: &str| directory.join(name).display().to_string();
+        let controller = format!("{}:7400", cluster.address("control"));
+        cluster.command(&["controller", "init", "--state", &path("controller")])?;
+        cluster.add(
+            "controller",
+            "control",
+            &[
+                "controller",
+                "run",
+                "--state",
+                &path("controller"),
+                "--admin-socket",
+                &path("run/admin.sock"),
+                "--listen",
+                &controller,
+                "--default-spread",
+                "pool",
+            ],
+        )?;
+        for (index, pool) in (0..).zip(POOLS) {
+            let token = cluster.token("pool", pool)?;
+            let listen = format!("{}:{}", cluster.address(pool), 7401 + index);
+            cluster.add(
+                pool,
+                pool,
+                &[
+                    "pool",
+                    "run",
+                    "--state",
+                    &path(pool),
+                    "--data",
+                    &path(&format!("{pool}.data")),
+                    "--capacity",
+                    POOL_CAPACITY,
+                    "--node",
+                    "torture",
+                    "--name",
+                    pool,
+                    "--listen",
+                    &listen,
+                    "--controller",
+                    &controller,
+                    "--join",
+                    &token,
+                ],
+            )?;
+        }
+        let token = cluster.token("node", "torture")?;
+        cluster.add(
+            "target",
+            "node",
+            &[
+                "target",
+                "--state",
+                &path("node"),
+                "--run",
+                &path("run"),
+                "--controller",
+                &controller,
+                "--name",
+                "torture",
+                "--join",
+                &token,
+            ],
+        )?;
+        if attach {
+            cluster.add("attach", "node", &["attach", "--run", &path("run")])?;
+        }
+        cluster.wait("three pools online", |c| {
+            let pools = c.json(&["pool", "list"])?;
+            let online = |pool: &Value| pool["state"] == "Online";
+            Ok(pools.as_array().is_some_and(|p| p.iter().filter(|p| online(p)).count() == 3))
+        })?;
+        // It joined by now; a restart must not spend another token.
+        Ok(cluster)
+    }
+
+    fn address(&self, host: &str) -> String {
+        self.network.as_ref().map_or("127.0.0.1".into(), |network| network.address(host))
+    }
+
+    fn token(&mut self, role: &str, name: &str) -> Result<String> {
+        self.wait("the controller", |c| Ok(c.command(&["cluster", "info"]).is_ok()))?;
+        let made = self.json(&["token", "create", "--role", role, "--name", name])?;
+        Ok(made["token"].as_str().context("a token")?.to_owned())
+    }
+
+    fn add(&mut self, name: &'static str, host: &'static str, arguments: &[&str]) -> Result<()> {
+        let arguments = arguments.iter().map(ToString::to_string).collect();
+        self.processes.insert(name, Process { host, arguments, child: None });
+        self.ensure(name)
+    }
+
+    /// Starts it if it does not run.
+    fn ensure(&mut self, name: &str) -> Result<()> {
+        let process = self.processes.get_mut(name).context("a process of this name")?;
+        if let Some(child) = &mut process.child
+            && child.try_wait()?.is_none()
+        {
+            return Ok(());
+        }
+        let path = self.directory.join(format!("logs/{name}.log"));
+        let log = File::options().create(true).append(true).open(path)?;
+        let mut command = match &self.network {
+            Some(network) => {
+                let mut command = Command::new("nsenter");
+                let namespace = network.namespace(process.host);
+                command.arg(format!("--net=/run/netns/{namespace}")).arg(&self.quoin);
+                command
+            }
+            None => Command::new(&self.quoin),
+        };
+        command.args(&process.arguments).stdin(Stdio::null());
+        command.stdout(log.try_clone()?).stderr(log);
+        process.child = Some(command.spawn().with_context(|| format!("start {name}"))?);
+        Ok(())
+    }
+
+    /// Whatever has ended is started again.
+    pub fn tend(&mut self) -> Result<()> {
+        let names: Vec<_> = self.processes.keys().copied().collect();
+        names.into_iter().try_for_each(|name| self.ensure(name))
+    }
+
+    pub fn signal(&mut self, name: &str, signal: Signal) -> Result<()> {
+        let process = self.processes.get_mut(name).context("a process of this name")?;
+        let Some(child) = &mut process.child else { return Ok(()) };
+        if child.try_wait()?.is_none() {
+            kill_process(Pid::from_child(child), signal)?;
+        }
+        if signal == Signal::KILL {
+            child.wait()?;
+        }
+        Ok(())
+    }
+
+    /// The file of a pool.
+    pub fn pool_file(&self, pool: &str) -> PathBuf {
+        self.directory.join(format!("{pool}.data"))
+    }
+
+    /// Makes a volume, attaches it, and returns its id.
+    pub fn volume(&self, name: &str, size: &str, how: &[&str]) -> Result<String> {
+        self.command(&["volume", "create", name, "--size", size, "--replicas", "3"])?;
+        self.command(&[&["volume", "attach", name], how].concat())?;
+        let volume = self.json(&["volume", "get", name])?;
+        Ok(volume["id"].as_str().context("the volume's id")?.to_owned())
+    }
+
+    /// What is not in sync, for people; empty: all is whole.
+    pub fn unhealed(&self) -> Result<String> {
+        let replicas = self.json(&["replica", "list"])?;
+        let all = replicas.as_array().context("a list of replicas")?;
+        let behind = |r: &&Value| r["phase"] != "InSync";
+        let words = |r: &Value| format!("{}/{}: {}", r["volume"], r["pool"], r["phase"]);
+        Ok(all.iter().filter(behind).map(words).collect::<Vec<_>>().join(", "))
+    }
+
+    pub fn json(&self, arguments: &[&str]) -> Result<Value> {
+        let text = self.command(&[arguments, &["-o", "json"]].concat())?;
+        serde_json::from_str(&text).with_context(|| format!("quoin {}", arguments.join(" ")))
+    }
+
+    /// Runs `quoin ARGUMENTS` against this cluster.
+    pub fn command(&self, arguments: &[&str]) -> Result<String> {
+        let output = Command::new(&self.quoin)
+            .args(arguments)
+            .env("QUOIN_SOCKET", self.directory.join("run/admin.sock"))
+            .stdin(Stdio::null())
+            .output()
+            .context("run quoin")?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            bail!("quoin {}: {}", arguments.join(" "), said.trim());
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Until `done`, keeping processes up; what it fails with meanwhile is not final.
+    pub fn wait(&mut self, what: &str, done: impl Fn(&Self) -> Result<bool>) -> Result<()> {
+        self.wait_for(what, START_BUDGET, done)
+    }
+
+    pub fn wait_for(
+        &mut self,
+        what: &str,
+        budget: Duration,
+        done: impl Fn(&Self) -> Result<bool>,
+    ) -> Result<()> {
+        let began = Instant::now();
+        loop {
+            let outcome = done(self);
+            if matches!(outcome, Ok(true)) {
+                return Ok(());
+            }
+            if began.elapsed() > budget {
+                let why = outcome.err().map(|error| format!(": {error:#}")).unwrap_or_default();
+                bail!("{what}: not within {} s{why}", budget.as_secs());
+            }
+            self.tend()?;
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// SIGTERM to all, front to back, and the end of what does not obey.
+    pub fn stop(&mut self) {
+        for name in ["attach", "target", "pool-a", "pool-b", "pool-c", "controller"] {
+            let Some(process) = self.processes.get_mut(name) else { continue };
+            let Some(mut child) = process.child.take() else { continue };
+            let pid = Pid::from_child(&child);
+            // Both fail only if it has ended already.
+            let _ = kill_process(pid, Signal::CONT);
+            let _ = kill_process(pid, Signal::TERM);
+            let began = Instant::now();
+            while matches!(child.try_wait(), Ok(None)) {
+                if began.elapsed() > STOP_BUDGET {
+                    eprintln!("{name} does not end on SIGTERM; killed");
+                    let _ = child.kill();
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

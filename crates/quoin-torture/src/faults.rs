@@ -1,0 +1,176 @@
+//! What is done to a cluster, one fault after the other, each undone before the next.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use rustix::process::Signal;
+
+use crate::cluster::{Cluster, POOLS};
+
+/// Bytes are flipped in one pool only, so that two good copies of each block are left.
+const ROTTEN_POOL: &str = "pool-c";
+const FLIPS: usize = 16;
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Fault {
+    KillPool,
+    KillTarget,
+    KillController,
+    KillTwoPools,
+    KillAll,
+    StopPool,
+    StopTarget,
+    CutPool,
+    CutController,
+    CutTwoPools,
+    FlappingLink,
+    DelayedLink,
+    FlipBytes,
+    RestartCleanly,
+}
+
+const ALL: [(Fault, u32); 14] = [
+    (Fault::KillPool, 4),
+    (Fault::KillTarget, 3),
+    (Fault::KillController, 2),
+    (Fault::KillTwoPools, 2),
+    (Fault::KillAll, 1),
+    (Fault::StopPool, 3),
+    (Fault::StopTarget, 2),
+    (Fault::CutPool, 4),
+    (Fault::CutController, 1),
+    (Fault::CutTwoPools, 2),
+    (Fault::FlappingLink, 2),
+    (Fault::DelayedLink, 2),
+    (Fault::FlipBytes, 3),
+    (Fault::RestartCleanly, 1),
+];
+
+#[derive(Default)]
+pub struct Injected(pub BTreeMap<Fault, u64>);
+
+/// One that this machine can do.
+pub fn draw(rng: &mut ChaCha8Rng, cluster: &Cluster) -> Fault {
+    use Fault::{CutController, CutPool, CutTwoPools, DelayedLink, FlappingLink};
+    loop {
+        let total: u32 = ALL.iter().map(|(_, weight)| weight).sum();
+        let mut left = rng.random_range(0..total);
+        let chosen = ALL.iter().find(|(_, weight)| {
+            let here = left < *weight;
+            left = left.saturating_sub(*weight);
+            here
+        });
+        let Some((fault, _)) = chosen else { continue };
+        let fits = match fault {
+            CutPool | CutController | CutTwoPools | FlappingLink => cluster.network.is_some(),
+            DelayedLink => cluster.network.as_ref().is_some_and(|network| network.delays),
+            _ => true,
+        };
+        if fits {
+            return *fault;
+        }
+    }
+}
+
+impl Injected {
+    /// Does it and undoes it.
+    pub fn inject(
+        &mut self,
+        fault: Fault,
+        cluster: &mut Cluster,
+        rng: &mut ChaCha8Rng,
+    ) -> Result<()> {
+        *self.0.entry(fault).or_default() += 1;
+        let first = rng.random_range(0..POOLS.len());
+        let (pool, other) = (POOLS[first], POOLS[(first + 1) % POOLS.len()]);
+        let lasts = Duration::from_millis(rng.random_range(200..6000));
+        match fault {
+            Fault::KillPool => kill(cluster, &[pool], lasts),
+            Fault::KillTarget => kill(cluster, &["target"], Duration::ZERO),
+            Fault::KillController => kill(cluster, &["controller"], lasts),
+            Fault::KillTwoPools => kill(cluster, &[pool, other], lasts),
+            Fault::KillAll => {
+                let all = ["controller", "target", "pool-a", "pool-b", "pool-c"];
+                kill(cluster, &all, Duration::ZERO)
+            }
+            Fault::StopPool => stop(cluster, pool, lasts),
+            Fault::StopTarget => stop(cluster, "target", lasts),
+            Fault::CutPool => cut(cluster, &[pool], lasts),
+            Fault::CutController => cut(cluster, &["control"], lasts),
+            Fault::CutTwoPools => cut(cluster, &[pool, other], lasts),
+            Fault::FlappingLink => {
+                for _ in 0..rng.random_range(3..12) {
+                    cut(cluster, &[pool], Duration::from_millis(rng.random_range(20..400)))?;
+                    std::thread::sleep(Duration::from_millis(rng.random_range(20..400)));
+                }
+                Ok(())
+            }
+            Fault::DelayedLink => {
+                let network = cluster.network.as_ref().context("a network")?;
+                network.delay(pool, rng.random_range(1..200))?;
+                std::thread::sleep(lasts);
+                network.delay(pool, 0)
+            }
+            Fault::FlipBytes => flip(cluster, rng),
+            Fault::RestartCleanly => {
+                for name in [pool, "target"] {
+                    cluster.signal(name, Signal::TERM)?;
+                }
+                std::thread::sleep(Duration::from_millis(500));
+                cluster.tend()
+            }
+        }
+    }
+}
+
+fn kill(cluster: &mut Cluster, names: &[&str], down: Duration) -> Result<()> {
+    for name in names {
+        cluster.signal(name, Signal::KILL)?;
+    }
+    std::thread::sleep(down);
+    cluster.tend()
+}
+
+fn stop(cluster: &mut Cluster, name: &str, lasts: Duration) -> Result<()> {
+    cluster.signal(name, Signal::STOP)?;
+    std::thread::sleep(lasts);
+    cluster.signal(name, Signal::CONT)
+}
+
+fn cut(cluster: &Cluster, hosts: &[&str], lasts: Duration) -> Result<()> {
+    let network = cluster.network.as_ref().context("a network")?;
+    for host in hosts {
+        network.cut(host)?;
+    }
+    std::thread::sleep(lasts);
+    hosts.iter().try_for_each(|host| network.heal(host))
+}
+
+/// Anywhere in what the pool has written.
+fn flip(cluster: &Cluster, rng: &mut ChaCha8Rng) -> Result<()> {
+    let path = cluster.pool_file(ROTTEN_POOL);
+    let file = File::options().read(true).write(true).open(&path);
+    let file = file.with_context(|| format!("open {}", path.display()))?;
+    let size = file.metadata()?.len();
+    let mut flipped = 0;
+    for _ in 0..FLIPS * 20 {
+        let from = rng.random_range(0..size);
+        // Holes have nothing to spoil.
+        let Ok(at) = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(from)) else { continue };
+        let at = at + rng.random_range(0..(64 << 10).min(size - at));
+        let mut byte = [0];
+        if file.read_at(&mut byte, at)? == 1 {
+            file.write_at(&[byte[0] ^ (1 << rng.random_range(0..8))], at)?;
+            flipped += 1;
+        }
+        if flipped == FLIPS {
+            break;
+        }
+    }
+    Ok(())
+}

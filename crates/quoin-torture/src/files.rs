@@ -1,0 +1,146 @@
+//! A file system on a volume: fio writes and verifies, and at each stop the checker of the file
+//! system must find it clean.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::cluster::Cluster;
+
+/// A round of fio that takes longer than this stands still.
+const ROUND_BUDGET: Duration = Duration::from_secs(240);
+
+pub struct Files {
+    device: String,
+    mount: PathBuf,
+    xfs: bool,
+    mounted: bool,
+    fio: Option<(Child, Instant)>,
+    pub rounds: u64,
+    pub checks: u64,
+}
+
+/// Whether a volume can be a block device here; else why not.
+pub fn possible() -> Result<(), &'static str> {
+    if !rustix::process::geteuid().is_root() {
+        return Err("no root");
+    }
+    if !Path::new("/dev/fuse").exists() || !Path::new("/dev/loop-control").exists() {
+        return Err("no /dev/fuse or no loop devices");
+    }
+    Ok(())
+}
+
+impl Files {
+    pub fn make(cluster: &Cluster, name: &str, xfs: bool) -> Result<Self> {
+        cluster.volume(name, "768MiB", &[])?;
+        let volume = cluster.json(&["volume", "attach", name])?;
+        let device = volume["device"].as_str().context("the volume's device")?.to_owned();
+        let (program, force) = if xfs { ("mkfs.xfs", "-f") } else { ("mkfs.ext4", "-F") };
+        run(Command::new(program).args(["-q", force, &device]))?;
+        let mount = cluster.directory.join(format!("mnt-{name}"));
+        std::fs::create_dir_all(&mount)?;
+        let mut files =
+            Self { device, mount, xfs, mounted: false, fio: None, rounds: 0, checks: 0 };
+        files.mount()?;
+        Ok(files)
+    }
+
+    fn mount(&mut self) -> Result<()> {
+        run(Command::new("mount").arg(&self.device).arg(&self.mount))?;
+        self.mounted = true;
+        Ok(())
+    }
+
+    fn unmount(&mut self) -> Result<()> {
+        if self.mounted {
+            run(Command::new("umount").arg(&self.mount))?;
+            self.mounted = false;
+        }
+        Ok(())
+    }
+
+    /// Keeps fio going: a round that has ended must have ended well.
+    pub fn tend(&mut self) -> Result<()> {
+        if let Some((child, began)) = &mut self.fio {
+            let Some(status) = child.try_wait()? else {
+                if began.elapsed() > ROUND_BUDGET {
+                    bail!("fio on {} stands still", self.device);
+                }
+                return Ok(());
+            };
+            self.fio = None;
+            if !status.success() {
+                bail!("fio on {} ended with {status}: see fio.log", self.mount.display());
+            }
+            self.rounds += 1;
+        }
+        let log = std::fs::File::create(self.mount.with_extension("fio.log"))?;
+        let child = Command::new("fio")
+            .args(["--name=torture", "--rw=randwrite", "--bs=4k-64k", "--size=96m", "--direct=1"])
+            .args(["--verify=crc32c", "--do_verify=1", "--verify_fatal=1", "--fsync=64"])
+            .args(["--ioengine=libaio", "--iodepth=8", "--randrepeat=0"])
+            .arg(format!("--directory={}", self.mount.display()))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .context("start fio")?;
+        self.fio = Some((child, Instant::now()));
+        Ok(())
+    }
+
+    /// Lets fio end, unmounts, checks, mounts again.
+    pub fn check(&mut self) -> Result<()> {
+        if let Some((mut child, _)) = self.fio.take() {
+            let began = Instant::now();
+            let status = loop {
+                match child.try_wait()? {
+                    Some(status) => break status,
+                    None if began.elapsed() > ROUND_BUDGET => {
+                        let _ = child.kill();
+                        bail!("fio on {} stands still", self.device);
+                    }
+                    None => std::thread::sleep(Duration::from_millis(50)),
+                }
+            };
+            if !status.success() {
+                bail!("fio on {} ended with {status}: see fio.log", self.mount.display());
+            }
+            self.rounds += 1;
+        }
+        self.unmount()?;
+        if self.xfs {
+            run(Command::new("xfs_repair").args(["-n", &self.device]))?;
+        } else {
+            run(Command::new("e2fsck").args(["-fn", &self.device]))?;
+        }
+        self.checks += 1;
+        self.mount()
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        if let Some((mut child, _)) = self.fio.take() {
+            // Both fail only if it has ended already.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if let Err(error) = self.unmount() {
+            eprintln!("{error:#}");
+        }
+    }
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let output = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?}"))?;
+    if !output.status.success() {
+        let (out, err) = (output.stdout, output.stderr);
+        let (out, err) = (String::from_utf8_lossy(&out), String::from_utf8_lossy(&err));
+        bail!("{command:?}: {}: {}{}", output.status, out.trim(), err.trim());
+    }
+    Ok(())
+}

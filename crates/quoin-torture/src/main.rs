@@ -1,0 +1,189 @@
+//! `quoin-torture`: the real binaries on hosts of their own, under faults that never stop.
+//!
+//! Five hosts (network namespaces): the controller, three pools, and a node with its target and
+//! attach process. On them a raw volume whose clients record a history that is judged, and, as
+//! root with FUSE, an ext4 and an xfs file system on which fio writes and verifies and which are
+//! checked at each stop. Faults are drawn from a seed. At the end: what was done, what was
+//! checked, the longest pause that a client felt, and what was lost (nothing, or it fails).
+
+mod client;
+mod cluster;
+mod faults;
+mod files;
+mod network;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::Parser;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::client::Clients;
+use crate::cluster::Cluster;
+use crate::faults::Injected;
+use crate::files::Files;
+
+/// Tortures real Quoin processes and checks every byte
+#[derive(Parser)]
+struct Options {
+    /// How long faults go on
+    #[arg(long, default_value_t = 10.0, value_name = "N")]
+    minutes: f64,
+    /// Draws the faults; the same seed draws the same ones (their instants differ)
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// The binary to torture
+    #[arg(long, value_name = "FILE")]
+    quoin: PathBuf,
+    /// No file systems, only the raw volume
+    #[arg(long)]
+    no_files: bool,
+    /// Where the cluster's directory is made
+    #[arg(long, value_name = "DIR")]
+    under: Option<PathBuf>,
+}
+
+/// Between two checks of the file systems.
+const STOP_EVERY: Duration = Duration::from_secs(120);
+const FLOW_BUDGET: Duration = Duration::from_secs(90);
+const HEAL_BUDGET: Duration = Duration::from_secs(240);
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    catch_interrupts();
+    let under = options.under.clone().unwrap_or_else(std::env::temp_dir);
+    let directory = under.join(format!("quoin-torture-{}", std::process::id()));
+    match torture(&options, &directory) {
+        Ok(()) => {
+            if let Err(error) = std::fs::remove_dir_all(&directory) {
+                eprintln!("could not remove {}: {error}", directory.display());
+            }
+            if INTERRUPTED.load(Ordering::SeqCst) { ExitCode::from(130) } else { ExitCode::SUCCESS }
+        }
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            eprintln!("logs and pools are left in {}", directory.display());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Ctrl-C ends the faults; everything is checked and taken down as at the end.
+fn catch_interrupts() {
+    extern "C" fn note(_: i32) {
+        INTERRUPTED.store(true, Ordering::SeqCst);
+    }
+    // SAFETY: the handler only stores to an atomic, which is allowed in a signal handler.
+    unsafe { libc::signal(libc::SIGINT, note as *const () as libc::sighandler_t) };
+}
+
+fn torture(options: &Options, directory: &Path) -> Result<()> {
+    let seed = options.seed.unwrap_or_else(rand::random);
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let files_possible = match files::possible() {
+        _ if options.no_files => false,
+        Ok(()) => true,
+        Err(why) => {
+            println!("without file systems: {why}");
+            false
+        }
+    };
+    let quoin = options.quoin.canonicalize().context("--quoin")?;
+    let mut cluster = Cluster::start(&quoin, directory, files_possible)?;
+    match &cluster.network {
+        None => println!("all on loopback (no root or no `ip`): links are not harmed"),
+        Some(network) if !network.delays => println!("this kernel cannot delay packets (netem)"),
+        Some(_) => {}
+    }
+    let id = cluster.volume("raw", "64MiB", &["--nbd"])?;
+    let socket = directory.join(format!("run/nbd/{id}.sock"));
+    cluster.wait("the volume's socket", |_| Ok(socket.exists()))?;
+    let clients = Clients::start(socket, seed)?;
+    let mut files = Vec::new();
+    if files_possible {
+        files.push(Files::make(&cluster, "ext4", false)?);
+        files.push(Files::make(&cluster, "xfs", true)?);
+    }
+    let mut injected = Injected::default();
+    let outcome = rounds(options, &mut cluster, &clients, &mut files, &mut injected, &mut rng)
+        .and_then(|()| end(&mut cluster, clients, &mut files));
+    let file_rounds: u64 = files.iter().map(|f| f.rounds).sum();
+    let file_checks: u64 = files.iter().map(|f| f.checks).sum();
+    for one in &injected.0 {
+        println!("{:<18} {:>6}", format!("{:?}", one.0), one.1);
+    }
+    let judgement = outcome?;
+    println!(
+        "{} faults, {} IOs checked ({} blocks undecided), {file_rounds} rounds of fio verified, \
+         {file_checks} file system checks clean",
+        injected.0.values().sum::<u64>(),
+        judgement.checked,
+        judgement.undecided,
+    );
+    println!("longest pause {:.1} s, losses 0", judgement.longest_pause.as_secs_f64());
+    drop(files);
+    for name in ["raw", "ext4", "xfs"] {
+        if cluster.command(&["volume", "get", name]).is_ok() {
+            cluster.command(&["volume", "detach", name])?;
+        }
+    }
+    cluster.stop();
+    Ok(())
+}
+
+fn rounds(
+    options: &Options,
+    cluster: &mut Cluster,
+    clients: &Clients,
+    files: &mut [Files],
+    injected: &mut Injected,
+    rng: &mut ChaCha8Rng,
+) -> Result<()> {
+    let (began, mut stopped) = (Instant::now(), Instant::now());
+    let lasts = Duration::from_secs_f64(options.minutes * 60.0);
+    while began.elapsed() < lasts && !INTERRUPTED.load(Ordering::SeqCst) {
+        files.iter_mut().try_for_each(Files::tend)?;
+        let fault = faults::draw(rng, cluster);
+        println!(
+            "[{:>6.1} s] {fault:?}; {} IOs checked",
+            began.elapsed().as_secs_f64(),
+            clients.checked()
+        );
+        injected.inject(fault, cluster, rng)?;
+        clients.flows(FLOW_BUDGET).with_context(|| format!("after {fault:?}"))?;
+        // Sometimes the next one strikes while this one is not healed yet.
+        if rng.random_range(0..3) != 0 {
+            heal(cluster, clients)?;
+        }
+        if stopped.elapsed() > STOP_EVERY {
+            heal(cluster, clients)?;
+            files.iter_mut().try_for_each(Files::check)?;
+            stopped = Instant::now();
+        }
+    }
+    Ok(())
+}
+
+fn heal(cluster: &mut Cluster, clients: &Clients) -> Result<()> {
+    let healed = cluster.wait_for("all replicas in sync", HEAL_BUDGET, |cluster| {
+        clients.check()?;
+        let behind = cluster.unhealed()?;
+        if behind.is_empty() { Ok(true) } else { bail!("{behind}") }
+    });
+    clients.check()?;
+    healed
+}
+
+fn end(cluster: &mut Cluster, clients: Clients, files: &mut [Files]) -> Result<client::Judgement> {
+    println!("the faults are over: everything must heal, be whole and agree");
+    heal(cluster, &clients)?;
+    files.iter_mut().try_for_each(Files::check)?;
+    clients.finish()
+}
