@@ -110,6 +110,30 @@ impl Cluster {
                 &token,
             ],
         )?;
+        // The node's process uses the identity that its target got by the token.
+        let certificate = directory.join("node/cert.pem");
+        cluster.wait("the target's identity", |_| Ok(certificate.exists()))?;
+        std::fs::create_dir_all(directory.join("run/csi"))?;
+        let csi = format!("unix://{}", path("run/csi/csi.sock"));
+        let mode = if attach { "all" } else { "controller" };
+        cluster.add(
+            "agent",
+            "node",
+            &[
+                "node",
+                "run",
+                "--state",
+                &path("node"),
+                "--run",
+                &path("run"),
+                "--controller",
+                &controller,
+                "--csi-endpoint",
+                &csi,
+                "--mode",
+                mode,
+            ],
+        )?;
         if attach {
             cluster.add("attach", "node", &["attach", "--run", &path("run")])?;
         }
@@ -118,7 +142,10 @@ impl Cluster {
             let online = |pool: &Value| pool["state"] == "Online";
             Ok(pools.as_array().is_some_and(|p| p.iter().filter(|p| online(p)).count() == 3))
         })?;
-        // It joined by now; a restart must not spend another token.
+        cluster.wait("the node", |c| {
+            let nodes = c.json(&["node", "list"])?;
+            Ok(nodes.as_array().is_some_and(|nodes| !nodes.is_empty()))
+        })?;
         Ok(cluster)
     }
 
@@ -188,7 +215,17 @@ impl Cluster {
 
     /// Makes a volume, attaches it, and returns its id.
     pub fn volume(&self, name: &str, size: &str, how: &[&str]) -> Result<String> {
-        self.command(&["volume", "create", name, "--size", size, "--replicas", "3"])?;
+        self.command(&[
+            "volume",
+            "create",
+            name,
+            "--size",
+            size,
+            "--replicas",
+            "3",
+            "--block-size",
+            "512",
+        ])?;
         self.command(&[&["volume", "attach", name], how].concat())?;
         let volume = self.json(&["volume", "get", name])?;
         Ok(volume["id"].as_str().context("the volume's id")?.to_owned())
@@ -251,7 +288,7 @@ impl Cluster {
 
     /// SIGTERM to all, front to back, and the end of what does not obey.
     pub fn stop(&mut self) {
-        for name in ["attach", "target", "pool-a", "pool-b", "pool-c", "controller"] {
+        for name in ["agent", "attach", "target", "pool-a", "pool-b", "pool-c", "controller"] {
             let Some(process) = self.processes.get_mut(name) else { continue };
             let Some(mut child) = process.child.take() else { continue };
             let pid = Pid::from_child(&child);

@@ -36,8 +36,8 @@ pub fn possible() -> Result<(), &'static str> {
 impl Files {
     pub fn make(cluster: &Cluster, name: &str, xfs: bool) -> Result<Self> {
         cluster.volume(name, "768MiB", &[])?;
-        let volume = cluster.json(&["volume", "attach", name])?;
-        let device = volume["device"].as_str().context("the volume's device")?.to_owned();
+        // Attached already: the same again says where.
+        let device = cluster.command(&["volume", "attach", name])?.trim().to_owned();
         let (program, force) = if xfs { ("mkfs.xfs", "-f") } else { ("mkfs.ext4", "-F") };
         run(Command::new(program).args(["-q", force, &device]))?;
         let mount = cluster.directory.join(format!("mnt-{name}"));
