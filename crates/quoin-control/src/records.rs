@@ -69,6 +69,11 @@ pub struct Spec {
     pub parameters: BTreeMap<String, String>,
     /// Any of these; empty: anywhere.
     pub accessible_topology: Vec<BTreeMap<String, String>>,
+    /// IOs and bytes a second; 0: no limit.
+    #[serde(default)]
+    pub iops_limit: u64,
+    #[serde(default)]
+    pub bandwidth_limit: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]

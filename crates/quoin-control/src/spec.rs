@@ -105,7 +105,18 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
         allow_loss_on_single_failure: asked.allow_loss_on_single_failure,
         parameters: asked.parameters.clone().into_iter().collect(),
         accessible_topology,
+        iops_limit: asked.iops_limit,
+        bandwidth_limit: bandwidth(asked.bandwidth_limit)?,
     })
+}
+
+/// Less than a block a second would look like a volume that hangs.
+fn bandwidth(bytes: u64) -> Result<u64, Error> {
+    if bytes != 0 && bytes < BLOCK_SIZE as u64 {
+        let rule = format!("{bytes} bytes a second are less than one block of {BLOCK_SIZE}");
+        return Err(Error::invalid("bandwidthLimit", rule));
+    }
+    Ok(bytes)
 }
 
 /// The first of `choices` is the default.
@@ -176,6 +187,8 @@ impl From<&Spec> for VolumeSpec {
             fs_type: spec.fs_type.clone(),
             frontend: spec.frontend.clone(),
             allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
+            iops_limit: spec.iops_limit,
+            bandwidth_limit: spec.bandwidth_limit,
             parameters: spec.parameters.clone().into_iter().collect(),
             accessible_topology: spec
                 .accessible_topology
@@ -255,6 +268,7 @@ mod tests {
         assert!(with(|s| s.name = "x".repeat(129)).contains("at most 128"));
         assert!(with(|s| s.replicas = 6).starts_with("replicas:"));
         assert!(with(|s| s.block_size = 1024).starts_with("blockSize:"));
+        assert!(with(|s| s.bandwidth_limit = 100).starts_with("bandwidthLimit:"));
         assert!(with(|s| s.reads = "maybe".into()).contains("leased, confirmed"));
         assert!(with(|s| s.fs_type = "zfs".into()).contains("ext4, xfs"));
         assert!(

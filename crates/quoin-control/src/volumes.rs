@@ -122,6 +122,8 @@ impl Controller {
             ("blockSize", has.block_size == asked.block_size),
             ("fsType", has.fs_type == asked.fs_type),
             ("frontend", has.frontend == asked.frontend),
+            ("iopsLimit", has.iops_limit == asked.iops_limit),
+            ("bandwidthLimit", has.bandwidth_limit == asked.bandwidth_limit),
             ("parameters", has.parameters == asked.parameters),
             ("topology", self.within(volume, asked)),
         ];

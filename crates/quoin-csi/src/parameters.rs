@@ -43,13 +43,19 @@ pub const PARAMETERS: &[Parameter] = &[
     Parameter { key: "blockSize", aliases: &[], values: "512 | 4096" },
     Parameter { key: "fsType", aliases: &["fstype"], values: "ext4 | xfs" },
     Parameter { key: "allowLossOnSingleFailure", aliases: &[], values: "true | false" },
+    Parameter { key: "iopsLimit", aliases: &[], values: "a number of IOs a second, at least 1" },
+    Parameter {
+        key: "bandwidthLimit",
+        aliases: &[],
+        values: "a number of bytes a second, at least 4096",
+    },
     Parameter { key: "thin", aliases: &["thinProvision"], values: "true" },
     Parameter { key: "local", aliases: &[], values: "any" },
     Parameter { key: "encrypted", aliases: &[], values: "false" },
 ];
 
 /// Known words of the design whose work this version does not do.
-const LATER: &[&str] = &["iopsLimit", "bandwidthLimit", "replaceAfter"];
+const LATER: &[&str] = &["replaceAfter"];
 
 /// Reads parameters into a specification, its `parameters` in the project's spelling.
 ///
@@ -109,7 +115,13 @@ fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Option<()> {
         value.bytes().all(|byte| byte.is_ascii_digit()).then_some(())?;
         value.parse().ok().filter(|number| (low..=high).contains(number))
     };
+    let rate = |least: u64| {
+        value.bytes().all(|byte| byte.is_ascii_digit()).then_some(())?;
+        value.parse().ok().filter(|number| *number >= least)
+    };
     match key {
+        "iopsLimit" => spec.iops_limit = rate(1)?,
+        "bandwidthLimit" => spec.bandwidth_limit = rate(4096)?,
         "replicas" => spec.replicas = number(1, 5)?,
         "consistencyFactor" => spec.consistency_factor = number(1, 5)?,
         "durability" => {
@@ -182,6 +194,12 @@ mod tests {
     }
 
     #[test]
+    fn limits_are_numbers_of_a_second() {
+        let spec = read(&of(&[("iopsLimit", "500"), ("bandwidthLimit", "10485760")])).unwrap();
+        assert_eq!((spec.iops_limit, spec.bandwidth_limit), (500, 10 << 20));
+    }
+
+    #[test]
     fn aliases_mean_the_same_and_compare_the_same() {
         let own = read(&of(&[("replicas", "2")])).unwrap();
         for alias in ["repl", "numberOfReplicas", "replicaCount"] {
@@ -202,7 +220,10 @@ mod tests {
             ("replicas", "six"),
             ("durability", "disk"),
             ("blockSize", "1024"),
-            ("iopsLimit", "100"),
+            ("iopsLimit", "0"),
+            ("bandwidthLimit", "10MiB"),
+            ("bandwidthLimit", "4095"),
+            ("replaceAfter", "10m"),
             ("encrypted", "true"),
             ("", ""),
         ] {

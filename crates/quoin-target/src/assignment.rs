@@ -11,6 +11,7 @@ use quoin_identity::convert::id;
 use quoin_proto::control::{self, NodeAssignment, TargetAssignment};
 
 use crate::shard::{ReplicaPlace, VolumeSetup};
+use crate::throttle::Limits;
 
 /// Lease of a target, in milliseconds: how long a dead one delays its successor.
 const LEASE_MS: u32 = 2000;
@@ -26,6 +27,7 @@ const SYNC_AFTER_MS: u32 = 1000;
 pub struct Assigned {
     pub config: TargetConfig,
     pub info: DeviceInfo,
+    pub limits: Limits,
     pub replicas: Vec<ReplicaPlace>,
 }
 
@@ -34,6 +36,7 @@ impl Assigned {
         VolumeSetup {
             config: self.config.clone(),
             info: self.info.clone(),
+            limits: self.limits,
             socket,
             replicas: self.replicas.clone(),
             seed: rand::random(),
@@ -134,6 +137,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             block_size,
             read_only: target.read_only,
         },
+        limits: Limits { ios_per_s: spec.iops_limit, bytes_per_s: spec.bandwidth_limit },
         replicas,
     })
 }

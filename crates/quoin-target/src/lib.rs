@@ -16,6 +16,7 @@ pub mod listen;
 pub mod metrics;
 mod notes;
 pub mod shard;
+mod throttle;
 pub mod tokens;
 
 use std::path::PathBuf;

@@ -6,6 +6,7 @@ mod support;
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use quoin_core::PoolId;
@@ -17,6 +18,7 @@ use quoin_pool::shard::Ended;
 use quoin_store::model::ModelPool;
 use quoin_store::{FileDisk, FormatOptions, Pool, PoolOptions};
 use quoin_target::dial::Reach;
+use quoin_target::shard::Limits;
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use support::*;
@@ -207,6 +209,38 @@ fn a_request_that_comes_in_pieces_waits_for_its_rest_and_holds_up_nobody_else() 
     slow.send_rest(&[2; 8092]);
     assert_eq!(slow.reply().1, 0);
     assert_eq!(other.read(0, 8192), [2; 8192]);
+    target.stop();
+}
+
+#[test]
+fn a_volume_with_limits_slows_its_clients_and_gives_them_no_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("v.sock");
+    let known = members(1);
+    let membership = membership(&known, 1);
+    let pool = start("127.0.0.1:0");
+    create_replica(&pool, known[0], &membership, BLOCKS);
+    let control = Control::default();
+    let target =
+        RunningTarget::start(&control, membership, Reach::PlainLoopback, |_, _| Bytes::new());
+    let limits = Limits { ios_per_s: 20, bytes_per_s: 1 << 20 };
+    target.open_limited(&socket, vec![place(known[0], &pool)], BLOCKS, false, limits);
+    let mut client = Nbd::connect(&socket);
+    client.write(0, &[1; 4096]);
+    let began = Instant::now();
+    for n in 1..45 {
+        client.write(n * 4096, &[2; 4096]);
+    }
+    // 20 at once and 24 at 20 a second.
+    assert!(began.elapsed() >= Duration::from_millis(1000), "{:?}", began.elapsed());
+    // One client goes in the middle of it; the other is served on.
+    let mut gone = Nbd::connect(&socket);
+    for _ in 0..5 {
+        gone.send(0, 1, 0, 4096, &[3; 4096]);
+    }
+    drop(gone);
+    client.write(0, &[4; 4096]);
+    assert_eq!(client.read(0, 4096), [4; 4096]);
     target.stop();
 }
 

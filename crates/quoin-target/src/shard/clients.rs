@@ -1,18 +1,32 @@
 //! A shard's clients: their requests become the state machines', the replies theirs.
 
 use quoin_core::block::{Frontend, Reply, Request};
-use quoin_core::target::TargetEvent;
+use quoin_core::target::{TargetAction, TargetEvent};
 use quoin_core::{Time, VolumeId};
 use quoin_frontend::nbd::{Session, TlsPolicy};
 use quoin_wire::reactor::{Interest, now};
 
-use super::{Shard, Slot};
+use super::{Shard, Slot, Volume};
 use crate::client::{Client, Turn};
 use crate::door::NewClient;
 use crate::tokens::Origin;
 
 /// Clients of one volume.
 const CLIENTS_MAX: usize = 64;
+
+impl Volume {
+    fn submit(
+        &mut self,
+        now: Time,
+        client: u64,
+        mut request: Request,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let origin = Origin { client, token: request.token };
+        request.token = self.tokens.issue(origin);
+        self.target.on(now, TargetEvent::Submit(request), actions);
+    }
+}
 
 impl Shard {
     pub(super) fn accept(&mut self, id: VolumeId) {
@@ -106,14 +120,37 @@ impl Shard {
             return;
         }
         if let Some(volume) = self.volumes.get_mut(&id) {
-            for mut request in requests.drain(..) {
-                self.metrics.requested(&request);
-                let origin = Origin { client: key, token: request.token };
-                request.token = volume.tokens.issue(origin);
-                volume.target.on(now, TargetEvent::Submit(request), &mut self.actions);
+            for request in requests.drain(..) {
+                let request = match &mut volume.throttle {
+                    None => Some(request),
+                    Some((throttle, _)) => throttle.admit(now, key, request),
+                };
+                if let Some(request) = request {
+                    self.metrics.requested(&request);
+                    volume.submit(now, key, request, &mut self.actions);
+                }
+            }
+            if let Some((throttle, key)) = &volume.throttle {
+                self.timers.set(*key, throttle.due());
             }
         }
         requests.clear();
+        self.touch(id);
+        self.act(id);
+    }
+
+    /// Lets go what a volume's limits held back until now.
+    pub(super) fn release(&mut self, now: Time, id: VolumeId) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        while let Some((throttle, _)) = &mut volume.throttle
+            && let Some((client, request)) = throttle.next(now)
+        {
+            self.metrics.requested(&request);
+            volume.submit(now, client, request, &mut self.actions);
+        }
+        if let Some((throttle, key)) = &volume.throttle {
+            self.timers.set(*key, throttle.due());
+        }
         self.touch(id);
         self.act(id);
     }
@@ -170,6 +207,10 @@ impl Shard {
         self.timers.set(key, None);
         if let Some(volume) = self.volumes.get_mut(&client.volume) {
             volume.clients.retain(|k| *k != key);
+            if let Some((throttle, timer)) = &mut volume.throttle {
+                throttle.forget(key);
+                self.timers.set(*timer, throttle.due());
+            }
         }
         self.metrics.clients.dec();
     }

@@ -31,6 +31,8 @@ use crate::dial::{Dialler, Reach};
 use crate::door::NewClient;
 use crate::listen::Socket;
 use crate::metrics::Metrics;
+pub use crate::throttle::Limits;
+use crate::throttle::Throttle;
 use crate::tokens::Tokens;
 use links::Link;
 
@@ -72,6 +74,7 @@ pub enum Grant {
 pub struct VolumeSetup {
     pub config: TargetConfig,
     pub info: DeviceInfo,
+    pub limits: Limits,
     pub socket: PathBuf,
     pub replicas: Vec<ReplicaPlace>,
     /// Feeds incarnations: random, never repeated.
@@ -126,6 +129,8 @@ struct Volume {
     listener: Socket,
     listener_key: u64,
     timer_key: u64,
+    /// With the key of the timer that lets go what waits.
+    throttle: Option<(Throttle, u64)>,
     clients: Vec<u64>,
     links: Vec<(SessionKey, u64)>,
     places: Vec<ReplicaPlace>,
@@ -144,6 +149,7 @@ struct Volume {
 enum Slot {
     Listener(VolumeId),
     Timer(VolumeId),
+    Throttle(VolumeId),
     Client(Box<Client>),
     Link(Box<Link>),
 }
@@ -265,6 +271,10 @@ impl Shard {
                         let volume = *volume;
                         self.event(now, volume, TargetEvent::Timer);
                     }
+                    Some(Slot::Throttle(volume)) => {
+                        let volume = *volume;
+                        self.release(now, volume);
+                    }
                     // Its certificate has run out.
                     Some(Slot::Client(_)) => self.client_lost(key),
                     _ => {}
@@ -333,7 +343,7 @@ impl Shard {
     }
 
     fn open(&mut self, now: Time, setup: VolumeSetup) {
-        let VolumeSetup { config, info, socket, replicas, seed } = setup;
+        let VolumeSetup { config, info, limits, socket, replicas, seed } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -354,12 +364,15 @@ impl Shard {
             let _ = self.asks.send(Ask::Stopped { volume: id, fenced: false });
             return;
         }
+        let throttle = Throttle::new(now, limits);
+        let throttle = throttle.map(|throttle| (throttle, self.insert(Slot::Throttle(id))));
         let volume = Volume {
             target: Target::new(now, config, seed),
             info,
             listener,
             listener_key,
             timer_key,
+            throttle,
             clients: Vec::new(),
             links: Vec::new(),
             places: Vec::new(),
@@ -494,7 +507,7 @@ impl Shard {
                 let volume = *volume;
                 self.accept(volume);
             }
-            Some(Slot::Timer(_)) | None => {}
+            Some(Slot::Timer(_) | Slot::Throttle(_)) | None => {}
         }
     }
 
@@ -533,6 +546,10 @@ impl Shard {
         self.reactor.deregister(&volume.listener.listener);
         self.timers.set(volume.timer_key, None);
         self.slots.remove(&volume.timer_key);
+        if let Some((_, key)) = volume.throttle {
+            self.timers.set(key, None);
+            self.slots.remove(&key);
+        }
         self.slots.remove(&volume.listener_key);
         for key in volume.clients {
             if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {

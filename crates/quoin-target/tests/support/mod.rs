@@ -27,7 +27,9 @@ use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
 use quoin_target::dial::Reach;
 use quoin_target::metrics::Metrics;
-use quoin_target::shard::{Ask, Grant, Input, ReplicaPlace, Shard, ShardHandle, VolumeSetup};
+use quoin_target::shard::{
+    Ask, Grant, Input, Limits, ReplicaPlace, Shard, ShardHandle, VolumeSetup,
+};
 use quoin_wire::handshake::ServerSecurity;
 use quoin_wire::notices::Notices;
 use quoin_wire::reactor::{Reactor, Waker};
@@ -187,6 +189,17 @@ impl RunningTarget {
     }
 
     pub fn open(&self, socket: &Path, places: Vec<ReplicaPlace>, blocks: u64, media: bool) {
+        self.open_limited(socket, places, blocks, media, Limits::default());
+    }
+
+    pub fn open_limited(
+        &self,
+        socket: &Path,
+        places: Vec<ReplicaPlace>,
+        blocks: u64,
+        media: bool,
+        limits: Limits,
+    ) {
         self.handle.send(Input::Open(Box::new(VolumeSetup {
             config: config(blocks, media),
             info: DeviceInfo {
@@ -195,6 +208,7 @@ impl RunningTarget {
                 block_size: 512,
                 read_only: false,
             },
+            limits,
             socket: socket.to_owned(),
             replicas: places,
             seed: Instant::now().elapsed().as_nanos() as u64

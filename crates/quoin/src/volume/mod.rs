@@ -83,6 +83,12 @@ pub struct CreateOptions {
     /// File system that `fsType` names to the node.
     #[arg(long, value_parser = ["ext4", "xfs"])]
     fs_type: Option<String>,
+    /// IOs a second that the volume serves; more wait [default: no limit].
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    iops_limit: Option<u64>,
+    /// Bytes a second that are read and written, as in 100MiB; more wait [default: no limit].
+    #[arg(long, value_parser = parse_size)]
+    bandwidth_limit: Option<u64>,
     /// Accept a consistency factor below a majority: one failure may then lose acknowledged
     /// writes.
     #[arg(long)]
@@ -143,6 +149,8 @@ impl CreateOptions {
             spread: spread.into(),
             on_quorum_loss: self.on_quorum_loss.clone().unwrap_or_default(),
             on_full: self.on_full.clone().unwrap_or_default(),
+            iops_limit: self.iops_limit.unwrap_or(0),
+            bandwidth_limit: self.bandwidth_limit.unwrap_or(0),
             block_size: self.block_size.as_deref().and_then(|size| size.parse().ok()).unwrap_or(0),
             fs_type: self.fs_type.clone().unwrap_or_default(),
             allow_loss_on_single_failure: self.allow_loss_on_single_failure,
