@@ -104,20 +104,28 @@ fn show_worlds(arguments: &Arguments) -> bool {
     }
     // 8 bytes a state, and a table may be half empty after it grew.
     let states = (arguments.memory_gib << 30) / 16;
-    let seconds = arguments.seconds.unwrap_or(match (arguments.full, arguments.quick) {
+    let each = arguments.seconds.unwrap_or(match (arguments.full, arguments.quick) {
         (true, _) => 4 * 3600,
         (_, true) => 20,
-        _ => 420,
+        _ if arguments.world.is_some() => 3600,
+        _ => 300,
     });
-    let limits = Limits {
-        states,
-        time: Duration::from_secs(seconds),
-        threads: quoin_model::threads(),
-        traces: false,
-    };
+    // An ordinary run is over within a quarter of an hour, walks included.
+    let all = Duration::from_secs(if arguments.full { u64::MAX / 4 } else { 13 * 60 });
+    let all = if arguments.world.is_some() { Duration::from_secs(each) } else { all };
+    let began = Instant::now();
     let mut sound = true;
-    for world in worlds {
-        let model = Model { bounds: world, mutant: None };
+    for (index, world) in worlds.iter().enumerate() {
+        let left = all.saturating_sub(began.elapsed());
+        // Each world may use half of what is left, and the last all of it.
+        let share = if index + 1 == worlds.len() { left } else { left / 2 };
+        let limits = Limits {
+            states,
+            time: share.min(Duration::from_secs(each)),
+            threads: quoin_model::threads(),
+            traces: false,
+        };
+        let model = Model { bounds: *world, mutant: None };
         println!("{}: {world}", world.name);
         let explored = explore(&model, &model.initial(), limits, None);
         sound &= report(&model, &explored, limits);
