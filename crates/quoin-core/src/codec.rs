@@ -3,7 +3,7 @@
 //! [`Reader`] never panics and never allocates more than its input justifies: lengths are
 //! checked against what is left before anything is reserved.
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 /// The input is shorter than, or contradicts, what its own fields announce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -32,10 +32,22 @@ impl Reader {
     }
 
     fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], Malformed> {
-        let taken = self.take(N, what)?;
-        let mut array = [0; N];
-        array.copy_from_slice(&taken);
+        // Never by `take`: that shares the buffer, which costs more than the bytes do.
+        let array = *self.bytes.first_chunk::<N>().ok_or(Malformed(what))?;
+        self.bytes.advance(N);
         Ok(array)
+    }
+
+    /// Takes `n` numbers.
+    pub fn u32s(&mut self, n: usize, what: &'static str) -> Result<Vec<u32>, Malformed> {
+        let length = n.saturating_mul(4);
+        let bytes = self.bytes.get(..length).ok_or(Malformed(what))?;
+        let numbers = bytes
+            .chunks_exact(4)
+            .map(|c| u32::from_le_bytes(c.try_into().expect("4 bytes")))
+            .collect();
+        self.bytes.advance(length);
+        Ok(numbers)
     }
 
     pub fn u8(&mut self, what: &'static str) -> Result<u8, Malformed> {
@@ -73,6 +85,9 @@ impl Reader {
     /// A `u32` length and that many bytes.
     pub fn bytes(&mut self, what: &'static str) -> Result<Bytes, Malformed> {
         let n = self.count(1, what)?;
+        if n == 0 {
+            return Ok(Bytes::new());
+        }
         self.take(n, what)
     }
 

@@ -507,3 +507,80 @@ fn an_open_keeps_no_more_than_the_window_for_a_member_that_is_far_behind() {
     assert!(hand.target.status().serving);
     assert_eq!(hand.entries_of(3), []);
 }
+
+impl Hand {
+    /// Reads that reach the target in one batch; who was asked for each.
+    fn read_in_one_batch(&mut self, count: u64, length: u32) -> Vec<Member> {
+        self.sent.clear();
+        for token in 0..count {
+            let operation = Operation::Read { offset: token * u64::from(length), length };
+            let event = TargetEvent::Submit(Request { token, operation });
+            self.target.on(self.now, event, &mut Vec::new());
+        }
+        self.on(TargetEvent::Timer);
+        self.asked_for_reads()
+    }
+
+    fn asked_for_reads(&self) -> Vec<Member> {
+        let reads = self.sent.iter().filter(|(_, m)| matches!(m, ToReplica::Read { .. }));
+        reads.map(|(member, _)| *member).collect()
+    }
+}
+
+#[test]
+fn small_reads_of_one_batch_share_frames_and_large_ones_share_the_work() {
+    let mut hand = Hand::new(config());
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    let asked = hand.read_in_one_batch(48, 4096);
+    let runs = asked.chunk_by(|a, b| a == b).map(<[_]>::len).collect::<Vec<_>>();
+    assert_eq!(runs, [16, 16, 16]);
+
+    let mut hand = Hand::new(config());
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    let mut asked = hand.read_in_one_batch(3, 64 << 10);
+    asked.sort_unstable();
+    asked.dedup();
+    assert_eq!(asked.len(), 3);
+}
+
+#[test]
+fn a_read_that_is_not_answered_in_time_is_asked_of_another_member_and_no_other_read_is() {
+    let mut hand = Hand::new(config());
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    let first = hand.read_in_one_batch(2, 4096);
+    assert_eq!(first.len(), 2);
+    let answered = hand.sent.iter().find_map(|(m, message)| match message {
+        ToReplica::Read { id, lba, .. } => Some((*m, *id, *lba)),
+        _ => None,
+    });
+    let (from, id, lba) = answered.expect("it was asked");
+    let slot = Slot { lba, blocks: 1, version: Lsn(0), content: Content::Hole };
+    let at = hand.target.status().last.lsn;
+    let answer = FromReplica::Data { id, at, slots: vec![slot], ping: Ping(hand.now.0) };
+    hand.say(from.id.0, answer);
+    hand.sent.clear();
+    hand.pass(450);
+    assert_eq!(hand.asked_for_reads(), []);
+    // One look finds it late, the next asks.
+    hand.pass(1200);
+    let again = hand.asked_for_reads();
+    assert!(!again.is_empty() && again[0] != first[1], "{again:?}");
+    assert_eq!(hand.replies.iter().filter(|r| r.token == 0).count(), 1);
+}
+
+#[test]
+fn a_request_that_changes_nothing_is_answered_under_a_live_lease_too() {
+    let mut hand = Hand::new(config());
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    // What was sent last is answered; then nothing is, until the lease has lapsed.
+    for id in 1..=3 {
+        hand.applied(id, true);
+    }
+    hand.pass(2100);
+    hand.submit(1, Operation::Trim { offset: 512, length: 512, fua: true });
+    assert_eq!(hand.replies, []);
+    for id in 1..=2 {
+        hand.applied(id, true);
+    }
+    assert_eq!(hand.replies.iter().map(|r| r.token).collect::<Vec<_>>(), [1]);
+}

@@ -6,7 +6,7 @@ use bytes::{Bytes, BytesMut};
 use quoin_core::VolumeId;
 use quoin_core::block::{Closed, DeviceInfo, Frontend, Reply, Request};
 use quoin_wire::frame::WireError;
-use quoin_wire::queue::{Filled, SendQueue, fill};
+use quoin_wire::queue::{Filled, ReceiveQueue, SendQueue};
 use quoin_wire::reactor::Interest;
 
 /// Replies a client may leave unread before its requests are not taken.
@@ -18,7 +18,7 @@ pub struct Client {
     socket: OwnedFd,
     pub volume: VolumeId,
     frontend: Box<dyn Frontend>,
-    input: BytesMut,
+    input: ReceiveQueue,
     output: SendQueue,
     pieces: Vec<Bytes>,
     /// Whole requests may wait in `input`: the session had enough when it was last given some.
@@ -44,7 +44,7 @@ impl Client {
             socket,
             volume,
             frontend,
-            input: BytesMut::new(),
+            input: ReceiveQueue::default(),
             output: SendQueue::default(),
             pieces: Vec::new(),
             sated: false,
@@ -56,7 +56,7 @@ impl Client {
 
     /// Bytes that were read before the client came here.
     pub fn give_input(&mut self, input: BytesMut) {
-        self.input = input;
+        self.input.bytes = input;
     }
 
     pub fn socket(&self) -> BorrowedFd<'_> {
@@ -80,9 +80,9 @@ impl Client {
     pub fn read(&mut self, requests: &mut Vec<Request>) -> Result<Turn, WireError> {
         let mut taken = 0;
         while self.may_take() && taken < READ_TURN_MAX {
-            let before = self.input.len();
-            let filled = fill(&self.socket, &mut self.input, 0)?;
-            taken += self.input.len() - before;
+            let before = self.input.bytes.len();
+            let filled = self.input.fill(&self.socket, 0)?;
+            taken += self.input.bytes.len() - before;
             if matches!(filled, Filled::More | Filled::Drained) {
                 self.take(requests);
             }
@@ -100,7 +100,7 @@ impl Client {
         if self.ending {
             return;
         }
-        let taken = self.frontend.receive(&mut self.input, requests, &mut self.pieces);
+        let taken = self.frontend.receive(&mut self.input.bytes, requests, &mut self.pieces);
         self.sated = !self.frontend.wants_input();
         self.queue_pieces();
         if let Err(Closed(why)) = taken {
@@ -112,7 +112,7 @@ impl Client {
     /// Whether input waits that the session could take now. What is left after it took all it
     /// could is the start of a request whose rest has not come.
     pub fn holds_input(&self) -> bool {
-        self.sated && !self.input.is_empty() && self.may_take()
+        self.sated && !self.input.bytes.is_empty() && self.may_take()
     }
 
     pub fn complete(&mut self, reply: Reply) {

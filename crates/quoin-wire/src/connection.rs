@@ -2,7 +2,6 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use bytes::BytesMut;
 use quoin_core::ids::SessionKey;
 use quoin_core::message::{FromReplica, ToReplica};
 
@@ -10,7 +9,7 @@ use crate::decode::{Incoming, decode};
 use crate::encode::{self, FrameBuffer};
 use crate::frame::{HEADER_LEN, Header, Limits, WireError};
 use crate::hello::{Hello, Welcome};
-use crate::queue::{Filled, SendQueue, fill};
+use crate::queue::{Filled, ReceiveQueue, SendQueue};
 use crate::security::{Opener, Sealer};
 
 /// Bytes taken from one socket before others get their turn.
@@ -32,7 +31,7 @@ pub struct Connection {
     sealer: Sealer,
     opener: Opener,
     limits: Limits,
-    input: BytesMut,
+    input: ReceiveQueue,
     /// The header of the frame at the start of `input`, once it was checked.
     header: Option<Header>,
     frame: FrameBuffer,
@@ -48,7 +47,7 @@ impl Connection {
             sealer,
             opener,
             limits: Limits::HELLO,
-            input: BytesMut::new(),
+            input: ReceiveQueue::default(),
             header: None,
             frame: FrameBuffer::default(),
             output: SendQueue::default(),
@@ -66,20 +65,19 @@ impl Connection {
 
     /// Reads what the socket has, up to a turn's worth.
     pub fn receive(&mut self) -> Result<ReadOutcome, WireError> {
-        let before = self.input.len();
+        let before = self.input.bytes.len();
         loop {
             let expect = match &self.header {
-                Some(header) => {
-                    (header.frame_len() + self.opener.tag_len()).saturating_sub(self.input.len())
-                }
+                Some(header) => (header.frame_len() + self.opener.tag_len())
+                    .saturating_sub(self.input.bytes.len()),
                 None => 0,
             };
-            match fill(&self.socket, &mut self.input, expect)? {
+            match self.input.fill(&self.socket, expect)? {
                 Filled::Drained | Filled::Nothing => return Ok(ReadOutcome::Drained),
                 Filled::End => return Ok(ReadOutcome::End),
                 // A frame that is longer than the buffer must be known before more is read.
                 Filled::More if self.header.is_none() => return Ok(ReadOutcome::More),
-                Filled::More if self.input.len() - before >= READ_TURN_MAX => {
+                Filled::More if self.input.bytes.len() - before >= READ_TURN_MAX => {
                     return Ok(ReadOutcome::More);
                 }
                 Filled::More => {}
@@ -92,9 +90,9 @@ impl Connection {
         let header = match self.header {
             Some(header) => header,
             None => {
-                let Some(bytes) = self.input.first_chunk::<HEADER_LEN>() else {
+                let Some(bytes) = self.input.bytes.first_chunk::<HEADER_LEN>() else {
                     // Garbage is refused by its first bytes, not after 64 of them came.
-                    return match self.input.first_chunk::<4>() {
+                    return match self.input.bytes.first_chunk::<4>() {
                         Some(first) if *first != crate::frame::MAGIC && first[0] != 0x15 => {
                             Err(WireError::Magic)
                         }
@@ -107,11 +105,11 @@ impl Connection {
             }
         };
         let length = header.frame_len() + self.opener.tag_len();
-        if self.input.len() < length {
+        if self.input.bytes.len() < length {
             return Ok(None);
         }
         self.header = None;
-        let frame = self.opener.open(self.input.split_to(length))?;
+        let frame = self.opener.open(self.input.bytes.split_to(length))?;
         decode(&header, frame).map(Some)
     }
 
@@ -163,7 +161,7 @@ impl Connection {
 
     /// Forgets what was read: this connection's frames are not wanted any more.
     pub fn discard_input(&mut self) {
-        self.input.clear();
+        self.input.bytes.clear();
         self.header = None;
     }
 
@@ -174,6 +172,6 @@ impl Connection {
 
     /// Bytes read but not yet taken as frames.
     pub fn buffered_bytes(&self) -> usize {
-        self.input.len()
+        self.input.bytes.len()
     }
 }

@@ -2,10 +2,9 @@
 //! are slices of it.
 //!
 //! Every count is checked against the bytes that are left before anything is reserved, so a
-//! frame never makes more memory than a small multiple of its own length. The checksum of each
-//! block is verified: bad blocks of an entry, a rebuild or a repair are an error that ends the
-//! connection; a bad block in a read's answer becomes [`Content::Bad`], so that another replica
-//! is asked.
+//! frame never makes more memory than a small multiple of its own length. The checksums of
+//! blocks are not verified here: the state machines do that, once, where they decide what a bad
+//! block means.
 
 use std::sync::Arc;
 
@@ -40,13 +39,6 @@ pub enum Frame {
 pub struct Incoming {
     pub session: SessionKey,
     pub frame: Frame,
-}
-
-/// What to do with a block of an answer that fails its checksum.
-#[derive(Clone, Copy, PartialEq)]
-enum OnBadBlock {
-    Refuse,
-    Mark,
 }
 
 struct Body {
@@ -139,7 +131,7 @@ impl Body {
             kind::INCREMENT_FEED => ToReplica::IncrementFeed {
                 rebuild: self.head.u64("increment")?,
                 cursor: self.cursor()?,
-                slots: self.slots(OnBadBlock::Refuse)?,
+                slots: self.slots()?,
             },
             kind::INCREMENT_CUT => ToReplica::IncrementCut {
                 rebuild: self.head.u64("increment")?,
@@ -153,9 +145,6 @@ impl Body {
                 let (lba, version) = (self.lba()?, self.lsn()?);
                 let crc = self.head.u32("repair")?;
                 let data = self.block()?;
-                if crc32c(&data) != crc {
-                    return Err(WireError::Checksum("block"));
-                }
                 ToReplica::Repair { lba, version, crc, data }
             }
             kind::CLOSE => ToReplica::Close,
@@ -202,7 +191,7 @@ impl Body {
                 id: self.head.u64("data")?,
                 at: self.lsn()?,
                 ping: self.ping()?,
-                slots: self.slots(OnBadBlock::Mark)?,
+                slots: self.slots()?,
             },
             kind::FETCHED => FromReplica::Fetched {
                 id: self.head.u64("fetched")?,
@@ -221,7 +210,7 @@ impl Body {
                 };
                 FromReplica::Pulled {
                     id,
-                    slots: self.slots(OnBadBlock::Mark)?,
+                    slots: self.slots()?,
                     cursor: more.then_some(cursor),
                     end,
                     gone,
@@ -373,21 +362,15 @@ impl Body {
         let (mut crcs, mut data) = (Vec::new(), Bytes::new());
         if kind == EntryKind::Write {
             let n = blocks as usize;
-            let raw = head.take(n.saturating_mul(4), "entry checksums")?;
-            crcs.extend(
-                raw.chunks_exact(4).map(|c| u32::from_le_bytes(c.try_into().expect("4 bytes"))),
-            );
+            crcs = head.u32s(n, "entry checksums")?;
             data = self.data(n.saturating_mul(BLOCK_SIZE))?;
         }
         let entry = Entry { epoch, lsn, kind, lba, blocks, crcs, data, chain, fua };
         entry.check()?;
-        if !entry.data_is_good() {
-            return Err(WireError::Checksum("block"));
-        }
         Ok(entry)
     }
 
-    fn slots(&mut self, on_bad: OnBadBlock) -> Result<Vec<Slot>, WireError> {
+    fn slots(&mut self) -> Result<Vec<Slot>, WireError> {
         let n = self.head.count(SLOT_HEAD_MIN, "slots")?;
         let mut slots = Vec::with_capacity(n);
         for _ in 0..n {
@@ -401,21 +384,9 @@ impl Body {
             }
             let content = match code {
                 0 => Content::Hole,
-                1 => {
-                    let crc = self.head.u32("slot")?;
-                    let data = self.block()?;
-                    if crc32c(&data) == crc {
-                        Content::Data { crc, data }
-                    } else if on_bad == OnBadBlock::Mark {
-                        Content::Bad
-                    } else {
-                        return Err(WireError::Checksum("block"));
-                    }
-                }
+                1 => Content::Data { crc: self.head.u32("slot")?, data: self.block()? },
                 2 => Content::Bad,
-                3 if on_bad == OnBadBlock::Mark => {
-                    Content::Data { crc: self.head.u32("slot")?, data: Bytes::new() }
-                }
+                3 => Content::Data { crc: self.head.u32("slot")?, data: Bytes::new() },
                 _ => return Err(WireError::Malformed("slot")),
             };
             slots.push(Slot { lba, blocks, version, content });

@@ -13,8 +13,8 @@
 //! * [`notices`] carries what operators want to know from shards to reports.
 //!
 //! Peers are hostile until proven otherwise: no input makes this crate panic or hold more memory
-//! than [`frame::Limits`] says. Checksums of blocks are verified here, by whoever receives data:
-//! a replica before an entry reaches its state machine, a target before a slot does.
+//! than [`frame::Limits`] says. Checksums of blocks are the state machines' business: they verify
+//! each block that they take, once.
 
 pub mod connection;
 pub mod decode;

@@ -128,8 +128,9 @@ impl SendQueue {
     }
 }
 
-/// How much one `read` asks for, unless a longer frame is being waited for.
-pub const READ_CHUNK: usize = 128 << 10;
+/// Memory that is taken at once to read into: the least, and the most.
+const CHUNK_MIN: usize = 128 << 10;
+const CHUNK_MAX: usize = 512 << 10;
 /// Room below which a new chunk is begun: a read of a few bytes costs as much as a full one.
 const ROOM_MIN: usize = 16 << 10;
 
@@ -146,31 +147,55 @@ pub enum Filled {
     End,
 }
 
-/// Reads once into `buffer`. `expect`: how many bytes the frame at its start still lacks.
+/// What was read from a socket and not taken yet.
 ///
-/// Frames are split off without copying, so a chunk lives until its last frame is dropped.
-pub fn fill(socket: impl AsFd, buffer: &mut BytesMut, expect: usize) -> Result<Filled, WireError> {
-    if buffer.capacity() - buffer.len() < ROOM_MIN.max(expect) {
-        buffer.reserve(READ_CHUNK.max(expect));
+/// Frames are split off `bytes` without copying, so a chunk lives until its last frame is
+/// dropped. The frame at its end, of which only a part came, is moved to the next chunk: chunks
+/// grow with the traffic, so that this is a small part of what is read.
+pub struct ReceiveQueue {
+    pub bytes: BytesMut,
+    chunk: usize,
+}
+
+impl Default for ReceiveQueue {
+    fn default() -> Self {
+        Self { bytes: BytesMut::new(), chunk: CHUNK_MIN }
     }
-    let room = buffer.spare_capacity_mut();
-    let room_len = room.len();
-    loop {
-        match rustix::io::read(&socket, &mut *room) {
-            Ok((read, _)) => {
-                let n = read.len();
-                if n == 0 {
-                    return Ok(Filled::End);
-                }
-                // SAFETY: `read` initialised the first `n` bytes of the spare capacity.
-                unsafe { buffer.set_len(buffer.len() + n) };
-                return Ok(if n == room_len { Filled::More } else { Filled::Drained });
-            }
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => return Ok(Filled::Nothing),
-            Err(Errno::CONNRESET) => return Ok(Filled::End),
-            Err(errno) => return Err(WireError::Io { operation: "read", source: errno.into() }),
+}
+
+impl ReceiveQueue {
+    /// Reads once. `expect`: how many bytes the frame at the start still lacks.
+    pub fn fill(&mut self, socket: impl AsFd, expect: usize) -> Result<Filled, WireError> {
+        let bytes = &mut self.bytes;
+        if bytes.capacity() - bytes.len() < ROOM_MIN.max(expect) {
+            bytes.reserve(self.chunk.max(expect));
         }
+        let room = bytes.spare_capacity_mut();
+        let room_len = room.len();
+        let n = loop {
+            match rustix::io::read(&socket, &mut *room) {
+                Ok((read, _)) => break read.len(),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(Filled::Nothing),
+                Err(Errno::CONNRESET) => return Ok(Filled::End),
+                Err(errno) => {
+                    return Err(WireError::Io { operation: "read", source: errno.into() });
+                }
+            }
+        };
+        if n == 0 {
+            return Ok(Filled::End);
+        }
+        // SAFETY: `read` initialised the first `n` bytes of the spare capacity.
+        unsafe { bytes.set_len(bytes.len() + n) };
+        if n == room_len {
+            self.chunk = (2 * self.chunk).min(CHUNK_MAX);
+            return Ok(Filled::More);
+        }
+        if n < self.chunk / 16 {
+            self.chunk = (self.chunk / 2).max(CHUNK_MIN);
+        }
+        Ok(Filled::Drained)
     }
 }
 
@@ -202,6 +227,41 @@ mod tests {
         }
         assert!(queue.is_empty());
         assert_eq!(received, expected);
+    }
+
+    #[test]
+    fn chunks_grow_with_the_traffic_and_shrink_without_it_and_no_byte_is_lost() {
+        let (mut writer, reader) = UnixStream::pair().unwrap();
+        reader.set_nonblocking(true).unwrap();
+        let sent: Vec<u8> = (0..8u32 << 20).map(|i| (i % 251) as u8).collect();
+        let copy = sent.clone();
+        let thread = std::thread::spawn(move || {
+            use std::io::Write;
+            writer.write_all(&copy).unwrap();
+            writer
+        });
+        let mut queue = ReceiveQueue::default();
+        let (mut received, mut chunk_max) = (Vec::new(), 0);
+        while received.len() < sent.len() {
+            queue.fill(&reader, 0).unwrap();
+            chunk_max = chunk_max.max(queue.chunk);
+            // A frame is left unfinished most of the time.
+            let whole = queue.bytes.len().saturating_sub(1000);
+            received.extend_from_slice(&queue.bytes.split_to(whole));
+            if received.len() + queue.bytes.len() == sent.len() {
+                received.extend_from_slice(&queue.bytes.split());
+            }
+        }
+        assert!(received == sent);
+        assert!(chunk_max > CHUNK_MIN && chunk_max <= CHUNK_MAX);
+        let mut writer = thread.join().unwrap();
+        for _ in 0..200 {
+            use std::io::Write;
+            writer.write_all(b"little").unwrap();
+            assert_eq!(queue.fill(&reader, 0).unwrap(), Filled::Drained);
+            queue.bytes.clear();
+        }
+        assert_eq!(queue.chunk, CHUNK_MIN);
     }
 
     #[test]

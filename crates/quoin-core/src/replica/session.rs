@@ -90,6 +90,8 @@ pub(super) struct Session {
     tip: Option<Lsn>,
     pub durable: Lsn,
     applied: Lsn,
+    /// What this session told the store last.
+    stable: Lsn,
     /// Entries that must be durable before they are said to be applied, oldest first.
     barriers: VecDeque<Lsn>,
     syncs: VecDeque<(SyncTicket, AfterSync)>,
@@ -108,6 +110,7 @@ impl Session {
             tip: None,
             durable,
             applied: durable,
+            stable: Lsn::ZERO,
             barriers: VecDeque::new(),
             syncs: VecDeque::new(),
             reads: VecDeque::new(),
@@ -328,9 +331,10 @@ impl Session {
         self.syncs.push_back((ticket, AfterSync::Durable(self.applied)));
     }
 
-    fn set_stable(&self, stable: Lsn, store: &mut dyn ReplicaStore) {
+    fn set_stable(&mut self, stable: Lsn, store: &mut dyn ReplicaStore) {
         let stable = stable.min(self.applied);
-        if stable > store.state().stable {
+        if stable > self.stable {
+            self.stable = stable;
             store.set_stable(stable);
         }
     }

@@ -24,6 +24,7 @@ mod quorum;
 mod read;
 mod rebuild;
 mod serve;
+mod slab;
 mod steps;
 mod write;
 

@@ -1,7 +1,11 @@
 //! Requests that look at the volume: one in-sync replica answers, commit decides when.
 
+use std::collections::VecDeque;
+use std::time::Duration;
+
 use bytes::{Bytes, BytesMut};
 
+use super::slab::Slab;
 use super::{Link, Target, TargetAction, TargetNote};
 use crate::block::{BlockError, Payload, StatusExtent, Token};
 use crate::ids::Lsn;
@@ -11,13 +15,16 @@ use crate::mutant;
 use crate::target::ReadMode;
 use crate::time::Time;
 use crate::{BLOCK_SIZE, WRITE_BLOCKS_MAX, crc32c};
-use std::time::Duration;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// A reply slower than this is asked of another member too.
 const HEDGE: Duration = Duration::from_millis(500);
 /// Reads asked of one member at a time; a replica takes twice as many before it objects.
 const READS_MAX: u32 = 2048;
+/// Blocks of one batch that are asked of one member before the next: a few small reads in one
+/// frame cost little more than one, and members that have to go to their disks answer one by
+/// one, so that later batches spread by themselves.
+const RUN_BLOCKS: u32 = 16;
 /// Blocks of one status request to a replica.
 const STATUS_BLOCKS: u64 = 1 << 15;
 
@@ -42,6 +49,7 @@ struct Read {
     after: Lsn,
     /// The member asked now; `None` while nobody can be asked.
     asked: Option<Member>,
+    /// Members asked before it, which had a bad copy or took too long.
     tried: Vec<Member>,
     /// Members whose copy was bad, with the versions they hold.
     bad: Vec<(Member, u64, Lsn)>,
@@ -65,21 +73,51 @@ struct Group {
 
 #[derive(Default)]
 pub(super) struct Reads {
-    reads: Vec<Option<Read>>,
-    free: Vec<usize>,
-    groups: Vec<Option<Group>>,
-    free_groups: Vec<usize>,
+    reads: Slab<Read>,
+    groups: Slab<Group>,
     generation: u32,
     /// Reads that nobody has been asked for yet.
     unasked: Vec<usize>,
     /// Reads whose answer waits for commit or the lease.
     held: Vec<usize>,
-    open: usize,
+    /// What was asked and when, oldest first; what was answered since is skipped.
+    asked: VecDeque<(Time, RequestId)>,
+    /// The member that the batch under way asks, and the blocks that it may still be asked.
+    run: Option<(Member, u32)>,
 }
 
 impl Reads {
     pub fn is_empty(&self) -> bool {
-        self.open == 0
+        self.reads.is_empty()
+    }
+
+    fn id(&self, index: usize) -> Option<RequestId> {
+        let read = self.reads.get(index)?;
+        Some(RequestId::from(read.generation) << 32 | index as u64)
+    }
+
+    /// The open read that an id names.
+    fn of(&self, id: RequestId) -> Option<(usize, &Read)> {
+        let index = (id & u64::from(u32::MAX)) as usize;
+        let read = self.reads.get(index)?;
+        (u64::from(read.generation) == id >> 32).then_some((index, read))
+    }
+
+    /// Who has not answered yet what was asked then.
+    fn waits_for(&self, sent: Time, id: RequestId) -> Option<(usize, Member)> {
+        let (index, read) = self.of(id)?;
+        if read.sent == sent { Some((index, read.asked?)) } else { None }
+    }
+
+    fn was_asked(&mut self, now: Time, id: RequestId) {
+        self.asked.push_back((now, id));
+        // Behind one that waits, those that were answered since are not more than a few times
+        // the open ones.
+        if self.asked.len() > 64 + 4 * self.reads.len() {
+            let mut asked = std::mem::take(&mut self.asked);
+            asked.retain(|(sent, id)| self.waits_for(*sent, *id).is_some());
+            self.asked = asked;
+        }
     }
 }
 
@@ -107,16 +145,7 @@ impl Target {
             arrived: now,
             failed: None,
         };
-        let index = match self.reads.free_groups.pop() {
-            Some(index) => {
-                self.reads.groups[index] = Some(group);
-                index
-            }
-            None => {
-                self.reads.groups.push(Some(group));
-                self.reads.groups.len() - 1
-            }
-        };
+        let index = self.reads.groups.insert(group);
         for part in 0..count {
             let lba = first + part as u64 * step;
             let blocks = (end - lba).min(step) as u32;
@@ -148,17 +177,7 @@ impl Target {
             generation: self.reads.generation,
             ready: None,
         };
-        let index = match self.reads.free.pop() {
-            Some(index) => {
-                self.reads.reads[index] = Some(read);
-                index
-            }
-            None => {
-                self.reads.reads.push(Some(read));
-                self.reads.reads.len() - 1
-            }
-        };
-        self.reads.open += 1;
+        let index = self.reads.reads.insert(read);
         self.reads.unasked.push(index);
     }
 
@@ -166,6 +185,7 @@ impl Target {
     /// connection, so a member answers without waiting.
     pub(super) fn ask_reads(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let mut unasked = std::mem::take(&mut self.reads.unasked);
+        self.reads.run = None;
         unasked.retain(|&index| !self.ask(now, index, actions));
         unasked.append(&mut self.reads.unasked);
         self.reads.unasked = unasked;
@@ -173,7 +193,7 @@ impl Target {
 
     /// True if the read needs no asking any more.
     fn ask(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
-        let Some(read) = self.reads.reads[index].as_ref() else { return true };
+        let Some(read) = self.reads.reads.get(index) else { return true };
         if read.asked.is_some() || read.ready.is_some() {
             return true;
         }
@@ -189,6 +209,10 @@ impl Target {
             }
             if peer.reads >= READS_MAX {
                 continue;
+            }
+            if self.reads.run.is_some_and(|(m, left)| m == peer.member && left >= read.blocks) {
+                best = Some((i, 0));
+                break;
             }
             let local = self.config.local == Some(peer.member);
             let load = if local { 0 } else { 1 + peer.reads + 64 * u32::from(is_slow(peer, now)) };
@@ -208,12 +232,12 @@ impl Target {
                 return true;
             }
             // All were asked and none answered in time: ask them again.
-            if any && let Some(read) = self.reads.reads[index].as_mut() {
+            if any && let Some(read) = self.reads.reads.get_mut(index) {
                 read.tried.retain(|m| read.bad.iter().any(|(b, _, _)| b == m));
             }
             return false;
         };
-        let id = RequestId::from(read.generation) << 32 | index as u64;
+        let Some(id) = self.reads.id(index) else { return true };
         let message = ToReplica::Read {
             id,
             view: ReadView::Live,
@@ -227,10 +251,15 @@ impl Target {
         peer.reads += 1;
         peer.sent_ping(now);
         let member = peer.member;
-        let read = self.reads.reads[index].as_mut().expect("looked at above");
+        let left = match self.reads.run {
+            Some((m, left)) if m == member => left,
+            _ => RUN_BLOCKS,
+        };
+        self.reads.run = Some((member, left.saturating_sub(read.blocks)));
+        let read = self.reads.reads.get_mut(index).expect("looked at above");
         read.asked = Some(member);
-        read.tried.push(member);
         read.sent = now;
+        self.reads.was_asked(now, id);
         self.send(i, message, actions);
         true
     }
@@ -244,11 +273,10 @@ impl Target {
         slots: Vec<Slot>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let index = (id & u64::from(u32::MAX)) as usize;
         let member = self.peers[from].member;
         self.peers[from].reads = self.peers[from].reads.saturating_sub(1);
-        let Some(read) = self.reads.reads.get_mut(index).and_then(Option::as_mut) else { return };
-        if u64::from(read.generation) != id >> 32 || read.ready.is_some() {
+        let Some((index, read)) = self.reads.of(id) else { return };
+        if read.ready.is_some() {
             return;
         }
         if at < read.after || at > self.history.last.lsn {
@@ -258,18 +286,19 @@ impl Target {
             return self.shut_out(now, from, "a read answered for other blocks", actions);
         }
         let bad = first_bad(&slots, at, read.want_data);
+        let read = self.reads.reads.get_mut(index).expect("looked at above");
+        read.asked = None;
         if let Some((lba, version)) = bad {
             read.bad.push((member, lba, version));
-            read.asked = None;
+            read.tried.push(member);
             self.reads.unasked.push(index);
             return;
         }
-        read.asked = None;
         let repairs: Vec<(Member, u64)> = read.bad.iter().map(|(m, lba, _)| (*m, *lba)).collect();
         for (member, lba) in repairs {
             self.repair(member, lba, &slots, actions);
         }
-        let Some(read) = self.reads.reads[index].as_mut() else { return };
+        let Some(read) = self.reads.reads.get(index) else { return };
         if let Purpose::Merge { .. } = read.purpose {
             return self.finish(now, index, Ok(slots), actions);
         }
@@ -285,7 +314,7 @@ impl Target {
             .last()
             .filter(|_| !mutant::is("read-before-commit"))
             .unwrap_or_default();
-        if let Some(read) = self.reads.reads[index].as_mut() {
+        if let Some(read) = self.reads.reads.get_mut(index) {
             read.ready = Some((need, slots));
         }
         self.reads.held.push(index);
@@ -330,13 +359,13 @@ impl Target {
         let confirm = self.config.reads == ReadMode::Confirmed;
         let mut held = std::mem::take(&mut self.reads.held);
         held.retain(|&index| {
-            let Some(read) = self.reads.reads[index].as_mut() else { return false };
+            let Some(read) = self.reads.reads.get_mut(index) else { return false };
             let Some((need, _)) = &read.ready else { return false };
             if *need > settled {
                 return true;
             }
             if confirm && let Purpose::Client { group, .. } = read.purpose {
-                let arrived = self.reads.groups[group].as_ref().map(|g| g.arrived);
+                let arrived = self.reads.groups.get(group).map(|g| g.arrived);
                 if arrived > confirmed {
                     return true;
                 }
@@ -356,9 +385,7 @@ impl Target {
         result: Result<Vec<Slot>, BlockError>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let Some(read) = self.reads.reads[index].take() else { return };
-        self.reads.free.push(index);
-        self.reads.open -= 1;
+        let Some(read) = self.reads.reads.take(index) else { return };
         match read.purpose {
             Purpose::Merge { slot, tail } => {
                 let block = result.map(|slots| match slots.first().map(|s| &s.content) {
@@ -368,16 +395,16 @@ impl Target {
                 self.merge_read(now, slot, tail, block, actions);
             }
             Purpose::Client { group, part } => {
-                let Some(g) = self.reads.groups[group].as_mut() else { return };
+                let Some(g) = self.reads.groups.get_mut(group) else { return };
                 g.missing -= 1;
                 match result {
                     Ok(slots) => g.parts[part] = Some(slots),
                     Err(error) => g.failed = Some(error),
                 }
-                if g.missing == 0 {
-                    let group_state = self.reads.groups[group].take().expect("looked at above");
-                    self.reads.free_groups.push(group);
-                    let (token, result) = group_state.answer();
+                if g.missing == 0
+                    && let Some(group) = self.reads.groups.take(group)
+                {
+                    let (token, result) = group.answer();
                     self.reply(token, result, actions);
                 }
             }
@@ -387,12 +414,9 @@ impl Target {
     /// A session is over: what was asked of it is asked of others.
     pub(super) fn reissue_reads(&mut self, from: usize) {
         let member = self.peers[from].member;
-        for (index, read) in self.reads.reads.iter_mut().enumerate() {
-            if let Some(read) = read
-                && read.asked == Some(member)
-            {
+        for (index, read) in self.reads.reads.iter_mut() {
+            if read.asked == Some(member) {
                 read.asked = None;
-                read.tried.retain(|m| *m != member);
                 self.reads.unasked.push(index);
             }
         }
@@ -402,16 +426,15 @@ impl Target {
     pub(super) fn reads_wait_for_reopen(&mut self) {
         self.reads.held.clear();
         self.reads.unasked.clear();
-        for (index, read) in self.reads.reads.iter_mut().enumerate() {
-            if let Some(read) = read {
-                self.reads.generation = self.reads.generation.wrapping_add(1);
-                read.generation = self.reads.generation;
-                read.asked = None;
-                read.tried.clear();
-                read.bad.clear();
-                read.ready = None;
-                self.reads.unasked.push(index);
-            }
+        self.reads.asked.clear();
+        for (index, read) in self.reads.reads.iter_mut() {
+            self.reads.generation = self.reads.generation.wrapping_add(1);
+            read.generation = self.reads.generation;
+            read.asked = None;
+            read.tried.clear();
+            read.bad.clear();
+            read.ready = None;
+            self.reads.unasked.push(index);
         }
     }
 
@@ -421,20 +444,16 @@ impl Target {
         if mutant::is("reads-not-behind-the-reopen") {
             return;
         }
-        for read in self.reads.reads.iter_mut().flatten() {
+        for (_, read) in self.reads.reads.iter_mut() {
             read.after = last;
         }
     }
 
     pub(super) fn forget_merge_reads(&mut self, gone: usize) {
-        for index in 0..self.reads.reads.len() {
-            let of_it = self.reads.reads[index]
-                .as_ref()
-                .is_some_and(|r| matches!(r.purpose, Purpose::Merge { slot, .. } if slot == gone));
-            if of_it {
-                self.reads.reads[index] = None;
-                self.reads.free.push(index);
-                self.reads.open -= 1;
+        for index in self.reads.reads.indices() {
+            let of_it = self.reads.reads.get(index).map(|r| r.purpose);
+            if matches!(of_it, Some(Purpose::Merge { slot, .. }) if slot == gone) {
+                self.reads.reads.take(index);
             }
         }
     }
@@ -446,32 +465,27 @@ impl Target {
         error: BlockError,
         actions: &mut Vec<TargetAction>,
     ) {
-        for index in 0..self.reads.reads.len() {
-            if self.reads.reads[index].is_some() {
-                self.finish(now, index, Err(error), actions);
-            }
+        for index in self.reads.reads.indices() {
+            self.finish(now, index, Err(error), actions);
         }
     }
 
     /// Asks another member where one is slow; returns when to look again.
     pub(super) fn hedge_reads(&mut self, now: Time) -> Option<Time> {
-        if self.reads.open == 0 {
-            return None;
-        }
         let mut next: Option<Time> = None;
-        for (index, read) in self.reads.reads.iter_mut().enumerate() {
-            let Some(read) = read else { continue };
-            if read.asked.is_none() || read.ready.is_some() {
-                continue;
-            }
-            let at = read.sent + HEDGE;
-            if at <= now {
+        while let Some((sent, id)) = self.reads.asked.front().copied() {
+            if let Some((index, member)) = self.reads.waits_for(sent, id) {
+                if sent + HEDGE > now {
+                    next = Some(sent + HEDGE);
+                    break;
+                }
                 // The first answer that is good wins; a late one finds nothing to do.
+                let read = self.reads.reads.get_mut(index).expect("looked at above");
                 read.asked = None;
+                read.tried.push(member);
                 self.reads.unasked.push(index);
-            } else {
-                next = Some(next.map_or(at, |n| n.min(at)));
             }
+            self.reads.asked.pop_front();
         }
         if self.reads.unasked.is_empty() { next } else { Some(now + HEDGE) }
     }
@@ -535,6 +549,7 @@ fn chunks(slots: impl Iterator<Item = Slot>, offset: u64, length: u64) -> Vec<By
             continue;
         }
         match slot.content {
+            Content::Data { data, .. } if from == start && to == stop => out.push(data),
             Content::Data { data, .. } => {
                 out.push(data.slice((from - start) as usize..(to - start) as usize));
             }

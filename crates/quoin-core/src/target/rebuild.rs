@@ -18,7 +18,9 @@ use crate::message::{IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo
 use crate::mutant;
 use crate::time::Time;
 
-const PULL_BYTES: u32 = 1 << 20;
+/// What one step of a rebuild moves: entries and their acknowledgements share the connection
+/// (and a pool's thread) with it, so this is what they wait for at most.
+const PULL_BYTES: u32 = 256 << 10;
 /// A rebuild that does not move for so long is given a new session.
 const STALL: Duration = Duration::from_secs(20);
 /// The receiver writes back all that its kernel still caches of the increment.

@@ -6,8 +6,9 @@ use std::collections::VecDeque;
 use bytes::{Bytes, BytesMut};
 
 use super::read::Purpose;
+use super::slab::Slab;
 use super::{Phase, Target, TargetAction, Waiting};
-use crate::block::{BlockError, Operation, Payload, Request, Token};
+use crate::block::{BlockError, Operation, Request, Token};
 use crate::entry::EntryKind;
 use crate::ids::Lsn;
 use crate::mutant;
@@ -59,18 +60,18 @@ struct Merge {
 /// are sequenced in the order in which they came.
 #[derive(Default)]
 pub(super) struct Unaligned {
-    merges: Vec<Option<Merge>>,
+    merges: Slab<Merge>,
     blocked: VecDeque<Request>,
 }
 
 impl Unaligned {
     fn blocks(&self, range: Range) -> bool {
-        self.merges.iter().flatten().any(|m| m.range.meets(range))
+        self.merges.iter().any(|(_, m)| m.range.meets(range))
             || self.blocked.iter().any(|r| Range::of(&r.operation).is_some_and(|b| b.meets(range)))
     }
 
     pub fn is_empty(&self) -> bool {
-        self.blocked.is_empty() && self.merges.iter().all(Option::is_none)
+        self.blocked.is_empty() && self.merges.is_empty()
     }
 }
 
@@ -90,7 +91,7 @@ impl Target {
         if Self::is_write(&request.operation) && (!self.backlog.is_empty() || self.window_full()) {
             return self.backlog.push_back(request);
         }
-        self.execute(now, request, actions);
+        self.execute(now, request);
     }
 
     /// Writes that wait for the window, which will not move (`onQuorumLoss: fail`).
@@ -108,7 +109,7 @@ impl Target {
             && let Some(request) = self.backlog.pop_front()
         {
             match self.check(&request.operation) {
-                Ok(()) => self.execute(now, request, actions),
+                Ok(()) => self.execute(now, request),
                 Err(error) => self.reply(request.token, Err(error), actions),
             }
         }
@@ -138,10 +139,10 @@ impl Target {
             || self.history.weight_after(self.stable) > unstable
     }
 
-    fn execute(&mut self, now: Time, request: Request, actions: &mut Vec<TargetAction>) {
+    fn execute(&mut self, now: Time, request: Request) {
         let token = request.token;
         if extent(&request.operation).is_some_and(|(_, length)| length == 0) {
-            return self.reply(token, Ok(Payload::None), actions);
+            return self.answer_nothing(token);
         }
         if Self::is_write(&request.operation)
             && let Some(range) = Range::of(&request.operation)
@@ -165,7 +166,7 @@ impl Target {
                 // A trim is a hint: parts of blocks at its edges are left alone.
                 let (first, end) = (offset.div_ceil(BLOCK), (offset + length) / BLOCK);
                 if first >= end {
-                    return self.reply(token, Ok(Payload::None), actions);
+                    return self.answer_nothing(token);
                 }
                 let lsn = self.append_hole(&EntryKind::Trim, first, end, fua);
                 self.answer_at(lsn, token, fua);
@@ -188,6 +189,11 @@ impl Target {
             return self.waiting_commit.push_back(Waiting { lsn, token });
         }
         self.waiting_stable.push_back(Waiting { lsn, token });
+    }
+
+    /// There is nothing to do, but no reply of any kind goes out without a live lease.
+    fn answer_nothing(&mut self, token: Token) {
+        self.waiting_commit.push_back(Waiting { lsn: self.history.last.lsn, token });
     }
 
     fn answer_at(&mut self, lsn: Lsn, token: Token, fua: bool) {
@@ -232,15 +238,9 @@ impl Target {
         let need_head = offset % BLOCK != 0;
         let need_tail =
             (offset + length) % BLOCK != 0 && (range.end - 1 != range.first || !need_head);
-        let slot = match self.writes.merges.iter().position(Option::is_none) {
-            Some(slot) => slot,
-            None => {
-                self.writes.merges.push(None);
-                self.writes.merges.len() - 1
-            }
-        };
         let waits = u32::from(need_head) + u32::from(need_tail);
-        self.writes.merges[slot] = Some(Merge { request, range, head: None, tail: None, waits });
+        let merge = Merge { request, range, head: None, tail: None, waits };
+        let slot = self.writes.merges.insert(merge);
         if need_head {
             self.read_for_merge(now, Purpose::Merge { slot, tail: false }, range.first);
         }
@@ -258,17 +258,15 @@ impl Target {
         block: Result<Bytes, BlockError>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let Some(merge) = self.writes.merges.get_mut(slot).and_then(Option::as_mut) else {
-            return;
-        };
+        let Some(merge) = self.writes.merges.get_mut(slot) else { return };
         let block = match block {
             Ok(block) => block,
             Err(error) => {
                 let token = merge.request.token;
-                self.writes.merges[slot] = None;
+                self.writes.merges.take(slot);
                 self.forget_merge_reads(slot);
                 self.reply(token, Err(error), actions);
-                return self.unblock(now, actions);
+                return self.unblock(now);
             }
         };
         if tail {
@@ -280,9 +278,9 @@ impl Target {
         if merge.waits > 0 {
             return;
         }
-        let merge = self.writes.merges[slot].take().expect("looked at above");
+        let merge = self.writes.merges.take(slot).expect("looked at above");
         self.append_merged(merge);
-        self.unblock(now, actions);
+        self.unblock(now);
     }
 
     fn append_merged(&mut self, merge: Merge) {
@@ -324,10 +322,10 @@ impl Target {
     }
 
     /// Requests that waited behind a merge, in their order.
-    fn unblock(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+    fn unblock(&mut self, now: Time) {
         let blocked = std::mem::take(&mut self.writes.blocked);
         for request in blocked {
-            self.execute(now, request, actions);
+            self.execute(now, request);
         }
     }
 }

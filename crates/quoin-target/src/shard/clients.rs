@@ -13,6 +13,9 @@ use crate::tokens::Origin;
 
 /// Clients of one volume.
 const CLIENTS_MAX: usize = 64;
+/// What the kernel may hold of a client's replies, as far as its own limit allows: a few large
+/// reads, so that answering them does not wait for the client between parts.
+const SEND_BUFFER_BYTES: usize = 2 << 20;
 
 impl Volume {
     fn submit(
@@ -44,6 +47,11 @@ impl Shard {
                 return;
             }
         };
+        if let Err(error) =
+            rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES)
+        {
+            tracing::debug!(volume = %id, %error, "a client keeps the kernel's send buffer");
+        }
         let session = Session::new(volume.info.clone(), TlsPolicy::Plain);
         let client = Client::new(socket.into(), id, Box::new(session));
         if let Some(key) = self.settle(client) {
