@@ -15,6 +15,7 @@
 //! | `usage` | CPU time and memory of processes, from /proc |
 //! | `cases`, `report` | what is measured, and how it is shown |
 //! | `rebuild` | how fast a lost replica is made whole |
+//! | `security` | what encrypting data connections costs |
 //! | `further` | what has no floor: idle cost, cold start |
 
 pub mod cases;
@@ -27,6 +28,7 @@ pub mod product;
 pub mod rebuild;
 pub mod relay;
 pub mod report;
+pub mod security;
 pub mod sink;
 pub mod usage;
 
@@ -116,6 +118,9 @@ pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     let whole = !(options.quick || options.floor_only || options.socket.is_some());
     if whole && options.wants(rebuild::NAME) {
         results.push(rebuild::run(options, quoin, &scratch.0.join("rebuild"))?);
+    }
+    if whole && options.wants(security::NAME) {
+        results.push(security::run(options, quoin, &scratch.0.join("security"))?);
     }
     report::print(&results);
     let facts = if whole { further::run(options, quoin, &scratch.0)? } else { Vec::new() };

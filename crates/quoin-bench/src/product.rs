@@ -26,12 +26,18 @@ pub struct Replica {
 
 impl Product {
     pub fn start(quoin: &Path, dir: &Path) -> Result<Self, Error> {
+        Self::start_with(quoin, dir, &[])
+    }
+
+    /// The same with more flags of `quoin dev`.
+    pub fn start_with(quoin: &Path, dir: &Path, flags: &[&str]) -> Result<Self, Error> {
         std::fs::create_dir_all(dir).map_err(Error::io(format!("create {}", dir.display())))?;
         let log = std::fs::File::create(dir.join("dev.log")).map_err(Error::io("create a log"))?;
         let errors = log.try_clone().map_err(Error::io("create a log"))?;
         let dev = Command::new(quoin)
             .args(["dev", "--no-attach", "--dir"])
             .arg(dir.join("data"))
+            .args(flags)
             .stdin(Stdio::null())
             .stdout(log)
             .stderr(errors)

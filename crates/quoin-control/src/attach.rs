@@ -116,8 +116,10 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish) -> Result<bool, Error> {
             return Ok(false);
         }
         let name = format!("{} on node {}", volume.spec.name, publish.node);
-        let difference =
-            if has.read_only == wanted.read_only { "usage" } else { "read-only setting" };
+        let difference = match has.read_only == wanted.read_only {
+            true => "usage; detach it first",
+            false => "read-only setting; detach it first",
+        };
         return Err(Error::Exists { what: "attachment", name, difference: difference.to_owned() });
     }
     if let Some(other) = volume.attachments.first() {

@@ -53,11 +53,17 @@ pub enum Error {
     #[error("{path}: {source}")]
     File { path: PathBuf, source: std::io::Error },
 
-    #[error("address {address} cannot be used: {source}; is another controller running?")]
+    #[error(
+        "address {address} cannot be used: {source}; stop what else serves it, or choose another \
+         address"
+    )]
     Listen { address: String, source: std::io::Error },
 
     #[error("{0} holds no cluster; make one with `quoin controller init`")]
     NotInitialised(PathBuf),
+
+    #[error("{path} holds other files ({entry}): choose an empty or a missing directory")]
+    Foreign { path: PathBuf, entry: String },
 
     #[error("{0} holds a cluster already; it is never overwritten")]
     AlreadyInitialised(PathBuf),
@@ -102,6 +108,7 @@ impl Error {
             | Self::Listen { .. }
             | Self::NotInitialised(_)
             | Self::AlreadyInitialised(_)
+            | Self::Foreign { .. }
             | Self::Serve(_) => Code::Internal,
         }
     }

@@ -23,6 +23,7 @@ mod observed;
 pub mod placement;
 mod reconcile;
 pub mod records;
+mod removal;
 mod reports;
 mod run;
 mod service;
@@ -30,6 +31,7 @@ pub mod spec;
 mod status;
 pub mod store;
 mod table;
+mod text;
 mod time;
 mod volumes;
 

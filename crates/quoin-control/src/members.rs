@@ -19,6 +19,8 @@ use crate::time::now_ms;
 /// Lifetime of a token where none is asked, and the longest.
 const TOKEN_TTL: Duration = Duration::from_secs(3600);
 const TOKEN_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+/// Hex digits of a token's hash that name it to people.
+const TOKEN_ID_DIGITS: usize = 12;
 /// Unused tokens at a time.
 const TOKENS_MAX: usize = 4096;
 
@@ -78,6 +80,39 @@ impl Controller {
         Ok((token, expires_ms))
     }
 
+    /// The tokens that are still good, or were used and would be.
+    pub fn join_tokens(&self) -> Vec<std::sync::Arc<TokenRecord>> {
+        let now = now_ms();
+        let mut tokens = self.tokens.list();
+        tokens.retain(|token| token.expires_ms > now);
+        tokens
+    }
+
+    /// Ends a token: named whole, or by enough of its id to mean one. Who joined with it stays.
+    pub async fn revoke_join_token(
+        &self,
+        named: &str,
+    ) -> Result<std::sync::Arc<TokenRecord>, Error> {
+        const PREFIX_MIN: usize = 4;
+        let wanted = match named.parse::<JoinToken>() {
+            Ok(token) => token.secret_hash(),
+            Err(_) => named.to_ascii_lowercase(),
+        };
+        let shown: String = named.chars().take(TOKEN_ID_DIGITS).collect();
+        let found = self.tokens.list();
+        let mut found = found.iter().filter(|token| token.secret_hash.starts_with(&wanted));
+        let (Some(token), true) = (found.next(), wanted.len() >= PREFIX_MIN) else {
+            return Err(Error::missing("join token", shown));
+        };
+        if found.next().is_some() {
+            return Err(Error::invalid("token", format!("{shown} begins several ids: give more")));
+        }
+        self.tokens.remove(&token.secret_hash, |_| true).await?;
+        let message = format!("{} is good for nothing any more", token_id(token));
+        self.events.record(Severity::Normal, cluster(), "JoinTokenRevoked", message);
+        Ok(token.clone())
+    }
+
     /// A newcomer's first certificate.
     pub async fn join(
         &self,
@@ -129,6 +164,7 @@ impl Controller {
             holder: holder.to_owned(),
             key_hash,
             joined_ms: now_ms(),
+            removed: false,
         };
         self.take_name(&member, !record.holder.is_empty()).await?;
         let using = |record: &mut TokenRecord| {
@@ -180,10 +216,10 @@ impl Controller {
 
     async fn take_name(&self, member: &MemberOfCluster, named: bool) -> Result<(), Error> {
         let Err(found) = self.members.create(member.clone()).await? else { return Ok(()) };
-        if found.key_hash == member.key_hash {
+        if found.key_hash == member.key_hash && !found.removed {
             return Ok(());
         }
-        if !named {
+        if !named && !found.removed {
             return Err(Error::Exists {
                 what: "member",
                 name: format!("{} {}", member.role, member.holder),
@@ -209,6 +245,11 @@ impl Controller {
     fn authority(&self) -> std::sync::MutexGuard<'_, quoin_identity::Authority> {
         self.authority.lock().expect("no holder of this lock panics")
     }
+}
+
+/// A token's name among people: the beginning of its secret's hash.
+pub(crate) fn token_id(token: &TokenRecord) -> &str {
+    token.secret_hash.get(..TOKEN_ID_DIGITS).unwrap_or(&token.secret_hash)
 }
 
 fn cluster() -> Object {

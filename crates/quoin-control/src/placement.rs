@@ -11,9 +11,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::Error;
 use crate::records::{Spec, Spread};
 use crate::spec::accessible;
+use crate::{Error, text};
+
+/// What helps where no pool has the room.
+const SMALLER: &str = "make the volume smaller, or add a pool with more room";
 
 /// A pool as placement sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,8 +55,9 @@ impl Candidate {
         if !accessible(&spec.accessible_topology, &self.topology) {
             return Some("outside the asked topology".to_owned());
         }
-        (self.room_bytes() < size_bytes)
-            .then(|| format!("room for {} of {size_bytes} bytes", self.room_bytes()))
+        (self.room_bytes() < size_bytes).then(|| {
+            format!("room for {} of {}", text::bytes(self.room_bytes()), text::bytes(size_bytes))
+        })
     }
 }
 
@@ -72,6 +76,7 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
     let mut hosts = BTreeSet::new();
     let (first_of_host, others): (Vec<_>, Vec<_>) =
         usable.into_iter().partition(|pool| hosts.insert(pool.host.clone()));
+    let first_count = first_of_host.len();
     let chosen = match spec.spread {
         Spread::Host => first_of_host,
         // Other hosts first even where it is not demanded.
@@ -80,7 +85,14 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
     if chosen.len() >= wanted {
         return Ok(chosen.into_iter().take(wanted).map(|pool| pool.name.clone()).collect());
     }
+    // Where every pool is there and only too small, fewer replicas would not fit either.
+    let is_room = |pool: &Candidate| {
+        pool.objection(spec, 0).is_none() && pool.objection(spec, size_bytes).is_some()
+    };
+    let too_small = pools.iter().any(is_room);
     let (what, advice) = match spec.spread {
+        Spread::Host if too_small && first_count == 0 => ("hosts", SMALLER),
+        Spread::Pool if too_small && first_count == 0 => ("pools", SMALLER),
         Spread::Host => (
             "hosts",
             "add a pool on another host, ask for fewer replicas, or accept several replicas on \
@@ -89,14 +101,17 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
         Spread::Pool => ("pools", "add a pool or ask for fewer replicas"),
     };
     let listed = if objections.is_empty() {
-        format!("{} pool(s) are known", pools.len())
+        format!("pools known: {}", pools.len())
+    } else if too_small {
+        format!("not usable: {} (a fifth of each pool is kept free)", objections.join(", "))
     } else {
         format!("not usable: {}", objections.join(", "))
     };
     Err(Error::Exhausted(format!(
-        "volume {:?}: {wanted} replicas of {size_bytes} bytes need {wanted} {what} with room, {} \
-         found; {listed}; {advice}",
+        "volume {:?}: {wanted} replicas of {} need {wanted} {what} with room, {} found; {listed}; \
+         {advice}",
         spec.name,
+        text::bytes(size_bytes),
         chosen.len(),
     )))
 }
@@ -121,9 +136,12 @@ pub fn check_possible(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Resu
         return Ok(());
     }
     Err(Error::OutOfRange(format!(
-        "volume {:?}: {size_bytes} bytes are more than its {} pools could hold if they were empty; \
-         {largest} bytes is the largest size that is possible",
-        spec.name, spec.replicas
+        "volume {:?}: {} are more than its {} pools could hold if they were empty (a fifth of each \
+         is kept free); {} is the largest size that is possible",
+        spec.name,
+        text::bytes(size_bytes),
+        spec.replicas,
+        text::bytes(largest)
     )))
 }
 
@@ -220,9 +238,15 @@ mod tests {
         let mut offline = pool("a", "h1", 0);
         offline.unusable = "offline".into();
         let full = pool("b", "h2", 9 * GIB);
+        let small = [full.clone(), Candidate { name: "d".into(), ..full.clone() }];
+        let refusal = place(&spec(2, Spread::Pool), GIB, &small).unwrap_err().to_string();
+        assert!(refusal.ends_with(SMALLER) && refusal.contains("a fifth"), "{refusal}");
         let pools = [offline, full, pool("c", "h3", 0)];
         let text = place(&spec(2, Spread::Host), GIB, &pools).unwrap_err().to_string();
-        assert!(text.contains("a (offline)") && text.contains("b (room for 0 of"), "{text}");
+        assert!(
+            text.contains("a (offline)") && text.contains("b (room for 0 bytes of 1 GiB"),
+            "{text}"
+        );
     }
 
     #[test]
@@ -243,7 +267,7 @@ mod tests {
         check_possible(&spec, largest, &pools).unwrap();
         let error = check_possible(&spec, largest + 4096, &pools).unwrap_err();
         assert_eq!(error.code(), tonic::Code::OutOfRange);
-        assert!(error.to_string().contains(&largest.to_string()), "{error}");
+        assert!(error.to_string().contains("8 GiB is the largest"), "{error}");
         let mut unheard = pool("c", "h3", 0);
         unheard.capacity_bytes = 0;
         let pools = [pools[0].clone(), pools[1].clone(), unheard];

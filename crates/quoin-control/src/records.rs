@@ -285,6 +285,9 @@ pub struct MemberOfCluster {
     pub holder: String,
     pub key_hash: String,
     pub joined_ms: u64,
+    /// His certificate lets him do nothing any more; the name is free.
+    #[serde(default)]
+    pub removed: bool,
 }
 
 impl Record for MemberOfCluster {

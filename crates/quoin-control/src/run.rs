@@ -122,6 +122,7 @@ pub async fn init(dir: &Path, lifetimes: Lifetimes) -> Result<InitReport, Error>
     if is_initialised(dir) {
         return Err(Error::AlreadyInitialised(dir.to_owned()));
     }
+    refuse_foreign(dir)?;
     let authority = match Authority::create(dir, lifetimes) {
         // No records yet, so nobody has joined it: a crash came in between.
         Err(quoin_identity::Error::AuthorityExists { .. }) => Authority::load(dir, lifetimes)?,
@@ -138,6 +139,24 @@ pub async fn init(dir: &Path, lifetimes: Lifetimes) -> Result<InitReport, Error>
     let (join_token, expires_ms) = controller.create_join_token("", 0, "").await?;
     controller.events().flush().await?;
     Ok(InitReport { cluster_id, join_token, expires_ms })
+}
+
+/// A directory with anything in it but an unfinished cluster of [`init`] is somebody else's.
+fn refuse_foreign(dir: &Path) -> Result<(), Error> {
+    const OWN: [&str; 3] = ["authority.json", "identity", "records.redb"];
+    let entries = match std::fs::read_dir(dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        listed => listed.map_err(|source| Error::File { path: dir.to_owned(), source })?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(|source| Error::File { path: dir.to_owned(), source })?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        // What is written beside a file before it takes its name has a dot before that name.
+        if !OWN.iter().any(|own| name.trim_start_matches('.').starts_with(own)) {
+            return Err(Error::Foreign { path: dir.to_owned(), entry: name });
+        }
+    }
+    Ok(())
 }
 
 /// Opens what [`init`] made.
@@ -175,6 +194,12 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         None => None,
     };
     options.metrics.watch(&controller);
+    tracing::info!(
+        cluster = %controller.identity().cluster(),
+        admin_socket = %options.admin_socket.display(),
+        agents = agents.as_ref().and_then(|agents| agents.local_addr().ok()).map(tracing::field::display),
+        "serving; pools and nodes connect to the address `agents`, if there is one"
+    );
     let served = serve(controller.clone(), &options, admin, agents, shutdown).await;
     let _ = std::fs::remove_file(&options.admin_socket);
     controller.events().flush().await?;

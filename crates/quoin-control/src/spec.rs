@@ -69,7 +69,7 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
     if factor < majority && !asked.allow_loss_on_single_failure {
         let rule = format!(
             "{factor} of {replicas} is below a majority ({majority}): acknowledged data can be \
-             lost with {factor} replica(s), and the volume restarts only with all of them; \
+             lost with {factor} of them, and the volume restarts only with all of them; \
              accept that with allowLossOnSingleFailure"
         );
         return Err(Error::invalid("consistencyFactor", rule));

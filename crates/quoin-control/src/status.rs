@@ -67,7 +67,7 @@ impl Controller {
             return status("Offline", "an older state of the pool's disk came back");
         }
         let Some(seen) = observed.online_pool(pool, self.settings.offline_after) else {
-            return status("Offline", &format!("pool {pool} is offline"));
+            return status("Offline", "its pool is offline");
         };
         let held = seen.replicas.get(&replica.guid.0);
         let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
@@ -370,7 +370,9 @@ fn waits(
             for (replica, status) in volume.replicas.iter().zip(replicas) {
                 let pool = &replica.pool;
                 match status.phase {
-                    "Offline" | "Gone" => waits.push(format!("pool {pool}: {}", status.message)),
+                    "Offline" | "Gone" => {
+                        waits.push(format!("the replica on pool {pool}: {}", status.message));
+                    }
                     "Creating" => waits.push(format!("pool {pool} to create a new replica")),
                     "CatchingUp" => waits.push(format!("pool {pool} to catch up")),
                     "Rebuilding" if serving.is_none() => waits.push(format!(

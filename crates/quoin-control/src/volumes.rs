@@ -6,7 +6,6 @@ use std::sync::Arc;
 use quoin_core::{Incarnation, ReplicaGuid, ReplicaId, VolumeId};
 use quoin_proto::control::{VolumeRef, VolumeSpec};
 
-use crate::Error;
 use crate::controller::{Controller, about, random_id};
 use crate::events::Severity;
 use crate::placement::{self, Candidate};
@@ -16,6 +15,7 @@ use crate::records::{
 };
 use crate::spec;
 use crate::time::now_ms;
+use crate::{Error, text};
 
 impl Controller {
     /// Creates a volume, or finds the one that was created by the same request before. Its
@@ -81,7 +81,7 @@ impl Controller {
         match self.volumes.create(volume).await? {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
-                let message = format!("{size_bytes} bytes on pools {}", pools.join(", "));
+                let message = format!("{} on pools {}", text::bytes(size_bytes), pools.join(", "));
                 self.events.record(Severity::Normal, about(&volume), "VolumeCreated", message);
                 Ok(volume)
             }
@@ -109,7 +109,7 @@ impl Controller {
         };
         let (has, size) = (&volume.spec, volume.size_bytes);
         if size < size_bytes || (limit_bytes != 0 && size > limit_bytes) {
-            return Err(differs(format!("size: {size} bytes")));
+            return Err(differs(format!("size: {}", text::bytes(size))));
         }
         let fields = [
             ("replicas", has.replicas == asked.replicas),
@@ -192,8 +192,10 @@ impl Controller {
         let size = spec::size(size_bytes, limit_bytes)?;
         if limit_bytes != 0 && limit_bytes < volume.size_bytes {
             return Err(Error::OutOfRange(format!(
-                "volume {:?} has {} bytes, more than the limit of {limit_bytes}, and never shrinks",
-                volume.spec.name, volume.size_bytes
+                "volume {:?} has {}, more than the limit of {}, and never shrinks",
+                volume.spec.name,
+                text::bytes(volume.size_bytes),
+                text::bytes(limit_bytes)
             )));
         }
         let room = self.candidates();
@@ -215,17 +217,19 @@ impl Controller {
             );
             if let Some(pool) = small {
                 return Err(Error::Exhausted(format!(
-                    "volume {:?} cannot grow by {more} bytes: pool {} has room for {}",
+                    "volume {:?} cannot grow by {}: pool {} has room for {} (a fifth of it is kept \
+                     free)",
                     volume.spec.name,
+                    text::bytes(more),
                     pool.name,
-                    pool.room_bytes()
+                    text::bytes(pool.room_bytes())
                 )));
             }
             Ok(Some(std::mem::replace(&mut volume.size_bytes, size)))
         };
         let (volume, before) = self.update_volume(volume.id.0, change).await?;
         if let Some(before) = before {
-            let message = format!("{before} to {size} bytes");
+            let message = format!("{} to {}", text::bytes(before), text::bytes(size));
             self.events.record(Severity::Normal, about(&volume), "VolumeResized", message);
         }
         Ok(volume)

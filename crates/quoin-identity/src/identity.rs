@@ -107,6 +107,15 @@ impl Identity {
         from + until.duration_since(from).unwrap_or_default() * 2 / 3
     }
 
+    pub(crate) fn has_key(dir: &Path) -> bool {
+        dir.join(KEY).exists()
+    }
+
+    /// Removes a key that no certificate was made for.
+    pub(crate) fn forget_key(dir: &Path) {
+        let _ = std::fs::remove_file(dir.join(KEY));
+    }
+
     /// A request (PKCS #10, DER) for the key in `dir`, which is made where it is missing.
     pub(crate) fn request(dir: &Path) -> Result<Vec<u8>, Error> {
         files::make_dir(dir)?;

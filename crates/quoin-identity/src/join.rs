@@ -40,6 +40,7 @@ pub async fn join(
         Err(error) => return Err(error),
     }
     let channel = newcomer_channel(controller_addr, token).await?;
+    let unused = Unused::before(dir);
     let mut request = tonic::Request::new(JoinMessage {
         token: token.to_string(),
         csr_der: Identity::request(dir)?,
@@ -47,7 +48,13 @@ pub async fn join(
         name: name.to_owned(),
     });
     request.set_timeout(Duration::from_secs(30));
-    let certificate = JoinClient::new(channel).join(request).await.map_err(refused)?.into_inner();
+    let answer = JoinClient::new(channel).join(request).await;
+    let certificate = answer
+        .map_err(|status| {
+            unused.remove_if(&status);
+            refused(status)
+        })?
+        .into_inner();
     let issued = issued(certificate)?;
     if issued.cluster != token.cluster {
         return Err(Error::certificate("it is of another cluster than the token"));
@@ -73,6 +80,32 @@ pub async fn load_or_join(dir: &Path, request: Option<&JoinRequest>) -> Result<I
             join(&r.controller, &r.token, r.role, &r.name, dir).await
         }
         (loaded, _) => loaded,
+    }
+}
+
+/// What a join makes before it is answered, and what a clear refusal makes worthless.
+struct Unused<'a> {
+    dir: &'a Path,
+    dir_is_new: bool,
+    key_is_new: bool,
+}
+
+impl<'a> Unused<'a> {
+    fn before(dir: &'a Path) -> Self {
+        Self { dir, dir_is_new: !dir.exists(), key_is_new: !Identity::has_key(dir) }
+    }
+
+    /// A key that may have been used must stay: the answer may only have got lost.
+    fn remove_if(&self, status: &tonic::Status) {
+        use tonic::Code::{AlreadyExists, InvalidArgument, PermissionDenied, Unauthenticated};
+        let clear = [AlreadyExists, InvalidArgument, PermissionDenied, Unauthenticated];
+        if !clear.contains(&status.code()) || !self.key_is_new {
+            return;
+        }
+        Identity::forget_key(self.dir);
+        if self.dir_is_new {
+            let _ = std::fs::remove_dir(self.dir);
+        }
     }
 }
 

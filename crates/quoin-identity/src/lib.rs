@@ -24,6 +24,7 @@
 
 mod authority;
 mod channel;
+mod contact;
 pub mod convert;
 mod error;
 mod files;
@@ -37,6 +38,7 @@ mod token;
 
 pub use authority::{Authority, Issued, Lifetimes, public_key_of};
 pub use channel::{unix_channel, unix_incoming};
+pub use contact::Contact;
 pub use error::Error;
 pub use grant::Grant;
 pub use identity::{Identity, valid_until};

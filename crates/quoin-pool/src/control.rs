@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_identity::Identity;
+use quoin_identity::{Contact, Identity};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{AgentEvent, PoolReport, WatchPoolRequest};
 use quoin_wire::Mode;
@@ -31,6 +31,7 @@ pub(crate) struct Control {
     pub pool_id: String,
     pub address: String,
     pub channel: Channel,
+    pub contact: Contact,
     pub shard: ShardHandle,
     pub security: Arc<Mutex<ServerSecurity>>,
     pub notices: Notices,
@@ -46,8 +47,8 @@ impl Control {
         loop {
             tokio::select! {
                 ended = self.follow_once() => {
-                    if let Err(error) = ended {
-                        tracing::debug!(%error, "no assignments from the controller for now");
+                    if let Err(status) = ended {
+                        self.contact.missed(status.message());
                     }
                 }
                 _ = shutdown.wait_for(|down| *down) => return,
@@ -61,6 +62,7 @@ impl Control {
         let request = WatchPoolRequest { pool: self.options.name.clone() };
         let mut assignments = client.watch_pool(request).await?.into_inner();
         while let Some(message) = assignments.message().await? {
+            self.contact.heard();
             if let Some(least) = Mode::from_name(&message.data_security) {
                 self.protect(least);
             }

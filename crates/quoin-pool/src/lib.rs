@@ -8,7 +8,8 @@
 //! * the **disk** thread ([`syncer`]) does nothing but sync, one group after the other;
 //! * **tokio** ([`control`]) talks to the controller; IO goes on while that one is away.
 //!
-//! A pool whose disk failed is opened anew ([`lives`]).
+//! A pool whose disk failed is opened anew ([`lives`]). What may be opened and made where is the
+//! matter of [`place`].
 //!
 //! Connections are proven on short-lived helper threads ([`accept`]) before the shard sees them.
 
@@ -18,19 +19,19 @@ mod control;
 pub mod facts;
 mod lives;
 pub mod metrics;
+mod place;
 pub mod shard;
 pub mod syncer;
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
-use quoin_core::{BLOCK_SIZE, PoolId};
-use quoin_identity::JoinRequest;
+use quoin_identity::{Contact, JoinRequest};
+use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
-use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolOptions, ReplicaPool};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use quoin_wire::notices::Notices;
@@ -42,6 +43,8 @@ use control::Control;
 use facts::PoolFacts;
 use lives::Watch;
 use metrics::Metrics;
+use place::Place;
+pub use place::{POOL_FILE, data_path};
 use shard::{Input, Parts};
 
 /// How a pool is run.
@@ -59,6 +62,8 @@ pub struct Options {
     pub sparse: bool,
     /// Make a pool on a device, or in a file that exists, if it is empty.
     pub format: bool,
+    /// Serve another pool than the one that this identity served before.
+    pub replace: bool,
     /// Where certificate and key are, or will be after joining.
     pub identity: PathBuf,
     /// How to join, for a pool that has no identity yet.
@@ -91,7 +96,7 @@ pub enum Error {
     #[error(transparent)]
     Identity(#[from] quoin_identity::Error),
     #[error(
-        "the identity in {dir} is of {holder}, not of pool {name}: give --identity another directory, or the pool its old name"
+        "the identity in {dir} is of {holder}, not of pool {name}: give --state another directory, or the pool its old name"
     )]
     OtherIdentity { dir: PathBuf, holder: String, name: String },
     #[error("cannot listen on {address} ({source}): choose another --listen address")]
@@ -125,62 +130,19 @@ impl ShardHandle {
     }
 }
 
-/// The file of a pool that is given as a directory.
-const POOL_FILE: &str = "pool.quoin";
-
-/// The file or device that a pool's data is in: itself, or a file of a fixed name in a directory.
-pub fn data_path(path: &Path) -> PathBuf {
-    if path.is_dir() { path.join(POOL_FILE) } else { path.to_owned() }
-}
-
 /// Serves the pool at `options.path` until `shutdown`; makes it first where that was asked for.
 pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<(), Error> {
-    let path = data_path(&options.path);
-    let (size_bytes, sparse, format) = (options.size_bytes, options.sparse, options.format);
-    let cache_bytes = options.cache_bytes;
-    let open = move || open_pool(&path, size_bytes, sparse, format, cache_bytes);
-    serve(options, open, shutdown).await
-}
-
-fn open_pool(
-    path: &Path,
-    size_bytes: Option<u64>,
-    sparse: bool,
-    format: bool,
-    cache_bytes: u64,
-) -> Result<Opened<Pool<FileDisk>>, Error> {
-    let failed = |reason: &dyn std::error::Error| Error::Open {
-        path: path.to_owned(),
-        reason: match reason.source() {
-            Some(source) => format!("{reason}: {source}"),
-            None => reason.to_string(),
-        },
+    let place = Place {
+        path: options.path.clone(),
+        size_bytes: options.size_bytes,
+        sparse: options.sparse,
+        format: options.format,
+        replace: options.replace,
+        cache_bytes: options.cache_bytes,
+        identity: options.identity.clone(),
     };
-    let (disk, empty) = match (FileDisk::open(path), size_bytes) {
-        (Err(FileDiskError::Missing { .. }), Some(size)) => {
-            (FileDisk::create(path, size, sparse).map_err(|e| failed(&e))?, true)
-        }
-        (opened, _) => (opened.map_err(|e| failed(&e))?, false),
-    };
-    if empty || (format && is_blank(&disk)) {
-        let made = Pool::format(&disk, &FormatOptions::new(PoolId(rand::random())));
-        if let Err(error) = made {
-            if empty {
-                // Nothing half-made stays behind.
-                let _ = std::fs::remove_file(path);
-            }
-            return Err(failed(&error));
-        }
-    }
-    let options = PoolOptions { cache_bytes, ..PoolOptions::default() };
-    let pool = Pool::open(disk, options).map_err(|e| failed(&e))?;
-    Ok(Opened { id: pool.id().to_string(), syncer: pool.syncer(), pool })
-}
-
-/// Whether the start of a disk is all zeroes: neither a pool nor anybody else's.
-fn is_blank(disk: &FileDisk) -> bool {
-    let mut first = [0; BLOCK_SIZE];
-    disk.read_at(0, &mut first).is_ok() && first.iter().all(|b| *b == 0)
+    place.check()?;
+    serve(options, move || place.open(), shutdown).await
 }
 
 /// Serves a pool that `open` opens (again, after its disk failed) until `shutdown`.
@@ -210,6 +172,13 @@ where
         tokio::task::spawn_blocking(move || open()).await.map_err(std::io::Error::other)??
     };
     let pool_id = first.id.clone();
+    tracing::info!(
+        pool = options.name,
+        data = %options.path.display(),
+        listen = %bound,
+        controller = options.controller,
+        "serving"
+    );
 
     let reactor = Reactor::new()?;
     let (sender, inputs) = channel();
@@ -243,6 +212,7 @@ where
 
     let control = Arc::new(Control {
         channel: identity.channel(&options.controller)?,
+        contact: Contact::new(&options.controller),
         address: options.advertise.clone().unwrap_or_else(|| bound.to_string()),
         options,
         identity,

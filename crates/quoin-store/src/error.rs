@@ -5,11 +5,14 @@ use quoin_core::replica::store::{IoFault, StoreError};
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     #[error(
-        "this is not a Quoin pool; choose another path, or make a pool with `--overwrite` if \
-         nothing on it is needed"
+        "this is not a Quoin pool; choose another path or, if nothing on it is needed, wipe it \
+         (`wipefs -a`, or remove the file) and make a pool with --format"
     )]
     Foreign,
-    #[error("this holds something already; make a pool with `--overwrite` if nothing is needed")]
+    #[error(
+        "this holds something already; if nothing on it is needed, wipe it (`wipefs -a`, or \
+         remove the file) and make a pool again"
+    )]
     NotEmpty,
     #[error("the pool has format {version} or features newer than this program; upgrade Quoin")]
     Newer { version: u32 },

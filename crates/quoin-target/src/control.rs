@@ -10,7 +10,7 @@ use std::time::Duration;
 use quoin_core::VolumeId;
 use quoin_core::block::DeviceInfo;
 use quoin_core::target::{ReplicaStanding, TargetStatus};
-use quoin_identity::{Identity, convert};
+use quoin_identity::{Contact, Identity, convert};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{
     AcquireEpochRequest, AgentEvent, NodeAssignment, ReplaceMemberRequest, ReplicaProgress,
@@ -41,6 +41,7 @@ pub(crate) struct Control {
     pub options: Options,
     pub identity: Identity,
     pub channel: Channel,
+    pub contact: Contact,
     pub shards: Vec<ShardHandle>,
     pub notices: Notices,
     pub served: Mutex<Served>,
@@ -64,8 +65,8 @@ impl Control {
         loop {
             let stopping = tokio::select! {
                 ended = self.follow_once() => {
-                    if let Err(error) = ended {
-                        tracing::debug!(%error, "no assignments from the controller for now");
+                    if let Err(status) = ended {
+                        self.contact.missed(status.message());
                     }
                     false
                 }
@@ -83,6 +84,7 @@ impl Control {
         let request = WatchNodeRequest { node: self.options.node.clone() };
         let mut assignments = client.watch_node(request).await?.into_inner();
         while let Some(message) = assignments.message().await? {
+            self.contact.heard();
             self.assign(&message);
         }
         Ok(())

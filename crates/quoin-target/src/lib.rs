@@ -23,7 +23,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_identity::JoinRequest;
+use quoin_identity::{Contact, JoinRequest};
 use quoin_wire::Mode;
 use quoin_wire::notices::Notices;
 use tokio::sync::{Notify, mpsc, watch};
@@ -72,7 +72,7 @@ pub enum Error {
     #[error(transparent)]
     Door(#[from] door::DoorError),
     #[error(
-        "the identity in {dir} is of {holder}, not of node {name}: give --identity another directory, or the node its old name"
+        "the identity in {dir} is of {holder}, not of node {name}: give --state another directory, or the node its old name"
     )]
     OtherIdentity { dir: PathBuf, holder: String, name: String },
     #[error("cannot make the directory {path} for sockets: {source}")]
@@ -115,8 +115,15 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         shards.push(handle);
     }
     drop(asks);
+    tracing::info!(
+        node = options.node,
+        sockets = %options.run_dir.join("nbd").display(),
+        controller = options.controller,
+        "serving"
+    );
     let control = Arc::new(Control {
         channel: identity.channel(&options.controller)?,
+        contact: Contact::new(&options.controller),
         options,
         identity,
         shards: shards.clone(),

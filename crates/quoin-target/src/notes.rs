@@ -6,7 +6,10 @@ use quoin_wire::notices::{Notices, Severity};
 
 /// Each note as an event, with its cause and, where there is one, the next step. What changes
 /// with every step of a rebuild is left to the status report.
-pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote) {
+///
+/// A volume that is being opened waits for its replicas each time, so only one that `served`
+/// before makes waiting a warning; if an opening lasts, the volume's health says so.
+pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool) {
     use Severity::{Error, Normal, Warning};
     let mut replica = String::new();
     let (severity, reason, message) = match note {
@@ -25,6 +28,7 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote) {
         TargetNote::Waiting(what) if what.is_empty() => {
             (Normal, "WaitingOver", "goes on".to_owned())
         }
+        TargetNote::Waiting(what) if !served => (Normal, "Opening", format!("waits for {what}")),
         TargetNote::Waiting(what) => (Warning, "Waiting", format!("waits for {what}")),
         TargetNote::UnflushedTailMayBeLost => (
             Error,
@@ -72,4 +76,20 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote) {
         }
     };
     notices.push(severity, volume, replica, reason, message);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_is_a_warning_only_of_a_volume_that_served_before() {
+        let severity = |served| {
+            let notices = Notices::default();
+            tell(&notices, VolumeId(7), TargetNote::Waiting("a majority".into()), served);
+            notices.take().first().map(|notice| notice.severity.as_str().to_owned())
+        };
+        assert_eq!(severity(false).as_deref(), Some("Normal"));
+        assert_eq!(severity(true).as_deref(), Some("Warning"));
+    }
 }

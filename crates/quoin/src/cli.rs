@@ -1,12 +1,13 @@
 //! The command line as a whole.
 
 use anyhow::{Context, Result};
+use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 use std::future::Future;
 
 use crate::client::ClientOptions;
 use crate::output::{self, Format};
-use crate::{demo, dev, events, listing, offline, roles, volume};
+use crate::{demo, dev, events, listing, offline, roles, tokens, volume};
 
 /// Replicated block storage for containers.
 ///
@@ -27,7 +28,15 @@ pub struct Cli {
     #[command(flatten)]
     client: ClientOptions,
     /// How listings and objects are printed.
-    #[arg(long, short, global = true, value_enum, default_value = "table")]
+    #[arg(
+        long,
+        short,
+        global = true,
+        value_enum,
+        default_value = "table",
+        hide_short_help = true,
+        help_heading = "Everywhere"
+    )]
     output: Format,
     #[command(subcommand)]
     command: Command,
@@ -52,9 +61,9 @@ enum Command {
     /// The cluster as a whole.
     #[command(subcommand)]
     Cluster(listing::ClusterCommand),
-    /// Tokens that let pools and nodes join.
+    /// Tokens that let pools and nodes join: make, list and revoke them.
     #[command(subcommand)]
-    Token(listing::TokenCommand),
+    Token(tokens::TokenCommand),
     /// A whole cluster on this machine, one process a part, until Ctrl-C.
     Dev(dev::DevOptions),
     /// Make a cluster, or serve one: records, placement, certificates.
@@ -64,8 +73,7 @@ enum Command {
     Target(Box<roles::TargetOptions>),
     /// Make block devices of the volumes that this host's target serves.
     Attach(roles::AttachOptions),
-    /// A volume that outlives its parts, shown under load (`cargo xtask demo`).
-    #[command(hide = true)]
+    /// A volume that outlives its parts, shown under load; takes half a minute, leaves nothing.
     Demo(demo::DemoOptions),
     /// Measure Quoin beside the floor: the same work with no product in it.
     Bench(quoin_bench::Options),
@@ -76,6 +84,25 @@ enum Command {
     Completion { shell: clap_complete::Shell },
     /// The version of this binary.
     Version,
+}
+
+/// The arguments of this process. Who named no command, or a group without one, gets its help
+/// instead of a list of names.
+pub fn parse() -> Cli {
+    Cli::try_parse().unwrap_or_else(|error| {
+        if error.kind() != ErrorKind::MissingSubcommand {
+            error.exit();
+        }
+        let mut group = Cli::command();
+        group.build();
+        for word in std::env::args().skip(1) {
+            if let Some(inner) = group.find_subcommand(&word) {
+                group = inner.clone();
+            }
+        }
+        eprint!("{}", group.render_help());
+        std::process::exit(error.exit_code())
+    })
 }
 
 impl Cli {
@@ -97,22 +124,24 @@ impl Cli {
             }
             Command::Pool(listing::PoolCommand::List) => wait_for(listing::pools(&client, format)),
             Command::Node(listing::NodeCommand::List) => wait_for(listing::nodes(&client, format)),
+            Command::Pool(listing::PoolCommand::Remove { pool }) => {
+                wait_for(listing::remove_pool(&pool, &client))
+            }
+            Command::Node(listing::NodeCommand::Remove { node }) => {
+                wait_for(listing::remove_node(&node, &client))
+            }
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
-            Command::Token(command) => wait_for(listing::tokens(command, &client, format)),
+            Command::Token(command) => wait_for(tokens::run(command, &client, format)),
             Command::Dev(options) => dev::run(options),
             Command::Controller(command) => roles::controller(command),
             Command::Demo(options) => demo::run(&options),
             Command::Bench(options) => Ok(quoin_bench::run(&options, &std::env::current_exe()?)?),
             Command::BenchPart(part) => Ok(quoin_bench::run_part(&part)?),
             Command::Completion { shell } => {
-                clap_complete::generate(
-                    shell,
-                    &mut Self::command(),
-                    "quoin",
-                    &mut std::io::stdout(),
-                );
-                Ok(())
+                let mut script = Vec::new();
+                clap_complete::generate(shell, &mut Self::command(), "quoin", &mut script);
+                output::print_line(String::from_utf8_lossy(&script).trim_end())
             }
             Command::Version => output::print_line(concat!("quoin ", env!("CARGO_PKG_VERSION"))),
         }

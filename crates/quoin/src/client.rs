@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, anyhow, bail};
 use quoin_proto::control::cluster_client::ClusterClient;
 use quoin_proto::control::{GetVolumeRequest, Volume, VolumeRef};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tonic::transport::Channel;
@@ -23,7 +24,8 @@ pub struct ClientOptions {
         global = true,
         env = "QUOIN_SOCKET",
         value_name = "PATH",
-        help_heading = "Cluster"
+        hide_short_help = true,
+        help_heading = "Everywhere"
     )]
     pub socket: Option<PathBuf>,
     /// How long to wait for what a command starts, in seconds.
@@ -32,7 +34,8 @@ pub struct ClientOptions {
         global = true,
         default_value_t = 60,
         value_name = "SECONDS",
-        help_heading = "Cluster"
+        hide_short_help = true,
+        help_heading = "Everywhere"
     )]
     pub timeout: u64,
 }
@@ -85,7 +88,11 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
     let way_out = "start one with `quoin dev`, or name its socket with --socket or QUOIN_SOCKET";
     if let Err(error) = tokio::net::UnixStream::connect(path).await {
         let shown = path.display();
+        let is_socket = || std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
         match error.kind() {
+            std::io::ErrorKind::ConnectionRefused if !is_socket() => {
+                bail!("{shown} is no socket, so no controller listens on it: {way_out}")
+            }
             std::io::ErrorKind::NotFound => bail!("no controller at {shown}: {way_out}"),
             std::io::ErrorKind::ConnectionRefused => {
                 bail!("no controller listens on {shown} any more (its process is gone): {way_out}")
@@ -157,5 +164,9 @@ mod tests {
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let message = connect(&path).await.unwrap_err().to_string();
         assert!(message.contains("process is gone") && message.contains("--socket"), "{message}");
+        let letter = directory.path().join("letter");
+        std::fs::write(&letter, "dear").unwrap();
+        let message = connect(&letter).await.unwrap_err().to_string();
+        assert!(message.contains("no socket"), "{message}");
     }
 }

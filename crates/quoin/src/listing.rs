@@ -1,10 +1,10 @@
-//! `quoin replica|pool|node list`, `quoin cluster info` and `quoin token create`.
+//! `quoin replica|pool|node list`, `quoin pool|node remove` and `quoin cluster …`.
 
 use anyhow::Result;
-use clap::{Args, Subcommand};
+use clap::Subcommand;
 use quoin_proto::control::{
-    CreateJoinTokenRequest, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest,
-    ListReplicasRequest, Node, Pool, RotateAuthorityRequest,
+    GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, ListReplicasRequest, Node, Pool,
+    RemoveNodeRequest, RemovePoolRequest, RotateAuthorityRequest,
 };
 use serde::Serialize;
 
@@ -18,7 +18,7 @@ pub enum ReplicaCommand {
     /// The copies of one volume, or of all.
     #[command(visible_alias = "ls")]
     List {
-        /// Only this volume's.
+        /// Only this volume's: its name or id.
         volume: Option<String>,
     },
 }
@@ -32,6 +32,12 @@ pub enum PoolCommand {
     #[command(after_help = "Example:\n  QUOIN_JOIN_TOKEN=… quoin pool run --name shelf-3 \\\n    \
         --state /var/lib/quoin/shelf-3 --data /dev/sdb --controller control:7400")]
     Run(Box<crate::roles::PoolOptions>),
+    /// Take a pool that is gone for good out of the cluster; refused while a volume needs it.
+    #[command(visible_alias = "rm")]
+    Remove {
+        /// Its name, as `quoin pool list` shows it.
+        pool: String,
+    },
     /// What a pool holds, read with nothing of Quoin running.
     #[command(after_help = "Example:\n  quoin pool inspect /var/lib/quoin/shelf-3/data")]
     Inspect(crate::offline::OfflineOptions),
@@ -47,6 +53,12 @@ pub enum NodeCommand {
     /// The hosts that can use volumes.
     #[command(visible_alias = "ls")]
     List,
+    /// Take a node that is gone for good out of the cluster; refused while volumes are attached.
+    #[command(visible_alias = "rm")]
+    Remove {
+        /// Its name, as `quoin node list` shows it.
+        node: String,
+    },
     /// Serve CSI on this host: attach, format, mount.
     Run(Box<crate::roles::NodeOptions>),
 }
@@ -64,26 +76,6 @@ pub enum ClusterCommand {
     Join(crate::roles::JoinOptions),
     /// Make a new certificate authority and let every part change over to it, with IO running.
     RotateAuthority,
-}
-
-#[derive(Subcommand)]
-pub enum TokenCommand {
-    /// A token that lets one pool, node or admin join this cluster, once.
-    #[command(after_help = "Example:\n  quoin token create --role pool --name shelf-3")]
-    Create(TokenOptions),
-}
-
-#[derive(Args)]
-pub struct TokenOptions {
-    /// What may join with it.
-    #[arg(long, value_parser = ["pool", "node", "admin"])]
-    role: String,
-    /// Minutes until it expires.
-    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=1440))]
-    minutes: u32,
-    /// The only name that may join with it [default: any].
-    #[arg(long)]
-    name: Option<String>,
 }
 
 pub async fn replicas(
@@ -149,24 +141,20 @@ pub async fn cluster(
     }
 }
 
-pub async fn tokens(command: TokenCommand, client: &ClientOptions, format: Format) -> Result<()> {
-    let TokenCommand::Create(options) = command;
-    let request = CreateJoinTokenRequest {
-        role: options.role,
-        ttl_s: options.minutes * 60,
-        name: options.name.unwrap_or_default(),
-    };
+pub async fn remove_pool(pool: &str, client: &ClientOptions) -> Result<()> {
     let mut cluster = client.connect().await?;
-    let token = cluster.create_join_token(request).await.map_err(refusal)?.into_inner();
-    let view = TokenView {
-        token: token.token,
-        expires_at: token
-            .expires_at
-            .map(|time| crate::events::show_time(&time))
-            .unwrap_or_default(),
-    };
-    // The bare token, so that a script can take it as it is.
-    output::print_one(format, &view, || view.token.clone())
+    let request = RemovePoolRequest { pool: pool.into() };
+    cluster.remove_pool(request).await.map_err(refusal)?;
+    output::print_line(&format!(
+        "pool {pool} is removed: what lies on its disk is not touched, and not used again"
+    ))
+}
+
+pub async fn remove_node(node: &str, client: &ClientOptions) -> Result<()> {
+    let mut cluster = client.connect().await?;
+    let request = RemoveNodeRequest { node: node.into() };
+    cluster.remove_node(request).await.map_err(refusal)?;
+    output::print_line(&format!("node {node} is removed"))
 }
 
 #[derive(Serialize)]
@@ -175,13 +163,6 @@ struct ClusterView {
     cluster_id: String,
     version: String,
     data_security: String,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-struct TokenView {
-    token: String,
-    expires_at: String,
 }
 
 #[derive(Serialize)]

@@ -9,22 +9,22 @@ mod client;
 mod demo;
 mod dev;
 mod events;
+mod host;
 mod listing;
 mod offline;
 mod output;
 mod roles;
 mod size;
+mod tokens;
 mod volume;
 
-use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let arguments = cli::Cli::parse();
-    match arguments.run() {
+    match cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            eprintln!("error: {}", output::sentence(&error));
             ExitCode::FAILURE
         }
     }

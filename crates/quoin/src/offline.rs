@@ -6,8 +6,9 @@
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use quoin_core::{ReplicaGuid, SnapshotId};
+use quoin_pool::POOL_FILE;
 use quoin_store::{FileDisk, offline};
 use serde::Serialize;
 
@@ -58,7 +59,7 @@ impl Row for ReplicaView {
         "LIVE",
         "POSITION",
         "QUORUM",
-        "DAMAGED",
+        "DAMAGE NOTED",
         "REPLICA",
         "STABLE",
         "SNAPSHOTS",
@@ -90,8 +91,23 @@ struct CheckView {
 }
 
 fn open(data: &Path) -> Result<FileDisk> {
-    let path = quoin_pool::data_path(data);
+    let path = find(data)?;
     FileDisk::open_read_only(&path).with_context(|| format!("open the pool {}", path.display()))
+}
+
+/// The file or device of a pool: itself, or in a pool's directory, or in that of a pool of
+/// `quoin dev`, where it lies beside the identity.
+fn find(data: &Path) -> Result<PathBuf> {
+    if !data.is_dir() {
+        return Ok(data.to_owned());
+    }
+    let places = [data.join(POOL_FILE), data.join("data"), data.join("data").join(POOL_FILE)];
+    places.iter().find(|place| place.is_file()).cloned().with_context(|| {
+        format!(
+            "there is no pool in {}: name the directory or file that --data named",
+            data.display()
+        )
+    })
 }
 
 pub fn inspect(options: &OfflineOptions, format: Format) -> Result<()> {
@@ -114,7 +130,7 @@ pub fn inspect(options: &OfflineOptions, format: Format) -> Result<()> {
         .collect();
     if matches!(format, Format::Table | Format::Wide) {
         output::print_line(&format!(
-            "pool {}: {} used of {}, started {} times",
+            "pool {}: {} used of {}, started {} times; what lies in it is read by `quoin pool check`",
             found.pool,
             show_size(found.stats.used_bytes),
             show_size(found.stats.size_bytes),
@@ -132,7 +148,8 @@ pub fn check(options: &OfflineOptions, format: Format) -> Result<()> {
         damaged: report.damaged.iter().map(|(guid, what)| format!("{guid}: {what}")).collect(),
     };
     output::print_one(format, &view, || {
-        let mut text = format!("{} checked\n", show_size(view.checked_bytes));
+        let verdict = if report.is_sound() { "sound" } else { "damaged" };
+        let mut text = format!("{verdict}: {} checked\n", show_size(view.checked_bytes));
         for line in view.damaged.iter().chain(&view.bad_blocks) {
             text.push_str(line);
             text.push('\n');
@@ -158,11 +175,15 @@ pub fn export(options: &ExportOptions, format: Format) -> Result<()> {
         .as_deref()
         .map(|text| text.parse::<SnapshotId>().context("--snapshot: 32 hex digits are needed"))
         .transpose()?;
-    let file = std::fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .open(&options.to)
-        .with_context(|| format!("create {}", options.to.display()))?;
+    let file = std::fs::OpenOptions::new().write(true).create_new(true).open(&options.to).map_err(
+        |error| match error.kind() {
+            std::io::ErrorKind::AlreadyExists => anyhow!(
+                "{} exists already: name another file with --to, or remove it",
+                options.to.display()
+            ),
+            _ => anyhow!("cannot create {} ({error}): mend --to", options.to.display()),
+        },
+    )?;
     let outcome = offline::export(open(&options.pool.data)?, guid, snapshot, |offset, bytes| {
         file.write_all_at(bytes, offset)
     });

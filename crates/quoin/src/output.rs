@@ -68,6 +68,29 @@ pub fn print_line(text: &str) -> Result<()> {
     }
 }
 
+/// An error and its causes in one line. A cause that a message tells already is not told twice.
+pub fn sentence(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text.push_str(": ");
+            text.push_str(&cause);
+        }
+    }
+    text
+}
+
+/// A word as a shell takes it whole.
+pub fn quoted(word: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./:@%+=,".contains(&byte);
+    if !word.is_empty() && !word.starts_with('-') && word.bytes().all(is_plain) {
+        return word.into();
+    }
+    format!("'{}'", word.replace('\'', "'\\''"))
+}
+
 fn table<R: Row>(rows: &[R], columns: usize) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
@@ -110,6 +133,24 @@ mod tests {
         let narrow = table(&rows, Stone::NARROW);
         assert_eq!(narrow, "NAME    WEIGHT\ncorner  7\nkey     12");
         assert!(table(&rows, 3).contains("wide only"));
+    }
+
+    #[test]
+    fn a_cause_that_the_message_names_already_is_not_repeated() {
+        let source = || std::io::Error::from_raw_os_error(98);
+        let told = anyhow::Error::new(source()).context(format!("cannot listen ({})", source()));
+        assert_eq!(sentence(&told).matches("Address").count(), 1, "{}", sentence(&told));
+        let untold = anyhow::Error::new(source()).context("cannot listen");
+        assert!(sentence(&untold).starts_with("cannot listen: Address"), "{}", sentence(&untold));
+    }
+
+    #[test]
+    fn words_are_quoted_where_a_shell_would_split_or_expand_them() {
+        assert_eq!(quoted("db-1.x"), "db-1.x");
+        assert_eq!(quoted("a b"), "'a b'");
+        assert_eq!(quoted("*"), "'*'");
+        assert_eq!(quoted("it's"), "'it'\\''s'");
+        assert_eq!(quoted(""), "''");
     }
 
     #[test]

@@ -34,6 +34,9 @@ const UNITS: [(&str, u64); 20] = [
 /// What is wrong with it, and an example of a right one.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
+    if text.starts_with('-') {
+        return Err("a size is above 0: write a number and a unit, as in 10GiB".into());
+    }
     let digits_end =
         text.find(|letter: char| !letter.is_ascii_digit() && letter != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits_end);
@@ -103,7 +106,7 @@ mod tests {
             ("9223372036854775808", "largest volume"),
             ("99999999999999999999TiB", "largest volume"),
             ("999999999999999999999999", "not a size"),
-            ("-1GiB", "unit"),
+            ("-1GiB", "above 0"),
             ("GiB", "not a size"),
             ("", "not a size"),
             ("1.2.3GiB", "not a size"),

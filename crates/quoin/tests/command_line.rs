@@ -90,3 +90,56 @@ fn help_teaches_the_first_steps_and_completion_knows_the_commands() {
     }
     assert!(quoin(&["version"]).status.success());
 }
+
+#[test]
+fn no_command_and_a_group_without_one_show_their_help_whatever_the_environment_holds() {
+    let said = refused(2, &[]);
+    assert!(said.contains("Usage: quoin") && said.contains("demo"), "{said}");
+    assert!(!said.contains("bench-part"), "{said}");
+    let said = refused(2, &["volume"]);
+    assert!(said.contains("attach") && said.contains("quoin volume"), "{said}");
+}
+
+#[test]
+fn a_reader_that_went_away_ends_a_command_quietly() {
+    let command = format!("{} completion bash | head -1", env!("CARGO_BIN_EXE_quoin"));
+    let output = Command::new("sh").args(["-c", &command]).output().unwrap();
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_negative_size_is_no_unknown_flag_and_a_demo_too_small_is_refused_at_once() {
+    let said = refused(2, &["volume", "create", "db", "--size", "-1"]);
+    assert!(said.contains("above 0"), "{said}");
+    let said = refused(2, &["demo", "--size", "1KiB"]);
+    assert!(said.contains("256.0 MiB"), "{said}");
+}
+
+#[test]
+fn a_socket_that_is_none_and_places_that_do_not_exist_are_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("letter");
+    std::fs::write(&file, "dear").unwrap();
+    let path = file.to_str().unwrap();
+    assert!(refused(1, &["volume", "list", "--socket", path]).contains("no socket"));
+    let said = refused(1, &["pool", "inspect", directory.path().to_str().unwrap()]);
+    assert!(said.contains("no pool in"), "{said}");
+    let said = refused(1, &["controller", "init", "--state", directory.path().to_str().unwrap()]);
+    assert!(said.contains("letter") && said.contains("empty"), "{said}");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "something was made");
+    let nowhere = directory.path().join("none/run");
+    let said = refused(
+        1,
+        &[
+            "target",
+            "--state",
+            path,
+            "--run",
+            nowhere.to_str().unwrap(),
+            "--controller",
+            "127.0.0.1:1",
+        ],
+    );
+    assert!(said.contains("--run"), "{said}");
+    assert!(!directory.path().join("none").exists());
+}

@@ -1,12 +1,13 @@
 //! `quoin dev` as real processes: up, in use, harmed, down, up again, with nothing left behind.
 
 #[path = "common/dev.rs"]
-mod cluster;
+mod running;
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use cluster::{BUDGET, Dev, Scratch, can_attach, is_online, signal};
+use running::{BUDGET, Dev, Scratch, assert_nothing_is_left, can_attach, eventually, is_online};
+use running::{run, signal};
 
 #[test]
 fn a_cluster_without_root_serves_volumes_heals_what_dies_and_goes_on_at_its_second_start() {
@@ -82,12 +83,7 @@ fn as_root_a_volume_is_a_block_device_and_ctrl_c_leaves_no_mount_and_no_loop_dev
     std::fs::write(mount.join("letter"), "kept").unwrap();
     dev.stop();
 
-    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
-    assert!(!mounts.contains(scratch.0.to_str().unwrap()), "{mounts}");
-    for entry in std::fs::read_dir("/sys/block").unwrap().flatten() {
-        let backing = std::fs::read_to_string(entry.path().join("loop/backing_file"));
-        assert!(!backing.is_ok_and(|path| path.contains(scratch.0.to_str().unwrap())));
-    }
+    assert_nothing_is_left(&scratch.0);
 
     let dev = Dev::start(&scratch.cluster(), &[]);
     let device = dev.ok(&["volume", "attach", "db"]);
@@ -99,13 +95,109 @@ fn as_root_a_volume_is_a_block_device_and_ctrl_c_leaves_no_mount_and_no_loop_dev
     dev.stop();
 }
 
-fn run(program: &str, arguments: &[&str]) {
-    let output = Command::new(program).args(arguments).output().unwrap();
-    assert!(
-        output.status.success(),
-        "{program} {arguments:?}: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+/// A volume as a mounted ext4 file system.
+fn mounted(dev: &Dev, scratch: &Scratch) -> (String, std::path::PathBuf) {
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let device = dev.ok(&["volume", "attach", "db"]);
+    let mount = scratch.0.join("mount");
+    std::fs::create_dir(&mount).unwrap();
+    run("mkfs.ext4", &["-q", &device]);
+    run("mount", &[&device, mount.to_str().unwrap()]);
+    (device, mount)
+}
+
+#[test]
+fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_was_written() {
+    if !can_attach() {
+        return;
+    }
+    let scratch = Scratch::new("busy");
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    let (device, mount) = mounted(&dev, &scratch);
+    let refused = dev.quoin(&["volume", "detach", "db"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("volume db") && said.contains(mount.to_str().unwrap()), "{said}");
+    let shown = dev.json(&["volume", "get", "db"]);
+    assert_eq!(shown["here"]["device"], device.as_str());
+    let grown = dev.ok(&["volume", "resize", "db", "--size", "96MiB"]);
+    assert!(grown.contains(&format!("resize2fs {device}")), "{grown}");
+
+    let open = std::fs::File::create(mount.join("letter")).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&open, b"not synced by its writer", 0).unwrap();
+    signal(i64::from(dev.child.id()), "INT");
+    let line = dev.wait_for_line("waiting: ");
+    assert!(line.contains(mount.to_str().unwrap()), "{line}");
+    assert!(line.contains(&format!("process {}", std::process::id())), "{line}");
+    // It is still served: the application goes on.
+    std::fs::write(mount.join("second"), "while it waits").unwrap();
+    signal(i64::from(dev.child.id()), "INT");
+    eventually("it ends", || (!dev.is_running()).then_some(()));
+    drop(open);
+    drop(dev);
+    assert_nothing_is_left(&scratch.0);
+
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    let device = dev.ok(&["volume", "attach", "db"]);
+    run("mount", &[&device, mount.to_str().unwrap()]);
+    let letter = std::fs::read_to_string(mount.join("letter")).unwrap();
+    assert_eq!(letter, "not synced by its writer");
+    assert_eq!(std::fs::read_to_string(mount.join("second")).unwrap(), "while it waits");
+    // In use when it was asked to stop, and let go in time.
+    let open = std::fs::File::open(mount.join("letter")).unwrap();
+    signal(i64::from(dev.child.id()), "INT");
+    dev.wait_for_line("waiting: ");
+    drop(open);
+    dev.ended();
+    assert_nothing_is_left(&scratch.0);
+}
+
+#[test]
+fn a_mounted_volume_outlives_a_killed_dev_and_a_killed_attach_is_told_and_cleared_away() {
+    if !can_attach() {
+        return;
+    }
+    let scratch = Scratch::new("killed");
+    let mut dev = Dev::start(&scratch.cluster(), &[]);
+    let (_, mount) = mounted(&dev, &scratch);
+    let writer = {
+        let path = mount.join("log");
+        std::thread::spawn(move || {
+            let file = std::fs::File::create(path).unwrap();
+            for number in 0..64u64 {
+                // It waits while nobody serves it, and sees no error.
+                let bytes = number.to_le_bytes();
+                std::os::unix::fs::FileExt::write_all_at(&file, &bytes, number * 8).unwrap();
+                file.sync_all().unwrap();
+                std::thread::sleep(std::time::Duration::from_millis(20));
+            }
+        })
+    };
+    dev.child.kill().unwrap();
+    dev.child.wait().unwrap();
+    drop(dev);
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    writer.join().unwrap();
+    assert_eq!(std::fs::metadata(mount.join("log")).unwrap().len(), 64 * 8);
+    let shown = dev.json(&["volume", "get", "db"]);
+    assert_eq!(shown["here"]["mounts"][0], mount.to_str().unwrap());
+
+    // Attach itself: what it served is dead, and nothing pretends otherwise.
+    let open = std::fs::File::open(mount.join("log")).unwrap();
+    signal(dev.pid("attach").unwrap(), "KILL");
+    let line = dev.wait_for_line("is dead");
+    assert!(line.contains(mount.to_str().unwrap()) && line.contains("umount"), "{line}");
+    let shown = dev.json(&["volume", "get", "db"]);
+    assert_eq!(shown["here"]["deadMounts"][0], mount.to_str().unwrap(), "{shown}");
+    drop(open);
+    run("umount", &[mount.to_str().unwrap()]);
+    let device = eventually("attach is back", || {
+        let output = dev.quoin(&["volume", "attach", "db"]);
+        output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+    });
+    run("mount", &[device.trim(), mount.to_str().unwrap()]);
+    assert_eq!(std::fs::metadata(mount.join("log")).unwrap().len(), 64 * 8, "it was synced");
+    dev.stop();
+    assert_nothing_is_left(&scratch.0);
 }
 
 #[test]

@@ -16,7 +16,7 @@ pub(super) enum Scope {
 }
 
 /// Whoever no transport has named is nobody.
-fn caller<T>(request: &Request<T>) -> Caller {
+fn named<T>(request: &Request<T>) -> Caller {
     request.extensions().get::<Caller>().cloned().unwrap_or(Caller::Newcomer)
 }
 
@@ -31,8 +31,21 @@ fn denied(caller: &Caller, what: &str) -> Error {
 }
 
 impl Services {
+    /// Who calls, if he is still a member.
+    fn caller<T>(&self, request: &Request<T>) -> Result<Caller, Error> {
+        match named(request) {
+            Caller::Member(peer) if !self.controller.is_member(peer.role, &peer.name) => {
+                Err(Error::Denied(format!(
+                    "{peer} was removed from the cluster: to come back, it joins with a new token \
+                     and an empty --state directory"
+                )))
+            }
+            caller => Ok(caller),
+        }
+    }
+
     pub(super) fn look<T>(&self, request: &Request<T>) -> Result<Scope, Error> {
-        match caller(request) {
+        match self.caller(request)? {
             Caller::Local => Ok(Scope::All),
             Caller::Member(Peer { role: Role::Admin, .. }) => Ok(Scope::All),
             Caller::Member(Peer { role: Role::Node, name, .. }) => {
@@ -45,13 +58,13 @@ impl Services {
     pub(super) fn manage<T>(&self, request: &Request<T>) -> Result<(), Error> {
         match self.look(request)? {
             Scope::All => Ok(()),
-            Scope::Node(_) => Err(denied(&caller(request), "managing volumes")),
+            Scope::Node(_) => Err(denied(&named(request), "managing volumes")),
         }
     }
 
     /// Tokens and authorities make members, so no member but an admin may.
     pub(super) fn govern<T>(&self, request: &Request<T>) -> Result<(), Error> {
-        match caller(request) {
+        match self.caller(request)? {
             Caller::Local | Caller::Member(Peer { role: Role::Admin, .. }) => Ok(()),
             other => Err(denied(&other, "governing the cluster")),
         }
@@ -59,7 +72,7 @@ impl Services {
 
     /// An agent of `role` that acts in its own name.
     pub(super) fn act<T>(&self, request: &Request<T>, role: Role, name: &str) -> Result<(), Error> {
-        match caller(request) {
+        match self.caller(request)? {
             Caller::Local => Ok(()),
             Caller::Member(peer) if peer.role == role && peer.name == name => Ok(()),
             other => {
@@ -70,14 +83,14 @@ impl Services {
     }
 
     pub(super) fn newcomer<T>(&self, request: &Request<T>) -> Result<(), Error> {
-        match caller(request) {
+        match self.caller(request)? {
             Caller::Newcomer => Ok(()),
             other => Err(denied(&other, "joining")),
         }
     }
 
     pub(super) fn member<T>(&self, request: &Request<T>) -> Result<Peer, Error> {
-        match caller(request) {
+        match self.caller(request)? {
             Caller::Member(peer) => Ok(peer),
             other => Err(denied(&other, "renewing")),
         }

@@ -12,7 +12,8 @@ use tonic::{Request, Response, Status, async_trait};
 use super::Services;
 use crate::Error;
 use crate::attach::Publish;
-use crate::records::{VolumePhase, VolumeRecord};
+use crate::members::token_id;
+use crate::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::spec;
 use crate::time::timestamp;
 
@@ -39,6 +40,17 @@ impl Services {
             }
         };
         tokio::time::timeout(CREATION_TIME, waiting).await.unwrap_or(volume)
+    }
+}
+
+/// What people may know of a token.
+fn known(token: &TokenRecord) -> JoinTokenInfo {
+    JoinTokenInfo {
+        id: token_id(token).to_owned(),
+        role: token.role.clone(),
+        name: token.holder.clone(),
+        expires_at: Some(timestamp(token.expires_ms)),
+        used_by: token.used_by.as_ref().map(|(who, _)| who.clone()).unwrap_or_default(),
     }
 }
 
@@ -245,6 +257,42 @@ impl Cluster for Services {
         let (token, expires_ms) = self.controller.create_join_token(&role, ttl_s, &name).await?;
         let expires_at = Some(timestamp(expires_ms));
         Ok(Response::new(JoinToken { token: token.to_string(), expires_at }))
+    }
+
+    async fn list_join_tokens(
+        &self,
+        request: Request<ListJoinTokensRequest>,
+    ) -> Result<Response<ListJoinTokensResponse>, Status> {
+        self.govern(&request)?;
+        let tokens = self.controller.join_tokens().iter().map(|token| known(token)).collect();
+        Ok(Response::new(ListJoinTokensResponse { tokens }))
+    }
+
+    async fn revoke_join_token(
+        &self,
+        request: Request<RevokeJoinTokenRequest>,
+    ) -> Result<Response<RevokeJoinTokenResponse>, Status> {
+        self.govern(&request)?;
+        let token = self.controller.revoke_join_token(&request.get_ref().token).await?;
+        Ok(Response::new(RevokeJoinTokenResponse { revoked: Some(known(&token)) }))
+    }
+
+    async fn remove_pool(
+        &self,
+        request: Request<RemovePoolRequest>,
+    ) -> Result<Response<RemovePoolResponse>, Status> {
+        self.govern(&request)?;
+        self.controller.remove_pool(&request.get_ref().pool).await?;
+        Ok(Response::new(RemovePoolResponse {}))
+    }
+
+    async fn remove_node(
+        &self,
+        request: Request<RemoveNodeRequest>,
+    ) -> Result<Response<RemoveNodeResponse>, Status> {
+        self.govern(&request)?;
+        self.controller.remove_node(&request.get_ref().node).await?;
+        Ok(Response::new(RemoveNodeResponse {}))
     }
 
     async fn rotate_authority(

@@ -7,12 +7,14 @@
 //! |---|---|---|---|---|---|
 //! | Cluster: get, list, capacity, events | yes | yes | yes | – | – |
 //! | Cluster: create, delete, resize, publish, unpublish | yes | yes | where nodes manage volumes (for CSI), else – | – | – |
-//! | Cluster: join tokens, rotation | yes | yes | – | – | – |
+//! | Cluster: join tokens, removals, rotation | yes | yes | – | – | – |
 //! | Agent: WatchPool, ReportPool | yes | – | – | its own name | – |
 //! | Agent: WatchNode, ReportNode | yes | – | its own name | – | – |
 //! | Agent: AcquireEpoch, ReplaceMember, ReportVolume | yes | – | its own name, and the record must name it as owner | – | – |
 //! | Join.Join | – | – | – | – | with a token |
 //! | Join.Renew | – | yes | yes | yes | – |
+//!
+//! A certificate whose holder was removed is worth as much as none.
 //!
 //! Without leave to manage volumes, a node sees the volumes attached to it and no others.
 

@@ -260,7 +260,7 @@ async fn health_and_waiting_follow_the_pools_and_the_target() {
     cluster.controller.announce_absent();
     assert!(cluster.reasons().contains(&"PoolOffline".to_owned()));
     let waiting = cluster.shown("db").waiting_for;
-    assert!(waiting.contains("pool p1 is offline"), "{waiting}");
+    assert!(waiting.contains("pool p1: its pool is offline"), "{waiting}");
     cluster.settle().await.unwrap();
     assert!(cluster.reasons().contains(&"PoolOnline".to_owned()));
     cluster.offline_after = patient;

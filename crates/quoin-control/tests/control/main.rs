@@ -3,6 +3,7 @@
 mod access;
 mod cluster;
 mod crash;
+mod leaving;
 mod lifecycle;
 mod replacement;
 mod server;

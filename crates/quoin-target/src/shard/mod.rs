@@ -140,6 +140,8 @@ struct Volume {
     /// Of `grant`.
     epoch: Epoch,
     fenced: bool,
+    /// Whether IO was ever served by this target.
+    served: bool,
     stopped: bool,
     touched: bool,
     /// Pools that could not be reached, so that it is said once and not each try.
@@ -381,6 +383,7 @@ impl Shard {
             incarnation: Incarnation::default(),
             epoch: Epoch::ZERO,
             fenced: false,
+            served: false,
             stopped: false,
             touched: false,
             unreachable: Vec::new(),
@@ -573,7 +576,14 @@ impl Shard {
         {
             volume.fenced = true;
         }
-        crate::notes::tell(&self.notices, id, note);
+        let served = match self.volumes.get_mut(&id) {
+            Some(volume) => {
+                volume.served |= matches!(note, TargetNote::Serving { .. });
+                volume.served
+            }
+            None => false,
+        };
+        crate::notes::tell(&self.notices, id, note, served);
         let _ = self.asks.send(Ask::Changed);
     }
 }

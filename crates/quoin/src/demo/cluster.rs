@@ -146,7 +146,13 @@ impl DevCluster {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         let _ = kill_process(Pid::from_child(&child), Signal::TERM);
         let began = Instant::now();
+        let mut is_forced = false;
         loop {
+            // It waits for whoever uses the mount; the demo's own application is gone by now.
+            if began.elapsed() > STOP_BUDGET / 2 && !is_forced {
+                is_forced = true;
+                let _ = kill_process(Pid::from_child(&child), Signal::TERM);
+            }
             if let Some(status) = child.try_wait()? {
                 if !status.success() {
                     bail!("`quoin dev` did not stop cleanly ({status})");

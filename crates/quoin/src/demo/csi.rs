@@ -82,6 +82,10 @@ impl Orchestrator {
                 Ok(Err(status)) => status,
                 Err(_) => Status::deadline_exceeded("no answer within 30 s"),
             };
+            let wrong = [Code::InvalidArgument, Code::OutOfRange, Code::ResourceExhausted];
+            if wrong.contains(&status.code()) {
+                return Err(super::Refused(format!("{what}: {}", status.message())).into());
+            }
             let again = [Code::Unavailable, Code::Aborted, Code::DeadlineExceeded, Code::Unknown];
             if !again.contains(&status.code()) || began.elapsed() > RETRY_BUDGET {
                 bail!("{what}: {} ({:?})", status.message(), status.code());

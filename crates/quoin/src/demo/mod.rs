@@ -23,8 +23,8 @@ use crate::size::{parse_size, show_size};
 
 #[derive(Args)]
 pub struct DemoOptions {
-    /// Size of the volume.
-    #[arg(long, value_parser = parse_size, default_value = "1GiB")]
+    /// Size of the volume, at least 256MiB.
+    #[arg(long, value_parser = parse_demo_size, allow_hyphen_values = true, default_value = "1GiB")]
     pub size: u64,
     /// Use the volume over NBD from this process, as is done without root.
     #[arg(long)]
@@ -33,6 +33,31 @@ pub struct DemoOptions {
     #[arg(long, value_name = "DIRECTORY")]
     pub under: Option<PathBuf>,
 }
+
+/// Files, the application's pages and the file system's own must fit.
+const SIZE_BYTES_MIN: u64 = 256 << 20;
+
+fn parse_demo_size(text: &str) -> Result<u64, String> {
+    match parse_size(text)? {
+        size if size < SIZE_BYTES_MIN => Err(format!(
+            "too small for what the demo writes: at least {}",
+            show_size(SIZE_BYTES_MIN)
+        )),
+        size => Ok(size),
+    }
+}
+
+/// What the cluster refused; its processes' logs tell no more.
+#[derive(Debug)]
+struct Refused(String);
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Refused {}
 
 pub fn run(options: &DemoOptions) -> Result<()> {
     interrupt::catch();
@@ -45,7 +70,7 @@ pub fn run(options: &DemoOptions) -> Result<()> {
         println!("interrupted; everything is cleaned up");
         std::process::exit(130);
     }
-    if outcome.is_err() {
+    if outcome.as_ref().is_err_and(|error| !error.is::<Refused>()) {
         directory.show_logs();
     }
     outcome?;

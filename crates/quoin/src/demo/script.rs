@@ -40,14 +40,10 @@ pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
 
 /// As root with FUSE the demo mounts a file system; else it says what it does instead.
 fn can_mount(options: &DemoOptions) -> bool {
-    let reason = if options.user_space {
-        "as asked"
-    } else if !rustix::process::geteuid().is_root() {
-        "no root, so nothing can be mounted"
-    } else if !Path::new("/dev/fuse").exists() || !Path::new("/dev/loop-control").exists() {
-        "this machine has no /dev/fuse or no loop devices"
-    } else {
-        return true;
+    let reason = match crate::host::can_attach() {
+        _ if options.user_space => "as asked".into(),
+        Ok(()) => return true,
+        Err(reason) => reason,
     };
     say(&format!("the volume is used over NBD by a client in this process: {reason}"));
     false

@@ -1,13 +1,20 @@
-//! One child process: started, restarted when it dies, ended when asked.
+//! One process: started, restarted when it dies, ended when asked.
+//!
+//! A supervisor that is killed takes its children along, so that nothing runs unwatched. The
+//! attach process alone outlives it: below file systems in use it holds their IO until the next
+//! supervisor, which adopts it, has started the rest again.
 
 use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use tokio::io::unix::AsyncFd;
 use tokio::process::{Child, Command};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -31,13 +38,52 @@ pub struct Process {
     pub name: String,
     /// Arguments for this same binary.
     pub arguments: Vec<String>,
+    /// Whether it goes on when this supervisor is killed.
+    pub outlives: bool,
+}
+
+/// A process under a keeper.
+enum Running {
+    Child(Child),
+    /// Started by a supervisor that is gone.
+    Adopted {
+        pid: Pid,
+        ended: AsyncFd<OwnedFd>,
+    },
+}
+
+impl Running {
+    fn pid(&self) -> Option<Pid> {
+        match self {
+            Self::Child(child) => child.id().and_then(|pid| Pid::from_raw(pid as i32)),
+            Self::Adopted { pid, .. } => Some(*pid),
+        }
+    }
+
+    /// Waits for its end; how it ended is known of children only.
+    async fn wait(&mut self) -> Result<Option<ExitStatus>> {
+        match self {
+            Self::Child(child) => Ok(Some(child.wait().await.context("wait for a child")?)),
+            Self::Adopted { ended, .. } => {
+                // A pidfd becomes readable when its process ends, and stays so.
+                let _ended = ended.readable().await.context("wait for an adopted process")?;
+                Ok(None)
+            }
+        }
+    }
+}
+
+/// The process that listens on a socket, if one does.
+pub async fn listener_of(socket: &Path) -> Option<Pid> {
+    let stream = tokio::net::UnixStream::connect(socket).await.ok()?;
+    stream.peer_cred().ok()?.pid().and_then(Pid::from_raw)
 }
 
 /// The pids of all children, mirrored into a file.
 #[derive(Clone)]
 pub struct Roster {
     path: PathBuf,
-    pids: Arc<Mutex<BTreeMap<String, u32>>>,
+    pids: Arc<Mutex<BTreeMap<String, i32>>>,
 }
 
 impl Roster {
@@ -45,7 +91,8 @@ impl Roster {
         Self { path: layout.processes(), pids: Arc::default() }
     }
 
-    fn set(&self, name: &str, pid: Option<u32>) {
+    fn set(&self, name: &str, pid: Option<Pid>) {
+        let pid = pid.map(|pid| pid.as_raw_nonzero().get());
         let mut pids = self.pids.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         match pid {
             Some(pid) => pids.insert(name.into(), pid),
@@ -76,11 +123,32 @@ impl Keeper {
     /// A log that cannot be written, or a binary that cannot be started.
     pub fn start(process: Process, layout: Layout, roster: Roster) -> Result<Self> {
         let (stop, stopped) = watch::channel(false);
-        let child = spawn(&process, &layout)?;
-        roster.set(&process.name, child.id());
+        let child = Running::Child(spawn(&process, &layout)?);
+        Ok(Self::over(process, child, layout, roster, stop, stopped))
+    }
+
+    /// Keeps a process that a killed supervisor has left running.
+    pub fn adopt(process: Process, pid: Pid, layout: Layout, roster: Roster) -> Result<Self> {
+        let (stop, stopped) = watch::channel(false);
+        let ended = pidfd_open(pid, PidfdFlags::NONBLOCK).context("watch a process")?;
+        // SAFETY: an owned descriptor stays the same one, and open, for as long as it lives.
+        let ended = unsafe { AsyncFd::register(ended) }.context("watch a process")?;
+        let running = Running::Adopted { pid, ended };
+        Ok(Self::over(process, running, layout, roster, stop, stopped))
+    }
+
+    fn over(
+        process: Process,
+        running: Running,
+        layout: Layout,
+        roster: Roster,
+        stop: watch::Sender<bool>,
+        stopped: watch::Receiver<bool>,
+    ) -> Self {
+        roster.set(&process.name, running.pid());
         let name = process.name.clone();
-        let task = tokio::task::spawn_local(keep(process, child, layout, roster, stopped));
-        Ok(Self { name, stop, task })
+        let task = tokio::task::spawn_local(keep(process, running, layout, roster, stopped));
+        Self { name, stop, task }
     }
 
     /// Whether it gave up (the process cannot be started at all).
@@ -97,7 +165,7 @@ impl Keeper {
 
 async fn keep(
     process: Process,
-    mut child: Child,
+    mut child: Running,
     layout: Layout,
     roster: Roster,
     mut stopped: watch::Receiver<bool>,
@@ -107,7 +175,7 @@ async fn keep(
     loop {
         let began = Instant::now();
         let status = tokio::select! {
-            status = child.wait() => status.context("wait for a child")?,
+            status = child.wait() => status?,
             _ = stopped.changed() => {
                 let outcome = end(&name, &mut child).await;
                 roster.set(&name, None);
@@ -130,8 +198,11 @@ async fn keep(
             () = wait_to_start(&layout, &name, backoff) => {}
             _ = stopped.changed() => return Ok(()),
         }
-        child = spawn(&process, &layout)?;
-        roster.set(&name, child.id());
+        if process.outlives {
+            super::tell_of_the_dead(&layout)?;
+        }
+        child = Running::Child(spawn(&process, &layout)?);
+        roster.set(&name, child.pid());
     }
 }
 
@@ -157,12 +228,12 @@ fn spawn(process: &Process, layout: &Layout) -> Result<Child> {
         .stderr(log)
         // Ctrl-C is for the supervisor alone: it ends its children in their right order.
         .process_group(0)
-        .kill_on_drop(true);
+        .kill_on_drop(!process.outlives);
+    let death_signal = (!process.outlives).then_some(Signal::TERM);
     // SAFETY: prctl is async-signal-safe and touches nothing of the parent.
     unsafe {
-        command.pre_exec(|| {
-            // A supervisor that is killed takes its children along, so nothing runs unwatched.
-            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))?;
+        command.pre_exec(move || {
+            rustix::process::set_parent_process_death_signal(death_signal)?;
             Ok(())
         });
     }
@@ -181,21 +252,22 @@ fn open_log(layout: &Layout, name: &str) -> Result<File> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-async fn end(name: &str, child: &mut Child) -> Result<()> {
-    let Some(pid) = child.id().and_then(|pid| rustix::process::Pid::from_raw(pid as i32)) else {
-        return Ok(());
-    };
-    let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+async fn end(name: &str, child: &mut Running) -> Result<()> {
+    let Some(pid) = child.pid() else { return Ok(()) };
+    let _ = kill_process(pid, Signal::TERM);
     match tokio::time::timeout(STOP_BUDGET, child.wait()).await {
         Ok(status) => {
-            let status = status.context("wait for a child")?;
-            if !status.success() && status.signal() != Some(15) {
-                bail!("{name} did not stop cleanly ({})", show_status(status));
+            if let Some(status) = status?
+                && !status.success()
+                && status.signal() != Some(15)
+            {
+                bail!("{name} did not stop cleanly ({})", show_status(Some(status)));
             }
             Ok(())
         }
         Err(_) => {
-            child.kill().await.context("kill a child")?;
+            kill_process(pid, Signal::KILL).context("kill a process")?;
+            child.wait().await?;
             bail!(
                 "{name} did not stop within {} s and was killed; the next start recovers",
                 STOP_BUDGET.as_secs()
@@ -204,7 +276,8 @@ async fn end(name: &str, child: &mut Child) -> Result<()> {
     }
 }
 
-fn show_status(status: ExitStatus) -> String {
+fn show_status(status: Option<ExitStatus>) -> String {
+    let Some(status) = status else { return "it was adopted".into() };
     match (status.signal(), status.code()) {
         (Some(signal), _) => format!("signal {signal}"),
         (None, Some(code)) => format!("exit code {code}"),

@@ -11,6 +11,8 @@ const ROOT_BYTES_MAX: usize = 107 - "/run/nbd/.sock".len() - 32;
 #[derive(Clone, Debug)]
 pub struct Layout {
     root: PathBuf,
+    /// The uppermost directory that [`Layout::open`] made, if it made any.
+    made: Option<PathBuf>,
 }
 
 impl Layout {
@@ -26,10 +28,12 @@ impl Layout {
                 "{shown} is too long for the sockets below it: choose a shorter --dir (at most {ROOT_BYTES_MAX} bytes)"
             );
         }
+        let missing = root.ancestors().take_while(|path| !path.exists()).last();
+        let made = missing.map(Path::to_path_buf);
         std::fs::create_dir_all(&root).with_context(|| {
             format!("cannot make {shown}: choose a directory you may write with --dir")
         })?;
-        let layout = Self { root };
+        let layout = Self { root, made };
         layout.refuse_foreign()?;
         // First of all that is made, since it marks the directory as ours if we die right after.
         std::fs::OpenOptions::new()
@@ -49,7 +53,24 @@ impl Layout {
 
     /// The places below `root`, without looking at or making any.
     pub fn at(root: &Path) -> Self {
-        Self { root: root.into() }
+        Self { root: root.into(), made: None }
+    }
+
+    /// Removes what [`Layout::open`] made, where no cluster came of it. What holds anything else
+    /// stays.
+    pub fn discard_unused(&self) {
+        if self.settings().exists() {
+            return;
+        }
+        // Each is removed only if it is empty, so a failure means that it is somebody's.
+        let _ = std::fs::remove_file(self.lock());
+        for directory in [self.run().join("csi"), self.nbd(), self.run(), self.logs()] {
+            let _ = std::fs::remove_dir(directory);
+        }
+        let Some(made) = &self.made else { return };
+        for directory in self.root.ancestors().take_while(|path| path.starts_with(made)) {
+            let _ = std::fs::remove_dir(directory);
+        }
     }
 
     /// A directory with files in it that no `quoin dev` made is left alone.
@@ -92,6 +113,10 @@ impl Layout {
     }
     pub fn admin_socket(&self) -> PathBuf {
         self.run().join("admin.sock")
+    }
+    /// Where the attach process is asked.
+    pub fn attach_socket(&self) -> PathBuf {
+        self.run().join("attach/attach.sock")
     }
     pub fn csi_socket(&self) -> PathBuf {
         self.run().join("csi/csi.sock")
@@ -144,9 +169,25 @@ mod tests {
     }
 
     #[test]
+    fn a_start_that_was_refused_leaves_nothing_of_what_it_made_and_all_that_was_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let deep = directory.path().join("a/b");
+        Layout::open(&deep).unwrap().discard_unused();
+        assert!(!directory.path().join("a").exists());
+        let empty = directory.path().join("empty");
+        std::fs::create_dir(&empty).unwrap();
+        Layout::open(&empty).unwrap().discard_unused();
+        assert_eq!(std::fs::read_dir(&empty).unwrap().count(), 0);
+        let used = Layout::open(&deep).unwrap();
+        std::fs::write(used.settings(), "{}").unwrap();
+        used.discard_unused();
+        assert!(used.lock().exists() && used.run().exists());
+    }
+
+    #[test]
     fn the_longest_socket_below_the_longest_root_still_fits_an_address() {
         let root = PathBuf::from("/").join("r".repeat(ROOT_BYTES_MAX - 1));
-        let socket = Layout { root }.nbd().join(format!("{}.sock", "0".repeat(32)));
+        let socket = Layout::at(&root).nbd().join(format!("{}.sock", "0".repeat(32)));
         assert_eq!(socket.as_os_str().len(), 107);
     }
 }

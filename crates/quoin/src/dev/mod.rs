@@ -3,8 +3,9 @@
 //! The processes are the ones of a real cluster: each is this binary with the role's own
 //! command, pools and node join with tokens, every connection has its certificates. What dies
 //! is started again; Ctrl-C (or SIGTERM) ends all in the order in which nothing is lost and
-//! nothing is left: node, mounts, attach, target, pools, controller. All of it lives in one
-//! directory ([`layout`]); a second start goes on with what is there.
+//! nothing is left: node, mounts, attach, target, pools, controller. A file system in use is
+//! waited for ([`cleanup`]). All of it lives in one directory ([`layout`]); a second start goes
+//! on with what is there, and with attached devices that a killed one left ([`keeper`]).
 
 mod cleanup;
 mod keeper;
@@ -24,6 +25,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::client::{self, Cluster, refusal};
 use crate::size::show_size;
+use cleanup::InUse;
 use keeper::{Keeper, Process, Roster};
 use layout::Layout;
 use processes::Attaching;
@@ -44,6 +46,9 @@ pub struct DevOptions {
     /// Do not attach block devices (no root and no FUSE needed): volumes are served as NBD.
     #[arg(long)]
     pub no_attach: bool,
+    /// What data connections do beside proving who is there.
+    #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "authenticate")]
+    pub data_security: String,
 }
 
 /// Says one line to the person in front of `quoin dev`.
@@ -58,7 +63,8 @@ pub fn run(options: DevOptions) -> Result<()> {
     let root = options.dir.clone().unwrap_or_else(client::default_root);
     let layout = Layout::open(&root)?;
     let _lock = lock::take(&layout)?;
-    let (settings, notes) = Settings::load_or_create(&layout, options.pools.into())?;
+    let settings = Settings::load_or_create(&layout, options.pools.into());
+    let (settings, notes) = settings.inspect_err(|_| layout.discard_unused())?;
     for note in notes {
         say(&note);
     }
@@ -69,11 +75,12 @@ pub fn run(options: DevOptions) -> Result<()> {
     // One thread: the kernel ends the children with the thread that started them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let tasks = tokio::task::LocalSet::new();
-    tasks.block_on(&runtime, supervise(&layout, &settings, &attaching))
+    let security = options.data_security;
+    tasks.block_on(&runtime, supervise(&layout, &settings, &attaching, &security))
 }
 
 /// Whoever wants the cluster to end: Ctrl-C, `kill`, a closed terminal.
-struct Ends([Signal; 3]);
+pub(crate) struct Ends([Signal; 3]);
 
 impl Ends {
     fn new() -> Result<Self> {
@@ -92,11 +99,16 @@ impl Ends {
     }
 }
 
-async fn supervise(layout: &Layout, settings: &Settings, attaching: &Attaching) -> Result<()> {
+async fn supervise(
+    layout: &Layout,
+    settings: &Settings,
+    attaching: &Attaching,
+    security: &str,
+) -> Result<()> {
     let mut ends = Ends::new()?;
     let mut keepers = Vec::new();
     let outcome = tokio::select! {
-        outcome = start(layout, settings, attaching, &mut keepers) => match outcome {
+        outcome = start(layout, settings, attaching, security, &mut keepers) => match outcome {
             Ok(()) => {
                 greet(layout, settings, attaching);
                 tokio::select! {
@@ -109,8 +121,24 @@ async fn supervise(layout: &Layout, settings: &Settings, attaching: &Attaching) 
         () = ends.wait() => Ok(()),
     };
     say("stopping");
-    let stopped = stop(layout, keepers).await;
+    let stopped = stop(layout, keepers, &mut ends).await;
     outcome.and(stopped)
+}
+
+/// Says which file systems died with the process that served their devices, and clears away
+/// what nobody uses. What is still served is left alone.
+fn tell_of_the_dead(layout: &Layout) -> Result<()> {
+    for (device, mount) in cleanup::release_leftovers(layout, InUse::Stays)? {
+        let (device, target) = (device.path.display(), mount.target.display());
+        let users = mount.users();
+        let by = if users.is_empty() { String::new() } else { format!(" by {}", users.join(", ")) };
+        say(&format!(
+            "{target} is dead: {device} below it was lost with the process that served it, and is \
+             still in use{by}. End its users, run `umount {target}`, then attach and mount the \
+             volume again: what was synced is there"
+        ));
+    }
+    Ok(())
 }
 
 /// Starts everything in order, joining what has not joined yet.
@@ -118,15 +146,17 @@ async fn start(
     layout: &Layout,
     settings: &Settings,
     attaching: &Attaching,
+    security: &str,
     keepers: &mut Vec<Keeper>,
 ) -> Result<()> {
     let began = Instant::now();
     let roster = Roster::new(layout);
-    cleanup::release_leftovers(layout)?;
+    let left = keeper::listener_of(&layout.attach_socket()).await;
+    tell_of_the_dead(layout)?;
     let start = |process: Process| Keeper::start(process, layout.clone(), roster.clone());
 
     processes::init_controller(layout).await?;
-    keepers.push(start(processes::controller(layout, settings))?);
+    keepers.push(start(processes::controller(layout, settings, security))?);
     let mut cluster = wait_for_controller(layout, keepers, began).await?;
 
     for pool in &settings.pools {
@@ -136,7 +166,11 @@ async fn start(
     }
     join(&mut cluster, settings, Role::Node, &settings.node, &layout.node()).await?;
     keepers.push(start(processes::target(layout, settings))?);
-    if let Attaching::Yes = attaching {
+    if let Some(pid) = left {
+        say("attached devices of the last `quoin dev`, which was killed, go on");
+        let (layout, roster) = (layout.clone(), roster.clone());
+        keepers.push(Keeper::adopt(processes::attach(&layout), pid, layout, roster)?);
+    } else if let Attaching::Yes = attaching {
         keepers.push(start(processes::attach(layout))?);
     }
     keepers.push(start(processes::node(layout, settings, attaching))?);
@@ -258,16 +292,19 @@ async fn first_that_gave_up(keepers: &[Keeper]) -> anyhow::Error {
 
 /// Ends everything, the latest started first: node, attach, target, pools, controller. Goes on
 /// after a failure, so that one stuck process leaves no other behind.
-async fn stop(layout: &Layout, keepers: Vec<Keeper>) -> Result<()> {
+async fn stop(layout: &Layout, keepers: Vec<Keeper>, ends: &mut Ends) -> Result<()> {
     let mut problems = Vec::new();
     let (pools, mut others): (Vec<_>, Vec<_>) =
         keepers.into_iter().partition(|keeper| keeper.name.starts_with("pool-"));
     let controller = if others.is_empty() { None } else { Some(others.remove(0)) };
     while let Some(keeper) = others.pop() {
-        if keeper.name == "attach"
-            && let Err(error) = cleanup::unmount_volumes(layout)
-        {
-            problems.push(format!("{error:#}"));
+        if keeper.name == "attach" {
+            if let Err(error) = cleanup::let_go(layout, ends).await {
+                problems.push(format!("{error:#}"));
+                // It says so too, and is not to be asked twice.
+                let _ = keeper.stop().await;
+                continue;
+            }
         }
         if let Err(error) = keeper.stop().await {
             problems.push(format!("{error:#}"));
@@ -286,7 +323,7 @@ async fn stop(layout: &Layout, keepers: Vec<Keeper>) -> Result<()> {
     {
         problems.push(format!("{error:#}"));
     }
-    if let Err(error) = cleanup::release_leftovers(layout) {
+    if let Err(error) = cleanup::release_leftovers(layout, InUse::Goes) {
         problems.push(format!("{error:#}"));
     }
     if problems.is_empty() {

@@ -12,23 +12,17 @@ use super::settings::{PoolSettings, Settings};
 /// Whether block devices can be had on this machine.
 pub enum Attaching {
     Yes,
-    No { reason: &'static str },
+    No { reason: String },
 }
 
 impl Attaching {
     pub fn possible(is_unwanted: bool) -> Self {
         if is_unwanted {
-            Self::No { reason: "--no-attach was given" }
-        } else if !rustix::process::geteuid().is_root() {
-            Self::No { reason: "attaching a block device needs root; start with sudo to have it" }
-        } else if !Path::new("/dev/fuse").exists() {
-            Self::No { reason: "there is no /dev/fuse; load the module with `modprobe fuse`" }
-        } else if !Path::new("/dev/loop-control").exists() {
-            Self::No {
-                reason: "there is no /dev/loop-control; load the module with `modprobe loop`",
-            }
-        } else {
-            Self::Yes
+            return Self::No { reason: "--no-attach was given".into() };
+        }
+        match crate::host::can_attach() {
+            Ok(()) => Self::Yes,
+            Err(reason) => Self::No { reason },
         }
     }
 }
@@ -73,20 +67,21 @@ fn process(
     for (flag, value) in flags.iter().cloned().chain(http) {
         arguments.extend([flag.to_string(), value]);
     }
-    Process { name: name.into(), arguments }
+    Process { name: name.into(), arguments, outlives: false }
 }
 
 fn path(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-pub fn controller(layout: &Layout, settings: &Settings) -> Process {
+pub fn controller(layout: &Layout, settings: &Settings, security: &str) -> Process {
     let flags = [
         ("--state", path(&layout.controller())),
         ("--admin-socket", path(&layout.admin_socket())),
         ("--listen", settings.controller.listen.to_string()),
         // One machine: pools are what can fail apart from each other.
         ("--default-spread", "pool".into()),
+        ("--data-security", security.into()),
     ];
     process("controller", &["controller", "run"], &flags, Some(settings.controller.http))
 }
@@ -102,7 +97,10 @@ pub fn pool(layout: &Layout, settings: &Settings, pool: &PoolSettings) -> Proces
         ("--listen", pool.listen.to_string()),
         ("--controller", settings.controller.listen.to_string()),
     ];
-    process(&pool.name, &["pool", "run"], &flags, Some(pool.http))
+    let mut process = process(&pool.name, &["pool", "run"], &flags, Some(pool.http));
+    // All of it lies in one directory: a pool whose file was removed there is meant to be lost.
+    process.arguments.push("--replace".into());
+    process
 }
 
 pub fn target(layout: &Layout, settings: &Settings) -> Process {
@@ -115,7 +113,8 @@ pub fn target(layout: &Layout, settings: &Settings) -> Process {
 }
 
 pub fn attach(layout: &Layout) -> Process {
-    process("attach", &["attach"], &[("--run", path(&layout.run()))], None)
+    let process = process("attach", &["attach"], &[("--run", path(&layout.run()))], None);
+    Process { outlives: true, ..process }
 }
 
 pub fn node(layout: &Layout, settings: &Settings, attaching: &Attaching) -> Process {

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use quoin_console::Source;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::RoleOptions;
@@ -22,14 +22,10 @@ pub struct AttachOptions {
 
 pub fn run(options: AttachOptions) -> Result<()> {
     // Said before anything is made, where the first volume's error would come too late.
-    if !rustix::process::geteuid().is_root() {
-        bail!("attaching block devices needs root: start it with sudo, or use volumes over NBD");
+    if let Err(reason) = crate::host::can_attach() {
+        bail!("{reason}; without block devices, volumes are used over NBD");
     }
-    for (device, module) in [("/dev/fuse", "fuse"), ("/dev/loop-control", "loop")] {
-        if !Path::new(device).exists() {
-            bail!("there is no {device}: load the kernel module with `modprobe {module}`");
-        }
-    }
+    super::check_run_directory(&options.run)?;
     let source = Source::new(String::new, || Ok(()));
     super::run(&options.role, source, |shutdown| async move {
         let mut attach = quoin_frontend::attach::Options::new(options.run.join("attach"));

@@ -132,6 +132,19 @@ impl MemberOptions {
     }
 }
 
+/// The directory of sockets is made, but not a tree above it: that would be a slip of the pen.
+pub fn check_run_directory(run: &Path) -> Result<()> {
+    let run = std::path::absolute(run)?;
+    match run.parent() {
+        Some(parent) if !parent.is_dir() => anyhow::bail!(
+            "there is no directory {} to make {} in: mend --run",
+            parent.display(),
+            run.display()
+        ),
+        _ => Ok(()),
+    }
+}
+
 /// Reads `key=value`.
 pub fn parse_pair(text: &str) -> Result<(String, String), String> {
     let (key, value) = text.split_once('=').ok_or("write it as key=value")?;

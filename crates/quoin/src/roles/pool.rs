@@ -29,6 +29,10 @@ pub struct PoolOptions {
     /// Make a pool on a block device, or in a file that exists, if it is blank.
     #[arg(long)]
     format: bool,
+    /// Serve another pool than this identity served before: that one's replicas are taken for
+    /// lost and are rebuilt.
+    #[arg(long)]
+    replace: bool,
     /// The host that the pool is on: replicas spread over hosts never share one.
     #[arg(long, default_value_t = super::host_name())]
     node: String,
@@ -63,6 +67,7 @@ pub fn run(options: PoolOptions) -> Result<()> {
             size_bytes: options.capacity,
             sparse: !options.preallocate,
             format: options.format,
+            replace: options.replace,
             identity: options.state,
             join: options.member.join_request(Role::Pool)?,
             controller: options.member.controller,

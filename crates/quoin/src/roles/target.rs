@@ -41,6 +41,7 @@ pub struct TargetOptions {
 }
 
 pub fn run(options: TargetOptions) -> Result<()> {
+    super::check_run_directory(&options.run)?;
     let metrics = Metrics::new();
     let shown = metrics.clone();
     let source = Source::new(move || shown.render(), || Ok(()));

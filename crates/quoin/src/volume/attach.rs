@@ -2,19 +2,22 @@
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use quoin_frontend::attach::AttachClient;
-use quoin_frontend::attach::protocol::AttachVolume;
+use quoin_frontend::attach::protocol::{AttachVolume, Kind};
+use quoin_frontend::attach::{AttachClient, Error as AttachError};
 use quoin_proto::control::{
     ListNodesRequest, PublishVolumeRequest, UnpublishVolumeRequest, Volume,
 };
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use super::HereView;
 use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::host::{devices, lost};
 use crate::output;
 
 #[derive(Args)]
 pub struct AttachOptions {
+    /// Its name or id.
     volume: String,
     /// Only serve it as NBD and print its address: for qemu, nbdcopy, fio; needs no root.
     /// `--nbd` is the unix socket of this host, `--nbd=tcp` the address for other hosts, where
@@ -22,6 +25,7 @@ pub struct AttachOptions {
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true,
           default_missing_value = "unix", value_name = "WHERE")]
     nbd: Option<Nbd>,
+    /// Let nobody on this host write to it.
     #[arg(long)]
     read_only: bool,
     /// The node that this host is [default: the one node of the cluster].
@@ -37,6 +41,7 @@ enum Nbd {
 
 #[derive(Args)]
 pub struct DetachOptions {
+    /// Its name or id.
     volume: String,
     /// The node to detach it from [default: every one].
     #[arg(long)]
@@ -49,6 +54,10 @@ pub async fn attach(
     client: &ClientOptions,
 ) -> Result<()> {
     let volume = get_volume(cluster, &options.volume).await?;
+    if options.nbd.is_none() {
+        // Before anything is changed: without it the volume would be left half attached.
+        check_daemon(client).await?;
+    }
     let node = match options.node {
         Some(node) => node,
         None => only_node(cluster).await?,
@@ -81,6 +90,7 @@ pub async fn attach(
     let attached = attach_daemon(client).attach(request).await.context(
         "the volume is served but is no block device yet; `--nbd` gives its NBD address instead",
     )?;
+    warn_of_the_dead(&volume, client);
     output::print_line(&attached.device.display().to_string())
 }
 
@@ -88,15 +98,86 @@ fn attach_daemon(client: &ClientOptions) -> AttachClient {
     AttachClient::new(client.run_directory().join("attach").join("attach.sock"))
 }
 
-/// Lets the block device of this host, if there is one, show the volume's new size.
-pub async fn resize_device(volume: &Volume, client: &ClientOptions) -> Result<()> {
-    let daemon = attach_daemon(client);
-    // Without a daemon there is no device of this host that could show anything.
-    let Ok(attached) = daemon.list().await else { return Ok(()) };
-    if attached.iter().any(|attached| attached.volume == volume.id) {
-        daemon.resize(&volume.id, volume.size_bytes).await.context("grow the block device")?;
+/// Whether this host can have block devices, asked of the process that makes them.
+async fn check_daemon(client: &ClientOptions) -> Result<()> {
+    match attach_daemon(client).list().await {
+        Ok(_) => Ok(()),
+        Err(_) if !rustix::process::geteuid().is_root() => bail!(
+            "a block device needs root: run the command with sudo where `quoin attach` runs, or \
+             take an NBD address, which needs none, with --nbd"
+        ),
+        Err(AttachError::Daemon { socket, .. }) => bail!(
+            "no `quoin attach` serves {}: `quoin dev` starts one where root, /dev/fuse and loop \
+             devices are there; or take an NBD address with --nbd",
+            socket.display()
+        ),
+        Err(error) => Err(error.into()),
     }
-    Ok(())
+}
+
+/// The block device that this host has of the volume.
+async fn device_here(volume: &Volume, client: &ClientOptions) -> Option<PathBuf> {
+    // Without a daemon there is no device.
+    let attached = attach_daemon(client).list().await.ok()?;
+    attached.into_iter().find(|attached| attached.volume == volume.id).map(|found| found.device)
+}
+
+/// What this host has of a volume; nothing to tell where it has nothing.
+pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
+    // The daemon is busy with the volume itself for as long as an attach takes.
+    let asked = tokio::time::timeout(Duration::from_secs(2), device_here(volume, client));
+    let device = asked.await.ok().flatten();
+    let mounts = device.as_deref().map(devices::mounts_of).and_then(Result::ok).unwrap_or_default();
+    let shown = |mount: &devices::Mount| mount.target.display().to_string();
+    let dead = lost::mounts_of(&client.run_directory(), &volume.id);
+    if device.is_none() && dead.is_empty() {
+        return None;
+    }
+    Some(HereView {
+        device: device.map(|device| device.display().to_string()).unwrap_or_default(),
+        mounts: mounts.iter().map(shown).collect(),
+        dead_mounts: dead.iter().map(|(_, mount)| shown(mount)).collect(),
+    })
+}
+
+/// A file system that lost its device looks like one that is there.
+fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
+    for (device, mount) in lost::mounts_of(&client.run_directory(), &volume.id) {
+        let (device, target) = (device.path.display(), mount.target.display());
+        eprintln!(
+            "warning: {target} is a dead mount of this volume: {device} below it was lost with \
+             the process that served it. End its users and run `umount {target}`"
+        );
+    }
+}
+
+/// Lets the block device of this host, if there is one, show the volume's new size. Gives the
+/// commands by which the file systems on it follow.
+pub async fn resize_device(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
+    let Some(device) = device_here(volume, client).await else { return Ok(Vec::new()) };
+    let daemon = attach_daemon(client);
+    let began = Instant::now();
+    // The target hears of the new size a moment later than this command.
+    loop {
+        match daemon.resize(&volume.id, volume.size_bytes).await {
+            Ok(_) => break,
+            Err(AttachError::Refused { kind: Kind::Unavailable, .. })
+                if began.elapsed() < client.timeout() =>
+            {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            Err(error) => return Err(error).context("grow the block device"),
+        }
+    }
+    let mut mounts = devices::mounts_of(&device)?;
+    mounts.dedup_by(|one, other| one.filesystem == other.filesystem);
+    Ok(mounts
+        .iter()
+        .map(|mount| match mount.filesystem.as_str() {
+            "xfs" => format!("xfs_growfs {}", output::quoted(&mount.target.to_string_lossy())),
+            _ => format!("resize2fs {}", device.display()),
+        })
+        .collect())
 }
 
 pub async fn detach(
@@ -108,9 +189,19 @@ pub async fn detach(
     // The device first: it must not be left over a socket that nobody serves.
     match attach_daemon(client).detach(&volume.id).await {
         // No daemon, no device.
-        Ok(()) | Err(quoin_frontend::attach::Error::Daemon { .. }) => {}
+        Ok(()) | Err(AttachError::Daemon { .. }) => {}
+        Err(AttachError::Refused { kind: Kind::Busy, .. }) => {
+            let here = here(&volume, client).await;
+            let (device, mounts) = here.map(|here| (here.device, here.mounts)).unwrap_or_default();
+            let mounted = match mounts.as_slice() {
+                [] => "close it".into(),
+                mounts => format!("unmount {}", mounts.join(" and ")),
+            };
+            bail!("volume {} is in use as {device}: {mounted} first", options.volume);
+        }
         Err(error) => return Err(error.into()),
     }
+    warn_of_the_dead(&volume, client);
     let request = UnpublishVolumeRequest {
         volume: Some(volume_ref(&volume.id)),
         node: options.node.unwrap_or_default(),
@@ -131,7 +222,7 @@ pub async fn detach(
                 now.attachments[0].message
             );
         }
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
@@ -204,7 +295,7 @@ async fn wait_for_target(
                 socket.display()
             );
         }
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     Ok(())
 }

@@ -16,7 +16,7 @@ use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
 use crate::output::{self, Format};
 use crate::size::{parse_size, show_size};
 
-pub use view::{ReplicaView, VolumeView};
+pub use view::{HereView, ReplicaView, VolumeView};
 
 #[derive(Subcommand)]
 pub enum VolumeCommand {
@@ -24,7 +24,10 @@ pub enum VolumeCommand {
     #[command(after_help = "Example:\n  quoin volume create db --size 10GiB --replicas 3")]
     Create(Box<CreateOptions>),
     /// One volume whole: health, what it survives, its replicas, what it waits for.
-    Get { volume: String },
+    Get {
+        /// Its name or id.
+        volume: String,
+    },
     /// All volumes.
     #[command(visible_alias = "ls")]
     List,
@@ -36,14 +39,16 @@ pub enum VolumeCommand {
     Detach(attach::DetachOptions),
     /// Make a volume larger, attached or not. (Volumes never shrink.)
     Resize {
+        /// Its name or id.
         volume: String,
         /// The new size, as in 20GiB.
-        #[arg(long, value_parser = parse_size)]
+        #[arg(long, value_parser = parse_size, allow_hyphen_values = true)]
         size: u64,
     },
     /// Delete a volume and all its data.
     #[command(visible_alias = "rm")]
     Delete {
+        /// Its name or id.
         volume: String,
         /// Do not ask.
         #[arg(long, short)]
@@ -56,8 +61,8 @@ pub struct CreateOptions {
     /// The volume's name: up to 128 bytes, no control characters.
     #[arg(value_parser = parse_name)]
     name: String,
-    /// Its size, as in 10GiB.
-    #[arg(long, value_parser = parse_size)]
+    /// Its size, as in 10GiB: whole blocks of 4 KiB, at least 1 MiB.
+    #[arg(long, value_parser = parse_size, allow_hyphen_values = true)]
     size: u64,
     /// Copies to keep, each in a pool of its own [default: the cluster's, 3].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=5))]
@@ -169,12 +174,14 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         VolumeCommand::Create(options) => create(&mut cluster, *options, client, format).await,
         VolumeCommand::Get { volume } => {
             let volume = get_volume(&mut cluster, &volume).await?;
-            let view = VolumeView::from(volume);
+            let here = attach::here(&volume, client).await;
+            let view = VolumeView { here, ..VolumeView::from(volume) };
             output::print_one(format, &view, || view.text())
         }
         VolumeCommand::List => {
             let volumes = list(&mut cluster).await?;
-            let rows: Vec<_> = volumes.into_iter().map(VolumeView::from).collect();
+            let mut rows: Vec<_> = volumes.into_iter().map(VolumeView::from).collect();
+            rows.sort_by(|one, other| (&one.name, &one.id).cmp(&(&other.name, &other.id)));
             output::print_list(
                 format,
                 &rows,
@@ -244,7 +251,7 @@ async fn create(
     format: Format,
 ) -> Result<()> {
     let request = CreateVolumeRequest { spec: Some(options.spec()), ..Default::default() };
-    let mut volume = cluster.create_volume(request).await.map_err(refusal)?.into_inner();
+    let mut volume = cluster.create_volume(request).await.map_err(in_flags)?.into_inner();
     let began = Instant::now();
     while !options.no_wait && volume.phase == "Pending" {
         if began.elapsed() > client.timeout() {
@@ -262,14 +269,24 @@ async fn create(
     }
     let view = VolumeView::from(volume);
     output::print_one(format, &view, || {
+        let more = match view.size_bytes > options.size {
+            true => format!(
+                " ({} were asked for; a volume has whole blocks of 4 KiB, at least 1 MiB)",
+                show_size(options.size)
+            ),
+            false => String::new(),
+        };
+        let replicas = match view.replicas.len() {
+            1 => "1 replica".into(),
+            count => format!("{count} replicas"),
+        };
         format!(
-            "volume {} is {}: {}, {} replicas, {}\nnext: quoin volume attach {}",
+            "volume {} is {}: {}{more}, {replicas}, {}\nnext: quoin volume attach {}",
             view.name,
             view.phase.to_lowercase(),
             show_size(view.size_bytes),
-            view.replicas.len(),
             view.contract,
-            view.name
+            output::quoted(&view.name)
         )
     })
 }
@@ -295,11 +312,28 @@ async fn resize(
         limit_bytes: 0,
     };
     let volume = cluster.resize_volume(request).await.map_err(refusal)?.into_inner();
-    attach::resize_device(&volume, client).await?;
+    let next = attach::resize_device(&volume, client).await?;
     let view = VolumeView::from(volume);
     output::print_one(format, &view, || {
-        format!("volume {} has {} now", view.name, show_size(view.size_bytes))
+        let next: String = next.iter().map(|command| format!("\nnext: {command}")).collect();
+        format!("volume {} has {} now{next}", view.name, show_size(view.size_bytes))
     })
+}
+
+/// The controller speaks of fields, as orchestrators name them; a person has typed flags.
+fn in_flags(status: tonic::Status) -> anyhow::Error {
+    const FLAGS: [(&str, &str); 7] = [
+        ("allowLossOnSingleFailure", "--allow-loss-on-single-failure"),
+        ("consistencyFactor", "--consistency-factor"),
+        ("onQuorumLoss", "--on-quorum-loss"),
+        ("onFull", "--on-full"),
+        ("blockSize", "--block-size"),
+        ("fsType", "--fs-type"),
+        ("spread: pool", "--spread pool"),
+    ];
+    let message = refusal(status).to_string();
+    let words = FLAGS.iter().fold(message, |text, (field, flag)| text.replace(field, flag));
+    anyhow::anyhow!(words)
 }
 
 /// Data is lost only after the volume's name was typed, or with --yes in a script.
@@ -320,6 +354,16 @@ fn confirm_delete(volume: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn refusals_of_a_creation_name_the_flags_that_a_person_typed() {
+        let status = tonic::Status::invalid_argument(
+            "consistencyFactor: too low; accept that with allowLossOnSingleFailure",
+        );
+        let said = in_flags(status).to_string();
+        assert!(said.contains("--consistency-factor: too low"), "{said}");
+        assert!(said.ends_with("--allow-loss-on-single-failure"), "{said}");
+    }
 
     #[test]
     fn names_that_are_empty_too_long_or_unreadable_are_refused_with_the_reason() {

@@ -30,6 +30,36 @@ pub struct VolumeView {
     pub spread: &'static str,
     pub created_at: String,
     pub replicas: Vec<ReplicaView>,
+    /// What this host has of it, where that was asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub here: Option<HereView>,
+}
+
+/// A volume's block device on this host.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct HereView {
+    /// Empty: there is none.
+    pub device: String,
+    pub mounts: Vec<String>,
+    /// Mounts of a device that was lost with the process that served it.
+    pub dead_mounts: Vec<String>,
+}
+
+impl HereView {
+    fn device(&self) -> String {
+        match self.mounts.as_slice() {
+            [] => self.device.clone(),
+            mounts => format!("{}, mounted at {}", self.device, mounts.join(", ")),
+        }
+    }
+
+    fn dead(&self) -> String {
+        match self.dead_mounts.as_slice() {
+            [] => String::new(),
+            mounts => format!("{}: umount them, then attach and mount again", mounts.join(", ")),
+        }
+    }
 }
 
 impl From<Volume> for VolumeView {
@@ -69,6 +99,7 @@ impl From<Volume> for VolumeView {
                 .map(|time| crate::events::show_time(&time))
                 .unwrap_or_default(),
             replicas: volume.replicas.into_iter().map(ReplicaView::from).collect(),
+            here: None,
         }
     }
 }
@@ -88,6 +119,8 @@ impl VolumeView {
             ("health", self.health.clone()),
             ("use", [self.usage.as_str(), &self.nodes.join(", ")].join(" ").trim().into()),
             ("nbd", self.nbd.join(", ")),
+            ("device", self.here.as_ref().map(HereView::device).unwrap_or_default()),
+            ("dead mounts", self.here.as_ref().map(HereView::dead).unwrap_or_default()),
             ("waits for", self.waiting_for.clone()),
             ("contract", self.contract.clone()),
             ("durability", self.durability.into()),

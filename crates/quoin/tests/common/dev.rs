@@ -8,6 +8,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+
 /// Far more than anything here takes: reached only when something hangs.
 pub const BUDGET: Duration = Duration::from_secs(180);
 
@@ -33,8 +35,10 @@ impl Drop for Scratch {
 }
 
 pub struct Dev {
-    child: Child,
+    pub child: Child,
     pub directory: PathBuf,
+    /// What it said since it was up.
+    lines: mpsc::Receiver<String>,
 }
 
 impl Dev {
@@ -55,17 +59,37 @@ impl Dev {
                 let _ = sender.send(line);
             }
         });
-        let dev = Self { child, directory: directory.into() };
+        let dev = Self { child, directory: directory.into(), lines };
+        dev.wait_for_line("Quoin is up");
+        dev
+    }
+
+    /// Waits until it says this; gives the whole line.
+    pub fn wait_for_line(&self, words: &str) -> String {
         let began = Instant::now();
         while began.elapsed() < BUDGET {
-            match lines.recv_timeout(Duration::from_secs(1)) {
-                Ok(line) if line.starts_with("Quoin is up") => return dev,
+            match self.lines.recv_timeout(Duration::from_secs(1)) {
+                Ok(line) if line.contains(words) => return line,
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,
                 _ => {}
             }
         }
-        dev.show_logs();
-        panic!("quoin dev did not come up");
+        self.show_logs();
+        panic!("quoin dev did not say: {words}");
+    }
+
+    /// An NBD client of the volume; it holds IO while the target is away.
+    pub fn client(&self, volume: &str) -> Client {
+        let address = self.ok(&["volume", "attach", volume, "--nbd"]);
+        let socket = address.split_once("socket=").unwrap().1;
+        let began = Instant::now();
+        loop {
+            match Client::connect(ClientOptions::new(Address::Unix(socket.into()))) {
+                Ok(client) => return client,
+                Err(error) => assert!(began.elapsed() < BUDGET, "{error}"),
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 
     pub fn show_logs(&self) {
@@ -133,11 +157,21 @@ impl Dev {
         }
     }
 
+    pub fn is_running(&self) -> bool {
+        !std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))
+            .is_ok_and(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z')))
+    }
+
     /// Ctrl-C, and its clean end.
-    pub fn stop(mut self) {
+    pub fn stop(self) {
+        signal(i64::from(self.child.id()), "INT");
+        self.ended();
+    }
+
+    /// Its clean end, which was asked for.
+    pub fn ended(mut self) {
         let pids: Vec<_> =
             self.processes().values().filter_map(serde_json::Value::as_i64).collect();
-        signal(i64::from(self.child.id()), "INT");
         let began = Instant::now();
         let status = loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -158,11 +192,20 @@ impl Dev {
 
 impl Drop for Dev {
     fn drop(&mut self) {
-        // A failed test leaves nothing behind either.
-        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
-            signal(i64::from(self.child.id()), "TERM");
-            let _ = self.child.wait();
+        // A failed test leaves nothing behind either; asked twice, not even a mount in use.
+        for _ in 0..2 {
+            if self.child.try_wait().is_ok_and(|status| status.is_none()) {
+                signal(i64::from(self.child.id()), "TERM");
+                let began = Instant::now();
+                while self.child.try_wait().is_ok_and(|status| status.is_none())
+                    && began.elapsed() < Duration::from_secs(30)
+                {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            }
         }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -178,6 +221,40 @@ pub fn is_online(volume: &serde_json::Value) -> bool {
 
 /// Root, with what a block device needs.
 pub fn can_attach() -> bool {
+    is_root() && Path::new("/dev/fuse").exists()
+}
+
+pub fn is_root() -> bool {
     use std::os::unix::fs::MetadataExt;
-    std::fs::metadata("/proc/self").unwrap().uid() == 0 && Path::new("/dev/fuse").exists()
+    std::fs::metadata("/proc/self").unwrap().uid() == 0
+}
+
+pub fn run(program: &str, arguments: &[&str]) {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    assert!(
+        output.status.success(),
+        "{program} {arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+pub fn eventually<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Some(found) = found() {
+            return found;
+        }
+        assert!(began.elapsed() < BUDGET, "never: {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Mounts and loop devices below `directory`: there must be none after an end.
+pub fn assert_nothing_is_left(directory: &Path) {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    assert!(!mounts.contains(directory.to_str().unwrap()), "{mounts}");
+    for entry in std::fs::read_dir("/sys/block").unwrap().flatten() {
+        let backing = std::fs::read_to_string(entry.path().join("loop/backing_file"));
+        assert!(!backing.is_ok_and(|path| path.contains(directory.to_str().unwrap())));
+    }
 }

@@ -1,0 +1,146 @@
+//! Taking pools and nodes that are away for good out of the cluster.
+//!
+//! Whoever is removed is no member any more: his certificate lets him do nothing, and a new one
+//! under his name needs a new token. A pool that a volume needs is not removed, since the
+//! volume's membership would name a replica that is nowhere; what only waits for the pool in
+//! order to be deleted is taken to have gone with it.
+
+use quoin_identity::Role;
+
+use crate::Error;
+use crate::controller::Controller;
+use crate::events::{Object, Severity};
+use crate::records::{MemberOfCluster, VolumePhase, VolumeRecord};
+use crate::time::now_ms;
+
+/// Names of volumes in one message; the others are counted.
+const NAMES_MAX: usize = 5;
+
+impl Controller {
+    /// Removes a pool that is offline and that no volume needs.
+    pub async fn remove_pool(&self, name: &str) -> Result<(), Error> {
+        // No volume is placed on it meanwhile.
+        let _one_at_a_time = self.creating.lock().await;
+        let shown: String = name.chars().take(160).collect();
+        let pool = self.pools.get(name).ok_or_else(|| Error::missing("pool", shown))?;
+        let online = {
+            let observed = self.observed();
+            observed.starting(self.settings.offline_after) && !observed.pools.contains_key(name)
+                || observed.online_pool(name, self.settings.offline_after).is_some()
+        };
+        if online {
+            return Err(Error::Precondition(format!(
+                "pool {name:?} is online, or may be: stop its process first"
+            )));
+        }
+        let volumes = self.volumes.list();
+        let needed = |volume: &&std::sync::Arc<VolumeRecord>| {
+            volume.phase != VolumePhase::Deleting && volume.replicas.iter().any(|r| r.pool == name)
+        };
+        let needed: Vec<_> = volumes.iter().filter(needed).map(|v| v.spec.name.clone()).collect();
+        if !needed.is_empty() {
+            return Err(Error::Precondition(format!(
+                "pool {name:?} holds replicas of {}: they would miss it for good; start the pool \
+                 again, or delete those volumes first",
+                listed(&needed)
+            )));
+        }
+        self.expel(Role::Pool, name).await?;
+        for volume in volumes {
+            let gone = |volume: &mut VolumeRecord| {
+                volume.discarded.retain(|discarded| discarded.pool != name);
+                if volume.phase == VolumePhase::Deleting {
+                    volume.replicas.retain(|replica| replica.pool != name);
+                }
+                Ok(())
+            };
+            match self.update_volume(volume.id.0, gone).await {
+                Err(Error::NotFound { .. }) => {}
+                outcome => drop(outcome?),
+            }
+        }
+        self.pools.remove(name, |_| true).await?;
+        {
+            let mut observed = self.observed();
+            observed.pools.remove(name);
+            observed.absent.remove(&("pool", name.to_owned()));
+        }
+        let about = Object::new("pool", &pool.pool_id, name);
+        self.events.record(Severity::Normal, about, "PoolRemoved", "it is no member any more");
+        self.announce();
+        self.reconcile().await
+    }
+
+    /// Removes a node that is offline and has no volume attached.
+    pub async fn remove_node(&self, name: &str) -> Result<(), Error> {
+        let shown: String = name.chars().take(160).collect();
+        self.nodes.get(name).ok_or_else(|| Error::missing("node", shown))?;
+        let attached: Vec<_> = self
+            .volumes
+            .list()
+            .iter()
+            .filter(|volume| volume.attachments.iter().any(|a| a.node == name))
+            .map(|volume| volume.spec.name.clone())
+            .collect();
+        if !attached.is_empty() {
+            return Err(Error::Precondition(format!(
+                "node {name:?} has volumes attached ({}): detach them first",
+                listed(&attached)
+            )));
+        }
+        let online = {
+            let observed = self.observed();
+            observed.starting(self.settings.offline_after) && !observed.nodes.contains_key(name)
+                || observed.node_online(name, self.settings.offline_after)
+        };
+        if online {
+            return Err(Error::Precondition(format!(
+                "node {name:?} is online, or may be: stop its processes (node and target) first"
+            )));
+        }
+        self.expel(Role::Node, name).await?;
+        self.nodes.remove(name, |_| true).await?;
+        {
+            let mut observed = self.observed();
+            observed.nodes.remove(name);
+            observed.absent.remove(&("node", name.to_owned()));
+        }
+        let about = Object::new("node", name, name);
+        self.events.record(Severity::Normal, about, "NodeRemoved", "it is no member any more");
+        self.announce();
+        Ok(())
+    }
+
+    /// Remembered rather than forgotten: a member that the records do not know may have joined
+    /// after the backup that they were restored from.
+    async fn expel(&self, role: Role, name: &str) -> Result<(), Error> {
+        let record = MemberOfCluster {
+            role: role.to_string(),
+            holder: name.to_owned(),
+            key_hash: String::new(),
+            joined_ms: now_ms(),
+            removed: true,
+        };
+        if self.members.create(record).await?.is_ok() {
+            return Ok(());
+        }
+        let remove = |record: &mut MemberOfCluster| {
+            record.removed = true;
+            Ok(())
+        };
+        self.members.update(&format!("{role}/{name}"), remove).await.map(drop)
+    }
+
+    /// Whether somebody with a valid certificate still belongs to the cluster.
+    pub(crate) fn is_member(&self, role: Role, name: &str) -> bool {
+        !self.members.get(&format!("{role}/{name}")).is_some_and(|member| member.removed)
+    }
+}
+
+fn listed(names: &[String]) -> String {
+    let shown: Vec<_> = names.iter().take(NAMES_MAX).map(|name| format!("{name:?}")).collect();
+    match names.len().saturating_sub(NAMES_MAX) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
+}

@@ -1,0 +1,26 @@
+//! Numbers in messages, as people read them.
+
+/// "3 GiB" where that is exact, else "1.3 GiB (1395864371 bytes)": a refusal that hides the
+/// bytes which are too many explains nothing.
+pub(crate) fn bytes(count: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    let unit = (1..=UNITS.len()).rev().find(|power| count >> (10 * power) > 0);
+    let Some(power) = unit else { return format!("{count} bytes") };
+    let (factor, name) = (1u64 << (10 * power), UNITS[power - 1]);
+    match count.is_multiple_of(factor) {
+        true => format!("{} {name}", count / factor),
+        false => format!("{:.1} {name} ({count} bytes)", count as f64 / factor as f64),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn sizes_are_exact_or_say_both() {
+        assert_eq!(super::bytes(0), "0 bytes");
+        assert_eq!(super::bytes(1023), "1023 bytes");
+        assert_eq!(super::bytes(1 << 30), "1 GiB");
+        assert_eq!(super::bytes(3 << 29), "1.5 GiB (1610612736 bytes)");
+        assert_eq!(super::bytes(u64::MAX), "16384.0 PiB (18446744073709551615 bytes)");
+    }
+}

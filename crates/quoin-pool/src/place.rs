@@ -1,0 +1,253 @@
+//! The place where a pool's data lies: whose it is, and whether it is the right one.
+//!
+//! A pool is made only where nothing of anybody else is: in an empty directory, under a new file
+//! name, or on a blank device that was asked to be formatted. Which pool an identity serves is
+//! remembered beside it, since a cluster takes another pool under the same name for the loss of
+//! all its replicas: a disk that was not mounted, or a path mistyped, must not cause that.
+
+use std::path::{Path, PathBuf};
+
+use quoin_core::replica::store::StoreError;
+use quoin_core::{BLOCK_SIZE, PoolId};
+use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolError, PoolOptions};
+
+use crate::{Error, Opened};
+
+/// The file of a pool that is given as a directory.
+pub const POOL_FILE: &str = "pool.quoin";
+/// Beside the identity: the id of the pool that it serves.
+const SERVED_FILE: &str = "pool-id";
+/// What a new file system has in its uppermost directory.
+const LOST_AND_FOUND: &str = "lost+found";
+
+/// What is to be opened, and what may be made.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    pub path: PathBuf,
+    pub size_bytes: Option<u64>,
+    pub sparse: bool,
+    pub format: bool,
+    /// Another pool may take the place of the one that this identity served.
+    pub replace: bool,
+    pub cache_bytes: u64,
+    /// Where the identity is.
+    pub identity: PathBuf,
+}
+
+/// The file or device that a pool's data is in: itself, or a file of a fixed name in a directory.
+pub fn data_path(path: &Path) -> PathBuf {
+    if path.is_dir() { path.join(POOL_FILE) } else { path.to_owned() }
+}
+
+impl Place {
+    fn failed(&self, reason: impl Into<String>) -> Error {
+        Error::Open { path: self.path.clone(), reason: reason.into() }
+    }
+
+    fn refused(&self, error: &dyn std::error::Error) -> Error {
+        self.failed(match error.source() {
+            Some(source) => format!("{error}: {source}"),
+            None => error.to_string(),
+        })
+    }
+
+    /// Finds out, without making anything, what would be refused: before a token is used up.
+    pub fn check(&self) -> Result<(), Error> {
+        let path = data_path(&self.path);
+        match (std::fs::metadata(&path), self.size_bytes) {
+            (Ok(_), _) => FileDisk::open(&path).map(drop).map_err(|error| self.refused(&error)),
+            (Err(error), None) if error.kind() == std::io::ErrorKind::NotFound => {
+                Err(self
+                    .failed("there is no pool yet: --capacity SIZE makes one, or mend the path"))
+            }
+            (Err(_), Some(_)) if self.may_make_another() => self.check_empty(),
+            (Err(_), Some(_)) => Err(self.other("no pool")),
+            (Err(error), None) => Err(self.failed(error.to_string())),
+        }
+    }
+
+    /// Opens the pool; makes it first where there is none and that was asked for.
+    pub fn open(&self) -> Result<Opened<Pool<FileDisk>>, Error> {
+        let path = data_path(&self.path);
+        let (disk, empty) = match (FileDisk::open(&path), self.size_bytes) {
+            (Err(FileDiskError::Missing { .. }), Some(size)) => {
+                self.check()?;
+                let made = FileDisk::create(&path, size, self.sparse);
+                (made.map_err(|error| self.refused(&error))?, true)
+            }
+            (opened, _) => (opened.map_err(|error| self.refused(&error))?, false),
+        };
+        if empty || (self.format && is_blank(&disk)) {
+            if !self.may_make_another() {
+                return Err(self.other("blank"));
+            }
+            let made = Pool::format(&disk, &FormatOptions::new(PoolId(rand::random())));
+            if let Err(error) = made {
+                if empty {
+                    // Nothing half-made stays behind.
+                    let _ = std::fs::remove_file(&path);
+                }
+                return Err(match error {
+                    PoolError::Store(StoreError::Io(fault)) if fault.errno == libc::ENOSPC => self
+                        .failed(
+                            "the file system below it has no room for even an empty pool: free \
+                             some, or choose another --data",
+                        ),
+                    error => self.refused(&error),
+                });
+            }
+        } else if let Some(wanted) = self.size_bytes.map(|size| size & !(BLOCK_SIZE as u64 - 1))
+            && wanted != disk.size()
+        {
+            let (has, path) = (disk.size(), path.display());
+            tracing::warn!(
+                "the pool {path} has {has} bytes; --capacity ({wanted}) is for making one and \
+                 changes nothing"
+            );
+        }
+        let options = PoolOptions { cache_bytes: self.cache_bytes, ..PoolOptions::default() };
+        let pool = Pool::open(disk, options).map_err(|error| self.refused(&error))?;
+        self.check_served(&pool.id().to_string())?;
+        Ok(Opened { id: pool.id().to_string(), syncer: pool.syncer(), pool })
+    }
+
+    /// A directory in which a pool is to be made holds nothing of anybody else.
+    fn check_empty(&self) -> Result<(), Error> {
+        if !self.path.is_dir() {
+            return Ok(());
+        }
+        let entries = std::fs::read_dir(&self.path).map_err(|e| self.failed(e.to_string()))?;
+        let names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
+        match names.into_iter().find(|name| name != LOST_AND_FOUND) {
+            None => Ok(()),
+            Some(name) => Err(self.failed(format!(
+                "the directory holds other files ({}): choose an empty one, or name the pool's \
+                 own file, as in --data {}",
+                name.to_string_lossy(),
+                self.path.join(POOL_FILE).display()
+            ))),
+        }
+    }
+
+    fn served(&self) -> Option<String> {
+        let text = std::fs::read_to_string(self.identity.join(SERVED_FILE)).ok()?;
+        Some(text.trim().to_owned())
+    }
+
+    fn may_make_another(&self) -> bool {
+        self.replace || self.served().is_none()
+    }
+
+    fn other(&self, found: &str) -> Error {
+        self.failed(format!(
+            "here is {found}, but the identity in {} serves pool {}: mount its disk or mend --data. \
+             If that pool is lost, --replace lets this one take its place, and its replicas are \
+             rebuilt",
+            self.identity.display(),
+            self.served().unwrap_or_default()
+        ))
+    }
+
+    /// Remembers which pool the identity serves, and refuses another one.
+    fn check_served(&self, id: &str) -> Result<(), Error> {
+        match self.served() {
+            Some(served) if served == id => return Ok(()),
+            Some(_) if !self.replace => return Err(self.other(&format!("pool {id}"))),
+            _ => {}
+        }
+        let path = self.identity.join(SERVED_FILE);
+        let beside = path.with_extension("new");
+        std::fs::write(&beside, format!("{id}\n"))
+            .and_then(|()| std::fs::rename(&beside, &path))
+            .map_err(|error| self.failed(format!("cannot write {}: {error}", path.display())))
+    }
+}
+
+/// Whether the start of a disk is all zeroes: neither a pool nor anybody else's.
+fn is_blank(disk: &FileDisk) -> bool {
+    let mut first = [0; BLOCK_SIZE];
+    disk.read_at(0, &mut first).is_ok() && first.iter().all(|b| *b == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: u64 = 256 << 20;
+
+    fn place(data: &Path, identity: &Path) -> Place {
+        Place {
+            path: data.to_owned(),
+            size_bytes: Some(SIZE),
+            sparse: true,
+            format: false,
+            replace: false,
+            cache_bytes: 16 << 20,
+            identity: identity.to_owned(),
+        }
+    }
+
+    /// What a refusal says.
+    fn refusal<T>(outcome: Result<T, Error>) -> String {
+        outcome.map(drop).expect_err("a refusal").to_string()
+    }
+
+    #[test]
+    fn a_directory_with_other_files_gets_no_pool_and_a_new_file_system_does() {
+        let folder = tempfile::tempdir().unwrap();
+        let identity = tempfile::tempdir().unwrap();
+        let place = place(folder.path(), identity.path());
+        std::fs::write(folder.path().join("passwd"), "x").unwrap();
+        let said = refusal(place.open());
+        assert!(said.contains("passwd") && said.contains("--data"), "{said}");
+        assert_eq!(refusal(place.check()), said, "told before a token is spent");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "something was made");
+        std::fs::remove_file(folder.path().join("passwd")).unwrap();
+        std::fs::create_dir(folder.path().join(LOST_AND_FOUND)).unwrap();
+        place.check().unwrap();
+        place.open().unwrap();
+        // Once it is there, what lies beside it is no reason to refuse it.
+        std::fs::write(folder.path().join("notes"), "x").unwrap();
+        place.open().unwrap();
+    }
+
+    #[test]
+    fn another_pool_under_the_same_identity_is_refused_unless_it_is_to_replace_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let identity = tempfile::tempdir().unwrap();
+        let (first, second) = (folder.path().join("one"), folder.path().join("two"));
+        let id = place(&first, identity.path()).open().unwrap().id;
+        assert_eq!(place(&first, identity.path()).open().unwrap().id, id);
+        // A disk that was not mounted: nothing is made in its place.
+        let said = refusal(place(&second, identity.path()).open());
+        assert!(said.contains(&id) && said.contains("--replace"), "{said}");
+        assert!(!second.exists());
+        // A pool of another identity.
+        let elsewhere = tempfile::tempdir().unwrap();
+        let other = place(&second, elsewhere.path()).open().unwrap().id;
+        let said = refusal(place(&second, identity.path()).open());
+        assert!(said.contains(&id) && said.contains(&other), "{said}");
+        let replacing = Place { replace: true, ..place(&second, identity.path()) };
+        assert_eq!(replacing.open().unwrap().id, other);
+        assert_eq!(place(&second, identity.path()).open().unwrap().id, other, "remembered");
+    }
+
+    #[test]
+    fn a_missing_pool_is_named_with_the_flag_that_makes_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut missing = place(&folder.path().join("none"), folder.path());
+        missing.size_bytes = None;
+        assert!(refusal(missing.check()).contains("--capacity"));
+        assert!(refusal(missing.open()).contains("no pool"));
+    }
+
+    #[test]
+    fn a_capacity_that_differs_changes_nothing_of_a_pool_that_exists() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data");
+        place(&path, folder.path()).open().unwrap();
+        let other = Place { size_bytes: Some(1024), ..place(&path, folder.path()) };
+        other.open().unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), SIZE);
+    }
+}

@@ -1,0 +1,218 @@
+//! Loop devices over a cluster's files, the mounts on them, and who uses those.
+//!
+//! A volume may be mounted by anybody, through CSI or by hand, so what belongs to a cluster is
+//! read from the kernel: loop devices whose backing file lies below its run directory, and the
+//! mounts of those devices.
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// A FUSE file that answers not even this late has somebody who may still serve it.
+const ANSWER_BUDGET: Duration = Duration::from_secs(1);
+
+/// A loop device over one of a cluster's files.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    pub path: PathBuf,
+    /// What it was made over.
+    file: PathBuf,
+    /// The volume's id: its file is named after it.
+    pub volume: String,
+    /// `major:minor`, as mountinfo has it.
+    pub number: String,
+    /// Which life of the device this is: another one after each time it was freed.
+    pub sequence: u64,
+}
+
+impl Device {
+    /// Every loop device over a file below `directory`.
+    pub fn over(directory: &Path) -> Result<Vec<Self>> {
+        let mut found = Vec::new();
+        let Ok(devices) = fs::read_dir("/sys/block") else { return Ok(found) };
+        for entry in devices {
+            let entry = entry?;
+            let Ok(backing) = fs::read(entry.path().join("loop/backing_file")) else { continue };
+            let backing = backing.strip_suffix(b"\n").unwrap_or(&backing);
+            let backing = Path::new(std::ffi::OsStr::from_bytes(backing));
+            if !backing.starts_with(directory) {
+                continue;
+            }
+            let name = entry.file_name();
+            found.push(Self {
+                path: Path::new("/dev").join(&name),
+                file: backing.into(),
+                volume: backing.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+                number: fs::read_to_string(entry.path().join("dev"))?.trim().to_string(),
+                sequence: sequence(Path::new(&name)).unwrap_or(0),
+            });
+        }
+        Ok(found)
+    }
+
+    /// Whether this very life of it goes on.
+    pub fn still_there(&self) -> bool {
+        let name = Path::new(self.path.file_name().unwrap_or_default());
+        let is_bound = Path::new("/sys/block").join(name).join("loop/backing_file").exists();
+        is_bound && sequence(name) == Some(self.sequence)
+    }
+
+    /// Whether nobody serves its file any more, so that all IO fails for ever.
+    pub fn is_dead(&self) -> bool {
+        is_dead(&self.file)
+    }
+
+    /// Frees it now or, where somebody still has it open, when the last one closes it.
+    pub fn free(&self) -> Result<()> {
+        const LOOP_CLR_FD: u64 = 0x4C01;
+        use std::os::fd::AsRawFd;
+        let free = || {
+            let file = fs::File::open(&self.path)?;
+            // SAFETY: the request takes no argument; the descriptor is open for the whole call.
+            match unsafe { libc::ioctl(file.as_raw_fd(), LOOP_CLR_FD, 0) } {
+                0.. => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        };
+        match free() {
+            // Freed by someone else in the meantime.
+            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(()),
+            outcome => outcome.with_context(|| format!("free {}", self.path.display())),
+        }
+    }
+
+    pub fn mounts(&self) -> Result<Vec<Mount>> {
+        Ok(mounts()?.into_iter().filter(|mount| mount.number == self.number).collect())
+    }
+}
+
+/// Whether `path` is a FUSE mount (or below one) whose server is gone.
+pub fn is_dead(path: &Path) -> bool {
+    let path = path.to_owned();
+    let (answer, asked) = std::sync::mpsc::channel();
+    // On a thread: a server that lives and is busy may never answer.
+    std::thread::spawn(move || {
+        let refused = rustix::fs::statfs(&path).err();
+        let gone = [rustix::io::Errno::NOTCONN, rustix::io::Errno::CONNABORTED];
+        // Who asked may have given up.
+        let _ = answer.send(refused.is_some_and(|error| gone.contains(&error)));
+    });
+    asked.recv_timeout(ANSWER_BUDGET).unwrap_or(false)
+}
+
+fn sequence(name: &Path) -> Option<u64> {
+    let text = fs::read_to_string(Path::new("/sys/block").join(name).join("diskseq")).ok()?;
+    text.trim().parse().ok()
+}
+
+/// The mounts of a block device, by its path.
+pub fn mounts_of(device: &Path) -> Result<Vec<Mount>> {
+    let device = fs::metadata(device)?.rdev();
+    let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    Ok(mounts()?.into_iter().filter(|mount| mount.number == number).collect())
+}
+
+/// A line of the mount table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    number: String,
+    pub target: PathBuf,
+    pub filesystem: String,
+}
+
+/// The mount table, in the order in which things were mounted.
+pub fn mounts() -> Result<Vec<Mount>> {
+    let table = fs::read_to_string("/proc/self/mountinfo").context("read the mount table")?;
+    Ok(table.lines().filter_map(Mount::parse).collect())
+}
+
+impl Mount {
+    /// `36 35 98:0 /mnt1 /mnt2 rw,noatime shared:1 - ext4 /dev/sda rw`
+    fn parse(line: &str) -> Option<Self> {
+        let mut words = line.split(' ');
+        let number = words.nth(2)?.to_string();
+        let target = unescape(words.nth(1)?);
+        let filesystem = words.skip_while(|word| *word != "-").nth(1)?.to_string();
+        Some(Self { number, target, filesystem })
+    }
+
+    /// Programs that have something open on it or stand in it: `sh (process 7)`, at most five.
+    pub fn users(&self) -> Vec<String> {
+        let mut users = Vec::new();
+        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let is_process = entry.file_name().as_bytes().iter().all(u8::is_ascii_digit);
+            if is_process && self.is_used_by(&entry.path()) {
+                let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+                let pid = entry.file_name().to_string_lossy().into_owned();
+                users.push(format!("{} (process {pid})", name.trim()));
+                if users.len() == 5 {
+                    break;
+                }
+            }
+        }
+        users
+    }
+
+    fn is_used_by(&self, process: &Path) -> bool {
+        // Links into /proc are followed to the file itself, whatever its name is now.
+        let is_on_it = |link: PathBuf| {
+            fs::metadata(link).is_ok_and(|found| {
+                let device = found.dev();
+                self.number
+                    == format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device))
+            })
+        };
+        let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+        is_on_it(process.join("cwd"))
+            || is_on_it(process.join("root"))
+            || is_on_it(process.join("exe"))
+            || open.map(|entry| entry.path()).any(is_on_it)
+    }
+}
+
+/// The kernel writes blanks, tabs, line ends and backslashes in octal.
+fn unescape(text: &str) -> PathBuf {
+    let bytes = text.as_bytes();
+    let mut plain = Vec::with_capacity(bytes.len());
+    let mut index = 0;
+    while index < bytes.len() {
+        let octal = bytes.get(index + 1..index + 4).filter(|_| bytes[index] == b'\\');
+        let value =
+            octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        plain.push(value.unwrap_or(bytes[index]));
+        index += if value.is_some() { 4 } else { 1 };
+    }
+    PathBuf::from(std::ffi::OsStr::from_bytes(&plain))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mount_lines_give_device_number_target_with_blanks_and_file_system() {
+        let line = "36 35 7:3 / /mnt/my\\040disk rw,noatime master:1 - ext4 /dev/loop3 rw";
+        let parsed = Mount::parse(line).unwrap();
+        assert_eq!(parsed.number, "7:3");
+        assert_eq!(parsed.target, Path::new("/mnt/my disk"));
+        assert_eq!(parsed.filesystem, "ext4");
+        assert!(Mount::parse("36 35").is_none());
+        assert_eq!(unescape("a\\9\\"), Path::new("a\\9\\"));
+    }
+
+    #[test]
+    fn who_has_a_file_open_on_a_mount_is_found_by_name_and_pid() {
+        let directory = tempfile::tempdir().unwrap();
+        let open = fs::File::create(directory.path().join("open")).unwrap();
+        let device = open.metadata().unwrap().dev();
+        let number = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+        let mount = Mount { number, target: directory.path().into(), filesystem: "any".into() };
+        assert!(mount.is_used_by(Path::new("/proc/self")));
+        let nobody = Mount { number: "0:0".into(), ..mount };
+        assert!(!nobody.is_used_by(Path::new("/proc/self")));
+    }
+}

@@ -1,0 +1,70 @@
+//! Block devices that lost what served them, and that somebody still uses.
+//!
+//! When the attach process is killed, its devices fail all IO, and the kernel keeps each of them
+//! until its last user lets go. Nothing of the kernel tells any more which volume such a device
+//! was; so who starts the next attach process looks first and writes it down here, for the
+//! commands that people use.
+
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+
+use super::devices::{Device, Mount};
+
+fn file(run: &Path) -> PathBuf {
+    run.join("lost-devices.json")
+}
+
+/// Adds `devices` to those that are remembered and still there.
+pub fn remember(run: &Path, devices: Vec<Device>) -> Result<()> {
+    let mut all = recall(run);
+    all.retain(|known| !devices.iter().any(|device| device.path == known.path));
+    all.extend(devices);
+    let path = file(run);
+    if all.is_empty() {
+        return match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(error).with_context(|| format!("remove {}", path.display()))
+            }
+            _ => Ok(()),
+        };
+    }
+    let text = serde_json::to_vec_pretty(&all)?;
+    std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))
+}
+
+/// Those that somebody still uses. A file that cannot be read names none.
+pub fn recall(run: &Path) -> Vec<Device> {
+    let text = std::fs::read(file(run)).unwrap_or_default();
+    let known: Vec<Device> = serde_json::from_slice(&text).unwrap_or_default();
+    known.into_iter().filter(Device::still_there).collect()
+}
+
+/// Where the lost devices of `volume` are still mounted.
+pub fn mounts_of(run: &Path, volume: &str) -> Vec<(Device, Mount)> {
+    let lost = recall(run).into_iter().filter(|device| device.volume == volume);
+    lost.flat_map(|device| {
+        let mounts = device.mounts().unwrap_or_default();
+        mounts.into_iter().map(move |mount| (device.clone(), mount))
+    })
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_gone_or_lives_anew_is_forgotten_and_so_is_a_damaged_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let gone =
+            r#"{"path":"/dev/no-such-loop","file":"/f","volume":"7","number":"7:99","sequence":3}"#;
+        let device: Device = serde_json::from_str(gone).unwrap();
+        remember(directory.path(), vec![device]).unwrap();
+        assert!(file(directory.path()).exists());
+        assert!(recall(directory.path()).is_empty());
+        remember(directory.path(), Vec::new()).unwrap();
+        assert!(!file(directory.path()).exists());
+        std::fs::write(file(directory.path()), "{").unwrap();
+        assert!(recall(directory.path()).is_empty());
+    }
+}

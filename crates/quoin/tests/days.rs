@@ -1,0 +1,235 @@
+//! Bad days of a running cluster: rotten bytes, a stop in the middle of work, a new authority
+//! under load, noise on every port.
+
+#[path = "common/dev.rs"]
+mod running;
+
+use std::fs::File;
+use std::io::Write;
+use std::net::TcpStream;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use quoin_frontend::nbd::client::{Address, Client, ClientOptions, RequestError};
+use rustix::fs::{SeekFrom, seek};
+
+use running::{Dev, Scratch, eventually, is_online, signal};
+
+const BLOCK: u64 = 4096;
+
+/// A block that no other looks like.
+fn block(number: u64) -> Bytes {
+    let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let words = (0..BLOCK / 8).flat_map(|_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    });
+    words.collect::<Vec<_>>().into()
+}
+
+/// Flips a byte of every copy of `block` that a pool's file holds; how many there were.
+fn rot(file: &Path, block: &[u8]) -> usize {
+    let file = File::options().read(true).write(true).open(file).unwrap();
+    let mut found = 0;
+    let mut from = 0;
+    // Most of the file is a hole.
+    while let Ok(data) = seek(&file, SeekFrom::Data(from)) {
+        let end = seek(&file, SeekFrom::Hole(data)).unwrap();
+        let mut extent = vec![0; (end - data) as usize];
+        file.read_exact_at(&mut extent, data).unwrap();
+        for (at, _) in extent.windows(64).enumerate().filter(|(_, bytes)| *bytes == &block[..64]) {
+            let byte = extent[at + 100];
+            file.write_all_at(&[!byte], data + at as u64 + 100).unwrap();
+            found += 1;
+        }
+        from = end;
+    }
+    found
+}
+
+fn pool_file(dev: &Dev, pool: &str) -> std::path::PathBuf {
+    dev.directory.join("pools").join(pool).join("data")
+}
+
+#[test]
+fn a_rotten_block_is_answered_from_another_replica_repaired_and_told_and_lost_only_with_the_last() {
+    let scratch = Scratch::new("rot");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let client = dev.client("db");
+    dev.wait_for_volume("db", "online", is_online);
+    for number in 0..64 {
+        client.write(number * BLOCK, block(number), false).unwrap();
+    }
+    client.flush().unwrap();
+
+    for pool in ["pool-a", "pool-b"] {
+        assert!(rot(&pool_file(&dev, pool), &block(7)) > 0, "{pool} does not hold the block");
+    }
+    eventually("the rot is found, repaired and told", || {
+        assert_eq!(client.read(7 * BLOCK, BLOCK as u32).unwrap(), block(7), "wrong bytes");
+        let events = dev.ok(&["events", "--volume", "db"]);
+        events.lines().any(|line| line.contains("BadBlock")).then_some(())
+    });
+
+    for pool in ["pool-a", "pool-b", "pool-c"] {
+        assert!(rot(&pool_file(&dev, pool), &block(9)) > 0, "{pool} does not hold the block");
+    }
+    let error = client.read(9 * BLOCK, BLOCK as u32).unwrap_err();
+    assert_eq!(error, RequestError::Refused(5), "an IO error is the one right answer");
+    eventually("the loss is told", || {
+        dev.ok(&["events", "--volume", "db"]).contains("BlockLost").then_some(())
+    });
+    // Its neighbours are whole, and a write makes it whole.
+    assert_eq!(client.read(8 * BLOCK, BLOCK as u32).unwrap(), block(8));
+    client.write(9 * BLOCK, block(109), false).unwrap();
+    assert_eq!(client.read(9 * BLOCK, BLOCK as u32).unwrap(), block(109));
+    client.stop();
+    dev.stop();
+}
+
+#[test]
+fn a_stop_in_the_middle_of_writes_keeps_all_that_was_flushed_and_the_next_start_goes_on() {
+    let scratch = Scratch::new("stop");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let address = dev.ok(&["volume", "attach", "db", "--nbd"]);
+    let socket = address.split_once("socket=").unwrap().1.to_owned();
+    let flushed = Arc::new(AtomicU64::new(0));
+    let writer = {
+        let flushed = flushed.clone();
+        let options = ClientOptions {
+            // The stop ends the connection, and with it the writer.
+            reconnect: false,
+            ..ClientOptions::new(Address::Unix(socket.into()))
+        };
+        std::thread::spawn(move || {
+            let client = Client::connect(options).unwrap();
+            for number in 0.. {
+                let offset = number % 8192 * BLOCK;
+                let written = client.write(offset, block(number), false);
+                if written.and_then(|()| client.flush()).is_err() {
+                    return;
+                }
+                flushed.store(number + 1, Ordering::SeqCst);
+            }
+        })
+    };
+    eventually("the writer is at work", || (flushed.load(Ordering::SeqCst) > 50).then_some(()));
+    signal(i64::from(dev.child.id()), "TERM");
+    dev.ended();
+    writer.join().unwrap();
+
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    dev.wait_for_volume("db", "online after a stop under load", is_online);
+    let client = dev.client("db");
+    let flushed = flushed.load(Ordering::SeqCst);
+    for number in flushed.saturating_sub(8192)..flushed {
+        let read = client.read(number % 8192 * BLOCK, BLOCK as u32).unwrap();
+        // The write after the last flush may have overwritten the oldest.
+        assert!(read == block(number) || read == block(number + 8192), "block {number}");
+    }
+    client.stop();
+    dev.stop();
+}
+
+/// Every port that the cluster listens on.
+fn ports(dev: &Dev) -> Vec<String> {
+    let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
+    let settings: serde_json::Value = serde_json::from_slice(&settings).unwrap();
+    let mut ports = Vec::new();
+    let mut open = vec![&settings];
+    while let Some(value) = open.pop() {
+        match value {
+            serde_json::Value::Object(fields) => open.extend(fields.values()),
+            serde_json::Value::Array(items) => open.extend(items),
+            serde_json::Value::String(text) if text.starts_with("127.0.0.1:") => {
+                ports.push(text.clone());
+            }
+            _ => {}
+        }
+    }
+    ports
+}
+
+/// Resident memory, in MiB.
+fn memory_mib(pid: i64) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024
+}
+
+#[test]
+fn a_new_authority_noise_on_every_port_and_restarts_of_all_parts_cost_running_io_no_error() {
+    let scratch = Scratch::new("load");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let client = dev.client("db");
+    dev.wait_for_volume("db", "online", is_online);
+    let (stop, written) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let load = {
+        let (stop, written) = (stop.clone(), written.clone());
+        std::thread::spawn(move || {
+            for number in 0.. {
+                let offset = number % 4096 * BLOCK;
+                client.write(offset, block(number), number % 16 == 0).unwrap();
+                assert_eq!(client.read(offset, BLOCK as u32).unwrap(), block(number));
+                written.store(number, Ordering::SeqCst);
+                if stop.load(Ordering::SeqCst) {
+                    return client.stop();
+                }
+            }
+        })
+    };
+    let flows = |what: &str| {
+        let before = written.load(Ordering::SeqCst);
+        eventually(what, || {
+            assert!(!load.is_finished(), "the application saw an error");
+            (written.load(Ordering::SeqCst) > before + 20).then_some(())
+        });
+    };
+    flows("IO begins");
+
+    assert!(dev.ok(&["cluster", "rotate-authority"]).contains("authority"));
+    flows("IO goes on under a new authority");
+    let again = dev.quoin(&["cluster", "rotate-authority"]);
+    assert!(String::from_utf8_lossy(&again.stderr).contains("being rotated already"));
+
+    for port in ports(&dev) {
+        let mut noise = TcpStream::connect(&port).unwrap();
+        noise.set_write_timeout(Some(Duration::from_secs(5))).unwrap();
+        // Whoever hangs up on it is right.
+        let _ = noise.write_all(b"\x16\x03\x01\xff\xff GET / HTTP/9\r\n\r\n");
+        let _ = noise.write_all(&block(1));
+    }
+    flows("IO goes on under noise on every port");
+
+    // Each part comes back with a certificate of one authority among peers of the other.
+    for name in ["pool-a", "target", "controller", "pool-b"] {
+        let old = dev.pid(name).unwrap();
+        signal(old, "KILL");
+        eventually("it is started again", || {
+            dev.pid(name).is_some_and(|pid| pid != old).then_some(())
+        });
+        flows("IO goes on");
+        dev.wait_for_volume("db", "online again", is_online);
+    }
+    stop.store(true, Ordering::SeqCst);
+    load.join().unwrap();
+
+    for pool in ["pool-a", "pool-b", "pool-c"] {
+        let used = memory_mib(dev.pid(pool).unwrap());
+        assert!(used <= 300, "{pool} takes {used} MiB");
+    }
+    let yaml = dev.ok(&["volume", "list", "-o", "yaml"]);
+    let yaml: serde_json::Value = serde_yaml_ng::from_str(&yaml).unwrap();
+    assert_eq!(yaml[0]["name"], "db");
+    assert_eq!(yaml[0]["sizeBytes"], 64 << 20);
+    dev.stop();
+}

@@ -1,0 +1,61 @@
+//! The benchmark's cases and fields, which others read: never its figures.
+
+use std::process::{Command, Stdio};
+
+const IO_CASES: [&str; 8] = [
+    "write-4k-qd1",
+    "write-4k-qd32",
+    "read-4k-qd1",
+    "read-4k-qd32",
+    "write-4k-qd1-media",
+    "write-4k-qd32-media",
+    "write-128k-qd8",
+    "read-128k-qd8",
+];
+const FIELDS: [&str; 5] = ["floor", "quoin", "ratio", "floor_cpu_us", "quoin_cpu_us"];
+
+/// Runs a benchmark too short to measure anything, and reads what it wrote.
+fn cases(flags: &[&str]) -> (serde_json::Map<String, serde_json::Value>, String) {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("figures.json");
+    let output = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["bench", "--seconds", "0.2", "--pairs", "1", "--size-mib", "16"])
+        .args(flags)
+        .arg("--json")
+        .arg(&file)
+        .arg("--dir")
+        .arg(directory.path())
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let cases = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    (cases, String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+fn assert_complete(name: &str, figures: &serde_json::Value) {
+    for field in FIELDS {
+        let figure = figures[field].as_f64();
+        assert!(figure.is_some_and(f64::is_finite), "{name}.{field}: {figures}");
+    }
+    assert!(figures["quoin"].as_f64().unwrap() > 0.0, "{name} measured nothing");
+}
+
+#[test]
+fn a_quick_run_writes_its_eight_cases_with_their_five_figures_each() {
+    let (cases, table) = cases(&["--quick"]);
+    let mut names: Vec<_> = cases.keys().map(String::as_str).collect();
+    let mut expected = IO_CASES;
+    names.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(names, expected);
+    cases.iter().for_each(|(name, figures)| assert_complete(name, figures));
+    assert!(IO_CASES.iter().all(|case| table.contains(case)), "{table}");
+}
+
+#[test]
+fn what_encryption_costs_is_measured_beside_the_same_floor() {
+    let (cases, _) = cases(&["--only", "encrypted"]);
+    assert_eq!(cases.len(), 1, "{cases:?}");
+    assert_complete("write-128k-qd8-encrypted", &cases["write-128k-qd8-encrypted"]);
+}

@@ -1,0 +1,183 @@
+//! Pools and nodes that join and leave by command line, and what they refuse.
+
+mod common;
+
+use std::process::{Command, Output, Stdio};
+
+use common::{Cluster, Place, eventually, have, is_root};
+
+/// A command that ends by itself; the cluster's processes are not waited for.
+fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
+    let output = cluster.quoin(arguments);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
+    said
+}
+
+/// `quoin pool run` with what every pool is given.
+fn pool_run<'a>(
+    cluster: &'a Cluster,
+    state: &'a str,
+    data: &'a str,
+    more: &[&'a str],
+) -> Vec<&'a str> {
+    let mut arguments = vec!["pool", "run", "--state", state, "--data", data];
+    arguments.extend(["--controller", &cluster.controller, "--listen", "127.0.0.1:0"]);
+    arguments.extend(more);
+    arguments
+}
+
+#[test]
+fn a_pool_that_is_refused_spends_no_token_and_leaves_nothing_half_made() {
+    let cluster = Cluster::start("refuse", &Place::here(), &[]);
+    let token = cluster.token("pool");
+    let (state, data) = (cluster.path("p1"), cluster.path("data"));
+    let with_token = ["--join", &token, "--name", "p1"];
+
+    let said = refused(&cluster, &pool_run(&cluster, &state, &data, &with_token));
+    assert!(said.contains("--capacity"), "{said}");
+    let full: Vec<_> = with_token.iter().copied().chain(["--capacity", "1GiB"]).collect();
+    std::fs::create_dir(&data).unwrap();
+    std::fs::write(format!("{data}/letter"), "dear").unwrap();
+    let said = refused(&cluster, &pool_run(&cluster, &state, &data, &full));
+    assert!(said.contains("letter") && said.contains("--data"), "{said}");
+    assert!(!std::path::Path::new(&state).exists(), "an identity was half made");
+    assert_eq!(std::fs::read_dir(&data).unwrap().count(), 1, "a pool was half made");
+
+    // A token for another name: nothing stays either.
+    let named = cluster.ok(&["token", "create", "--role", "pool", "--name", "p9"]);
+    let other = cluster.path("other");
+    let wrong = ["--join", &named, "--name", "p1", "--capacity", "1GiB"];
+    let said = refused(&cluster, &pool_run(&cluster, &state, &other, &wrong));
+    assert!(said.contains("p9"), "{said}");
+    assert!(!std::path::Path::new(&state).exists(), "a key is left");
+
+    // A port in use.
+    let holder = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = holder.local_addr().unwrap().to_string();
+    let mut arguments = pool_run(&cluster, &state, &other, &full);
+    let listen = arguments.iter().position(|word| *word == "127.0.0.1:0").unwrap();
+    arguments[listen] = &address;
+    let said = refused(&cluster, &arguments);
+    assert!(said.contains(&address) && said.contains("--listen"), "{said}");
+    assert_eq!(said.matches("os error").count(), 1, "{said}");
+
+    // A disk that may not be written.
+    if is_root() {
+        let frozen = cluster.path("frozen");
+        std::fs::create_dir(&frozen).unwrap();
+        let tmpfs = |flags: &[&str]| {
+            let done = Command::new("mount").args(flags).arg(&frozen).status().unwrap();
+            assert!(done.success());
+        };
+        tmpfs(&["-t", "tmpfs", "-o", "ro", "none"]);
+        let identified = ["--capacity", "1GiB", "--name", "p1"];
+        let said = cluster.quoin(&pool_run(&cluster, &state, &frozen, &identified));
+        let done = Command::new("umount").arg(&frozen).status().unwrap();
+        assert!(done.success());
+        let said = String::from_utf8_lossy(&said.stderr).into_owned();
+        assert!(said.contains("read-write"), "{said}");
+    }
+}
+
+#[test]
+fn pools_and_nodes_join_by_token_say_what_they_do_and_leave_when_nobody_needs_them() {
+    let mut cluster = Cluster::start("members", &Place::here(), &["--default-spread", "pool"]);
+    let place = Place::here();
+    for name in ["p1", "p2"] {
+        cluster.pool(&place, name, &[]);
+    }
+    cluster.wait_for_pools(2);
+    cluster.node(&place, "n1", &[], &[]);
+    for (name, words) in [("p1", "serving"), ("target", "serving"), ("controller", "serving")] {
+        eventually("it says that it serves", || cluster.log(name).contains(words).then_some(()));
+    }
+    let tokens = cluster.json(&["token", "list"]);
+    let used = |who: &str| tokens.as_array().unwrap().iter().any(|token| token["usedBy"] == who);
+    assert!(used("pool/p1") && used("node/n1"), "{tokens}");
+
+    cluster.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "2"]);
+    assert!(refused(&cluster, &["pool", "remove", "p2"]).contains("online"));
+    assert!(refused(&cluster, &["node", "remove", "n1"]).contains("online"));
+    assert!(refused(&cluster, &["pool", "remove", "p7"]).contains("does not exist"));
+
+    let at = cluster.processes.iter().position(|process| process.name == "p2").unwrap();
+    cluster.processes.remove(at).stop();
+    let said = refused(&cluster, &["pool", "remove", "p2"]);
+    assert!(said.contains("db"), "{said}");
+    cluster.ok(&["volume", "delete", "db", "--yes", "--timeout", "1"]);
+    cluster.ok(&["pool", "remove", "p2"]);
+    assert_eq!(cluster.json(&["pool", "list"]).as_array().unwrap().len(), 1);
+    eventually("the volume is gone with the pool that it waited for", || {
+        cluster.ok(&["volume", "list"]).contains("no volumes").then_some(())
+    });
+
+    // Its certificate is still valid, and lets it do nothing.
+    let (state, data) = (cluster.path("p2"), cluster.path("p2-data"));
+    let arguments = pool_run(&cluster, &state, &data, &["--name", "p2"]);
+    let arguments = arguments.into_iter().map(String::from).collect();
+    cluster.run(&place, "p2-again", arguments);
+    eventually("it is told", || cluster.log("p2-again").contains("was removed").then_some(()));
+    assert_eq!(cluster.json(&["pool", "list"]).as_array().unwrap().len(), 1);
+
+    // A controller that goes away is missed once, and its return is told.
+    let at = cluster.processes.iter().position(|process| process.name == "controller").unwrap();
+    cluster.processes.remove(at).stop();
+    for name in ["p1", "target"] {
+        eventually("it misses the controller", || {
+            cluster.log(name).contains("no word from the controller").then_some(())
+        });
+    }
+}
+
+/// A loop device over a file, freed at the end.
+struct Device(String);
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["-d", &self.0]).status();
+    }
+}
+
+fn output(program: &str, arguments: &[&str]) -> Output {
+    Command::new(program).args(arguments).stdin(Stdio::null()).output().unwrap()
+}
+
+#[test]
+fn a_raw_device_becomes_a_pool_only_when_it_is_blank_and_that_was_asked_for() {
+    if !is_root() || !have("losetup") {
+        return;
+    }
+    let mut cluster = Cluster::start("raw", &Place::here(), &[]);
+    let file = cluster.path("disk");
+    std::fs::File::create(&file).unwrap().set_len(256 << 20).unwrap();
+    let made = output("losetup", &["-f", "--show", &file]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let device = Device(String::from_utf8(made.stdout).unwrap().trim().into());
+    let (state, token) = (cluster.path("p1"), cluster.token("pool"));
+    let plain = ["--name", "p1", "--join", &token];
+    let said = refused(&cluster, &pool_run(&cluster, &state, &device.0, &plain));
+    assert!(said.contains("--format"), "{said}");
+
+    let format = ["--name", "p1", "--format"];
+    let arguments = pool_run(&cluster, &state, &device.0, &format);
+    let arguments = arguments.into_iter().map(String::from).collect();
+    cluster.run(&Place::here(), "p1", arguments);
+    cluster.wait_for_pools(1);
+    cluster.ok(&["volume", "create", "db", "--size", "1MiB", "--replicas", "1"]);
+    let at = cluster.processes.iter().position(|process| process.name == "p1").unwrap();
+    cluster.processes.remove(at).stop();
+    let found = cluster.ok(&["pool", "inspect", &device.0]);
+    assert!(found.contains("1.0 MiB"), "{found}");
+    assert!(cluster.ok(&["pool", "check", &device.0]).contains("sound"));
+    // A second --format does not touch what is there.
+    let arguments = pool_run(&cluster, &state, &device.0, &format);
+    let arguments = arguments.into_iter().map(String::from).collect();
+    cluster.run(&Place::here(), "p1", arguments);
+    eventually("its replica is there again", || {
+        let replicas = cluster.json(&["replica", "list"]);
+        (replicas[0]["phase"] == "InSync").then_some(())
+    });
+    let at = cluster.processes.iter().position(|process| process.name == "p1").unwrap();
+    cluster.processes.remove(at).stop();
+}
