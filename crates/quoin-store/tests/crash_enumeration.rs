@@ -380,7 +380,7 @@ fn every_crash_of_creating_and_deleting_a_replica_leaves_all_of_it_or_nothing() 
     crash_everywhere(&start, &disk.events(), |at, image| {
         let mut pool = Pool::open(disk_of(disk.size(), image), options()).expect("a pool");
         for n in 0..4 {
-            let word = durable.iter().filter(|(by, g, _)| *by <= at && *g == guid(n)).next_back();
+            let word = durable.iter().rfind(|(by, g, _)| *by <= at && *g == guid(n));
             let (there, retired) = (pool.replica(guid(n)).is_some(), pool.is_retired(guid(n)));
             assert!(!(there && retired), "a deleted GUID never comes back");
             match word {

@@ -390,7 +390,6 @@ fn what_a_failed_sync_left_in_the_cache_is_not_taken_for_held_after_a_kill() {
             true => assert_eq!((lsn, claims), (synced, false)),
             false => assert_eq!((lsn, claims), (synced + 2, true)),
         }
-        drop(replica);
         drop(pool);
         let mut again = Pool::open(world.disk.clone(), options()).expect("a pool");
         let replica = again.replica(GUID).expect("it");
