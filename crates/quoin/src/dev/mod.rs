@@ -298,13 +298,13 @@ async fn stop(layout: &Layout, keepers: Vec<Keeper>, ends: &mut Ends) -> Result<
         keepers.into_iter().partition(|keeper| keeper.name.starts_with("pool-"));
     let controller = if others.is_empty() { None } else { Some(others.remove(0)) };
     while let Some(keeper) = others.pop() {
-        if keeper.name == "attach" {
-            if let Err(error) = cleanup::let_go(layout, ends).await {
-                problems.push(format!("{error:#}"));
-                // It says so too, and is not to be asked twice.
-                let _ = keeper.stop().await;
-                continue;
-            }
+        if keeper.name == "attach"
+            && let Err(error) = cleanup::let_go(layout, ends).await
+        {
+            problems.push(format!("{error:#}"));
+            // It says so too, and is not to be asked twice.
+            let _ = keeper.stop().await;
+            continue;
         }
         if let Err(error) = keeper.stop().await {
             problems.push(format!("{error:#}"));
