@@ -1,4 +1,4 @@
-//! The project's own commands: `cargo xtask demo | test | bench | sim | model | fuzz |
+//! The project's own commands: `cargo xtask demo | test | bench | sim | model | mutants | fuzz |
 //! torture | trace | lint`.
 //!
 //! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
@@ -68,6 +68,13 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Break the rules of the documents one at a time, and show which check of the simulator
+    /// finds each (arguments go to `quoin-mutants`), as in `mutants --only lease`.
+    #[command(disable_help_flag = true)]
+    Mutants {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Hostile input for all that reads networks, disks and records (arguments go to
     /// `quoin-fuzz`), as in `fuzz pool --seconds 600`.
     #[command(disable_help_flag = true)]
@@ -108,6 +115,10 @@ fn main() -> ExitCode {
             .and_then(|simulator| run::replace_with(&simulator, arguments)),
         Command::Model { arguments } => run::release_binary("quoin-model", "quoin-model")
             .and_then(|model| run::replace_with(&model, arguments)),
+        Command::Mutants { arguments } => {
+            run::release_binary_with("quoin-sim", "quoin-mutants", &["mutants"])
+                .and_then(|mutants| run::replace_with(&mutants, arguments))
+        }
         Command::Fuzz { arguments } => run::release_binary("quoin-fuzz", "quoin-fuzz")
             .and_then(|fuzzer| run::replace_with(&fuzzer, arguments)),
         Command::Torture { arguments } => torture(arguments),

@@ -37,8 +37,13 @@ pub fn show(command: &Command) -> String {
 
 /// Builds `binary` of `package` in release and says where it lies.
 pub fn release_binary(package: &str, binary: &str) -> Result<PathBuf> {
+    release_binary_with(package, binary, &[])
+}
+
+/// The same with features that no product has.
+pub fn release_binary_with(package: &str, binary: &str, features: &[&str]) -> Result<PathBuf> {
     let build = ["build", "--release", "--package", package, "--bin", binary];
-    check(cargo().args(build).arg("--quiet"))?;
+    check(cargo().args(build).args(["--features", &features.join(",")]).arg("--quiet"))?;
     Ok(target_directory()?.join("release").join(binary))
 }
 

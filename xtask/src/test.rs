@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Only parts whose name holds this word (unit, process, simulator, model, doc).
+    /// Only parts whose name holds this word (unit, process, simulator, mutants, model, doc).
     #[arg(long)]
     only: Option<String>,
     /// Install nothing, even as root, and make no Python environment.
@@ -35,7 +35,7 @@ struct Part {
     is_single: bool,
 }
 
-const PARTS: [Part; 5] = [
+const PARTS: [Part; 6] = [
     Part {
         name: "unit and property tests",
         budget: Duration::from_secs(20 * 60),
@@ -45,7 +45,24 @@ const PARTS: [Part; 5] = [
     Part {
         name: "simulator",
         budget: Duration::from_secs(5 * 60),
-        arguments: &["run", "--quiet", "--package", "quoin-sim", "--", "--seeds", "100"],
+        arguments: &["run", "--quiet", "--package", "quoin-sim", "--", "--seeds", "60"],
+        is_single: true,
+    },
+    Part {
+        name: "mutants",
+        budget: Duration::from_secs(8 * 60),
+        arguments: &[
+            "run",
+            "--quiet",
+            "--package",
+            "quoin-sim",
+            "--features",
+            "mutants",
+            "--bin",
+            "quoin-mutants",
+            "--",
+            "--quick",
+        ],
         is_single: true,
     },
     Part {

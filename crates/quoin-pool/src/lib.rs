@@ -169,8 +169,12 @@ where
     let open = Arc::new(open);
     let first = {
         let open = open.clone();
-        tokio::task::spawn_blocking(move || open()).await.map_err(std::io::Error::other)??
+        tokio::task::spawn_blocking(move || open()).await.map_err(std::io::Error::other)?
     };
+    // A kernel tells of a failed write-out once: the next start would hear nothing of it, find
+    // the same boot and take the pool's caches for whole.
+    let first =
+        first.inspect_err(|_| lives::begin_doubt(&identity.dir().join(lives::DOUBT_FILE)))?;
     let pool_id = first.id.clone();
     tracing::info!(
         pool = options.name,

@@ -80,10 +80,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
             Ended::LoopFailed(error) => return Err(error.into()),
             Ended::DiskFailed(error) => {
                 doubtful = true;
-                if let Err(error) = std::fs::write(&watch.doubt, format!("{error}\n")) {
-                    let path = watch.doubt.display();
-                    tracing::error!(%path, %error, "cannot remember that the disk failed");
-                }
+                begin_doubt(&watch.doubt);
                 let message = format!("{error}: the pool is opened anew from its media");
                 parts.notices.push(Severity::Error, "", "", "DiskFailed", message);
                 watch.say(Some(error.to_string()));
@@ -123,6 +120,13 @@ fn withdraw_claims<P: ReplicaPool>(pool: &mut P, sync: &mut SyncDisk) -> Result<
         if ticket >= wanted {
             return Ok(());
         }
+    }
+}
+
+/// Remembers, for whatever process comes next, that the disk failed.
+pub(crate) fn begin_doubt(path: &Path) {
+    if let Err(error) = std::fs::write(path, "") {
+        tracing::error!(path = %path.display(), %error, "cannot remember that the disk failed");
     }
 }
 

@@ -44,6 +44,13 @@ pub struct Failing {
     pub syncs: bool,
 }
 
+/// What a disk may do with a write that it says is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lie {
+    Lost,
+    Misdirected,
+}
+
 /// What power cuts and failed syncs did, to be counted.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub struct DiskCounts {
@@ -61,6 +68,9 @@ struct State {
     written: u64,
     boot: u128,
     failing: Failing,
+    /// What becomes of the next write, and the chance that says where it goes.
+    lie: Option<(Lie, u64)>,
+    image: Option<Map<Page>>,
     counts: DiskCounts,
 }
 
@@ -104,6 +114,35 @@ impl SimDisk {
 
     pub fn failing(&self) -> Failing {
         self.state().failing
+    }
+
+    /// The next write is not done where it should be.
+    pub fn lie(&self, lie: Lie, chance: u64) {
+        self.state().lie = Some((lie, chance));
+    }
+
+    /// Remembers what is on the media.
+    pub fn keep_image(&self) {
+        let mut state = self.state();
+        let mut image = state.pages.clone();
+        for (number, dirty) in &state.dirty {
+            match &dirty.media {
+                Some(page) => drop(image.insert(*number, page.clone())),
+                None => drop(image.remove(number)),
+            }
+        }
+        state.image = Some(image);
+    }
+
+    /// The disk is again what it was; false if no image was kept.
+    pub fn roll_back(&self) -> bool {
+        let mut state = self.state();
+        let Some(image) = state.image.take() else { return false };
+        state.pages = image;
+        state.dirty.clear();
+        state.held.clear();
+        state.boot += 1;
+        true
     }
 
     /// A sync that covers all writes until now begins; ends with [`SimDisk::end_sync`].
@@ -278,6 +317,14 @@ impl SimDisk {
         self.check("write", offset, total)?;
         let mut state = self.state();
         let state = &mut *state;
+        let mut offset = offset;
+        if let Some((lie, chance)) = state.lie.take() {
+            if lie == Lie::Lost {
+                return Ok(());
+            }
+            let last = (self.size - total as u64) / BLOCK_SIZE as u64;
+            offset = chance % (last + 1) * BLOCK_SIZE as u64;
+        }
         let mut parts = parts.iter().map(|p| &p[..]);
         let mut part: &[u8] = &[];
         for number in (offset / BLOCK_SIZE as u64..).take(total / BLOCK_SIZE) {

@@ -1,9 +1,14 @@
 //! What goes wrong in a run, when, and how often it did.
 //!
 //! A run's profile bounds what may fail together, so that every run is one whose outcome the
-//! contract promises: either power, disks and processes fail anywhere, or data rots and disks are
+//! contract promises: power, disks and processes fail anywhere; or data rots and disks are
 //! lost in one replica (then the power fails everywhere at once or at that replica only: together
-//! with a loss elsewhere it would be more than CF-1 failure domains).
+//! with a loss elsewhere it would be more than CF-1 failure domains); or one replica's disk lies
+//! about what it wrote, and nothing keeps the others from answering.
+//!
+//! Some faults are aimed: they wait for a step of the protocol and strike in the middle of it.
+
+use quoin_core::Step;
 
 use crate::random::Random;
 use crate::schedule::{Instant, SECOND};
@@ -39,23 +44,37 @@ kinds! {
     TargetPause = "target paused",
     ReplicaPause = "replica paused",
     SlowDisk = "slow disk",
+    StuckDisk = "stuck disk",
     DiskWriteError = "disk EIO, write",
     DiskReadError = "disk EIO, read",
     DiskSyncError = "disk EIO, sync",
     Rot = "bit rot",
+    LostWrite = "write lost by the disk",
+    MisdirectedWrite = "write misdirected by the disk",
+    DiskRolledBack = "disk rolled back",
     FullPool = "full pool",
     /// The controller names another owner while the old target still runs.
     Failover = "failover, old target alive",
     ControlLost = "control plane answers lost",
     ControlLate = "control plane answers late",
+    ControlRolledBack = "control plane restored from an old copy",
+    SpoiledFrame = "byte changed on the wire",
+    /// Everything that an operator may ask for is asked for, several times.
+    Operator = "operator retries everything",
     Wipe = "replica wiped",
     TargetShutdown = "target shutdown",
     ReplicaShutdown = "replica shutdown",
 }
 
 /// How often each fault struck.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultCounts(pub [u64; FaultKind::ALL.len()]);
+
+impl Default for FaultCounts {
+    fn default() -> Self {
+        Self([0; FaultKind::ALL.len()])
+    }
+}
 
 impl FaultCounts {
     pub fn add(&mut self, kind: FaultKind) {
@@ -80,6 +99,8 @@ pub enum Profile {
     Power,
     /// Rot and loss of one replica's disk, with all else that does not touch another's data.
     Media { victim: usize },
+    /// One replica's disk says that it wrote and did not, or wrote elsewhere.
+    Liar { victim: usize },
 }
 
 /// A fault that is going to strike some events after `at`, in the middle of a burst of requests.
@@ -87,13 +108,25 @@ pub enum Profile {
 pub struct Planned {
     pub at: Instant,
     pub kind: FaultKind,
-    /// Events that pass between the burst's begin and the strike.
+    /// Events that pass between the burst's begin and the strike, at most where it is aimed.
     pub countdown: u64,
+    /// The step that it waits for.
+    pub aim: Option<Step>,
+    /// Its own chance, so that leaving out one fault changes little of the others.
+    pub seed: u64,
 }
 
 fn weight(kind: FaultKind, profile: Profile, clocks_stop: bool) -> u32 {
     use FaultKind as F;
     let media = matches!(profile, Profile::Media { .. });
+    if let Profile::Liar { .. } = profile {
+        return match kind {
+            F::TargetCrash | F::LostWrite | F::MisdirectedWrite => 10,
+            F::ReplicaCrash | F::PowerOne | F::Rot | F::TargetPause | F::TargetShutdown => 5,
+            F::ClockDrift | F::ClockJump | F::Operator => 2,
+            _ => 0,
+        };
+    }
     match kind {
         F::TargetCrash | F::ReplicaCrash => 10,
         F::PowerOne => 8,
@@ -110,7 +143,10 @@ fn weight(kind: FaultKind, profile: Profile, clocks_stop: bool) -> u32 {
         F::TargetPause | F::ReplicaPause => 6,
         F::Rot if media => 10,
         F::Wipe if media => 8,
-        F::Rot | F::Wipe => 0,
+        F::DiskRolledBack if media => 6,
+        F::Rot | F::Wipe | F::DiskRolledBack => 0,
+        F::LostWrite | F::MisdirectedWrite => 0,
+        F::StuckDisk | F::ControlRolledBack | F::SpoiledFrame | F::Operator => 4,
         F::FullPool => 3,
         F::Failover => 10,
         F::ControlLost | F::ControlLate => 4,
@@ -127,12 +163,14 @@ pub fn plan(
 ) -> Vec<Planned> {
     let weights: Vec<u32> =
         FaultKind::ALL.iter().map(|k| weight(*k, profile, clocks_stop)).collect();
-    let count = random.between(4, 16);
+    let count = random.between(5, 20);
     let mut planned: Vec<Planned> = (0..count)
         .map(|_| Planned {
             at: random.between(SECOND / 10, horizon),
             kind: FaultKind::ALL[random.weighted(&weights)],
             countdown: if random.percent(70) { random.below(300) } else { random.below(6000) },
+            aim: random.percent(40).then(|| *random.pick(Step::ALL)),
+            seed: random.draw(),
         })
         .collect();
     // Faults in company find more than faults alone.
@@ -154,7 +192,9 @@ mod tests {
         let mut counts = FaultCounts::default();
         for seed in 0..400 {
             let mut random = Random::new(seed);
-            let profile = if seed % 2 == 0 { Profile::Power } else { Profile::Media { victim: 0 } };
+            let profiles =
+                [Profile::Power, Profile::Media { victim: 0 }, Profile::Liar { victim: 0 }];
+            let profile = profiles[seed as usize % 3];
             for planned in plan(profile, seed % 4 < 2, 30 * SECOND, &mut random) {
                 let media_only = matches!(planned.kind, FaultKind::Rot | FaultKind::Wipe);
                 assert!(!media_only || profile != Profile::Power);

@@ -127,18 +127,20 @@ impl History {
     }
 
     /// Checks the part that ends here, and begins another one from `image`. Operations of
-    /// `serving` that are still open go on; `holds` says what the image has of them.
+    /// `serving` that are still open go on, and those that are not `over`: their target has never
+    /// served. `holds` says what the image has of them.
     pub fn cut(
         &mut self,
         image: BTreeMap<u64, Tags>,
         serving: (usize, u32),
+        over: impl Fn(&Op) -> bool,
         mut holds: impl FnMut(Tag, u64) -> bool,
     ) -> Result<(), Box<Unlinear>> {
         self.check()?;
         let stamp = self.stamp();
         let begins = self.part_begins;
         for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
-            let open = op.answered == NEVER && op.target == serving;
+            let open = op.answered == NEVER && (op.target == serving || !over(op));
             if !open {
                 continue;
             }
@@ -256,7 +258,7 @@ mod tests {
             let mut history = History::default();
             let trim = history.invoke(Draft::Trim { sector: 0, sectors: 8, fua: false }, (0, 0));
             let image = BTreeMap::from([(0, [7; 8])]);
-            history.cut(image, (0, 0), |_, _| false).unwrap();
+            history.cut(image, (0, 0), |_| true, |_, _| false).unwrap();
             history.answer(trim, Vec::new());
             let read = history.invoke(READ, (0, 0));
             history.answer(read, vec![seen; 8]);
@@ -269,7 +271,7 @@ mod tests {
         let mut history = History::default();
         let lost = history.invoke(WRITE, (0, 0));
         history.answer(lost, Vec::new());
-        history.cut(BTreeMap::new(), (0, 1), |_, _| false).unwrap();
+        history.cut(BTreeMap::new(), (0, 1), |_| true, |_, _| false).unwrap();
         let read = history.invoke(READ, (0, 1));
         history.answer(read, vec![0; 8]);
         assert!(history.check().is_ok());

@@ -11,6 +11,10 @@
 //! | `world::checks` | answers under an old epoch, wrong bytes, errors without a cause, replicas that differ at rest |
 //! | `world::ending` | IO or replicas that do not come back after the last fault |
 //! | the core itself | assertions of its invariants (a panic is a violation with its seed) |
+//! | [`storage`] | a cut below stable, a repair with another version |
+//!
+//! [`coverage`] counts which faults struck at which steps of the protocol, [`shrink`] makes a
+//! failing run small and draws it.
 //!
 //! The world around the core is adversarial within what `docs/replication.md` assumes, and no
 //! further: clocks drift less than ε, disks lose what was not synced, streams keep their order.
@@ -18,15 +22,19 @@
 pub mod clock;
 pub mod content;
 pub mod control;
+pub mod coverage;
 pub mod disk;
 pub mod faults;
 pub mod history;
 pub mod lineage;
 pub mod linear;
+#[cfg(feature = "mutants")]
+pub mod mutants;
 pub mod network;
 pub mod random;
 pub mod real;
 pub mod schedule;
+pub mod shrink;
 pub mod stats;
 pub mod storage;
 pub mod trace;
@@ -38,15 +46,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 pub use stats::{Stats, Summary, Violation};
-pub use world::{Mutant, RunOptions, StoreKind};
+pub use world::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
 
 /// What one seed came to.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Report {
     pub stats: Stats,
     pub violation: Option<Violation>,
     /// Equal for equal runs.
     pub fingerprint: u64,
+    /// The trace, where it was asked to be kept.
+    pub lines: Vec<(schedule::Instant, String)>,
 }
 
 /// Runs one seed. A panic of the core or the store is a violation like any other.
@@ -60,8 +70,9 @@ pub fn run(options: RunOptions) -> Report {
             stats: world.stats.clone(),
             violation: world.violation.clone(),
             fingerprint: world.trace.fingerprint(),
+            lines: world.trace.lines().to_vec(),
         },
-        None => Report { stats: Stats::default(), violation: None, fingerprint: 0 },
+        None => Report::default(),
     };
     if let Err(panic) = outcome {
         let text = panic

@@ -174,6 +174,12 @@ impl Lineage {
         carriers.iter().copied().find(|seen| path.contains(self, *seen))
     }
 
+    /// The first entry of this epoch on the path: its View.
+    pub fn first_of(&self, path: &Path, epoch: Epoch) -> Option<Seen> {
+        let of_it = |seen: &&Seen| self.records[**seen as usize].entry.epoch == epoch;
+        path.entries.iter().rev().skip_while(|s| !of_it(s)).take_while(of_it).last().copied()
+    }
+
     pub fn entry(&self, seen: Seen) -> &SharedEntry {
         &self.records[seen as usize].entry
     }

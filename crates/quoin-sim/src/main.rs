@@ -29,9 +29,15 @@ struct Arguments {
     /// Print everything that happens; for one seed.
     #[arg(long, requires = "seed")]
     trace: bool,
+    /// Leave out faults and clients of this failing seed while it still fails; draw what is left.
+    #[arg(long, requires = "seed")]
+    shrink: bool,
     /// What replicas keep their data in.
     #[arg(long, value_enum, default_value = "real")]
     store: Store,
+    /// Print which faults struck at which steps of the protocol, and which never did.
+    #[arg(long)]
+    coverage: bool,
     /// Stop at the first violation.
     #[arg(long)]
     stop: bool,
@@ -43,13 +49,24 @@ fn main() -> ExitCode {
         Store::Model => StoreKind::Model,
         Store::Real => StoreKind::Real,
     };
-    let options = RunOptions { seed: 0, store, trace: arguments.trace, mutant: None };
+    let options = RunOptions { store, trace: arguments.trace, ..RunOptions::default() };
     // A panic in the core is reported as a violation with its seed; its place helps to find it.
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
     let (first, count) = match arguments.seed {
         Some(seed) => (seed, 1),
         None => (arguments.first_seed, arguments.seeds),
     };
+    if let Some(seed) = arguments.seed.filter(|_| arguments.shrink) {
+        let options = RunOptions { seed, trace: false, ..options };
+        let Some(shrunk) = quoin_sim::shrink::shrink(options) else {
+            println!("seed {seed}: no violation to shrink");
+            return ExitCode::SUCCESS;
+        };
+        let left_out = shrunk.options.dropped.count_ones();
+        println!("{}", shrunk.draw());
+        println!("seed {seed}: smallest of {} runs; {left_out} faults left out", shrunk.runs);
+        return ExitCode::FAILURE;
+    }
     if let Some(seed) = arguments.seed {
         let report = run(RunOptions { seed, ..options });
         println!("fingerprint {:016x}", report.fingerprint);
@@ -81,6 +98,9 @@ fn main() -> ExitCode {
         next += step;
     }
     print!("{summary}");
+    if arguments.coverage {
+        print!("{}", summary.stats.coverage);
+    }
     if summary.violations.is_empty() {
         return ExitCode::SUCCESS;
     }

@@ -1,18 +1,22 @@
 //! The real store on a simulated disk, driven as `quoin-pool` drives it.
 
+use bytes::Bytes;
+use quoin_core::entry::SharedEntry;
 use quoin_core::replica::store::{
     BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
 };
-use quoin_core::{PoolId, ReplicaGuid};
+use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid};
 use quoin_store::{Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool};
 
 use crate::content::SECTOR;
-use crate::disk::{DiskCounts, Failing, SimDisk};
+use crate::disk::{DiskCounts, Failing, Lie, SimDisk};
 use crate::random::Random;
 use crate::storage::{Faults, Faulty, Outage, Storage};
 
 /// Small enough that checkpoints and clean-up happen within a run.
-const DISK_BYTES: u64 = 160 << 20;
+const DISK_BYTES: u64 = 64 << 20;
+/// Blocks of one write of the volume that fills a pool.
+const BALLAST_BLOCKS: u32 = 64;
 /// An entry of 1 MiB must fit in a segment.
 const UNIT_BLOCKS: u32 = 512;
 const BACKGROUND_BYTES: u64 = 1 << 20;
@@ -23,8 +27,14 @@ pub struct RealStorage {
     pool: Option<Pool<SimDisk>>,
     /// Where the sync under way began.
     mark: u64,
-    /// Full is put in at the trait: a pool that is full by itself would stay so.
     faults: Faults,
+    /// Another volume's replica that takes all the room there is while the pool is to be full.
+    ballast: Option<ReplicaGuid>,
+    full: bool,
+    ballasts: u128,
+    /// Starts that the kept image knows of.
+    image_starts: Option<u64>,
+    chance: Random,
 }
 
 impl RealStorage {
@@ -41,7 +51,63 @@ impl RealStorage {
         };
         Pool::format(&disk, &format).map_err(store_error)?;
         let pool = Pool::open(disk.clone(), options).map_err(store_error)?;
-        Ok(Self { disk, options, pool: Some(pool), mark: 0, faults: Faults::default() })
+        Ok(Self {
+            disk,
+            options,
+            pool: Some(pool),
+            mark: 0,
+            faults: Faults::default(),
+            ballast: None,
+            full: false,
+            ballasts: 0,
+            image_starts: None,
+            chance: random.fork(),
+        })
+    }
+
+    /// Fills the pool up to its last free unit, or gives that room back.
+    fn fill_or_free(&mut self) -> Result<(), StoreError> {
+        match (self.full, self.ballast) {
+            (true, None) => {
+                self.ballasts += 1;
+                let guid = ReplicaGuid(u128::MAX - self.ballasts);
+                let identity = ReplicaIdentity { guid, ..ReplicaIdentity::default() };
+                let blocks = DISK_BYTES / BLOCK_SIZE as u64;
+                self.pool()?.create(identity, ReplicaMeta::default(), blocks)?;
+                self.ballast = Some(guid);
+                self.fill(guid, blocks)
+            }
+            (false, Some(guid)) => {
+                let pool = self.pool()?;
+                pool.delete(guid)?;
+                pool.request_sync();
+                self.ballast = None;
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn fill(&mut self, guid: ReplicaGuid, blocks: u64) -> Result<(), StoreError> {
+        let pool = self.pool()?;
+        let data = Bytes::from(vec![0xb; BALLAST_BLOCKS as usize * BLOCK_SIZE]);
+        let (mut chain, mut lsn, mut lba) = (Chain::default(), Lsn(0), 0);
+        while lba + u64::from(BALLAST_BLOCKS) <= blocks {
+            let position = Position { epoch: Epoch(1), lsn: lsn.next() };
+            let data = data.clone();
+            let entry =
+                Entry::after(chain, position, EntryKind::Write, lba, BALLAST_BLOCKS, data, false);
+            let Some(mut replica) = pool.replica(guid) else { break };
+            (chain, lsn) = (entry.chain, entry.lsn);
+            lba += u64::from(BALLAST_BLOCKS);
+            match replica.append(&[SharedEntry::new(entry)]) {
+                Ok(()) => {}
+                Err(StoreError::Full) => break,
+                Err(error) => return Err(error),
+            }
+        }
+        pool.request_sync();
+        Ok(())
     }
 
     fn pool(&mut self) -> Result<&mut Pool<SimDisk>, StoreError> {
@@ -128,6 +194,10 @@ impl Storage for RealStorage {
         result.map_err(StoreError::Io)
     }
 
+    fn take_broken(&mut self) -> Option<(&'static str, String)> {
+        self.faults.broken.take()
+    }
+
     fn sync_lie(&mut self, ticket: SyncTicket) {
         if let Some(pool) = &mut self.pool {
             pool.sync_finished(ticket, Ok(()));
@@ -151,8 +221,15 @@ impl Storage for RealStorage {
             Outage::DiskFailed => self.disk.drop_orphans(true, random),
         }
         let pool = Pool::open(self.disk.clone(), self.options).map_err(store_error)?;
+        let kept = pool.replicas();
+        self.ballast = self.ballast.filter(|guid| kept.contains(guid));
         self.pool = Some(pool);
-        if outage == Outage::DiskFailed { self.give_up_continuity() } else { Ok(()) }
+        if outage == Outage::DiskFailed {
+            self.give_up_continuity()?;
+        }
+        // Room that cannot be given back now is given back at the next start.
+        let _ = self.fill_or_free();
+        Ok(())
     }
 
     fn background(&mut self) -> Result<(), StoreError> {
@@ -167,13 +244,53 @@ impl Storage for RealStorage {
         self.disk.set_failing(failing);
     }
 
+    /// Another volume takes all the room, until it is deleted.
     fn set_full(&mut self, full: bool) {
-        self.faults.full = full;
+        self.full = full;
+        let _ = self.fill_or_free();
     }
 
-    /// Spoils one page that holds clients' data: rot in the store's own pages is damage that a
-    /// rebuild mends, which needs more than this run's budget of losses.
+    fn lie(&mut self, lie: Lie) -> bool {
+        self.disk.lie(lie, self.chance.draw());
+        true
+    }
+
+    fn keep_image(&mut self) {
+        if let Some(pool) = &self.pool {
+            self.image_starts = Some(pool.starts());
+            self.disk.keep_image();
+        }
+    }
+
+    /// The pool is opened until the image is older by its counter, also after the start that
+    /// follows: one within a life is found by the boot cookie alone, as a loss of the cache.
+    fn roll_back(&mut self) -> Option<u64> {
+        let then = self.image_starts.take()?;
+        while self.starts() <= then + 1 {
+            self.pool = None;
+            self.pool = Some(Pool::open(self.disk.clone(), self.options).ok()?);
+        }
+        let starts = self.starts();
+        self.ballast = None;
+        self.disk.roll_back().then_some(starts)
+    }
+
+    fn replace(&mut self, random: &mut Random) -> Result<(), StoreError> {
+        let (full, ballasts) = (self.full, self.ballasts);
+        *self = Self::new(random)?;
+        (self.full, self.ballasts) = (full, ballasts);
+        Ok(())
+    }
+
+    fn starts(&self) -> u64 {
+        self.pool.as_ref().map_or(0, Pool::starts)
+    }
+
+    /// Spoils one page of clients' data; now and then any page, the store's own included.
     fn rot(&mut self, _guid: ReplicaGuid, random: &mut Random) -> bool {
+        if random.percent(20) {
+            return self.disk.rot(random, |number, _| number > 0).is_some();
+        }
         let is_data = |_: u64, page: &[u8]| {
             page.chunks(SECTOR).all(|sector| {
                 let place = u64::from_le_bytes(sector[8..16].try_into().expect("8 bytes"));

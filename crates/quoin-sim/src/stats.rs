@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::coverage::Coverage;
 use crate::faults::{FaultCounts, FaultKind};
 
 /// Why a run is not what the contract promises.
@@ -39,7 +40,9 @@ pub struct Stats {
     pub disk_errors: u64,
     /// Blocks whose history the checker could neither prove nor refute.
     pub undecided: u64,
+    pub frames_cut: u64,
     pub faults: FaultCounts,
+    pub coverage: Coverage,
 }
 
 impl Stats {
@@ -64,7 +67,9 @@ impl Stats {
         self.pages_torn += other.pages_torn;
         self.disk_errors += other.disk_errors;
         self.undecided += other.undecided;
+        self.frames_cut += other.frames_cut;
         self.faults.merge(&other.faults);
+        self.coverage.merge(&other.coverage);
     }
 }
 
@@ -97,9 +102,10 @@ impl fmt::Display for Summary {
         )?;
         writeln!(f, "bad blocks repaired          {:>12}", s.repairs)?;
         writeln!(f, "messages                     {:>12}", s.messages)?;
+        writeln!(f, "connections cut in a frame   {:>12}", s.frames_cut)?;
         writeln!(f, "faults that struck:")?;
         for kind in FaultKind::ALL {
-            writeln!(f, "  {:<26} {:>12}", kind.name(), s.faults.of(*kind))?;
+            writeln!(f, "  {:<40} {:>8}", kind.name(), s.faults.of(*kind))?;
         }
         writeln!(f, "  {:<26} {:>12}", "messages out of order", s.messages_reordered)?;
         writeln!(f, "  {:<26} {:>12}", "messages lost", s.messages_lost)?;

@@ -14,7 +14,7 @@ use quoin_core::{Lsn, ReplicaGuid};
 use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 
-use crate::disk::{DiskCounts, Failing};
+use crate::disk::{DiskCounts, Failing, Lie};
 use crate::random::Random;
 
 /// How a pool lost its process or its power.
@@ -55,6 +55,28 @@ pub trait Storage {
     fn wants_background(&self) -> bool;
 
     fn set_failing(&mut self, failing: Failing);
+    /// The next write is lost, or goes to another place. False: no such disk here.
+    fn lie(&mut self, _lie: Lie) -> bool {
+        false
+    }
+    /// Remembers the disk as it is now, to be rolled back to.
+    fn keep_image(&mut self) {}
+    /// Puts the remembered image back, and says how often the pool had been opened by then.
+    fn roll_back(&mut self) -> Option<u64> {
+        None
+    }
+    /// An empty disk in the place of one that cannot be read any more.
+    fn replace(&mut self, _random: &mut Random) -> Result<(), StoreError> {
+        Ok(())
+    }
+    /// How often the pool was opened, as its disk says.
+    fn starts(&self) -> u64 {
+        0
+    }
+    /// A rule of the store that was broken at the trait since the last call.
+    fn take_broken(&mut self) -> Option<(&'static str, String)> {
+        None
+    }
     fn set_full(&mut self, full: bool);
     /// Spoils a random block of data at rest; false if there was none to spoil.
     fn rot(&mut self, guid: ReplicaGuid, random: &mut Random) -> bool;
@@ -62,11 +84,13 @@ pub trait Storage {
 }
 
 /// Faults at the store's trait, for the model.
-#[derive(Clone, Copy, Default, Debug)]
+#[derive(Clone, Default, Debug)]
 pub(crate) struct Faults {
     pub failing: Failing,
     pub full: bool,
     pub errors: u64,
+    /// What the store did that its rules forbid.
+    pub broken: Option<(&'static str, String)>,
 }
 
 pub(crate) struct Faulty<'a, S> {
@@ -120,7 +144,13 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     }
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {
         self.write(false)?;
-        self.inner.truncate(keep)
+        let stable = self.inner.state().stable;
+        self.inner.truncate(keep)?;
+        if keep < stable {
+            let detail = format!("a log that is stable up to {stable} was cut to {keep}");
+            self.faults.broken = Some(("StableNeverCut", detail));
+        }
+        Ok(())
     }
     fn set_stable(&mut self, stable: Lsn) {
         self.inner.set_stable(stable);
@@ -197,7 +227,17 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         data: &Bytes,
     ) -> Result<bool, StoreError> {
         self.write(true)?;
-        self.inner.repair(lba, version, crc, data)
+        let mut before = Vec::new();
+        let known = self.inner.read(ReadView::Live, lba, 1, false, &mut before);
+        let done = self.inner.repair(lba, version, crc, data)?;
+        if let (true, Ok(()), Some(slot)) = (done, known, before.first())
+            && slot.version != version
+        {
+            let held = slot.version;
+            let detail = format!("block {lba} of version {held} was repaired with {version}");
+            self.faults.broken = Some(("SameBytesEverywhere", detail));
+        }
+        Ok(done)
     }
 }
 
@@ -229,6 +269,10 @@ impl Storage for ModelStorage {
         let Some(inner) = self.pool.replica(guid) else { return false };
         work(&mut Faulty { inner, faults: &mut self.faults });
         true
+    }
+
+    fn take_broken(&mut self) -> Option<(&'static str, String)> {
+        self.faults.broken.take()
     }
 
     fn cookie(&self) -> BootCookie {

@@ -4,21 +4,35 @@ use crate::schedule::Instant;
 
 pub struct Trace {
     print: bool,
+    keep: bool,
+    lines: Vec<(Instant, String)>,
     fingerprint: u64,
 }
 
 impl Trace {
-    pub fn new(print: bool) -> Self {
-        Self { print, fingerprint: 0 }
+    pub fn new(print: bool, keep: bool) -> Self {
+        Self { print, keep, lines: Vec::new(), fingerprint: 0 }
     }
 
     pub fn is_on(&self) -> bool {
-        self.print
+        self.print || self.keep
+    }
+
+    /// What was kept.
+    pub fn lines(&self) -> &[(Instant, String)] {
+        &self.lines
     }
 
     pub fn line(&mut self, now: Instant, text: impl FnOnce() -> String) {
+        if !self.is_on() {
+            return;
+        }
+        let text = text();
         if self.print {
-            println!("{:>13.6} {}", now as f64 / 1e9, text());
+            println!("{:>13.6} {text}", now as f64 / 1e9);
+        }
+        if self.keep {
+            self.lines.push((now, text));
         }
     }
 

@@ -1,6 +1,8 @@
 //! What the clients do: several queues, one outstanding operation each, hot and random blocks,
 //! every kind of request, unique contents.
 
+use std::collections::VecDeque;
+
 use bytes::Bytes;
 use quoin_core::block::Operation;
 
@@ -51,10 +53,30 @@ impl Draft {
     }
 }
 
+/// What the clients of a run are like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Habit {
+    /// Anything anywhere, some blocks hot.
+    Any,
+    /// Everybody at the same one or two blocks.
+    Hot,
+    /// A file system: journal blocks, a flush, a commit block with FUA, then the blocks in place.
+    Journal,
+    /// Long stretches, one after the other.
+    Sequential,
+    /// Much is given back.
+    Trims,
+}
+
 /// How the requests of one run are drawn.
 #[derive(Clone, Debug)]
 pub struct Workload {
     pub blocks: u64,
+    pub habit: Habit,
+    /// What each client has made up its mind to do next.
+    scripts: Vec<VecDeque<Draft>>,
+    /// Where the next stretch of each client begins.
+    heads: Vec<u64>,
     hot: Vec<u64>,
     hot_percent: u64,
     /// 512-byte requests are allowed and made.
@@ -67,12 +89,18 @@ pub struct Workload {
 
 impl Workload {
     pub fn draw(blocks: u64, sub_block: bool, random: &mut Random) -> Self {
-        let hot = (0..random.between(2, 12)).map(|_| random.below(blocks)).collect();
-        let holes = random.below(6) as u32;
+        use Habit::{Any, Hot, Journal, Sequential, Trims};
+        let habit = *random.pick(&[Any, Any, Any, Hot, Journal, Journal, Sequential, Trims]);
+        let spots = if habit == Hot { 2 } else { random.between(2, 12) };
+        let hot = (0..spots).map(|_| random.below(blocks)).collect();
+        let holes = if habit == Trims { 30 } else { random.below(6) as u32 };
         Self {
             blocks,
+            habit,
+            scripts: Vec::new(),
+            heads: Vec::new(),
             hot,
-            hot_percent: random.between(20, 80),
+            hot_percent: if habit == Hot { 97 } else { random.between(20, 80) },
             sub_block,
             long_blocks: *random.pick(&[2, 8, 16, 64, 300]),
             weights: [
@@ -107,7 +135,60 @@ impl Workload {
         (block * whole, blocks.min(longest) * whole)
     }
 
-    pub fn next(&self, random: &mut Random) -> Draft {
+    /// The next request of this client.
+    pub fn next(&mut self, client: usize, random: &mut Random) -> Draft {
+        if self.scripts.len() <= client {
+            self.scripts.resize(client + 1, VecDeque::new());
+            self.heads.resize(client + 1, random.below(self.blocks));
+        }
+        if let Some(draft) = self.scripts[client].pop_front() {
+            return draft;
+        }
+        match self.habit {
+            Habit::Journal if random.percent(80) => self.write_journal(client, random),
+            Habit::Sequential if random.percent(80) => self.go_on(client, random),
+            _ => self.draw_one(random),
+        }
+    }
+
+    /// One transaction; its first request is returned, the rest waits in the script.
+    fn write_journal(&mut self, client: usize, random: &mut Random) -> Draft {
+        let whole = SECTORS as u64;
+        let journal = (self.blocks / 4).max(2);
+        let at = |n: u64| (n % journal) * whole;
+        let count = random.between(1, 4);
+        let head = self.heads[client];
+        self.heads[client] = (head + count + 1) % journal;
+        let write = |sector: u64, fua: bool| Draft::Write { sector, sectors: whole, fua };
+        let mut script: VecDeque<Draft> = (0..count).map(|n| write(at(head + n), false)).collect();
+        script.push_back(Draft::Flush);
+        script.push_back(write(at(head + count), true));
+        for _ in 0..count {
+            let block = journal + random.below(self.blocks - journal);
+            script.push_back(write(block * whole, false));
+        }
+        if random.percent(50) {
+            script.push_back(Draft::Read { sector: at(head), sectors: whole });
+        }
+        let first = script.pop_front().unwrap_or(Draft::Flush);
+        self.scripts[client] = script;
+        first
+    }
+
+    fn go_on(&mut self, client: usize, random: &mut Random) -> Draft {
+        let whole = SECTORS as u64;
+        let block = self.heads[client] % self.blocks;
+        let count = self.long_blocks.min(32).min(self.blocks - block);
+        self.heads[client] = block + count;
+        let (sector, sectors) = (block * whole, count * whole);
+        if random.percent(70) {
+            Draft::Write { sector, sectors, fua: false }
+        } else {
+            Draft::Read { sector, sectors }
+        }
+    }
+
+    fn draw_one(&self, random: &mut Random) -> Draft {
         let fua = random.percent(self.fua_percent);
         let kind = random.weighted(&self.weights);
         let (sector, sectors) = self.range(random);
@@ -130,9 +211,9 @@ mod tests {
         let mut seen = [0u32; 5];
         for seed in 0..50 {
             let mut random = Random::new(seed);
-            let workload = Workload::draw(64, true, &mut random);
-            for _ in 0..500 {
-                let draft = workload.next(&mut random);
+            let mut workload = Workload::draw(64, true, &mut random);
+            for n in 0..500 {
+                let draft = workload.next(n % 3, &mut random);
                 if let Some((sector, sectors)) = draft.range() {
                     assert!(sectors > 0 && sector + sectors <= 64 * SECTORS as u64);
                 }

@@ -23,13 +23,13 @@ fn a_replica_that_acknowledges_before_it_holds_is_found() {
     is_found(
         Mutant::AcknowledgesBeforeHolding,
         60,
-        &["CommitSurvives", "StableSurvives", "Linearizable"],
+        &["CommitSurvives", "StableSurvives", "Linearizable", "ContinuousHolds", "DurableHolds"],
     );
 }
 
 #[test]
 fn a_disk_that_lies_about_syncs_is_found() {
-    is_found(Mutant::SyncLies, 60, &["StableSurvives", "CommitSurvives", "StableNeverCut"]);
+    is_found(Mutant::SyncLies, 60, &["DurableHolds", "StableSurvives"]);
 }
 
 #[test]
@@ -51,9 +51,5 @@ fn an_epoch_that_is_granted_twice_harms_nothing() {
 
 #[test]
 fn a_replica_that_forgets_silently_is_found() {
-    is_found(
-        Mutant::ForgetsSilently,
-        60,
-        &["CommitSurvives", "StableSurvives", "PrefixAlways", "Linearizable", "Identical"],
-    );
+    is_found(Mutant::ForgetsSilently, 60, &["ContinuousHolds", "DurableHolds"]);
 }

@@ -3,8 +3,15 @@
 
 use quoin_sim::{RunOptions, run, run_many};
 
-const MODEL: RunOptions =
-    RunOptions { seed: 0, store: quoin_sim::StoreKind::Model, trace: false, mutant: None };
+const MODEL: RunOptions = RunOptions {
+    seed: 0,
+    store: quoin_sim::StoreKind::Model,
+    trace: false,
+    keep: false,
+    dropped: 0,
+    clients_max: 0,
+    mutant: None,
+};
 
 #[test]
 fn no_seed_of_these_finds_anything_and_each_checks_a_thousand_ios() {

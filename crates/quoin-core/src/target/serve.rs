@@ -261,7 +261,7 @@ impl Target {
         }
     }
 
-    fn lease_until(&self) -> Option<Time> {
+    pub(super) fn lease_until(&self) -> Option<Time> {
         quorum::lease_until(&self.views, &self.peers, self.config.lease_ms)
     }
 

@@ -1,11 +1,30 @@
-//! What this target is in the middle of, see [`crate::step`].
+//! What this target is in the middle of (see [`crate::step`]) and how far it is: for those who
+//! watch it and hold it to its invariants.
 
-use super::peer::Link;
+use super::peer::{Link, Peer};
 use super::rebuild::Stage;
 use super::{Phase, Target};
+use crate::ids::Lsn;
 use crate::step::Step;
+use crate::time::Time;
 
 impl Target {
+    /// Up to where entries are committed, and up to where they are stable.
+    pub fn reach(&self) -> (Lsn, Lsn) {
+        (self.commit, self.stable)
+    }
+
+    /// Until when it may reply, by its own clock.
+    pub fn lease(&self) -> Option<Time> {
+        self.lease_until()
+    }
+
+    /// How many counted replicas with a live session hold everything up to here.
+    pub fn holders(&self, lsn: Lsn) -> usize {
+        let holds = |p: &&Peer| p.is_live() && self.views.counts(p.member) && p.applied >= lsn;
+        self.peers.iter().filter(holds).count()
+    }
+
     /// Every step that is under way, in the order of [`Step::ALL`].
     pub fn steps(&self) -> Vec<Step> {
         let mut steps = Vec::new();

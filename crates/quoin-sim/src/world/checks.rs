@@ -3,7 +3,9 @@
 
 use bytes::Bytes;
 use quoin_core::block::BlockError;
-use quoin_core::{BLOCK_SIZE, Durability, Epoch, Member};
+use quoin_core::message::FromReplica;
+use quoin_core::target::ReadMode;
+use quoin_core::{BLOCK_SIZE, Durability, Epoch, Lsn, Member, ReplicaGuid};
 
 use super::World;
 use crate::content::{self, SECTOR, SECTORS, Tag};
@@ -20,6 +22,22 @@ pub(crate) struct Owed {
     pub flushed: bool,
 }
 
+/// What a replica has told the targets of itself.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Said {
+    guid: ReplicaGuid,
+    pub applied: Lsn,
+    pub durable: Lsn,
+}
+
+impl Said {
+    /// Entries after `keep` are cut.
+    pub fn cut(&mut self, keep: Lsn) {
+        self.applied = self.applied.min(keep);
+        self.durable = self.durable.min(keep);
+    }
+}
+
 impl World {
     /// A target says that it serves: is its history one that holds all that is owed?
     pub(crate) fn check_serving(&mut self, target: usize, life: u32, epoch: Epoch) {
@@ -32,6 +50,7 @@ impl World {
         if epoch == self.served.0 && self.served.0 != Epoch::ZERO {
             self.violate("OneWriter", format!("epoch {epoch} starts IO twice"));
         }
+        self.check_leases(target, epoch);
         let served_before = self.served.0;
         self.served = (epoch, target, life);
         if claimed {
@@ -78,6 +97,10 @@ impl World {
             self.violate(rule, detail);
             return;
         }
+        // Its first View is active, so it is on the media of CF: no later history is without it.
+        if let Some(view) = self.lineage.first_of(path, epoch) {
+            self.owed.entry(view).or_default().flushed = true;
+        }
         let serving = (target, life);
         let lineage = &self.lineage;
         let holds = |tag: Tag, block: u64| lineage.carrier_on(path, tag, block).is_some();
@@ -87,17 +110,14 @@ impl World {
             let there = &targets[target];
             there.life != life || there.process.as_ref().is_none_or(|p| p.has_served)
         };
+        let over = |op: &crate::history::Op| had_served(op.target) || lineage.was_sent(op.tag);
         if !claimed {
-            self.history.settle(
-                serving,
-                |op| had_served(op.target) || lineage.was_sent(op.tag),
-                holds,
-            );
+            self.history.settle(serving, over, holds);
             return;
         }
         let image = lineage.image(self.seed, path);
         let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
-        let result = self.history.cut(image, serving, holds);
+        let result = self.history.cut(image, serving, over, holds);
         self.owed.retain(|seen, _| lineage.is_on(path, *seen));
         if let Err(unlinear) = result {
             self.violate("Linearizable", unlinear.story);
@@ -113,6 +133,63 @@ impl World {
             }
             _ => false,
         });
+    }
+
+    /// When an epoch starts IO, no older target may still hold a lease, whether it uses it or not.
+    fn check_leases(&mut self, target: usize, epoch: Epoch) {
+        // Where clocks stop, leases do not end, and reads do not lean on them.
+        if self.setup.config.reads == ReadMode::Confirmed {
+            return;
+        }
+        for (index, other) in self.targets.iter().enumerate() {
+            let Some(process) = other.process.as_ref().filter(|_| index != target) else {
+                continue;
+            };
+            let now = self.local(other.host);
+            let live = process.target.lease().is_some_and(|until| until > now);
+            if let Some(older) = process.serving.filter(|e| live && *e < epoch) {
+                let detail = format!(
+                    "epoch {epoch} starts IO while target {index} holds a lease of {older}"
+                );
+                return self.violate("LeaseExcludes", detail);
+            }
+        }
+    }
+
+    /// What a replica says against what it has said: one that is continuous holds all that it
+    /// ever applied, any holds all that it called durable.
+    pub(crate) fn check_said(&mut self, pool: usize, message: &FromReplica) {
+        let guid = self.pools[pool].member.guid;
+        let media = self.setup.config.durability == Durability::Media;
+        let excused = self.may_be_damaged(pool);
+        let said = &mut self.pools[pool].said;
+        if said.guid != guid {
+            *said = Said { guid, ..Said::default() };
+        }
+        match message {
+            FromReplica::Applied { applied, durable, .. } => {
+                said.applied = said.applied.max(*applied);
+                said.durable = said.durable.max(*durable);
+            }
+            FromReplica::IncrementDone { position, .. } => {
+                (said.applied, said.durable) = (position.lsn, position.lsn);
+            }
+            FromReplica::OpenAck(ack) if !excused && !ack.damaged => {
+                let at = ack.position.lsn;
+                let (applied, durable) = (said.applied, said.durable);
+                if at < durable {
+                    let detail = format!("pool {pool} opens at {at} and called {durable} durable");
+                    self.violate("DurableHolds", detail);
+                } else if ack.continuous && !media && at < applied {
+                    let detail = format!("pool {pool} is continuous at {at} and applied {applied}");
+                    self.violate("ContinuousHolds", detail);
+                } else {
+                    // What was not durable may be gone; what is there counts from here.
+                    self.pools[pool].said.applied = at;
+                }
+            }
+            _ => {}
+        }
     }
 
     /// A good answer: is it the serving target's, and are a read's bytes what someone wrote?
@@ -171,21 +248,47 @@ impl World {
     fn owe_write(&mut self, epoch: Epoch, tag: Tag, sector: u64, sectors: u64, flushed: bool) {
         let Some(path) = self.lineage.path(epoch) else { return };
         let (first, last) = blocks_of(sector, sectors);
+        let mut highest = Lsn::ZERO;
         for block in first..=last {
             let Some(seen) = self.lineage.carrier_on(path, tag, block) else {
                 let detail = format!("op {tag} was acknowledged: block {block} was never sent");
                 self.violate("OnlyCounted", detail);
                 return;
             };
+            let lsn = self.lineage.entry(seen).lsn;
             let owed = self.owed.entry(seen).or_default();
             owed.acknowledged = true;
             owed.flushed |= flushed;
+            highest = highest.max(lsn);
+        }
+        self.check_reach(tag, highest, flushed, epoch);
+    }
+
+    /// What a reply vouches for is where the target must have it at that moment.
+    fn check_reach(&mut self, tag: Tag, lsn: Lsn, flushed: bool, epoch: Epoch) {
+        let serving = |p: &&super::targets::Process| p.serving == Some(epoch);
+        let mut processes = self.targets.iter().filter_map(|t| t.process.as_ref());
+        let Some(process) = processes.find(serving) else { return };
+        let (commit, stable) = process.target.reach();
+        let holders = process.target.holders(lsn);
+        let cf = usize::from(self.setup.cf);
+        if flushed && lsn > stable {
+            let detail = format!("op {tag} is at {lsn}, which is not stable: stable is {stable}");
+            self.violate("FlushIsStable", detail);
+        } else if !flushed && lsn > commit {
+            let detail =
+                format!("op {tag} shows {lsn}, which is not committed: commit is {commit}");
+            self.violate("NoReadAhead", detail);
+        } else if holders < cf {
+            let detail = format!("op {tag} is at {lsn}, which {holders} counted replicas hold");
+            self.violate("OnlyCounted", detail);
         }
     }
 
     fn owe_read(&mut self, epoch: Epoch, sector: u64, tags: &[Tag]) {
         let Some(path) = self.lineage.path(epoch) else { return };
         let mut before = (0, u64::MAX);
+        let mut highest = (Lsn::ZERO, 0);
         for (i, tag) in tags.iter().enumerate() {
             let block = (sector + i as u64) / SECTORS as u64;
             if *tag == 0 || (*tag, block) == before {
@@ -198,7 +301,10 @@ impl World {
                 return;
             };
             self.owed.entry(seen).or_default().read = true;
+            highest = highest.max((self.lineage.entry(seen).lsn, *tag));
         }
+        let media = self.setup.config.durability == Durability::Media;
+        self.check_reach(highest.1, highest.0, media, epoch);
     }
 
     fn read_tags(&self, sector: u64, sectors: u64, data: &[Bytes]) -> Result<Vec<Tag>, String> {
@@ -268,6 +374,7 @@ impl World {
 
     pub(crate) fn may_be_damaged(&self, pool: usize) -> bool {
         self.profile == Profile::Media { victim: pool }
+            || self.profile == Profile::Liar { victim: pool }
     }
 
     /// All replicas that are in sync hold the same slots, and those of the one history.

@@ -23,14 +23,14 @@ impl World {
             self.schedule.after(delay, Event::Client { queue, turn });
             return;
         }
-        let Some(draft) = self.next_draft() else { return };
+        let Some(draft) = self.next_draft(queue) else { return };
         self.submit(queue, draft);
     }
 
-    fn next_draft(&mut self) -> Option<Draft> {
+    fn next_draft(&mut self, queue: usize) -> Option<Draft> {
         match self.ending.next_draft(self.setup.volume_blocks) {
             ending @ (Some(Some(_)) | None) => ending.flatten(),
-            Some(None) => Some(self.workload.next(&mut self.random)),
+            Some(None) => Some(self.workload.next(queue, &mut self.random)),
         }
     }
 

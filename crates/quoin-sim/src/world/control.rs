@@ -37,6 +37,17 @@ impl World {
         if self.record.epoch != before {
             self.stats.epochs += 1;
         }
+        if self.backup.is_none() && self.random.percent(25) {
+            self.old_record = Some(self.record.clone());
+        }
+        // Where an old copy has ruled for a while, nobody can know.
+        if !self.rolled_back {
+            for guid in &self.record.membership.retired {
+                self.retired_under.entry(guid.0).or_insert(self.record.epoch);
+            }
+        } else {
+            self.retired_under.clear();
+        }
         let answer = match result {
             Ok(answer) => answer,
             Err(rule) => return self.violate("Membership", rule),

@@ -29,7 +29,7 @@ use crate::stats::{Stats, Violation};
 use crate::trace::Trace;
 use crate::workload::Workload;
 
-pub use setup::{Mutant, RunOptions, StoreKind};
+pub use setup::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
 
 /// Everything that can happen. `life` numbers the lives of a process: events of an older life
 /// are void.
@@ -126,6 +126,7 @@ pub(crate) enum Mend {
     Disk(usize),
     Clock(usize),
     ControlPlane,
+    ControlRecord,
     KillTarget { target: usize, life: u32 },
     Cut(ConnectionId),
 }
@@ -153,6 +154,11 @@ pub(crate) struct PoolHost {
     pub cache_lost: bool,
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,
+    pub said: checks::Said,
+    /// Syncs begin and do not end.
+    pub stuck: bool,
+    /// How often the pool was opened, as the control plane was told.
+    pub starts_known: u64,
 }
 
 pub(crate) struct Queue {
@@ -190,14 +196,24 @@ pub(crate) struct World {
     pub served: (Epoch, usize, u32),
     /// The newest epoch that served after giving up unflushed data.
     pub last_claim: Epoch,
+    /// Each with the event number at which it strikes at the latest.
     pub armed: Vec<(u64, Planned)>,
+    /// What the control plane's backup holds, while an old one is in place.
+    pub backup: Option<Record>,
+    /// An old copy of the control plane's record.
+    pub old_record: Option<Record>,
+    /// An old copy has ruled for a while.
+    pub rolled_back: bool,
     pub faults_over: bool,
     pub ending: ending::Ending,
     pub stats: Stats,
     pub trace: Trace,
     pub violation: Option<Violation>,
     pub mutant: Option<Mutant>,
+    pub dropped: u32,
     pub max_lsn_sent: Lsn,
+    /// The epoch under which each retired GUID was retired.
+    pub retired_under: BTreeMap<u128, Epoch>,
     pub tokens: BTreeMap<u64, usize>,
     pub questions: u64,
     /// Questions to the control plane whose drivers still wait.
@@ -251,6 +267,7 @@ impl World {
         self.stats.messages = self.network.counts.messages;
         self.stats.messages_reordered = self.network.counts.reordered;
         self.stats.messages_lost = self.network.counts.lost;
+        self.stats.frames_cut = self.network.counts.frames_cut;
         for pool in &self.pools {
             let counts = pool.storage.counts();
             self.stats.sectors_lost += counts.sectors_lost;

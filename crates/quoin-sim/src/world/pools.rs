@@ -1,7 +1,7 @@
 //! The driver of replicas: what `quoin-pool` does with sockets, disks and timers.
 
 use quoin_core::message::{Failure, FromReplica, Ping, ToReplica};
-use quoin_core::replica::store::{ReplicaStore, SyncTicket};
+use quoin_core::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_core::{Epoch, Member, ReplicaGuid, SessionKey, Time};
 
@@ -20,6 +20,11 @@ pub(crate) struct Process {
 }
 
 impl Process {
+    /// What its replica is in the middle of.
+    pub fn steps(&self, store: &dyn ReplicaStore) -> Vec<quoin_core::Step> {
+        self.replica.as_ref().map(|r| r.steps(store)).unwrap_or_default()
+    }
+
     /// Its replica holds everything that it ever applied.
     pub fn is_continuous(&self) -> bool {
         self.replica.as_ref().is_some_and(Replica::is_continuous)
@@ -36,6 +41,15 @@ impl World {
         let here = &mut self.pools[pool];
         if let Err(error) = here.storage.reopen(here.outage, &mut self.random) {
             self.trace.line(now, || format!("pool {pool} does not open: {error}"));
+            if matches!(error, StoreError::Io(_)) {
+                // As the product's driver does: the next start hears nothing of it any more.
+                let here = &mut self.pools[pool];
+                here.outage = Outage::DiskFailed;
+                here.cache_lost = true;
+            }
+            if matches!(error, StoreError::Damaged(_)) && self.may_be_damaged(pool) {
+                return self.replace_disk(pool);
+            }
             let delay = self.random.between(100, 1000) * MILLISECOND;
             self.schedule.after(delay, Event::StartPool { pool });
             return;
@@ -45,6 +59,16 @@ impl World {
         }
         here.outage = Outage::Process;
         here.life += 1;
+        let starts = here.storage.starts();
+        if starts < here.starts_known && !quoin_core::mutant::is("rolled-back-disk-not-noticed") {
+            // The disk is older than what the control plane knows: none of it is believed.
+            let _ = here.storage.delete(here.member.guid);
+            here.gone = true;
+            let delay = self.random.between(500, 4000) * MILLISECOND;
+            self.schedule.after(delay, Event::Recreate { pool });
+        }
+        let here = &mut self.pools[pool];
+        here.starts_known = starts;
         let (life, guid, gone) = (here.life, here.member.guid, here.gone);
         let boot = here.storage.cookie();
         let local = self.local(host);
@@ -64,6 +88,20 @@ impl World {
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
         self.pools[pool].process =
             Some(Process { replica, timer: None, arm: 0, idle_planned: false });
+    }
+
+    /// A pool that cannot be read at all gets a new disk, and makes another replica there.
+    fn replace_disk(&mut self, pool: usize) {
+        let here = &mut self.pools[pool];
+        if here.storage.replace(&mut self.random).is_err() {
+            return self.violate("Setup", format!("pool {pool}'s new disk cannot be formatted"));
+        }
+        here.starts_known = 0;
+        here.gone = true;
+        self.trace.line(self.schedule.now(), || format!("pool {pool} gets a new disk"));
+        let delay = self.random.between(500, 8000) * MILLISECOND;
+        self.schedule.after(MILLISECOND, Event::StartPool { pool });
+        self.schedule.after(delay, Event::Recreate { pool });
     }
 
     /// The process dies as it is.
@@ -125,6 +163,9 @@ impl World {
     /// A message to a target, as a real pool would send it.
     fn pool_sends(&mut self, id: ConnectionId, session: SessionKey, message: &FromReplica) {
         let now = self.schedule.now();
+        if let Some(pool) = self.network.connections.get(&id).map(|c| c.pool) {
+            self.check_said(pool, message);
+        }
         match self.network.send_to_target(now, id, session, message) {
             Ok(Some(due)) => self.schedule.at(due, Event::ToTarget { connection: id }),
             Ok(None) => {}
@@ -183,6 +224,9 @@ impl World {
             }
             if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
+            }
+            if let ToReplica::Truncate { keep, .. } = &message {
+                self.pools[pool].said.cut(*keep);
             }
             events.push(ReplicaEvent::Message { connection: id, session, message });
         }
@@ -246,8 +290,15 @@ impl World {
         for action in actions {
             self.pool_action(pool, action);
         }
+        self.look_at_store(pool);
         self.plan_sync(pool);
         self.plan_idle(pool);
+    }
+
+    fn look_at_store(&mut self, pool: usize) {
+        if let Some((rule, what)) = self.pools[pool].storage.take_broken() {
+            self.violate(rule, format!("pool {pool}: {what}"));
+        }
     }
 
     fn pool_action(&mut self, pool: usize, action: ReplicaAction) {
@@ -306,7 +357,7 @@ impl World {
         if here.life != life || here.process.is_none() {
             return;
         }
-        if here.paused {
+        if here.paused || here.stuck {
             self.schedule.after(5 * MILLISECOND, Event::SyncDone { pool, life, ticket });
             return;
         }

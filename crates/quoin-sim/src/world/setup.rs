@@ -20,9 +20,11 @@ use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND, Schedule};
 use crate::stats::Stats;
 use crate::storage::{ModelStorage, Outage, Storage};
 use crate::trace::Trace;
-use crate::workload::Workload;
+use crate::workload::{Habit, Workload};
 
 /// Events after which a run is taken for a message loop.
+/// Faults of one run at most, so that a mask names them.
+pub const FAULTS_MAX: usize = 32;
 pub const EVENTS_MAX: u64 = 5_000_000;
 /// Answered operations that every run reaches.
 pub const IOS_MIN: u64 = 1_000;
@@ -55,6 +57,12 @@ pub struct RunOptions {
     pub seed: u64,
     pub store: StoreKind,
     pub trace: bool,
+    /// Keep the trace for a drawing.
+    pub keep: bool,
+    /// Bit i: the i-th planned fault does not strike.
+    pub dropped: u32,
+    /// Clients at most; 0: as many as are drawn.
+    pub clients_max: u8,
     pub mutant: Option<Mutant>,
 }
 
@@ -93,7 +101,9 @@ impl World {
         let replicas = usize::from(rf);
         let spare = rf - quoin_core::membership::open_quorum(rf, cf);
         let profile = if spare > 0 && random.percent(35) {
-            Profile::Media { victim: random.index(replicas) }
+            let victim = random.index(replicas);
+            let lies = options.store == StoreKind::Real && random.percent(20);
+            if lies { Profile::Liar { victim } } else { Profile::Media { victim } }
         } else {
             Profile::Power
         };
@@ -160,6 +170,12 @@ impl World {
             .map(|_| HostClock::new(random.below(1 << 50), random.between(980_000, 1_020_000)))
             .collect();
         let workload = Workload::draw(volume_blocks, sub_block, &mut random);
+        let mut setup = setup;
+        if workload.habit == Habit::Sequential {
+            // A window smaller than what is under way lets a member fall out for ever: allowed,
+            // and no configuration of a product.
+            setup.config.window_bytes = setup.config.window_bytes.max(8 << 20);
+        }
         let queues =
             (0..random.between(3, 16)).map(|_| Queue { home: 0, turn: 0, open: None, burst: 0 });
         let mut world = World {
@@ -194,13 +210,18 @@ impl World {
             served: (Epoch::ZERO, 0, 0),
             last_claim: Epoch::ZERO,
             armed: Vec::new(),
+            backup: None,
+            old_record: None,
+            rolled_back: false,
             faults_over: false,
             ending: ending::Ending::default(),
             stats: Stats::default(),
-            trace: Trace::new(options.trace),
+            trace: Trace::new(options.trace, options.keep),
             violation: None,
             mutant: options.mutant,
+            dropped: 0,
             max_lsn_sent: Lsn::ZERO,
+            retired_under: Default::default(),
             tokens: Default::default(),
             questions: 0,
             unanswered: Default::default(),
@@ -209,6 +230,10 @@ impl World {
         for (host, member) in members.iter().enumerate() {
             world.add_pool(host, *member, &membership);
         }
+        if options.clients_max > 0 {
+            world.queues.truncate(options.clients_max.into());
+        }
+        world.dropped = options.dropped;
         world.plan_run(confirmed || options.mutant == Some(Mutant::ClocksStop));
         world
     }
@@ -246,6 +271,9 @@ impl World {
             slow: 1,
             cache_lost: false,
             reads_failed: false,
+            said: Default::default(),
+            stuck: false,
+            starts_known: 0,
         });
         self.schedule.after(0, Event::StartPool { pool });
     }
@@ -274,7 +302,11 @@ impl World {
             self.schedule.after(delay, Event::Client { queue, turn: 0 });
         }
         let horizon = self.setup.horizon;
-        for planned in faults::plan(self.profile, clocks_stop, horizon, &mut self.random) {
+        let plan = faults::plan(self.profile, clocks_stop, horizon, &mut self.random);
+        for (index, planned) in plan.into_iter().enumerate() {
+            if index < FAULTS_MAX && self.dropped & (1 << index) != 0 {
+                continue;
+            }
             self.schedule.at(planned.at, Event::Fault(planned));
         }
         self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);

@@ -1,15 +1,19 @@
 //! Faults strike, and those that last are mended.
 
+use quoin_core::Step;
 use quoin_core::replica::ReplicaEvent;
 use quoin_core::target::TargetEvent;
 
 use super::{Event, Mend, Mutant, World};
 use crate::clock::RATE_EXACT;
-use crate::disk::Failing;
+use crate::disk::{Failing, Lie};
 use crate::faults::{FaultKind, Planned, Profile};
 use crate::network::ConnectionId;
 use crate::schedule::{MILLISECOND, SECOND};
 use crate::storage::Outage;
+
+/// Events for which an aimed fault waits for its step.
+const AIM_PATIENCE: u64 = 8000;
 
 impl World {
     /// The fault's time has come: requests begin to pour in, and some events later it strikes.
@@ -20,19 +24,61 @@ impl World {
         if self.random.percent(80) {
             self.burst();
         }
-        self.armed.push((self.stats.events + planned.countdown, planned));
+        if planned.kind == FaultKind::DiskRolledBack {
+            let pool = self.victim();
+            self.pools[pool].storage.keep_image();
+        }
+        let patience = if planned.aim.is_some() { AIM_PATIENCE } else { 0 };
+        self.armed.push((self.stats.events + planned.countdown + patience, planned));
     }
 
     pub(crate) fn count_down(&mut self) {
         let events = self.stats.events;
-        while let Some(index) = self.armed.iter().position(|(at, _)| *at <= events) {
+        // A look at every event would cost more than the event.
+        let steps = if events.is_multiple_of(3) && self.armed.iter().any(|a| a.1.aim.is_some()) {
+            self.steps_now()
+        } else {
+            Vec::new()
+        };
+        let due = |(at, planned): &(u64, Planned)| {
+            *at <= events || planned.aim.is_some_and(|aim| steps.contains(&aim))
+        };
+        while let Some(index) = self.armed.iter().position(due) {
             let (_, planned) = self.armed.swap_remove(index);
-            if self.strike(planned.kind) {
+            let steps = self.steps_now();
+            // Each fault has its own chance: one that is left out does not change the others.
+            let own = crate::random::Random::new(planned.seed);
+            let shared = std::mem::replace(&mut self.random, own);
+            let struck = self.strike(planned.kind);
+            self.random = shared;
+            if struck {
                 self.stats.faults.add(planned.kind);
+                for step in steps {
+                    self.stats.coverage.add(planned.kind, step);
+                }
                 let name = planned.kind.name();
                 self.trace.line(self.schedule.now(), || format!("*** {name}"));
             }
         }
+    }
+
+    /// What targets and replicas are in the middle of.
+    fn steps_now(&mut self) -> Vec<Step> {
+        let mut steps = Vec::new();
+        for target in &self.targets {
+            if let Some(process) = &target.process {
+                steps.extend(process.target.steps());
+            }
+        }
+        for pool in &mut self.pools {
+            if let Some(process) = &pool.process {
+                let guid = pool.member.guid;
+                pool.storage.with(guid, &mut |store| steps.extend(process.steps(&*store)));
+            }
+        }
+        steps.sort_unstable();
+        steps.dedup();
+        steps
     }
 
     fn lasting(&mut self, longest_ms: u64, mend: Mend) {
@@ -44,7 +90,7 @@ impl World {
     /// A pool whose disk or data this profile may hurt.
     fn victim(&mut self) -> usize {
         match self.profile {
-            Profile::Media { victim } => victim,
+            Profile::Media { victim } | Profile::Liar { victim } => victim,
             Profile::Power => self.random.index(self.pools.len()),
         }
     }
@@ -65,7 +111,10 @@ impl World {
                 alive
             }
             FaultKind::ReplicaCrash => {
-                let pool = self.random.index(self.pools.len());
+                // Where a disk lies, the others must be there to say so.
+                let lies = matches!(self.profile, Profile::Liar { .. });
+                let any = self.random.index(self.pools.len());
+                let pool = if lies { self.victim() } else { any };
                 let alive = self.pools[pool].process.is_some();
                 let restart = self.random.between(20, 6000) * MILLISECOND;
                 if alive {
@@ -140,6 +189,25 @@ impl World {
                 self.lasting(5000, Mend::Disk(pool));
                 true
             }
+            FaultKind::StuckDisk => {
+                let pool = self.random.index(self.pools.len());
+                self.pools[pool].stuck = true;
+                self.lasting(9000, Mend::Disk(pool));
+                true
+            }
+            FaultKind::LostWrite | FaultKind::MisdirectedWrite => {
+                let pool = self.victim();
+                let lost = kind == FaultKind::LostWrite;
+                self.pools[pool].reads_failed = true;
+                self.pools[pool].storage.lie(if lost { Lie::Lost } else { Lie::Misdirected })
+            }
+            FaultKind::DiskRolledBack => self.roll_back_disk(),
+            FaultKind::ControlRolledBack => self.roll_back_control(),
+            FaultKind::SpoiledFrame => {
+                let ids: Vec<ConnectionId> = self.network.connections.keys().copied().collect();
+                ids.into_iter().any(|id| self.network.spoil(id))
+            }
+            FaultKind::Operator => self.operator(),
             FaultKind::DiskWriteError | FaultKind::DiskReadError | FaultKind::DiskSyncError => {
                 let pool = self.victim();
                 let failing = Failing {
@@ -375,11 +443,75 @@ impl World {
         self.profile == Profile::Power || in_sync == self.pools.len()
     }
 
+    /// An old image of the disk is put back. The pool's start counter shows it: the replica is
+    /// given up and made anew under another GUID.
+    fn roll_back_disk(&mut self) -> bool {
+        let pool = self.victim();
+        let adopted = self.record.membership.known.contains(&self.pools[pool].member);
+        if self.pools.iter().any(|p| p.cache_lost) || self.pools[pool].gone || !adopted {
+            return false;
+        }
+        let Some(starts) = self.pools[pool].storage.roll_back() else { return false };
+        self.pools[pool].starts_known = starts;
+        self.kill_pool(pool, Outage::Process, 300 * MILLISECOND);
+        self.pools[pool].cache_lost = true;
+        true
+    }
+
+    /// The control plane is restored from an old copy, and some time later a person puts the
+    /// newest one back, with whatever epoch was granted since.
+    fn roll_back_control(&mut self) -> bool {
+        if self.backup.is_some() {
+            return false;
+        }
+        let Some(old) = self.old_record.take() else { return false };
+        self.rolled_back = true;
+        self.backup = Some(self.record.clone());
+        let owner = self.record.owner;
+        self.record = crate::control::Record { owner, ..old };
+        self.lasting(8000, Mend::ControlRecord);
+        true
+    }
+
+    /// Whatever can be asked for again is asked for again.
+    fn operator(&mut self) -> bool {
+        for _ in 0..self.random.between(2, 6) {
+            let delay = self.random.between(0, 2000) * MILLISECOND;
+            let pool = self.random.index(self.pools.len());
+            let target = self.random.index(self.targets.len());
+            let event = match self.random.below(5) {
+                0 => Event::StartTarget { target },
+                1 => Event::StartPool { pool },
+                2 => Event::Recreate { pool },
+                3 => Event::TellCandidates,
+                _ => Event::MoveClient { queue: self.random.index(self.queues.len()) },
+            };
+            self.schedule.after(delay, event);
+        }
+        let owner = self.record.owner;
+        let alive = self.targets[owner].process.is_some() && !self.targets[owner].paused;
+        if alive {
+            // An old list of replacements, and a size that the volume has had for long.
+            let blocks = self.setup.volume_blocks;
+            let mut candidates = self.record.candidates.clone();
+            let membership = &self.record.membership;
+            for (known, guid) in membership.known.iter().zip(&membership.retired) {
+                candidates.push(quoin_core::Member { id: known.id, guid: *guid });
+            }
+            let events = vec![TargetEvent::Resize { blocks }, TargetEvent::Candidates(candidates)];
+            self.feed_target(owner, events);
+        }
+        true
+    }
+
     /// The replica's disk is replaced by an empty one; the pool says so from now on.
     fn wipe(&mut self) -> bool {
         let pool = self.victim();
         if self.pools.iter().any(|p| p.cache_lost) {
             return false;
+        }
+        if quoin_core::mutant::is("guid-born-twice") {
+            return self.wipe_and_make_the_same(pool);
         }
         let there = &mut self.pools[pool];
         let adopted = self.record.membership.known.contains(&there.member);
@@ -391,6 +523,19 @@ impl World {
         let delay = self.random.between(500, 8000) * MILLISECOND;
         self.schedule.after(delay, Event::Recreate { pool });
         true
+    }
+
+    /// For the mutant: an empty replica takes the name of the one that was lost.
+    fn wipe_and_make_the_same(&mut self, pool: usize) -> bool {
+        let member = self.pools[pool].member;
+        let membership = self.record.membership.clone();
+        let (identity, meta) = self.newborn(member, true, membership);
+        self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
+        let blocks = self.setup.volume_blocks;
+        let here = &mut self.pools[pool];
+        here.starts_known = 0;
+        here.storage.replace(&mut self.random).is_ok()
+            && here.storage.create(identity, meta, blocks).is_ok()
     }
 
     pub(crate) fn mend(&mut self, mend: Mend) {
@@ -416,7 +561,9 @@ impl World {
                 self.pools[pool].storage.set_failing(Failing::default());
                 self.pools[pool].storage.set_full(false);
                 self.pools[pool].slow = 1;
+                self.pools[pool].stuck = false;
             }
+            Mend::ControlRecord => self.restore_record(),
             Mend::Clock(host) => {
                 self.powered[host] = true;
                 let rate = self.random.between(RATE_EXACT - 20_000, RATE_EXACT + 20_000);
@@ -435,6 +582,27 @@ impl World {
         }
     }
 
+    /// The newest copy of the record is back. What the old one granted meanwhile stays granted.
+    fn restore_record(&mut self) {
+        let Some(newest) = self.backup.take() else { return };
+        let meanwhile = std::mem::replace(&mut self.record, newest);
+        self.record.owner = meanwhile.owner;
+        self.record.epoch = self.record.epoch.max(meanwhile.epoch);
+        if meanwhile.membership.version > self.record.membership.version {
+            self.record.membership = meanwhile.membership;
+        }
+        let known = self.record.membership.known.clone();
+        for candidate in meanwhile.candidates {
+            if !self.record.candidates.contains(&candidate) {
+                self.record.candidates.push(candidate);
+            }
+        }
+        self.record.candidates.retain(|c| !known.contains(c));
+        if !self.record.candidates.is_empty() {
+            self.tell_candidates();
+        }
+    }
+
     /// Messages that waited for a network or a process are looked at again.
     fn look_again(&mut self) {
         let ids: Vec<ConnectionId> = self.network.connections.keys().copied().collect();
@@ -448,6 +616,7 @@ impl World {
     /// Everything is whole again; what is down comes back by itself.
     pub(crate) fn mend_everything(&mut self) {
         self.network.unblock_all();
+        self.restore_record();
         self.control_lossy = false;
         self.control_late = false;
         for host in 0..self.clocks.len() {
@@ -459,6 +628,7 @@ impl World {
             there.storage.set_failing(Failing::default());
             there.storage.set_full(false);
             there.slow = 1;
+            there.stuck = false;
             there.paused = false;
             self.plan_pool_timer(pool);
             let delay = self.random.below(SECOND);

@@ -174,6 +174,12 @@ impl World {
 
     fn connect(&mut self, target: usize, member: Member, session: SessionKey) {
         let life = self.targets[target].life;
+        if let Some(since) = self.retired_under.get(&member.guid.0)
+            && session.epoch > *since
+        {
+            let detail = format!("target {target} connects to {member:?}, retired under {since}");
+            self.violate("RetiredNeverBack", detail);
+        }
         let pool = self.pool_of(member);
         let id = self.network.add(Connection {
             target,
@@ -402,8 +408,8 @@ impl World {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }
             TargetNote::BlockLost { lba } => self.block_lost(lba),
-            TargetNote::ControlPlaneBehind { .. } => {
-                self.violate("MembershipMonotone", "the control plane never goes back here");
+            TargetNote::ControlPlaneBehind { .. } if self.backup.is_none() => {
+                self.violate("MembershipMonotone", "the control plane has not gone back");
             }
             _ => {}
         }
