@@ -1,0 +1,95 @@
+//! A cluster of a user who is not root: everything but block devices works, and what does not work
+//! says why.
+
+mod common;
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::channel;
+
+use common::{BUDGET, Scratch, eventually, is_root, signal};
+use quoin_core::block::{Operation, Payload};
+use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+
+const NOBODY: u32 = 65_534;
+
+/// Ends the supervisor, and with it all that it started.
+struct Dev(Child);
+
+impl Drop for Dev {
+    fn drop(&mut self) {
+        if self.0.try_wait().is_ok_and(|status| status.is_none()) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+}
+
+/// This program as somebody who is not root, whoever runs the test.
+fn command(program: &Path, home: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.env("HOME", home).env("QUOIN_SOCKET", home.join("c/run/admin.sock"));
+    if is_root() {
+        command.uid(NOBODY).gid(NOBODY);
+    }
+    command
+}
+
+#[test]
+fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused_by_name() {
+    let scratch = Scratch::new("nobody");
+    // The build directory may be out of others' reach.
+    let program = scratch.0.join("quoin");
+    std::fs::copy(env!("CARGO_BIN_EXE_quoin"), &program).unwrap();
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let home = scratch.0.join("home");
+    std::fs::create_dir(&home).unwrap();
+    if is_root() {
+        std::os::unix::fs::chown(&home, Some(NOBODY), Some(NOBODY)).unwrap();
+    }
+    let mut dev = command(&program, &home);
+    dev.args(["dev", "--dir"]).arg(home.join("c")).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut dev = Dev(dev.spawn().unwrap());
+    let output = BufReader::new(dev.0.stdout.take().unwrap());
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in output.lines().map_while(Result::ok) {
+            println!("dev: {line}");
+            let _ = sender.send(line);
+        }
+    });
+    let first = lines.recv_timeout(BUDGET).unwrap();
+    assert!(first.contains("NBD sockets only") && first.contains("root"), "{first}");
+    while !lines.recv_timeout(BUDGET).expect("it does not come up").starts_with("Quoin is up") {}
+
+    let quoin = |arguments: &[&str]| -> Output {
+        command(&program, &home).args(arguments).stdin(Stdio::null()).output().unwrap()
+    };
+    let ok = |arguments: &[&str]| {
+        let output = quoin(arguments);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{arguments:?}: {said}");
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    };
+    ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let refused = quoin(&["volume", "attach", "db"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--nbd"));
+    let address = ok(&["volume", "attach", "db", "--nbd"]);
+    let socket = address.split_once("socket=").unwrap().1;
+    let client = Client::connect(ClientOptions::new(Address::Unix(socket.into()))).unwrap();
+    let data = bytes::Bytes::from(vec![9; 8192]);
+    client.call(Operation::Write { offset: 4096, data, fua: true }).unwrap();
+    let read = client.call(Operation::Read { offset: 4096, length: 8192 }).unwrap();
+    let Payload::Data(pieces) = read else { panic!("no data: {read:?}") };
+    assert_eq!(pieces.concat(), vec![9; 8192]);
+    drop(client);
+    ok(&["volume", "detach", "db"]);
+    ok(&["volume", "delete", "db", "--yes"]);
+    signal(dev.0.id(), "INT");
+    let status = eventually("it ends", || dev.0.try_wait().unwrap());
+    assert!(status.success(), "{status}");
+}
