@@ -1,7 +1,8 @@
 //! `/metrics` and `/healthz` of a role, over plain HTTP.
 //!
 //! A role hands over two functions: one renders its metrics in the Prometheus text format, one
-//! says whether it is well. This crate knows neither storage nor the control plane. There is no
+//! says whether it is well. `/healthz` answers 200 with `{"status":"ok"}`, or 503 with the status
+//! `unhealthy` and the `reason`. This crate knows neither storage nor the control plane. There is no
 //! authentication, so it listens on loopback unless an operator says otherwise, and it shows
 //! figures only: no names of files, no keys, nothing that changes anything.
 
@@ -79,10 +80,14 @@ async fn metrics(State(source): State<Source>) -> impl IntoResponse {
 }
 
 async fn health(State(source): State<Source>) -> impl IntoResponse {
-    match (source.health)() {
-        Ok(()) => (StatusCode::OK, "ok\n".to_string()),
-        Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
-    }
+    let (code, body) = match (source.health)() {
+        Ok(()) => (StatusCode::OK, serde_json::json!({ "status": "ok" })),
+        Err(reason) => {
+            let body = serde_json::json!({ "status": "unhealthy", "reason": reason });
+            (StatusCode::SERVICE_UNAVAILABLE, body)
+        }
+    };
+    (code, [(header::CONTENT_TYPE, "application/json")], format!("{body}\n"))
 }
 
 #[cfg(test)]
@@ -125,7 +130,10 @@ mod tests {
         assert!(get(address, "/healthz").await.starts_with("HTTP/1.1 200"));
         WELL.store(false, Ordering::SeqCst);
         let answer = get(address, "/healthz").await;
-        assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("no disk"), "{answer}");
+        assert!(
+            answer.starts_with("HTTP/1.1 503") && answer.contains(r#""reason":"no disk""#),
+            "{answer}"
+        );
         assert!(get(address, "/secrets").await.starts_with("HTTP/1.1 404"));
 
         end.send(true).unwrap();

@@ -20,7 +20,7 @@ use crate::records::{
     MemberOfCluster, NameRecord, NodeRecord, PoolRecord, TokenRecord, VolumeRecord,
 };
 use crate::spec::Defaults;
-use crate::store::Store;
+use crate::store::{Store, Watched, Writes};
 use crate::table::Table;
 
 /// What a controller is told once, at its start.
@@ -48,6 +48,8 @@ pub struct Controller {
     pub(crate) observed: Mutex<Observed>,
     /// Makes "is the name free" and "take it" one step.
     pub(crate) creating: tokio::sync::Mutex<()>,
+    /// How writing records went last.
+    pub(crate) writes: Arc<Writes>,
     changed: watch::Sender<u64>,
 }
 
@@ -59,6 +61,8 @@ impl Controller {
         authority: Authority,
         settings: Settings,
     ) -> Result<Self, Error> {
+        let writes = Arc::new(Writes::default());
+        let store: Arc<dyn Store> = Arc::new(Watched::new(store, writes.clone()));
         let changed = watch::channel(0).0;
         let quiet = watch::channel(0).0;
         let controller = Self {
@@ -71,6 +75,7 @@ impl Controller {
             events: Events::load(store).await?,
             observed: Mutex::new(Observed::new()),
             creating: tokio::sync::Mutex::new(()),
+            writes,
             authority: Mutex::new(authority),
             identity,
             settings,

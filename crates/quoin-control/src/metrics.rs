@@ -44,9 +44,13 @@ impl Metrics {
         self.0.lock().expect("no holder of this lock panics").upgrade()
     }
 
-    /// Whether the controller serves.
-    pub fn healthy(&self) -> bool {
-        self.controller().is_some()
+    /// Whether the controller serves and can write its records.
+    ///
+    /// # Errors
+    /// What is wrong, in words.
+    pub fn health(&self) -> Result<(), String> {
+        let controller = self.controller().ok_or("the controller does not serve yet")?;
+        controller.writes.check().map_err(|why| format!("records cannot be written: {why}"))
     }
 
     /// The metrics in the OpenMetrics text format.
@@ -57,6 +61,7 @@ impl Metrics {
         if let Some(controller) = self.controller() {
             up.set(1);
             volumes(&controller, &mut registry);
+            replicas(&controller, &mut registry);
             pools(&controller, &mut registry);
             nodes(&controller, &mut registry);
         }
@@ -82,6 +87,38 @@ fn volumes(controller: &Controller, registry: &mut Registry) {
     registry.register("volumes", "Volumes by health", family);
     registry.register("volumes_attached", "Volumes attached to a node", attached);
     registry.register_with_unit("volumes_size", "Sum of the volumes' sizes", Unit::Bytes, bytes);
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Phase {
+    phase: String,
+}
+
+fn replicas(controller: &Controller, registry: &mut Registry) {
+    let family = Family::<Phase, Gauge>::default();
+    for phase in ["Creating", "InSync", "CatchingUp", "Rebuilding", "Offline", "Gone", "Deleting"] {
+        family.get_or_create(&Phase { phase: phase.to_owned() }).set(0);
+    }
+    let (mut rebuilt, mut total) = (0u64, 0u64);
+    for volume in controller.volumes.list() {
+        for replica in controller.replicas_of(&volume) {
+            if replica.phase == "Rebuilding" {
+                rebuilt += replica.rebuilt_bytes;
+                total += replica.rebuild_total_bytes;
+            }
+            family.get_or_create(&Phase { phase: replica.phase }).inc();
+        }
+    }
+    registry.register("replicas", "Replicas by phase", family);
+    let gauge = |value: u64| {
+        let gauge = Gauge::<i64>::default();
+        gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        gauge
+    };
+    let help = "Copied so far by the rebuilds that are under way";
+    registry.register_with_unit("rebuilt", help, Unit::Bytes, gauge(rebuilt));
+    let help = "What the rebuilds under way copy in all";
+    registry.register_with_unit("rebuild", help, Unit::Bytes, gauge(total));
 }
 
 fn pools(controller: &Controller, registry: &mut Registry) {

@@ -22,6 +22,7 @@ use crate::controller::ControllerService;
 use crate::group::{GroupService, MetadataService};
 use crate::identity::IdentityService;
 use crate::in_flight::InFlight;
+use crate::metrics::Metrics;
 use crate::node::NodeService;
 
 /// Which services do their work; Identity always does.
@@ -69,6 +70,7 @@ pub struct PluginOptions {
     pub backend: Backend,
     /// Needed in the modes that have the Node service.
     pub node: Option<NodeSide>,
+    pub metrics: Metrics,
 }
 
 /// A configuration that cannot work; the process should say so and end.
@@ -98,6 +100,7 @@ struct Inner {
     mode: Mode,
     backend: Backend,
     node: Option<NodeSide>,
+    metrics: Metrics,
     controller_calls: InFlight,
     node_calls: InFlight,
 }
@@ -126,6 +129,7 @@ impl Plugin {
             mode: options.mode,
             backend: options.backend,
             node: options.node.filter(|_| options.mode.node),
+            metrics: options.metrics,
             controller_calls: InFlight::default(),
             node_calls: InFlight::default(),
         };
@@ -184,6 +188,7 @@ impl Plugin {
         let connections =
             UnixListenerStream::new(listener).map(|accepted| accepted.map(Connection::new));
         Server::builder()
+            .layer(self.inner.metrics.clone())
             .add_service(IdentityServer::new(IdentityService(self.clone())))
             .add_service(ControllerServer::new(ControllerService(self.clone())))
             .add_service(NodeServer::new(NodeService(self.clone())))

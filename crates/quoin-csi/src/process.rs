@@ -18,6 +18,7 @@ use tokio::sync::watch;
 use tonic::Request;
 use tonic::transport::Channel;
 
+use crate::metrics::Metrics;
 use crate::{Backend, ConfigError, EndpointError, Mode, NodeSide, Plugin, PluginOptions};
 
 /// The control plane holds a node for offline after three of these and a bit.
@@ -50,6 +51,8 @@ pub struct Options {
     pub address: String,
     /// How long staging waits for the volume's target.
     pub target_deadline_ms: u64,
+    /// Made by the caller, who shows it.
+    pub metrics: Metrics,
 }
 
 impl Options {
@@ -76,6 +79,7 @@ impl Options {
             topology: BTreeMap::new(),
             address: String::new(),
             target_deadline_ms: 30_000,
+            metrics: Metrics::default(),
         }
     }
 }
@@ -130,6 +134,7 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         mode: options.mode,
         backend: Backend::new(channel.clone()),
         node,
+        metrics: options.metrics.clone(),
     })?;
     let (listener, _socket) = crate::listen(&socket_path).await?;
     tracing::info!(node = name, socket = %socket_path.display(), mode = ?options.mode, "serving CSI");
@@ -145,7 +150,13 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     let controller = options.controller;
     let stop = shutdown.clone();
     let renewal = tokio::spawn(async move { identity.keep_renewed(controller, stop).await });
-    let heartbeat = tokio::spawn(keep_reporting(channel, report, shutdown.clone()));
+    let heartbeat = tokio::spawn(keep_reporting(
+        channel,
+        report,
+        plugin.clone(),
+        options.metrics,
+        shutdown.clone(),
+    ));
     let served = plugin.serve(listener, shutdown).await;
     renewal.abort();
     heartbeat.abort();
@@ -154,13 +165,24 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
 
 /// Says that the node is there, until `shutdown`. One that cannot be told is told again with
 /// the next beat; its loss is logged once.
-async fn keep_reporting(channel: Channel, report: NodeReport, mut shutdown: watch::Receiver<bool>) {
+async fn keep_reporting(
+    channel: Channel,
+    report: NodeReport,
+    plugin: Plugin,
+    metrics: Metrics,
+    mut shutdown: watch::Receiver<bool>,
+) {
     let mut client = AgentClient::new(channel);
     let mut was_heard = true;
     loop {
         let mut request = Request::new(report.clone());
         request.set_timeout(REPORT_EVERY * 2);
-        match client.report_node(request).await {
+        let heard = client.report_node(request).await;
+        let problem = |status: &tonic::Status| format!("out of reach ({})", status.message());
+        metrics.heard(heard.as_ref().err().map(problem));
+        let fit = plugin.check_node().await;
+        metrics.health.set("node", fit.err().map(|status| status.message().to_owned()));
+        match heard {
             Ok(_) if !was_heard => {
                 tracing::info!("the controller hears this node again");
                 was_heard = true;

@@ -47,9 +47,14 @@ impl Control {
         loop {
             tokio::select! {
                 ended = self.follow_once() => {
-                    if let Err(status) = ended {
-                        self.contact.missed(status.message());
-                    }
+                    let why = match ended {
+                        Ok(()) => "the connection ended".to_owned(),
+                        Err(status) => {
+                            self.contact.missed(status.message());
+                            format!("out of reach ({})", status.message())
+                        }
+                    };
+                    self.options.metrics.0.health.set("controller", Some(why));
                 }
                 _ = shutdown.wait_for(|down| *down) => return,
             }
@@ -61,6 +66,7 @@ impl Control {
         let mut client = AgentClient::new(self.channel.clone());
         let request = WatchPoolRequest { pool: self.options.name.clone() };
         let mut assignments = client.watch_pool(request).await?.into_inner();
+        self.options.metrics.0.health.set("controller", None);
         while let Some(message) = assignments.message().await? {
             self.contact.heard();
             if let Some(least) = Mode::from_name(&message.data_security) {

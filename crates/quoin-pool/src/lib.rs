@@ -206,6 +206,7 @@ where
     let shard_thread = {
         let watch = Watch {
             trouble: trouble.clone(),
+            health: options.metrics.0.health.clone(),
             stop: shutdown.clone(),
             doubt: identity.dir().join(lives::DOUBT_FILE),
         };

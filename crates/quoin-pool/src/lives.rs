@@ -14,6 +14,7 @@ use std::time::Duration;
 use quoin_core::replica::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
+use quoin_wire::health::Health;
 use quoin_wire::notices::Severity;
 use tokio::sync::watch;
 
@@ -31,6 +32,7 @@ pub(crate) const DOUBT_FILE: &str = "disk-failed";
 pub(crate) struct Watch {
     /// Why the pool is not served at this moment, if so.
     pub trouble: Arc<Mutex<Option<String>>>,
+    pub health: Health,
     pub stop: watch::Receiver<bool>,
     /// Path of the doubt file.
     pub doubt: PathBuf,
@@ -38,6 +40,7 @@ pub(crate) struct Watch {
 
 impl Watch {
     fn say(&self, why: Option<String>) {
+        self.health.set("disk", why.clone());
         *self.trouble.lock().expect("never held across a panic") = why;
     }
 }
@@ -226,7 +229,12 @@ mod tests {
             let parts = Parts { reactor, acceptor, inputs: taken, notices, metrics };
             let (stop, stopped) = watch::channel(false);
             let trouble = Arc::new(Mutex::new(None));
-            let watch = Watch { trouble: trouble.clone(), stop: stopped, doubt: doubt.to_owned() };
+            let watch = Watch {
+                trouble: trouble.clone(),
+                health: Health::default(),
+                stop: stopped,
+                doubt: doubt.to_owned(),
+            };
             let (disk, sender) = (disk.clone(), inputs.clone());
             let first = open(&disk).unwrap();
             let thread = std::thread::spawn(move || {

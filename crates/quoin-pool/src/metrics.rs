@@ -4,7 +4,11 @@ use std::sync::Arc;
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
+use quoin_wire::health::Health;
+
+use crate::facts::Space;
 
 #[derive(Clone)]
 pub struct Metrics {
@@ -20,6 +24,16 @@ pub struct Metrics {
     pub replicas: Gauge,
     pub used: Gauge,
     pub capacity: Gauge,
+    pub free: Gauge,
+    pub append_duration: Histogram,
+    pub sync_duration: Histogram,
+    pub read_duration: Histogram,
+    pub health: Health,
+}
+
+/// From 2 µs to ten seconds.
+fn latency() -> Histogram {
+    Histogram::new(exponential_buckets(2e-6, 2.0, 23))
 }
 
 impl Metrics {
@@ -39,6 +53,11 @@ impl Metrics {
             replicas: Gauge::default(),
             used: Gauge::default(),
             capacity: Gauge::default(),
+            free: Gauge::default(),
+            append_duration: latency(),
+            sync_duration: latency(),
+            read_duration: latency(),
+            health: Health::starting(&["controller"]),
         };
         let r = &mut registry;
         r.register("sessions", "Sessions of targets open now", metrics.sessions.clone());
@@ -61,7 +80,27 @@ impl Metrics {
         r.register("replicas", "Replicas held", metrics.replicas.clone());
         r.register_with_unit("used", "Space in use", Unit::Bytes, metrics.used.clone());
         r.register_with_unit("capacity", "Size of the pool", Unit::Bytes, metrics.capacity.clone());
+        let free = metrics.free.clone();
+        r.register_with_unit("free", "Space that clients may still fill", Unit::Bytes, free);
+        for (name, help, histogram) in [
+            ("append_duration", "Taking one batch into a log", &metrics.append_duration),
+            ("sync_duration", "One group sync of the disk", &metrics.sync_duration),
+            ("read_duration", "Answering one read", &metrics.read_duration),
+        ] {
+            r.register_with_unit(name, help, Unit::Seconds, histogram.clone());
+        }
         Metrics { registry: Arc::new(registry), ..metrics }
+    }
+
+    /// How full the pool is; a full one is not well, since writes wait for it.
+    pub fn filled(&self, space: Space) {
+        let bytes = |count: u64| i64::try_from(count).unwrap_or(i64::MAX);
+        self.used.set(bytes(space.used_bytes));
+        self.capacity.set(bytes(space.capacity_bytes));
+        self.free.set(bytes(space.free_bytes));
+        let is_full = space.capacity_bytes > 0 && space.free_bytes == 0;
+        let problem = "full: writes wait until a volume here is trimmed or deleted";
+        self.health.set("space", is_full.then(|| problem.to_owned()));
     }
 
     /// The text that Prometheus scrapes.
@@ -83,5 +122,17 @@ mod tests {
         metrics.written.inc_by(4096);
         let text = metrics.render();
         assert!(text.contains("quoin_pool_written_bytes_total{pool=\"p1\"} 4096"), "{text}");
+        assert!(text.contains("quoin_pool_sync_duration_seconds_count{pool=\"p1\"} 0"), "{text}");
+    }
+
+    #[test]
+    fn a_full_pool_is_not_well_until_there_is_space_again() {
+        let metrics = Metrics::new("p1");
+        metrics.health.set("controller", None);
+        let space = |free_bytes| Space { capacity_bytes: 100, used_bytes: 60, free_bytes };
+        metrics.filled(space(0));
+        assert!(metrics.health.check().unwrap_err().contains("full"));
+        metrics.filled(space(40));
+        assert_eq!(metrics.health.check(), Ok(()));
     }
 }

@@ -4,7 +4,7 @@
 //! needs an epoch, and asks until it gets one.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use quoin_core::VolumeId;
@@ -18,7 +18,7 @@ use quoin_proto::control::{
 };
 use quoin_wire::Mode;
 use quoin_wire::notices::{Notice, Notices, Severity};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tonic::transport::Channel;
 
 use crate::Options;
@@ -45,6 +45,8 @@ pub(crate) struct Control {
     pub shards: Vec<ShardHandle>,
     pub notices: Notices,
     pub served: Mutex<Served>,
+    /// Something worth a report soon.
+    pub changed: Arc<Notify>,
     /// Where volumes are served over TCP.
     pub door: Option<Door>,
 }
@@ -65,9 +67,14 @@ impl Control {
         loop {
             let stopping = tokio::select! {
                 ended = self.follow_once() => {
-                    if let Err(status) = ended {
-                        self.contact.missed(status.message());
-                    }
+                    let why = match ended {
+                        Ok(()) => "the connection ended".to_owned(),
+                        Err(status) => {
+                            self.contact.missed(status.message());
+                            format!("out of reach ({})", status.message())
+                        }
+                    };
+                    self.options.metrics.0.health.set("controller", Some(why));
                     false
                 }
                 _ = shutdown.wait_for(|down| *down) => true,
@@ -83,6 +90,9 @@ impl Control {
         let mut client = AgentClient::new(self.channel.clone());
         let request = WatchNodeRequest { node: self.options.node.clone() };
         let mut assignments = client.watch_node(request).await?.into_inner();
+        self.options.metrics.0.health.set("controller", None);
+        // One that has just started knows nothing of what is served here.
+        self.changed.notify_one();
         while let Some(message) = assignments.message().await? {
             self.contact.heard();
             self.assign(&message);
@@ -141,19 +151,15 @@ impl Control {
     }
 
     /// Does what the shards ask for, until they are gone.
-    pub async fn answer(
-        self: std::sync::Arc<Self>,
-        mut asks: mpsc::UnboundedReceiver<Ask>,
-        changed: std::sync::Arc<tokio::sync::Notify>,
-    ) {
+    pub async fn answer(self: Arc<Self>, mut asks: mpsc::UnboundedReceiver<Ask>) {
         while let Some(ask) = asks.recv().await {
             match ask {
-                Ask::Changed => changed.notify_one(),
+                Ask::Changed => self.changed.notify_one(),
                 Ask::Stopped { volume, fenced } => {
                     tracing::info!(%volume, fenced, "not served here any more");
                     let control = self.clone();
                     tokio::spawn(async move { control.stopped(volume).await });
-                    changed.notify_one();
+                    self.changed.notify_one();
                 }
                 Ask::Epoch { volume, incarnation, at_least } => {
                     let control = self.clone();
@@ -315,15 +321,11 @@ impl Control {
     }
 
     /// Reports each change soon and everything now and then, until `shutdown`.
-    pub async fn report(
-        &self,
-        changed: std::sync::Arc<tokio::sync::Notify>,
-        mut shutdown: watch::Receiver<bool>,
-    ) {
+    pub async fn report(&self, mut shutdown: watch::Receiver<bool>) {
         loop {
             let stopping = tokio::select! {
                 () = tokio::time::sleep(REPORT_EVERY) => false,
-                () = changed.notified() => false,
+                () = self.changed.notified() => false,
                 _ = shutdown.wait_for(|down| *down) => true,
             };
             if stopping {
@@ -336,6 +338,7 @@ impl Control {
 
     pub async fn report_all(&self) {
         let mut notices = self.notices.take();
+        let mut standing = Vec::new();
         for shard in &self.shards {
             let (answer, status) = oneshot::channel();
             shard.send(Input::Status(answer));
@@ -345,10 +348,18 @@ impl Control {
                     notices.into_iter().partition(|n| n.volume == id.to_string());
                 notices = others;
                 self.report_one(id, &status, ours).await;
+                standing.push((self.name_of(id), status));
             }
         }
+        self.options.metrics.0.stand(&standing);
         // Of volumes that are not served any more; told with another's report.
         self.notices.restore(notices);
+    }
+
+    /// What people call the volume.
+    fn name_of(&self, id: VolumeId) -> String {
+        let served = self.served.lock().expect("never held across a panic");
+        served.wanted.get(&id).map_or_else(|| id.to_string(), |a| a.info.name.clone())
     }
 
     fn nbd_uri(&self, id: VolumeId) -> String {

@@ -26,7 +26,7 @@ use std::time::Duration;
 use quoin_identity::{Contact, JoinRequest};
 use quoin_wire::Mode;
 use quoin_wire::notices::Notices;
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 
 use control::Control;
 use dial::Reach;
@@ -129,15 +129,15 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         shards: shards.clone(),
         notices,
         served: Default::default(),
+        changed: Arc::default(),
         door,
     });
-    let changed = Arc::new(Notify::new());
     let mut tasks = tokio::task::JoinSet::new();
-    let answering = tokio::spawn(control.clone().answer(asked, changed.clone()));
+    let answering = tokio::spawn(control.clone().answer(asked));
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move { c.follow(s).await });
-    let (c, s, n) = (control.clone(), shutdown.clone(), changed.clone());
-    tasks.spawn(async move { c.report(n, s).await });
+    let (c, s) = (control.clone(), shutdown.clone());
+    tasks.spawn(async move { c.report(s).await });
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
         c.identity.keep_renewed(c.options.controller.clone(), s).await;

@@ -1,17 +1,31 @@
 //! What a target counts, for `/metrics`.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use quoin_core::block::{Operation, Reply, Request};
+use quoin_core::target::{ReplicaStanding, TargetStatus};
+use quoin_wire::health::Health;
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
 struct Kind {
     operation: &'static str,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
+struct State {
+    state: &'static str,
+}
+
+/// From 16 µs to half a minute.
+fn latency() -> Histogram {
+    Histogram::new(exponential_buckets(16e-6, 2.0, 21))
 }
 
 /// Counters of every shard together; cheap to clone, no lock on the way of a request.
@@ -25,6 +39,12 @@ pub struct Metrics {
     written: Counter,
     failed: Counter,
     clients_refused: Counter,
+    latency: [Histogram; 6],
+    replicas: Family<State, Gauge>,
+    waiting: Gauge,
+    rebuilt: Gauge,
+    to_rebuild: Gauge,
+    pub health: Health,
 }
 
 impl Metrics {
@@ -44,11 +64,41 @@ impl Metrics {
         let clients_refused = Counter::default();
         let help = "Connections over TCP that were turned away before they opened a volume";
         registry.register("clients_refused", help, clients_refused.clone());
+        let latencies =
+            Family::<Kind, Histogram>::new_with_constructor(latency as fn() -> Histogram);
+        let latency = kinds.map(|operation| latencies.get_or_create(&Kind { operation }).clone());
+        let help = "From taking a request to its reply";
+        registry.register_with_unit("request_duration", help, Unit::Seconds, latencies);
+        let replicas = Family::<State, Gauge>::default();
+        registry.register("replicas", "Replicas of the volumes served here", replicas.clone());
+        let (waiting, rebuilt, to_rebuild) = (Gauge::default(), Gauge::default(), Gauge::default());
+        registry.register("volumes_waiting", "Volumes whose IO waits", waiting.clone());
+        let help = "Copied so far by the rebuilds that are under way";
+        registry.register_with_unit("rebuilt", help, Unit::Bytes, rebuilt.clone());
+        let help = "What the rebuilds under way copy in all";
+        registry.register_with_unit("rebuild", help, Unit::Bytes, to_rebuild.clone());
         let registry = Arc::new(registry);
-        Metrics { registry, volumes, clients, requests, read, written, failed, clients_refused }
+        let health = Health::starting(&["controller"]);
+        Metrics {
+            registry,
+            volumes,
+            clients,
+            requests,
+            read,
+            written,
+            failed,
+            clients_refused,
+            latency,
+            replicas,
+            waiting,
+            rebuilt,
+            to_rebuild,
+            health,
+        }
     }
 
-    pub fn requested(&self, request: &Request) {
+    /// Counts a request; its kind is given back with its reply.
+    pub fn requested(&self, request: &Request) -> u8 {
         let kind = match &request.operation {
             Operation::Read { length, .. } => {
                 self.read.inc_by(u64::from(*length));
@@ -63,13 +113,41 @@ impl Metrics {
             Operation::WriteZeroes { .. } => 4,
             Operation::Status { .. } => 5,
         };
-        self.requests[kind].inc();
+        self.requests[usize::from(kind)].inc();
+        kind
     }
 
-    pub fn replied(&self, reply: &Reply) {
+    pub fn replied(&self, reply: &Reply, kind: u8, took: Duration) {
+        if let Some(latency) = self.latency.get(usize::from(kind)) {
+            latency.observe(took.as_secs_f64());
+        }
         if reply.result.is_err() {
             self.failed.inc();
         }
+    }
+
+    /// How the volumes stand, by their names; asked of the shards with each report.
+    pub fn stand(&self, volumes: &[(String, TargetStatus)]) {
+        let replicas = || volumes.iter().flat_map(|(_, status)| &status.replicas);
+        for (state, standings) in [
+            ("in_sync", &[ReplicaStanding::InSync][..]),
+            ("catching_up", &[ReplicaStanding::CatchingUp, ReplicaStanding::Opening]),
+            ("rebuilding", &[ReplicaStanding::Rebuilding]),
+            ("disconnected", &[ReplicaStanding::Disconnected]),
+        ] {
+            let count = replicas().filter(|replica| standings.contains(&replica.standing)).count();
+            self.replicas.get_or_create(&State { state }).set(count as i64);
+        }
+        let rebuilding = || replicas().filter(|r| r.standing == ReplicaStanding::Rebuilding);
+        let bytes = |sum: u64| i64::try_from(sum).unwrap_or(i64::MAX);
+        self.rebuilt.set(bytes(rebuilding().map(|replica| replica.rebuilt_bytes).sum()));
+        self.to_rebuild.set(bytes(rebuilding().map(|replica| replica.rebuild_total_bytes).sum()));
+        let waiting = volumes.iter().filter(|(_, status)| !status.waiting.is_empty());
+        self.waiting.set(waiting.clone().count() as i64);
+        let problem = |(name, status): &(String, TargetStatus)| {
+            (name.clone(), format!("IO waits for {}", status.waiting))
+        };
+        self.health.replace("volume ", waiting.map(problem));
     }
 
     pub fn refused_client(&self) {
@@ -98,12 +176,17 @@ mod tests {
     #[test]
     fn requests_are_counted_by_their_kind() {
         let metrics = Metrics::new();
-        metrics.requested(&Request {
+        let kind = metrics.requested(&Request {
             token: 1,
             operation: Operation::Read { offset: 0, length: 4096 },
         });
+        let reply = Reply { token: 1, result: Err(quoin_core::block::BlockError::Damaged) };
+        metrics.replied(&reply, kind, Duration::from_micros(100));
         let text = metrics.render();
         assert!(text.contains("quoin_target_requests_total{operation=\"read\"} 1"), "{text}");
         assert!(text.contains("quoin_target_read_bytes_total 4096"), "{text}");
+        let latency = "quoin_target_request_duration_seconds_count{operation=\"read\"} 1";
+        assert!(text.contains(latency), "{text}");
+        assert!(text.contains("quoin_target_failed_total 1"), "{text}");
     }
 }

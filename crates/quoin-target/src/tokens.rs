@@ -1,5 +1,6 @@
 //! Which client, and which of its requests, a token of the target stands for.
 
+use quoin_core::Time;
 use quoin_core::block::Token;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -7,6 +8,9 @@ pub struct Origin {
     /// Key of the client's connection.
     pub client: u64,
     pub token: Token,
+    /// Which of the metrics' kinds it is, and when it came.
+    pub kind: u8,
+    pub came: Time,
 }
 
 /// Tokens in use, reused once replied to. No allocation per request in the long run.
@@ -45,7 +49,8 @@ mod tests {
     #[test]
     fn a_token_stands_for_one_request_and_is_redeemed_once() {
         let mut tokens = Tokens::default();
-        let (a, b) = (Origin { client: 1, token: 9 }, Origin { client: 2, token: 9 });
+        let origin = |client| Origin { client, token: 9, kind: 0, came: Time::ZERO };
+        let (a, b) = (origin(1), origin(2));
         let (first, second) = (tokens.issue(a), tokens.issue(b));
         assert_ne!(first, second);
         assert_eq!(tokens.redeem(first), Some(a));

@@ -22,6 +22,7 @@ pub mod encode;
 pub mod establish;
 pub mod frame;
 pub mod handshake;
+pub mod health;
 pub mod hello;
 pub mod notices;
 pub mod queue;

@@ -73,6 +73,9 @@ enum Command {
     Target(Box<roles::TargetOptions>),
     /// Make block devices of the volumes that this host's target serves.
     Attach(roles::AttachOptions),
+    /// Keep the kernel's side of attached volumes while `quoin attach` is away, so that its death
+    /// or its update only pauses their IO.
+    AttachHolder(roles::HolderOptions),
     /// A volume that outlives its parts, shown under load; takes half a minute, leaves nothing.
     Demo(demo::DemoOptions),
     /// Measure Quoin beside the floor: the same work with no product in it.
@@ -115,6 +118,7 @@ impl Cli {
             Command::Node(listing::NodeCommand::Run(options)) => roles::node(*options),
             Command::Target(options) => roles::target(*options),
             Command::Attach(options) => roles::attach(options),
+            Command::AttachHolder(options) => roles::hold(&options),
             Command::Pool(listing::PoolCommand::Inspect(options)) => {
                 offline::inspect(&options, format)
             }

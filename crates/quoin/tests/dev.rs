@@ -152,7 +152,8 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
 }
 
 #[test]
-fn a_mounted_volume_outlives_a_killed_dev_and_a_killed_attach_is_told_and_cleared_away() {
+fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_told_and_cleared_away()
+ {
     if !can_attach() {
         return;
     }
@@ -181,8 +182,9 @@ fn a_mounted_volume_outlives_a_killed_dev_and_a_killed_attach_is_told_and_cleare
     let shown = dev.json(&["volume", "get", "db"]);
     assert_eq!(shown["here"]["mounts"][0], mount.to_str().unwrap());
 
-    // Attach itself: what it served is dead, and nothing pretends otherwise.
+    // Attach and its holder at once: what they served is dead, and nothing pretends otherwise.
     let open = std::fs::File::open(mount.join("log")).unwrap();
+    signal(dev.pid("attach-holder").unwrap(), "KILL");
     signal(dev.pid("attach").unwrap(), "KILL");
     let line = dev.wait_for_line("is dead");
     assert!(line.contains(mount.to_str().unwrap()) && line.contains("umount"), "{line}");

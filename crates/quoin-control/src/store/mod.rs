@@ -8,6 +8,7 @@
 mod embedded;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use tokio::sync::broadcast;
@@ -59,6 +60,60 @@ pub trait Store: Send + Sync + 'static {
     /// Changes from now on, in order. A follower that falls behind is told so by the channel
     /// and lists anew.
     fn watch(&self) -> broadcast::Receiver<Change>;
+}
+
+/// How writing went last, for the controller's health.
+#[derive(Default, Debug)]
+pub struct Writes(std::sync::Mutex<Option<String>>);
+
+impl Writes {
+    /// # Errors
+    /// What the last write failed with.
+    pub fn check(&self) -> Result<(), String> {
+        match &*self.0.lock().expect("no holder of this lock panics") {
+            Some(why) => Err(why.clone()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A store whose failures to write are noted; a later success clears the note.
+pub struct Watched {
+    inner: Arc<dyn Store>,
+    writes: Arc<Writes>,
+}
+
+impl Watched {
+    pub fn new(inner: Arc<dyn Store>, writes: Arc<Writes>) -> Self {
+        Self { inner, writes }
+    }
+}
+
+#[async_trait]
+impl Store for Watched {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+        self.inner.get(key).await
+    }
+
+    async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError> {
+        self.inner.list(prefix).await
+    }
+
+    async fn compare_and_swap(
+        &self,
+        key: &str,
+        expected: u64,
+        value: Option<Vec<u8>>,
+    ) -> Result<Swap, StoreError> {
+        let outcome = self.inner.compare_and_swap(key, expected, value).await;
+        let why = outcome.as_ref().err().map(ToString::to_string);
+        *self.writes.0.lock().expect("no holder of this lock panics") = why;
+        outcome
+    }
+
+    fn watch(&self) -> broadcast::Receiver<Change> {
+        self.inner.watch()
+    }
 }
 
 /// Why the records cannot be used.

@@ -180,6 +180,7 @@ async fn start_plugin(
     };
     let host = Arc::new(NodeHost::new(options, attacher.clone()).unwrap());
     let plugin = Plugin::new(PluginOptions {
+        metrics: quoin_csi::Metrics::default(),
         driver_name: quoin_csi::DRIVER_NAME.to_owned(),
         mode,
         backend: Backend::new(unix_channel(&root.join("run/admin.sock"))),

@@ -13,6 +13,8 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Mutex, watch};
 
 use super::device::{Device, check, check_name};
+use super::holder::Holder;
+use super::metrics::Metrics;
 use super::protocol::{AttachVolume, Attached, Kind, LINE_BYTES_MAX, Request, Response};
 use super::{Error, Options};
 use crate::fuse::mount;
@@ -28,6 +30,8 @@ type Slot = Arc<Mutex<Option<Device>>>;
 #[derive(Clone)]
 struct Daemon {
     mounts: PathBuf,
+    holder: Arc<Holder>,
+    metrics: Metrics,
     slots: Arc<std::sync::Mutex<BTreeMap<String, Slot>>>,
 }
 
@@ -46,7 +50,11 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         return Err(Error::Locked { directory: options.directory });
     }
     super::protect_memory();
-    clean_up(&mounts)?;
+    let holder = Holder::find(&options.holder, &options.metrics)
+        .map_err(io("start a thread for", &options.holder))?;
+    let daemon = Daemon { mounts, holder, metrics: options.metrics.clone(), slots: Arc::default() };
+    daemon.take_over().await;
+    daemon.clean_up()?;
     match std::fs::remove_file(&options.socket) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(io("replace", &options.socket)(error));
@@ -59,7 +67,6 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         .map_err(io("protect", &options.socket))?;
     tracing::info!(socket = %options.socket.display(), "attach is ready");
 
-    let daemon = Daemon { mounts, slots: Arc::default() };
     let clients = Arc::new(tokio::sync::Semaphore::new(CLIENTS_MAX));
     loop {
         tokio::select! {
@@ -89,30 +96,100 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     }
     drop(listener);
     let _ = std::fs::remove_file(&options.socket);
-    let result = daemon.shut_down(options.drain_timeout).await;
+    let result = if options.keep {
+        daemon.leave().await
+    } else {
+        daemon.shut_down(options.drain_timeout).await
+    };
     drop(lock);
     result
 }
 
-/// Removes the loop devices and mounts that a daemon which died left here. Their IO has failed
-/// when it died; a loop device that is still in use goes with its last user.
-fn clean_up(mounts: &Path) -> Result<(), Error> {
-    let failed = |source| Error::Io { doing: "clean up", path: mounts.to_owned(), source };
-    for device in LoopDevice::all_under(mounts).map_err(failed)? {
-        tracing::warn!(device = %device.path().display(), "left by a daemon that died: detaching");
-        device.release()?;
-    }
-    for path in mount::mounts_under(mounts).map_err(failed)? {
-        tracing::warn!(path = %path.display(), "left by a daemon that died: unmounting");
-        mount::unmount(&path).map_err(failed)?;
-    }
-    for entry in std::fs::read_dir(mounts).map_err(failed)? {
-        std::fs::remove_file(entry.map_err(failed)?.path()).map_err(failed)?;
-    }
-    Ok(())
-}
-
 impl Daemon {
+    /// Goes on with what the last daemon left at the holder, before anything else is done.
+    async fn take_over(&self) {
+        let this = self.clone();
+        let taken = tokio::task::spawn_blocking(move || {
+            let mut devices = Vec::new();
+            for (held, connection) in this.holder.take() {
+                let volume = held.asked.volume.clone();
+                let device =
+                    Device::take_over(&this.mounts, held, connection, &this.holder, &this.metrics);
+                match device {
+                    Ok(device) => {
+                        tracing::info!(volume, "taken over; its IO goes on");
+                        this.metrics.taken_over.inc();
+                        devices.push((volume, device));
+                    }
+                    Err(error) => {
+                        tracing::warn!(volume, %error, "cannot be taken over; its IO fails");
+                        this.holder.release(&volume);
+                    }
+                }
+            }
+            devices
+        });
+        for (volume, device) in taken.await.unwrap_or_default() {
+            let mut slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            slots.insert(volume, Arc::new(Mutex::new(Some(device))));
+        }
+    }
+
+    /// Removes the loop devices and mounts that a daemon which died left here and nobody held.
+    /// Their IO has failed when it died; a loop device that is still in use goes with its last
+    /// user.
+    fn clean_up(&self) -> Result<(), Error> {
+        let mounts = &self.mounts;
+        let failed = |source| Error::Io { doing: "clean up", path: mounts.clone(), source };
+        let ours: Vec<PathBuf> = {
+            let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            slots.keys().map(|volume| mounts.join(volume)).collect()
+        };
+        for device in LoopDevice::all_under(mounts).map_err(failed)? {
+            if device.backing_file().is_some_and(|file| ours.contains(&file)) {
+                continue;
+            }
+            tracing::warn!(device = %device.path().display(), "left by a daemon that died: detaching");
+            device.release()?;
+        }
+        for path in mount::mounts_under(mounts).map_err(failed)? {
+            if !ours.contains(&path) {
+                tracing::warn!(path = %path.display(), "left by a daemon that died: unmounting");
+                mount::unmount(&path).map_err(failed)?;
+            }
+        }
+        for entry in std::fs::read_dir(mounts).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            if !ours.contains(&path) {
+                std::fs::remove_file(path).map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves all devices to the next daemon: their IO waits for it. What nobody could take over
+    /// is detached as in any other shutdown.
+    async fn leave(&self) -> Result<(), Error> {
+        for slot in self.slots() {
+            let mut slot = slot.lock_owned().await;
+            let left = tokio::task::spawn_blocking(move || {
+                let Some(device) = slot.take() else { return };
+                if let Err(device) = device.leave() {
+                    tracing::error!(
+                        device = %device.show().device.display(),
+                        "cannot be left to the next daemon: there is no holder, or the kernel \
+                         cannot send requests again"
+                    );
+                    *slot = Some(*device);
+                }
+            });
+            if let Err(error) = left.await {
+                tracing::error!(%error, "leaving a device panicked");
+            }
+        }
+        self.shut_down(Duration::ZERO).await
+    }
+
     async fn serve(&self, stream: UnixStream) -> std::io::Result<()> {
         let (read, mut write) = stream.into_split();
         let mut reader = BufReader::new(read);
@@ -154,7 +231,7 @@ impl Daemon {
 
     async fn attach(&self, asked: AttachVolume) -> Result<Attached, Error> {
         check(&asked)?;
-        let mounts = self.mounts.clone();
+        let this = self.clone();
         self.on(asked.volume.clone(), move |slot| {
             let device = match slot.take() {
                 Some(device) => {
@@ -165,7 +242,9 @@ impl Daemon {
                     }
                     device
                 }
-                None => slot.insert(Device::attach(&mounts, asked)?),
+                None => {
+                    slot.insert(Device::attach(&this.mounts, asked, &this.holder, &this.metrics)?)
+                }
             };
             Ok(device.show())
         })

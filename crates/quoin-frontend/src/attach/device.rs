@@ -1,14 +1,18 @@
 //! One attached volume: link, FUSE file, loop device. Everything here may block.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::Error;
+use super::holder::{Held, Holder};
+use super::metrics::Metrics;
 use super::protocol::{AttachVolume, Attached};
 use crate::fuse::Server;
 use crate::fuse::server::Shape;
 use crate::loopdev::{LoopDevice, LoopError};
-use crate::nbd::client::{Address, ClientOptions, Link, Pipe};
+use crate::nbd::client::{Address, ClientOptions, ExportInfo, Link, Pipe};
 
 /// How long a device may take to go before its IO is failed, and again after that.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -18,11 +22,17 @@ pub(super) struct Device {
     server: Server,
     /// `None`: only the file.
     device: Option<LoopDevice>,
+    holder: Arc<Holder>,
 }
 
 impl Device {
     /// Makes the whole stack, or nothing.
-    pub(super) fn attach(mounts: &Path, asked: AttachVolume) -> Result<Self, Error> {
+    pub(super) fn attach(
+        mounts: &Path,
+        asked: AttachVolume,
+        holder: &Arc<Holder>,
+        metrics: &Metrics,
+    ) -> Result<Self, Error> {
         let link = Link::connect(client_options(&asked))?;
         let info = link.info();
         if info.size_bytes < asked.size {
@@ -41,20 +51,83 @@ impl Device {
                 asked.volume
             )));
         }
-        let shape = Shape {
-            size_bytes: asked.size,
-            block_size: asked.block_size,
-            read_only: asked.read_only,
-        };
         let path = mounts.join(&asked.volume);
-        let server = Server::start(&path, &asked.volume, &shape, link)?;
+        let server = Server::start(&path, &asked.volume, &shape(&asked), link, metrics)?;
         let device = if asked.file_only {
             None
         } else {
             // A failure here drops the server, which unmounts.
             Some(LoopDevice::attach(&path, asked.block_size, asked.read_only)?)
         };
-        Ok(Self { asked, server, device })
+        // The kernel has told by now whether it can send again: it was asked for the file's size.
+        let _ = std::fs::metadata(&path);
+        let device = Self { asked, server, device, holder: holder.clone() };
+        device.hold();
+        Ok(device)
+    }
+
+    /// Serves again what an earlier daemon left; its IO goes on.
+    ///
+    /// The mount and the loop device must be as they were left: a half of them is of no use.
+    pub(super) fn take_over(
+        mounts: &Path,
+        held: Held,
+        connection: OwnedFd,
+        holder: &Arc<Holder>,
+        metrics: &Metrics,
+    ) -> Result<Self, Error> {
+        let Held { asked, device } = held;
+        check(&asked)?;
+        let path = mounts.join(&asked.volume);
+        let gone = |what: &str| {
+            Error::Invalid(format!("the {what} of volume {} is not there any more", asked.volume))
+        };
+        let mounted = crate::fuse::mount::mounts_under(&path).map_err(|source| Error::Io {
+            doing: "look at",
+            path: path.clone(),
+            source,
+        })?;
+        if mounted.is_empty() {
+            return Err(gone("mount"));
+        }
+        let device = device.map(LoopDevice::at);
+        if device.as_ref().is_some_and(|d| d.backing_file().as_ref() != Some(&path)) {
+            return Err(gone("loop device"));
+        }
+        let link = Link::resume(client_options(&asked), ExportInfo::of_size(asked.size));
+        let server =
+            Server::take_over(&path, connection, &asked.volume, &shape(&asked), link, metrics)?;
+        let device = Self { asked, server, device, holder: holder.clone() };
+        device.hold();
+        Ok(device)
+    }
+
+    /// Gives the kernel's side to the holder, so that it outlives this process.
+    fn hold(&self) {
+        match self.server.connection() {
+            Some(Ok(connection)) => {
+                let device = self.device.as_ref().map(|device| device.path().to_owned());
+                self.holder.hold(Held { asked: self.asked.clone(), device }, connection);
+            }
+            Some(Err(error)) => {
+                tracing::warn!(volume = %self.asked.volume, %error, "cannot be held");
+            }
+            None => tracing::warn!(
+                volume = %self.asked.volume,
+                "this kernel cannot send FUSE requests again (Linux 6.9 can): if this process \
+                 dies, the IO of its devices fails"
+            ),
+        }
+    }
+
+    /// Ends this process's part and leaves the rest to the next daemon; gives the device back
+    /// where nobody could take it over.
+    pub(super) fn leave(self) -> Result<(), Box<Self>> {
+        if !self.holder.is_there() || self.server.connection().is_none() {
+            return Err(Box::new(self));
+        }
+        self.server.leave();
+        Ok(())
     }
 
     /// Whether `asked` is what is attached, but for its size.
@@ -115,6 +188,7 @@ impl Device {
             device.update_size()?;
         }
         self.asked.size = size;
+        self.hold();
         Ok(())
     }
 
@@ -166,8 +240,11 @@ impl Device {
     }
 
     fn stop(self) {
-        if let Err(error) = self.server.stop() {
-            tracing::warn!(volume = %self.asked.volume, %error, "cannot unmount");
+        let Self { asked, server, holder, .. } = self;
+        let stopped = server.stop();
+        holder.release(&asked.volume);
+        if let Err(error) = stopped {
+            tracing::warn!(volume = %asked.volume, %error, "cannot unmount");
         }
     }
 
@@ -212,6 +289,10 @@ fn check_size(size: u64, block_size: u32) -> Result<(), Error> {
         )));
     }
     Ok(())
+}
+
+fn shape(asked: &AttachVolume) -> Shape {
+    Shape { size_bytes: asked.size, block_size: asked.block_size, read_only: asked.read_only }
 }
 
 fn client_options(asked: &AttachVolume) -> ClientOptions {

@@ -9,7 +9,10 @@
 //! * A clean shutdown detaches what is idle. What is in use is waited for (`drain_timeout`); then
 //!   its IO fails, the loop device goes with its last user, and the shutdown's error names it. No
 //!   loop device or mount of the daemon outlives its users.
-//! * After a crash, the next start removes what the last one left in its directory.
+//! * A daemon that dies, or is asked to leave its devices ([`Options::keep`]), only pauses IO where
+//!   a [`holder`] keeps the kernel's side and the kernel can send requests again (Linux 6.9): the
+//!   next one takes over. Otherwise IO of its devices fails when it dies, which it says when it
+//!   attaches them, and the next start removes what is left in the directory.
 //!
 //! The daemon lies below file systems that the kernel writes back to when memory is short, so it
 //! must not wait for memory that only it can free: its threads are marked as IO flushers, whose
@@ -19,6 +22,8 @@
 mod client;
 mod daemon;
 mod device;
+pub mod holder;
+pub(crate) mod metrics;
 pub mod protocol;
 
 use std::path::PathBuf;
@@ -26,6 +31,7 @@ use std::time::Duration;
 
 pub use client::AttachClient;
 pub use daemon::run;
+pub use metrics::Metrics;
 
 use crate::fuse::MountError;
 use crate::loopdev::LoopError;
@@ -40,6 +46,12 @@ pub struct Options {
     pub socket: PathBuf,
     /// How long a shutdown waits for devices in use.
     pub drain_timeout: Duration,
+    /// Where the holder listens, if there is one.
+    pub holder: PathBuf,
+    /// A shutdown leaves the devices to the next daemon.
+    pub keep: bool,
+    /// Made by the caller, who shows it.
+    pub metrics: Metrics,
 }
 
 impl Options {
@@ -47,7 +59,15 @@ impl Options {
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         let directory = directory.into();
         let socket = directory.join("attach.sock");
-        Self { directory, socket, drain_timeout: Duration::ZERO }
+        let holder = directory.join("holder.sock");
+        Self {
+            directory,
+            socket,
+            drain_timeout: Duration::ZERO,
+            holder,
+            keep: false,
+            metrics: Metrics::default(),
+        }
     }
 }
 

@@ -2,16 +2,18 @@
 //! operations and from their results to answers, without I/O.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use bytes::Bytes;
 use quoin_core::block::{Operation, Payload};
 
 use super::wire::{
     Body, FALLOCATE_KEEP_SIZE, FALLOCATE_PUNCH_HOLE, FALLOCATE_ZERO_RANGE, IN_HEADER_BYTES,
-    INIT_ASYNC_DIO, INIT_ASYNC_READ, INIT_BIG_WRITES, INIT_MAX_PAGES, InHeader, MAJOR, MINOR,
-    OPEN_DIRECT_IO, OPEN_PARALLEL_DIRECT_WRITES, WRITE_HEADER_BYTES, opcode, out_header, u32_at,
-    u64_at,
+    INIT_ASYNC_DIO, INIT_ASYNC_READ, INIT_BIG_WRITES, INIT_EXT, INIT_MAX_PAGES, INIT2_HAS_RESEND,
+    InHeader, MAJOR, MINOR, OPEN_DIRECT_IO, OPEN_PARALLEL_DIRECT_WRITES, WRITE_HEADER_BYTES,
+    opcode, out_header, u32_at, u64_at,
 };
+use crate::attach::metrics::{Asked, Metrics};
 use crate::nbd::client::RequestError;
 
 /// Largest read or write that the kernel may send.
@@ -49,12 +51,18 @@ pub struct Filesystem {
     read_only: bool,
     next_token: u64,
     pending: HashMap<u64, Pending>,
+    metrics: Metrics,
+    /// When this turn began.
+    now: Instant,
+    resends: bool,
 }
 
 #[derive(Debug)]
 struct Pending {
     unique: u64,
     kind: Kind,
+    asked: Asked,
+    came: Instant,
 }
 
 #[derive(Debug)]
@@ -74,7 +82,33 @@ enum Kind {
 
 impl Filesystem {
     pub fn new(size_bytes: u64, block_size: u32, read_only: bool) -> Self {
-        Self { size_bytes, block_size, read_only, next_token: 0, pending: HashMap::new() }
+        Self {
+            size_bytes,
+            block_size,
+            read_only,
+            next_token: 0,
+            pending: HashMap::new(),
+            metrics: Metrics::default(),
+            now: Instant::now(),
+            resends: false,
+        }
+    }
+
+    /// Counts in `metrics` from now on.
+    #[must_use]
+    pub fn counted_by(mut self, metrics: Metrics) -> Self {
+        self.metrics = metrics;
+        self
+    }
+
+    /// A turn begins: what comes and what is answered in it is timed by this.
+    pub fn turn(&mut self, now: Instant) {
+        self.now = now;
+    }
+
+    /// Whether the kernel, which says so when it begins, can send again what was not answered.
+    pub fn resends(&self) -> bool {
+        self.resends
     }
 
     pub fn size_bytes(&self) -> u64 {
@@ -101,6 +135,11 @@ impl Filesystem {
     pub fn complete(&mut self, token: u64, result: Result<Payload, RequestError>) -> Outcome {
         let Some(pending) = self.pending.remove(&token) else { return Outcome::Nothing };
         let unique = pending.unique;
+        let is_last = !matches!(pending.kind, Kind::Zero { left, .. } if left > 0);
+        if is_last || result.is_err() {
+            let took = self.now.saturating_duration_since(pending.came);
+            self.metrics.answered(pending.asked, took, result.is_ok());
+        }
         let payload = match result {
             Ok(payload) => payload,
             Err(error) => return Outcome::Answer(refusal(unique, error.errno())),
@@ -124,7 +163,12 @@ impl Filesystem {
         let unique = header.unique;
         let body = &bytes[IN_HEADER_BYTES..];
         Some(Ok(match header.opcode {
-            opcode::INIT => Outcome::Answer(init(unique, u32_at(body, 0)?, u32_at(body, 12)?)),
+            opcode::INIT => {
+                let flags = u32_at(body, 12)?;
+                self.resends = flags & INIT_EXT != 0
+                    && u32_at(body, 16).is_some_and(|more| more & INIT2_HAS_RESEND != 0);
+                Outcome::Answer(init(unique, u32_at(body, 0)?, flags))
+            }
             opcode::GETATTR | opcode::SETATTR => {
                 // Nothing about a volume is set through its file; the kernel is told what is.
                 let attributes = Body::default().u64(0).u32(0).u32(0);
@@ -211,7 +255,13 @@ impl Filesystem {
 
     fn submit(&mut self, unique: u64, kind: Kind, operation: Operation) -> Outcome {
         self.next_token += 1;
-        self.pending.insert(self.next_token, Pending { unique, kind });
+        let asked = match &operation {
+            Operation::Read { length, .. } => Asked::Read { bytes: u64::from(*length) },
+            Operation::Write { data, .. } => Asked::Write { bytes: data.len() as u64 },
+            Operation::Flush => Asked::Flush,
+            _ => Asked::Zero,
+        };
+        self.pending.insert(self.next_token, Pending { unique, kind, asked, came: self.now });
         Outcome::Submit { token: self.next_token, operation }
     }
 
@@ -308,6 +358,19 @@ mod tests {
         };
         assert_eq!(u64_at(&answer.head, 8), Some(7));
         assert_eq!(u32_at(&answer.head, 16), Some(4096));
+    }
+
+    #[test]
+    fn whether_the_kernel_can_send_again_is_read_from_its_first_message() {
+        let hello = |flags: u32, more: u32| {
+            let body = Body::default().u32(MAJOR).u32(45).u32(0).u32(flags).u32(more).zeroes(44).0;
+            let mut filesystem = Filesystem::new(MIB, 4096, false);
+            filesystem.message(&message(opcode::INIT, 1, &body));
+            filesystem.resends()
+        };
+        assert!(hello(INIT_EXT, INIT2_HAS_RESEND));
+        assert!(!hello(INIT_EXT, 0));
+        assert!(!hello(0, INIT2_HAS_RESEND), "a kernel without a second word means nothing by it");
     }
 
     #[test]

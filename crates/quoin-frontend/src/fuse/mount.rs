@@ -66,6 +66,16 @@ impl Mount {
         Ok((Self { path: path.to_owned(), mounted: true }, device.into()))
     }
 
+    /// The mount that an earlier process made at `path` and left.
+    pub fn left_at(path: &Path) -> Self {
+        Self { path: path.to_owned(), mounted: true }
+    }
+
+    /// Leaves it as it is, for the next process.
+    pub fn leave(mut self) {
+        self.mounted = false;
+    }
+
     pub fn path(&self) -> &Path {
         &self.path
     }

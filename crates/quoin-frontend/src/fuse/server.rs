@@ -14,7 +14,8 @@ use rustix::io::Errno;
 
 use super::filesystem::{Answer, Filesystem, IO_BYTES_MAX, Outcome};
 use super::mount::{Mount, MountError};
-use super::wire::WRITE_HEADER_BYTES;
+use super::wire::{NOTIFY_RESEND, WRITE_HEADER_BYTES, notification};
+use crate::attach::Metrics;
 use crate::nbd::client::{Done, Link};
 
 /// Messages taken from the kernel before the target is looked at again.
@@ -35,6 +36,10 @@ pub struct Shape {
 /// A mounted volume and its thread; unmounted when stopped or dropped.
 pub struct Server {
     mount: Option<Mount>,
+    /// The kernel's side, beside the thread's own descriptor of it: what outlives this process.
+    connection: OwnedFd,
+    volume: String,
+    metrics: Metrics,
     path: PathBuf,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
@@ -45,6 +50,7 @@ struct Shared {
     wake: OwnedFd,
     connected: AtomicBool,
     in_flight: AtomicU64,
+    resends: AtomicBool,
 }
 
 #[derive(Default)]
@@ -52,29 +58,101 @@ struct Commands {
     resize: Option<u64>,
     abort: bool,
     stop: bool,
+    /// Ends the thread with nothing answered.
+    leave: bool,
 }
 
 impl Server {
     /// Mounts `link`'s volume on the file `path` and serves it.
-    pub fn start(path: &Path, volume: &str, shape: &Shape, link: Link) -> Result<Self, MountError> {
-        let failed = |source| MountError::Io { path: path.to_owned(), source };
+    pub fn start(
+        path: &Path,
+        volume: &str,
+        shape: &Shape,
+        link: Link,
+        metrics: &Metrics,
+    ) -> Result<Self, MountError> {
+        let (mount, device) = Mount::new(path, &format!("quoin:{volume}"))?;
+        Self::serve(mount, device, volume, shape, link, metrics)
+    }
+
+    /// Goes on serving what another process mounted on the file `path`: `device` is its
+    /// connection to the kernel, which sends again what was not answered.
+    pub fn take_over(
+        path: &Path,
+        device: OwnedFd,
+        volume: &str,
+        shape: &Shape,
+        link: Link,
+        metrics: &Metrics,
+    ) -> Result<Self, MountError> {
+        let failed =
+            |source: Errno| MountError::Io { path: path.to_owned(), source: source.into() };
+        rustix::io::write(&device, &notification(NOTIFY_RESEND)).map_err(failed)?;
+        let server = Self::serve(Mount::left_at(path), device, volume, shape, link, metrics)?;
+        server.shared.resends.store(true, Ordering::Relaxed);
+        Ok(server)
+    }
+
+    fn serve(
+        mount: Mount,
+        device: OwnedFd,
+        volume: &str,
+        shape: &Shape,
+        link: Link,
+        metrics: &Metrics,
+    ) -> Result<Self, MountError> {
+        let path = mount.path().to_owned();
+        let failed = |source| MountError::Io { path: path.clone(), source };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| failed(error.into()))?;
-        let (mount, device) = Mount::new(path, &format!("quoin:{volume}"))?;
+        let connection = device.try_clone().map_err(failed)?;
         let shared = Arc::new(Shared {
             commands: Mutex::default(),
             wake,
-            connected: AtomicBool::new(true),
+            connected: AtomicBool::new(link.connected()),
             in_flight: AtomicU64::new(0),
+            resends: AtomicBool::new(false),
         });
-        let filesystem = Filesystem::new(shape.size_bytes, shape.block_size, shape.read_only);
+        let filesystem = Filesystem::new(shape.size_bytes, shape.block_size, shape.read_only)
+            .counted_by(metrics.clone());
         let theirs = shared.clone();
-        let volume = volume.to_owned();
+        let name = volume.to_owned();
         let thread = std::thread::Builder::new()
             .name("attach-volume".into())
-            .spawn(move || Turn::new(volume, device, filesystem, link, theirs).run())
+            .spawn(move || Turn::new(name, device, filesystem, link, theirs).run())
             .map_err(failed)?;
-        Ok(Self { mount: Some(mount), path: path.to_owned(), shared, thread: Some(thread) })
+        let seen = shared.clone();
+        let standing = move || {
+            (seen.connected.load(Ordering::Relaxed), seen.in_flight.load(Ordering::Relaxed))
+        };
+        metrics.serve(volume, Arc::new(standing));
+        Ok(Self {
+            mount: Some(mount),
+            connection,
+            volume: volume.to_owned(),
+            metrics: metrics.clone(),
+            path,
+            shared,
+            thread: Some(thread),
+        })
+    }
+
+    /// The kernel's side, for somebody who keeps it while this process is away; `None` where the
+    /// kernel could not send again what was not answered (before Linux 6.9). Known once the file
+    /// was looked at.
+    pub fn connection(&self) -> Option<io::Result<OwnedFd>> {
+        let resends = self.shared.resends.load(Ordering::Relaxed);
+        resends.then(|| self.connection.try_clone())
+    }
+
+    /// Ends the thread and leaves everything else as it is: what the kernel waits for is
+    /// answered by whoever takes over.
+    pub fn leave(mut self) {
+        self.shared.command(|commands| commands.leave = true);
+        self.join();
+        if let Some(mount) = self.mount.take() {
+            mount.leave();
+        }
     }
 
     pub fn path(&self) -> &Path {
@@ -118,12 +196,17 @@ impl Server {
         let Some(mount) = self.mount.take() else { return Ok(()) };
         let result = mount.unmount();
         self.shared.command(|commands| commands.stop = true);
+        self.join();
+        result
+    }
+
+    fn join(&mut self) {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
             tracing::error!(path = %self.path.display(), "the volume's thread panicked");
         }
-        result
+        self.metrics.forget(&self.volume);
     }
 }
 
@@ -170,6 +253,7 @@ impl Turn {
         let mut done = Vec::new();
         let mut ready = Ready { commands: true, kernel: true, target: true };
         loop {
+            self.filesystem.turn(Instant::now());
             if ready.commands && !self.commands(&mut done) {
                 return;
             }
@@ -206,6 +290,9 @@ impl Turn {
         let commands = std::mem::take(
             &mut *self.shared.commands.lock().unwrap_or_else(PoisonError::into_inner),
         );
+        if commands.leave {
+            return false;
+        }
         if let Some(size_bytes) = commands.resize {
             self.filesystem.resize(size_bytes);
         }
@@ -282,6 +369,9 @@ impl Turn {
             Some(link) => (link.connected(), link.in_flight() as u64),
             None => (false, 0),
         };
+        if self.filesystem.resends() {
+            self.shared.resends.store(true, Ordering::Relaxed);
+        }
         self.shared.connected.store(connected, Ordering::Relaxed);
         self.shared.in_flight.store(in_flight, Ordering::Relaxed);
     }

@@ -25,6 +25,13 @@ pub const INIT_ASYNC_READ: u32 = 1;
 pub const INIT_BIG_WRITES: u32 = 1 << 5;
 pub const INIT_ASYNC_DIO: u32 = 1 << 15;
 pub const INIT_MAX_PAGES: u32 = 1 << 22;
+/// There is a second word of flags.
+pub const INIT_EXT: u32 = 1 << 30;
+/// In the second word (Linux 6.9): what was sent and not answered can be sent again.
+pub const INIT2_HAS_RESEND: u32 = 1 << 7;
+
+/// Told to the kernel unasked: send everything again that is not answered.
+pub const NOTIFY_RESEND: i32 = 7;
 
 pub const OPEN_DIRECT_IO: u32 = 1;
 pub const OPEN_PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
@@ -70,6 +77,11 @@ pub fn out_header(unique: u64, error: i32, body: usize) -> [u8; OUT_HEADER_BYTES
     bytes[4..8].copy_from_slice(&(-error).to_ne_bytes());
     bytes[8..].copy_from_slice(&unique.to_ne_bytes());
     bytes
+}
+
+/// A notification without a body: the kernel takes the code where an answer has its error.
+pub fn notification(code: i32) -> [u8; OUT_HEADER_BYTES] {
+    out_header(0, -code, 0)
 }
 
 /// Puts integers one after the other, as C lays out structs without holes.

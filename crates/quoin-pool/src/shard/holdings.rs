@@ -147,8 +147,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             });
         }
         let space = self.pool.space();
-        self.parts.metrics.used.set(space.used_bytes as i64);
-        self.parts.metrics.capacity.set(space.capacity_bytes as i64);
+        self.parts.metrics.filled(space);
         PoolState { space, start_counter: self.pool.start_counter(), replicas }
     }
 }

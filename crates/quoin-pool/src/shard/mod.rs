@@ -11,7 +11,7 @@
 mod holdings;
 mod sessions;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
@@ -102,6 +102,8 @@ pub struct Shard<'a, P> {
     next_key: u64,
     queued: usize,
     synced: SyncTicket,
+    /// Syncs under way, and since when.
+    syncs: VecDeque<(SyncTicket, Time)>,
     failure: Option<StoreError>,
     /// No background work before this.
     rest_until: Time,
@@ -126,6 +128,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             next_key: LISTENER + 1,
             queued: 0,
             synced: SyncTicket(0),
+            syncs: VecDeque::new(),
             failure: None,
             rest_until: Time::default(),
             stopping: None,
@@ -263,23 +266,29 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         message: ToReplica,
     ) {
         let metrics = &self.parts.metrics;
-        match &message {
+        let timed = match &message {
             ToReplica::Append { entries, .. } => {
                 metrics.appends.inc();
                 metrics.entries.inc_by(entries.len() as u64);
                 metrics.written.inc_by(entries.iter().map(|e| e.data.len() as u64).sum());
+                Some(metrics.append_duration.clone())
             }
             ToReplica::Read { .. } => {
                 metrics.reads.inc();
+                Some(metrics.read_duration.clone())
             }
-            _ => {}
-        }
+            _ => None,
+        };
         if !self.replicas.contains_key(&guid) {
             let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown };
             self.send(connection, session, &refuse);
             return self.end(connection);
         }
+        let began = std::time::Instant::now();
         self.deliver(now, guid, ReplicaEvent::Message { connection, session, message });
+        if let Some(histogram) = timed {
+            histogram.observe(began.elapsed().as_secs_f64());
+        }
     }
 
     fn deliver(&mut self, now: Time, guid: ReplicaGuid, event: ReplicaEvent) {
@@ -391,11 +400,17 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     fn begin_sync(&mut self) {
         if let Some(ticket) = self.pool.sync_wanted() {
             self.parts.metrics.syncs.inc();
+            self.syncs.push_back((ticket, now()));
             self.syncer.begin(ticket);
         }
     }
 
     fn sync_ended(&mut self, now: Time, ticket: SyncTicket, result: Result<(), IoFault>) {
+        while let Some((begun, at)) = self.syncs.pop_front_if(|(begun, _)| *begun <= ticket) {
+            if begun == ticket {
+                self.parts.metrics.sync_duration.observe(now.since(at).as_secs_f64());
+            }
+        }
         self.pool.sync_finished(ticket, result);
         if result.is_ok() {
             self.synced = self.synced.max(ticket);

@@ -22,10 +22,11 @@ impl Volume {
         &mut self,
         now: Time,
         client: u64,
+        kind: u8,
         mut request: Request,
         actions: &mut Vec<TargetAction>,
     ) {
-        let origin = Origin { client, token: request.token };
+        let origin = Origin { client, token: request.token, kind, came: now };
         request.token = self.tokens.issue(origin);
         self.target.on(now, TargetEvent::Submit(request), actions);
     }
@@ -134,8 +135,8 @@ impl Shard {
                     Some((throttle, _)) => throttle.admit(now, key, request),
                 };
                 if let Some(request) = request {
-                    self.metrics.requested(&request);
-                    volume.submit(now, key, request, &mut self.actions);
+                    let kind = self.metrics.requested(&request);
+                    volume.submit(now, key, kind, request, &mut self.actions);
                 }
             }
             if let Some((throttle, key)) = &volume.throttle {
@@ -153,8 +154,8 @@ impl Shard {
         while let Some((throttle, _)) = &mut volume.throttle
             && let Some((client, request)) = throttle.next(now)
         {
-            self.metrics.requested(&request);
-            volume.submit(now, client, request, &mut self.actions);
+            let kind = self.metrics.requested(&request);
+            volume.submit(now, client, kind, request, &mut self.actions);
         }
         if let Some((throttle, key)) = &volume.throttle {
             self.timers.set(*key, throttle.due());
@@ -200,7 +201,7 @@ impl Shard {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         let Some(origin) = volume.tokens.redeem(reply.token) else { return };
         let Some(Slot::Client(client)) = self.slots.get_mut(&origin.client) else { return };
-        self.metrics.replied(&reply);
+        self.metrics.replied(&reply, origin.kind, self.round.since(origin.came));
         reply.token = origin.token;
         client.complete(reply);
         if !client.dirty {

@@ -212,6 +212,8 @@ pub struct Shard {
     actions: Vec<TargetAction>,
     requests: Vec<Request>,
     stopping: bool,
+    /// When this round began; latencies are counted from round to round, which costs no clock.
+    round: Time,
 }
 
 impl Shard {
@@ -243,6 +245,7 @@ impl Shard {
             actions: Vec::new(),
             requests: Vec::new(),
             stopping: false,
+            round: now(),
         };
         Ok((shard, handle))
     }
@@ -254,6 +257,7 @@ impl Shard {
             let timeout = self.timers.until_next(now());
             let woken = self.reactor.wait(timeout, &mut ready)?;
             let now = now();
+            self.round = now;
             // A client that is gone goes first: its unread requests must not be taken after
             // those of the connection that replaces it.
             for ready in ready.iter().filter(|r| r.broken) {

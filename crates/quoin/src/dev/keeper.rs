@@ -20,6 +20,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::layout::Layout;
+use quoin_frontend::attach;
 
 /// The first restart comes at once: a process that ran well and was killed is missed.
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
@@ -198,7 +199,8 @@ async fn keep(
             () = wait_to_start(&layout, &name, backoff) => {}
             _ = stopped.changed() => return Ok(()),
         }
-        if process.outlives {
+        // What a holder keeps only waits for the next attach process.
+        if process.outlives && attach::holder::held_at(&layout.holder_socket()).is_empty() {
             super::tell_of_the_dead(&layout)?;
         }
         child = Running::Child(spawn(&process, &layout)?);

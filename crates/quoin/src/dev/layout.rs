@@ -118,6 +118,9 @@ impl Layout {
     pub fn attach_socket(&self) -> PathBuf {
         self.run().join("attach/attach.sock")
     }
+    pub fn holder_socket(&self) -> PathBuf {
+        self.run().join("attach/holder.sock")
+    }
     pub fn csi_socket(&self) -> PathBuf {
         self.run().join("csi/csi.sock")
     }

@@ -166,12 +166,15 @@ async fn start(
     }
     join(&mut cluster, settings, Role::Node, &settings.node, &layout.node()).await?;
     keepers.push(start(processes::target(layout, settings))?);
+    if left.is_some() || matches!(attaching, Attaching::Yes) {
+        keepers.push(start(processes::holder(layout))?);
+    }
     if let Some(pid) = left {
         say("attached devices of the last `quoin dev`, which was killed, go on");
         let (layout, roster) = (layout.clone(), roster.clone());
-        keepers.push(Keeper::adopt(processes::attach(&layout), pid, layout, roster)?);
+        keepers.push(Keeper::adopt(processes::attach(&layout, settings), pid, layout, roster)?);
     } else if let Attaching::Yes = attaching {
-        keepers.push(start(processes::attach(layout))?);
+        keepers.push(start(processes::attach(layout, settings))?);
     }
     keepers.push(start(processes::node(layout, settings, attaching))?);
     wait_until_all_are_online(&mut cluster, layout, settings, began).await

@@ -112,8 +112,14 @@ pub fn target(layout: &Layout, settings: &Settings) -> Process {
     process("target", &["target"], &flags, Some(settings.target_http))
 }
 
-pub fn attach(layout: &Layout) -> Process {
-    let process = process("attach", &["attach"], &[("--run", path(&layout.run()))], None);
+/// It ends with its supervisor: an attach process that goes on gives all to the next one's.
+pub fn holder(layout: &Layout) -> Process {
+    process("attach-holder", &["attach-holder"], &[("--run", path(&layout.run()))], None)
+}
+
+pub fn attach(layout: &Layout, settings: &Settings) -> Process {
+    let flags = [("--run", path(&layout.run()))];
+    let process = process("attach", &["attach"], &flags, Some(settings.attach_http));
     Process { outlives: true, ..process }
 }
 

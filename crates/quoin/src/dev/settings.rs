@@ -23,6 +23,14 @@ pub struct Settings {
     /// Metrics and health of the target, the node and the controller.
     pub target_http: SocketAddr,
     pub node_http: SocketAddr,
+    /// Missing in directories that an earlier Quoin made.
+    #[serde(default = "any_port")]
+    pub attach_http: SocketAddr,
+}
+
+/// Taken by nobody, and so replaced by a real one.
+fn any_port() -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, 0).into()
 }
 
 #[derive(Serialize, Deserialize, Debug, PartialEq)]
@@ -57,7 +65,10 @@ impl Settings {
                         settings.format
                     );
                 }
-                settings.replace_taken_ports(&mut notes)?;
+                // An attach process that outlived its supervisor still has its port.
+                let attach_goes_on =
+                    std::os::unix::net::UnixStream::connect(layout.attach_socket()).is_ok();
+                settings.replace_taken_ports(attach_goes_on, &mut notes)?;
                 settings
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -102,23 +113,30 @@ impl Settings {
                 .collect::<Result<_>>()?,
             target_http: ports.next()?,
             node_http: ports.next()?,
+            attach_http: ports.next()?,
         })
     }
 
-    fn replace_taken_ports(&mut self, notes: &mut Vec<String>) -> Result<()> {
+    fn replace_taken_ports(&mut self, attach_goes_on: bool, notes: &mut Vec<String>) -> Result<()> {
         let mut ports = Ports::default();
         let mut used = vec![
             ("controller", &mut self.controller.listen),
             ("controller's metrics", &mut self.controller.http),
             ("target's metrics", &mut self.target_http),
             ("node's metrics", &mut self.node_http),
+            ("attach's metrics", &mut self.attach_http),
         ];
         for pool in &mut self.pools {
             used.push((pool.name.as_str(), &mut pool.listen));
             used.push((pool.name.as_str(), &mut pool.http));
         }
         for (name, address) in used {
-            if !ports.keep(*address) {
+            if name == "attach's metrics" && attach_goes_on {
+                continue;
+            }
+            if address.port() == 0 {
+                *address = ports.next()?;
+            } else if !ports.keep(*address) {
                 let other = ports.next()?;
                 notes.push(format!(
                     "port {} is in use by another program: {name} takes {}",

@@ -3,6 +3,7 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use quoin_console::Source;
+use quoin_frontend::attach::Metrics;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -16,8 +17,29 @@ pub struct AttachOptions {
     /// Seconds that a shutdown waits for devices in use.
     #[arg(long, default_value_t = 0)]
     drain: u64,
+    /// A shutdown leaves the devices to the next `quoin attach` and only pauses their IO; needs
+    /// `quoin attach-holder` beside it and Linux 6.9.
+    #[arg(long)]
+    keep: bool,
     #[command(flatten)]
     role: RoleOptions,
+}
+
+#[derive(Args)]
+pub struct HolderOptions {
+    /// The attach process finds it at DIRECTORY/attach/holder.sock.
+    #[arg(long, value_name = "DIRECTORY", default_value = "/run/quoin")]
+    run: PathBuf,
+    /// Write logs as JSON, one object a line.
+    #[arg(long)]
+    log_json: bool,
+}
+
+/// Holds until it is ended; nothing is lost then while the attach process lives.
+pub fn hold(options: &HolderOptions) -> Result<()> {
+    super::start_logs(options.log_json);
+    let directory = options.run.join("attach");
+    match quoin_frontend::attach::holder::serve(&directory.join("holder.sock"))? {}
 }
 
 pub fn run(options: AttachOptions) -> Result<()> {
@@ -26,10 +48,14 @@ pub fn run(options: AttachOptions) -> Result<()> {
         bail!("{reason}; without block devices, volumes are used over NBD");
     }
     super::check_run_directory(&options.run)?;
-    let source = Source::new(String::new, || Ok(()));
+    let metrics = Metrics::default();
+    let (shown, health) = (metrics.clone(), metrics.clone());
+    let source = Source::new(move || shown.render(), move || health.health());
     super::run(&options.role, source, |shutdown| async move {
         let mut attach = quoin_frontend::attach::Options::new(options.run.join("attach"));
         attach.drain_timeout = Duration::from_secs(options.drain);
+        attach.keep = options.keep;
+        attach.metrics = metrics;
         Ok(quoin_frontend::attach::run(attach, shutdown).await?)
     })
 }

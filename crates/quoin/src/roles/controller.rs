@@ -83,7 +83,8 @@ pub fn run(command: ControllerCommand) -> Result<()> {
                 SpreadDefault::Pool => Spread::Pool,
             };
             let metrics = control.metrics.clone();
-            let source = Source::new(move || metrics.render(), || Ok(()));
+            let health = control.metrics.clone();
+            let source = Source::new(move || metrics.render(), move || health.health());
             super::run(&options.role, source, |shutdown| async {
                 Ok(quoin_control::run(control, shutdown).await?)
             })

@@ -10,7 +10,7 @@ mod node;
 mod pool;
 mod target;
 
-pub use attach::{AttachOptions, run as attach};
+pub use attach::{AttachOptions, HolderOptions, hold, run as attach};
 pub use controller::{ControllerCommand, run as controller};
 pub use join::{JoinOptions, join};
 pub use node::{NodeOptions, run as node};

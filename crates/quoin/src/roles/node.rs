@@ -39,12 +39,15 @@ pub struct NodeOptions {
 }
 
 pub fn run(options: NodeOptions) -> Result<()> {
-    let source = Source::new(String::new, || Ok(()));
+    let metrics = quoin_csi::Metrics::default();
+    let (shown, health) = (metrics.clone(), metrics.health.clone());
+    let source = Source::new(move || shown.render(), move || health.check());
     super::run(&options.role, source, |shutdown| async move {
         options.member.identity(Role::Node, &options.state).await?;
         let controller = options.member.controller;
         let mut node =
             quoin_csi::Options::new(options.state, options.run, controller, options.csi_endpoint);
+        node.metrics = metrics;
         node.mode = options.mode;
         node.driver_name = options.driver_name;
         node.volumes_max = options.volumes_max;

@@ -58,7 +58,8 @@ pub fn run(options: PoolOptions) -> Result<()> {
     let name = options.member.name_of(&options.state);
     let metrics = Metrics::new(&name);
     let shown = metrics.clone();
-    let source = Source::new(move || shown.render(), || Ok(()));
+    let health = metrics.health.clone();
+    let source = Source::new(move || shown.render(), move || health.check());
     super::run(&options.role, source, |shutdown| async move {
         let pool = quoin_pool::Options {
             name,

@@ -44,7 +44,8 @@ pub fn run(options: TargetOptions) -> Result<()> {
     super::check_run_directory(&options.run)?;
     let metrics = Metrics::new();
     let shown = metrics.clone();
-    let source = Source::new(move || shown.render(), || Ok(()));
+    let health = metrics.health.clone();
+    let source = Source::new(move || shown.render(), move || health.check());
     super::run(&options.role, source, |shutdown| async move {
         let target = quoin_target::Options {
             node: options.member.name_of(&options.state),

@@ -164,7 +164,7 @@ impl Cluster {
             "--state".into(),
             state,
             "--admin-socket".into(),
-            cluster.path("admin.sock"),
+            cluster.path("run/admin.sock"),
             "--listen".into(),
             cluster.controller.clone(),
         ];
@@ -275,7 +275,7 @@ impl Cluster {
     pub fn quoin(&self, arguments: &[&str]) -> Output {
         Command::new(env!("CARGO_BIN_EXE_quoin"))
             .args(arguments)
-            .env("QUOIN_SOCKET", self.scratch.0.join("admin.sock"))
+            .env("QUOIN_SOCKET", self.scratch.0.join("run/admin.sock"))
             .env_remove("QUOIN_JOIN_TOKEN")
             .stdin(Stdio::null())
             .output()

@@ -33,6 +33,19 @@ pub struct ExportInfo {
 }
 
 impl ExportInfo {
+    /// What is known of an export before anybody asked: its size.
+    pub fn of_size(size_bytes: u64) -> Self {
+        Self {
+            size_bytes,
+            flags: 0,
+            block_size_min: 1,
+            block_size_preferred: 4096,
+            payload_bytes_max: PAYLOAD_BYTES_MAX,
+            structured: false,
+            base_allocation: None,
+        }
+    }
+
     pub fn read_only(&self) -> bool {
         self.flags & export::READ_ONLY != 0
     }

@@ -46,6 +46,13 @@ impl Link {
         Ok(Self { options, state: State::Up(pipe), held: VecDeque::new(), info, reconnects: 0 })
     }
 
+    /// Goes on where an earlier process had a connection to an export like `info`: it need not
+    /// be there at this moment.
+    pub fn resume(options: ClientOptions, info: ExportInfo) -> Self {
+        let state = State::Down { next: Instant::now(), backoff: BACKOFF_MIN };
+        Self { options, state, held: VecDeque::new(), info, reconnects: 0 }
+    }
+
     /// The export as it was at the last connection.
     pub fn info(&self) -> ExportInfo {
         self.info

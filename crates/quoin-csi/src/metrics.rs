@@ -1,0 +1,160 @@
+//! What the CSI plugin counts, for `/metrics`: calls by method and gRPC code, and how long they
+//! took.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+use quoin_wire::health::Health;
+use tower::{Layer, Service};
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
+struct Call {
+    method: String,
+    code: i32,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
+struct Method {
+    method: String,
+}
+
+/// From a tenth of a millisecond to a minute and a half.
+fn duration() -> Histogram {
+    Histogram::new(exponential_buckets(1e-4, 2.0, 20))
+}
+
+/// Cheap to clone; all clones count together.
+#[derive(Clone)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    calls: Family<Call, Counter>,
+    durations: Family<Method, Histogram>,
+    controller_up: Gauge,
+    /// What is wrong with this node.
+    pub health: Health,
+}
+
+impl std::fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Metrics")
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::with_prefix("quoin_node");
+        let calls = Family::<Call, Counter>::default();
+        registry.register("calls", "CSI calls by method and gRPC code", calls.clone());
+        let durations =
+            Family::<Method, Histogram>::new_with_constructor(duration as fn() -> Histogram);
+        let help = "How long CSI calls took";
+        registry.register_with_unit("call_duration", help, Unit::Seconds, durations.clone());
+        let controller_up = Gauge::default();
+        let help = "1 while the controller hears this node";
+        registry.register("controller_up", help, controller_up.clone());
+        let health = Health::starting(&["controller"]);
+        Self { registry: Arc::new(registry), calls, durations, controller_up, health }
+    }
+}
+
+impl Metrics {
+    /// The text that Prometheus scrapes.
+    #[must_use]
+    pub fn render(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string cannot fail.
+        let _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
+        text
+    }
+
+    /// Whether the controller hears this node; the text says why not.
+    pub(crate) fn heard(&self, problem: Option<String>) {
+        self.controller_up.set(i64::from(problem.is_none()));
+        self.health.set("controller", problem);
+    }
+
+    fn called(&self, path: &str, code: i32, began: Instant) {
+        // Who asks for methods that do not exist must not make new series.
+        const UNIMPLEMENTED: i32 = 12;
+        let named = path.rsplit('/').next().filter(|_| path.starts_with("/csi.v1."));
+        let method = match named {
+            Some(method) if code != UNIMPLEMENTED => method.to_owned(),
+            _ => "other".to_owned(),
+        };
+        self.calls.get_or_create(&Call { method: method.clone(), code }).inc();
+        let seconds = began.elapsed().as_secs_f64();
+        self.durations.get_or_create(&Method { method }).observe(seconds);
+    }
+}
+
+/// Counts what goes through the service below it.
+#[derive(Clone)]
+pub struct Counting<S> {
+    inner: S,
+    metrics: Metrics,
+}
+
+impl<S> Layer<S> for Metrics {
+    type Service = Counting<S>;
+    fn layer(&self, inner: S) -> Counting<S> {
+        Counting { inner, metrics: self.clone() }
+    }
+}
+
+type Answer<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
+
+impl<S, B, R> Service<http::Request<B>> for Counting<S>
+where
+    S: Service<http::Request<B>, Response = http::Response<R>>,
+    S::Future: Send + 'static,
+{
+    type Response = http::Response<R>;
+    type Error = S::Error;
+    type Future = Answer<Self::Response, S::Error>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<B>) -> Self::Future {
+        let (began, metrics) = (Instant::now(), self.metrics.clone());
+        let path = request.uri().path().to_owned();
+        let answer = self.inner.call(request);
+        Box::pin(async move {
+            let response = answer.await?;
+            // A refusal stands in the headers; of what goes well the status comes at the end.
+            let status = response.headers().get("grpc-status");
+            let code = status.and_then(|status| status.to_str().ok()?.parse().ok()).unwrap_or(0);
+            metrics.called(&path, code, began);
+            Ok(response)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_counted_by_method_and_code_and_inventions_as_others() {
+        let metrics = Metrics::default();
+        metrics.called("/csi.v1.Node/NodeStageVolume", 9, Instant::now());
+        metrics.called("/csi.v1.Node/Invented", 12, Instant::now());
+        metrics.called("/elsewhere/Probe", 0, Instant::now());
+        let text = metrics.render();
+        let staged = r#"quoin_node_calls_total{method="NodeStageVolume",code="9"} 1"#;
+        assert!(text.contains(staged), "{text}");
+        assert!(text.contains(r#"method="other",code="12"} 1"#), "{text}");
+        assert!(!text.contains("Invented") && !text.contains("Probe"), "{text}");
+        assert!(text.contains("quoin_node_call_duration_seconds_count"), "{text}");
+    }
+}

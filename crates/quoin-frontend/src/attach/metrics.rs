@@ -1,0 +1,193 @@
+//! What the attach daemon counts, for `/metrics`, and whether its devices are well.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::{Registry, Unit};
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
+struct Kind {
+    operation: &'static str,
+}
+
+/// From 16 µs to half a minute.
+fn duration() -> Histogram {
+    Histogram::new(exponential_buckets(16e-6, 2.0, 21))
+}
+
+/// What one volume says of itself when asked: whether its target answers, and how many requests
+/// of the kernel wait for it.
+pub(crate) type Standing = Arc<dyn Fn() -> (bool, u64) + Send + Sync>;
+
+/// Cheap to clone; all clones count together.
+#[derive(Clone)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    requests: [Counter; 4],
+    durations: [Histogram; 4],
+    read: Counter,
+    written: Counter,
+    failed: Counter,
+    volumes: Gauge,
+    connected: Gauge,
+    in_flight: Gauge,
+    pub(crate) taken_over: Counter,
+    pub(crate) holder_up: Gauge,
+    standing: Arc<Mutex<BTreeMap<String, Standing>>>,
+}
+
+impl std::fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Metrics")
+    }
+}
+
+/// What the kernel asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Asked {
+    Read { bytes: u64 },
+    Write { bytes: u64 },
+    Flush,
+    Zero,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let kinds = ["read", "write", "flush", "zero"];
+        let mut registry = Registry::with_prefix("quoin_attach");
+        let requests = Family::<Kind, Counter>::default();
+        let durations =
+            Family::<Kind, Histogram>::new_with_constructor(duration as fn() -> Histogram);
+        registry.register("requests", "Requests of the kernel answered", requests.clone());
+        let help = "From taking a request of the kernel to its answer";
+        registry.register_with_unit("request_duration", help, Unit::Seconds, durations.clone());
+        let metrics = Self {
+            registry: Arc::default(),
+            requests: kinds.map(|operation| requests.get_or_create(&Kind { operation }).clone()),
+            durations: kinds.map(|operation| durations.get_or_create(&Kind { operation }).clone()),
+            read: Counter::default(),
+            written: Counter::default(),
+            failed: Counter::default(),
+            volumes: Gauge::default(),
+            connected: Gauge::default(),
+            in_flight: Gauge::default(),
+            taken_over: Counter::default(),
+            holder_up: Gauge::default(),
+            standing: Arc::default(),
+        };
+        let r = &mut registry;
+        r.register_with_unit("read", "Bytes read", Unit::Bytes, metrics.read.clone());
+        r.register_with_unit("written", "Bytes written", Unit::Bytes, metrics.written.clone());
+        r.register("failed", "Requests answered with an error", metrics.failed.clone());
+        r.register("volumes", "Volumes attached", metrics.volumes.clone());
+        let help = "Attached volumes whose target answers";
+        r.register("volumes_connected", help, metrics.connected.clone());
+        let help = "Requests of the kernel that wait for a target";
+        r.register("requests_in_flight", help, metrics.in_flight.clone());
+        let help = "Volumes taken over from an earlier daemon with their IO waiting";
+        r.register("volumes_taken_over", help, metrics.taken_over.clone());
+        let help = "1 while a holder keeps the devices for a daemon that dies";
+        r.register("holder_up", help, metrics.holder_up.clone());
+        Self { registry: Arc::new(registry), ..metrics }
+    }
+}
+
+impl Metrics {
+    /// The text that Prometheus scrapes.
+    #[must_use]
+    pub fn render(&self) -> String {
+        let (mut volumes, mut connected, mut in_flight) = (0, 0, 0);
+        for standing in self.standing().values() {
+            let (up, waiting) = standing();
+            volumes += 1;
+            connected += i64::from(up);
+            in_flight += i64::try_from(waiting).unwrap_or(i64::MAX);
+        }
+        self.volumes.set(volumes);
+        self.connected.set(connected);
+        self.in_flight.set(in_flight);
+        let mut text = String::new();
+        // Writing to a string cannot fail.
+        let _ = prometheus_client::encoding::text::encode(&mut text, &self.registry);
+        text
+    }
+
+    /// Whether every device's target answers.
+    ///
+    /// # Errors
+    /// The volumes whose IO waits.
+    pub fn health(&self) -> Result<(), String> {
+        let waits = |(volume, standing): (&String, &Standing)| match standing() {
+            (true, _) => None,
+            (false, waiting) => Some(format!(
+                "volume {volume}: its target does not answer, {waiting} requests wait"
+            )),
+        };
+        let problems: Vec<_> = self.standing().iter().filter_map(waits).collect();
+        if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
+    }
+
+    pub(crate) fn serve(&self, volume: &str, standing: Standing) {
+        self.standing().insert(volume.to_owned(), standing);
+    }
+
+    pub(crate) fn forget(&self, volume: &str) {
+        self.standing().remove(volume);
+    }
+
+    pub(crate) fn answered(&self, asked: Asked, took: Duration, is_good: bool) {
+        let kind = match asked {
+            Asked::Read { bytes } => {
+                self.read.inc_by(bytes);
+                0
+            }
+            Asked::Write { bytes } => {
+                self.written.inc_by(bytes);
+                1
+            }
+            Asked::Flush => 2,
+            Asked::Zero => 3,
+        };
+        self.requests[kind].inc();
+        self.durations[kind].observe(took.as_secs_f64());
+        if !is_good {
+            self.failed.inc();
+        }
+    }
+
+    fn standing(&self) -> MutexGuard<'_, BTreeMap<String, Standing>> {
+        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_is_well_while_every_target_answers_and_counts_what_it_answered() {
+        let metrics = Metrics::default();
+        assert_eq!(metrics.health(), Ok(()));
+        metrics.serve("db", Arc::new(|| (false, 3)));
+        assert!(metrics.health().unwrap_err().contains("db"));
+        metrics.answered(Asked::Write { bytes: 4096 }, Duration::from_micros(20), true);
+        let text = metrics.render();
+        for line in [
+            "quoin_attach_written_bytes_total 4096",
+            "quoin_attach_requests_total{operation=\"write\"} 1",
+            "quoin_attach_request_duration_seconds_count{operation=\"write\"} 1",
+            "quoin_attach_requests_in_flight 3",
+            "quoin_attach_volumes_connected 0",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        metrics.forget("db");
+        assert_eq!(metrics.health(), Ok(()));
+    }
+}

@@ -1,0 +1,138 @@
+//! `/metrics` and `/healthz` of every role of a running cluster: true, and with a reason.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+use common::{Cluster, Place, eventually, free_port, signal};
+
+/// The code and the body.
+fn get(address: &str, path: &str) -> Option<(u16, String)> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).ok()?;
+    let code = answer.split(' ').nth(1)?.parse().ok()?;
+    Some((code, answer.split_once("\r\n\r\n")?.1.to_owned()))
+}
+
+fn health(address: &str) -> Option<(u16, serde_json::Value)> {
+    let (code, body) = get(address, "/healthz")?;
+    // The body may come in chunks, each below its length.
+    let json = &body[body.find('{')?..=body.rfind('}')?];
+    Some((code, serde_json::from_str(json).ok()?))
+}
+
+fn wait_for_health(address: &str, what: &str, wanted: u16) -> String {
+    eventually(what, || {
+        let (code, body) = health(address)?;
+        let status = if code == 200 { "ok" } else { "unhealthy" };
+        assert_eq!(body["status"], status, "{body}");
+        (code == wanted).then(|| body["reason"].as_str().unwrap_or_default().to_owned())
+    })
+}
+
+#[test]
+fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
+    let ports: Vec<String> = (0..6).map(|_| format!("127.0.0.1:{}", free_port())).collect();
+    let [controller, target, node] = [&ports[0], &ports[1], &ports[2]];
+    let pools = &ports[3..];
+    let flags = ["--default-spread", "pool", "--http", controller];
+    let mut cluster = Cluster::start("health", &Place::here(), &flags);
+    for (name, http) in ["p1", "p2", "p3"].into_iter().zip(pools) {
+        cluster.pool(&Place::here(), name, &["--http", http]);
+    }
+    cluster.node(&Place::here(), "n1", &["--http", target], &["--http", node]);
+    cluster.wait_for_pools(3);
+    cluster.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let address = cluster.ok(&["volume", "attach", "db", "--nbd"]);
+    let socket = address.split_once("socket=").unwrap().1;
+    for (name, address) in ["controller", "target", "node", "p1", "p2", "p3"].iter().zip(&ports) {
+        wait_for_health(address, &format!("{name} is well"), 200);
+    }
+
+    let mut client = quoin_frontend::nbd::client::Pipe::connect(
+        &quoin_frontend::nbd::client::ClientOptions::new(
+            quoin_frontend::nbd::client::Address::Unix(socket.into()),
+        ),
+    )
+    .unwrap();
+    let write = quoin_core::block::Operation::Write {
+        offset: 0,
+        data: bytes::Bytes::from(vec![7; 8192]),
+        fua: true,
+    };
+    client.submit(1, write);
+    let mut done = Vec::new();
+    eventually("the write is answered", || {
+        client.send().unwrap();
+        client.receive(&mut done).unwrap();
+        (!done.is_empty()).then_some(())
+    });
+
+    let csi = cluster.scratch.0.join("csi.sock");
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        use quoin_proto::csi::identity_client::IdentityClient;
+        let mut client = IdentityClient::new(quoin_identity::unix_channel(&csi));
+        client.probe(quoin_proto::csi::ProbeRequest {}).await.unwrap();
+    });
+
+    let expected: [(&String, &[&str]); 4] = [
+        (
+            target,
+            &[
+                "quoin_target_requests_total{operation=\"write\"} 1\n",
+                "quoin_target_written_bytes_total 8192\n",
+                "quoin_target_request_duration_seconds_count{operation=\"write\"} 1\n",
+                "quoin_target_replicas{state=\"in_sync\"} 3\n",
+                "quoin_target_rebuild_bytes 0\n",
+            ],
+        ),
+        (
+            &pools[0],
+            &[
+                "quoin_pool_written_bytes_total{pool=\"p1\"} 8192\n",
+                "quoin_pool_free_bytes{pool=\"p1\"}",
+                "quoin_pool_used_bytes{pool=\"p1\"}",
+                "quoin_pool_append_duration_seconds_bucket{",
+                "quoin_pool_sync_duration_seconds_bucket{",
+            ],
+        ),
+        (
+            controller,
+            &[
+                "quoin_replicas{phase=\"InSync\"} 3\n",
+                "quoin_volumes{health=\"Online\"} 1\n",
+                "quoin_pool_capacity_bytes{name=\"p1\"} 10",
+                "quoin_rebuilt_bytes 0\n",
+            ],
+        ),
+        (
+            node,
+            &[
+                "quoin_node_controller_up 1\n",
+                "quoin_node_calls_total{method=\"Probe\",code=\"0\"} 1\n",
+                "quoin_node_call_duration_seconds_count{method=\"Probe\"} 1\n",
+            ],
+        ),
+    ];
+    for (address, lines) in expected {
+        for line in lines {
+            eventually(line, || get(address, "/metrics")?.1.contains(line).then_some(()));
+        }
+    }
+
+    // Without a majority IO waits, and the target says which volume and for what.
+    for pool in ["p2", "p3"] {
+        signal(cluster.process(pool).pid(), "KILL");
+    }
+    let reason = wait_for_health(target, "the target is unwell", 503);
+    assert!(reason.contains("volume db") && reason.contains("waits"), "{reason}");
+    // Without the controller nobody opens anything; those who need it say so.
+    signal(cluster.process("controller").pid(), "KILL");
+    for (name, address) in [("pool", &pools[0]), ("node", node)] {
+        let what = format!("the {name} misses the controller");
+        assert!(wait_for_health(address, &what, 503).contains("controller: "));
+    }
+}
