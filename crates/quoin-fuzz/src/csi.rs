@@ -57,6 +57,7 @@ async fn start(directory: &std::path::Path, stopped: watch::Receiver<bool>) -> C
         async move { quoin_control::serve(controller, &options, listener, None, until).await },
     );
     let plugin = Plugin::new(PluginOptions {
+        metrics: quoin_csi::Metrics::default(),
         driver_name: quoin_csi::DRIVER_NAME.to_owned(),
         mode: Mode::CONTROLLER,
         backend: Backend::new(unix_channel(&admin)),
