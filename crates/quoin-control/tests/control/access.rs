@@ -482,11 +482,11 @@ async fn a_controller_says_what_is_wrong_with_its_directory_socket_or_port() {
     use std::os::unix::fs::PermissionsExt;
     let mode = std::fs::metadata(&options.admin_socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
-    assert!(metrics.healthy() && metrics.render().contains("quoin_controller_up 1"));
+    assert!(metrics.health().is_ok() && metrics.render().contains("quoin_controller_up 1"));
     let error = fails(Options::new(&home)).await;
     assert!(error.contains("another process has the records open"), "{error}");
     down.send_replace(true);
     running.await.unwrap().unwrap();
     assert!(!options.admin_socket.exists());
-    assert!(!metrics.healthy());
+    assert!(metrics.health().is_err());
 }
