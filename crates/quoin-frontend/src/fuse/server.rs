@@ -310,6 +310,10 @@ impl Turn {
             match rustix::io::read(&self.device, &mut self.buffer) {
                 Ok(read) => {
                     let outcome = self.filesystem.message(&self.buffer[..read]);
+                    // Before the answer goes out: whoever waits for one may ask for this next.
+                    if self.filesystem.resends() {
+                        self.shared.resends.store(true, Ordering::Relaxed);
+                    }
                     self.follow(outcome);
                 }
                 Err(Errno::AGAIN) => return Ok(()),
@@ -369,9 +373,6 @@ impl Turn {
             Some(link) => (link.connected(), link.in_flight() as u64),
             None => (false, 0),
         };
-        if self.filesystem.resends() {
-            self.shared.resends.store(true, Ordering::Relaxed);
-        }
         self.shared.connected.store(connected, Ordering::Relaxed);
         self.shared.in_flight.store(in_flight, Ordering::Relaxed);
     }
