@@ -219,7 +219,7 @@ fn hosts_apart_from_each_other_serve_a_volume_and_no_stranger_disturbs_it() {
 }
 
 fn descriptors(pid: u32) -> usize {
-    // `ip netns exec` becomes the program, so the pid is the program's own.
+    // `nsenter` becomes the program, so the pid is the program's own.
     std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
 
