@@ -6,8 +6,9 @@ use quoin_proto::control::{
     TargetAssignment, VolumeSpec,
 };
 
+use crate::Error;
 use crate::controller::Controller;
-use crate::records::{ReplicaPhase, VolumePhase, VolumeRecord};
+use crate::records::{PoolRecord, ReplicaPhase, VolumePhase, VolumeRecord};
 
 pub(crate) fn membership(record: &VolumeRecord) -> api::Membership {
     message(&(&record.membership).into())
@@ -61,7 +62,27 @@ impl Controller {
             replicas,
             complete: false,
             data_security: self.settings.data_security.clone(),
+            scrub_request: self.pools.get(pool).map_or(0, |pool| pool.scrub_request),
         }
+    }
+
+    /// Has a pool read all that it holds, from now on; the number that its report names once it
+    /// took that up. A pool that is away begins when it is back.
+    pub async fn request_scrub(&self, pool: &str) -> Result<u64, Error> {
+        let running = {
+            let observed = self.observed();
+            let seen = observed.online_pool(pool, self.settings.offline_after);
+            seen.map(|seen| seen.scrub).filter(|scrub| scrub.running).map(|scrub| scrub.request)
+        };
+        let change = |record: &mut PoolRecord| {
+            // One that was asked for and has not ended is the one that is asked for now.
+            if record.scrub_request == 0 || running != Some(record.scrub_request) {
+                record.scrub_request += 1;
+            }
+            Ok(record.scrub_request)
+        };
+        let updated = self.pools.update(pool, change).await?;
+        updated.map(|(_, request)| request).ok_or_else(|| Error::missing("pool", pool))
     }
 
     /// Every volume that a node's target is to serve; others it closes.

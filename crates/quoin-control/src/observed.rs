@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use quoin_core::{Position, ReplicaGuid, VolumeId};
+use quoin_proto::control::Scrub;
 use tokio::time::Instant;
 
 /// What a pool says of a replica.
@@ -23,6 +24,9 @@ pub struct ReplicaSeen {
     pub quorum: bool,
     pub position: Position,
     pub used_bytes: u64,
+    /// Known to be bad and not repaired yet.
+    pub bad_blocks: u64,
+    pub repaired: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -34,6 +38,7 @@ pub struct PoolSeen {
     pub used_bytes: u64,
     pub free_bytes: u64,
     pub replicas: HashMap<ReplicaGuid, ReplicaSeen>,
+    pub scrub: Scrub,
 }
 
 impl PoolSeen {

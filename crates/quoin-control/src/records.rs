@@ -231,6 +231,9 @@ pub struct PoolRecord {
     /// The highest seen; a lower one means that an older state of the disk came back.
     pub start_counter: u64,
     pub rolled_back: bool,
+    /// Grows with every request for a scrub.
+    #[serde(default)]
+    pub scrub_request: u64,
 }
 
 impl Record for PoolRecord {

@@ -65,6 +65,7 @@ impl Controller {
             used_bytes: report.used_bytes,
             free_bytes: report.free_bytes,
             replicas,
+            scrub: report.scrub.unwrap_or_default(),
         };
         let about = Object::new("pool", &report.pool_id, &report.pool);
         self.agent_events(&report.events, &about);
@@ -82,6 +83,7 @@ impl Controller {
                 seen.used_bytes = before.used_bytes;
                 seen.free_bytes = before.free_bytes;
                 seen.replicas.clone_from(&before.replicas);
+                seen.scrub = before.scrub;
             }
             let before = observed.pools.insert(report.pool.clone(), seen.clone());
             let same = before.is_some_and(|before| {
@@ -112,6 +114,7 @@ impl Controller {
             topology: topology(&report.topology)?,
             start_counter: report.start_counter,
             rolled_back: false,
+            scrub_request: 0,
         };
         let about = Object::new("pool", &report.pool_id, &report.pool);
         if self.pools.get(&report.pool).is_none()
@@ -144,7 +147,8 @@ impl Controller {
                 true => pool.start_counter,
                 false => record.start_counter,
             };
-            *pool = PoolRecord { rolled_back, start_counter, ..record.clone() };
+            let scrub_request = pool.scrub_request;
+            *pool = PoolRecord { rolled_back, start_counter, scrub_request, ..record.clone() };
             Ok(news)
         };
         if let Some((_, Some((reason, message)))) = self.pools.update(&report.pool, change).await? {
@@ -299,6 +303,8 @@ fn replica_seen(report: &ReplicaReport) -> Result<(quoin_core::ReplicaGuid, Repl
         quorum: report.quorum,
         position: Position { epoch: Epoch(report.position_epoch), lsn: Lsn(report.position_lsn) },
         used_bytes: report.used_bytes,
+        bad_blocks: report.bad_blocks,
+        repaired: report.repaired,
     };
     Ok((id("guid", &report.guid)?, seen))
 }

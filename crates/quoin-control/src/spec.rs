@@ -93,7 +93,7 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
             api::Spread::Pool => Spread::Pool,
         },
         on_quorum_loss: one_of("onQuorumLoss", &asked.on_quorum_loss, &["wait", "fail"])?,
-        on_full: one_of("onFull", &asked.on_full, &["wait"])?,
+        on_full: one_of("onFull", &asked.on_full, &["wait", "enospc"])?,
         reads: one_of("reads", &asked.reads, &["leased", "confirmed"])?,
         block_size: match asked.block_size {
             0 | 4096 => 4096,

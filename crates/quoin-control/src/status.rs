@@ -17,6 +17,8 @@ pub(crate) struct ReplicaStatus {
     pub phase: &'static str,
     pub message: String,
     pub known: bool,
+    /// Known to be bad and not repaired yet.
+    pub bad_blocks: u64,
 }
 
 /// What can be said of a volume.
@@ -57,8 +59,18 @@ impl Controller {
         serving: Option<&VolumeSeen>,
     ) -> ReplicaStatus {
         let known = volume.is_known(replica);
-        let status =
-            |phase, message: &str| ReplicaStatus { phase, message: message.to_owned(), known };
+        let bad_blocks = observed
+            .pools
+            .get(&replica.pool)
+            .and_then(|pool| pool.replicas.get(&replica.guid.0))
+            .map_or(0, |held| held.bad_blocks);
+        let status = |phase, message: &str| {
+            let message = match (message.is_empty(), bad_blocks) {
+                (true, 1..) => format!("bad: {}", blocks(bad_blocks)),
+                _ => message.to_owned(),
+            };
+            ReplicaStatus { phase, message, known, bad_blocks }
+        };
         let pool = &replica.pool;
         if replica.phase == ReplicaPhase::Delete {
             return status("Deleting", "");
@@ -101,7 +113,15 @@ impl Controller {
                     let pool = observed.pools.get(&r.pool)?;
                     pool.replicas.get(&r.guid.0).map(|held| held.position)
                 });
-                match held.map(|held| held.position) < best.max() {
+                let (own, best) = (held.map(|held| held.position), best.max());
+                // While a target writes that has not reported yet (the controller has just
+                // started), pools tell positions of different moments: only an epoch that a
+                // replica missed says that it lags.
+                let lags = match volume.owner {
+                    Some(_) => own.map(|p| p.epoch) < best.map(|p| p.epoch),
+                    None => own < best,
+                };
+                match lags {
                     true => status("CatchingUp", "it lags; it catches up when next attached"),
                     false => status("InSync", ""),
                 }
@@ -234,6 +254,8 @@ impl Controller {
                 rebuild_total_bytes: progress.map_or(0, |progress| progress.rebuild_total_bytes),
                 message: status.message.clone(),
                 used_bytes: held.map_or(0, |held| held.used_bytes),
+                bad_blocks: status.bad_blocks,
+                repaired: held.map_or(0, |held| held.repaired),
             }
         };
         volume.replicas.iter().zip(status).map(message).collect()
@@ -304,6 +326,7 @@ impl Controller {
                 state: state.to_owned(),
                 message: message.to_owned(),
                 topology: pool.topology.clone().into_iter().collect(),
+                scrub: seen.map(|seen| seen.scrub),
             }
         };
         self.pools.list().iter().map(|pool| message(pool)).collect()
@@ -331,6 +354,10 @@ impl Controller {
         };
         self.nodes.list().iter().map(|node| message(node)).collect()
     }
+}
+
+fn blocks(count: u64) -> String {
+    if count == 1 { "1 block".to_owned() } else { format!("{count} blocks") }
 }
 
 /// What a volume waits for; empty where it waits for nothing.
@@ -379,6 +406,14 @@ fn waits(
                         "an attachment, while which the replica on pool {pool} is rebuilt"
                     )),
                     "Rebuilding" => waits.push(format!("the rebuild on pool {pool}")),
+                    _ if status.bad_blocks > 0 && serving.is_none() => waits.push(format!(
+                        "an attachment, while which {} on pool {pool} are repaired",
+                        blocks(status.bad_blocks)
+                    )),
+                    _ if status.bad_blocks > 0 => waits.push(format!(
+                        "the repair of {} on pool {pool}",
+                        blocks(status.bad_blocks)
+                    )),
                     _ => {}
                 }
             }

@@ -53,6 +53,19 @@ impl Slot {
     }
 }
 
+/// Whether slots cover exactly the range, in order; only holes span more than one block.
+pub(crate) fn covers(slots: &[Slot], lba: u64, blocks: u32) -> bool {
+    let mut at = lba;
+    for slot in slots {
+        let single = matches!(slot.content, Content::Hole) || slot.blocks == 1;
+        if slot.lba != at || slot.blocks == 0 || !single {
+            return false;
+        }
+        at += u64::from(slot.blocks);
+    }
+    at == lba + u64::from(blocks)
+}
+
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Content {
     Hole,
@@ -63,6 +76,22 @@ pub enum Content {
     },
     /// The replica knows that it has this version but its copy fails the checksum.
     Bad,
+}
+
+/// What a replica found bad of its own, by scrub or clean-up.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct BadCopy {
+    pub lba: u64,
+    /// 1: the bytes of this block. More: the map of this stretch, which may reach beyond the
+    /// volume's end, and so all of its blocks.
+    pub blocks: u32,
+    /// Of the block; of the newest one in a stretch.
+    pub version: Lsn,
+}
+
+impl BadCopy {
+    /// Blocks that one report may be about.
+    pub const BLOCKS_MAX: u32 = crate::WRITE_BLOCKS_MAX;
 }
 
 /// One row of the epoch table: the last entry of an epoch that the replica holds.
@@ -152,6 +181,9 @@ pub enum ToReplica {
     IncrementCommit { rebuild: u64, to: Box<IncrementEnd> },
     /// Replace the bad copy of a block, only if the replica holds the same version.
     Repair { lba: u64, version: Lsn, crc: u32, data: Bytes },
+    /// Another member's live slots for a stretch whose map is damaged, as of its LSN `at`. A
+    /// replica that has not applied as much, or whose map is whole there, does nothing.
+    Mend { lba: u64, blocks: u32, at: Lsn, slots: Vec<Slot> },
     /// Everything is durable: end the session cleanly.
     Close,
 }
@@ -334,6 +366,24 @@ pub enum FromReplica {
         version: Lsn,
         done: bool,
     },
+    /// Answers [`ToReplica::Mend`].
+    Mended {
+        lba: u64,
+        blocks: u32,
+        done: bool,
+    },
+    /// There was no room for the entries after `applied`: they were not taken, and none is until
+    /// the next one in order comes again.
+    NoRoom {
+        applied: Lsn,
+    },
+    /// Whether the pool can take much more before it is full; said at the session's begin where
+    /// it is short, and at each change.
+    Room {
+        short: bool,
+    },
+    /// The replica found its own copy bad and asks for another member's.
+    BadCopy(BadCopy),
     Closed,
     /// The session is over; the replica may be opened again.
     Failed(Failure),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::{Cluster, config};
 use quoin_core::block::{BlockError, Operation, Payload};
-use quoin_core::target::{OnQuorumLoss, TargetEvent, TargetNote};
+use quoin_core::target::{OnFull, OnQuorumLoss, TargetConfig, TargetEvent, TargetNote};
 use quoin_core::{Durability, Lsn, Member, ReplicaGuid, ReplicaId};
 
 #[test]
@@ -357,4 +357,183 @@ fn an_open_that_finds_a_joint_view_asks_both_rules_whatever_a_restored_record_sa
     cluster.hosts[newcomer].cut = false;
     cluster.run(Duration::from_secs(60));
     assert_eq!(cluster.read(4096, 4096), vec![2; 4096]);
+}
+
+/// A scrub's findings: no client reads, and the bad copy is replaced all the same.
+#[test]
+fn a_copy_that_its_replica_found_bad_is_replaced_by_another_members_of_the_same_version() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..10 {
+        c.write(block, 1);
+    }
+    c.wait_in_sync(3);
+    let version = c.hosts[1].look(4).1;
+    c.hosts[1].spoil(4);
+    c.found_bad(1, 4, version);
+    c.settle();
+    assert_eq!(c.hosts[1].look(4), (false, version));
+    let repaired =
+        |n: &TargetNote| matches!(n, TargetNote::BadBlock { lba: 4, repaired: true, .. });
+    assert!(c.notes.iter().any(repaired), "{:?}", c.notes);
+    // Found long ago and overwritten since: what is there now is left alone.
+    c.write(5, 2);
+    c.notes.clear();
+    c.found_bad(1, 5, version);
+    c.settle();
+    assert!(
+        !c.notes.iter().any(|n| matches!(n, TargetNote::BadBlock { lba: 5, repaired: false, .. }))
+    );
+    assert_eq!(c.read(5 * 4096, 4096), vec![2; 4096]);
+    c.run(Duration::from_secs(10));
+    assert!(!c.target_has_timer(), "a repair leaves nothing to wait for");
+}
+
+/// One bad copy each, of different blocks: all are made whole; of the same block: it alone is lost.
+#[test]
+fn only_a_block_of_which_every_copy_is_bad_is_an_error_and_writing_it_ends_that() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..10 {
+        c.write(block, 1);
+    }
+    c.wait_in_sync(3);
+    for host in 0..3 {
+        let version = c.hosts[host].look(host as u64).1;
+        c.hosts[host].spoil(host as u64);
+        c.found_bad(host, host as u64, version);
+    }
+    c.settle();
+    for host in 0..3 {
+        assert!(!c.hosts[host].look(host as u64).0);
+        c.hosts[host].spoil(7);
+    }
+    let version = c.hosts[0].look(7).1;
+    c.found_bad(0, 7, version);
+    c.settle();
+    assert!(c.notes.iter().any(|n| matches!(n, TargetNote::BlockLost { lba: 7 })), "{:?}", c.notes);
+    let token = c.submit(Operation::Read { offset: 7 * 4096, length: 4096 });
+    assert_eq!(c.answer(token).expect("an answer").result, Err(BlockError::Damaged));
+    assert_eq!(c.read(6 * 4096, 4096), vec![1; 4096]);
+    c.write(7, 3);
+    assert_eq!(c.read(7 * 4096, 4096), vec![3; 4096]);
+}
+
+/// What no correct replica asks for ends its session; what it may ask for is bounded.
+#[test]
+fn a_bad_copy_of_what_cannot_be_is_refused_and_requests_without_end_are_not_kept() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.wait_in_sync(3);
+    for n in 0..100 {
+        c.found_bad(2, n % 10, Lsn(1));
+    }
+    c.settle();
+    assert_eq!(c.read(0, 4096), vec![1; 4096]);
+    c.found_bad(2, common::BLOCKS + 5, Lsn(1));
+    c.settle();
+    let refused = |n: &TargetNote| matches!(n, TargetNote::InvariantRefused { .. });
+    assert!(c.notes.iter().any(refused), "{:?}", c.notes);
+    c.run(Duration::from_secs(15));
+    c.wait_in_sync(3);
+}
+
+fn write_of(block: u64, fill: u8) -> Operation {
+    Operation::Write { offset: block * 4096, data: Bytes::from(vec![fill; 4096]), fua: false }
+}
+
+/// `onFull: wait`: what was sent and what was not, all of it is taken in order once there is room.
+#[test]
+fn when_all_pools_are_full_writes_wait_reads_and_trims_go_on_and_nothing_is_lost() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..20 {
+        c.write(block, 1);
+    }
+    c.wait_in_sync(3);
+    // No warning: the pools are simply full, with writes on their way.
+    c.hosts.iter_mut().for_each(|host| host.room = Some(2));
+    let tokens: Vec<u64> = (0..10).map(|n| c.submit(write_of(n, 2 + n as u8))).collect();
+    c.run(Duration::from_secs(20));
+    assert_eq!(c.replies.len(), 2, "two fit: {:?}", c.replies);
+    assert!(c.target.status().waiting.contains("room"), "{}", c.target.status().waiting);
+    assert_eq!(c.read(15 * 4096, 4096), vec![1; 4096]);
+    assert_eq!(c.read(5 * 4096, 4096), vec![1; 4096], "what is not acknowledged is not shown");
+    c.say_short(0..3, true);
+    c.settle();
+    let held = c.submit(write_of(15, 9));
+    c.do_ok(Operation::Status { offset: 0, length: 8192 });
+    c.run(Duration::from_secs(20));
+    assert!(!c.replies.iter().any(|r| r.token == held));
+    assert_eq!(c.target.status().replicas.len(), 3);
+    c.hosts.iter_mut().for_each(|host| host.room = None);
+    c.say_short(0..3, false);
+    for token in tokens.into_iter().chain([held]) {
+        assert!(c.answer(token).expect("it goes on").result.is_ok());
+    }
+    for n in 0..10 {
+        assert_eq!(c.read(n * 4096, 4096), vec![2 + n as u8; 4096]);
+    }
+    assert_eq!(c.read(15 * 4096, 4096), vec![9; 4096]);
+    c.wait_in_sync(3);
+    assert_eq!(c.target.status().waiting, "");
+    let dropped =
+        |n: &TargetNote| matches!(n, TargetNote::Dropped { .. } | TargetNote::Fenced { .. });
+    assert!(!c.notes.iter().any(dropped), "nobody is dropped for a full pool: {:?}", c.notes);
+}
+
+/// `onFull: enospc`: refused before they are sequenced, so that nothing is owed.
+#[test]
+fn where_the_volume_asks_for_it_writes_are_refused_while_the_pools_are_full() {
+    let config = TargetConfig { on_full: OnFull::NoSpace, ..config() };
+    let mut c = Cluster::new(3, config);
+    for block in 0..20 {
+        c.write(block, 1);
+    }
+    c.wait_in_sync(3);
+    c.say_short(0..1, true);
+    c.settle();
+    c.write(3, 2);
+    c.say_short(0..3, true);
+    c.settle();
+    // Clean-up has its chance first.
+    let early = c.submit(write_of(4, 3));
+    c.run(Duration::from_secs(1));
+    assert!(!c.replies.iter().any(|r| r.token == early));
+    assert_eq!(c.answer(early).expect("an answer").result, Err(BlockError::NoSpace));
+    let late = c.submit(write_of(4, 4));
+    c.settle();
+    assert_eq!(c.answer(late).expect("at once").result, Err(BlockError::NoSpace));
+    assert_eq!(c.read(4 * 4096, 4096), vec![1; 4096], "what was refused is not written");
+    c.do_ok(Operation::Trim { offset: 5 * 4096, length: 4096, fua: false });
+    c.do_ok(Operation::Flush);
+    c.do_ok(Operation::WriteZeroes { offset: 6 * 4096, length: 4096, fua: false, no_hole: false });
+    assert_eq!(c.read(5 * 4096, 8192), vec![0; 8192]);
+    c.say_short(0..3, false);
+    c.settle();
+    c.write(4, 5);
+    assert_eq!(c.read(4 * 4096, 4096), vec![5; 4096]);
+    assert_eq!(c.read(3 * 4096, 4096), vec![2; 4096]);
+    assert!(!c.notes.iter().any(|n| matches!(n, TargetNote::Dropped { .. })), "{:?}", c.notes);
+}
+
+/// One full pool is one that lags: the others carry the volume, and it returns when it has room.
+#[test]
+fn one_full_pool_falls_out_of_sync_and_returns_when_it_has_room() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    c.wait_in_sync(3);
+    c.hosts[2].room = Some(0);
+    c.say_short(2..3, true);
+    for n in 0..40 {
+        c.write(n, 2);
+    }
+    c.run(Duration::from_secs(6));
+    let full =
+        |n: &TargetNote| matches!(n, TargetNote::Dropped { reason, .. } if reason.contains("full"));
+    assert!(c.notes.iter().any(full), "{:?}", c.notes);
+    c.write(1, 3);
+    c.hosts[2].room = None;
+    c.say_short(2..3, false);
+    c.wait_in_sync(3);
+    c.crash_replica(0);
+    c.write(2, 4);
+    assert_eq!(c.read(39 * 4096, 4096), vec![2; 4096]);
 }

@@ -36,7 +36,7 @@ pub const PARAMETERS: &[Parameter] = &[
     },
     Parameter { key: "durability", aliases: &[], values: "cache | media" },
     Parameter { key: "onQuorumLoss", aliases: &[], values: "wait | fail" },
-    Parameter { key: "onFull", aliases: &[], values: "wait" },
+    Parameter { key: "onFull", aliases: &[], values: "wait | enospc" },
     Parameter { key: "reads", aliases: &[], values: "leased | confirmed" },
     Parameter { key: "spread", aliases: &[], values: "host | pool" },
     Parameter { key: "frontend", aliases: &[], values: "fuse | nbd" },
@@ -139,7 +139,7 @@ fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Option<()> {
             }
         }
         "onQuorumLoss" => spec.on_quorum_loss = one_of(&["wait", "fail"])?,
-        "onFull" => spec.on_full = one_of(&["wait"])?,
+        "onFull" => spec.on_full = one_of(&["wait", "enospc"])?,
         "reads" => spec.reads = one_of(&["leased", "confirmed"])?,
         "frontend" => spec.frontend = one_of(&["fuse", "nbd"])?,
         "blockSize" => spec.block_size = one_of(&["512", "4096"])?.parse().ok()?,

@@ -14,6 +14,7 @@ use quoin_identity::convert::{id, membership};
 use quoin_proto::control;
 
 use crate::facts::Space;
+use crate::scrub::ScrubState;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
@@ -48,12 +49,17 @@ pub struct ReplicaState {
     pub position: Position,
     pub stable: u64,
     pub used_bytes: u64,
+    /// Known to be bad and not repaired yet.
+    pub bad_blocks: u64,
+    /// Bad copies that were replaced since the pool was opened.
+    pub repaired: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolState {
     pub space: Space,
     pub start_counter: u64,
+    pub scrub: ScrubState,
     pub replicas: Vec<ReplicaState>,
 }
 
@@ -114,6 +120,8 @@ impl ReplicaState {
             position_lsn: self.position.lsn.0,
             stable_lsn: self.stable,
             used_bytes: self.used_bytes,
+            bad_blocks: self.bad_blocks,
+            repaired: self.repaired,
         }
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use quoin_identity::{Contact, Identity};
 use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::{AgentEvent, PoolReport, WatchPoolRequest};
+use quoin_proto::control::{AgentEvent, PoolReport, Scrub, WatchPoolRequest};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use quoin_wire::notices::{Notice, Notices, Severity};
@@ -16,6 +16,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use tonic::transport::Channel;
 
 use crate::assignment::{Assignment, PoolState, ReplicaState};
+use crate::scrub::ScrubState;
 use crate::shard::Input;
 use crate::{Options, ShardHandle};
 
@@ -54,7 +55,7 @@ impl Control {
                             format!("out of reach ({})", status.message())
                         }
                     };
-                    self.options.metrics.0.health.set("controller", Some(why));
+                    self.options.metrics.health.set("controller", Some(why));
                 }
                 _ = shutdown.wait_for(|down| *down) => return,
             }
@@ -66,7 +67,7 @@ impl Control {
         let mut client = AgentClient::new(self.channel.clone());
         let request = WatchPoolRequest { pool: self.options.name.clone() };
         let mut assignments = client.watch_pool(request).await?.into_inner();
-        self.options.metrics.0.health.set("controller", None);
+        self.options.metrics.health.set("controller", None);
         while let Some(message) = assignments.message().await? {
             self.contact.heard();
             if let Some(least) = Mode::from_name(&message.data_security) {
@@ -77,6 +78,7 @@ impl Control {
                 self.notices.push(Severity::Error, "", "", "AssignmentRefused", reason);
             }
             self.shard.send(Input::Assign(assignment));
+            self.shard.send(Input::Scrub { request: message.scrub_request });
             self.changed.notify_one();
         }
         Ok(())
@@ -99,7 +101,7 @@ impl Control {
         let mut last = Vec::new();
         loop {
             let state = self.state().await;
-            let unsettled = state.replicas != last;
+            let unsettled = state.replicas != last || state.scrub.running;
             last.clone_from(&state.replicas);
             self.report_once(state, false).await;
             let pause = if unsettled { REPORT_EVERY / 8 } else { REPORT_EVERY };
@@ -144,6 +146,7 @@ impl Control {
             error: trouble.unwrap_or_default(),
             leaving,
             events: notices.iter().map(event).collect(),
+            scrub: Some(scrub(&state.scrub)),
         };
         let mut request = tonic::Request::new(report);
         request.set_timeout(CALL_MAX);
@@ -152,6 +155,18 @@ impl Control {
             tracing::debug!(%error, "a report did not reach the controller");
             self.notices.restore(notices);
         }
+    }
+}
+
+fn scrub(state: &ScrubState) -> Scrub {
+    Scrub {
+        request: state.request,
+        running: state.running,
+        began_s: state.began_s,
+        ended_s: state.ended_s,
+        read_bytes: state.read_bytes,
+        total_bytes: state.total_bytes,
+        found: state.found,
     }
 }
 

@@ -1,7 +1,8 @@
 //! What a pool tells of itself beside holding replicas: space, and how often it was opened.
 
 use quoin_core::ReplicaGuid;
-use quoin_store::BadBlock;
+use quoin_core::replica::store::StoreError;
+use quoin_store::{BadBlock, ScrubAt, Scrubbed};
 
 /// Space, as a pool reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -23,6 +24,19 @@ pub trait PoolFacts {
     fn take_bad_blocks(&mut self) -> Vec<BadBlock>;
     /// Replicas that background work found damaged since the last call, and what of them.
     fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)>;
+    /// Reads about so many bytes of a replica from media and compares checksums.
+    fn scrub(
+        &mut self,
+        guid: ReplicaGuid,
+        at: ScrubAt,
+        budget_bytes: u64,
+    ) -> Result<Scrubbed, StoreError>;
+    /// Whether the pool can take little more; `was`: what it said last.
+    fn is_short(&self, was: bool) -> bool;
+    /// What could not be read is tried again.
+    fn look_again(&mut self);
+    /// The same for what the pool holds beside its replicas; how many bad copies were mended.
+    fn scrub_metadata(&mut self) -> Result<u32, StoreError>;
 }
 
 /// The reference model holds its replicas in memory: it has no size and is opened once.
@@ -41,6 +55,16 @@ impl PoolFacts for quoin_store::model::ModelPool {
     }
     fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)> {
         Vec::new()
+    }
+    fn scrub(&mut self, _: ReplicaGuid, _: ScrubAt, _: u64) -> Result<Scrubbed, StoreError> {
+        Ok(Scrubbed::default())
+    }
+    fn is_short(&self, _: bool) -> bool {
+        false
+    }
+    fn look_again(&mut self) {}
+    fn scrub_metadata(&mut self) -> Result<u32, StoreError> {
+        Ok(0)
     }
 }
 
@@ -64,5 +88,22 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn take_damaged(&mut self) -> Vec<(ReplicaGuid, &'static str)> {
         self.take_damaged()
+    }
+    fn scrub(
+        &mut self,
+        guid: ReplicaGuid,
+        at: ScrubAt,
+        budget_bytes: u64,
+    ) -> Result<Scrubbed, StoreError> {
+        self.scrub(guid, at, budget_bytes)
+    }
+    fn is_short(&self, was: bool) -> bool {
+        self.is_short(was)
+    }
+    fn look_again(&mut self) {
+        self.look_again();
+    }
+    fn scrub_metadata(&mut self) -> Result<u32, StoreError> {
+        self.scrub_metadata()
     }
 }

@@ -20,6 +20,7 @@ pub mod facts;
 mod lives;
 pub mod metrics;
 mod place;
+pub mod scrub;
 pub mod shard;
 pub mod syncer;
 
@@ -28,6 +29,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use quoin_identity::{Contact, JoinRequest};
 use quoin_store::ReplicaPool;
@@ -45,6 +47,7 @@ use lives::Watch;
 use metrics::Metrics;
 use place::Place;
 pub use place::{POOL_FILE, data_path};
+use scrub::ScrubPlan;
 use shard::{Input, Parts};
 
 /// How a pool is run.
@@ -77,18 +80,10 @@ pub struct Options {
     pub topology: BTreeMap<String, String>,
     /// Memory for the maps of the replicas, in bytes.
     pub cache_bytes: u64,
+    /// From the end of one scrub to the begin of the next; `None`: only when it is asked for.
+    pub scrub_period: Option<Duration>,
     /// Made by the caller, who shows it.
-    pub metrics: MetricsHandle,
-}
-
-/// Metrics of a pool, with a name that `Options` can show.
-#[derive(Clone)]
-pub struct MetricsHandle(pub Metrics);
-
-impl std::fmt::Debug for MetricsHandle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Metrics")
-    }
+    pub metrics: Metrics,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -191,7 +186,7 @@ where
         config: identity.server_config()?,
         least: Mode::remembered(identity.dir()),
     }));
-    let metrics = options.metrics.0.clone();
+    let metrics = options.metrics.clone();
     let notices = Notices::default();
     let acceptor = Acceptor::new(
         listener,
@@ -201,12 +196,16 @@ where
         reactor.waker(),
         metrics.clone(),
     )?;
-    let parts = Parts { reactor, acceptor, inputs, notices: notices.clone(), metrics };
+    let scrub = ScrubPlan {
+        period: options.scrub_period,
+        file: Some(identity.dir().join(scrub::STATE_FILE)),
+    };
+    let parts = Parts { reactor, acceptor, inputs, notices: notices.clone(), metrics, scrub };
     let trouble = Arc::new(Mutex::new(None));
     let shard_thread = {
         let watch = Watch {
             trouble: trouble.clone(),
-            health: options.metrics.0.health.clone(),
+            health: options.metrics.health.clone(),
             stop: shutdown.clone(),
             doubt: identity.dir().join(lives::DOUBT_FILE),
         };

@@ -21,6 +21,10 @@ pub struct Metrics {
     pub reads: Counter,
     pub syncs: Counter,
     pub disk_failures: Counter,
+    pub scrubs: Counter,
+    pub scrubbed: Counter,
+    pub scrub_found: Counter,
+    pub scrub_repaired: Counter,
     pub replicas: Gauge,
     pub used: Gauge,
     pub capacity: Gauge,
@@ -34,6 +38,13 @@ pub struct Metrics {
 /// From 2 µs to ten seconds.
 fn latency() -> Histogram {
     Histogram::new(exponential_buckets(2e-6, 2.0, 23))
+}
+
+/// Its numbers are for `/metrics`.
+impl std::fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Metrics")
+    }
 }
 
 impl Metrics {
@@ -50,6 +61,10 @@ impl Metrics {
             reads: Counter::default(),
             syncs: Counter::default(),
             disk_failures: Counter::default(),
+            scrubs: Counter::default(),
+            scrubbed: Counter::default(),
+            scrub_found: Counter::default(),
+            scrub_repaired: Counter::default(),
             replicas: Gauge::default(),
             used: Gauge::default(),
             capacity: Gauge::default(),
@@ -76,6 +91,19 @@ impl Metrics {
             "disk_failures",
             "Times the disk failed and the pool was opened anew",
             metrics.disk_failures.clone(),
+        );
+        r.register("scrubs", "Scrubs that read the whole pool", metrics.scrubs.clone());
+        let bytes = metrics.scrubbed.clone();
+        r.register_with_unit("scrubbed", "Bytes read by scrubs", Unit::Bytes, bytes);
+        r.register(
+            "bad_copies_found",
+            "Blocks, stretches of a map, headers and metadata that failed their checksums",
+            metrics.scrub_found.clone(),
+        );
+        r.register(
+            "bad_copies_repaired",
+            "Blocks and stretches that another replica's copy replaced",
+            metrics.scrub_repaired.clone(),
         );
         r.register("replicas", "Replicas held", metrics.replicas.clone());
         r.register_with_unit("used", "Space in use", Unit::Bytes, metrics.used.clone());
@@ -120,8 +148,10 @@ mod tests {
     fn what_is_counted_is_in_the_text_under_its_name_and_unit() {
         let metrics = Metrics::new("p1");
         metrics.written.inc_by(4096);
+        metrics.scrubbed.inc_by(512);
         let text = metrics.render();
         assert!(text.contains("quoin_pool_written_bytes_total{pool=\"p1\"} 4096"), "{text}");
+        assert!(text.contains("quoin_pool_scrubbed_bytes_total{pool=\"p1\"} 512"), "{text}");
         assert!(text.contains("quoin_pool_sync_duration_seconds_count{pool=\"p1\"} 0"), "{text}");
     }
 

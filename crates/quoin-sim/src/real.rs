@@ -119,16 +119,7 @@ impl RealStorage {
     /// written down before anything is answered again.
     fn give_up_continuity(&mut self) -> Result<(), StoreError> {
         let pool = self.pool()?;
-        for guid in pool.replicas() {
-            let Some(mut replica) = pool.replica(guid) else { continue };
-            let meta = ReplicaMeta {
-                cookie: BootCookie::default(),
-                closed_continuous: false,
-                ..replica.meta().clone()
-            };
-            replica.put_meta(meta)?;
-        }
-        pool.request_sync();
+        quoin_store::give_up_continuity(pool)?;
         while let Some(ticket) = pool.sync_wanted() {
             let result = quoin_store::Disk::sync(pool.disk());
             pool.sync_finished(ticket, result);

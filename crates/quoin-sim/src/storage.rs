@@ -239,6 +239,10 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         }
         Ok(done)
     }
+    fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
+        self.write(true)?;
+        self.inner.mend(lba, slots)
+    }
 }
 
 /// The model store.

@@ -54,6 +54,22 @@ pub trait ReplicaPool {
     fn cookie(&self) -> BootCookie;
 }
 
+/// Notes in every replica that nobody knows whether it still holds everything it ever applied:
+/// what a disk dropped when it failed is unknown, and the boot cookie is the same as before.
+/// It holds once the ticket is done.
+pub fn give_up_continuity<P: ReplicaPool>(pool: &mut P) -> Result<SyncTicket, StoreError> {
+    for guid in pool.replicas() {
+        let Some(mut replica) = pool.replica(guid) else { continue };
+        let meta = ReplicaMeta {
+            cookie: BootCookie::default(),
+            closed_continuous: false,
+            ..replica.meta().clone()
+        };
+        replica.put_meta(meta)?;
+    }
+    Ok(pool.request_sync())
+}
+
 /// How urgent background work is.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Due {

@@ -1,5 +1,5 @@
 //! Background work of a pool: which replica folds, which segment is emptied, when states are
-//! recorded, and the scrub.
+//! recorded. (The scrub is in [`crate::scrub`].)
 //!
 //! One function decides ([`Pool::next_step`]); what is due and what a step does both follow it, so
 //! a pool that says that work is due always has a step that brings it on, and a pool that waits
@@ -15,17 +15,15 @@
 use std::cell::Cell;
 
 use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
+use quoin_core::{BLOCK_SIZE, ReplicaGuid};
 
 use crate::api::Due;
-use crate::core::BadBlock;
+use crate::core::UNREADABLE;
 use crate::disk::Disk;
 use crate::moved::packed_blocks;
-use crate::node::LEAF_BLOCKS;
 use crate::pool::{Pool, STEP_BYTES};
 use crate::records::SegmentState;
-use crate::replica::{Replica, Source};
-use crate::tree;
+use crate::replica::Replica;
 
 /// Live percent up to which a segment is emptied though space is plenty.
 const EAGER_LIVE_PERCENT: u64 = 10;
@@ -35,6 +33,9 @@ const MOST_LIVE_PERCENT: u64 = 90;
 /// Free percent of the pool (above the reserve) at which cleaning begins, and becomes urgent.
 const CLEAN_BELOW_PERCENT: u64 = 12;
 const URGENT_BELOW_PERCENT: u64 = 3;
+/// Free percent (above the reserve) below which a pool that can gain nothing calls itself short:
+/// what targets have on their way still fits.
+const SHORT_BELOW_PERCENT: u32 = 2;
 /// Emptied segments that wait for a commit.
 const LIMBO_MAX: u32 = 8;
 /// Closed segments of log that make a fold worth its nodes when space is short.
@@ -223,7 +224,10 @@ impl<D: Disk> Pool<D> {
                 Err(StoreError::Damaged(what)) => {
                     if let Some(replica) = self.replicas.get_mut(&guid) {
                         replica.set_aside = true;
-                        self.core.damaged.push((guid, what));
+                        replica.may_pass = what == UNREADABLE;
+                        if !replica.may_pass {
+                            self.core.damaged.push((guid, what));
+                        }
                     }
                 }
                 Err(StoreError::Full) => {
@@ -237,6 +241,30 @@ impl<D: Disk> Pool<D> {
             left -= STEP_BYTES as i64;
         }
         Ok(self.due() > Due::Idle)
+    }
+
+    /// Whether the pool can take little more: next to nothing is free, and nothing that is done
+    /// or waited for gains anything. `was`: what it said last, so that it does not hop.
+    pub fn is_short(&self, was: bool) -> bool {
+        let allocator = &self.core.allocator;
+        let margin = (allocator.units() * SHORT_BELOW_PERCENT / 100).max(2);
+        let free = allocator.free_for_clients();
+        match was {
+            true => free < 2 * margin,
+            false => {
+                free < margin
+                    && self.coming_units() == 0
+                    && (self.starved || self.next_step().is_none())
+            }
+        }
+    }
+
+    /// Replicas that were set aside for what could not be read are worked on again: now and then
+    /// it can be.
+    pub fn look_again(&mut self) {
+        for replica in self.replicas.values_mut().filter(|r| r.may_pass) {
+            (replica.set_aside, replica.may_pass) = (false, false);
+        }
     }
 
     /// The most useful thing that can be done now. `None`: nothing would be gained, or what was
@@ -266,6 +294,9 @@ impl<D: Disk> Pool<D> {
         if !self.starved {
             let keep = if short { 0 } else { self.core.options.log_keep_bytes };
             let much = self.log_bytes() > self.core.options.checkpoint_bytes;
+            if let Some((guid, _)) = replicas().find(|(_, r)| r.fold_wanted && r.may_fold(0)) {
+                return Some(Step::Fold(guid, 0));
+            }
             let largest = replicas()
                 .filter(|(_, r)| much && r.may_fold(keep))
                 .max_by_key(|(guid, r)| (r.log.bytes, std::cmp::Reverse(*guid)));
@@ -318,6 +349,7 @@ impl<D: Disk> Pool<D> {
             Step::Commit(_) => replica.begin_commit(core),
             Step::Fold(_, keep) => {
                 replica.begin_checkpoint(keep);
+                replica.fold_wanted = false;
                 Ok(())
             }
             Step::Empty(_, segment) => replica.begin_clean(core, segment).map(|complete| {
@@ -335,54 +367,6 @@ impl<D: Disk> Pool<D> {
             replica.recount = true;
         }
         done
-    }
-
-    /// Reads about `budget_bytes` of what the replica's live view and snapshots hold, and
-    /// compares checksums; bad blocks come with [`Pool::take_bad_blocks`]. `None`: the end;
-    /// otherwise where to go on. Start with `(0, 0)`.
-    pub fn scrub(
-        &mut self,
-        guid: ReplicaGuid,
-        at: (usize, u64),
-        budget_bytes: u64,
-    ) -> Result<Option<(usize, u64)>, StoreError> {
-        let Some(replica) = self.replicas.get_mut(&guid) else { return Ok(None) };
-        let core = &mut self.core;
-        let (mut view, mut cursor) = at;
-        let mut left = budget_bytes.max(1) as i64;
-        while left > 0 {
-            // Snapshots in order, then the folded map; each only above the one before.
-            let snapshots = &replica.folded.snapshots;
-            let root = match snapshots.get(view) {
-                Some(snapshot) => snapshot.root,
-                None if view == snapshots.len() => replica.folded.root,
-                None => return Ok(None),
-            };
-            let from =
-                view.checked_sub(1).and_then(|v| snapshots.get(v)).map_or(0, |s| s.info.lsn.0);
-            let part = tree::next_part(&mut replica.io(core), root, from, cursor)?;
-            let Some(part) = part else {
-                (view, cursor) = (view + 1, 0);
-                continue;
-            };
-            let (start, end) = part.range();
-            cursor = end;
-            left -= 4096;
-            match part {
-                tree::Part::Hole { .. } => {}
-                tree::Part::Damaged { newest, .. } => {
-                    core.note_bad(BadBlock { replica: guid, lba: start, version: Lsn(newest) })
-                }
-                tree::Part::Leaf { .. } => {
-                    replica.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
-                    let mut slots = Vec::new();
-                    // Blocks of older views are skipped by their version.
-                    replica.slots(core, start, Lsn(from), true, &mut slots);
-                    left -= slots.len() as i64 * 4096;
-                }
-            }
-        }
-        Ok(Some((view, cursor)))
     }
 
     /// Writes everything that is foldable and recorded in one go: for a clean shutdown, so that

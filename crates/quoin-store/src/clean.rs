@@ -169,7 +169,7 @@ impl Replica {
     ) -> Result<Vec<Candidate>, StoreError> {
         let views = self.views();
         let mut io = self.io(core);
-        let mut live = Vec::new();
+        let (mut live, mut lost) = (Vec::new(), Vec::<Edit>::new());
         for candidate in candidates {
             for (root, newest) in &views {
                 if mutant::is("moved-block-overwrites-a-newer-one") {
@@ -182,7 +182,11 @@ impl Replica {
                 let mut found = [BlockAt::default()];
                 tree::blocks(&mut io, *root, candidate.lba, &mut found)?;
                 if found[0].place == tree::BAD_PLACE {
-                    return Err(StoreError::Damaged("a node of the map"));
+                    let leaf = candidate.lba & !(LEAF_BLOCKS as u64 - 1);
+                    if lost.last().is_none_or(|edit| edit.lba != leaf) {
+                        let change = Change::Renew { node: u64::MAX };
+                        lost.push(Edit { lba: leaf, blocks: 1, change });
+                    }
                 }
                 if found[0].place == candidate.place {
                     live.push(*candidate);
@@ -190,7 +194,12 @@ impl Replica {
                 }
             }
         }
-        Ok(live)
+        if lost.is_empty() {
+            return Ok(live);
+        }
+        // Where the blocks lay is lost with a rotten node; one that cannot be read ends the job.
+        self.update_views(core, &lost, &[])?;
+        self.live_of(core, candidates)
     }
 
     /// `Ok(false)`: the disk refuses to read one of them, so none is moved. What cannot be read
@@ -209,7 +218,7 @@ impl Replica {
             if quoin_core::crc32c(&bytes) != candidate.crc {
                 // It moves with its checksum, so it stays bad until a peer repairs it.
                 let (lba, version) = (candidate.lba, Lsn(candidate.version));
-                core.note_bad(BadBlock { replica: self.identity.guid, lba, version });
+                core.note_bad(BadBlock::block(self.identity.guid, lba, version));
             }
             let Candidate { lba, version, crc, .. } = *candidate;
             blocks.push(MovedBlock { lba, version, crc, bytes: bytes.freeze() });
@@ -244,7 +253,8 @@ impl Replica {
         Ok(true)
     }
 
-    fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
+    /// Writes nodes anew, wherever they are shared.
+    pub fn renew<D: Disk>(&mut self, core: &mut Core<D>, nodes: &[Edit]) -> Result<(), StoreError> {
         self.update_views(core, nodes, &[])
     }
 

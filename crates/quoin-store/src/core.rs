@@ -13,7 +13,7 @@ use crate::api::Tickets;
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::disk::Disk;
 use crate::layout::Superblock;
-use crate::node::{NODE_LENGTH_MAX, Node, NodeRef};
+use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
 use crate::records::{DurableState, Record};
 use crate::ring::Ring;
 use crate::segments::{Allocator, Family};
@@ -43,12 +43,26 @@ impl Default for PoolOptions {
     }
 }
 
-/// A block whose copy failed its checksum: to be fetched from a peer with the same version.
+/// What failed its checksum: to be fetched from a peer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct BadBlock {
     pub replica: ReplicaGuid,
     pub lba: u64,
+    /// 1: the bytes of one block, wanted in the same version. More: the map of this stretch.
+    pub blocks: u32,
     pub version: Lsn,
+}
+
+impl BadBlock {
+    pub fn block(replica: ReplicaGuid, lba: u64, version: Lsn) -> Self {
+        BadBlock { replica, lba, blocks: 1, version }
+    }
+
+    /// The stretch of the map, one leaf, that this block is in.
+    pub fn stretch(replica: ReplicaGuid, lba: u64, newest: Lsn) -> Self {
+        let lba = lba & !(LEAF_BLOCKS as u64 - 1);
+        BadBlock { replica, lba, blocks: LEAF_BLOCKS as u32, version: newest }
+    }
 }
 
 pub struct Core<D> {
@@ -138,6 +152,16 @@ impl<D: Disk> Core<D> {
         }
     }
 
+    /// Whether a node can be read from its media, whatever is cached.
+    pub fn is_whole_on_media(&self, level: u8, node: &NodeRef) -> Result<bool, StoreError> {
+        let block = BLOCK_SIZE as u64;
+        let start = node.place / block * block;
+        let end = node.place.saturating_add(node.length.into()).next_multiple_of(block);
+        self.disk.forget_cached(start, end - start);
+        let bytes = read_node(self, node)?;
+        Ok(bytes.and_then(|b| Node::decode_checked(level, node, &b)).is_some())
+    }
+
     pub fn note_bad(&mut self, bad: BadBlock) {
         const REMEMBERED: usize = 1024;
         if self.bad.len() < REMEMBERED && !self.bad.contains(&bad) {
@@ -199,6 +223,9 @@ pub struct NodeBatch {
 const NODES_PER_BATCH: usize = 96;
 const NODE_BATCH_BYTES: usize = 256 << 10;
 
+/// A node that cannot be read now: nobody's data is lost by waiting.
+pub const UNREADABLE: &str = "a node of the map cannot be read";
+
 /// A replica's view of [`Nodes`].
 pub struct NodeIo<'a, D> {
     pub core: &'a mut Core<D>,
@@ -206,6 +233,8 @@ pub struct NodeIo<'a, D> {
     pub batch: &'a mut NodeBatch,
     /// Blocks that left the map are counted as dead unless a view as new as this may keep them.
     pub kept_through: u64,
+    /// Nodes that cannot be read are taken as lost: a peer's copy is at hand.
+    pub gives_up: bool,
 }
 
 impl<D: Disk> NodeIo<'_, D> {
@@ -310,6 +339,19 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         Ok(written)
     }
 
+    fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError> {
+        // Of a high node the first stretches: the others are found when these are mended.
+        let stretches = if level == 0 { 1 } else { FANOUT as u64 };
+        for lba in (0..stretches).map(|leaf| base + leaf * LEAF_BLOCKS as u64) {
+            self.core.note_bad(BadBlock::stretch(self.family.guid, lba, Lsn(node.newest)));
+        }
+        // Rot does not pass, and what is known to be lost can be mended. A read error may pass:
+        // nothing is given up for it unless a peer's copy is at hand.
+        let unreadable =
+            !self.gives_up && node.is_possible() && read_node(self.core, node)?.is_none();
+        if unreadable { Err(StoreError::Damaged(UNREADABLE)) } else { Ok(()) }
+    }
+
     fn replaced(&mut self, place: u64, version: u64) {
         if quoin_core::mutant::is("trim-frees-nothing") {
             return;
@@ -335,7 +377,7 @@ fn read_node<D: Disk>(core: &Core<D>, node: &NodeRef) -> Result<Option<Vec<u8>>,
     let Some(end) = node.place.checked_add(length as u64).filter(|e| *e <= core.disk.size()) else {
         return Ok(None);
     };
-    if length > NODE_LENGTH_MAX {
+    if !node.is_possible() {
         return Ok(None);
     }
     let first = node.place / block;

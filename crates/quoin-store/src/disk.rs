@@ -44,6 +44,10 @@ pub trait Disk: Send {
     /// Starts writing the range out without waiting and without any promise.
     fn write_out(&self, offset: u64, length: u64);
 
+    /// Forgets what is cached of the range and is on media already, so that the next read shows
+    /// the media. Nothing is promised.
+    fn forget_cached(&self, _offset: u64, _length: u64) {}
+
     /// The range is not needed any more: gives its space back where the disk can. What it reads
     /// as afterwards is not defined; failures are of no consequence.
     fn discard(&self, offset: u64, length: u64);

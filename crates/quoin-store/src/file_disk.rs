@@ -386,6 +386,13 @@ impl Disk for FileDisk {
         }
     }
 
+    fn forget_cached(&self, offset: u64, length: u64) {
+        let advice = rustix::fs::Advice::DontNeed;
+        let length = std::num::NonZeroU64::new(length);
+        // A hint: where it is not taken, what was cached is read.
+        let _ = rustix::fs::fadvise(&self.files.file, offset, length, advice);
+    }
+
     fn discard(&self, offset: u64, length: u64) {
         if self.is_device {
             return;

@@ -175,6 +175,17 @@ impl Superblock {
         Ok(())
     }
 
+    /// How many of the copies of this start do not say what they must.
+    pub fn bad_copies<D: Disk>(&self, disk: &D) -> u32 {
+        let (bytes, slot) = (self.encode(), self.starts % SUPERBLOCKS);
+        let mut buffer = [0; BLOCK_SIZE];
+        let mut differs = |block: u64| {
+            disk.forget_cached(block * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
+            disk.read_at(block * BLOCK_SIZE as u64, &mut buffer).is_err() || buffer != bytes
+        };
+        u32::from(differs(slot)) + u32::from(differs(self.blocks - SUPERBLOCKS + slot))
+    }
+
     /// The newest superblock of either end. A copy that contradicts the disk's size is no copy.
     pub fn read<D: Disk>(disk: &D) -> Result<Self, PoolError> {
         let blocks = disk.size() / BLOCK_SIZE as u64;

@@ -7,6 +7,8 @@
 
 use quoin_core::crc32c;
 
+use crate::tree::LOST_PLACE;
+
 pub const LEAF_SHIFT: u32 = 8;
 pub const LEAF_BLOCKS: usize = 1 << LEAF_SHIFT;
 pub const FANOUT_SHIFT: u32 = 7;
@@ -29,6 +31,13 @@ pub struct NodeRef {
     pub crc: u32,
     /// The newest version inside.
     pub newest: u64,
+}
+
+impl NodeRef {
+    /// Whether a node can be of this length; that of one that is known to be lost is not.
+    pub fn is_possible(&self) -> bool {
+        self.length as usize <= NODE_LENGTH_MAX
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -77,7 +86,8 @@ impl Leaf {
         self.lsns[i] == self.lsns[i - 1]
             && match self.places[i - 1] {
                 0 => self.places[i] == 0,
-                place => self.places[i] == place + 1,
+                // A lost block is a run of its own.
+                place => self.places[i] < LOST_PLACE && self.places[i] == place.wrapping_add(1),
             }
     }
 }

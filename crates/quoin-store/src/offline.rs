@@ -19,6 +19,7 @@ use crate::core::{BadBlock, PoolOptions};
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
 use crate::pool::{Pool, PoolStats, ReplicaStats};
+use crate::scrub::ScrubAt;
 
 /// A disk whose writes stay in memory.
 pub struct Untouched<D> {
@@ -68,6 +69,10 @@ impl<D: Disk> Disk for Untouched<D> {
 
     fn write_out(&self, _offset: u64, _length: u64) {}
 
+    fn forget_cached(&self, offset: u64, length: u64) {
+        self.disk.forget_cached(offset, length);
+    }
+
     fn discard(&self, _offset: u64, _length: u64) {}
 
     fn cookie(&self) -> BootCookie {
@@ -100,13 +105,15 @@ pub struct CheckReport {
     /// About how many bytes were read and compared.
     pub checked_bytes: u64,
     pub bad: Vec<BadBlock>,
+    /// Headers and nodes that are bad on media; no block is lost with them.
+    pub bad_headers: u32,
     /// Replicas whose log or map is damaged, and what of it.
     pub damaged: Vec<(ReplicaGuid, &'static str)>,
 }
 
 impl CheckReport {
     pub fn is_sound(&self) -> bool {
-        self.bad.is_empty() && self.damaged.is_empty()
+        self.bad.is_empty() && self.bad_headers == 0 && self.damaged.is_empty()
     }
 }
 
@@ -146,17 +153,17 @@ pub fn check<D: Disk>(disk: D, mut progress: impl FnMut(u64)) -> Result<CheckRep
         if pool.replica(guid).is_some_and(|r| r.meta().damaged) {
             report.damaged.push((guid, "the replica is marked as damaged"));
         }
-        let mut at = Some((0, 0));
-        while let Some(from) = at {
+        let mut at = Some(ScrubAt::default());
+        while let Some(from) = at.take() {
             match pool.scrub(guid, from, STEP_BYTES) {
-                Ok(next) => at = next,
-                Err(StoreError::Damaged(what)) => {
-                    report.damaged.push((guid, what));
-                    at = None;
+                Ok(done) => {
+                    at = done.next;
+                    report.checked_bytes += done.read_bytes;
+                    report.bad_headers += done.headers;
                 }
+                Err(StoreError::Damaged(what)) => report.damaged.push((guid, what)),
                 Err(error) => return Err(error.into()),
             }
-            report.checked_bytes += STEP_BYTES;
             report.bad.append(&mut pool.take_bad_blocks());
             progress(report.checked_bytes);
         }

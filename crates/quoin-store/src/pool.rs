@@ -177,7 +177,12 @@ impl<D: Disk> Pool<D> {
 
     /// Blocks found bad since the last call, by reads, clean-up or scrub.
     pub fn take_bad_blocks(&mut self) -> Vec<BadBlock> {
-        std::mem::take(&mut self.core.bad)
+        let mut bad = std::mem::take(&mut self.core.bad);
+        // A node may reach beyond the volume's end.
+        bad.retain(|bad| {
+            self.replicas.get(&bad.replica).is_some_and(|r| bad.lba < r.head.volume_blocks)
+        });
+        bad
     }
 
     /// Replicas that background work found damaged since the last call, and what of them. Each
@@ -461,5 +466,9 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         data: &bytes::Bytes,
     ) -> Result<bool, StoreError> {
         self.replica.repair(self.core, lba, version, crc, data)
+    }
+
+    fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
+        self.replica.mend(self.core, lba, slots)
     }
 }

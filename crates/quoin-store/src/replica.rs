@@ -20,7 +20,7 @@ use crate::overlay::{Log, Overlay};
 use crate::records::{LogStart, Record, SnapshotState};
 use crate::segments::Family;
 use crate::shadow::Shadow;
-use crate::tree::{self, BAD_PLACE, BlockAt, Root};
+use crate::tree::{self, BAD_PLACE, BlockAt, LOST_PLACE, Root};
 
 /// Header bytes that a batch may take; more entries become several batches.
 const HEADER_BYTES_MAX: usize = 60 * BLOCK_SIZE;
@@ -89,6 +89,10 @@ pub struct Replica {
     pub dirty: bool,
     /// Its own data is damaged: no background work until it was rebuilt.
     pub set_aside: bool,
+    /// It was set aside for what could not be read: to be tried again.
+    pub may_pass: bool,
+    /// Its log is rotten in a place that only folding makes harmless.
+    pub fold_wanted: bool,
 }
 
 impl Replica {
@@ -123,6 +127,8 @@ impl Replica {
             recount_job: None,
             dirty: false,
             set_aside: false,
+            may_pass: false,
+            fold_wanted: false,
         }
     }
 
@@ -139,7 +145,13 @@ impl Replica {
 
     pub fn io<'a, D: Disk>(&'a mut self, core: &'a mut Core<D>) -> NodeIo<'a, D> {
         let kept_through = self.folded.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0);
-        NodeIo { core, family: &mut self.family, batch: &mut self.nodes, kept_through }
+        NodeIo {
+            core,
+            family: &mut self.family,
+            batch: &mut self.nodes,
+            kept_through,
+            gives_up: false,
+        }
     }
 
     // ---- append and truncate -------------------------------------------------------------
@@ -174,11 +186,12 @@ impl Replica {
         self.check_append(entries)?;
         // Trims are the way out of a full pool, but clean-up needs room to follow them.
         let trims = core.allocator.free_units() > core.allocator.reserve_units / 2;
-        let from_reserve = entries.iter().all(|e| match e.kind {
+        let is_small = |e: &SharedEntry| match e.kind {
             EntryKind::View(_) | EntryKind::DeleteSnapshot { .. } => true,
             EntryKind::Trim => trims,
             _ => false,
-        });
+        };
+        let from_reserve = entries.iter().all(is_small);
         let mut rest = entries;
         while !rest.is_empty() {
             let room = self.family.room(&core.superblock, Stream::Log);
@@ -188,7 +201,17 @@ impl Replica {
                 fits => fits,
             };
             let (now, later) = rest.split_at(count.max(1));
-            self.append_batch(core, now, blocks, from_reserve)?;
+            match self.append_batch(core, now, blocks, from_reserve) {
+                Err(StoreError::Full) if !from_reserve => {
+                    // What frees space must not wait behind what needs some.
+                    let small = now.iter().take_while(|e| is_small(e)).count();
+                    if small > 0 {
+                        self.append_batch(core, &now[..small], 0, true)?;
+                    }
+                    return Err(StoreError::Full);
+                }
+                done => done?,
+            }
             rest = later;
         }
         Ok(())
@@ -444,7 +467,8 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes, upper, frozen, log, .. } = self;
-        let mut io = NodeIo { core, family, batch: nodes, kept_through: u64::MAX };
+        let kept_through = u64::MAX;
+        let mut io = NodeIo { core, family, batch: nodes, kept_through, gives_up: false };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {
@@ -536,8 +560,12 @@ impl Replica {
                 b.place == block.place + *i as u64 && (from == Lsn::ZERO || b.version > from.0)
             });
             match block.place {
-                0 | BAD_PLACE => {
-                    let bad = block.place == BAD_PLACE;
+                0 | BAD_PLACE | LOST_PLACE => {
+                    let bad = block.place != 0;
+                    if bad {
+                        let (guid, newest) = (self.identity.guid, Lsn(block.version));
+                        core.note_bad(BadBlock::stretch(guid, first_lba, newest));
+                    }
                     let content = if bad { Content::Bad } else { Content::Hole };
                     let version = Lsn(block.version);
                     push_slot(out, Slot { lba: first_lba, blocks: 1, version, content });
@@ -585,7 +613,7 @@ impl Replica {
             let content = match crc32c(&data) == crc {
                 true => Content::Data { crc, data },
                 false => {
-                    core.note_bad(BadBlock { replica: self.identity.guid, lba, version });
+                    core.note_bad(BadBlock::block(self.identity.guid, lba, version));
                     Content::Bad
                 }
             };

@@ -127,6 +127,21 @@ impl Ring {
         })
     }
 
+    /// How many blocks of the records that count are bad in one of their copies.
+    pub fn bad_copies<D: Disk>(&self, disk: &D) -> u32 {
+        let mut buffer = vec![0; BLOCK_SIZE];
+        let mut bad = 0;
+        for (copy, index) in (0..2).flat_map(|copy| (0..self.next).map(move |i| (copy, i))) {
+            let offset = self.block_of(copy, self.generation % 2, index) * BLOCK_SIZE as u64;
+            disk.forget_cached(offset, BLOCK_SIZE as u64);
+            let read = disk.read_at(offset, &mut buffer).is_ok();
+            let block = decode(&buffer).filter(|_| read);
+            let good = block.is_some_and(|b| (b.generation, b.index) == (self.generation, index));
+            bad += u32::from(!good);
+        }
+        bad
+    }
+
     /// Appends a record to both copies; `Ok(false)`: no room, restate first.
     pub fn append<D: Disk>(&mut self, disk: &D, record: &[u8]) -> Result<bool, StoreError> {
         let blocks = record.len().div_ceil(PAYLOAD).max(1) as u32;

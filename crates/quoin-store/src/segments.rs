@@ -137,6 +137,13 @@ pub struct Family {
     pub changes: u64,
 }
 
+impl Segment {
+    /// Its first block, as it was written when the segment was opened.
+    pub fn header(&self, superblock: &Superblock, guid: ReplicaGuid) -> Vec<u8> {
+        segment_header(superblock, guid, &self.state)
+    }
+}
+
 impl Family {
     pub fn new(guid: ReplicaGuid, volume_blocks: u64) -> Self {
         Family {

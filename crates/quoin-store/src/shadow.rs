@@ -480,12 +480,13 @@ impl Replica {
         let Some(block) = core.found.first().copied() else { return Ok(false) };
         let same = (block.version, block.crc) == (version.0, crc)
             || mutant::is("repair-of-another-version");
-        if !same || matches!(block.place, 0 | tree::BAD_PLACE) || quoin_core::crc32c(data) != crc {
+        let unplaced = matches!(block.place, 0 | tree::BAD_PLACE | tree::LOST_PLACE);
+        if !same || unplaced || quoin_core::crc32c(data) != crc {
             return Ok(false);
         }
         // The same version with the same checksum: nothing good can be overwritten by it.
         core.write(block.place, &[std::io::IoSlice::new(data)])?;
-        let bad = crate::core::BadBlock { replica: self.identity.guid, lba, version };
+        let bad = crate::core::BadBlock::block(self.identity.guid, lba, version);
         core.bad.retain(|b| *b != bad);
         Ok(true)
     }

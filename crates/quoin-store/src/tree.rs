@@ -17,6 +17,9 @@ use crate::node::{
 pub trait Nodes {
     /// `Ok(None)`: the node is damaged.
     fn load(&mut self, level: u8, node: &NodeRef) -> Result<Option<Arc<Node>>, StoreError>;
+    /// An update met a damaged node over the LBAs from `base` on. `Ok`: a lost one takes its
+    /// place; an error ends the update.
+    fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError>;
     fn write(&mut self, level: u8, base: u64, node: Node) -> Result<NodeRef, StoreError>;
     /// A data block is no longer at this place in the tree that was updated.
     fn replaced(&mut self, place: u64, version: u64);
@@ -53,6 +56,20 @@ pub struct BlockAt {
 }
 
 pub const BAD_PLACE: u64 = u64::MAX;
+/// The place of a block in a leaf that took the place of a damaged one: what it held is unknown.
+pub const LOST_PLACE: u64 = u64::MAX - 1;
+
+/// What stands where a damaged node was: every block under it is known to be lost, and can be
+/// mended or overwritten one by one. No node that can be read is ever this long.
+fn lost(level: u8, newest: u64) -> Node {
+    if level == 0 {
+        let mut leaf = Leaf::hole(newest);
+        leaf.places.fill(LOST_PLACE);
+        return Node::Leaf(leaf);
+    }
+    let child = NodeRef { place: 0, length: u32::MAX, crc: 0, newest };
+    Node::Interior(Box::new([Child::Node(child); FANOUT]))
+}
 
 /// One change of a map. Edits are handed over in ascending order and do not overlap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -137,20 +154,31 @@ impl<N: Nodes> Walk<'_, N> {
         range: std::ops::Range<usize>,
         memo: &mut Option<&mut Memo>,
     ) -> Result<Child, StoreError> {
+        let mut is_lost = false;
         let old = match child {
             Child::Hole(_) => None,
             Child::Node(node) => {
-                if let Some(known) = memo.as_ref().and_then(|m| m.get(&node.place)) {
+                // Lost nodes have no place of their own.
+                let shared = memo.as_ref().filter(|_| node.place != 0);
+                if let Some(known) = shared.and_then(|m| m.get(&node.place)) {
                     return Ok(*known);
                 }
-                let loaded = self.nodes.load(level, &node)?;
-                Some((node, loaded.ok_or(StoreError::Damaged("a node of the map"))?))
+                let loaded = match self.nodes.load(level, &node)? {
+                    Some(loaded) => loaded,
+                    None => {
+                        self.nodes.damaged(level, base, &node)?;
+                        is_lost = true;
+                        Arc::new(lost(level, node.newest))
+                    }
+                };
+                Some((node, loaded))
             }
         };
-        let renew = old.as_ref().is_some_and(|(node, _)| {
-            let edits = &self.edits[range.clone()];
-            edits.iter().any(|e| e.change == Change::Renew { node: node.place })
-        });
+        let renew = is_lost
+            || old.as_ref().is_some_and(|(node, _)| {
+                let edits = &self.edits[range.clone()];
+                edits.iter().any(|e| e.change == Change::Renew { node: node.place })
+            });
         let version = if let Child::Hole(version) = child { version } else { 0 };
         let new = if level == 0 {
             let mut leaf = match old.as_ref().map(|(_, n)| &**n) {
@@ -357,6 +385,24 @@ pub fn blocks(
     Ok(())
 }
 
+/// The nodes from the root to the leaf over an LBA, each with its level and first LBA.
+pub fn path(
+    nodes: &mut impl Nodes,
+    root: Root,
+    lba: u64,
+) -> Result<Vec<(u8, u64, NodeRef)>, StoreError> {
+    let (mut child, mut level, mut path) = (root.child, root.level, Vec::new());
+    while let Child::Node(node) = child {
+        path.push((level, lba & !(span(level) - 1), node));
+        let Some(below) = level.checked_sub(1) else { break };
+        let Some(loaded) = nodes.load(level, &node)? else { break };
+        let Node::Interior(children) = &*loaded else { break };
+        level = below;
+        child = children[(lba / span(level)) as usize % FANOUT];
+    }
+    Ok(path)
+}
+
 enum Found {
     Hole(u64),
     Leaf(Arc<Node>),
@@ -396,11 +442,16 @@ mod tests {
     struct InMemory {
         nodes: Vec<Arc<Node>>,
         replaced: Vec<u64>,
+        damaged: Vec<u64>,
     }
 
     impl Nodes for InMemory {
         fn load(&mut self, _: u8, node: &NodeRef) -> Result<Option<Arc<Node>>, StoreError> {
             Ok(self.nodes.get(node.place as usize).cloned())
+        }
+        fn damaged(&mut self, _: u8, base: u64, _: &NodeRef) -> Result<(), StoreError> {
+            self.damaged.push(base);
+            Ok(())
         }
         fn write(&mut self, _: u8, _: u64, node: Node) -> Result<NodeRef, StoreError> {
             let newest = node.newest();

@@ -8,8 +8,8 @@ use bytes::Bytes;
 use common::{BLOCKS, GUID, World, options};
 use quoin_core::message::{Content, ReadView};
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::{Lsn, ReplicaGuid, crc32c};
-use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_core::{Lsn, crc32c};
+use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -183,9 +183,9 @@ fn the_scrub_finds_rot_and_a_repair_with_the_same_version_mends_it() {
         let block = written[rng.random_range(0..written.len())];
         disk.rot(block * 4096 + 2000, 0x10);
         let Ok(mut pool) = Pool::open(disk, options()) else { continue };
-        let mut at = Some((0, 0));
+        let mut at = Some(ScrubAt::default());
         while let Some(from) = at {
-            at = pool.scrub(GUID, from, 1 << 20).expect("a scrub");
+            at = pool.scrub(GUID, from, 1 << 20).expect("a scrub").next;
         }
         let bad = pool.take_bad_blocks();
         for found in bad {
@@ -306,43 +306,134 @@ fn workload(limit: Option<u64>) -> World {
     world
 }
 
+/// Every live block; those that cannot be read are left out.
+fn live(pool: &mut Pool<MemoryDisk>, lba: u64, blocks: u32) -> Vec<quoin_core::message::Slot> {
+    let mut slots = Vec::new();
+    let mut replica = pool.replica(GUID).expect("it");
+    replica.read(ReadView::Live, lba, blocks, true, &mut slots).expect("a read");
+    slots
+}
+
+type Flat = [(u64, u64, Option<Bytes>)];
+
+fn assert_same(at: &str, rotten: u64, got: &Flat, wanted: &Flat) {
+    for (got, wanted) in got.iter().zip(wanted) {
+        let (lba, is, was) = (got.0, got.1, wanted.1);
+        assert!(got == wanted, "{at}, {rotten} rotten: block {lba} has version {is}, not {was}");
+    }
+}
+
+/// A damaged node of the map costs no more than the blocks under it: folding goes on, no other
+/// replica and no other block is touched, and a peer's slots make it whole again.
 #[test]
-fn background_work_leaves_a_damaged_replica_aside_and_goes_on_with_the_others() {
-    let mut world = lived_in(13);
-    let other = ReplicaGuid(0xbeef);
-    let history = world.history.clone();
-    let pool = world.pool();
-    pool.create(common::identity(other), ReplicaMeta::default(), BLOCKS).expect("room");
-    pool.replica(other).expect("it").append(&history).expect("room");
-    pool.request_sync();
-    common::sync(pool);
+fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() {
+    let mut world = World::without_reverts(17, 32 << 20);
+    for round in 0..6 {
+        (0..10).for_each(|_| world.append());
+        let stable = Lsn(world.history.len() as u64);
+        world.pool().replica(GUID).expect("it").set_stable(stable);
+        if round < 4 {
+            world.pool().settle().expect("folded");
+        }
+    }
+    world.begin_sync();
+    world.finish_sync();
+    let mut replica = world.pool().replica(GUID).expect("it");
+    let meta = replica.meta().clone();
+    replica.put_meta(meta).expect("the metadata says how far the log must reach");
+    world.pool().request_sync();
+    common::sync(world.pool());
+    let mut peer = Pool::open(world.disk.fork(), options()).expect("whole");
+    let size = peer.replica(GUID).expect("it").state().volume_blocks;
     world.pool = None;
+    let (mut stretches, mut blocks, mut headers) = (0, 0, 0);
+    // All nodes of the map, and some of everything else.
+    let holds_nodes = |block: u64| {
+        let mut before = vec![0; 4096];
+        world.disk.read_at((block - 1) * 4096, &mut before).expect("a read");
+        before.starts_with(b"QBAT") && before[18] == 2
+    };
     let written = world.disk.written_blocks();
-    let mut set_aside = 0;
-    for block in written {
+    let sample = written.into_iter().filter(|b| *b > 0 && (b % 7 == 0 || holds_nodes(*b)));
+    for block in sample {
         let disk = world.disk.fork();
         (0..4096).step_by(64).for_each(|within| disk.rot(block * 4096 + within, 1));
         let options = PoolOptions { checkpoint_bytes: 0, log_keep_bytes: 0, ..options() };
         let mut pool = Pool::open(disk, options).expect("the metadata has two copies");
-        for guid in [GUID, other] {
-            pool.replica(guid).expect("it").set_stable(Lsn(u64::MAX));
+        if pool.replica(GUID).expect("it").meta().damaged {
+            // The log that a recovery needs: the replica is rebuilt whole.
+            continue;
         }
-        for _ in 0..20 {
-            pool.background(8 << 20).expect("the damage of one replica is not the pool's");
+        let stable = peer.replica(GUID).expect("it").state().position.lsn;
+        pool.replica(GUID).expect("it").set_stable(stable);
+        for _ in 0..10 {
+            pool.background(8 << 20).expect("the damage of one node is not the pool's");
             common::sync(&mut pool);
         }
-        let damaged = pool.take_damaged();
-        if damaged.iter().any(|(guid, _)| *guid == GUID) {
-            set_aside += 1;
-            let state = pool.replica(other).expect("it").state();
-            assert!(state.stable > Lsn::ZERO);
-            assert_eq!(state.base, state.stable, "the other one's log was folded");
-            assert!(pool.background_due() <= Due::Relaxed, "no work is asked for in vain");
-            assert_eq!(pool.take_damaged(), [], "told once");
+        assert_eq!(pool.take_damaged(), [], "a node of the map is no reason to rebuild it all");
+        assert!(pool.background_due() <= Due::Relaxed, "no work is asked for in vain");
+        // What was found while folding is found again by the scrub.
+        for _ in 0..3 {
+            let mut at = Some(ScrubAt::default());
+            while let Some(from) = at {
+                let done = pool.scrub(GUID, from, 1 << 20).expect("a scrub");
+                at = done.next;
+                headers += done.headers;
+            }
+            for bad in pool.take_bad_blocks() {
+                let count = (size - bad.lba).min(bad.blocks.into()) as u32;
+                let slots = live(&mut peer, bad.lba, count);
+                let mut replica = pool.replica(GUID).expect("it");
+                if bad.blocks > 1 {
+                    stretches += u32::from(replica.mend(bad.lba, &slots) == Ok(true));
+                } else if let Content::Data { crc, data } = &slots[0].content {
+                    let done = replica.repair(bad.lba, slots[0].version, *crc, data);
+                    blocks += u32::from(done == Ok(true));
+                }
+            }
+            pool.background(8 << 20).expect("it goes on");
+            common::sync(&mut pool);
+        }
+        let whole = common::flat(&live(&mut peer, 0, size as u32));
+        assert_same("in memory", block, &common::flat(&live(&mut pool, 0, size as u32)), &whole);
+        // And on media.
+        pool.settle().expect("recorded");
+        let mut again = Pool::open(pool.disk().fork(), PoolOptions::default()).expect("a pool");
+        let state = again.replica(GUID).expect("it").state();
+        assert_eq!(state.position, peer.replica(GUID).expect("it").state().position, "{block}");
+        assert_same("on media", block, &common::flat(&live(&mut again, 0, size as u32)), &whole);
+    }
+    println!("{stretches} stretches mended, {blocks} blocks repaired, {headers} headers");
+    assert!(stretches > 2 && blocks > 5, "the test hit too little");
+}
+
+#[test]
+fn rot_in_superblock_ring_and_segment_headers_is_written_again_by_the_scrub() {
+    let mut world = lived_in(19);
+    world.pool().settle().expect("folded");
+    let blocks = world.disk.size() / 4096;
+    let mut mended = 0;
+    let starts = world.pool().starts();
+    world.disk.rot((starts % 2) * 4096 + 20, 4);
+    assert_eq!(world.pool().scrub_metadata(), Ok(1), "one copy of the superblock");
+    for block in [2, blocks - 2 - 8] {
+        world.disk.rot(block * 4096 + 30, 1);
+        mended += world.pool().scrub_metadata().expect("room");
+    }
+    assert_eq!(world.pool().scrub_metadata(), Ok(0), "all is whole again ({mended} mended)");
+    let mut headers = 0;
+    for block in world.disk.written_blocks() {
+        let mut bytes = vec![0; 4096];
+        world.disk.read_at(block * 4096, &mut bytes).expect("a read");
+        if bytes.starts_with(b"QUOINSEG") {
+            world.disk.rot(block * 4096 + 50, 1);
+            headers += 1;
         }
     }
-    println!("set aside in {set_aside} of the cases");
-    assert!(set_aside > 0, "the test hit no node of the map");
+    let done = world.pool().scrub(GUID, ScrubAt::default(), u64::MAX).expect("a scrub");
+    assert!(headers > 0 && done.headers > 0 && done.next.is_none());
+    let done = world.pool().scrub(GUID, ScrubAt::default(), u64::MAX).expect("a scrub");
+    assert_eq!(done.headers, 0);
 }
 
 /// A sync failed and the process was killed before it could write that down: the same boot, the

@@ -74,7 +74,7 @@ impl Control {
                             format!("out of reach ({})", status.message())
                         }
                     };
-                    self.options.metrics.0.health.set("controller", Some(why));
+                    self.options.metrics.health.set("controller", Some(why));
                     false
                 }
                 _ = shutdown.wait_for(|down| *down) => true,
@@ -90,7 +90,7 @@ impl Control {
         let mut client = AgentClient::new(self.channel.clone());
         let request = WatchNodeRequest { node: self.options.node.clone() };
         let mut assignments = client.watch_node(request).await?.into_inner();
-        self.options.metrics.0.health.set("controller", None);
+        self.options.metrics.health.set("controller", None);
         // One that has just started knows nothing of what is served here.
         self.changed.notify_one();
         while let Some(message) = assignments.message().await? {
@@ -351,7 +351,7 @@ impl Control {
                 standing.push((self.name_of(id), status));
             }
         }
-        self.options.metrics.0.stand(&standing);
+        self.options.metrics.stand(&standing);
         // Of volumes that are not served any more; told with another's report.
         self.notices.restore(notices);
     }

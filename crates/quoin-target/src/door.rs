@@ -141,7 +141,7 @@ impl Door {
             tokio::task::spawn_blocking(move || {
                 let _permit = permit;
                 if let Err(why) = hear(socket.into_std(), policy, &control) {
-                    control.options.metrics.0.refused_client();
+                    control.options.metrics.refused_client();
                     tracing::info!(%from, why, "an NBD client was turned away");
                 }
             });

@@ -52,17 +52,7 @@ pub struct Options {
     /// Serve the volumes over TCP too.
     pub nbd: Option<door::NbdOptions>,
     /// Made by the caller, who shows it.
-    pub metrics: MetricsHandle,
-}
-
-/// Metrics of a target, with a name that `Options` can show.
-#[derive(Clone)]
-pub struct MetricsHandle(pub Metrics);
-
-impl std::fmt::Debug for MetricsHandle {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Metrics")
-    }
+    pub metrics: Metrics,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -107,7 +97,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     for n in 0..count {
         let reach =
             Reach::Tls { identity: identity.clone(), mode: Mode::remembered(identity.dir()) };
-        let metrics = options.metrics.0.clone();
+        let metrics = options.metrics.clone();
         let (shard, handle) = Shard::new(reach, asks.clone(), notices.clone(), metrics)?;
         let thread =
             std::thread::Builder::new().name(format!("shard-{n}")).spawn(move || shard.run())?;

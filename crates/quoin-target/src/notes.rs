@@ -54,6 +54,13 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
                 if repaired { "repaired from another replica" } else { "not repaired yet" };
             (Warning, "BadBlock", format!("a bad copy of block {lba} was found, {outcome}"))
         }
+        TargetNote::MapMended { member, lba, blocks, done: true } => {
+            replica = member.id.to_string();
+            let what = format!("the map of {blocks} blocks from block {lba} on was bad");
+            (Warning, "MapRepaired", format!("{what}, repaired from another replica"))
+        }
+        // Tried again, or whole since: the pool tells what stays bad.
+        TargetNote::MapMended { done: false, .. } => return,
         TargetNote::BlockLost { lba } => (
             Error,
             "BlockLost",

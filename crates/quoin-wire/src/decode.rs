@@ -16,7 +16,7 @@ use quoin_core::ids::{
 };
 use quoin_core::membership::Membership;
 use quoin_core::message::{
-    Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FromReplica, IncrementEnd, OpenAck, Ping,
+    BadCopy, Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FromReplica, IncrementEnd, OpenAck, Ping,
     ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica,
 };
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
@@ -70,8 +70,8 @@ impl Body {
         Ok(match kind {
             kind::HELLO => Frame::Hello(Hello::decode(&mut self.head)?),
             kind::WELCOME => Frame::Welcome(Welcome::decode(&mut self.head)?),
-            kind::OPEN..=kind::CLOSE => Frame::ToReplica(self.message_to_replica(kind)?),
-            kind::OPEN_ACK..=kind::FAILED => Frame::FromReplica(self.message_from_replica(kind)?),
+            kind::OPEN..=kind::MEND => Frame::ToReplica(self.message_to_replica(kind)?),
+            kind::OPEN_ACK..=kind::ROOM => Frame::FromReplica(self.message_from_replica(kind)?),
             _ => return Err(WireError::Kind(kind)),
         })
     }
@@ -147,6 +147,12 @@ impl Body {
                 let data = self.block()?;
                 ToReplica::Repair { lba, version, crc, data }
             }
+            kind::MEND => ToReplica::Mend {
+                lba: self.lba()?,
+                blocks: self.head.u32("mend")?,
+                at: self.lsn()?,
+                slots: self.slots()?,
+            },
             kind::CLOSE => ToReplica::Close,
             _ => return Err(WireError::Kind(kind)),
         })
@@ -229,6 +235,18 @@ impl Body {
                 version: self.lsn()?,
                 done: self.head.bool("done flag")?,
             },
+            kind::MENDED => FromReplica::Mended {
+                lba: self.lba()?,
+                blocks: self.head.u32("mended")?,
+                done: self.head.bool("done flag")?,
+            },
+            kind::NO_ROOM => FromReplica::NoRoom { applied: self.lsn()? },
+            kind::ROOM => FromReplica::Room { short: self.head.bool("room flag")? },
+            kind::BAD_COPY => FromReplica::BadCopy(BadCopy {
+                lba: self.lba()?,
+                blocks: self.head.u32("bad copy")?,
+                version: self.lsn()?,
+            }),
             kind::CLOSED => FromReplica::Closed,
             kind::FAILED => FromReplica::Failed(self.failure()?),
             _ => return Err(WireError::Kind(kind)),

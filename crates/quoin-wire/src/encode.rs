@@ -270,6 +270,13 @@ pub fn to_replica(
             frame.data.push(data.clone());
             kind::REPAIR
         }
+        ToReplica::Mend { lba, blocks, at, slots } => {
+            out.put_u64_le(*lba);
+            out.put_u32_le(*blocks);
+            out.put_u64_le(at.0);
+            frame.slots(slots);
+            kind::MEND
+        }
         ToReplica::Close => kind::CLOSE,
     };
     frame.finish(session, kind)?;
@@ -367,6 +374,26 @@ pub fn from_replica(
             out.put_u64_le(version.0);
             out.put_flag(*done);
             kind::REPAIRED
+        }
+        FromReplica::Mended { lba, blocks, done } => {
+            out.put_u64_le(*lba);
+            out.put_u32_le(*blocks);
+            out.put_flag(*done);
+            kind::MENDED
+        }
+        FromReplica::NoRoom { applied } => {
+            out.put_u64_le(applied.0);
+            kind::NO_ROOM
+        }
+        FromReplica::Room { short } => {
+            out.put_flag(*short);
+            kind::ROOM
+        }
+        FromReplica::BadCopy(copy) => {
+            out.put_u64_le(copy.lba);
+            out.put_u32_le(copy.blocks);
+            out.put_u64_le(copy.version.0);
+            kind::BAD_COPY
         }
         FromReplica::Closed => kind::CLOSED,
         FromReplica::Failed(why) => {

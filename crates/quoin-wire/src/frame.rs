@@ -180,6 +180,7 @@ pub mod kind {
     pub const INCREMENT_COMMIT: u8 = 12;
     pub const REPAIR: u8 = 13;
     pub const CLOSE: u8 = 14;
+    pub const MEND: u8 = 15;
 
     pub const OPEN_ACK: u8 = 65;
     pub const REFUSE: u8 = 66;
@@ -193,6 +194,10 @@ pub mod kind {
     pub const REPAIRED: u8 = 74;
     pub const CLOSED: u8 = 75;
     pub const FAILED: u8 = 76;
+    pub const BAD_COPY: u8 = 77;
+    pub const MENDED: u8 = 78;
+    pub const NO_ROOM: u8 = 79;
+    pub const ROOM: u8 = 80;
 
     pub const HELLO: u8 = 128;
     pub const WELCOME: u8 = 129;

@@ -226,6 +226,8 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
             crc: crc32c(&data),
             data
         }),
+        (0..1u64 << 44, any::<u32>(), lsn(), slots())
+            .prop_map(|(lba, blocks, at, slots)| ToReplica::Mend { lba, blocks, at, slots }),
         Just(ToReplica::Close),
     ]
 }
@@ -286,6 +288,13 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
             .prop_map(|(rebuild, position)| FromReplica::IncrementDone { rebuild, position }),
         (0..1u64 << 44, lsn(), any::<bool>())
             .prop_map(|(lba, version, done)| FromReplica::Repaired { lba, version, done }),
+        (0..1u64 << 44, any::<u32>(), any::<bool>())
+            .prop_map(|(lba, blocks, done)| FromReplica::Mended { lba, blocks, done }),
+        lsn().prop_map(|applied| FromReplica::NoRoom { applied }),
+        any::<bool>().prop_map(|short| FromReplica::Room { short }),
+        (0..1u64 << 44, any::<u32>(), lsn()).prop_map(|(lba, blocks, version)| {
+            FromReplica::BadCopy(BadCopy { lba, blocks, version })
+        }),
         Just(FromReplica::Closed),
         Just(FromReplica::Failed(Failure::Stopping)),
     ]
@@ -348,12 +357,12 @@ fn has_a_bad_block(frame: &Frame) -> bool {
         Frame::ToReplica(ToReplica::Append { entries, .. }) => {
             entries.iter().any(|entry| !entry.data_is_good())
         }
-        Frame::ToReplica(ToReplica::IncrementFeed { slots, .. }) => {
-            slots.iter().any(|slot| match &slot.content {
-                Content::Data { crc, data } => crc32c(data) != *crc,
-                Content::Hole | Content::Bad => false,
-            })
-        }
+        Frame::ToReplica(
+            ToReplica::IncrementFeed { slots, .. } | ToReplica::Mend { slots, .. },
+        ) => slots.iter().any(|slot| match &slot.content {
+            Content::Data { crc, data } => crc32c(data) != *crc,
+            Content::Hole | Content::Bad => false,
+        }),
         Frame::ToReplica(ToReplica::Repair { crc, data, .. }) => crc32c(data) != *crc,
         _ => false,
     }

@@ -7,7 +7,7 @@ use std::future::Future;
 
 use crate::client::ClientOptions;
 use crate::output::{self, Format};
-use crate::{demo, dev, events, listing, offline, roles, tokens, volume};
+use crate::{demo, dev, events, listing, offline, roles, scrub, tokens, volume};
 
 /// Replicated block storage for containers.
 ///
@@ -125,6 +125,9 @@ impl Cli {
             Command::Pool(listing::PoolCommand::Check(options)) => offline::check(&options, format),
             Command::Pool(listing::PoolCommand::Export(options)) => {
                 offline::export(&options, format)
+            }
+            Command::Pool(listing::PoolCommand::Scrub(options)) => {
+                wait_for(scrub::run(options, &client, format))
             }
             Command::Pool(listing::PoolCommand::List) => wait_for(listing::pools(&client, format)),
             Command::Node(listing::NodeCommand::List) => wait_for(listing::nodes(&client, format)),

@@ -28,6 +28,10 @@ pub enum PoolCommand {
     /// The pools, their state and their space.
     #[command(visible_alias = "ls")]
     List,
+    /// Read all that a pool holds, compare it with its checksums, and have what is bad repaired
+    /// from the other replicas; by itself each pool does so once a week.
+    #[command(after_help = "Example:\n  quoin pool scrub shelf-3 --wait")]
+    Scrub(crate::scrub::ScrubOptions),
     /// Serve the replicas in one pool.
     #[command(after_help = "Example:\n  QUOIN_JOIN_TOKEN=… quoin pool run --name shelf-3 \\\n    \
         --state /var/lib/quoin/shelf-3 --data /dev/sdb --controller control:7400")]
@@ -178,6 +182,7 @@ struct PoolView {
     free_bytes: u64,
     replicas: u32,
     message: String,
+    scrub: crate::scrub::ScrubView,
 }
 
 impl From<Pool> for PoolView {
@@ -193,13 +198,15 @@ impl From<Pool> for PoolView {
             free_bytes: pool.free_bytes,
             replicas: pool.replicas,
             message: pool.message,
+            scrub: pool.scrub.unwrap_or_default().into(),
         }
     }
 }
 
 impl Row for PoolView {
     const HEADER: &'static [&'static str] = &[
-        "NAME", "NODE", "STATE", "CAPACITY", "USED", "FREE", "REPLICAS", "MESSAGE", "ADDRESS", "ID",
+        "NAME", "NODE", "STATE", "CAPACITY", "USED", "FREE", "REPLICAS", "MESSAGE", "SCRUB",
+        "ADDRESS", "ID",
     ];
     const NARROW: usize = 8;
 
@@ -213,6 +220,7 @@ impl Row for PoolView {
             show_size(self.free_bytes),
             self.replicas.to_string(),
             self.message.clone(),
+            self.scrub.sentence(),
             self.address.clone(),
             self.id.clone(),
         ]

@@ -14,6 +14,7 @@ mod listing;
 mod offline;
 mod output;
 mod roles;
+mod scrub;
 mod size;
 mod tokens;
 mod volume;

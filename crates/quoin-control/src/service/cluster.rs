@@ -162,6 +162,15 @@ impl Cluster for Services {
         Ok(Response::new(ListPoolsResponse { pools: self.controller.pool_messages() }))
     }
 
+    async fn scrub_pool(
+        &self,
+        request: Request<ScrubPoolRequest>,
+    ) -> Result<Response<ScrubPoolResponse>, Status> {
+        self.manage(&request)?;
+        let request = self.controller.request_scrub(&request.get_ref().pool).await?;
+        Ok(Response::new(ScrubPoolResponse { request }))
+    }
+
     async fn list_nodes(
         &self,
         request: Request<ListNodesRequest>,

@@ -11,7 +11,7 @@ pub mod store;
 
 use crate::ids::SessionKey;
 use crate::membership::RETIRED_MAX;
-use crate::message::{Failure, FromReplica, OpenAck, ToReplica};
+use crate::message::{BadCopy, Failure, FromReplica, OpenAck, ToReplica};
 use crate::mutant;
 use crate::time::Time;
 use crate::{Durability, Epoch, Incarnation, Lsn};
@@ -40,6 +40,13 @@ pub enum ReplicaEvent {
     Timer,
     /// Work of the store outside of any session found this replica's own data damaged.
     Damaged(&'static str),
+    /// The pool found a bad copy outside of any read: another member's is asked for, if a target
+    /// feeds this replica now.
+    BadCopy(BadCopy),
+    /// The pool has become short of room, or has room again. Told once more for each session.
+    Room {
+        short: bool,
+    },
     /// The pool is going down: say so to the target and take nothing more.
     Shutdown,
 }
@@ -75,6 +82,14 @@ pub enum ReplicaNote {
     Rebuilt {
         position: crate::Position,
     },
+    /// Another member's copy came for what was bad here; not `done`: it was overwritten since,
+    /// or cannot be mended now.
+    Repaired {
+        lba: u64,
+        /// The map of the stretch that begins there, not the block.
+        whole_map: bool,
+        done: bool,
+    },
     /// A peer sent what an invariant forbids; the session was ended. Names the invariant.
     InvariantRefused(&'static str),
 }
@@ -107,6 +122,8 @@ pub struct Replica {
     pending: Option<PendingOpen>,
     session: Option<Session>,
     timer: Option<Time>,
+    /// The pool is short of room.
+    short: bool,
 }
 
 impl Replica {
@@ -129,12 +146,18 @@ impl Replica {
             pending: None,
             session: None,
             timer: None,
+            short: false,
         }
     }
 
     /// Whether a target has it open now.
     pub fn is_open(&self) -> bool {
         self.session.is_some()
+    }
+
+    /// Whether a target feeds it now, so that it can be asked for good copies.
+    pub fn is_fed(&self) -> bool {
+        self.session.as_ref().is_some_and(Session::is_fed)
     }
 
     pub fn is_continuous(&self) -> bool {
@@ -185,6 +208,17 @@ impl Replica {
                 self.answer_open(now, store, actions);
             }
             ReplicaEvent::Damaged(what) => self.damaged(what, store, actions),
+            ReplicaEvent::BadCopy(copy) => {
+                if let Some(session) = &self.session {
+                    session.ask_for(copy, actions);
+                }
+            }
+            ReplicaEvent::Room { short } => {
+                self.short = short;
+                if let Some(session) = &self.session {
+                    session.tell_room(short, actions);
+                }
+            }
             ReplicaEvent::Shutdown => self.end_all(Failure::Stopping, store, actions),
         }
     }
@@ -354,6 +388,9 @@ impl Replica {
             session: pending.key,
             message: FromReplica::OpenAck(Box::new(ack)),
         });
+        if self.short {
+            session.tell_room(true, actions);
+        }
         actions.push(ReplicaAction::Note(ReplicaNote::Opened { session: pending.key }));
         self.session = Some(session);
     }

@@ -7,7 +7,9 @@ use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
 use crate::entry::{EntryKind, SharedEntry, View};
 use crate::ids::SessionKey;
 use crate::membership::Member;
-use crate::message::{FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToReplica};
+use crate::message::{
+    BadCopy, FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToReplica, covers,
+};
 use crate::mutant;
 use crate::step::Step;
 use crate::time::Time;
@@ -99,6 +101,8 @@ pub(super) struct Session {
     ping: Ping,
     acknowledgement_due: bool,
     closing: bool,
+    /// The last entries found no room.
+    full: bool,
 }
 
 impl Session {
@@ -117,6 +121,7 @@ impl Session {
             ping: Ping(0),
             acknowledgement_due: false,
             closing: false,
+            full: false,
         }
     }
 
@@ -144,7 +149,7 @@ impl Session {
             ToReplica::Truncate { keep, tip } => self.truncate(keep, tip, store)?,
             ToReplica::Append { entries, stable, sync, ping } => {
                 self.ping = self.ping.max(ping);
-                let waits = self.append(&entries, boot, continuous, store)?;
+                let waits = self.append(&entries, boot, continuous, store, actions)?;
                 // What waits for its sync is answered once, when that is done.
                 self.acknowledgement_due |= !waits;
                 self.set_stable(stable, store);
@@ -232,6 +237,24 @@ impl Session {
                 }
                 let done = store.repair(lba, version, crc, &data)?;
                 self.send(FromReplica::Repaired { lba, version, done }, actions);
+                actions.push(ReplicaAction::Note(ReplicaNote::Repaired {
+                    lba,
+                    whole_map: false,
+                    done,
+                }));
+            }
+            ToReplica::Mend { lba, blocks, at, slots } => {
+                if !covers(&slots, lba, blocks) || !slots.iter().all(|s| s.is_good(at)) {
+                    return Err(Fault::Protocol("mend data"));
+                }
+                // What the source had applied and this replica has not may hide what was before.
+                let done = at <= self.applied && store.mend(lba, &slots)?;
+                self.send(FromReplica::Mended { lba, blocks, done }, actions);
+                actions.push(ReplicaAction::Note(ReplicaNote::Repaired {
+                    lba,
+                    whole_map: true,
+                    done,
+                }));
             }
             ToReplica::Close => return self.close(*continuous, store),
         }
@@ -312,6 +335,21 @@ impl Session {
         actions.push(ReplicaAction::Send { connection, session, message });
     }
 
+    /// The first Truncate was handled: what comes now is one history.
+    pub fn is_fed(&self) -> bool {
+        self.tip.is_some() && !self.closing
+    }
+
+    pub fn ask_for(&self, copy: BadCopy, actions: &mut Vec<ReplicaAction>) {
+        if self.is_fed() {
+            self.send(FromReplica::BadCopy(copy), actions);
+        }
+    }
+
+    pub fn tell_room(&self, short: bool, actions: &mut Vec<ReplicaAction>) {
+        self.send(FromReplica::Room { short }, actions);
+    }
+
     fn saw(&mut self, ping: Ping) {
         self.ping = self.ping.max(ping);
         self.acknowledgement_due = true;
@@ -366,10 +404,15 @@ impl Session {
         boot: BootCookie,
         continuous: &mut bool,
         store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
     ) -> Result<bool, Fault> {
         let Some(last) = entries.last() else { return Ok(false) };
         let Some(tip) = self.tip else { return Err(Fault::Protocol("append before truncate")) };
         let state = store.state();
+        if self.full && entries[0].lsn > state.position.lsn.next() {
+            // Sent before the target knew that those before found no room: they come again.
+            return Ok(false);
+        }
         let mut position = state.position;
         let mut chain = state.chain;
         let mut blocks = state.volume_blocks;
@@ -413,8 +456,24 @@ impl Session {
             position = entry.position();
             chain = entry.chain;
         }
-        store.append(entries)?;
-        self.applied = last.lsn;
+        match store.append(entries) {
+            Ok(()) => (self.applied, self.full) = (last.lsn, false),
+            Err(StoreError::Full) => {
+                let applied = store.state().position.lsn;
+                self.barriers.retain(|lsn| *lsn <= applied);
+                let taken = entries.iter().take_while(|e| e.lsn <= applied);
+                views = taken.fold(None, |newest, e| match &e.kind {
+                    EntryKind::View(view) if e.lsn > tip => Some(view),
+                    _ => newest,
+                });
+                self.applied = applied;
+                if !std::mem::replace(&mut self.full, true) {
+                    actions.push(ReplicaAction::Note(ReplicaNote::Full));
+                }
+                self.send(FromReplica::NoRoom { applied }, actions);
+            }
+            Err(error) => return Err(error.into()),
+        }
         if let Some(view) = views {
             self.learn(view, boot, continuous, store)?;
         }

@@ -13,6 +13,7 @@
 //! | `peer`, `quorum` | a session's bookkeeping; commit, stable, lease, active View |
 //! | `write`, `read` | requests of the client |
 //! | `serve` | what goes out in `flush`; drop and return; timers |
+//! | `room` | pools that run full |
 //! | `rebuild`, `change` | increments; replacing a replica under both rules |
 //! | `steps` | what is under way, by name |
 
@@ -23,6 +24,7 @@ mod peer;
 mod quorum;
 mod read;
 mod rebuild;
+mod room;
 mod serve;
 mod slab;
 mod steps;
@@ -208,6 +210,13 @@ pub enum TargetNote {
         lba: u64,
         repaired: bool,
     },
+    /// The damaged map of a stretch was rebuilt from another replica's, or could not be now.
+    MapMended {
+        member: Member,
+        lba: u64,
+        blocks: u32,
+        done: bool,
+    },
     BlockLost {
         lba: u64,
     },
@@ -334,6 +343,10 @@ pub struct Target {
     /// A sync is wanted up to here.
     sync_wanted: Lsn,
     quorum_lost: Option<Time>,
+    /// Since when too few members have room.
+    short_since: Option<Time>,
+    /// Writes that wait for room, without an LSN.
+    held_for_room: VecDeque<Request>,
     /// When the control plane or the authority is no longer waited for.
     answer_by: Time,
     /// Replicas that broke the protocol, and until when they are not tried again.
@@ -379,6 +392,8 @@ impl Target {
             unflushed_tail_lost: false,
             sync_wanted: Lsn::ZERO,
             quorum_lost: None,
+            short_since: None,
+            held_for_room: VecDeque::new(),
             answer_by: now,
             banned: Vec::new(),
             parked: Vec::new(),
@@ -556,6 +571,18 @@ impl Target {
                     repaired: done,
                 }));
             }
+            FromReplica::Mended { lba, blocks, done } => {
+                let member = self.peers[index].member;
+                actions.push(TargetAction::Note(TargetNote::MapMended {
+                    member,
+                    lba,
+                    blocks,
+                    done,
+                }));
+            }
+            FromReplica::NoRoom { applied } => self.on_no_room(now, index, applied, actions),
+            FromReplica::Room { short } => self.on_room(index, short),
+            FromReplica::BadCopy(copy) => self.on_bad_copy(now, index, copy, actions),
             FromReplica::Closed => self.hang_up(now, index, actions),
             FromReplica::Failed(failure) => {
                 if failure == Failure::Full {

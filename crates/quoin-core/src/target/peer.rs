@@ -58,6 +58,12 @@ pub(super) struct Peer {
     /// Dropped for slowness: no return before this.
     pub return_at: Time,
     pub rebuild: Option<Rebuild>,
+    /// Its pool is short of room.
+    pub short: bool,
+    /// Its pool took no more, and nothing since.
+    pub stuck: bool,
+    /// Entries that found no room are offered again then.
+    pub full_until: Option<Time>,
 }
 
 impl Peer {
@@ -84,6 +90,9 @@ impl Peer {
             behind_since: None,
             return_at: Time::ZERO,
             rebuild: None,
+            short: false,
+            stuck: false,
+            full_until: None,
         }
     }
 

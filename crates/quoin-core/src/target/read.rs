@@ -6,11 +6,11 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 
 use super::slab::Slab;
-use super::{Link, Target, TargetAction, TargetNote};
+use super::{Link, Phase, Target, TargetAction, TargetNote};
 use crate::block::{BlockError, Payload, StatusExtent, Token};
 use crate::ids::Lsn;
 use crate::membership::Member;
-use crate::message::{Content, Ping, ReadView, RequestId, Slot, ToReplica};
+use crate::message::{BadCopy, Content, Ping, ReadView, RequestId, Slot, ToReplica, covers};
 use crate::mutant;
 use crate::target::ReadMode;
 use crate::time::Time;
@@ -25,6 +25,8 @@ const READS_MAX: u32 = 2048;
 /// frame cost little more than one, and members that have to go to their disks answer one by
 /// one, so that later batches spread by themselves.
 const RUN_BLOCKS: u32 = 16;
+/// Repairs that one member may have under way; it asks again for the others.
+const REPAIRS_MAX: usize = 16;
 /// Blocks of one status request to a replica.
 const STATUS_BLOCKS: u64 = 1 << 15;
 
@@ -39,6 +41,8 @@ pub(super) enum Purpose {
     /// An edge block of an unaligned write. It merges on *assigned* content, so it is not held
     /// until commit: the merged entry comes after what it merged with, in every history.
     Merge { slot: usize, tail: bool },
+    /// A good copy for a member that found its own bad.
+    Repair { member: Member, whole_map: bool },
 }
 
 struct Read {
@@ -162,14 +166,26 @@ impl Target {
         self.start_read(now, purpose, lba, 1, true);
     }
 
-    fn start_read(&mut self, now: Time, purpose: Purpose, lba: u64, blocks: u32, want_data: bool) {
+    fn start_read(
+        &mut self,
+        now: Time,
+        purpose: Purpose,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+    ) -> usize {
         self.reads.generation = self.reads.generation.wrapping_add(1);
+        let stuck = self.peers.iter().any(|p| p.stuck);
+        let after = match purpose {
+            Purpose::Client { .. } if stuck => self.commit,
+            _ => self.history.last.lsn,
+        };
         let read = Read {
             purpose,
             lba,
             blocks,
             want_data,
-            after: self.history.last.lsn,
+            after,
             asked: None,
             tried: Vec::new(),
             bad: Vec::new(),
@@ -179,6 +195,7 @@ impl Target {
         };
         let index = self.reads.reads.insert(read);
         self.reads.unasked.push(index);
+        index
     }
 
     /// Sends what waits for a member to ask. Entries up to `after` were sent before, on the same
@@ -207,6 +224,9 @@ impl Target {
             if read.tried.contains(&peer.member) {
                 continue;
             }
+            if peer.stuck && peer.applied < read.after {
+                continue;
+            }
             if peer.reads >= READS_MAX {
                 continue;
             }
@@ -225,6 +245,18 @@ impl Target {
             let is_bad = |m: &Member| read.bad.iter().any(|(b, _, _)| b == m);
             let lost = self.views.all().flat_map(|v| &v.in_sync).all(is_bad)
                 || mutant::is("lost-while-one-is-away");
+            if let Purpose::Repair { member, whole_map } = read.purpose {
+                // Its member asks again: nothing of the target's waits for it.
+                let (lba, blocks) = (read.lba, read.blocks);
+                if any && lost {
+                    actions.push(TargetAction::Note(match whole_map {
+                        true => TargetNote::MapMended { member, lba, blocks, done: false },
+                        false => TargetNote::BlockLost { lba },
+                    }));
+                }
+                self.finish(now, index, Err(BlockError::Damaged), actions);
+                return true;
+            }
             if any && lost && !read.bad.is_empty() {
                 let lba = read.bad[0].1;
                 actions.push(TargetAction::Note(TargetNote::BlockLost { lba }));
@@ -299,8 +331,16 @@ impl Target {
             self.repair(member, lba, &slots, actions);
         }
         let Some(read) = self.reads.reads.get(index) else { return };
-        if let Purpose::Merge { .. } = read.purpose {
-            return self.finish(now, index, Ok(slots), actions);
+        match read.purpose {
+            Purpose::Client { .. } => {}
+            Purpose::Merge { .. } => return self.finish(now, index, Ok(slots), actions),
+            Purpose::Repair { member, whole_map } => {
+                let (lba, blocks) = (read.lba, read.blocks);
+                if whole_map {
+                    self.mend(member, lba, blocks, at, slots, actions);
+                }
+                return self.finish(now, index, Ok(Vec::new()), actions);
+            }
         }
         let (lba, blocks) = (read.lba, u64::from(read.blocks));
         let settled = self.settled();
@@ -342,6 +382,68 @@ impl Target {
         if data.len() == BLOCK_SIZE {
             let (version, crc, data) = (slot.version, *crc, data.clone());
             self.send(index, ToReplica::Repair { lba, version, crc, data }, actions);
+        }
+    }
+
+    /// A member found its own copy bad: another one's is read for it, never shown to a client.
+    pub(super) fn on_bad_copy(
+        &mut self,
+        now: Time,
+        from: usize,
+        copy: BadCopy,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let possible = (1..=BadCopy::BLOCKS_MAX).contains(&copy.blocks)
+            && copy.lba < self.history.blocks
+            && copy.version <= self.history.last.lsn;
+        if !possible {
+            return self.shut_out(now, from, "a bad copy of what cannot be", actions);
+        }
+        let member = self.peers[from].member;
+        if self.peers[from].link != Link::Fed || self.phase != Phase::Serving {
+            return;
+        }
+        let of_it =
+            |r: &&Read| matches!(r.purpose, Purpose::Repair { member: m, .. } if m == member);
+        let reads = self.reads.reads.iter().map(|(_, read)| read);
+        let under_way: Vec<u64> = reads.filter(of_it).map(|read| read.lba).collect();
+        if under_way.len() >= REPAIRS_MAX || under_way.contains(&copy.lba) {
+            return;
+        }
+        let purpose = Purpose::Repair { member, whole_map: copy.blocks > 1 };
+        let blocks = (self.history.blocks - copy.lba).min(copy.blocks.into()) as u32;
+        let index = self.start_read(now, purpose, copy.lba, blocks, true);
+        if let Some(read) = self.reads.reads.get_mut(index) {
+            read.tried.push(member);
+            read.bad.push((member, copy.lba, copy.version));
+        }
+    }
+
+    /// Gives a member the slots of a stretch whose map it lost.
+    fn mend(
+        &self,
+        member: Member,
+        lba: u64,
+        blocks: u32,
+        at: Lsn,
+        slots: Vec<Slot>,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let fed = |p: &super::Peer| p.member == member && p.link == Link::Fed;
+        if let Some(index) = self.peers.iter().position(fed) {
+            self.send(index, ToReplica::Mend { lba, blocks, at, slots }, actions);
+        }
+    }
+
+    /// Repairs whose member is gone, or all of them: who still needs one asks again.
+    fn forget_repairs(&mut self, of: Option<Member>) {
+        for index in self.reads.reads.indices() {
+            let purpose = self.reads.reads.get(index).map(|r| r.purpose);
+            if let Some(Purpose::Repair { member, .. }) = purpose
+                && of.is_none_or(|of| of == member)
+            {
+                self.reads.reads.take(index);
+            }
         }
     }
 
@@ -394,6 +496,7 @@ impl Target {
                 });
                 self.merge_read(now, slot, tail, block, actions);
             }
+            Purpose::Repair { .. } => {}
             Purpose::Client { group, part } => {
                 let Some(g) = self.reads.groups.get_mut(group) else { return };
                 g.missing -= 1;
@@ -411,9 +514,25 @@ impl Target {
         }
     }
 
+    /// A member's pool is full: what it was asked beyond its position is asked of others. Where
+    /// no member can apply what was sequenced last, a client is owed what was acknowledged.
+    pub(super) fn read_from_others(&mut self, from: usize) {
+        let (member, commit) = (self.peers[from].member, self.commit);
+        for (index, read) in self.reads.reads.iter_mut() {
+            if let Purpose::Client { .. } = read.purpose {
+                read.after = read.after.min(commit);
+            }
+            if read.asked == Some(member) {
+                read.asked = None;
+                self.reads.unasked.push(index);
+            }
+        }
+    }
+
     /// A session is over: what was asked of it is asked of others.
     pub(super) fn reissue_reads(&mut self, from: usize) {
         let member = self.peers[from].member;
+        self.forget_repairs(Some(member));
         for (index, read) in self.reads.reads.iter_mut() {
             if read.asked == Some(member) {
                 read.asked = None;
@@ -427,6 +546,7 @@ impl Target {
         self.reads.held.clear();
         self.reads.unasked.clear();
         self.reads.asked.clear();
+        self.forget_repairs(None);
         for (index, read) in self.reads.reads.iter_mut() {
             self.reads.generation = self.reads.generation.wrapping_add(1);
             read.generation = self.reads.generation;
@@ -508,19 +628,6 @@ impl Group {
 
 fn is_slow(peer: &super::Peer, now: Time) -> bool {
     peer.behind_since.is_some_and(|since| now.since(since) > Duration::from_millis(50))
-}
-
-/// Slots cover exactly the range, in order, and data has its size.
-fn covers(slots: &[Slot], lba: u64, blocks: u32) -> bool {
-    let mut at = lba;
-    for slot in slots {
-        let single = matches!(slot.content, Content::Hole) || slot.blocks == 1;
-        if slot.lba != at || slot.blocks == 0 || !single {
-            return false;
-        }
-        at += u64::from(slot.blocks);
-    }
-    at == lba + u64::from(blocks)
 }
 
 /// The first block whose copy is bad: by the replica's word, by its checksum, or by a version

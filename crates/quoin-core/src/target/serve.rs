@@ -51,6 +51,7 @@ impl Target {
         if self.is_running() {
             self.progress(now, actions);
             if self.phase == Phase::Serving {
+                self.mind_room(now, actions);
                 self.take_backlog(now, actions);
                 self.grow();
                 self.step_change(now, actions);
@@ -162,6 +163,7 @@ impl Target {
         }
         if applied > peer.applied {
             peer.applied = applied;
+            peer.stuck = false;
             peer.behind_since = (applied < last).then_some(now);
             peer.made_progress();
         }
@@ -298,6 +300,10 @@ impl Target {
         let last = self.history.last.lsn;
         let sync_each = self.is_media();
         for index in 0..self.peers.len() {
+            if self.peers[index].full_until.is_some_and(|until| now < until) {
+                continue;
+            }
+            let offer = self.peers[index].full_until.is_some();
             while self.peers[index].link == Link::Fed && self.peers[index].next <= last {
                 let peer = &self.peers[index];
                 let in_flight = self.history.weight_after(peer.applied)
@@ -327,6 +333,11 @@ impl Target {
                 peer.sent_ping(now);
                 let message = ToReplica::Append { entries, stable, sync, ping: Ping(now.0) };
                 self.send(index, message, actions);
+                if offer {
+                    // One to see whether there is room; it says so when there is none.
+                    self.peers[index].full_until = None;
+                    break;
+                }
             }
         }
     }
@@ -397,7 +408,11 @@ impl Target {
         } else if peer.behind_since.is_some_and(|t| now >= t + drop_after)
             && peer.applied < self.history.last.lsn
         {
-            Some("it made no progress for too long")
+            Some(if peer.short || peer.stuck {
+                "its pool is full"
+            } else {
+                "it made no progress for too long"
+            })
         } else if self.history.weight_after(peer.applied) > self.config.window_bytes {
             Some("it is too far behind")
         } else {
@@ -607,6 +622,7 @@ impl Target {
             if self.sync_wanted <= self.stable {
                 soonest(self.stable_since.map(|t| t + after));
             }
+            soonest(self.room_due());
             soonest(self.change.retry_at());
             soonest(self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)));
             if let Some(since) = self.quorum_lost

@@ -88,6 +88,7 @@ impl Target {
         if let Err(error) = self.check(&request.operation) {
             return self.reply(token, Err(error), actions);
         }
+        let Some(request) = self.admit_by_room(now, request, actions) else { return };
         if Self::is_write(&request.operation) && (!self.backlog.is_empty() || self.window_full()) {
             return self.backlog.push_back(request);
         }
@@ -109,7 +110,11 @@ impl Target {
             && let Some(request) = self.backlog.pop_front()
         {
             match self.check(&request.operation) {
-                Ok(()) => self.execute(now, request),
+                Ok(()) => {
+                    if let Some(request) = self.admit_by_room(now, request, actions) {
+                        self.execute(now, request);
+                    }
+                }
                 Err(error) => self.reply(request.token, Err(error), actions),
             }
         }

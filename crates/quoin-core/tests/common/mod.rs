@@ -7,9 +7,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use quoin_core::block::{Operation, Payload, Reply, Request};
+use quoin_core::entry::SharedEntry;
 use quoin_core::membership::default_cf;
-use quoin_core::message::FromReplica;
-use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, SyncTicket};
+use quoin_core::message::{
+    BadCopy, Content, EpochEnd, FromReplica, IncrementEnd, ReadView, Slot, SnapshotInfo,
+};
+use quoin_core::replica::store::{
+    PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState, SyncTicket,
+};
 use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent};
 use quoin_core::target::{
     OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent, TargetNote,
@@ -27,6 +32,106 @@ pub struct Host {
     pub replica: Option<Replica>,
     /// Cut off: connections end and cannot be made.
     pub cut: bool,
+    /// Blocks of data that still fit; `None`: any number.
+    pub room: Option<u64>,
+}
+
+/// A store whose pool has so much room and no more; what carries no data always fits.
+struct Bounded<'a, S> {
+    inner: S,
+    room: &'a mut Option<u64>,
+}
+
+impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
+    fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
+        for entry in entries {
+            let blocks = entry.crcs.len() as u64;
+            match self.room {
+                Some(room) if *room < blocks => return Err(StoreError::Full),
+                Some(room) => *room -= blocks,
+                None => {}
+            }
+            self.inner.append(std::slice::from_ref(entry))?;
+        }
+        Ok(())
+    }
+    fn identity(&self) -> &ReplicaIdentity {
+        self.inner.identity()
+    }
+    fn meta(&self) -> &ReplicaMeta {
+        self.inner.meta()
+    }
+    fn put_meta(&mut self, meta: ReplicaMeta) -> Result<(), StoreError> {
+        self.inner.put_meta(meta)
+    }
+    fn state(&self) -> StoreState {
+        self.inner.state()
+    }
+    fn epoch_table(&self) -> Vec<EpochEnd> {
+        self.inner.epoch_table()
+    }
+    fn snapshots(&self) -> Vec<SnapshotInfo> {
+        self.inner.snapshots()
+    }
+    fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {
+        self.inner.truncate(keep)
+    }
+    fn set_stable(&mut self, stable: Lsn) {
+        self.inner.set_stable(stable);
+    }
+    fn request_sync(&mut self) -> SyncTicket {
+        self.inner.request_sync()
+    }
+    fn read(
+        &mut self,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        want_data: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.inner.read(view, lba, blocks, want_data, out)
+    }
+    fn fetch(&mut self, after: Lsn, max: u32) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        self.inner.fetch(after, max)
+    }
+    fn pull(
+        &mut self,
+        session: u64,
+        view: ReadView,
+        from: Lsn,
+        cursor: u64,
+        bytes_max: u32,
+    ) -> Result<Option<PullChunk>, StoreError> {
+        self.inner.pull(session, view, from, cursor, bytes_max)
+    }
+    fn unpin(&mut self, session: u64) {
+        self.inner.unpin(session);
+    }
+    fn shadow(&self) -> Option<(u64, Lsn, u64)> {
+        self.inner.shadow()
+    }
+    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<(), StoreError> {
+        self.inner.increment_begin(rebuild, from)
+    }
+    fn increment_feed(&mut self, id: u64, slots: &[Slot], at: u64) -> Result<(), StoreError> {
+        self.inner.increment_feed(id, slots, at)
+    }
+    fn increment_cut(&mut self, id: u64, snapshot: SnapshotInfo) -> Result<(), StoreError> {
+        self.inner.increment_cut(id, snapshot)
+    }
+    fn increment_prepare(&mut self, id: u64, end: &IncrementEnd) -> Result<(), StoreError> {
+        self.inner.increment_prepare(id, end)
+    }
+    fn increment_flip(&mut self, id: u64) -> Result<(), StoreError> {
+        self.inner.increment_flip(id)
+    }
+    fn repair(&mut self, lba: u64, v: Lsn, crc: u32, data: &Bytes) -> Result<bool, StoreError> {
+        self.inner.repair(lba, v, crc, data)
+    }
+    fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
+        self.inner.mend(lba, slots)
+    }
 }
 
 enum Event {
@@ -89,7 +194,7 @@ impl Host {
             ..ReplicaMeta::default()
         };
         pool.create(identity, meta, BLOCKS).unwrap();
-        Host { pool, member, replica: None, cut: false }
+        Host { pool, member, replica: None, cut: false, room: None }
     }
 
     fn start(&mut self, now: Time) {
@@ -107,6 +212,19 @@ impl Host {
         let mut store = self.pool.replica(self.member.guid).unwrap();
         let meta = ReplicaMeta { damaged: true, ..store.meta().clone() };
         store.put_meta(meta).unwrap();
+    }
+
+    /// Rot under one block of the live view.
+    pub fn spoil(&mut self, lba: u64) {
+        assert!(self.pool.replica(self.member.guid).unwrap().spoil(lba));
+    }
+
+    /// Whether the live copy of a block is bad, and its version.
+    pub fn look(&mut self, lba: u64) -> (bool, Lsn) {
+        let mut slots = Vec::new();
+        let mut store = self.pool.replica(self.member.guid).unwrap();
+        store.read(ReadView::Live, lba, 1, true, &mut slots).unwrap();
+        (slots[0].content == Content::Bad, slots[0].version)
     }
 
     pub fn position(&mut self) -> Position {
@@ -207,6 +325,19 @@ impl Cluster {
         token
     }
 
+    /// A pool's scrub found its copy bad.
+    pub fn found_bad(&mut self, host: usize, lba: u64, version: Lsn) {
+        let event = ReplicaEvent::BadCopy(BadCopy { lba, blocks: 1, version });
+        self.queue.push_back(Event::ToReplica(host, event));
+    }
+
+    /// Pools say whether they are short of room.
+    pub fn say_short(&mut self, hosts: std::ops::Range<usize>, short: bool) {
+        for host in hosts {
+            self.queue.push_back(Event::ToReplica(host, ReplicaEvent::Room { short }));
+        }
+    }
+
     pub fn event(&mut self, event: TargetEvent) {
         self.queue.push_back(Event::ToTarget(event));
     }
@@ -298,7 +429,8 @@ impl Cluster {
             Event::ToReplica(host, event) => {
                 let state = &mut self.hosts[host];
                 let Some(replica) = &mut state.replica else { return };
-                let mut store = state.pool.replica(state.member.guid).unwrap();
+                let inner = state.pool.replica(state.member.guid).unwrap();
+                let mut store = Bounded { inner, room: &mut state.room };
                 let mut actions = Vec::new();
                 replica.on(self.now, event, &mut store, &mut actions);
                 replica.flush(&mut actions);

@@ -2,11 +2,12 @@
 
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, SyncTicket};
 use quoin_core::replica::{Replica, ReplicaEvent};
-use quoin_core::{BLOCK_SIZE, Epoch, Position, ReplicaGuid, Time};
+use quoin_core::{Epoch, Position, ReplicaGuid, Time};
 use quoin_store::ReplicaPool;
 use quoin_wire::notices::Severity;
 
 use super::Shard;
+use super::repairs::Repairs;
 use crate::assignment::{Assignment, Phase, PoolState, ReplicaState, Wanted};
 use crate::facts::PoolFacts;
 
@@ -17,6 +18,7 @@ pub(super) struct Held {
     pub(super) touched: bool,
     /// Created but not on media before this ticket is done.
     pub(super) born: SyncTicket,
+    pub(super) repairs: Repairs,
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
@@ -25,10 +27,13 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let Some(store) = self.pool.replica(guid) else { return };
         let replica = Replica::new(now, cookie, &store);
         drop(store);
-        let timer_key = self.key();
+        let (timer_key, repairs) = (self.key(), Repairs::default());
         self.by_timer.insert(timer_key, guid);
-        self.replicas.insert(guid, Held { replica, timer_key, touched: false, born });
+        self.replicas.insert(guid, Held { replica, timer_key, touched: false, born, repairs });
         self.parts.metrics.replicas.set(self.replicas.len() as i64);
+        if self.short {
+            self.deliver(now, guid, ReplicaEvent::Room { short: true });
+        }
     }
 
     pub(super) fn assign(&mut self, now: Time, assignment: Assignment) {
@@ -98,26 +103,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
     }
 
-    /// One notice a replica: a bad spot of a disk is seldom one block.
-    fn tell_bad_blocks(&mut self) {
-        let mut bad = self.pool.take_bad_blocks();
-        bad.sort_unstable();
-        for of_one in bad.chunk_by(|a, b| a.replica == b.replica) {
-            let (first, count) = (of_one[0], of_one.len());
-            let Some(store) = self.pool.replica(first.replica) else { continue };
-            let (volume, replica) = (store.identity().volume, store.identity().replica);
-            drop(store);
-            let message = format!(
-                "{count} blocks fail their checksum, the first at offset {}: reads are served by \
-                 other replicas, whose copies replace them",
-                first.lba * BLOCK_SIZE as u64
-            );
-            self.parts.notices.push(Severity::Warning, volume, replica, "BadBlocks", message);
-        }
-    }
-
-    pub(super) fn state(&mut self) -> PoolState {
-        self.tell_bad_blocks();
+    pub(super) fn state(&mut self, now: Time) -> PoolState {
+        self.tell_repairs(now);
+        self.pool.look_again();
         let mut replicas = self.gone.clone();
         for (guid, held) in &self.replicas {
             let used_bytes = self.pool.replica_bytes(*guid);
@@ -144,11 +132,14 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 position: state.position,
                 stable: state.stable.0,
                 used_bytes,
+                bad_blocks: held.repairs.bad_blocks(),
+                repaired: held.repairs.mended(),
             });
         }
         let space = self.pool.space();
         self.parts.metrics.filled(space);
-        PoolState { space, start_counter: self.pool.start_counter(), replicas }
+        let (start_counter, scrub) = (self.pool.start_counter(), self.scrub_state());
+        PoolState { space, start_counter, scrub, replicas }
     }
 }
 
@@ -162,5 +153,7 @@ fn gone(wanted: &Wanted) -> ReplicaState {
         position: Position::default(),
         stable: 0,
         used_bytes: 0,
+        bad_blocks: 0,
+        repaired: 0,
     }
 }

@@ -9,6 +9,8 @@
 //! is read, so it never piles up.
 
 mod holdings;
+mod repairs;
+mod scrubbing;
 mod sessions;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -30,6 +32,7 @@ use crate::accept::Acceptor;
 use crate::assignment::{Assignment, PoolState, ReplicaState};
 use crate::facts::PoolFacts;
 use crate::metrics::Metrics;
+use crate::scrub::{Scrub, ScrubPlan};
 use crate::syncer::Syncer;
 use holdings::Held;
 use sessions::Peer;
@@ -59,8 +62,15 @@ const LISTENER: u64 = 0;
 /// What other threads tell the shard.
 pub enum Input {
     Answered(Box<Answered>),
-    Synced { ticket: SyncTicket, result: Result<(), IoFault> },
+    Synced {
+        ticket: SyncTicket,
+        result: Result<(), IoFault>,
+    },
     Assign(Assignment),
+    /// A scrub is wanted; numbers that were seen ask for nothing.
+    Scrub {
+        request: u64,
+    },
     State(tokio::sync::oneshot::Sender<PoolState>),
     Shutdown,
 }
@@ -83,6 +93,7 @@ pub struct Parts {
     pub inputs: Receiver<Input>,
     pub notices: Notices,
     pub metrics: Metrics,
+    pub scrub: ScrubPlan,
 }
 
 pub struct Shard<'a, P> {
@@ -108,11 +119,17 @@ pub struct Shard<'a, P> {
     /// No background work before this.
     rest_until: Time,
     stopping: Option<(SyncTicket, Time)>,
+    scrub: Scrub,
+    /// When targets are to be asked for good copies.
+    repair_at: Option<Time>,
+    /// What the targets were told of the pool's room.
+    short: bool,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     pub fn new(pool: P, parts: &'a mut Parts, syncer: Syncer) -> std::io::Result<Self> {
         parts.reactor.register(parts.acceptor.listener(), LISTENER, Interest::READ)?;
+        let scrub = Scrub::new(parts.scrub.clone());
         let mut shard = Shard {
             pool,
             parts,
@@ -132,6 +149,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             failure: None,
             rest_until: Time::default(),
             stopping: None,
+            scrub,
+            repair_at: None,
+            short: false,
         };
         let now = now();
         for guid in shard.pool.replicas() {
@@ -166,6 +186,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 last_work = now;
             }
             self.background(now, now.since(last_work) >= QUIET);
+            self.keep_healthy(now);
             if let Some(failure) = self.failure.take() {
                 break Ended::DiskFailed(failure);
             }
@@ -175,6 +196,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 break Ended::Stopped;
             }
         };
+        self.scrub.stop(now());
         self.parts.reactor.deregister(self.parts.acceptor.listener());
         self.parts.metrics.sessions.set(0);
         ended
@@ -192,7 +214,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Due::Relaxed => Some(QUIET.max(rest)),
             Due::Soon | Due::Urgent => Some(rest),
         };
-        [next, stop, background].into_iter().flatten().min()
+        [next, stop, background, self.health_due_in(now)].into_iter().flatten().min()
     }
 
     fn background(&mut self, now: Time, quiet: bool) {
@@ -232,10 +254,11 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Input::Synced { ticket, result } => self.sync_ended(now, ticket, result),
             Input::Assign(assignment) => self.assign(now, assignment),
             Input::State(answer) => {
-                let state = self.state();
+                let state = self.state(now);
                 // The asker may have given up waiting.
                 let _ = answer.send(state);
             }
+            Input::Scrub { request } => self.ask_for_scrub(now, request),
             Input::Shutdown => self.stop(now),
         }
     }
@@ -330,6 +353,11 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         let (severity, reason, message) = match note {
             ReplicaNote::Opened { session } => {
                 tracing::info!(%volume, %replica, epoch = %session.epoch, "opened");
+                self.opened(guid);
+                return;
+            }
+            ReplicaNote::Repaired { lba, whole_map, done } => {
+                self.copy_came(guid, *lba, *whole_map, *done);
                 return;
             }
             ReplicaNote::Closed => {
@@ -352,7 +380,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             ReplicaNote::Full => (
                 Severity::Error,
                 "PoolFull",
-                "the pool is full: its replicas fall out of sync until space is freed or added"
+                "no room for the volume's next writes: they wait, or this replica falls out of \
+                 sync, until space is freed"
                     .into(),
             ),
             ReplicaNote::Rebuilt { position } => (
@@ -378,6 +407,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     /// One acknowledgement a session, one sync for all, one write a socket.
     fn finish_round(&mut self, now: Time) {
+        self.mind_room(now);
         while let Some(guid) = self.touched.pop() {
             if let Some(held) = self.replicas.get_mut(&guid) {
                 held.touched = false;
@@ -395,6 +425,28 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
         // Frames that had waited for their answers to be taken may have been handled by now.
         self.begin_sync();
+    }
+
+    /// Tells targets when the pool becomes short of room, and when it is not any more.
+    fn mind_room(&mut self, now: Time) {
+        let short = self.pool.is_short(self.short);
+        if short == self.short {
+            return;
+        }
+        self.short = short;
+        for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
+            self.deliver(now, guid, ReplicaEvent::Room { short });
+        }
+        let (severity, reason, message) = match short {
+            true => (
+                Severity::Error,
+                "PoolShort",
+                "next to nothing is free, and nothing can be cleaned up: delete or trim, or add \
+                 pools",
+            ),
+            false => (Severity::Normal, "PoolHasRoom", "there is room again"),
+        };
+        self.parts.notices.push(severity, "", "", reason, message.into());
     }
 
     fn begin_sync(&mut self) {

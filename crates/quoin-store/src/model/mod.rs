@@ -586,4 +586,9 @@ impl ReplicaStore for ModelHandle<'_> {
             _ => Ok(false),
         }
     }
+
+    /// The model has no map that could be damaged.
+    fn mend(&mut self, _lba: u64, _slots: &[Slot]) -> Result<bool, StoreError> {
+        Ok(false)
+    }
 }

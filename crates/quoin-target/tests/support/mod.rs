@@ -21,6 +21,7 @@ use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
 use quoin_pool::accept::{Acceptor, Belief};
 use quoin_pool::assignment::{Assignment, Phase, PoolState, Wanted};
 use quoin_pool::facts::PoolFacts;
+use quoin_pool::scrub::ScrubPlan;
 use quoin_pool::shard::{Ended, Input as PoolInput, Parts, Shard as PoolShard};
 use quoin_pool::syncer::Syncer;
 use quoin_store::ReplicaPool;
@@ -85,7 +86,8 @@ impl RunningPool {
         )
         .unwrap();
         let syncer = Syncer::start(disk, sender.clone(), waker.clone()).unwrap();
-        let mut parts = Parts { reactor, acceptor, inputs, notices: Notices::default(), metrics };
+        let (notices, scrub) = (Notices::default(), ScrubPlan::default());
+        let mut parts = Parts { reactor, acceptor, inputs, notices, metrics, scrub };
         let thread =
             std::thread::spawn(move || PoolShard::new(pool, &mut parts, syncer).unwrap().run());
         RunningPool { address, inputs: sender, waker, thread }

@@ -43,6 +43,10 @@ pub struct DevOptions {
     /// How many pools, each a process of its own; only at the first start in a directory.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub pools: u8,
+    /// Space that each pool may take; only at the first start in a directory [default: a share
+    /// of what the disk has free].
+    #[arg(long, value_name = "SIZE", value_parser = crate::size::parse_size)]
+    pub pool_size: Option<u64>,
     /// Do not attach block devices (no root and no FUSE needed): volumes are served as NBD.
     #[arg(long)]
     pub no_attach: bool,
@@ -63,7 +67,7 @@ pub fn run(options: DevOptions) -> Result<()> {
     let root = options.dir.clone().unwrap_or_else(client::default_root);
     let layout = Layout::open(&root)?;
     let _lock = lock::take(&layout)?;
-    let settings = Settings::load_or_create(&layout, options.pools.into());
+    let settings = Settings::load_or_create(&layout, options.pools.into(), options.pool_size);
     let (settings, notes) = settings.inspect_err(|_| layout.discard_unused())?;
     for note in notes {
         say(&note);

@@ -50,7 +50,11 @@ pub struct PoolSettings {
 impl Settings {
     /// Those of the directory, made at its first start. Ports that another program took in the
     /// meantime are replaced; the notes say so.
-    pub fn load_or_create(layout: &Layout, pools: usize) -> Result<(Self, Vec<String>)> {
+    pub fn load_or_create(
+        layout: &Layout,
+        pools: usize,
+        pool_bytes: Option<u64>,
+    ) -> Result<(Self, Vec<String>)> {
         let path = layout.settings();
         let mut notes = Vec::new();
         let settings = match std::fs::read(&path) {
@@ -72,7 +76,7 @@ impl Settings {
                 settings
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                Self::create(layout, pools)?
+                Self::create(layout, pools, pool_bytes)?
             }
             Err(error) => return Err(error).with_context(|| format!("read {}", path.display())),
         };
@@ -80,13 +84,13 @@ impl Settings {
         Ok((settings, notes))
     }
 
-    fn create(layout: &Layout, pools: usize) -> Result<Self> {
+    fn create(layout: &Layout, pools: usize, pool_bytes: Option<u64>) -> Result<Self> {
         let filesystem =
             rustix::fs::statvfs(layout.root()).context("ask for the free disk space")?;
         let free = filesystem.f_bavail.saturating_mul(filesystem.f_frsize);
         let share = free / 100 * POOLS_SHARE_PERCENT / pools as u64;
-        let capacity_bytes = share - share % (64 << 20);
-        if capacity_bytes < POOL_BYTES_MIN {
+        let capacity_bytes = pool_bytes.unwrap_or(share - share % (64 << 20));
+        if pool_bytes.is_none() && capacity_bytes < POOL_BYTES_MIN {
             bail!(
                 "{} has {} free, too little for {pools} pools of at least {} each: choose another --dir",
                 layout.root().display(),
@@ -187,10 +191,10 @@ mod tests {
     fn a_second_start_keeps_names_sizes_and_free_ports_and_replaces_taken_ones() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
-        let (first, notes) = Settings::load_or_create(&layout, 3).unwrap();
+        let (first, notes) = Settings::load_or_create(&layout, 3, None).unwrap();
         assert!(notes.is_empty());
         let taken = TcpListener::bind(first.pools[1].listen).unwrap();
-        let (second, notes) = Settings::load_or_create(&layout, 3).unwrap();
+        let (second, notes) = Settings::load_or_create(&layout, 3, None).unwrap();
         assert_eq!(notes.len(), 1, "{notes:?}");
         assert!(notes[0].contains("pool-b"), "{notes:?}");
         assert_ne!(second.pools[1].listen, first.pools[1].listen);
@@ -198,20 +202,20 @@ mod tests {
         assert_eq!(second.pools[0], first.pools[0]);
         drop(taken);
         // What was chosen is remembered.
-        assert_eq!(Settings::load_or_create(&layout, 3).unwrap().0, second);
+        assert_eq!(Settings::load_or_create(&layout, 3, None).unwrap().0, second);
     }
 
     #[test]
     fn settings_of_a_newer_format_and_damaged_ones_are_refused_by_name() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
-        let (mut settings, _) = Settings::load_or_create(&layout, 3).unwrap();
+        let (mut settings, _) = Settings::load_or_create(&layout, 3, None).unwrap();
         settings.format = FORMAT + 1;
         settings.save(&layout).unwrap();
-        let message = Settings::load_or_create(&layout, 3).unwrap_err().to_string();
+        let message = Settings::load_or_create(&layout, 3, None).unwrap_err().to_string();
         assert!(message.contains("newer Quoin"), "{message}");
         std::fs::write(layout.settings(), "{").unwrap();
-        let message = Settings::load_or_create(&layout, 3).unwrap_err().to_string();
+        let message = Settings::load_or_create(&layout, 3, None).unwrap_err().to_string();
         assert!(message.contains("damaged"), "{message}");
     }
 }

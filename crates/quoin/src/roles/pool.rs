@@ -4,10 +4,10 @@ use anyhow::Result;
 use clap::Args;
 use quoin_console::Source;
 use quoin_identity::Role;
-use quoin_pool::MetricsHandle;
 use quoin_pool::metrics::Metrics;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::{MemberOptions, RoleOptions};
 use crate::size::parse_size;
@@ -45,6 +45,10 @@ pub struct PoolOptions {
     /// Memory for the maps of the replicas.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "128MiB")]
     cache: u64,
+    /// How long after one scrub (a reading of all that the pool holds, against its checksums) the
+    /// next begins, as in 7d or 12h; `never`: only when asked for.
+    #[arg(long, value_name = "TIME", value_parser = parse_period, default_value = "7d")]
+    scrub_every: ScrubPeriod,
     /// Where the pool stands, as in quoin.io/zone=west; may be repeated.
     #[arg(long, value_name = "KEY=VALUE", value_parser = super::parse_pair)]
     topology: Vec<(String, String)>,
@@ -52,6 +56,24 @@ pub struct PoolOptions {
     member: MemberOptions,
     #[command(flatten)]
     role: RoleOptions,
+}
+
+/// `None`: never by itself.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct ScrubPeriod(Option<Duration>);
+
+fn parse_period(text: &str) -> Result<ScrubPeriod, String> {
+    const SECONDS: [(char, u64); 4] = [('s', 1), ('m', 60), ('h', 3600), ('d', 86_400)];
+    if text == "never" {
+        return Ok(ScrubPeriod(None));
+    }
+    let wrong = || "write a number and s, m, h or d, as in 7d, or `never`".to_owned();
+    let unit = text.chars().last().ok_or_else(wrong)?;
+    let (_, seconds) = SECONDS.iter().find(|(name, _)| *name == unit).ok_or_else(wrong)?;
+    let count: u64 = text[..text.len() - 1].parse().map_err(|_| wrong())?;
+    let total = count.checked_mul(*seconds).filter(|s| (1..=10 * 365 * 86_400).contains(s));
+    let total = total.ok_or("between 1 second and 10 years are possible, or `never`")?;
+    Ok(ScrubPeriod(Some(Duration::from_secs(total))))
 }
 
 pub fn run(options: PoolOptions) -> Result<()> {
@@ -76,8 +98,26 @@ pub fn run(options: PoolOptions) -> Result<()> {
             advertise: options.advertise,
             topology: options.topology.into_iter().collect(),
             cache_bytes: options.cache,
-            metrics: MetricsHandle(metrics),
+            scrub_period: options.scrub_every.0,
+            metrics,
         };
         Ok(quoin_pool::run(pool, shutdown).await?)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_period_is_a_number_and_a_unit_or_never_and_all_else_is_refused_with_an_example() {
+        let days = |n: u64| Some(Duration::from_secs(n * 86_400));
+        assert_eq!(parse_period("7d"), Ok(ScrubPeriod(days(7))));
+        assert_eq!(parse_period("48h"), Ok(ScrubPeriod(days(2))));
+        assert_eq!(parse_period("never"), Ok(ScrubPeriod(None)));
+        for wrong in ["", "7", "d", "-1d", "7w", "7é", "0s", "99999999999d"] {
+            assert!(parse_period(wrong).is_err(), "{wrong}");
+        }
+        assert!(parse_period("soon").unwrap_err().contains("7d"));
+    }
 }

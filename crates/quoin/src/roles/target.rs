@@ -4,7 +4,6 @@ use anyhow::Result;
 use clap::Args;
 use quoin_console::Source;
 use quoin_identity::Role;
-use quoin_target::MetricsHandle;
 use quoin_target::door::NbdOptions;
 use quoin_target::metrics::Metrics;
 use std::net::SocketAddr;
@@ -59,7 +58,7 @@ pub fn run(options: TargetOptions) -> Result<()> {
                 advertise: options.nbd_advertise,
                 plain: options.nbd_plain,
             }),
-            metrics: MetricsHandle(metrics),
+            metrics,
         };
         Ok(quoin_target::run(target, shutdown).await?)
     })

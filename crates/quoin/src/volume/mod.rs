@@ -79,8 +79,8 @@ pub struct CreateOptions {
     /// What IO does without a quorum.
     #[arg(long, value_parser = ["wait", "fail"])]
     on_quorum_loss: Option<String>,
-    /// What writes do when the pools are full.
-    #[arg(long, value_parser = ["wait"])]
+    /// What writes do when the pools are full: wait for room, or fail with ENOSPC.
+    #[arg(long, value_parser = ["wait", "enospc"])]
     on_full: Option<String>,
     /// Logical block size.
     #[arg(long, value_parser = ["512", "4096"])]

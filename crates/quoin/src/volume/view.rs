@@ -185,6 +185,10 @@ pub struct ReplicaView {
     pub used_bytes: u64,
     pub rebuilt_bytes: u64,
     pub rebuild_total_bytes: u64,
+    /// Known to be bad and not repaired yet.
+    pub bad_blocks: u64,
+    /// Bad copies that were replaced since the pool was started.
+    pub repaired: u64,
     pub message: String,
 }
 
@@ -202,6 +206,8 @@ impl From<Replica> for ReplicaView {
             used_bytes: replica.used_bytes,
             rebuilt_bytes: replica.rebuilt_bytes,
             rebuild_total_bytes: replica.rebuild_total_bytes,
+            bad_blocks: replica.bad_blocks,
+            repaired: replica.repaired,
             message: replica.message,
         }
     }

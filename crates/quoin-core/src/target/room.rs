@@ -1,0 +1,145 @@
+//! Pools that run full: what is still taken, what waits and what is refused.
+//!
+//! An entry that has its LSN is owed to every replica, so room is asked about *before* a write is
+//! sequenced. Pools say early that they are short. While fewer than CF counted members have room,
+//! writes that need any are held back (`onFull: wait`) or, once clean-up had its chance
+//! ([`GRACE`]), refused (`enospc`); reads, trims, flushes and zeroes go on. What was
+//! sequenced and finds no room in a pool all the same waits in the target and is offered again:
+//! nothing is reordered, nothing acknowledged is lost, and no session ends for it. A member whose
+//! pool alone is full falls out of sync like any that lags; below CF nobody is dropped.
+
+use std::time::Duration;
+
+use super::quorum;
+use super::{Link, Target, TargetAction};
+use crate::BLOCK_SIZE;
+use crate::block::{BlockError, Operation, Request};
+use crate::ids::Lsn;
+use crate::target::OnFull;
+use crate::time::Time;
+
+/// Before writes are refused: what is not on media yet cannot be cleaned up.
+const GRACE: Duration = Duration::from_secs(3);
+/// Between two offers of entries that found no room.
+const OFFER_AGAIN: Duration = Duration::from_millis(500);
+const WAITING: &str = "room: the pools of its replicas are full; free space in them or add pools";
+
+impl Target {
+    pub(super) fn on_room(&mut self, index: usize, short: bool) {
+        let peer = &mut self.peers[index];
+        peer.short = short;
+        if !short {
+            (peer.stuck, peer.full_until) = (false, None);
+        }
+    }
+
+    /// The entries after `applied` were not taken.
+    pub(super) fn on_no_room(
+        &mut self,
+        now: Time,
+        index: usize,
+        applied: Lsn,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let peer = &mut self.peers[index];
+        if peer.link != Link::Fed {
+            return;
+        }
+        if applied < peer.applied || applied >= peer.next {
+            return self.shut_out(now, index, "OnlyCounted", actions);
+        }
+        // Not counted as applied by this: what waits for its sync there is not said to be.
+        peer.next = applied.next();
+        // A sync that was asked for beyond it covered less.
+        peer.sync_asked = peer.sync_asked.min(applied);
+        (peer.stuck, peer.full_until) = (true, Some(now + OFFER_AGAIN));
+        self.read_from_others(index);
+    }
+
+    /// Whether fewer than CF counted members have room, under some rule.
+    fn short_of_room(&self) -> bool {
+        let counted = quorum::reached(&self.views, &self.peers, |_| Some(()));
+        let roomy = |p: &super::Peer| (!p.short && !p.stuck).then_some(());
+        counted.is_some() && quorum::reached(&self.views, &self.peers, roomy).is_none()
+    }
+
+    /// Bytes that no trim can stand for.
+    fn needs_room(operation: &Operation) -> bool {
+        match operation {
+            Operation::Write { .. } => true,
+            // Parts of blocks become blocks with data.
+            Operation::WriteZeroes { offset, length, .. } => {
+                let block = BLOCK_SIZE as u64;
+                offset % block != 0 || length % block != 0
+            }
+            _ => false,
+        }
+    }
+
+    /// Takes a request that has to wait for room, or answers it. `Some`: it can go on.
+    pub(super) fn admit_by_room(
+        &mut self,
+        now: Time,
+        request: Request,
+        actions: &mut Vec<TargetAction>,
+    ) -> Option<Request> {
+        let waits = self.short_since.is_some() || !self.held_for_room.is_empty();
+        if !waits || !Self::needs_room(&request.operation) {
+            return Some(request);
+        }
+        if self.refuses_for_room(now) {
+            self.reply(request.token, Err(BlockError::NoSpace), actions);
+        } else {
+            self.held_for_room.push_back(request);
+        }
+        None
+    }
+
+    fn refuses_for_room(&self, now: Time) -> bool {
+        self.config.on_full == OnFull::NoSpace
+            && self.short_since.is_some_and(|since| now >= since + GRACE)
+    }
+
+    /// Once a batch: whether there is room, and what becomes of what waits for it.
+    pub(super) fn mind_room(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        if !self.short_of_room() {
+            if self.short_since.take().is_some() {
+                // Who was held up by it is not late: the first to have room must not oust the rest.
+                for peer in &mut self.peers {
+                    peer.behind_since = peer.behind_since.map(|_| now);
+                }
+            }
+            if self.said == WAITING {
+                self.wait_for("", actions);
+            }
+            // In the order in which they came, before anything newer.
+            for request in std::mem::take(&mut self.held_for_room).into_iter().rev() {
+                self.backlog.push_front(request);
+            }
+            return;
+        }
+        self.short_since.get_or_insert(now);
+        if self.stable < self.history.last.lsn {
+            // What is on media can be folded, and what folds can be cleaned up.
+            self.sync_wanted = self.sync_wanted.max(self.history.last.lsn);
+        }
+        if self.refuses_for_room(now) {
+            for request in std::mem::take(&mut self.held_for_room) {
+                self.reply(request.token, Err(BlockError::NoSpace), actions);
+            }
+        }
+        if self.held {
+            self.wait_for(WAITING, actions);
+        }
+    }
+
+    /// When [`Target::mind_room`] or an offer has something to do.
+    pub(super) fn room_due(&self) -> Option<Time> {
+        let offers = self.peers.iter().filter_map(|p| p.full_until);
+        let refusal = self
+            .short_since
+            .filter(|_| self.config.on_full == OnFull::NoSpace && !self.held_for_room.is_empty())
+            .map(|since| since + GRACE);
+        offers.chain(refusal).min()
+    }
+}

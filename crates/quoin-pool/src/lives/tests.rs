@@ -1,0 +1,423 @@
+//! What a pool does when its disk fails it, through its real driver.
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::mpsc::channel;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use bytes::Bytes;
+use quoin_core::entry::{Entry, EntryKind};
+use quoin_core::ids::{Epoch, Incarnation, SessionKey};
+use quoin_core::membership::{Member, Membership};
+use quoin_core::message::{Content, Failure, FromReplica, OpenAck, Ping, ReadView, ToReplica};
+use quoin_core::replica::store::{BootCookie, IoFault, ReplicaIdentity};
+use quoin_core::{Lsn, PoolId, Position, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions};
+use quoin_wire::handshake::{ClientSecurity, ServerSecurity};
+use quoin_wire::notices::Notices;
+use quoin_wire::reactor::{Reactor, Waker};
+use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
+
+use super::*;
+use crate::accept::{Acceptor, Belief};
+use crate::assignment::{Assignment, Phase, Wanted};
+use crate::metrics::Metrics;
+use crate::scrub::ScrubPlan;
+
+const VOLUME: VolumeId = VolumeId(7);
+const MEMBER: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(101) };
+
+fn membership() -> Membership {
+    Membership {
+        version: 1,
+        rf: 1,
+        cf: 1,
+        drf: 1,
+        known: vec![MEMBER],
+        retired: vec![],
+        formed: true,
+    }
+}
+
+fn open<D: Disk + Clone>(disk: &D) -> Result<Opened<Pool<D>>, Error> {
+    let pool = Pool::open(disk.clone(), PoolOptions::default())
+        .map_err(|e| Error::Open { path: "memory".into(), reason: e.to_string() })?;
+    Ok(Opened { id: pool.id().to_string(), syncer: pool.syncer(), pool })
+}
+
+fn eventually<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(found) = found() {
+            return found;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "never: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A pool's process, as far as its disk is concerned.
+struct Process {
+    address: SocketAddr,
+    inputs: Sender<Input>,
+    waker: Waker,
+    stop: watch::Sender<bool>,
+    trouble: Arc<Mutex<Option<String>>>,
+    notices: Notices,
+    thread: JoinHandle<Result<(), Error>>,
+}
+
+impl Process {
+    fn start<D: Disk + Clone + Sync + 'static>(disk: &D, doubt: &Path) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let reactor = Reactor::new().unwrap();
+        let waker = reactor.waker();
+        let (inputs, taken) = channel();
+        let metrics = Metrics::new("p");
+        let acceptor = Acceptor::new(
+            listener,
+            Arc::new(Mutex::new(ServerSecurity::PlainLoopback)),
+            Belief::Everybody,
+            inputs.clone(),
+            waker.clone(),
+            metrics.clone(),
+        )
+        .unwrap();
+        let notices = Notices::default();
+        let scrub = ScrubPlan::default();
+        let kept = notices.clone();
+        let parts = Parts { reactor, acceptor, inputs: taken, notices, metrics, scrub };
+        let (stop, stopped) = watch::channel(false);
+        let trouble = Arc::new(Mutex::new(None));
+        let watch = Watch {
+            trouble: trouble.clone(),
+            health: Health::default(),
+            stop: stopped,
+            doubt: doubt.to_owned(),
+        };
+        let (disk, sender) = (disk.clone(), inputs.clone());
+        let first = open(&disk).unwrap();
+        let thread = std::thread::spawn(move || {
+            keep_serving(first, &|| open(&disk), parts, &sender, &watch)
+        });
+        Process { address, inputs, waker, stop, trouble, notices: kept, thread }
+    }
+
+    fn send(&self, input: Input) {
+        self.inputs.send(input).unwrap();
+        self.waker.wake();
+    }
+
+    fn create_replica(&self) {
+        self.send(Input::Assign(Assignment(vec![Wanted {
+            identity: ReplicaIdentity {
+                volume: VOLUME,
+                replica: MEMBER.id,
+                guid: MEMBER.guid,
+                volume_spec: Bytes::new(),
+            },
+            blocks: 1024,
+            phase: Phase::Init,
+            membership: Membership { formed: false, ..membership() },
+        }])));
+        eventually("the replica is created", || {
+            let (answer, state) = tokio::sync::oneshot::channel();
+            self.send(Input::State(answer));
+            let state = state.blocking_recv().unwrap();
+            state.replicas.iter().any(|r| r.guid == MEMBER.guid).then_some(())
+        });
+    }
+
+    /// Opens the replica in `epoch`; `None` if the pool does not let it now.
+    fn open_replica(&self, epoch: u64) -> Option<OpenAck> {
+        self.session(epoch).map(|(_, ack)| ack)
+    }
+
+    fn session(&self, epoch: u64) -> Option<(Session, OpenAck)> {
+        let key = SessionKey {
+            epoch: Epoch(epoch),
+            incarnation: Incarnation(u128::from(epoch)),
+            nonce: 1,
+        };
+        let hello = Hello::new(VOLUME, MEMBER.id, MEMBER.guid, Bytes::new());
+        let security = ClientSecurity::PlainLoopback;
+        let connection = quoin_wire::establish::dial(self.address, &security, key, &hello).ok()?;
+        let mut session = Session { connection, key };
+        session.send(&ToReplica::Open {
+            volume: VOLUME,
+            replica: MEMBER.id,
+            guid: MEMBER.guid,
+            membership: membership(),
+            lease_ms: 500,
+        });
+        match session.next()? {
+            FromReplica::OpenAck(ack) => Some((session, *ack)),
+            _ => None,
+        }
+    }
+
+    fn wait_for_trouble(&self) {
+        eventually("the failure shows", || self.trouble.lock().unwrap().clone());
+    }
+
+    fn stop(self) {
+        self.stop.send(true).unwrap();
+        self.send(Input::Shutdown);
+        self.thread.join().unwrap().unwrap();
+    }
+}
+
+/// A target's end of a session.
+struct Session {
+    connection: Connection,
+    key: SessionKey,
+}
+
+impl Session {
+    fn send(&mut self, message: &ToReplica) {
+        self.connection.send_to_replica(self.key, message).unwrap();
+        self.connection.flush().unwrap();
+    }
+
+    /// The next message; `None` at the session's end.
+    fn next(&mut self) -> Option<FromReplica> {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while Instant::now() < deadline {
+            let outcome = self.connection.receive().ok()?;
+            if let Some(incoming) = self.connection.next_frame().ok()? {
+                return match incoming.frame {
+                    Frame::FromReplica(message) => Some(message),
+                    _ => None,
+                };
+            }
+            if outcome == ReadOutcome::End {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        panic!("neither an answer nor an end");
+    }
+
+    /// Begins to be fed after what the replica holds.
+    fn feed(&mut self, ack: &OpenAck) {
+        let keep = ack.position.lsn;
+        self.send(&ToReplica::Truncate { keep, tip: keep });
+        while !matches!(self.next().expect("it is fed"), FromReplica::Truncated { .. }) {}
+    }
+
+    /// The next write, synced at once.
+    fn append(&mut self, ack: &OpenAck, lba: u64) -> Lsn {
+        let position = Position { epoch: self.key.epoch, lsn: ack.position.lsn.next() };
+        let data = Bytes::from(vec![7; 4096]);
+        let entry = Entry::after(ack.chain, position, EntryKind::Write, lba, 1, data, false);
+        let stable = ack.stable;
+        let entries = vec![Arc::new(entry)];
+        self.send(&ToReplica::Append { entries, stable, sync: true, ping: Ping(5) });
+        position.lsn
+    }
+}
+
+/// A disk whose next read, write or sync can be told to fail, once.
+#[derive(Clone)]
+struct FailingDisk {
+    inner: MemoryDisk,
+    next: Arc<Mutex<Option<&'static str>>>,
+}
+
+impl FailingDisk {
+    fn new() -> Self {
+        FailingDisk { inner: new_disk(), next: Arc::default() }
+    }
+
+    fn fail_next(&self, operation: &'static str) {
+        *self.next.lock().unwrap() = Some(operation);
+    }
+
+    fn has_failed(&self) -> bool {
+        self.next.lock().unwrap().is_none()
+    }
+
+    fn pass(&self, operation: &'static str, offset: u64) -> Result<(), IoFault> {
+        match self.next.lock().unwrap().take_if(|next| *next == operation) {
+            Some(_) => Err(IoFault { operation, offset, errno: 5 }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Disk for FailingDisk {
+    fn size(&self) -> u64 {
+        self.inner.size()
+    }
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.pass("read", offset)?;
+        self.inner.read_at(offset, buffer)
+    }
+    fn write_at(&self, offset: u64, parts: &[std::io::IoSlice<'_>]) -> Result<(), IoFault> {
+        self.pass("write", offset)?;
+        self.inner.write_at(offset, parts)
+    }
+    fn sync(&self) -> Result<(), IoFault> {
+        self.pass("sync", 0)?;
+        self.inner.sync()
+    }
+    fn syncer(&self) -> SyncDisk {
+        let (disk, mut inner) = (self.clone(), self.inner.syncer());
+        Box::new(move || disk.pass("sync", 0).and_then(|()| inner()))
+    }
+    fn write_out(&self, offset: u64, length: u64) {
+        self.inner.write_out(offset, length);
+    }
+    fn discard(&self, offset: u64, length: u64) {
+        self.inner.discard(offset, length);
+    }
+    fn cookie(&self) -> BootCookie {
+        self.inner.cookie()
+    }
+}
+
+fn new_disk() -> MemoryDisk {
+    let disk = MemoryDisk::new(256 << 20);
+    Pool::format(&disk, &FormatOptions::new(PoolId(1))).unwrap();
+    disk
+}
+
+/// A process whose replica claims to be continuous, and whose disk fails then.
+fn fail(disk: &MemoryDisk, doubt: &Path) -> Process {
+    let process = Process::start(disk, doubt);
+    process.create_replica();
+    assert!(process.open_replica(1).unwrap().continuous);
+    disk.fail_after(Some(0));
+    assert_eq!(process.open_replica(2), None, "nothing is promised on a failing disk");
+    process.wait_for_trouble();
+    process
+}
+
+#[test]
+fn after_a_disk_error_no_replica_of_the_reopened_pool_claims_to_be_continuous() {
+    let dir = tempfile::tempdir().unwrap();
+    let (disk, doubt) = (new_disk(), dir.path().join(DOUBT_FILE));
+    let process = fail(&disk, &doubt);
+    disk.fail_after(None);
+    let mut epoch = 2;
+    let ack = eventually("the mended pool answers", || {
+        epoch += 1;
+        process.open_replica(epoch)
+    });
+    assert!(!ack.continuous);
+    assert_eq!(*process.trouble.lock().unwrap(), None);
+    process.stop();
+    // On media, too: the next process asks nothing but that.
+    assert!(!doubt.exists());
+    let process = Process::start(&disk, &doubt);
+    assert!(!process.open_replica(epoch + 1).unwrap().continuous);
+    process.stop();
+}
+
+#[test]
+fn a_process_that_ends_with_its_disk_failed_leaves_the_doubt_to_the_next_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let (disk, doubt) = (new_disk(), dir.path().join(DOUBT_FILE));
+    fail(&disk, &doubt).stop();
+    disk.fail_after(None);
+    let process = Process::start(&disk, &doubt);
+    assert!(!process.open_replica(3).unwrap().continuous);
+    process.stop();
+    assert!(!doubt.exists());
+}
+
+#[test]
+fn a_pool_that_is_merely_restarted_stays_continuous() {
+    let dir = tempfile::tempdir().unwrap();
+    let (disk, doubt) = (new_disk(), dir.path().join(DOUBT_FILE));
+    let process = Process::start(&disk, &doubt);
+    process.create_replica();
+    assert!(process.open_replica(1).unwrap().continuous);
+    process.stop();
+    let process = Process::start(&disk, &doubt);
+    assert!(process.open_replica(2).unwrap().continuous);
+    process.stop();
+}
+
+/// Proves: a failed fdatasync or write ends the replica's session, is never retried for truth and
+/// never acknowledged, and is told. The disk is well again at once: a second try would succeed.
+#[test]
+fn a_write_whose_sync_or_append_failed_is_never_acknowledged_and_never_tried_again() {
+    for operation in ["sync", "write"] {
+        let dir = tempfile::tempdir().unwrap();
+        let doubt = dir.path().join(DOUBT_FILE);
+        let disk = FailingDisk::new();
+        let process = Process::start(&disk, &doubt);
+        process.create_replica();
+        let (mut session, ack) = process.session(1).unwrap();
+        session.feed(&ack);
+        disk.fail_next(operation);
+        let lsn = session.append(&ack, 3);
+        let mut said = Vec::new();
+        while let Some(message) = session.next() {
+            match &message {
+                FromReplica::Applied { applied, durable, .. } => {
+                    assert!(*durable < lsn, "{operation}: acknowledged as durable");
+                    assert!(operation == "sync" || *applied < lsn, "acknowledged as applied");
+                }
+                FromReplica::Failed(failure) => assert_eq!(*failure, Failure::Io),
+                other => panic!("{other:?}"),
+            }
+            said.push(message);
+        }
+        assert!(
+            disk.has_failed() && matches!(said.last(), Some(FromReplica::Failed(_))),
+            "{said:?}"
+        );
+        let mut epoch = 1;
+        let ack = eventually("the pool was opened anew", || {
+            epoch += 1;
+            process.open_replica(epoch)
+        });
+        assert!(!ack.continuous, "{operation}: what the disk dropped is unknown");
+        let told = process.notices.take();
+        assert!(told.iter().any(|n| n.reason == "DiskFailed"), "{told:?}");
+        process.stop();
+    }
+}
+
+/// One sector that cannot be read is one bad block, which others answer; the disk goes on.
+#[test]
+fn a_read_error_costs_the_block_and_not_the_pool() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = FailingDisk::new();
+    let process = Process::start(&disk, &dir.path().join(DOUBT_FILE));
+    process.create_replica();
+    let (mut session, ack) = process.session(1).unwrap();
+    session.feed(&ack);
+    let after = session.append(&ack, 3);
+    let mut read = |id: u64| {
+        let (view, ping) = (ReadView::Live, Ping(9));
+        session.send(&ToReplica::Read {
+            id,
+            view,
+            lba: 3,
+            blocks: 1,
+            after,
+            want_data: true,
+            ping,
+        });
+        loop {
+            match session.next().expect("the session goes on") {
+                FromReplica::Data { slots, .. } => return slots[0].content.clone(),
+                FromReplica::Applied { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    };
+    assert!(matches!(read(1), Content::Data { .. }));
+    disk.fail_next("read");
+    let first = read(2);
+    assert!(disk.has_failed());
+    // The block alone was tried once more, and could be read.
+    assert!(matches!(first, Content::Data { .. } | Content::Bad), "{first:?}");
+    assert!(matches!(read(3), Content::Data { .. }));
+    assert_eq!(*process.trouble.lock().unwrap(), None);
+    process.stop();
+}

@@ -1,0 +1,221 @@
+//! What the shard does between requests for the health of what it holds: steps of the scrub, and
+//! asking targets for good copies of what was found bad.
+
+use std::time::{Duration, Instant};
+
+use quoin_core::message::BadCopy;
+use quoin_core::replica::ReplicaEvent;
+use quoin_core::replica::store::{ReplicaStore, StoreError};
+use quoin_core::{BLOCK_SIZE, ReplicaGuid, Time};
+use quoin_store::{Due, ReplicaPool, ScrubAt};
+use quoin_wire::notices::Severity;
+
+use super::Shard;
+use crate::facts::PoolFacts;
+use crate::scrub::ScrubState;
+
+/// Read in one step.
+const STEP_BYTES: u64 = 512 << 10;
+/// Clients come first where their next writes depend on background work.
+const GIVE_WAY: Duration = Duration::from_millis(50);
+/// A replica that is open but not fed yet is looked at again.
+const FEED_SOON: Duration = Duration::from_millis(250);
+
+impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
+    /// How long until this module has something to do.
+    pub(super) fn health_due_in(&self, now: Time) -> Option<Duration> {
+        let repair = self.repair_at.map(|at| at.since(now));
+        [self.scrub.due_in(now), repair].into_iter().flatten().min()
+    }
+
+    pub(super) fn keep_healthy(&mut self, now: Time) {
+        if self.stopping.is_some() || self.failure.is_some() {
+            return;
+        }
+        if self.scrub.due_in(now) == Some(Duration::ZERO) {
+            self.step_scrub(now);
+        }
+        if self.repair_at.is_some_and(|at| at <= now) {
+            self.collect_bad_copies(now);
+            self.ask_for_copies(now);
+        }
+    }
+
+    pub(super) fn ask_for_scrub(&mut self, now: Time, request: u64) {
+        let used = self.pool.space().used_bytes;
+        if self.scrub.ask(now, request, used) {
+            tracing::info!(request, "a scrub was asked for");
+        }
+    }
+
+    pub(super) fn scrub_state(&self) -> ScrubState {
+        self.scrub.state()
+    }
+
+    fn step_scrub(&mut self, now: Time) {
+        if self.pool.background_due() == Due::Urgent {
+            return self.scrub.postpone(now, GIVE_WAY);
+        }
+        let used = self.pool.space().used_bytes;
+        let Some((from, at)) = self.scrub.step(now, used) else { return };
+        // The replica may be gone since: the next one then, from its start.
+        let replica = self.replicas.range(from..).next().map(|(guid, _)| *guid);
+        let Some(guid) = replica else { return self.end_scrub(now) };
+        let at = if guid == from { at } else { ScrubAt::default() };
+        let began = Instant::now();
+        let done = match self.pool.scrub(guid, at, STEP_BYTES) {
+            Ok(done) => done,
+            Err(StoreError::Damaged(what)) => {
+                self.deliver(now, guid, ReplicaEvent::Damaged(what));
+                Default::default()
+            }
+            // Room for what is written again comes with time.
+            Err(StoreError::Full | StoreError::Rule(_)) => {
+                return self.scrub.postpone(now, Duration::from_secs(10));
+            }
+            Err(error @ StoreError::Io(_)) => return self.fail(error),
+        };
+        let next = match done.next {
+            Some(at) => (guid, at),
+            None => (ReplicaGuid(guid.0.saturating_add(1)), ScrubAt::default()),
+        };
+        self.parts.metrics.scrubbed.inc_by(done.read_bytes);
+        if done.headers > 0 {
+            self.scrub.found(now, done.headers.into());
+            self.parts.metrics.scrub_found.inc_by(done.headers.into());
+            self.tell_of(
+                guid,
+                Severity::Warning,
+                "BadHeaders",
+                format!(
+                    "{} headers or nodes of the pool's own were bad on media; they were written \
+                     again or are no longer needed",
+                    done.headers
+                ),
+            );
+        }
+        self.collect_bad_copies(now);
+        self.scrub.stepped(now, began.elapsed(), done.read_bytes, next);
+        self.begin_sync();
+    }
+
+    fn end_scrub(&mut self, now: Time) {
+        match self.pool.scrub_metadata() {
+            Ok(0) => {}
+            Ok(bad) => {
+                self.scrub.found(now, bad.into());
+                self.parts.metrics.scrub_found.inc_by(bad.into());
+                let message = format!("{bad} bad copies of the pool's metadata were written again");
+                self.parts.notices.push(Severity::Warning, "", "", "MetadataRepaired", message);
+            }
+            Err(error @ StoreError::Io(_)) => return self.fail(error),
+            Err(error) => tracing::warn!(%error, "the metadata could not be scrubbed"),
+        }
+        let state = self.scrub.ended(now);
+        self.parts.metrics.scrubs.inc();
+        let severity = if state.found == 0 { Severity::Normal } else { Severity::Warning };
+        let found = match state.found {
+            0 => "nothing was bad".to_owned(),
+            1 => "1 thing was bad".to_owned(),
+            n => format!("{n} things were bad"),
+        };
+        let (mib, seconds) = (state.read_bytes >> 20, state.ended_s.saturating_sub(state.began_s));
+        let message = format!("{mib} MiB read in {seconds} s: {found}");
+        self.parts.notices.push(severity, "", "", "ScrubEnded", message);
+        self.begin_sync();
+    }
+
+    /// Takes over what the store found bad; asked for at once where a target feeds the replica.
+    pub(super) fn collect_bad_copies(&mut self, now: Time) {
+        let mut found = 0;
+        for bad in self.pool.take_bad_blocks() {
+            let Some(held) = self.replicas.get_mut(&bad.replica) else { continue };
+            let copy = BadCopy { lba: bad.lba, blocks: bad.blocks, version: bad.version };
+            if held.repairs.found(now, copy) {
+                found += 1;
+                self.repair_at = Some(now);
+            }
+        }
+        self.scrub.found(now, found);
+        self.parts.metrics.scrub_found.inc_by(found);
+    }
+
+    fn ask_for_copies(&mut self, now: Time) {
+        let mut next: Option<Time> = None;
+        let wanting = self.replicas.iter().filter(|(_, held)| !held.repairs.is_empty());
+        for guid in wanting.map(|(guid, _)| *guid).collect::<Vec<_>>() {
+            let Some(held) = self.replicas.get_mut(&guid) else { continue };
+            let at = match (held.replica.is_open(), held.replica.is_fed()) {
+                (false, _) => continue,
+                (true, false) => Some(now + FEED_SOON),
+                (true, true) => {
+                    let copies: Vec<_> = std::iter::from_fn(|| held.repairs.next(now)).collect();
+                    let due = held.repairs.due().map(|due| due.max(now + GIVE_WAY));
+                    for copy in copies {
+                        self.deliver(now, guid, ReplicaEvent::BadCopy(copy));
+                    }
+                    due
+                }
+            };
+            next = [next, at].into_iter().flatten().min();
+        }
+        self.repair_at = next;
+        self.finish_round(now);
+    }
+
+    /// A target opened the replica: what waited for one can be asked for.
+    pub(super) fn opened(&mut self, guid: ReplicaGuid) {
+        let now = quoin_wire::reactor::now();
+        if let Some(held) = self.replicas.get_mut(&guid)
+            && !held.repairs.is_empty()
+        {
+            held.repairs.opened(now);
+            self.repair_at = Some(now);
+        }
+    }
+
+    pub(super) fn copy_came(&mut self, guid: ReplicaGuid, lba: u64, whole_map: bool, done: bool) {
+        let now = quoin_wire::reactor::now();
+        let Some(held) = self.replicas.get_mut(&guid) else { return };
+        if held.repairs.answered(now, lba, whole_map, done) {
+            self.parts.metrics.scrub_repaired.inc();
+        }
+        if !held.repairs.is_empty() {
+            self.repair_at = Some(now);
+        }
+    }
+
+    /// One notice a replica and turn: a bad spot of a disk is seldom one block.
+    pub(super) fn tell_repairs(&mut self, now: Time) {
+        self.collect_bad_copies(now);
+        let replicas: Vec<ReplicaGuid> = self.replicas.keys().copied().collect();
+        for guid in replicas {
+            let Some(held) = self.replicas.get_mut(&guid) else { continue };
+            let (news, open) = (held.repairs.take_news(), held.replica.is_open());
+            if news.found > 0 {
+                let way = match open {
+                    true => "another replica's copies replace them",
+                    false => "they are repaired while the volume is attached",
+                };
+                let message = format!(
+                    "{} bad blocks or stretches were found, the first at offset {}: reads are \
+                     served by other replicas; {way}",
+                    news.found,
+                    news.first_lba * BLOCK_SIZE as u64
+                );
+                self.tell_of(guid, Severity::Warning, "BadBlocks", message);
+            }
+            if news.mended > 0 {
+                let message = format!("{} bad copies were replaced", news.mended);
+                self.tell_of(guid, Severity::Normal, "BadBlocksRepaired", message);
+            }
+        }
+    }
+
+    fn tell_of(&mut self, guid: ReplicaGuid, severity: Severity, reason: &str, message: String) {
+        let Some(store) = self.pool.replica(guid) else { return };
+        let (volume, replica) = (store.identity().volume, store.identity().replica);
+        drop(store);
+        self.parts.notices.push(severity, volume, replica, reason, message);
+    }
+}

@@ -1,0 +1,313 @@
+//! The scrub: everything that a pool holds is read from its media and compared with its checksums,
+//! and what is bad is mended, from here where it can be made again, from a peer otherwise.
+//!
+//! | what | bad: |
+//! |---|---|
+//! | superblock, metadata ring | written again from memory |
+//! | a segment's header | written again: it follows from the metadata |
+//! | a block of a view or of the log | asked of a peer, the same version only ([`Replica::repair`]) |
+//! | a node of the map | its stretch is asked of a peer ([`Replica::mend`]) |
+//! | a batch's header | the log above the map is folded, so that no recovery needs it; of a segment that is closed it costs the space until the blocks in it die |
+//!
+//! **Mending a stretch.** The base is the map as of its LSN F ≤ stable. A peer's live slot of
+//! version v ≤ F, read at a position that this replica has reached too, is what the base held,
+//! as long as no Revert lies between: nothing touched the block from v to that position. A slot
+//! of a later version lies in this replica's own log, which answers for it; what the base held
+//! under it is unknown, stays marked as lost and is replaced by the next fold. So nothing is ever
+//! guessed, and a mended stretch shows each block as it was or not at all.
+
+use quoin_core::message::{Content, Slot};
+use quoin_core::replica::store::StoreError;
+use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid, crc32c};
+
+use crate::clean::walk;
+use crate::core::{BadBlock, Core};
+use crate::disk::Disk;
+use crate::moved::MovedBlock;
+use crate::node::{FANOUT, LEAF_BLOCKS};
+use crate::pool::Pool;
+use crate::replica::{Replica, Source};
+use crate::tree::{self, BAD_PLACE, Change, Edit, LOST_PLACE, Part};
+
+/// What one leaf, one entry or one header is taken to cost beside the bytes that it names.
+const PART_BYTES: u64 = 4096;
+
+/// Where a scrub of a replica goes on: the stage (snapshots in order, the folded map, the log,
+/// the segments) and how far it is there. The default begins.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub struct ScrubAt {
+    pub stage: u32,
+    pub cursor: u64,
+}
+
+/// What a step of a scrub did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Scrubbed {
+    /// Where to go on; `None`: the replica was read to its end.
+    pub next: Option<ScrubAt>,
+    /// About what was read.
+    pub read_bytes: u64,
+    /// Headers that were bad: written again, or made harmless by a fold.
+    pub headers: u32,
+}
+
+impl<D: Disk> Pool<D> {
+    /// Reads about `budget_bytes` of a replica from its media; bad blocks come with
+    /// [`Pool::take_bad_blocks`].
+    pub fn scrub(
+        &mut self,
+        guid: ReplicaGuid,
+        at: ScrubAt,
+        budget_bytes: u64,
+    ) -> Result<Scrubbed, StoreError> {
+        let mut done = Scrubbed { next: Some(at), ..Scrubbed::default() };
+        let Some(replica) = self.replicas.get_mut(&guid) else {
+            return Ok(Scrubbed::default());
+        };
+        self.core.check_usable()?;
+        while done.read_bytes < budget_bytes.max(1)
+            && let Some(at) = done.next
+        {
+            done.next = replica.scrub_part(&mut self.core, at, &mut done)?;
+        }
+        Ok(done)
+    }
+
+    /// Compares both copies of superblock and metadata ring with what they must say, and writes
+    /// them again where one does not; how many were bad.
+    pub fn scrub_metadata(&mut self) -> Result<u32, StoreError> {
+        let core = &mut self.core;
+        core.check_usable()?;
+        let mut bad = core.superblock.bad_copies(&core.disk);
+        if bad > 0 {
+            core.superblock.write(&core.disk)?;
+        }
+        let rotten = core.ring.bad_copies(&core.disk);
+        if rotten > 0 {
+            bad += rotten;
+            core.restate()?;
+        }
+        if bad > 0 {
+            core.tickets.request();
+        }
+        Ok(bad)
+    }
+}
+
+impl Replica {
+    /// One leaf, entry or segment; where to go on.
+    fn scrub_part<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        at: ScrubAt,
+        done: &mut Scrubbed,
+    ) -> Result<Option<ScrubAt>, StoreError> {
+        let snapshots = self.folded.snapshots.len() as u32;
+        let on = |cursor| Some(ScrubAt { cursor, ..at });
+        let next_stage = Some(ScrubAt { stage: at.stage + 1, cursor: 0 });
+        done.read_bytes += PART_BYTES;
+        Ok(match at.stage.checked_sub(snapshots) {
+            None | Some(0) => self.scrub_leaf(core, at, done)?.map_or(next_stage, on),
+            Some(1) => self.scrub_entry(core, at.cursor, done)?.map_or(next_stage, on),
+            Some(2) => self.scrub_segment(core, at.cursor, done)?.and_then(on),
+            Some(_) => None,
+        })
+    }
+
+    /// The next leaf of a snapshot or of the folded map, without what an older view showed.
+    fn scrub_leaf<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        at: ScrubAt,
+        done: &mut Scrubbed,
+    ) -> Result<Option<u64>, StoreError> {
+        let views = &self.folded.snapshots;
+        let stage = at.stage as usize;
+        let root = views.get(stage).map_or(self.folded.root, |s| s.root);
+        let from = stage.checked_sub(1).and_then(|s| views.get(s)).map_or(0, |s| s.info.lsn.0);
+        let Some(part) = tree::next_part(&mut self.io(core), root, from, at.cursor)? else {
+            return Ok(None);
+        };
+        let (start, end) = part.range();
+        match part {
+            Part::Hole { .. } => {}
+            Part::Damaged { newest, .. } => {
+                let start = start.max(at.cursor);
+                let many = (FANOUT * LEAF_BLOCKS) as u64;
+                for lba in (start..end.min(start + many)).step_by(LEAF_BLOCKS) {
+                    core.note_bad(BadBlock::stretch(self.identity.guid, lba, Lsn(newest)));
+                }
+                return Ok(Some(end.min(start + many)));
+            }
+            Part::Leaf { .. } => {
+                self.scrub_nodes(core, root, start, at.cursor, done)?;
+                self.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
+                for run in core.found.chunk_by(|a, b| a.place.checked_add(1) == Some(b.place)) {
+                    if !matches!(run[0].place, 0 | BAD_PLACE | LOST_PLACE) {
+                        let (offset, length) = (run[0].place, run.len() as u64);
+                        let block = BLOCK_SIZE as u64;
+                        core.disk.forget_cached(offset * block, length * block);
+                    }
+                }
+                let mut slots = Vec::new();
+                self.slots(core, start, Lsn(from), true, &mut slots);
+                done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
+            }
+        }
+        Ok(Some(end))
+    }
+
+    /// The nodes that lead to a leaf, those that the scrub comes to first. One that is bad on
+    /// media and good in the cache is written again, wherever it is shared.
+    fn scrub_nodes<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        root: tree::Root,
+        lba: u64,
+        cursor: u64,
+        done: &mut Scrubbed,
+    ) -> Result<(), StoreError> {
+        // What waits to be written is not on media yet.
+        self.io(core).flush()?;
+        let path = tree::path(&mut self.io(core), root, lba)?;
+        for (level, base, node) in path.into_iter().filter(|(_, base, _)| *base >= cursor) {
+            done.read_bytes += u64::from(node.length);
+            if !core.is_whole_on_media(level, &node)? && self.job_is_free() {
+                done.headers += 1;
+                let change = Change::Renew { node: node.place };
+                self.renew(core, &[Edit { lba: base, blocks: 1, change }])?;
+                self.dirty = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the maps may be changed beside what background work has begun.
+    fn job_is_free(&self) -> bool {
+        self.checkpoint.is_none() && !self.is_prepared()
+    }
+
+    /// The first entry of the log from this LSN on that has data.
+    fn scrub_entry<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        cursor: u64,
+        done: &mut Scrubbed,
+    ) -> Result<Option<u64>, StoreError> {
+        let first = cursor.max(self.log.first_lsn());
+        let found = (first..self.log.next_lsn())
+            .find_map(|lsn| Some((lsn, *self.log.get(lsn).filter(|r| r.place != 0)?)));
+        let Some((lsn, record)) = found else { return Ok(None) };
+        let crcs: Vec<u32> = self.log.crcs(&record).collect();
+        let mut bytes = vec![0; crcs.len() * BLOCK_SIZE];
+        core.disk.forget_cached(record.place * BLOCK_SIZE as u64, bytes.len() as u64);
+        let whole = core.read(record.place, &mut bytes).is_ok();
+        for (i, (chunk, crc)) in bytes.chunks_mut(BLOCK_SIZE).zip(crcs).enumerate() {
+            let read = whole || core.read(record.place + i as u64, chunk).is_ok();
+            if read && crc32c(chunk) == crc {
+                continue;
+            }
+            let lba = record.lba + i as u64;
+            self.find(core, &Source::Live, lba, 1)?;
+            if core.found.first().is_some_and(|block| block.version == lsn) {
+                core.note_bad(BadBlock::block(self.identity.guid, lba, Lsn(lsn)));
+            } else {
+                // Overwritten since: of use only to one that lags, who can ask others.
+                self.fold_wanted = true;
+            }
+        }
+        done.read_bytes += bytes.len() as u64;
+        Ok(Some(lsn + 1))
+    }
+
+    /// The headers of the first segment from this unit on.
+    fn scrub_segment<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        cursor: u64,
+        done: &mut Scrubbed,
+    ) -> Result<Option<u64>, StoreError> {
+        let Ok(from) = u32::try_from(cursor) else { return Ok(None) };
+        let Some(segment) = self.family.segments.range(from..).next().map(|(_, s)| *s) else {
+            return Ok(None);
+        };
+        let state = segment.state;
+        let mut header = vec![0; BLOCK_SIZE];
+        let start = core.superblock.unit_start(state.unit);
+        core.disk.forget_cached(start * BLOCK_SIZE as u64, BLOCK_SIZE as u64);
+        let expected = segment.header(&core.superblock, self.identity.guid);
+        if core.read(start, &mut header).is_err() || header != expected {
+            core.write(start, &[std::io::IoSlice::new(&expected)])?;
+            core.tickets.request();
+            done.headers += 1;
+        }
+        // The open segments' ends move; a batch is in them once its write returned.
+        let whole = walk(core, &state, self.family.guid_hash, |_, batch| {
+            done.read_bytes += u64::from(batch.header_blocks) * BLOCK_SIZE as u64;
+        })?;
+        if !whole {
+            done.headers += 1;
+            self.unreadable.insert(state.unit);
+            self.fold_wanted |= state.last_index >= self.log_start().index;
+        }
+        Ok(Some(u64::from(state.unit) + 1))
+    }
+
+    /// Rebuilds what is lost of the map of a stretch, by the module's rule.
+    pub fn mend<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        slots: &[Slot],
+    ) -> Result<bool, StoreError> {
+        core.check_usable()?;
+        let blocks: u64 = slots.iter().map(|s| u64::from(s.blocks)).sum();
+        let reverted = self.upper.reverted
+            || self.log.special_from(0).any(|(_, kind)| crate::checkpoint::is_revert(kind));
+        if reverted
+            || !self.job_is_free()
+            || blocks > LEAF_BLOCKS as u64
+            || lba.checked_add(blocks).is_none_or(|end| end > self.head.volume_blocks)
+        {
+            return Ok(false);
+        }
+        self.find(core, &Source::Root(self.folded.root), lba, blocks as u32)?;
+        let lost: Vec<bool> =
+            core.found.iter().map(|b| matches!(b.place, BAD_PLACE | LOST_PLACE)).collect();
+        if !lost.contains(&true) {
+            return Ok(false);
+        }
+        let base = self.folded.head.position.lsn;
+        let (mut edits, mut moved) = (Vec::new(), Vec::new());
+        let each =
+            slots.iter().flat_map(|s| (s.lba..s.lba + u64::from(s.blocks)).map(move |l| (l, s)));
+        for ((lba, slot), _) in
+            each.zip(&lost).filter(|((_, slot), lost)| **lost && slot.version <= base)
+        {
+            let version = slot.version.0;
+            let mut change = Change::Hole { version };
+            if let Content::Data { crc, data } = &slot.content {
+                let crc_at = moved.len() as u32;
+                change = Change::Data { version, place: 0, crc_at };
+                moved.push(MovedBlock { lba, version, crc: *crc, bytes: data.clone() });
+            }
+            edits.push(Edit { lba, blocks: 1, change });
+        }
+        let places = self.write_moved(core, &moved, true)?;
+        for edit in &mut edits {
+            if let Change::Data { place, crc_at, .. } = &mut edit.change {
+                *place = places.get(*crc_at as usize).copied().unwrap_or(LOST_PLACE);
+            }
+        }
+        let crcs: Vec<u32> = moved.iter().map(|m| m.crc).collect();
+        let root = self.folded.root;
+        let mut io = self.io(core);
+        io.gives_up = true;
+        self.folded.root = tree::update(&mut io, root, &edits, &crcs, None)?;
+        self.upper.lower = self.folded.root;
+        self.frozen = None;
+        self.dirty = true;
+        core.bad.retain(|b| b.replica != self.identity.guid || b.blocks == 1 || b.lba != lba);
+        Ok(true)
+    }
+}

@@ -1,0 +1,106 @@
+//! What tests of pools do beside running a cluster: look into pool files, harm them, kill.
+
+#![allow(dead_code, unused_imports, reason = "each test takes what it needs")]
+
+#[path = "../common/dev.rs"]
+mod running;
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+pub use running::*;
+
+impl Dev {
+    /// Waits for something that must come.
+    pub fn eventually<T>(&self, what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+        let began = std::time::Instant::now();
+        loop {
+            if let Some(found) = found() {
+                return found;
+            }
+            if began.elapsed() > BUDGET {
+                self.show_logs();
+                panic!("never: {what}");
+            }
+            std::thread::sleep(std::time::Duration::from_millis(100));
+        }
+    }
+
+    /// The replica of a volume that a pool holds.
+    pub fn replica(&self, volume: &str, pool: &str) -> serde_json::Value {
+        let replicas = self.json(&["replica", "list", volume]);
+        let all = replicas.as_array().unwrap();
+        all.iter().find(|r| r["pool"] == pool).cloned().unwrap_or_default()
+    }
+
+    pub fn pool_file(&self, pool: &str) -> PathBuf {
+        self.directory.join("pools").join(pool).join("data")
+    }
+
+    /// Kills a process and waits until another one runs in its place.
+    pub fn kill(&self, name: &str) {
+        let old = self.pid(name);
+        if let Some(old) = old {
+            signal(old, "KILL");
+        }
+        self.eventually(&format!("{name} is started again"), || {
+            self.pid(name).filter(|pid| Some(*pid) != old)
+        });
+    }
+}
+
+/// The first 24 bytes of every block that a test writes: what it is, where, and which version.
+pub fn block(lba: u64, version: u64) -> Vec<u8> {
+    let mut bytes = vec![(lba ^ version) as u8; 4096];
+    bytes[..8].copy_from_slice(b"TESTDATA");
+    bytes[8..16].copy_from_slice(&lba.to_le_bytes());
+    bytes[16..24].copy_from_slice(&version.to_le_bytes());
+    bytes
+}
+
+/// Every block of a sparse file that `wanted` takes, with its offset.
+pub fn blocks_of<T>(path: &Path, mut wanted: impl FnMut(&[u8]) -> Option<T>) -> Vec<(u64, T)> {
+    use rustix::fs::SeekFrom;
+    let file = std::fs::File::open(path).unwrap();
+    let (mut found, mut at) = (Vec::new(), 0);
+    let mut buffer = vec![0; 1 << 20];
+    while let Ok(data) = rustix::fs::seek(&file, SeekFrom::Data(at)) {
+        let end = rustix::fs::seek(&file, SeekFrom::Hole(data)).unwrap();
+        at = data / 4096 * 4096;
+        while at < end {
+            let length = file.read_at(&mut buffer, at).unwrap() / 4096 * 4096;
+            if length == 0 {
+                return found;
+            }
+            for (i, block) in buffer[..length].chunks(4096).enumerate() {
+                if let Some(it) = wanted(block) {
+                    found.push((at + i as u64 * 4096, it));
+                }
+            }
+            at += length as u64;
+        }
+    }
+    found
+}
+
+/// Where a pool file holds the test's blocks, by LBA and version.
+pub fn test_blocks(path: &Path) -> BTreeMap<(u64, u64), Vec<u64>> {
+    let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().unwrap());
+    let found = blocks_of(path, |block| {
+        block.starts_with(b"TESTDATA").then(|| (number(&block[8..16]), number(&block[16..24])))
+    });
+    let mut places = BTreeMap::<_, Vec<u64>>::new();
+    for (offset, key) in found {
+        places.entry(key).or_default().push(offset);
+    }
+    places
+}
+
+/// Flips bits of one byte of a file.
+pub fn rot(path: &Path, offset: u64) {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).unwrap();
+    file.write_all_at(&[byte[0] ^ 0x40], offset).unwrap();
+}
