@@ -251,12 +251,16 @@ impl Holder {
         let Ok(connection) = dial(&self.path) else { return };
         let mut inner = lock(&self.inner);
         inner.connection = Some(Arc::new(connection));
-        self.up.set(1);
         let table = std::mem::take(&mut inner.table);
         for (held, descriptor) in table.values() {
             inner.tell(&Ask::Hold(Box::new(held.clone())), Some(descriptor.as_fd()));
         }
-        tracing::info!(volumes = table.len(), "the holder is here and holds what is attached");
+        // One that was just dying may have taken the connection and nothing else.
+        if inner.connection.is_some() {
+            self.up.set(1);
+            let volumes = table.len();
+            tracing::info!(volumes, "the holder is here and holds what is attached");
+        }
         inner.table = table;
     }
 }
