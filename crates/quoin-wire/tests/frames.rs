@@ -350,7 +350,6 @@ fn bytes_of(message: &ToReplica) -> Vec<u8> {
     drop(connection);
     reader.join().unwrap()
 }
-
 /// Whether the checksums that a message carries tell that one of its blocks was changed.
 fn has_a_bad_block(frame: &Frame) -> bool {
     match frame {
@@ -359,10 +358,9 @@ fn has_a_bad_block(frame: &Frame) -> bool {
         }
         Frame::ToReplica(
             ToReplica::IncrementFeed { slots, .. } | ToReplica::Mend { slots, .. },
-        ) => slots.iter().any(|slot| match &slot.content {
-            Content::Data { crc, data } => crc32c(data) != *crc,
-            Content::Hole | Content::Bad => false,
-        }),
+        ) => slots
+            .iter()
+            .any(|s| matches!(&s.content, Content::Data { crc, data } if crc32c(data) != *crc)),
         Frame::ToReplica(ToReplica::Repair { crc, data, .. }) => crc32c(data) != *crc,
         _ => false,
     }
