@@ -34,8 +34,7 @@ struct Arguments {
 }
 
 /// Caught within a few seeds, each by another check.
-const QUICK: [&str; 4] =
-    ["read-before-commit", "dropped-acks-counted", "epoch-reused", "trim-without-version"];
+const QUICK: [&str; 3] = ["read-before-commit", "dropped-acks-counted", "epoch-reused"];
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
