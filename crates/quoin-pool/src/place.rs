@@ -55,7 +55,13 @@ impl Place {
     pub fn check(&self) -> Result<(), Error> {
         let path = data_path(&self.path);
         match (std::fs::metadata(&path), self.size_bytes) {
-            (Ok(_), _) => FileDisk::open(&path).map(drop).map_err(|error| self.refused(&error)),
+            (Ok(_), _) => {
+                let disk = FileDisk::open(&path).map_err(|error| self.refused(&error))?;
+                if self.format && is_blank(&disk) {
+                    return Ok(());
+                }
+                Pool::peek(&disk).map(drop).map_err(|error| self.refused(&error))
+            }
             (Err(error), None) if error.kind() == std::io::ErrorKind::NotFound => {
                 Err(self
                     .failed("there is no pool yet: --capacity SIZE makes one, or mend the path"))
@@ -114,7 +120,13 @@ impl Place {
     /// A directory in which a pool is to be made holds nothing of anybody else.
     fn check_empty(&self) -> Result<(), Error> {
         if !self.path.is_dir() {
-            return Ok(());
+            let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
+            return match parent.is_none_or(Path::is_dir) {
+                true => Ok(()),
+                false => {
+                    Err(self.failed("its directory does not exist: make it, or mend the path"))
+                }
+            };
         }
         let entries = std::fs::read_dir(&self.path).map_err(|e| self.failed(e.to_string()))?;
         let names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));

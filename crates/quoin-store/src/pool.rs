@@ -135,6 +135,11 @@ impl<D: Disk> Pool<D> {
         Ok(Pool { core, replicas, starved: false, victim: Victim::default() })
     }
 
+    /// Whose pool a disk holds, without opening it.
+    pub fn peek(disk: &D) -> Result<PoolId, PoolError> {
+        Ok(Superblock::read(disk)?.pool)
+    }
+
     pub fn id(&self) -> PoolId {
         self.core.superblock.pool
     }

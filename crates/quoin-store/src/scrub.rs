@@ -24,10 +24,10 @@ use crate::clean::walk;
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
 use crate::moved::MovedBlock;
-use crate::node::{FANOUT, LEAF_BLOCKS};
+use crate::node::{FANOUT, LEAF_BLOCKS, NodeRef};
 use crate::pool::Pool;
 use crate::replica::{Replica, Source};
-use crate::tree::{self, BAD_PLACE, Change, Edit, LOST_PLACE, Part};
+use crate::tree::{self, BAD_PLACE, Change, Edit, LOST_PLACE, Nodes, Part};
 
 /// What one leaf, one entry or one header is taken to cost beside the bytes that it names.
 const PART_BYTES: u64 = 4096;
@@ -123,6 +123,7 @@ impl Replica {
     ) -> Result<Option<u64>, StoreError> {
         let views = &self.folded.snapshots;
         let stage = at.stage as usize;
+        let is_folded = stage == views.len();
         let root = views.get(stage).map_or(self.folded.root, |s| s.root);
         let from = stage.checked_sub(1).and_then(|s| views.get(s)).map_or(0, |s| s.info.lsn.0);
         let Some(part) = tree::next_part(&mut self.io(core), root, from, at.cursor)? else {
@@ -149,12 +150,34 @@ impl Replica {
                         core.disk.forget_cached(offset * block, length * block);
                     }
                 }
-                let mut slots = Vec::new();
+                let (mut slots, known) = (Vec::new(), core.bad.len());
                 self.slots(core, start, Lsn(from), true, &mut slots);
                 done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
+                if is_folded {
+                    self.leave_overwritten(core, known)?;
+                }
             }
         }
         Ok(Some(end))
+    }
+
+    /// Of what was found bad in the folded map, what the log has overwritten needs no repair: the
+    /// next fold drops it.
+    fn leave_overwritten<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        known: usize,
+    ) -> Result<(), StoreError> {
+        for bad in core.bad.split_off(known.min(core.bad.len())) {
+            if bad.blocks == 1 {
+                self.find(core, &Source::Live, bad.lba, 1)?;
+                if core.found.first().is_some_and(|block| block.version != bad.version.0) {
+                    continue;
+                }
+            }
+            core.note_bad(bad);
+        }
+        Ok(())
     }
 
     /// The nodes that lead to a leaf, those that the scrub comes to first. One that is bad on
@@ -170,9 +193,13 @@ impl Replica {
         // What waits to be written is not on media yet.
         self.io(core).flush()?;
         let path = tree::path(&mut self.io(core), root, lba)?;
-        for (level, base, node) in path.into_iter().filter(|(_, base, _)| *base >= cursor) {
+        // Those that are known to be lost are told of with the blocks under them.
+        let first_seen =
+            |(_, base, node): &(u8, u64, NodeRef)| *base >= cursor && node.is_possible();
+        for (level, base, node) in path.into_iter().filter(first_seen) {
             done.read_bytes += u64::from(node.length);
-            if !core.is_whole_on_media(level, &node)? && self.job_is_free() {
+            let rotten = !core.is_whole_on_media(level, &node)?;
+            if rotten && self.job_is_free() && self.io(core).load(level, &node)?.is_some() {
                 done.headers += 1;
                 let change = Change::Renew { node: node.place };
                 self.renew(core, &[Edit { lba: base, blocks: 1, change }])?;
