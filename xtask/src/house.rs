@@ -155,21 +155,26 @@ fn file_violations() -> Result<Vec<String>> {
     }
     let mut violations = Vec::new();
     for path in files {
-        let text = std::fs::read_to_string(&path)?;
-        let lines = text.lines().count();
-        if lines > LINES_PER_FILE_MAX {
-            violations.push(format!(
-                "{} has {lines} lines (at most {LINES_PER_FILE_MAX}): which two ideas does it hold?",
-                place(&path, 1)
-            ));
-        }
-        for (index, line) in text.lines().enumerate() {
-            for mark in UNFINISHED.iter().filter(|mark| line.contains(**mark)) {
-                violations.push(format!("{}: `{mark}`", place(&path, index + 1)));
-            }
-        }
+        violations.extend(violations_in(&path, &std::fs::read_to_string(&path)?));
     }
     Ok(violations)
+}
+
+fn violations_in(path: &Path, text: &str) -> Vec<String> {
+    let mut violations = Vec::new();
+    let lines = text.lines().count();
+    if lines > LINES_PER_FILE_MAX {
+        violations.push(format!(
+            "{} has {lines} lines (at most {LINES_PER_FILE_MAX}): which two ideas does it hold?",
+            place(path, 1)
+        ));
+    }
+    for (index, line) in text.lines().enumerate() {
+        for mark in UNFINISHED.iter().filter(|mark| line.contains(**mark)) {
+            violations.push(format!("{}: `{mark}`", place(path, index + 1)));
+        }
+    }
+    violations
 }
 
 fn place(path: &Path, line: usize) -> String {
@@ -189,6 +194,16 @@ mod tests {
     #[test]
     fn the_core_opens_no_door_to_the_outside() {
         assert_eq!(core_violations().unwrap(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn no_file_is_too_long_or_unfinished_and_one_that_were_would_be_found() {
+        assert_eq!(file_violations().unwrap(), Vec::<String>::new());
+        let long = "x\n".repeat(LINES_PER_FILE_MAX + 1);
+        assert!(violations_in(Path::new("a.rs"), &long).concat().contains("701 lines"));
+        let mark = format!("// {} later", UNFINISHED[0]);
+        assert_eq!(violations_in(Path::new("a.rs"), &mark).len(), 1);
+        assert!(violations_in(Path::new("a.rs"), &"x\n".repeat(LINES_PER_FILE_MAX)).is_empty());
     }
 
     #[test]

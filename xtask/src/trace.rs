@@ -182,7 +182,9 @@ pub fn collect_files(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
         let path = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if path.is_dir() {
-            if name != "target" && !name.starts_with('.') && name != "__pycache__" {
+            // Told by cargo's own mark and not by its name: a module may be called `target`.
+            let is_build_output = path.join("CACHEDIR.TAG").exists();
+            if !is_build_output && !name.starts_with('.') && name != "__pycache__" {
                 collect_files(&path, files)?;
             }
         } else if name.ends_with(".rs") || name.ends_with(".py") {
@@ -243,6 +245,27 @@ mod tests {
         assert_eq!(register.iter().filter(|row| row.binds()).count(), 645);
         let ids: BTreeSet<_> = register.iter().map(|row| &row.id).collect();
         assert_eq!(ids.len(), register.len(), "an id stands twice");
+    }
+
+    #[test]
+    fn every_module_is_read_whatever_its_name_and_build_output_is_not() {
+        let root = workspace_root();
+        let mut found = Vec::new();
+        for directory in ["crates", "tests", "xtask"] {
+            collect_files(&root.join(directory), &mut found).unwrap();
+        }
+        let target = root.join("crates/quoin-core/src/target/mod.rs");
+        assert!(found.contains(&target), "a module called target is a module like others");
+
+        let directory = tempfile::tempdir().unwrap();
+        let built = directory.path().join("target/debug");
+        std::fs::create_dir_all(&built).unwrap();
+        std::fs::write(built.join("made.rs"), "").unwrap();
+        std::fs::write(directory.path().join("target/CACHEDIR.TAG"), "").unwrap();
+        std::fs::write(directory.path().join("own.rs"), "").unwrap();
+        let mut found = Vec::new();
+        collect_files(directory.path(), &mut found).unwrap();
+        assert_eq!(found, [directory.path().join("own.rs")]);
     }
 
     #[test]

@@ -358,7 +358,7 @@ fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() 
         before.starts_with(b"QBAT") && before[18] == 2
     };
     let written = world.disk.written_blocks();
-    let sample = written.into_iter().filter(|b| *b > 0 && (b % 5 == 0 || nodes.contains(b)));
+    let sample = written.into_iter().filter(|b| *b > 0 && (b % 5 == 0 || holds_nodes(*b)));
     for block in sample {
         let disk = world.disk.fork();
         (0..4096).step_by(64).for_each(|within| disk.rot(block * 4096 + within, 1));

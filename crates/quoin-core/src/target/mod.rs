@@ -18,12 +18,14 @@
 //! | `steps` | what is under way, by name |
 
 mod change;
+mod gather;
 mod history;
 mod open;
 mod peer;
 mod quorum;
 mod read;
 mod rebuild;
+mod repair;
 mod room;
 mod serve;
 mod slab;

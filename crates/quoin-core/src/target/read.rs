@@ -1,22 +1,25 @@
 //! Requests that look at the volume: one in-sync replica answers, commit decides when.
+//!
+//! Who is asked, what is asked again of whom, and what an answer waits for. How a client's
+//! request is put together stands in [`gather`](super::gather), what a member is given for its
+//! bad copy in [`repair`](super::repair).
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
-
+use super::gather::{self, Group};
 use super::slab::Slab;
-use super::{Link, Phase, Target, TargetAction, TargetNote};
-use crate::block::{BlockError, Payload, StatusExtent, Token};
+use super::{Link, Target, TargetAction, TargetNote};
+use crate::block::{BlockError, Token};
 use crate::ids::Lsn;
 use crate::membership::Member;
-use crate::message::{BadCopy, Content, Ping, ReadView, RequestId, Slot, ToReplica, covers};
+use crate::message::{Content, Ping, ReadView, RequestId, Slot, ToReplica, covers};
 use crate::mutant;
 use crate::target::ReadMode;
 use crate::time::Time;
 use crate::{BLOCK_SIZE, WRITE_BLOCKS_MAX, crc32c};
 
-const BLOCK: u64 = BLOCK_SIZE as u64;
+pub(super) const BLOCK: u64 = BLOCK_SIZE as u64;
 /// A reply slower than this is asked of another member too.
 const HEDGE: Duration = Duration::from_millis(500);
 /// Reads asked of one member at a time; a replica takes twice as many before it objects.
@@ -25,13 +28,8 @@ const READS_MAX: u32 = 2048;
 /// frame cost little more than one, and members that have to go to their disks answer one by
 /// one, so that later batches spread by themselves.
 const RUN_BLOCKS: u32 = 16;
-/// Repairs that one member may have under way; it asks again for the others.
-const REPAIRS_MAX: usize = 16;
 /// Blocks of one status request to a replica.
 const STATUS_BLOCKS: u64 = 1 << 15;
-
-static ZEROES: [u8; WRITE_BLOCKS_MAX as usize * BLOCK_SIZE] =
-    [0; WRITE_BLOCKS_MAX as usize * BLOCK_SIZE];
 
 /// What a read from a replica is for.
 #[derive(Clone, Copy, Debug)]
@@ -45,39 +43,27 @@ pub(super) enum Purpose {
     Repair { member: Member, whole_map: bool },
 }
 
-struct Read {
-    purpose: Purpose,
-    lba: u64,
+pub(super) struct Read {
+    pub purpose: Purpose,
+    pub lba: u64,
     blocks: u32,
     want_data: bool,
     after: Lsn,
     /// The member asked now; `None` while nobody can be asked.
     asked: Option<Member>,
     /// Members asked before it, which had a bad copy or took too long.
-    tried: Vec<Member>,
+    pub tried: Vec<Member>,
     /// Members whose copy was bad, with the versions they hold.
-    bad: Vec<(Member, u64, Lsn)>,
+    pub bad: Vec<(Member, u64, Lsn)>,
     sent: Time,
     generation: u32,
     /// The answer, kept until everything it shows is committed.
     ready: Option<(Lsn, Vec<Slot>)>,
 }
 
-/// A client's request, answered when all parts are there.
-struct Group {
-    token: Token,
-    offset: u64,
-    length: u64,
-    is_status: bool,
-    parts: Vec<Option<Vec<Slot>>>,
-    missing: usize,
-    arrived: Time,
-    failed: Option<BlockError>,
-}
-
 #[derive(Default)]
 pub(super) struct Reads {
-    reads: Slab<Read>,
+    pub open: Slab<Read>,
     groups: Slab<Group>,
     generation: u32,
     /// Reads that nobody has been asked for yet.
@@ -92,18 +78,18 @@ pub(super) struct Reads {
 
 impl Reads {
     pub fn is_empty(&self) -> bool {
-        self.reads.is_empty()
+        self.open.is_empty()
     }
 
     fn id(&self, index: usize) -> Option<RequestId> {
-        let read = self.reads.get(index)?;
+        let read = self.open.get(index)?;
         Some(RequestId::from(read.generation) << 32 | index as u64)
     }
 
     /// The open read that an id names.
     fn of(&self, id: RequestId) -> Option<(usize, &Read)> {
         let index = (id & u64::from(u32::MAX)) as usize;
-        let read = self.reads.get(index)?;
+        let read = self.open.get(index)?;
         (u64::from(read.generation) == id >> 32).then_some((index, read))
     }
 
@@ -117,10 +103,29 @@ impl Reads {
         self.asked.push_back((now, id));
         // Behind one that waits, those that were answered since are not more than a few times
         // the open ones.
-        if self.asked.len() > 64 + 4 * self.reads.len() {
+        if self.asked.len() > 64 + 4 * self.open.len() {
             let mut asked = std::mem::take(&mut self.asked);
             asked.retain(|(sent, id)| self.waits_for(*sent, *id).is_some());
             self.asked = asked;
+        }
+    }
+
+    /// Forgets the reads for such a purpose; an answer to one of them is to a read unknown.
+    fn forget(&mut self, is_such: impl Fn(&Purpose) -> bool) {
+        for index in self.open.indices() {
+            if self.open.get(index).is_some_and(|read| is_such(&read.purpose)) {
+                self.open.take(index);
+            }
+        }
+    }
+
+    /// What a member was asked is asked of others.
+    fn take_from(&mut self, member: Member) {
+        for (index, read) in self.open.iter_mut() {
+            if read.asked == Some(member) {
+                read.asked = None;
+                self.unasked.push(index);
+            }
         }
     }
 }
@@ -138,22 +143,12 @@ impl Target {
         let first = offset / BLOCK;
         let end = (offset + length).div_ceil(BLOCK);
         let step = if is_status { STATUS_BLOCKS } else { WRITE_BLOCKS_MAX.into() };
-        let count = (end - first).div_ceil(step) as usize;
-        let group = Group {
-            token,
-            offset,
-            length,
-            is_status,
-            parts: vec![None; count],
-            missing: count,
-            arrived: now,
-            failed: None,
-        };
-        let index = self.reads.groups.insert(group);
-        for part in 0..count {
-            let lba = first + part as u64 * step;
-            let blocks = (end - lba).min(step) as u32;
-            self.start_read(now, Purpose::Client { group: index, part }, lba, blocks, !is_status);
+        let group = Group::new(now, token, offset, length, is_status);
+        let group = self.reads.groups.insert(group);
+        for lba in (first..end).step_by(step as usize) {
+            let Some(open) = self.reads.groups.get_mut(group) else { return };
+            let purpose = Purpose::Client { group, part: open.expect_part() };
+            self.start_read(now, purpose, lba, (end - lba).min(step) as u32, !is_status);
         }
         if self.config.reads == ReadMode::Confirmed {
             for peer in &mut self.peers {
@@ -166,7 +161,7 @@ impl Target {
         self.start_read(now, purpose, lba, 1, true);
     }
 
-    fn start_read(
+    pub(super) fn start_read(
         &mut self,
         now: Time,
         purpose: Purpose,
@@ -193,7 +188,7 @@ impl Target {
             generation: self.reads.generation,
             ready: None,
         };
-        let index = self.reads.reads.insert(read);
+        let index = self.reads.open.insert(read);
         self.reads.unasked.push(index);
         index
     }
@@ -210,7 +205,7 @@ impl Target {
 
     /// True if the read needs no asking any more.
     fn ask(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
-        let Some(read) = self.reads.reads.get(index) else { return true };
+        let Some(read) = self.reads.open.get(index) else { return true };
         if read.asked.is_some() || read.ready.is_some() {
             return true;
         }
@@ -264,7 +259,7 @@ impl Target {
                 return true;
             }
             // All were asked and none answered in time: ask them again.
-            if any && let Some(read) = self.reads.reads.get_mut(index) {
+            if any && let Some(read) = self.reads.open.get_mut(index) {
                 read.tried.retain(|m| read.bad.iter().any(|(b, _, _)| b == m));
             }
             return false;
@@ -288,7 +283,7 @@ impl Target {
             _ => RUN_BLOCKS,
         };
         self.reads.run = Some((member, left.saturating_sub(read.blocks)));
-        let read = self.reads.reads.get_mut(index).expect("looked at above");
+        let read = self.reads.open.get_mut(index).expect("looked at above");
         read.asked = Some(member);
         read.sent = now;
         self.reads.was_asked(now, id);
@@ -318,7 +313,7 @@ impl Target {
             return self.shut_out(now, from, "a read answered for other blocks", actions);
         }
         let bad = first_bad(&slots, at, read.want_data);
-        let read = self.reads.reads.get_mut(index).expect("looked at above");
+        let read = self.reads.open.get_mut(index).expect("looked at above");
         read.asked = None;
         if let Some((lba, version)) = bad {
             read.bad.push((member, lba, version));
@@ -330,7 +325,7 @@ impl Target {
         for (member, lba) in repairs {
             self.repair(member, lba, &slots, actions);
         }
-        let Some(read) = self.reads.reads.get(index) else { return };
+        let Some(read) = self.reads.open.get(index) else { return };
         match read.purpose {
             Purpose::Client { .. } => {}
             Purpose::Merge { .. } => return self.finish(now, index, Ok(slots), actions),
@@ -354,7 +349,7 @@ impl Target {
             .last()
             .filter(|_| !mutant::is("read-before-commit"))
             .unwrap_or_default();
-        if let Some(read) = self.reads.reads.get_mut(index) {
+        if let Some(read) = self.reads.open.get_mut(index) {
             read.ready = Some((need, slots));
         }
         self.reads.held.push(index);
@@ -364,87 +359,6 @@ impl Target {
     fn settled(&self) -> Lsn {
         let media = self.is_media() && !mutant::is("read-at-commit-under-media");
         if media { self.stable } else { self.commit }
-    }
-
-    /// Gives a member whose copy was bad the good block, for the same version only.
-    fn repair(
-        &mut self,
-        member: Member,
-        lba: u64,
-        slots: &[Slot],
-        actions: &mut Vec<TargetAction>,
-    ) {
-        let Some(slot) = slots.iter().find(|s| s.lba == lba) else { return };
-        let Content::Data { crc, data } = &slot.content else { return };
-        let Some(index) = self.peers.iter().position(|p| p.member == member && p.is_live()) else {
-            return;
-        };
-        if data.len() == BLOCK_SIZE {
-            let (version, crc, data) = (slot.version, *crc, data.clone());
-            self.send(index, ToReplica::Repair { lba, version, crc, data }, actions);
-        }
-    }
-
-    /// A member found its own copy bad: another one's is read for it, never shown to a client.
-    pub(super) fn on_bad_copy(
-        &mut self,
-        now: Time,
-        from: usize,
-        copy: BadCopy,
-        actions: &mut Vec<TargetAction>,
-    ) {
-        let possible = (1..=BadCopy::BLOCKS_MAX).contains(&copy.blocks)
-            && copy.lba < self.history.blocks
-            && copy.version <= self.history.last.lsn;
-        if !possible {
-            return self.shut_out(now, from, "a bad copy of what cannot be", actions);
-        }
-        let member = self.peers[from].member;
-        if self.peers[from].link != Link::Fed || self.phase != Phase::Serving {
-            return;
-        }
-        let of_it =
-            |r: &&Read| matches!(r.purpose, Purpose::Repair { member: m, .. } if m == member);
-        let reads = self.reads.reads.iter().map(|(_, read)| read);
-        let under_way: Vec<u64> = reads.filter(of_it).map(|read| read.lba).collect();
-        if under_way.len() >= REPAIRS_MAX || under_way.contains(&copy.lba) {
-            return;
-        }
-        let purpose = Purpose::Repair { member, whole_map: copy.blocks > 1 };
-        let blocks = (self.history.blocks - copy.lba).min(copy.blocks.into()) as u32;
-        let index = self.start_read(now, purpose, copy.lba, blocks, true);
-        if let Some(read) = self.reads.reads.get_mut(index) {
-            read.tried.push(member);
-            read.bad.push((member, copy.lba, copy.version));
-        }
-    }
-
-    /// Gives a member the slots of a stretch whose map it lost.
-    fn mend(
-        &self,
-        member: Member,
-        lba: u64,
-        blocks: u32,
-        at: Lsn,
-        slots: Vec<Slot>,
-        actions: &mut Vec<TargetAction>,
-    ) {
-        let fed = |p: &super::Peer| p.member == member && p.link == Link::Fed;
-        if let Some(index) = self.peers.iter().position(fed) {
-            self.send(index, ToReplica::Mend { lba, blocks, at, slots }, actions);
-        }
-    }
-
-    /// Repairs whose member is gone, or all of them: who still needs one asks again.
-    fn forget_repairs(&mut self, of: Option<Member>) {
-        for index in self.reads.reads.indices() {
-            let purpose = self.reads.reads.get(index).map(|r| r.purpose);
-            if let Some(Purpose::Repair { member, .. }) = purpose
-                && of.is_none_or(|of| of == member)
-            {
-                self.reads.reads.take(index);
-            }
-        }
     }
 
     /// Delivers what is committed; called only with a live lease while commit is held.
@@ -461,7 +375,7 @@ impl Target {
         let confirm = self.config.reads == ReadMode::Confirmed;
         let mut held = std::mem::take(&mut self.reads.held);
         held.retain(|&index| {
-            let Some(read) = self.reads.reads.get_mut(index) else { return false };
+            let Some(read) = self.reads.open.get_mut(index) else { return false };
             let Some((need, _)) = &read.ready else { return false };
             if *need > settled {
                 return true;
@@ -487,24 +401,16 @@ impl Target {
         result: Result<Vec<Slot>, BlockError>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let Some(read) = self.reads.reads.take(index) else { return };
+        let Some(read) = self.reads.open.take(index) else { return };
         match read.purpose {
             Purpose::Merge { slot, tail } => {
-                let block = result.map(|slots| match slots.first().map(|s| &s.content) {
-                    Some(Content::Data { data, .. }) => data.clone(),
-                    _ => Bytes::from_static(&ZEROES[..BLOCK_SIZE]),
-                });
+                let block = result.map(|slots| gather::block(&slots));
                 self.merge_read(now, slot, tail, block, actions);
             }
             Purpose::Repair { .. } => {}
             Purpose::Client { group, part } => {
                 let Some(g) = self.reads.groups.get_mut(group) else { return };
-                g.missing -= 1;
-                match result {
-                    Ok(slots) => g.parts[part] = Some(slots),
-                    Err(error) => g.failed = Some(error),
-                }
-                if g.missing == 0
+                if g.take_part(part, result)
                     && let Some(group) = self.reads.groups.take(group)
                 {
                     let (token, result) = group.answer();
@@ -517,28 +423,21 @@ impl Target {
     /// A member's pool is full: what it was asked beyond its position is asked of others. Where
     /// no member can apply what was sequenced last, a client is owed what was acknowledged.
     pub(super) fn read_from_others(&mut self, from: usize) {
-        let (member, commit) = (self.peers[from].member, self.commit);
-        for (index, read) in self.reads.reads.iter_mut() {
+        for (_, read) in self.reads.open.iter_mut() {
             if let Purpose::Client { .. } = read.purpose {
-                read.after = read.after.min(commit);
-            }
-            if read.asked == Some(member) {
-                read.asked = None;
-                self.reads.unasked.push(index);
+                read.after = read.after.min(self.commit);
             }
         }
+        self.reads.take_from(self.peers[from].member);
     }
 
     /// A session is over: what was asked of it is asked of others.
     pub(super) fn reissue_reads(&mut self, from: usize) {
-        let member = self.peers[from].member;
-        self.forget_repairs(Some(member));
-        for (index, read) in self.reads.reads.iter_mut() {
-            if read.asked == Some(member) {
-                read.asked = None;
-                self.reads.unasked.push(index);
-            }
-        }
+        let gone = self.peers[from].member;
+        // Who still needs its repair asks again.
+        let for_it = |p: &Purpose| matches!(p, Purpose::Repair { member, .. } if *member == gone);
+        self.reads.forget(for_it);
+        self.reads.take_from(gone);
     }
 
     /// An epoch ended: every open read is asked anew in the next one, after its first View.
@@ -546,8 +445,8 @@ impl Target {
         self.reads.held.clear();
         self.reads.unasked.clear();
         self.reads.asked.clear();
-        self.forget_repairs(None);
-        for (index, read) in self.reads.reads.iter_mut() {
+        self.reads.forget(|purpose| matches!(purpose, Purpose::Repair { .. }));
+        for (index, read) in self.reads.open.iter_mut() {
             self.reads.generation = self.reads.generation.wrapping_add(1);
             read.generation = self.reads.generation;
             read.asked = None;
@@ -564,18 +463,14 @@ impl Target {
         if mutant::is("reads-not-behind-the-reopen") {
             return;
         }
-        for (_, read) in self.reads.reads.iter_mut() {
+        for (_, read) in self.reads.open.iter_mut() {
             read.after = last;
         }
     }
 
     pub(super) fn forget_merge_reads(&mut self, gone: usize) {
-        for index in self.reads.reads.indices() {
-            let of_it = self.reads.reads.get(index).map(|r| r.purpose);
-            if matches!(of_it, Some(Purpose::Merge { slot, .. }) if slot == gone) {
-                self.reads.reads.take(index);
-            }
-        }
+        let for_it = |p: &Purpose| matches!(p, Purpose::Merge { slot, .. } if *slot == gone);
+        self.reads.forget(for_it);
     }
 
     /// Fails every open client read (`onQuorumLoss: fail`).
@@ -585,7 +480,7 @@ impl Target {
         error: BlockError,
         actions: &mut Vec<TargetAction>,
     ) {
-        for index in self.reads.reads.indices() {
+        for index in self.reads.open.indices() {
             self.finish(now, index, Err(error), actions);
         }
     }
@@ -600,7 +495,7 @@ impl Target {
                     break;
                 }
                 // The first answer that is good wins; a late one finds nothing to do.
-                let read = self.reads.reads.get_mut(index).expect("looked at above");
+                let read = self.reads.open.get_mut(index).expect("looked at above");
                 read.asked = None;
                 read.tried.push(member);
                 self.reads.unasked.push(index);
@@ -608,21 +503,6 @@ impl Target {
             self.reads.asked.pop_front();
         }
         if self.reads.unasked.is_empty() { next } else { Some(now + HEDGE) }
-    }
-}
-
-impl Group {
-    fn answer(self) -> (Token, Result<Payload, BlockError>) {
-        if let Some(error) = self.failed {
-            return (self.token, Err(error));
-        }
-        let slots = self.parts.into_iter().flatten().flatten();
-        let payload = if self.is_status {
-            Payload::Status(extents(slots, self.offset, self.length))
-        } else {
-            Payload::Data(chunks(slots, self.offset, self.length))
-        };
-        (self.token, Ok(payload))
     }
 }
 
@@ -642,65 +522,4 @@ fn first_bad(slots: &[Slot], at: Lsn, want_data: bool) -> Option<(u64, Lsn)> {
         };
         (!good || slot.version > at).then_some((slot.lba, slot.version))
     })
-}
-
-/// Cuts the slots to the bytes `[offset, offset + length)`.
-fn chunks(slots: impl Iterator<Item = Slot>, offset: u64, length: u64) -> Vec<Bytes> {
-    let mut out: Vec<Bytes> = Vec::new();
-    let end = offset + length;
-    for slot in slots {
-        let start = slot.lba * BLOCK;
-        let stop = start + u64::from(slot.blocks) * BLOCK;
-        let (from, to) = (start.max(offset), stop.min(end));
-        if from >= to {
-            continue;
-        }
-        match slot.content {
-            Content::Data { data, .. } if from == start && to == stop => out.push(data),
-            Content::Data { data, .. } => {
-                out.push(data.slice((from - start) as usize..(to - start) as usize));
-            }
-            _ => {
-                let mut left = (to - from) as usize;
-                while left > 0 {
-                    let n = left.min(ZEROES.len());
-                    out.push(Bytes::from_static(&ZEROES[..n]));
-                    left -= n;
-                }
-            }
-        }
-    }
-    join_small(out)
-}
-
-/// Many single blocks in one reply cost a vector element each; neighbours are joined only where
-/// that is cheap, which is nowhere but for fragments below a block.
-fn join_small(chunks: Vec<Bytes>) -> Vec<Bytes> {
-    if chunks.len() < 2 || chunks.iter().all(|c| c.len() >= BLOCK_SIZE) {
-        return chunks;
-    }
-    let mut whole = BytesMut::with_capacity(chunks.iter().map(Bytes::len).sum());
-    for chunk in chunks {
-        whole.extend_from_slice(&chunk);
-    }
-    vec![whole.freeze()]
-}
-
-fn extents(slots: impl Iterator<Item = Slot>, offset: u64, length: u64) -> Vec<StatusExtent> {
-    let mut out: Vec<StatusExtent> = Vec::new();
-    let end = offset + length;
-    for slot in slots {
-        let start = slot.lba * BLOCK;
-        let stop = start + u64::from(slot.blocks) * BLOCK;
-        let (from, to) = (start.max(offset), stop.min(end));
-        if from >= to {
-            continue;
-        }
-        let hole = matches!(slot.content, Content::Hole);
-        match out.last_mut() {
-            Some(last) if last.hole == hole => last.length += to - from,
-            _ => out.push(StatusExtent { length: to - from, hole }),
-        }
-    }
-    out
 }
