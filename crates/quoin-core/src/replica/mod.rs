@@ -248,6 +248,16 @@ impl Replica {
         }
         session.renew(now, &mut self.lease);
         let outcome = session.on_message(message, self.boot, &mut self.continuous, store, actions);
+        self.go_on(outcome, store, actions);
+    }
+
+    /// The session stays, is closed by its target, or failed.
+    fn go_on(
+        &mut self,
+        outcome: Result<session::Next, session::Fault>,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
         match outcome {
             Ok(session::Next::Stay) => {}
             Ok(session::Next::Closed) => {
@@ -415,15 +425,8 @@ impl Replica {
             self.answer_open(now, store, actions);
         }
         let Some(session) = &mut self.session else { return };
-        match session.on_synced(ticket, store, actions) {
-            Ok(session::Next::Stay) => {}
-            Ok(session::Next::Closed) => {
-                self.session = None;
-                self.lease = None;
-                actions.push(ReplicaAction::Note(ReplicaNote::Closed));
-            }
-            Err(failure) => self.fail(failure, store, actions),
-        }
+        let outcome = session.on_synced(ticket, store, actions);
+        self.go_on(outcome, store, actions);
     }
 
     /// A failed write or sync: what the kernel dropped is unknown, so nothing is continuous any
