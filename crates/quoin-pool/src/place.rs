@@ -44,11 +44,13 @@ impl Place {
         Error::Open { path: self.path.clone(), reason: reason.into() }
     }
 
+    /// What was told of the file or device itself.
     fn refused(&self, error: &dyn std::error::Error) -> Error {
-        self.failed(match error.source() {
+        let reason = match error.source() {
             Some(source) => format!("{error}: {source}"),
             None => error.to_string(),
-        })
+        };
+        Error::Open { path: data_path(&self.path), reason }
     }
 
     /// Finds out, without making anything, what would be refused: before a token is used up.
@@ -58,7 +60,8 @@ impl Place {
             (Ok(_), _) => {
                 let disk = FileDisk::open(&path).map_err(|error| self.refused(&error))?;
                 if self.format && is_blank(&disk) {
-                    return Ok(());
+                    let shape = FormatOptions::new(PoolId(0));
+                    return shape.check(disk.size()).map_err(|error| self.refused(&error));
                 }
                 Pool::peek(&disk).map(drop).map_err(|error| self.refused(&error))
             }
@@ -66,7 +69,12 @@ impl Place {
                 Err(self
                     .failed("there is no pool yet: --capacity SIZE makes one, or mend the path"))
             }
-            (Err(_), Some(_)) if self.may_make_another() => self.check_empty(),
+            (Err(_), Some(size)) if self.may_make_another() => {
+                self.check_empty()?;
+                let shape = FormatOptions::new(PoolId(0));
+                shape.check(size).map_err(|error| self.refused(&error))?;
+                FileDisk::rehearse(&path, size, self.sparse).map_err(|error| self.refused(&error))
+            }
             (Err(_), Some(_)) => Err(self.other("no pool")),
             (Err(error), None) => Err(self.failed(error.to_string())),
         }

@@ -79,6 +79,23 @@ impl std::fmt::Debug for FileDisk {
     }
 }
 
+/// Gives a new file its size, and its space where it is not to be sparse.
+fn fill(file: &File, path: &Path, size: u64, sparse: bool) -> Result<(), FileDiskError> {
+    let filled = match sparse {
+        true => file.set_len(size),
+        false => {
+            rustix::fs::fallocate(file, FallocateFlags::empty(), 0, size).map_err(Into::into)
+        }
+    };
+    filled.map_err(|source| {
+        let no_room = [Errno::NOSPC, Errno::FBIG].map(|errno| Some(errno.raw_os_error()));
+        match no_room.contains(&source.raw_os_error()) {
+            true => FileDiskError::NoRoom { path: path.into(), size_bytes: size },
+            false => explain("preallocation", path, source),
+        }
+    })
+}
+
 impl FileDisk {
     /// Makes a file of `size` bytes, rounded down to whole blocks. A sparse file takes space as
     /// it is written; otherwise all of it is taken now.
@@ -86,20 +103,10 @@ impl FileDisk {
         let size = size & !(BLOCK_SIZE as u64 - 1);
         let made = File::options().read(true).write(true).create_new(true).open(path);
         let file = made.map_err(|e| explain("creation", path, e))?;
-        let filled = if sparse {
-            file.set_len(size)
-        } else {
-            rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size).map_err(Into::into)
-        };
-        if let Err(source) = filled {
+        if let Err(error) = fill(&file, path, size, sparse) {
             // Nothing half-made stays behind.
             let _ = std::fs::remove_file(path);
-            let no_room = source.raw_os_error() == Some(Errno::NOSPC.raw_os_error())
-                || source.raw_os_error() == Some(Errno::FBIG.raw_os_error());
-            return Err(match no_room {
-                true => FileDiskError::NoRoom { path: path.into(), size_bytes: size },
-                false => explain("preallocation", path, source),
-            });
+            return Err(error);
         }
         // The name must survive a power cut as well.
         if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty())
@@ -109,6 +116,19 @@ impl FileDisk {
         }
         drop(file);
         Self::open(path)
+    }
+
+    /// Whether [`Self::create`] would find the room, permission and file size that it needs, told
+    /// by a nameless file that is gone at once. A file system without such files is believed.
+    pub fn rehearse(path: &Path, size: u64, sparse: bool) -> Result<(), FileDiskError> {
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        let mode = Mode::RUSR | Mode::WUSR;
+        match rustix::fs::open(folder.unwrap_or(Path::new(".")), flags, mode) {
+            Ok(file) => fill(&File::from(file), path, size & !(BLOCK_SIZE as u64 - 1), sparse),
+            Err(Errno::OPNOTSUPP | Errno::ISDIR) => Ok(()),
+            Err(error) => Err(explain("creation", path, error.into())),
+        }
     }
 
     /// Opens and locks a file or device.

@@ -62,6 +62,11 @@ impl FormatOptions {
     pub fn new(pool: PoolId) -> Self {
         Self { pool, unit_blocks: 1024, overwrite: false }
     }
+
+    /// Whether a pool of this shape can be made of so many bytes.
+    pub fn check(&self, size: u64) -> Result<(), PoolError> {
+        Superblock::new(size, self).map(drop)
+    }
 }
 
 impl Superblock {
