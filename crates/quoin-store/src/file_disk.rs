@@ -83,9 +83,7 @@ impl std::fmt::Debug for FileDisk {
 fn fill(file: &File, path: &Path, size: u64, sparse: bool) -> Result<(), FileDiskError> {
     let filled = match sparse {
         true => file.set_len(size),
-        false => {
-            rustix::fs::fallocate(file, FallocateFlags::empty(), 0, size).map_err(Into::into)
-        }
+        false => rustix::fs::fallocate(file, FallocateFlags::empty(), 0, size).map_err(Into::into),
     };
     filled.map_err(|source| {
         let no_room = [Errno::NOSPC, Errno::FBIG].map(|errno| Some(errno.raw_os_error()));

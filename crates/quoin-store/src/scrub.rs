@@ -27,7 +27,7 @@ use crate::moved::MovedBlock;
 use crate::node::{FANOUT, LEAF_BLOCKS, NodeRef};
 use crate::pool::Pool;
 use crate::replica::{Replica, Source};
-use crate::tree::{self, BAD_PLACE, Change, Edit, LOST_PLACE, Nodes, Part};
+use crate::tree::{self, BAD_PLACE, BlockAt, Change, Edit, LOST_PLACE, Nodes, Part};
 
 /// What one leaf, one entry or one header is taken to cost beside the bytes that it names.
 const PART_BYTES: u64 = 4096;
@@ -133,10 +133,13 @@ impl Replica {
         match part {
             Part::Hole { .. } => {}
             Part::Damaged { newest, .. } => {
-                let start = start.max(at.cursor);
+                let (start, known) = (start.max(at.cursor), core.bad.len());
                 let many = (FANOUT * LEAF_BLOCKS) as u64;
                 for lba in (start..end.min(start + many)).step_by(LEAF_BLOCKS) {
                     core.note_bad(BadBlock::stretch(self.identity.guid, lba, Lsn(newest)));
+                }
+                if is_folded {
+                    self.leave_overwritten(core, known)?;
                 }
                 return Ok(Some(end.min(start + many)));
             }
@@ -161,21 +164,28 @@ impl Replica {
         Ok(Some(end))
     }
 
-    /// Of what was found bad in the folded map, what the log has overwritten needs no repair: the
-    /// next fold drops it.
+    /// Of what was found bad in the folded map, what the log has overwritten needs no repair, and
+    /// could get none: the next fold drops it.
     fn leave_overwritten<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         known: usize,
     ) -> Result<(), StoreError> {
+        let folded = Source::Root(self.folded.root);
         for bad in core.bad.split_off(known.min(core.bad.len())) {
-            if bad.blocks == 1 {
-                self.find(core, &Source::Live, bad.lba, 1)?;
-                if core.found.first().is_some_and(|block| block.version != bad.version.0) {
-                    continue;
-                }
+            let blocks = u64::from(bad.blocks).min(self.head.volume_blocks.saturating_sub(bad.lba));
+            self.find(core, &folded, bad.lba, blocks as u32)?;
+            let before = core.found.clone();
+            self.find(core, &Source::Live, bad.lba, blocks as u32)?;
+            let stays = |(old, new): (&BlockAt, &BlockAt)| {
+                let is_bad = bad.blocks == 1 || matches!(old.place, BAD_PLACE | LOST_PLACE);
+                is_bad && (old.place, old.version) == (new.place, new.version)
+            };
+            if before.iter().zip(&core.found).any(stays) {
+                core.note_bad(bad);
+            } else {
+                self.fold_wanted = true;
             }
-            core.note_bad(bad);
         }
         Ok(())
     }

@@ -14,8 +14,9 @@ use quoin_core::message::BadCopy;
 const WANTED_MAX: usize = 4096;
 /// Requests under way at a time; a target takes twice as many.
 const ASKED_MAX: usize = 8;
-/// A target that said nothing for so long will not.
-const ANSWER_MAX: Duration = Duration::from_secs(15);
+/// A target that said nothing for so long could not serve it just then: it is asked again, and
+/// what it has under way by then it takes no second time.
+const ANSWER_MAX: Duration = Duration::from_secs(1);
 /// Between requests for what cannot be had now.
 const ASK_AGAIN_MAX: Duration = Duration::from_secs(600);
 /// A stretch that could not be mended this moment (a fold is under way) is tried again soon.
