@@ -177,7 +177,8 @@ pub trait ReplicaStore {
         data: &bytes::Bytes,
     ) -> Result<bool, StoreError>;
     /// Rebuilds the damaged map of a stretch from a peer's live slots that cover it exactly, as
-    /// of a position ≤ this replica's own; `Ok(false)` if the map is whole there, or cannot be
-    /// mended now. Blocks that were written since the base stay bad in the base, never wrong.
+    /// of a position ≤ this replica's own; `Ok(true)` also if it is whole there by now, `Ok(false)`
+    /// if it cannot be mended now. Blocks that were written since the base stay bad in the base,
+    /// never wrong.
     fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError>;
 }
