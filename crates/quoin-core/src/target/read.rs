@@ -321,7 +321,13 @@ impl Target {
             self.reads.unasked.push(index);
             return;
         }
-        let repairs: Vec<(Member, u64)> = read.bad.iter().map(|(m, lba, _)| (*m, *lba)).collect();
+        // Who wants the map of a stretch gets that, and no single block besides.
+        let mended = match read.purpose {
+            Purpose::Repair { member, whole_map: true } => Some(member),
+            _ => None,
+        };
+        let others = read.bad.iter().filter(|(member, ..)| Some(*member) != mended);
+        let repairs: Vec<(Member, u64)> = others.map(|(m, lba, _)| (*m, *lba)).collect();
         for (member, lba) in repairs {
             self.repair(member, lba, &slots, actions);
         }
