@@ -122,7 +122,7 @@ fn a_stop_in_the_middle_of_writes_keeps_all_that_was_flushed_and_the_next_start_
         })
     };
     eventually("the writer is at work", || (flushed.load(Ordering::SeqCst) > 50).then_some(()));
-    signal(i64::from(dev.child.id()), "TERM");
+    signal(dev.child.id(), "TERM");
     dev.ended();
     writer.join().unwrap();
 

@@ -61,7 +61,7 @@ fn a_demo_that_is_interrupted_under_load_cleans_everything_up() {
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
     let at_work = lines.find(|line| line.contains("starting the application"));
     assert!(at_work.is_some(), "it never came so far");
-    signal(i64::from(child.id()), "INT");
+    signal(child.id(), "INT");
     let rest: Vec<_> = lines.collect();
     let status = eventually("it ends", || child.try_wait().unwrap());
     assert_eq!(status.code(), Some(130), "{rest:?}");

@@ -124,13 +124,13 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
 
     let open = std::fs::File::create(mount.join("letter")).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&open, b"not synced by its writer", 0).unwrap();
-    signal(i64::from(dev.child.id()), "INT");
+    signal(dev.child.id(), "INT");
     let line = dev.wait_for_line("waiting: ");
     assert!(line.contains(mount.to_str().unwrap()), "{line}");
     assert!(line.contains(&format!("process {}", std::process::id())), "{line}");
     // It is still served: the application goes on.
     std::fs::write(mount.join("second"), "while it waits").unwrap();
-    signal(i64::from(dev.child.id()), "INT");
+    signal(dev.child.id(), "INT");
     eventually("it ends", || (!dev.is_running()).then_some(()));
     drop(open);
     drop(dev);
@@ -144,7 +144,7 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     assert_eq!(std::fs::read_to_string(mount.join("second")).unwrap(), "while it waits");
     // In use when it was asked to stop, and let go in time.
     let open = std::fs::File::open(mount.join("letter")).unwrap();
-    signal(i64::from(dev.child.id()), "INT");
+    signal(dev.child.id(), "INT");
     dev.wait_for_line("waiting: ");
     drop(open);
     dev.ended();

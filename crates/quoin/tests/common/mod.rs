@@ -1,67 +1,16 @@
 //! A cluster of real processes with real certificates, each where the test wants it: on this
 //! host's loopback, or in a network namespace of its own.
 
-#![allow(dead_code)] // Each test binary uses its part.
+#![allow(dead_code, unused_imports)] // Each test binary uses its part.
 
+mod base;
 pub mod nbd;
 
-use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 
-/// Far more than anything here takes: reached only when something hangs.
-pub const BUDGET: Duration = Duration::from_secs(120);
-
-/// A directory short enough for sockets, removed at the end.
-pub struct Scratch(pub PathBuf);
-
-impl Scratch {
-    pub fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("quoin-test-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir(&path).unwrap();
-        Self(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-/// Waits for something that must come.
-pub fn eventually<T>(what: &str, mut holds: impl FnMut() -> Option<T>) -> T {
-    let began = Instant::now();
-    loop {
-        if let Some(value) = holds() {
-            return value;
-        }
-        assert!(began.elapsed() < BUDGET, "never: {what}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-}
-
-/// A port of the loopback that nobody has.
-pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
-pub fn have(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = std::env::split_paths(&path).any(|directory| directory.join(program).exists());
-    if !found {
-        println!("skipped in part: {program} is not installed");
-    }
-    found
-}
-
-pub fn is_root() -> bool {
-    use std::os::unix::fs::MetadataExt;
-    std::fs::metadata("/proc/self").unwrap().uid() == 0
-}
+pub use base::*;
 
 /// Where a process runs and how others reach it.
 #[derive(Clone, Debug)]
@@ -139,16 +88,12 @@ impl Drop for Process {
     }
 }
 
-pub fn signal(pid: u32, name: &str) {
-    let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
-    assert!(status.success(), "kill -{name} {pid}");
-}
-
 /// The controller of a cluster and the directory of everything.
 pub struct Cluster {
     pub scratch: Scratch,
     pub controller: String,
     pub processes: Vec<Process>,
+    user: User,
 }
 
 impl Cluster {
@@ -157,7 +102,9 @@ impl Cluster {
         let scratch = Scratch::new(name);
         let port = if place.namespace.is_some() { 7400 } else { free_port() };
         let controller = format!("{}:{port}", place.address);
-        let mut cluster = Self { scratch, controller, processes: Vec::new() };
+        let admin_socket = scratch.0.join("run/admin.sock");
+        let user = User { admin_socket, logs: scratch.0.clone() };
+        let mut cluster = Self { scratch, controller, processes: Vec::new(), user };
         let state = cluster.path("controller");
         cluster.ok(&["controller", "init", "--state", &state]);
         let mut arguments = vec![
@@ -226,13 +173,7 @@ impl Cluster {
         node.extend(node_flags.iter().map(ToString::to_string));
         self.run(place, "target", target);
         let identity = self.scratch.0.join("node/cert.pem");
-        let log = self.scratch.0.join("target.log");
-        let began = Instant::now();
-        while !identity.exists() {
-            let said = || std::fs::read_to_string(&log).unwrap_or_default();
-            assert!(began.elapsed() < BUDGET, "the target did not join: {}", said());
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        self.eventually("the target joins", || identity.exists().then_some(()));
         self.run(place, "node", node);
         eventually("the node is online", || {
             let nodes = self.json(&["node", "list"]);
@@ -252,62 +193,13 @@ impl Cluster {
             (online == count).then_some(())
         });
     }
+}
 
-    pub fn wait_for_volume(
-        &self,
-        name: &str,
-        what: &str,
-        holds: impl Fn(&serde_json::Value) -> bool,
-    ) {
-        let began = Instant::now();
-        loop {
-            let volume = self.json(&["volume", "get", name]);
-            if holds(&volume) {
-                return;
-            }
-            if began.elapsed() > BUDGET {
-                self.show_logs();
-                panic!("{name} is not {what}: {volume}");
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
-    }
+impl std::ops::Deref for Cluster {
+    type Target = User;
 
-    /// A command of a user on this cluster.
-    pub fn quoin(&self, arguments: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_quoin"))
-            .args(arguments)
-            .env("QUOIN_SOCKET", self.scratch.0.join("run/admin.sock"))
-            .env_remove("QUOIN_JOIN_TOKEN")
-            .stdin(Stdio::null())
-            .output()
-            .unwrap()
-    }
-
-    /// One that must work; what it printed.
-    pub fn ok(&self, arguments: &[&str]) -> String {
-        let output = self.quoin(arguments);
-        if !output.status.success() {
-            self.show_logs();
-            panic!("{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        }
-        String::from_utf8(output.stdout).unwrap().trim().into()
-    }
-
-    pub fn json(&self, arguments: &[&str]) -> serde_json::Value {
-        let mut arguments = arguments.to_vec();
-        arguments.extend(["-o", "json"]);
-        serde_json::from_str(&self.ok(&arguments)).unwrap()
-    }
-
-    pub fn log(&self, name: &str) -> String {
-        std::fs::read_to_string(self.scratch.0.join(format!("{name}.log"))).unwrap_or_default()
-    }
-
-    pub fn show_logs(&self) {
-        for process in &self.processes {
-            println!("--- {}\n{}", process.name, self.log(&process.name));
-        }
+    fn deref(&self) -> &User {
+        &self.user
     }
 }
 

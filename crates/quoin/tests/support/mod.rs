@@ -12,21 +12,6 @@ use std::path::{Path, PathBuf};
 pub use running::*;
 
 impl Dev {
-    /// Waits for something that must come.
-    pub fn eventually<T>(&self, what: &str, mut found: impl FnMut() -> Option<T>) -> T {
-        let began = std::time::Instant::now();
-        loop {
-            if let Some(found) = found() {
-                return found;
-            }
-            if began.elapsed() > BUDGET {
-                self.show_logs();
-                panic!("never: {what}");
-            }
-            std::thread::sleep(std::time::Duration::from_millis(100));
-        }
-    }
-
     /// The replica of a volume that a pool holds.
     pub fn replica(&self, volume: &str, pool: &str) -> serde_json::Value {
         let replicas = self.json(&["replica", "list", volume]);

@@ -1,0 +1,165 @@
+//! What every test of real processes needs: a directory of its own, patience, signals, and a
+//! user's command line on its cluster.
+
+#![allow(dead_code)] // Each test binary uses its part.
+
+use std::fmt::Display;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Far more than anything here takes: reached only when something hangs.
+pub const BUDGET: Duration = Duration::from_secs(180);
+
+/// A directory short enough for sockets, removed at the end.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    pub fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("quoin-test-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    pub fn cluster(&self) -> PathBuf {
+        self.0.join("cluster")
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A user of one cluster, on its command line.
+pub struct User {
+    pub admin_socket: PathBuf,
+    /// Where the processes of the cluster write what they say, each into `NAME.log`.
+    pub logs: PathBuf,
+}
+
+impl User {
+    pub fn quoin(&self, arguments: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_quoin"))
+            .args(arguments)
+            .env("QUOIN_SOCKET", &self.admin_socket)
+            .env_remove("QUOIN_JOIN_TOKEN")
+            .stdin(Stdio::null())
+            .output()
+            .unwrap()
+    }
+
+    /// Runs a command that must work, and gives what it printed.
+    pub fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.quoin(arguments);
+        if !output.status.success() {
+            self.show_logs();
+            panic!("{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        String::from_utf8(output.stdout).unwrap().trim().to_string()
+    }
+
+    pub fn json(&self, arguments: &[&str]) -> serde_json::Value {
+        let mut arguments = arguments.to_vec();
+        arguments.extend(["-o", "json"]);
+        serde_json::from_str(&self.ok(&arguments)).unwrap()
+    }
+
+    /// Waits for something that must come, and shows the logs where it does not.
+    pub fn eventually<T>(&self, what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+        let began = Instant::now();
+        loop {
+            if let Some(found) = found() {
+                return found;
+            }
+            if began.elapsed() > BUDGET {
+                self.show_logs();
+                panic!("never: {what}");
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    pub fn wait_for_volume(
+        &self,
+        name: &str,
+        what: &str,
+        holds: impl Fn(&serde_json::Value) -> bool,
+    ) {
+        let mut last = String::new();
+        let began = Instant::now();
+        while began.elapsed() < BUDGET {
+            let output = self.quoin(&["volume", "get", name, "-o", "json"]);
+            if serde_json::from_slice(&output.stdout).is_ok_and(|volume| holds(&volume)) {
+                return;
+            }
+            last = String::from_utf8_lossy(&output.stdout).into_owned();
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        self.show_logs();
+        panic!("{name} is not {what}: {last}");
+    }
+
+    pub fn log(&self, name: &str) -> String {
+        std::fs::read_to_string(self.logs.join(format!("{name}.log"))).unwrap_or_default()
+    }
+
+    pub fn show_logs(&self) {
+        for entry in std::fs::read_dir(&self.logs).into_iter().flatten().flatten() {
+            if entry.path().extension().is_some_and(|extension| extension == "log") {
+                println!("--- {}", entry.path().display());
+                println!("{}", std::fs::read_to_string(entry.path()).unwrap_or_default());
+            }
+        }
+    }
+}
+
+/// Waits for something that must come.
+pub fn eventually<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Some(found) = found() {
+            return found;
+        }
+        assert!(began.elapsed() < BUDGET, "never: {what}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+pub fn signal(pid: impl Display, name: &str) {
+    let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
+    assert!(status.success(), "kill -{name} {pid}");
+}
+
+pub fn run(program: &str, arguments: &[&str]) {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+}
+
+/// A port of the loopback that nobody has.
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+pub fn have(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).any(|directory| directory.join(program).exists());
+    if !found {
+        println!("skipped in part: {program} is not installed");
+    }
+    found
+}
+
+pub fn is_root() -> bool {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self").unwrap().uid() == 0
+}
+
+/// Root, with what a block device needs.
+pub fn can_attach() -> bool {
+    is_root() && Path::new("/dev/fuse").exists()
+}
