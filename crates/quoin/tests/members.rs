@@ -159,7 +159,8 @@ fn a_raw_device_becomes_a_pool_only_when_it_is_blank_and_that_was_asked_for() {
     let said = refused(&cluster, &pool_run(&cluster, &state, &device.0, &plain));
     assert!(said.contains("--format"), "{said}");
 
-    let format = ["--name", "p1", "--format"];
+    // The refusal used no token.
+    let format = ["--name", "p1", "--format", "--join", &token];
     let arguments = pool_run(&cluster, &state, &device.0, &format);
     let arguments = arguments.into_iter().map(String::from).collect();
     cluster.run(&Place::here(), "p1", arguments);
@@ -171,10 +172,10 @@ fn a_raw_device_becomes_a_pool_only_when_it_is_blank_and_that_was_asked_for() {
     assert!(found.contains("1.0 MiB"), "{found}");
     assert!(cluster.ok(&["pool", "check", &device.0]).contains("sound"));
     // A second --format does not touch what is there.
-    let arguments = pool_run(&cluster, &state, &device.0, &format);
+    let arguments = pool_run(&cluster, &state, &device.0, &format[..3]);
     let arguments = arguments.into_iter().map(String::from).collect();
     cluster.run(&Place::here(), "p1", arguments);
-    eventually("its replica is there again", || {
+    cluster.eventually("its replica is there again", || {
         let replicas = cluster.json(&["replica", "list"]);
         (replicas[0]["phase"] == "InSync").then_some(())
     });

@@ -69,6 +69,7 @@ impl User {
     }
 
     /// Waits for something that must come, and shows the logs where it does not.
+    #[track_caller]
     pub fn eventually<T>(&self, what: &str, mut found: impl FnMut() -> Option<T>) -> T {
         let began = Instant::now();
         loop {
@@ -118,6 +119,7 @@ impl User {
 }
 
 /// Waits for something that must come.
+#[track_caller]
 pub fn eventually<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
     let began = Instant::now();
     loop {
