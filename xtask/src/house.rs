@@ -1,6 +1,7 @@
 //! The rules of the tree that no compiler checks: which crate may use which, how long a file
 //! may be, and that nothing unfinished is called finished.
 
+use crate::invariants;
 use crate::run::{self, workspace_root};
 use crate::trace::collect_files;
 use anyhow::{Context, Result, bail};
@@ -67,6 +68,7 @@ pub fn check() -> Result<()> {
     let mut violations = dependency_violations()?;
     violations.extend(core_violations()?);
     violations.extend(file_violations()?);
+    violations.extend(invariants::violations()?);
     if !violations.is_empty() {
         bail!("rules of the tree are broken:\n  {}", violations.join("\n  "));
     }

@@ -3,11 +3,12 @@
 //!
 //! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
 //! known to only one of them. The work lives one module a command: [`demo`], [`test`],
-//! [`trace`], [`lint`]; [`house`] holds the rules on the tree itself, [`run`] starts programs,
+//! [`trace`], [`lint`]; [`house`] and [`invariants`] hold the rules on the tree itself, [`run`] starts programs,
 //! [`packages`] installs what a Debian machine lacks, [`python`] makes the tests' Python.
 
 mod demo;
 mod house;
+mod invariants;
 mod lint;
 mod packages;
 mod python;

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
-use quoin_core::entry::SharedEntry;
+use quoin_core::entry::{Rule, SharedEntry};
 use quoin_core::{BLOCK_SIZE, Chain, EntryKind, Epoch, Lsn};
 
 use crate::content::{self, Tag, Tags, ZERO};
@@ -118,6 +118,7 @@ impl Lineage {
                 ),
             });
         };
+        self.check_joint(entry, parent)?;
         let seen = self.records.len() as Seen;
         if entry.kind == EntryKind::Write {
             for (i, bytes) in entry.data.chunks(BLOCK_SIZE).enumerate() {
@@ -151,6 +152,40 @@ impl Lineage {
                     self.paths.pop_first();
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Within an epoch one list of known replicas follows another only by way of a View under both.
+    fn check_joint(&self, entry: &SharedEntry, parent: Option<Seen>) -> Result<(), Broken> {
+        let EntryKind::View(view) = &entry.kind else { return Ok(()) };
+        let mut at = parent;
+        while let Some(seen) = at {
+            let record = &self.records[seen as usize];
+            if record.entry.epoch != entry.epoch {
+                break;
+            }
+            at = record.parent;
+            let EntryKind::View(before) = &record.entry.kind else { continue };
+            let now = &view.rule.known;
+            let is_from = |rule: &Rule| {
+                let (more, fewer) = if now.len() < rule.known.len() {
+                    (&rule.known, now)
+                } else {
+                    (now, &rule.known)
+                };
+                fewer.iter().all(|member| more.contains(member))
+            };
+            if std::iter::once(&before.rule).chain(&before.joint).any(is_from) {
+                break;
+            }
+            return Err(Broken {
+                invariant: "JointUntilKnown",
+                detail: format!(
+                    "the View at {}/{} counts {now:?}, the one before {:?}",
+                    entry.epoch, entry.lsn, before.rule.known
+                ),
+            });
         }
         Ok(())
     }
@@ -221,7 +256,7 @@ impl Lineage {
 mod tests {
     use super::*;
     use bytes::Bytes;
-    use quoin_core::{Entry, Position};
+    use quoin_core::{Entry, Member, Position, ReplicaGuid, ReplicaId, View};
     use std::sync::Arc;
 
     fn write(previous: Chain, epoch: u64, lsn: u64, tag: Tag) -> SharedEntry {
@@ -260,6 +295,27 @@ mod tests {
         lineage.observe(1, &write(Chain::default(), 1, 1, 1)).unwrap();
         let broken = lineage.observe(1, &write(Chain(77), 1, 2, 2)).unwrap_err();
         assert_eq!(broken.invariant, "PrefixAlways");
+    }
+
+    #[test]
+    fn a_view_under_an_exchanged_list_without_one_under_both_breaks_joint_until_known() {
+        let member = |n: u128| Member { id: ReplicaId(n % 10), guid: ReplicaGuid(n) };
+        let rule = |known: [u128; 2]| Rule { known: known.map(member).into(), ..Rule::default() };
+        let view = |previous: Chain, lsn, now: Rule, joint: Option<Rule>| {
+            let position = Position { epoch: Epoch(1), lsn: Lsn(lsn) };
+            let kind = EntryKind::View(Box::new(View { rule: now, joint, ..View::default() }));
+            Arc::new(Entry::after(previous, position, kind, 0, 0, Bytes::new(), false))
+        };
+        let (old, new) = (rule([1, 2]), rule([1, 12]));
+        let mut lineage = Lineage::default();
+        let first = view(Chain::default(), 1, old.clone(), None);
+        let joint = view(first.chain, 2, old.clone(), Some(new.clone()));
+        let adopted = view(joint.chain, 3, new.clone(), None);
+        for entry in [&first, &joint, &adopted] {
+            lineage.observe(1, entry).unwrap();
+        }
+        let broken = lineage.observe(1, &view(adopted.chain, 4, old, None)).unwrap_err();
+        assert_eq!(broken.invariant, "JointUntilKnown");
     }
 
     #[test]

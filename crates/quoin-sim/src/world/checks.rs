@@ -4,7 +4,7 @@
 use bytes::Bytes;
 use quoin_core::block::BlockError;
 use quoin_core::message::FromReplica;
-use quoin_core::target::ReadMode;
+use quoin_core::target::{ReadMode, ReplicaStanding, ReplicaStatus};
 use quoin_core::{BLOCK_SIZE, Durability, Epoch, Lsn, Member, ReplicaGuid};
 
 use super::World;
@@ -280,8 +280,20 @@ impl World {
                 format!("op {tag} shows {lsn}, which is not committed: commit is {commit}");
             self.violate("NoReadAhead", detail);
         } else if holders < cf {
+            // Which rule let it pass: one that is not counted made up the number, or one that is
+            // counted again lacks what was committed while it was away.
+            let replicas = process.target.status().replicas;
+            let is_there = |counted: bool, holds: bool| {
+                let is_counted = |r: &ReplicaStatus| r.standing == ReplicaStanding::InSync;
+                replicas.iter().any(|r| is_counted(r) == counted && (r.applied >= lsn) == holds)
+            };
+            let rule = match () {
+                () if is_there(false, true) => "DroppedNotCounted",
+                () if is_there(true, false) => "Held",
+                () => "OnlyCounted",
+            };
             let detail = format!("op {tag} is at {lsn}, which {holders} counted replicas hold");
-            self.violate("OnlyCounted", detail);
+            self.violate(rule, detail);
         }
     }
 
@@ -422,16 +434,22 @@ impl World {
                         continue;
                     }
                     if found != Ok(expected.1) || slot.version != expected.0 {
-                        lost.push(format!(
+                        let is_hole = slot.content == quoin_core::message::Content::Hole;
+                        let rule = match found == Ok(expected.1) && is_hole {
+                            true => "HolesHaveVersions",
+                            false => "Identical",
+                        };
+                        let what = format!(
                             "block {block}: {found:?} of LSN {} instead of {:?} of LSN {}",
                             slot.version, expected.1, expected.0
-                        ));
+                        );
+                        lost.push((rule, what));
                     }
                 }
             }
-            if let Some(first) = lost.first() {
+            if let Some((rule, first)) = lost.first() {
                 let detail = format!("pool {pool} at rest, {} blocks differ: {first}", lost.len());
-                self.violate("Identical", detail);
+                self.violate(rule, detail);
                 return;
             }
         }
