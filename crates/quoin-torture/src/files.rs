@@ -81,7 +81,8 @@ impl Files {
         let child = Command::new("fio")
             .args(["--name=torture", "--rw=randwrite", "--bs=4k-64k", "--size=96m", "--direct=1"])
             .args(["--verify=crc32c", "--do_verify=1", "--verify_fatal=1", "--fsync=64"])
-            .args(["--ioengine=libaio", "--iodepth=8", "--randrepeat=0"])
+            // Else it leaves a file with its state wherever the torture was started.
+            .args(["--ioengine=libaio", "--iodepth=8", "--randrepeat=0", "--verify_state_save=0"])
             .arg(format!("--directory={}", self.mount.display()))
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)

@@ -61,7 +61,7 @@ enum Command {
     /// The cluster as a whole.
     #[command(subcommand)]
     Cluster(listing::ClusterCommand),
-    /// Tokens that let pools and nodes join: make, list and revoke them.
+    /// Tokens that let pools, nodes and admins join: make, list and revoke them.
     #[command(subcommand)]
     Token(tokens::TokenCommand),
     /// A whole cluster on this machine, one process a part, until Ctrl-C.
