@@ -1,6 +1,8 @@
 //! One target and replicas played by hand: answers that a broken or hostile replica might give,
 //! and orders of events that a well-behaved one hardly shows.
 
+mod broken;
+
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -84,6 +86,7 @@ fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
 
 impl Hand {
     fn new(config: TargetConfig) -> Self {
+        broken::break_a_rule();
         let now = Time::from_millis(1_000_000);
         let membership = Membership {
             version: 1,

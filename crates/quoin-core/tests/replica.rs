@@ -1,5 +1,7 @@
 //! The rules of one replica (R1 to R4), each with the message that would break it.
 
+mod broken;
+
 use bytes::Bytes;
 use quoin_core::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
@@ -31,6 +33,7 @@ fn key(epoch: u64, incarnation: u128, nonce: u64) -> SessionKey {
 
 impl One {
     fn new() -> Self {
+        broken::break_a_rule();
         let mut pool = ModelPool::new();
         let identity = ReplicaIdentity {
             volume: VOLUME,

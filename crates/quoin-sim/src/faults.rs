@@ -12,6 +12,7 @@ use quoin_core::Step;
 
 use crate::random::Random;
 use crate::schedule::{Instant, SECOND};
+use crate::swarm::Shape;
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $name:ident = $text:literal),* $(,)?) => {
@@ -55,6 +56,8 @@ kinds! {
     FullPool = "full pool",
     /// The controller names another owner while the old target still runs.
     Failover = "failover, old target alive",
+    /// The owner's host is cut off from everybody, and the volume is given to the other one.
+    OwnerIsolated = "owner cut off, failover",
     ControlLost = "control plane answers lost",
     ControlLate = "control plane answers late",
     ControlRolledBack = "control plane restored from an old copy",
@@ -149,6 +152,8 @@ fn weight(kind: FaultKind, profile: Profile, clocks_stop: bool) -> u32 {
         F::StuckDisk | F::ControlRolledBack | F::SpoiledFrame | F::Operator => 4,
         F::FullPool => 3,
         F::Failover => 10,
+        // A partition and a failover come together often enough; swarms aim at it.
+        F::OwnerIsolated => 0,
         F::ControlLost | F::ControlLate => 4,
         F::TargetShutdown | F::ReplicaShutdown => 4,
     }
@@ -159,43 +164,73 @@ pub fn plan(
     profile: Profile,
     clocks_stop: bool,
     horizon: Instant,
+    shape: Option<&Shape>,
     random: &mut Random,
 ) -> Vec<Planned> {
-    let weights: Vec<u32> =
+    let mut weights: Vec<u32> =
         FaultKind::ALL.iter().map(|k| weight(*k, profile, clocks_stop)).collect();
-    let count = random.between(5, 20);
+    let mut count = random.between(5, 20);
+    let mut patience = 6000;
+    if let Some(shape) = shape {
+        narrow(&mut weights, shape.kinds, random);
+        count = random.between(shape.faults.0, shape.faults.1);
+        patience = 600;
+    }
     let mut planned: Vec<Planned> = (0..count)
         .map(|_| Planned {
             at: random.between(SECOND / 10, horizon),
             kind: FaultKind::ALL[random.weighted(&weights)],
-            countdown: if random.percent(70) { random.below(300) } else { random.below(6000) },
+            countdown: if random.percent(70) { random.below(300) } else { random.below(patience) },
             aim: random.percent(40).then(|| *random.pick(Step::ALL)),
             seed: random.draw(),
         })
         .collect();
     // Faults in company find more than faults alone.
     for i in 1..planned.len() {
-        if random.percent(35) {
-            planned[i].at = planned[i - 1].at + random.below(SECOND / 2);
+        let (company, within) = if shape.is_some() { (60, 8) } else { (35, 2) };
+        if random.percent(company) {
+            planned[i].at = planned[i - 1].at + random.below(SECOND / within);
         }
     }
     planned.sort_by_key(|p| p.at);
     planned
 }
 
+/// Leaves the kinds of a swarm, with its weights; or any few of those that this profile allows.
+/// What the profile forbids stays forbidden.
+fn narrow(weights: &mut [u32], kinds: &[(FaultKind, u32)], random: &mut Random) {
+    if kinds.is_empty() {
+        let allowed: Vec<usize> = (0..weights.len()).filter(|k| weights[*k] > 0).collect();
+        let few = random.between(2, 5);
+        let chosen: Vec<usize> = (0..few).map(|_| *random.pick(&allowed)).collect();
+        for (kind, weight) in weights.iter_mut().enumerate() {
+            *weight = u32::from(chosen.contains(&kind));
+        }
+        return;
+    }
+    for (kind, weight) in weights.iter_mut().enumerate() {
+        let wanted = kinds.iter().find(|(k, _)| *k as usize == kind).map_or(0, |(_, w)| *w);
+        let allowed = *weight > 0 || FaultKind::ALL[kind] == FaultKind::OwnerIsolated;
+        *weight = if allowed { wanted } else { 0 };
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::swarm::Swarm;
 
     #[test]
     fn every_kind_of_fault_is_planned_by_some_seed_and_none_against_its_profile() {
         let mut counts = FaultCounts::default();
-        for seed in 0..400 {
+        for seed in 0..1200 {
             let mut random = Random::new(seed);
             let profiles =
                 [Profile::Power, Profile::Media { victim: 0 }, Profile::Liar { victim: 0 }];
-            let profile = profiles[seed as usize % 3];
-            for planned in plan(profile, seed % 4 < 2, 30 * SECOND, &mut random) {
+            let profile = profiles[seed as usize / 9 % 3];
+            let shape = Swarm::ALL[seed as usize % Swarm::ALL.len()].shape(&mut random);
+            let stops = seed % 4 < 2;
+            for planned in plan(profile, stops, 30 * SECOND, shape.as_ref(), &mut random) {
                 let media_only = matches!(planned.kind, FaultKind::Rot | FaultKind::Wipe);
                 assert!(!media_only || profile != Profile::Power);
                 counts.add(planned.kind);

@@ -26,6 +26,8 @@ pub mod coverage;
 pub mod disk;
 pub mod faults;
 pub mod history;
+#[cfg(feature = "mutants")]
+pub mod hunt;
 pub mod lineage;
 pub mod linear;
 #[cfg(feature = "mutants")]
@@ -37,6 +39,7 @@ pub mod schedule;
 pub mod shrink;
 pub mod stats;
 pub mod storage;
+pub mod swarm;
 pub mod trace;
 pub mod wire;
 pub mod workload;
@@ -46,6 +49,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 pub use stats::{Stats, Summary, Violation};
+pub use swarm::Swarm;
 pub use world::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
 
 /// What one seed came to.

@@ -42,6 +42,8 @@ pub struct Lineage {
     carried: FixedMap<(Tag, u64), Vec<Seen>>,
     /// Writes of which anything was ever sent.
     sent: BTreeSet<Tag>,
+    /// Views by LSN.
+    views: BTreeMap<Lsn, Vec<Seen>>,
     /// The history of each epoch so far.
     paths: BTreeMap<Epoch, Path>,
 }
@@ -143,6 +145,9 @@ impl Lineage {
         self.records.push(Record { entry: entry.clone(), parent });
         self.by_position.insert(key, seen);
         self.by_lsn.entry(entry.lsn).or_default().push(seen);
+        if matches!(entry.kind, EntryKind::View(_)) {
+            self.views.entry(entry.lsn).or_default().push(seen);
+        }
         match self.paths.get_mut(&entry.epoch) {
             Some(path) if path.entries.last().copied() == parent => path.entries.push(seen),
             _ => {
@@ -201,6 +206,16 @@ impl Lineage {
 
     pub fn is_on(&self, path: &Path, seen: Seen) -> bool {
         path.contains(self, seen)
+    }
+
+    /// A View of the path after `low` and up to `high`.
+    pub fn view_between(&self, path: &Path, low: Lsn, high: Lsn) -> Option<Lsn> {
+        let within = self.views.range(low.next()..=high.max(low.next()));
+        let on_path = |seen: &Seen| path.contains(self, *seen);
+        within
+            .filter(|(lsn, _)| **lsn <= high)
+            .find(|(_, v)| v.iter().any(on_path))
+            .map(|(l, _)| *l)
     }
 
     /// The first entry of the path that carries this write's part of this block.

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
-use quoin_sim::{RunOptions, StoreKind, run, run_many};
+use quoin_sim::{RunOptions, StoreKind, Swarm, run, run_many};
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Store {
@@ -38,9 +38,17 @@ struct Arguments {
     /// Print which faults struck at which steps of the protocol, and which never did.
     #[arg(long)]
     coverage: bool,
+    /// Small worlds in which few kinds of faults strike often, by name (`--swarm few`).
+    #[arg(long, default_value = "broad", value_parser = swarm_named)]
+    swarm: Swarm,
     /// Stop at the first violation.
     #[arg(long)]
     stop: bool,
+}
+
+fn swarm_named(name: &str) -> Result<Swarm, String> {
+    let names = || Swarm::ALL.iter().map(|s| s.name()).collect::<Vec<_>>().join(", ");
+    Swarm::named(name).ok_or_else(|| format!("there are {}", names()))
 }
 
 fn main() -> ExitCode {
@@ -49,7 +57,8 @@ fn main() -> ExitCode {
         Store::Model => StoreKind::Model,
         Store::Real => StoreKind::Real,
     };
-    let options = RunOptions { store, trace: arguments.trace, ..RunOptions::default() };
+    let swarm = arguments.swarm;
+    let options = RunOptions { store, swarm, trace: arguments.trace, ..RunOptions::default() };
     // A panic in the core is reported as a violation with its seed; its place helps to find it.
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
     let (first, count) = match arguments.seed {

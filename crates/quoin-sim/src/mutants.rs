@@ -1,9 +1,6 @@
-//! Which defects there are, and the hunt for each: seeds until a checker names what it breaks.
+//! Which defects there are, and what is known to catch each.
 
-use quoin_core::mutant;
-
-use crate::world::StoreKind;
-use crate::{RunOptions, Violation, run};
+use crate::swarm::Swarm;
 
 /// One rule, broken in one place.
 #[derive(Clone, Copy, Debug)]
@@ -12,7 +9,10 @@ pub struct Defect {
     pub name: &'static str,
     /// Whose rule it breaks.
     pub book: Book,
-    pub store: StoreKind,
+    /// Where the simulator looks first.
+    pub swarm: Swarm,
+    /// The same rule in the model (`quoin_model::mutants`), where it can be said there.
+    pub like: Option<&'static str>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,83 +23,89 @@ pub enum Book {
     Store,
 }
 
-const fn core(name: &'static str) -> Defect {
-    Defect { name, book: Book::Replication, store: StoreKind::Real }
+impl Defect {
+    const fn like(self, like: &'static str) -> Self {
+        Self { like: Some(like), ..self }
+    }
 }
 
-const fn store(name: &'static str) -> Defect {
-    Defect { name, book: Book::Store, store: StoreKind::Real }
+const fn core(name: &'static str, swarm: Swarm) -> Defect {
+    Defect { name, book: Book::Replication, swarm, like: None }
+}
+
+const fn store(name: &'static str, swarm: Swarm) -> Defect {
+    Defect { name, book: Book::Store, swarm, like: None }
 }
 
 /// Every defect, in the order of the documents.
 pub const ALL: &[Defect] = &[
-    core("read-before-commit"),
-    core("view-left-out-of-the-position"),
-    core("dropped-acks-counted"),
-    core("continuous-rule-left-out"),
-    core("always-continuous"),
-    core("equal-epoch-accepted"),
-    core("older-epoch-accepted"),
-    core("epoch-reused"),
-    core("lease-from-the-receipt"),
-    core("lease-forgotten-at-restart"),
-    core("lease-forgotten-at-open"),
-    core("answer-before-the-lease-ended"),
-    core("answer-before-the-promise-is-on-media"),
-    core("reply-without-a-lease"),
-    core("cut-below-stable"),
-    core("stable-told-at-commit"),
-    core("swap-before-durable"),
-    core("joint-dropped-on-unknown-outcome"),
-    core("joint-change-not-given-up"),
-    core("retired-admitted"),
-    core("more-known-than-rf"),
-    core("two-replicas-of-one-id"),
-    core("guid-born-twice"),
-    core("sync-error-retried"),
-    core("flush-at-applied"),
-    core("durable-by-an-older-sync"),
-    core("view-applied-before-durable"),
-    core("media-acknowledged-at-commit"),
-    core("read-at-commit-under-media"),
-    core("repair-of-another-version"),
-    core("page-changed-between-sends"),
-    core("dropped-below-cf"),
-    core("close-makes-continuous"),
-    core("closed-before-the-data"),
-    core("stuck-view-not-passed"),
-    core("control-plane-rollback-ignored"),
-    core("view-active-by-a-foreign-set"),
-    core("quorum-off-counted"),
-    core("open-below-quorum"),
-    core("old-view-teaches"),
-    core("return-not-held"),
-    core("returned-never-continuous"),
-    core("overtaken-target-writes-again"),
-    core("orphans-not-written-again"),
-    core("reads-not-behind-the-reopen"),
-    core("lost-while-one-is-away"),
-    core("boundary-not-stable"),
-    core("increment-from-above"),
-    store("trim-without-version"),
-    store("moved-block-overwrites-a-newer-one"),
-    store("increment-visible-before-the-flip"),
-    store("flip-before-the-shadow-is-on-media"),
-    store("cleaned-above-stable"),
-    store("base-folded-above-stable"),
-    store("views-forgotten-by-clean-up"),
-    store("freed-before-its-checkpoint"),
-    store("checkpoint-recorded-before-it-is-on-media"),
-    store("torn-tail-accepted-behind-a-hole"),
-    store("torn-data-accepted"),
-    store("stale-segment-replayed"),
-    store("rot-taken-for-a-torn-tail"),
-    store("cut-not-recorded"),
-    store("block-checksum-not-checked"),
-    store("node-checksum-not-checked"),
-    store("reserve-given-to-clients"),
-    store("trim-frees-nothing"),
-    store("rolled-back-disk-not-noticed"),
+    core("read-before-commit", Swarm::Few).like("read-not-held"),
+    core("view-left-out-of-the-position", Swarm::Idle).like("view-out-of-position"),
+    core("dropped-acks-counted", Swarm::Rebuilds).like("dropped-counted"),
+    core("continuous-rule-left-out", Swarm::PowerCuts).like("no-continuous-rule"),
+    core("always-continuous", Swarm::PowerCuts),
+    core("equal-epoch-accepted", Swarm::Rollbacks).like("equal-epoch-accepted"),
+    core("older-epoch-accepted", Swarm::Takeovers),
+    core("epoch-reused", Swarm::Takeovers).like("epoch-reused"),
+    core("lease-from-the-receipt", Swarm::Takeovers).like("lease-from-receipt"),
+    core("lease-forgotten-at-restart", Swarm::Takeovers).like("lease-forgotten-by-restart"),
+    core("lease-forgotten-at-open", Swarm::Takeovers).like("lease-forgotten-by-open"),
+    core("answer-before-the-lease-ended", Swarm::Takeovers).like("lease-forgotten-by-open"),
+    core("answer-before-the-promise-is-on-media", Swarm::PowerCuts),
+    core("reply-without-a-lease", Swarm::Takeovers).like("ack-without-lease"),
+    core("cut-below-stable", Swarm::Damage).like("cut-below-stable"),
+    core("stable-told-at-commit", Swarm::PowerCuts),
+    core("swap-before-durable", Swarm::Replacements).like("swap-before-durable"),
+    core("joint-dropped-on-unknown-outcome", Swarm::Replacements).like("joint-dropped"),
+    core("joint-change-not-given-up", Swarm::Replacements).like("cannot-give-up"),
+    core("retired-admitted", Swarm::Replacements).like("retired-admitted"),
+    core("more-known-than-rf", Swarm::Replacements).like("known-above-rf"),
+    core("two-replicas-of-one-id", Swarm::Replacements),
+    core("guid-born-twice", Swarm::Replacements).like("guid-born-twice"),
+    core("sync-error-retried", Swarm::PowerCuts).like("sync-retried"),
+    core("flush-at-applied", Swarm::PowerCuts).like("flush-at-applied"),
+    core("durable-by-an-older-sync", Swarm::PowerCuts),
+    core("view-applied-before-durable", Swarm::PowerCuts),
+    core("media-acknowledged-at-commit", Swarm::PowerCuts),
+    core("read-at-commit-under-media", Swarm::PowerCuts).like("read-at-commit-under-media"),
+    core("repair-of-another-version", Swarm::Damage),
+    core("page-changed-between-sends", Swarm::Few),
+    core("dropped-below-cf", Swarm::Rebuilds).like("drop-below-cf"),
+    core("close-makes-continuous", Swarm::Closes).like("close-makes-continuous"),
+    core("closed-before-the-data", Swarm::Closes),
+    core("stuck-view-not-passed", Swarm::Churn).like("stuck-view"),
+    core("control-plane-rollback-ignored", Swarm::Replacements).like("rollback-ignored"),
+    core("view-active-by-a-foreign-set", Swarm::Churn).like("foreign-activation"),
+    core("quorum-off-counted", Swarm::Damage).like("quorum-off-counted"),
+    core("open-below-quorum", Swarm::Churn),
+    core("old-view-teaches", Swarm::PowerCuts).like("old-view-teaches"),
+    core("return-not-held", Swarm::Rebuilds),
+    core("returned-never-continuous", Swarm::PowerCuts),
+    core("overtaken-target-writes-again", Swarm::Churn),
+    core("orphans-not-written-again", Swarm::Blackouts),
+    core("reads-not-behind-the-reopen", Swarm::Blackouts),
+    core("lost-while-one-is-away", Swarm::Damage),
+    core("boundary-not-stable", Swarm::Rebuilds),
+    core("increment-from-above", Swarm::Rebuilds),
+    store("trim-without-version", Swarm::Rebuilds),
+    store("moved-block-overwrites-a-newer-one", Swarm::Pressure),
+    store("increment-visible-before-the-flip", Swarm::Rebuilds).like("increment-before-flip"),
+    store("flip-before-the-shadow-is-on-media", Swarm::Rebuilds),
+    store("cleaned-above-stable", Swarm::Pressure),
+    store("base-folded-above-stable", Swarm::PowerCuts).like("fold-above-stable"),
+    store("views-forgotten-by-clean-up", Swarm::Pressure),
+    store("freed-before-its-checkpoint", Swarm::Pressure),
+    store("checkpoint-recorded-before-it-is-on-media", Swarm::Pressure),
+    store("torn-tail-accepted-behind-a-hole", Swarm::PowerCuts),
+    store("torn-data-accepted", Swarm::PowerCuts),
+    store("stale-segment-replayed", Swarm::Pressure),
+    store("rot-taken-for-a-torn-tail", Swarm::Damage),
+    store("cut-not-recorded", Swarm::PowerCuts),
+    store("block-checksum-not-checked", Swarm::Damage),
+    store("node-checksum-not-checked", Swarm::Damage),
+    store("reserve-given-to-clients", Swarm::Pressure),
+    store("trim-frees-nothing", Swarm::Pressure),
+    store("rolled-back-disk-not-noticed", Swarm::Damage),
 ];
 
 /// Rules of the documents whose features do not exist yet.
@@ -114,27 +120,68 @@ pub const NOT_BUILT: &[(&str, &str)] = &[
     ("formation branch left open", "admission beyond a replacement"),
 ];
 
-/// What a hunt came to.
-#[derive(Clone, Debug)]
-pub struct Catch {
-    pub runs: u64,
-    /// Runs that came to the place of the defect.
-    pub reached: u64,
-    pub violation: Option<Violation>,
+/// What has caught a defect before: tried first, as it takes seconds.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Known {
+    Seed {
+        swarm: Swarm,
+        seed: u64,
+    },
+    /// A test of the crates themselves: binary and test.
+    Test {
+        binary: String,
+        test: String,
+    },
 }
 
-/// Runs seeds with the defect until a checker finds something, `runs_max` of them at most.
-pub fn hunt(defect: &Defect, first_seed: u64, runs_max: u64) -> Catch {
-    let mut reached = 0;
-    for runs in 1..=runs_max {
-        let seed = first_seed + runs - 1;
-        mutant::set(Some(defect.name));
-        let report = run(RunOptions { seed, store: defect.store, ..RunOptions::default() });
-        reached += u64::from(mutant::was_reached());
-        mutant::set(None);
-        if report.violation.is_some() {
-            return Catch { runs, reached, violation: report.violation };
+/// What caught each defect when `cargo xtask mutants --record` was run last. A catch that fails
+/// is hunted anew.
+const CATCHES: &str = include_str!("../mutants.txt");
+
+/// The known catches of a defect.
+pub fn known(name: &str) -> Vec<Known> {
+    parse(CATCHES).filter(|(of, _)| *of == name).map(|(_, known)| known).collect()
+}
+
+fn parse(text: &str) -> impl Iterator<Item = (&str, Known)> {
+    text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| {
+        let mut words = line.split_whitespace();
+        let (name, how, place, what) = (words.next()?, words.next()?, words.next()?, words.next()?);
+        let known = match how {
+            "seed" => Known::Seed { swarm: Swarm::named(place)?, seed: what.parse().ok()? },
+            "test" => Known::Test { binary: place.into(), test: what.into() },
+            _ => return None,
+        };
+        Some((name, known))
+    })
+}
+
+/// The line that [`known`] reads.
+pub fn line(name: &str, known: &Known) -> String {
+    match known {
+        Known::Seed { swarm, seed } => format!("{name} seed {} {seed}", swarm.name()),
+        Known::Test { binary, test } => format!("{name} test {binary} {test}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_recorded_is_understood_and_names_defects_that_there_are() {
+        let lines = CATCHES.lines().filter(|l| !l.starts_with('#') && !l.is_empty());
+        assert_eq!(lines.clone().count(), parse(CATCHES).count());
+        for (written, (name, known)) in lines.zip(parse(CATCHES)) {
+            assert_eq!(written, line(name, &known));
+            assert!(ALL.iter().any(|defect| defect.name == name), "{name}");
         }
     }
-    Catch { runs: runs_max, reached, violation: None }
+
+    #[test]
+    fn each_like_is_a_mutant_of_the_model() {
+        for like in ALL.iter().filter_map(|defect| defect.like) {
+            assert!(quoin_model::mutant_names().any(|name| name == like), "{like}");
+        }
+    }
 }

@@ -12,25 +12,29 @@ use crate::content::SECTOR;
 use crate::disk::{DiskCounts, Failing, Lie, SimDisk};
 use crate::random::Random;
 use crate::storage::{Faults, Faulty, Outage, Storage};
+use crate::swarm::PoolShape;
 
 /// Small enough that checkpoints and clean-up happen within a run.
 const DISK_BYTES: u64 = 64 << 20;
 /// Blocks of one write of the volume that fills a pool.
 const BALLAST_BLOCKS: u32 = 64;
+/// GUIDs this near to the end are of volumes that fill a pool.
+const BALLASTS_MAX: u128 = 1 << 32;
 /// An entry of 1 MiB must fit in a segment.
 const UNIT_BLOCKS: u32 = 512;
 const BACKGROUND_BYTES: u64 = 1 << 20;
 
 pub struct RealStorage {
     disk: SimDisk,
+    shape: Option<PoolShape>,
     options: PoolOptions,
     pool: Option<Pool<SimDisk>>,
     /// Where the sync under way began.
     mark: u64,
     faults: Faults,
-    /// Another volume's replica that takes all the room there is while the pool is to be full.
-    ballast: Option<ReplicaGuid>,
+    /// Other volumes' replicas take all the room there is.
     full: bool,
+    filled: bool,
     ballasts: u128,
     /// Starts that the kept image knows of.
     image_starts: Option<u64>,
@@ -39,49 +43,60 @@ pub struct RealStorage {
 
 impl RealStorage {
     /// A new pool on a disk of its own.
-    pub fn new(random: &mut Random) -> Result<Self, StoreError> {
-        let disk = SimDisk::new(DISK_BYTES, u128::from(random.draw()));
+    pub fn new(shape: Option<PoolShape>, random: &mut Random) -> Result<Self, StoreError> {
+        let disk_bytes = shape.map_or(DISK_BYTES, |s| s.disk_bytes);
+        let disk = SimDisk::new(disk_bytes, u128::from(random.draw()));
         let mut format = FormatOptions::new(PoolId(random.wide()));
-        format.unit_blocks = UNIT_BLOCKS;
-        let options = PoolOptions {
+        format.unit_blocks = shape.map_or(UNIT_BLOCKS, |s| s.unit_blocks);
+        let mut options = PoolOptions {
             cache_bytes: *random.pick(&[64 << 10, 1 << 20, 16 << 20]),
             checkpoint_bytes: *random.pick(&[128 << 10, 1 << 20, 4 << 20]),
             log_keep_bytes: *random.pick(&[64 << 10, 512 << 10, 4 << 20]),
             ..PoolOptions::default()
         };
+        if let Some(shape) = shape {
+            options.cache_bytes = shape.cache_bytes;
+            options.checkpoint_bytes = shape.checkpoint_bytes;
+            options.log_keep_bytes = shape.log_keep_bytes;
+        }
         Pool::format(&disk, &format).map_err(store_error)?;
         let pool = Pool::open(disk.clone(), options).map_err(store_error)?;
         Ok(Self {
             disk,
+            shape,
             options,
             pool: Some(pool),
             mark: 0,
             faults: Faults::default(),
-            ballast: None,
             full: false,
+            filled: false,
             ballasts: 0,
             image_starts: None,
             chance: random.fork(),
         })
     }
 
-    /// Fills the pool up to its last free unit, or gives that room back.
+    /// Fills the pool up to its last free unit, or gives that room back. What a power cut brings
+    /// back or takes away is looked for, not remembered.
     fn fill_or_free(&mut self) -> Result<(), StoreError> {
-        match (self.full, self.ballast) {
-            (true, None) => {
+        match (self.full, self.filled) {
+            (true, false) => {
                 self.ballasts += 1;
                 let guid = ReplicaGuid(u128::MAX - self.ballasts);
                 let identity = ReplicaIdentity { guid, ..ReplicaIdentity::default() };
-                let blocks = DISK_BYTES / BLOCK_SIZE as u64;
+                let blocks = quoin_store::Disk::size(&self.disk) / BLOCK_SIZE as u64;
                 self.pool()?.create(identity, ReplicaMeta::default(), blocks)?;
-                self.ballast = Some(guid);
+                self.filled = true;
                 self.fill(guid, blocks)
             }
-            (false, Some(guid)) => {
+            (false, _) => {
                 let pool = self.pool()?;
-                pool.delete(guid)?;
-                pool.request_sync();
-                self.ballast = None;
+                let ballast = |guid: &ReplicaGuid| guid.0 > u128::MAX - BALLASTS_MAX;
+                for guid in pool.replicas().into_iter().filter(ballast) {
+                    pool.delete(guid)?;
+                    pool.request_sync();
+                }
+                self.filled = false;
                 Ok(())
             }
             _ => Ok(()),
@@ -212,9 +227,8 @@ impl Storage for RealStorage {
             Outage::DiskFailed => self.disk.drop_orphans(true, random),
         }
         let pool = Pool::open(self.disk.clone(), self.options).map_err(store_error)?;
-        let kept = pool.replicas();
-        self.ballast = self.ballast.filter(|guid| kept.contains(guid));
         self.pool = Some(pool);
+        self.filled = false;
         if outage == Outage::DiskFailed {
             self.give_up_continuity()?;
         }
@@ -255,22 +269,25 @@ impl Storage for RealStorage {
 
     /// The pool is opened until the image is older by its counter, also after the start that
     /// follows: one within a life is found by the boot cookie alone, as a loss of the cache.
-    fn roll_back(&mut self) -> Option<u64> {
-        let then = self.image_starts.take()?;
+    fn roll_back(&mut self) -> Result<Option<u64>, StoreError> {
+        let Some(then) = self.image_starts.take() else { return Ok(None) };
         while self.starts() <= then + 1 {
             self.pool = None;
-            self.pool = Some(Pool::open(self.disk.clone(), self.options).ok()?);
+            self.pool = Some(Pool::open(self.disk.clone(), self.options).map_err(store_error)?);
         }
         let starts = self.starts();
-        self.ballast = None;
-        self.disk.roll_back().then_some(starts)
+        Ok(self.disk.roll_back().then_some(starts))
     }
 
     fn replace(&mut self, random: &mut Random) -> Result<(), StoreError> {
         let (full, ballasts) = (self.full, self.ballasts);
-        *self = Self::new(random)?;
+        *self = Self::new(self.shape, random)?;
         (self.full, self.ballasts) = (full, ballasts);
         Ok(())
+    }
+
+    fn is_short(&self, was: bool) -> bool {
+        self.pool.as_ref().is_some_and(|pool| pool.is_short(was))
     }
 
     fn starts(&self) -> u64 {

@@ -61,13 +61,18 @@ pub trait Storage {
     }
     /// Remembers the disk as it is now, to be rolled back to.
     fn keep_image(&mut self) {}
-    /// Puts the remembered image back, and says how often the pool had been opened by then.
-    fn roll_back(&mut self) -> Option<u64> {
-        None
+    /// Puts the remembered image back, and says how often the pool had been opened by then. After
+    /// an error the pool is closed.
+    fn roll_back(&mut self) -> Result<Option<u64>, StoreError> {
+        Ok(None)
     }
     /// An empty disk in the place of one that cannot be read any more.
     fn replace(&mut self, _random: &mut Random) -> Result<(), StoreError> {
         Ok(())
+    }
+    /// Whether the pool is short of room; `was`: what it said last.
+    fn is_short(&self, _was: bool) -> bool {
+        false
     }
     /// How often the pool was opened, as its disk says.
     fn starts(&self) -> u64 {

@@ -8,6 +8,7 @@ use quoin_core::block::Operation;
 
 use crate::content::{self, SECTOR, SECTORS, Tag};
 use crate::random::Random;
+use crate::swarm::Shape;
 
 /// One request as drawn, in sectors of 512 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -111,6 +112,16 @@ impl Workload {
                 random.between(1, 8) as u32,
             ],
             fua_percent: random.below(15),
+        }
+    }
+
+    /// A small world's habits in the place of what was drawn.
+    pub fn take(&mut self, shape: &Shape) {
+        self.long_blocks = self.long_blocks.min(shape.long_blocks);
+        self.fua_percent = self.fua_percent.max(shape.fua_percent);
+        self.weights[4] = self.weights[4].max(shape.flushes);
+        for hole in [2, 3] {
+            self.weights[hole] = self.weights[hole].max(shape.holes);
         }
     }
 

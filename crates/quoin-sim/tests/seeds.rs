@@ -11,6 +11,7 @@ const MODEL: RunOptions = RunOptions {
     dropped: 0,
     clients_max: 0,
     mutant: None,
+    swarm: quoin_sim::Swarm::Broad,
 };
 
 #[test]

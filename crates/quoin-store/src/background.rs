@@ -18,7 +18,6 @@ use quoin_core::replica::store::StoreError;
 use quoin_core::{BLOCK_SIZE, ReplicaGuid};
 
 use crate::api::Due;
-use crate::core::UNREADABLE;
 use crate::disk::Disk;
 use crate::moved::packed_blocks;
 use crate::pool::{Pool, STEP_BYTES};
@@ -223,11 +222,14 @@ impl<D: Disk> Pool<D> {
                 // One replica's damage must not keep the others' logs from being folded.
                 Err(StoreError::Damaged(what)) => {
                     if let Some(replica) = self.replicas.get_mut(&guid) {
-                        replica.set_aside = true;
-                        replica.may_pass = what == UNREADABLE;
-                        if !replica.may_pass {
-                            self.core.damaged.push((guid, what));
-                        }
+                        (replica.set_aside, replica.may_pass) = (true, false);
+                        self.core.damaged.push((guid, what));
+                    }
+                }
+                // Nobody's data is lost by waiting.
+                Err(error) if error.is_refused_read() => {
+                    if let Some(replica) = self.replicas.get_mut(&guid) {
+                        (replica.set_aside, replica.may_pass) = (true, true);
                     }
                 }
                 Err(StoreError::Full) => {

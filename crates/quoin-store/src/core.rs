@@ -223,9 +223,6 @@ pub struct NodeBatch {
 const NODES_PER_BATCH: usize = 96;
 const NODE_BATCH_BYTES: usize = 256 << 10;
 
-/// A node that cannot be read now: nobody's data is lost by waiting.
-pub const UNREADABLE: &str = "a node of the map cannot be read";
-
 /// A replica's view of [`Nodes`].
 pub struct NodeIo<'a, D> {
     pub core: &'a mut Core<D>,
@@ -349,7 +346,10 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         // nothing is given up for it unless a peer's copy is at hand.
         let unreadable =
             !self.gives_up && node.is_possible() && read_node(self.core, node)?.is_none();
-        if unreadable { Err(StoreError::Damaged(UNREADABLE)) } else { Ok(()) }
+        if !unreadable {
+            return Ok(());
+        }
+        Err(StoreError::Io(IoFault { operation: "read", offset: node.place, errno: EIO }))
     }
 
     fn replaced(&mut self, place: u64, version: u64) {
@@ -369,9 +369,11 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 }
 
+/// `errno` of a medium that cannot be read.
+const EIO: i32 = 5;
+
 /// The bytes of a node; `None` where its reference is nonsense or its blocks cannot be read.
 fn read_node<D: Disk>(core: &Core<D>, node: &NodeRef) -> Result<Option<Vec<u8>>, StoreError> {
-    const EIO: i32 = 5;
     let block = BLOCK_SIZE as u64;
     let length = node.length as usize;
     let Some(end) = node.place.checked_add(length as u64).filter(|e| *e <= core.disk.size()) else {

@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use bytes::{Bytes, BytesMut};
 use quoin_core::entry::SharedEntry;
 use quoin_core::message::{Content, ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo};
-use quoin_core::replica::store::{IoFault, ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
+use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
 use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, crc32c, mutant};
 
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, entry_length};
@@ -621,17 +621,15 @@ impl Replica {
         }
     }
 
-    /// The bytes of a log entry. An entry that fails its checksums is damage.
+    /// The bytes of a log entry. An entry that fails its checksums is damage; one that the disk
+    /// refuses to read may be there again later.
     pub fn entry<D: Disk>(&self, core: &Core<D>, lsn: u64) -> Result<SharedEntry, StoreError> {
         const DAMAGED: StoreError = StoreError::Damaged("an entry of the log");
         let record = self.log.get(lsn).ok_or(DAMAGED)?;
         let mut data = BytesMut::new();
         if record.place != 0 {
             data.resize(record.blocks as usize * BLOCK_SIZE, 0);
-            match core.read(record.place, &mut data) {
-                Err(StoreError::Io(IoFault { errno: 5, .. })) => return Err(DAMAGED),
-                other => other?,
-            }
+            core.read(record.place, &mut data)?;
         }
         let entry = self.log.entry(lsn, data.freeze()).ok_or(DAMAGED)?;
         if entry.data_is_good() { Ok(entry) } else { Err(DAMAGED) }

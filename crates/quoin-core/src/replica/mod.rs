@@ -78,6 +78,8 @@ pub enum ReplicaNote {
     Closed,
     Damaged(&'static str),
     DiskFailed(StoreError),
+    /// The disk refuses to read what a session needs; it may pass.
+    Unreadable(StoreError),
     Full,
     Rebuilt {
         position: crate::Position,
@@ -104,6 +106,10 @@ pub fn granted_lease(lease_ms: u32) -> Duration {
     lease + lease / CLOCK_SKEW_DIVISOR
 }
 
+/// How long the disk may refuse to read what a session needs before the replica counts as damaged.
+const READ_PATIENCE: Duration = Duration::from_secs(15);
+const UNREADABLE: &str = "what its disk refuses to read";
+
 /// The lease that keeps a newer incarnation's `OpenAck` back.
 #[derive(Clone, Copy, Debug)]
 struct Lease {
@@ -124,6 +130,8 @@ pub struct Replica {
     timer: Option<Time>,
     /// The pool is short of room.
     short: bool,
+    /// Since when the disk refuses to read what sessions ask for.
+    unreadable_since: Option<Time>,
 }
 
 impl Replica {
@@ -147,6 +155,7 @@ impl Replica {
             session: None,
             timer: None,
             short: false,
+            unreadable_since: None,
         }
     }
 
@@ -247,13 +256,21 @@ impl Replica {
             return;
         }
         session.renew(now, &mut self.lease);
+        let was_asked = matches!(
+            message,
+            ToReplica::Fetch { .. } | ToReplica::Pull { .. } | ToReplica::IncrementCommit { .. }
+        );
         let outcome = session.on_message(message, self.boot, &mut self.continuous, store, actions);
-        self.go_on(outcome, store, actions);
+        if was_asked && outcome.is_ok() {
+            self.unreadable_since = None;
+        }
+        self.go_on(now, outcome, store, actions);
     }
 
     /// The session stays, is closed by its target, or failed.
     fn go_on(
         &mut self,
+        now: Time,
         outcome: Result<session::Next, session::Fault>,
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
@@ -265,7 +282,7 @@ impl Replica {
                 self.lease = None;
                 actions.push(ReplicaAction::Note(ReplicaNote::Closed));
             }
-            Err(failure) => self.fail(failure, store, actions),
+            Err(failure) => self.fail(now, failure, store, actions),
         }
     }
 
@@ -426,7 +443,7 @@ impl Replica {
         }
         let Some(session) = &mut self.session else { return };
         let outcome = session.on_synced(ticket, store, actions);
-        self.go_on(outcome, store, actions);
+        self.go_on(now, outcome, store, actions);
     }
 
     /// A failed write or sync: what the kernel dropped is unknown, so nothing is continuous any
@@ -449,6 +466,7 @@ impl Replica {
     /// Ends the session for a reason that the target is told.
     fn fail(
         &mut self,
+        now: Time,
         failure: session::Fault,
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
@@ -464,6 +482,16 @@ impl Replica {
             }
             session::Fault::Store(StoreError::Damaged(what)) => {
                 self.damaged(what, store, actions);
+            }
+            session::Fault::Store(error) if error.is_refused_read() => {
+                // Nothing is lost by a read that fails, and it may pass: the target asks again.
+                // What stays unreadable is as good as gone, and must not keep others waiting.
+                let since = *self.unreadable_since.get_or_insert(now);
+                if now >= since + READ_PATIENCE {
+                    return self.damaged(UNREADABLE, store, actions);
+                }
+                actions.push(ReplicaAction::Note(ReplicaNote::Unreadable(error)));
+                self.end_all(Failure::Io, store, actions);
             }
             session::Fault::Store(error) => self.disk_failed(error, store, actions),
             session::Fault::BelowStable => self.damaged("StableNeverCut", store, actions),

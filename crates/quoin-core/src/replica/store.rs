@@ -77,10 +77,18 @@ pub enum StoreError {
     Rule(&'static str),
 }
 
+impl StoreError {
+    /// The disk refused to read. Unlike a refused write it loses nothing, and it may pass.
+    pub fn is_refused_read(&self) -> bool {
+        matches!(self, StoreError::Io(fault) if fault.operation == "read")
+    }
+}
+
 /// An I/O error without its host types, so that stores can be simulated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{operation} at {offset} (errno {errno})")]
 pub struct IoFault {
+    /// "read", "write", "sync", …
     pub operation: &'static str,
     pub offset: u64,
     pub errno: i32,

@@ -4,6 +4,7 @@
 use super::peer::{Link, Peer};
 use super::rebuild::Stage;
 use super::{Phase, Target};
+use crate::entry::View;
 use crate::ids::Lsn;
 use crate::step::Step;
 use crate::time::Time;
@@ -17,6 +18,11 @@ impl Target {
     /// Until when it may reply, by its own clock.
     pub fn lease(&self) -> Option<Time> {
         self.lease_until()
+    }
+
+    /// The View in force.
+    pub fn active_view(&self) -> Option<(Lsn, &View)> {
+        self.views.active.as_ref().map(|(lsn, view)| (*lsn, view))
     }
 
     /// How many counted replicas with a live session hold everything up to here.

@@ -2,6 +2,9 @@
 //! in order, time that moves only when nothing else can. The hostile world is the simulator's;
 //! here each step is in the test's hands.
 
+#[path = "../broken/mod.rs"]
+mod broken;
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -234,6 +237,7 @@ impl Host {
 
 impl Cluster {
     pub fn new(rf: u8, config: TargetConfig) -> Self {
+        broken::break_a_rule();
         let known: Vec<Member> = (1..=u128::from(rf))
             .map(|i| Member { id: ReplicaId(i), guid: ReplicaGuid(100 + i) })
             .collect();

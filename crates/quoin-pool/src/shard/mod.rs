@@ -377,6 +377,11 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                     format!("{error}; the pool is opened anew from its media"),
                 )
             }
+            ReplicaNote::Unreadable(error) => (
+                Severity::Error,
+                "DiskRefusesToRead",
+                format!("{error}; it is tried again, and rebuilt from the others if it stays"),
+            ),
             ReplicaNote::Full => (
                 Severity::Error,
                 "PoolFull",

@@ -55,13 +55,14 @@ impl World {
         self.trace.line(self.schedule.now(), || format!("client {queue} has its answer to {tag}"));
         self.queues[queue].open = None;
         self.ending.answered(queue);
-        let delay =
-            if self.ending.in_a_hurry(self.history.len() as u64) || self.queues[queue].burst > 0 {
-                self.queues[queue].burst = self.queues[queue].burst.saturating_sub(1);
-                self.random.below(200 * MICROSECOND)
-            } else {
-                self.random.delay(self.setup.think_ns)
-            };
+        let asked = self.history.len() as u64;
+        let hurries = self.ending.in_a_hurry(asked, self.setup.ios_min);
+        let delay = if hurries || self.queues[queue].burst > 0 {
+            self.queues[queue].burst = self.queues[queue].burst.saturating_sub(1);
+            self.random.below(200 * MICROSECOND)
+        } else {
+            self.random.delay(self.setup.think_ns)
+        };
         self.next_turn(queue, delay);
     }
 

@@ -83,6 +83,18 @@ impl World {
         if !in_time && matches!(answer, Answer::Swapped { .. }) {
             return;
         }
+        if let Some(process) = &mut self.targets[target].process {
+            match &answer {
+                Answer::Granted { membership, .. } => {
+                    process.word.membership = membership.version;
+                }
+                Answer::Swapped { membership, .. } => {
+                    process.word.membership = membership.version;
+                    process.word.swapping = None;
+                }
+                Answer::NotOwner { .. } => {}
+            }
+        }
         let event = match answer {
             Answer::Granted { incarnation, epoch, membership } => {
                 TargetEvent::Granted { incarnation, epoch, membership }

@@ -3,7 +3,7 @@
 
 use quoin_core::Lsn;
 
-use super::{Event, World, setup::IOS_MIN};
+use super::{Event, World};
 use crate::content::SECTORS;
 use crate::schedule::{Instant, MILLISECOND, SECOND};
 use crate::workload::Draft;
@@ -44,8 +44,8 @@ impl Ending {
     }
 
     /// Requests follow each other without pause.
-    pub fn in_a_hurry(&self, asked: u64) -> bool {
-        self.stage == Stage::Reading || (self.stage == Stage::Recovering && asked < 2 * IOS_MIN)
+    pub fn in_a_hurry(&self, asked: u64, ios_min: u64) -> bool {
+        self.stage == Stage::Reading || (self.stage == Stage::Recovering && asked < 2 * ios_min)
     }
 
     /// `Some(None)`: whatever the workload draws; `None`: no more.
@@ -168,7 +168,7 @@ impl World {
             return Err(format!("pool {pool}'s replica is not a known one"));
         }
         let answered = self.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
-        if answered < IOS_MIN + self.queues.len() as u64 {
+        if answered < self.setup.ios_min + self.queues.len() as u64 {
             return Err("not enough was asked yet".into());
         }
         Ok(())
@@ -184,6 +184,10 @@ impl World {
                 let state = store.state();
                 found = Some((state.position, state.chain, state.stable));
             });
+            let process = self.pools[pool].process.as_ref();
+            if !process.is_some_and(super::pools::Process::is_continuous) {
+                return Err(format!("pool {pool} is in sync and never continuous again"));
+            }
             positions.push(found.ok_or_else(|| format!("pool {pool} has no replica"))?);
         }
         if positions.windows(2).any(|w| (w[0].0, w[0].1) != (w[1].0, w[1].1)) {

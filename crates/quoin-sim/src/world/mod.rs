@@ -3,6 +3,7 @@
 //! is drawn from the seed.
 
 mod checks;
+mod claims;
 mod clients;
 mod control;
 mod ending;
@@ -154,7 +155,9 @@ pub(crate) struct PoolHost {
     pub cache_lost: bool,
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,
-    pub said: checks::Said,
+    pub said: claims::Said,
+    /// The replica whose disk was put back to an older image.
+    pub rolled_back: Option<quoin_core::ReplicaGuid>,
     /// Syncs begin and do not end.
     pub stuck: bool,
     /// How often the pool was opened, as the control plane was told.
@@ -212,6 +215,8 @@ pub(crate) struct World {
     pub mutant: Option<Mutant>,
     pub dropped: u32,
     pub max_lsn_sent: Lsn,
+    /// The highest LSN that each replica ever called durable.
+    pub durable_said: BTreeMap<u128, Lsn>,
     /// The epoch under which each retired GUID was retired.
     pub retired_under: BTreeMap<u128, Epoch>,
     pub tokens: BTreeMap<u64, usize>,

@@ -17,6 +17,8 @@ pub(crate) struct Process {
     timer: Option<Time>,
     arm: u32,
     idle_planned: bool,
+    /// The pool is short of room, as its replica was told.
+    short: bool,
 }
 
 impl Process {
@@ -87,7 +89,7 @@ impl World {
         }
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
         self.pools[pool].process =
-            Some(Process { replica, timer: None, arm: 0, idle_planned: false });
+            Some(Process { replica, timer: None, arm: 0, idle_planned: false, short: false });
     }
 
     /// A pool that cannot be read at all gets a new disk, and makes another replica there.
@@ -164,7 +166,7 @@ impl World {
     fn pool_sends(&mut self, id: ConnectionId, session: SessionKey, message: &FromReplica) {
         let now = self.schedule.now();
         if let Some(pool) = self.network.connections.get(&id).map(|c| c.pool) {
-            self.check_said(pool, message);
+            self.check_said(pool, session.epoch, message);
         }
         match self.network.send_to_target(now, id, session, message) {
             Ok(Some(due)) => self.schedule.at(due, Event::ToTarget { connection: id }),
@@ -225,8 +227,8 @@ impl World {
             if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
             }
-            if let ToReplica::Truncate { keep, .. } = &message {
-                self.pools[pool].said.cut(*keep);
+            if let ToReplica::Truncate { keep, tip } = &message {
+                self.pools[pool].said.cut(*keep, *tip);
             }
             events.push(ReplicaEvent::Message { connection: id, session, message });
         }
@@ -280,17 +282,30 @@ impl World {
         let Some(process) = &mut here.process else { return };
         let Some(replica) = &mut process.replica else { return };
         let mut actions = Vec::new();
+        let short = here.storage.is_short(process.short);
+        let room = (short != process.short).then_some(ReplicaEvent::Room { short });
+        process.short = short;
         let mut events = Some(events);
-        here.storage.with(guid, &mut |store| {
-            for event in events.take().into_iter().flatten() {
+        let found = here.storage.with(guid, &mut |store| {
+            for event in events.take().into_iter().flatten().chain(room.clone()) {
                 replica.on(now, event, store, &mut actions);
             }
             replica.flush(&mut actions);
         });
+        if !found {
+            self.trace.line(self.schedule.now(), || format!("pool {pool} does not hold {guid}"));
+        }
         for action in actions {
             self.pool_action(pool, action);
         }
         self.look_at_store(pool);
+        self.plan_sync(pool);
+        self.plan_idle(pool);
+    }
+
+    /// Another volume takes all the room, or gives it back.
+    pub(crate) fn set_full(&mut self, pool: usize, full: bool) {
+        self.pools[pool].storage.set_full(full);
         self.plan_sync(pool);
         self.plan_idle(pool);
     }
@@ -376,6 +391,9 @@ impl World {
         } else {
             here.storage.sync_end(ticket, &mut self.random)
         };
+        if let Err(error) = &result {
+            self.trace.line(self.schedule.now(), || format!("pool {pool} sync: {error}"));
+        }
         self.feed_pool(pool, vec![ReplicaEvent::Synced { ticket, result }]);
     }
 
@@ -439,8 +457,8 @@ impl World {
                 return;
             }
         }
-        self.plan_sync(pool);
-        self.plan_idle(pool);
+        // Its targets hear whether there is room again.
+        self.feed_pool(pool, Vec::new());
     }
 
     /// The pool finds that its replica is lost and, told so by the control plane, makes an empty

@@ -19,6 +19,7 @@ use crate::real::RealStorage;
 use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND, Schedule};
 use crate::stats::Stats;
 use crate::storage::{ModelStorage, Outage, Storage};
+use crate::swarm::{PoolShape, Shape, Swarm, Wanted};
 use crate::trace::Trace;
 use crate::workload::{Habit, Workload};
 
@@ -64,6 +65,8 @@ pub struct RunOptions {
     /// Clients at most; 0: as many as are drawn.
     pub clients_max: u8,
     pub mutant: Option<Mutant>,
+    /// What the seed draws from.
+    pub swarm: Swarm,
 }
 
 /// What stays the same all through a run.
@@ -80,6 +83,10 @@ pub struct Setup {
     pub think_ns: u64,
     /// When faults stop.
     pub horizon: Instant,
+    /// Answered operations that the run reaches at least.
+    pub ios_min: u64,
+    /// By how much shorter faults and outages are than they are drawn.
+    pub haste: u64,
 }
 
 /// RF and CF of a run: 3/2 mostly.
@@ -94,27 +101,70 @@ fn factors(random: &mut Random) -> (u8, u8) {
     }
 }
 
+/// What may fail together: rot and lies only where the others can open without the victim.
+fn profile(
+    rf: u8,
+    cf: u8,
+    store: StoreKind,
+    shape: Option<&Shape>,
+    random: &mut Random,
+) -> Profile {
+    let spare = rf - quoin_core::membership::open_quorum(rf, cf);
+    let wanted = shape.map_or(Wanted::AsDrawn, |s| s.wanted);
+    let hurt = match wanted {
+        Wanted::AsDrawn => spare > 0 && random.percent(35),
+        Wanted::Power => false,
+        Wanted::Media | Wanted::Liar => spare > 0,
+    };
+    if !hurt {
+        return Profile::Power;
+    }
+    let victim = random.index(usize::from(rf));
+    let lies = match wanted {
+        Wanted::AsDrawn => store == StoreKind::Real && random.percent(20),
+        wanted => store == StoreKind::Real && wanted == Wanted::Liar,
+    };
+    if lies { Profile::Liar { victim } } else { Profile::Media { victim } }
+}
+
+impl Setup {
+    /// A small world in the place of what was drawn.
+    fn take(&mut self, shape: &Shape, random: &mut Random) {
+        self.volume_blocks = *random.pick(shape.blocks);
+        self.sync_ns = *random.pick(shape.sync_ns);
+        self.think_ns = random.between(shape.think_ns.0, shape.think_ns.1);
+        self.horizon = random.between(shape.horizon_ms.0, shape.horizon_ms.1) * MILLISECOND;
+        (self.ios_min, self.haste) = (shape.ios_min, shape.haste);
+        let config = &mut self.config;
+        config.volume_blocks = self.volume_blocks;
+        config.lease_ms = *random.pick(shape.lease_ms);
+        config.drop_after_ms = random.between(shape.drop_after_ms.0, shape.drop_after_ms.1) as u32;
+        config.open_grace_ms = random.between(50, 500) as u32;
+        if let Some(window_bytes) = shape.window_bytes {
+            config.window_bytes = window_bytes;
+        }
+    }
+}
+
 impl World {
     pub fn new(options: RunOptions) -> Self {
         let mut random = Random::new(options.seed);
-        let (rf, cf) = factors(&mut random);
-        let replicas = usize::from(rf);
-        let spare = rf - quoin_core::membership::open_quorum(rf, cf);
-        let profile = if spare > 0 && random.percent(35) {
-            let victim = random.index(replicas);
-            let lies = options.store == StoreKind::Real && random.percent(20);
-            if lies { Profile::Liar { victim } } else { Profile::Media { victim } }
-        } else {
-            Profile::Power
+        let shape = options.swarm.shape(&mut random);
+        let (rf, cf) = match &shape {
+            Some(shape) => *random.pick(shape.factors),
+            None => factors(&mut random),
         };
-        let shared_hosts = random.percent(40);
+        let replicas = usize::from(rf);
+        let profile = profile(rf, cf, options.store, shape.as_ref(), &mut random);
+        let apart = shape.as_ref().is_some_and(|s| s.apart);
+        let shared_hosts = random.percent(40) && !apart;
         let target_hosts: [usize; 2] =
             if shared_hosts && replicas > 1 { [0, 1] } else { [replicas, replicas + 1] };
         let hosts = replicas + 3;
         let control_host = replicas + 2;
         let volume_blocks = *random.pick(&[32, 128, 128, 400, 1024]);
         let sub_block = random.percent(50);
-        let confirmed = random.percent(20);
+        let confirmed = random.percent(20) && !apart;
         let lease_ms = *random.pick(&[500, 1000, 2000, 2000, 3000]);
         let members: Vec<Member> = (0..replicas)
             .map(|i| Member {
@@ -153,6 +203,8 @@ impl World {
             sync_ns: *random.pick(&[100 * MICROSECOND, MILLISECOND, 5 * MILLISECOND]),
             think_ns: random.between(10, 120) * MILLISECOND,
             horizon: random.between(10, 40) * SECOND,
+            ios_min: IOS_MIN,
+            haste: 1,
         };
         let membership = Membership {
             version: 1,
@@ -163,21 +215,34 @@ impl World {
             retired: Vec::new(),
             formed: true,
         };
-        let typical_delay =
+        let mut typical_delay =
             *random.pick(&[30 * MICROSECOND, 200 * MICROSECOND, MILLISECOND, 5 * MILLISECOND]);
+        let mut setup = setup;
+        let mut clients = (3, 16);
+        if let Some(shape) = &shape {
+            setup.take(shape, &mut random);
+            typical_delay = *random.pick(shape.delay_ns);
+            clients = shape.clients;
+        }
+        let volume_blocks = setup.volume_blocks;
         let network = Network::new(hosts, typical_delay, random.fork());
         let clocks = (0..hosts)
             .map(|_| HostClock::new(random.below(1 << 50), random.between(980_000, 1_020_000)))
             .collect();
-        let workload = Workload::draw(volume_blocks, sub_block, &mut random);
-        let mut setup = setup;
-        if workload.habit == Habit::Sequential {
+        let mut workload = Workload::draw(volume_blocks, sub_block, &mut random);
+        if let Some(shape) = &shape {
+            workload.take(shape);
+        } else if workload.habit == Habit::Sequential {
             // A window smaller than what is under way lets a member fall out for ever: allowed,
             // and no configuration of a product.
             setup.config.window_bytes = setup.config.window_bytes.max(8 << 20);
         }
-        let queues =
-            (0..random.between(3, 16)).map(|_| Queue { home: 0, turn: 0, open: None, burst: 0 });
+        let queues = (0..random.between(clients.0, clients.1)).map(|_| Queue {
+            home: 0,
+            turn: 0,
+            open: None,
+            burst: 0,
+        });
         let mut world = World {
             seed: options.seed,
             schedule: Schedule::default(),
@@ -221,6 +286,7 @@ impl World {
             mutant: options.mutant,
             dropped: 0,
             max_lsn_sent: Lsn::ZERO,
+            durable_said: Default::default(),
             retired_under: Default::default(),
             tokens: Default::default(),
             questions: 0,
@@ -228,20 +294,27 @@ impl World {
             random,
         };
         for (host, member) in members.iter().enumerate() {
-            world.add_pool(host, *member, &membership);
+            world.add_pool(host, *member, &membership, shape.as_ref().and_then(|s| s.pool));
         }
         if options.clients_max > 0 {
             world.queues.truncate(options.clients_max.into());
         }
         world.dropped = options.dropped;
-        world.plan_run(confirmed || options.mutant == Some(Mutant::ClocksStop));
+        let clocks_stop = confirmed || options.mutant == Some(Mutant::ClocksStop);
+        world.plan_run(clocks_stop, shape.as_ref());
         world
     }
 
-    fn add_pool(&mut self, host: usize, member: Member, membership: &Membership) {
+    fn add_pool(
+        &mut self,
+        host: usize,
+        member: Member,
+        membership: &Membership,
+        shape: Option<PoolShape>,
+    ) {
         let mut storage: Box<dyn Storage> = match self.setup.store {
             StoreKind::Model => Box::new(ModelStorage::default()),
-            StoreKind::Real => match RealStorage::new(&mut self.random) {
+            StoreKind::Real => match RealStorage::new(shape, &mut self.random) {
                 Ok(storage) => Box::new(storage),
                 Err(error) => {
                     self.violate("Setup", format!("a pool could not be made: {error}"));
@@ -272,6 +345,7 @@ impl World {
             cache_lost: false,
             reads_failed: false,
             said: Default::default(),
+            rolled_back: None,
             stuck: false,
             starts_known: 0,
         });
@@ -295,14 +369,14 @@ impl World {
         (identity, ReplicaMeta { membership, quorum, ..ReplicaMeta::default() })
     }
 
-    fn plan_run(&mut self, clocks_stop: bool) {
+    fn plan_run(&mut self, clocks_stop: bool, shape: Option<&Shape>) {
         self.schedule.after(MILLISECOND, Event::StartTarget { target: 0 });
         for queue in 0..self.queues.len() {
             let delay = self.random.below(self.setup.think_ns);
             self.schedule.after(delay, Event::Client { queue, turn: 0 });
         }
         let horizon = self.setup.horizon;
-        let plan = faults::plan(self.profile, clocks_stop, horizon, &mut self.random);
+        let plan = faults::plan(self.profile, clocks_stop, horizon, shape, &mut self.random);
         for (index, planned) in plan.into_iter().enumerate() {
             if index < FAULTS_MAX && self.dropped & (1 << index) != 0 {
                 continue;

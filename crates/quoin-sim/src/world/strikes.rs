@@ -84,7 +84,7 @@ impl World {
     fn lasting(&mut self, longest_ms: u64, mend: Mend) {
         let typical = self.random.between(20, longest_ms / 3);
         let lasts = if self.random.percent(30) { longest_ms } else { typical };
-        self.schedule.after(lasts * MILLISECOND, Event::Mend(mend));
+        self.schedule.after(lasts * MILLISECOND / self.setup.haste, Event::Mend(mend));
     }
 
     /// A pool whose disk or data this profile may hurt.
@@ -116,7 +116,7 @@ impl World {
                 let any = self.random.index(self.pools.len());
                 let pool = if lies { self.victim() } else { any };
                 let alive = self.pools[pool].process.is_some();
-                let restart = self.random.between(20, 6000) * MILLISECOND;
+                let restart = self.random.between(20, 6000) * MILLISECOND / self.setup.haste;
                 if alive {
                     self.kill_pool(pool, Outage::Process, restart);
                 }
@@ -233,11 +233,12 @@ impl World {
             }
             FaultKind::FullPool => {
                 let pool = self.random.index(self.pools.len());
-                self.pools[pool].storage.set_full(true);
+                self.set_full(pool, true);
                 self.lasting(4000, Mend::Disk(pool));
                 true
             }
             FaultKind::Failover => self.failover(),
+            FaultKind::OwnerIsolated => self.isolate_owner(),
             FaultKind::ControlLost => {
                 self.control_lossy = true;
                 self.lasting(8000, Mend::ControlPlane);
@@ -279,7 +280,7 @@ impl World {
         for pool in pools {
             let host = self.pools[*pool].host;
             self.powered[host] = false;
-            let off = self.random.between(50, 4000) * MILLISECOND;
+            let off = self.random.between(50, 4000) * MILLISECOND / self.setup.haste;
             self.kill_pool(*pool, Outage::Power, off);
             for target in 0..self.targets.len() {
                 if self.targets[target].host == host {
@@ -425,14 +426,37 @@ impl World {
         let delay = self.random.between(1, 500) * MILLISECOND;
         self.schedule.after(delay, Event::StartTarget { target: new });
         for queue in 0..self.queues.len() {
-            let delay = self.random.between(0, 4000) * MILLISECOND;
+            let delay = self.random.between(0, 4000) * MILLISECOND / self.setup.haste;
             self.schedule.after(delay, Event::MoveClient { queue });
         }
         let life = self.targets[old].life;
-        if self.random.percent(60) {
+        if self.setup.haste > 1 && self.random.percent(35) {
+            // And back to the first, which may live and have requests of its own waiting.
+            let back = self.random.between(100, 2500) * MILLISECOND;
+            let seed = self.random.draw();
+            let kind = FaultKind::Failover;
+            let again = Planned { at: 0, kind, countdown: 0, aim: None, seed };
+            self.schedule.after(back, Event::Fault(again));
+        } else if self.random.percent(60) {
             self.lasting(9000, Mend::KillTarget { target: old, life });
         }
         true
+    }
+
+    /// Nobody hears the owner any more, or it hears nobody, and the volume goes to the other host.
+    fn isolate_owner(&mut self) -> bool {
+        let host = self.targets[self.record.owner].host;
+        let (outward, inward) = *self.random.pick(&[(true, true), (true, false), (false, true)]);
+        let mut blocked = Vec::new();
+        for other in (0..self.clocks.len()).filter(|h| *h != host) {
+            blocked.extend(outward.then_some((host, other)));
+            blocked.extend(inward.then_some((other, host)));
+        }
+        for (from, to) in &blocked {
+            self.network.block(*from, *to);
+        }
+        self.lasting(9000, Mend::Unblock(blocked));
+        self.failover()
     }
 
     /// Where data has been lost with a disk, the power may fail everywhere only once all replicas
@@ -451,10 +475,19 @@ impl World {
         if self.pools.iter().any(|p| p.cache_lost) || self.pools[pool].gone || !adopted {
             return false;
         }
-        let Some(starts) = self.pools[pool].storage.roll_back() else { return false };
+        let starts = match self.pools[pool].storage.roll_back() {
+            Ok(Some(starts)) => starts,
+            Ok(None) => return false,
+            Err(_) => {
+                self.kill_pool(pool, Outage::DiskFailed, 300 * MILLISECOND);
+                return false;
+            }
+        };
         self.pools[pool].starts_known = starts;
         self.kill_pool(pool, Outage::Process, 300 * MILLISECOND);
-        self.pools[pool].cache_lost = true;
+        let there = &mut self.pools[pool];
+        there.cache_lost = true;
+        there.rolled_back = Some(there.member.guid);
         true
     }
 
@@ -513,14 +546,16 @@ impl World {
         if quoin_core::mutant::is("guid-born-twice") {
             return self.wipe_and_make_the_same(pool);
         }
+        // A newcomer may be lost before it is adopted: it is the same failure domain.
+        let swarm = self.setup.haste > 1;
         let there = &mut self.pools[pool];
-        let adopted = self.record.membership.known.contains(&there.member);
+        let adopted = swarm || self.record.membership.known.contains(&there.member);
         if there.gone || !adopted || there.storage.delete(there.member.guid).is_err() {
             return false;
         }
         there.gone = true;
         self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
-        let delay = self.random.between(500, 8000) * MILLISECOND;
+        let delay = self.random.between(500, 8000) * MILLISECOND / self.setup.haste;
         self.schedule.after(delay, Event::Recreate { pool });
         true
     }
@@ -559,9 +594,9 @@ impl World {
             }
             Mend::Disk(pool) => {
                 self.pools[pool].storage.set_failing(Failing::default());
-                self.pools[pool].storage.set_full(false);
                 self.pools[pool].slow = 1;
                 self.pools[pool].stuck = false;
+                self.set_full(pool, false);
             }
             Mend::ControlRecord => self.restore_record(),
             Mend::Clock(host) => {
@@ -626,10 +661,10 @@ impl World {
         for pool in 0..self.pools.len() {
             let there = &mut self.pools[pool];
             there.storage.set_failing(Failing::default());
-            there.storage.set_full(false);
             there.slow = 1;
             there.stuck = false;
             there.paused = false;
+            self.set_full(pool, false);
             self.plan_pool_timer(pool);
             let delay = self.random.below(SECOND);
             self.schedule.after(delay, Event::StartPool { pool });

@@ -24,6 +24,7 @@ pub(crate) struct Process {
     pub tail_lost: bool,
     pub in_sync: Vec<Member>,
     pub waiting: String,
+    pub word: super::claims::Word,
     sessions: BTreeMap<(u128, u64), ConnectionId>,
 }
 
@@ -52,6 +53,7 @@ impl World {
             tail_lost: false,
             in_sync: Vec::new(),
             waiting: String::new(),
+            word: Default::default(),
             sessions: BTreeMap::new(),
         });
         let mut events = vec![TargetEvent::Timer];
@@ -101,6 +103,7 @@ impl World {
         for action in actions {
             self.target_action(target, action);
         }
+        self.check_activation(target);
     }
 
     fn target_action(&mut self, target: usize, action: TargetAction) {
@@ -113,6 +116,10 @@ impl World {
             }
             TargetAction::SwapMembership { epoch, version, next } => {
                 self.trace.line(now, || format!("target {target} swaps membership: {next:?}"));
+                if let Some(process) = &mut self.targets[target].process {
+                    let sent = process.word.sent;
+                    process.word.swapping.get_or_insert(sent);
+                }
                 self.ask(target, Question::Swap { epoch, version, next });
             }
             TargetAction::Connect { member, session } => self.connect(target, member, session),
@@ -300,6 +307,7 @@ impl World {
         if let ToReplica::Append { entries, .. } = &message {
             for entry in entries {
                 self.max_lsn_sent = self.max_lsn_sent.max(entry.lsn);
+                self.check_joint(target, entry);
                 if let Err(broken) = self.lineage.observe(self.seed, entry) {
                     self.violate(broken.invariant, broken.detail);
                 }
@@ -333,6 +341,7 @@ impl World {
         let to = self.targets[target].host;
         let mut events = Vec::new();
         let mut ended = Vec::new();
+        let mut heard = 0;
         for id in ids {
             let Some(connection) = self.network.connections.get(&id) else { continue };
             let pool = connection.pool;
@@ -354,6 +363,9 @@ impl World {
             };
             for event in &events[first..] {
                 let TargetEvent::Message { message, .. } = event else { continue };
+                if let quoin_core::message::FromReplica::OpenAck(ack) = message {
+                    heard = heard.max(ack.membership_version);
+                }
                 self.trace
                     .line(now, || format!("  pool {pool} -> target {target}: {}", brief(message)));
             }
@@ -362,6 +374,9 @@ impl World {
                 Taken::Refused => ended.push((id, true)),
                 Taken::Nothing | Taken::Some => {}
             }
+        }
+        if let Some(process) = &mut self.targets[target].process {
+            process.word.heard = process.word.heard.max(heard);
         }
         if !events.is_empty() {
             self.feed_target(target, events);
@@ -389,6 +404,7 @@ impl World {
             TargetNote::Opening { .. } => {
                 process.serving = None;
                 process.tail_lost = false;
+                (process.word.heard, process.word.swapping) = (0, None);
             }
             TargetNote::UnflushedTailMayBeLost => process.tail_lost = true,
             TargetNote::Serving { epoch, .. } => {

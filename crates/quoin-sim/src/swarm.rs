@@ -1,0 +1,424 @@
+//! Small worlds in which few kinds of faults strike often: what a run of everything reaches in a
+//! thousand seeds, one of these reaches in ten.
+//!
+//! A seed of [`Swarm::Broad`] draws from everything there is. A seed of another swarm draws its
+//! world from a [`Shape`]: few blocks, few clients without pauses, short leases, faults that
+//! follow each other within fractions of a second, and end as soon. [`Swarm::Few`] takes any few
+//! kinds of faults; the others take those after which one part of the protocol must hold.
+
+use crate::faults::FaultKind::{self, *};
+use crate::random::Random;
+use crate::schedule::{MICROSECOND, MILLISECOND};
+
+/// What the seeds of a run draw from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Swarm {
+    /// Everything.
+    #[default]
+    Broad,
+    /// Two to five kinds of faults, any.
+    Few,
+    /// Targets that follow each other while older ones live: fencing, leases, recovery.
+    Takeovers,
+    /// The same with hardly a request: epochs that serve and write nothing.
+    Idle,
+    /// Members that come and go under owners that come and go.
+    Churn,
+    /// A control plane that is restored from old copies under living targets.
+    Rollbacks,
+    /// Targets and replicas that stop in good order, and power cuts after that.
+    Closes,
+    /// Every replica is lost at once, and the targets live.
+    Blackouts,
+    /// What is on media and what is not.
+    PowerCuts,
+    /// Replicas that are lost and replaced, and a control plane whose answers are.
+    Replacements,
+    /// Members that fall out of a small window and are copied anew.
+    Rebuilds,
+    /// Rot, unreadable disks, disks that are rolled back.
+    Damage,
+    /// Disks that say they wrote.
+    Liars,
+    /// Little room, much that is written over and given back.
+    Pressure,
+}
+
+impl Swarm {
+    pub const ALL: &[Swarm] = &[
+        Swarm::Broad,
+        Swarm::Few,
+        Swarm::Takeovers,
+        Swarm::Idle,
+        Swarm::Churn,
+        Swarm::Rollbacks,
+        Swarm::Closes,
+        Swarm::Blackouts,
+        Swarm::PowerCuts,
+        Swarm::Replacements,
+        Swarm::Rebuilds,
+        Swarm::Damage,
+        Swarm::Liars,
+        Swarm::Pressure,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Swarm::Broad => "broad",
+            Swarm::Few => "few",
+            Swarm::Takeovers => "takeovers",
+            Swarm::Idle => "idle",
+            Swarm::Churn => "churn",
+            Swarm::Rollbacks => "rollbacks",
+            Swarm::Closes => "closes",
+            Swarm::Blackouts => "blackouts",
+            Swarm::PowerCuts => "power-cuts",
+            Swarm::Replacements => "replacements",
+            Swarm::Rebuilds => "rebuilds",
+            Swarm::Damage => "damage",
+            Swarm::Liars => "liars",
+            Swarm::Pressure => "pressure",
+        }
+    }
+
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|swarm| swarm.name() == name)
+    }
+
+    /// `None`: no shape, everything as it is drawn.
+    pub fn shape(self, random: &mut Random) -> Option<Shape> {
+        let small = Shape::small(random);
+        Some(match self {
+            Swarm::Broad => return None,
+            Swarm::Few => Shape { factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3)], ..small },
+            Swarm::Takeovers => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (OwnerIsolated, 20),
+                    (Failover, 10),
+                    (TargetPause, 8),
+                    (DelayStorm, 10),
+                    (PartitionOneWay, 6),
+                    (Partition, 3),
+                    (ReplicaCrash, 6),
+                    (ConnectionCut, 4),
+                    (ControlLate, 4),
+                    (ClockDrift, 4),
+                    (TargetCrash, 3),
+                    (PowerSome, 8),
+                ],
+                lease_ms: &[500, 500, 1000],
+                delay_ns: &[200 * MICROSECOND, 5 * MILLISECOND, 5 * MILLISECOND],
+                apart: true,
+                ..small
+            },
+            Swarm::Idle => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (TargetCrash, 20),
+                    (Failover, 8),
+                    (OwnerIsolated, 6),
+                    (ReplicaCrash, 15),
+                    (ReplicaPause, 12),
+                    (Partition, 8),
+                    (PowerOne, 5),
+                ],
+                think_ns: (300 * MILLISECOND, 900 * MILLISECOND),
+                faults: (16, 32),
+                horizon_ms: (6_000, 15_000),
+                ios_min: 30,
+                ..small
+            },
+            Swarm::Churn => Shape {
+                wanted: Wanted::Power,
+                factors: &[(3, 2), (3, 2), (4, 3), (2, 1)],
+                kinds: &[
+                    (ReplicaPause, 10),
+                    (ReplicaCrash, 8),
+                    (Partition, 12),
+                    (PartitionOneWay, 10),
+                    (OwnerIsolated, 12),
+                    (Failover, 6),
+                    (TargetCrash, 8),
+                    (PowerSome, 6),
+                    (PowerOne, 4),
+                    (ConnectionCut, 5),
+                ],
+                faults: (16, 32),
+                horizon_ms: (6_000, 15_000),
+                lease_ms: &[500, 1000, 2000],
+                drop_after_ms: (80, 300),
+                think_ns: (3 * MILLISECOND, 60 * MILLISECOND),
+                apart: true,
+                ..small
+            },
+            Swarm::Rollbacks => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (ControlRolledBack, 20),
+                    (Failover, 14),
+                    (OwnerIsolated, 8),
+                    (TargetCrash, 8),
+                    (TargetPause, 8),
+                    (ReplicaCrash, 4),
+                    (ControlLate, 6),
+                    (ControlLost, 4),
+                ],
+                ..small
+            },
+            Swarm::Closes => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (TargetShutdown, 20),
+                    (ReplicaShutdown, 6),
+                    (PowerOne, 12),
+                    (PowerSome, 10),
+                    (PowerAll, 6),
+                    (ReplicaCrash, 6),
+                    (SlowDisk, 8),
+                    (ConnectionCut, 6),
+                    (Failover, 5),
+                ],
+                faults: (16, 32),
+                sync_ns: &[MILLISECOND, 30 * MILLISECOND],
+                ..small
+            },
+            Swarm::Blackouts => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (PowerAll, 12),
+                    (PowerSome, 12),
+                    (Partition, 8),
+                    (PartitionOneWay, 6),
+                    (ConnectionCut, 10),
+                    (ReplicaCrash, 10),
+                    (OwnerIsolated, 6),
+                    (SlowDisk, 5),
+                ],
+                clients: (3, 8),
+                blocks: &[4, 8],
+                think_ns: (MILLISECOND, 4 * MILLISECOND),
+                apart: true,
+                ..small
+            },
+            Swarm::PowerCuts => Shape {
+                wanted: Wanted::Power,
+                factors: &[(3, 2), (3, 2), (3, 2), (2, 2), (3, 1)],
+                kinds: &[
+                    (PowerAll, 12),
+                    (PowerSome, 10),
+                    (PowerOne, 10),
+                    (TargetCrash, 8),
+                    (ReplicaCrash, 4),
+                    (SlowDisk, 8),
+                    (StuckDisk, 3),
+                    (DiskSyncError, 4),
+                    (DiskWriteError, 2),
+                    (TargetShutdown, 4),
+                    (ReplicaShutdown, 3),
+                    (Failover, 4),
+                    (ConnectionCut, 3),
+                ],
+                sync_ns: &[MILLISECOND, 5 * MILLISECOND, 30 * MILLISECOND],
+                apart: random.percent(50),
+                flushes: 15,
+                fua_percent: 20,
+                ..small
+            },
+            Swarm::Replacements => Shape {
+                wanted: Wanted::Media,
+                factors: &[(3, 2), (3, 2), (4, 3)],
+                kinds: &[
+                    (Wipe, 20),
+                    (ControlLost, 10),
+                    (ControlLate, 6),
+                    (ControlRolledBack, 5),
+                    (TargetCrash, 8),
+                    (Failover, 8),
+                    (OwnerIsolated, 4),
+                    (Operator, 6),
+                    (ReplicaPause, 4),
+                    (ReplicaCrash, 6),
+                    (PartitionOneWay, 3),
+                    (DiskRolledBack, 2),
+                ],
+                horizon_ms: (6_000, 14_000),
+                ..small
+            },
+            Swarm::Rebuilds => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (ReplicaPause, 12),
+                    (ReplicaCrash, 10),
+                    (PowerSome, 8),
+                    (Partition, 6),
+                    (PartitionOneWay, 6),
+                    (ConnectionCut, 8),
+                    (PowerOne, 8),
+                    (PowerAll, 3),
+                    (TargetCrash, 6),
+                    (Failover, 4),
+                    (SlowDisk, 4),
+                    (StuckDisk, 4),
+                ],
+                blocks: &[32, 64, 128],
+                window_bytes: Some(96 << 10),
+                drop_after_ms: (100, 500),
+                horizon_ms: (5_000, 12_000),
+                ..small
+            },
+            Swarm::Damage => Shape {
+                wanted: Wanted::Media,
+                factors: &[(3, 2), (3, 2), (4, 3)],
+                kinds: &[
+                    (Rot, 20),
+                    (DiskReadError, 8),
+                    (ReplicaCrash, 6),
+                    (PowerOne, 6),
+                    (ConnectionCut, 5),
+                    (PartitionOneWay, 3),
+                    (Wipe, 3),
+                    (DiskRolledBack, 8),
+                    (TargetCrash, 5),
+                    (ReplicaPause, 4),
+                ],
+                blocks: &[8, 16, 64],
+                ..small
+            },
+            Swarm::Liars => Shape {
+                wanted: Wanted::Liar,
+                kinds: &[
+                    (LostWrite, 12),
+                    (MisdirectedWrite, 12),
+                    (ReplicaCrash, 8),
+                    (PowerOne, 6),
+                    (TargetCrash, 4),
+                ],
+                ..small
+            },
+            Swarm::Pressure => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (FullPool, 8),
+                    (PowerSome, 8),
+                    (PowerOne, 8),
+                    (PowerAll, 6),
+                    (ReplicaCrash, 8),
+                    (TargetCrash, 3),
+                    (DiskReadError, 3),
+                ],
+                blocks: &[64, 256],
+                holes: 12,
+                long_blocks: 64,
+                pool: Some(PoolShape {
+                    disk_bytes: 14 << 20,
+                    unit_blocks: 128,
+                    ..PoolShape::TIGHT
+                }),
+                ..small
+            },
+        })
+    }
+}
+
+/// Which losses a run may have (`faults::Profile`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Wanted {
+    AsDrawn,
+    Power,
+    Media,
+    Liar,
+}
+
+/// The pools of a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PoolShape {
+    pub disk_bytes: u64,
+    pub unit_blocks: u32,
+    pub cache_bytes: u64,
+    pub checkpoint_bytes: u64,
+    pub log_keep_bytes: u64,
+}
+
+impl PoolShape {
+    const TIGHT: PoolShape = PoolShape {
+        disk_bytes: 64 << 20,
+        unit_blocks: 512,
+        cache_bytes: 64 << 10,
+        checkpoint_bytes: 32 << 10,
+        log_keep_bytes: 16 << 10,
+    };
+}
+
+/// What a small world is drawn from.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    pub wanted: Wanted,
+    /// RF and CF.
+    pub factors: &'static [(u8, u8)],
+    /// Faults with their weights; none: any few.
+    pub kinds: &'static [(FaultKind, u32)],
+    pub faults: (u64, u64),
+    pub horizon_ms: (u64, u64),
+    pub blocks: &'static [u64],
+    pub lease_ms: &'static [u32],
+    pub drop_after_ms: (u64, u64),
+    pub window_bytes: Option<usize>,
+    pub delay_ns: &'static [u64],
+    pub sync_ns: &'static [u64],
+    pub think_ns: (u64, u64),
+    pub clients: (u64, u64),
+    /// Targets have hosts of their own, and reads lean on leases.
+    pub apart: bool,
+    /// Weights of flushes and holes among the requests; 0: as drawn.
+    pub flushes: u32,
+    pub holes: u32,
+    pub fua_percent: u64,
+    pub long_blocks: u64,
+    pub pool: Option<PoolShape>,
+    pub ios_min: u64,
+    /// By how much faults and outages are shorter than in a broad run.
+    pub haste: u64,
+}
+
+impl Shape {
+    fn small(random: &mut Random) -> Self {
+        Self {
+            wanted: Wanted::AsDrawn,
+            factors: &[(3, 2)],
+            kinds: &[],
+            faults: (8, 24),
+            horizon_ms: (3_000, 9_000),
+            blocks: &[4, 8, 16],
+            lease_ms: &[500, 1000],
+            drop_after_ms: (150, 1500),
+            window_bytes: None,
+            delay_ns: &[30 * MICROSECOND, 200 * MICROSECOND, MILLISECOND, 5 * MILLISECOND],
+            sync_ns: &[100 * MICROSECOND, MILLISECOND, 5 * MILLISECOND],
+            think_ns: (MILLISECOND, 15 * MILLISECOND),
+            clients: (2, 5),
+            apart: false,
+            flushes: 0,
+            holes: 0,
+            fua_percent: 0,
+            long_blocks: 8,
+            pool: random.percent(70).then_some(PoolShape::TIGHT),
+            ios_min: 250,
+            haste: 4,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_swarm_is_found_by_its_name() {
+        for swarm in Swarm::ALL {
+            assert_eq!(Swarm::named(swarm.name()), Some(*swarm));
+            assert_eq!(swarm.shape(&mut Random::new(1)).is_none(), *swarm == Swarm::Broad);
+        }
+        assert_eq!(Swarm::named("no such"), None);
+    }
+}
