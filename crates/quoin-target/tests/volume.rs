@@ -5,12 +5,12 @@ mod support;
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use quoin_core::PoolId;
-use quoin_core::membership::Member;
+use quoin_core::membership::{Member, Membership};
 use quoin_core::target::ReplicaStanding;
 use quoin_identity::{Authority, Grant, Identity, Lifetimes, Role};
 use quoin_pool::accept::Belief;
@@ -18,7 +18,7 @@ use quoin_pool::shard::Ended;
 use quoin_store::model::ModelPool;
 use quoin_store::{FileDisk, FormatOptions, Pool, PoolOptions};
 use quoin_target::dial::Reach;
-use quoin_target::shard::Limits;
+use quoin_target::shard::{Limits, ReplicaPlace};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use support::*;
@@ -35,30 +35,57 @@ fn start(address: &str) -> RunningPool {
     )
 }
 
+/// A volume over plain loopback: pools that each hold a replica, and what one target needs.
+struct Plain {
+    dir: tempfile::TempDir,
+    known: Vec<Member>,
+    membership: Membership,
+    pools: Vec<RunningPool>,
+    control: Control,
+}
+
+impl Plain {
+    /// `replicas` known, the first `running` of them in pools.
+    fn new(replicas: u128, cf: u8, running: usize) -> Self {
+        let (known, dir) = (members(replicas), tempfile::tempdir().unwrap());
+        let membership = membership(&known, cf);
+        let pool = |member: &Member| {
+            let pool = start("127.0.0.1:0");
+            create_replica(&pool, *member, &membership, BLOCKS);
+            pool
+        };
+        let pools = known.iter().take(running).map(pool).collect();
+        Self { dir, known, membership, pools, control: Control::default() }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("v.sock")
+    }
+
+    fn places(&self) -> Vec<ReplicaPlace> {
+        self.known.iter().zip(&self.pools).map(|(m, p)| place(*m, p)).collect()
+    }
+
+    fn target(&self) -> RunningTarget {
+        plain_target(&self.control, &self.membership)
+    }
+
+    /// A target that serves the volume, and where.
+    fn open(&self) -> (RunningTarget, PathBuf) {
+        let target = self.target();
+        target.open(&self.socket(), self.places(), BLOCKS, false);
+        (target, self.socket())
+    }
+}
+
+fn plain_target(control: &Control, membership: &Membership) -> RunningTarget {
+    RunningTarget::start(control, membership.clone(), Reach::PlainLoopback, |_, _| Bytes::new())
+}
+
 #[test]
 fn what_was_written_is_read_back_after_the_target_was_stopped_and_started() {
-    let dir = tempfile::tempdir().unwrap();
-    let socket = dir.path().join("v.sock");
-    let known = members(3);
-    let membership = membership(&known, 2);
-    let pools: Vec<_> = known
-        .iter()
-        .map(|m| {
-            let pool = start("127.0.0.1:0");
-            create_replica(&pool, *m, &membership, BLOCKS);
-            pool
-        })
-        .collect();
-    let places = || known.iter().zip(&pools).map(|(m, p)| place(*m, p)).collect::<Vec<_>>();
-    let control = Control::default();
-    let target = || {
-        RunningTarget::start(&control, membership.clone(), Reach::PlainLoopback, |_, _| {
-            Bytes::new()
-        })
-    };
-
-    let first = target();
-    first.open(&socket, places(), BLOCKS, false);
+    let volume = Plain::new(3, 2, 3);
+    let (first, socket) = volume.open();
     let mut client = Nbd::connect(&socket);
     client.write(4096, &[7; 8192]);
     // An unaligned write merges with what is there.
@@ -70,8 +97,7 @@ fn what_was_written_is_read_back_after_the_target_was_stopped_and_started() {
     first.stop();
     assert!(!socket.exists());
 
-    let second = target();
-    second.open(&socket, places(), BLOCKS, false);
+    let (second, socket) = volume.open();
     let mut client = Nbd::connect(&socket);
     assert_eq!(client.read(4096, 8192), expected);
     assert_eq!(client.read(1 << 20, 4096), vec![0; 4096]);
@@ -80,7 +106,7 @@ fn what_was_written_is_read_back_after_the_target_was_stopped_and_started() {
     });
     assert_eq!(second.status().epoch.0, 2);
     second.stop();
-    for pool in pools {
+    for pool in volume.pools {
         assert!(matches!(pool.stop(), Ended::Stopped));
     }
 }
@@ -119,9 +145,7 @@ fn a_pool_that_goes_away_and_returns_catches_up_while_io_goes_on() {
         create_replica(pool, *member, &membership, BLOCKS);
     }
     let places = known.iter().zip(&pools).map(|(m, p)| place(*m, p)).collect();
-    let control = Control::default();
-    let target =
-        RunningTarget::start(&control, membership, Reach::PlainLoopback, |_, _| Bytes::new());
+    let target = plain_target(&Control::default(), &membership);
     target.open(&socket, places, BLOCKS, false);
     let mut client = Nbd::connect(&socket);
     let write = |client: &mut Nbd, from: u64, to: u64| {
@@ -157,48 +181,27 @@ fn a_pool_that_goes_away_and_returns_catches_up_while_io_goes_on() {
 
 #[test]
 fn a_replica_that_takes_connections_and_never_answers_does_not_hold_up_the_volume() {
-    let dir = tempfile::tempdir().unwrap();
-    let socket = dir.path().join("v.sock");
-    let known = members(3);
-    let membership = membership(&known, 2);
-    let pools: Vec<_> = known[..2]
-        .iter()
-        .map(|m| {
-            let pool = start("127.0.0.1:0");
-            create_replica(&pool, *m, &membership, BLOCKS);
-            pool
-        })
-        .collect();
+    let volume = Plain::new(3, 2, 2);
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut places: Vec<_> = known.iter().zip(&pools).map(|(m, p)| place(*m, p)).collect();
+    let mut places = volume.places();
     let mut third = places[0].clone();
-    third.member = known[2];
+    third.member = volume.known[2];
     third.address = silent.local_addr().unwrap().to_string();
     places.push(third);
-    let control = Control::default();
-    let target =
-        RunningTarget::start(&control, membership, Reach::PlainLoopback, |_, _| Bytes::new());
+    let (target, socket) = (volume.target(), volume.socket());
     target.open(&socket, places, BLOCKS, false);
     let mut client = Nbd::connect(&socket);
     client.write(0, &[5; 4096]);
     client.flush();
     assert_eq!(client.read(0, 4096), [5; 4096]);
-    assert_eq!(standing(&target, known[2]), Some(ReplicaStanding::Disconnected));
+    assert_eq!(standing(&target, volume.known[2]), Some(ReplicaStanding::Disconnected));
     target.stop();
 }
 
 #[test]
 fn a_request_that_comes_in_pieces_waits_for_its_rest_and_holds_up_nobody_else() {
-    let dir = tempfile::tempdir().unwrap();
-    let socket = dir.path().join("v.sock");
-    let known = members(1);
-    let membership = membership(&known, 1);
-    let pool = start("127.0.0.1:0");
-    create_replica(&pool, known[0], &membership, BLOCKS);
-    let control = Control::default();
-    let target =
-        RunningTarget::start(&control, membership, Reach::PlainLoopback, |_, _| Bytes::new());
-    target.open(&socket, vec![place(known[0], &pool)], BLOCKS, false);
+    let volume = Plain::new(1, 1, 1);
+    let (target, socket) = volume.open();
     let mut slow = Nbd::connect(&socket);
     let mut other = Nbd::connect(&socket);
     slow.write(0, &[1; 4096]);
@@ -214,17 +217,10 @@ fn a_request_that_comes_in_pieces_waits_for_its_rest_and_holds_up_nobody_else() 
 
 #[test]
 fn a_volume_with_limits_slows_its_clients_and_gives_them_no_error() {
-    let dir = tempfile::tempdir().unwrap();
-    let socket = dir.path().join("v.sock");
-    let known = members(1);
-    let membership = membership(&known, 1);
-    let pool = start("127.0.0.1:0");
-    create_replica(&pool, known[0], &membership, BLOCKS);
-    let control = Control::default();
-    let target =
-        RunningTarget::start(&control, membership, Reach::PlainLoopback, |_, _| Bytes::new());
+    let volume = Plain::new(1, 1, 1);
+    let (target, socket) = (volume.target(), volume.socket());
     let limits = Limits { ios_per_s: 20, bytes_per_s: 1 << 20 };
-    target.open_limited(&socket, vec![place(known[0], &pool)], BLOCKS, false, limits);
+    target.open_limited(&socket, volume.places(), BLOCKS, false, limits);
     let mut client = Nbd::connect(&socket);
     client.write(0, &[1; 4096]);
     let began = Instant::now();
