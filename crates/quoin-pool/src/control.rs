@@ -44,23 +44,9 @@ pub(crate) struct Control {
 
 impl Control {
     /// Follows the assignments until `shutdown`; reconnects for ever.
-    pub async fn follow(&self, mut shutdown: watch::Receiver<bool>) {
-        loop {
-            tokio::select! {
-                ended = self.follow_once() => {
-                    let why = match ended {
-                        Ok(()) => "the connection ended".to_owned(),
-                        Err(status) => {
-                            self.contact.missed(status.message());
-                            format!("out of reach ({})", status.message())
-                        }
-                    };
-                    self.options.metrics.health.set("controller", Some(why));
-                }
-                _ = shutdown.wait_for(|down| *down) => return,
-            }
-            tokio::time::sleep(RETRY).await;
-        }
+    pub async fn follow(&self, shutdown: watch::Receiver<bool>) {
+        let tell = |why| self.options.metrics.health.set("controller", Some(why));
+        self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await;
     }
 
     async fn follow_once(&self) -> Result<(), tonic::Status> {

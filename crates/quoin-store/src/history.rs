@@ -3,7 +3,9 @@
 //! A [`Head`] is a value; the store keeps one for what is folded and one for what is applied,
 //! so that cutting the log back is "start again from the folded one".
 
-use quoin_core::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, SnapshotInfo};
+use quoin_core::entry::SharedEntry;
+use quoin_core::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, SNAPSHOTS_MAX, SnapshotInfo};
+use quoin_core::replica::store::StoreError;
 use quoin_core::{Chain, Durability, EntryKind, Lsn, Position, View};
 
 /// The state of a history after one of its entries, blocks aside.
@@ -18,6 +20,33 @@ pub struct Head {
 }
 
 impl Head {
+    /// Whether these entries may follow, where so many snapshots exist: the rules that hold for
+    /// every store, before anything is written.
+    pub fn check_append(
+        &self,
+        mut snapshots: usize,
+        entries: &[SharedEntry],
+    ) -> Result<(), StoreError> {
+        let rule = |ok: bool, text| if ok { Ok(()) } else { Err(StoreError::Rule(text)) };
+        let (mut lsn, mut chain) = (self.position.lsn, self.chain);
+        let mut blocks = self.volume_blocks;
+        for entry in entries {
+            rule(entry.lsn == lsn.next(), "an entry leaves a gap in the log")?;
+            rule(entry.chain_after(chain) == entry.chain, "an entry breaks the chain")?;
+            rule(entry.check().is_ok(), "an entry is malformed")?;
+            let end = entry.lba + u64::from(entry.blocks);
+            rule(end <= blocks, "an entry lies outside the volume")?;
+            match entry.kind {
+                EntryKind::Resize { blocks: new } => blocks = new,
+                EntryKind::Snapshot { .. } => snapshots += 1,
+                _ => {}
+            }
+            rule(snapshots <= SNAPSHOTS_MAX, "too many snapshots")?;
+            (lsn, chain) = (entry.lsn, entry.chain);
+        }
+        Ok(())
+    }
+
     /// Moves on to the entry at `position`.
     pub fn apply(&mut self, position: Position, chain: Chain, kind: &EntryKind) {
         self.advance(position, chain);

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 
 use bytes::{Bytes, BytesMut};
 use quoin_core::entry::SharedEntry;
-use quoin_core::message::{Content, ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo};
+use quoin_core::message::{Content, ReadView, Slot, SnapshotInfo};
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
 use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, crc32c, mutant};
 
@@ -156,34 +156,13 @@ impl Replica {
 
     // ---- append and truncate -------------------------------------------------------------
 
-    fn check_append(&self, entries: &[SharedEntry]) -> Result<(), StoreError> {
-        let rule = |ok: bool, text| if ok { Ok(()) } else { Err(StoreError::Rule(text)) };
-        let (mut lsn, mut chain) = (self.head.position.lsn, self.head.chain);
-        let (mut blocks, mut snapshots) = (self.head.volume_blocks, self.snapshots.len());
-        for entry in entries {
-            rule(entry.lsn == lsn.next(), "an entry leaves a gap in the log")?;
-            rule(entry.chain_after(chain) == entry.chain, "an entry breaks the chain")?;
-            rule(entry.check().is_ok(), "an entry is malformed")?;
-            let end = entry.lba + u64::from(entry.blocks);
-            rule(end <= blocks, "an entry lies outside the volume")?;
-            match entry.kind {
-                EntryKind::Resize { blocks: new } => blocks = new,
-                EntryKind::Snapshot { .. } => snapshots += 1,
-                _ => {}
-            }
-            rule(snapshots <= SNAPSHOTS_MAX, "too many snapshots")?;
-            (lsn, chain) = (entry.lsn, entry.chain);
-        }
-        Ok(())
-    }
-
     pub fn append<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         entries: &[SharedEntry],
     ) -> Result<(), StoreError> {
         core.check_usable()?;
-        self.check_append(entries)?;
+        self.head.check_append(self.snapshots.len(), entries)?;
         // Trims are the way out of a full pool, but clean-up needs room to follow them.
         let trims = core.allocator.free_units() > core.allocator.reserve_units / 2;
         let is_small = |e: &SharedEntry| match e.kind {

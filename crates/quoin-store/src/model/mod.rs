@@ -12,9 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use quoin_core::message::{
-    Content, EpochEnd, IncrementEnd, ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo,
-};
+use quoin_core::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_core::replica::store::{
     PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState, SyncTicket,
 };
@@ -133,24 +131,7 @@ impl Storage {
             |ok: bool, text: &'static str| if ok { Ok(()) } else { Err(StoreError::Rule(text)) };
         match operation {
             Operation::Append(entries) => {
-                let (mut lsn, mut chain) = (self.now.head.position.lsn, self.now.head.chain);
-                let mut blocks = self.now.head.volume_blocks;
-                let mut snapshots = self.now.snapshots.len();
-                for entry in entries {
-                    rule(entry.lsn == lsn.next(), "an entry leaves a gap in the log")?;
-                    rule(entry.chain_after(chain) == entry.chain, "an entry breaks the chain")?;
-                    rule(entry.check().is_ok(), "an entry is malformed")?;
-                    let end = entry.lba + u64::from(entry.blocks);
-                    rule(end <= blocks, "an entry lies outside the volume")?;
-                    match entry.kind {
-                        EntryKind::Resize { blocks: new } => blocks = new,
-                        EntryKind::Snapshot { .. } => snapshots += 1,
-                        _ => {}
-                    }
-                    rule(snapshots <= SNAPSHOTS_MAX, "too many snapshots")?;
-                    (lsn, chain) = (entry.lsn, entry.chain);
-                }
-                Ok(())
+                self.now.head.check_append(self.now.snapshots.len(), entries)
             }
             Operation::Truncate(keep) => {
                 rule(*keep >= self.stable, "truncation below stable (StableNeverCut)")?;
