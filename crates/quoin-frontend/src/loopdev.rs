@@ -14,9 +14,11 @@ const CONTROL: &str = "/dev/loop-control";
 const CTL_GET_FREE: libc::c_ulong = 0x4c82;
 const CLR_FD: libc::c_ulong = 0x4c01;
 const GET_STATUS64: libc::c_ulong = 0x4c05;
+const SET_STATUS64: libc::c_ulong = 0x4c04;
 const SET_CAPACITY: libc::c_ulong = 0x4c07;
 const CONFIGURE: libc::c_ulong = 0x4c0a;
 const FLAG_READ_ONLY: u32 = 1;
+const FLAG_AUTOCLEAR: u32 = 4;
 const FLAG_DIRECT_IO: u32 = 16;
 const MAJOR: u32 = 7;
 /// Others may take the free device between the question and the use.
@@ -147,14 +149,11 @@ impl LoopDevice {
         }
     }
 
-    /// Whether it is (still) on a file.
-    pub fn attached(&self) -> bool {
-        let Ok(device) = File::open(&self.path) else { return false };
-        let mut info = EMPTY;
-        ioctl(device.as_raw_fd(), GET_STATUS64, std::ptr::from_mut(&mut info) as usize).is_ok()
-    }
-
-    /// Detaches and waits until it is; `false` if it still is not after `timeout`.
+    /// Detaches and waits until it is. `false`: nobody has it open any more, and IO that is not
+    /// answered after `timeout` keeps it.
+    ///
+    /// # Errors
+    /// [`LoopError::Busy`] if somebody has it, and it stays as it was.
     pub fn detach(&self, timeout: Duration) -> Result<bool, LoopError> {
         if self.in_use()? {
             return Err(LoopError::Busy { device: self.path.clone() });
@@ -163,11 +162,25 @@ impl LoopDevice {
         let until = Instant::now() + timeout;
         while self.backing_file().is_some() {
             if Instant::now() >= until {
-                return Ok(false);
+                return match self.stay() {
+                    Ok(()) => Err(LoopError::Busy { device: self.path.clone() }),
+                    Err(error) if gone(&error) => Ok(self.backing_file().is_none()),
+                    Err(error) => Err(failed("keep", &self.path, error)),
+                };
             }
             std::thread::sleep(POLL);
         }
         Ok(true)
+    }
+
+    /// Takes back a [`LoopDevice::release`] that waits for the last one to close the device; it
+    /// is "gone" if there is none.
+    fn stay(&self) -> io::Result<()> {
+        let device = File::open(&self.path)?;
+        let mut info = EMPTY;
+        ioctl(device.as_raw_fd(), GET_STATUS64, std::ptr::from_mut(&mut info) as usize)?;
+        info.flags &= !FLAG_AUTOCLEAR;
+        ioctl(device.as_raw_fd(), SET_STATUS64, std::ptr::from_ref(&info) as usize).map(drop)
     }
 
     /// The file that it is on, as the kernel tells it without touching the device.

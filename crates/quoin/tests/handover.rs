@@ -2,16 +2,18 @@
 //! load: IO pauses and no application sees an error. Needs root, /dev/fuse and loop devices.
 
 mod common;
+#[path = "common/dev.rs"]
+mod running;
 
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{BUDGET, Place, Process, Scratch, eventually, is_root, signal};
+use common::{Place, Process};
+use running::{Dev, Scratch, assert_nothing_is_left, eventually, is_root, run, signal};
 
 fn possible() -> bool {
     let devices = ["/dev/fuse", "/dev/loop-control"].iter().all(|path| Path::new(path).exists());
@@ -24,87 +26,64 @@ fn possible() -> bool {
     is_root() && devices && is_new
 }
 
-/// A running `quoin dev`.
-struct Dev {
-    child: Child,
-    directory: PathBuf,
+fn log(dev: &Dev, name: &str) -> String {
+    let path = dev.directory.join("logs").join(format!("{name}.log"));
+    std::fs::read_to_string(path).unwrap_or_default()
 }
 
-impl Dev {
-    fn start(directory: &Path, flags: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_quoin"))
-            .args(["dev", "--dir"])
-            .arg(directory)
-            .args(flags)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let (up, is_up) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
-            for line in output.lines().map_while(Result::ok) {
-                println!("dev: {line}");
-                if line.starts_with("Quoin is up") {
-                    let _ = up.send(());
-                }
-            }
+/// Ends a process by a signal, and waits for the one that follows.
+fn end(dev: &Dev, name: &str, by: &str) {
+    let old = eventually("it runs", || dev.pid(name));
+    signal(old, by);
+    eventually("it is started again", || dev.pid(name).filter(|pid| *pid != old));
+}
+
+fn kill(dev: &Dev, name: &str) {
+    end(dev, name, "KILL");
+}
+
+/// Makes a file system on the device, mounted in the scratch directory.
+fn mounted(scratch: &Scratch, device: &str) -> PathBuf {
+    let mount = scratch.0.join("mount");
+    std::fs::create_dir(&mount).unwrap();
+    run("mkfs.ext4", &["-q", device]);
+    run("mount", &[device, mount.to_str().unwrap()]);
+    mount
+}
+
+/// The attach process and its holder as processes of the test, beside a cluster without them.
+struct Attaching {
+    dev: Dev,
+    scratch: Scratch,
+}
+
+impl Attaching {
+    fn start(name: &str) -> (Self, Process) {
+        let scratch = Scratch::new(name);
+        let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+        let this = Self { dev, scratch };
+        let holder = this.process("attach-holder", &[]);
+        let socket = this.dev.directory.join("run/attach/holder.sock");
+        eventually("the holder listens", || socket.exists().then_some(()));
+        (this, holder)
+    }
+
+    fn attach(&self, flags: &[&str]) -> Process {
+        let process = self.process("attach", flags);
+        let socket = self.dev.directory.join("run/attach/attach.sock");
+        eventually("attach listens", || {
+            std::os::unix::net::UnixStream::connect(&socket).is_ok().then_some(())
         });
-        let dev = Self { child, directory: directory.into() };
-        is_up.recv_timeout(BUDGET).expect("quoin dev does not come up");
-        dev
+        process
     }
 
-    fn pid(&self, name: &str) -> Option<u32> {
-        let text = std::fs::read(self.directory.join("run/processes.json")).ok()?;
-        let pids: serde_json::Value = serde_json::from_slice(&text).ok()?;
-        pids.get(name)?.as_u64().map(|pid| pid as u32)
+    fn process(&self, name: &str, flags: &[&str]) -> Process {
+        let run = self.dev.directory.join("run");
+        let mut arguments = vec![name, "--run", run.to_str().unwrap()];
+        arguments.extend(flags);
+        let arguments: Vec<String> = arguments.into_iter().map(String::from).collect();
+        Process::start(&self.scratch.0, &Place::here(), name, &arguments)
     }
-
-    /// `kill -9`, and the process that follows.
-    fn kill(&self, name: &str) -> u32 {
-        let old = eventually("it runs", || self.pid(name));
-        signal(old, "KILL");
-        eventually("it is started again", || self.pid(name).filter(|pid| *pid != old))
-    }
-
-    fn ok(&self, arguments: &[&str]) -> String {
-        let output = Command::new(env!("CARGO_BIN_EXE_quoin"))
-            .args(arguments)
-            .env("QUOIN_SOCKET", self.directory.join("run/admin.sock"))
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{arguments:?}: {said}\n{}", self.log("attach"));
-        String::from_utf8(output.stdout).unwrap().trim().into()
-    }
-
-    fn log(&self, name: &str) -> String {
-        let path = self.directory.join("logs").join(format!("{name}.log"));
-        std::fs::read_to_string(path).unwrap_or_default()
-    }
-
-    fn stop(mut self) {
-        signal(self.child.id(), "INT");
-        let status = eventually("dev ends", || self.child.try_wait().unwrap());
-        assert!(status.success(), "{status}");
-    }
-}
-
-impl Drop for Dev {
-    fn drop(&mut self) {
-        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
-            println!("--- attach\n{}", self.log("attach"));
-            let _ = Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status();
-            let _ = self.child.wait();
-        }
-    }
-}
-
-fn run(program: &str, arguments: &[&str]) {
-    let output = Command::new(program).args(arguments).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{program} {arguments:?}: {said}");
 }
 
 /// An application that writes, syncs and reads back without end, and stops at its first error.
@@ -182,23 +161,14 @@ impl Load {
 
 #[test]
 fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error() {
-    if std::env::var_os("QUOIN_UNFINISHED").is_none() {
-        println!(
-            "left out, QUOIN_UNFINISHED=1 runs it: it fails now and then, and nobody knows yet why"
-        );
-        return;
-    }
     if !possible() {
         return;
     }
     let scratch = Scratch::new("handover");
-    let dev = Dev::start(&scratch.0.join("cluster"), &[]);
+    let dev = Dev::start(&scratch.cluster(), &[]);
     dev.ok(&["volume", "create", "db", "--size", "256MiB"]);
     let device = dev.ok(&["volume", "attach", "db"]);
-    let mount = scratch.0.join("mount");
-    std::fs::create_dir(&mount).unwrap();
-    run("mkfs.ext4", &["-q", &device]);
-    run("mount", &[&device, mount.to_str().unwrap()]);
+    let mount = mounted(&scratch, &device);
     // Several at once, so that the kernel has more than one request to send again.
     let others: Vec<_> =
         ["a", "b", "c"].into_iter().map(|name| Load::start(&mount, name)).collect();
@@ -206,22 +176,22 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
     load.goes_on(8);
     for _ in 0..4 {
         let began = Instant::now();
-        dev.kill("attach");
+        kill(&dev, "attach");
         load.goes_on(8);
         println!("killed, and on after {:?}", began.elapsed());
     }
     // The holder may die too, as long as the two do not die together.
     // Said at each connection, so that the one after the kill is what is waited for.
-    let times_given = || dev.log("attach").matches("the holder is here").count();
+    let times_given = || log(&dev, "attach").matches("the holder is here").count();
     let before = times_given();
-    dev.kill("attach-holder");
+    kill(&dev, "attach-holder");
     eventually("the holder has everything again", || (times_given() > before).then_some(()));
     load.goes_on(8);
-    dev.kill("attach");
+    kill(&dev, "attach");
     load.goes_on(8);
     // And the target below it, at the same time.
     signal(dev.pid("target").unwrap(), "KILL");
-    dev.kill("attach");
+    kill(&dev, "attach");
     load.goes_on(8);
     load.end();
     for other in others {
@@ -242,8 +212,64 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
     dev.ok(&["volume", "detach", "db"]);
     dev.ok(&["volume", "delete", "db", "--yes"]);
     dev.stop();
-    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
-    assert!(!mounts.contains(scratch.0.to_str().unwrap()), "{mounts}");
+    assert_nothing_is_left(&scratch.0);
+}
+
+#[test]
+fn an_attach_process_that_is_told_to_end_leaves_what_is_in_use_and_detaches_the_rest() {
+    if !possible() {
+        return;
+    }
+    let scratch = Scratch::new("ended");
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    let [device, raw, _] = ["db", "raw", "idle"].map(|volume| {
+        dev.ok(&["volume", "create", volume, "--size", "128MiB"]);
+        dev.ok(&["volume", "attach", volume])
+    });
+    let mount = mounted(&scratch, &device);
+    let load = Load::start(&mount, "load");
+    // In use without a mount: a program has the device open.
+    let other = Load::start(Path::new("/dev"), raw.trim_start_matches("/dev/"));
+    load.goes_on(8);
+    other.goes_on(8);
+    end(&dev, "attach", "TERM");
+    load.goes_on(8);
+    other.goes_on(8);
+    let said = log(&dev, "attach");
+    assert_eq!(said.matches("left to the next daemon").count(), 2, "{said}");
+    assert_eq!(said.matches("taken over").count(), 2, "{said}");
+    load.end();
+    other.end();
+    run("umount", &[mount.to_str().unwrap()]);
+    run("e2fsck", &["-f", "-n", &device]);
+    for volume in ["db", "raw"] {
+        dev.ok(&["volume", "detach", volume]);
+    }
+    dev.stop();
+    assert_nothing_is_left(&scratch.0);
+}
+
+#[test]
+fn an_attach_process_that_is_told_to_detach_fails_what_is_in_use_and_leaves_nothing() {
+    if !possible() {
+        return;
+    }
+    let (attaching, _holder) = Attaching::start("detached");
+    let dev = &attaching.dev;
+    let mut attach = attaching.attach(&["--detach"]);
+    dev.ok(&["volume", "create", "db", "--size", "128MiB"]);
+    let device = dev.ok(&["volume", "attach", "db"]);
+    let mount = mounted(&attaching.scratch, &device);
+    let load = Load::start(&mount, "load");
+    load.goes_on(8);
+    signal(i64::from(attach.pid()), "TERM");
+    eventually("the application is told", || load.thread.is_finished().then_some(()));
+    eventually("attach ends", || (!attach.is_alive()).then_some(()));
+    assert!(load.thread.join().unwrap().is_err());
+    run("umount", &[mount.to_str().unwrap()]);
+    let Attaching { dev, scratch } = attaching;
+    dev.stop();
+    assert_nothing_is_left(&scratch.0);
 }
 
 #[test]
@@ -251,26 +277,14 @@ fn an_update_of_the_attach_process_leaves_its_devices_and_the_next_one_goes_on()
     if !possible() {
         return;
     }
-    let scratch = Scratch::new("update");
-    let dev = Dev::start(&scratch.0.join("cluster"), &["--no-attach"]);
-    let run_directory = dev.directory.join("run").to_str().unwrap().to_owned();
-    let start = |name: &str, flags: &[&str]| {
-        let mut arguments = vec![name.to_owned(), "--run".into(), run_directory.clone()];
-        arguments.extend(flags.iter().map(ToString::to_string));
-        Process::start(&scratch.0, &Place::here(), name, &arguments)
-    };
-    let holder = start("attach-holder", &[]);
-    let holder_socket = dev.directory.join("run/attach/holder.sock");
-    eventually("the holder listens", || holder_socket.exists().then_some(()));
-    let first = start("attach", &["--keep"]);
-    let socket = dev.directory.join("run/attach/attach.sock");
-    eventually("attach listens", || socket.exists().then_some(()));
-    dev.ok(&["volume", "create", "db", "--size", "128MiB"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
-    let mount = scratch.0.join("mount");
-    std::fs::create_dir(&mount).unwrap();
-    run("mkfs.ext4", &["-q", &device]);
-    run("mount", &[&device, mount.to_str().unwrap()]);
+    let (attaching, _holder) = Attaching::start("update");
+    let dev = &attaching.dev;
+    let first = attaching.attach(&["--keep"]);
+    let [device, idle] = ["db", "idle"].map(|volume| {
+        dev.ok(&["volume", "create", volume, "--size", "128MiB"]);
+        dev.ok(&["volume", "attach", volume])
+    });
+    let mount = mounted(&attaching.scratch, &device);
     let load = Load::start(&mount, "load");
     load.goes_on(8);
 
@@ -279,13 +293,14 @@ fn an_update_of_the_attach_process_leaves_its_devices_and_the_next_one_goes_on()
     let before = load.done.load(Ordering::Relaxed);
     std::thread::sleep(Duration::from_millis(300));
     assert_eq!(load.done.load(Ordering::Relaxed), before, "IO waits while nobody serves it");
-    let next = start("attach", &[]);
+    let next = attaching.attach(&[]);
     load.goes_on(8);
     load.end();
+    assert_eq!(dev.ok(&["volume", "attach", "idle"]), idle);
     run("umount", &[mount.to_str().unwrap()]);
-    eventually("attach listens again", || socket.exists().then_some(()));
     dev.ok(&["volume", "detach", "db"]);
     next.stop();
-    drop(holder);
+    let Attaching { dev, scratch } = attaching;
     dev.stop();
+    assert_nothing_is_left(&scratch.0);
 }

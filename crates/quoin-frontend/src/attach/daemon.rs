@@ -16,7 +16,7 @@ use super::device::{Device, check, check_name};
 use super::holder::Holder;
 use super::metrics::Metrics;
 use super::protocol::{AttachVolume, Attached, Kind, LINE_BYTES_MAX, Request, Response};
-use super::{Error, Options};
+use super::{AtShutdown, Error, Options};
 use crate::fuse::mount;
 use crate::loopdev::LoopDevice;
 
@@ -96,11 +96,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     }
     drop(listener);
     let _ = std::fs::remove_file(&options.socket);
-    let result = if options.keep {
-        daemon.leave().await
-    } else {
-        daemon.shut_down(options.drain_timeout).await
-    };
+    let result = daemon.shut_down(options.at_shutdown, options.drain_timeout).await;
     drop(lock);
     result
 }
@@ -165,29 +161,6 @@ impl Daemon {
             }
         }
         Ok(())
-    }
-
-    /// Leaves all devices to the next daemon: their IO waits for it. What nobody could take over
-    /// is detached as in any other shutdown.
-    async fn leave(&self) -> Result<(), Error> {
-        for slot in self.slots() {
-            let mut slot = slot.lock_owned().await;
-            let left = tokio::task::spawn_blocking(move || {
-                let Some(device) = slot.take() else { return };
-                if let Err(device) = device.leave() {
-                    tracing::error!(
-                        device = %device.show().device.display(),
-                        "cannot be left to the next daemon: there is no holder, or the kernel \
-                         cannot send requests again"
-                    );
-                    *slot = Some(*device);
-                }
-            });
-            if let Err(error) = left.await {
-                tracing::error!(%error, "leaving a device panicked");
-            }
-        }
-        self.shut_down(Duration::ZERO).await
     }
 
     async fn serve(&self, stream: UnixStream) -> std::io::Result<()> {
@@ -283,25 +256,22 @@ impl Daemon {
         list
     }
 
-    /// Detaches everything; what is in use gets `drain_timeout`.
-    async fn shut_down(&self, drain_timeout: Duration) -> Result<(), Error> {
+    /// Ends everything as [`AtShutdown`] says; what is to be idle first gets `drain_timeout`.
+    async fn shut_down(&self, how: AtShutdown, drain_timeout: Duration) -> Result<(), Error> {
         let until = Instant::now() + drain_timeout;
         let mut busy = Vec::new();
         for slot in self.slots() {
             let mut slot = slot.lock_owned().await;
-            while slot.as_ref().is_some_and(Device::in_use) && Instant::now() < until {
+            while how != AtShutdown::LeaveAll
+                && slot.as_ref().is_some_and(Device::in_use)
+                && Instant::now() < until
+            {
                 tokio::time::sleep(DRAIN_POLL).await;
             }
-            let forced = tokio::task::spawn_blocking(move || {
-                let (device, error) = slot.take()?.detach().err()?;
-                let name = device.show().device.display().to_string();
-                tracing::error!(device = name, %error, "in use at shutdown: its IO fails now");
-                device.force();
-                Some(name)
-            });
-            match forced.await {
+            let ended = tokio::task::spawn_blocking(move || end(slot.take()?, how));
+            match ended.await {
                 Ok(name) => busy.extend(name),
-                Err(error) => tracing::error!(%error, "detaching panicked"),
+                Err(error) => tracing::error!(%error, "ending a device panicked"),
             }
         }
         if busy.is_empty() { Ok(()) } else { Err(Error::BusyAtShutdown(busy)) }
@@ -336,6 +306,33 @@ impl Daemon {
         let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         slots.values().cloned().collect()
     }
+}
+
+/// Ends one device at a shutdown; gives its name if its IO fails now.
+fn end(device: Device, how: AtShutdown) -> Option<String> {
+    let name = device.show().device.display().to_string();
+    let mut device = Box::new(device);
+    if how == AtShutdown::LeaveInUse {
+        device = device.detach().err()?.0;
+    }
+    if how != AtShutdown::DetachAll {
+        match device.leave() {
+            Ok(()) => {
+                tracing::info!(device = name, "left to the next daemon: its IO waits for it");
+                return None;
+            }
+            Err(back) => device = back,
+        }
+        tracing::error!(
+            device = name,
+            "cannot be left to the next daemon: there is no holder, or the kernel cannot send \
+             requests again"
+        );
+    }
+    let (device, error) = device.detach().err()?;
+    tracing::error!(device = name, %error, "in use at shutdown: its IO fails now");
+    device.force();
+    Some(name)
 }
 
 fn kind(error: &Error) -> Kind {

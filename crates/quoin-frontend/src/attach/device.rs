@@ -62,7 +62,20 @@ impl Device {
         // The kernel has told by now whether it can send again: it was asked for the file's size.
         let _ = std::fs::metadata(&path);
         let device = Self { asked, server, device, holder: holder.clone() };
-        device.hold();
+        // Before anybody is told of it: from then on its IO must not depend on this process.
+        if device.server.connection().is_none() {
+            tracing::warn!(
+                volume = %device.asked.volume,
+                "this kernel cannot send FUSE requests again (Linux 6.9 can): if this process \
+                 dies, the IO of its devices fails"
+            );
+        } else if !device.hold() {
+            tracing::warn!(
+                volume = %device.asked.volume,
+                "no holder is there yet: if this process dies before one is, the IO of its \
+                 devices fails"
+            );
+        }
         Ok(device)
     }
 
@@ -99,31 +112,33 @@ impl Device {
             Server::take_over(&path, connection, &asked.volume, &shape(&asked), link, metrics)?;
         let device = Self { asked, server, device, holder: holder.clone() };
         device.hold();
+        // The last daemon may have died when the file had grown and the loop device not yet.
+        if let Some(Err(error)) = device.device.as_ref().map(LoopDevice::update_size) {
+            tracing::warn!(volume = %device.asked.volume, %error, "keeps its old size");
+        }
         Ok(device)
     }
 
-    /// Gives the kernel's side to the holder, so that it outlives this process.
-    fn hold(&self) {
+    /// Gives the kernel's side to the holder, so that it outlives this process. Whether it does.
+    fn hold(&self) -> bool {
         match self.server.connection() {
             Some(Ok(connection)) => {
                 let device = self.device.as_ref().map(|device| device.path().to_owned());
-                self.holder.hold(Held { asked: self.asked.clone(), device }, connection);
+                self.holder.hold(Held { asked: self.asked.clone(), device }, connection)
             }
             Some(Err(error)) => {
                 tracing::warn!(volume = %self.asked.volume, %error, "cannot be held");
+                false
             }
-            None => tracing::warn!(
-                volume = %self.asked.volume,
-                "this kernel cannot send FUSE requests again (Linux 6.9 can): if this process \
-                 dies, the IO of its devices fails"
-            ),
+            None => false,
         }
     }
 
     /// Ends this process's part and leaves the rest to the next daemon; gives the device back
     /// where nobody could take it over.
     pub(super) fn leave(self) -> Result<(), Box<Self>> {
-        if !self.holder.is_there() || self.server.connection().is_none() {
+        // Given once more, and taken: a holder that has just died is not one to leave it to.
+        if !self.hold() {
             return Err(Box::new(self));
         }
         self.server.leave();
@@ -184,11 +199,12 @@ impl Device {
         let io =
             |source| Error::Io { doing: "resize", path: self.server.path().to_owned(), source };
         self.server.resize(size).map_err(io)?;
+        self.asked.size = size;
+        // Before the device has it: a daemon that takes over never serves less than is in use.
+        self.hold();
         if let Some(device) = &self.device {
             device.update_size()?;
         }
-        self.asked.size = size;
-        self.hold();
         Ok(())
     }
 

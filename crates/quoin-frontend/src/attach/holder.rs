@@ -9,6 +9,9 @@
 //! The conversation is over a unix socket of sequenced packets: one JSON object a packet, the
 //! descriptor beside it ([`Ask`], [`Told`]). [`serve`] is the holder, [`Holder`] the daemon's
 //! side of it. A holder that died is told everything anew by the daemon.
+//!
+//! Whoever asks for a device must be able to rely on it at once: a daemon that has no connection
+//! looks for the holder before it answers ([`Holder::hold`]), not only now and then.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -32,8 +35,12 @@ use super::metrics::Metrics;
 use super::protocol::AttachVolume;
 
 const PACKET_BYTES_MAX: usize = 64 << 10;
-/// Between attempts to reach a holder that is away.
-const RETRY: Duration = Duration::from_millis(500);
+/// Between attempts to reach a holder that is away: until it is reached, the daemon's death fails
+/// the IO of its devices.
+const RETRY: Duration = Duration::from_millis(50);
+
+/// After a connection could not be accepted, for want of descriptors or memory.
+const ACCEPT_RETRY: Duration = Duration::from_millis(500);
 
 /// One attached volume, as a daemon needs it to serve it again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,7 +107,7 @@ pub fn serve(path: &Path) -> Result<std::convert::Infallible, Error> {
             Ok(client) => client,
             Err(error) => {
                 tracing::warn!(%error, "a connection was not accepted");
-                std::thread::sleep(RETRY);
+                std::thread::sleep(ACCEPT_RETRY);
                 continue;
             }
         };
@@ -139,6 +146,12 @@ fn answer(client: &OwnedFd, table: &Mutex<Table>) -> io::Result<()> {
         send(client, &Told::Done {}, None)?;
     }
     Ok(())
+}
+
+/// Whether a holder serves `path`.
+#[must_use]
+pub fn is_at(path: &Path) -> bool {
+    dial(path).is_ok()
 }
 
 /// The volumes that a holder at `path` keeps; none where there is no holder.
@@ -192,27 +205,23 @@ impl Holder {
         let watched = Arc::downgrade(&holder);
         std::thread::Builder::new().name("holder".into()).spawn(move || {
             while let Some(holder) = watched.upgrade() {
-                let connection = lock(&holder.inner).connection.clone();
-                match connection {
-                    None => {
-                        holder.reconnect();
-                        drop(holder);
-                        std::thread::sleep(RETRY);
-                    }
-                    Some(connection) => {
-                        drop(holder);
-                        let mut fds =
-                            [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::RDHUP)];
-                        // An interrupted wait is only one more look.
-                        let _ = poll(&mut fds, None);
-                        if fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP)
-                            && let Some(holder) = watched.upgrade()
-                        {
-                            tracing::warn!("the holder is gone; looking for it");
-                            lock(&holder.inner).connection = None;
-                            holder.up.set(0);
-                        }
-                    }
+                let connection = {
+                    let mut inner = lock(&holder.inner);
+                    holder.connect(&mut inner);
+                    inner.connection.clone()
+                };
+                drop(holder);
+                let Some(connection) = connection else {
+                    std::thread::sleep(RETRY);
+                    continue;
+                };
+                let mut fds = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::RDHUP)];
+                // An interrupted wait is only one more look.
+                let _ = poll(&mut fds, None);
+                if fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP)
+                    && let Some(holder) = watched.upgrade()
+                {
+                    holder.lost(&connection);
                 }
             }
         })?;
@@ -235,10 +244,16 @@ impl Holder {
     }
 
     /// From now on, and at the holder while there is one; replaces what was held for the volume.
-    pub(super) fn hold(&self, held: Held, descriptor: OwnedFd) {
+    /// Whether the holder has it now.
+    pub(super) fn hold(&self, held: Held, descriptor: OwnedFd) -> bool {
         let mut inner = lock(&self.inner);
-        inner.tell(&Ask::Hold(Box::new(held.clone())), Some(descriptor.as_fd()));
-        inner.table.insert(held.asked.volume.clone(), (held, descriptor));
+        let ask = Ask::Hold(Box::new(held.clone()));
+        let volume = held.asked.volume.clone();
+        inner.tell(&ask, Some(descriptor.as_fd()));
+        inner.table.insert(volume, (held, descriptor));
+        // Not there, or one that died a moment ago: its successor, which is told everything.
+        self.connect(&mut inner);
+        inner.connection.is_some()
     }
 
     pub(super) fn release(&self, volume: &str) {
@@ -247,9 +262,15 @@ impl Holder {
         inner.tell(&Ask::Drop { volume: volume.to_owned() }, None);
     }
 
-    fn reconnect(&self) {
-        let Ok(connection) = dial(&self.path) else { return };
-        let mut inner = lock(&self.inner);
+    /// Finds the holder if there is no connection, and gives it everything.
+    fn connect(&self, inner: &mut Inner) {
+        if inner.connection.is_some() {
+            return;
+        }
+        let Ok(connection) = dial(&self.path) else {
+            self.up.set(0);
+            return;
+        };
         inner.connection = Some(Arc::new(connection));
         let table = std::mem::take(&mut inner.table);
         for (held, descriptor) in table.values() {
@@ -263,10 +284,20 @@ impl Holder {
         }
         inner.table = table;
     }
+
+    /// Forgets a connection that ended, unless there is a newer one already.
+    fn lost(&self, connection: &Arc<OwnedFd>) {
+        let mut inner = lock(&self.inner);
+        if inner.connection.as_ref().is_some_and(|current| Arc::ptr_eq(current, connection)) {
+            tracing::warn!("the holder is gone; looking for it");
+            inner.connection = None;
+            self.up.set(0);
+        }
+    }
 }
 
 impl Inner {
-    /// A holder that does not take it is as good as none; the watching thread finds the next.
+    /// A holder that does not take it is as good as none; [`Holder::connect`] finds the next.
     fn tell(&mut self, ask: &Ask, descriptor: Option<BorrowedFd<'_>>) {
         let Some(connection) = self.connection.as_ref() else { return };
         let outcome =
@@ -408,6 +439,33 @@ mod tests {
         }
         assert_eq!(find(&path).unwrap().take().len(), 1);
         assert!(matches!(serve(&path), Err(Error::Invalid(_))), "a second one was let in");
+    }
+
+    #[test]
+    fn what_is_attached_is_held_at_once_by_a_holder_that_has_just_come_or_come_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("holder.sock");
+        let daemon = find(&path).unwrap();
+        let pair = || OwnedFd::from(UnixStream::pair().unwrap().0);
+        assert!(!daemon.hold(held("a"), pair()), "there is none yet");
+        let theirs = path.clone();
+        std::thread::spawn(move || serve(&theirs).map(|never| match never {}));
+        while dial(&path).is_err() {}
+        assert!(daemon.hold(held("b"), pair()));
+        assert_eq!(held_at(&path), ["a", "b"]);
+
+        // As one that died looks to the daemon, which has not noticed.
+        let (dead, other) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        drop(other);
+        lock(&daemon.inner).connection = Some(Arc::new(dead));
+        assert!(daemon.hold(held("c"), pair()));
+        assert_eq!(held_at(&path), ["a", "b", "c"]);
     }
 
     #[test]

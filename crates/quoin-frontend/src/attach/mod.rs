@@ -6,13 +6,14 @@
 //! asked over a unix control socket ([`protocol`]; [`AttachClient`] speaks it).
 //!
 //! * Attach, detach and resize are idempotent; there is one attachment a volume.
-//! * A clean shutdown detaches what is idle. What is in use is waited for (`drain_timeout`); then
-//!   its IO fails, the loop device goes with its last user, and the shutdown's error names it. No
-//!   loop device or mount of the daemon outlives its users.
-//! * A daemon that dies, or is asked to leave its devices ([`Options::keep`]), only pauses IO where
-//!   a [`holder`] keeps the kernel's side and the kernel can send requests again (Linux 6.9): the
-//!   next one takes over. Otherwise IO of its devices fails when it dies, which it says when it
-//!   attaches them, and the next start removes what is left in the directory.
+//! * A clean shutdown detaches what is idle. What is in use is waited for (`drain_timeout`) and
+//!   then left to the next daemon ([`AtShutdown`] has the other ways).
+//! * A daemon that dies or leaves its devices only pauses IO where a [`holder`] keeps the kernel's
+//!   side and the kernel can send requests again (Linux 6.9): the next one takes over. Otherwise
+//!   the daemon says, when it attaches them, that its death fails the IO of its devices; the next
+//!   start removes what is left in the directory, and a shutdown fails the IO of what is in use:
+//!   the loop device goes with its last user, and the shutdown's error names it. No loop device or
+//!   mount that nobody holds outlives its users.
 //!
 //! The daemon lies below file systems that the kernel writes back to when memory is short, so it
 //! must not wait for memory that only it can free: its threads are marked as IO flushers, whose
@@ -48,10 +49,23 @@ pub struct Options {
     pub drain_timeout: Duration,
     /// Where the holder listens, if there is one.
     pub holder: PathBuf,
-    /// A shutdown leaves the devices to the next daemon.
-    pub keep: bool,
+    pub at_shutdown: AtShutdown,
     /// Made by the caller, who shows it.
     pub metrics: Metrics,
+}
+
+/// What a shutdown does with the devices, once `drain_timeout` has passed.
+///
+/// What is to be left and cannot be (no holder, an older kernel) is detached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AtShutdown {
+    /// What is idle is detached, what is in use is left to the next daemon.
+    #[default]
+    LeaveInUse,
+    /// Everything is left to the next daemon.
+    LeaveAll,
+    /// Everything is detached; the IO of what is in use fails.
+    DetachAll,
 }
 
 impl Options {
@@ -65,7 +79,7 @@ impl Options {
             socket,
             drain_timeout: Duration::ZERO,
             holder,
-            keep: false,
+            at_shutdown: AtShutdown::default(),
             metrics: Metrics::default(),
         }
     }

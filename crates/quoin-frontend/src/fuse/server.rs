@@ -244,7 +244,10 @@ impl Turn {
         link: Link,
         shared: Arc<Shared>,
     ) -> Self {
-        let buffer = vec![0; BUFFER_BYTES];
+        // Written, not only reserved: if the process is killed while the kernel must first find
+        // memory for a message, the message is lost, and its IO fails instead of being sent again.
+        let mut buffer = vec![0; BUFFER_BYTES];
+        std::hint::black_box(&mut buffer).fill(0xff);
         Self { volume, device, filesystem, link: Some(link), shared, buffer }
     }
 

@@ -172,6 +172,7 @@ async fn start(
     keepers.push(start(processes::target(layout, settings))?);
     if left.is_some() || matches!(attaching, Attaching::Yes) {
         keepers.push(start(processes::holder(layout))?);
+        wait_for_holder(layout, keepers, began).await?;
     }
     if let Some(pid) = left {
         say("attached devices of the last `quoin dev`, which was killed, go on");
@@ -206,6 +207,20 @@ async fn wait_for_controller(
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+/// "Quoin is up" promises that the attach process may be killed.
+async fn wait_for_holder(layout: &Layout, keepers: &[Keeper], began: Instant) -> Result<()> {
+    while !quoin_frontend::attach::holder::is_at(&layout.holder_socket()) {
+        if began.elapsed() > START_BUDGET || keepers.iter().any(Keeper::has_ended) {
+            bail!(
+                "the attach holder does not answer; its log is {}",
+                layout.log(processes::HOLDER).display()
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Ok(())
 }
 
 /// Gives a member that has none its certificate, by a token as on any other host.
@@ -305,13 +320,22 @@ async fn stop(layout: &Layout, keepers: Vec<Keeper>, ends: &mut Ends) -> Result<
         keepers.into_iter().partition(|keeper| keeper.name.starts_with("pool-"));
     let controller = if others.is_empty() { None } else { Some(others.remove(0)) };
     while let Some(keeper) = others.pop() {
-        if keeper.name == "attach"
-            && let Err(error) = cleanup::let_go(layout, ends).await
-        {
-            problems.push(format!("{error:#}"));
-            // It says so too, and is not to be asked twice.
-            let _ = keeper.stop().await;
-            continue;
+        if keeper.name == "attach" {
+            let outcome = cleanup::let_go(layout, ends).await;
+            // The holder goes first: what is in use even now would be left to it, and no attach
+            // process will come to take it over.
+            if others.last().is_some_and(|next| next.name == processes::HOLDER)
+                && let Some(holder) = others.pop()
+                && let Err(error) = holder.stop().await
+            {
+                problems.push(format!("{error:#}"));
+            }
+            if let Err(error) = outcome {
+                problems.push(format!("{error:#}"));
+                // It says so too, and is not to be asked twice.
+                let _ = keeper.stop().await;
+                continue;
+            }
         }
         if let Err(error) = keeper.stop().await {
             problems.push(format!("{error:#}"));

@@ -112,9 +112,11 @@ pub fn target(layout: &Layout, settings: &Settings) -> Process {
     process("target", &["target"], &flags, Some(settings.target_http))
 }
 
+pub const HOLDER: &str = "attach-holder";
+
 /// It ends with its supervisor: an attach process that goes on gives all to the next one's.
 pub fn holder(layout: &Layout) -> Process {
-    process("attach-holder", &["attach-holder"], &[("--run", path(&layout.run()))], None)
+    process(HOLDER, &["attach-holder"], &[("--run", path(&layout.run()))], None)
 }
 
 pub fn attach(layout: &Layout, settings: &Settings) -> Process {

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use quoin_console::Source;
-use quoin_frontend::attach::Metrics;
+use quoin_frontend::attach::{AtShutdown, Metrics};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -14,13 +14,17 @@ pub struct AttachOptions {
     /// It is asked at DIRECTORY/attach/attach.sock, and mounts its FUSE files beside it.
     #[arg(long, value_name = "DIRECTORY", default_value = "/run/quoin")]
     run: PathBuf,
-    /// Seconds that a shutdown waits for devices in use.
-    #[arg(long, default_value_t = 0)]
+    /// Seconds that a shutdown waits for devices in use. Then it leaves them to the next `quoin
+    /// attach` and only pauses their IO, which needs `quoin attach-holder` beside it and Linux
+    /// 6.9; otherwise their IO fails.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     drain: u64,
-    /// A shutdown leaves the devices to the next `quoin attach` and only pauses their IO; needs
-    /// `quoin attach-holder` beside it and Linux 6.9.
-    #[arg(long)]
+    /// A shutdown leaves devices that are not in use as well, instead of detaching them.
+    #[arg(long, conflicts_with = "detach")]
     keep: bool,
+    /// A shutdown detaches devices in use as well: their IO fails, and it says so.
+    #[arg(long)]
+    detach: bool,
     #[command(flatten)]
     role: RoleOptions,
 }
@@ -54,7 +58,11 @@ pub fn run(options: AttachOptions) -> Result<()> {
     super::run(&options.role, source, |shutdown| async move {
         let mut attach = quoin_frontend::attach::Options::new(options.run.join("attach"));
         attach.drain_timeout = Duration::from_secs(options.drain);
-        attach.keep = options.keep;
+        attach.at_shutdown = match (options.keep, options.detach) {
+            (true, _) => AtShutdown::LeaveAll,
+            (_, true) => AtShutdown::DetachAll,
+            _ => AtShutdown::LeaveInUse,
+        };
         attach.metrics = metrics;
         Ok(quoin_frontend::attach::run(attach, shutdown).await?)
     })
