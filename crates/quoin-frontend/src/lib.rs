@@ -5,6 +5,7 @@
 //! * [`fuse`] and [`loopdev`]: a volume as a file, and a block device on that file.
 //! * [`attach`]: the daemon that keeps such devices while everything else comes and goes.
 
+mod apart;
 pub mod attach;
 pub mod fuse;
 pub mod loopdev;

@@ -1,7 +1,8 @@
 //! Loop devices: a block device of the kernel on top of a file.
 //!
 //! Direct I/O, so that nothing is cached twice and a write is answered when the target has
-//! answered it; block size as the volume's; discards become holes punched in the file.
+//! answered it; block size as the volume's; discards become holes punched in the file. Where the
+//! kernel asks the file, which this process may serve, it is done [`apart`].
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -9,6 +10,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+use crate::apart::{self, c_string};
 
 const CONTROL: &str = "/dev/loop-control";
 const CTL_GET_FREE: libc::c_ulong = 0x4c82;
@@ -89,18 +92,12 @@ impl LoopDevice {
                 Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => LoopError::NoLoop,
                 _ => failed("open", Path::new(CONTROL), error),
             })?;
-        let backing = OpenOptions::new()
-            .read(true)
-            .write(!read_only)
-            .custom_flags(libc::O_DIRECT)
-            .open(file)
-            .map_err(|error| failed("open", file, error))?;
         for _ in 0..ATTEMPTS {
             let number = ioctl(control.as_raw_fd(), CTL_GET_FREE, 0)
                 .map_err(|error| failed("ask for a free device of", Path::new(CONTROL), error))?;
             let path = PathBuf::from(format!("/dev/loop{number}"));
-            let device = open_device(&path, number as u32)?;
-            match configure(&device, &backing, file, block_size, read_only) {
+            open_device(&path, number as u32)?;
+            match configure(&path, file, block_size, read_only) {
                 Ok(()) => return Ok(Self { path }),
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
                 Err(error) => return Err(failed("configure", &path, error)),
@@ -131,10 +128,21 @@ impl LoopDevice {
 
     /// Takes over the backing file's new size.
     pub fn update_size(&self) -> Result<(), LoopError> {
-        let device = File::open(&self.path).map_err(|error| failed("open", &self.path, error))?;
-        ioctl(device.as_raw_fd(), SET_CAPACITY, 0)
-            .map(drop)
-            .map_err(|error| failed("resize", &self.path, error))
+        let failed = |error| failed("resize", &self.path, error);
+        let path = c_string(&self.path).map_err(failed)?;
+        let act = || {
+            let device = apart::open(&path, libc::O_RDONLY)?;
+            ioctl(device, SET_CAPACITY, 0).map(drop)
+        };
+        // SAFETY: two system calls.
+        unsafe { apart::apart(act) }.map_err(failed)
+    }
+
+    /// Its size in bytes, as the kernel tells it without touching the device.
+    pub fn size(&self) -> Option<u64> {
+        let attribute = Path::new("/sys/block").join(self.path.file_name()?).join("size");
+        let sectors: u64 = std::fs::read_to_string(attribute).ok()?.trim().parse().ok()?;
+        sectors.checked_mul(512)
     }
 
     /// Detaches now, or, where somebody still has it open, as soon as the last one closes it.
@@ -224,21 +232,23 @@ const EMPTY: Info = Info {
     init: [0; 2],
 };
 
-fn configure(
-    device: &File,
-    backing: &File,
-    file: &Path,
-    block_size: u32,
-    read_only: bool,
-) -> io::Result<()> {
-    use std::os::unix::ffi::OsStrExt;
+/// Both are opened in the child: the file asks its server as well.
+fn configure(device: &Path, file: &Path, block_size: u32, read_only: bool) -> io::Result<()> {
+    let (device, backing) = (c_string(device)?, c_string(file)?);
     let mut info = EMPTY;
     info.flags = FLAG_DIRECT_IO | if read_only { FLAG_READ_ONLY } else { 0 };
-    let name = file.as_os_str().as_bytes();
+    let name = backing.as_bytes();
     let length = name.len().min(info.file_name.len() - 1);
     info.file_name[..length].copy_from_slice(&name[..length]);
-    let config = Config { fd: backing.as_raw_fd() as u32, block_size, info, reserved: [0; 8] };
-    ioctl(device.as_raw_fd(), CONFIGURE, std::ptr::from_ref(&config) as usize).map(drop)
+    let access = if read_only { libc::O_RDONLY } else { libc::O_RDWR };
+    let act = || {
+        let fd = apart::open(&backing, access | libc::O_DIRECT)? as u32;
+        let device = apart::open(&device, libc::O_RDWR)?;
+        let config = Config { fd, block_size, info, reserved: [0; 8] };
+        ioctl(device, CONFIGURE, std::ptr::from_ref(&config) as usize).map(drop)
+    };
+    // SAFETY: system calls only.
+    unsafe { apart::apart(act) }
 }
 
 /// Opens the device, making its node first where no devtmpfs does.

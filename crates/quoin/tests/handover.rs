@@ -216,6 +216,46 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
 }
 
 #[test]
+fn kills_at_any_moment_of_a_takeover_are_seen_by_no_application() {
+    const KILLS: u64 = 120;
+    if !possible() {
+        return;
+    }
+    let (attaching, _holder) = Attaching::start("storm");
+    let dev = &attaching.dev;
+    let mut attach = attaching.attach(&[]);
+    dev.ok(&["volume", "create", "db", "--size", "256MiB"]);
+    let device = dev.ok(&["volume", "attach", "db"]);
+    let mount = mounted(&attaching.scratch, &device);
+    let loads = ["a", "b", "c", "d"].map(|name| Load::start(&mount, name));
+    loads[0].goes_on(8);
+    for kill in 0..KILLS {
+        // Killed when it is dropped.
+        drop(attach);
+        attach = attaching.process("attach", &[]);
+        let mixed = kill.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        // Every other one when it serves already: messages are on their way then.
+        if kill % 2 == 0 {
+            loads[0].goes_on(1);
+            std::thread::sleep(Duration::from_micros(mixed >> 52));
+        } else {
+            std::thread::sleep(Duration::from_micros(mixed >> 49));
+        }
+        assert!(loads.iter().all(|load| !load.thread.is_finished()), "failed by kill {kill}");
+    }
+    for load in loads {
+        load.goes_on(1);
+        load.end();
+    }
+    run("umount", &[mount.to_str().unwrap()]);
+    run("e2fsck", &["-f", "-n", &device]);
+    attach.stop();
+    let Attaching { dev, scratch } = attaching;
+    dev.stop();
+    assert_nothing_is_left(&scratch.0);
+}
+
+#[test]
 fn an_attach_process_that_is_told_to_end_leaves_what_is_in_use_and_detaches_the_rest() {
     if !possible() {
         return;

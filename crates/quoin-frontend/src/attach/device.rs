@@ -60,7 +60,7 @@ impl Device {
             Some(LoopDevice::attach(&path, asked.block_size, asked.read_only)?)
         };
         // The kernel has told by now whether it can send again: it was asked for the file's size.
-        let _ = std::fs::metadata(&path);
+        let _ = crate::apart::look(&path, asked.size);
         let device = Self { asked, server, device, holder: holder.clone() };
         // Before anybody is told of it: from then on its IO must not depend on this process.
         if device.server.connection().is_none() {
@@ -113,7 +113,10 @@ impl Device {
         let device = Self { asked, server, device, holder: holder.clone() };
         device.hold();
         // The last daemon may have died when the file had grown and the loop device not yet.
-        if let Some(Err(error)) = device.device.as_ref().map(LoopDevice::update_size) {
+        if let Some(loop_device) = &device.device
+            && loop_device.size() != Some(device.asked.size)
+            && let Err(error) = loop_device.update_size()
+        {
             tracing::warn!(volume = %device.asked.volume, %error, "keeps its old size");
         }
         Ok(device)

@@ -15,6 +15,7 @@
 //!
 //! While the target is away, requests wait in the link; the kernel waits with them.
 
+mod buffer;
 pub mod filesystem;
 pub mod mount;
 pub mod server;

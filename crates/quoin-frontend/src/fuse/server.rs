@@ -12,9 +12,11 @@ use bytes::Bytes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
+use super::buffer::Buffer;
 use super::filesystem::{Answer, Filesystem, IO_BYTES_MAX, Outcome};
 use super::mount::{Mount, MountError};
 use super::wire::{NOTIFY_RESEND, WRITE_HEADER_BYTES, notification};
+use crate::apart;
 use crate::attach::Metrics;
 use crate::nbd::client::{Done, Link};
 
@@ -115,11 +117,12 @@ impl Server {
         });
         let filesystem = Filesystem::new(shape.size_bytes, shape.block_size, shape.read_only)
             .counted_by(metrics.clone());
+        let buffer = Buffer::new(BUFFER_BYTES).map_err(failed)?;
         let theirs = shared.clone();
         let name = volume.to_owned();
         let thread = std::thread::Builder::new()
             .name("attach-volume".into())
-            .spawn(move || Turn::new(name, device, filesystem, link, theirs).run())
+            .spawn(move || Turn::new(name, device, filesystem, link, theirs, buffer).run())
             .map_err(failed)?;
         let seen = shared.clone();
         let standing = move || {
@@ -174,11 +177,10 @@ impl Server {
         self.shared.command(|commands| commands.resize = Some(size_bytes));
         // The kernel never caches the attributes, so it asks the thread, which takes commands
         // before messages.
-        let shown = std::fs::metadata(&self.path)?.len();
-        if shown != size_bytes {
-            return Err(io::Error::other(format!("the file still shows {shown} bytes")));
-        }
-        Ok(())
+        apart::look(&self.path, size_bytes).map_err(|error| match error.raw_os_error() {
+            Some(libc::ERANGE) => io::Error::other("the file still shows its old size"),
+            _ => error,
+        })
     }
 
     /// Fails what waits and all that comes: the only way to get rid of a device whose target will
@@ -233,7 +235,7 @@ struct Turn {
     /// `None` after an abort.
     link: Option<Link>,
     shared: Arc<Shared>,
-    buffer: Vec<u8>,
+    buffer: Buffer,
 }
 
 impl Turn {
@@ -243,11 +245,8 @@ impl Turn {
         filesystem: Filesystem,
         link: Link,
         shared: Arc<Shared>,
+        buffer: Buffer,
     ) -> Self {
-        // Written, not only reserved: if the process is killed while the kernel must first find
-        // memory for a message, the message is lost, and its IO fails instead of being sent again.
-        let mut buffer = vec![0; BUFFER_BYTES];
-        std::hint::black_box(&mut buffer).fill(0xff);
         Self { volume, device, filesystem, link: Some(link), shared, buffer }
     }
 
@@ -310,7 +309,7 @@ impl Turn {
 
     fn messages(&mut self) -> Result<(), Errno> {
         for _ in 0..MESSAGES_PER_TURN {
-            match rustix::io::read(&self.device, &mut self.buffer) {
+            match rustix::io::read(&self.device, &mut *self.buffer) {
                 Ok(read) => {
                     let outcome = self.filesystem.message(&self.buffer[..read]);
                     // Before the answer goes out: whoever waits for one may ask for this next.
