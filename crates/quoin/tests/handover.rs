@@ -1,6 +1,8 @@
 //! The attach process dies, or makes room for its next version, below a mounted file system under
 //! load: IO pauses and no application sees an error. Needs root, /dev/fuse and loop devices.
 
+#![allow(clippy::duplicate_mod)] // Both helpers stand on the same base.
+
 mod common;
 #[path = "common/dev.rs"]
 mod running;
@@ -24,11 +26,6 @@ fn possible() -> bool {
         println!("skipped: needs root, /dev/fuse, /dev/loop-control and Linux 6.9 ({release})");
     }
     is_root() && devices && is_new
-}
-
-fn log(dev: &Dev, name: &str) -> String {
-    let path = dev.directory.join("logs").join(format!("{name}.log"));
-    std::fs::read_to_string(path).unwrap_or_default()
 }
 
 /// Ends a process by a signal, and waits for the one that follows.
@@ -182,7 +179,7 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
     }
     // The holder may die too, as long as the two do not die together.
     // Said at each connection, so that the one after the kill is what is waited for.
-    let times_given = || log(&dev, "attach").matches("the holder is here").count();
+    let times_given = || dev.log("attach").matches("the holder is here").count();
     let before = times_given();
     kill(&dev, "attach-holder");
     eventually("the holder has everything again", || (times_given() > before).then_some(()));
@@ -275,7 +272,7 @@ fn an_attach_process_that_is_told_to_end_leaves_what_is_in_use_and_detaches_the_
     end(&dev, "attach", "TERM");
     load.goes_on(8);
     other.goes_on(8);
-    let said = log(&dev, "attach");
+    let said = dev.log("attach");
     assert_eq!(said.matches("left to the next daemon").count(), 2, "{said}");
     assert_eq!(said.matches("taken over").count(), 2, "{said}");
     load.end();
@@ -302,7 +299,7 @@ fn an_attach_process_that_is_told_to_detach_fails_what_is_in_use_and_leaves_noth
     let mount = mounted(&attaching.scratch, &device);
     let load = Load::start(&mount, "load");
     load.goes_on(8);
-    signal(i64::from(attach.pid()), "TERM");
+    signal(attach.pid(), "TERM");
     eventually("the application is told", || load.thread.is_finished().then_some(()));
     eventually("attach ends", || (!attach.is_alive()).then_some(()));
     assert!(load.thread.join().unwrap().is_err());
