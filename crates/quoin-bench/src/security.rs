@@ -1,7 +1,7 @@
-//! What encrypting data connections costs, beside only proving who is there.
+//! What proving alone costs on data connections, beside encrypting, which is the default.
 //!
-//! The same case as `write-128k-qd8`, where bytes count most, on a Quoin whose cluster encrypts;
-//! beside the same floor, so the two ratios say what encryption takes.
+//! The same case as `write-128k-qd8`, where bytes count most, on a Quoin whose cluster only
+//! authenticates; beside the same floor, so the two ratios compare both.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,16 +13,16 @@ use crate::load::{Generator, Load, Pattern};
 use crate::product::Product;
 use crate::{Class, Error, Options};
 
-pub const NAME: &str = "write-128k-qd8-encrypted";
+pub const NAME: &str = "write-128k-qd8-authenticated";
 
 pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<CaseResult, Error> {
     let size_bytes = options.size_mib << 20;
-    let flags = ["--data-security", "encrypt"];
+    let flags = ["--data-security", "authenticate"];
     let product = Product::start_with(quoin, &directory.join("quoin"), &flags)?;
     eprintln!("preparing {NAME}: filling both sides");
     let floor = Floor::start(quoin, &directory.join("floor"), Class::Cache, size_bytes)?;
     let mut floor_load = Generator::connect(&floor.socket)?;
-    let socket = product.volume("bench-encrypted", Class::Cache, size_bytes)?;
+    let socket = product.volume("bench-authenticated", Class::Cache, size_bytes)?;
     let mut quoin_load = Generator::connect(&socket)?;
     quoin_load.fill(128 << 10)?;
     eprintln!("measuring {NAME}");

@@ -65,7 +65,7 @@ impl Options {
             admin_socket: dir.join("admin.sock"),
             dir,
             listen: None,
-            data_security: "authenticate".to_owned(),
+            data_security: "encrypt".to_owned(),
             default_replicas: 3,
             default_spread: Spread::Host,
             offline_after_ms: 3 * REPORT_EVERY_MS + 1000,

@@ -146,9 +146,11 @@ impl<D: Disk> Core<D> {
         self.freeing = later;
         let done: Vec<(u64, u32, u32)> = done;
         for (_, unit, units) in done {
+            self.allocator.give_warm(unit, units);
+        }
+        while let Some(unit) = self.allocator.cool_one() {
             let offset = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;
-            self.disk.discard(offset, u64::from(units) * unit_bytes);
-            self.allocator.give(unit, units);
+            self.disk.discard(offset, unit_bytes);
         }
     }
 

@@ -18,9 +18,19 @@ const LARGE_FROM_BLOCKS: u64 = 1 << 22;
 /// Part of the pool that only Views, deletes, clean-up and map nodes may use, in percent.
 const RESERVE_PERCENT: u32 = 7;
 
+/// One part of so many of a pool may stay with the file system's space, and in its cache, while
+/// it is free, but no more than what is in use: writing there again costs a copy; space that was
+/// given back costs finding it, clearing it and noting it down each time.
+const WARM_PART: u32 = 4;
+
 /// Free units. Small segments fill groups of eight before they break up another one.
 pub struct Allocator {
     free: Vec<bool>,
+    /// Free units whose space was not given back, by when they were freed; and the reverse, 0:
+    /// given back, or never used.
+    warm: BTreeMap<u64, u32>,
+    warm_since: Vec<u64>,
+    frees: u64,
     /// Free units of each aligned group of eight.
     group_free: Vec<u8>,
     partial: BTreeSet<u32>,
@@ -34,6 +44,9 @@ impl Allocator {
         let groups = units.div_ceil(LARGE_UNITS);
         let mut allocator = Allocator {
             free: vec![false; units as usize],
+            warm: BTreeMap::new(),
+            warm_since: vec![0; units as usize],
+            frees: 0,
             group_free: vec![0; groups as usize],
             partial: BTreeSet::new(),
             whole: BTreeSet::new(),
@@ -77,6 +90,7 @@ impl Allocator {
         }
         self.free[range].fill(false);
         for unit in unit..unit + units {
+            self.warm.remove(&std::mem::take(&mut self.warm_since[unit as usize]));
             self.group_free[(unit / LARGE_UNITS) as usize] -= 1;
             self.recount(unit / LARGE_UNITS);
         }
@@ -92,6 +106,28 @@ impl Allocator {
             self.recount(unit / LARGE_UNITS);
         }
         self.free_units += units;
+    }
+
+    /// Takes back what was written to, which makes it warm.
+    pub fn give_warm(&mut self, unit: u32, units: u32) {
+        self.give(unit, units);
+        for unit in unit..unit + units {
+            self.frees += 1;
+            self.warm.insert(self.frees, unit);
+            self.warm_since[unit as usize] = self.frees;
+        }
+    }
+
+    /// The unit that was free for longest of more than may stay warm: its space is to be given
+    /// back.
+    pub fn cool_one(&mut self) -> Option<u32> {
+        let in_use = self.units() - self.free_units;
+        if self.warm.len() <= in_use.min(self.units() / WARM_PART) as usize {
+            return None;
+        }
+        let (_, unit) = self.warm.pop_first()?;
+        self.warm_since[unit as usize] = 0;
+        Some(unit)
     }
 
     fn allocate(&mut self, large: bool) -> Option<(u32, u32)> {
@@ -316,5 +352,22 @@ mod tests {
             all += 1;
         }
         assert_eq!((all, allocator.free_units()), (26, 0));
+    }
+
+    #[test]
+    fn few_free_units_stay_warm_and_those_free_for_longest_are_given_back() {
+        let mut allocator = Allocator::new(16);
+        assert_eq!(allocator.cool_one(), None, "what was never used has no space to give back");
+        assert!(allocator.take(0, 12));
+        allocator.give_warm(3, 2);
+        allocator.give_warm(0, 3);
+        assert!(allocator.take(4, 1), "which is not warm any more");
+        assert_eq!(allocator.cool_one(), None);
+        allocator.give_warm(4, 2);
+        assert_eq!([allocator.cool_one(), allocator.cool_one()], [Some(3), Some(0)]);
+        assert_eq!(allocator.cool_one(), None);
+        allocator.give_warm(6, 6);
+        let cooled = std::iter::from_fn(|| allocator.cool_one()).count();
+        assert_eq!((cooled, allocator.free_units()), (10, 16), "nothing is in use any more");
     }
 }

@@ -57,5 +57,5 @@ fn a_quick_run_writes_its_eight_cases_with_their_five_figures_each() {
 fn what_encryption_costs_is_measured_beside_the_same_floor() {
     let (cases, _) = cases(&["--only", "encrypted"]);
     assert_eq!(cases.len(), 1, "{cases:?}");
-    assert_complete("write-128k-qd8-encrypted", &cases["write-128k-qd8-encrypted"]);
+    assert_complete("write-128k-qd8-authenticated", &cases["write-128k-qd8-authenticated"]);
 }
