@@ -98,6 +98,8 @@ impl Controller {
             read_only: volume.attachments.iter().any(|a| a.node == node && a.read_only),
             spec: Some(spec(volume)),
             replicas: self.addresses(volume, node),
+            desired_replication_factor: volume.membership.drf.into(),
+            consistency_factor: volume.desired_cf().into(),
         };
         NodeAssignment {
             targets: served.map(target).collect(),
@@ -119,6 +121,9 @@ impl Controller {
                 address: usable.map(|pool| pool.address.clone()).unwrap_or_default(),
                 same_host: pool.is_some_and(|pool| pool.node == node),
                 candidate: !volume.is_known(replica),
+                beside: !volume.is_known(replica)
+                    && volume.replicas.iter().any(|r| r.id == replica.id && volume.is_known(r)),
+                leaving: replica.leaving,
             }
         };
         // A candidate that its pool has not made yet cannot be fed.

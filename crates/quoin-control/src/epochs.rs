@@ -1,13 +1,14 @@
-//! The compare-and-swaps that targets ask for: epochs, which fence, and replacements.
+//! The compare-and-swaps that targets ask for: epochs, which fence, and changes of membership.
 
-use quoin_core::membership::RETIRED_MAX;
-use quoin_core::{Epoch, Incarnation, Membership, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaId, VolumeId};
 use quoin_identity::Grant;
 
 use crate::Error;
 use crate::controller::Controller;
 use crate::events::{Object, Severity};
-use crate::records::{ReplicaPhase, Text, VolumePhase, VolumeRecord};
+use crate::records::{
+    Discarded, MembershipRecord, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord,
+};
 
 /// Promises that replicas have seen can be ahead of records restored from a backup, but never
 /// by more openings than anybody made; a hostile node must not use up the numbers.
@@ -23,17 +24,18 @@ pub struct Granted {
     pub grant: Vec<u8>,
 }
 
-/// What a target asks to be swapped.
+/// The known list and the factors that a target asks for, whole.
 #[derive(Clone, Debug)]
-pub struct Replacement {
+pub struct MembershipSwap {
     pub volume: VolumeId,
     pub node: String,
     pub epoch: Epoch,
     pub incarnation: Incarnation,
+    /// Of the membership that it replaces.
     pub version: u64,
-    pub replica: ReplicaId,
-    pub old: ReplicaGuid,
-    pub new: ReplicaGuid,
+    pub rf: u8,
+    pub cf: u8,
+    pub known: Vec<Member>,
 }
 
 impl Controller {
@@ -87,21 +89,20 @@ impl Controller {
         self.identity.sign_grant(&grant).unwrap_or_default()
     }
 
-    /// Puts a rebuilt newcomer in the place of the known replica whose data is gone. The inner
-    /// error says why it was refused; in either case the membership is the record's. A repeat
-    /// of a swap that happened is done.
-    pub async fn replace_member(
+    /// Makes the one change of the known list and its factors that a target asks for, if it is
+    /// one that the record wishes for. The inner error says why it was refused; in either case
+    /// the membership is the record's. A repeat of a swap that happened is done.
+    pub async fn swap_membership(
         &self,
-        asked: &Replacement,
+        asked: &MembershipSwap,
     ) -> Result<(Membership, Result<(), String>), Error> {
-        let change = |volume: &mut VolumeRecord| Ok(replace(volume, asked));
+        let change = |volume: &mut VolumeRecord| Ok(swap(volume, asked));
         let (record, outcome) = self.update_volume(asked.volume, change).await?;
-        if outcome == Ok(true) {
-            let replica = record.replicas.iter().find(|r| r.id.0 == asked.replica);
-            let pool = replica.map_or("?", |replica| replica.pool.as_str());
-            let message = format!("rebuilt on pool {pool} as {}, was {}", asked.new, asked.old);
-            let replica = Object::new("replica", asked.replica, &record.spec.name);
-            self.events.record(Severity::Normal, replica, "ReplicaReplaced", message);
+        if let Ok(news) = &outcome {
+            for (reason, replica, message) in news {
+                let replica = Object::new("replica", replica, &record.spec.name);
+                self.events.record(Severity::Normal, replica, reason, message.clone());
+            }
         }
         Ok(((&record.membership).into(), outcome.map(drop)))
     }
@@ -118,38 +119,96 @@ fn owned(volume: &VolumeRecord, node: &str) -> Result<(), String> {
     }
 }
 
-/// Swaps in the record, or says why not; false where it is swapped already.
-fn replace(volume: &mut VolumeRecord, asked: &Replacement) -> Result<bool, String> {
+type News = (&'static str, ReplicaId, String);
+
+/// Swaps in the record and says what that changed, or why not; nothing where it is swapped
+/// already.
+fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, String> {
     owned(volume, &asked.node)?;
     if (volume.epoch(), volume.incarnation.0) != (asked.epoch, asked.incarnation) {
         return Err(format!("epoch {} is over, the record has {}", asked.epoch, volume.epoch));
     }
-    let membership = &volume.membership;
-    let (old, new) = (Text(asked.old), Text(asked.new));
-    if volume.known_guid(asked.replica) == Some(asked.new) && membership.retired.contains(&old) {
-        return Ok(false);
+    let now = Membership::from(&volume.membership);
+    let same = now.known == asked.known && (now.rf, now.cf) == (asked.rf, asked.cf);
+    if same && now.version == asked.version.saturating_add(1) {
+        return Ok(Vec::new());
     }
-    if membership.version != asked.version {
-        let has = membership.version;
+    if now.version != asked.version {
+        let has = now.version;
         return Err(format!("membership version {} is over, the record has {has}", asked.version));
     }
-    if volume.known_guid(asked.replica) != Some(asked.old) {
-        return Err("the old incarnation is not known under this replica id".to_owned());
+    let added: Vec<Member> = asked.known.iter().copied().filter(|m| !now.contains(*m)).collect();
+    let removed: Vec<Member> =
+        now.known.iter().copied().filter(|m| !asked.known.contains(m)).collect();
+    let factor = volume.cf_of(asked.rf);
+    if usize::from(asked.rf) != asked.known.len() || asked.rf > now.drf.max(now.rf) {
+        return Err(format!(
+            "{} replicas under RF {} are not what is desired, which is {}",
+            asked.known.len(),
+            asked.rf,
+            now.drf
+        ));
     }
-    let chosen = volume.replicas.iter().any(|replica| {
-        replica.id.0 == asked.replica && replica.guid == new && replica.phase == ReplicaPhase::Keep
+    if asked.cf != factor && (asked.rf, asked.cf) != (now.rf, now.cf) {
+        return Err(format!("a consistency factor of {} is not {factor}", asked.cf));
+    }
+    for member in &added {
+        let chosen = volume.replicas.iter().any(|replica| {
+            (replica.id.0, replica.guid.0) == (member.id, member.guid)
+                && replica.phase == ReplicaPhase::Keep
+        });
+        if !chosen || now.retired.contains(&member.guid) {
+            return Err(format!("{} is no newcomer that the records name", member.guid));
+        }
+    }
+    for member in &removed {
+        let followed = added.iter().any(|m| m.id == member.id);
+        let leaves = volume.replicas.iter().any(|r| r.id.0 == member.id && r.leaving);
+        if !followed && !leaves {
+            return Err(format!("replica {} was not named to leave", member.id));
+        }
+    }
+    let mut next = Membership {
+        version: now.version + 1,
+        rf: asked.rf,
+        cf: asked.cf,
+        known: asked.known.clone(),
+        ..now
+    };
+    next.retired.extend(removed.iter().map(|m| m.guid));
+    next.check().map_err(str::to_owned)?;
+    volume.membership = MembershipRecord::from(&next);
+    let mut news: Vec<News> = Vec::new();
+    for member in &added {
+        let pool = |m: &Member| {
+            let held = volume.replicas.iter().find(|r| r.guid.0 == m.guid);
+            held.map_or("?", |replica| replica.pool.as_str()).to_owned()
+        };
+        let on = pool(member);
+        news.push(match removed.iter().find(|m| m.id == member.id) {
+            Some(old) => {
+                let message = format!("rebuilt on pool {on} as {}, was {}", member.guid, old.guid);
+                ("ReplicaReplaced", member.id, message)
+            }
+            None => {
+                let message =
+                    format!("rebuilt on pool {on}; {} replicas, CF {}", asked.rf, asked.cf);
+                ("ReplicaAdded", member.id, message)
+            }
+        });
+    }
+    for member in &removed {
+        if !added.iter().any(|m| m.id == member.id) {
+            let message = format!("{} replicas stay, CF {}", asked.rf, asked.cf);
+            news.push(("ReplicaRemoved", member.id, message));
+        }
+    }
+    // Nobody needs what the removed ones hold any more.
+    let (gone, stay) = std::mem::take(&mut volume.replicas).into_iter().partition(|replica| {
+        removed.iter().any(|m| (m.id, m.guid) == (replica.id.0, replica.guid.0))
     });
-    if !chosen {
-        return Err("the new incarnation is not the one that the records name".to_owned());
-    }
-    if membership.retired.len() >= RETIRED_MAX {
-        return Err(format!("{RETIRED_MAX} incarnations are retired already"));
-    }
-    let membership = &mut volume.membership;
-    membership.version += 1;
-    membership.retired.push(old);
-    for member in membership.known.iter_mut().filter(|member| member.id.0 == asked.replica) {
-        member.guid = new;
-    }
-    Ok(true)
+    volume.replicas = stay;
+    let gone: Vec<ReplicaRecord> = gone;
+    volume.discarded.extend(gone.into_iter().map(Discarded::from));
+    Ok(news)
 }

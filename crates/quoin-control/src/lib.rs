@@ -26,6 +26,7 @@ pub mod records;
 mod removal;
 mod reports;
 mod run;
+mod scale;
 mod service;
 pub mod spec;
 mod status;
@@ -37,7 +38,8 @@ mod volumes;
 
 pub use attach::Publish;
 pub use controller::{Controller, Settings};
-pub use epochs::{Granted, Replacement};
+pub use epochs::{Granted, MembershipSwap};
 pub use error::Error;
 pub use metrics::Metrics;
 pub use run::{InitReport, Options, REPORT_EVERY_MS, init, is_initialised, open, run, serve};
+pub use scale::Scale;

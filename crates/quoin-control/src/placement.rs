@@ -116,6 +116,84 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
     )))
 }
 
+/// Where a volume's replicas are already.
+#[derive(Clone, Copy, Debug)]
+pub struct Taken<'a> {
+    /// No new one goes into these.
+    pub pools: &'a [&'a str],
+    /// Nor, with `spread: host`, onto the hosts of these.
+    pub hosts_of: &'a [&'a str],
+}
+
+/// Chooses pools for `count` more replicas of a volume, those that are `named` where any are.
+///
+/// # Errors
+/// What is short and why; for a named pool, what is wrong with it.
+pub fn place_beside(
+    spec: &Spec,
+    size_bytes: u64,
+    pools: &[Candidate],
+    taken: &Taken,
+    count: usize,
+    named: &[String],
+) -> Result<Vec<String>, Error> {
+    if count == 0 {
+        return Ok(Vec::new());
+    }
+    let host_of = |name: &str| pools.iter().find(|p| p.name == name).map(|p| p.host.as_str());
+    let hosts: BTreeSet<&str> = taken.hosts_of.iter().filter_map(|name| host_of(name)).collect();
+    let objection = |pool: &Candidate| {
+        if taken.pools.contains(&pool.name.as_str()) {
+            return Some("it holds a replica of the volume".to_owned());
+        }
+        if spec.spread == Spread::Host && hosts.contains(pool.host.as_str()) {
+            return Some(format!("host {} holds a replica of the volume", pool.host));
+        }
+        pool.objection(spec, size_bytes)
+    };
+    for name in named {
+        let Some(pool) = pools.iter().find(|pool| pool.name == *name) else {
+            return Err(Error::missing("pool", name));
+        };
+        if let Some(objection) = objection(pool) {
+            return Err(Error::Precondition(format!(
+                "pool {name:?} cannot take a replica of volume {:?}: {objection}",
+                spec.name
+            )));
+        }
+    }
+    let wanted = |pool: &&Candidate| named.is_empty() || named.contains(&pool.name);
+    let mut usable: Vec<&Candidate> =
+        pools.iter().filter(wanted).filter(|pool| objection(pool).is_none()).collect();
+    usable.sort_by_key(|pool| (-pool.left_bytes(), pool.name.clone()));
+    let mut seen = hosts.clone();
+    let (fresh, others): (Vec<_>, Vec<_>) =
+        usable.into_iter().partition(|pool| seen.insert(pool.host.as_str()));
+    let chosen = match spec.spread {
+        Spread::Host => fresh,
+        Spread::Pool => [fresh, others].concat(),
+    };
+    if chosen.len() >= count {
+        return Ok(chosen.into_iter().take(count).map(|pool| pool.name.clone()).collect());
+    }
+    let objections: Vec<String> = pools
+        .iter()
+        .filter_map(|pool| objection(pool).map(|why| format!("{} ({why})", pool.name)))
+        .collect();
+    let listed = match objections.as_slice() {
+        [] => String::new(),
+        some => format!("; not usable: {}", some.join(", ")),
+    };
+    let what = if spec.spread == Spread::Host { "other hosts" } else { "other pools" };
+    Err(Error::Exhausted(format!(
+        "volume {:?}: {count} more replicas of {} need {count} {what} with room, {} found{listed}; \
+         add a pool",
+        spec.name,
+        text::bytes(size_bytes),
+        chosen.len()
+    )))
+}
+
 /// The largest volume of this spec that its pools could hold if they were empty and all there;
 /// 0 where they are too few. A larger one can never be had, a smaller one may have to wait.
 pub fn largest_possible(spec: &Spec, pools: &[Candidate]) -> u64 {

@@ -186,6 +186,13 @@ fn step(volume: &mut VolumeRecord, answers: &Answers, news: &mut Vec<News>) {
             discard_retired(volume, answers);
             let name = volume.spec.name.clone();
             let known = volume.membership.known.clone();
+            // Those whose place another record takes are not made anew where they were.
+            let followed: Vec<_> = volume
+                .replicas
+                .iter()
+                .filter(|r| r.leaving || volume.is_followed(r))
+                .map(|r| r.guid)
+                .collect();
             let mut surplus = Vec::new();
             for replica in &mut volume.replicas {
                 let object = || Object::new("replica", replica.id.0, &name);
@@ -199,6 +206,8 @@ fn step(volume: &mut VolumeRecord, answers: &Answers, news: &mut Vec<News>) {
                     let guid = std::mem::replace(&mut replica.guid, known);
                     surplus.push(Discarded { id, guid, pool });
                     replica.phase = ReplicaPhase::Keep;
+                } else if followed.contains(&replica.guid) {
+                    continue;
                 } else if replica.phase == ReplicaPhase::Keep && gone(&replica.pool, replica.guid.0)
                 {
                     // A GUID is born once: what comes in its place has another one.

@@ -110,11 +110,15 @@ impl ReplicaPhase {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ReplicaRecord {
     pub id: Text<ReplicaId>,
-    /// The incarnation that the pool is to hold. Where the known list names another one under
-    /// this id, this is a candidate to replace it.
+    /// The incarnation that the pool is to hold. Where the known list does not name it, this is a
+    /// newcomer: to take the place of the one known under this id, or as one more. While a
+    /// replica moves there are two records with its id.
     pub guid: Text<ReplicaGuid>,
     pub pool: String,
     pub phase: ReplicaPhase,
+    /// Known, and named to leave.
+    #[serde(default)]
+    pub leaving: bool,
 }
 
 /// An incarnation that nobody needs any more, until its pool says that it is gone.
@@ -123,6 +127,12 @@ pub struct Discarded {
     pub id: Text<ReplicaId>,
     pub guid: Text<ReplicaGuid>,
     pub pool: String,
+}
+
+impl From<ReplicaRecord> for Discarded {
+    fn from(replica: ReplicaRecord) -> Self {
+        Self { id: replica.id, guid: replica.guid, pool: replica.pool }
+    }
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -141,6 +151,21 @@ pub struct MembershipRecord {
     pub known: Vec<MemberRecord>,
     pub retired: Vec<Text<ReplicaGuid>>,
     pub formed: bool,
+}
+
+impl From<&Membership> for MembershipRecord {
+    fn from(membership: &Membership) -> Self {
+        let known = membership.known.iter();
+        Self {
+            version: membership.version,
+            rf: membership.rf,
+            cf: membership.cf,
+            drf: membership.drf,
+            known: known.map(|m| MemberRecord { id: Text(m.id), guid: Text(m.guid) }).collect(),
+            retired: membership.retired.iter().copied().map(Text).collect(),
+            formed: membership.formed,
+        }
+    }
 }
 
 impl From<&MembershipRecord> for Membership {
@@ -181,6 +206,9 @@ pub struct VolumeRecord {
     pub epoch: u64,
     /// Who acquired `epoch`.
     pub incarnation: Text<Incarnation>,
+    /// As it was asked for; 0: by the formula whenever RF changes.
+    #[serde(default)]
+    pub consistency_factor: u8,
 }
 
 impl VolumeRecord {

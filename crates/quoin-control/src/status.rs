@@ -187,6 +187,8 @@ impl Controller {
             created_at: Some(timestamp(volume.created_ms)),
             contract: self.contract(volume),
             resource_version: revision,
+            changing: volume.changing(),
+            desired_consistency_factor: volume.consistency_factor.into(),
         }
     }
 
@@ -255,6 +257,8 @@ impl Controller {
                 message: status.message.clone(),
                 used_bytes: held.map_or(0, |held| held.used_bytes),
                 bad_blocks: status.bad_blocks,
+                known: status.known,
+                leaving: replica.leaving || volume.is_followed(replica),
                 repaired: held.map_or(0, |held| held.repaired),
             }
         };
@@ -268,6 +272,7 @@ impl Controller {
         let mut hosts: Vec<_> = volume
             .replicas
             .iter()
+            .filter(|replica| volume.membership.known.iter().any(|m| m.id == replica.id))
             .filter_map(|replica| self.pools.get(&replica.pool).map(|pool| pool.node.clone()))
             .collect();
         hosts.sort();

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use quoin_core::membership::default_cf;
 use quoin_core::{Incarnation, ReplicaGuid, ReplicaId, VolumeId};
 use quoin_proto::control::{VolumeRef, VolumeSpec};
 
@@ -320,6 +321,7 @@ fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> 
         guid: Text(ReplicaGuid(random_id())),
         pool,
         phase: ReplicaPhase::Init,
+        leaving: false,
     };
     let replicas: Vec<_> = pools.into_iter().map(replica).collect();
     let membership = MembershipRecord {
@@ -331,8 +333,10 @@ fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> 
         retired: Vec::new(),
         formed: false,
     };
+    let by_formula = spec.consistency_factor == default_cf(spec.replicas);
     VolumeRecord {
         id: Text(id),
+        consistency_factor: if by_formula { 0 } else { spec.consistency_factor },
         spec,
         size_bytes,
         phase: VolumePhase::Pending,

@@ -22,7 +22,7 @@ pub use ids::{
     Epoch, GroupId, Incarnation, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, SessionKey,
     SnapshotId, VolumeId,
 };
-pub use membership::{Durability, Member, Membership};
+pub use membership::{Desired, Durability, Member, Membership, Newcomer};
 pub use step::Step;
 pub use time::Time;
 

@@ -38,6 +38,39 @@ pub struct Membership {
     pub formed: bool,
 }
 
+/// What the control plane wants the membership to become: the whole of it each time it changes.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Desired {
+    /// Desired replication factor; less than RF asks for nothing.
+    pub drf: u8,
+    /// Consistency factor; 0: the formula's whenever RF changes, else as it is.
+    pub cf: u8,
+    pub newcomers: Vec<Newcomer>,
+    /// Known replicas that are to leave: RF falls by each.
+    pub leaving: Vec<Member>,
+}
+
+/// A replica that the records name and that is not known yet. Under a listed ReplicaId it takes
+/// the place of the one listed there (replaced, or moved), under another it is an addition.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Newcomer {
+    pub member: Member,
+    /// The records hold the replica whose place it takes beside it (a move): it is fed although
+    /// that one is connected, which stays known until the newcomer is.
+    pub beside: bool,
+}
+
+impl Desired {
+    /// The consistency factor that a change of RF ends in.
+    pub fn cf_of(&self, rf: u8) -> u8 {
+        if self.cf == 0 { default_cf(rf) } else { self.cf.min(rf) }
+    }
+
+    pub fn newcomer(&self, member: Member) -> Option<&Newcomer> {
+        self.newcomers.iter().find(|n| n.member == member)
+    }
+}
+
 /// Replicas of one volume at most.
 pub const REPLICAS_MAX: usize = 16;
 /// Retired GUIDs remembered per volume.

@@ -26,8 +26,12 @@ pub struct Changes {
     pub replace: bool,
     /// A newcomer beside the others: RF + 1, CF by the formula.
     pub add: bool,
+    /// Two newcomers at once: RF + 2, CF by the formula.
+    pub pair: bool,
     /// RF − 1, CF by the formula.
     pub remove: bool,
+    /// Another CF for the same replicas.
+    pub factor: bool,
 }
 
 const NOTHING: Budget = Budget {
@@ -56,7 +60,7 @@ impl Bounds {
         budget: Budget { writes: 2, flushes: 1, power_cuts: 1, ..NOTHING },
         durability_media: false,
         lying_disks: false,
-        changes: Changes { replace: false, add: false, remove: false },
+        changes: Changes { replace: false, add: false, pair: false, remove: false, factor: false },
     };
 
     pub const fn replicas(&self) -> usize {
@@ -154,6 +158,19 @@ impl Bounds {
         self
     }
 
+    pub const fn pair(mut self, changes: u8) -> Self {
+        self.newcomers = 2;
+        self.budget.changes = changes;
+        self.changes.pair = true;
+        self
+    }
+
+    pub const fn factor(mut self, changes: u8) -> Self {
+        self.budget.changes = changes;
+        self.changes.factor = true;
+        self
+    }
+
     pub const fn remove(mut self, changes: u8) -> Self {
         self.budget.changes = changes;
         self.changes.remove = true;
@@ -183,9 +200,13 @@ impl std::fmt::Display for Bounds {
             }
         }
         let changes = self.changes;
-        for (on, what) in
-            [(changes.replace, "replace"), (changes.add, "add"), (changes.remove, "remove")]
-        {
+        for (on, what) in [
+            (changes.replace, "replace"),
+            (changes.add, "add"),
+            (changes.pair, "add two"),
+            (changes.remove, "remove"),
+            (changes.factor, "CF"),
+        ] {
             if on {
                 write!(f, " ({what})")?;
             }
@@ -213,6 +234,25 @@ pub const WORLDS: &[Bounds] = &[
         .replace(1)
         .rollbacks(1)
         .named("rollback"),
+    Bounds::GOAL.rf(1, 1).attempts(2).writes(1).flushes(0).replace(1).named("move-one"),
+    Bounds::GOAL.rf(1, 1).attempts(2).writes(1).flushes(0).pair(1).named("one-to-three"),
+    Bounds::GOAL
+        .rf(2, 2)
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .replace(1)
+        .rollbacks(1)
+        .named("move-two"),
+    Bounds::GOAL.attempts(2).writes(1).flushes(0).factor(1).named("factor"),
+    Bounds::GOAL
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .power_cuts(0)
+        .factor(1)
+        .rollbacks(1)
+        .named("factor-rollback"),
     Bounds::GOAL.attempts(2).writes(1).damages(1).named("damage"),
     Bounds::GOAL.attempts(2).writes(1).sync_failures(1).named("sync-failure"),
     Bounds::GOAL.attempts(2).writes(1).deaths(1).views(1).named("death"),

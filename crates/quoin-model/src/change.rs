@@ -56,6 +56,16 @@ impl Model {
             if changes.add {
                 self.joint(s, a, known | new, default_cf(attempt.rf + 1), steps);
             }
+            for other in members(self.candidates(s) & !(2 * new - 1)).filter(|_| changes.pair) {
+                let fed = attempt.link[other] == LINK_FED;
+                if fed && attempt.applied[other] >= attempt.tip[other] {
+                    let pair = new | 1 << other;
+                    self.joint(s, a, known | pair, default_cf(attempt.rf + 2), steps);
+                }
+            }
+        }
+        for cf in (1..=attempt.rf).filter(|cf| changes.factor && *cf != attempt.cf) {
+            self.joint(s, a, known, cf, steps);
         }
         for old in members(known).filter(|_| changes.remove && attempt.rf > 1) {
             self.joint(s, a, known & !(1 << old), default_cf(attempt.rf - 1), steps);
@@ -67,7 +77,27 @@ impl Model {
         let Some(newest) = attempt.newest_view() else { return };
         let removed = attempt.known & !joint_known;
         let added = joint_known & !attempt.known;
-        let in_sync = newest.in_sync & !removed | added;
+        // Who leaves stays in sync until the record has the change, where he keeps up.
+        let kept = newest.in_sync | added;
+        for in_sync in [kept & !removed, kept] {
+            self.joint_with(s, a, in_sync, joint_known, joint_cf, steps);
+            if in_sync == kept {
+                return;
+            }
+        }
+    }
+
+    fn joint_with(
+        &self,
+        s: &State,
+        a: usize,
+        in_sync: Set,
+        joint_known: Set,
+        joint_cf: u8,
+        steps: &mut Steps,
+    ) {
+        let attempt = &s.attempts[a];
+        let Some(newest) = attempt.newest_view() else { return };
         let view = Entry { kind: VIEW, in_sync, joint_known, joint_cf, ..*newest };
         if usize::from(attempt.length) == ENTRIES
             || view.rules().any(|(known, cf)| count(in_sync & known) < cf)
@@ -198,7 +228,7 @@ impl Model {
         (attempt.change, attempt.joint_at) = (NO_CHANGE, 0);
         attempt.append(Entry {
             kind: VIEW,
-            in_sync: newest.in_sync,
+            in_sync: newest.in_sync & attempt.known,
             known: attempt.known,
             cf: attempt.cf,
             version: attempt.version,

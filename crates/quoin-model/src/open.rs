@@ -32,7 +32,8 @@ impl Model {
         for a in 0..ATTEMPTS {
             match s.attempts[a].phase {
                 OPENING => {
-                    self.open_each(s, a, s.attempts[a].known, steps);
+                    let set = s.attempts[a].known | self.joint_members(s, a);
+                    self.open_each(s, a, set, steps);
                     self.decide(s, a, steps);
                 }
                 RECOVERING => {
@@ -49,6 +50,15 @@ impl Model {
                 _ => {}
             }
         }
+    }
+
+    /// Whom the second rule of a joint View knows that an answer shows: they are asked as well.
+    fn joint_members(&self, s: &State, a: usize) -> Set {
+        let attempt = &s.attempts[a];
+        let voters = (0..REPLICAS).filter(|r| self.is_voter(attempt, *r));
+        let views = voters.filter_map(|r| s.last_view(attempt.ack[r]));
+        let set = views.fold(0, |set, (_, view)| set | view.joint_known);
+        set & !s.record.retired
     }
 
     /// Replicas that may become known: new GUIDs, never retired ones.
@@ -233,10 +243,15 @@ impl Model {
     }
 
     fn is_voter(&self, attempt: &Attempt, r: usize) -> bool {
+        has(attempt.known, r) && self.is_sound(attempt, r)
+    }
+
+    /// Answered, quorum on, undamaged.
+    fn is_sound(&self, attempt: &Attempt, r: usize) -> bool {
         let flags = attempt.ack_flags[r];
         let sound =
             self.is(Mutant::QuorumOffCounted) || (flags & QUORUM != 0 && flags & DAMAGED == 0);
-        attempt.link[r] == LINK_ANSWERED && has(attempt.known, r) && sound
+        attempt.link[r] == LINK_ANSWERED && sound
     }
 
     /// Steps 3 to 6, as soon as the answers allow it, or later.
@@ -273,7 +288,9 @@ impl Model {
         let joint = s.last_view(authority).filter(|(_, view)| view.joint_cf > 0);
         if let Some((_, view)) = joint.filter(|_| !self.is(Mutant::JointNotJudged)) {
             let (known, cf) = (view.joint_known, view.joint_cf);
-            verdicts.push(self.verdict(s, attempt, voters, authority, known, cf));
+            let sound = (0..REPLICAS).filter(|r| self.is_sound(attempt, *r));
+            let sound: Set = sound.fold(0, |set, r| set | 1 << r);
+            verdicts.push(self.verdict(s, attempt, sound, authority, known, cf));
         }
         for verdict in verdicts {
             match verdict {

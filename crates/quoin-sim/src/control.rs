@@ -1,7 +1,7 @@
 //! The control plane's record of the volume, reached only by compare-and-swap over a network
 //! that delays and loses questions and answers.
 
-use quoin_core::{Epoch, Incarnation, Member, Membership};
+use quoin_core::{Desired, Epoch, Incarnation, Membership};
 
 /// The linearizable record.
 #[derive(Clone, Debug)]
@@ -11,8 +11,8 @@ pub struct Record {
     /// The target host that owns the volume.
     pub owner: usize,
     pub membership: Membership,
-    /// Replacements that pools have made for known replicas whose data is gone.
-    pub candidates: Vec<Member>,
+    /// What the membership is to become, as operators ask and pools have made replicas for it.
+    pub desired: Desired,
 }
 
 #[derive(Clone, Debug)]
@@ -59,7 +59,8 @@ impl Record {
                         return Err("a retired GUID was forgotten (RetiredNeverBack)");
                     }
                     self.membership = next.clone();
-                    self.candidates.retain(|c| !next.known.contains(c));
+                    self.desired.newcomers.retain(|n| !next.known.contains(&n.member));
+                    self.desired.leaving.retain(|m| next.known.contains(m));
                 }
                 Ok(Answer::Swapped { version: *version, membership: self.membership.clone() })
             }
@@ -77,7 +78,7 @@ mod tests {
             incarnation: Incarnation(1),
             owner: 0,
             membership: Membership { version: 1, rf: 1, cf: 1, drf: 1, ..Default::default() },
-            candidates: Vec::new(),
+            desired: Desired::default(),
         }
     }
 

@@ -173,14 +173,7 @@ impl Lineage {
             at = record.parent;
             let EntryKind::View(before) = &record.entry.kind else { continue };
             let now = &view.rule.known;
-            let is_from = |rule: &Rule| {
-                let (more, fewer) = if now.len() < rule.known.len() {
-                    (&rule.known, now)
-                } else {
-                    (now, &rule.known)
-                };
-                fewer.iter().all(|member| more.contains(member))
-            };
+            let is_from = |rule: &Rule| rule.known == *now;
             if std::iter::once(&before.rule).chain(&before.joint).any(is_from) {
                 break;
             }

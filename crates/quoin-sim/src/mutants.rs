@@ -59,6 +59,9 @@ pub const ALL: &[Defect] = &[
     core("joint-dropped-on-unknown-outcome", Swarm::Replacements).like("joint-dropped"),
     core("joint-change-not-given-up", Swarm::Replacements).like("cannot-give-up"),
     core("retired-admitted", Swarm::Replacements).like("retired-admitted"),
+    core("joint-rule-left-out", Swarm::Members),
+    core("leaves-unhealthy-behind", Swarm::Members),
+    core("removed-not-retired", Swarm::Members),
     core("more-known-than-rf", Swarm::Replacements).like("known-above-rf"),
     core("two-replicas-of-one-id", Swarm::Replacements),
     core("guid-born-twice", Swarm::Replacements).like("guid-born-twice"),
@@ -117,7 +120,10 @@ pub const NOT_BUILT: &[(&str, &str)] = &[
     ("forced change without the old membership kept", "the forced change"),
     ("fenced taken at the promise", "the forced change"),
     ("lease not waited after \"proven gone\"", "the forced change"),
-    ("formation branch left open", "admission beyond a replacement"),
+    (
+        "formation branch left open",
+        "replicas that are not on the first known list forming a volume",
+    ),
 ];
 
 /// What has caught a defect before: tried first, as it takes seconds.

@@ -35,6 +35,13 @@ pub struct Stats {
     pub drops: u64,
     pub repairs: u64,
     pub replacements: u64,
+    /// Changes that operators asked for, and changes of membership that were made and given up.
+    pub scale_ups: u64,
+    pub moves: u64,
+    pub removals: u64,
+    pub cf_changes: u64,
+    pub changes: u64,
+    pub given_up: u64,
     pub sectors_lost: u64,
     pub pages_torn: u64,
     pub disk_errors: u64,
@@ -63,6 +70,12 @@ impl Stats {
         self.drops += other.drops;
         self.repairs += other.repairs;
         self.replacements += other.replacements;
+        self.scale_ups += other.scale_ups;
+        self.moves += other.moves;
+        self.removals += other.removals;
+        self.cf_changes += other.cf_changes;
+        self.changes += other.changes;
+        self.given_up += other.given_up;
         self.sectors_lost += other.sectors_lost;
         self.pages_torn += other.pages_torn;
         self.disk_errors += other.disk_errors;
@@ -100,6 +113,12 @@ impl fmt::Display for Summary {
             "drops / rebuilds / replaced  {:>12} / {} / {}",
             s.drops, s.rebuilds, s.replacements
         )?;
+        writeln!(
+            f,
+            "scaled up / moved / removed / CF  {:>7} / {} / {} / {}",
+            s.scale_ups, s.moves, s.removals, s.cf_changes
+        )?;
+        writeln!(f, "changes made / given up      {:>12} / {}", s.changes, s.given_up)?;
         writeln!(f, "bad blocks repaired          {:>12}", s.repairs)?;
         writeln!(f, "messages                     {:>12}", s.messages)?;
         writeln!(f, "connections cut in a frame   {:>12}", s.frames_cut)?;

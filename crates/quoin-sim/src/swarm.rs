@@ -34,6 +34,8 @@ pub enum Swarm {
     PowerCuts,
     /// Replicas that are lost and replaced, and a control plane whose answers are.
     Replacements,
+    /// Replicas that are added, moved and removed, and CF that is changed, all the time.
+    Members,
     /// Members that fall out of a small window and are copied anew.
     Rebuilds,
     /// Rot, unreadable disks, disks that are rolled back.
@@ -56,6 +58,7 @@ impl Swarm {
         Swarm::Blackouts,
         Swarm::PowerCuts,
         Swarm::Replacements,
+        Swarm::Members,
         Swarm::Rebuilds,
         Swarm::Damage,
         Swarm::Liars,
@@ -74,6 +77,7 @@ impl Swarm {
             Swarm::Blackouts => "blackouts",
             Swarm::PowerCuts => "power-cuts",
             Swarm::Replacements => "replacements",
+            Swarm::Members => "members",
             Swarm::Rebuilds => "rebuilds",
             Swarm::Damage => "damage",
             Swarm::Liars => "liars",
@@ -241,6 +245,27 @@ impl Swarm {
                     (ReplicaCrash, 6),
                     (PartitionOneWay, 3),
                     (DiskRolledBack, 2),
+                ],
+                horizon_ms: (6_000, 14_000),
+                ..small
+            },
+            Swarm::Members => Shape {
+                wanted: Wanted::Power,
+                factors: &[(3, 2), (3, 2), (1, 1), (2, 2), (4, 3), (3, 1)],
+                kinds: &[
+                    (ControlLost, 12),
+                    (ControlLate, 8),
+                    (ControlRolledBack, 4),
+                    (TargetCrash, 12),
+                    (Failover, 8),
+                    (OwnerIsolated, 6),
+                    (TargetPause, 4),
+                    (ReplicaCrash, 10),
+                    (ReplicaPause, 6),
+                    (PowerSome, 6),
+                    (PowerOne, 4),
+                    (PartitionOneWay, 4),
+                    (ConnectionCut, 4),
                 ],
                 horizon_ms: (6_000, 14_000),
                 ..small

@@ -67,7 +67,6 @@ fn target(socket: &str, rest: &[String]) {
         member: *member,
         pool: "p".into(),
         address: address.clone(),
-        candidate: false,
     });
     let control = Control::default();
     let target =

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use quoin_core::block::DeviceInfo;
-use quoin_core::membership::{Durability, Member};
+use quoin_core::membership::{Desired, Durability, Member, Newcomer};
 use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
 use quoin_identity::convert::id;
@@ -29,6 +29,7 @@ pub struct Assigned {
     pub info: DeviceInfo,
     pub limits: Limits,
     pub replicas: Vec<ReplicaPlace>,
+    pub desired: Desired,
 }
 
 impl Assigned {
@@ -39,6 +40,7 @@ impl Assigned {
             limits: self.limits,
             socket,
             replicas: self.replicas.clone(),
+            desired: self.desired.clone(),
             seed: rand::random(),
         }
     }
@@ -79,6 +81,14 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
     if volume_blocks == 0 || volume_blocks > VOLUME_BLOCKS_MAX {
         return Err(format!("a size of {} bytes is out of range", target.size_bytes));
     }
+    let factor = |what: &str, n: u32| {
+        u8::try_from(n).map_err(|_| format!("a {what} of {n} is out of range"))
+    };
+    let mut desired = Desired {
+        drf: factor("desired replication factor", target.desired_replication_factor)?,
+        cf: factor("consistency factor", target.consistency_factor)?,
+        ..Desired::default()
+    };
     let mut replicas = Vec::new();
     let mut local = None;
     for replica in &target.replicas {
@@ -93,8 +103,13 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
                 member,
                 pool: replica.pool.clone(),
                 address: replica.address.clone(),
-                candidate: replica.candidate,
             });
+            if replica.candidate {
+                desired.newcomers.push(Newcomer { member, beside: replica.beside });
+            }
+        }
+        if replica.leaving && !replica.candidate {
+            desired.leaving.push(member);
         }
     }
     let on_quorum_loss = choice(
@@ -139,6 +154,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         },
         limits: Limits { ios_per_s: spec.iops_limit, bytes_per_s: spec.bandwidth_limit },
         replicas,
+        desired,
     })
 }
 
@@ -157,6 +173,8 @@ mod tests {
             address: format!("10.0.0.{n}:7000"),
             same_host,
             candidate: false,
+            beside: false,
+            leaving: false,
         };
         TargetAssignment {
             volume_id: VolumeId(1).to_string(),
@@ -165,6 +183,8 @@ mod tests {
             read_only: false,
             spec: Some(VolumeSpec::default()),
             replicas: vec![address(1, false), address(2, true)],
+            desired_replication_factor: 2,
+            consistency_factor: 0,
         }
     }
 
@@ -181,6 +201,26 @@ mod tests {
         let mut all_here = target();
         all_here.replicas.iter_mut().for_each(|r| r.same_host = true);
         assert_eq!(parse_one(all_here).unwrap().config.local, None);
+    }
+
+    #[test]
+    fn newcomers_and_those_that_leave_are_what_is_desired() {
+        let mut changing = target();
+        changing.desired_replication_factor = 3;
+        changing.replicas[0].leaving = true;
+        changing.replicas[1].candidate = true;
+        changing.replicas[1].beside = true;
+        let assigned = parse_one(changing.clone()).unwrap();
+        let [first, second] = [0, 1].map(|at| assigned.replicas[at].member);
+        let desired = Desired {
+            drf: 3,
+            cf: 0,
+            newcomers: vec![Newcomer { member: second, beside: true }],
+            leaving: vec![first],
+        };
+        assert_eq!(assigned.desired, desired);
+        changing.desired_replication_factor = 300;
+        assert!(parse_one(changing).unwrap_err().contains("out of range"));
     }
 
     #[test]

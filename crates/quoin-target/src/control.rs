@@ -13,8 +13,9 @@ use quoin_core::target::{ReplicaStanding, TargetStatus};
 use quoin_identity::{Contact, Identity, convert};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{
-    AcquireEpochRequest, AgentEvent, NodeAssignment, ReplaceMemberRequest, ReplicaProgress,
-    VolumeReport, WatchNodeRequest, acquire_epoch_response, replace_member_response,
+    AcquireEpochRequest, AgentEvent, Member, NodeAssignment, ReplicaProgress,
+    SwapMembershipRequest, VolumeReport, WatchNodeRequest, acquire_epoch_response,
+    swap_membership_response,
 };
 use quoin_wire::Mode;
 use quoin_wire::notices::{Notice, Notices, Severity};
@@ -116,6 +117,7 @@ impl Control {
                     volume: *id,
                     size_bytes: assigned.info.size_bytes,
                     replicas: assigned.replicas.clone(),
+                    desired: assigned.desired.clone(),
                 }))),
             }
         }
@@ -256,28 +258,29 @@ impl Control {
         version: u64,
         next: &quoin_core::Membership,
     ) -> Option<quoin_core::Membership> {
-        // One replica is replaced: the GUID that is retired now, and the one under its id.
-        let old = *next.retired.last()?;
-        let (replica, new) = self.replacement(volume, next)?;
-        let mut request = tonic::Request::new(ReplaceMemberRequest {
+        let member = |m: &quoin_core::Member| Member {
+            replica_id: m.id.to_string(),
+            guid: m.guid.to_string(),
+        };
+        let mut request = tonic::Request::new(SwapMembershipRequest {
             volume_id: volume.to_string(),
             node: self.options.node.clone(),
             epoch: epoch.0,
             incarnation: incarnation.to_string(),
             version,
-            replica_id: replica.to_string(),
-            old_guid: old.to_string(),
-            new_guid: new.to_string(),
+            rf: next.rf.into(),
+            cf: next.cf.into(),
+            known: next.known.iter().map(member).collect(),
         });
         request.set_timeout(CALL_MAX);
-        let answer = AgentClient::new(self.channel.clone()).replace_member(request).await;
+        let answer = AgentClient::new(self.channel.clone()).swap_membership(request).await;
         match answer {
             Ok(answer) => {
                 let answer = answer.into_inner();
-                if answer.outcome() == replace_member_response::Outcome::Refused {
-                    let message = format!("the replacement was refused: {}", answer.message);
-                    let reason = "ReplacementRefused";
-                    self.notices.push(Severity::Warning, volume, replica, reason, message);
+                if answer.outcome() == swap_membership_response::Outcome::Refused {
+                    let message =
+                        format!("the change of membership was refused: {}", answer.message);
+                    self.notices.push(Severity::Warning, volume, "", "ChangeRefused", message);
                 }
                 answer.membership.as_ref().and_then(|m| convert::membership(m).ok())
             }
@@ -286,20 +289,6 @@ impl Control {
                 None
             }
         }
-    }
-
-    /// The member of `next` that is assigned as a candidate. Once the record has swapped, none
-    /// is any more; if that answer was lost, asking about any member tells what the record has.
-    fn replacement(
-        &self,
-        volume: VolumeId,
-        next: &quoin_core::Membership,
-    ) -> Option<(quoin_core::ReplicaId, quoin_core::ReplicaGuid)> {
-        let served = self.served.lock().expect("never held across a panic");
-        let places = &served.wanted.get(&volume)?.replicas;
-        let candidate = |guid| places.iter().any(|p| p.candidate && p.member.guid == guid);
-        let member = next.known.iter().find(|m| candidate(m.guid)).or(next.known.first());
-        member.map(|m| (m.id, m.guid))
     }
 
     /// Reports each change soon and everything now and then, until `shutdown`.

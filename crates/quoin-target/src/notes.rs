@@ -77,6 +77,28 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
                  one: it was restored from a backup; nothing is served until it is reconciled"
             ),
         ),
+        TargetNote::NotAdmitted { member, refusal } if refusal.is_too_many() => {
+            replica = member.id.to_string();
+            (Warning, "TooManyReplicas", format!("it was turned away: {refusal}"))
+        }
+        TargetNote::NotAdmitted { member, refusal } => {
+            replica = member.id.to_string();
+            (Warning, "ReplicaRefused", format!("it was turned away: {refusal}"))
+        }
+        TargetNote::Changed { membership } => (
+            Normal,
+            "MembershipChanged",
+            format!(
+                "version {}: {} replicas are known, {} of them hold what is acknowledged",
+                membership.version, membership.rf, membership.cf
+            ),
+        ),
+        TargetNote::ChangeGivenUp { .. } => (
+            Warning,
+            "ChangeGivenUp",
+            "a replica that it needs went away before the records had it; it is tried again"
+                .to_owned(),
+        ),
         TargetNote::InvariantRefused { member, invariant } => {
             replica = member.id.to_string();
             (Error, "InvariantRefused", format!("said what {invariant} forbids and was shut out"))

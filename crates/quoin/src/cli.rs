@@ -44,12 +44,12 @@ pub struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Create, look at, attach, resize and delete volumes.
+    /// Create, look at, attach, resize, scale and delete volumes.
     #[command(subcommand, visible_alias = "vol")]
     Volume(volume::VolumeCommand),
-    /// The copies of volumes.
+    /// The copies of volumes: list, move, replace and remove them.
     #[command(subcommand)]
-    Replica(listing::ReplicaCommand),
+    Replica(volume::ReplicaCommand),
     /// The storage that replicas live in: list it, run it, look into it offline.
     #[command(subcommand)]
     Pool(listing::PoolCommand),
@@ -113,7 +113,7 @@ impl Cli {
         let Self { client, output: format, command } = self;
         match command {
             Command::Volume(command) => wait_for(volume::run(command, &client, format)),
-            Command::Replica(command) => wait_for(listing::replicas(command, &client, format)),
+            Command::Replica(command) => wait_for(volume::run_replica(command, &client, format)),
             Command::Pool(listing::PoolCommand::Run(options)) => roles::pool(*options),
             Command::Node(listing::NodeCommand::Run(options)) => roles::node(*options),
             Command::Target(options) => roles::target(*options),

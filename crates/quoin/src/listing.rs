@@ -1,27 +1,16 @@
-//! `quoin replica|pool|node list`, `quoin pool|node remove` and `quoin cluster …`.
+//! `quoin pool|node list`, `quoin pool|node remove` and `quoin cluster …`.
 
 use anyhow::Result;
 use clap::Subcommand;
 use quoin_proto::control::{
-    GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, ListReplicasRequest, Node, Pool,
-    RemoveNodeRequest, RemovePoolRequest, RotateAuthorityRequest,
+    GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Node, Pool, RemoveNodeRequest,
+    RemovePoolRequest, RotateAuthorityRequest,
 };
 use serde::Serialize;
 
-use crate::client::{ClientOptions, refusal, volume_ref};
+use crate::client::{ClientOptions, refusal};
 use crate::output::{self, Format, Row, fields};
 use crate::size::show_size;
-use crate::volume::ReplicaView;
-
-#[derive(Subcommand)]
-pub enum ReplicaCommand {
-    /// The copies of one volume, or of all.
-    #[command(visible_alias = "ls")]
-    List {
-        /// Only this volume's: its name or id.
-        volume: Option<String>,
-    },
-}
 
 #[derive(Subcommand)]
 pub enum PoolCommand {
@@ -80,19 +69,6 @@ pub enum ClusterCommand {
     Join(crate::roles::JoinOptions),
     /// Make a new certificate authority and let every part change over to it, with IO running.
     RotateAuthority,
-}
-
-pub async fn replicas(
-    command: ReplicaCommand,
-    client: &ClientOptions,
-    format: Format,
-) -> Result<()> {
-    let ReplicaCommand::List { volume } = command;
-    let request = ListReplicasRequest { volume: volume.as_deref().map(volume_ref) };
-    let mut cluster = client.connect().await?;
-    let replicas = cluster.list_replicas(request).await.map_err(refusal)?.into_inner().replicas;
-    let rows: Vec<_> = replicas.into_iter().map(ReplicaView::from).collect();
-    output::print_list(format, &rows, "no replicas")
 }
 
 pub async fn pools(client: &ClientOptions, format: Format) -> Result<()> {

@@ -3,14 +3,15 @@
 use std::pin::Pin;
 
 use futures::Stream;
-use quoin_core::Epoch;
+use quoin_core::membership::REPLICAS_MAX;
+use quoin_core::{Epoch, Member};
 use quoin_identity::Role;
 use quoin_proto::control::acquire_epoch_response::Outcome as Acquired;
 use quoin_proto::control::agent_server::Agent;
-use quoin_proto::control::replace_member_response::Outcome as Replaced;
+use quoin_proto::control::swap_membership_response::Outcome as Swapped;
 use quoin_proto::control::{
     AcquireEpochRequest, AcquireEpochResponse, NodeAssignment, NodeReport, PoolAssignment,
-    PoolReport, ReplaceMemberRequest, ReplaceMemberResponse, ReportAnswer, VolumeReport,
+    PoolReport, ReportAnswer, SwapMembershipRequest, SwapMembershipResponse, VolumeReport,
     WatchNodeRequest, WatchPoolRequest,
 };
 use tonic::{Request, Response, Status, async_trait};
@@ -19,7 +20,7 @@ use super::Services;
 use crate::Error;
 use crate::assignments;
 use crate::controller::Controller;
-use crate::epochs::Replacement;
+use crate::epochs::MembershipSwap;
 use crate::reports::id;
 
 type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -128,29 +129,38 @@ impl Agent for Services {
         Ok(Response::new(answer))
     }
 
-    async fn replace_member(
+    async fn swap_membership(
         &self,
-        request: Request<ReplaceMemberRequest>,
-    ) -> Result<Response<ReplaceMemberResponse>, Status> {
+        request: Request<SwapMembershipRequest>,
+    ) -> Result<Response<SwapMembershipResponse>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
         let asked = request.into_inner();
-        let replacement = Replacement {
+        if asked.known.len() > REPLICAS_MAX {
+            return Err(Error::invalid("known", format!("at most {REPLICAS_MAX}")).into());
+        }
+        let factor = |field, n: u32| {
+            u8::try_from(n).map_err(|_| Error::invalid(field, format!("{n} is out of range")))
+        };
+        let known = asked.known.iter().map(|m| {
+            Ok(Member { id: id("replica_id", &m.replica_id)?, guid: id("guid", &m.guid)? })
+        });
+        let swap = MembershipSwap {
             volume: id("volume_id", &asked.volume_id)?,
             node: asked.node,
             epoch: Epoch(asked.epoch),
             incarnation: id("incarnation", &asked.incarnation)?,
             version: asked.version,
-            replica: id("replica_id", &asked.replica_id)?,
-            old: id("old_guid", &asked.old_guid)?,
-            new: id("new_guid", &asked.new_guid)?,
+            rf: factor("rf", asked.rf)?,
+            cf: factor("cf", asked.cf)?,
+            known: known.collect::<Result<_, Error>>()?,
         };
-        let (membership, outcome) = self.controller.replace_member(&replacement).await?;
+        let (membership, outcome) = self.controller.swap_membership(&swap).await?;
         let membership = Some(assignments::message(&membership));
-        let mut answer = ReplaceMemberResponse { membership, ..Default::default() };
+        let mut answer = SwapMembershipResponse { membership, ..Default::default() };
         match outcome {
-            Ok(()) => answer.set_outcome(Replaced::Swapped),
+            Ok(()) => answer.set_outcome(Swapped::Swapped),
             Err(why) => {
-                answer.set_outcome(Replaced::Refused);
+                answer.set_outcome(Swapped::Refused);
                 answer.message = why;
             }
         }

@@ -14,7 +14,9 @@ use crate::Error;
 use crate::attach::Publish;
 use crate::members::token_id;
 use crate::records::{TokenRecord, VolumePhase, VolumeRecord};
-use crate::spec;
+use crate::reports::id;
+use crate::scale::Scale;
+use crate::spec::{self, REPLICAS_MAX};
 use crate::time::timestamp;
 
 /// How long a creation is waited for before the answer says "Pending".
@@ -122,6 +124,48 @@ impl Cluster for Services {
         let ResizeVolumeRequest { volume, size_bytes, limit_bytes } = request.into_inner();
         let volume =
             self.controller.resize_volume(volume.as_ref(), size_bytes, limit_bytes).await?;
+        Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn scale_volume(
+        &self,
+        request: Request<ScaleVolumeRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let asked = request.into_inner();
+        let scale = Scale {
+            replicas: asked.replicas,
+            consistency_factor: asked.consistency_factor,
+            allow_loss_on_single_failure: asked.allow_loss_on_single_failure,
+            pools: asked.pools,
+        };
+        let volume = self.controller.scale_volume(asked.volume.as_ref(), &scale).await?;
+        Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn move_replica(
+        &self,
+        request: Request<MoveReplicaRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let MoveReplicaRequest { volume, replica_id, pool } = request.into_inner();
+        let replica = id("replica_id", &replica_id)?;
+        let volume = self.controller.move_replica(volume.as_ref(), replica, &pool).await?;
+        Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn remove_replicas(
+        &self,
+        request: Request<RemoveReplicasRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let RemoveReplicasRequest { volume, replica_ids } = request.into_inner();
+        if replica_ids.len() > REPLICAS_MAX as usize {
+            return Err(Error::invalid("replica_ids", format!("at most {REPLICAS_MAX}")).into());
+        }
+        let replicas: Vec<_> =
+            replica_ids.iter().map(|text| id("replica_id", text)).collect::<Result<_, _>>()?;
+        let volume = self.controller.remove_replicas(volume.as_ref(), &replicas).await?;
         Ok(Response::new(self.controller.volume_message(&volume)))
     }
 

@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use quoin_control::records::{Spread, VolumeRecord};
 use quoin_control::store::{Change, Entry, Store, StoreError, Swap};
-use quoin_control::{Controller, Error, Settings};
-use quoin_core::{Epoch, Incarnation, VolumeId};
+use quoin_control::{Controller, Error, MembershipSwap, Settings};
+use quoin_core::membership::default_cf;
+use quoin_core::{Epoch, Incarnation, Member, Membership, VolumeId};
 use quoin_identity::{Authority, Identity, Lifetimes, Role};
 use quoin_proto::control::{
     NodeReport, PoolReport, ReplicaProgress, ReplicaReport, VolumeRef, VolumeReport, VolumeSpec,
@@ -289,6 +290,34 @@ impl Cluster {
         let incarnation = Incarnation(incarnation);
         let acquired = self.controller.acquire_epoch(id, node, incarnation, Epoch(0)).await;
         acquired.unwrap().unwrap().epoch
+    }
+
+    /// What a volume's target would ask for: the known list as it is, changed.
+    pub fn swap(
+        &self,
+        name: &str,
+        epoch: Epoch,
+        incarnation: u128,
+        change: impl FnOnce(&mut Vec<Member>),
+    ) -> MembershipSwap {
+        let volume = self.volume(name);
+        let mut membership = Membership::from(&volume.membership);
+        let before = membership.known.len();
+        change(&mut membership.known);
+        if membership.known.len() != before {
+            membership.rf = membership.known.len() as u8;
+            membership.cf = default_cf(membership.rf);
+        }
+        MembershipSwap {
+            volume: volume.id.0,
+            node: volume.owner.clone().unwrap_or_default(),
+            epoch,
+            incarnation: Incarnation(incarnation),
+            version: membership.version,
+            rf: membership.rf,
+            cf: membership.cf,
+            known: membership.known,
+        }
     }
 
     /// The target says that it serves, with these replicas in this state.

@@ -1,6 +1,6 @@
 //! The controller dies at any write, before or after it lands; the next one goes on.
 
-use quoin_control::{Error, Publish, Replacement};
+use quoin_control::{Error, Publish};
 use quoin_core::{Epoch, Incarnation};
 use quoin_proto::control::VolumeRef;
 
@@ -38,17 +38,10 @@ async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
             let volume = cluster.volume("db");
             let known = volume.known_guid(volume.replicas[0].id.0).unwrap();
             if known != volume.replicas[0].guid.0 {
-                let asked = Replacement {
-                    volume: volume.id.0,
-                    node: "n1".into(),
-                    epoch: Epoch(volume.epoch),
-                    incarnation: volume.incarnation.0,
-                    version: volume.membership.version,
-                    replica: volume.replicas[0].id.0,
-                    old: known,
-                    new: volume.replicas[0].guid.0,
-                };
-                cluster.controller.replace_member(&asked).await?.1.expect("nothing else changed");
+                let (epoch, who) = (Epoch(volume.epoch), volume.incarnation.0.0);
+                let new = volume.replicas[0].guid.0;
+                let asked = cluster.swap("db", epoch, who, |known| known[0].guid = new);
+                cluster.controller.swap_membership(&asked).await?.1.expect("nothing else changed");
             }
         }
         7 => drop(cluster.controller.resize_volume(db.as_ref(), 2 * GIB, 0).await?),

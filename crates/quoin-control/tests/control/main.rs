@@ -6,4 +6,5 @@ mod crash;
 mod leaving;
 mod lifecycle;
 mod replacement;
+mod scale;
 mod server;

@@ -1,44 +1,73 @@
-//! Replacing a known replica whose data is gone by a new one with the same ReplicaId, under both
-//! rules: feed, go joint, compare-and-swap, adopt (`docs/replication.md`, "Membership change").
+//! Carrying out one change of membership with the volume in use: feed, go joint, compare-and-swap,
+//! adopt (`docs/replication.md`, "Changing the membership").
+//!
+//! Every kind of change takes this one way: what [`super::plan`] makes of what is desired is
+//! another membership, and the way from one to the other is the same. While it is joint, entries
+//! are counted under both rules. A replica that leaves stays in the in-sync set until the record
+//! has the change, as long as it keeps up: under the old rule it may be needed.
 
 use std::time::Duration;
 
+use super::admission::{Admission, Applicant, Connected, Refusal, Seats, admit};
 use super::peer::{Link, Peer};
+use super::plan::{Next, Plan, Standing, plan};
 use super::{Target, TargetAction, TargetNote};
 use crate::entry::Rule;
 use crate::ids::Lsn;
-use crate::membership::{Member, Membership, RETIRED_MAX};
+use crate::membership::{Member, Membership};
 use crate::mutant;
 use crate::time::Time;
 
 const RETRY: Duration = Duration::from_secs(1);
+/// A change that was given up or refused is not begun again before this.
+const AGAIN_AFTER: Duration = Duration::from_secs(5);
+/// How long additions that are ready wait for others that are desired too.
+const TOGETHER: Duration = Duration::from_secs(10);
 
 #[derive(Default)]
 enum State {
     #[default]
     None,
-    /// The joint View is on its way to CF under both rules and to the newcomer.
-    Joint { lsn: Lsn, newcomer: Member, next: Membership },
+    /// The joint View is on its way to CF under both rules and to the newcomers.
+    Joint { lsn: Lsn, next: Box<Next> },
     /// The swap was sent. Whatever happens, both rules hold until its outcome is known.
-    Swapping { newcomer: Member, next: Membership, retry_at: Time },
+    Swapping { next: Box<Next>, retry_at: Time },
 }
 
 #[derive(Default)]
 pub(super) struct Change {
     state: State,
+    not_before: Time,
+    /// Additions wait for company until then.
+    hold_until: Option<Time>,
+    /// Said already, so that each refusal is told once.
+    refused: Vec<(Member, Refusal)>,
 }
 
 impl Change {
     /// A new epoch judges an unfinished change by the record and the last View.
     pub fn reset(&mut self) {
         self.state = State::None;
+        self.hold_until = None;
     }
 
     /// The second rule while a change is joint.
     pub fn joint(&self) -> Option<Rule> {
         match &self.state {
             State::None => None,
-            State::Joint { next, .. } | State::Swapping { next, .. } => Some(rule_of(next)),
+            State::Joint { next, .. } | State::Swapping { next, .. } => {
+                Some(rule_of(&next.membership))
+            }
+        }
+    }
+
+    /// Whether a second rule rules that knows this replica.
+    fn knows(&self, member: Member) -> bool {
+        match &self.state {
+            State::None => false,
+            State::Joint { next, .. } | State::Swapping { next, .. } => {
+                next.membership.contains(member)
+            }
         }
     }
 
@@ -50,15 +79,19 @@ impl Change {
         matches!(self.state, State::Swapping { .. })
     }
 
-    pub fn retry_at(&self) -> Option<Time> {
+    pub fn due(&self, now: Time) -> Option<Time> {
         match &self.state {
             State::Swapping { retry_at, .. } => Some(*retry_at),
-            _ => None,
+            State::Joint { .. } => None,
+            State::None => {
+                let held = self.hold_until.filter(|at| *at > now);
+                held.or(Some(self.not_before).filter(|at| *at > now))
+            }
         }
     }
 }
 
-fn rule_of(membership: &Membership) -> Rule {
+pub(super) fn rule_of(membership: &Membership) -> Rule {
     Rule {
         membership_version: membership.version,
         rf: membership.rf,
@@ -69,146 +102,207 @@ fn rule_of(membership: &Membership) -> Rule {
 
 impl Target {
     pub(super) fn step_change(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        self.admit_candidates(now, actions);
-        match &mut self.change.state {
+        self.admit_newcomers(now, actions);
+        match &self.change.state {
             State::None => self.begin_change(now),
-            State::Joint { lsn, newcomer, next } => {
-                let (lsn, newcomer) = (*lsn, *newcomer);
-                let active = self.views.active.as_ref().is_some_and(|(l, _)| *l >= lsn);
-                match self.peers.iter().find(|p| p.member == newcomer) {
-                    Some(peer)
-                        if peer.is_live()
-                            && ((peer.durable >= lsn && active)
-                                || mutant::is("swap-before-durable")) =>
-                    {
-                        // DurableBeforeCAS holds from here on.
-                        let next = next.clone();
-                        self.swap(now, newcomer, next, actions);
-                    }
-                    Some(peer) if peer.is_live() => {}
-                    _ if mutant::is("joint-change-not-given-up") => {}
-                    _ => self.give_up(),
+            State::Joint { lsn, next } => {
+                let durable = self.views.active.as_ref().is_some_and(|(at, _)| at >= lsn)
+                    && next
+                        .newcomers
+                        .iter()
+                        .all(|m| self.live(*m).is_some_and(|p| p.durable >= *lsn));
+                let live = next.newcomers.iter().all(|m| self.live(*m).is_some());
+                if durable || (live && mutant::is("swap-before-durable")) {
+                    // DurableBeforeCAS holds from here on.
+                    let next = next.clone();
+                    self.swap(now, next, actions);
+                } else if (!live || !self.could_rule(next))
+                    && !mutant::is("joint-change-not-given-up")
+                {
+                    self.give_up(now, actions);
                 }
             }
-            State::Swapping { newcomer, next, retry_at } if now >= *retry_at => {
-                let (newcomer, next) = (*newcomer, next.clone());
-                self.swap(now, newcomer, next, actions);
+            State::Swapping { next, retry_at } if now >= *retry_at => {
+                let next = next.clone();
+                self.swap(now, next, actions);
             }
             State::Swapping { .. } => {}
         }
     }
 
-    /// Candidates get sessions like known replicas, but count nowhere. Only a new incarnation of
-    /// a known ReplicaId is admitted here (decision A33, replacement), one per ReplicaId.
-    fn admit_candidates(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        for index in 0..self.candidates.len() {
-            let candidate = self.candidates[index];
-            let replaces = self
-                .membership
-                .known
-                .iter()
-                .any(|m| m.id == candidate.id && m.guid != candidate.guid);
-            let retired = self.membership.retired.contains(&candidate.guid);
-            let retired = retired && !mutant::is("retired-admitted");
-            let there = self.peers.iter().any(|p| p.member == candidate);
-            if replaces && !retired && !there {
-                self.peers.push(Peer::new(candidate, now));
+    fn live(&self, member: Member) -> Option<&Peer> {
+        self.peers.iter().find(|p| p.member == member && p.is_live())
+    }
+
+    /// Whether CF of the new rule are there to count. Where they are not, the change would stop
+    /// a volume that the old rule alone could serve.
+    fn could_rule(&self, next: &Next) -> bool {
+        let membership = &next.membership;
+        let there = membership.known.iter().filter(|m| self.live(**m).is_some()).count();
+        there >= usize::from(membership.cf)
+    }
+
+    /// Newcomers get sessions like known replicas, but count nowhere: those that [`admit`] lets
+    /// in beside the known ones that are connected. Whoever is not let in any more goes.
+    fn admit_newcomers(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let strangers = self.peers.len() > self.membership.known.len();
+        if self.desired.newcomers.is_empty() && !strangers {
+            return;
+        }
+        let connected = |p: &Peer| !matches!(p.link, Link::Down | Link::Connecting | Link::Opening);
+        let mut seated: Vec<Connected> = self
+            .peers
+            .iter()
+            .filter(|p| self.membership.contains(p.member) && connected(p))
+            .map(|p| Connected { member: p.member, quorum: true })
+            .collect();
+        let moving: Vec<Member> =
+            self.desired.newcomers.iter().filter(|n| n.beside).map(|n| n.member).collect();
+        // Those that are fed already come first, so that nobody is exchanged for his like.
+        let mut applicants: Vec<Member> = self.desired.newcomers.iter().map(|n| n.member).collect();
+        applicants.retain(|m| !self.membership.contains(*m));
+        applicants.sort_by_key(|m| !self.peers.iter().any(|p| p.member == *m));
+        let mut refused: Vec<(Member, Refusal)> = Vec::new();
+        for member in applicants {
+            let ack = self.peers.iter().find(|p| p.member == member).and_then(|p| p.ack.as_ref());
+            let applicant = Applicant {
+                volume: self.config.volume,
+                member,
+                quorum: ack.is_some_and(|a| a.quorum),
+                empty: ack.is_none_or(|a| a.position.lsn == Lsn::ZERO),
+                membership_version: ack.map_or(0, |a| a.membership_version),
+            };
+            let seats = Seats {
+                volume: self.config.volume,
+                membership: &self.membership,
+                drf: self.desired.drf,
+                connected: &seated,
+                moving: &moving,
+            };
+            match admit(&seats, &applicant) {
+                Admission::Known { displaces } | Admission::Unknown { displaces } => {
+                    if let Some(displaced) = displaces {
+                        seated.retain(|c| c.member != displaced);
+                        refused.push((displaced, Refusal::Full));
+                    }
+                    seated.push(Connected { member, quorum: applicant.quorum });
+                }
+                // K is written whole when a volume is made: nobody is formed here.
+                Admission::Forming => refused.push((member, Refusal::NotDesired)),
+                Admission::Rejected(refusal) => refused.push((member, refusal)),
             }
         }
-        let stale = |p: &Peer| {
-            !self.membership.contains(p.member)
-                && !self.candidates.contains(&p.member)
-                && !self.change.joint().is_some_and(|rule| rule.known.contains(&p.member))
+        let stays = |m: Member| {
+            self.membership.contains(m)
+                || self.change.knows(m)
+                || seated.iter().any(|c| c.member == m)
         };
-        let gone: Vec<Member> = self.peers.iter().filter(|p| stale(p)).map(|p| p.member).collect();
+        let gone: Vec<Member> =
+            self.peers.iter().map(|p| p.member).filter(|m| !stays(*m)).collect();
         for member in gone {
-            let Some(index) = self.peers.iter().position(|p| p.member == member) else { continue };
-            if self.peers[index].link != Link::Down {
-                let session = self.key(self.peers[index].nonce);
-                actions.push(TargetAction::Disconnect { session });
+            self.part_with(member, actions);
+        }
+        for Connected { member, .. } in seated {
+            if !self.peers.iter().any(|p| p.member == member) {
+                self.peers.push(Peer::new(member, now));
             }
-            self.cancel_rebuilds_from(index);
-            self.reissue_reads(index);
-            self.peers.remove(index);
+        }
+        for (member, refusal) in &refused {
+            if !self.change.refused.contains(&(*member, *refusal)) {
+                let (member, refusal) = (*member, *refusal);
+                actions.push(TargetAction::Note(TargetNote::NotAdmitted { member, refusal }));
+            }
+        }
+        self.change.refused = refused;
+    }
+
+    fn part_with(&mut self, member: Member, actions: &mut Vec<TargetAction>) {
+        let Some(index) = self.peers.iter().position(|p| p.member == member) else { return };
+        if self.peers[index].link != Link::Down {
+            let session = self.key(self.peers[index].nonce);
+            actions.push(TargetAction::Disconnect { session });
+        }
+        self.cancel_rebuilds_from(index);
+        self.reissue_reads(index);
+        self.peers.remove(index);
+    }
+
+    fn standing(&self, member: Member, now: Time) -> Standing {
+        let Some(peer) = self.peers.iter().find(|p| p.member == member) else {
+            return Standing::Away;
+        };
+        let small_lag = self.history.weight_after(peer.applied) <= self.config.window_bytes / 4;
+        match peer.link {
+            Link::Fed if self.views.counts(member) => Standing::InSync,
+            Link::Fed if peer.applied >= peer.tip && now >= peer.return_at && small_lag => {
+                Standing::Ready
+            }
+            Link::Down | Link::Connecting => Standing::Away,
+            _ => Standing::Coming,
         }
     }
 
-    /// Goes joint with a newcomer that has caught up.
+    /// Goes joint with the next membership, where one can be gone to.
     fn begin_change(&mut self, now: Time) {
-        if !self.views.pending.is_empty() || self.membership.retired.len() >= RETIRED_MAX {
+        if !self.views.pending.is_empty() || now < self.change.not_before {
             return;
         }
-        let ready = self.peers.iter().find(|p| {
-            p.link == Link::Fed
-                && !self.membership.contains(p.member)
-                && self.candidates.contains(&p.member)
-                && p.applied >= p.tip
-                && now >= p.return_at
-                && self.history.weight_after(p.applied) <= self.config.window_bytes / 4
-        });
-        let Some(newcomer) = ready.map(|p| p.member) else { return };
-        let Some(old) = self.membership.known.iter().find(|m| m.id == newcomer.id).copied() else {
-            return;
-        };
-        let Some((_, view)) = &self.views.active else { return };
-        let mut next = self.membership.clone();
-        next.version += 1;
-        for member in &mut next.known {
-            if *member == old && !mutant::is("two-replicas-of-one-id") {
-                *member = newcomer;
+        let next = match plan(&self.membership, &self.desired, |m| self.standing(m, now)) {
+            Plan::Go(next) => next,
+            Plan::Hold(next) => {
+                let until = *self.change.hold_until.get_or_insert(now + TOGETHER);
+                if now < until {
+                    return;
+                }
+                next
             }
-        }
-        if mutant::is("two-replicas-of-one-id") {
-            next.rf += 1;
-            next.known.push(newcomer);
-        }
-        if mutant::is("more-known-than-rf") {
-            next.known.push(old);
-        }
-        next.retired.push(old.guid);
-        assert!(next.check().is_ok(), "KnownAtMostRF");
+            Plan::Nothing => {
+                self.change.hold_until = None;
+                return;
+            }
+        };
+        let membership = &next.membership;
+        assert!(membership.check().is_ok(), "KnownAtMostRF");
+        let Some((_, view)) = &self.views.active else { return };
+        let fed = |m: &Member| self.peers.iter().any(|p| p.member == *m && p.link == Link::Fed);
         let mut in_sync = view.in_sync.clone();
-        in_sync.retain(|m| *m != old);
-        in_sync.push(newcomer);
-        // Without the old copy both rules must still find CF: its data may be the last good one.
-        let enough = [self.rule(), rule_of(&next)].iter().all(|rule| {
-            let live = |m: &&Member| {
-                rule.known.contains(m)
-                    && self.peers.iter().any(|p| p.member == **m && p.link == Link::Fed)
-            };
+        in_sync.retain(|m| membership.contains(*m) || fed(m));
+        in_sync.extend(&next.newcomers);
+        // Both rules must find CF at once: a change never stops a volume that serves.
+        let enough = [self.rule(), rule_of(membership)].iter().all(|rule| {
+            let live = |m: &&Member| rule.known.contains(m) && fed(m);
             in_sync.iter().filter(live).count() >= usize::from(rule.cf)
         });
         if !enough {
             return;
         }
-        let joint = Some(rule_of(&next));
+        let joint = Some(rule_of(membership)).filter(|_| !mutant::is("joint-rule-left-out"));
         self.append_view(in_sync, joint);
         let lsn = self.history.last.lsn;
-        self.change.state = State::Joint { lsn, newcomer, next };
+        self.change.hold_until = None;
+        self.change.state = State::Joint { lsn, next };
     }
 
-    /// Before the swap was sent, the change may be given up: a View without the newcomer ends
-    /// the joint rule. What it holds makes it unlisted with quorum on (decision A34).
-    fn give_up(&mut self) {
-        let State::Joint { newcomer, .. } = std::mem::take(&mut self.change.state) else { return };
-        let Some(newest) = self.views.newest() else { return };
-        let in_sync = newest.in_sync.iter().copied().filter(|m| *m != newcomer).collect();
-        self.append_view(in_sync, None);
+    /// Before the swap was sent, the change may be given up: a View without the newcomers ends
+    /// the joint rule. What they hold makes them unlisted with quorum on (decision A34).
+    fn give_up(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+        let State::Joint { next, .. } = std::mem::take(&mut self.change.state) else { return };
+        let newcomers = next.newcomers;
+        self.change.not_before = now + AGAIN_AFTER;
+        if let Some(newest) = self.views.newest() {
+            let in_sync = newest.in_sync.iter().copied().filter(|m| !newcomers.contains(m));
+            self.append_view(in_sync.collect(), None);
+        }
+        actions.push(TargetAction::Note(TargetNote::ChangeGivenUp { newcomers }));
     }
 
-    fn swap(
-        &mut self,
-        now: Time,
-        newcomer: Member,
-        next: Membership,
-        actions: &mut Vec<TargetAction>,
-    ) {
+    fn swap(&mut self, now: Time, next: Box<Next>, actions: &mut Vec<TargetAction>) {
         actions.push(TargetAction::SwapMembership {
             epoch: self.epoch,
             version: self.membership.version,
-            next: next.clone(),
+            next: next.membership.clone(),
         });
-        self.change.state = State::Swapping { newcomer, next, retry_at: now + RETRY };
+        self.change.state = State::Swapping { next, retry_at: now + RETRY };
     }
 
     pub(super) fn swapped(
@@ -220,30 +314,34 @@ impl Target {
     ) {
         let State::Swapping { next, .. } = &self.change.state else { return };
         if membership.is_none() && mutant::is("joint-dropped-on-unknown-outcome") {
-            let newcomer = match &self.change.state {
-                State::Swapping { newcomer, .. } => *newcomer,
-                _ => return,
-            };
-            let next = Membership::default();
-            self.change.state = State::Joint { lsn: Lsn::ZERO, newcomer, next };
-            return self.give_up();
+            let next = next.clone();
+            self.change.state = State::Joint { lsn: Lsn::ZERO, next };
+            return self.give_up(now, actions);
         }
         let Some(record) = membership else { return };
         if version != self.membership.version || record.version < version {
             return;
         }
-        if record.version == next.version && record.known == next.known {
+        let wanted = &next.membership;
+        let same = record.version == wanted.version && record.known == wanted.known;
+        if same && (record.rf, record.cf) == (wanted.rf, wanted.cf) {
             self.change.state = State::None;
+            let in_sync = self.views.newest().map(|view| {
+                let stays = |m: &&Member| record.contains(**m);
+                view.in_sync.iter().filter(stays).copied().collect()
+            });
             self.membership = record;
-            let Some(newest) = self.views.newest() else { return };
-            let in_sync = newest.in_sync.clone();
-            self.append_view(in_sync, None);
-            let members = self.membership.known.clone();
-            actions.push(TargetAction::Note(TargetNote::InSync { members }));
+            if let Some(in_sync) = in_sync {
+                self.append_view(in_sync, None);
+            }
+            let membership = self.membership.clone();
+            actions.push(TargetAction::Note(TargetNote::Changed { membership }));
+            self.admit_newcomers(now, actions);
         } else {
             // Not swapped. Either somebody else changed the membership, or the record has gone on
             // to another epoch (perhaps by a late request of our own): both are settled by a new
             // epoch, under which no older swap can succeed any more.
+            self.change.not_before = now + AGAIN_AFTER;
             self.reopen(now, actions);
         }
     }

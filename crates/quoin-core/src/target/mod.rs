@@ -14,14 +14,18 @@
 //! | `write`, `read` | requests of the client |
 //! | `serve` | what goes out in `flush`; drop and return; timers |
 //! | `room` | pools that run full |
-//! | `rebuild`, `change` | increments; replacing a replica under both rules |
+//! | `rebuild` | increments |
+//! | `admission` | who may connect, and as what |
+//! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
 //! | `steps` | what is under way, by name |
 
+pub mod admission;
 mod change;
 mod gather;
 mod history;
 mod open;
 mod peer;
+mod plan;
 mod quorum;
 mod read;
 mod rebuild;
@@ -37,7 +41,7 @@ use std::collections::VecDeque;
 use crate::VOLUME_BLOCKS_MAX;
 use crate::block::{BlockError, Operation, Payload, Reply, Request, Token};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, VolumeId};
-use crate::membership::{Durability, Member, Membership};
+use crate::membership::{Desired, Durability, Member, Membership};
 use crate::message::{Failure, FromReplica, Ping, ToReplica};
 use crate::time::Time;
 use history::History;
@@ -127,9 +131,8 @@ pub enum TargetEvent {
     Resize {
         blocks: u64,
     },
-    /// Replicas that are to replace known ones with the same ReplicaId (their data is gone).
-    /// The whole list each time it changes.
-    Candidates(Vec<Member>),
+    /// What the membership is to become.
+    Desired(Desired),
     /// Answer to [`TargetAction::SwapMembership`]: the membership as the record now has it
     /// (swapped or not is read from it), or `None` where the outcome is unknown.
     Swapped {
@@ -228,6 +231,19 @@ pub enum TargetNote {
     ControlPlaneBehind {
         durable_version: u64,
     },
+    /// A newcomer may not connect, or had to make room.
+    NotAdmitted {
+        member: Member,
+        refusal: admission::Refusal,
+    },
+    /// The membership changed: the record and this target have it.
+    Changed {
+        membership: Membership,
+    },
+    /// A change of membership was given up before it was asked for; the old rule goes on.
+    ChangeGivenUp {
+        newcomers: Vec<Member>,
+    },
     /// A replica said what an invariant forbids; it was shut out. Names the invariant.
     InvariantRefused {
         member: Member,
@@ -316,7 +332,7 @@ pub struct Target {
     attempts: u32,
     next_nonce: u64,
     peers: Vec<Peer>,
-    candidates: Vec<Member>,
+    desired: Desired,
     history: History,
     views: Views,
     /// Epochs under which this target has appended anything.
@@ -373,7 +389,7 @@ impl Target {
             attempts: 0,
             next_nonce: 1,
             peers: Vec::new(),
-            candidates: Vec::new(),
+            desired: Desired::default(),
             history: History::empty(config.volume_blocks),
             views: Views::default(),
             own_epochs: Vec::new(),
@@ -446,7 +462,7 @@ impl Target {
                 let blocks = blocks.min(VOLUME_BLOCKS_MAX);
                 self.config.volume_blocks = self.config.volume_blocks.max(blocks);
             }
-            TargetEvent::Candidates(members) => self.candidates = members,
+            TargetEvent::Desired(desired) => self.desired = desired,
             TargetEvent::Swapped { version, membership } => {
                 self.swapped(now, version, membership, actions);
             }

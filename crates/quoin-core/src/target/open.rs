@@ -203,6 +203,7 @@ impl Target {
             Verdict::Wait(what) => {
                 self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
                 self.wait_for(&what, actions);
+                self.open_joint_members(now);
             }
             Verdict::Unflushed => {
                 let since = unflushed_since.unwrap_or(now);
@@ -240,13 +241,32 @@ impl Target {
         self.peers.iter().all(|p| p.link == Link::Answered)
     }
 
-    /// V: known, quorum on, undamaged, answered.
-    fn voters(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
+    /// Answered, quorum on, undamaged.
+    fn answers(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
         self.peers.iter().enumerate().filter_map(|(i, p)| {
             let ack = p.ack.as_deref().filter(|_| p.link == Link::Answered)?;
             let quorum = ack.quorum || mutant::is("quorum-off-counted");
             (quorum && !ack.damaged).then_some((i, ack))
         })
+    }
+
+    /// V: those of them that are known.
+    fn voters(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
+        self.answers().filter(|(i, _)| self.membership.contains(self.peers[*i].member))
+    }
+
+    /// Whoever the second rule of a joint View knows and the record does not is asked too: only
+    /// they may be able to say that this rule never came to rule, or that it did.
+    fn open_joint_members(&mut self, now: Time) {
+        let Some(authority) = self.authority() else { return };
+        let ack = self.peers[authority].ack.as_ref();
+        let joint = ack.and_then(|a| a.last_view.as_ref()).and_then(|(_, view)| view.joint.clone());
+        for member in joint.into_iter().flat_map(|rule| rule.known) {
+            let asked = self.peers.iter().any(|p| p.member == member);
+            if !asked && !self.membership.retired.contains(&member.guid) {
+                self.peers.push(Peer::new(member, now));
+            }
+        }
     }
 
     /// Step 4: the highest position in V.
@@ -292,7 +312,7 @@ impl Target {
             let owed: Vec<Member> =
                 view.in_sync.iter().copied().filter(|m| rule.known.contains(m)).collect();
             let there = |continuous: bool| {
-                self.voters()
+                self.answers()
                     .filter(|(i, a)| {
                         owed.contains(&self.peers[*i].member) && a.continuous == continuous
                     })
@@ -364,7 +384,8 @@ impl Target {
         for index in 0..self.peers.len() {
             let Some(theirs) = self.peers[index].ack.as_deref() else { continue };
             let Ok(keep) = self.history.common_prefix(theirs) else { continue };
-            let voter = theirs.quorum && !theirs.damaged;
+            let known = self.membership.contains(self.peers[index].member);
+            let voter = known && theirs.quorum && !theirs.damaged;
             if keep >= ack.base {
                 fetch_after = fetch_after.min(keep);
                 by_entries.extend(voter.then_some(keep));
@@ -433,7 +454,7 @@ impl Target {
             let Some(ack) = peer.ack.as_deref().filter(|_| peer.link == Link::Answered) else {
                 continue;
             };
-            if !ack.quorum || ack.damaged {
+            if !ack.quorum || ack.damaged || !self.membership.contains(peer.member) {
                 continue;
             }
             match self.history.common_prefix(ack) {
@@ -494,6 +515,11 @@ impl Target {
         let peer = &self.peers[index];
         let Some(ack) = peer.ack.as_deref() else { return };
         if ack.membership_version > self.membership.version {
+            if self.change.is_swapping() || !self.membership.contains(peer.member) {
+                // It was made after our own swap, whose answer is still on its way, or after that
+                // of a newer target, which will fence this one.
+                return self.hang_up(now, index, actions);
+            }
             return self.shut_out(now, index, "MembershipMonotone", actions);
         }
         let (keep, reached) = match self.history.common_prefix(ack) {

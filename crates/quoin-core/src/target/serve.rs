@@ -224,12 +224,22 @@ impl Target {
     /// Fewer than CF counted replicas: nothing is acknowledged; wait or fail, as the volume says.
     fn below_quorum(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let since = *self.quorum_lost.get_or_insert(now);
-        let counted = quorum::count(&self.peers, |p| p.is_live() && self.views.counts(p.member));
-        let cf = self.membership.cf;
-        self.wait_for(
-            &format!("quorum: {counted} in-sync replicas are connected, {cf} are needed"),
-            actions,
-        );
+        let counts = |p: &Peer| p.is_live() && self.views.counts(p.member);
+        let counted = quorum::count(&self.peers, counts);
+        let short = self.views.rules().any(|rule| {
+            let known = |p: &Peer| counts(p) && rule.known.contains(&p.member);
+            quorum::count(&self.peers, known) < usize::from(rule.cf)
+        });
+        if short {
+            let cf = self.membership.cf;
+            self.wait_for(
+                &format!("quorum: {counted} in-sync replicas are connected, {cf} are needed"),
+                actions,
+            );
+        } else if now >= since + PATIENCE / 5 {
+            // A change of rules left one behind that it needs; that takes milliseconds.
+            self.wait_for("quorum: a replica that is needed has not caught up", actions);
+        }
         let grace = Duration::from_millis(self.config.lease_ms.into());
         if self.config.on_quorum_loss == OnQuorumLoss::Fail && now >= since + grace {
             let waiting: Vec<_> =
@@ -623,7 +633,7 @@ impl Target {
                 soonest(self.stable_since.map(|t| t + after));
             }
             soonest(self.room_due());
-            soonest(self.change.retry_at());
+            soonest(self.change.due(now));
             soonest(self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)));
             if let Some(since) = self.quorum_lost
                 && self.config.on_quorum_loss == OnQuorumLoss::Fail

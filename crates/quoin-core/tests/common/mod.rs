@@ -2,6 +2,8 @@
 //! in order, time that moves only when nothing else can. The hostile world is the simulator's;
 //! here each step is in the test's hands.
 
+#![allow(dead_code)] // Each of the tests uses a part of it.
+
 #[path = "../broken/mod.rs"]
 mod broken;
 
@@ -137,6 +139,16 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
     }
 }
 
+/// What becomes of a compare-and-swap that a target asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SwapFate {
+    /// It is made, and the answer is lost.
+    LandsUnheard,
+    /// It never arrives.
+    Lost,
+    Refused,
+}
+
 enum Event {
     ToTarget(TargetEvent),
     ToReplica(usize, ReplicaEvent),
@@ -153,6 +165,9 @@ pub struct Cluster {
     pub stopped: bool,
     /// This host is cut off when the target asks for a change of the record.
     pub cut_at_swap: Option<usize>,
+    /// What becomes of changes of the record, the next one first; none left: they go well.
+    pub swaps: VecDeque<SwapFate>,
+    pub desired: Desired,
     sessions: Vec<(SessionKey, usize)>,
     queue: VecDeque<Event>,
     target_timer: Option<Time>,
@@ -266,6 +281,8 @@ impl Cluster {
             notes: Vec::new(),
             stopped: false,
             cut_at_swap: None,
+            swaps: VecDeque::new(),
+            desired: Desired { drf: rf, ..Desired::default() },
             sessions: Vec::new(),
             queue: VecDeque::new(),
             target_timer: Some(now),
@@ -286,6 +303,7 @@ impl Cluster {
         self.target = Target::new(self.now, config, self.targets);
         self.target_timer = Some(self.now);
         self.stopped = false;
+        self.want(|_| {});
     }
 
     pub fn crash_replica(&mut self, host: usize) {
@@ -311,13 +329,23 @@ impl Cluster {
         }
     }
 
-    /// A new incarnation of a known ReplicaId, as its pool creates it in phase Recreate.
+    /// What the control plane wants from here on.
+    pub fn want(&mut self, change: impl FnOnce(&mut Desired)) {
+        change(&mut self.desired);
+        self.event(TargetEvent::Desired(self.desired.clone()));
+    }
+
+    /// A replica as its pool creates it in phase Recreate, named in the records.
     pub fn add_candidate(&mut self, member: Member) -> usize {
+        self.add_newcomer(member, false)
+    }
+
+    pub fn add_newcomer(&mut self, member: Member, beside: bool) -> usize {
         let mut host = Host::new(member, &self.membership, false);
         host.start(self.now);
         self.hosts.push(host);
         self.replica_timers.push(None);
-        self.queue.push_back(Event::ToTarget(TargetEvent::Candidates(vec![member])));
+        self.want(|desired| desired.newcomers.push(Newcomer { member, beside }));
         self.hosts.len() - 1
     }
 
@@ -382,6 +410,16 @@ impl Cluster {
             self.run(Duration::from_millis(100));
         }
         None
+    }
+
+    pub fn wait_for_version(&mut self, version: u64) {
+        for _ in 0..600 {
+            if self.membership.version == version {
+                return;
+            }
+            self.run(Duration::from_millis(100));
+        }
+        panic!("never version {version}: {:?} {:?}", self.membership, self.target.status());
     }
 
     pub fn do_ok(&mut self, operation: Operation) {
@@ -490,10 +528,13 @@ impl Cluster {
                         self.hosts[host].cut = true;
                         self.disconnect(host);
                     }
-                    if epoch == self.epoch && version == self.membership.version {
+                    let fate = self.swaps.pop_front();
+                    let lands = !matches!(fate, Some(SwapFate::Lost | SwapFate::Refused));
+                    if lands && epoch == self.epoch && version == self.membership.version {
                         self.membership = next;
                     }
-                    let membership = Some(self.membership.clone());
+                    let heard = !matches!(fate, Some(SwapFate::LandsUnheard | SwapFate::Lost));
+                    let membership = heard.then(|| self.membership.clone());
                     self.event(TargetEvent::Swapped { version, membership });
                 }
                 TargetAction::Connect { member, session } => {

@@ -45,10 +45,11 @@ impl World {
         self.served = (epoch, target, life);
         if claimed {
             self.stats.tails_lost += 1;
-            let lost = self.pools.iter().filter(|p| p.cache_lost || p.gone).count();
+            let lost = |p: &&super::PoolHost| !p.is_spare() && (p.cache_lost || p.gone);
+            let lost = self.pools.iter().filter(lost).count();
             // Nothing was written since the last time that it was said: it is said again.
             let again = std::mem::replace(&mut self.last_claim, epoch) == served_before;
-            if lost < usize::from(self.setup.cf) && !again {
+            if lost < self.cf_in_force() && !again {
                 self.violate(
                     "CommitSurvives",
                     format!("epoch {epoch} gives up unflushed data after {lost} lost caches"),
@@ -224,6 +225,13 @@ impl World {
         self.check_reach(tag, highest, flushed, epoch);
     }
 
+    /// How many must hold what is acknowledged, by the newest record.
+    fn cf_in_force(&self) -> usize {
+        let ruling = usize::from(self.record.membership.cf);
+        let kept = self.backup.as_ref().map(|record| usize::from(record.membership.cf));
+        kept.map_or(ruling, |cf| cf.min(ruling))
+    }
+
     /// What a reply vouches for is where the target must have it at that moment.
     fn check_reach(&mut self, tag: Tag, lsn: Lsn, flushed: bool, epoch: Epoch) {
         let serving = |p: &&super::targets::Process| p.serving == Some(epoch);
@@ -231,7 +239,7 @@ impl World {
         let Some(process) = processes.find(serving) else { return };
         let (commit, stable) = process.target.reach();
         let holders = process.target.holders(lsn);
-        let cf = usize::from(self.setup.cf);
+        let cf = self.cf_in_force();
         if flushed && lsn > stable {
             let detail = format!("op {tag} is at {lsn}, which is not stable: stable is {stable}");
             self.violate("FlushIsStable", detail);
@@ -355,7 +363,7 @@ impl World {
         let Some(path) = self.lineage.path(epoch) else { return };
         let image = self.lineage.image(self.seed, path);
         let blocks = self.setup.volume_blocks;
-        for pool in 0..self.pools.len() {
+        for pool in self.known_pools() {
             let guid = self.pools[pool].member.guid;
             let mut slots = Vec::new();
             let mut result = Ok(());

@@ -33,6 +33,10 @@ impl World {
     /// The compare-and-swap happens, whether or not anyone still waits for it.
     pub(crate) fn asked(&mut self, target: usize, life: u32, number: u64, question: &Question) {
         let before = self.record.epoch;
+        // Nobody changes what an old copy of the record says.
+        if self.backup.is_some() && matches!(question, Question::Swap { .. }) {
+            return;
+        }
         let result = self.record.execute(target, question);
         if self.record.epoch != before {
             self.stats.epochs += 1;
@@ -134,18 +138,5 @@ impl World {
             }
         };
         self.feed_target(target, vec![event]);
-    }
-
-    /// The controller tells the owner's target of replacements until they are adopted.
-    pub(crate) fn tell_candidates(&mut self) {
-        let owner = self.record.owner;
-        let candidates = self.record.candidates.clone();
-        if candidates.is_empty() {
-            return;
-        }
-        if self.targets[owner].process.is_some() && !self.targets[owner].paused {
-            self.feed_target(owner, vec![TargetEvent::Candidates(candidates)]);
-        }
-        self.schedule.after(SECOND, Event::TellCandidates);
     }
 }

@@ -162,10 +162,9 @@ impl World {
         {
             return Err(format!("replica {} is not in sync", member.id));
         }
-        if let Some(pool) = self.pools.iter().position(|p| {
-            p.gone || !self.record.membership.known.contains(&p.member) || p.process.is_none()
-        }) {
-            return Err(format!("pool {pool}'s replica is not a known one"));
+        self.desires()?;
+        if self.known_pools().len() < self.record.membership.known.len() {
+            return Err("a pool does not hold its known replica".into());
         }
         let answered = self.history.len() as u64 - self.stats.ios_open - self.stats.ios_failed;
         if answered < self.setup.ios_min + self.queues.len() as u64 {
@@ -174,10 +173,18 @@ impl World {
         Ok(())
     }
 
+    /// Pools that run and hold a known replica.
+    pub(crate) fn known_pools(&self) -> Vec<usize> {
+        let known = &self.record.membership.known;
+        let holds =
+            |p: &&super::PoolHost| !p.gone && p.process.is_some() && known.contains(&p.member);
+        self.pools.iter().enumerate().filter(|(_, p)| holds(p)).map(|(at, _)| at).collect()
+    }
+
     /// Every replica holds everything, knows that it is stable, and nothing is under way.
     fn at_rest(&mut self) -> Result<(), String> {
         let mut positions = Vec::new();
-        for pool in 0..self.pools.len() {
+        for pool in self.known_pools() {
             let guid = self.pools[pool].member.guid;
             let mut found = None;
             self.pools[pool].storage.with(guid, &mut |store| {

@@ -7,6 +7,7 @@ mod claims;
 mod clients;
 mod control;
 mod ending;
+mod members;
 mod pools;
 mod setup;
 mod strikes;
@@ -103,7 +104,8 @@ pub(crate) enum Event {
     Recreate {
         pool: usize,
     },
-    TellCandidates,
+    TellDesired,
+    Operate,
     Client {
         queue: usize,
         turn: u32,
@@ -223,6 +225,7 @@ pub(crate) struct World {
     pub questions: u64,
     /// Questions to the control plane whose drivers still wait.
     pub unanswered: std::collections::BTreeSet<u64>,
+    pub members: members::Members,
 }
 
 impl World {
@@ -305,7 +308,8 @@ impl World {
                 self.answer_timeout(target, life, number, &question);
             }
             Event::Recreate { pool } => self.recreate(pool),
-            Event::TellCandidates => self.tell_candidates(),
+            Event::TellDesired => self.tell_desired(),
+            Event::Operate => self.operate(),
             Event::Client { queue, turn } => self.client_turn(queue, turn),
             Event::MoveClient { queue } => self.move_client(queue),
             Event::Fault(planned) => self.arm(planned),
@@ -320,7 +324,8 @@ impl World {
     }
 
     pub(crate) fn pool_of(&self, member: Member) -> Option<usize> {
-        self.pools.iter().position(|p| p.member.id == member.id)
+        let exact = self.pools.iter().position(|p| p.member == member);
+        exact.or_else(|| self.pools.iter().position(|p| p.member.id == member.id))
     }
 }
 

@@ -3,7 +3,7 @@
 use quoin_core::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_core::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
-use quoin_core::{Epoch, Member, ReplicaGuid, SessionKey, Time};
+use quoin_core::{Epoch, Member, SessionKey, Time};
 
 use super::{Event, Mutant, World, brief};
 use crate::network::{ConnectionId, Taken, Way};
@@ -13,7 +13,7 @@ use crate::storage::Outage;
 /// One life of a pool process.
 pub(crate) struct Process {
     /// `None`: the pool holds no replica of the volume.
-    replica: Option<Replica>,
+    pub(super) replica: Option<Replica>,
     timer: Option<Time>,
     arm: u32,
     idle_planned: bool,
@@ -112,7 +112,7 @@ impl World {
         if outage == Outage::Power || here.outage == Outage::Process {
             here.outage = outage;
         }
-        if outage != Outage::Process {
+        if outage != Outage::Process && !here.is_spare() {
             here.cache_lost = true;
         }
         here.paused = false;
@@ -344,8 +344,9 @@ impl World {
                     }
                     // Blocks are judged by the replica, not by the frame: what was changed on its
                     // way is refused there, and rightly.
-                    ReplicaNote::InvariantRefused("SameBytesEverywhere")
-                        if self.was_spoiled_for(pool) => {}
+                    ReplicaNote::InvariantRefused(
+                        "SameBytesEverywhere" | "a bad slot in an increment",
+                    ) if self.was_spoiled_for(pool) => {}
                     ReplicaNote::InvariantRefused(invariant) => {
                         self.violate(invariant, format!("pool {pool} refused a message"));
                     }
@@ -364,7 +365,7 @@ impl World {
         self.network.connections.values().any(|c| c.pool == pool && c.to_pool.spoiled)
     }
 
-    fn plan_sync(&mut self, pool: usize) {
+    pub(super) fn plan_sync(&mut self, pool: usize) {
         let here = &mut self.pools[pool];
         if here.process.is_none() {
             return;
@@ -464,39 +465,26 @@ impl World {
     /// The pool finds that its replica is lost and, told so by the control plane, makes an empty
     /// one under a new GUID that is not counted before it is adopted.
     pub(crate) fn recreate(&mut self, pool: usize) {
-        if !self.pools[pool].gone {
+        if !self.pools[pool].gone || self.pools[pool].is_spare() {
             return;
         }
         if self.pools[pool].process.is_none() {
             self.schedule.after(200 * MILLISECOND, Event::Recreate { pool });
             return;
         }
-        let member =
-            Member { id: self.pools[pool].member.id, guid: ReplicaGuid(self.random.wide() | 1) };
-        let membership = self.record.membership.clone();
-        let (identity, meta) = self.newborn(member, false, membership);
-        let blocks = self.setup.volume_blocks;
-        let local = self.local(self.pools[pool].host);
-        let here = &mut self.pools[pool];
-        if here.storage.create(identity, meta, blocks).is_err() {
+        let Some(newcomer) = self.replacement_for(pool) else {
+            self.pools[pool].member = Member::default();
+            self.pools[pool].cache_lost = false;
+            return;
+        };
+        if !self.make_replica(pool, newcomer.member) {
+            self.pools[pool].member = newcomer.member;
+            self.record.desired.newcomers.push(newcomer);
             self.schedule.after(500 * MILLISECOND, Event::Recreate { pool });
             return;
         }
-        let boot = here.storage.cookie();
-        let mut replica = None;
-        here.storage.with(member.guid, &mut |store: &mut dyn ReplicaStore| {
-            replica = Some(Replica::new(local, boot, &*store));
-        });
-        here.member = member;
-        here.gone = false;
-        if let Some(process) = &mut here.process {
-            process.replica = replica;
-        }
-        self.trace.line(self.schedule.now(), || format!("pool {pool} makes {member:?}"));
-        self.record.candidates.retain(|c| c.id != member.id);
-        self.record.candidates.push(member);
+        self.record.desired.newcomers.push(newcomer);
         self.stats.replacements += 1;
-        self.plan_sync(pool);
-        self.tell_candidates();
+        self.tell_desired();
     }
 }

@@ -3,10 +3,11 @@
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta};
 use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
 use quoin_core::{
-    BLOCK_SIZE, Durability, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid, ReplicaId,
-    VolumeId,
+    BLOCK_SIZE, Desired, Durability, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid,
+    ReplicaId, VolumeId,
 };
 
+use super::members::Members;
 use super::{Event, PoolHost, Queue, TargetHost, World, ending};
 use crate::clock::HostClock;
 use crate::control::Record;
@@ -160,7 +161,8 @@ impl World {
         let shared_hosts = random.percent(40) && !apart;
         let target_hosts: [usize; 2] =
             if shared_hosts && replicas > 1 { [0, 1] } else { [replicas, replicas + 1] };
-        let hosts = replicas + 3;
+        let members_plan = Members::draw(options.seed, options.swarm, profile);
+        let hosts = replicas + 3 + members_plan.spare_pools();
         let control_host = replicas + 2;
         let volume_blocks = *random.pick(&[32, 128, 128, 400, 1024]);
         let sub_block = random.percent(50);
@@ -254,7 +256,7 @@ impl World {
                 incarnation: Incarnation(0),
                 owner: 0,
                 membership: membership.clone(),
-                candidates: Vec::new(),
+                desired: Desired { drf: rf, ..Desired::default() },
             },
             control_host,
             control_lossy: false,
@@ -291,10 +293,15 @@ impl World {
             tokens: Default::default(),
             questions: 0,
             unanswered: Default::default(),
+            members: members_plan,
             random,
         };
+        let pool_shape = shape.as_ref().and_then(|s| s.pool);
         for (host, member) in members.iter().enumerate() {
-            world.add_pool(host, *member, &membership, shape.as_ref().and_then(|s| s.pool));
+            world.add_pool(host, *member, &membership, pool_shape);
+        }
+        for spare in 0..world.members.spare_pools() {
+            world.add_pool(replicas + 3 + spare, Member::default(), &membership, pool_shape);
         }
         if options.clients_max > 0 {
             world.queues.truncate(options.clients_max.into());
@@ -322,8 +329,9 @@ impl World {
                 }
             },
         };
+        let spare = member == Member::default();
         let (identity, meta) = self.newborn(member, true, membership.clone());
-        if let Err(error) = storage.create(identity, meta, self.setup.volume_blocks) {
+        if !spare && let Err(error) = storage.create(identity, meta, self.setup.volume_blocks) {
             self.violate("Setup", format!("a replica could not be created: {error}"));
         }
         if let Some(ticket) = storage.sync_begin()
@@ -337,7 +345,7 @@ impl World {
             life: 0,
             storage,
             member,
-            gone: false,
+            gone: spare,
             process: None,
             paused: false,
             outage: Outage::Process,
@@ -384,6 +392,7 @@ impl World {
             self.schedule.at(planned.at, Event::Fault(planned));
         }
         self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);
+        self.plan_operators();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",

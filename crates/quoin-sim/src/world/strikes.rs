@@ -464,7 +464,7 @@ impl World {
     fn one_more_loss_is_promised(&self) -> bool {
         let process = self.targets[self.record.owner].process.as_ref();
         let in_sync = process.map_or(0, |p| p.in_sync.len());
-        self.profile == Profile::Power || in_sync == self.pools.len()
+        self.profile == Profile::Power || in_sync == self.record.membership.known.len()
     }
 
     /// An old image of the disk is put back. The pool's start counter shows it: the replica is
@@ -516,7 +516,7 @@ impl World {
                 0 => Event::StartTarget { target },
                 1 => Event::StartPool { pool },
                 2 => Event::Recreate { pool },
-                3 => Event::TellCandidates,
+                3 => Event::TellDesired,
                 _ => Event::MoveClient { queue: self.random.index(self.queues.len()) },
             };
             self.schedule.after(delay, event);
@@ -526,12 +526,13 @@ impl World {
         if alive {
             // An old list of replacements, and a size that the volume has had for long.
             let blocks = self.setup.volume_blocks;
-            let mut candidates = self.record.candidates.clone();
+            let mut desired = self.record.desired.clone();
             let membership = &self.record.membership;
             for (known, guid) in membership.known.iter().zip(&membership.retired) {
-                candidates.push(quoin_core::Member { id: known.id, guid: *guid });
+                let member = quoin_core::Member { id: known.id, guid: *guid };
+                desired.newcomers.push(quoin_core::Newcomer { member, beside: false });
             }
-            let events = vec![TargetEvent::Resize { blocks }, TargetEvent::Candidates(candidates)];
+            let events = vec![TargetEvent::Resize { blocks }, TargetEvent::Desired(desired)];
             self.feed_target(owner, events);
         }
         true
@@ -627,15 +628,23 @@ impl World {
             self.record.membership = meanwhile.membership;
         }
         let known = self.record.membership.known.clone();
-        for candidate in meanwhile.candidates {
-            if !self.record.candidates.contains(&candidate) {
-                self.record.candidates.push(candidate);
+        let desired = &mut self.record.desired;
+        for newcomer in meanwhile.desired.newcomers {
+            // What pools have made meanwhile for what they lost.
+            let needed = known.iter().any(|m| m.id == newcomer.member.id)
+                || desired.newcomers.iter().any(|n| n.member.id == newcomer.member.id);
+            let held = self.pools.iter().any(|p| p.member == newcomer.member);
+            if needed && held && desired.newcomer(newcomer.member).is_none() {
+                desired.newcomers.push(newcomer);
             }
         }
-        self.record.candidates.retain(|c| !known.contains(c));
-        if !self.record.candidates.is_empty() {
-            self.tell_candidates();
-        }
+        let held = |m| self.pools.iter().any(|p| p.member == m);
+        let retired = &self.record.membership.retired;
+        desired.newcomers.retain(|n| {
+            // An old copy names some that have been and gone.
+            !known.contains(&n.member) && held(n.member) && !retired.contains(&n.member.guid)
+        });
+        self.tell_desired();
     }
 
     /// Messages that waited for a network or a process are looked at again.

@@ -56,11 +56,8 @@ impl World {
             word: Default::default(),
             sessions: BTreeMap::new(),
         });
-        let mut events = vec![TargetEvent::Timer];
-        if !self.record.candidates.is_empty() {
-            events.push(TargetEvent::Candidates(self.record.candidates.clone()));
-        }
-        self.feed_target(target, events);
+        let desired = TargetEvent::Desired(self.record.desired.clone());
+        self.feed_target(target, vec![TargetEvent::Timer, desired]);
     }
 
     /// The process ends at once; its peers learn of it as their networks let them.
@@ -419,12 +416,15 @@ impl World {
             }
             TargetNote::Dropped { .. } => self.stats.drops += 1,
             TargetNote::Rebuilt { .. } => self.stats.rebuilds += 1,
+            TargetNote::Changed { .. } => self.stats.changes += 1,
+            TargetNote::ChangeGivenUp { .. } => self.stats.given_up += 1,
             TargetNote::BadBlock { repaired: true, .. } => self.stats.repairs += 1,
             TargetNote::InvariantRefused { member, invariant } => {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }
             TargetNote::BlockLost { lba } => self.block_lost(lba),
-            TargetNote::ControlPlaneBehind { .. } if self.backup.is_none() => {
+            // One that was granted under an old copy may say so when the newest is back.
+            TargetNote::ControlPlaneBehind { .. } if !self.rolled_back => {
                 self.violate("MembershipMonotone", "the control plane has not gone back");
             }
             _ => {}

@@ -17,7 +17,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use bytes::Bytes;
 use quoin_core::block::{DeviceInfo, Request};
 use quoin_core::ids::{Epoch, Incarnation, SessionKey};
-use quoin_core::membership::{Member, Membership};
+use quoin_core::membership::{Desired, Member, Membership};
 use quoin_core::target::{
     Target, TargetAction, TargetConfig, TargetEvent, TargetNote, TargetStatus,
 };
@@ -77,6 +77,7 @@ pub struct VolumeSetup {
     pub limits: Limits,
     pub socket: PathBuf,
     pub replicas: Vec<ReplicaPlace>,
+    pub desired: Desired,
     /// Feeds incarnations: random, never repeated.
     pub seed: u64,
 }
@@ -88,8 +89,6 @@ pub struct ReplicaPlace {
     pub pool: String,
     /// host:port
     pub address: String,
-    /// To be rebuilt and then to take the place of a known one.
-    pub candidate: bool,
 }
 
 /// What may change while a volume is served.
@@ -97,6 +96,7 @@ pub struct VolumeUpdate {
     pub volume: VolumeId,
     pub size_bytes: u64,
     pub replicas: Vec<ReplicaPlace>,
+    pub desired: Desired,
 }
 
 /// What a shard asks of the control thread.
@@ -134,6 +134,7 @@ struct Volume {
     clients: Vec<u64>,
     links: Vec<(SessionKey, u64)>,
     places: Vec<ReplicaPlace>,
+    desired: Desired,
     tokens: Tokens,
     grant: Bytes,
     incarnation: Incarnation,
@@ -349,7 +350,7 @@ impl Shard {
     }
 
     fn open(&mut self, now: Time, setup: VolumeSetup) {
-        let VolumeSetup { config, info, limits, socket, replicas, seed } = setup;
+        let VolumeSetup { config, info, limits, socket, replicas, desired, seed } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -382,6 +383,7 @@ impl Shard {
             clients: Vec::new(),
             links: Vec::new(),
             places: Vec::new(),
+            desired: Desired::default(),
             tokens: Tokens::default(),
             grant: Bytes::new(),
             incarnation: Incarnation::default(),
@@ -394,13 +396,15 @@ impl Shard {
         };
         self.volumes.insert(id, volume);
         self.metrics.volumes.inc();
-        self.places(now, id, replicas);
+        self.places(id, replicas);
+        self.desire(now, id, desired);
         self.touch(id);
     }
 
     fn update(&mut self, now: Time, update: VolumeUpdate) {
-        let VolumeUpdate { volume: id, size_bytes, replicas } = update;
-        self.places(now, id, replicas);
+        let VolumeUpdate { volume: id, size_bytes, replicas, desired } = update;
+        self.places(id, replicas);
+        self.desire(now, id, desired);
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         if size_bytes > volume.info.size_bytes {
             volume.info.size_bytes = size_bytes;
@@ -414,15 +418,17 @@ impl Shard {
         }
     }
 
-    fn places(&mut self, now: Time, id: VolumeId, places: Vec<ReplicaPlace>) {
+    fn places(&mut self, id: VolumeId, places: Vec<ReplicaPlace>) {
+        if let Some(volume) = self.volumes.get_mut(&id) {
+            volume.places = places;
+        }
+    }
+
+    fn desire(&mut self, now: Time, id: VolumeId, desired: Desired) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        let candidates = |places: &[ReplicaPlace]| -> Vec<Member> {
-            places.iter().filter(|p| p.candidate).map(|p| p.member).collect()
-        };
-        let (before, after) = (candidates(&volume.places), candidates(&places));
-        volume.places = places;
-        if before != after {
-            self.event(now, id, TargetEvent::Candidates(after));
+        if volume.desired != desired {
+            volume.desired = desired.clone();
+            self.event(now, id, TargetEvent::Desired(desired));
         }
     }
 

@@ -213,6 +213,7 @@ impl RunningTarget {
             limits,
             socket: socket.to_owned(),
             replicas: places,
+            desired: Default::default(),
             seed: Instant::now().elapsed().as_nanos() as u64
                 ^ std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64,
         })));
@@ -327,5 +328,5 @@ impl Nbd {
 }
 
 pub fn place(member: Member, pool: &RunningPool) -> ReplicaPlace {
-    ReplicaPlace { member, pool: "p".into(), address: pool.address.clone(), candidate: false }
+    ReplicaPlace { member, pool: "p".into(), address: pool.address.clone() }
 }

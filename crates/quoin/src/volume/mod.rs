@@ -1,6 +1,7 @@
 //! `quoin volume …`: create, look at, attach, resize and delete volumes.
 
 mod attach;
+mod replicas;
 mod view;
 
 use anyhow::{Result, bail};
@@ -16,7 +17,8 @@ use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
 use crate::output::{self, Format};
 use crate::size::{parse_size, show_size};
 
-pub use view::{HereView, ReplicaView, VolumeView};
+pub use replicas::{ReplicaCommand, run as run_replica};
+pub use view::{HereView, VolumeView};
 
 #[derive(Subcommand)]
 pub enum VolumeCommand {
@@ -45,6 +47,10 @@ pub enum VolumeCommand {
         #[arg(long, value_parser = parse_size, allow_hyphen_values = true)]
         size: u64,
     },
+    /// Give a volume more replicas, or change how many of them must hold a write; while it is used.
+    #[command(after_help = "Examples:\n  quoin volume scale db --replicas 5 --wait\n  \
+                            quoin volume scale db --consistency-factor 3")]
+    Scale(replicas::ScaleOptions),
     /// Delete a volume and all its data.
     #[command(visible_alias = "rm")]
     Delete {
@@ -192,6 +198,9 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         VolumeCommand::Detach(options) => attach::detach(&mut cluster, options, client).await,
         VolumeCommand::Resize { volume, size } => {
             resize(&mut cluster, &volume, size, client, format).await
+        }
+        VolumeCommand::Scale(options) => {
+            replicas::scale(&mut cluster, options, client, format).await
         }
         VolumeCommand::Delete { volume, .. } => {
             let found = get_volume(&mut cluster, &volume).await?;

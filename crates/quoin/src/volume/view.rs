@@ -25,6 +25,9 @@ pub struct VolumeView {
     pub epoch: u64,
     pub replication_factor: u32,
     pub consistency_factor: u32,
+    pub desired_replication_factor: u32,
+    /// What is being changed about its replicas; empty: nothing.
+    pub changing: String,
     pub membership_version: u64,
     pub durability: &'static str,
     pub spread: &'static str,
@@ -93,6 +96,8 @@ impl From<Volume> for VolumeView {
             epoch: volume.epoch,
             replication_factor: membership.rf,
             consistency_factor: membership.cf,
+            desired_replication_factor: membership.drf,
+            changing: volume.changing,
             membership_version: membership.version,
             created_at: volume
                 .created_at
@@ -106,7 +111,7 @@ impl From<Volume> for VolumeView {
 
 impl VolumeView {
     fn in_sync(&self) -> usize {
-        self.replicas.iter().filter(|replica| replica.phase == "InSync").count()
+        self.replicas.iter().filter(|replica| replica.known && replica.phase == "InSync").count()
     }
 
     /// The volume whole, for people.
@@ -121,6 +126,7 @@ impl VolumeView {
             ("nbd", self.nbd.join(", ")),
             ("device", self.here.as_ref().map(HereView::device).unwrap_or_default()),
             ("dead mounts", self.here.as_ref().map(HereView::dead).unwrap_or_default()),
+            ("changing", self.changing.clone()),
             ("waits for", self.waiting_for.clone()),
             ("contract", self.contract.clone()),
             ("durability", self.durability.into()),
@@ -189,6 +195,10 @@ pub struct ReplicaView {
     pub bad_blocks: u64,
     /// Bad copies that were replaced since the pool was started.
     pub repaired: u64,
+    /// On the known list.
+    pub known: bool,
+    /// It is to leave, or another one takes its place.
+    pub leaving: bool,
     pub message: String,
 }
 
@@ -208,6 +218,8 @@ impl From<Replica> for ReplicaView {
             rebuild_total_bytes: replica.rebuild_total_bytes,
             bad_blocks: replica.bad_blocks,
             repaired: replica.repaired,
+            known: replica.known,
+            leaving: replica.leaving,
             message: replica.message,
         }
     }
@@ -224,7 +236,8 @@ impl ReplicaView {
     }
 
     fn sentence(&self) -> String {
-        let more = [self.progress(), self.message.clone()];
+        let leaving = if self.leaving { "leaving" } else { "" };
+        let more = [self.progress(), leaving.into(), self.message.clone()];
         let more: Vec<_> =
             more.iter().filter(|part| !part.is_empty()).map(String::as_str).collect();
         let more = if more.is_empty() { String::new() } else { format!(" ({})", more.join("; ")) };

@@ -2,6 +2,7 @@
 
 #![allow(dead_code, unused_imports, reason = "each test takes what it needs")]
 
+pub mod load;
 #[path = "../common/dev.rs"]
 mod running;
 

@@ -1,0 +1,343 @@
+//! Changes of membership, step by step: with the volume in use, with answers lost, and with
+//! targets and replicas dying in the middle.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Cluster, SwapFate, config};
+use quoin_core::target::{ReplicaStanding, TargetNote};
+use quoin_core::*;
+
+const FILL: u64 = 100;
+
+fn member(id: u128, guid: u128) -> Member {
+    Member { id: ReplicaId(id), guid: ReplicaGuid(guid) }
+}
+
+/// A volume of `rf` replicas with data.
+fn filled(rf: u8) -> Cluster {
+    let mut c = Cluster::new(rf, config());
+    for block in 0..FILL {
+        c.write(block, block as u8 + 1);
+    }
+    c.wait_in_sync(rf.into());
+    c
+}
+
+fn check_data(c: &mut Cluster) {
+    for block in 0..FILL {
+        assert_eq!(c.read(block * 4096, 4096), vec![block as u8 + 1; 4096], "block {block}");
+    }
+}
+
+/// Data that every one of these hosts can serve alone with what CF asks.
+fn check_each(c: &mut Cluster, hosts: &[usize]) {
+    for host in hosts {
+        c.crash_replica(*host);
+        check_data(c);
+        c.start_replica(*host);
+        c.wait_in_sync(usize::from(c.membership.rf));
+    }
+}
+
+/// Proves SCALE-STORY-03, SCALE-LIST-05, SCALE-TEST-04, SCALE-TEST-05, SCALE-GOAL-03.
+#[test]
+fn a_volume_of_one_replica_becomes_one_of_three_in_one_change() {
+    let mut c = filled(1);
+    c.want(|desired| desired.drf = 3);
+    let first = c.add_newcomer(member(2, 202), false);
+    c.run(Duration::from_secs(5));
+    assert_eq!(c.membership.version, 1, "it waits for the other one that is desired");
+    let second = c.add_newcomer(member(3, 203), false);
+    c.wait_for_version(2);
+    assert_eq!((c.membership.rf, c.membership.cf), (3, 2));
+    assert_eq!(c.membership.known.len(), 3);
+    c.wait_in_sync(3);
+    assert!(c.hosts[first].meta().quorum && c.hosts[second].meta().quorum);
+    check_each(&mut c, &[0, first, second]);
+}
+
+#[test]
+fn a_lone_addition_joins_alone_after_a_while() {
+    let mut c = filled(1);
+    c.want(|desired| desired.drf = 3);
+    c.add_newcomer(member(2, 202), false);
+    c.wait_for_version(2);
+    assert_eq!((c.membership.rf, c.membership.cf, c.membership.drf), (2, 2, 3));
+    check_data(&mut c);
+    c.add_newcomer(member(3, 203), false);
+    c.wait_for_version(3);
+    assert_eq!((c.membership.rf, c.membership.cf), (3, 2));
+}
+
+/// Proves SCALE-KNOWN-12, SCALE-SHORT-02.
+#[test]
+fn while_a_change_is_joint_a_write_needs_both_rules() {
+    let mut c = filled(2);
+    // RF 2 and CF 2 become RF 3 and CF 2: with the swap's answer lost both rules stay.
+    c.swaps.extend([SwapFate::Lost; 1000]);
+    c.want(|desired| desired.drf = 3);
+    let newcomer = c.add_newcomer(member(3, 203), false);
+    c.run(Duration::from_secs(20));
+    assert_eq!(c.membership.version, 1);
+    c.write(0, 1);
+    // Two of the new three are there: enough for the new rule, not for the old one.
+    c.hosts[1].cut = true;
+    c.disconnect(1);
+    let token = c.submit(quoin_core::block::Operation::Write {
+        offset: 4096,
+        data: vec![9; 4096].into(),
+        fua: false,
+    });
+    c.run(Duration::from_secs(20));
+    assert!(c.replies.iter().all(|r| r.token != token), "{:?}", c.target.status());
+    assert!(c.hosts[newcomer].meta().quorum);
+    // The swap gets through: the new rule alone goes on.
+    c.swaps.clear();
+    c.wait_for_version(2);
+    assert!(c.answer(token).expect("an answer").result.is_ok());
+}
+
+/// Proves SCALE-STORY-06, SCALE-ID-04.
+#[test]
+fn a_replica_moves_while_the_one_whose_place_it_takes_goes_on_serving() {
+    for rf in 1..=3 {
+        let mut c = filled(rf);
+        let old = c.hosts[0].member;
+        let new = member(old.id.0, 500);
+        let host = c.add_newcomer(new, true);
+        c.write(0, 1);
+        c.wait_for_version(2);
+        assert_eq!(c.membership.rf, rf);
+        assert!(c.membership.contains(new) && !c.membership.contains(old));
+        assert!(c.membership.retired.contains(&old.guid));
+        c.run(Duration::from_secs(1));
+        assert!(c.target.status().replicas.iter().all(|r| r.member != old));
+        c.wait_in_sync(rf.into());
+        c.crash_replica(0);
+        check_data(&mut c);
+        let dropped = |n: &TargetNote| matches!(n, TargetNote::Dropped { .. });
+        assert!(!c.notes.iter().any(dropped), "no copy was missed: {:?}", c.notes);
+        // A new target knows the new one only.
+        c.replace_target(config());
+        check_data(&mut c);
+        assert!(c.hosts[host].meta().quorum);
+    }
+}
+
+/// Proves SCALE-VALID-02, SCALE-VALID-03.
+#[test]
+fn replicas_that_are_named_leave_and_never_come_back() {
+    let mut c = filled(3);
+    let leaving = [c.hosts[1].member, c.hosts[2].member];
+    c.want(|desired| {
+        desired.drf = 1;
+        desired.leaving = leaving.to_vec();
+    });
+    c.wait_for_version(2);
+    assert_eq!((c.membership.rf, c.membership.cf), (1, 1));
+    assert_eq!(c.membership.known, [c.hosts[0].member]);
+    assert_eq!(c.membership.retired, leaving.map(|m| m.guid));
+    check_data(&mut c);
+    c.write(0, 1);
+    // Neither a running target nor a new one takes them back, whatever is asked for.
+    for guid in [leaving[0], leaving[1]] {
+        let newcomer = Newcomer { member: guid, beside: false };
+        c.want(|desired| {
+            desired.drf = 3;
+            desired.newcomers.push(newcomer);
+        });
+    }
+    c.run(Duration::from_secs(30));
+    c.replace_target(config());
+    c.run(Duration::from_secs(30));
+    assert_eq!(c.membership.rf, 1);
+    assert_eq!(c.target.status().replicas.len(), 1);
+    check_data(&mut c);
+}
+
+#[test]
+fn nobody_leaves_while_one_that_stays_is_away() {
+    let mut c = filled(3);
+    let leaving = c.hosts[2].member;
+    c.crash_replica(0);
+    c.want(|desired| {
+        desired.drf = 2;
+        desired.leaving = vec![leaving];
+    });
+    c.run(Duration::from_secs(60));
+    assert_eq!(c.membership.version, 1);
+    c.start_replica(0);
+    c.wait_for_version(2);
+    assert!(!c.membership.contains(leaving));
+    check_data(&mut c);
+}
+
+#[test]
+fn the_consistency_factor_changes_under_both_rules() {
+    let mut c = filled(3);
+    for (version, cf) in [(2, 3), (3, 1), (4, 2)] {
+        c.want(|desired| desired.cf = cf);
+        c.wait_for_version(version);
+        assert_eq!((c.membership.rf, c.membership.cf), (3, cf));
+        c.write(0, 1);
+        check_data(&mut c);
+    }
+    // 3 of 3: without one nothing is acknowledged.
+    c.want(|desired| desired.cf = 3);
+    c.wait_for_version(5);
+    c.crash_replica(1);
+    let token = c.submit(quoin_core::block::Operation::Write {
+        offset: 0,
+        data: vec![1; 4096].into(),
+        fua: false,
+    });
+    c.run(Duration::from_secs(20));
+    assert!(c.replies.iter().all(|r| r.token != token));
+    c.start_replica(1);
+    assert!(c.answer(token).expect("an answer").result.is_ok());
+}
+
+/// Proves SCALE-TEST-06, SCALE-CONF-13, SCALE-KNOWN-14.
+#[test]
+fn whatever_becomes_of_the_swap_the_change_is_made_once_and_nothing_is_lost() {
+    use SwapFate::*;
+    let fates: [&[SwapFate]; 5] =
+        [&[LandsUnheard], &[Lost], &[Lost, Lost, LandsUnheard], &[Refused], &[LandsUnheard, Lost]];
+    for fate in fates {
+        let mut c = filled(3);
+        c.swaps.extend(fate);
+        c.want(|desired| desired.drf = 4);
+        c.add_newcomer(member(4, 204), false);
+        c.write(0, 1);
+        c.wait_for_version(2);
+        c.wait_in_sync(4);
+        assert_eq!((c.membership.rf, c.membership.cf), (4, 3), "{fate:?}");
+        c.run(Duration::from_secs(10));
+        assert_eq!(c.membership.version, 2, "once: {fate:?}");
+        check_data(&mut c);
+    }
+}
+
+/// The target dies with the swap under way, before or after it landed; the next one finds the
+/// joint View and the record as it is.
+#[test]
+fn a_target_that_dies_in_the_middle_of_a_change_leaves_a_volume_that_opens_and_changes() {
+    for landed in [SwapFate::Lost, SwapFate::LandsUnheard] {
+        for rf in 1..=3 {
+            let mut c = filled(rf);
+            c.swaps.push_back(landed);
+            let moved = c.hosts[0].member;
+            let new = member(moved.id.0, 500);
+            c.add_newcomer(new, true);
+            let mut steps = 0;
+            while !c.swaps.is_empty() {
+                c.run(Duration::from_millis(100));
+                steps += 1;
+                assert!(steps < 300, "the swap is never asked for");
+            }
+            c.replace_target(config());
+            c.wait_for_version(2);
+            assert!(c.membership.contains(new) && !c.membership.contains(moved));
+            c.wait_in_sync(rf.into());
+            check_data(&mut c);
+            c.write(0, 1);
+        }
+    }
+}
+
+#[test]
+fn a_newcomer_that_dies_before_the_swap_is_given_up_and_the_old_rule_goes_on() {
+    let mut c = filled(3);
+    c.want(|desired| desired.drf = 5);
+    let first = c.add_newcomer(member(4, 204), false);
+    let second = c.add_newcomer(member(5, 205), false);
+    c.run(Duration::from_millis(1));
+    let mut rounds = 0;
+    while c.membership.version == 1 && rounds < 40 {
+        // They come and go; a third of the way they are joint.
+        c.crash_replica(first);
+        c.write(0, 1);
+        c.run(Duration::from_millis(rounds * 37 % 700));
+        c.start_replica(first);
+        c.run(Duration::from_millis(rounds * 53 % 900));
+        c.crash_replica(second);
+        c.write(1, 2);
+        c.start_replica(second);
+        rounds += 1;
+    }
+    c.wait_for_version(2);
+    c.wait_in_sync(usize::from(c.membership.rf));
+    check_data(&mut c);
+}
+
+/// Proves SCALE-SHORT-06.
+#[test]
+fn with_all_desired_replicas_connected_a_stranger_is_not_even_dialled() {
+    let mut c = filled(3);
+    c.add_newcomer(member(9, 900), false);
+    c.run(Duration::from_secs(20));
+    assert_eq!(c.target.status().replicas.len(), 3);
+    let told = c
+        .notes
+        .iter()
+        .filter(|n| matches!(n, TargetNote::NotAdmitted { refusal, .. } if refusal.is_too_many()));
+    assert_eq!(told.count(), 1, "told, and told once: {:?}", c.notes);
+}
+
+/// Proves SCALE-ID-08.
+#[test]
+fn a_known_replica_that_returns_displaces_the_one_that_was_to_take_its_place() {
+    let mut c = filled(3);
+    let known = c.hosts[2].member;
+    c.hosts[2].cut = true;
+    c.disconnect(2);
+    c.hosts[2].pool.restart();
+    let stand_in = member(known.id.0, 900);
+    let host = c.add_newcomer(stand_in, false);
+    c.hosts[host].cut = true;
+    c.run(Duration::from_secs(3));
+    let connected = |c: &Cluster, m: Member| {
+        let status = c.target.status();
+        let standing = status.replicas.iter().find(|r| r.member == m).map(|r| r.standing);
+        standing.is_some_and(|s| s != ReplicaStanding::Disconnected)
+    };
+    c.hosts[2].cut = false;
+    c.start_replica(2);
+    c.run(Duration::from_secs(10));
+    assert!(connected(&c, known));
+    assert!(c.target.status().replicas.iter().all(|r| r.member != stand_in));
+    c.wait_in_sync(3);
+    assert_eq!(c.membership.version, 1);
+    check_data(&mut c);
+}
+
+/// Proves SCALE-SHORT-03.
+#[test]
+fn replaced_copies_that_come_back_without_their_successors_are_refused_and_nothing_is_served() {
+    let mut c = filled(3);
+    let (second, third) = (c.hosts[1].member, c.hosts[2].member);
+    c.hosts[2].cut = true;
+    c.disconnect(2);
+    let fourth = c.add_newcomer(member(third.id.0, 404), true);
+    c.wait_for_version(2);
+    c.hosts[1].cut = true;
+    c.disconnect(1);
+    let fifth = c.add_newcomer(member(second.id.0, 405), true);
+    c.wait_for_version(3);
+    c.write(0, 77);
+    for host in [0, fourth, fifth] {
+        c.hosts[host].cut = true;
+        c.disconnect(host);
+    }
+    c.hosts[1].cut = false;
+    c.hosts[2].cut = false;
+    c.replace_target(config());
+    c.run(Duration::from_secs(60));
+    assert!(!c.target.status().serving);
+    for host in [0, fourth] {
+        c.hosts[host].cut = false;
+    }
+    assert_eq!(c.read(0, 4096), vec![77; 4096]);
+}

@@ -1,0 +1,264 @@
+//! Operators who change the membership: scale up (one replica or several at once), move, remove,
+//! change CF, in the middle of everything else and sometimes one on top of the other.
+//!
+//! A broad run has them or not by a chance of its own, so that runs without them stay what they
+//! were; of the swarms one has them always, the others never.
+//! They ask for what the contract can promise: where a replica's data may be lost, never for a
+//! membership that a loss would stop for good. When faults are over everything that was asked for
+//! has to come true.
+
+use quoin_core::membership::open_quorum;
+use quoin_core::replica::Replica;
+use quoin_core::replica::store::ReplicaStore;
+use quoin_core::target::TargetEvent;
+use quoin_core::{Member, Newcomer, ReplicaGuid, ReplicaId};
+
+use super::{Event, PoolHost, World};
+use crate::faults::Profile;
+use crate::random::Random;
+use crate::schedule::{MILLISECOND, SECOND};
+use crate::storage::Outage;
+use crate::swarm::Swarm;
+
+/// Of a hundred runs so many have operators who change the membership.
+const RUNS_OF_HUNDRED: u64 = 30;
+/// Pools without a replica at the start of such a run.
+const SPARE_POOLS: usize = 2;
+/// Replicas of a volume at most.
+const RF_MAX: u8 = 5;
+
+pub(crate) struct Members {
+    random: Random,
+    pub on: bool,
+    telling: bool,
+}
+
+impl Members {
+    pub fn draw(seed: u64, swarm: Swarm, profile: Profile) -> Self {
+        let mut random = Random::new(seed ^ 0x6d65_6d62_6572_7368);
+        let lies = matches!(profile, Profile::Liar { .. });
+        let drawn = random.percent(RUNS_OF_HUNDRED);
+        let on = !lies && (swarm == Swarm::Members || (swarm == Swarm::Broad && drawn));
+        Self { random, on, telling: false }
+    }
+
+    pub fn spare_pools(&self) -> usize {
+        if self.on { SPARE_POOLS } else { 0 }
+    }
+}
+
+impl PoolHost {
+    /// It holds no replica and is to make none.
+    pub(crate) fn is_spare(&self) -> bool {
+        self.member == Member::default()
+    }
+}
+
+impl World {
+    pub(crate) fn plan_operators(&mut self) {
+        if self.members.on {
+            let delay = self.members.random.between(500, 6000) * MILLISECOND;
+            self.schedule.after(delay / self.setup.haste, Event::Operate);
+        }
+    }
+
+    /// The controller tells the owner's target what is desired until it is so.
+    pub(crate) fn tell_desired(&mut self) {
+        let owner = self.record.owner;
+        if self.targets[owner].process.is_some() && !self.targets[owner].paused {
+            let desired = TargetEvent::Desired(self.record.desired.clone());
+            self.feed_target(owner, vec![desired]);
+        }
+        self.members.telling = false;
+        self.keep_telling();
+    }
+
+    fn keep_telling(&mut self) {
+        if self.desires().is_err() && !std::mem::replace(&mut self.members.telling, true) {
+            self.schedule.after(SECOND, Event::TellDesired);
+        }
+    }
+
+    /// Whether what is desired is what is.
+    pub(crate) fn desires(&self) -> Result<(), String> {
+        let (desired, membership) = (&self.record.desired, &self.record.membership);
+        if let Some(newcomer) = desired.newcomers.first() {
+            return Err(format!("{:?} is not known yet", newcomer.member));
+        }
+        if let Some(member) = desired.leaving.first() {
+            return Err(format!("{member:?} has not left yet"));
+        }
+        let (rf, cf) = (membership.rf, membership.cf);
+        if desired.drf != rf || (desired.cf != 0 && desired.cf_of(rf) != cf) {
+            return Err(format!("RF {rf} CF {cf} is not {desired:?}"));
+        }
+        Ok(())
+    }
+
+    /// One operator's turn.
+    pub(crate) fn operate(&mut self) {
+        if self.faults_over {
+            return;
+        }
+        let pause = self.members.random.between(700, 6000) * MILLISECOND;
+        self.schedule.after(pause / self.setup.haste, Event::Operate);
+        self.clear_retired();
+        // An old copy of the records is nobody's to change.
+        let busy = self.desires().is_err() && !self.members.random.percent(25);
+        if busy || self.backup.is_some() {
+            return;
+        }
+        match self.members.random.below(8) {
+            0..=2 => {
+                let several = if self.members.random.percent(40) { 2 } else { 1 };
+                self.scale_up(several);
+            }
+            3..=4 => self.move_one(),
+            5..=6 => self.remove_some(),
+            _ => self.change_cf(),
+        }
+        let desired = self.record.desired.clone();
+        self.trace.line(self.schedule.now(), || format!("operators desire {desired:?}"));
+        self.tell_desired();
+    }
+
+    fn scale_up(&mut self, count: usize) {
+        for _ in 0..count {
+            let drf = self.record.desired.drf + 1;
+            if drf > RF_MAX || !self.is_promised(drf, self.record.desired.cf_of(drf)) {
+                return;
+            }
+            let id = ReplicaId(self.members.random.wide() | 1);
+            if self.make_newcomer(id, false) {
+                self.record.desired.drf = drf;
+                self.stats.scale_ups += 1;
+            }
+        }
+    }
+
+    fn move_one(&mut self) {
+        let known = self.record.membership.known.clone();
+        let member = *self.members.random.pick(&known);
+        let desired = &self.record.desired;
+        let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
+            || desired.leaving.contains(&member);
+        if !busy && self.make_newcomer(member.id, true) {
+            self.stats.moves += 1;
+        }
+    }
+
+    fn remove_some(&mut self) {
+        let known = self.record.membership.known.clone();
+        let count = if self.members.random.percent(25) { 2 } else { 1 };
+        for _ in 0..count {
+            let member = *self.members.random.pick(&known);
+            let desired = &self.record.desired;
+            let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
+                || desired.leaving.contains(&member);
+            let Some(drf) = desired.drf.checked_sub(1).filter(|drf| *drf > 0) else { return };
+            // One that is known stays, as the product demands.
+            let stays = known.iter().filter(|m| !desired.leaving.contains(m)).count() > 1;
+            if busy || !stays || !self.is_promised(drf, desired.cf_of(drf)) {
+                return;
+            }
+            self.record.desired.leaving.push(member);
+            self.record.desired.drf = drf;
+            self.stats.removals += 1;
+        }
+    }
+
+    fn change_cf(&mut self) {
+        let rf = self.record.membership.rf;
+        let cf = self.members.random.between(0, u64::from(rf)) as u8;
+        if self.is_promised(rf, if cf == 0 { self.record.membership.cf } else { cf }) {
+            self.record.desired.cf = cf;
+            self.stats.cf_changes += 1;
+        }
+    }
+
+    /// Whether a volume of this shape keeps what this run may do to it: where data may be lost,
+    /// one replica must be dispensable; and CF 1 owes nothing to the loss of a cache.
+    fn is_promised(&self, rf: u8, cf: u8) -> bool {
+        self.profile == Profile::Power || rf > open_quorum(rf, cf)
+    }
+
+    /// A spare pool makes a replica, quorum off, and the records name it.
+    fn make_newcomer(&mut self, id: ReplicaId, beside: bool) -> bool {
+        let spare: Vec<usize> = (0..self.pools.len())
+            .filter(|p| self.pools[*p].is_spare() && self.pools[*p].process.is_some())
+            .collect();
+        if spare.is_empty() {
+            return false;
+        }
+        let pool = *self.members.random.pick(&spare);
+        let guid = ReplicaGuid(self.members.random.wide() | 1);
+        let member = Member { id, guid };
+        if !self.make_replica(pool, member) {
+            return false;
+        }
+        self.record.desired.newcomers.push(Newcomer { member, beside });
+        true
+    }
+
+    /// An empty replica with quorum off in this pool, whose process runs.
+    pub(crate) fn make_replica(&mut self, pool: usize, member: Member) -> bool {
+        let (identity, meta) = self.newborn(member, false, self.record.membership.clone());
+        let blocks = self.setup.volume_blocks;
+        let local = self.local(self.pools[pool].host);
+        let here = &mut self.pools[pool];
+        if here.storage.create(identity, meta, blocks).is_err() {
+            return false;
+        }
+        let boot = here.storage.cookie();
+        let mut replica = None;
+        here.storage.with(member.guid, &mut |store: &mut dyn ReplicaStore| {
+            replica = Some(Replica::new(local, boot, &*store));
+        });
+        here.member = member;
+        here.gone = false;
+        here.cache_lost = false;
+        if let Some(process) = &mut here.process {
+            process.replica = replica;
+        }
+        self.trace.line(self.schedule.now(), || format!("pool {pool} makes {member:?}"));
+        self.plan_sync(pool);
+        true
+    }
+
+    /// Pools delete what is retired, now or later: until then it may try to come back.
+    fn clear_retired(&mut self) {
+        for pool in 0..self.pools.len() {
+            let here = &self.pools[pool];
+            let retired = self.record.membership.retired.contains(&here.member.guid);
+            if self.backup.is_some() || here.is_spare() || !retired || here.process.is_none() {
+                continue;
+            }
+            if self.members.random.percent(50) {
+                let here = &mut self.pools[pool];
+                if !here.gone && here.storage.delete(here.member.guid).is_err() {
+                    continue;
+                }
+                here.member = Member::default();
+                here.gone = true;
+                here.cache_lost = false;
+                self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
+            }
+        }
+    }
+
+    /// A pool that has lost its replica makes another one under the same id, if that id still
+    /// needs one there.
+    pub(crate) fn replacement_for(&mut self, pool: usize) -> Option<Newcomer> {
+        let lost = self.pools[pool].member;
+        let desired = &mut self.record.desired;
+        let was = desired.newcomer(lost).copied();
+        desired.newcomers.retain(|n| n.member != lost);
+        let elsewhere = desired.newcomers.iter().any(|n| n.member.id == lost.id);
+        let newest = self.backup.as_ref().unwrap_or(&self.record);
+        if elsewhere || newest.membership.retired.contains(&lost.guid) {
+            return None;
+        }
+        let member = Member { id: lost.id, guid: ReplicaGuid(self.random.wide() | 1) };
+        Some(Newcomer { member, beside: was.is_some_and(|n| n.beside) })
+    }
+}

@@ -1,0 +1,323 @@
+//! `quoin volume scale` and `quoin replica move|replace|remove`: how many copies a volume has, and
+//! where; and waiting for it with progress.
+
+use anyhow::{Result, bail};
+use clap::{Args, Subcommand};
+use quoin_proto::control::{
+    ListReplicasRequest, MoveReplicaRequest, RemoveReplicasRequest, ScaleVolumeRequest, Volume,
+};
+use std::time::{Duration, Instant};
+
+use super::view::{ReplicaView, VolumeView};
+use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::output::{self, Format};
+use crate::size::show_size;
+
+/// Between two looks at a change that is waited for.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// Between two lines about it.
+const SAY_EVERY: Duration = Duration::from_secs(2);
+
+#[derive(Args)]
+pub struct ScaleOptions {
+    /// The volume's name or id.
+    volume: String,
+    /// How many replicas it is to have [default: as many as it has]. Fewer: `quoin replica remove`.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    replicas: Option<u32>,
+    /// Copies that must hold a write before it is acknowledged; 0: a majority, whatever their
+    /// number [default: as it is].
+    #[arg(long, value_parser = clap::value_parser!(u32).range(0..=16))]
+    consistency_factor: Option<u32>,
+    /// A pool for a new replica, once for each [default: those with the most room].
+    #[arg(long = "pool", value_name = "POOL")]
+    pools: Vec<String>,
+    /// Accept a consistency factor below a majority: one failure may then lose acknowledged
+    /// writes.
+    #[arg(long)]
+    allow_loss_on_single_failure: bool,
+    #[command(flatten)]
+    wait: WaitOptions,
+}
+
+#[derive(Args)]
+pub struct WaitOptions {
+    /// Wait until it is done, and say how far it is. Interrupted, it goes on all the same.
+    #[arg(long)]
+    wait: bool,
+}
+
+#[derive(Subcommand)]
+pub enum ReplicaCommand {
+    /// The copies of one volume, or of all.
+    #[command(visible_alias = "ls")]
+    List {
+        /// Only this volume's: its name or id.
+        volume: Option<String>,
+    },
+    /// Move a replica to another pool; it serves where it is until the new one has everything.
+    #[command(after_help = "Example:\n  quoin replica move db pool-a --to pool-d --wait")]
+    Move {
+        /// The volume's name or id.
+        volume: String,
+        /// The pool that holds the replica now, or the replica's id (the beginning is enough).
+        replica: String,
+        /// Where to [default: the pool with the most room].
+        #[arg(long)]
+        to: Option<String>,
+        #[command(flatten)]
+        wait: WaitOptions,
+    },
+    /// Replace a replica whose pool is gone for good by a new one elsewhere.
+    #[command(after_help = "Example:\n  quoin replica replace db pool-a --wait")]
+    Replace {
+        /// The volume's name or id.
+        volume: String,
+        /// The pool that held it, or the replica's id (the beginning is enough).
+        replica: String,
+        /// Where the new one goes [default: the pool with the most room].
+        #[arg(long)]
+        pool: Option<String>,
+        #[command(flatten)]
+        wait: WaitOptions,
+    },
+    /// Take replicas away by name; all that stay must be in sync. What leaves never comes back:
+    /// its data is deleted.
+    #[command(
+        visible_alias = "rm",
+        after_help = "Example:\n  quoin replica remove db pool-c --wait"
+    )]
+    Remove {
+        /// The volume's name or id.
+        volume: String,
+        /// The pools that hold them, or the replicas' ids (the beginning is enough).
+        #[arg(required = true)]
+        replicas: Vec<String>,
+        #[command(flatten)]
+        wait: WaitOptions,
+    },
+}
+
+pub async fn scale(
+    cluster: &mut Cluster,
+    options: ScaleOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let volume = get_volume(cluster, &options.volume).await?;
+    let request = ScaleVolumeRequest {
+        volume: Some(volume_ref(&volume.id)),
+        replicas: options.replicas.unwrap_or(0),
+        consistency_factor: options.consistency_factor,
+        allow_loss_on_single_failure: options.allow_loss_on_single_failure,
+        pools: options.pools,
+    };
+    let volume = cluster.scale_volume(request).await.map_err(super::in_flags)?.into_inner();
+    finish(cluster, volume, &options.wait, client, format).await
+}
+
+pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format) -> Result<()> {
+    let mut cluster = client.connect().await?;
+    let cluster = &mut cluster;
+    match command {
+        ReplicaCommand::List { volume } => {
+            let request = ListReplicasRequest { volume: volume.as_deref().map(volume_ref) };
+            let replicas =
+                cluster.list_replicas(request).await.map_err(refusal)?.into_inner().replicas;
+            let rows: Vec<_> = replicas.into_iter().map(ReplicaView::from).collect();
+            output::print_list(format, &rows, "no replicas")
+        }
+        ReplicaCommand::Move { volume, replica, to: pool, wait }
+        | ReplicaCommand::Replace { volume, replica, pool, wait } => {
+            let volume = get_volume(cluster, &volume).await?;
+            let request = MoveReplicaRequest {
+                volume: Some(volume_ref(&volume.id)),
+                replica_id: find(&volume, &replica)?,
+                pool: pool.unwrap_or_default(),
+            };
+            let volume = cluster.move_replica(request).await.map_err(refusal)?.into_inner();
+            finish(cluster, volume, &wait, client, format).await
+        }
+        ReplicaCommand::Remove { volume, replicas, wait } => {
+            let volume = get_volume(cluster, &volume).await?;
+            let request = RemoveReplicasRequest {
+                volume: Some(volume_ref(&volume.id)),
+                replica_ids: replicas.iter().map(|r| find(&volume, r)).collect::<Result<_>>()?,
+            };
+            let volume = cluster.remove_replicas(request).await.map_err(refusal)?.into_inner();
+            finish(cluster, volume, &wait, client, format).await
+        }
+    }
+}
+
+/// The id of the replica that a person names by its pool, its id or the beginning of it.
+fn find(volume: &Volume, named: &str) -> Result<String> {
+    let name = volume.spec.as_ref().map(|spec| spec.name.as_str()).unwrap_or_default();
+    let lower = named.to_ascii_lowercase();
+    let matches = |r: &&quoin_proto::control::Replica| {
+        r.pool == named || (lower.len() >= 4 && r.replica_id.starts_with(&lower))
+    };
+    let mut ids: Vec<_> =
+        volume.replicas.iter().filter(matches).map(|r| r.replica_id.clone()).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    match ids.as_slice() {
+        [id] => Ok(id.clone()),
+        [] => bail!(
+            "volume {name} has no replica {named}: `quoin replica list {}` shows those it has",
+            output::quoted(name)
+        ),
+        _ => bail!("{named} begins several replica ids of volume {name}: give more of it"),
+    }
+}
+
+/// Says what was begun, or waits for it.
+async fn finish(
+    cluster: &mut Cluster,
+    volume: Volume,
+    wait: &WaitOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let mut volume = volume;
+    if wait.wait {
+        volume = wait_for(cluster, volume, client).await?;
+    }
+    let view = VolumeView::from(volume);
+    output::print_one(format, &view, || {
+        let name = output::quoted(&view.name);
+        if view.changing.is_empty() {
+            let (have, need) = (view.replication_factor, view.consistency_factor);
+            return format!("volume {} has {have} replicas; writes need {need} of them", view.name);
+        }
+        format!(
+            "volume {}: {}\nnext: quoin volume get {name}   (how far it is; or --wait)",
+            view.name, view.changing
+        )
+    })
+}
+
+/// Looks until nothing is being changed any more.
+async fn wait_for(
+    cluster: &mut Cluster,
+    mut volume: Volume,
+    client: &ClientOptions,
+) -> Result<Volume> {
+    let began = Instant::now();
+    let mut said = Instant::now() - SAY_EVERY;
+    let mut pace = Pace::default();
+    while !volume.changing.is_empty() {
+        pace.saw(&volume, began.elapsed());
+        if said.elapsed() >= SAY_EVERY {
+            eprintln!("{}", progress(&volume, pace.left()));
+            said = Instant::now();
+        }
+        if began.elapsed() > client.timeout() {
+            bail!(
+                "{} after {} s; it goes on by itself (--timeout waits longer)",
+                progress(&volume, pace.left()),
+                client.timeout
+            );
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+        volume = get_volume(cluster, &volume.id).await?;
+    }
+    Ok(volume)
+}
+
+/// Bytes that rebuilds have still to go through, now and when first seen.
+#[derive(Default)]
+struct Pace {
+    first: Option<(u64, Duration)>,
+    last: (u64, Duration),
+}
+
+impl Pace {
+    fn saw(&mut self, volume: &Volume, at: Duration) {
+        let left = |r: &quoin_proto::control::Replica| {
+            r.rebuild_total_bytes.saturating_sub(r.rebuilt_bytes)
+        };
+        let left: u64 = volume.replicas.iter().map(left).sum();
+        if self.first.is_none_or(|(first, _)| left > first) && left > 0 {
+            self.first = Some((left, at));
+        }
+        self.last = (left, at);
+    }
+
+    /// How long it takes at the pace so far; nothing before there is one.
+    fn left(&self) -> Option<Duration> {
+        let (first, since) = self.first?;
+        let (left, now) = self.last;
+        let took = now.checked_sub(since).filter(|took| *took >= Duration::from_secs(1))?;
+        let done = first.checked_sub(left).filter(|done| *done > 0 && left > 0)?;
+        Some(Duration::from_secs_f64(took.as_secs_f64() * left as f64 / done as f64))
+    }
+}
+
+fn progress(volume: &Volume, left: Option<Duration>) -> String {
+    let name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
+    let mut text = format!("volume {name}: {}", volume.changing);
+    for replica in &volume.replicas {
+        if replica.rebuild_total_bytes > 0 {
+            text += &format!(
+                "; pool {}: {} of {} gone through",
+                replica.pool,
+                show_size(replica.rebuilt_bytes),
+                show_size(replica.rebuild_total_bytes)
+            );
+        }
+    }
+    if let Some(left) = left {
+        text += &format!("; about {} s left", left.as_secs() + 1);
+    }
+    if !volume.waiting_for.is_empty() {
+        text += &format!("; waits for {}", volume.waiting_for);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quoin_proto::control::Replica;
+
+    fn replica(id: &str, pool: &str, rebuilt_bytes: u64, rebuild_total_bytes: u64) -> Replica {
+        Replica {
+            replica_id: id.into(),
+            pool: pool.into(),
+            rebuilt_bytes,
+            rebuild_total_bytes,
+            ..Replica::default()
+        }
+    }
+
+    fn volume(replicas: Vec<Replica>) -> Volume {
+        Volume { replicas, ..Volume::default() }
+    }
+
+    #[test]
+    fn a_replica_is_named_by_its_pool_or_by_the_beginning_of_its_id() {
+        let volume = volume(vec![
+            replica("aabb01", "pool-a", 0, 0),
+            replica("aabb02", "pool-b", 0, 0),
+            replica("aabb02", "pool-c", 0, 0),
+        ]);
+        assert_eq!(find(&volume, "pool-a").unwrap(), "aabb01");
+        assert_eq!(find(&volume, "AABB02").unwrap(), "aabb02");
+        assert_eq!(find(&volume, "pool-c").unwrap(), "aabb02", "it is on its way there");
+        assert!(find(&volume, "aabb").unwrap_err().to_string().contains("several"));
+        assert!(find(&volume, "aab").unwrap_err().to_string().contains("no replica"));
+    }
+
+    #[test]
+    fn what_is_left_is_told_from_the_pace_so_far() {
+        let mut pace = Pace::default();
+        let at = |done| volume(vec![replica("aabb01", "pool-a", done, 1000)]);
+        pace.saw(&at(0), Duration::from_secs(10));
+        assert_eq!(pace.left(), None);
+        pace.saw(&at(250), Duration::from_secs(15));
+        assert_eq!(pace.left(), Some(Duration::from_secs(15)));
+        let text = progress(&at(250), pace.left());
+        assert!(text.contains("pool-a") && text.contains("about 16 s left"), "{text}");
+    }
+}

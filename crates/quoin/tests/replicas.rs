@@ -1,0 +1,245 @@
+//! The user stories of replicas on real processes: added, moved, replaced, taken away, under a client
+//! that verifies; and afterwards every copy alone, read with nothing of Quoin running.
+
+mod support;
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::Value;
+use support::load::Load;
+use support::{Dev, Scratch, is_online, signal};
+
+const WAIT: [&str; 3] = ["--wait", "--timeout", "170"];
+
+fn cluster(name: &str, pools: &str) -> (Scratch, Dev) {
+    let scratch = Scratch::new(name);
+    let flags = ["--no-attach", "--pool-size", "512MiB", "--pools", pools];
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    (scratch, dev)
+}
+
+fn volume(dev: &Dev, replicas: &str) -> Load {
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", replicas]);
+    let load = Load::start(dev.client("db"), 3);
+    load.goes_on(dev, 100);
+    load
+}
+
+fn waiting(dev: &Dev, command: &[&str]) -> Value {
+    let arguments: Vec<&str> = command.iter().copied().chain(WAIT).collect();
+    dev.json(&arguments)
+}
+
+fn factors(volume: &Value) -> [u64; 3] {
+    ["replicationFactor", "consistencyFactor", "desiredReplicationFactor"]
+        .map(|key| volume[key].as_u64().unwrap())
+}
+
+fn whole(volume: &Value) -> bool {
+    is_online(volume)
+        && volume["changing"] == ""
+        && volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
+}
+
+/// Ids and GUIDs of the known replicas, by pool.
+fn known(dev: &Dev) -> Vec<(String, String, String)> {
+    let replicas = dev.json(&["replica", "list", "db"]);
+    let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
+    let replicas = replicas.as_array().unwrap();
+    let known = replicas.iter().filter(|r| r["known"] == true);
+    known.map(|r| (text(r, "pool"), text(r, "id"), text(r, "guid"))).collect()
+}
+
+/// Stops the load and the cluster, and compares what each copy alone holds with the others.
+fn end(scratch: &Scratch, dev: Dev, load: Load, copies: usize) {
+    dev.wait_for_volume("db", "whole", whole);
+    load.verify();
+    dev.wait_for_volume("db", "whole", whole);
+    let known = known(&dev);
+    assert_eq!(known.len(), copies);
+    let files: Vec<(PathBuf, String)> =
+        known.into_iter().map(|(pool, _, guid)| (dev.pool_file(&pool), guid)).collect();
+    dev.stop();
+    let images: Vec<Vec<u8>> = files
+        .iter()
+        .map(|(file, guid)| {
+            let image = scratch.0.join(format!("{guid}.img"));
+            let exported = Command::new(env!("CARGO_BIN_EXE_quoin"))
+                .args(["pool", "export"])
+                .arg(file)
+                .args(["--replica", guid, "--to"])
+                .arg(&image)
+                .output()
+                .unwrap();
+            assert!(exported.status.success(), "{}", String::from_utf8_lossy(&exported.stderr));
+            std::fs::read(image).unwrap()
+        })
+        .collect();
+    assert!(images[0].windows(8).any(|bytes| bytes == b"TESTDATA"));
+    for image in &images[1..] {
+        assert!(*image == images[0], "a copy differs");
+    }
+}
+
+fn refused(dev: &Dev, arguments: &[&str]) -> String {
+    let output = dev.quoin(arguments);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Proves SCALE-TEST-04, SCALE-TEST-05, SCALE-GOAL-03, SCALE-STORY-01.
+#[test]
+fn a_volume_of_one_replica_is_scaled_to_three_and_every_new_copy_is_whole() {
+    let (scratch, dev) = cluster("scale", "5");
+    let load = volume(&dev, "1");
+    let before = known(&dev);
+    let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "3"]);
+    assert_eq!(factors(&scaled), [3, 2, 3]);
+    // Formed is version 2: both joined in one change.
+    assert_eq!(scaled["membershipVersion"], 3);
+    let after = known(&dev);
+    assert!(after.len() == 3 && before.iter().all(|first| after.contains(first)));
+    load.goes_on(&dev, 100);
+    let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "5"]);
+    assert_eq!(factors(&scaled), [5, 3, 5]);
+    load.goes_on(&dev, 100);
+    end(&scratch, dev, load, 5);
+}
+
+/// Proves SCALE-STORY-04, SCALE-STORY-06, SCALE-ID-04, SCALE-GOAL-04, SCALE-TEST-03.
+#[test]
+fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
+    let (scratch, dev) = cluster("move", "4");
+    let load = volume(&dev, "3");
+    dev.wait_for_volume("db", "whole", whole);
+    let before = known(&dev);
+    let (from, id, guid) = before[0].clone();
+    let taken: Vec<_> = before.iter().map(|(pool, ..)| pool.as_str()).collect();
+    let free = ["pool-a", "pool-b", "pool-c", "pool-d"];
+    let free = free.into_iter().find(|pool| !taken.contains(pool)).unwrap();
+    let moved = waiting(&dev, &["replica", "move", "db", &from, "--to", free]);
+    assert_eq!(factors(&moved), [3, 2, 3]);
+    let after = known(&dev);
+    let (.., new) = after.iter().find(|(pool, same, _)| pool == free && *same == id).unwrap();
+    assert_ne!(*new, guid);
+    dev.eventually("the old pool deletes its copy", || {
+        let pools = dev.json(&["pool", "list"]);
+        let old = pools.as_array().unwrap().iter().find(|p| p["name"] == *from).cloned();
+        old.filter(|pool| pool["replicas"] == 0)
+    });
+    load.goes_on(&dev, 100);
+    // And back again, though it was there before: under yet another GUID.
+    waiting(&dev, &["replica", "move", "db", free, "--to", &from]);
+    assert!(known(&dev).iter().all(|(_, _, again)| *again != guid && again != new));
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-TEST-01, SCALE-TEST-07, SCALE-TEST-08, SCALE-STORY-07, SCALE-SHORT-01.
+#[test]
+fn a_replica_on_a_pool_that_hangs_is_replaced_and_never_connects_again_whatever_restarts() {
+    let (scratch, dev) = cluster("replace", "4");
+    let load = volume(&dev, "3");
+    dev.wait_for_volume("db", "whole", whole);
+    let (pool, id, old) = known(&dev)[1].clone();
+    let pid = dev.pid(&pool).unwrap();
+    signal(pid, "STOP");
+    load.goes_on(&dev, 200);
+    let replaced = waiting(&dev, &["replica", "replace", "db", &pool]);
+    assert_eq!(factors(&replaced), [3, 2, 3]);
+    let (.., new) = known(&dev).into_iter().find(|(_, same, _)| *same == id).unwrap();
+    assert_ne!(new, old);
+    load.goes_on(&dev, 100);
+    // The replaced one comes back, with everything else restarted in every order.
+    signal(pid, "CONT");
+    let restarts: [&[&str]; 4] =
+        [&[], &["target"], &["controller", "target"], &["pool-a", "pool-b", "pool-c", "pool-d"]];
+    for restart in restarts {
+        for process in restart {
+            dev.kill(process);
+        }
+        load.goes_on(&dev, 50);
+        dev.wait_for_volume("db", "whole", whole);
+        let list = known(&dev);
+        assert!(list.len() == 3 && list.iter().all(|(.., guid)| *guid != old), "{list:?}");
+    }
+    dev.eventually("the retired copy is deleted", || {
+        let pools = dev.json(&["pool", "list"]);
+        let there = pools.as_array().unwrap().iter().find(|p| p["name"] == *pool).cloned();
+        there.filter(|there| there["replicas"] == 0)
+    });
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-TEST-02, SCALE-TEST-10, SCALE-TEST-11, SCALE-VALID-03.
+#[test]
+fn replicas_leave_by_name_only_and_what_cannot_be_is_refused_and_changes_nothing() {
+    let (scratch, dev) = cluster("remove", "3");
+    let load = volume(&dev, "3");
+    dev.wait_for_volume("db", "whole", whole);
+    let before = known(&dev);
+    let text = refused(&dev, &["volume", "scale", "db", "--replicas", "2"]);
+    assert!(text.contains("quoin replica remove"), "{text}");
+    assert!(refused(&dev, &["volume", "scale", "db", "--replicas", "6"]).contains("at most 5"));
+    let text = refused(&dev, &["volume", "scale", "db", "--replicas", "4"]);
+    assert!(text.contains("add a pool"), "{text}");
+    let text = refused(&dev, &["volume", "scale", "db", "--consistency-factor", "1"]);
+    assert!(text.contains("--allow-loss-on-single-failure"), "{text}");
+    let text = refused(&dev, &["replica", "remove", "db", "pool-a", "pool-b", "pool-c"]);
+    assert!(text.contains("delete it"), "{text}");
+    assert!(
+        refused(&dev, &["replica", "move", "db", "pool-a", "--to", "pool-b"]).contains("pool-b")
+    );
+    assert_eq!(known(&dev), before);
+    // One that stays is away: nobody leaves.
+    let pid = dev.pid("pool-c").unwrap();
+    signal(pid, "STOP");
+    dev.wait_for_volume("db", "degraded", |volume| volume["health"] == "Degraded");
+    let text = refused(&dev, &["replica", "remove", "db", "pool-a"]);
+    assert!(text.contains("not in sync"), "{text}");
+    signal(pid, "CONT");
+    dev.wait_for_volume("db", "whole", whole);
+    let removed = waiting(&dev, &["replica", "remove", "db", "pool-a", "pool-b"]);
+    assert_eq!(factors(&removed), [1, 1, 1]);
+    load.goes_on(&dev, 100);
+    dev.kill("target");
+    load.goes_on(&dev, 100);
+    let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "3"]);
+    assert_eq!(factors(&scaled), [3, 2, 3]);
+    let gone: Vec<_> = before.iter().filter(|(pool, ..)| pool != "pool-c").collect();
+    let after = known(&dev);
+    assert!(gone.iter().all(|(_, id, guid)| after.iter().all(|(_, i, g)| i != id && g != guid)));
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-TEST-06.
+#[test]
+fn the_controller_the_target_and_the_newcomers_die_in_the_middle_and_the_change_is_made() {
+    let (scratch, dev) = cluster("dying", "4");
+    let load = volume(&dev, "3");
+    for (round, victims) in
+        [&["controller"][..], &["target"], &["pool-d"], &["controller", "target"]]
+            .iter()
+            .enumerate()
+    {
+        dev.wait_for_volume("db", "whole", whole);
+        let list = known(&dev);
+        let spare = ["pool-a", "pool-b", "pool-c", "pool-d"]
+            .into_iter()
+            .find(|pool| list.iter().all(|(held, ..)| held != pool))
+            .unwrap();
+        let (pool, id, guid) = list[round % 3].clone();
+        dev.ok(&["replica", "move", "db", &pool, "--to", spare]);
+        std::thread::sleep(Duration::from_millis(40 * round as u64));
+        for victim in *victims {
+            dev.kill(victim);
+        }
+        dev.wait_for_volume("db", "changed", |volume| volume["changing"] == "");
+        let after = known(&dev);
+        assert!(after.len() == 3 && after.iter().all(|(.., g)| *g != guid), "{after:?}");
+        assert!(after.iter().any(|(pool, i, _)| pool == spare && *i == id));
+        load.goes_on(&dev, 50);
+    }
+    end(&scratch, dev, load, 3);
+}
