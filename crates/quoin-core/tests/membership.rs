@@ -71,7 +71,7 @@ fn a_lone_addition_joins_alone_after_a_while() {
     assert_eq!((c.membership.rf, c.membership.cf), (3, 2));
 }
 
-/// Proves SCALE-KNOWN-12, SCALE-SHORT-02.
+/// Proves SCALE-KNOWN-07, SCALE-KNOWN-12, SCALE-SHORT-02.
 #[test]
 fn while_a_change_is_joint_a_write_needs_both_rules() {
     let mut c = filled(2);
@@ -199,7 +199,7 @@ fn the_consistency_factor_changes_under_both_rules() {
     assert!(c.answer(token).expect("an answer").result.is_ok());
 }
 
-/// Proves SCALE-TEST-06, SCALE-CONF-13, SCALE-KNOWN-14.
+/// Proves SCALE-TEST-06, SCALE-CONF-13, SCALE-KNOWN-13, SCALE-KNOWN-14, SCALE-KNOWN-15.
 #[test]
 fn whatever_becomes_of_the_swap_the_change_is_made_once_and_nothing_is_lost() {
     use SwapFate::*;
@@ -340,4 +340,152 @@ fn replaced_copies_that_come_back_without_their_successors_are_refused_and_nothi
         c.hosts[host].cut = false;
     }
     assert_eq!(c.read(0, 4096), vec![77; 4096]);
+}
+
+fn write_of(block: u64, fill: u8) -> quoin_core::block::Operation {
+    let data = vec![fill; 4096].into();
+    quoin_core::block::Operation::Write { offset: block * 4096, data, fua: false }
+}
+
+fn is_answered(c: &Cluster, token: u64) -> bool {
+    c.replies.iter().any(|r| r.token == token)
+}
+
+/// Proves SCALE-QUORUM-03, SCALE-QUORUM-08, SCALE-QUORUM-09, SCALE-QUORUM-10, SCALE-LIST-06,
+/// SCALE-LIST-07, SCALE-LIST-08.
+#[test]
+fn a_newcomer_gets_every_write_and_has_no_say_before_it_is_known() {
+    let mut c = filled(3);
+    c.hosts[2].cut = true;
+    c.disconnect(2);
+    c.run(Duration::from_secs(5));
+    // It is fed, and not made known yet: another one is desired beside it.
+    c.want(|desired| desired.drf = 5);
+    let newcomer = c.add_newcomer(member(4, 204), false);
+    c.write(0, 1);
+    c.run(Duration::from_millis(500));
+    assert_eq!(c.membership.version, 1);
+    let status = c.target.status();
+    let known = |r: &&quoin_core::target::ReplicaStatus| c.membership.contains(r.member);
+    assert_eq!(status.replicas.iter().filter(known).count(), 3, "the others are beside the list");
+    let (last, fed) = (status.last, c.hosts[newcomer].position());
+    assert_eq!(fed, last, "it has all that was written");
+    // With one of the two known ones gone, the newcomer does not make up the number.
+    c.hosts[1].cut = true;
+    c.disconnect(1);
+    let token = c.submit(write_of(1, 2));
+    c.run(Duration::from_secs(4));
+    assert!(!is_answered(&c, token), "{:?}", c.target.status());
+    // Its failure fails nothing.
+    c.hosts[newcomer].cut = true;
+    c.disconnect(newcomer);
+    c.hosts[1].cut = false;
+    assert!(c.answer(token).expect("an answer").result.is_ok());
+    check_data_but(&mut c, 1);
+}
+
+fn check_data_but(c: &mut Cluster, changed: u64) {
+    for block in (0..FILL).filter(|block| *block != changed) {
+        assert_eq!(c.read(block * 4096, 4096), vec![block as u8 + 1; 4096], "block {block}");
+    }
+}
+
+/// Proves SCALE-IO-01, SCALE-IO-03.
+#[test]
+fn io_starts_with_as_many_known_replicas_as_meet_every_acknowledgement_whichever_they_are() {
+    for (rf, cf, needed) in [(1, 1, 1), (2, 2, 2), (3, 2, 2), (3, 1, 3), (4, 3, 3), (5, 3, 3)] {
+        for first in 0..usize::from(rf) {
+            let mut c = filled(rf);
+            if cf != c.membership.cf {
+                c.want(|desired| desired.cf = cf);
+                c.wait_for_version(2);
+                c.wait_in_sync(rf.into());
+            }
+            let order: Vec<usize> =
+                (0..usize::from(rf)).map(|n| (first + n) % usize::from(rf)).collect();
+            for host in &order[needed - 1..] {
+                c.hosts[*host].cut = true;
+                c.disconnect(*host);
+            }
+            c.replace_target(config());
+            c.run(Duration::from_secs(30));
+            assert!(!c.target.status().serving, "RF {rf} CF {cf} served with {}", needed - 1);
+            c.hosts[order[needed - 1]].cut = false;
+            check_data(&mut c);
+            // And below CF it stops again, and goes on when one is back.
+            for host in &order[usize::from(cf) - 1..needed] {
+                c.hosts[*host].cut = true;
+                c.disconnect(*host);
+            }
+            let token = c.submit(write_of(0, 1));
+            c.run(Duration::from_secs(15));
+            assert!(!is_answered(&c, token), "RF {rf} CF {cf}");
+            for host in &order[..needed] {
+                c.hosts[*host].cut = false;
+            }
+            assert!(c.answer(token).expect("an answer").result.is_ok());
+        }
+    }
+}
+
+/// Proves SCALE-IO-02, SCALE-ADMIT-10.
+#[test]
+fn a_replica_that_is_not_known_does_not_help_to_open_though_its_quorum_is_on() {
+    let mut c = filled(3);
+    c.want(|desired| desired.drf = 4);
+    c.swaps.push_back(SwapFate::Lost);
+    let newcomer = c.add_newcomer(member(4, 204), false);
+    let mut steps = 0;
+    while !c.swaps.is_empty() {
+        c.run(Duration::from_millis(100));
+        steps += 1;
+        assert!(steps < 300);
+    }
+    assert!(c.hosts[newcomer].meta().quorum, "the joint View has turned it on");
+    assert_eq!(c.membership.version, 1);
+    for host in [1, 2] {
+        c.hosts[host].cut = true;
+        c.disconnect(host);
+    }
+    c.replace_target(config());
+    c.run(Duration::from_secs(60));
+    assert!(!c.target.status().serving, "one known replica and a stranger are not two");
+    c.hosts[1].cut = false;
+    check_data(&mut c);
+}
+
+/// Proves SCALE-LIST-02, SCALE-LIST-03, SCALE-SHORT-05, SCALE-KNOWN-01, SCALE-KNOWN-04,
+/// SCALE-KNOWN-05.
+#[test]
+fn with_two_of_five_away_a_newcomer_takes_one_entry_and_the_list_keeps_five() {
+    let mut c = filled(5);
+    let away: Vec<Member> = [3, 4].map(|host: usize| c.hosts[host].member).to_vec();
+    for host in [3, 4] {
+        c.hosts[host].cut = true;
+        c.disconnect(host);
+    }
+    c.write(0, 1);
+    let stranger = c.add_newcomer(member(6, 206), false);
+    c.run(Duration::from_secs(20));
+    assert_eq!((c.membership.version, c.membership.known.len()), (1, 5), "RF = DRF");
+    let sixth = member(away[0].id.0, 306);
+    let host = c.add_newcomer(sixth, true);
+    c.wait_for_version(2);
+    assert_eq!((c.membership.rf, c.membership.known.len()), (5, 5));
+    assert!(c.membership.contains(sixth) && c.membership.contains(away[1]));
+    c.run(Duration::from_secs(2));
+    assert!(c.hosts[host].meta().quorum && !c.hosts[stranger].meta().quorum);
+    c.write(1, 2);
+    // The three that were always there go; the one that was away and the newcomer are no quorum.
+    for host in 0..3 {
+        c.hosts[host].cut = true;
+        c.disconnect(host);
+    }
+    c.hosts[3].cut = false;
+    c.hosts[4].cut = false;
+    c.replace_target(config());
+    c.run(Duration::from_secs(60));
+    assert!(!c.target.status().serving);
+    c.hosts[0].cut = false;
+    assert_eq!(c.read(4096, 4096), vec![2; 4096]);
 }

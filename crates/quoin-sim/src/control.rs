@@ -1,7 +1,7 @@
 //! The control plane's record of the volume, reached only by compare-and-swap over a network
 //! that delays and loses questions and answers.
 
-use quoin_core::{Desired, Epoch, Incarnation, Membership};
+use quoin_core::{Desired, Epoch, Incarnation, Member, Membership};
 
 /// The linearizable record.
 #[derive(Clone, Debug)]
@@ -57,6 +57,16 @@ impl Record {
                     }
                     if !self.membership.retired.iter().all(|g| next.retired.contains(g)) {
                         return Err("a retired GUID was forgotten (RetiredNeverBack)");
+                    }
+                    let left = |m: &&Member| !next.known.contains(m);
+                    if self
+                        .membership
+                        .known
+                        .iter()
+                        .filter(left)
+                        .any(|m| !next.retired.contains(&m.guid))
+                    {
+                        return Err("who left the list is not retired (RetiredNeverBack)");
                     }
                     self.membership = next.clone();
                     self.desired.newcomers.retain(|n| !next.known.contains(&n.member));

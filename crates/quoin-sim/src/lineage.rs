@@ -174,6 +174,17 @@ impl Lineage {
             let EntryKind::View(before) = &record.entry.kind else { continue };
             let now = &view.rule.known;
             let is_from = |rule: &Rule| rule.known == *now;
+            // A removal begins only while all that stay are in sync (decision A39).
+            let shrinks = |joint: &&Rule| joint.known.len() < now.len();
+            if before.joint.is_none()
+                && let Some(joint) = view.joint.as_ref().filter(shrinks)
+                && let Some(away) = joint.known.iter().find(|m| !view.in_sync.contains(m))
+            {
+                return Err(Broken {
+                    invariant: "NamedSurvivors",
+                    detail: format!("{away:?} stays and is not in sync as others leave"),
+                });
+            }
             if std::iter::once(&before.rule).chain(&before.joint).any(is_from) {
                 break;
             }

@@ -90,6 +90,41 @@ async fn a_volume_that_is_to_have_more_replicas_gets_them_made_shown_and_known_i
     assert_eq!(cluster.volume("db").membership, membership);
 }
 
+/// Proves SCALE-CONF-01, SCALE-CONF-02, SCALE-CONF-03, SCALE-CONF-04, SCALE-CONF-05,
+/// SCALE-CONF-07, SCALE-CONF-09, SCALE-CONF-12, SCALE-CONF-14, SCALE-LIST-01.
+#[tokio::test]
+async fn the_known_list_is_part_of_the_volume_and_a_target_is_told_it_after_any_restart() {
+    let (mut cluster, epoch) = opened().await;
+    let db = by_name("db");
+    cluster.controller.scale_volume(db.as_ref(), &to(4)).await.unwrap();
+    assert_eq!(told(&cluster).desired_replication_factor, 4, "told at once, with no restart");
+    cluster.settle().await.unwrap();
+    let new = newcomers(&cluster.volume("db"));
+    let asked = cluster.swap("db", epoch, 9, |known| known.extend(&new));
+    let (answered, outcome) = cluster.controller.swap_membership(&asked).await.unwrap();
+    outcome.unwrap();
+    for round in 0..2 {
+        let shown = cluster.shown("db").membership.unwrap();
+        let listed: Vec<_> = shown.known.iter().map(|m| m.guid.clone()).collect();
+        let expected: Vec<_> = answered.known.iter().map(|m| m.guid.to_string()).collect();
+        assert_eq!(listed, expected);
+        assert_eq!((shown.rf, shown.cf, shown.drf), (4, 3, 4));
+        // What a target is granted is the same list, and the same factors.
+        let (incarnation, at_least) = (quoin_core::Incarnation(20 + round), Epoch(0));
+        let granted = cluster
+            .controller
+            .acquire_epoch(asked.volume, "n1", incarnation, at_least)
+            .await
+            .unwrap()
+            .unwrap();
+        assert_eq!(granted.membership, answered);
+        let target = told(&cluster);
+        assert_eq!(target.replicas.iter().filter(|r| !r.candidate).count(), 4);
+        cluster.restart().await;
+        cluster.settle().await.unwrap();
+    }
+}
+
 /// Proves SCALE-VALID-01, SCALE-VALID-03, SCALE-TEST-10, SCALE-TEST-11, SCALE-CF-02.
 #[tokio::test]
 async fn what_a_volume_cannot_be_scaled_to_is_refused_by_name_and_changes_nothing() {

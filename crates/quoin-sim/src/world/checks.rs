@@ -49,7 +49,10 @@ impl World {
             let lost = self.pools.iter().filter(lost).count();
             // Nothing was written since the last time that it was said: it is said again.
             let again = std::mem::replace(&mut self.last_claim, epoch) == served_before;
-            if lost < self.cf_in_force() && !again {
+            // A joint View is judged under the rule that a change is on its way to as well.
+            let desired = &self.record.desired;
+            let cf = self.cf_in_force().min(desired.cf_of(desired.drf.max(1)).into());
+            if lost < cf && !again {
                 self.violate(
                     "CommitSurvives",
                     format!("epoch {epoch} gives up unflushed data after {lost} lost caches"),
