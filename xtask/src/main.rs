@@ -10,6 +10,7 @@ mod demo;
 mod house;
 mod invariants;
 mod lint;
+mod mutants;
 mod packages;
 mod python;
 mod run;
@@ -69,8 +70,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Break the rules of the documents one at a time, and show which check of the simulator
-    /// finds each (arguments go to `quoin-mutants`), as in `mutants --only lease`.
+    /// Break the rules of the documents one at a time, and show what finds each: a seed of the
+    /// simulator, the model, a test (arguments go to `quoin-mutants`), as in `mutants --only lease`.
     #[command(disable_help_flag = true)]
     Mutants {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -116,10 +117,7 @@ fn main() -> ExitCode {
             .and_then(|simulator| run::replace_with(&simulator, arguments)),
         Command::Model { arguments } => run::release_binary("quoin-model", "quoin-model")
             .and_then(|model| run::replace_with(&model, arguments)),
-        Command::Mutants { arguments } => {
-            run::release_binary_with("quoin-sim", "quoin-mutants", &["mutants"])
-                .and_then(|mutants| run::replace_with(&mutants, arguments))
-        }
+        Command::Mutants { arguments } => mutants::run(arguments),
         Command::Fuzz { arguments } => run::release_binary("quoin-fuzz", "quoin-fuzz")
             .and_then(|fuzzer| run::replace_with(&fuzzer, arguments)),
         Command::Torture { arguments } => torture(arguments),

@@ -7,7 +7,7 @@
 //! they are seen until the kernel drops them, which it may at any reopening. What the store asked
 //! to be written with the next sync is lost with the process too, whole or in part.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::io::IoSlice;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -290,6 +290,13 @@ impl SimDisk {
                 state.pages.insert(number, media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE])));
             }
         }
+    }
+
+    /// The pages behind those that `length` says begin a run of so many.
+    pub fn runs(&self, length: impl Fn(&[u8]) -> u64) -> BTreeSet<u64> {
+        let state = self.state();
+        let runs = state.pages.iter().map(|(number, page)| (*number, length(&page[..])));
+        runs.flat_map(|(number, length)| number + 1..=number + length).collect()
     }
 
     /// Flips one bit of a random written page that passes `choose`; returns its number.

@@ -38,17 +38,22 @@ struct Arguments {
     /// Print which faults struck at which steps of the protocol, and which never did.
     #[arg(long)]
     coverage: bool,
-    /// Small worlds in which few kinds of faults strike often, by name (`--swarm few`).
-    #[arg(long, default_value = "broad", value_parser = swarm_named)]
-    swarm: Swarm,
+    /// Small worlds in which few kinds of faults strike often, by name (`--swarm few`); `all`
+    /// runs the seeds in each of them.
+    #[arg(long, default_value = "broad")]
+    swarm: String,
     /// Stop at the first violation.
     #[arg(long)]
     stop: bool,
 }
 
-fn swarm_named(name: &str) -> Result<Swarm, String> {
+fn swarms_named(name: &str) -> Result<Vec<Swarm>, String> {
+    if name == "all" {
+        return Ok(Swarm::ALL.to_vec());
+    }
     let names = || Swarm::ALL.iter().map(|s| s.name()).collect::<Vec<_>>().join(", ");
-    Swarm::named(name).ok_or_else(|| format!("there are {}", names()))
+    let found = Swarm::named(name).map(|swarm| vec![swarm]);
+    found.ok_or_else(|| format!("no swarm of the name {name}; there are {}, all", names()))
 }
 
 fn main() -> ExitCode {
@@ -57,7 +62,14 @@ fn main() -> ExitCode {
         Store::Model => StoreKind::Model,
         Store::Real => StoreKind::Real,
     };
-    let swarm = arguments.swarm;
+    let swarms = match swarms_named(&arguments.swarm) {
+        Ok(swarms) => swarms,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let swarm = swarms[0];
     let options = RunOptions { store, swarm, trace: arguments.trace, ..RunOptions::default() };
     // A panic in the core is reported as a violation with its seed; its place helps to find it.
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
@@ -90,30 +102,34 @@ fn main() -> ExitCode {
             }
         };
     }
-    let mut stopped = false;
     let step = if arguments.stop { 1 } else { count };
     let mut summary = quoin_sim::Summary::default();
-    let mut next = first;
-    while next < first + count && !stopped {
-        let part = run_many(next, step.min(first + count - next), options, |seed, report| {
-            if let Some(violation) = &report.violation {
-                println!("seed {seed}: {}: {}", violation.rule, violation.detail);
+    let mut failed = None;
+    'all: for swarm in swarms {
+        let mut next = first;
+        while next < first + count {
+            let options = RunOptions { swarm, ..options };
+            let part = run_many(next, step.min(first + count - next), options, |seed, report| {
+                if let Some(violation) = &report.violation {
+                    let (rule, detail) = (&violation.rule, &violation.detail);
+                    println!("--swarm {} --seed {seed}: {rule}: {detail}", swarm.name());
+                    failed.get_or_insert((swarm, seed));
+                }
+            });
+            summary.stats.merge(&part.stats);
+            summary.cpu += part.cpu;
+            summary.violations.extend(part.violations);
+            if arguments.stop && failed.is_some() {
+                break 'all;
             }
-        });
-        summary.stats.merge(&part.stats);
-        summary.cpu += part.cpu;
-        stopped = arguments.stop && !part.violations.is_empty();
-        summary.violations.extend(part.violations);
-        next += step;
+            next += step;
+        }
     }
     print!("{summary}");
     if arguments.coverage {
         print!("{}", summary.stats.coverage);
     }
-    if summary.violations.is_empty() {
-        return ExitCode::SUCCESS;
-    }
-    let again = summary.violations[0].seed;
-    println!("replay the first: quoin-sim --seed {again} --trace");
+    let Some((swarm, seed)) = failed else { return ExitCode::SUCCESS };
+    println!("replay the first: quoin-sim --swarm {} --seed {seed} --trace", swarm.name());
     ExitCode::FAILURE
 }

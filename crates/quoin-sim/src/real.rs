@@ -22,6 +22,8 @@ const BALLAST_BLOCKS: u32 = 64;
 const BALLASTS_MAX: u128 = 1 << 32;
 /// An entry of 1 MiB must fit in a segment.
 const UNIT_BLOCKS: u32 = 512;
+/// The stream of a batch that holds nodes of a map.
+const NODES: u8 = 2;
 const BACKGROUND_BYTES: u64 = 1 << 20;
 
 pub struct RealStorage {
@@ -296,7 +298,16 @@ impl Storage for RealStorage {
 
     /// Spoils one page of clients' data; now and then any page, the store's own included.
     fn rot(&mut self, _guid: ReplicaGuid, random: &mut Random) -> bool {
-        if random.percent(20) {
+        if self.shape.is_some() && random.percent(20) {
+            let nodes = self.disk.runs(|page| match page {
+                page if page.starts_with(b"QBAT") && page[18] == NODES => {
+                    u32::from_le_bytes(page[72..76].try_into().expect("4 bytes")).into()
+                }
+                _ => 0,
+            });
+            return self.disk.rot(random, |number, _| nodes.contains(&number)).is_some();
+        }
+        if random.percent(self.shape.map_or(20, |s| s.rot_any_percent)) {
             return self.disk.rot(random, |number, _| number > 0).is_some();
         }
         let is_data = |_: u64, page: &[u8]| {

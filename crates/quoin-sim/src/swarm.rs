@@ -180,10 +180,13 @@ impl Swarm {
                     (PowerAll, 6),
                     (ReplicaCrash, 6),
                     (SlowDisk, 8),
+                    (StuckDisk, 14),
                     (ConnectionCut, 6),
                     (Failover, 5),
                 ],
                 faults: (16, 32),
+                horizon_ms: (12_000, 25_000),
+                haste: 2,
                 sync_ns: &[MILLISECOND, 30 * MILLISECOND],
                 ..small
             },
@@ -236,7 +239,7 @@ impl Swarm {
                     (Wipe, 20),
                     (ControlLost, 10),
                     (ControlLate, 6),
-                    (ControlRolledBack, 5),
+                    (ControlRolledBack, 10),
                     (TargetCrash, 8),
                     (Failover, 8),
                     (OwnerIsolated, 4),
@@ -287,7 +290,8 @@ impl Swarm {
                     (StuckDisk, 4),
                 ],
                 blocks: &[32, 64, 128],
-                window_bytes: Some(96 << 10),
+                // Little more than all clients have on their way.
+                window_bytes: Some(256 << 10),
                 drop_after_ms: (100, 500),
                 horizon_ms: (5_000, 12_000),
                 ..small
@@ -308,6 +312,10 @@ impl Swarm {
                     (ReplicaPause, 4),
                 ],
                 blocks: &[8, 16, 64],
+                pool: Some(PoolShape {
+                    rot_any_percent: *random.pick(&[5, 20, 60]),
+                    ..PoolShape::TIGHT
+                }),
                 ..small
             },
             Swarm::Liars => Shape {
@@ -359,6 +367,8 @@ pub enum Wanted {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PoolShape {
     pub disk_bytes: u64,
+    /// How often rot hits any page, the store's own included, and not clients' data.
+    pub rot_any_percent: u64,
     pub unit_blocks: u32,
     pub cache_bytes: u64,
     pub checkpoint_bytes: u64,
@@ -368,6 +378,7 @@ pub struct PoolShape {
 impl PoolShape {
     const TIGHT: PoolShape = PoolShape {
         disk_bytes: 64 << 20,
+        rot_any_percent: 20,
         unit_blocks: 512,
         cache_bytes: 64 << 10,
         checkpoint_bytes: 32 << 10,

@@ -229,7 +229,7 @@ impl World {
     }
 
     /// How many must hold what is acknowledged, by the newest record.
-    fn cf_in_force(&self) -> usize {
+    pub(crate) fn cf_in_force(&self) -> usize {
         let ruling = usize::from(self.record.membership.cf);
         let kept = self.backup.as_ref().map(|record| usize::from(record.membership.cf));
         kept.map_or(ruling, |cf| cf.min(ruling))

@@ -1,11 +1,21 @@
 //! What replicas and targets claim at each step, held against what they claimed before: each rule
 //! is looked at where it would first be broken, not only where harm comes of it.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
 use quoin_core::entry::{Rule, SharedEntry};
-use quoin_core::message::FromReplica;
-use quoin_core::{Durability, EntryKind, Epoch, Lsn, Member, ReplicaGuid, View};
+use quoin_core::message::{FromReplica, Ping, ReadView, ToReplica};
+use quoin_core::target::{ReadMode, ReplicaStanding};
+use quoin_core::{
+    Durability, EntryKind, Epoch, Lsn, Member, Membership, ReplicaGuid, SessionKey, SnapshotId,
+    View,
+};
 
 use super::World;
+
+/// Pings that are remembered of each pool.
+const PINGS_MAX: usize = 256;
 
 /// What a replica has told the targets of itself.
 #[derive(Clone, Copy, Default, Debug)]
@@ -16,6 +26,8 @@ pub(crate) struct Said {
     /// What it once applied and may have lost with its cache since: it is not continuous before
     /// it has been given that again.
     owes: Lsn,
+    /// The highest epoch whose open it has answered.
+    promised: Epoch,
 }
 
 impl Said {
@@ -32,12 +44,21 @@ impl Said {
 pub(crate) struct Word {
     /// The version of the membership that it was granted or has swapped.
     pub membership: u64,
+    /// How many answers an open needs under what it was granted.
+    pub open_quorum: usize,
     /// The newest one that a replica has answered its present open with.
     pub heard: u64,
     /// A swap was sent, and its outcome is not known: the LSN it had sent by then.
     pub swapping: Option<Lsn>,
     /// The newest LSN it has sent.
     pub sent: Lsn,
+    /// Those that have answered its present open and may count in it.
+    pub answered: BTreeSet<u128>,
+    /// The first joint View of its newest change, and whether its newest View is one.
+    joint: Lsn,
+    is_joint: bool,
+    /// The boundaries of its rebuilds.
+    boundaries: BTreeMap<SnapshotId, Lsn>,
     /// The View that was active when it was last looked at.
     active: Lsn,
 }
@@ -46,16 +67,20 @@ impl World {
     /// What a replica says against what it has said: one that is continuous holds all that it
     /// ever applied, any holds all that it called durable, and Views are on media before they
     /// count as applied.
-    pub(crate) fn check_said(&mut self, pool: usize, epoch: Epoch, message: &FromReplica) {
+    pub(crate) fn check_said(&mut self, pool: usize, session: SessionKey, message: &FromReplica) {
+        let epoch = session.epoch;
         let guid = self.pools[pool].member.guid;
         let media = self.setup.config.durability == Durability::Media;
-        let excused = self.may_be_damaged(pool);
+        // Where its disk was hurt, it may have lost anything.
+        let excused = self.may_be_damaged(pool) && self.pools[pool].hurt;
         let said = &mut self.pools[pool].said;
         if said.guid != guid {
             *said = Said { guid, ..Said::default() };
         }
         match message {
-            FromReplica::Applied { applied, durable, .. } => {
+            FromReplica::Applied { applied, durable, ping } => {
+                self.note_ping(pool, session, *ping);
+                let said = &mut self.pools[pool].said;
                 said.applied = said.applied.max(*applied);
                 said.durable = said.durable.max(*durable);
                 self.note_durable(guid, *durable);
@@ -72,6 +97,7 @@ impl World {
             }
             FromReplica::OpenAck(ack) => {
                 self.note_durable(guid, ack.durable);
+                self.check_promise(pool, session, excused);
                 if self.pools[pool].rolled_back == Some(guid) {
                     let detail = format!("pool {pool} answers from a disk that was rolled back");
                     return self.violate("RollbackNoticed", detail);
@@ -80,7 +106,71 @@ impl World {
                     self.check_open_ack(pool, ack.position.lsn, ack.continuous, media);
                 }
             }
+            FromReplica::Closed => self.pools[pool].honoured = None,
             _ => {}
+        }
+    }
+
+    /// A ping that it acknowledges is a lease that it honours from the ping's receipt on.
+    fn note_ping(&mut self, pool: usize, session: SessionKey, ping: Ping) {
+        let there = &mut self.pools[pool];
+        let arrived = there.pings.iter().rev().find(|(k, p, _)| (*k, *p) == (session, ping));
+        if let Some((_, _, at)) = arrived {
+            there.honoured = Some((session.incarnation, *at));
+        }
+    }
+
+    /// The pings of a message, with the instant of their receipt.
+    pub(crate) fn hear_ping(&mut self, pool: usize, session: SessionKey, message: &ToReplica) {
+        let (ToReplica::Append { ping, .. }
+        | ToReplica::Sync { ping, .. }
+        | ToReplica::Ping { ping, .. }
+        | ToReplica::Read { ping, .. }) = message
+        else {
+            return;
+        };
+        let now = self.local(self.pools[pool].host);
+        let pings = &mut self.pools[pool].pings;
+        pings.push_back((session, *ping, now));
+        if pings.len() > PINGS_MAX {
+            pings.pop_front();
+        }
+    }
+
+    /// An answer to an open: no older epoch after a newer one, and none before the lease that
+    /// another incarnation was given has ended.
+    fn check_promise(&mut self, pool: usize, session: SessionKey, excused: bool) {
+        let now = self.local(self.pools[pool].host);
+        let lease = Duration::from_millis(self.setup.config.lease_ms.into());
+        let leased = self.setup.config.reads == ReadMode::Leased;
+        let there = &mut self.pools[pool];
+        let promised = there.said.promised;
+        there.said.promised = promised.max(session.epoch);
+        if session.epoch < promised && !excused {
+            let detail = format!(
+                "pool {pool} answers epoch {} after it has answered {promised}",
+                session.epoch
+            );
+            return self.violate("PromiseMonotone", detail);
+        }
+        if let Some((holder, since)) = there.honoured.filter(|_| leased)
+            && holder != session.incarnation
+            && now < since + lease
+        {
+            let detail = format!("pool {pool} answers while it has to honour another's lease");
+            self.violate("LeaseExcludes", detail);
+        }
+    }
+
+    /// What a replica's promise is after a start: not less than it has answered.
+    pub(crate) fn check_kept_promise(&mut self, pool: usize, promised: Epoch) {
+        let there = &self.pools[pool];
+        let answered = there.said.promised;
+        let same = there.said.guid == there.member.guid;
+        let excused = self.may_be_damaged(pool) && there.hurt;
+        if same && promised < answered && !excused {
+            let detail = format!("pool {pool} promised {promised}, and has answered {answered}");
+            self.violate("PromiseMonotone", detail);
         }
     }
 
@@ -132,13 +222,83 @@ impl World {
         }
     }
 
+    /// A rebuild moves nothing before its boundary is stable. (Where fewer than CF are fed, stable
+    /// may wait for this very rebuild.)
+    pub(crate) fn check_boundary(&mut self, target: usize, message: &ToReplica) {
+        let Some(process) = &self.targets[target].process else { return };
+        let boundaries = &process.word.boundaries;
+        let lsn = match message {
+            ToReplica::Pull { view: ReadView::Snapshot(id), .. } => boundaries.get(id),
+            // A boundary's name ends in its rebuild's.
+            ToReplica::IncrementBegin { rebuild, .. } => {
+                boundaries.iter().find(|(id, _)| id.0 as u64 == *rebuild).map(|(_, lsn)| lsn)
+            }
+            _ => None,
+        };
+        let Some(lsn) = lsn.copied() else { return };
+        // Where operators change CF, how many must be fed depends on more than the record.
+        if self.members.spare_pools() > 0 {
+            return;
+        }
+        let (_, stable) = process.target.reach();
+        if lsn <= stable {
+            return;
+        }
+        let replicas = process.target.status().replicas;
+        let fed = replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync).count();
+        if fed >= self.cf_in_force() {
+            let detail = format!("a rebuild moves up to {lsn}, and stable is {stable}");
+            self.violate("BoundarySettled", detail);
+        }
+    }
+
+    /// A swap is asked for when the joint View is on the newcomer's media.
+    pub(crate) fn check_swap(&mut self, target: usize, next: &Membership) {
+        let Some(process) = &mut self.targets[target].process else { return };
+        let word = &mut process.word;
+        // It is asked for again until the outcome is known, whatever becomes of the newcomer.
+        if word.swapping.is_some() {
+            return;
+        }
+        word.swapping = Some(word.sent);
+        let joint = word.joint;
+        let before = &self.record.membership;
+        let newcomers = next.known.iter().filter(|m| !before.known.contains(m));
+        let durable = |m: &Member| self.durable_said.get(&m.guid.0).copied().unwrap_or_default();
+        let late = newcomers.filter(|m| durable(m) < joint).count();
+        // (Operators may begin a change over an earlier one: which View is meant is not known here.)
+        let known = self.members.spare_pools() == 0;
+        if known && (joint == Lsn::ZERO || late > 0) && next.version > before.version {
+            let detail = format!("a swap is asked for, and the joint View {joint} is not durable");
+            self.violate("DurableBeforeCAS", detail);
+        }
+    }
+
     /// No target serves under a membership that a replica's answer has shown to be an old one.
     pub(crate) fn check_record(&mut self, target: usize, epoch: Epoch) {
         let Some(process) = &self.targets[target].process else { return };
         let (own, heard) = (process.word.membership, process.word.heard);
+        let needed = process.word.open_quorum;
+        let answered = process.word.answered.len();
+        if answered < needed {
+            let detail = format!("epoch {epoch} serves after {answered} answers, {needed} needed");
+            return self.violate("OpenQuorum", detail);
+        }
         if own < heard {
             let detail = format!("epoch {epoch} serves under membership {own}, {heard} was heard");
             self.violate("MembershipMonotone", detail);
+        }
+    }
+
+    /// Each rule of a View finds CF in its in-sync set.
+    fn check_view(&mut self, lsn: Lsn, view: &View) {
+        for rule in std::iter::once(&view.rule).chain(&view.joint) {
+            let there = view.in_sync.iter().filter(|m| rule.known.contains(m)).count();
+            if there < usize::from(rule.cf) {
+                let cf = rule.cf;
+                let detail = format!("the View at {lsn} lists {there} where CF is {cf}");
+                return self.violate("NeverBelowCF", detail);
+            }
         }
     }
 
@@ -146,10 +306,27 @@ impl World {
     pub(crate) fn check_joint(&mut self, target: usize, entry: &SharedEntry) {
         let Some(process) = &mut self.targets[target].process else { return };
         let word = &mut process.word;
+        let new = entry.lsn > word.sent;
         word.sent = word.sent.max(entry.lsn);
+        if let EntryKind::Snapshot { id, .. } = &entry.kind
+            && new
+        {
+            word.boundaries.insert(*id, entry.lsn);
+        }
         let EntryKind::View(view) = &entry.kind else { return };
-        let View { joint: None, .. } = &**view else { return };
-        if word.swapping.is_some_and(|after| entry.lsn > after) {
+        let swapping = word.swapping;
+        let begins = new && view.joint.is_some() && !word.is_joint;
+        word.is_joint = if new { view.joint.is_some() } else { word.is_joint };
+        if begins {
+            word.joint = entry.lsn;
+        }
+        if new {
+            self.check_view(entry.lsn, view);
+        }
+        if view.joint.is_some() {
+            return;
+        }
+        if swapping.is_some_and(|after| entry.lsn > after) {
             let detail = format!("a View under one rule at {} while a swap is unknown", entry.lsn);
             self.violate("JointUntilKnown", detail);
         }

@@ -37,12 +37,23 @@ impl World {
         if self.backup.is_some() && matches!(question, Question::Swap { .. }) {
             return;
         }
+        let record_before = (self.setup.haste > 1).then(|| self.record.clone());
         let result = self.record.execute(target, question);
         if self.record.epoch != before {
             self.stats.epochs += 1;
         }
-        if self.backup.is_none() && self.random.percent(25) {
+        let older = self.old_record.as_ref().is_some_and(|old| {
+            self.setup.haste > 1 && old.membership.version < self.record.membership.version
+        });
+        if self.backup.is_none() && !older && self.random.percent(25) {
             self.old_record = Some(self.record.clone());
+        }
+        if let Some(record) = record_before
+            && self.backup.is_none()
+            && record.membership.version < self.record.membership.version
+        {
+            // The backup is older than a change of membership.
+            self.old_record = Some(record);
         }
         // Where an old copy has ruled for a while, nobody can know.
         if !self.rolled_back {
@@ -91,6 +102,7 @@ impl World {
             match &answer {
                 Answer::Granted { membership, .. } => {
                     process.word.membership = membership.version;
+                    process.word.open_quorum = membership.open_quorum();
                 }
                 Answer::Swapped { membership, .. } => {
                     process.word.membership = membership.version;

@@ -158,6 +158,13 @@ pub(crate) struct PoolHost {
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,
     pub said: claims::Said,
+    /// Its disk has rotted or lied.
+    pub hurt: bool,
+    /// Pings as they came in, by its clock.
+    pub pings:
+        std::collections::VecDeque<(quoin_core::SessionKey, quoin_core::message::Ping, Time)>,
+    /// Whose lease it has acknowledged, from when on.
+    pub honoured: Option<(quoin_core::Incarnation, Time)>,
     /// The replica whose disk was put back to an older image.
     pub rolled_back: Option<quoin_core::ReplicaGuid>,
     /// Syncs begin and do not end.

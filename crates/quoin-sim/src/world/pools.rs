@@ -75,10 +75,12 @@ impl World {
         let boot = here.storage.cookie();
         let local = self.local(host);
         let mut replica = None;
+        let mut promised = Epoch::ZERO;
         let mut state = String::new();
         if !gone {
             self.pools[pool].storage.with(guid, &mut |store| {
                 replica = Some(Replica::new(local, boot, &*store));
+                promised = store.meta().promised;
                 state = format!("{:?} of {:?}", store.state().position, store.meta().promised);
             });
             if replica.is_none() {
@@ -86,6 +88,7 @@ impl World {
                 self.violate("StableSurvives", why);
                 return;
             }
+            self.check_kept_promise(pool, promised);
         }
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
         self.pools[pool].process =
@@ -166,7 +169,7 @@ impl World {
     fn pool_sends(&mut self, id: ConnectionId, session: SessionKey, message: &FromReplica) {
         let now = self.schedule.now();
         if let Some(pool) = self.network.connections.get(&id).map(|c| c.pool) {
-            self.check_said(pool, session.epoch, message);
+            self.check_said(pool, session, message);
         }
         match self.network.send_to_target(now, id, session, message) {
             Ok(Some(due)) => self.schedule.at(due, Event::ToTarget { connection: id }),
@@ -227,6 +230,7 @@ impl World {
             if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);
             }
+            self.hear_ping(pool, session, &message);
             if let ToReplica::Truncate { keep, tip } = &message {
                 self.pools[pool].said.cut(*keep, *tip);
             }

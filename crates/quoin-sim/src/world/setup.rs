@@ -354,6 +354,9 @@ impl World {
             reads_failed: false,
             said: Default::default(),
             rolled_back: None,
+            hurt: false,
+            pings: Default::default(),
+            honoured: None,
             stuck: false,
             starts_known: 0,
         });

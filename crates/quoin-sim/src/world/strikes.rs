@@ -199,6 +199,7 @@ impl World {
                 let pool = self.victim();
                 let lost = kind == FaultKind::LostWrite;
                 self.pools[pool].reads_failed = true;
+                self.pools[pool].hurt = true;
                 self.pools[pool].storage.lie(if lost { Lie::Lost } else { Lie::Misdirected })
             }
             FaultKind::DiskRolledBack => self.roll_back_disk(),
@@ -227,6 +228,7 @@ impl World {
             FaultKind::Rot => {
                 let pool = self.victim();
                 let guid = self.pools[pool].member.guid;
+                self.pools[pool].hurt = true;
                 let times = self.random.between(1, 6);
                 (0..times).filter(|_| self.pools[pool].storage.rot(guid, &mut self.random)).count()
                     > 0
@@ -547,10 +549,8 @@ impl World {
         if quoin_core::mutant::is("guid-born-twice") {
             return self.wipe_and_make_the_same(pool);
         }
-        // A newcomer may be lost before it is adopted: it is the same failure domain.
-        let swarm = self.setup.haste > 1;
         let there = &mut self.pools[pool];
-        let adopted = swarm || self.record.membership.known.contains(&there.member);
+        let adopted = self.record.membership.known.contains(&there.member);
         if there.gone || !adopted || there.storage.delete(there.member.guid).is_err() {
             return false;
         }

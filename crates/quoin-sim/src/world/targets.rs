@@ -113,10 +113,7 @@ impl World {
             }
             TargetAction::SwapMembership { epoch, version, next } => {
                 self.trace.line(now, || format!("target {target} swaps membership: {next:?}"));
-                if let Some(process) = &mut self.targets[target].process {
-                    let sent = process.word.sent;
-                    process.word.swapping.get_or_insert(sent);
-                }
+                self.check_swap(target, &next);
                 self.ask(target, Question::Swap { epoch, version, next });
             }
             TargetAction::Connect { member, session } => self.connect(target, member, session),
@@ -310,6 +307,7 @@ impl World {
                 }
             }
         }
+        self.check_boundary(target, &message);
         if self.trace.is_on() {
             let pool = self.network.connections.get(&id).map_or(usize::MAX, |c| c.pool);
             let text = describe(&message);
@@ -339,8 +337,10 @@ impl World {
         let mut events = Vec::new();
         let mut ended = Vec::new();
         let mut heard = 0;
+        let mut answered = Vec::new();
         for id in ids {
             let Some(connection) = self.network.connections.get(&id) else { continue };
+            let connection_guid = connection.member.guid;
             let pool = connection.pool;
             let Some(there) = self.pools.get(pool) else { continue };
             let from = there.host;
@@ -362,6 +362,9 @@ impl World {
                 let TargetEvent::Message { message, .. } = event else { continue };
                 if let quoin_core::message::FromReplica::OpenAck(ack) = message {
                     heard = heard.max(ack.membership_version);
+                    if ack.quorum && !ack.damaged {
+                        answered.push(connection_guid.0);
+                    }
                 }
                 self.trace
                     .line(now, || format!("  pool {pool} -> target {target}: {}", brief(message)));
@@ -374,6 +377,7 @@ impl World {
         }
         if let Some(process) = &mut self.targets[target].process {
             process.word.heard = process.word.heard.max(heard);
+            process.word.answered.extend(answered);
         }
         if !events.is_empty() {
             self.feed_target(target, events);
@@ -402,6 +406,7 @@ impl World {
                 process.serving = None;
                 process.tail_lost = false;
                 (process.word.heard, process.word.swapping) = (0, None);
+                process.word.answered.clear();
             }
             TargetNote::UnflushedTailMayBeLost => process.tail_lost = true,
             TargetNote::Serving { epoch, .. } => {
@@ -419,6 +424,11 @@ impl World {
             TargetNote::Changed { .. } => self.stats.changes += 1,
             TargetNote::ChangeGivenUp { .. } => self.stats.given_up += 1,
             TargetNote::BadBlock { repaired: true, .. } => self.stats.repairs += 1,
+            // Where an old record rules, a late answer may show that it does; and a new replica may
+            // know of a swap before the target that asked for it does.
+            TargetNote::InvariantRefused { invariant: "MembershipMonotone", .. }
+                if self.rolled_back || process.word.membership < self.record.membership.version => {
+            }
             TargetNote::InvariantRefused { member, invariant } => {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }

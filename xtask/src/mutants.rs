@@ -1,0 +1,66 @@
+//! `cargo xtask mutants`: builds what hunts broken rules, and hands over to it.
+
+use crate::run;
+use anyhow::{Context, Result, bail};
+use std::path::PathBuf;
+use std::process::Stdio;
+
+/// Not asked: it needs a block device of the machine.
+const LEFT_OUT: &str = "device";
+
+pub fn run(arguments: Vec<String>) -> Result<()> {
+    let mutants = run::release_binary_with("quoin-sim", "quoin-mutants", &["mutants"])?;
+    let alone = arguments.iter().any(|a| a == "--quick" || a == "--help" || a == "-h");
+    let mut all = arguments;
+    if !alone {
+        for binary in test_binaries()? {
+            all.extend(["--tests".to_owned(), binary.display().to_string()]);
+        }
+    }
+    run::replace_with(&mutants, all)
+}
+
+/// The tests of core and store, with the rules' switches compiled in.
+fn test_binaries() -> Result<Vec<PathBuf>> {
+    let mut cargo = run::cargo();
+    cargo.args(["test", "--no-run", "--tests", "--package", "quoin-core"]);
+    cargo.args(["--package", "quoin-store", "--message-format", "json", "--quiet"]);
+    cargo.args(["--features", "quoin-core/mutants,quoin-store/mutants"]);
+    let output = cargo.stderr(Stdio::inherit()).output().context("cannot start cargo")?;
+    if !output.status.success() {
+        bail!("`{}` failed ({})", run::show(&cargo), output.status);
+    }
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    Ok(binaries_in(&text))
+}
+
+/// The integration tests among what cargo says that it built.
+fn binaries_in(messages: &str) -> Vec<PathBuf> {
+    let parsed = messages.lines().filter_map(|l| serde_json::from_str(l).ok());
+    let is_test = |message: &serde_json::Value| {
+        let target = &message["target"];
+        target["kind"][0] == "test" && target["name"] != LEFT_OUT
+    };
+    let tests = parsed.filter(is_test);
+    tests.filter_map(|m: serde_json::Value| m["executable"].as_str().map(PathBuf::from)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_integration_tests_that_were_built_are_taken() {
+        let line = |kind: &str, name: &str, file: &str| {
+            format!(r#"{{"target":{{"kind":["{kind}"],"name":"{name}"}},"executable":{file}}}"#)
+        };
+        let text = [
+            line("test", "damage", "\"/t/damage-1\""),
+            line("test", "device", "\"/t/device-1\""),
+            line("lib", "quoin-store", "\"/t/quoin_store-1\""),
+            line("test", "common", "null"),
+            "not json".into(),
+        ];
+        assert_eq!(binaries_in(&text.join("\n")), [PathBuf::from("/t/damage-1")]);
+    }
+}
