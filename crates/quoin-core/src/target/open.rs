@@ -161,6 +161,13 @@ impl Target {
         };
         let member = self.peers[index].member;
         actions.push(TargetAction::Note(TargetNote::Dropped { member, reason }));
+        // Nobody who could say that this target was overtaken may be left: only the record knows.
+        let gone = matches!(failure, Failure::Unknown | Failure::Retired);
+        let long = self.quorum_lost.is_some_and(|since| now >= since + PATIENCE);
+        if gone && long && self.phase == Phase::Serving && self.membership.contains(member) {
+            self.quorum_lost = None;
+            return self.reopen(now, actions);
+        }
         self.hang_up(now, index, actions);
     }
 
