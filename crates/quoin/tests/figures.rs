@@ -54,8 +54,8 @@ fn a_quick_run_writes_its_eight_cases_with_their_five_figures_each() {
 }
 
 #[test]
-fn what_encryption_costs_is_measured_beside_the_same_floor() {
-    let (cases, _) = cases(&["--only", "encrypted"]);
+fn what_proving_alone_costs_is_measured_beside_the_same_floor() {
+    let (cases, _) = cases(&["--only", "authenticated"]);
     assert_eq!(cases.len(), 1, "{cases:?}");
     assert_complete("write-128k-qd8-authenticated", &cases["write-128k-qd8-authenticated"]);
 }
