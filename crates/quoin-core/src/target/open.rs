@@ -318,10 +318,19 @@ impl Target {
         for rule in rules {
             let owed: Vec<Member> =
                 view.in_sync.iter().copied().filter(|m| rule.known.contains(m)).collect();
+            // A newcomer, known to the second rule alone, has its quorum off until it is adopted:
+            // what it says of its own loss is believed, what it holds is not.
+            let is_owed = |peer: &&Peer, ack: &OpenAck| {
+                let newcomer = !ack.continuous && !self.membership.contains(peer.member);
+                owed.contains(&peer.member) && !ack.damaged && (ack.quorum || newcomer)
+            };
             let there = |continuous: bool| {
-                self.answers()
-                    .filter(|(i, a)| {
-                        owed.contains(&self.peers[*i].member) && a.continuous == continuous
+                let answered = self.peers.iter().filter(|p| p.link == Link::Answered);
+                answered
+                    .filter(|p| {
+                        p.ack
+                            .as_deref()
+                            .is_some_and(|a| a.continuous == continuous && is_owed(p, a))
                     })
                     .count()
             };
