@@ -1,4 +1,4 @@
-//! What a 4 KiB `Append` costs in each protection mode, without sockets:
+//! What an `Append` of 4 KiB and of 128 KiB costs in each protection mode, without sockets:
 //! `cargo run --release -p quoin-wire --example frame_cost`.
 
 use std::sync::Arc;
@@ -15,10 +15,15 @@ use quoin_wire::queue::SendQueue;
 use quoin_wire::security::{Mode, Opener, SECRET_LEN, Sealer};
 
 fn main() {
-    const ROUNDS: u32 = 200_000;
+    for blocks in [1, 32] {
+        measure(blocks, 200_000 / blocks);
+    }
+}
+
+fn measure(blocks: u32, rounds: u32) {
     let at = Position { epoch: Epoch(1), lsn: Lsn(1) };
-    let data = Bytes::from(vec![7u8; 4096]);
-    let entry = Arc::new(Entry::after(Chain(0), at, EntryKind::Write, 8, 1, data, false));
+    let data = Bytes::from(vec![7u8; 4096 * blocks as usize]);
+    let entry = Arc::new(Entry::after(Chain(0), at, EntryKind::Write, 8, blocks, data, false));
     let message =
         ToReplica::Append { entries: vec![entry], stable: Lsn(0), sync: false, ping: Ping(1) };
     for mode in [Mode::Plain, Mode::Authenticate, Mode::Encrypt] {
@@ -26,7 +31,7 @@ fn main() {
         let mut opener = Opener::new(mode, [1; SECRET_LEN]);
         let mut frame = FrameBuffer::default();
         let (mut sending, mut receiving) = (0, 0);
-        for _ in 0..ROUNDS {
+        for _ in 0..rounds {
             let mut queue = SendQueue::default();
             let start = Instant::now();
             to_replica(SessionKey::default(), &message, &mut frame, |frame| {
@@ -42,7 +47,12 @@ fn main() {
             std::hint::black_box(decode(&header, opened).expect("a valid message"));
             receiving += start.elapsed().as_nanos();
         }
-        let per = |total: u128| total / u128::from(ROUNDS);
-        println!("{mode:?}: send {} ns, receive {} ns", per(sending), per(receiving));
+        let per = |total: u128| total / u128::from(rounds);
+        println!(
+            "{} KiB, {mode:?}: send {} ns, receive {} ns",
+            4 * blocks,
+            per(sending),
+            per(receiving)
+        );
     }
 }

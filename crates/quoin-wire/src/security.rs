@@ -3,8 +3,8 @@
 //! AES-128-GCM with one key for each direction, both from the TLS exporter, so that nobody but
 //! the two proven peers holds them. In [`Mode::Authenticate`] a frame's bytes are all additional
 //! data (a GMAC tag of 16 bytes follows, nothing is encrypted); in [`Mode::Encrypt`] the header
-//! is additional data and the rest is ciphertext, which is the default: ciphers work on data
-//! faster than on additional data (128 KiB in a third of the time), so secrecy costs nothing. The
+//! is additional data and the rest is ciphertext, which is the default: it costs about a
+//! sixth more than a tag alone (`examples/frame_cost.rs`), a few µs on 128 KiB both ways. The
 //! nonce is a counter of frames, never sent:
 //! a frame that is lost, repeated, moved or changed fails its tag. Every 2^28 frames each
 //! direction steps to the next key (HKDF of the old one), far below the cipher's limits.
@@ -29,7 +29,7 @@ pub enum Mode {
     /// Nothing: benchmarks, tests, and an explicitly insecure loopback.
     Plain,
     /// Every frame is proven to come unchanged from the peer; anyone on the wire can read it, for
-    /// those who must. It costs more than [`Mode::Encrypt`].
+    /// those who must.
     Authenticate,
     /// Authenticated and unreadable to others.
     Encrypt,

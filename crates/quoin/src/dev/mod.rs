@@ -50,8 +50,8 @@ pub struct DevOptions {
     /// Do not attach block devices (no root and no FUSE needed): volumes are served as NBD.
     #[arg(long)]
     pub no_attach: bool,
-    /// What data connections do beside proving who is there: with AES in the processor, `encrypt`
-    /// costs less than `authenticate`, which is for those who must look into the traffic.
+    /// What data connections do beside proving who is there: `encrypt` hides what they carry and
+    /// costs little more than `authenticate`, which is for those who must look into the traffic.
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     pub data_security: String,
 }

@@ -38,8 +38,8 @@ pub struct ControllerOptions {
     /// Where pools and nodes connect (mutual TLS) [default: nowhere, the admin socket only].
     #[arg(long, value_name = "ADDRESS:PORT")]
     listen: Option<SocketAddr>,
-    /// What data connections do beside proving who is there: with AES in the processor, `encrypt`
-    /// costs less than `authenticate`, which is for those who must look into the traffic.
+    /// What data connections do beside proving who is there: `encrypt` hides what they carry and
+    /// costs little more than `authenticate`, which is for those who must look into the traffic.
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     data_security: String,
     /// Replicas of a volume that does not say.
