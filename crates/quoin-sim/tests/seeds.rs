@@ -71,6 +71,8 @@ const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
     (386, "only what is stable must survive under durability media"),
     (9319, "an authority whose base had moved on was taken for a broken one"),
     (9161, "recovery took a base that the entries at hand do not follow, again and again"),
+    (249, "an open waited for a newcomer that had lost its cache in the joint moment"),
+    (787, "as 249, with three replicas and CF on its way to 1"),
 ];
 
 /// The checker counted a replica as whole again that was listed in a View and not yet fed.

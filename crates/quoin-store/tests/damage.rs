@@ -15,7 +15,10 @@ use rand_chacha::ChaCha8Rng;
 
 /// A pool with a folded part, a log above it, moved blocks and snapshots.
 fn lived_in(seed: u64) -> World {
-    let mut world = World::new(seed, 32 << 20);
+    lives(World::new(seed, 32 << 20))
+}
+
+fn lives(mut world: World) -> World {
     for round in 0..6 {
         for _ in 0..10 {
             world.append();
@@ -327,22 +330,7 @@ fn assert_same(at: &str, rotten: u64, got: &Flat, wanted: &Flat) {
 /// replica and no other block is touched, and a peer's slots make it whole again.
 #[test]
 fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() {
-    let mut world = World::without_reverts(17, 32 << 20);
-    for round in 0..6 {
-        (0..10).for_each(|_| world.append());
-        let stable = Lsn(world.history.len() as u64);
-        world.pool().replica(GUID).expect("it").set_stable(stable);
-        if round < 4 {
-            world.pool().settle().expect("folded");
-        }
-    }
-    world.begin_sync();
-    world.finish_sync();
-    let mut replica = world.pool().replica(GUID).expect("it");
-    let meta = replica.meta().clone();
-    replica.put_meta(meta).expect("the metadata says how far the log must reach");
-    world.pool().request_sync();
-    common::sync(world.pool());
+    let mut world = lives(World::without_reverts(17, 32 << 20));
     let mut peer = Pool::open(world.disk.fork(), options()).expect("whole");
     let size = peer.replica(GUID).expect("it").state().volume_blocks;
     world.pool = None;
