@@ -489,3 +489,94 @@ fn with_two_of_five_away_a_newcomer_takes_one_entry_and_the_list_keeps_five() {
     c.hosts[0].cut = false;
     assert_eq!(c.read(4096, 4096), vec![2; 4096]);
 }
+
+/// The control plane's record was an old copy for a moment: what was granted names a replica that
+/// is gone for good, and nobody is left who could say so.
+#[test]
+fn an_open_that_nobody_answers_asks_the_record_again_and_goes_on_with_what_it_says() {
+    let mut c = filled(1);
+    let old_record = c.membership.clone();
+    c.add_newcomer(member(1, 201), true);
+    c.wait_for_version(2);
+    c.run(Duration::from_secs(2));
+    c.hosts[0].cut = true;
+    c.disconnect(0);
+    let new_record = std::mem::replace(&mut c.membership, old_record);
+    c.replace_target(config());
+    c.run(Duration::from_secs(5));
+    assert!(!c.target.status().serving);
+    c.membership = new_record;
+    c.run(Duration::from_secs(60));
+    check_data(&mut c);
+}
+
+#[test]
+fn an_open_that_waits_for_days_asks_the_record_a_few_times_a_minute() {
+    let mut c = filled(2);
+    c.hosts[0].cut = true;
+    c.disconnect(0);
+    c.replace_target(config());
+    let before = c.epoch.0;
+    c.run(Duration::from_secs(3600));
+    assert!((60..240).contains(&(c.epoch.0 - before)), "{} epochs", c.epoch.0 - before);
+    c.hosts[0].cut = false;
+    check_data(&mut c);
+}
+
+/// Whether the last View that a host holds is under two rules.
+fn holds_joint_view(c: &mut Cluster, host: usize) -> bool {
+    let state = c.hosts[host].state();
+    state.last_view.is_some_and(|(_, view)| view.joint.is_some())
+}
+
+/// These processes hear nothing any more, and nobody is told.
+fn silence(c: &mut Cluster, hosts: &[usize]) {
+    for host in hosts {
+        c.hosts[*host].replica = None;
+    }
+}
+
+/// A newcomer is counted by nobody before it is known; but it can say that no swap was sent.
+#[test]
+fn a_joint_view_that_no_newcomer_has_does_not_keep_the_old_rule_from_opening() {
+    let mut c = filled(1);
+    c.want(|desired| desired.drf = 4);
+    let newcomers = [2, 3].map(|id| c.add_newcomer(member(id, 200 + id), false));
+    // Both are ready, and wait for a third.
+    c.run(Duration::from_secs(5));
+    silence(&mut c, &newcomers);
+    for _ in 0..100 {
+        c.run(Duration::from_millis(100));
+        if holds_joint_view(&mut c, 0) {
+            break;
+        }
+    }
+    assert!(holds_joint_view(&mut c, 0) && !holds_joint_view(&mut c, newcomers[0]));
+    c.replace_target(config());
+    // One is enough to say so.
+    c.start_replica(newcomers[1]);
+    check_data(&mut c);
+}
+
+/// Two caches are lost where CF is 3: all that was answered is on the third.
+#[test]
+fn caches_lost_around_a_joint_view_that_never_ruled_are_judged_by_the_old_rule() {
+    let mut c = filled(4);
+    silence(&mut c, &[2, 3]);
+    let leaving = c.hosts[0].member;
+    c.want(|desired| {
+        desired.drf = 3;
+        desired.leaving.push(leaving);
+    });
+    c.settle();
+    assert!(holds_joint_view(&mut c, 1) && !holds_joint_view(&mut c, 2));
+    for host in [2, 3] {
+        c.hosts[host].pool.power_cut(|_| 0);
+    }
+    c.replace_target(config());
+    for host in [2, 3] {
+        c.start_replica(host);
+    }
+    check_data(&mut c);
+    assert!(!c.notes.contains(&TargetNote::UnflushedTailMayBeLost), "nothing was lost");
+}

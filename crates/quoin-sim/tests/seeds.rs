@@ -73,7 +73,34 @@ const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
     (9161, "recovery took a base that the entries at hand do not follow, again and again"),
     (249, "an open waited for a newcomer that had lost its cache in the joint moment"),
     (787, "as 249, with three replicas and CF on its way to 1"),
+    (259, "a disk that refused to read for a second made a replica damaged for good"),
+    (751, "as 259"),
+    (5108, "an open that was granted the membership of before a move waited for ever"),
 ];
+
+/// The same in the small worlds in which operators change the membership all the while.
+const FOUND_WITH_MEMBERS: &[(u64, &str)] = &[
+    (20133, "as 5108: an old copy of the record had granted it"),
+    (30313, "as 20133"),
+    (30402, "as 20133"),
+    (30495, "as 20133"),
+    (20158, "as 20133, with a replica that had left"),
+    (20407, "an open waited for ever for a newcomer that never had the joint View"),
+    (30426, "two lost caches where CF is 3 were told as a lost tail, by a rule that never ruled"),
+    (20432, "the checker took a newcomer for lost whose creation was not on media yet"),
+    (20660, "as 20432"),
+    (30394, "as 20432"),
+    (30344, "the checker held a target to a swap that nobody had ever heard of"),
+];
+
+#[test]
+fn seeds_that_once_found_something_as_the_membership_changes_find_nothing_now() {
+    for (seed, what) in FOUND_WITH_MEMBERS {
+        let swarm = quoin_sim::Swarm::Members;
+        let report = run(RunOptions { seed: *seed, swarm, ..RunOptions::default() });
+        assert_eq!(report.violation, None, "seed {seed}: {what}");
+    }
+}
 
 /// The checker counted a replica as whole again that was listed in a View and not yet fed.
 const FALSE_ALARM: u64 = 20334;

@@ -111,8 +111,11 @@ impl Target {
                         .newcomers
                         .iter()
                         .all(|m| self.live(*m).is_some_and(|p| p.durable >= *lsn));
-                let live = next.newcomers.iter().all(|m| self.live(*m).is_some());
-                if durable || (live && mutant::is("swap-before-durable")) {
+                // One that gets the joint View as a thing of the past learns nothing from it: its
+                // quorum stays off.
+                let learns = |m: &Member| self.live(*m).is_some_and(|p| p.tip < *lsn);
+                let live = next.newcomers.iter().all(learns);
+                if live && (durable || mutant::is("swap-before-durable")) {
                     // DurableBeforeCAS holds from here on.
                     let next = next.clone();
                     self.swap(now, next, actions);

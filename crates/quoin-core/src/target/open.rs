@@ -15,6 +15,12 @@ use crate::time::Time;
 
 /// How long an open that could only go on by giving up unflushed data waits for the rest of K.
 const UNFLUSHED_GRACE: Duration = Duration::from_secs(10);
+/// An open that cannot go on for so long asks the record again, under a new epoch: what it was
+/// granted may be of before a change (the record was an old copy then, say), and those that it
+/// waits for gone for good. An answer that is on its way is worth longer: a replica may wait out
+/// a lease of the longest kind.
+const OPEN_PATIENCE: Duration = Duration::from_secs(20);
+const OPEN_PATIENCE_MAX: Duration = Duration::from_secs(120);
 const FETCH_BYTES: u32 = 4 << 20;
 const REST_FIRST_MS: u64 = 100;
 const REST_LAST_MS: u64 = 10_000;
@@ -109,6 +115,7 @@ impl Target {
         self.peers = membership.known.iter().map(|m| Peer::new(*m, now)).collect();
         self.membership = membership;
         self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
+        self.answer_by = now + OPEN_PATIENCE;
     }
 
     pub(super) fn connected(
@@ -211,6 +218,9 @@ impl Target {
                 self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
                 self.wait_for(&what, actions);
                 self.open_joint_members(now);
+                if now >= self.open_waits_until() {
+                    self.reopen(now, actions);
+                }
             }
             Verdict::Unflushed => {
                 let since = unflushed_since.unwrap_or(now);
@@ -241,7 +251,14 @@ impl Target {
     pub(super) fn open_deadline(&self) -> Option<Time> {
         let Phase::Opening { quorum_at, unflushed_since } = self.phase else { return None };
         let grace = Duration::from_millis(self.config.open_grace_ms.into());
-        unflushed_since.map(|s| s + UNFLUSHED_GRACE).or(quorum_at.map(|q| q + grace))
+        let waits = unflushed_since.map(|s| s + UNFLUSHED_GRACE).or(quorum_at.map(|q| q + grace));
+        Some(waits.unwrap_or_else(|| self.open_waits_until()))
+    }
+
+    fn open_waits_until(&self) -> Time {
+        let answers = self.peers.iter().any(|p| p.link == Link::Opening);
+        let more = if answers { OPEN_PATIENCE_MAX - OPEN_PATIENCE } else { Duration::ZERO };
+        self.answer_by + more
     }
 
     fn all_answered(&self) -> bool {
@@ -313,26 +330,16 @@ impl Target {
         };
         // A change whose outcome is unknown is judged under both rules; the record names one.
         let record = self.rule();
-        let rules = std::iter::once(&record).chain(&view.joint);
+        let joint = view.joint.as_ref().filter(|joint| !self.never_swapped(&view.rule, joint));
+        let rules = std::iter::once(&record).chain(joint);
         let mut unflushed = false;
         for rule in rules {
             let owed: Vec<Member> =
                 view.in_sync.iter().copied().filter(|m| rule.known.contains(m)).collect();
-            // A newcomer, known to the second rule alone, has its quorum off until it is adopted:
-            // what it says of its own loss is believed, what it holds is not.
-            let is_owed = |peer: &&Peer, ack: &OpenAck| {
-                let newcomer = !ack.continuous && !self.membership.contains(peer.member);
-                owed.contains(&peer.member) && !ack.damaged && (ack.quorum || newcomer)
-            };
             let there = |continuous: bool| {
-                let answered = self.peers.iter().filter(|p| p.link == Link::Answered);
-                answered
-                    .filter(|p| {
-                        p.ack
-                            .as_deref()
-                            .is_some_and(|a| a.continuous == continuous && is_owed(p, a))
-                    })
-                    .count()
+                let is_owed = |index: usize| owed.contains(&self.peers[index].member);
+                let answers = self.answers().filter(|(i, _)| is_owed(*i));
+                answers.filter(|(_, ack)| ack.continuous == continuous).count()
             };
             let cf = usize::from(rule.cf);
             if there(true) + cf > owed.len() || mutant::is("continuous-rule-left-out") {
@@ -349,6 +356,26 @@ impl Target {
             }
         }
         if unflushed { Verdict::Unflushed } else { Verdict::Go { authority } }
+    }
+
+    /// Whether the answers show that no swap was ever sent for a joint View under these rules, so
+    /// that the second never ruled: a swap waits until that View is on the media of CF under both
+    /// and of each newcomer, and whoever answers with a last View of one rule never had it there.
+    /// (All joint Views of one change are in a row and of one epoch, as an epoch begins with a
+    /// View of one rule.)
+    fn never_swapped(&self, first: &Rule, second: &Rule) -> bool {
+        let may_hold = |member: &Member| {
+            let peer = self.peers.iter().find(|p| p.member == *member);
+            let ack = peer.filter(|p| p.link == Link::Answered).and_then(|p| p.ack.as_deref());
+            ack.is_none_or(|ack| {
+                let joint = ack.last_view.as_ref().is_some_and(|(_, view)| view.joint.is_some());
+                ack.damaged || joint
+            })
+        };
+        let short =
+            |rule: &Rule| rule.known.iter().filter(|m| may_hold(m)).count() < usize::from(rule.cf);
+        let newcomer = |m: &&Member| !first.known.contains(m);
+        second.known.iter().filter(newcomer).any(|m| !may_hold(m)) || short(first) || short(second)
     }
 
     pub(super) fn rule(&self) -> Rule {

@@ -245,8 +245,12 @@ impl Host {
         (slots[0].content == Content::Bad, slots[0].version)
     }
 
+    pub fn state(&mut self) -> StoreState {
+        self.pool.replica(self.member.guid).unwrap().state()
+    }
+
     pub fn position(&mut self) -> Position {
-        self.pool.replica(self.member.guid).unwrap().state().position
+        self.state().position
     }
 }
 

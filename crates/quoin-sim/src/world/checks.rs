@@ -41,6 +41,7 @@ impl World {
         }
         self.check_leases(target, epoch);
         self.check_record(target, epoch);
+        self.keep_what_rules(target);
         let served_before = self.served.0;
         self.served = (epoch, target, life);
         if claimed {

@@ -31,6 +31,11 @@ pub(crate) struct Said {
 }
 
 impl Said {
+    /// Whether a target has heard of this replica.
+    pub fn has_answered(&self, guid: ReplicaGuid) -> bool {
+        self.guid == guid && self.promised > Epoch::ZERO
+    }
+
     /// Entries after `keep` are cut; the history goes to `tip`.
     pub fn cut(&mut self, keep: Lsn, tip: Lsn) {
         self.applied = self.applied.min(keep);
@@ -44,6 +49,8 @@ impl Said {
 pub(crate) struct Word {
     /// The version of the membership that it was granted or has swapped.
     pub membership: u64,
+    /// The membership that it was granted last.
+    pub granted: Membership,
     /// How many answers an open needs under what it was granted.
     pub open_quorum: usize,
     /// The newest one that a replica has answered its present open with.

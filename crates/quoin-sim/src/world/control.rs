@@ -1,6 +1,7 @@
 //! The way to the control plane and back.
 
 use quoin_core::target::TargetEvent;
+use quoin_core::{Member, Newcomer};
 
 use super::{Event, World};
 use crate::control::{Answer, Question};
@@ -102,6 +103,7 @@ impl World {
             match &answer {
                 Answer::Granted { membership, .. } => {
                     process.word.membership = membership.version;
+                    process.word.granted = membership.clone();
                     process.word.open_quorum = membership.open_quorum();
                 }
                 Answer::Swapped { membership, .. } => {
@@ -121,6 +123,32 @@ impl World {
             }
         };
         self.feed_target(target, vec![event]);
+    }
+
+    /// IO starts under what an old copy of the record said. Nobody who answered knew of anything
+    /// newer (`check_record`), so what was swapped after the copy was made, and is only in the
+    /// newest record, never ruled: the target that asked for it died before it could tell. The
+    /// two are a fork, and only one of them can go on: whoever puts the newest record back puts
+    /// into it what has ruled, and desires again what was swapped.
+    pub(crate) fn keep_what_rules(&mut self, target: usize) {
+        let Some(process) = &self.targets[target].process else { return };
+        let ruling = process.word.granted.clone();
+        let newest = self.backup.as_mut().unwrap_or(&mut self.record);
+        if !self.rolled_back || ruling.version >= newest.membership.version {
+            return;
+        }
+        let swapped = std::mem::replace(&mut newest.membership, ruling);
+        let ruling = &newest.membership;
+        for member in swapped.known.iter().filter(|m| !ruling.contains(**m)) {
+            let beside = ruling.known.iter().any(|m| m.id == member.id);
+            newest.desired.newcomers.push(Newcomer { member: *member, beside });
+        }
+        let stays = |m: &Member| swapped.known.iter().any(|k| k.id == m.id);
+        let leaving: Vec<Member> = ruling.known.iter().filter(|m| !stays(m)).copied().collect();
+        newest.desired.leaving.extend(leaving);
+        let why = || format!("what was swapped is desired again: {:?}", newest.desired);
+        self.trace.line(self.schedule.now(), why);
+        self.keep_telling();
     }
 
     /// The driver gives up waiting; a target that has had its answer knows nothing to do.

@@ -73,7 +73,7 @@ impl World {
         self.keep_telling();
     }
 
-    fn keep_telling(&mut self) {
+    pub(crate) fn keep_telling(&mut self) {
         if self.desires().is_err() && !std::mem::replace(&mut self.members.telling, true) {
             self.schedule.after(SECOND, Event::TellDesired);
         }

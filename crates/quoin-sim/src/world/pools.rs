@@ -83,12 +83,19 @@ impl World {
                 promised = store.meta().promised;
                 state = format!("{:?} of {:?}", store.state().position, store.meta().promised);
             });
-            if replica.is_none() {
+            if replica.is_some() {
+                self.check_kept_promise(pool, promised);
+            } else if self.pools[pool].said.has_answered(guid) {
                 let why = format!("pool {pool} has lost replica {guid} over an outage");
                 self.violate("StableSurvives", why);
                 return;
+            } else {
+                // It was made just before, and that was not on media yet: nobody has heard of it.
+                // (Before its first answer its promise, and so its creation, is on media.)
+                self.pools[pool].gone = true;
+                let delay = self.random.between(500, 4000) * MILLISECOND;
+                self.schedule.after(delay, Event::Recreate { pool });
             }
-            self.check_kept_promise(pool, promised);
         }
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
         self.pools[pool].process =
