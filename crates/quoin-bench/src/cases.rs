@@ -81,7 +81,9 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
         let mut quoin_load = socket.as_deref().map(Generator::connect).transpose()?;
         if let Some(load) = &mut quoin_load {
             load.fill(128 << 10)?;
+            load.wear_in()?;
         }
+        floor_load.wear_in()?;
         let mut floor_side = Side { generator: &mut floor_load, pids: floor.pids() };
         let mut quoin_side = quoin_load.as_mut().map(|generator| Side { generator, pids });
         for case in cases {

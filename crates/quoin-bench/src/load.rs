@@ -72,14 +72,19 @@ impl Generator {
 
     /// Writes the whole device once, in blocks of this size.
     pub fn fill(&mut self, block_bytes: u32) -> Result<(), Error> {
+        self.write_over(Pattern::Sequential, block_bytes)
+    }
+
+    /// Writes as much as the device holds, here and there: what a log made of it then is what it
+    /// looks like after a day of use, and not what it looks like when it is new.
+    pub fn wear_in(&mut self) -> Result<(), Error> {
+        self.write_over(Pattern::Random, 4096)
+    }
+
+    fn write_over(&mut self, pattern: Pattern, block_bytes: u32) -> Result<(), Error> {
         self.sequential = 0;
-        let load = Load {
-            write: true,
-            pattern: Pattern::Sequential,
-            block_bytes,
-            depth: 32,
-            time: Duration::from_secs(3600),
-        };
+        let time = Duration::from_secs(3600);
+        let load = Load { write: true, pattern, block_bytes, depth: 32, time };
         self.drive(load, Some(self.size_bytes / u64::from(block_bytes)))?;
         self.flush()
     }

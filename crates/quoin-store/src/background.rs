@@ -6,9 +6,11 @@
 //! for a sync or for room says that nothing is due.
 //!
 //! Policy: segments that are all but empty are emptied at once, so that trimmed space comes back
-//! soon. Others only when space is short, and the shorter it is the fuller a segment may be: so
-//! clean-up waits as long as it can (blocks die while it waits), and what it writes for each
-//! block gained is bounded. Among those the benefit decides (space gained times age, over the
+//! soon. Others once about half of what is held is dead, however much room there is: a log that
+//! sprawls writes to memory and space that nothing has touched lately, for every byte of it, and
+//! what a sparse pool takes from its file system is bounded by what it holds. And when space is
+//! short: the shorter it is, the fuller a segment may be. So clean-up waits as long as it can
+//! (blocks die while it waits), and what it writes for each block gained is bounded. Among those the benefit decides (space gained times age, over the
 //! cost of gaining it): under a uniform load that is as good as the emptiest first, under a skewed
 //! one far better. The table of the clean-up simulation is in `docs/store.md`.
 
@@ -26,6 +28,11 @@ use crate::replica::Replica;
 
 /// Live percent up to which a segment is emptied though space is plenty.
 const EAGER_LIVE_PERCENT: u64 = 10;
+/// Dead percent of all that could be emptied at which the pool begins to sprawl, and at which it
+/// does: then segments of this many live percent are emptied, so one block is moved for one gained
+/// at most.
+const SPRAWL_PERCENT: std::ops::Range<u64> = 35..50;
+const SPRAWL_LIVE_PERCENT: u64 = 50;
 /// Live percent (of what a segment can hold) above which none is emptied however short space
 /// is: at 90, clean-up writes nine blocks at most for each one gained.
 const MOST_LIVE_PERCENT: u64 = 90;
@@ -164,6 +171,25 @@ impl<D: Disk> Pool<D> {
         EAGER_LIVE_PERCENT + (MOST_LIVE_PERCENT - EAGER_LIVE_PERCENT) * short / (most - least)
     }
 
+    /// How full a segment may be that is emptied because too much of the pool is dead. Counted over
+    /// what could be emptied alone: the log changes with every write and is nobody's gain.
+    fn sprawl_limit_percent(&self) -> u64 {
+        let (mut held, mut live) = (0, 0);
+        for segment in self.workable().flat_map(|(_, r)| r.victims()) {
+            held += self.capacity(&segment);
+            live += segment.live_bytes;
+        }
+        let dead = (held.saturating_sub(live) * 100).checked_div(held).unwrap_or(0);
+        let (from, to) = (SPRAWL_PERCENT.start, SPRAWL_PERCENT.end);
+        let sprawl = dead.saturating_sub(from).min(to - from);
+        EAGER_LIVE_PERCENT + (SPRAWL_LIVE_PERCENT - EAGER_LIVE_PERCENT) * sprawl / (to - from)
+    }
+
+    /// Bytes of data that a segment can hold.
+    fn capacity(&self, segment: &SegmentState) -> u64 {
+        packed_blocks(segment.units * self.core.superblock.unit_blocks) * BLOCK_SIZE as u64
+    }
+
     /// The segment to empty next. Looked for again only when something has changed that decides
     /// it, since this is asked at every turn and there may be many thousands of segments.
     fn best_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
@@ -185,13 +211,12 @@ impl<D: Disk> Pool<D> {
     }
 
     fn find_victim(&self, limit: u64) -> Option<(ReplicaGuid, SegmentState)> {
-        let unit_blocks = self.core.superblock.unit_blocks;
         let newest = self.core.sequence;
+        let limit = limit.max(self.sprawl_limit_percent());
         self.workable()
             .flat_map(|(guid, r)| r.victims().map(move |s| (guid, s)))
             .map(|(guid, s)| {
-                let capacity = packed_blocks(s.units * unit_blocks) * BLOCK_SIZE as u64;
-                let live = (s.live_bytes * 100 / capacity.max(1)).min(100);
+                let live = (s.live_bytes * 100 / self.capacity(&s).max(1)).min(100);
                 let age = newest.saturating_sub(s.sequence).clamp(1, 1 << 40);
                 let benefit = match live <= EAGER_LIVE_PERCENT || limit == MOST_LIVE_PERCENT {
                     // Next to nothing to move, or no time to lose: the emptiest.
@@ -264,6 +289,7 @@ impl<D: Disk> Pool<D> {
     /// Replicas that were set aside for what could not be read are worked on again: now and then
     /// it can be.
     pub fn look_again(&mut self) {
+        self.victim.set(None);
         for replica in self.replicas.values_mut().filter(|r| r.may_pass) {
             (replica.set_aside, replica.may_pass) = (false, false);
         }

@@ -157,6 +157,28 @@ fn a_pool_whose_live_data_are_three_quarters_of_it_refuses_no_overwrite() {
 }
 
 #[test]
+fn a_pool_with_room_to_spare_does_not_sprawl() {
+    // 4 MiB of data in a pool of 128 MiB, overwritten forty times.
+    let (live, writes) = (1024u64, 40_960);
+    let mut writer = Writer::new(128 << 20, live);
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let (mut most_used, mut most_log) = (0, 0);
+    for done in 0..writes {
+        writer.append(EntryKind::Write, rng.random_range(0..live), 1).expect("a write");
+        writer.housekeeping();
+        let stats = writer.pool.stats();
+        // A single block in the log has a header of its own.
+        most_log = most_log.max(2 * stats.log_bytes);
+        if done > writes / 4 {
+            most_used = most_used.max(stats.used_bytes);
+        }
+    }
+    let bound = 3 * live * 4096 + most_log;
+    println!("{most_used} bytes used at most, {most_log} of them log; the bound is {bound}");
+    assert!(most_used < bound, "{most_used} bytes used, {most_log} of them log");
+}
+
+#[test]
 fn background_work_in_a_pool_filled_to_the_brim_ends_and_trims_revive_it() {
     let mut writer = Writer::new(8 << 20, 4000);
     let mut lba = 0;
