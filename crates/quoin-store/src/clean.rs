@@ -6,8 +6,9 @@
 //! by writing them anew. Everything is done in steps of about a megabyte.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use quoin_core::replica::store::StoreError;
 use quoin_core::{BLOCK_SIZE, Lsn, mutant};
 
@@ -22,6 +23,8 @@ use crate::tree::{self, BlockAt, Change, Edit, Memo, Nodes, Part, Root};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
+/// Blocks read at once of a segment that is in no cache.
+const PIECE_BLOCKS: u64 = 64;
 /// Leaves counted in one step.
 const LEAVES_A_STEP: usize = 64;
 
@@ -39,6 +42,38 @@ pub struct CleanJob {
     blocks: Vec<Candidate>,
     nodes: Vec<Edit>,
     done: usize,
+    data: SegmentData,
+}
+
+/// What a segment that is being emptied holds. Blocks are asked for in LBA order, so here and
+/// there: where they are in no cache, they are read by the piece and not one by one.
+struct SegmentData {
+    /// The segment's blocks, where it is read by the piece.
+    range: Option<std::ops::Range<u64>>,
+    pieces: BTreeMap<u64, Bytes>,
+}
+
+impl SegmentData {
+    fn block<D: Disk>(&mut self, core: &Core<D>, place: u64) -> Result<Bytes, StoreError> {
+        if let Some(range) = self.range.clone().filter(|range| range.contains(&place)) {
+            let first = place - (place - range.start) % PIECE_BLOCKS;
+            let length = (range.end - first).min(PIECE_BLOCKS) as usize * BLOCK_SIZE;
+            if let Entry::Vacant(entry) = self.pieces.entry(first) {
+                let mut bytes = BytesMut::zeroed(length);
+                // Where a piece cannot be read, the block that is wanted may be.
+                if core.read_once(first, &mut bytes).is_ok() {
+                    entry.insert(bytes.freeze());
+                }
+            }
+            if let Some(piece) = self.pieces.get(&first) {
+                let at = (place - first) as usize * BLOCK_SIZE;
+                return Ok(piece.slice(at..at + BLOCK_SIZE));
+            }
+        }
+        let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
+        core.read(place, &mut bytes)?;
+        Ok(bytes.freeze())
+    }
 }
 
 /// A count of what is live, by segment, over all views.
@@ -49,6 +84,13 @@ pub struct Recount {
     live: BTreeMap<u32, u64>,
     through_sequence: u64,
     folded: u64,
+}
+
+impl CleanJob {
+    /// Something was written in place: what was read before may be older.
+    pub fn read_again(&mut self) {
+        self.data.pieces.clear();
+    }
 }
 
 impl Replica {
@@ -80,7 +122,14 @@ impl Replica {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
         self.frozen = None;
-        let mut job = CleanJob { unit: segment.unit, blocks: vec![], nodes: vec![], done: 0 };
+        let start = core.superblock.unit_start(segment.unit);
+        // Such a log was written past the cache.
+        let uncached = self.family.log_waits && segment.stream == Stream::Log;
+        let data = SegmentData {
+            range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
+            pieces: BTreeMap::new(),
+        };
+        let mut job = CleanJob { unit: segment.unit, blocks: vec![], nodes: vec![], done: 0, data };
         let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
             let mut place = start + u64::from(batch.header_blocks);
             for entry in batch.entries() {
@@ -111,7 +160,7 @@ impl Replica {
         let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
         if !job.blocks.is_empty() {
             let live = self.live_of(core, &job.blocks[job.done..end])?;
-            if !self.move_blocks(core, live)? {
+            if !self.move_blocks(core, live, &mut job.data)? {
                 // The disk may give them another time: the segment stays as it is.
                 self.unreadable.insert(job.unit);
                 self.dirty = true;
@@ -208,20 +257,18 @@ impl Replica {
         &mut self,
         core: &mut Core<D>,
         live: Vec<Candidate>,
+        data: &mut SegmentData,
     ) -> Result<bool, StoreError> {
         let mut blocks = Vec::with_capacity(live.len());
         for candidate in &live {
-            let mut bytes = BytesMut::zeroed(BLOCK_SIZE);
-            if core.read(candidate.place, &mut bytes).is_err() {
-                return Ok(false);
-            }
+            let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
             if quoin_core::crc32c(&bytes) != candidate.crc {
                 // It moves with its checksum, so it stays bad until a peer repairs it.
                 let (lba, version) = (candidate.lba, Lsn(candidate.version));
                 core.note_bad(BadBlock::block(self.identity.guid, lba, version));
             }
             let Candidate { lba, version, crc, .. } = *candidate;
-            blocks.push(MovedBlock { lba, version, crc, bytes: bytes.freeze() });
+            blocks.push(MovedBlock { lba, version, crc, bytes });
         }
         let places = self.write_moved(core, &blocks, true)?;
         let crcs: Vec<u32> = live.iter().map(|c| c.crc).collect();

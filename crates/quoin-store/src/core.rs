@@ -134,6 +134,11 @@ impl<D: Disk> Core<D> {
         self.disk.read_at(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
     }
 
+    /// What is not read again soon.
+    pub fn read_once(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
+        self.disk.read_once(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
+    }
+
     /// What is on the media there.
     pub fn read_media(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
         self.disk.read_media(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)

@@ -18,6 +18,11 @@ pub trait Disk: Send {
     /// Fills `buffer` or fails.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault>;
 
+    /// The same for what is not read again soon, and so need not take room in a cache.
+    fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.read_at(offset, buffer)
+    }
+
     /// The same from the media itself, whatever the kernel has cached. A failed sync leaves pages
     /// that read well and are on no medium; this is how a start finds them.
     fn read_media(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {

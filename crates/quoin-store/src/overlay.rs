@@ -18,6 +18,18 @@ impl Overlay {
         if start == end {
             return;
         }
+        // Nearly always nothing is there, or just this range: one look tells.
+        match self.extents.range_mut(..end).next_back() {
+            Some((&last, (last_end, last_lsn))) if (last, *last_end) == (start, end) => {
+                *last_lsn = lsn;
+                return;
+            }
+            Some((_, (last_end, _))) if *last_end > start => {}
+            _ => {
+                self.extents.insert(start, (end, lsn));
+                return;
+            }
+        }
         // What begins before the range and reaches into it is cut, perhaps into two.
         if let Some((&before, &(before_end, before_lsn))) = self.extents.range(..start).next_back()
             && before_end > start

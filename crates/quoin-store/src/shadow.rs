@@ -486,6 +486,7 @@ impl Replica {
         }
         // The same version with the same checksum: nothing good can be overwritten by it.
         core.write(block.place, &[std::io::IoSlice::new(data)])?;
+        self.clean.iter_mut().for_each(crate::clean::CleanJob::read_again);
         let bad = crate::core::BadBlock::block(self.identity.guid, lba, version);
         core.bad.retain(|b| *b != bad);
         Ok(true)
