@@ -7,7 +7,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::{Cluster, config};
 use quoin_core::block::{BlockError, Operation, Payload};
-use quoin_core::target::{OnFull, OnQuorumLoss, TargetConfig, TargetEvent, TargetNote};
+use quoin_core::target::{
+    OnFull, OnQuorumLoss, ReplicaStanding, TargetConfig, TargetEvent, TargetNote,
+};
 use quoin_core::{Durability, Lsn, Member, ReplicaGuid, ReplicaId};
 
 #[test]
@@ -170,6 +172,68 @@ fn a_power_cut_everywhere_keeps_all_that_was_flushed() {
         assert!(read == vec![1; 4096] || read == vec![2; 4096], "block {block}: {}", read[0]);
     }
     assert!(c.notes.contains(&TargetNote::UnflushedTailMayBeLost));
+}
+
+/// A volume whose third replica is away and lacks a part of the log, which only the disks of the
+/// other two have: they refuse to read it as a new target opens.
+fn unreadable_for(duration: Duration) -> Cluster {
+    let mut c = Cluster::new(3, config());
+    c.wait_in_sync(3);
+    c.hosts[2].cut = true;
+    c.disconnect(2);
+    for block in 0..10 {
+        c.write(block, 1);
+    }
+    for host in 0..2 {
+        c.hosts[host].unreadable = true;
+    }
+    c.hosts[2].cut = false;
+    c.replace_target(config());
+    c.run(duration);
+    c
+}
+
+#[test]
+fn a_passing_read_error_of_the_own_log_does_not_make_a_replica_damaged_for_good() {
+    let mut c = unreadable_for(Duration::from_secs(10));
+    assert!(!c.target.status().serving, "nobody can read what the third one lacks");
+    for host in 0..2 {
+        assert!(!c.hosts[host].meta().damaged);
+        c.hosts[host].unreadable = false;
+    }
+    assert_eq!(c.read(9 * 4096, 4096), vec![1; 4096]);
+    c.wait_in_sync(3);
+}
+
+#[test]
+fn a_passing_read_error_of_a_node_of_its_map_does_not_make_a_replica_damaged_for_good() {
+    let mut c = Cluster::new(3, config());
+    c.wait_in_sync(3);
+    c.hosts[2].cut = true;
+    c.disconnect(2);
+    for block in 0..200 {
+        c.write(block, 1);
+    }
+    // What it lacks is more than the window, and comes out of the maps of the others.
+    c.run(Duration::from_secs(5));
+    for host in 0..2 {
+        c.hosts[host].unreadable = true;
+    }
+    c.hosts[2].cut = false;
+    c.run(Duration::from_secs(10));
+    assert!(c.target.status().replicas.iter().any(|r| r.standing == ReplicaStanding::Rebuilding));
+    for host in 0..2 {
+        assert!(!c.hosts[host].meta().damaged);
+        c.hosts[host].unreadable = false;
+    }
+    c.wait_in_sync(3);
+    assert_eq!(c.read(199 * 4096, 4096), vec![1; 4096]);
+}
+
+#[test]
+fn what_a_disk_refuses_to_read_for_long_is_as_good_as_gone() {
+    let mut c = unreadable_for(Duration::from_secs(120));
+    assert!((0..2).any(|host| c.hosts[host].meta().damaged));
 }
 
 #[test]

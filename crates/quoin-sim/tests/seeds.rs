@@ -73,8 +73,7 @@ const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
     (9161, "recovery took a base that the entries at hand do not follow, again and again"),
     (249, "an open waited for a newcomer that had lost its cache in the joint moment"),
     (787, "as 249, with three replicas and CF on its way to 1"),
-    (259, "a disk that refused to read for a second made a replica damaged for good"),
-    (751, "as 259"),
+    (751, "a disk that refused to read for a second made a replica damaged for good"),
     (5108, "an open that was granted the membership of before a move waited for ever"),
 ];
 

@@ -18,7 +18,8 @@ use quoin_core::message::{
     BadCopy, Content, EpochEnd, FromReplica, IncrementEnd, ReadView, Slot, SnapshotInfo,
 };
 use quoin_core::replica::store::{
-    PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState, SyncTicket,
+    IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
+    SyncTicket,
 };
 use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent};
 use quoin_core::target::{
@@ -31,6 +32,9 @@ use quoin_store::model::ModelPool;
 pub const BLOCKS: u64 = 1024;
 const VOLUME: VolumeId = VolumeId(7);
 
+/// A read that the disk refuses loses nothing, and it may pass.
+const REFUSED: StoreError = StoreError::Io(IoFault { operation: "read", offset: 0, errno: 5 });
+
 pub struct Host {
     pub pool: ModelPool,
     pub member: Member,
@@ -39,12 +43,16 @@ pub struct Host {
     pub cut: bool,
     /// Blocks of data that still fit; `None`: any number.
     pub room: Option<u64>,
+    /// Its disk refuses to read the log and the map.
+    pub unreadable: bool,
 }
 
-/// A store whose pool has so much room and no more; what carries no data always fits.
+/// A store whose pool has so much room and no more (what carries no data always fits), and whose
+/// disk may refuse to read what a session needs.
 struct Bounded<'a, S> {
     inner: S,
     room: &'a mut Option<u64>,
+    unreadable: bool,
 }
 
 impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
@@ -98,6 +106,9 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
         self.inner.read(view, lba, blocks, want_data, out)
     }
     fn fetch(&mut self, after: Lsn, max: u32) -> Result<Option<Vec<SharedEntry>>, StoreError> {
+        if self.unreadable {
+            return Err(REFUSED);
+        }
         self.inner.fetch(after, max)
     }
     fn pull(
@@ -108,6 +119,9 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
         cursor: u64,
         bytes_max: u32,
     ) -> Result<Option<PullChunk>, StoreError> {
+        if self.unreadable {
+            return Err(REFUSED);
+        }
         self.inner.pull(session, view, from, cursor, bytes_max)
     }
     fn unpin(&mut self, session: u64) {
@@ -212,7 +226,7 @@ impl Host {
             ..ReplicaMeta::default()
         };
         pool.create(identity, meta, BLOCKS).unwrap();
-        Host { pool, member, replica: None, cut: false, room: None }
+        Host { pool, member, replica: None, cut: false, room: None, unreadable: false }
     }
 
     fn start(&mut self, now: Time) {
@@ -476,7 +490,8 @@ impl Cluster {
                 let state = &mut self.hosts[host];
                 let Some(replica) = &mut state.replica else { return };
                 let inner = state.pool.replica(state.member.guid).unwrap();
-                let mut store = Bounded { inner, room: &mut state.room };
+                let unreadable = state.unreadable;
+                let mut store = Bounded { inner, room: &mut state.room, unreadable };
                 let mut actions = Vec::new();
                 replica.on(self.now, event, &mut store, &mut actions);
                 replica.flush(&mut actions);
