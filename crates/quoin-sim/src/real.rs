@@ -11,7 +11,7 @@ use quoin_store::{Due, FormatOptions, Pool, PoolError, PoolOptions, ReplicaPool}
 use crate::content::SECTOR;
 use crate::disk::{DiskCounts, Failing, Lie, SimDisk};
 use crate::random::Random;
-use crate::storage::{Faults, Faulty, Outage, Storage};
+use crate::storage::{Faults, Faulty, Outage, Space, Storage};
 use crate::swarm::PoolShape;
 
 /// Small enough that checkpoints and clean-up happen within a run.
@@ -25,6 +25,7 @@ const UNIT_BLOCKS: u32 = 512;
 /// The stream of a batch that holds nodes of a map.
 const NODES: u8 = 2;
 const BACKGROUND_BYTES: u64 = 1 << 20;
+const ROUNDS_OF_CLEAN_UP: u32 = 4;
 
 pub struct RealStorage {
     disk: SimDisk,
@@ -290,6 +291,29 @@ impl Storage for RealStorage {
 
     fn is_short(&self, was: bool) -> bool {
         self.pool.as_ref().is_some_and(|pool| pool.is_short(was))
+    }
+
+    fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {
+        let unit_blocks = self.shape.map_or(UNIT_BLOCKS, |s| s.unit_blocks);
+        let pool = self.pool()?;
+        pool.look_again();
+        // What one round frees, the next one may write to, and what it empties is recorded there.
+        for _ in 0..ROUNDS_OF_CLEAN_UP {
+            pool.settle()?;
+            while pool.background_due() != Due::Idle {
+                pool.background(BACKGROUND_BYTES)?;
+            }
+        }
+        let stats = pool.stats();
+        let of = |guid| pool.replica_stats(guid).unwrap_or_default();
+        let replicas: Vec<_> = pool.replicas().into_iter().map(of).collect();
+        Ok(Some(Space {
+            unit_bytes: u64::from(unit_blocks) * BLOCK_SIZE as u64,
+            used_bytes: stats.used_bytes,
+            allocated_bytes: replicas.iter().map(|r| r.allocated_bytes).sum(),
+            live_bytes: replicas.iter().map(|r| r.live_bytes).sum(),
+            replicas: replicas.len() as u64,
+        }))
     }
 
     fn starts(&self) -> u64 {

@@ -28,6 +28,18 @@ pub enum Outage {
     DiskFailed,
 }
 
+/// What a pool's room goes to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Space {
+    pub unit_bytes: u64,
+    pub used_bytes: u64,
+    /// In segments of its replicas.
+    pub allocated_bytes: u64,
+    /// What some view of theirs needs.
+    pub live_bytes: u64,
+    pub replicas: u64,
+}
+
 /// A pool's storage. All times are the caller's; nothing here waits.
 pub trait Storage {
     fn create(
@@ -73,6 +85,11 @@ pub trait Storage {
     /// Whether the pool is short of room; `was`: what it said last.
     fn is_short(&self, _was: bool) -> bool {
         false
+    }
+    /// What the room goes to once all clean-up that brings anything is done and recorded; `None`:
+    /// this storage has no room that could be lost.
+    fn space_at_rest(&mut self) -> Result<Option<Space>, StoreError> {
+        Ok(None)
     }
     /// How often the pool was opened, as its disk says.
     fn starts(&self) -> u64 {

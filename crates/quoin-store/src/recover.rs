@@ -267,10 +267,11 @@ fn header_on_media<D: Disk>(core: &Core<D>, found: &Found) -> Result<bool, Store
 fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64) {
     if let Some(segment) = replica.family.segments.get_mut(&found.unit) {
         let state = &mut segment.state;
+        // What was there when the state was recorded was counted then.
         if found.offset_blocks >= state.used_blocks {
             state.live_bytes += u64::from(batch.header.data_blocks) * BLOCK_SIZE as u64;
+            state.used_blocks = found.offset_blocks + batch.blocks();
         }
-        state.used_blocks = found.offset_blocks + batch.blocks();
         state.last_lsn = state.last_lsn.max(last);
         state.last_index = batch.header.index;
     }

@@ -1,5 +1,6 @@
 //! The end of a run: faults have stopped, everything must come back by itself, every block is
-//! read once more, and the replicas must be the same.
+//! read once more, and the replicas must be the same. Then everything is trimmed, and all room
+//! must come back.
 
 use quoin_core::Lsn;
 
@@ -12,6 +13,9 @@ use crate::workload::Draft;
 const RECOVERY_MAX: u64 = 180 * SECOND;
 /// Blocks of one read of the last round.
 const READ_BLOCKS: u64 = 32;
+const TRIM_BLOCKS: u64 = 128;
+/// Segments that a replica writes to: clients' blocks, moved ones, nodes of its map.
+const OPEN_UNITS: u64 = 3;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum Stage {
@@ -23,6 +27,10 @@ enum Stage {
     Reading,
     /// No more requests: replicas come to the same end.
     Quiet,
+    /// Every block is trimmed, then flushed.
+    Emptying,
+    /// Replicas come to the same end again, and room comes back.
+    Empty,
     Done,
 }
 
@@ -30,7 +38,7 @@ enum Stage {
 pub(crate) struct Ending {
     stage: Stage,
     since: Instant,
-    /// Last round: the next block to read, reads to repeat, the flush.
+    /// A last round: the next block to read or trim, requests to repeat, the flush.
     next_block: u64,
     again: Vec<Draft>,
     flushed: bool,
@@ -45,25 +53,29 @@ impl Ending {
 
     /// Requests follow each other without pause.
     pub fn in_a_hurry(&self, asked: u64, ios_min: u64) -> bool {
-        self.stage == Stage::Reading || (self.stage == Stage::Recovering && asked < 2 * ios_min)
+        matches!(self.stage, Stage::Reading | Stage::Emptying)
+            || (self.stage == Stage::Recovering && asked < 2 * ios_min)
     }
 
     /// `Some(None)`: whatever the workload draws; `None`: no more.
     pub fn next_draft(&mut self, blocks: u64) -> Option<Option<Draft>> {
         match self.stage {
             Stage::Faults | Stage::Recovering => Some(None),
-            Stage::Reading => {
+            Stage::Reading | Stage::Emptying => {
                 if let Some(draft) = self.again.pop() {
                     return Some(Some(draft));
                 }
                 if self.next_block < blocks {
                     let first = self.next_block;
-                    let count = READ_BLOCKS.min(blocks - first);
+                    let reads = self.stage == Stage::Reading;
+                    let most = if reads { READ_BLOCKS } else { TRIM_BLOCKS };
+                    let count = most.min(blocks - first);
                     self.next_block += count;
                     let whole = SECTORS as u64;
-                    return Some(Some(Draft::Read {
-                        sector: first * whole,
-                        sectors: count * whole,
+                    let (sector, sectors) = (first * whole, count * whole);
+                    return Some(Some(match reads {
+                        true => Draft::Read { sector, sectors },
+                        false => Draft::Trim { sector, sectors, fua: false },
                     }));
                 }
                 if std::mem::replace(&mut self.flushed, true) {
@@ -71,7 +83,7 @@ impl Ending {
                 }
                 Some(Some(Draft::Flush))
             }
-            Stage::Quiet | Stage::Done => None,
+            Stage::Quiet | Stage::Empty | Stage::Done => None,
         }
     }
 
@@ -82,9 +94,20 @@ impl Ending {
     }
 
     pub fn given_back(&mut self, draft: Draft) {
-        if self.stage == Stage::Reading && matches!(draft, Draft::Read { .. } | Draft::Flush) {
+        let last = match draft {
+            Draft::Read { .. } => self.stage == Stage::Reading,
+            Draft::Trim { .. } => self.stage == Stage::Emptying,
+            Draft::Flush => matches!(self.stage, Stage::Reading | Stage::Emptying),
+            Draft::Write { .. } | Draft::Zero { .. } => false,
+        };
+        if last {
             self.again.push(draft);
         }
+    }
+
+    fn begin_round(&mut self, stage: Stage, now: Instant) {
+        (self.stage, self.since) = (stage, now);
+        (self.next_block, self.flushed) = (0, false);
     }
 }
 
@@ -105,29 +128,27 @@ impl World {
         let waited = now - self.ending.since;
         let stage = self.ending.stage;
         match stage {
-            Stage::Recovering if self.recovered().is_ok() => {
-                self.ending.stage = Stage::Reading;
-                self.ending.since = now;
-                for queue in 0..self.queues.len() {
-                    let turn = self.queues[queue].turn;
-                    self.schedule.after(0, Event::Client { queue, turn });
-                }
-            }
-            Stage::Reading
+            Stage::Recovering if self.recovered().is_ok() => self.begin_round(Stage::Reading),
+            Stage::Reading | Stage::Emptying
                 if self.ending.flushed && self.queues.iter().all(|q| q.open.is_none()) =>
             {
-                self.ending.stage = Stage::Quiet;
-                self.ending.since = now;
+                let quiet = if stage == Stage::Reading { Stage::Quiet } else { Stage::Empty };
+                (self.ending.stage, self.ending.since) = (quiet, now);
             }
             Stage::Quiet if self.at_rest().is_ok() && waited > SECOND => {
                 self.check_identical();
+                self.begin_round(Stage::Emptying);
+            }
+            Stage::Empty if self.at_rest().is_ok() && waited > SECOND => {
+                self.check_identical();
+                self.check_space();
                 self.ending.stage = Stage::Done;
                 return;
             }
             _ if waited > RECOVERY_MAX => {
                 let why = match stage {
                     Stage::Recovering => self.recovered().err(),
-                    Stage::Quiet => self.at_rest().err(),
+                    Stage::Quiet | Stage::Empty => self.at_rest().err(),
                     _ => None,
                 };
                 let why = why.unwrap_or_else(|| "requests stay open".into());
@@ -143,6 +164,37 @@ impl World {
             _ => {}
         }
         self.schedule.after(100 * MILLISECOND, Event::LookAtEnding);
+    }
+
+    fn begin_round(&mut self, stage: Stage) {
+        self.ending.begin_round(stage, self.schedule.now());
+        for queue in 0..self.queues.len() {
+            let turn = self.queues[queue].turn;
+            self.schedule.after(0, Event::Client { queue, turn });
+        }
+    }
+
+    /// Nothing is live any more but the map that says so: all room is free again, but for the
+    /// segments that are being written to.
+    fn check_space(&mut self) {
+        for pool in self.known_pools() {
+            if self.may_be_damaged(pool) {
+                continue;
+            }
+            let space = match self.pools[pool].storage.space_at_rest() {
+                Ok(Some(space)) => space,
+                Ok(None) => continue,
+                Err(error) => {
+                    let detail = format!("pool {pool} cannot be cleaned up at rest: {error}");
+                    return self.violate("SpaceReturns", detail);
+                }
+            };
+            let most = OPEN_UNITS * space.replicas * space.unit_bytes;
+            if space.used_bytes != space.allocated_bytes || space.used_bytes > most {
+                let detail = format!("pool {pool} was emptied: {space:?}");
+                return self.violate("SpaceReturns", detail);
+            }
+        }
     }
 
     /// IO goes on for every client, enough was asked, every replica is in sync.
