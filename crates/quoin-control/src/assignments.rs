@@ -100,6 +100,7 @@ impl Controller {
             replicas: self.addresses(volume, node),
             desired_replication_factor: volume.membership.drf.into(),
             consistency_factor: volume.desired_cf().into(),
+            maintenance: volume.attachments.is_empty(),
         };
         NodeAssignment {
             targets: served.map(target).collect(),

@@ -16,8 +16,9 @@ use tokio::sync::watch;
 use crate::Error;
 use crate::events::{Events, Object};
 use crate::observed::Observed;
+use crate::policy::ReplaceAfter;
 use crate::records::{
-    MemberOfCluster, NameRecord, NodeRecord, PoolRecord, TokenRecord, VolumeRecord,
+    CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, TokenRecord, VolumeRecord,
 };
 use crate::spec::Defaults;
 use crate::store::{Store, Watched, Writes};
@@ -31,6 +32,10 @@ pub struct Settings {
     pub data_security: String,
     /// A pool or node that has not reported for so long is offline.
     pub offline_after: Duration,
+    /// When replicas that are gone are replaced, where a volume does not say.
+    pub replace_after: ReplaceAfter,
+    /// Rebuilds into one pool at a time, of those that nobody asked for.
+    pub heals_per_pool: u32,
 }
 
 /// The cluster's records and the logic over them.
@@ -44,6 +49,7 @@ pub struct Controller {
     pub(crate) nodes: Table<NodeRecord>,
     pub(crate) tokens: Table<TokenRecord>,
     pub(crate) members: Table<MemberOfCluster>,
+    pub(crate) cordons: Table<CordonRecord>,
     pub(crate) events: Events,
     pub(crate) observed: Mutex<Observed>,
     /// Makes "is the name free" and "take it" one step.
@@ -72,6 +78,7 @@ impl Controller {
             nodes: Table::load(store.clone(), changed.clone()).await?,
             tokens: Table::load(store.clone(), quiet.clone()).await?,
             members: Table::load(store.clone(), quiet).await?,
+            cordons: Table::load(store.clone(), changed.clone()).await?,
             events: Events::load(store).await?,
             observed: Mutex::new(Observed::new()),
             creating: tokio::sync::Mutex::new(()),

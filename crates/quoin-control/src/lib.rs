@@ -14,13 +14,17 @@
 mod assignments;
 mod attach;
 mod controller;
+mod cordon;
+mod declare;
 mod epochs;
 mod error;
 pub mod events;
+mod heal;
 mod members;
 mod metrics;
 mod observed;
 pub mod placement;
+pub mod policy;
 mod reconcile;
 pub mod records;
 mod removal;
@@ -38,8 +42,12 @@ mod volumes;
 
 pub use attach::Publish;
 pub use controller::{Controller, Settings};
+pub use cordon::{Cordoning, Scope};
 pub use epochs::{Granted, MembershipSwap};
 pub use error::Error;
+pub use heal::Healing;
 pub use metrics::Metrics;
-pub use run::{InitReport, Options, REPORT_EVERY_MS, init, is_initialised, open, run, serve};
+pub use run::{
+    HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, is_initialised, open, run, serve,
+};
 pub use scale::Scale;

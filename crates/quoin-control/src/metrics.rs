@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
@@ -62,6 +63,7 @@ impl Metrics {
             up.set(1);
             volumes(&controller, &mut registry);
             replicas(&controller, &mut registry);
+            healing(&controller, &mut registry);
             pools(&controller, &mut registry);
             nodes(&controller, &mut registry);
         }
@@ -121,9 +123,32 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
     registry.register_with_unit("rebuild", help, Unit::Bytes, gauge(total));
 }
 
+fn healing(controller: &Controller, registry: &mut Registry) {
+    let healing = controller.healing();
+    let counter = |value: u64| {
+        let counter = Counter::<u64>::default();
+        counter.inc_by(value);
+        counter
+    };
+    let gauge = |value: u64| {
+        let gauge = Gauge::<i64>::default();
+        gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        gauge
+    };
+    let help = "Replicas begun elsewhere by self-healing and drains since the start";
+    registry.register("heals", help, counter(healing.begun));
+    let help = "Of them, those that were dropped because the replica came back";
+    registry.register("heals_given_up", help, counter(healing.given_up));
+    let help = "Replicas that should be elsewhere and wait for their turn";
+    registry.register("heals_waiting", help, gauge(healing.waiting));
+    let help = "Replicas that should be elsewhere and cannot be made there";
+    registry.register("heals_stuck", help, gauge(healing.stuck));
+}
+
 fn pools(controller: &Controller, registry: &mut Registry) {
     let family = Family::<Named, Gauge>::default;
     let (up, capacity, used, free, replicas) = (family(), family(), family(), family(), family());
+    let cordoned = family();
     for pool in controller.pool_messages() {
         let label = Named { name: pool.name };
         let set = |family: &Family<Named, Gauge>, value: u64| {
@@ -134,12 +159,14 @@ fn pools(controller: &Controller, registry: &mut Registry) {
         set(&used, pool.used_bytes);
         set(&free, pool.free_bytes);
         set(&replicas, pool.replicas.into());
+        set(&cordoned, u64::from(!pool.cordon.is_empty()));
     }
     registry.register("pool_up", "1 while the pool reports", up);
     registry.register_with_unit("pool_capacity", "Size of the pool", Unit::Bytes, capacity);
     registry.register_with_unit("pool_used", "Used in the pool", Unit::Bytes, used);
     registry.register_with_unit("pool_free", "Free in the pool", Unit::Bytes, free);
     registry.register("pool_replicas", "Replicas placed in the pool", replicas);
+    registry.register("pool_cordoned", "1 while the pool takes no new replicas", cordoned);
 }
 
 fn nodes(controller: &Controller, registry: &mut Registry) {

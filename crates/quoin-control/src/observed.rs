@@ -8,6 +8,8 @@ use quoin_core::{Position, ReplicaGuid, VolumeId};
 use quoin_proto::control::Scrub;
 use tokio::time::Instant;
 
+use crate::heal::Looks;
+
 /// What a pool says of a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReplicaState {
@@ -90,6 +92,8 @@ pub struct Observed {
     pub absent: HashSet<(&'static str, String)>,
     /// Replicas that are in no record, announced once.
     pub strangers: HashSet<ReplicaGuid>,
+    /// What self-healing remembers.
+    pub looks: Looks,
 }
 
 impl Observed {
@@ -102,6 +106,7 @@ impl Observed {
             health: HashMap::new(),
             absent: HashSet::new(),
             strangers: HashSet::new(),
+            looks: Looks::default(),
         }
     }
 

@@ -14,6 +14,8 @@ use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId,
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use crate::policy::ReplaceAfter;
+
 /// An identifier of the protocol, written as its 32 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Text<T>(pub T);
@@ -74,6 +76,9 @@ pub struct Spec {
     pub iops_limit: u64,
     #[serde(default)]
     pub bandwidth_limit: u64,
+    /// `None`: as the cluster has it.
+    #[serde(default)]
+    pub replace_after: Option<Text<ReplaceAfter>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -107,6 +112,18 @@ impl ReplicaPhase {
     }
 }
 
+/// Why a replica was made where it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum Cause {
+    /// Somebody asked for it, or for the volume.
+    #[default]
+    Asked,
+    /// The one whose place it takes was gone for too long.
+    Healing,
+    /// The pool of the one whose place it takes is being drained.
+    Drain,
+}
+
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ReplicaRecord {
     pub id: Text<ReplicaId>,
@@ -119,6 +136,9 @@ pub struct ReplicaRecord {
     /// Known, and named to leave.
     #[serde(default)]
     pub leaving: bool,
+    /// Why it was made.
+    #[serde(default)]
+    pub cause: Cause,
 }
 
 /// An incarnation that nobody needs any more, until its pool says that it is gone.
@@ -268,6 +288,27 @@ impl Record for PoolRecord {
     const PREFIX: &'static str = "pool/";
     fn name(&self) -> String {
         self.name.clone()
+    }
+}
+
+/// That a pool, or all pools of a node, take nothing new; apart from the pool's and the node's
+/// own records, which follow what these report.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct CordonRecord {
+    /// "pool" or "node".
+    pub kind: String,
+    pub holder: String,
+    /// What is there moves away.
+    pub drain: bool,
+    /// That it was empty was told.
+    pub told: bool,
+    pub since_ms: u64,
+}
+
+impl Record for CordonRecord {
+    const PREFIX: &'static str = "cordon/";
+    fn name(&self) -> String {
+        format!("{}/{}", self.kind, self.holder)
     }
 }
 

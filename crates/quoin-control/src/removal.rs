@@ -41,7 +41,7 @@ impl Controller {
         if !needed.is_empty() {
             return Err(Error::Precondition(format!(
                 "pool {name:?} holds replicas of {}: they would miss it for good; start the pool \
-                 again, or delete those volumes first",
+                 again, or have them made elsewhere with `quoin pool drain`",
                 listed(&needed)
             )));
         }
@@ -59,6 +59,7 @@ impl Controller {
                 outcome => drop(outcome?),
             }
         }
+        self.cordons.remove(&format!("pool/{name}"), |_| true).await?;
         self.pools.remove(name, |_| true).await?;
         {
             let mut observed = self.observed();
@@ -99,6 +100,7 @@ impl Controller {
             )));
         }
         self.expel(Role::Node, name).await?;
+        self.cordons.remove(&format!("node/{name}"), |_| true).await?;
         self.nodes.remove(name, |_| true).await?;
         {
             let mut observed = self.observed();

@@ -16,6 +16,7 @@ use tonic::transport::Server;
 use crate::Error;
 use crate::controller::{Controller, Settings};
 use crate::metrics::Metrics;
+use crate::policy::ReplaceAfter;
 use crate::records::Spread;
 use crate::service::Services;
 use crate::spec::Defaults;
@@ -46,6 +47,10 @@ pub struct Options {
     /// A pool or node that has not reported for so long is offline. Agents report at least
     /// every [`REPORT_EVERY_MS`].
     pub offline_after_ms: u64,
+    /// When a replica that is gone is replaced, where a volume does not say.
+    pub replace_after: ReplaceAfter,
+    /// Rebuilds into one pool at a time, of those that nobody asked for.
+    pub heals_per_pool: u32,
     pub lifetimes: Lifetimes,
     /// Whether certificates of the role node may create, delete and publish volumes, as the CSI
     /// driver of a node does; without it they see only what is attached to them.
@@ -53,6 +58,9 @@ pub struct Options {
     /// Asked by whoever serves `/metrics` and `/healthz`.
     pub metrics: Metrics,
 }
+
+/// Rebuilds into one pool at a time, unless told otherwise.
+pub const HEALS_PER_POOL: u32 = 2;
 
 /// How often agents report at least, in milliseconds.
 pub const REPORT_EVERY_MS: u64 = 2000;
@@ -69,6 +77,8 @@ impl Options {
             default_replicas: 3,
             default_spread: Spread::Host,
             offline_after_ms: 3 * REPORT_EVERY_MS + 1000,
+            replace_after: ReplaceAfter::DEFAULT,
+            heals_per_pool: HEALS_PER_POOL,
             lifetimes: Lifetimes::default(),
             nodes_manage_volumes: true,
             metrics: Metrics::new(),
@@ -80,6 +90,12 @@ impl Options {
             let given = &self.data_security;
             let rule = format!("{given:?} is neither authenticate nor encrypt");
             return Err(Error::invalid("data security", rule));
+        }
+        if self.heals_per_pool == 0 {
+            return Err(Error::invalid(
+                "heals per pool",
+                "at least 1; to have none, replaceAfter: off",
+            ));
         }
         if !(1..=crate::spec::REPLICAS_MAX).contains(&self.default_replicas.into()) {
             let rule = format!("1 to {}", crate::spec::REPLICAS_MAX);
@@ -93,6 +109,8 @@ impl Options {
             defaults: Defaults { replicas: self.default_replicas, spread: self.default_spread },
             data_security: self.data_security.clone(),
             offline_after: Duration::from_millis(self.offline_after_ms),
+            replace_after: self.replace_after,
+            heals_per_pool: self.heals_per_pool,
         }
     }
 }
@@ -267,6 +285,7 @@ async fn tend(controller: Arc<Controller>) {
         let reconciled = if ticks % 10 == 0 { controller.reconcile().await } else { Ok(()) };
         for (what, done) in [
             ("reconcile", reconciled),
+            ("heal", controller.heal().await),
             ("certificates", controller.tend_certificates().await),
             ("events", controller.events().flush().await),
         ] {

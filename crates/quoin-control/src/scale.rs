@@ -13,7 +13,7 @@ use quoin_proto::control::VolumeRef;
 
 use crate::controller::{Controller, about, random_id};
 use crate::events::Severity;
-use crate::records::{ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord};
+use crate::records::{Cause, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord};
 use crate::spec::REPLICAS_MAX;
 use crate::{Error, placement};
 
@@ -72,7 +72,8 @@ impl VolumeRecord {
             }
         };
         say(count(&|r| new(r) && !listed(r)), "being added");
-        say(count(&|r| moved(r)), "moving");
+        say(count(&|r| moved(r) && r.cause != Cause::Healing), "moving");
+        say(count(&|r| moved(r) && r.cause == Cause::Healing), "being replaced");
         say(count(&|r| new(r) && listed(r) && !moved(r)), "being made anew");
         say(count(&|r| r.leaving), "leaving");
         let desired = self.desired_cf();
@@ -95,9 +96,9 @@ fn ready(volume: &VolumeRecord) -> Result<(), Error> {
     }
 }
 
-fn newcomer(id: Text<ReplicaId>, pool: String) -> ReplicaRecord {
+fn newcomer(id: Text<ReplicaId>, pool: String, cause: Cause) -> ReplicaRecord {
     let guid = Text(ReplicaGuid(random_id()));
-    ReplicaRecord { id, guid, pool, phase: ReplicaPhase::Recreate, leaving: false }
+    ReplicaRecord { id, guid, pool, phase: ReplicaPhase::Recreate, leaving: false, cause }
 }
 
 impl Controller {
@@ -148,20 +149,25 @@ impl Controller {
         if replicas.is_empty() {
             return Err(Error::invalid("replicas", "name those that are to leave"));
         }
-        let status = self.status(&volume);
-        let in_sync: Vec<ReplicaId> = volume
-            .replicas
-            .iter()
-            .zip(&status.replicas)
-            .filter(|(replica, status)| volume.is_known(replica) && status.phase == "InSync")
-            .map(|(replica, _)| replica.id.0)
-            .collect();
+        let in_sync = self.in_sync_ids(&volume);
         let change = |volume: &mut VolumeRecord| remove(volume, replicas, &in_sync);
         let (volume, said) = self.update_volume(volume.id.0, change).await?;
         if let Some(message) = said {
             self.events.record(Severity::Normal, about(&volume), "ReplicaLeaves", message);
         }
         Ok(volume)
+    }
+}
+
+impl Controller {
+    /// Ids of the known replicas that have everything.
+    pub(crate) fn in_sync_ids(&self, volume: &VolumeRecord) -> Vec<ReplicaId> {
+        let status = self.status(volume);
+        let pairs = volume.replicas.iter().zip(&status.replicas);
+        pairs
+            .filter(|(replica, status)| volume.is_known(replica) && status.phase == "InSync")
+            .map(|(replica, _)| replica.id.0)
+            .collect()
     }
 }
 
@@ -173,7 +179,7 @@ fn staying(volume: &VolumeRecord) -> Vec<ReplicaId> {
     ids
 }
 
-fn scale(
+pub(crate) fn scale(
     volume: &mut VolumeRecord,
     asked: &Scale,
     candidates: &[placement::Candidate],
@@ -239,7 +245,7 @@ fn scale(
     )?;
     volume.membership.drf = wanted;
     for pool in &pools {
-        volume.replicas.push(newcomer(Text(ReplicaId(random_id())), pool.clone()));
+        volume.replicas.push(newcomer(Text(ReplicaId(random_id())), pool.clone(), Cause::Asked));
     }
     if *volume == before {
         return Ok(None);
@@ -251,7 +257,7 @@ fn scale(
     Ok(Some(message))
 }
 
-fn move_to(
+pub(crate) fn move_to(
     volume: &mut VolumeRecord,
     id: ReplicaId,
     pool: &str,
@@ -278,11 +284,27 @@ fn move_to(
     if first.pool == pool {
         return Ok(None);
     }
-    let first = (*first).clone();
+    let guid = first.guid.0;
+    let (old, pool) = relocate(volume, guid, pool, candidates, Cause::Asked)?;
+    Ok(Some(format!("replica {id} from pool {} to pool {pool}", old.pool)))
+}
+
+/// Has a replica made anew in another pool, the one named or the best; the old record and the
+/// new pool.
+pub(crate) fn relocate(
+    volume: &mut VolumeRecord,
+    guid: ReplicaGuid,
+    pool: &str,
+    candidates: &[placement::Candidate],
+    cause: Cause,
+) -> Result<(ReplicaRecord, String), Error> {
+    let Some(first) = volume.replicas.iter().find(|r| r.guid.0 == guid).cloned() else {
+        return Err(Error::missing("replica", format!("{guid} of volume {:?}", volume.spec.name)));
+    };
     let taken: Vec<&str> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
     // It leaves its own host.
     let hosts_of: Vec<&str> =
-        volume.replicas.iter().filter(|r| r.id.0 != id).map(|r| r.pool.as_str()).collect();
+        volume.replicas.iter().filter(|r| r.id != first.id).map(|r| r.pool.as_str()).collect();
     let named: Vec<String> = Some(pool.to_owned()).filter(|p| !p.is_empty()).into_iter().collect();
     let chosen = placement::place_beside(
         &volume.spec,
@@ -298,12 +320,11 @@ fn move_to(
         volume.replicas.retain(|r| r.guid != first.guid);
         volume.discarded.push(first.clone().into());
     }
-    let message = format!("replica {id} from pool {} to pool {pool}", first.pool);
-    volume.replicas.push(newcomer(first.id, pool));
-    Ok(Some(message))
+    volume.replicas.push(newcomer(first.id, pool.clone(), cause));
+    Ok((first, pool))
 }
 
-fn remove(
+pub(crate) fn remove(
     volume: &mut VolumeRecord,
     ids: &[ReplicaId],
     in_sync: &[ReplicaId],

@@ -8,7 +8,8 @@ use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 use quoin_proto::control::{self as api, VolumeSpec};
 
 use crate::Error;
-use crate::records::{Durability, Spec, Spread};
+use crate::policy::{NotATime, ReplaceAfter};
+use crate::records::{Durability, Spec, Spread, Text};
 
 /// Smallest volume: file systems do not fit in less.
 pub const SIZE_BYTES_MIN: u64 = 1 << 20;
@@ -107,7 +108,13 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
         accessible_topology,
         iops_limit: asked.iops_limit,
         bandwidth_limit: bandwidth(asked.bandwidth_limit)?,
+        replace_after: replace_after(&asked.replace_after)?,
     })
+}
+
+pub(crate) fn replace_after(text: &str) -> Result<Option<Text<ReplaceAfter>>, Error> {
+    let parsed = (!text.is_empty()).then(|| text.parse().map(Text)).transpose();
+    parsed.map_err(|error: NotATime| Error::invalid("replaceAfter", error.to_string()))
 }
 
 /// Less than a block a second would look like a volume that hangs.
@@ -189,6 +196,7 @@ impl From<&Spec> for VolumeSpec {
             allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
             iops_limit: spec.iops_limit,
             bandwidth_limit: spec.bandwidth_limit,
+            replace_after: spec.replace_after.map(|after| after.0.to_string()).unwrap_or_default(),
             parameters: spec.parameters.clone().into_iter().collect(),
             accessible_topology: spec
                 .accessible_topology
@@ -269,6 +277,7 @@ mod tests {
         assert!(with(|s| s.replicas = 6).starts_with("replicas:"));
         assert!(with(|s| s.block_size = 1024).starts_with("blockSize:"));
         assert!(with(|s| s.bandwidth_limit = 100).starts_with("bandwidthLimit:"));
+        assert!(with(|s| s.replace_after = "soon".into()).contains("\"soon\" is neither a time"));
         assert!(with(|s| s.reads = "maybe".into()).contains("leased, confirmed"));
         assert!(with(|s| s.fs_type = "zfs".into()).contains("ext4, xfs"));
         assert!(

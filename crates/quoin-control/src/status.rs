@@ -7,8 +7,8 @@ use crate::assignments;
 use crate::controller::Controller;
 use crate::observed::{Observed, ReplicaState, VolumeSeen};
 use crate::records::{
-    AttachmentRecord, NodeRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spread, VolumePhase,
-    VolumeRecord,
+    AttachmentRecord, Cause, NodeRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spread,
+    VolumePhase, VolumeRecord,
 };
 use crate::time::timestamp;
 
@@ -19,6 +19,8 @@ pub(crate) struct ReplicaStatus {
     pub known: bool,
     /// Known to be bad and not repaired yet.
     pub bad_blocks: u64,
+    /// Nobody reaches it, which may pass.
+    pub gone: bool,
 }
 
 /// What can be said of a volume.
@@ -69,20 +71,28 @@ impl Controller {
                 (true, 1..) => format!("bad: {}", blocks(bad_blocks)),
                 _ => message.to_owned(),
             };
-            ReplicaStatus { phase, message, known, bad_blocks }
+            ReplicaStatus { phase, message, known, bad_blocks, gone: false }
         };
+        let gone = |message| ReplicaStatus { gone: true, ..status("Offline", message) };
         let pool = &replica.pool;
+        let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
         if replica.phase == ReplicaPhase::Delete {
             return status("Deleting", "");
         }
         if self.pools.get(pool).is_some_and(|pool| pool.rolled_back) {
-            return status("Offline", "an older state of the pool's disk came back");
+            return gone("an older state of the pool's disk came back");
         }
-        let Some(seen) = observed.online_pool(pool, self.settings.offline_after) else {
-            return status("Offline", "its pool is offline");
+        let after = self.settings.offline_after;
+        let Some(seen) = observed.online_pool(pool, after) else {
+            // It may only be the pool's reports that do not come, or not yet.
+            let reached = progress.is_some_and(|progress| progress.state != "disconnected");
+            let unheard = observed.starting(after) && !observed.pools.contains_key(pool);
+            return match reached || unheard {
+                true => status("Offline", "its pool is offline"),
+                false => gone("its pool is offline"),
+            };
         };
         let held = seen.replicas.get(&replica.guid.0);
-        let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
         match (replica.phase, held.map(|held| held.state)) {
             // The target rebuilds a damaged one in place, and then knows best how it stands.
             (_, Some(ReplicaState::Damaged)) if progress.is_none() => {
@@ -102,12 +112,13 @@ impl Controller {
             Some("in-sync") if known => status("InSync", ""),
             Some("in-sync" | "rebuilding") => status("Rebuilding", ""),
             Some("catching-up") => status("CatchingUp", ""),
+            Some("disconnected") => gone("the target does not reach it"),
             Some(other) => status("Offline", &format!("the target says: {other}")),
             None if !known && serving.is_none() => {
                 status("Rebuilding", "it is rebuilt while the volume is attached")
             }
             None if !known => status("Rebuilding", ""),
-            None if serving.is_some() => status("Offline", "the target does not reach it"),
+            None if serving.is_some() => gone("the target does not reach it"),
             None => {
                 let best = volume.replicas.iter().filter(|r| volume.is_known(r)).filter_map(|r| {
                     let pool = observed.pools.get(&r.pool)?;
@@ -189,6 +200,7 @@ impl Controller {
             resource_version: revision,
             changing: volume.changing(),
             desired_consistency_factor: volume.consistency_factor.into(),
+            replace_after: self.replace_after(volume).to_string(),
         }
     }
 
@@ -260,6 +272,13 @@ impl Controller {
                 known: status.known,
                 leaving: replica.leaving || volume.is_followed(replica),
                 repaired: held.map_or(0, |held| held.repaired),
+                cause: match replica.cause {
+                    _ if status.known => "",
+                    Cause::Asked => "",
+                    Cause::Healing => "healing",
+                    Cause::Drain => "drain",
+                }
+                .to_owned(),
             }
         };
         volume.replicas.iter().zip(status).map(message).collect()
@@ -332,6 +351,7 @@ impl Controller {
                 message: message.to_owned(),
                 topology: pool.topology.clone().into_iter().collect(),
                 scrub: seen.map(|seen| seen.scrub),
+                cordon: self.cordon_of_pool(pool).to_owned(),
             }
         };
         self.pools.list().iter().map(|pool| message(pool)).collect()
@@ -356,6 +376,7 @@ impl Controller {
             topology: node.topology.clone().into_iter().collect(),
             volumes_max: node.volumes_max,
             version: node.version.clone(),
+            cordon: self.cordon_of_node(&node.name).to_owned(),
         };
         self.nodes.list().iter().map(|node| message(node)).collect()
     }

@@ -11,8 +11,8 @@ use crate::controller::{Controller, about, random_id};
 use crate::events::Severity;
 use crate::placement::{self, Candidate};
 use crate::records::{
-    MemberRecord, MembershipRecord, NameRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spec,
-    Text, VolumePhase, VolumeRecord,
+    Cause, MemberRecord, MembershipRecord, NameRecord, PoolRecord, ReplicaPhase, ReplicaRecord,
+    Spec, Text, VolumePhase, VolumeRecord,
 };
 use crate::spec;
 use crate::time::now_ms;
@@ -37,6 +37,17 @@ impl Controller {
         required_bytes: u64,
         limit_bytes: u64,
     ) -> Result<Arc<VolumeRecord>, Error> {
+        self.create_volume_in(asked, required_bytes, limit_bytes, &[]).await
+    }
+
+    /// As [`Self::create_volume_within`], with replicas in the pools that are named.
+    pub(crate) async fn create_volume_in(
+        &self,
+        asked: &VolumeSpec,
+        required_bytes: u64,
+        limit_bytes: u64,
+        named: &[String],
+    ) -> Result<Arc<VolumeRecord>, Error> {
         let spec = spec::complete(asked, self.settings.defaults)?;
         let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
         let _one_at_a_time = self.creating.lock().await;
@@ -49,7 +60,7 @@ impl Controller {
         }
         // Placement first, so that a refusal leaves nothing behind.
         let candidates = self.candidates();
-        let pools = match placement::place(&spec, size_bytes, &candidates) {
+        let pools = match choose(&spec, size_bytes, &candidates, named) {
             // Not having heard of a pool yet says nothing about its room.
             Err(refusal) if self.pools_unheard() => {
                 let wait = "the controller has just started and waits for its pools to report";
@@ -125,6 +136,7 @@ impl Controller {
             ("frontend", has.frontend == asked.frontend),
             ("iopsLimit", has.iops_limit == asked.iops_limit),
             ("bandwidthLimit", has.bandwidth_limit == asked.bandwidth_limit),
+            ("replaceAfter", has.replace_after == asked.replace_after),
             ("parameters", has.parameters == asked.parameters),
             ("topology", self.within(volume, asked)),
         ];
@@ -203,31 +215,7 @@ impl Controller {
         if size > volume.size_bytes {
             placement::check_possible(&volume.spec, size, &room)?;
         }
-        let room: HashMap<_, _> = room.iter().map(|pool| (pool.name.as_str(), pool)).collect();
-        let change = |volume: &mut VolumeRecord| {
-            if size <= volume.size_bytes {
-                return Ok(None);
-            }
-            if volume.phase == VolumePhase::Deleting {
-                return Err(Error::missing("volume", volume.id.0.to_string()));
-            }
-            let more = size - volume.size_bytes;
-            let small = volume.replicas.iter().filter_map(|r| room.get(r.pool.as_str())).find(
-                // What an offline pool has is not known; growing is thin, so it is let through.
-                |pool| pool.unusable.is_empty() && pool.room_bytes() < more,
-            );
-            if let Some(pool) = small {
-                return Err(Error::Exhausted(format!(
-                    "volume {:?} cannot grow by {}: pool {} has room for {} (a fifth of it is kept \
-                     free)",
-                    volume.spec.name,
-                    text::bytes(more),
-                    pool.name,
-                    text::bytes(pool.room_bytes())
-                )));
-            }
-            Ok(Some(std::mem::replace(&mut volume.size_bytes, size)))
-        };
+        let change = |volume: &mut VolumeRecord| grow(volume, size, &room);
         let (volume, before) = self.update_volume(volume.id.0, change).await?;
         if let Some(before) = before {
             let message = format!("{} to {}", text::bytes(before), text::bytes(size));
@@ -282,9 +270,10 @@ impl Controller {
         let after = self.settings.offline_after;
         let candidate = |pool: &Arc<PoolRecord>| {
             let seen = observed.pools.get(&pool.name);
+            let cordon = self.cordon_of_pool(pool);
             let unusable = match (seen, observed.online_pool(&pool.name, after)) {
                 _ if pool.rolled_back => "an older state of its disk came back".to_owned(),
-                (_, Some(_)) => String::new(),
+                (_, Some(_)) => cordon.to_owned(),
                 (Some(seen), None) if !seen.error.is_empty() => format!("failed: {}", seen.error),
                 _ => "offline".to_owned(),
             };
@@ -315,6 +304,57 @@ impl Controller {
     }
 }
 
+/// Makes a volume larger where its pools have the room; the size that it had.
+pub(crate) fn grow(
+    volume: &mut VolumeRecord,
+    size: u64,
+    pools: &[Candidate],
+) -> Result<Option<u64>, Error> {
+    if size <= volume.size_bytes {
+        return Ok(None);
+    }
+    if volume.phase == VolumePhase::Deleting {
+        return Err(Error::missing("volume", volume.id.0.to_string()));
+    }
+    let more = size - volume.size_bytes;
+    let small = pools.iter().find(|pool| {
+        // What an offline pool has is not known; growing is thin, so it is let through.
+        pool.unusable.is_empty()
+            && pool.room_bytes() < more
+            && volume.replicas.iter().any(|replica| replica.pool == pool.name)
+    });
+    if let Some(pool) = small {
+        return Err(Error::Exhausted(format!(
+            "volume {:?} cannot grow by {}: pool {} has room for {} (a fifth of it is kept free)",
+            volume.spec.name,
+            text::bytes(more),
+            pool.name,
+            text::bytes(pool.room_bytes())
+        )));
+    }
+    Ok(Some(std::mem::replace(&mut volume.size_bytes, size)))
+}
+
+/// A pool for each replica of a new volume: those that are named, and the best for the others.
+pub(crate) fn choose(
+    spec: &Spec,
+    size_bytes: u64,
+    candidates: &[Candidate],
+    named: &[String],
+) -> Result<Vec<String>, Error> {
+    if named.is_empty() {
+        return placement::place(spec, size_bytes, candidates);
+    }
+    let beside = |taken: &[&str], count, named: &[String]| {
+        let taken = placement::Taken { pools: taken, hosts_of: taken };
+        placement::place_beside(spec, size_bytes, candidates, &taken, count, named)
+    };
+    let mut pools = beside(&[], named.len(), named)?;
+    let taken: Vec<&str> = named.iter().map(String::as_str).collect();
+    pools.extend(beside(&taken, usize::from(spec.replicas).saturating_sub(named.len()), &[])?);
+    Ok(pools)
+}
+
 fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> VolumeRecord {
     let replica = |pool| ReplicaRecord {
         id: Text(ReplicaId(random_id())),
@@ -322,6 +362,7 @@ fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> 
         pool,
         phase: ReplicaPhase::Init,
         leaving: false,
+        cause: Cause::Asked,
     };
     let replicas: Vec<_> = pools.into_iter().map(replica).collect();
     let membership = MembershipRecord {

@@ -49,13 +49,11 @@ pub const PARAMETERS: &[Parameter] = &[
         aliases: &[],
         values: "a number of bytes a second, at least 4096",
     },
+    Parameter { key: "replaceAfter", aliases: &[], values: "a time, as in 90s, 10m or 2h | off" },
     Parameter { key: "thin", aliases: &["thinProvision"], values: "true" },
     Parameter { key: "local", aliases: &[], values: "any" },
     Parameter { key: "encrypted", aliases: &[], values: "false" },
 ];
-
-/// Known words of the design whose work this version does not do.
-const LATER: &[&str] = &["replaceAfter"];
 
 /// Reads parameters into a specification, its `parameters` in the project's spelling.
 ///
@@ -147,6 +145,11 @@ fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Option<()> {
         "allowLossOnSingleFailure" => {
             spec.allow_loss_on_single_failure = one_of(&["true", "false"])? == "true";
         }
+        // Which times there are is the controller's to say.
+        "replaceAfter" => {
+            let time = value.len() <= 16 && value.bytes().all(|byte| byte.is_ascii_alphanumeric());
+            spec.replace_after = (time && !value.is_empty()).then(|| value.to_owned())?;
+        }
         "thin" => drop(one_of(&["true"])?),
         "local" => drop(one_of(&["any"])?),
         "encrypted" => drop(one_of(&["false"])?),
@@ -156,10 +159,6 @@ fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Option<()> {
 }
 
 fn unknown(key: &str) -> Status {
-    if LATER.contains(&key) {
-        let why = format!("has {key:?}, which this version does not offer yet; leave it out");
-        return invalid("parameters", why);
-    }
     let known: Vec<_> = PARAMETERS.iter().map(|one| one.key).collect();
     invalid("parameters", format!("has the unknown key {key:?}; known are {}", known.join(", ")))
 }
@@ -223,7 +222,8 @@ mod tests {
             ("iopsLimit", "0"),
             ("bandwidthLimit", "10MiB"),
             ("bandwidthLimit", "4095"),
-            ("replaceAfter", "10m"),
+            ("replaceAfter", "10 minutes"),
+            ("replaceAfter", ""),
             ("encrypted", "true"),
             ("", ""),
         ] {

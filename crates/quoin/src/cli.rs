@@ -6,6 +6,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use std::future::Future;
 
 use crate::client::ClientOptions;
+use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{demo, dev, events, listing, offline, roles, scrub, tokens, volume};
 
@@ -131,6 +132,24 @@ impl Cli {
             }
             Command::Pool(listing::PoolCommand::List) => wait_for(listing::pools(&client, format)),
             Command::Node(listing::NodeCommand::List) => wait_for(listing::nodes(&client, format)),
+            Command::Pool(listing::PoolCommand::Cordon { pool }) => {
+                wait_for(cordon::cordon(Scope::Pool(pool), &client, format))
+            }
+            Command::Pool(listing::PoolCommand::Uncordon { pool }) => {
+                wait_for(cordon::uncordon(Scope::Pool(pool), &client, format))
+            }
+            Command::Pool(listing::PoolCommand::Drain(options)) => {
+                wait_for(cordon::drain(Scope::Pool, options, &client, format))
+            }
+            Command::Node(listing::NodeCommand::Cordon { node }) => {
+                wait_for(cordon::cordon(Scope::Node(node), &client, format))
+            }
+            Command::Node(listing::NodeCommand::Uncordon { node }) => {
+                wait_for(cordon::uncordon(Scope::Node(node), &client, format))
+            }
+            Command::Node(listing::NodeCommand::Drain(options)) => {
+                wait_for(cordon::drain(Scope::Node, options, &client, format))
+            }
             Command::Pool(listing::PoolCommand::Remove { pool }) => {
                 wait_for(listing::remove_pool(&pool, &client))
             }

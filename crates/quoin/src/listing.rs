@@ -17,6 +17,19 @@ pub enum PoolCommand {
     /// The pools, their state and their space.
     #[command(visible_alias = "ls")]
     List,
+    /// Have a pool take no new replicas.
+    Cordon {
+        /// Its name, as `quoin pool list` shows it.
+        pool: String,
+    },
+    /// Move all replicas off a pool, so that it can be taken away; it takes no new ones.
+    #[command(after_help = crate::cordon::POOL_EXAMPLE)]
+    Drain(crate::cordon::DrainOptions),
+    /// Have a pool take new replicas again; what moved away stays where it is.
+    Uncordon {
+        /// Its name, as `quoin pool list` shows it.
+        pool: String,
+    },
     /// Read all that a pool holds, compare it with its checksums, and have what is bad repaired
     /// from the other replicas; by itself each pool does so once a week.
     #[command(after_help = "Example:\n  quoin pool scrub shelf-3 --wait")]
@@ -46,6 +59,19 @@ pub enum NodeCommand {
     /// The hosts that can use volumes.
     #[command(visible_alias = "ls")]
     List,
+    /// Have all pools of a node take no new replicas.
+    Cordon {
+        /// Its name, as `quoin node list` shows it.
+        node: String,
+    },
+    /// Move all replicas off the pools of a node, so that it can be taken away.
+    #[command(after_help = crate::cordon::NODE_EXAMPLE)]
+    Drain(crate::cordon::DrainOptions),
+    /// Have the pools of a node take new replicas again; what moved away stays where it is.
+    Uncordon {
+        /// Its name, as `quoin node list` shows it.
+        node: String,
+    },
     /// Take a node that is gone for good out of the cluster; refused while volumes are attached.
     #[command(visible_alias = "rm")]
     Remove {
@@ -158,6 +184,8 @@ struct PoolView {
     free_bytes: u64,
     replicas: u32,
     message: String,
+    /// cordoned, draining or drained; empty: it takes new replicas.
+    cordon: String,
     scrub: crate::scrub::ScrubView,
 }
 
@@ -174,6 +202,7 @@ impl From<Pool> for PoolView {
             free_bytes: pool.free_bytes,
             replicas: pool.replicas,
             message: pool.message,
+            cordon: pool.cordon,
             scrub: pool.scrub.unwrap_or_default().into(),
         }
     }
@@ -195,7 +224,11 @@ impl Row for PoolView {
             show_size(self.used_bytes),
             show_size(self.free_bytes),
             self.replicas.to_string(),
-            self.message.clone(),
+            [self.cordon.as_str(), self.message.as_str()]
+                .into_iter()
+                .filter(|words| !words.is_empty())
+                .collect::<Vec<_>>()
+                .join("; "),
             self.scrub.sentence(),
             self.address.clone(),
             self.id.clone(),
@@ -211,6 +244,8 @@ struct NodeView {
     attached: u32,
     volumes_max: u32,
     version: String,
+    /// As of a pool: of all pools on it.
+    cordon: String,
     address: String,
     topology: std::collections::BTreeMap<String, String>,
 }
@@ -223,6 +258,7 @@ impl From<Node> for NodeView {
             attached: node.attached,
             volumes_max: node.volumes_max,
             version: node.version,
+            cordon: node.cordon,
             address: node.address,
             topology: node.topology.into_iter().collect(),
         }
@@ -231,8 +267,8 @@ impl From<Node> for NodeView {
 
 impl Row for NodeView {
     const HEADER: &'static [&'static str] =
-        &["NAME", "STATE", "ATTACHED", "VERSION", "ADDRESS", "TOPOLOGY"];
-    const NARROW: usize = 4;
+        &["NAME", "STATE", "ATTACHED", "VERSION", "POOLS", "ADDRESS", "TOPOLOGY"];
+    const NARROW: usize = 5;
 
     fn cells(&self) -> Vec<String> {
         let topology: Vec<_> =
@@ -242,6 +278,7 @@ impl Row for NodeView {
             self.state.clone(),
             self.attached.to_string(),
             self.version.clone(),
+            self.cordon.clone(),
             self.address.clone(),
             topology.join(","),
         ]

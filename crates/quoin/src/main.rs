@@ -6,6 +6,7 @@
 
 mod cli;
 mod client;
+mod cordon;
 mod demo;
 mod dev;
 mod events;
@@ -13,6 +14,7 @@ mod host;
 mod listing;
 mod offline;
 mod output;
+mod pace;
 mod roles;
 mod scrub;
 mod size;

@@ -14,10 +14,31 @@ use support::{Dev, Scratch, is_online, signal};
 const WAIT: [&str; 3] = ["--wait", "--timeout", "170"];
 
 fn cluster(name: &str, pools: &str) -> (Scratch, Dev) {
+    healing(name, pools, "off")
+}
+
+/// A cluster that replaces replicas by itself after so long.
+fn healing(name: &str, pools: &str, after: &str) -> (Scratch, Dev) {
     let scratch = Scratch::new(name);
-    let flags = ["--no-attach", "--pool-size", "512MiB", "--pools", pools];
+    let flags =
+        ["--no-attach", "--pool-size", "512MiB", "--pools", pools, "--replace-after", after];
     let dev = Dev::start(&scratch.cluster(), &flags);
     (scratch, dev)
+}
+
+fn events(dev: &Dev, reason: &str) -> Vec<String> {
+    // One object a line.
+    let events = dev.ok(&["events", "-o", "json"]);
+    let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let told = events.filter(|e| e["reason"] == reason);
+    told.map(|e| e["message"].as_str().unwrap().to_owned()).collect()
+}
+
+/// How many replicas the records have in a pool.
+fn held(dev: &Dev, pool: &str) -> u64 {
+    let pools = dev.json(&["pool", "list"]);
+    let held = pools.as_array().unwrap().iter().find(|p| p["name"] == pool).unwrap();
+    held["replicas"].as_u64().unwrap()
 }
 
 fn volume(dev: &Dev, replicas: &str) -> Load {
@@ -241,5 +262,67 @@ fn the_controller_the_target_and_the_newcomers_die_in_the_middle_and_the_change_
         assert!(after.iter().any(|(pool, i, _)| pool == spare && *i == id));
         load.goes_on(&dev, 50);
     }
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-SHORT-01, SCALE-ADMIT-16.
+#[test]
+fn a_replica_on_a_pool_that_stays_away_is_replaced_by_itself_and_every_copy_is_whole() {
+    let (scratch, dev) = healing("heal", "4", "2s");
+    let load = volume(&dev, "3");
+    dev.wait_for_volume("db", "whole", whole);
+    let (pool, id, old) = known(&dev)[1].clone();
+    let pid = dev.pid(&pool).unwrap();
+    signal(pid, "STOP");
+    dev.eventually("it is replaced", || {
+        let list = known(&dev);
+        (list.len() == 3 && list.iter().all(|(.., guid)| *guid != old)).then_some(())
+    });
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", whole);
+    let (place, ..) = known(&dev).into_iter().find(|(_, same, _)| *same == id).unwrap();
+    assert_ne!(place, pool);
+    let told = events(&dev, "ReplicaHeals");
+    assert!(told.len() == 1 && told[0].contains(&pool) && told[0].contains("2s"), "{told:?}");
+    // Back with all that it had, it is turned away and cleared.
+    signal(pid, "CONT");
+    dev.eventually("the old copy is deleted", || (held(&dev, &pool) == 0).then_some(()));
+    load.goes_on(&dev, 100);
+    assert!(known(&dev).iter().all(|(.., guid)| *guid != old));
+    end(&scratch, dev, load, 3);
+}
+
+#[test]
+fn a_pool_is_drained_under_load_while_the_controller_dies_and_where_it_cannot_nothing_is_begun() {
+    let (scratch, dev) = cluster("drain", "4");
+    let load = volume(&dev, "3");
+    dev.wait_for_volume("db", "whole", whole);
+    let (pool, id, old) = known(&dev)[0].clone();
+    // All pools of `quoin dev` are on one node.
+    let nodes = dev.json(&["node", "list"]);
+    let node = nodes[0]["name"].as_str().unwrap();
+    let text = refused(&dev, &["node", "drain", node]);
+    assert!(text.contains("no good copy") && text.contains("nothing was begun"), "{text}");
+    let planned = dev.json(&["pool", "drain", &pool, "--dry-run"]);
+    assert_eq!(planned["replicas"][0]["without"], "2 of 3 good copies");
+    assert!(planned["replicas"][0]["to"].as_str().is_some_and(|to| to.starts_with("pool-")));
+    dev.ok(&["pool", "drain", &pool]);
+    dev.kill("controller");
+    dev.wait_for_volume("db", "changed", |_| true);
+    let drained = waiting(&dev, &["pool", "drain", &pool]);
+    assert_eq!(drained["state"], "drained");
+    load.goes_on(&dev, 100);
+    let after = known(&dev);
+    assert!(after.iter().all(|(place, _, guid)| *place != pool && *guid != old));
+    assert!(after.iter().any(|(_, same, _)| *same == id));
+    assert_eq!(held(&dev, &pool), 0);
+    // It takes nothing new, until it is opened again; and now nowhere is left to go.
+    let other = after[0].0.clone();
+    let text = refused(&dev, &["pool", "drain", &other]);
+    assert!(text.contains(&format!("{pool} (drained)")), "{text}");
+    dev.ok(&["pool", "uncordon", &pool]);
+    dev.wait_for_volume("db", "whole", whole);
+    waiting(&dev, &["pool", "drain", &other]);
+    assert_eq!(held(&dev, &other), 0);
     end(&scratch, dev, load, 3);
 }

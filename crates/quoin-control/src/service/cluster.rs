@@ -12,6 +12,7 @@ use tonic::{Request, Response, Status, async_trait};
 use super::Services;
 use crate::Error;
 use crate::attach::Publish;
+use crate::cordon::{Cordoning, Scope};
 use crate::members::token_id;
 use crate::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::reports::id;
@@ -45,6 +46,14 @@ impl Services {
     }
 }
 
+fn scope(pool: &str, node: &str) -> Result<Scope, Error> {
+    match (pool, node) {
+        (pool, "") if !pool.is_empty() => Ok(Scope::Pool(pool.to_owned())),
+        ("", node) if !node.is_empty() => Ok(Scope::Node(node.to_owned())),
+        _ => Err(Error::invalid("pool", "a pool or a node is needed, and not both")),
+    }
+}
+
 /// What people may know of a token.
 fn known(token: &TokenRecord) -> JoinTokenInfo {
     JoinTokenInfo {
@@ -67,6 +76,7 @@ impl Cluster for Services {
             cluster_id: self.controller.identity().cluster().to_string(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             data_security: self.controller.settings.data_security.clone(),
+            replace_after: self.controller.settings.replace_after.to_string(),
         }))
     }
 
@@ -167,6 +177,50 @@ impl Cluster for Services {
             replica_ids.iter().map(|text| id("replica_id", text)).collect::<Result<_, _>>()?;
         let volume = self.controller.remove_replicas(volume.as_ref(), &replicas).await?;
         Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn apply_volume(
+        &self,
+        request: Request<ApplyVolumeRequest>,
+    ) -> Result<Response<ApplyVolumeResponse>, Status> {
+        self.manage(&request)?;
+        let (volume, changes) = self.controller.apply_volume(request.get_ref()).await?;
+        let volume = match volume {
+            Some(volume) => {
+                let volume = self.formed(volume).await;
+                Some(self.controller.volume_message(&volume))
+            }
+            None => None,
+        };
+        Ok(Response::new(ApplyVolumeResponse { volume, changes }))
+    }
+
+    async fn set_cordon(
+        &self,
+        request: Request<SetCordonRequest>,
+    ) -> Result<Response<CordonStatus>, Status> {
+        self.manage(&request)?;
+        let asked = request.get_ref();
+        let action = match asked.action() {
+            set_cordon_request::Action::Uncordon => Cordoning::Uncordon,
+            set_cordon_request::Action::Cordon => Cordoning::Cordon,
+            set_cordon_request::Action::Drain => Cordoning::Drain,
+            set_cordon_request::Action::Unspecified => {
+                return Err(Error::invalid("action", "cordon, drain or uncordon").into());
+            }
+        };
+        let scope = scope(&asked.pool, &asked.node)?;
+        let status = self.controller.set_cordon(&scope, action, asked.dry_run).await?;
+        Ok(Response::new(status))
+    }
+
+    async fn get_cordon(
+        &self,
+        request: Request<GetCordonRequest>,
+    ) -> Result<Response<CordonStatus>, Status> {
+        self.look(&request)?;
+        let GetCordonRequest { pool, node } = request.get_ref();
+        Ok(Response::new(self.controller.cordon_status(&scope(pool, node)?)?))
     }
 
     async fn publish_volume(

@@ -6,7 +6,7 @@
 //! | | unix socket | admin | node | pool | newcomer |
 //! |---|---|---|---|---|---|
 //! | Cluster: get, list, capacity, events | yes | yes | yes | – | – |
-//! | Cluster: create, delete, resize, publish, unpublish | yes | yes | where nodes manage volumes (for CSI), else – | – | – |
+//! | Cluster: create, delete, resize, scale, apply, publish, unpublish, cordon, drain | yes | yes | where nodes manage volumes (for CSI), else – | – | – |
 //! | Cluster: join tokens, removals, rotation | yes | yes | – | – | – |
 //! | Agent: WatchPool, ReportPool | yes | – | – | its own name | – |
 //! | Agent: WatchNode, ReportNode | yes | – | its own name | – | – |

@@ -3,6 +3,8 @@
 mod access;
 mod cluster;
 mod crash;
+mod draining;
+mod healing;
 mod leaving;
 mod lifecycle;
 mod replacement;

@@ -16,6 +16,7 @@ mod settings;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use quoin_control::policy::ReplaceAfter;
 use quoin_identity::{Identity, Role};
 use quoin_proto::control::{CreateJoinTokenRequest, ListNodesRequest, ListPoolsRequest};
 use std::io::Write;
@@ -54,6 +55,10 @@ pub struct DevOptions {
     /// costs little more than `authenticate`, which is for those who must look into the traffic.
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     pub data_security: String,
+    /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off`: only what people
+    /// ask for changes anything. A volume may say otherwise.
+    #[arg(long, value_name = "TIME", default_value_t = ReplaceAfter::DEFAULT)]
+    pub replace_after: ReplaceAfter,
 }
 
 /// Says one line to the person in front of `quoin dev`.
@@ -80,8 +85,14 @@ pub fn run(options: DevOptions) -> Result<()> {
     // One thread: the kernel ends the children with the thread that started them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let tasks = tokio::task::LocalSet::new();
-    let security = options.data_security;
-    tasks.block_on(&runtime, supervise(&layout, &settings, &attaching, &security))
+    let policy = Policy { security: options.data_security, replace_after: options.replace_after };
+    tasks.block_on(&runtime, supervise(&layout, &settings, &attaching, &policy))
+}
+
+/// What the controller is told at each start.
+pub(crate) struct Policy {
+    security: String,
+    replace_after: ReplaceAfter,
 }
 
 /// Whoever wants the cluster to end: Ctrl-C, `kill`, a closed terminal.
@@ -108,12 +119,12 @@ async fn supervise(
     layout: &Layout,
     settings: &Settings,
     attaching: &Attaching,
-    security: &str,
+    policy: &Policy,
 ) -> Result<()> {
     let mut ends = Ends::new()?;
     let mut keepers = Vec::new();
     let outcome = tokio::select! {
-        outcome = start(layout, settings, attaching, security, &mut keepers) => match outcome {
+        outcome = start(layout, settings, attaching, policy, &mut keepers) => match outcome {
             Ok(()) => {
                 greet(layout, settings, attaching);
                 tokio::select! {
@@ -151,7 +162,7 @@ async fn start(
     layout: &Layout,
     settings: &Settings,
     attaching: &Attaching,
-    security: &str,
+    policy: &Policy,
     keepers: &mut Vec<Keeper>,
 ) -> Result<()> {
     let began = Instant::now();
@@ -161,7 +172,7 @@ async fn start(
     let start = |process: Process| Keeper::start(process, layout.clone(), roster.clone());
 
     processes::init_controller(layout).await?;
-    keepers.push(start(processes::controller(layout, settings, security))?);
+    keepers.push(start(processes::controller(layout, settings, policy))?);
     let mut cluster = wait_for_controller(layout, keepers, began).await?;
 
     for pool in &settings.pools {

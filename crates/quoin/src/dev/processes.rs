@@ -5,6 +5,7 @@ use quoin_identity::{JoinRequest, Role, load_or_join};
 use std::net::SocketAddr;
 use std::path::Path;
 
+use super::Policy;
 use super::keeper::Process;
 use super::layout::Layout;
 use super::settings::{PoolSettings, Settings};
@@ -74,14 +75,15 @@ fn path(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-pub fn controller(layout: &Layout, settings: &Settings, security: &str) -> Process {
+pub fn controller(layout: &Layout, settings: &Settings, policy: &Policy) -> Process {
     let flags = [
         ("--state", path(&layout.controller())),
         ("--admin-socket", path(&layout.admin_socket())),
         ("--listen", settings.controller.listen.to_string()),
         // One machine: pools are what can fail apart from each other.
         ("--default-spread", "pool".into()),
-        ("--data-security", security.into()),
+        ("--data-security", policy.security.clone()),
+        ("--replace-after", policy.replace_after.to_string()),
     ];
     process("controller", &["controller", "run"], &flags, Some(settings.controller.http))
 }

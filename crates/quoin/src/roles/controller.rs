@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use quoin_console::Source;
+use quoin_control::policy::ReplaceAfter;
 use quoin_control::records::Spread;
 use quoin_identity::Lifetimes;
 use std::net::SocketAddr;
@@ -48,6 +49,18 @@ pub struct ControllerOptions {
     /// What the replicas of a volume that does not say never share.
     #[arg(long, value_enum, default_value = "host")]
     default_spread: SpreadDefault,
+    /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off`: only what people
+    /// ask for changes anything. A volume may say otherwise.
+    #[arg(long, value_name = "TIME", default_value_t = ReplaceAfter::DEFAULT)]
+    replace_after: ReplaceAfter,
+    /// Replicas rebuilt into one pool at a time, of those that self-healing and drains begin.
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        default_value_t = quoin_control::HEALS_PER_POOL,
+        value_parser = clap::value_parser!(u32).range(1..=64)
+    )]
+    heals_per_pool: u32,
     #[command(flatten)]
     role: RoleOptions,
 }
@@ -83,6 +96,8 @@ pub fn run(command: ControllerCommand) -> Result<()> {
                 SpreadDefault::Host => Spread::Host,
                 SpreadDefault::Pool => Spread::Pool,
             };
+            control.replace_after = options.replace_after;
+            control.heals_per_pool = options.heals_per_pool;
             let metrics = control.metrics.clone();
             let health = control.metrics.clone();
             let source = Source::new(move || metrics.render(), move || health.health());

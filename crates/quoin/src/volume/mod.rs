@@ -6,6 +6,7 @@ mod view;
 
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand, ValueEnum};
+use quoin_control::policy::ReplaceAfter;
 use quoin_proto::control::{
     CreateVolumeRequest, DeleteVolumeRequest, Durability, GetVolumeRequest, ListVolumesRequest,
     ResizeVolumeRequest, Spread, Volume, VolumeSpec,
@@ -100,6 +101,10 @@ pub struct CreateOptions {
     /// Bytes a second that are read and written, as in 100MiB; more wait [default: no limit].
     #[arg(long, value_parser = parse_size)]
     bandwidth_limit: Option<u64>,
+    /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off` [default: the
+    /// cluster's, 10m].
+    #[arg(long, value_name = "TIME")]
+    replace_after: Option<ReplaceAfter>,
     /// Accept a consistency factor below a majority: one failure may then lose acknowledged
     /// writes.
     #[arg(long)]
@@ -162,6 +167,7 @@ impl CreateOptions {
             on_full: self.on_full.clone().unwrap_or_default(),
             iops_limit: self.iops_limit.unwrap_or(0),
             bandwidth_limit: self.bandwidth_limit.unwrap_or(0),
+            replace_after: self.replace_after.map(|after| after.to_string()).unwrap_or_default(),
             block_size: self.block_size.as_deref().and_then(|size| size.parse().ok()).unwrap_or(0),
             fs_type: self.fs_type.clone().unwrap_or_default(),
             allow_loss_on_single_failure: self.allow_loss_on_single_failure,

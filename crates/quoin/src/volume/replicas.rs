@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::view::{ReplicaView, VolumeView};
 use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
 use crate::output::{self, Format};
+use crate::pace::Pace;
 use crate::size::show_size;
 
 /// Between two looks at a change that is waited for.
@@ -207,7 +208,7 @@ async fn wait_for(
     let mut said = Instant::now() - SAY_EVERY;
     let mut pace = Pace::default();
     while !volume.changing.is_empty() {
-        pace.saw(&volume, began.elapsed());
+        pace.saw(left(&volume), began.elapsed());
         if said.elapsed() >= SAY_EVERY {
             eprintln!("{}", progress(&volume, pace.left()));
             said = Instant::now();
@@ -225,33 +226,11 @@ async fn wait_for(
     Ok(volume)
 }
 
-/// Bytes that rebuilds have still to go through, now and when first seen.
-#[derive(Default)]
-struct Pace {
-    first: Option<(u64, Duration)>,
-    last: (u64, Duration),
-}
-
-impl Pace {
-    fn saw(&mut self, volume: &Volume, at: Duration) {
-        let left = |r: &quoin_proto::control::Replica| {
-            r.rebuild_total_bytes.saturating_sub(r.rebuilt_bytes)
-        };
-        let left: u64 = volume.replicas.iter().map(left).sum();
-        if self.first.is_none_or(|(first, _)| left > first) && left > 0 {
-            self.first = Some((left, at));
-        }
-        self.last = (left, at);
-    }
-
-    /// How long it takes at the pace so far; nothing before there is one.
-    fn left(&self) -> Option<Duration> {
-        let (first, since) = self.first?;
-        let (left, now) = self.last;
-        let took = now.checked_sub(since).filter(|took| *took >= Duration::from_secs(1))?;
-        let done = first.checked_sub(left).filter(|done| *done > 0 && left > 0)?;
-        Some(Duration::from_secs_f64(took.as_secs_f64() * left as f64 / done as f64))
-    }
+/// Bytes that its rebuilds have still to go through.
+fn left(volume: &Volume) -> u64 {
+    let left =
+        |r: &quoin_proto::control::Replica| r.rebuild_total_bytes.saturating_sub(r.rebuilt_bytes);
+    volume.replicas.iter().map(left).sum()
 }
 
 fn progress(volume: &Volume, left: Option<Duration>) -> String {
@@ -313,9 +292,9 @@ mod tests {
     fn what_is_left_is_told_from_the_pace_so_far() {
         let mut pace = Pace::default();
         let at = |done| volume(vec![replica("aabb01", "pool-a", done, 1000)]);
-        pace.saw(&at(0), Duration::from_secs(10));
+        pace.saw(left(&at(0)), Duration::from_secs(10));
         assert_eq!(pace.left(), None);
-        pace.saw(&at(250), Duration::from_secs(15));
+        pace.saw(left(&at(250)), Duration::from_secs(15));
         assert_eq!(pace.left(), Some(Duration::from_secs(15)));
         let text = progress(&at(250), pace.left());
         assert!(text.contains("pool-a") && text.contains("about 16 s left"), "{text}");

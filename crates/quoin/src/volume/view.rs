@@ -29,6 +29,8 @@ pub struct VolumeView {
     /// What is being changed about its replicas; empty: nothing.
     pub changing: String,
     pub membership_version: u64,
+    /// When a replica that is gone is replaced, or "off".
+    pub replace_after: String,
     pub durability: &'static str,
     pub spread: &'static str,
     pub created_at: String,
@@ -99,6 +101,7 @@ impl From<Volume> for VolumeView {
             desired_replication_factor: membership.drf,
             changing: volume.changing,
             membership_version: membership.version,
+            replace_after: volume.replace_after,
             created_at: volume
                 .created_at
                 .map(|time| crate::events::show_time(&time))
@@ -133,6 +136,7 @@ impl VolumeView {
             ("spread", self.spread.into()),
             ("replicas", format!("{} in sync of {}", self.in_sync(), self.replication_factor)),
             ("writes need", format!("{} of them", self.consistency_factor)),
+            ("replaceAfter", self.replace_after.clone()),
             ("epoch", self.epoch.to_string()),
             ("created", self.created_at.clone()),
         ]);
@@ -199,6 +203,8 @@ pub struct ReplicaView {
     pub known: bool,
     /// It is to leave, or another one takes its place.
     pub leaving: bool,
+    /// Why it is made here, where nobody asked for that: healing or drain.
+    pub cause: String,
     pub message: String,
 }
 
@@ -220,6 +226,7 @@ impl From<Replica> for ReplicaView {
             repaired: replica.repaired,
             known: replica.known,
             leaving: replica.leaving,
+            cause: replica.cause,
             message: replica.message,
         }
     }

@@ -1,0 +1,363 @@
+//! Pools that take nothing new, and pools that are emptied so that they can be taken away.
+//!
+//! A cordon is a record of its own, so it outlives this controller and the pool's reports. A
+//! drain is a cordon from which self-healing ([`crate::heal`]) moves replicas away, with its
+//! rules: made elsewhere first, one at a time for each volume. It is refused at the start where
+//! some replica has nowhere to go, or no good copy to be made from; what goes wrong later is
+//! told as an event and in the status, and tried again.
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+
+use quoin_proto::control as api;
+
+use crate::Error;
+use crate::controller::Controller;
+use crate::events::{Object, Severity};
+use crate::heal::{in_sync, rebuildable, without};
+use crate::placement::Candidate;
+use crate::records::{Cause, CordonRecord, PoolRecord, ReplicaRecord, VolumePhase, VolumeRecord};
+use crate::scale::relocate;
+use crate::status::VolumeStatus;
+use crate::time::now_ms;
+
+/// Reasons in one refusal; the others are counted.
+const REASONS_MAX: usize = 5;
+
+/// What is cordoned.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Scope {
+    Pool(String),
+    /// All pools on it.
+    Node(String),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cordoning {
+    Uncordon,
+    Cordon,
+    Drain,
+}
+
+impl Scope {
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Pool(_) => "pool",
+            Self::Node(_) => "node",
+        }
+    }
+
+    fn holder(&self) -> &str {
+        let (Self::Pool(holder) | Self::Node(holder)) = self;
+        holder
+    }
+
+    fn key(&self) -> String {
+        format!("{}/{}", self.kind(), self.holder())
+    }
+}
+
+impl Controller {
+    /// Cordons, drains, or opens again; with `dry_run` only says what would be.
+    ///
+    /// # Errors
+    /// A drain that some volume does not allow, with the reason for each.
+    pub async fn set_cordon(
+        &self,
+        scope: &Scope,
+        action: Cordoning,
+        dry_run: bool,
+    ) -> Result<api::CordonStatus, Error> {
+        let object = self.object(scope)?;
+        let pools = self.pools_of(scope);
+        let before = self.cordons.get(&scope.key());
+        if action == Cordoning::Drain && before.as_ref().is_none_or(|cordon| !cordon.drain) {
+            let _one_at_a_time = self.creating.lock().await;
+            let planned = self.plan(&pools);
+            if dry_run {
+                return Ok(self.message(scope, "", &pools, planned));
+            }
+            refuse(scope, &planned)?;
+        }
+        if dry_run {
+            return self.cordon_status(scope);
+        }
+        let drain = action == Cordoning::Drain;
+        let told = |reason: &str, message: &str| {
+            self.events.record(Severity::Normal, object.clone(), reason, message);
+        };
+        match (action, before) {
+            (Cordoning::Uncordon, None) => {}
+            (Cordoning::Uncordon, Some(_)) => {
+                self.cordons.remove(&scope.key(), |_| true).await?;
+                told("Uncordoned", "it takes new replicas again");
+            }
+            (_, Some(before)) if before.drain == drain => {}
+            (_, before) => {
+                let record = CordonRecord {
+                    kind: scope.kind().to_owned(),
+                    holder: scope.holder().to_owned(),
+                    drain,
+                    told: false,
+                    since_ms: now_ms(),
+                };
+                if before.is_some() || self.cordons.create(record.clone()).await?.is_err() {
+                    let replace = |found: &mut CordonRecord| {
+                        *found = record.clone();
+                        Ok(())
+                    };
+                    self.cordons.update(&scope.key(), replace).await?;
+                }
+                match drain {
+                    true => told("DrainBegun", "its replicas are made elsewhere"),
+                    false => told("Cordoned", "it takes no new replicas"),
+                }
+            }
+        }
+        // Not only in a second.
+        self.heal().await?;
+        self.cordon_status(scope)
+    }
+
+    /// How a cordon stands: what is still there, where it goes, what it waits for.
+    pub fn cordon_status(&self, scope: &Scope) -> Result<api::CordonStatus, Error> {
+        self.object(scope)?;
+        let pools = self.pools_of(scope);
+        let state = match self.cordons.get(&scope.key()) {
+            None => "",
+            Some(cordon) if !cordon.drain => "cordoned",
+            Some(_) if self.is_empty(&pools) => "drained",
+            Some(_) => "draining",
+        };
+        let mut replicas = Vec::new();
+        for volume in self.volumes.list() {
+            let status = self.status(&volume);
+            for replica in volume.replicas.iter().filter(|r| pools.contains(&r.pool)) {
+                replicas.push(self.drained(&volume, &status, replica, &pools, state));
+            }
+        }
+        Ok(self.message(scope, state, &pools, replicas))
+    }
+
+    fn message(
+        &self,
+        scope: &Scope,
+        state: &str,
+        pools: &HashSet<String>,
+        replicas: Vec<(i16, api::DrainedReplica)>,
+    ) -> api::CordonStatus {
+        let mut replicas = replicas;
+        replicas.sort_by(|(spare, a), (other, b)| {
+            (spare, &a.volume_name, &a.pool).cmp(&(other, &b.volume_name, &b.pool))
+        });
+        let mut pools: Vec<_> = pools.iter().cloned().collect();
+        pools.sort();
+        let uses = |volume: &&Arc<VolumeRecord>| match scope {
+            Scope::Pool(_) => false,
+            Scope::Node(node) => volume.attachments.iter().any(|a| a.node == *node),
+        };
+        let attached =
+            self.volumes.list().iter().filter(uses).map(|v| v.spec.name.clone()).collect();
+        let replicas = replicas.into_iter().map(|(_, replica)| replica).collect();
+        api::CordonStatus { state: state.to_owned(), pools, replicas, attached }
+    }
+
+    /// How one replica stands that is to go, or would be.
+    fn drained(
+        &self,
+        volume: &VolumeRecord,
+        status: &VolumeStatus,
+        replica: &ReplicaRecord,
+        pools: &HashSet<String>,
+        state: &str,
+    ) -> (i16, api::DrainedReplica) {
+        let spare = in_sync(volume, status) as i16 - i16::from(volume.membership.cf);
+        let next = volume.replicas.iter().find(|r| r.id == replica.id && r.guid != replica.guid);
+        let next = next.filter(|_| volume.is_followed(replica));
+        let stuck = self.why_stuck(replica.guid.0).filter(|_| next.is_none());
+        let (standing, message) = match (next, stuck) {
+            (Some(_), _) => ("moving", status.waiting_for.clone()),
+            (None, Some(why)) if state == "draining" => ("stuck", why),
+            _ if replica.leaving => ("moving", "it leaves the volume".to_owned()),
+            _ if volume.phase != VolumePhase::Ready => ("waits", status.waiting_for.clone()),
+            _ => ("waits", String::new()),
+        };
+        let observed = self.observed();
+        let held = observed.pools.get(&replica.pool).and_then(|p| p.replicas.get(&replica.guid.0));
+        let seen = observed.volumes.get(&volume.id.0);
+        let progress = next.and_then(|next| seen?.replicas.get(&next.guid.0));
+        let message = api::DrainedReplica {
+            volume_id: volume.id.0.to_string(),
+            volume_name: volume.spec.name.clone(),
+            replica_id: replica.id.0.to_string(),
+            pool: replica.pool.clone(),
+            to: next.map(|next| next.pool.clone()).unwrap_or_default(),
+            state: standing.to_owned(),
+            message,
+            without: without(volume, status, pools),
+            rebuilt_bytes: progress.map_or(0, |progress| progress.rebuilt_bytes),
+            rebuild_total_bytes: progress.map_or(0, |progress| progress.rebuild_total_bytes),
+            used_bytes: held.map_or(0, |held| held.used_bytes),
+        };
+        (spare, message)
+    }
+
+    /// Where each replica in these pools would go, or why it cannot; what is given out to one is
+    /// not there for the next.
+    fn plan(&self, pools: &HashSet<String>) -> Vec<(i16, api::DrainedReplica)> {
+        let mut candidates = self.candidates();
+        for candidate in candidates.iter_mut().filter(|c| pools.contains(&c.name)) {
+            candidate.unusable = "it is to be drained".to_owned();
+        }
+        let mut planned = Vec::new();
+        for volume in self.volumes.list() {
+            let mut trial = VolumeRecord::clone(&volume);
+            let status = self.status(&volume);
+            for replica in volume.replicas.iter().filter(|r| pools.contains(&r.pool)) {
+                let (spare, mut message) = self.drained(&volume, &status, replica, pools, "");
+                let goes_anyway = replica.leaving || volume.phase == VolumePhase::Deleting;
+                if !goes_anyway && message.to.is_empty() {
+                    let used = message.used_bytes;
+                    let possible = rebuildable(&volume, &status)
+                        .and_then(|()| go(&mut trial, replica, &mut candidates, used));
+                    match possible {
+                        Ok(to) => message.to = to,
+                        Err(why) => {
+                            message.state = "stuck".to_owned();
+                            message.message = why;
+                        }
+                    }
+                }
+                planned.push((spare, message));
+            }
+        }
+        planned
+    }
+
+    fn object(&self, scope: &Scope) -> Result<Object, Error> {
+        let shown: String = scope.holder().chars().take(160).collect();
+        match scope {
+            Scope::Pool(name) => match self.pools.get(name) {
+                Some(pool) => Ok(Object::new("pool", &pool.pool_id, name)),
+                None => Err(Error::missing("pool", shown)),
+            },
+            // A host may have pools and use no volumes.
+            Scope::Node(name) => {
+                let known = self.nodes.get(name).is_some() || !self.pools_of(scope).is_empty();
+                known.then(|| Object::new("node", name, name)).ok_or(Error::missing("node", shown))
+            }
+        }
+    }
+
+    fn pools_of(&self, scope: &Scope) -> HashSet<String> {
+        match scope {
+            Scope::Pool(name) => HashSet::from([name.clone()]),
+            Scope::Node(node) => {
+                let pools = self.pools.list();
+                pools.iter().filter(|p| p.node == *node).map(|p| p.name.clone()).collect()
+            }
+        }
+    }
+
+    fn is_empty(&self, pools: &HashSet<String>) -> bool {
+        self.volumes.list().iter().all(|volume| {
+            volume.replicas.iter().all(|r| !pools.contains(&r.pool))
+                && volume.discarded.iter().all(|d| !pools.contains(&d.pool))
+        })
+    }
+
+    /// "cordoned", "draining" or "drained"; empty: neither it nor its node is cordoned.
+    pub(crate) fn cordon_of_pool(&self, pool: &PoolRecord) -> &'static str {
+        let scopes = [Scope::Pool(pool.name.clone()), Scope::Node(pool.node.clone())];
+        let cordons = scopes.iter().filter_map(|scope| self.cordons.get(&scope.key()));
+        let drains: BTreeSet<bool> = cordons.map(|cordon| cordon.drain).collect();
+        match (drains.contains(&true), drains.is_empty()) {
+            (_, true) => "",
+            (false, _) => "cordoned",
+            (true, _) if self.is_empty(&HashSet::from([pool.name.clone()])) => "drained",
+            (true, _) => "draining",
+        }
+    }
+
+    pub(crate) fn cordon_of_node(&self, node: &str) -> &'static str {
+        let scope = Scope::Node(node.to_owned());
+        match self.cordons.get(&scope.key()) {
+            None => "",
+            Some(cordon) if !cordon.drain => "cordoned",
+            Some(_) if self.is_empty(&self.pools_of(&scope)) => "drained",
+            Some(_) => "draining",
+        }
+    }
+
+    /// Pools whose replicas are to move away.
+    pub(crate) fn draining(&self) -> HashSet<String> {
+        let scope = |cordon: &Arc<CordonRecord>| match cordon.kind.as_str() {
+            "node" => Scope::Node(cordon.holder.clone()),
+            _ => Scope::Pool(cordon.holder.clone()),
+        };
+        let cordons = self.cordons.list();
+        cordons.iter().filter(|c| c.drain).flat_map(|c| self.pools_of(&scope(c))).collect()
+    }
+
+    /// Says once of each drain that it is done.
+    pub(crate) async fn tell_drained(&self) -> Result<(), Error> {
+        for cordon in self.cordons.list() {
+            let scope = match cordon.kind.as_str() {
+                "node" => Scope::Node(cordon.holder.clone()),
+                _ => Scope::Pool(cordon.holder.clone()),
+            };
+            if cordon.told || !cordon.drain || !self.is_empty(&self.pools_of(&scope)) {
+                continue;
+            }
+            let tell = |cordon: &mut CordonRecord| {
+                cordon.told = true;
+                Ok(())
+            };
+            self.cordons.update(&scope.key(), tell).await?;
+            if let Ok(object) = self.object(&scope) {
+                let message = "it holds no replica any more and can be taken away";
+                self.events.record(Severity::Normal, object, "Drained", message);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Takes one replica elsewhere in a trial, and what it uses from the room that is there.
+fn go(
+    trial: &mut VolumeRecord,
+    replica: &ReplicaRecord,
+    candidates: &mut [Candidate],
+    used_bytes: u64,
+) -> Result<String, String> {
+    let moved = relocate(trial, replica.guid.0, "", candidates, Cause::Drain);
+    let (_, pool) = moved.map_err(|refusal| refusal.to_string())?;
+    // In the trial it has gone, so that the next one of this volume may use its host.
+    trial.replicas.retain(|r| r.guid != replica.guid);
+    if let Some(candidate) = candidates.iter_mut().find(|c| c.name == pool) {
+        candidate.used_bytes = candidate.used_bytes.saturating_add(used_bytes);
+        candidate.promised_bytes = candidate.promised_bytes.saturating_add(trial.size_bytes);
+    }
+    Ok(pool)
+}
+
+fn refuse(scope: &Scope, planned: &[(i16, api::DrainedReplica)]) -> Result<(), Error> {
+    let stuck: Vec<_> = planned.iter().filter(|(_, r)| r.state == "stuck").collect();
+    if stuck.is_empty() {
+        return Ok(());
+    }
+    let reason = |(_, replica): &&(i16, api::DrainedReplica)| {
+        let (name, without) = (&replica.volume_name, &replica.without);
+        format!("volume {name:?} would be left with {without}: {}", replica.message)
+    };
+    let mut reasons: Vec<String> = stuck.iter().take(REASONS_MAX).map(reason).collect();
+    if let more @ 1.. = stuck.len().saturating_sub(REASONS_MAX) {
+        reasons.push(format!("and {more} more"));
+    }
+    Err(Error::Precondition(format!(
+        "{} {:?} cannot be drained, nothing was begun: {}",
+        scope.kind(),
+        scope.holder(),
+        reasons.join("; ")
+    )))
+}

@@ -1,0 +1,177 @@
+//! Pools that take nothing new, and pools that are emptied before they are taken away.
+
+use quoin_control::{Cordoning, Error, Scope};
+use quoin_proto::control::{CordonStatus, PoolReport, VolumeSpec};
+
+use crate::cluster::{Cluster, SimPool, by_name, spec};
+
+fn pool(name: &str) -> Scope {
+    Scope::Pool(name.into())
+}
+
+async fn drain(cluster: &Cluster, scope: &Scope) -> Result<CordonStatus, Error> {
+    cluster.controller.set_cordon(scope, Cordoning::Drain, false).await
+}
+
+/// Attaches a volume, and has what is being made swapped in as a target would, until nothing is.
+async fn carry_out(cluster: &mut Cluster, name: &str) {
+    cluster.attach(name, "n1").await.unwrap();
+    let mut incarnation = 100;
+    for _ in 0..8 {
+        cluster.settle().await.unwrap();
+        let volume = cluster.volume(name);
+        let Some(new) = volume.replicas.iter().find(|r| !volume.is_known(r)).cloned() else {
+            break;
+        };
+        assert_eq!(
+            volume.replicas.iter().filter(|r| !volume.is_known(r)).count(),
+            1,
+            "one change at a time"
+        );
+        incarnation += 1;
+        let epoch = cluster.open_volume(volume.id.0, "n1", incarnation).await;
+        let swap = cluster.swap(name, epoch, incarnation, |known| {
+            known.iter_mut().filter(|m| m.id == new.id.0).for_each(|m| m.guid = new.guid.0);
+        });
+        cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+        cluster.settle().await.unwrap();
+        cluster.controller.heal().await.unwrap();
+    }
+    cluster.controller.unpublish_volume(by_name(name).as_ref(), "n1").await.unwrap();
+    cluster.settle().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_drained_pool_is_emptied_one_replica_of_each_volume_at_a_time_and_tells_when() {
+    let mut cluster = Cluster::new().await;
+    cluster.pools.push(SimPool::new("p4", "h4"));
+    cluster.settle().await.unwrap();
+    let single = VolumeSpec { replicas: 1, ..spec("single") };
+    for asked in [spec("db"), single] {
+        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.settle().await.unwrap();
+    }
+    let from = cluster.volume("db").replicas[0].pool.clone();
+    let alone = cluster.volume("single").replicas[0].pool.clone();
+    let status = drain(&cluster, &pool(&from)).await.unwrap();
+    assert_eq!(status.state, "draining");
+    assert!(status.replicas.iter().any(|r| r.volume_name == "db" && r.state == "moving"));
+    // Asked again: the same.
+    assert_eq!(drain(&cluster, &pool(&from)).await.unwrap(), status);
+    cluster.restart().await;
+    cluster.settle().await.unwrap();
+    carry_out(&mut cluster, "db").await;
+    cluster.controller.heal().await.unwrap();
+    carry_out(&mut cluster, "single").await;
+    cluster.controller.heal().await.unwrap();
+    assert_eq!(cluster.controller.cordon_status(&pool(&from)).unwrap().state, "drained");
+    assert!(cluster.reasons().contains(&"Drained".to_owned()));
+    assert!(cluster.pools.iter().find(|p| p.name == from).unwrap().holds.is_empty());
+    // One of a single replica moved as well, or was not there.
+    let now = cluster.volume("single").replicas[0].pool.clone();
+    assert!(now != from && (alone == from || now == alone));
+    let shown = cluster.controller.pool_messages();
+    assert!(shown.iter().any(|p| p.name == from && p.cordon == "drained"));
+    // New replicas go there again once it is opened.
+    let text =
+        cluster.controller.create_volume(&VolumeSpec { replicas: 4, ..spec("wide") }, 0).await;
+    assert!(text.unwrap_err().to_string().contains(&format!("{from} (drained)")));
+    cluster.controller.set_cordon(&pool(&from), Cordoning::Uncordon, false).await.unwrap();
+    cluster.controller.create_volume(&VolumeSpec { replicas: 4, ..spec("wide") }, 0).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_drain_with_nowhere_to_go_is_refused_for_each_volume_with_the_reason() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    let planned = cluster.controller.set_cordon(&pool("p1"), Cordoning::Drain, true).await.unwrap();
+    assert!(planned.replicas[0].state == "stuck" && planned.state.is_empty(), "{planned:?}");
+    let refusal = drain(&cluster, &pool("p1")).await.unwrap_err();
+    let text = refusal.to_string();
+    assert!(matches!(refusal, Error::Precondition(_)));
+    assert!(text.contains("\"db\" would be left with 2 of 3 good copies"), "{text}");
+    assert!(text.contains("0 found"), "{text}");
+    let status = cluster.controller.cordon_status(&pool("p1")).unwrap();
+    assert!(status.state.is_empty() && status.replicas.len() == 1, "nothing was begun");
+    assert!(cluster.volume("db").replicas.len() == 3);
+    assert!(matches!(drain(&cluster, &pool("p9")).await, Err(Error::NotFound { .. })));
+}
+
+#[tokio::test]
+async fn a_drain_that_would_take_the_last_good_copy_is_refused() {
+    let mut cluster = Cluster::new().await;
+    cluster.pools.push(SimPool::new("p4", "h4"));
+    cluster.settle().await.unwrap();
+    let single = VolumeSpec { replicas: 1, ..spec("single") };
+    cluster.controller.create_volume(&single, 0).await.unwrap();
+    cluster.settle().await.unwrap();
+    let alone = cluster.volume("single").replicas[0].pool.clone();
+    let gone = cluster.pools.iter_mut().find(|p| p.name == alone).unwrap();
+    gone.online = false;
+    let last_words = PoolReport { leaving: true, ..gone.report() };
+    cluster.controller.report_pool(&last_words).await.unwrap();
+    let text = drain(&cluster, &pool(&alone)).await.unwrap_err().to_string();
+    assert!(text.contains("no good copy") && text.contains("last good copy"), "{text}");
+}
+
+#[tokio::test]
+async fn the_room_that_one_replica_takes_is_not_there_for_the_next_one() {
+    let mut cluster = Cluster::new().await;
+    cluster.pools.push(SimPool::new("p4", "h4"));
+    cluster.settle().await.unwrap();
+    for n in 0..2 {
+        let asked = VolumeSpec { size_bytes: 50 << 30, replicas: 1, ..spec(&format!("v{n}")) };
+        cluster.controller.create_volume(&asked, 0).await.unwrap();
+        cluster.settle().await.unwrap();
+    }
+    let planned = |cluster: &Cluster, from: &str| {
+        let scope = pool(from);
+        let controller = &cluster.controller;
+        let dry = controller.set_cordon(&scope, Cordoning::Drain, true);
+        futures::executor::block_on(dry).unwrap()
+    };
+    // Each volume went to a pool of its own; thin, they could be together.
+    let from = cluster.volume("v0").replicas[0].pool.clone();
+    let plan = planned(&cluster, &from);
+    assert!(plan.replicas.iter().all(|r| r.state == "waits" && !r.to.is_empty()), "{plan:?}");
+}
+
+#[tokio::test]
+async fn a_cordoned_pool_keeps_what_it_has_and_takes_nothing_new() {
+    let mut cluster = Cluster::new().await;
+    cluster.pools.push(SimPool::new("p4", "h4"));
+    cluster.settle().await.unwrap();
+    cluster.controller.set_cordon(&pool("p2"), Cordoning::Cordon, false).await.unwrap();
+    let volume = cluster.create("db").await;
+    assert!(volume.replicas.iter().all(|r| r.pool != "p2"));
+    cluster.controller.heal().await.unwrap();
+    assert_eq!(*cluster.volume("db"), *volume);
+    cluster.restart().await;
+    cluster.settle().await.unwrap();
+    let shown = cluster.controller.pool_messages();
+    assert!(shown.iter().any(|p| p.name == "p2" && p.cordon == "cordoned"), "it outlives us");
+    let id = volume.replicas[0].id.0;
+    let text = cluster.controller.move_replica(by_name("db").as_ref(), id, "p2").await;
+    assert!(text.unwrap_err().to_string().contains("cordoned"));
+}
+
+#[tokio::test]
+async fn a_node_is_drained_with_all_its_pools_and_names_the_volumes_that_use_it() {
+    let mut cluster = Cluster::new().await;
+    cluster.pools.push(SimPool::new("p4", "h4"));
+    cluster.pools.push(SimPool::new("p5", "h1"));
+    cluster.settle().await.unwrap();
+    cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    let on_h1 =
+        cluster.volume("db").replicas.iter().any(|r| ["p1", "p5"].contains(&r.pool.as_str()));
+    let status = drain(&cluster, &Scope::Node("h1".into())).await.unwrap();
+    assert_eq!(status.pools, ["p1", "p5"]);
+    assert_eq!(status.replicas.len(), usize::from(on_h1));
+    let status = drain(&cluster, &Scope::Node("n1".into())).await.unwrap();
+    assert_eq!((status.state.as_str(), &status.attached[..]), ("drained", &["db".to_owned()][..]));
+    let nodes = cluster.controller.node_messages();
+    assert!(nodes.iter().any(|n| n.name == "n1" && n.cordon == "drained"));
+    let pools = cluster.controller.pool_messages();
+    assert!(pools.iter().filter(|p| !p.cordon.is_empty()).count() == 2);
+}

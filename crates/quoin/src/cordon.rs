@@ -1,0 +1,307 @@
+//! `quoin pool|node cordon|drain|uncordon`: what takes no new replicas, and what is emptied.
+
+use anyhow::{Result, bail};
+use clap::Args;
+use quoin_proto::control::set_cordon_request::Action;
+use quoin_proto::control::{CordonStatus, DrainedReplica, GetCordonRequest, SetCordonRequest};
+use serde::Serialize;
+use std::time::{Duration, Instant};
+
+use crate::client::{ClientOptions, Cluster, refusal};
+use crate::output::{self, Format, Row};
+use crate::pace::Pace;
+use crate::size::show_size;
+
+pub const POOL_EXAMPLE: &str = "Each replica is made elsewhere first and counts here until then; \
+    one of each volume at a time.\nRefused, with the reason for each volume, where one has \
+    nowhere to go or no good copy left.\nIt goes on by itself, also after the controller was \
+    restarted.\n\nExamples:\n  quoin pool drain shelf-3 --dry-run    what would be moved, and where\n  \
+    quoin pool drain shelf-3 --wait\n  quoin pool uncordon shelf-3           take replicas again";
+pub const NODE_EXAMPLE: &str = "As `quoin pool drain`, of all pools on the node. Volumes attached \
+    there are named; detaching them is their users'.\n\nExamples:\n  \
+    quoin node drain host-3 --dry-run     what would be moved, and where\n  \
+    quoin node drain host-3 --wait\n  quoin node uncordon host-3            take replicas again";
+
+/// Between two looks at a drain that is waited for, and between two lines about it.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+const SAY_EVERY: Duration = Duration::from_secs(2);
+
+#[derive(Args)]
+pub struct DrainOptions {
+    /// Its name.
+    name: String,
+    /// Only say what would be moved where, and what would hinder it.
+    #[arg(long)]
+    dry_run: bool,
+    /// Wait until it is empty, and say how far it is. Interrupted, it goes on all the same.
+    #[arg(long)]
+    wait: bool,
+}
+
+/// What is cordoned.
+pub enum Scope {
+    Pool(String),
+    Node(String),
+}
+
+impl Scope {
+    fn split(&self) -> (String, String) {
+        match self {
+            Self::Pool(pool) => (pool.clone(), String::new()),
+            Self::Node(node) => (String::new(), node.clone()),
+        }
+    }
+
+    /// As a command names it.
+    fn words(&self) -> (&'static str, &str) {
+        match self {
+            Self::Pool(pool) => ("pool", pool),
+            Self::Node(node) => ("node", node),
+        }
+    }
+}
+
+async fn set(
+    cluster: &mut Cluster,
+    scope: &Scope,
+    action: Action,
+    dry_run: bool,
+) -> Result<CordonStatus> {
+    let (pool, node) = scope.split();
+    let request = SetCordonRequest { pool, node, action: action.into(), dry_run };
+    Ok(cluster.set_cordon(request).await.map_err(refusal)?.into_inner())
+}
+
+pub async fn cordon(scope: Scope, client: &ClientOptions, format: Format) -> Result<()> {
+    let status = set(&mut client.connect().await?, &scope, Action::Cordon, false).await?;
+    let (kind, name) = scope.words();
+    let view = CordonView::of(&scope, status);
+    output::print_one(format, &view, || {
+        format!("{kind} {name} takes no new replicas; those it has stay ({})", view.replicas.len())
+    })
+}
+
+pub async fn uncordon(scope: Scope, client: &ClientOptions, format: Format) -> Result<()> {
+    let status = set(&mut client.connect().await?, &scope, Action::Uncordon, false).await?;
+    let (kind, name) = scope.words();
+    let view = CordonView::of(&scope, status);
+    output::print_one(format, &view, || match view.state.as_str() {
+        "" => format!("{kind} {name} takes new replicas"),
+        state => format!("{kind} {name} is still {state}: its node is"),
+    })
+}
+
+pub async fn drain(
+    scope: impl FnOnce(String) -> Scope,
+    options: DrainOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let mut cluster = client.connect().await?;
+    let scope = scope(options.name);
+    let mut status = set(&mut cluster, &scope, Action::Drain, options.dry_run).await?;
+    if options.dry_run {
+        let view = CordonView::of(&scope, status);
+        return match format {
+            Format::Json | Format::Yaml => output::print_one(format, &view, String::new),
+            _ => output::print_list(format, &view.replicas, "no replica is there"),
+        };
+    }
+    if options.wait {
+        status = follow(&mut cluster, &scope, status, client).await?;
+    }
+    let view = CordonView::of(&scope, status);
+    output::print_one(format, &view, || view.text())
+}
+
+/// Looks until it is empty.
+async fn follow(
+    cluster: &mut Cluster,
+    scope: &Scope,
+    mut status: CordonStatus,
+    client: &ClientOptions,
+) -> Result<CordonStatus> {
+    let began = Instant::now();
+    let mut said = Instant::now() - SAY_EVERY;
+    let mut pace = Pace::default();
+    while status.state == "draining" {
+        pace.saw(status.replicas.iter().map(left).sum(), began.elapsed());
+        if said.elapsed() >= SAY_EVERY {
+            eprintln!("{}", progress(scope, &status, pace.left()));
+            said = Instant::now();
+        }
+        if began.elapsed() > client.timeout() {
+            bail!(
+                "{} after {} s; it goes on by itself (--timeout waits longer)",
+                progress(scope, &status, pace.left()),
+                client.timeout
+            );
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+        let (pool, node) = scope.split();
+        let request = GetCordonRequest { pool, node };
+        status = cluster.get_cordon(request).await.map_err(refusal)?.into_inner();
+    }
+    Ok(status)
+}
+
+/// Bytes to go through before a replica is elsewhere; before its rebuild says, what it uses.
+fn left(replica: &DrainedReplica) -> u64 {
+    match replica.rebuild_total_bytes {
+        0 => replica.used_bytes,
+        total => total.saturating_sub(replica.rebuilt_bytes),
+    }
+}
+
+fn progress(scope: &Scope, status: &CordonStatus, left: Option<Duration>) -> String {
+    let (kind, name) = scope.words();
+    let count = |state: &str| status.replicas.iter().filter(|r| r.state == state).count();
+    let mut text = format!("{kind} {name}: {} replicas left", status.replicas.len());
+    for (state, words) in [("moving", "moving"), ("waits", "waiting"), ("stuck", "stuck")] {
+        if count(state) > 0 {
+            text += &format!(", {} {words}", count(state));
+        }
+    }
+    if let Some(left) = left {
+        text += &format!("; about {} s", left.as_secs() + 1);
+    }
+    if let Some(stuck) = status.replicas.iter().find(|r| r.state == "stuck") {
+        text += &format!("; volume {}: {}", stuck.volume_name, stuck.message);
+    }
+    text
+}
+
+/// A cordon as `-o json` has it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct CordonView {
+    kind: &'static str,
+    name: String,
+    /// cordoned, draining or drained; empty: it takes new replicas.
+    state: String,
+    pools: Vec<String>,
+    /// Those that are still there.
+    replicas: Vec<DrainedView>,
+    attached: Vec<String>,
+}
+
+impl CordonView {
+    fn of(scope: &Scope, status: CordonStatus) -> Self {
+        let (kind, name) = scope.words();
+        Self {
+            kind,
+            name: name.into(),
+            state: status.state,
+            pools: status.pools,
+            replicas: status.replicas.into_iter().map(DrainedView::from).collect(),
+            attached: status.attached,
+        }
+    }
+
+    fn text(&self) -> String {
+        let Self { kind, name, .. } = self;
+        let mut text = match self.state.as_str() {
+            "drained" => format!("{kind} {name} is drained: it holds no replica"),
+            _ => format!(
+                "{kind} {name} is being drained: {} replicas left\nnext: quoin {kind} drain {} \
+                 --wait   (how far it is)",
+                self.replicas.len(),
+                output::quoted(name)
+            ),
+        };
+        if !self.attached.is_empty() {
+            text += &format!(
+                "\nvolumes are attached there and serve on: {}; detach them before the node goes",
+                self.attached.join(", ")
+            );
+        }
+        text
+    }
+}
+
+/// A replica that is to go.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct DrainedView {
+    volume: String,
+    volume_id: String,
+    replica: String,
+    pool: String,
+    to: String,
+    state: String,
+    /// What the volume is left with if the pool is lost now.
+    without: String,
+    message: String,
+    used_bytes: u64,
+    rebuilt_bytes: u64,
+    rebuild_total_bytes: u64,
+}
+
+impl From<DrainedReplica> for DrainedView {
+    fn from(replica: DrainedReplica) -> Self {
+        Self {
+            volume: replica.volume_name,
+            volume_id: replica.volume_id,
+            replica: replica.replica_id,
+            pool: replica.pool,
+            to: replica.to,
+            state: replica.state,
+            without: replica.without,
+            message: replica.message,
+            used_bytes: replica.used_bytes,
+            rebuilt_bytes: replica.rebuilt_bytes,
+            rebuild_total_bytes: replica.rebuild_total_bytes,
+        }
+    }
+}
+
+impl Row for DrainedView {
+    const HEADER: &'static [&'static str] =
+        &["VOLUME", "POOL", "TO", "STATE", "USED", "WITHOUT IT", "MESSAGE", "REPLICA"];
+    const NARROW: usize = 7;
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.volume.clone(),
+            self.pool.clone(),
+            self.to.clone(),
+            self.state.clone(),
+            show_size(self.used_bytes),
+            self.without.clone(),
+            self.message.clone(),
+            self.replica.clone(),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_counts_replicas_by_what_they_do_and_names_what_hinders() {
+        let replica = |state: &str, message: &str| DrainedReplica {
+            volume_name: "db".into(),
+            state: state.into(),
+            message: message.into(),
+            used_bytes: 7,
+            ..DrainedReplica::default()
+        };
+        let status = CordonStatus {
+            replicas: vec![
+                replica("moving", ""),
+                replica("stuck", "no room"),
+                replica("waits", ""),
+            ],
+            ..CordonStatus::default()
+        };
+        let text = progress(&Scope::Pool("a".into()), &status, Some(Duration::from_secs(3)));
+        assert_eq!(
+            text,
+            "pool a: 3 replicas left, 1 moving, 1 waiting, 1 stuck; about 4 s; volume db: no room"
+        );
+        let half =
+            DrainedReplica { rebuilt_bytes: 60, rebuild_total_bytes: 100, ..replica("", "") };
+        assert_eq!((left(&half), left(&replica("", ""))), (40, 7));
+    }
+}
