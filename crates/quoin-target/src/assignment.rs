@@ -181,6 +181,7 @@ mod tests {
             name: "db".into(),
             size_bytes: 1 << 30,
             read_only: false,
+            maintenance: false,
             spec: Some(VolumeSpec::default()),
             replicas: vec![address(1, false), address(2, true)],
             desired_replication_factor: 2,
