@@ -34,8 +34,11 @@ impl fmt::Display for ReplaceAfter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self::After(after) = self else { return f.write_str(OFF) };
         let ms = after.as_millis() as u64;
-        let (unit, size) =
-            UNITS.iter().rev().find(|(_, size)| ms % size == 0).expect("1 ms divides all");
+        let (unit, size) = UNITS
+            .iter()
+            .rev()
+            .find(|(_, size)| ms.is_multiple_of(*size))
+            .expect("1 ms divides all");
         write!(f, "{}{unit}", ms / size)
     }
 }
