@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::load::{Generator, Load, Pattern};
+use crate::load::Generator;
 use crate::product::Product;
 use crate::{Class, Error, Options, usage};
 
@@ -57,7 +57,7 @@ fn idle(quoin: &Path, directory: &Path, volumes: usize) -> Result<Vec<Fact>, Err
         let socket = product.volume(&format!("idle-{number}"), Class::Cache, IDLE_VOLUME_BYTES)?;
         let mut generator = Generator::connect(&socket)?;
         // Each has been used, so that nothing is idle only because it never began.
-        generator.run(one_read())?;
+        generator.read_one()?;
         connections.push(generator);
     }
     std::thread::sleep(SETTLE);
@@ -88,19 +88,19 @@ fn idle(quoin: &Path, directory: &Path, volumes: usize) -> Result<Vec<Fact>, Err
 
 /// Kills all pools with their caches and sees when data of theirs can be read again.
 fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>, Error> {
-    let product = Product::start(quoin, directory)?;
+    // A volume may fill four fifths of a pool.
+    let pool_size = format!("{}GiB", data_gib + data_gib / 2 + 1);
+    let product = Product::start_with(quoin, directory, &["--pool-size", &pool_size])?;
     let socket = product.volume_with("cold", Class::Cache, data_gib << 30, 1)?;
     let mut generator = Generator::connect(&socket)?;
     generator.fill(1 << 20)?;
     let old = product.pids_of("pool");
-    for pid in &old {
-        usage::kill(*pid);
-    }
+    usage::end(&old);
     let killed = Instant::now();
     let mut started = None;
     // The read below ends only when a pool answers; meanwhile this sees when they were started.
     let reader = std::thread::spawn(move || {
-        let outcome = generator.run(one_read());
+        let outcome = generator.read_one();
         (outcome, Instant::now())
     });
     while !reader.is_finished() {
@@ -130,17 +130,6 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
         fact("", started.map_or_else(|| seconds(killed), seconds), 2.0),
         fact("-with-restart", seconds(killed), 10.0),
     ])
-}
-
-/// Ends with its first answer.
-fn one_read() -> Load {
-    Load {
-        write: false,
-        pattern: Pattern::Random,
-        block_bytes: 4096,
-        depth: 1,
-        time: Duration::from_nanos(1),
-    }
 }
 
 fn free_bytes(directory: &Path) -> Result<u64, Error> {

@@ -160,8 +160,6 @@ pub enum Part {
         #[arg(long)]
         file: PathBuf,
         #[arg(long)]
-        listen: std::net::SocketAddr,
-        #[arg(long)]
         size_bytes: u64,
         /// fdatasync each batch before it is answered
         #[arg(long)]
@@ -172,8 +170,6 @@ pub enum Part {
 pub fn run_part(part: &Part) -> Result<(), Error> {
     match part {
         Part::Relay { socket, sinks, size_bytes } => relay::run(socket, sinks, *size_bytes),
-        Part::Sink { file, listen, size_bytes, sync } => {
-            sink::run(file, *listen, *size_bytes, *sync)
-        }
+        Part::Sink { file, size_bytes, sync } => sink::run(file, *size_bytes, *sync),
     }
 }

@@ -10,6 +10,9 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, nbd};
 
+/// For what ends after a count of requests.
+const NO_LIMIT: Duration = Duration::from_secs(3600);
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pattern {
     Random,
@@ -81,10 +84,19 @@ impl Generator {
         self.write_over(Pattern::Random, 4096)
     }
 
+    /// Reads a block somewhere; waits for as long as it takes.
+    pub fn read_one(&mut self) -> Result<(), Error> {
+        let (pattern, time) = (Pattern::Random, NO_LIMIT);
+        let load = Load { write: false, pattern, block_bytes: 4096, depth: 1, time };
+        match self.drive(load, Some(1))?.requests {
+            1 => Ok(()),
+            _ => Err(Error::Failed("a read was not answered".into())),
+        }
+    }
+
     fn write_over(&mut self, pattern: Pattern, block_bytes: u32) -> Result<(), Error> {
         self.sequential = 0;
-        let time = Duration::from_secs(3600);
-        let load = Load { write: true, pattern, block_bytes, depth: 32, time };
+        let load = Load { write: true, pattern, block_bytes, depth: 32, time: NO_LIMIT };
         self.drive(load, Some(self.size_bytes / u64::from(block_bytes)))?;
         self.flush()
     }
@@ -151,7 +163,7 @@ impl Generator {
                 nbd::Request { command, handle, offset, length: load.block_bytes }
                     .encode(&mut output);
                 if load.write {
-                    let from = (next(&mut self.random) as usize) % (self.data.len() - payload);
+                    let from = (next(&mut self.random) as usize) % (self.data.len() - payload + 1);
                     output.extend_from_slice(&self.data[from..from + payload]);
                 }
                 sent_at[slot] = now;

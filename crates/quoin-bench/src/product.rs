@@ -136,10 +136,7 @@ impl Product {
         let word = format!("/pools/{pool}/");
         for pid in self.pids_of("pool") {
             if usage::command_line(pid).is_some_and(|line| line.contains(&word)) {
-                usage::kill(pid);
-                while usage::command_line(pid).is_some_and(|line| !line.is_empty()) {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
+                usage::end(&[pid]);
             }
         }
         let held = data.join("pools").join(pool).join("data");

@@ -27,6 +27,7 @@ struct Sink {
     reads: VecDeque<u64>,
 }
 
+/// Prints its socket's path once it can be connected to.
 pub fn run(socket: &Path, sinks: &[SocketAddr], size_bytes: u64) -> Result<(), Error> {
     let listener =
         UnixListener::bind(socket).map_err(Error::io(format!("listen on {}", socket.display())))?;
@@ -46,6 +47,7 @@ pub fn run(socket: &Path, sinks: &[SocketAddr], size_bytes: u64) -> Result<(), E
             reads: VecDeque::new(),
         });
     }
+    println!("{}", socket.display());
     loop {
         let (mut client, _) = listener.accept().map_err(Error::io("accept"))?;
         // A client that goes away ends its session, not the floor.

@@ -9,6 +9,9 @@ use crate::compare::Figures;
 use crate::further::Fact;
 
 pub fn print(results: &[CaseResult]) {
+    if results.is_empty() {
+        return;
+    }
     println!(
         "{:<22} {:>10} {:>10} {:>6} {:>9} {:>9} {:>23} {:>23}",
         "case",

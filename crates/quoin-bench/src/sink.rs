@@ -6,7 +6,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -51,9 +51,12 @@ fn prepare(path: &Path, size_bytes: u64) -> Result<File, Error> {
     Ok(file)
 }
 
-pub fn run(path: &Path, listen: SocketAddr, size_bytes: u64, sync: bool) -> Result<(), Error> {
+/// Prints its address once it can be connected to.
+pub fn run(path: &Path, size_bytes: u64, sync: bool) -> Result<(), Error> {
     let file = prepare(path, size_bytes)?;
-    let listener = TcpListener::bind(listen).map_err(Error::io(format!("listen on {listen}")))?;
+    let listen = Error::io("listen on a port of its own");
+    let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(listen)?;
+    println!("{}", listener.local_addr().map_err(Error::io("tell the own address"))?);
     let (mut stream, _) = listener.accept().map_err(Error::io("accept"))?;
     stream.set_nodelay(true).map_err(Error::io("socket"))?;
     let mut input = vec![0u8; 8 << 20];

@@ -60,10 +60,17 @@ pub fn command_line(pid: u32) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).replace('\0', " "))
 }
 
-/// `kill -9`.
-pub fn kill(pid: u32) {
-    if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
-        // It fails only if the process has ended already.
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+/// `kill -9` of them all; returns when none of them is left to answer anything.
+pub fn end(pids: &[u32]) {
+    for pid in pids {
+        if let Some(pid) = i32::try_from(*pid).ok().and_then(rustix::process::Pid::from_raw) {
+            // It fails only if the process has ended already.
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+    }
+    // One that has ended has no command line, even before its parent has noticed.
+    let lives = |pid: &u32| command_line(*pid).is_some_and(|line| !line.is_empty());
+    while pids.iter().any(lives) {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
