@@ -154,10 +154,11 @@ impl Product {
         usage::family(self.dev.id())
     }
 
-    /// Those whose command line has this word (`pool`, `target`, …).
+    /// Those of one role (`pool`, `target`, …), which is their first argument.
     pub fn pids_of(&self, role: &str) -> Vec<u32> {
-        let word = format!(" {role} ");
-        let is_role = |pid: &u32| usage::command_line(*pid).is_some_and(|c| c.contains(&word));
+        let is_role = |pid: &u32| {
+            usage::command_line(*pid).is_some_and(|line| line.split(' ').nth(1) == Some(role))
+        };
         self.pids().into_iter().filter(is_role).collect()
     }
 
