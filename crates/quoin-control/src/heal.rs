@@ -16,8 +16,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_core::ReplicaGuid;
 use quoin_core::membership::open_quorum;
+use quoin_core::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
@@ -51,6 +51,9 @@ pub(crate) struct Looks {
     /// Why a replica that should be elsewhere cannot be made there.
     pub stuck: HashMap<ReplicaGuid, String>,
     pub healing: Healing,
+    /// Since when a volume that nobody uses lags, and since when its target is waited for.
+    pub lagging: HashMap<VolumeId, Instant>,
+    pub opening: HashMap<VolumeId, Instant>,
 }
 
 /// A replica that should be elsewhere.

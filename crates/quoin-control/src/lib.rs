@@ -36,6 +36,7 @@ pub mod spec;
 mod status;
 pub mod store;
 mod table;
+mod tending;
 mod text;
 mod time;
 mod volumes;

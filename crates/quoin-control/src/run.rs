@@ -286,6 +286,7 @@ async fn tend(controller: Arc<Controller>) {
         for (what, done) in [
             ("reconcile", reconciled),
             ("heal", controller.heal().await),
+            ("tend volumes", controller.tend_unused().await),
             ("certificates", controller.tend_certificates().await),
             ("events", controller.events().flush().await),
         ] {

@@ -21,6 +21,8 @@ pub(crate) struct ReplicaStatus {
     pub bad_blocks: u64,
     /// Nobody reaches it, which may pass.
     pub gone: bool,
+    /// It could have everything again, had it a target.
+    pub lags: bool,
 }
 
 /// What can be said of a volume.
@@ -71,9 +73,10 @@ impl Controller {
                 (true, 1..) => format!("bad: {}", blocks(bad_blocks)),
                 _ => message.to_owned(),
             };
-            ReplicaStatus { phase, message, known, bad_blocks, gone: false }
+            ReplicaStatus { phase, message, known, bad_blocks, gone: false, lags: false }
         };
         let gone = |message| ReplicaStatus { gone: true, ..status("Offline", message) };
+        let lags = |phase, message| ReplicaStatus { lags: true, ..status(phase, message) };
         let pool = &replica.pool;
         let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
         if replica.phase == ReplicaPhase::Delete {
@@ -96,7 +99,7 @@ impl Controller {
         match (replica.phase, held.map(|held| held.state)) {
             // The target rebuilds a damaged one in place, and then knows best how it stands.
             (_, Some(ReplicaState::Damaged)) if progress.is_none() => {
-                return status("Offline", "it is damaged");
+                return lags("Offline", "it is damaged");
             }
             (_, Some(ReplicaState::Damaged)) => {}
             (ReplicaPhase::Keep, Some(ReplicaState::Gone)) => {
@@ -115,7 +118,7 @@ impl Controller {
             Some("disconnected") => gone("the target does not reach it"),
             Some(other) => status("Offline", &format!("the target says: {other}")),
             None if !known && serving.is_none() => {
-                status("Rebuilding", "it is rebuilt while the volume is attached")
+                status("Rebuilding", "it is rebuilt as soon as a target opens the volume")
             }
             None if !known => status("Rebuilding", ""),
             None if serving.is_some() => gone("the target does not reach it"),
@@ -128,12 +131,15 @@ impl Controller {
                 // While a target writes that has not reported yet (the controller has just
                 // started), pools tell positions of different moments: only an epoch that a
                 // replica missed says that it lags.
-                let lags = match volume.owner {
+                let behind = match volume.owner {
                     Some(_) => own.map(|p| p.epoch) < best.map(|p| p.epoch),
                     None => own < best,
                 };
-                match lags {
-                    true => status("CatchingUp", "it lags; it catches up when next attached"),
+                match behind {
+                    true => lags(
+                        "CatchingUp",
+                        "it lags; it catches up as soon as a target opens the volume",
+                    ),
                     false => status("InSync", ""),
                 }
             }
@@ -428,9 +434,9 @@ fn waits(
                     }
                     "Creating" => waits.push(format!("pool {pool} to create a new replica")),
                     "CatchingUp" => waits.push(format!("pool {pool} to catch up")),
-                    "Rebuilding" if serving.is_none() => waits.push(format!(
-                        "an attachment, while which the replica on pool {pool} is rebuilt"
-                    )),
+                    "Rebuilding" if serving.is_none() => {
+                        waits.push(format!("a target to rebuild the replica on pool {pool}"))
+                    }
                     "Rebuilding" => waits.push(format!("the rebuild on pool {pool}")),
                     _ if status.bad_blocks > 0 && serving.is_none() => waits.push(format!(
                         "an attachment, while which {} on pool {pool} are repaired",

@@ -30,10 +30,13 @@ pub struct Assigned {
     pub limits: Limits,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
+    /// Opened for work on its replicas alone: no client gets in.
+    pub maintenance: bool,
 }
 
 impl Assigned {
-    pub fn setup(&self, socket: PathBuf) -> VolumeSetup {
+    /// `socket`: where it is served; `None`: to nobody.
+    pub fn setup(&self, socket: Option<PathBuf>) -> VolumeSetup {
         VolumeSetup {
             config: self.config.clone(),
             info: self.info.clone(),
@@ -155,6 +158,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         limits: Limits { ios_per_s: spec.iops_limit, bytes_per_s: spec.bandwidth_limit },
         replicas,
         desired,
+        maintenance: target.maintenance,
     })
 }
 

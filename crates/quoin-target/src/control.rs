@@ -4,6 +4,7 @@
 //! needs an epoch, and asks until it gets one.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -59,6 +60,8 @@ pub(crate) struct Served {
     /// Open in a shard, closing included.
     open: BTreeMap<VolumeId, usize>,
     closing: BTreeSet<VolumeId>,
+    /// Opened so that nothing may be written.
+    read_only: BTreeSet<VolumeId>,
     reach: Option<Mode>,
 }
 
@@ -108,13 +111,21 @@ impl Control {
 
     /// Opens what is missing, updates what changed, closes what is not wanted any more.
     fn reconcile(&self, served: &mut Served) {
-        let Served { wanted, open, closing, .. } = served;
+        let Served { wanted, open, closing, read_only, .. } = served;
         for (id, shard) in open.iter() {
             match wanted.get(id) {
                 None if closing.insert(*id) => self.shards[*shard].send(Input::Close(*id)),
                 None => {}
+                // It cannot be made writable while it is open: closed, it is opened anew.
+                Some(assigned) if read_only.contains(id) && !assigned.config.read_only => {
+                    if closing.insert(*id) {
+                        self.shards[*shard].send(Input::Close(*id));
+                    }
+                }
                 Some(assigned) => self.shards[*shard].send(Input::Update(Box::new(VolumeUpdate {
                     volume: *id,
+                    socket: self.socket(*id, assigned),
+                    read_only: assigned.info.read_only,
                     size_bytes: assigned.info.size_bytes,
                     replicas: assigned.replicas.clone(),
                     desired: assigned.desired.clone(),
@@ -129,9 +140,18 @@ impl Control {
             let load = |shard: &usize| open.values().filter(|s| *s == shard).count();
             let shard = (0..self.shards.len()).min_by_key(load).unwrap_or(0);
             open.insert(*id, shard);
-            let socket = self.options.run_dir.join("nbd").join(format!("{id}.sock"));
+            if assigned.config.read_only {
+                read_only.insert(*id);
+            }
+            let socket = self.socket(*id, assigned);
             self.shards[shard].send(Input::Open(Box::new(assigned.setup(socket))));
         }
+    }
+
+    /// Where a volume is served on this host.
+    fn socket(&self, id: VolumeId, assigned: &Assigned) -> Option<PathBuf> {
+        let path = || self.options.run_dir.join("nbd").join(format!("{id}.sock"));
+        (!assigned.maintenance).then(path)
     }
 
     /// Does what the shards ask for, until they are gone.
@@ -174,7 +194,10 @@ impl Control {
     /// The volumes that are served here, as clients see them.
     pub fn exports(&self) -> Vec<DeviceInfo> {
         let served = self.served.lock().expect("never held across a panic");
-        let open = served.wanted.iter().filter(|(id, _)| served.open.contains_key(id));
+        let open = served
+            .wanted
+            .iter()
+            .filter(|(id, assigned)| served.open.contains_key(id) && !assigned.maintenance);
         open.map(|(_, assigned)| assigned.info.clone()).collect()
     }
 
@@ -182,9 +205,8 @@ impl Control {
     /// it is not served here any more.
     pub fn adopt(&self, name: &str, client: NewClient) -> bool {
         let served = self.served.lock().expect("never held across a panic");
-        let Some((id, _)) = served.wanted.iter().find(|(_, a)| a.info.name == name) else {
-            return false;
-        };
+        let named = |(_, a): &(&VolumeId, &Assigned)| a.info.name == name && !a.maintenance;
+        let Some((id, _)) = served.wanted.iter().find(named) else { return false };
         let Some(shard) = served.open.get(id) else { return false };
         self.shards[*shard].send(Input::Client(*id, Box::new(client)));
         true
@@ -201,6 +223,7 @@ impl Control {
         }
         let mut served = self.served.lock().expect("never held across a panic");
         served.open.remove(&volume);
+        served.read_only.remove(&volume);
         self.reconcile(&mut served);
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use support::load::Load;
-use support::{Dev, Scratch, is_online, signal};
+use support::{Dev, Scratch, block, is_online, signal};
 
 const WAIT: [&str; 3] = ["--wait", "--timeout", "170"];
 
@@ -77,6 +77,11 @@ fn known(dev: &Dev) -> Vec<(String, String, String)> {
 fn end(scratch: &Scratch, dev: Dev, load: Load, copies: usize) {
     dev.wait_for_volume("db", "whole", whole);
     load.verify();
+    compare(scratch, dev, copies);
+}
+
+/// Stops the cluster, and compares what each copy alone holds with the others.
+fn compare(scratch: &Scratch, dev: Dev, copies: usize) {
     dev.wait_for_volume("db", "whole", whole);
     let known = known(&dev);
     assert_eq!(known.len(), copies);
@@ -325,4 +330,44 @@ fn a_pool_is_drained_under_load_while_the_controller_dies_and_where_it_cannot_no
     waiting(&dev, &["pool", "drain", &other]);
     assert_eq!(held(&dev, &other), 0);
     end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-STORY-05.
+#[test]
+fn a_volume_that_nobody_uses_is_scaled_and_healed_all_the_same_and_its_data_is_whole() {
+    let (scratch, dev) = healing("unused", "5", "2s");
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "1"]);
+    let client = dev.client("db");
+    for lba in 0..512 {
+        client.write(lba * 4096, block(lba, 7).into(), false).unwrap();
+    }
+    client.flush().unwrap();
+    client.stop();
+    dev.ok(&["volume", "detach", "db"]);
+    let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "3"]);
+    assert_eq!(factors(&scaled), [3, 2, 3]);
+    assert_eq!(scaled["use"], "detached");
+    let (pool, _, old) = known(&dev)[0].clone();
+    let pid = dev.pid(&pool).unwrap();
+    signal(pid, "STOP");
+    dev.eventually("it is replaced", || {
+        let list = known(&dev);
+        (list.len() == 3 && list.iter().all(|(.., guid)| *guid != old)).then_some(())
+    });
+    signal(pid, "CONT");
+    dev.wait_for_volume("db", "whole", whole);
+    // No client could have come in, and nobody keeps it open.
+    let id = dev.json(&["volume", "get", "db"])["id"].as_str().unwrap().to_owned();
+    assert!(!dev.directory.join(format!("run/nbd/{id}.sock")).exists());
+    dev.eventually("its target is gone", || {
+        dev.log("target").lines().last()?.contains("not served here any more").then_some(())
+    });
+    let tended = events(&dev, "VolumeTended");
+    assert!(tended.len() >= 2 && tended[0].contains("2 replicas being added"), "{tended:?}");
+    let client = dev.client("db");
+    for lba in 0..512 {
+        assert_eq!(client.read(lba * 4096, 4096).unwrap(), block(lba, 7));
+    }
+    client.stop();
+    compare(&scratch, dev, 3);
 }

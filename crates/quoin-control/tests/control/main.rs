@@ -10,3 +10,4 @@ mod lifecycle;
 mod replacement;
 mod scale;
 mod server;
+mod tending;

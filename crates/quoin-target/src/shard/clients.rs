@@ -1,14 +1,18 @@
 //! A shard's clients: their requests become the state machines', the replies theirs.
 
+use std::path::Path;
+
 use quoin_core::block::{Frontend, Reply, Request};
 use quoin_core::target::{TargetAction, TargetEvent};
 use quoin_core::{Time, VolumeId};
 use quoin_frontend::nbd::{Session, TlsPolicy};
+use quoin_wire::notices::Severity;
 use quoin_wire::reactor::{Interest, now};
 
 use super::{Shard, Slot, Volume};
 use crate::client::{Client, Turn};
 use crate::door::NewClient;
+use crate::listen::Socket;
 use crate::tokens::Origin;
 
 /// Clients of one volume.
@@ -33,9 +37,50 @@ impl Volume {
 }
 
 impl Shard {
+    /// Listens for clients of a volume.
+    pub(super) fn listen(&mut self, id: VolumeId, path: &Path) -> Result<(Socket, u64), String> {
+        let socket = Socket::bind(path).map_err(|error| error.to_string())?;
+        let key = self.insert(Slot::Listener(id));
+        match self.reactor.register(&socket.listener, key, Interest::READ) {
+            Ok(()) => Ok((socket, key)),
+            Err(error) => {
+                self.slots.remove(&key);
+                Err(error.to_string())
+            }
+        }
+    }
+
+    /// Lets clients in from now on, or lets those go that are there.
+    pub(super) fn serve(&mut self, id: VolumeId, path: Option<&Path>) {
+        let Some(volume) = self.volumes.get_mut(&id).filter(|volume| !volume.stopped) else {
+            return;
+        };
+        match (path, volume.listener.is_some()) {
+            (Some(path), false) => match self.listen(id, path) {
+                Ok(listener) => {
+                    if let Some(volume) = self.volumes.get_mut(&id) {
+                        volume.listener = Some(listener);
+                    }
+                }
+                Err(error) => self.notices.push(Severity::Error, id, "", "CannotServe", error),
+            },
+            (None, true) => {
+                if let Some((socket, key)) = volume.listener.take() {
+                    self.reactor.deregister(&socket.listener);
+                    self.slots.remove(&key);
+                }
+                for key in std::mem::take(&mut volume.clients) {
+                    self.client_lost(key);
+                }
+            }
+            _ => {}
+        }
+    }
+
     pub(super) fn accept(&mut self, id: VolumeId) {
         let Some(volume) = self.volumes.get(&id) else { return };
-        let accepted = match volume.listener.listener.accept() {
+        let Some((socket, _)) = &volume.listener else { return };
+        let accepted = match socket.listener.accept() {
             Ok((socket, _)) => socket.set_nonblocking(true).map(|()| socket),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
             Err(error) => Err(error),

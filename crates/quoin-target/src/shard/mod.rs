@@ -24,7 +24,7 @@ use quoin_core::target::{
 use quoin_core::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
 use quoin_wire::notices::{Notices, Severity};
-use quoin_wire::reactor::{Interest, Reactor, Ready, Timers, Waker, now};
+use quoin_wire::reactor::{Reactor, Ready, Timers, Waker, now};
 
 use crate::client::Client;
 use crate::dial::{Dialler, Reach};
@@ -75,7 +75,8 @@ pub struct VolumeSetup {
     pub config: TargetConfig,
     pub info: DeviceInfo,
     pub limits: Limits,
-    pub socket: PathBuf,
+    /// `None`: no client gets in.
+    pub socket: Option<PathBuf>,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
     /// Feeds incarnations: random, never repeated.
@@ -94,6 +95,8 @@ pub struct ReplicaPlace {
 /// What may change while a volume is served.
 pub struct VolumeUpdate {
     pub volume: VolumeId,
+    pub socket: Option<PathBuf>,
+    pub read_only: bool,
     pub size_bytes: u64,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
@@ -126,8 +129,8 @@ pub enum Ask {
 struct Volume {
     target: Target,
     info: DeviceInfo,
-    listener: Socket,
-    listener_key: u64,
+    /// With its key; `None`: no client gets in.
+    listener: Option<(Socket, u64)>,
     timer_key: u64,
     /// With the key of the timer that lets go what waits.
     throttle: Option<(Throttle, u64)>,
@@ -355,29 +358,21 @@ impl Shard {
         if self.stopping || self.volumes.contains_key(&id) {
             return;
         }
-        let listener = match Socket::bind(&socket) {
+        let listener = match socket.map(|path| self.listen(id, &path)).transpose() {
             Ok(listener) => listener,
             Err(error) => {
-                self.notices.push(Severity::Error, id, "", "CannotServe", error.to_string());
+                self.notices.push(Severity::Error, id, "", "CannotServe", error);
                 let _ = self.asks.send(Ask::Stopped { volume: id, fenced: false });
                 return;
             }
         };
-        let listener_key = self.insert(Slot::Listener(id));
         let timer_key = self.insert(Slot::Timer(id));
-        if let Err(error) = self.reactor.register(&listener.listener, listener_key, Interest::READ)
-        {
-            self.notices.push(Severity::Error, id, "", "CannotServe", error.to_string());
-            let _ = self.asks.send(Ask::Stopped { volume: id, fenced: false });
-            return;
-        }
         let throttle = Throttle::new(now, limits);
         let throttle = throttle.map(|throttle| (throttle, self.insert(Slot::Throttle(id))));
         let volume = Volume {
             target: Target::new(now, config, seed),
             info,
             listener,
-            listener_key,
             timer_key,
             throttle,
             clients: Vec::new(),
@@ -402,9 +397,14 @@ impl Shard {
     }
 
     fn update(&mut self, now: Time, update: VolumeUpdate) {
-        let VolumeUpdate { volume: id, size_bytes, replicas, desired } = update;
+        let VolumeUpdate { volume: id, socket, read_only, size_bytes, replicas, desired } = update;
         self.places(id, replicas);
         self.desire(now, id, desired);
+        if let Some(volume) = self.volumes.get_mut(&id) {
+            // Of clients that come from now on: it changes only where none is there.
+            volume.info.read_only = read_only;
+        }
+        self.serve(id, socket.as_deref());
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         if size_bytes > volume.info.size_bytes {
             volume.info.size_bytes = size_bytes;
@@ -556,14 +556,16 @@ impl Shard {
             return;
         }
         let Some(volume) = self.volumes.remove(&id) else { return };
-        self.reactor.deregister(&volume.listener.listener);
+        if let Some((socket, key)) = volume.listener {
+            self.reactor.deregister(&socket.listener);
+            self.slots.remove(&key);
+        }
         self.timers.set(volume.timer_key, None);
         self.slots.remove(&volume.timer_key);
         if let Some((_, key)) = volume.throttle {
             self.timers.set(key, None);
             self.slots.remove(&key);
         }
-        self.slots.remove(&volume.listener_key);
         for key in volume.clients {
             if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {
                 let _ = client.flush();

@@ -48,7 +48,8 @@ pub enum VolumeCommand {
         #[arg(long, value_parser = parse_size, allow_hyphen_values = true)]
         size: u64,
     },
-    /// Give a volume more replicas, or change how many of them must hold a write; while it is used.
+    /// Give a volume more replicas, or change how many of them must hold a write; while it is used,
+    /// or attached nowhere (then a node's target opens it for as long as that takes).
     #[command(after_help = "Examples:\n  quoin volume scale db --replicas 5 --wait\n  \
                             quoin volume scale db --consistency-factor 3")]
     Scale(replicas::ScaleOptions),

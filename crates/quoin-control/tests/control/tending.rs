@@ -1,0 +1,93 @@
+//! Volumes that nobody uses, and the targets lent to them while their replicas are worked on.
+
+use std::time::Duration;
+
+use quoin_control::{Cordoning, Scale, Scope};
+use quoin_proto::control::NodeReport;
+use tokio::time::Instant;
+
+use crate::cluster::{Cluster, SimPool, by_name};
+
+/// A volume attached nowhere, with a replica being added; h1 to h4 are nodes too.
+async fn growing() -> Cluster {
+    let mut cluster = Cluster::new().await;
+    cluster.pools.push(SimPool::new("p4", "h4"));
+    cluster.settle().await.unwrap();
+    cluster.create("db").await;
+    for n in 1..=4 {
+        let report = NodeReport { node: format!("h{n}"), ..NodeReport::default() };
+        cluster.controller.report_node(&report).await.unwrap();
+    }
+    let scale = Scale { replicas: 4, ..Scale::default() };
+    cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await.unwrap();
+    cluster.settle().await.unwrap();
+    cluster
+}
+
+fn told(cluster: &Cluster, node: &str) -> Vec<bool> {
+    let targets = cluster.controller.node_assignment(node).targets;
+    targets.iter().map(|target| target.maintenance).collect()
+}
+
+/// Proves SCALE-STORY-05.
+#[tokio::test]
+async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_change() {
+    let mut cluster = growing().await;
+    assert!(cluster.volume("db").owner.is_none());
+    cluster.controller.tend_unused().await.unwrap();
+    let volume = cluster.volume("db");
+    let node = volume.owner.clone().unwrap();
+    assert!(volume.attachments.is_empty() && cluster.shown("db").r#use == "detached");
+    let hosts: Vec<_> = volume.replicas.iter().map(|r| r.pool.replace('p', "h")).collect();
+    assert!(hosts.contains(&node), "where a replica is: {node}");
+    assert_eq!(told(&cluster, &node), [true], "no client gets in");
+    let epoch = cluster.open_volume(volume.id.0, &node, 9).await;
+    let new = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().clone();
+    let member = quoin_core::Member { id: new.id.0, guid: new.guid.0 };
+    let swap = cluster.swap("db", epoch, 9, |known| known.push(member));
+    cluster.controller.tend_unused().await.unwrap();
+    assert_eq!(cluster.volume("db").owner, Some(node.clone()), "it is not done");
+    cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+    cluster.settle().await.unwrap();
+    cluster.controller.tend_unused().await.unwrap();
+    assert!(cluster.volume("db").owner.is_none(), "done, it is closed");
+    assert!(told(&cluster, &node).is_empty());
+}
+
+#[tokio::test]
+async fn who_attaches_it_meanwhile_takes_over_and_lets_clients_in() {
+    let cluster = growing().await;
+    cluster.controller.tend_unused().await.unwrap();
+    let lender = cluster.volume("db").owner.clone().unwrap();
+    cluster.attach("db", "n2").await.unwrap();
+    assert_eq!((told(&cluster, "n2"), told(&cluster, &lender)), (vec![false], vec![]));
+    cluster.controller.tend_unused().await.unwrap();
+    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n2").await.unwrap();
+    cluster.controller.tend_unused().await.unwrap();
+    assert_eq!(told(&cluster, &cluster.volume("db").owner.clone().unwrap()), [true]);
+    // Deleting asks nobody: it is attached nowhere.
+    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_node_that_does_not_open_it_is_given_up_for_another_one_and_a_cordoned_one_is_not_asked()
+{
+    let cluster = growing().await;
+    for node in ["h1", "h2", "h3", "h4", "n1"] {
+        let scope = Scope::Node(node.into());
+        cluster.controller.set_cordon(&scope, Cordoning::Cordon, false).await.unwrap();
+    }
+    let now = Instant::now();
+    cluster.controller.tend_unused_at(now).await.unwrap();
+    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
+    cluster
+        .controller
+        .set_cordon(&Scope::Node("n1".into()), Cordoning::Uncordon, false)
+        .await
+        .unwrap();
+    cluster.controller.tend_unused_at(now + Duration::from_secs(29)).await.unwrap();
+    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
+    cluster.controller.tend_unused_at(now + Duration::from_secs(31)).await.unwrap();
+    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"));
+}
