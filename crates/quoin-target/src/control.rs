@@ -118,7 +118,8 @@ impl Control {
                 None => {}
                 // It cannot be made writable while it is open: closed, it is opened anew.
                 Some(assigned) if read_only.contains(id) && !assigned.config.read_only => {
-                    if closing.insert(*id) {
+                    let is_news = closing.insert(*id);
+                    if is_news {
                         self.shards[*shard].send(Input::Close(*id));
                     }
                 }
