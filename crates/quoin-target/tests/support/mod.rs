@@ -211,7 +211,7 @@ impl RunningTarget {
                 read_only: false,
             },
             limits,
-            socket: socket.to_owned(),
+            socket: Some(socket.to_owned()),
             replicas: places,
             desired: Default::default(),
             seed: Instant::now().elapsed().as_nanos() as u64
