@@ -380,6 +380,20 @@ fn a_volume_smaller_than_its_record_is_grown_when_it_opens() {
     assert_eq!(hand.target.status().volume_blocks, VOLUME_BLOCKS_MAX);
 }
 
+/// The record had grown, and those who use the volume know it, before its target opened.
+#[test]
+fn requests_behind_the_old_end_that_waited_for_the_open_find_the_volume_grown() {
+    let mut hand = Hand::new(TargetConfig { volume_blocks: 4096, ..config() });
+    hand.write(1, 4000);
+    hand.serve(&[row(5, 1, 10, 55)], 10);
+    let refused = hand.replies.iter().find(|r| r.result.is_err());
+    assert!(refused.is_none(), "{refused:?}");
+    let entries = hand.entries_of(1);
+    let grown = entries.iter().position(|e| matches!(e.kind, EntryKind::Resize { blocks: 4096 }));
+    let written = entries.iter().position(|e| e.lba == 4000 && e.kind == EntryKind::Write);
+    assert!(grown.is_some() && grown < written, "{entries:?}");
+}
+
 #[test]
 fn a_flush_after_a_reopen_asks_for_a_sync_though_lsns_went_back() {
     let table = [row(5, 1, 10, 55)];

@@ -230,6 +230,32 @@ fn a_passing_read_error_of_a_node_of_its_map_does_not_make_a_replica_damaged_for
     assert_eq!(c.read(199 * 4096, 4096), vec![1; 4096]);
 }
 
+/// What a boundary pins costs room as soon as it is overwritten or trimmed.
+#[test]
+fn an_idle_volume_gives_up_the_boundary_of_a_rebuild_whose_receiver_stays_away() {
+    let mut c = Cluster::new(3, config());
+    c.wait_in_sync(3);
+    c.hosts[2].cut = true;
+    c.disconnect(2);
+    for block in 0..200 {
+        c.write(block, 1);
+    }
+    c.run(Duration::from_secs(5));
+    for host in 0..2 {
+        c.hosts[host].unreadable = true;
+    }
+    c.hosts[2].cut = false;
+    c.run(Duration::from_secs(5));
+    let kept = |c: &mut Cluster| (0..2).map(|host| c.hosts[host].snapshots()).sum::<usize>();
+    assert_eq!(kept(&mut c), 2, "the rebuild has its boundary");
+    c.hosts[2].cut = true;
+    c.disconnect(2);
+    c.run(Duration::from_secs(300));
+    assert_eq!(kept(&mut c), 2, "its receiver may return and go on");
+    c.run(Duration::from_secs(600));
+    assert_eq!(kept(&mut c), 0);
+}
+
 #[test]
 fn what_a_disk_refuses_to_read_for_long_is_as_good_as_gone() {
     let mut c = unreadable_for(Duration::from_secs(120));

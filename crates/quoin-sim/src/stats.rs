@@ -40,6 +40,8 @@ pub struct Stats {
     pub moves: u64,
     pub removals: u64,
     pub cf_changes: u64,
+    /// Times that a volume was grown.
+    pub growths: u64,
     pub changes: u64,
     pub given_up: u64,
     pub sectors_lost: u64,
@@ -74,6 +76,7 @@ impl Stats {
         self.moves += other.moves;
         self.removals += other.removals;
         self.cf_changes += other.cf_changes;
+        self.growths += other.growths;
         self.changes += other.changes;
         self.given_up += other.given_up;
         self.sectors_lost += other.sectors_lost;
@@ -115,8 +118,8 @@ impl fmt::Display for Summary {
         )?;
         writeln!(
             f,
-            "scaled up / moved / removed / CF  {:>7} / {} / {} / {}",
-            s.scale_ups, s.moves, s.removals, s.cf_changes
+            "scaled up / moved / removed / CF / grown  {:>7} / {} / {} / {} / {}",
+            s.scale_ups, s.moves, s.removals, s.cf_changes, s.growths
         )?;
         writeln!(f, "changes made / given up      {:>12} / {}", s.changes, s.given_up)?;
         writeln!(f, "bad blocks repaired          {:>12}", s.repairs)?;

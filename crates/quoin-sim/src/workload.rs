@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
+use quoin_core::BLOCK_SIZE;
 use quoin_core::block::Operation;
 
 use crate::content::{self, SECTOR, SECTORS, Tag};
@@ -123,6 +124,17 @@ impl Workload {
         for hole in [2, 3] {
             self.weights[hole] = self.weights[hole].max(shape.holes);
         }
+    }
+
+    /// Of one request.
+    pub fn longest_bytes(&self) -> usize {
+        self.long_blocks.min(self.blocks) as usize * BLOCK_SIZE
+    }
+
+    /// The volume has more blocks now: its end is where growth goes wrong, so it is visited.
+    pub fn grow(&mut self, blocks: u64) {
+        self.hot.extend([self.blocks, blocks - 1]);
+        self.blocks = blocks;
     }
 
     fn range(&self, random: &mut Random) -> (u64, u64) {

@@ -461,6 +461,9 @@ impl Target {
             TargetEvent::Resize { blocks } => {
                 let blocks = blocks.min(VOLUME_BLOCKS_MAX);
                 self.config.volume_blocks = self.config.volume_blocks.max(blocks);
+                if self.phase == Phase::Serving {
+                    self.grow();
+                }
             }
             TargetEvent::Desired(desired) => self.desired = desired,
             TargetEvent::Swapped { version, membership } => {

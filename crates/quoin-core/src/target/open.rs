@@ -624,6 +624,8 @@ impl Target {
         actions.push(TargetAction::Note(TargetNote::Serving { epoch: self.epoch, at }));
         self.note_in_sync(actions);
         self.rewrite_orphans();
+        // Before requests that waited: they know the volume in its present size.
+        self.grow();
         self.forget_hidden_snapshots();
         // Requests of the older epoch must find all of that: it may have been acknowledged.
         self.reads_after_reopen();

@@ -25,6 +25,8 @@ const PULL_BYTES: u32 = 256 << 10;
 const STALL: Duration = Duration::from_secs(20);
 /// The receiver writes back all that its kernel still caches of the increment.
 const COMMIT_PATIENCE: Duration = Duration::from_secs(600);
+/// How long a rebuild whose receiver went away is kept for its return.
+const PARKED_FOR: Duration = Duration::from_secs(600);
 /// Chunks on their way to the receiver.
 const FEEDS_MAX: u32 = 4;
 
@@ -404,18 +406,24 @@ impl Target {
         }
     }
 
-    /// Parked rebuilds pin a boundary: they are given up after a while.
+    /// Parked rebuilds pin a boundary, and with it what is overwritten: they are given up after a
+    /// while, and at once where nobody expects their receiver any more.
     fn drop_parked(&mut self, now: Time) {
-        let patience = Duration::from_secs(600);
         let mut index = 0;
         while index < self.parked.len() {
-            if now.since(self.parked[index].1.moved) > patience {
+            let (member, rebuild) = &self.parked[index];
+            let expected = self.peers.iter().any(|p| p.member == *member);
+            if !expected || now >= rebuild.moved + PARKED_FOR {
                 let (_, rebuild) = self.parked.remove(index);
                 self.end_boundary(&rebuild);
             } else {
                 index += 1;
             }
         }
+    }
+
+    pub(super) fn parked_until(&self) -> Option<Time> {
+        self.parked.iter().map(|(_, rebuild)| rebuild.moved + PARKED_FOR).min()
     }
 
     /// Boundaries of rebuilds that an older epoch did not finish.

@@ -53,7 +53,6 @@ impl Target {
             if self.phase == Phase::Serving {
                 self.mind_room(now, actions);
                 self.take_backlog(now, actions);
-                self.grow();
                 self.step_change(now, actions);
             }
             if !self.is_closing() {
@@ -509,7 +508,8 @@ impl Target {
         self.append_view(in_sync, joint);
     }
 
-    fn grow(&mut self) {
+    /// A volume that is smaller than its record is grown to it.
+    pub(super) fn grow(&mut self) {
         let blocks = self.config.volume_blocks;
         if blocks > self.history.blocks {
             let kind = EntryKind::Resize { blocks };
@@ -633,6 +633,7 @@ impl Target {
                 soonest(self.stable_since.map(|t| t + after));
             }
             soonest(self.room_due());
+            soonest(self.parked_until());
             soonest(self.change.due(now));
             soonest(self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)));
             if let Some(since) = self.quorum_lost

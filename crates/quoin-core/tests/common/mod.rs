@@ -263,6 +263,11 @@ impl Host {
         self.pool.replica(self.member.guid).unwrap().state()
     }
 
+    /// How many, boundaries of rebuilds included.
+    pub fn snapshots(&mut self) -> usize {
+        self.pool.replica(self.member.guid).unwrap().snapshots().len()
+    }
+
     pub fn position(&mut self) -> Position {
         self.state().position
     }

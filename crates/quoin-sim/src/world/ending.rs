@@ -11,6 +11,8 @@ use crate::workload::Draft;
 
 /// Simulated time in which everything has to be in sync again after the last fault.
 const RECOVERY_MAX: u64 = 180 * SECOND;
+/// And in which rebuilds that nobody goes on with have given up what they pinned.
+const PARKED_MAX: u64 = 700 * SECOND;
 /// Blocks of one read of the last round.
 const READ_BLOCKS: u64 = 32;
 const TRIM_BLOCKS: u64 = 128;
@@ -139,16 +141,18 @@ impl World {
                 self.check_identical();
                 self.begin_round(Stage::Emptying);
             }
-            Stage::Empty if self.at_rest().is_ok() && waited > SECOND => {
+            Stage::Empty if self.is_empty().is_ok() && waited > SECOND => {
                 self.check_identical();
                 self.check_space();
                 self.ending.stage = Stage::Done;
                 return;
             }
+            Stage::Empty if waited < PARKED_MAX => {}
             _ if waited > RECOVERY_MAX => {
                 let why = match stage {
                     Stage::Recovering => self.recovered().err(),
-                    Stage::Quiet | Stage::Empty => self.at_rest().err(),
+                    Stage::Quiet => self.at_rest().err(),
+                    Stage::Empty => self.is_empty().err(),
                     _ => None,
                 };
                 let why = why.unwrap_or_else(|| "requests stay open".into());
@@ -172,6 +176,20 @@ impl World {
             let turn = self.queues[queue].turn;
             self.schedule.after(0, Event::Client { queue, turn });
         }
+    }
+
+    /// At rest, and no boundary of a rebuild keeps what was overwritten.
+    fn is_empty(&mut self) -> Result<(), String> {
+        self.at_rest()?;
+        for pool in self.known_pools() {
+            let guid = self.pools[pool].member.guid;
+            let mut kept = Vec::new();
+            self.pools[pool].storage.with(guid, &mut |store| kept = store.snapshots());
+            if let Some(snapshot) = kept.first() {
+                return Err(format!("pool {pool} keeps {snapshot:?}"));
+            }
+        }
+        Ok(())
     }
 
     /// Nothing is live any more but the map that says so: all room is free again, but for the
@@ -215,6 +233,10 @@ impl World {
             return Err(format!("replica {} is not in sync", member.id));
         }
         self.desires()?;
+        let (has, wanted) = (self.setup.volume_blocks, self.setup.config.volume_blocks);
+        if has < wanted {
+            return Err(format!("the volume has {has} blocks and is to have {wanted}"));
+        }
         if self.known_pools().len() < self.record.membership.known.len() {
             return Err("a pool does not hold its known replica".into());
         }

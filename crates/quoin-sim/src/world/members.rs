@@ -203,7 +203,7 @@ impl World {
     /// An empty replica with quorum off in this pool, whose process runs.
     pub(crate) fn make_replica(&mut self, pool: usize, member: Member) -> bool {
         let (identity, meta) = self.newborn(member, false, self.record.membership.clone());
-        let blocks = self.setup.volume_blocks;
+        let blocks = self.setup.config.volume_blocks;
         let local = self.local(self.pools[pool].host);
         let here = &mut self.pools[pool];
         if here.storage.create(identity, meta, blocks).is_err() {

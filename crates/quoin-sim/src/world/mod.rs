@@ -7,6 +7,7 @@ mod claims;
 mod clients;
 mod control;
 mod ending;
+mod growth;
 mod members;
 mod pools;
 mod setup;
@@ -106,6 +107,8 @@ pub(crate) enum Event {
     },
     TellDesired,
     Operate,
+    Grow,
+    LookAtSize,
     Client {
         queue: usize,
         turn: u32,
@@ -233,6 +236,7 @@ pub(crate) struct World {
     /// Questions to the control plane whose drivers still wait.
     pub unanswered: std::collections::BTreeSet<u64>,
     pub members: members::Members,
+    pub growth: growth::Growth,
 }
 
 impl World {
@@ -317,6 +321,8 @@ impl World {
             Event::Recreate { pool } => self.recreate(pool),
             Event::TellDesired => self.tell_desired(),
             Event::Operate => self.operate(),
+            Event::Grow => self.grow(),
+            Event::LookAtSize => self.look_at_size(),
             Event::Client { queue, turn } => self.client_turn(queue, turn),
             Event::MoveClient { queue } => self.move_client(queue),
             Event::Fault(planned) => self.arm(planned),

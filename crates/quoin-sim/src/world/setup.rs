@@ -7,6 +7,7 @@ use quoin_core::{
     ReplicaId, VolumeId,
 };
 
+use super::growth::Growth;
 use super::members::Members;
 use super::{Event, PoolHost, Queue, TargetHost, World, ending};
 use crate::clock::HostClock;
@@ -74,7 +75,9 @@ pub struct RunOptions {
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub store: StoreKind,
+    /// With the size that the records have.
     pub config: TargetConfig,
+    /// The size that clients know of.
     pub volume_blocks: u64,
     pub rf: u8,
     pub cf: u8,
@@ -227,6 +230,7 @@ impl World {
             clients = shape.clients;
         }
         let volume_blocks = setup.volume_blocks;
+        let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
         let network = Network::new(hosts, typical_delay, random.fork());
         let clocks = (0..hosts)
             .map(|_| HostClock::new(random.below(1 << 50), random.between(980_000, 1_020_000)))
@@ -234,10 +238,12 @@ impl World {
         let mut workload = Workload::draw(volume_blocks, sub_block, &mut random);
         if let Some(shape) = &shape {
             workload.take(shape);
-        } else if workload.habit == Habit::Sequential {
+        } else {
             // A window smaller than what is under way lets a member fall out for ever: allowed,
             // and no configuration of a product.
-            setup.config.window_bytes = setup.config.window_bytes.max(8 << 20);
+            let sequential = workload.habit == Habit::Sequential;
+            let under_way = if sequential { 8 << 20 } else { 4 * workload.longest_bytes() };
+            setup.config.window_bytes = setup.config.window_bytes.max(under_way);
         }
         let queues = (0..random.between(clients.0, clients.1)).map(|_| Queue {
             home: 0,
@@ -294,6 +300,7 @@ impl World {
             questions: 0,
             unanswered: Default::default(),
             members: members_plan,
+            growth,
             random,
         };
         let pool_shape = shape.as_ref().and_then(|s| s.pool);
@@ -331,7 +338,9 @@ impl World {
         };
         let spare = member == Member::default();
         let (identity, meta) = self.newborn(member, true, membership.clone());
-        if !spare && let Err(error) = storage.create(identity, meta, self.setup.volume_blocks) {
+        if !spare
+            && let Err(error) = storage.create(identity, meta, self.setup.config.volume_blocks)
+        {
             self.violate("Setup", format!("a replica could not be created: {error}"));
         }
         if let Some(ticket) = storage.sync_begin()
@@ -396,6 +405,7 @@ impl World {
         }
         self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);
         self.plan_operators();
+        self.plan_growth();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",

@@ -567,7 +567,7 @@ impl World {
         let membership = self.record.membership.clone();
         let (identity, meta) = self.newborn(member, true, membership);
         self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
-        let blocks = self.setup.volume_blocks;
+        let blocks = self.setup.config.volume_blocks;
         let here = &mut self.pools[pool];
         here.starts_known = 0;
         here.storage.replace(&mut self.random).is_ok()
