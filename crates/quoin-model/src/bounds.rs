@@ -244,6 +244,22 @@ pub const WORLDS: &[Bounds] = &[
         .replace(1)
         .rollbacks(1)
         .named("move-two"),
+    Bounds::GOAL
+        .rf(2, 2)
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .remove(1)
+        .rollbacks(1)
+        .named("leave-two"),
+    Bounds::GOAL
+        .rf(1, 1)
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .pair(1)
+        .rollbacks(1)
+        .named("one-to-three-rollback"),
     Bounds::GOAL.attempts(2).writes(1).flushes(0).factor(1).named("factor"),
     Bounds::GOAL
         .attempts(2)
@@ -265,6 +281,13 @@ pub const WORLDS: &[Bounds] = &[
 
 /// Worlds for `--full`, and for random walks.
 pub const LARGE_WORLDS: &[Bounds] = &[
+    Bounds::GOAL
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .factor(1)
+        .rollbacks(1)
+        .named("factor-rollback-cut"),
     Bounds::GOAL.views(1).named("goal-views"),
     Bounds::GOAL.rf(4, 3).named("rf4-goal"),
     Bounds::GOAL.rf(4, 2).power_cuts(2).views(2).named("rf4-cf2"),

@@ -62,7 +62,6 @@ mutants! {
     FoldAboveStable, "fold-above-stable", "the base is folded above stable";
     SwapBeforeDurable, "swap-before-durable", "the compare-and-swap is sent before the joint View is durable";
     JointDropped, "joint-dropped", "the joint rule ends on an unknown outcome";
-    SilenceIsNo, "silence-is-no", "who has not answered an open counts as one that never had its joint View";
     JointNotJudged, "joint-not-judged", "an open that finds a joint View judges by the record's rule alone";
     RetiredAdmitted, "retired-admitted", "a retired GUID is admitted as known";
     FormationOpen, "formation-open", "an empty stranger with quorum on is taken for known";
@@ -95,7 +94,7 @@ impl Mutant {
             Mutant::FormationOpen => small.replace(1),
             Mutant::KnownAboveRf | Mutant::SwapBeforeDurable => small.attempts(1).add(1),
             Mutant::JointDropped => small.replace(1).views(1),
-            Mutant::RollbackIgnored | Mutant::JointNotJudged | Mutant::SilenceIsNo => {
+            Mutant::RollbackIgnored | Mutant::JointNotJudged => {
                 small.attempts(2).replace(1).rollbacks(1)
             }
             Mutant::ForcedWithoutQuorum => small.attempts(3).forced(1),
@@ -148,7 +147,7 @@ impl Mutant {
             Mutant::JointDropped => Some(|s| s.attempts[0].change == SWAP_DONE),
             Mutant::RetiredAdmitted => Some(|s| s.record.retired != 0),
             Mutant::RollbackIgnored => Some(|s| s.record.retired != 0 && s.attempts[0].active == 3),
-            Mutant::JointNotJudged | Mutant::SilenceIsNo => Some(|s| {
+            Mutant::JointNotJudged => Some(|s| {
                 let first = &s.attempts[0];
                 let newest = |r: &usize| first.applied[*r] == 3;
                 let mut newcomers = (0..REPLICAS).filter(|r| s.replicas[*r].newcomer == 1);

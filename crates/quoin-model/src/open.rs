@@ -283,15 +283,18 @@ impl Model {
             let (known, cf) = (attempt.old_known, attempt.old_cf);
             verdicts.push(self.verdict(s, attempt, voters, authority, known, cf));
         }
-        // A change whose outcome V does not tell is judged under both rules: a restored record
-        // may name the first although the second ruled for long.
+        // A restored record may name the first rule of a joint View although the second ruled for
+        // long. Its first View alone was then on the media of CF' of its K', and any of them would
+        // say so; until then everything was counted under both.
         let joint = s.last_view(authority).filter(|(_, view)| view.joint_cf > 0);
-        let judged = joint.filter(|(_, view)| !self.never_swapped(s, a, view));
-        if let Some((_, view)) = judged.filter(|_| !self.is(Mutant::JointNotJudged)) {
-            let (known, cf) = (view.joint_known, view.joint_cf);
-            let sound = (0..REPLICAS).filter(|r| self.is_sound(attempt, *r));
-            let sound: Set = sound.fold(0, |set, r| set | 1 << r);
-            verdicts.push(self.verdict(s, attempt, sound, authority, known, cf));
+        if let Some((_, view)) = joint.filter(|_| !self.is(Mutant::JointNotJudged)) {
+            let answered = |r: &usize| {
+                attempt.link[*r] == LINK_ANSWERED && attempt.ack_flags[*r] & DAMAGED == 0
+            };
+            let silent = members(view.joint_known).filter(|r| !answered(r)).count();
+            if silent >= usize::from(view.joint_cf) {
+                return;
+            }
         }
         for verdict in verdicts {
             match verdict {
@@ -340,24 +343,6 @@ impl Model {
             }
         }
         steps.push(self, step, next);
-    }
-
-    /// Whether the answers show that no swap was ever sent for this joint View, so that its second
-    /// rule never ruled: one waits for it to be durable on CF under both rules and on each
-    /// newcomer, and whoever answers with another last View never had it there.
-    fn never_swapped(&self, s: &State, a: usize, view: &Entry) -> bool {
-        let attempt = &s.attempts[a];
-        let may_hold = |r: &usize| {
-            let answered = attempt.link[*r] == LINK_ANSWERED;
-            let last = s.last_view(attempt.ack[*r]);
-            let silent = !answered && !self.is(Mutant::SilenceIsNo);
-            silent
-                || (answered && attempt.ack_flags[*r] & DAMAGED != 0)
-                || (answered && last.is_some_and(|(_, view)| view.joint_cf > 0))
-        };
-        let holders = (0..REPLICAS).filter(may_hold).fold(0, |set, r| set | 1 << r);
-        let newcomers = view.joint_known & !view.known;
-        newcomers & !holders != 0 || view.rules().any(|(known, cf)| count(known & holders) < cf)
     }
 
     /// Step 4: the highest position in V, of one that can still be read where that is needed.

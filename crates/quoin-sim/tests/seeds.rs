@@ -74,6 +74,7 @@ const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
     (249, "an open waited for a newcomer that had lost its cache in the joint moment"),
     (787, "as 249, with three replicas and CF on its way to 1"),
     (751, "a disk that refused to read for a second made a replica damaged for good"),
+    (35, "a request behind the old end that waited for an open was refused"),
     (5108, "an open that was granted the membership of before a move waited for ever"),
 ];
 
@@ -86,6 +87,8 @@ const FOUND_WITH_MEMBERS: &[(u64, &str)] = &[
     (20158, "as 20133, with a replica that had left"),
     (20407, "an open waited for ever for a newcomer that never had the joint View"),
     (30426, "two lost caches where CF is 3 were told as a lost tail, by a rule that never ruled"),
+    (40629, "as 30426, with one lost cache where CF is 2"),
+    (40835, "as 40629"),
     (20432, "the checker took a newcomer for lost whose creation was not on media yet"),
     (20660, "as 20432"),
     (30394, "as 20432"),

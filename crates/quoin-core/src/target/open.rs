@@ -328,54 +328,49 @@ impl Target {
             // No View in V: nothing was ever acknowledged.
             return Verdict::Go { authority };
         };
-        // A change whose outcome is unknown is judged under both rules; the record names one.
-        let record = self.rule();
-        let joint = view.joint.as_ref().filter(|joint| !self.never_swapped(&view.rule, joint));
-        let rules = std::iter::once(&record).chain(joint);
-        let mut unflushed = false;
-        for rule in rules {
-            let owed: Vec<Member> =
-                view.in_sync.iter().copied().filter(|m| rule.known.contains(m)).collect();
-            let there = |continuous: bool| {
-                let is_owed = |index: usize| owed.contains(&self.peers[index].member);
-                let answers = self.answers().filter(|(i, _)| is_owed(*i));
-                answers.filter(|(_, ack)| ack.continuous == continuous).count()
-            };
-            let cf = usize::from(rule.cf);
-            if there(true) + cf > owed.len() || mutant::is("continuous-rule-left-out") {
-                continue;
-            }
-            if there(false) >= cf {
-                unflushed = true;
-            } else {
-                return Verdict::Wait(format!(
-                    "replicas that kept their caches: {} of the {} in sync answered",
-                    there(true) + there(false),
-                    owed.len()
-                ));
-            }
+        if let Some(joint) = view.joint.as_ref().filter(|joint| self.may_have_ruled(joint)) {
+            return Verdict::Wait(format!(
+                "replicas that may know of a change of membership: {} of {} answered",
+                joint.known.iter().filter(|m| self.has_answered(**m)).count(),
+                joint.known.len()
+            ));
         }
-        if unflushed { Verdict::Unflushed } else { Verdict::Go { authority } }
+        let owed: Vec<Member> =
+            view.in_sync.iter().copied().filter(|m| self.membership.contains(*m)).collect();
+        let there = |continuous: bool| {
+            let is_owed = |index: usize| owed.contains(&self.peers[index].member);
+            let answers = self.answers().filter(|(i, _)| is_owed(*i));
+            answers.filter(|(_, ack)| ack.continuous == continuous).count()
+        };
+        let cf = usize::from(self.membership.cf);
+        if there(true) + cf > owed.len() || mutant::is("continuous-rule-left-out") {
+            Verdict::Go { authority }
+        } else if there(false) >= cf {
+            Verdict::Unflushed
+        } else {
+            Verdict::Wait(format!(
+                "replicas that kept their caches: {} of the {} in sync answered",
+                there(true) + there(false),
+                owed.len()
+            ))
+        }
     }
 
-    /// Whether the answers show that no swap was ever sent for a joint View under these rules, so
-    /// that the second never ruled: a swap waits until that View is on the media of CF under both
-    /// and of each newcomer, and whoever answers with a last View of one rule never had it there.
-    /// (All joint Views of one change are in a row and of one epoch, as an epoch begins with a
-    /// View of one rule.)
-    fn never_swapped(&self, first: &Rule, second: &Rule) -> bool {
-        let may_hold = |member: &Member| {
-            let peer = self.peers.iter().find(|p| p.member == *member);
-            let ack = peer.filter(|p| p.link == Link::Answered).and_then(|p| p.ack.as_deref());
-            ack.is_none_or(|ack| {
-                let joint = ack.last_view.as_ref().is_some_and(|(_, view)| view.joint.is_some());
-                ack.damaged || joint
-            })
-        };
-        let short =
-            |rule: &Rule| rule.known.iter().filter(|m| may_hold(m)).count() < usize::from(rule.cf);
-        let newcomer = |m: &&Member| !first.known.contains(m);
-        second.known.iter().filter(newcomer).any(|m| !may_hold(m)) || short(first) || short(second)
+    /// Whether the second rule of a joint View may have come to rule alone, though the record does
+    /// not know it (it was restored from an old copy, say). Its first View alone was then on the
+    /// media of CF of its replicas before anything was answered by it, and any of those would say
+    /// so by the version of the membership. Until then all was counted under both rules, so the
+    /// record's suffices.
+    fn may_have_ruled(&self, joint: &Rule) -> bool {
+        let silent = joint.known.iter().filter(|m| !self.has_answered(**m)).count();
+        silent >= usize::from(joint.cf)
+    }
+
+    /// One whose data is damaged may have forgotten.
+    fn has_answered(&self, member: Member) -> bool {
+        let answered = |p: &&Peer| p.member == member && p.link == Link::Answered;
+        let ack = self.peers.iter().find(answered).and_then(|p| p.ack.as_ref());
+        ack.is_some_and(|ack| !ack.damaged)
     }
 
     pub(super) fn rule(&self) -> Rule {
