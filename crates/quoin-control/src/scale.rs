@@ -191,7 +191,9 @@ pub(crate) fn scale(
         let rule = format!("{replicas} is too many, a volume has at most {REPLICAS_MAX}");
         return Err(Error::invalid("replicas", rule));
     }
-    if replicas < rf.into() {
+    // Those that are on their way out were named.
+    let leaving = volume.replicas.iter().filter(|r| r.leaving && volume.is_known(r)).count();
+    if replicas as usize + leaving < usize::from(rf) {
         let rule = format!(
             "volume {name:?} has {rf} replicas; fewer are asked for by naming those that leave: \
              `quoin replica remove`"

@@ -8,7 +8,7 @@ use std::future::Future;
 use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
-use crate::{demo, dev, events, listing, offline, roles, scrub, tokens, volume};
+use crate::{declare, demo, dev, events, listing, offline, roles, scrub, tokens, volume};
 
 /// Replicated block storage for containers.
 ///
@@ -48,6 +48,15 @@ enum Command {
     /// Create, look at, attach, resize, scale and delete volumes.
     #[command(subcommand, visible_alias = "vol")]
     Volume(volume::VolumeCommand),
+    /// Make volumes what documents declare: made, grown, scaled, their replicas moved.
+    #[command(after_help = declare::APPLY_EXAMPLE)]
+    Apply(declare::ApplyOptions),
+    /// Say what `apply` would change; ends with 3 where that is something, 0 where it is nothing.
+    #[command(after_help = "Example:\n  quoin diff -f db.yaml")]
+    Diff(declare::Files),
+    /// Change a volume's document in an editor (VISUAL, EDITOR), and apply it.
+    #[command(after_help = "Example:\n  quoin edit db")]
+    Edit(declare::EditOptions),
     /// The copies of volumes: list, move, replace and remove them.
     #[command(subcommand)]
     Replica(volume::ReplicaCommand),
@@ -115,6 +124,9 @@ impl Cli {
         match command {
             Command::Volume(command) => wait_for(volume::run(command, &client, format)),
             Command::Replica(command) => wait_for(volume::run_replica(command, &client, format)),
+            Command::Apply(options) => wait_for(declare::apply(options, &client, format)),
+            Command::Diff(files) => wait_for(declare::diff(files, &client, format)),
+            Command::Edit(options) => wait_for(declare::edit(options, &client, format)),
             Command::Pool(listing::PoolCommand::Run(options)) => roles::pool(*options),
             Command::Node(listing::NodeCommand::Run(options)) => roles::node(*options),
             Command::Target(options) => roles::target(*options),

@@ -7,8 +7,10 @@
 mod cli;
 mod client;
 mod cordon;
+mod declare;
 mod demo;
 mod dev;
+mod document;
 mod events;
 mod host;
 mod listing;

@@ -371,3 +371,58 @@ fn a_volume_that_nobody_uses_is_scaled_and_healed_all_the_same_and_its_data_is_w
     client.stop();
     compare(&scratch, dev, 3);
 }
+
+/// Proves SCALE-CONF-06, SCALE-CONF-07, SCALE-ID-06, SCALE-TEST-05, SCALE-TEST-10.
+#[test]
+fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() {
+    let (scratch, dev) = cluster("declare", "4");
+    let file = scratch.0.join("db.yaml");
+    let path = file.to_str().unwrap();
+    let write = |spec: &str| {
+        let head = "apiVersion: quoin/v1\nkind: Volume\nmetadata: {name: db}\nspec:\n";
+        std::fs::write(&file, format!("{head}{spec}")).unwrap();
+    };
+    write("  size: 8MiB\n  desiredReplicationFactor: 1\n  replicas: [{pool: pool-b}]\n");
+    assert_eq!(dev.quoin(&["diff", "-f", path]).status.code(), Some(3));
+    dev.ok(&["apply", "-f", path]);
+    assert_eq!(dev.ok(&["diff", "-f", path]), "volume db: as declared");
+    let load = Load::start(dev.client("db"), 3);
+    load.goes_on(&dev, 100);
+    // A field of the status is not asked for.
+    write("  replicationFactor: 3\n");
+    assert!(refused(&dev, &["apply", "-f", path]).contains("replicationFactor"));
+    write("  desiredReplicationFactor: 3\n  replicas: [{pool: pool-b}, {pool: pool-d}]\n");
+    dev.ok(&["apply", "-f", path, "--wait", "--timeout", "170"]);
+    let shown = dev.json(&["volume", "get", "db", "--manifest"]);
+    let status = &shown["status"];
+    assert_eq!(
+        (&status["replicationFactor"], &status["consistencyFactor"]),
+        (&3.into(), &2.into())
+    );
+    let list = status["replicaList"].as_array().unwrap();
+    for (pool, id, guid) in known(&dev) {
+        assert!(list.iter().any(|r| r["replicaId"] == *id && r["replicaGuid"] == *guid), "{pool}");
+        let listed = shown["spec"]["replicas"].as_array().unwrap();
+        assert!(listed.iter().any(|r| r["replicaId"] == *id && r["pool"] == *pool));
+    }
+    assert!(list.len() == 3 && known(&dev).iter().any(|(pool, ..)| pool == "pool-d"));
+    write("  desiredReplicationFactor: 2\n");
+    assert!(
+        refused(&dev, &["apply", "-f", path]).contains("name in spec.replicas those that stay")
+    );
+    // What an editor saves is applied.
+    let editor = "sed -i s/pool-d/pool-c/";
+    let taken: Vec<_> = known(&dev).into_iter().map(|(pool, ..)| pool).collect();
+    let free = ["pool-a", "pool-c"].into_iter().find(|p| !taken.iter().any(|t| t == p)).unwrap();
+    let edited = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["edit", "db"])
+        .env("QUOIN_SOCKET", &dev.admin_socket)
+        .env("QUOIN_EDITOR", editor.replace("pool-c", free))
+        .output()
+        .unwrap();
+    assert!(edited.status.success(), "{}", String::from_utf8_lossy(&edited.stderr));
+    dev.wait_for_volume("db", "moved", |volume| volume["changing"] == "");
+    assert!(known(&dev).iter().any(|(pool, ..)| pool == free));
+    load.goes_on(&dev, 100);
+    end(&scratch, dev, load, 3);
+}

@@ -3,6 +3,7 @@
 mod access;
 mod cluster;
 mod crash;
+mod declaring;
 mod draining;
 mod healing;
 mod leaving;

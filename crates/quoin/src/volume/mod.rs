@@ -15,10 +15,11 @@ use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 
 use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::document::Document;
 use crate::output::{self, Format};
 use crate::size::{parse_size, show_size};
 
-pub use replicas::{ReplicaCommand, run as run_replica};
+pub use replicas::{ReplicaCommand, run as run_replica, wait_until_changed};
 pub use view::{HereView, VolumeView};
 
 #[derive(Subcommand)]
@@ -30,6 +31,9 @@ pub enum VolumeCommand {
     Get {
         /// Its name or id.
         volume: String,
+        /// As the document that `quoin apply -f` takes, with its status.
+        #[arg(long)]
+        manifest: bool,
     },
     /// All volumes.
     #[command(visible_alias = "ls")]
@@ -185,7 +189,17 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
     let mut cluster = client.connect().await?;
     match command {
         VolumeCommand::Create(options) => create(&mut cluster, *options, client, format).await,
-        VolumeCommand::Get { volume } => {
+        VolumeCommand::Get { volume, manifest: true } => {
+            let document = Document::of(get_volume(&mut cluster, &volume).await?)?;
+            output::print_line(
+                match format {
+                    Format::Json => serde_json::to_string_pretty(&document)?,
+                    _ => serde_yaml_ng::to_string(&document)?,
+                }
+                .trim_end(),
+            )
+        }
+        VolumeCommand::Get { volume, manifest: false } => {
             let volume = get_volume(&mut cluster, &volume).await?;
             let here = attach::here(&volume, client).await;
             let view = VolumeView { here, ..VolumeView::from(volume) };

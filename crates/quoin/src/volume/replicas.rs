@@ -182,7 +182,7 @@ async fn finish(
 ) -> Result<()> {
     let mut volume = volume;
     if wait.wait {
-        volume = wait_for(cluster, volume, client).await?;
+        volume = wait_until_changed(cluster, volume, client).await?;
     }
     let view = VolumeView::from(volume);
     output::print_one(format, &view, || {
@@ -199,7 +199,7 @@ async fn finish(
 }
 
 /// Looks until nothing is being changed any more.
-async fn wait_for(
+pub async fn wait_until_changed(
     cluster: &mut Cluster,
     mut volume: Volume,
     client: &ClientOptions,

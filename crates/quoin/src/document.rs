@@ -1,0 +1,456 @@
+//! A volume as a document: what `quoin apply` takes, and what `quoin volume get --manifest` prints.
+//!
+//! The words are those of the rest: `spec` is what is asked for, `status` what there is, and is
+//! read by nobody. What a document leaves out stays as it is. A field that is not known is refused
+//! by its name, since a promise that is silently dropped is broken.
+
+use anyhow::{Context, Result, bail};
+use quoin_proto::control::{
+    ApplyVolumeRequest, DeclaredReplica, Durability, Spread, Volume, VolumeSpec,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::size::parse_size;
+
+pub const API_VERSION: &str = "quoin/v1";
+const KIND: &str = "Volume";
+/// Longer than any that a person writes.
+const BYTES_MAX: usize = 1 << 20;
+
+#[derive(Serialize, Deserialize, Clone, Debug)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Document {
+    pub api_version: String,
+    pub kind: String,
+    pub metadata: Metadata,
+    pub spec: Spec,
+    /// What there is; ignored where a document is applied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub status: Option<serde_yaml_ng::Value>,
+}
+
+#[derive(Serialize, Deserialize, Clone, Debug)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Metadata {
+    pub name: String,
+    /// Of the volume when it was read: it must not have changed since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resource_version: Option<u64>,
+}
+
+#[derive(Serialize, Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Spec {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub size: Option<Size>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub desired_replication_factor: Option<u32>,
+    /// 0: a majority, whatever their number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub consistency_factor: Option<u32>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub replicas: Vec<Replica>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub replace_after: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub durability: Option<DurabilityWord>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub spread: Option<SpreadWord>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_quorum_loss: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub on_full: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reads: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub block_size: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fs_type: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub frontend: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iops_limit: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bandwidth_limit: Option<u64>,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub allow_loss_on_single_failure: bool,
+}
+
+/// A number of bytes, or words such as 10GiB.
+#[derive(Serialize, Deserialize, Clone, Debug)]
+#[serde(untagged)]
+pub enum Size {
+    Bytes(u64),
+    Words(String),
+}
+
+#[derive(Serialize, Deserialize, Clone, Copy, Debug)]
+#[serde(rename_all = "lowercase")]
+pub enum DurabilityWord {
+    Cache,
+    Media,
+}
+
+#[derive(Serialize, Deserialize, Clone, Copy, Debug)]
+#[serde(rename_all = "lowercase")]
+pub enum SpreadWord {
+    Host,
+    Pool,
+}
+
+/// Where a replica is to be.
+#[derive(Serialize, Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Replica {
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub replica_id: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub pool: String,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Status {
+    phase: String,
+    health: String,
+    r#use: String,
+    replication_factor: u32,
+    consistency_factor: u32,
+    replica_list: Vec<Known>,
+    replicas: Vec<ReplicaStatus>,
+    membership_version: u64,
+    epoch: u64,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    changing: String,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    waiting_for: String,
+    contract: String,
+}
+
+/// A replica that counts.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Known {
+    replica_id: String,
+    replica_guid: String,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ReplicaStatus {
+    replica_id: String,
+    replica_guid: String,
+    pool: String,
+    node: String,
+    phase: String,
+    quorum: &'static str,
+    position: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rebuild: Option<Rebuild>,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    message: String,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Rebuild {
+    done_bytes: u64,
+    total_bytes: u64,
+}
+
+/// Every document of a text; `from` names it in refusals.
+///
+/// # Errors
+/// What is not a volume's document, with the field that is wrong.
+pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
+    if text.len() > BYTES_MAX {
+        bail!("{from} has {} bytes; documents have at most {BYTES_MAX}", text.len());
+    }
+    let mut documents = Vec::new();
+    for (n, part) in serde_yaml_ng::Deserializer::from_str(text).enumerate() {
+        let value = serde_yaml_ng::Value::deserialize(part)
+            .with_context(|| format!("{from} is not YAML"))?;
+        // What stands between two separators may be nothing.
+        if value.is_null() {
+            continue;
+        }
+        let which = || format!("{from}, document {}", n + 1);
+        let document: Document = serde_yaml_ng::from_value(value).with_context(which)?;
+        if document.api_version != API_VERSION || document.kind != KIND {
+            bail!(
+                "{}: apiVersion {:?} and kind {:?} are not known; {API_VERSION:?} and {KIND:?} are",
+                which(),
+                document.api_version,
+                document.kind
+            );
+        }
+        documents.push(document);
+    }
+    if documents.is_empty() {
+        bail!("{from} holds no document; `quoin volume get NAME --manifest` prints one");
+    }
+    Ok(documents)
+}
+
+impl Document {
+    /// What the controller is asked to make of it.
+    ///
+    /// # Errors
+    /// A size that is none.
+    pub fn request(&self, dry_run: bool) -> Result<ApplyVolumeRequest> {
+        let spec = &self.spec;
+        let size_bytes = match &spec.size {
+            None => 0,
+            Some(Size::Bytes(bytes)) => *bytes,
+            Some(Size::Words(words)) => {
+                parse_size(words).map_err(|rule| anyhow::anyhow!("spec.size: {words:?}: {rule}"))?
+            }
+        };
+        if matches!(spec.desired_replication_factor, Some(0)) {
+            bail!("spec.desiredReplicationFactor: 0 replicas are none; leave it out to keep it");
+        }
+        let text = |field: &Option<String>| field.clone().unwrap_or_default();
+        let declared = VolumeSpec {
+            name: self.metadata.name.clone(),
+            size_bytes,
+            replicas: spec.desired_replication_factor.unwrap_or(0),
+            durability: match spec.durability {
+                None => Durability::Unspecified,
+                Some(DurabilityWord::Cache) => Durability::Cache,
+                Some(DurabilityWord::Media) => Durability::Media,
+            }
+            .into(),
+            spread: match spec.spread {
+                None => Spread::Unspecified,
+                Some(SpreadWord::Host) => Spread::Host,
+                Some(SpreadWord::Pool) => Spread::Pool,
+            }
+            .into(),
+            on_quorum_loss: text(&spec.on_quorum_loss),
+            on_full: text(&spec.on_full),
+            reads: text(&spec.reads),
+            block_size: spec.block_size.unwrap_or(0),
+            fs_type: text(&spec.fs_type),
+            frontend: text(&spec.frontend),
+            iops_limit: spec.iops_limit.unwrap_or(0),
+            bandwidth_limit: spec.bandwidth_limit.unwrap_or(0),
+            replace_after: text(&spec.replace_after),
+            allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
+            ..VolumeSpec::default()
+        };
+        let place = |replica: &Replica| DeclaredReplica {
+            replica_id: replica.replica_id.to_ascii_lowercase(),
+            pool: replica.pool.clone(),
+        };
+        Ok(ApplyVolumeRequest {
+            spec: Some(declared),
+            replicas: spec.replicas.iter().map(place).collect(),
+            dry_run,
+            resource_version: self.metadata.resource_version.unwrap_or(0),
+            consistency_factor: spec.consistency_factor,
+        })
+    }
+
+    /// The document of a volume as it is; applied, it changes nothing.
+    pub fn of(volume: Volume) -> Result<Self> {
+        let spec = volume.spec.clone().unwrap_or_default();
+        let membership = volume.membership.clone().unwrap_or_default();
+        let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+        let mut replicas: Vec<Replica> = Vec::new();
+        for replica in &volume.replicas {
+            // One that moves is to be where its newcomer is; one that leaves is not to be.
+            let follows = volume
+                .replicas
+                .iter()
+                .any(|other| other.replica_id == replica.replica_id && !other.known);
+            if replica.known && (replica.leaving || follows) {
+                continue;
+            }
+            replicas.push(Replica {
+                replica_id: replica.replica_id.clone(),
+                pool: replica.pool.clone(),
+            });
+        }
+        let document = Self {
+            api_version: API_VERSION.into(),
+            kind: KIND.into(),
+            metadata: Metadata {
+                name: spec.name.clone(),
+                resource_version: Some(volume.resource_version),
+            },
+            spec: Spec {
+                size: Some(size_words(volume.size_bytes)),
+                desired_replication_factor: Some(membership.drf),
+                consistency_factor: Some(volume.desired_consistency_factor),
+                replicas,
+                replace_after: some(&spec.replace_after),
+                durability: Some(match spec.durability() {
+                    Durability::Media => DurabilityWord::Media,
+                    _ => DurabilityWord::Cache,
+                }),
+                spread: Some(match spec.spread() {
+                    Spread::Pool => SpreadWord::Pool,
+                    _ => SpreadWord::Host,
+                }),
+                on_quorum_loss: some(&spec.on_quorum_loss),
+                on_full: some(&spec.on_full),
+                reads: some(&spec.reads),
+                block_size: Some(spec.block_size),
+                fs_type: some(&spec.fs_type),
+                frontend: some(&spec.frontend),
+                iops_limit: (spec.iops_limit != 0).then_some(spec.iops_limit),
+                bandwidth_limit: (spec.bandwidth_limit != 0).then_some(spec.bandwidth_limit),
+                allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
+            },
+            status: Some(serde_yaml_ng::to_value(status(volume))?),
+        };
+        Ok(document)
+    }
+}
+
+fn status(volume: Volume) -> Status {
+    let membership = volume.membership.unwrap_or_default();
+    let known = membership.known.into_iter();
+    let replica = |replica: quoin_proto::control::Replica| ReplicaStatus {
+        position: format!("{}.{}", replica.position_epoch, replica.position_lsn),
+        rebuild: (replica.rebuild_total_bytes > 0 && replica.phase == "Rebuilding").then_some(
+            Rebuild { done_bytes: replica.rebuilt_bytes, total_bytes: replica.rebuild_total_bytes },
+        ),
+        quorum: if replica.quorum { "on" } else { "off" },
+        replica_id: replica.replica_id,
+        replica_guid: replica.guid,
+        pool: replica.pool,
+        node: replica.node,
+        phase: replica.phase,
+        message: replica.message,
+    };
+    Status {
+        phase: volume.phase,
+        health: volume.health,
+        r#use: volume.r#use,
+        replication_factor: membership.rf,
+        consistency_factor: membership.cf,
+        replica_list: known
+            .map(|m| Known { replica_id: m.replica_id, replica_guid: m.guid })
+            .collect(),
+        replicas: volume.replicas.into_iter().map(replica).collect(),
+        membership_version: membership.version,
+        epoch: volume.epoch,
+        changing: volume.changing,
+        waiting_for: volume.waiting_for,
+        contract: volume.contract,
+    }
+}
+
+/// As a person writes it, where that is exact.
+fn size_words(bytes: u64) -> Size {
+    for (unit, name) in [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
+    {
+        if bytes != 0 && bytes.is_multiple_of(unit) {
+            return Size::Words(format!("{}{name}", bytes / unit));
+        }
+    }
+    Size::Bytes(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMALL: &str = "apiVersion: quoin/v1\nkind: Volume\nmetadata: {name: db}\n";
+
+    fn one(spec: &str) -> Result<Document> {
+        read(&format!("{SMALL}spec: {spec}\n"), "db.yaml").map(|mut documents| documents.remove(0))
+    }
+
+    #[test]
+    fn a_document_says_what_it_says_and_leaves_the_rest_as_it_is() {
+        let document = one("{size: 10GiB, desiredReplicationFactor: 3, replicas: [{pool: a}]}");
+        let request = document.unwrap().request(true).unwrap();
+        let spec = request.spec.unwrap();
+        assert_eq!((spec.name.as_str(), spec.size_bytes, spec.replicas), ("db", 10 << 30, 3));
+        assert_eq!(request.replicas[0].pool, "a");
+        assert!(request.dry_run && request.consistency_factor.is_none());
+        assert_eq!(spec.durability(), Durability::Unspecified);
+        assert_eq!(
+            one("{size: 4096}").unwrap().request(false).unwrap().spec.unwrap().size_bytes,
+            4096
+        );
+    }
+
+    /// Proves SCALE-CONF-06, SCALE-ID-06.
+    #[test]
+    fn a_volume_printed_reads_back_and_asks_for_what_there_is() {
+        let spec = VolumeSpec { name: "db".into(), block_size: 4096, ..VolumeSpec::default() };
+        let replica = |id: &str, pool: &str, known, leaving| quoin_proto::control::Replica {
+            replica_id: id.into(),
+            pool: pool.into(),
+            guid: format!("guid-{pool}"),
+            known,
+            leaving,
+            ..Default::default()
+        };
+        let member = quoin_proto::control::Member { replica_id: "r1".into(), guid: "g1".into() };
+        let membership = quoin_proto::control::Membership {
+            rf: 2,
+            cf: 2,
+            drf: 3,
+            known: vec![member],
+            ..Default::default()
+        };
+        let volume = Volume {
+            spec: Some(spec),
+            size_bytes: 3 << 30,
+            membership: Some(membership),
+            resource_version: 7,
+            replicas: vec![
+                replica("r1", "a", true, false),
+                replica("r2", "b", true, true),
+                replica("r2", "c", false, false),
+                replica("r3", "d", true, true),
+            ],
+            ..Volume::default()
+        };
+        let text = serde_yaml_ng::to_string(&Document::of(volume).unwrap()).unwrap();
+        for words in ["size: 3GiB", "desiredReplicationFactor: 3", "replicaGuid: g1", "quorum: "] {
+            assert!(text.contains(words), "{words}: {text}");
+        }
+        let request = read(&text, "db.yaml").unwrap().remove(0).request(false).unwrap();
+        let places: Vec<_> =
+            request.replicas.iter().map(|r| (r.replica_id.as_str(), r.pool.as_str())).collect();
+        assert_eq!(places, [("r1", "a"), ("r2", "c")], "where each is to be");
+        assert_eq!(request.resource_version, 7);
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused_by_its_name() {
+        for (spec, words) in [
+            ("{replicationFactor: 3}", "replicationFactor"),
+            ("{replicas: [{node: a}]}", "node"),
+            ("{durability: maybe}", "maybe"),
+            ("{desiredReplicationFactor: many}", "many"),
+        ] {
+            let refusal = format!("{:#}", one(spec).unwrap_err());
+            assert!(refusal.contains(words) && refusal.contains("db.yaml"), "{refusal}");
+        }
+        let size = one("{size: much}").unwrap().request(false).unwrap_err().to_string();
+        assert!(size.contains("spec.size"), "{size}");
+        let none = one("{desiredReplicationFactor: 0}").unwrap().request(false).unwrap_err();
+        assert!(none.to_string().contains("desiredReplicationFactor"));
+        let kind = SMALL.replace("Volume", "Disk") + "spec: {}";
+        assert!(read(&kind, "x").unwrap_err().to_string().contains("\"Disk\""));
+        assert!(read("", "x").unwrap_err().to_string().contains("no document"));
+        assert!(read("a: [", "x").unwrap_err().to_string().contains("not YAML"));
+    }
+
+    #[test]
+    fn a_file_holds_several_documents_and_json_is_one_too() {
+        let text =
+            format!("---\n{SMALL}spec: {{}}\n---\n{}", SMALL.replace("db", "log") + "spec: {}");
+        let names: Vec<_> =
+            read(&text, "x").unwrap().into_iter().map(|document| document.metadata.name).collect();
+        assert_eq!(names, ["db", "log"]);
+        let json = r#"{"apiVersion":"quoin/v1","kind":"Volume","metadata":{"name":"j"},"spec":{}}"#;
+        assert_eq!(read(json, "x").unwrap()[0].metadata.name, "j");
+    }
+}
