@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use quoin_core::block::{Operation, Reply, Request};
 use quoin_core::message::{
-    Content, EpochEnd, Failure, FromReplica, OpenAck, Ping, Slot, ToReplica,
+    Content, EpochEnd, Failure, FromReplica, OpenAck, Ping, Slot, SnapshotInfo, ToReplica,
 };
 use quoin_core::target::{
     OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent, TargetNote,
@@ -392,6 +392,34 @@ fn requests_behind_the_old_end_that_waited_for_the_open_find_the_volume_grown() 
     let grown = entries.iter().position(|e| matches!(e.kind, EntryKind::Resize { blocks: 4096 }));
     let written = entries.iter().position(|e| e.lba == 4000 && e.kind == EntryKind::Write);
     assert!(grown.is_some() && grown < written, "{entries:?}");
+}
+
+/// The authority was rebuilt itself, and so never had the boundary of another's rebuild.
+#[test]
+fn a_boundary_that_only_one_replica_still_has_is_deleted_there_too() {
+    let (first, later) = (SnapshotId(71), SnapshotId(72));
+    let with = |id: SnapshotId, mut ack: OpenAck| {
+        ack.snapshots = vec![SnapshotInfo { id, lsn: Lsn(4), hidden: true, blocks: 1024 }];
+        ack
+    };
+    let table = [row(5, 1, 10, 55)];
+    let mut hand = Hand::new(config());
+    hand.answer(1, with(first, ack(table.to_vec(), 10)));
+    hand.answer(3, ack(table.to_vec(), 10));
+    hand.pass(1000);
+    for id in [1, 3] {
+        hand.truncated(id);
+        hand.applied(id, true);
+    }
+    assert!(hand.target.status().serving);
+    let deletes = |hand: &Hand, id| {
+        let entries = hand.entries_of(3);
+        entries.iter().filter(|e| e.kind == EntryKind::DeleteSnapshot { id }).count()
+    };
+    assert_eq!((deletes(&hand, first), deletes(&hand, later)), (1, 0));
+    hand.answer(2, with(later, ack(table.to_vec(), 10)));
+    hand.pass(10);
+    assert_eq!((deletes(&hand, first), deletes(&hand, later)), (1, 1));
 }
 
 #[test]

@@ -104,13 +104,19 @@ fn seeds_that_once_found_something_as_the_membership_changes_find_nothing_now() 
     }
 }
 
-/// The checker counted a replica as whole again that was listed in a View and not yet fed.
-const FALSE_ALARM: u64 = 20334;
+/// Where the checker was wrong, or the run's settings were.
+const FALSE_ALARMS: &[(u64, &str)] = &[
+    (20334, "a replica counted as whole again that was listed in a View and not yet fed"),
+    (6125, "the lease of a replica that was lost was asked of the one made in its place"),
+    (101, "the window was smaller than one request"),
+];
 
 #[test]
-fn a_replica_that_is_listed_but_not_fed_again_still_counts_as_lost() {
-    let report = run(RunOptions { seed: FALSE_ALARM, ..RunOptions::default() });
-    assert_eq!(report.violation, None);
+fn what_the_checker_once_took_for_a_defect_is_none() {
+    for (seed, what) in FALSE_ALARMS {
+        let report = run(RunOptions { seed: *seed, ..RunOptions::default() });
+        assert_eq!(report.violation, None, "seed {seed}: {what}");
+    }
 }
 
 #[test]

@@ -574,6 +574,9 @@ impl Target {
         } else {
             self.history.last.lsn
         };
+        if self.phase == Phase::Serving {
+            self.forget_boundaries_of(index, keep);
+        }
         let peer = &mut self.peers[index];
         peer.link = Link::Truncating;
         peer.since = now;

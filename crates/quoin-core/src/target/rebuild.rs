@@ -6,12 +6,12 @@
 //! B) from a source through the target to the receiver's shadow, which flips at the end. Until
 //! then the receiver stays what it was.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use super::{Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::BLOCK_SIZE;
-use crate::entry::EntryKind;
+use crate::entry::{EntryKind, SharedEntry};
 use crate::ids::{Lsn, Position, SnapshotId};
 use crate::membership::Member;
 use crate::message::{IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica};
@@ -426,12 +426,32 @@ impl Target {
         self.parked.iter().map(|(_, rebuild)| rebuild.moved + PARKED_FOR).min()
     }
 
-    /// Boundaries of rebuilds that an older epoch did not finish.
+    /// Boundaries of rebuilds that an older epoch did not finish. The authority need not have
+    /// them: one that was rebuilt itself got none but its own.
     pub(super) fn forget_hidden_snapshots(&mut self) {
         self.parked.clear();
-        let hidden: Vec<SnapshotId> =
-            self.history.snapshots.iter().filter(|s| s.hidden).map(|s| s.id).collect();
-        for id in hidden {
+        let acks = self.peers.iter().filter_map(|p| p.ack.as_deref());
+        let all = self.history.snapshots.iter().chain(acks.flat_map(|ack| &ack.snapshots));
+        let hidden: BTreeSet<SnapshotId> = all.filter(|s| s.hidden).map(|s| s.id).collect();
+        self.delete_boundaries(hidden);
+    }
+
+    /// The same of a replica that comes later, as far as neither the history nor what it is about
+    /// to be fed knows of them.
+    pub(super) fn forget_boundaries_of(&mut self, index: usize, keep: Lsn) {
+        let Some(ack) = self.peers[index].ack.as_deref() else { return };
+        let known = |id: SnapshotId| {
+            let deletes = |e: &SharedEntry| e.kind == EntryKind::DeleteSnapshot { id };
+            let history = &self.history;
+            history.snapshots.iter().any(|s| s.id == id) || history.after(keep).any(deletes)
+        };
+        let kept = ack.snapshots.iter().filter(|s| s.hidden && s.lsn <= keep);
+        let stale = kept.map(|s| s.id).filter(|id| !known(*id)).collect();
+        self.delete_boundaries(stale);
+    }
+
+    fn delete_boundaries(&mut self, boundaries: BTreeSet<SnapshotId>) {
+        for id in boundaries {
             let kind = EntryKind::DeleteSnapshot { id };
             self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
         }

@@ -216,6 +216,9 @@ impl World {
         });
         here.member = member;
         here.gone = false;
+        // Leases were the lost one's. This one helps no target before it is known, and an open
+        // meets each CF that a lease was counted with in one that is still there.
+        here.honoured = None;
         here.cache_lost = false;
         if let Some(process) = &mut here.process {
             process.replica = replica;
