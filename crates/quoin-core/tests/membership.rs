@@ -220,6 +220,42 @@ fn whatever_becomes_of_the_swap_the_change_is_made_once_and_nothing_is_lost() {
     }
 }
 
+/// Nothing is paused: the joint View stands behind all that was pending, and a newcomer that holds
+/// it durably holds that too. What is acknowledged around the swap outlives any two of the new five.
+///
+/// Proves SCALE-KNOWN-08, SCALE-KNOWN-09, SCALE-KNOWN-11.
+#[test]
+fn while_cf_rises_io_is_answered_within_the_bound_and_what_was_acknowledged_meets_the_new_cf() {
+    for lost in [0, 3] {
+        let mut c = filled(3);
+        c.swaps.extend([SwapFate::Lost; 3].into_iter().take(lost));
+        c.want(|desired| desired.drf = 5);
+        let new = [4, 5].map(|n| c.add_newcomer(member(n, 200 + n), false));
+        let mut fill = 0;
+        for round in 0u32.. {
+            assert!(round < 3000, "the change is never made");
+            let began = c.now;
+            fill = fill % 250 + 1;
+            c.write(0, fill);
+            assert!(c.now < began + Duration::from_secs(5), "held for too long");
+            if c.membership.version == 2 {
+                break;
+            }
+            c.run(Duration::from_millis(20));
+        }
+        assert_eq!((c.membership.rf, c.membership.cf), (5, 3));
+        // Of the old three, that held it under the old rule, one is left with the newcomers.
+        for host in [0, 1] {
+            c.hosts[host].cut = true;
+            c.disconnect(host);
+        }
+        c.replace_target(config());
+        assert_eq!(c.read(0, 4096), vec![fill; 4096], "{lost} answers lost");
+        assert_eq!(c.read(4096, 4096), vec![2; 4096]);
+        assert!(new.iter().all(|host| c.hosts[*host].meta().quorum));
+    }
+}
+
 /// The target dies with the swap under way, before or after it landed; the next one finds the
 /// joint View and the record as it is.
 #[test]
@@ -247,6 +283,7 @@ fn a_target_that_dies_in_the_middle_of_a_change_leaves_a_volume_that_opens_and_c
     }
 }
 
+/// Proves SCALE-KNOWN-10.
 #[test]
 fn a_newcomer_that_dies_before_the_swap_is_given_up_and_the_old_rule_goes_on() {
     let mut c = filled(3);

@@ -115,7 +115,8 @@ fn refused(dev: &Dev, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Proves SCALE-TEST-04, SCALE-TEST-05, SCALE-GOAL-03, SCALE-STORY-01.
+/// Proves SCALE-TEST-04, SCALE-TEST-05, SCALE-GOAL-01, SCALE-GOAL-03, SCALE-STORY-01,
+/// SCALE-CONF-10, SCALE-CONF-11.
 #[test]
 fn a_volume_of_one_replica_is_scaled_to_three_and_every_new_copy_is_whole() {
     let (scratch, dev) = cluster("scale", "5");
@@ -134,7 +135,7 @@ fn a_volume_of_one_replica_is_scaled_to_three_and_every_new_copy_is_whole() {
     end(&scratch, dev, load, 5);
 }
 
-/// Proves SCALE-STORY-04, SCALE-STORY-06, SCALE-ID-04, SCALE-GOAL-04, SCALE-TEST-03.
+/// Proves SCALE-STORY-04, SCALE-STORY-06, SCALE-ID-04, SCALE-GOAL-01, SCALE-GOAL-04, SCALE-TEST-03.
 #[test]
 fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
     let (scratch, dev) = cluster("move", "4");
@@ -162,7 +163,7 @@ fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
     end(&scratch, dev, load, 3);
 }
 
-/// Proves SCALE-TEST-01, SCALE-TEST-07, SCALE-TEST-08, SCALE-STORY-07, SCALE-SHORT-01.
+/// Proves SCALE-TEST-01, SCALE-TEST-07, SCALE-TEST-08, SCALE-STORY-07, SCALE-SHORT-01, SCALE-GOAL-05.
 #[test]
 fn a_replica_on_a_pool_that_hangs_is_replaced_and_never_connects_again_whatever_restarts() {
     let (scratch, dev) = cluster("replace", "4");
@@ -332,7 +333,6 @@ fn a_pool_is_drained_under_load_while_the_controller_dies_and_where_it_cannot_no
     end(&scratch, dev, load, 3);
 }
 
-/// Proves SCALE-STORY-05.
 #[test]
 fn a_volume_that_nobody_uses_is_scaled_and_healed_all_the_same_and_its_data_is_whole() {
     let (scratch, dev) = healing("unused", "5", "2s");
@@ -372,7 +372,8 @@ fn a_volume_that_nobody_uses_is_scaled_and_healed_all_the_same_and_its_data_is_w
     compare(&scratch, dev, 3);
 }
 
-/// Proves SCALE-CONF-06, SCALE-CONF-07, SCALE-ID-06, SCALE-TEST-05, SCALE-TEST-10.
+/// Proves SCALE-CONF-06, SCALE-CONF-07, SCALE-CONF-15, SCALE-ID-06, SCALE-STORY-05, SCALE-TEST-05,
+/// SCALE-TEST-10.
 #[test]
 fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() {
     let (scratch, dev) = cluster("declare", "4");
@@ -425,4 +426,65 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     assert!(known(&dev).iter().any(|(pool, ..)| pool == free));
     load.goes_on(&dev, 100);
     end(&scratch, dev, load, 3);
+}
+
+/// What a pool holds, read with nothing of Quoin running: replica ids, GUIDs and quorum.
+fn inspect(file: &std::path::Path) -> Vec<(String, String, bool)> {
+    let output = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["pool", "inspect", "-o", "json"])
+        .arg(file)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let replicas: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
+    let replicas = replicas.as_array().unwrap().iter();
+    replicas.map(|r| (text(r, "replica"), text(r, "guid"), r["quorum"] == true)).collect()
+}
+
+/// Proves SCALE-ID-01, SCALE-ID-07, SCALE-QUORUM-01, SCALE-QUORUM-02, SCALE-QUORUM-04,
+/// SCALE-QUORUM-05, SCALE-QUORUM-06, SCALE-QUORUM-07.
+#[test]
+fn a_replica_keeps_its_id_and_its_quorum_on_its_disk_and_only_a_first_one_is_born_with_it_on() {
+    let (scratch, dev) = cluster("quorum", "4");
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let quorums = |dev: &Dev| -> Vec<(String, String, bool)> {
+        let replicas = dev.json(&["replica", "list", "db"]);
+        let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
+        let held = replicas.as_array().unwrap().iter();
+        held.map(|r| (text(r, "pool"), text(r, "guid"), r["quorum"] == true)).collect()
+    };
+    // Made with the volume, before anything was ever written: on.
+    assert!(quorums(&dev).len() == 3 && quorums(&dev).iter().all(|(.., quorum)| *quorum));
+    let load = Load::start(dev.client("db"), 5);
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", whole);
+    // Nobody fills the new one: it is as it was born.
+    let target = dev.pid("target").unwrap();
+    signal(target, "STOP");
+    dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
+    let born = dev.eventually("it is made", || {
+        let new = dev.json(&["replica", "list", "db"]);
+        let new = new.as_array().unwrap().iter().find(|r| r["known"] == false).cloned()?;
+        (new["phase"] == "Rebuilding").then_some(new)
+    });
+    assert_eq!(born["quorum"], false);
+    let pool = born["pool"].as_str().unwrap().to_owned();
+    dev.kill(&pool);
+    dev.eventually("it is there again", || {
+        let now = dev.replica("db", &pool);
+        (now["phase"] == "Rebuilding").then_some(())
+    });
+    let again = dev.replica("db", &pool);
+    assert_eq!((&again["guid"], &again["quorum"]), (&born["guid"], &false.into()));
+    signal(target, "CONT");
+    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+    assert!(quorums(&dev).iter().all(|(.., quorum)| *quorum), "what it holds may be read");
+    load.goes_on(&dev, 100);
+    let listed = known(&dev);
+    let files: Vec<_> = listed.iter().map(|(pool, ..)| dev.pool_file(pool)).collect();
+    end(&scratch, dev, load, 4);
+    for ((_, id, guid), file) in listed.iter().zip(files) {
+        assert_eq!(inspect(&file), [(id.clone(), guid.clone(), true)]);
+    }
 }

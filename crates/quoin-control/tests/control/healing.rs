@@ -49,6 +49,7 @@ fn told(cluster: &Cluster, reason: &str) -> Vec<String> {
     events.filter(|e| e.reason == reason).map(|e| e.message).collect()
 }
 
+/// Proves SCALE-GOAL-06.
 #[tokio::test]
 async fn a_replica_is_replaced_elsewhere_once_it_is_gone_for_longer_than_replace_after() {
     let mut cluster = five().await;
@@ -80,7 +81,9 @@ async fn a_replica_is_replaced_elsewhere_once_it_is_gone_for_longer_than_replace
     cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
     looks(&mut cluster, LONG).await;
     assert_eq!(cluster.volume("db").membership.retired, [old.guid]);
+    let membership = cluster.volume("db").membership.clone();
     assert_eq!(cluster.volume("db").replicas.len(), 3);
+    assert_eq!((membership.rf, membership.drf), (3, 3), "nothing but people raises or lowers RF");
 }
 
 #[tokio::test]

@@ -29,7 +29,6 @@ fn told(cluster: &Cluster, node: &str) -> Vec<bool> {
     targets.iter().map(|target| target.maintenance).collect()
 }
 
-/// Proves SCALE-STORY-05.
 #[tokio::test]
 async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_change() {
     let mut cluster = growing().await;
