@@ -8,7 +8,7 @@
 //!
 //! | module | idea |
 //! |---|---|
-//! | `open` | epoch, answers, authority, recovery (steps 1 to 6) |
+//! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); what the answers allow |
 //! | `history` | the tail of entries, the epoch table, common prefixes |
 //! | `peer`, `quorum` | a session's bookkeeping; commit, stable, lease, active View |
 //! | `write`, `read` | requests of the client |
@@ -34,6 +34,7 @@ mod room;
 mod serve;
 mod slab;
 mod steps;
+mod verdict;
 mod write;
 
 use std::collections::VecDeque;

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::quorum::{Views, rules_of};
 use super::serve::PATIENCE;
+use super::verdict::Verdict;
 use super::{History, Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::EPOCH_MAX;
 use crate::entry::{EntryKind, Rule, SharedEntry, View};
@@ -24,17 +25,6 @@ const OPEN_PATIENCE_MAX: Duration = Duration::from_secs(120);
 const FETCH_BYTES: u32 = 4 << 20;
 const REST_FIRST_MS: u64 = 100;
 const REST_LAST_MS: u64 = 10_000;
-
-/// What the answers so far allow.
-enum Verdict {
-    Wait(String),
-    /// Only flushed data is owed: more than a minority lost its cache.
-    Unflushed,
-    Go {
-        authority: usize,
-    },
-    Behind(u64),
-}
 
 impl Target {
     /// Step 1. Every attempt takes a new incarnation and a new epoch.
@@ -259,118 +249,6 @@ impl Target {
         let answers = self.peers.iter().any(|p| p.link == Link::Opening);
         let more = if answers { OPEN_PATIENCE_MAX - OPEN_PATIENCE } else { Duration::ZERO };
         self.answer_by + more
-    }
-
-    fn all_answered(&self) -> bool {
-        self.peers.iter().all(|p| p.link == Link::Answered)
-    }
-
-    /// Answered, quorum on, undamaged.
-    fn answers(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
-        self.peers.iter().enumerate().filter_map(|(i, p)| {
-            let ack = p.ack.as_deref().filter(|_| p.link == Link::Answered)?;
-            let quorum = ack.quorum || mutant::is("quorum-off-counted");
-            (quorum && !ack.damaged).then_some((i, ack))
-        })
-    }
-
-    /// V: those of them that are known.
-    fn voters(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
-        self.answers().filter(|(i, _)| self.membership.contains(self.peers[*i].member))
-    }
-
-    /// Whoever the second rule of a joint View knows and the record does not is asked too: only
-    /// they may be able to say that this rule never came to rule, or that it did.
-    fn open_joint_members(&mut self, now: Time) {
-        let Some(authority) = self.authority() else { return };
-        let ack = self.peers[authority].ack.as_ref();
-        let joint = ack.and_then(|a| a.last_view.as_ref()).and_then(|(_, view)| view.joint.clone());
-        for member in joint.into_iter().flat_map(|rule| rule.known) {
-            let asked = self.peers.iter().any(|p| p.member == member);
-            if !asked && !self.membership.retired.contains(&member.guid) {
-                self.peers.push(Peer::new(member, now));
-            }
-        }
-    }
-
-    /// Step 4: the highest position in V.
-    fn authority(&self) -> Option<usize> {
-        if mutant::is("view-left-out-of-the-position") {
-            return self.voters().max_by_key(|(_, ack)| without_view(ack)).map(|(i, _)| i);
-        }
-        self.voters().max_by_key(|(_, ack)| ack.position).map(|(i, _)| i)
-    }
-
-    /// Step 3.
-    fn verdict(&self) -> Verdict {
-        let record = self.membership.version;
-        let newest = self.peers.iter().filter_map(|p| p.ack.as_ref()).map(|a| a.membership_version);
-        let newest = newest.max().filter(|_| !mutant::is("control-plane-rollback-ignored"));
-        if let Some(version) = newest.filter(|v| *v > record) {
-            return Verdict::Behind(version);
-        }
-        let answered = self.voters().count();
-        let mut needed = self.membership.open_quorum();
-        if mutant::is("open-below-quorum") {
-            needed = 1;
-        }
-        if answered < needed {
-            return Verdict::Wait(format!(
-                "replicas: {answered} of {} known answered, {needed} are needed to open",
-                self.membership.known.len()
-            ));
-        }
-        let Some(authority) = self.authority() else {
-            return Verdict::Wait("replicas".to_owned());
-        };
-        let ack = self.peers[authority].ack.as_ref().expect("a voter has answered");
-        let Some((_, view)) = &ack.last_view else {
-            // No View in V: nothing was ever acknowledged.
-            return Verdict::Go { authority };
-        };
-        if let Some(joint) = view.joint.as_ref().filter(|joint| self.may_have_ruled(joint)) {
-            return Verdict::Wait(format!(
-                "replicas that may know of a change of membership: {} of {} answered",
-                joint.known.iter().filter(|m| self.has_answered(**m)).count(),
-                joint.known.len()
-            ));
-        }
-        let owed: Vec<Member> =
-            view.in_sync.iter().copied().filter(|m| self.membership.contains(*m)).collect();
-        let there = |continuous: bool| {
-            let is_owed = |index: usize| owed.contains(&self.peers[index].member);
-            let answers = self.answers().filter(|(i, _)| is_owed(*i));
-            answers.filter(|(_, ack)| ack.continuous == continuous).count()
-        };
-        let cf = usize::from(self.membership.cf);
-        if there(true) + cf > owed.len() || mutant::is("continuous-rule-left-out") {
-            Verdict::Go { authority }
-        } else if there(false) >= cf {
-            Verdict::Unflushed
-        } else {
-            Verdict::Wait(format!(
-                "replicas that kept their caches: {} of the {} in sync answered",
-                there(true) + there(false),
-                owed.len()
-            ))
-        }
-    }
-
-    /// Whether the second rule of a joint View may have come to rule alone, though the record does
-    /// not know it (it was restored from an old copy, say). Its first View alone was then on the
-    /// media of CF of its replicas before anything was answered by it, and any of those would say
-    /// so by the version of the membership. Until then all was counted under both rules, so the
-    /// record's suffices.
-    fn may_have_ruled(&self, joint: &Rule) -> bool {
-        let silent = joint.known.iter().filter(|m| !self.has_answered(**m)).count();
-        silent >= usize::from(joint.cf)
-    }
-
-    /// One whose data is damaged may have forgotten.
-    fn has_answered(&self, member: Member) -> bool {
-        let answered = |p: &&Peer| p.member == member && p.link == Link::Answered;
-        let ack = self.peers.iter().find(answered).and_then(|p| p.ack.as_ref());
-        ack.is_some_and(|ack| !ack.damaged)
     }
 
     pub(super) fn rule(&self) -> Rule {
@@ -678,17 +556,6 @@ impl Target {
         for waiting in self.waiting_commit.iter_mut().chain(&mut self.waiting_stable) {
             waiting.lsn = find(waiting.lsn);
         }
-    }
-}
-
-/// The position as it would be if Views were no part of it, for the mutant.
-fn without_view(ack: &OpenAck) -> Position {
-    let end = ack.position;
-    match (&ack.last_view, ack.epoch_table.as_slice()) {
-        (Some((lsn, _)), [.., before, own]) if *lsn == end.lsn && own.first == end.lsn => {
-            Position { epoch: before.epoch, lsn: before.last }
-        }
-        _ => end,
     }
 }
 

@@ -5,6 +5,7 @@
 mod checks;
 mod claims;
 mod clients;
+mod clocks;
 mod control;
 mod ending;
 mod growth;

@@ -12,8 +12,6 @@ use crate::network::ConnectionId;
 use crate::schedule::{MILLISECOND, SECOND};
 use crate::storage::Outage;
 
-/// Clocks drift apart by up to 4 %, and a lease allows for 10: two jumps within one lease fit.
-const LEASE_JUMP_DIVISOR: u64 = 40;
 /// Events for which an aimed fault waits for its step.
 const AIM_PATIENCE: u64 = 8000;
 
@@ -97,7 +95,7 @@ impl World {
         }
     }
 
-    fn a_target(&mut self) -> usize {
+    pub(super) fn a_target(&mut self) -> usize {
         let alive: Vec<usize> =
             (0..self.targets.len()).filter(|t| self.targets[*t].process.is_some()).collect();
         if alive.is_empty() { self.record.owner } else { *self.random.pick(&alive) }
@@ -378,55 +376,9 @@ impl World {
         self.schedule.at(due + b, Event::PoolEndLost { connection: id });
     }
 
-    /// Only forward: by any time where a lease may end early, at targets; at hosts of replicas by
-    /// what a lease's share for skewed clocks still covers beside their drift.
-    fn jump_clock(&mut self) -> bool {
-        let target = self.a_target();
-        let mut host = self.targets[target].host;
-        let mut ahead = self.random.between(1, 10_000) * MILLISECOND;
-        if self.random.percent(40) {
-            host = self.pools[self.random.index(self.pools.len())].host;
-        }
-        if self.pools.iter().any(|p| p.host == host) {
-            ahead = u64::from(self.setup.config.lease_ms) * MILLISECOND / LEASE_JUMP_DIVISOR;
-        }
-        self.clocks[host].jump(self.schedule.now(), ahead);
-        self.clock_changed(host);
-        true
-    }
-
-    /// What the defect needs to show: answers that are held back until another target serves.
-    fn stale_answers_for(&mut self, host: usize) {
-        let hosts: Vec<usize> = self.pools.iter().map(|p| p.host).filter(|h| *h != host).collect();
-        let blocked: Vec<(usize, usize)> = hosts.into_iter().map(|h| (h, host)).collect();
-        for (from, to) in &blocked {
-            self.network.block(*from, *to);
-        }
-        self.schedule.after(5 * SECOND, Event::Mend(Mend::Unblock(blocked)));
-        self.failover();
-    }
-
-    fn set_clock_rate(&mut self, host: usize, rate_ppm: u64) {
-        self.clocks[host].set_rate(self.schedule.now(), rate_ppm);
-        self.clock_changed(host);
-    }
-
-    fn clock_changed(&mut self, host: usize) {
-        for target in 0..self.targets.len() {
-            if self.targets[target].host == host {
-                self.plan_target_timer(target);
-            }
-        }
-        for pool in 0..self.pools.len() {
-            if self.pools[pool].host == host {
-                self.plan_pool_timer(pool);
-            }
-        }
-    }
-
     /// The controller gives the volume to the other host; the old target still runs, and some of
     /// its clients still use it.
-    fn failover(&mut self) -> bool {
+    pub(super) fn failover(&mut self) -> bool {
         let old = self.record.owner;
         let new = 1 - old;
         self.record.owner = new;
