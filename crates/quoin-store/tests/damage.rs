@@ -136,6 +136,39 @@ fn a_flipped_bit_anywhere_is_never_served_and_never_panics() {
     assert!(bad > 100 && damaged > 5, "the test hit too little: {bad} bad, {damaged} damaged");
 }
 
+/// Blocks that hold nodes of the map.
+fn node_blocks(disk: &MemoryDisk) -> Vec<u64> {
+    let nodes_after = |header: u64| {
+        let mut head = vec![0; 4096];
+        disk.read_at(header * 4096, &mut head).expect("a read");
+        let holds_nodes = head.starts_with(b"QBAT") && head[18] == 2;
+        let data_blocks = u32::from_le_bytes(head[72..76].try_into().expect("four bytes"));
+        let first = header + 1;
+        first..first + if holds_nodes { data_blocks.into() } else { 0 }
+    };
+    disk.written_blocks().into_iter().flat_map(nodes_after).collect()
+}
+
+/// A node that still looks like one is the worst: its versions and places would be believed.
+#[test]
+fn a_flipped_bit_in_a_node_of_the_map_is_found_by_its_parents_checksum() {
+    let mut world = lived_in(13);
+    let truth = truth(&mut world);
+    world.pool = None;
+    let mut rng = ChaCha8Rng::seed_from_u64(6);
+    let nodes = node_blocks(&world.disk);
+    let mut bad = 0;
+    for _ in 0..1000 {
+        let disk = world.disk.fork();
+        let block = nodes[rng.random_range(0..nodes.len())];
+        disk.rot(block * 4096 + rng.random_range(0..4096), 1 << rng.random_range(0..8));
+        let mut pool = Pool::open(disk, options()).expect("a node is needed by no start");
+        bad += usize::from(check(&mut pool, &truth) > 0);
+    }
+    println!("{bad} of 1000 flipped bits in {} blocks were met", nodes.len());
+    assert!(bad > 20, "the test hit too little: {bad}");
+}
+
 #[test]
 fn whole_blocks_of_garbage_are_never_served_and_never_panic() {
     let mut world = lived_in(12);
@@ -337,15 +370,7 @@ fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() 
     let (mut stretches, mut blocks, mut headers) = (0, 0, 0);
     // All nodes of the map, and some of everything else.
     let written = world.disk.written_blocks();
-    let nodes_after = |header: &u64| {
-        let mut head = vec![0; 4096];
-        world.disk.read_at(header * 4096, &mut head).expect("a read");
-        let holds_nodes = head.starts_with(b"QBAT") && head[18] == 2;
-        let data_blocks = u32::from_le_bytes(head[72..76].try_into().expect("four bytes"));
-        let first = header + 1;
-        first..first + if holds_nodes { data_blocks.into() } else { 0 }
-    };
-    let nodes: Vec<u64> = written.iter().flat_map(nodes_after).collect();
+    let nodes = node_blocks(&world.disk);
     let sample = written.into_iter().filter(|b| *b > 0 && (b % 7 == 0 || nodes.contains(b)));
     for block in sample {
         let disk = world.disk.fork();
