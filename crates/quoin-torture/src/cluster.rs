@@ -10,10 +10,13 @@ use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+use crate::disk::SmallDisk;
 use crate::network::Network;
 
 pub const POOLS: [&str; 3] = ["pool-a", "pool-b", "pool-c"];
 pub const HOSTS: [&str; 5] = ["control", "pool-a", "pool-b", "pool-c", "node"];
+/// The pool that has a small disk of its own, where there can be one.
+const SMALL_DISK_POOL: &str = "pool-b";
 const POOL_CAPACITY: &str = "6GiB";
 const START_BUDGET: Duration = Duration::from_secs(60);
 const STOP_BUDGET: Duration = Duration::from_secs(30);
@@ -30,6 +33,7 @@ pub struct Cluster {
     processes: BTreeMap<&'static str, Process>,
     // After the processes: they live in it.
     pub network: Option<Network>,
+    pub small_disk: Option<SmallDisk>,
 }
 
 impl Cluster {
@@ -44,7 +48,11 @@ impl Cluster {
             directory: directory.to_owned(),
             processes: BTreeMap::new(),
             network,
+            small_disk: None,
         };
+        if attach {
+            cluster.small_disk = Some(SmallDisk::make(directory, SMALL_DISK_POOL)?);
+        }
         let path = |name: &str| directory.join(name).display().to_string();
         let controller = format!("{}:7400", cluster.address("control"));
         cluster.command(&["controller", "init", "--state", &path("controller")])?;
@@ -67,6 +75,7 @@ impl Cluster {
         for (index, pool) in (0..).zip(POOLS) {
             let token = cluster.token("pool", pool)?;
             let listen = format!("{}:{}", cluster.address(pool), 7401 + index);
+            let data = cluster.pool_file(pool).display().to_string();
             cluster.add(
                 pool,
                 pool,
@@ -76,7 +85,7 @@ impl Cluster {
                     "--state",
                     &path(pool),
                     "--data",
-                    &path(&format!("{pool}.data")),
+                    &data,
                     "--capacity",
                     POOL_CAPACITY,
                     "--node",
@@ -210,7 +219,8 @@ impl Cluster {
 
     /// The file of a pool.
     pub fn pool_file(&self, pool: &str) -> PathBuf {
-        self.directory.join(format!("{pool}.data"))
+        let small = self.small_disk.as_ref().filter(|_| pool == SMALL_DISK_POOL);
+        small.map_or(&self.directory, |disk| &disk.mount).join(format!("{pool}.data"))
     }
 
     /// Makes a volume, attaches it, and returns its id.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rand::Rng;
+use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
 use rustix::process::Signal;
 
@@ -16,7 +17,7 @@ use crate::cluster::{Cluster, POOLS};
 const ROTTEN_POOL: &str = "pool-c";
 const FLIPS: usize = 16;
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, clap::ValueEnum)]
 pub enum Fault {
     KillPool,
     KillTarget,
@@ -31,10 +32,11 @@ pub enum Fault {
     FlappingLink,
     DelayedLink,
     FlipBytes,
+    FillDisk,
     RestartCleanly,
 }
 
-const ALL: [(Fault, u32); 14] = [
+const ALL: [(Fault, u32); 15] = [
     (Fault::KillPool, 4),
     (Fault::KillTarget, 3),
     (Fault::KillController, 2),
@@ -48,33 +50,27 @@ const ALL: [(Fault, u32); 14] = [
     (Fault::FlappingLink, 2),
     (Fault::DelayedLink, 2),
     (Fault::FlipBytes, 3),
+    (Fault::FillDisk, 2),
     (Fault::RestartCleanly, 1),
 ];
 
 #[derive(Default)]
 pub struct Injected(pub BTreeMap<Fault, u64>);
 
-/// One that this machine can do.
-pub fn draw(rng: &mut ChaCha8Rng, cluster: &Cluster) -> Fault {
-    use Fault::{CutController, CutPool, CutTwoPools, DelayedLink, FlappingLink};
-    loop {
-        let total: u32 = ALL.iter().map(|(_, weight)| weight).sum();
-        let mut left = rng.random_range(0..total);
-        let chosen = ALL.iter().find(|(_, weight)| {
-            let here = left < *weight;
-            left = left.saturating_sub(*weight);
-            here
-        });
-        let Some((fault, _)) = chosen else { continue };
-        let fits = match fault {
-            CutPool | CutController | CutTwoPools | FlappingLink => cluster.network.is_some(),
-            DelayedLink => cluster.network.as_ref().is_some_and(|network| network.delays),
-            _ => true,
-        };
-        if fits {
-            return *fault;
-        }
-    }
+/// One that this machine can do, of `only` if that names any.
+pub fn draw(rng: &mut ChaCha8Rng, cluster: &Cluster, only: &[Fault]) -> Result<Fault> {
+    use Fault::{CutController, CutPool, CutTwoPools, DelayedLink, FillDisk, FlappingLink};
+    let possible = |fault: Fault| match fault {
+        CutPool | CutController | CutTwoPools | FlappingLink => cluster.network.is_some(),
+        FillDisk => cluster.small_disk.is_some(),
+        DelayedLink => cluster.network.as_ref().is_some_and(|network| network.delays),
+        _ => true,
+    };
+    let wanted = |fault: Fault| only.is_empty() || only.contains(&fault);
+    let mut faults = ALL.to_vec();
+    faults.retain(|(fault, _)| wanted(*fault) && possible(*fault));
+    let chosen = faults.choose_weighted(rng, |(_, weight)| *weight);
+    Ok(chosen.context("none of the faults is possible on this machine")?.0)
 }
 
 impl Injected {
@@ -117,6 +113,12 @@ impl Injected {
                 network.delay(pool, 0)
             }
             Fault::FlipBytes => flip(cluster, rng),
+            Fault::FillDisk => {
+                let disk = cluster.small_disk.as_ref().context("a small disk")?;
+                disk.fill()?;
+                std::thread::sleep(lasts);
+                disk.relieve()
+            }
             Fault::RestartCleanly => {
                 for name in [pool, "target"] {
                     cluster.signal(name, Signal::TERM)?;

@@ -136,7 +136,7 @@ impl Drop for Files {
     }
 }
 
-fn run(command: &mut Command) -> Result<()> {
+pub fn run(command: &mut Command) -> Result<()> {
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?}"))?;
     if !output.status.success() {
         let (out, err) = (output.stdout, output.stderr);

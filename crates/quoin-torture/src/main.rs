@@ -8,6 +8,7 @@
 
 mod client;
 mod cluster;
+mod disk;
 mod faults;
 mod files;
 mod network;
@@ -24,7 +25,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::client::Clients;
 use crate::cluster::Cluster;
-use crate::faults::Injected;
+use crate::faults::{Fault, Injected};
 use crate::files::Files;
 
 /// Tortures real Quoin processes and checks every byte
@@ -36,6 +37,9 @@ struct Options {
     /// Draws the faults; the same seed draws the same ones (their instants differ)
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
+    /// Only these faults, separated by commas
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "FAULTS")]
+    only: Vec<Fault>,
     /// The binary to torture
     #[arg(long, value_name = "FILE")]
     quoin: PathBuf,
@@ -150,7 +154,7 @@ fn rounds(
     let lasts = Duration::from_secs_f64(options.minutes * 60.0);
     while began.elapsed() < lasts && !INTERRUPTED.load(Ordering::SeqCst) {
         files.iter_mut().try_for_each(Files::tend)?;
-        let fault = faults::draw(rng, cluster);
+        let fault = faults::draw(rng, cluster, &options.only)?;
         println!(
             "[{:>6.1} s] {fault:?}; {} IOs checked",
             began.elapsed().as_secs_f64(),

@@ -86,7 +86,7 @@ impl StoreError {
 
 /// An I/O error without its host types, so that stores can be simulated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{operation} at {offset} (errno {errno})")]
+#[error("{operation} at {offset}: {}", std::io::Error::from_raw_os_error(*.errno))]
 pub struct IoFault {
     /// "read", "write", "sync", …
     pub operation: &'static str,
