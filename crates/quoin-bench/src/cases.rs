@@ -1,7 +1,6 @@
 //! What is measured.
 
 use std::path::Path;
-use std::time::Duration;
 
 use crate::compare::{Comparison, Side, compare};
 use crate::floor::Floor;
@@ -93,7 +92,7 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
                 pattern: case.pattern,
                 block_bytes: case.block_bytes,
                 depth: case.depth,
-                time: Duration::from_secs_f64(options.seconds),
+                time: options.time(),
             };
             let comparison = compare(&mut floor_side, quoin_side.as_mut(), load, options.pairs)?;
             results.push(CaseResult { name: case.name, comparison });

@@ -33,6 +33,7 @@ pub mod sink;
 pub mod usage;
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// When the floor (and the volume it is compared with) acknowledges a write.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -70,9 +71,9 @@ pub struct Options {
     /// Only cases whose names contain this text
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
-    /// Seconds of each measurement
-    #[arg(long, default_value_t = 3.0, value_name = "SECONDS")]
-    pub seconds: f64,
+    /// Seconds of each measurement [default: 3, with --quick 2]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub seconds: Option<f64>,
     /// Pairs (floor, Quoin) of each case; medians are shown
     #[arg(long, default_value_t = 3, value_name = "N")]
     pub pairs: usize,
@@ -102,7 +103,20 @@ pub struct Options {
     pub floor_only: bool,
 }
 
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if (0.1..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("a number from 0.1 to 3600 is needed".into()),
+    }
+}
+
 impl Options {
+    /// How long each measurement takes.
+    fn time(&self) -> Duration {
+        let usual = if self.quick { 2.0 } else { 3.0 };
+        Duration::from_secs_f64(self.seconds.unwrap_or(usual))
+    }
+
     /// `--only` leaves out what it does not name.
     fn wants(&self, case: &str) -> bool {
         self.only.as_ref().is_none_or(|text| case.contains(text.as_str()))

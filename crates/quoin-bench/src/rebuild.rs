@@ -46,7 +46,7 @@ fn sequential_floor(
         pattern: Pattern::Sequential,
         block_bytes: BLOCK_BYTES,
         depth: 8,
-        time: Duration::from_secs_f64(options.seconds),
+        time: options.time(),
     };
     let mut side = Side { generator: &mut generator, pids: floor.pids() };
     Ok(compare(&mut side, None, load, options.pairs)?.floor)

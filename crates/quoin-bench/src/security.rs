@@ -4,7 +4,6 @@
 //! authenticates; beside the same floor, so the two ratios compare both.
 
 use std::path::Path;
-use std::time::Duration;
 
 use crate::cases::CaseResult;
 use crate::compare::{Side, compare};
@@ -31,7 +30,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<CaseResu
         pattern: Pattern::Sequential,
         block_bytes: 128 << 10,
         depth: 8,
-        time: Duration::from_secs_f64(options.seconds),
+        time: options.time(),
     };
     let mut floor_side = Side { generator: &mut floor_load, pids: floor.pids() };
     let mut quoin_side = Side { generator: &mut quoin_load, pids: product.pids() };
