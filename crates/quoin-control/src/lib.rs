@@ -27,6 +27,7 @@ pub mod placement;
 pub mod policy;
 mod reconcile;
 pub mod records;
+mod recovery;
 mod removal;
 mod reports;
 mod run;
@@ -48,6 +49,7 @@ pub use epochs::{Granted, MembershipSwap};
 pub use error::Error;
 pub use heal::Healing;
 pub use metrics::Metrics;
+pub use recovery::{LEASES_OVER_AFTER, Recovery};
 pub use run::{
     HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, is_initialised, open, run, serve,
 };

@@ -229,6 +229,10 @@ pub struct VolumeRecord {
     /// As it was asked for; 0: by the formula whenever RF changes.
     #[serde(default)]
     pub consistency_factor: u8,
+    /// When it was last recovered from too few replicas by hand, and so may have lost acknowledged
+    /// writes; 0: never.
+    #[serde(default)]
+    pub may_have_lost_ms: u64,
 }
 
 impl VolumeRecord {

@@ -202,7 +202,14 @@ impl Controller {
                 .collect(),
             replicas: self.replica_messages(volume, &status.replicas),
             created_at: Some(timestamp(volume.created_ms)),
-            contract: self.contract(volume),
+            contract: match volume.may_have_lost_ms {
+                0 => self.contract(volume),
+                _ => format!(
+                    "{}; it was recovered by hand, and what only the replicas held that were given \
+                     up then is lost",
+                    self.contract(volume)
+                ),
+            },
             resource_version: revision,
             changing: volume.changing(),
             desired_consistency_factor: volume.consistency_factor.into(),

@@ -25,6 +25,9 @@ const LAGS_FOR: Duration = Duration::from_secs(30);
 /// A node whose target has not opened the volume by then is given up for another one.
 const OPENS_WITHIN: Duration = Duration::from_secs(30);
 
+/// Within that a target has seen that the volume is not its any more.
+const CLOSES_WITHIN: Duration = Duration::from_secs(3);
+
 impl Controller {
     /// Lends targets to volumes that need one, and takes back those that are done; called every
     /// second.
@@ -48,6 +51,7 @@ impl Controller {
         let unused = |volume: &&Arc<VolumeRecord>| {
             volume.phase == VolumePhase::Ready && volume.attachments.is_empty()
         };
+        self.give_back(&volumes, now).await?;
         for volume in volumes.iter().filter(unused) {
             let status = self.status(volume);
             let work = self.work(volume, &status, now);
@@ -80,6 +84,33 @@ impl Controller {
                 let message = format!("on node {node}, attached nowhere: {work}");
                 self.events.record(Severity::Normal, about(&volume), "VolumeTended", message);
             }
+        }
+        Ok(())
+    }
+
+    /// A recovery by hand takes the volume from its target, which closes it; then it is opened anew.
+    async fn give_back(&self, volumes: &[Arc<VolumeRecord>], now: Instant) -> Result<(), Error> {
+        let taken = |volume: &&Arc<VolumeRecord>| {
+            volume.owner.is_none()
+                && volume.phase == VolumePhase::Ready
+                && !volume.attachments.is_empty()
+        };
+        for volume in volumes.iter().filter(taken) {
+            let since = *self.observed().looks.opening.entry(volume.id.0).or_insert(now);
+            if now.duration_since(since) < CLOSES_WITHIN {
+                continue;
+            }
+            let change = |volume: &mut VolumeRecord| {
+                if volume.owner.is_none() && volume.phase == VolumePhase::Ready {
+                    volume.owner = volume.attachments.first().map(|a| a.node.clone());
+                }
+                Ok(())
+            };
+            match self.update_volume(volume.id.0, change).await {
+                Err(Error::NotFound { .. }) => {}
+                other => drop(other?),
+            }
+            self.observed().looks.opening.remove(&volume.id.0);
         }
         Ok(())
     }

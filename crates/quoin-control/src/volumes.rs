@@ -389,5 +389,6 @@ fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> 
         owner: None,
         epoch: 0,
         incarnation: Text(Incarnation(0)),
+        may_have_lost_ms: 0,
     }
 }

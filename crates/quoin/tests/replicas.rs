@@ -488,3 +488,58 @@ fn a_replica_keeps_its_id_and_its_quorum_on_its_disk_and_only_a_first_one_is_bor
         assert_eq!(inspect(&file), [(id.clone(), guid.clone(), true)]);
     }
 }
+
+/// Proves SCALE-TEST-12, SCALE-GOAL-02, SCALE-STORY-08.
+#[test]
+fn two_of_three_pools_are_made_anew_and_the_volume_goes_on_from_one_copy_to_three_with_all_data() {
+    let (scratch, dev) = cluster("recover", "3");
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    for lba in 0..512 {
+        client.write(lba * 4096, block(lba, 9).into(), false).unwrap();
+    }
+    client.flush().unwrap();
+    dev.wait_for_volume("db", "whole", whole);
+    let before = known(&dev);
+    let text = refused(&dev, &["volume", "recover", "db", "--keep", "pool-a"]);
+    assert!(text.contains("keep it too"), "with all there, nothing is given up: {text}");
+    for pool in ["pool-b", "pool-c"] {
+        std::fs::remove_file(dev.pool_file(pool)).unwrap();
+    }
+    for pool in ["pool-b", "pool-c"] {
+        dev.kill(pool);
+    }
+    dev.eventually("both are known to be lost", || {
+        let lost = events(&dev, "ReplicaGone").len();
+        (lost >= 2).then_some(())
+    });
+    dev.wait_for_volume("db", "without a quorum", |volume| volume["health"] != "Online");
+    let text = dev.eventually("it is refused without the word", || {
+        let output = dev.quoin(&["volume", "recover", "db", "--keep", "pool-a"]);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success());
+        text.contains("accept that by --accept-loss-of").then_some(text)
+    });
+    assert!(text.contains("1 of 3 replicas are left"), "{text}");
+    assert!(dev.json(&["volume", "get", "db"])["replicationFactor"] == 3);
+    let command = ["volume", "recover", "db", "--keep", "pool-a", "--accept-loss-of", "db"];
+    let recovered = dev.json(&command);
+    assert_eq!(factors(&recovered), [1, 1, 3]);
+    // DRF is as it was: RF follows by itself.
+    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [3, 2, 3]);
+    let after = known(&dev);
+    assert_eq!(after.len(), 3);
+    assert!(after.contains(before.iter().find(|(pool, ..)| pool == "pool-a").unwrap()));
+    let retired: Vec<_> = before.iter().filter(|(pool, ..)| pool != "pool-a").collect();
+    assert!(retired.iter().all(|(.., old)| after.iter().all(|(.., guid)| guid != old)));
+    // The client never left; it reads all that it wrote, and writes on.
+    for lba in 0..512 {
+        assert_eq!(client.read(lba * 4096, 4096).unwrap(), block(lba, 9));
+    }
+    client.write(0, block(0, 10).into(), true).unwrap();
+    client.stop();
+    let shown = dev.json(&["volume", "get", "db"]);
+    assert!(shown["contract"].as_str().unwrap().contains("recovered by hand"));
+    assert_eq!(events(&dev, "VolumeRecovered").len(), 1);
+    compare(&scratch, dev, 3);
+}

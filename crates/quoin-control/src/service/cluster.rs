@@ -15,6 +15,7 @@ use crate::attach::Publish;
 use crate::cordon::{Cordoning, Scope};
 use crate::members::token_id;
 use crate::records::{TokenRecord, VolumePhase, VolumeRecord};
+use crate::recovery::Recovery;
 use crate::reports::id;
 use crate::scale::Scale;
 use crate::spec::{self, REPLICAS_MAX};
@@ -176,6 +177,27 @@ impl Cluster for Services {
         let replicas: Vec<_> =
             replica_ids.iter().map(|text| id("replica_id", text)).collect::<Result<_, _>>()?;
         let volume = self.controller.remove_replicas(volume.as_ref(), &replicas).await?;
+        Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn recover_volume(
+        &self,
+        request: Request<RecoverVolumeRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.govern(&request)?;
+        let asked = request.into_inner();
+        let ids = |texts: &[String]| -> Result<Vec<_>, Error> {
+            if texts.len() > REPLICAS_MAX as usize {
+                return Err(Error::invalid("replica_ids", format!("at most {REPLICAS_MAX}")));
+            }
+            texts.iter().map(|text| id("replica_id", text)).collect()
+        };
+        let recovery = Recovery {
+            keep: ids(&asked.keep_replica_ids)?,
+            destroyed: ids(&asked.destroyed_replica_ids)?,
+            accept_loss_of: asked.accept_loss_of,
+        };
+        let volume = self.controller.recover_volume(asked.volume.as_ref(), &recovery).await?;
         Ok(Response::new(self.controller.volume_message(&volume)))
     }
 

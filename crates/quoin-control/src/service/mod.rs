@@ -7,7 +7,7 @@
 //! |---|---|---|---|---|---|
 //! | Cluster: get, list, capacity, events | yes | yes | yes | – | – |
 //! | Cluster: create, delete, resize, scale, apply, publish, unpublish, cordon, drain | yes | yes | where nodes manage volumes (for CSI), else – | – | – |
-//! | Cluster: join tokens, removals, rotation | yes | yes | – | – | – |
+//! | Cluster: join tokens, removals, rotation, recovery by hand | yes | yes | – | – | – |
 //! | Agent: WatchPool, ReportPool | yes | – | – | its own name | – |
 //! | Agent: WatchNode, ReportNode | yes | – | its own name | – | – |
 //! | Agent: AcquireEpoch, ReplaceMember, ReportVolume | yes | – | its own name, and the record must name it as owner | – | – |

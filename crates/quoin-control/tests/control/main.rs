@@ -8,6 +8,7 @@ mod draining;
 mod healing;
 mod leaving;
 mod lifecycle;
+mod recovering;
 mod replacement;
 mod scale;
 mod server;

@@ -57,6 +57,14 @@ pub enum VolumeCommand {
     #[command(after_help = "Examples:\n  quoin volume scale db --replicas 5 --wait\n  \
                             quoin volume scale db --consistency-factor 3")]
     Scale(replicas::ScaleOptions),
+    /// Go on with the replicas that are left, where too few are to open the volume; what only the
+    /// others held is lost. Refused while a majority is there.
+    #[command(after_help = "Example: two of three pools burned down\n  \
+                            quoin volume recover db --keep pool-a --destroyed pool-b \\\n    \
+                            --destroyed pool-c --accept-loss-of db\n\
+                            A replica whose pool is back without it (wiped) needs no --destroyed. \
+                            As many\nreplicas as are desired are made again by themselves.")]
+    Recover(replicas::RecoverOptions),
     /// Delete a volume and all its data.
     #[command(visible_alias = "rm")]
     Delete {
@@ -222,6 +230,9 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Scale(options) => {
             replicas::scale(&mut cluster, options, client, format).await
+        }
+        VolumeCommand::Recover(options) => {
+            replicas::recover(&mut cluster, options, client, format).await
         }
         VolumeCommand::Delete { volume, .. } => {
             let found = get_volume(&mut cluster, &volume).await?;

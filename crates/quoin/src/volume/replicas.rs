@@ -4,7 +4,8 @@
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_proto::control::{
-    ListReplicasRequest, MoveReplicaRequest, RemoveReplicasRequest, ScaleVolumeRequest, Volume,
+    ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest, RemoveReplicasRequest,
+    ScaleVolumeRequest, Volume,
 };
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,24 @@ pub struct ScaleOptions {
     /// writes.
     #[arg(long)]
     allow_loss_on_single_failure: bool,
+    #[command(flatten)]
+    wait: WaitOptions,
+}
+
+#[derive(Args)]
+pub struct RecoverOptions {
+    /// The volume's name or id.
+    volume: String,
+    /// A replica that is left: its pool, or its id (the beginning is enough). All must be named.
+    #[arg(long, required = true, value_name = "REPLICA")]
+    keep: Vec<String>,
+    /// A replica that will never be started again with what it holds, once for each whose pool is
+    /// away.
+    #[arg(long, value_name = "REPLICA")]
+    destroyed: Vec<String>,
+    /// The volume's name once more: acknowledged writes that only the others held are lost.
+    #[arg(long, value_name = "NAME", default_value = "")]
+    accept_loss_of: String,
     #[command(flatten)]
     wait: WaitOptions,
 }
@@ -115,6 +134,32 @@ pub async fn scale(
     };
     let volume = cluster.scale_volume(request).await.map_err(super::in_flags)?.into_inner();
     finish(cluster, volume, &options.wait, client, format).await
+}
+
+pub async fn recover(
+    cluster: &mut Cluster,
+    options: RecoverOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let volume = get_volume(cluster, &options.volume).await?;
+    let ids = |named: &[String]| -> Result<Vec<String>> {
+        named.iter().map(|replica| find(&volume, replica)).collect()
+    };
+    let request = RecoverVolumeRequest {
+        volume: Some(volume_ref(&volume.id)),
+        keep_replica_ids: ids(&options.keep)?,
+        destroyed_replica_ids: ids(&options.destroyed)?,
+        accept_loss_of: options.accept_loss_of,
+    };
+    let volume = cluster.recover_volume(request).await;
+    let volume = volume.map_err(refusal).map_err(|error| {
+        anyhow::anyhow!(
+            "{}",
+            error.to_string().replace("typing the volume's name", "--accept-loss-of")
+        )
+    });
+    finish(cluster, volume?.into_inner(), &options.wait, client, format).await
 }
 
 pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format) -> Result<()> {

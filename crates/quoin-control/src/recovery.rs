@@ -1,0 +1,180 @@
+//! Going on with the replicas that are left, where too few are for any target to open a volume.
+//!
+//! This is the forced change of membership (`docs/replication.md`) in the form that a person
+//! consents to: in one compare-and-swap the epoch and the version grow, the known list becomes
+//! those that are left, RF its length, and the others are retired for good. Nobody can prove that
+//! those that are left hold all that was acknowledged, so the volume's name is typed and the
+//! record says from then on that something may have been lost. DRF stays as it was: the target
+//! raises RF again with new replicas.
+//!
+//! What must not be is that the others serve on somewhere: each must be proven gone, by its pool
+//! that is there without it, or declared destroyed. A lease that one of them granted before is
+//! waited out before the swap.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use quoin_core::ReplicaId;
+use quoin_core::membership::open_quorum;
+use quoin_proto::control::VolumeRef;
+
+use crate::Error;
+use crate::controller::{Controller, about};
+use crate::events::Severity;
+use crate::observed::ReplicaState;
+use crate::records::{Discarded, MemberRecord, Text, VolumePhase, VolumeRecord};
+use crate::scale::{self, Scale};
+use crate::time::now_ms;
+
+/// Longer than any lease that a target takes, by any replica's clock.
+pub const LEASES_OVER_AFTER: Duration = Duration::from_secs(3);
+
+/// What a person decides.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Recovery {
+    /// Those that are left, all of them.
+    pub keep: Vec<ReplicaId>,
+    /// Those that will never be started again with what they hold.
+    pub destroyed: Vec<ReplicaId>,
+    /// The volume's name, typed.
+    pub accept_loss_of: String,
+}
+
+impl Controller {
+    /// Makes the replicas that are left the whole volume.
+    ///
+    /// # Errors
+    /// Where a target could open it, where one that is there is not kept, where one that is not
+    /// kept may live, and where the loss was not accepted.
+    pub async fn recover_volume(
+        &self,
+        reference: Option<&VolumeRef>,
+        recovery: &Recovery,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let volume = self.volume(reference)?;
+        self.check_recovery(&volume, recovery)?;
+        tokio::time::sleep(LEASES_OVER_AFTER).await;
+        let _one_at_a_time = self.creating.lock().await;
+        let now = self.volume(reference)?;
+        self.check_recovery(&now, recovery)?;
+        let candidates = self.candidates();
+        let seen = now.membership.version;
+        let change = |volume: &mut VolumeRecord| {
+            if volume.membership.version != seen || volume.phase != VolumePhase::Ready {
+                return Err(Error::Aborted("the volume changed meanwhile; look again".to_owned()));
+            }
+            reduce(volume, &recovery.keep);
+            // As many as are desired, as far as there is room; the rest is asked for by hand.
+            let _ = scale::scale(volume, &Scale::default(), &candidates);
+            Ok(())
+        };
+        let (volume, ()) = self.update_volume(now.id.0, change).await?;
+        let message = format!(
+            "by hand, from {} of {} replicas: acknowledged writes that only the others held are lost",
+            recovery.keep.len(),
+            now.membership.rf
+        );
+        self.events.record(Severity::Error, about(&volume), "VolumeRecovered", message);
+        Ok(volume)
+    }
+
+    fn check_recovery(&self, volume: &VolumeRecord, recovery: &Recovery) -> Result<(), Error> {
+        let name = &volume.spec.name;
+        let refuse = |why: String| Err(Error::Precondition(format!("volume {name:?}: {why}")));
+        if volume.phase != VolumePhase::Ready {
+            return refuse("it is not ready".to_owned());
+        }
+        if recovery.keep.is_empty() {
+            return Err(Error::invalid("keep", "name the replicas that are left, all of them"));
+        }
+        let known = |id: &ReplicaId| volume.known_guid(*id).is_some();
+        if let Some(other) = recovery.keep.iter().chain(&recovery.destroyed).find(|id| !known(id)) {
+            return Err(Error::missing("known replica", format!("{other} of volume {name:?}")));
+        }
+        let serves = {
+            let observed = self.observed();
+            let seen = observed.volumes.get(&volume.id.0);
+            seen.is_some_and(|seen| {
+                seen.state == "serving"
+                    && seen.epoch == volume.epoch
+                    && observed.node_online(&seen.node, self.settings.offline_after)
+            })
+        };
+        let (rf, cf) = (volume.membership.rf, volume.membership.cf);
+        let needed = usize::from(open_quorum(rf, cf));
+        let mut there = 0;
+        for member in &volume.membership.known {
+            let id = member.id.0;
+            let record = volume.replicas.iter().find(|r| r.guid == member.guid);
+            let pool = record.or_else(|| volume.replicas.iter().find(|r| r.id.0 == id));
+            let pool = pool.map(|r| r.pool.as_str()).unwrap_or_default();
+            let held = {
+                let observed = self.observed();
+                let seen = observed.online_pool(pool, self.settings.offline_after);
+                seen.and_then(|seen| seen.replicas.get(&member.guid.0)).map(|held| held.state)
+            };
+            // Its pool says so, or said so: then the record of it has another GUID since. That a
+            // pool does not mention it proves nothing, for it may only just have started.
+            let proven = held == Some(ReplicaState::Gone) || record.is_none();
+            let rolled_back = self.pools.get(pool).is_some_and(|pool| pool.rolled_back);
+            let present = held == Some(ReplicaState::Present) && !rolled_back;
+            there += usize::from(present);
+            match (recovery.keep.contains(&id), present) {
+                (true, true) => {}
+                (true, false) => {
+                    return refuse(format!("replica {id} on pool {pool} is not there to be kept"));
+                }
+                (false, true) => {
+                    return refuse(format!(
+                        "replica {id} on pool {pool} is there and may hold what the others lack: \
+                         keep it too"
+                    ));
+                }
+                (false, false) if proven || recovery.destroyed.contains(&id) => {}
+                (false, false) => {
+                    return refuse(format!(
+                        "replica {id} on pool {pool} may live on where nobody sees it: start the \
+                         pool, or declare the replica destroyed if it never will be again"
+                    ));
+                }
+            }
+        }
+        if serves || there >= needed {
+            return refuse(format!(
+                "{there} of {rf} replicas are there, {needed} are needed to open it: nothing must \
+                 be given up; to have fewer, `quoin replica remove`"
+            ));
+        }
+        if recovery.accept_loss_of != *name {
+            return refuse(format!(
+                "{there} of {rf} replicas are left, which may lack acknowledged writes: those are \
+                 lost for good; accept that by typing the volume's name"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The known list becomes those that are kept; the others are retired, and what they hold is
+/// deleted should it turn up.
+fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId]) {
+    let known = std::mem::take(&mut volume.membership.known);
+    let (kept, dropped): (Vec<MemberRecord>, Vec<MemberRecord>) =
+        known.into_iter().partition(|member| keep.contains(&member.id.0));
+    let rf = kept.len() as u8;
+    let is_dropped = |guid| dropped.iter().any(|member| member.guid == guid);
+    let (gone, stay): (Vec<_>, Vec<_>) =
+        std::mem::take(&mut volume.replicas).into_iter().partition(|r| is_dropped(r.guid));
+    volume.replicas = stay;
+    volume.discarded.extend(gone.into_iter().map(Discarded::from));
+    volume.membership.retired.extend(dropped.iter().map(|member| member.guid));
+    volume.membership.known = kept;
+    volume.membership.rf = rf;
+    volume.membership.cf = volume.cf_of(rf);
+    volume.membership.version += 1;
+    volume.epoch += 1;
+    volume.incarnation = Text::default();
+    // Whoever has it open finds that it is not his any more, and opens it anew.
+    volume.owner = None;
+    volume.may_have_lost_ms = now_ms();
+}

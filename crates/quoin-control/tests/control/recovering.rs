@@ -1,0 +1,81 @@
+//! Going on with the replicas that are left, which a person decides.
+
+use quoin_control::{Error, Recovery};
+use quoin_core::ReplicaId;
+use quoin_proto::control::PoolReport;
+
+use crate::cluster::{Cluster, by_name};
+
+async fn goes(cluster: &mut Cluster, pool: &str) {
+    let pool = cluster.pools.iter_mut().find(|p| p.name == pool).unwrap();
+    pool.online = false;
+    let last_words = PoolReport { leaving: true, ..pool.report() };
+    cluster.controller.report_pool(&last_words).await.unwrap();
+}
+
+async fn refused(cluster: &Cluster, recovery: &Recovery) -> String {
+    let before = cluster.volume("db");
+    let refusal = cluster.controller.recover_volume(by_name("db").as_ref(), recovery).await;
+    assert_eq!(*cluster.volume("db"), *before, "a refusal changes nothing");
+    refusal.unwrap_err().to_string()
+}
+
+/// Proves SCALE-VALID-03, SCALE-GOAL-02, SCALE-STORY-08.
+#[tokio::test]
+async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_loss_is_accepted() {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    let ids: Vec<ReplicaId> = volume.replicas.iter().map(|r| r.id.0).collect();
+    let pools: Vec<String> = volume.replicas.iter().map(|r| r.pool.clone()).collect();
+    let keep = |n: usize| Recovery { keep: ids[..n].to_vec(), ..Recovery::default() };
+    // All are there, then a majority.
+    assert!(refused(&cluster, &keep(1)).await.contains("keep it too"));
+    assert!(refused(&cluster, &keep(3)).await.contains("nothing must be given up"));
+    assert!(refused(&cluster, &Recovery::default()).await.contains("name the replicas"));
+    goes(&mut cluster, &pools[2]).await;
+    let two = Recovery { destroyed: ids[2..].to_vec(), ..keep(2) };
+    assert!(refused(&cluster, &two).await.contains("nothing must be given up"));
+    // The second pool is there, and has lost its replica; the third may only be cut off.
+    let second = cluster.pools.iter_mut().find(|p| p.name == pools[1]).unwrap();
+    second.wipe();
+    cluster.settle().await.unwrap();
+    let text = refused(&cluster, &keep(1)).await;
+    assert!(text.contains("may live on") && text.contains(&pools[2]), "{text}");
+    let sure = Recovery { destroyed: vec![ids[2]], ..keep(1) };
+    let text = refused(&cluster, &sure).await;
+    assert!(text.contains("1 of 3 replicas are left") && text.contains("typing"), "{text}");
+    let other = Recovery { accept_loss_of: "other".into(), ..sure.clone() };
+    assert!(refused(&cluster, &other).await.contains("typing"));
+    let stranger = Recovery { keep: vec![ReplicaId(7)], ..sure.clone() };
+    assert!(refused(&cluster, &stranger).await.contains("does not exist"));
+
+    cluster.attach("db", "n1").await.unwrap();
+    let old = cluster.open_volume(volume.id.0, "n1", 5).await;
+    let accepted = Recovery { accept_loss_of: "db".into(), ..sure };
+    let recovered =
+        cluster.controller.recover_volume(by_name("db").as_ref(), &accepted).await.unwrap();
+    let membership = &recovered.membership;
+    assert_eq!((membership.rf, membership.cf, membership.drf), (1, 1, 3));
+    assert_eq!(membership.known.len(), 1);
+    assert_eq!(membership.retired, [volume.replicas[1].guid, volume.replicas[2].guid]);
+    assert!(recovered.epoch() > old && recovered.owner.is_none() && recovered.may_have_lost_ms > 0);
+    // Whoever had it open may change nothing any more.
+    let late = cluster.swap("db", old, 5, |_| {});
+    let late = quoin_control::MembershipSwap { node: "n1".into(), ..late };
+    assert!(cluster.controller.swap_membership(&late).await.unwrap().1.is_err());
+    // It is given back to the node that it is attached to, for a new epoch.
+    let now = tokio::time::Instant::now();
+    cluster.controller.tend_unused_at(now).await.unwrap();
+    assert!(cluster.volume("db").owner.is_none(), "its target has not seen it yet");
+    let later = now + std::time::Duration::from_secs(4);
+    cluster.controller.tend_unused_at(later).await.unwrap();
+    assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"));
+    let target = cluster.controller.node_assignment("n1").targets.remove(0);
+    assert!(!target.maintenance && target.desired_replication_factor == 3);
+    assert_eq!(target.replicas.iter().filter(|r| !r.candidate).count(), 1);
+    assert!(cluster.shown("db").contract.contains("recovered by hand"));
+    assert!(cluster.reasons().contains(&"VolumeRecovered".to_owned()));
+    // What it was made from is not given up a second time.
+    let again = cluster.controller.recover_volume(by_name("db").as_ref(), &accepted).await;
+    assert!(matches!(again, Err(Error::NotFound { .. } | Error::Precondition(_))));
+}
