@@ -60,6 +60,8 @@ pub const ALL: &[Defect] = &[
     core("joint-change-not-given-up", Swarm::Replacements).like("cannot-give-up"),
     core("retired-admitted", Swarm::Replacements).like("retired-admitted"),
     core("joint-rule-left-out", Swarm::Members),
+    core("joint-not-judged", Swarm::Members).like("joint-not-judged"),
+    core("record-not-asked-again", Swarm::Members),
     core("leaves-unhealthy-behind", Swarm::Members),
     core("removed-not-retired", Swarm::Members),
     core("more-known-than-rf", Swarm::Replacements).like("known-above-rf"),
@@ -90,6 +92,8 @@ pub const ALL: &[Defect] = &[
     core("lost-while-one-is-away", Swarm::Damage),
     core("boundary-not-stable", Swarm::Rebuilds),
     core("increment-from-above", Swarm::Rebuilds),
+    core("boundaries-of-others-kept", Swarm::Members),
+    core("grown-behind-the-backlog", Swarm::Churn),
     store("trim-without-version", Swarm::Rebuilds),
     store("moved-block-overwrites-a-newer-one", Swarm::Pressure),
     store("increment-visible-before-the-flip", Swarm::Rebuilds).like("increment-before-flip"),
@@ -108,6 +112,7 @@ pub const ALL: &[Defect] = &[
     store("node-checksum-not-checked", Swarm::Damage),
     store("reserve-given-to-clients", Swarm::Pressure),
     store("trim-frees-nothing", Swarm::Pressure),
+    store("log-counted-twice-at-a-start", Swarm::Pressure),
     store("rolled-back-disk-not-noticed", Swarm::Damage),
 ];
 

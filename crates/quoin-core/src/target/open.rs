@@ -208,7 +208,7 @@ impl Target {
                 self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
                 self.wait_for(&what, actions);
                 self.open_joint_members(now);
-                if now >= self.open_waits_until() {
+                if now >= self.open_waits_until() && !mutant::is("record-not-asked-again") {
                     self.reopen(now, actions);
                 }
             }
@@ -501,7 +501,9 @@ impl Target {
         self.note_in_sync(actions);
         self.rewrite_orphans();
         // Before requests that waited: they know the volume in its present size.
-        self.grow();
+        if !mutant::is("grown-behind-the-backlog") {
+            self.grow();
+        }
         self.forget_hidden_snapshots();
         // Requests of the older epoch must find all of that: it may have been acknowledged.
         self.reads_after_reopen();

@@ -430,7 +430,8 @@ impl Target {
     /// them: one that was rebuilt itself got none but its own.
     pub(super) fn forget_hidden_snapshots(&mut self) {
         self.parked.clear();
-        let acks = self.peers.iter().filter_map(|p| p.ack.as_deref());
+        let theirs = !mutant::is("boundaries-of-others-kept");
+        let acks = self.peers.iter().filter_map(|p| p.ack.as_deref()).filter(|_| theirs);
         let all = self.history.snapshots.iter().chain(acks.flat_map(|ack| &ack.snapshots));
         let hidden: BTreeSet<SnapshotId> = all.filter(|s| s.hidden).map(|s| s.id).collect();
         self.delete_boundaries(hidden);

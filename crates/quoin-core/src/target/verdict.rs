@@ -122,7 +122,7 @@ impl Target {
     /// record's suffices.
     fn may_have_ruled(&self, joint: &Rule) -> bool {
         let silent = joint.known.iter().filter(|m| !self.has_answered(**m)).count();
-        silent >= usize::from(joint.cf)
+        silent >= usize::from(joint.cf) && !mutant::is("joint-not-judged")
     }
 
     /// One whose data is damaged may have forgotten.
