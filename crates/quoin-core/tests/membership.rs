@@ -598,6 +598,28 @@ fn a_joint_view_that_no_newcomer_has_does_not_keep_the_old_rule_from_opening() {
     check_data(&mut c);
 }
 
+/// A person has lowered the list to the one that is left, in the middle of a change.
+#[test]
+fn a_forced_change_ends_a_joint_view_whose_replicas_are_gone() {
+    let mut c = filled(1);
+    c.want(|desired| desired.drf = 3);
+    c.swaps.push_back(SwapFate::Lost);
+    let newcomers = [2, 3].map(|id| c.add_newcomer(member(id, 200 + id), false));
+    while !c.swaps.is_empty() {
+        c.run(Duration::from_millis(100));
+    }
+    assert!(holds_joint_view(&mut c, 0) && holds_joint_view(&mut c, newcomers[0]));
+    for host in newcomers {
+        c.hosts[host].cut = true;
+        c.disconnect(host);
+    }
+    c.replace_target(config());
+    c.run(Duration::from_secs(60));
+    assert!(!c.target.status().serving, "they may know of a change that the record does not");
+    c.membership.version += 1;
+    check_data(&mut c);
+}
+
 /// Two caches are lost where CF is 3: all that was answered is on the third.
 #[test]
 fn caches_lost_around_a_joint_view_that_never_ruled_are_judged_by_the_old_rule() {

@@ -286,7 +286,10 @@ impl Model {
         // A restored record may name the first rule of a joint View although the second ruled for
         // long. Its first View alone was then on the media of CF' of its K', and any of them would
         // say so; until then everything was counted under both.
-        let joint = s.last_view(authority).filter(|(_, view)| view.joint_cf > 0);
+        // A record that has reached its version by another way (a forced change) lets it never
+        // rule.
+        let open = |view: &Entry| view.joint_cf > 0 && view.version >= attempt.version;
+        let joint = s.last_view(authority).filter(|(_, view)| open(view));
         if let Some((_, view)) = joint.filter(|_| !self.is(Mutant::JointNotJudged)) {
             let answered = |r: &usize| {
                 attempt.link[*r] == LINK_ANSWERED && attempt.ack_flags[*r] & DAMAGED == 0

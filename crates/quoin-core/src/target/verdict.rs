@@ -120,7 +120,11 @@ impl Target {
     /// media of CF of its replicas before anything was answered by it, and any of those would say
     /// so by the version of the membership. Until then all was counted under both rules, so the
     /// record's suffices.
+    /// A record that has reached its version by another way (a forced change) lets it never rule.
     fn may_have_ruled(&self, joint: &Rule) -> bool {
+        if joint.membership_version <= self.membership.version {
+            return false;
+        }
         let silent = joint.known.iter().filter(|m| !self.has_answered(**m)).count();
         silent >= usize::from(joint.cf) && !mutant::is("joint-not-judged")
     }
