@@ -117,23 +117,29 @@ async fn a_drain_that_would_take_the_last_good_copy_is_refused() {
 #[tokio::test]
 async fn the_room_that_one_replica_takes_is_not_there_for_the_next_one() {
     let mut cluster = Cluster::new().await;
-    cluster.pools.push(SimPool::new("p4", "h4"));
-    cluster.settle().await.unwrap();
+    let cordon = async |cluster: &Cluster, name: &str, action| {
+        cluster.controller.set_cordon(&pool(name), action, false).await.unwrap();
+    };
+    // Both volumes are in p1, and only p3 may take them: 80 GiB of it, 40 for each.
+    for name in ["p2", "p3"] {
+        cordon(&cluster, name, Cordoning::Cordon).await;
+    }
     for n in 0..2 {
         let asked = VolumeSpec { size_bytes: 50 << 30, replicas: 1, ..spec(&format!("v{n}")) };
         cluster.controller.create_volume(&asked, 0).await.unwrap();
         cluster.settle().await.unwrap();
     }
-    let planned = |cluster: &Cluster, from: &str| {
-        let scope = pool(from);
-        let controller = &cluster.controller;
-        let dry = controller.set_cordon(&scope, Cordoning::Drain, true);
-        futures::executor::block_on(dry).unwrap()
-    };
-    // Each volume went to a pool of its own; thin, they could be together.
-    let from = cluster.volume("v0").replicas[0].pool.clone();
-    let plan = planned(&cluster, &from);
-    assert!(plan.replicas.iter().all(|r| r.state == "waits" && !r.to.is_empty()), "{plan:?}");
+    cordon(&cluster, "p3", Cordoning::Uncordon).await;
+    let mut report = cluster.pools[0].report();
+    report.replicas.iter_mut().for_each(|replica| replica.used_bytes = 40 << 30);
+    report.used_bytes = 80 << 30;
+    cluster.controller.report_pool(&report).await.unwrap();
+    let plan = cluster.controller.set_cordon(&pool("p1"), Cordoning::Drain, true).await.unwrap();
+    let mut states: Vec<_> = plan.replicas.iter().map(|r| (r.state.as_str(), &*r.to)).collect();
+    states.sort_unstable();
+    assert_eq!(states, [("stuck", ""), ("waits", "p3")], "{plan:?}");
+    let refusal = drain(&cluster, &pool("p1")).await.unwrap_err().to_string();
+    assert!(refusal.contains("room for 40 GiB of 50 GiB"), "{refusal}");
 }
 
 #[tokio::test]
