@@ -5,7 +5,7 @@ use quoin_core::block::Request;
 use quoin_core::target::TargetEvent;
 
 use super::{Event, World};
-use crate::content::Tag;
+use crate::content::{SECTORS, Tag};
 use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::workload::Draft;
 
@@ -24,6 +24,12 @@ impl World {
             return;
         }
         let Some(draft) = self.next_draft(queue) else { return };
+        let told = self.targets[home].process.as_ref().map_or(0, |p| p.told_blocks);
+        if draft.range().is_some_and(|(first, count)| first + count > told * SECTORS as u64) {
+            self.ending.given_back(draft);
+            self.next_turn(queue, 50 * MILLISECOND);
+            return self.move_client(queue);
+        }
         self.submit(queue, draft);
     }
 

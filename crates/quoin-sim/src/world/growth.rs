@@ -1,7 +1,8 @@
 //! Operators who grow the volume while everything else goes on.
 //!
 //! Clients learn of a new size as a device does: from the records, once a target has it. From then
-//! on no request within it may be refused as out of range, whichever target it waits for.
+//! on no request within it may be refused as out of range by any target that was told of the size.
+//! (One that is not the owner any more may not have been: a device finds that as it connects.)
 
 use quoin_core::target::TargetEvent;
 
@@ -63,6 +64,9 @@ impl World {
         }
         let owner = self.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
+            if let Some(process) = &mut self.targets[owner].process {
+                process.told_blocks = blocks;
+            }
             self.feed_target(owner, vec![TargetEvent::Resize { blocks }]);
         }
         let process = self.targets[owner].process.as_ref();

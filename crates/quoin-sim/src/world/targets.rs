@@ -24,6 +24,8 @@ pub(crate) struct Process {
     pub tail_lost: bool,
     pub in_sync: Vec<Member>,
     pub waiting: String,
+    /// The size that the controller has told it.
+    pub told_blocks: u64,
     pub word: super::claims::Word,
     sessions: BTreeMap<(u128, u64), ConnectionId>,
 }
@@ -53,6 +55,7 @@ impl World {
             tail_lost: false,
             in_sync: Vec::new(),
             waiting: String::new(),
+            told_blocks: self.setup.config.volume_blocks,
             word: Default::default(),
             sessions: BTreeMap::new(),
         });
