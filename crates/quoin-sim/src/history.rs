@@ -142,6 +142,18 @@ impl History {
         for op in self.ops.iter_mut().filter(|op| op.invoked >= begins) {
             let open = op.answered == NEVER && (op.target == serving || !over(op));
             if !open {
+                // What was answered and is lost comes back where the target that answered it
+                // lives: it writes again what it still has.
+                if let Draft::Write { sector, sectors, .. } = op.draft
+                    && op.target == serving
+                {
+                    let (first, last) = blocks_of(sector, sectors);
+                    let held: Vec<u64> = (first..=last).filter(|b| holds(op.tag, *b)).collect();
+                    if held.len() as u64 <= last - first {
+                        (op.invoked, op.either_part) = (stamp, true);
+                        op.void = held.into_iter().collect();
+                    }
+                }
                 continue;
             }
             // It was called before the cut and may be answered after it.

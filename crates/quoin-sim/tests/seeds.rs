@@ -89,6 +89,7 @@ const FOUND_WITH_MEMBERS: &[(u64, &str)] = &[
     (30426, "two lost caches where CF is 3 were told as a lost tail, by a rule that never ruled"),
     (40629, "as 30426, with one lost cache where CF is 2"),
     (40835, "as 40629"),
+    (40727, "the checker took a write that a living target restored for one that was lost"),
     (20432, "the checker took a newcomer for lost whose creation was not on media yet"),
     (20660, "as 20432"),
     (30394, "as 20432"),
