@@ -50,6 +50,8 @@ pub(super) struct Rebuild {
     views: VecDeque<(ReadView, Option<SnapshotInfo>)>,
     source: Option<Member>,
     bad_sources: Vec<Member>,
+    /// Sources that have not got what is to be pulled, and will not get it.
+    without: Vec<Member>,
     pull: Option<RequestId>,
     cursor: u64,
     feeds: u32,
@@ -192,6 +194,7 @@ impl Target {
             views,
             source: None,
             bad_sources: Vec::new(),
+            without: Vec::new(),
             pull: None,
             cursor: 0,
             feeds: 0,
@@ -224,6 +227,11 @@ impl Target {
         let Some(source_index) =
             self.peers.iter().position(|p| Some(p.member) == source && p.link == Link::Fed)
         else {
+            if self.is_boundary_lost(index) {
+                // Another one is chosen in the next step.
+                let rebuild = self.peers[index].rebuild.take().expect("looked at above");
+                return self.end_boundary(&rebuild);
+            }
             let rebuild = self.peers[index].rebuild.as_mut().expect("looked at above");
             rebuild.source = None;
             // Every source was bad here: start over with all of them, at a slower pace.
@@ -239,6 +247,17 @@ impl Target {
         let (from, cursor) = (rebuild.from, rebuild.cursor);
         let message = ToReplica::Pull { id, view, from, cursor, bytes_max: PULL_BYTES };
         self.send(source_index, message, actions);
+    }
+
+    /// Whether no source has the boundary any more: one that was rebuilt itself while this rebuild
+    /// was parked got no boundary but its own.
+    fn is_boundary_lost(&self, index: usize) -> bool {
+        let Some(rebuild) = &self.peers[index].rebuild else { return false };
+        let mut sources =
+            self.peers.iter().filter(|p| p.link == Link::Fed && self.views.counts(p.member));
+        rebuild.boundary.is_some()
+            && !rebuild.without.is_empty()
+            && sources.all(|p| rebuild.without.contains(&p.member))
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -266,6 +285,9 @@ impl Target {
         if gone || backwards || slots.iter().any(|s| !s.is_good(last)) {
             // This copy cannot serve: ask another for the same part.
             rebuild.bad_sources.push(source);
+            if gone {
+                rebuild.without.push(source);
+            }
             rebuild.source = None;
             return self.pull_next(now, index, actions);
         }
