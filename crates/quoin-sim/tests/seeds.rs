@@ -76,6 +76,8 @@ const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
     (751, "a disk that refused to read for a second made a replica damaged for good"),
     (35, "a request behind the old end that waited for an open was refused"),
     (5108, "an open that was granted the membership of before a move waited for ever"),
+    (920, "a parked rebuild asked for ever for a boundary that no source had any more"),
+    (587, "a shadow that its replica no longer needed kept its space for ever"),
 ];
 
 /// The same in the small worlds in which operators change the membership all the while.

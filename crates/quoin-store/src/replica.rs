@@ -163,6 +163,7 @@ impl Replica {
     ) -> Result<(), StoreError> {
         core.check_usable()?;
         self.head.check_append(self.snapshots.len(), entries)?;
+        self.abandon_shadow();
         // Trims are the way out of a full pool, but clean-up needs room to follow them.
         let trims = core.allocator.free_units() > core.allocator.reserve_units / 2;
         let is_small = |e: &SharedEntry| match e.kind {

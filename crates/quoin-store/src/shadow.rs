@@ -92,6 +92,15 @@ impl Replica {
         Ok(())
     }
 
+    /// A replica that is fed by entries again needs its increment no more: what that wrote is dead
+    /// now, and nobody else would say so. A crash may bring it back, until the next entry.
+    pub fn abandon_shadow(&mut self) {
+        if self.shadow.take_if(|shadow| shadow.prepared.is_none()).is_some() {
+            (self.recount, self.dirty) = (true, true);
+            self.family.changes += 1;
+        }
+    }
+
     /// The map at `from` and the snapshots up to there.
     fn shadow_start<D: Disk>(
         &mut self,

@@ -248,6 +248,34 @@ fn the_space_of_an_abandoned_shadow_comes_back() {
     assert!(used < 3 * 600 * 4096, "{used} bytes for one shadow of {} blocks", BLOCKS);
 }
 
+/// Its replica came back soon enough to be fed by entries, so no other increment takes its place.
+#[test]
+fn an_entry_ends_a_shadow_and_gives_its_space_back() {
+    let mut world = World::without_reverts(5, 32 << 20);
+    write(&mut world, 60);
+    let first = world.history[0].clone();
+    let mut source = world.pool.as_mut().expect("open").replica(GUID).expect("it");
+    let (slots, _) = pull_all(&mut source, ReadView::Base, Lsn::ZERO);
+    let mut receiver = Receiver::new(5);
+    let settle = |receiver: &mut Receiver| {
+        for _ in 0..40 {
+            receiver.pool().background(8 << 20).expect("background work");
+            sync(receiver.pool());
+        }
+    };
+    settle(&mut receiver);
+    let free = receiver.pool().stats().free_bytes;
+    receiver.with(|s| s.increment_begin(7, Lsn::ZERO)).expect("a start");
+    receiver.with(|s| s.increment_feed(7, &slots, BLOCKS)).expect("fed");
+    settle(&mut receiver);
+    let held = free - receiver.pool().stats().free_bytes;
+    receiver.with(|s| s.append(&[first])).expect("an entry");
+    assert_eq!(receiver.with(|s| s.shadow()), None);
+    settle(&mut receiver);
+    let left = free - receiver.pool().stats().free_bytes;
+    assert!(left < held, "{left} bytes are used after it, {held} were with it");
+}
+
 #[test]
 fn an_increment_that_starts_above_stable_or_lacks_a_snapshot_is_refused() {
     let mut world = World::without_reverts(9, 32 << 20);

@@ -23,13 +23,15 @@ mod size;
 mod tokens;
 mod volume;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     match cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", output::sentence(&error));
+            // What cannot be told is no reason to panic.
+            let _ = writeln!(std::io::stderr(), "error: {}", output::sentence(&error));
             ExitCode::FAILURE
         }
     }

@@ -44,6 +44,33 @@ fn sizes_of_zero_and_two_to_the_63_are_refused_before_any_controller_is_asked() 
     }
 }
 
+/// The log lies on a disk that may be full: its lines are lost, and nothing else.
+#[test]
+fn a_controller_whose_log_cannot_be_written_goes_on() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = |name: &str| scratch.path().join(name).display().to_string();
+    let (state, socket) = (path("state"), path("admin.sock"));
+    assert!(quoin(&["controller", "init", "--state", &state]).status.success());
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let mut controller = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["controller", "run", "--state", &state, "--admin-socket", &socket])
+        .args(["--listen", "127.0.0.1:0"])
+        .stdout(full())
+        .stderr(full())
+        .spawn()
+        .unwrap();
+    let answers = (0..300).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        quoin(&["pool", "list", "--socket", &socket]).status.success()
+    });
+    let ended = controller.try_wait().unwrap();
+    // It may have ended already, which is what is looked at next.
+    let _ = controller.kill();
+    let _ = controller.wait();
+    assert!(answers, "it does not answer; ended: {ended:?}");
+    assert_eq!(ended, None);
+}
+
 #[test]
 fn names_with_control_characters_or_of_no_or_too_many_letters_are_refused() {
     for (name, words) in

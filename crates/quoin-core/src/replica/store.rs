@@ -158,7 +158,8 @@ pub trait ReplicaStore {
     ) -> Result<Option<PullChunk>, StoreError>;
     fn unpin(&mut self, session: u64);
 
-    /// A shadow left by an interrupted increment: rebuild id, `from`, and the next LBA.
+    /// A shadow left by an interrupted increment: rebuild id, `from`, and the next LBA. An entry
+    /// that is appended ends it, unless it is prepared already.
     fn shadow(&self) -> Option<(u64, Lsn, u64)>;
     /// Starts a shadow on top of the state at `from` (`from` = 0 starts empty); the same rebuild
     /// id resumes. `from` above stable is refused with `Rule`.

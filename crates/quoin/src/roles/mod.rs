@@ -89,6 +89,8 @@ where
 fn start_logs(json: bool) {
     let filter = EnvFilter::try_from_env("QUOIN_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // Where the disk under the log is full, a line is lost; telling so on stderr would panic.
+    let logs = logs.log_internal_errors(false);
     // Set once a process; a second call has nothing to add.
     let _ = if json { logs.json().try_init() } else { logs.with_ansi(false).try_init() };
 }
