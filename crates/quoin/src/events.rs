@@ -1,9 +1,12 @@
 //! `quoin events`: what happened, oldest first, and with `-w` what happens.
 
+use std::time::Duration;
+
 use anyhow::Result;
 use clap::Args;
 use quoin_proto::control::{Event, WatchEventsRequest};
 use serde::Serialize;
+use tonic::Code;
 
 use crate::client::{ClientOptions, refusal, volume_ref};
 use crate::output::{self, Format};
@@ -52,6 +55,10 @@ impl From<Event> for EventView {
     }
 }
 
+/// Between two looks for a controller that went away.
+const RETRY: Duration = Duration::from_millis(500);
+
+/// With `-w` a controller that goes away is waited for: what watches events is to outlive it.
 pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) -> Result<()> {
     let request = WatchEventsRequest {
         follow: options.watch,
@@ -59,16 +66,52 @@ pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) 
         volume: options.volume.as_deref().map(volume_ref),
     };
     let mut cluster = client.connect().await?;
-    let mut events = cluster.watch_events(request).await.map_err(refusal)?.into_inner();
-    while let Some(event) = events.message().await.map_err(refusal)? {
-        let view = EventView::from(event);
-        output::print_line(&match format {
-            Format::Json => serde_json::to_string(&view)?,
-            Format::Yaml => format!("---\n{}", serde_yaml_ng::to_string(&view)?.trim_end()),
-            Format::Table | Format::Wide => line(&view),
-        })?;
+    let mut events = cluster.watch_events(request.clone()).await.map_err(refusal)?.into_inner();
+    let (mut printed, mut repeated) = (None, None);
+    loop {
+        match events.message().await {
+            Ok(Some(event)) => {
+                let time = event.time.as_ref().map(|time| (time.seconds, time.nanos));
+                if time > repeated {
+                    printed = printed.max(time);
+                    print(event, format)?;
+                }
+            }
+            Ok(None) if !options.watch => return Ok(()),
+            Err(status) if !options.watch || !is_passing(status.code()) => {
+                return Err(refusal(status));
+            }
+            Ok(None) | Err(_) => {
+                eprintln!("the controller went away; waiting for it (Ctrl-C ends this)");
+                events = loop {
+                    tokio::time::sleep(RETRY).await;
+                    let Ok(mut cluster) = client.connect().await else { continue };
+                    match cluster.watch_events(request.clone()).await {
+                        Ok(events) => break events.into_inner(),
+                        Err(status) if is_passing(status.code()) => {}
+                        Err(status) => return Err(refusal(status)),
+                    }
+                };
+                // From the first again: one that was killed may give a number twice.
+                repeated = printed;
+                eprintln!("the controller is back");
+            }
+        }
     }
-    Ok(())
+}
+
+/// How a connection that ended looks, and a controller that is still starting.
+fn is_passing(code: Code) -> bool {
+    matches!(code, Code::Unavailable | Code::Unknown | Code::Internal | Code::Cancelled)
+}
+
+fn print(event: Event, format: Format) -> Result<()> {
+    let view = EventView::from(event);
+    output::print_line(&match format {
+        Format::Json => serde_json::to_string(&view)?,
+        Format::Yaml => format!("---\n{}", serde_yaml_ng::to_string(&view)?.trim_end()),
+        Format::Table | Format::Wide => line(&view),
+    })
 }
 
 /// Columns of fixed width: the next event is not known when one is printed.

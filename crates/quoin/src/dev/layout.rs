@@ -78,9 +78,11 @@ impl Layout {
         if self.settings().exists() || self.lock().exists() {
             return Ok(());
         }
-        let mut entries = std::fs::read_dir(&self.root)
+        let entries = std::fs::read_dir(&self.root)
             .with_context(|| format!("cannot read {}", self.root.display()))?;
-        if let Some(Ok(entry)) = entries.next() {
+        // A new ext4 file system is empty in spite of its own directory.
+        let mut others = entries.flatten().filter(|entry| entry.file_name() != "lost+found");
+        if let Some(entry) = others.next() {
             bail!(
                 "{} holds other files ({}): choose an empty directory with --dir",
                 self.root.display(),

@@ -41,9 +41,10 @@ pub struct DevOptions {
     /// ~/.local/share/quoin-dev].
     #[arg(long, value_name = "DIRECTORY")]
     pub dir: Option<PathBuf>,
-    /// How many pools, each a process of its own; only at the first start in a directory.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
-    pub pools: u8,
+    /// How many pools, each a process of its own; only at the first start in a directory
+    /// [default: 3].
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub pools: Option<u8>,
     /// Space that each pool may take; only at the first start in a directory [default: a share
     /// of what the disk has free].
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse_size)]
@@ -73,7 +74,8 @@ pub fn run(options: DevOptions) -> Result<()> {
     let root = options.dir.clone().unwrap_or_else(client::default_root);
     let layout = Layout::open(&root)?;
     let _lock = lock::take(&layout)?;
-    let settings = Settings::load_or_create(&layout, options.pools.into(), options.pool_size);
+    let settings =
+        Settings::load_or_create(&layout, options.pools.map(usize::from), options.pool_size);
     let (settings, notes) = settings.inspect_err(|_| layout.discard_unused())?;
     for note in notes {
         say(&note);

@@ -9,9 +9,13 @@ use super::layout::Layout;
 /// Newer directories are refused by name instead of being misread.
 const FORMAT: u32 = 1;
 
+/// Enough for three replicas.
+const POOLS: usize = 3;
 /// Part of the free disk that the pools may grow into; the rest stays the host's.
 const POOLS_SHARE_PERCENT: u64 = 80;
 const POOL_BYTES_MIN: u64 = 1 << 30;
+/// What somebody may ask for who knows why: less holds hardly more than its own records.
+const POOL_BYTES_LEAST: u64 = 96 << 20;
 
 #[derive(Serialize, Deserialize, Debug, PartialEq)]
 pub struct Settings {
@@ -52,7 +56,7 @@ impl Settings {
     /// meantime are replaced; the notes say so.
     pub fn load_or_create(
         layout: &Layout,
-        pools: usize,
+        pools: Option<usize>,
         pool_bytes: Option<u64>,
     ) -> Result<(Self, Vec<String>)> {
         let path = layout.settings();
@@ -73,10 +77,21 @@ impl Settings {
                 let attach_goes_on =
                     std::os::unix::net::UnixStream::connect(layout.attach_socket()).is_ok();
                 settings.replace_taken_ports(attach_goes_on, &mut notes)?;
+                let size = settings.pools.first().map_or(0, |pool| pool.capacity_bytes);
+                if pools.is_some_and(|pools| pools != settings.pools.len())
+                    || pool_bytes.is_some_and(|bytes| bytes != size)
+                {
+                    notes.push(format!(
+                        "{} pools of up to {} were made here at the first start: --pools and \
+                         --pool-size change nothing now; use another --dir for others",
+                        settings.pools.len(),
+                        crate::size::show_size(size)
+                    ));
+                }
                 settings
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                Self::create(layout, pools, pool_bytes)?
+                Self::create(layout, pools.unwrap_or(POOLS), pool_bytes, &mut notes)?
             }
             Err(error) => return Err(error).with_context(|| format!("read {}", path.display())),
         };
@@ -84,7 +99,12 @@ impl Settings {
         Ok((settings, notes))
     }
 
-    fn create(layout: &Layout, pools: usize, pool_bytes: Option<u64>) -> Result<Self> {
+    fn create(
+        layout: &Layout,
+        pools: usize,
+        pool_bytes: Option<u64>,
+        notes: &mut Vec<String>,
+    ) -> Result<Self> {
         let filesystem =
             rustix::fs::statvfs(layout.root()).context("ask for the free disk space")?;
         let free = filesystem.f_bavail.saturating_mul(filesystem.f_frsize);
@@ -92,11 +112,33 @@ impl Settings {
         let capacity_bytes = pool_bytes.unwrap_or(share - share % (64 << 20));
         if pool_bytes.is_none() && capacity_bytes < POOL_BYTES_MIN {
             bail!(
-                "{} has {} free, too little for {pools} pools of at least {} each: choose another --dir",
+                "{} has {} free, too little for {pools} pools of at least {} each: choose another \
+                 --dir, fewer --pools, or smaller ones by --pool-size",
                 layout.root().display(),
                 crate::size::show_size(free),
                 crate::size::show_size(POOL_BYTES_MIN)
             );
+        }
+        if capacity_bytes < POOL_BYTES_LEAST {
+            bail!(
+                "--pool-size {} is too small: a pool needs at least {}",
+                crate::size::show_size(capacity_bytes),
+                crate::size::show_size(POOL_BYTES_LEAST)
+            );
+        }
+        // Before anything is kept that the next start would go by.
+        quoin_store::FileDisk::rehearse(&layout.root().join("pool"), capacity_bytes, true)
+            .with_context(|| {
+                format!("--pool-size {} is not possible", crate::size::show_size(capacity_bytes))
+            })?;
+        if capacity_bytes.saturating_mul(pools as u64) > free {
+            notes.push(format!(
+                "{pools} pools of {} may grow beyond the {} that are free in {}: a full disk stops \
+                 them before they are full",
+                crate::size::show_size(capacity_bytes),
+                crate::size::show_size(free),
+                layout.root().display()
+            ));
         }
         // All ports are held until all are chosen, so that none is chosen twice.
         let mut ports = Ports::default();
@@ -191,10 +233,10 @@ mod tests {
     fn a_second_start_keeps_names_sizes_and_free_ports_and_replaces_taken_ones() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
-        let (first, notes) = Settings::load_or_create(&layout, 3, None).unwrap();
+        let (first, notes) = Settings::load_or_create(&layout, None, None).unwrap();
         assert!(notes.is_empty());
         let taken = TcpListener::bind(first.pools[1].listen).unwrap();
-        let (second, notes) = Settings::load_or_create(&layout, 3, None).unwrap();
+        let (second, notes) = Settings::load_or_create(&layout, None, None).unwrap();
         assert_eq!(notes.len(), 1, "{notes:?}");
         assert!(notes[0].contains("pool-b"), "{notes:?}");
         assert_ne!(second.pools[1].listen, first.pools[1].listen);
@@ -202,20 +244,37 @@ mod tests {
         assert_eq!(second.pools[0], first.pools[0]);
         drop(taken);
         // What was chosen is remembered.
-        assert_eq!(Settings::load_or_create(&layout, 3, None).unwrap().0, second);
+        assert_eq!(Settings::load_or_create(&layout, None, None).unwrap().0, second);
+    }
+
+    #[test]
+    fn sizes_that_no_pool_can_have_are_refused_and_forgotten_and_large_ones_are_noted() {
+        let directory = tempfile::tempdir().unwrap();
+        let layout = Layout::open(directory.path()).unwrap();
+        for (size, words) in [(1, "at least 96.0 MiB"), (900 << 40, "is not possible")] {
+            let error = Settings::load_or_create(&layout, None, Some(size)).unwrap_err();
+            assert!(error.to_string().contains(words), "{error:#}");
+            assert!(!layout.settings().exists());
+        }
+        let filesystem = rustix::fs::statvfs(directory.path()).unwrap();
+        let free = filesystem.f_bavail * filesystem.f_frsize;
+        let (_, notes) = Settings::load_or_create(&layout, Some(2), Some(free * 3 / 4)).unwrap();
+        assert!(notes[0].contains("may grow beyond"), "{notes:?}");
+        let (_, notes) = Settings::load_or_create(&layout, Some(1), Some(1 << 30)).unwrap();
+        assert!(notes[0].contains("2 pools of up to"), "{notes:?}");
     }
 
     #[test]
     fn settings_of_a_newer_format_and_damaged_ones_are_refused_by_name() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
-        let (mut settings, _) = Settings::load_or_create(&layout, 3, None).unwrap();
+        let (mut settings, _) = Settings::load_or_create(&layout, None, None).unwrap();
         settings.format = FORMAT + 1;
         settings.save(&layout).unwrap();
-        let message = Settings::load_or_create(&layout, 3, None).unwrap_err().to_string();
+        let message = Settings::load_or_create(&layout, None, None).unwrap_err().to_string();
         assert!(message.contains("newer Quoin"), "{message}");
         std::fs::write(layout.settings(), "{").unwrap();
-        let message = Settings::load_or_create(&layout, 3, None).unwrap_err().to_string();
+        let message = Settings::load_or_create(&layout, None, None).unwrap_err().to_string();
         assert!(message.contains("damaged"), "{message}");
     }
 }
