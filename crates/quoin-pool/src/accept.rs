@@ -1,7 +1,10 @@
-//! Who gets in: accepted sockets are proven and heard on helper threads, a bounded number at a
+//! Who gets in, by the network or from this host: accepted sockets are proven and heard on helper threads, a bounded number at a
 //! time, and handed to the shard as believed sessions.
 
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::io::ErrorKind::WouldBlock;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
@@ -11,6 +14,7 @@ use quoin_identity::{Identity, Role, peer_of};
 use quoin_wire::establish::{EstablishError, answer};
 use quoin_wire::handshake::ServerSecurity;
 use quoin_wire::reactor::Waker;
+use quoin_wire::same_host::{self, PeerAddress, Stream};
 use quoin_wire::{ConnectionKind, Hello};
 use rustls::pki_types::CertificateDer;
 
@@ -65,7 +69,9 @@ impl Belief {
 }
 
 pub struct Acceptor {
-    listener: TcpListener,
+    network: TcpListener,
+    /// `None`: the name is another process's, and targets of this host come by the network.
+    same_host: Option<UnixListener>,
     security: Arc<std::sync::Mutex<ServerSecurity>>,
     belief: Belief,
     under_way: Arc<AtomicUsize>,
@@ -75,30 +81,51 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
+    /// `pool`: the name by which targets of this host look for it, with the listener's port.
     pub fn new(
-        listener: TcpListener,
+        network: TcpListener,
+        pool: &str,
         security: Arc<std::sync::Mutex<ServerSecurity>>,
         belief: Belief,
         inputs: Sender<Input>,
         waker: Waker,
         metrics: Metrics,
     ) -> std::io::Result<Self> {
-        listener.set_nonblocking(true)?;
+        network.set_nonblocking(true)?;
+        let same_host = same_host::listen(pool, network.local_addr()?.port())
+            .inspect_err(|error| tracing::warn!(%error, "targets of this host come by the network"))
+            .ok();
         let under_way = Arc::default();
-        Ok(Acceptor { listener, security, belief, under_way, inputs, waker, metrics })
+        Ok(Acceptor { network, same_host, security, belief, under_way, inputs, waker, metrics })
     }
 
-    pub fn listener(&self) -> &TcpListener {
-        &self.listener
+    /// What is readable when somebody waits at the door.
+    pub fn listeners(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        [Some(self.network.as_fd()), self.same_host.as_ref().map(AsFd::as_fd)].into_iter().flatten()
     }
 
-    /// Takes what waits at the door; called when the listener is readable.
+    /// Takes what waits at the door; called when a listener is readable.
     pub fn accept(&self) {
+        self.accept_from(|| {
+            let (tcp, from) = self.network.accept()?;
+            Ok(Some((Stream::Tcp(tcp), PeerAddress::Network(from))))
+        });
+        let Some(same_host) = &self.same_host else { return };
+        self.accept_from(|| {
+            let (unix, _) = same_host.accept()?;
+            // Others are told by the closed connection to come by the network.
+            Ok(same_host::is_of_this_user(&unix)?
+                .then_some((Stream::SameHost(unix), PeerAddress::SameHost)))
+        });
+    }
+
+    fn accept_from(&self, next: impl Fn() -> std::io::Result<Option<(Stream, PeerAddress)>>) {
         // A bounded turn: the shard's sessions come first.
         for _ in 0..16 {
-            match self.listener.accept() {
-                Ok((tcp, from)) => self.hear(tcp, from),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
+            match next() {
+                Ok(Some((stream, from))) => self.hear(stream, from),
+                Ok(None) => drop(self.metrics.connections_refused.inc()),
+                Err(error) if error.kind() == WouldBlock => return,
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a data connection");
                     return;
@@ -107,7 +134,7 @@ impl Acceptor {
         }
     }
 
-    fn hear(&self, tcp: TcpStream, from: SocketAddr) {
+    fn hear(&self, stream: Stream, from: PeerAddress) {
         if self.under_way.fetch_add(1, Ordering::AcqRel) >= HANDSHAKES_MAX {
             self.under_way.fetch_sub(1, Ordering::AcqRel);
             self.metrics.connections_refused.inc();
@@ -121,7 +148,7 @@ impl Acceptor {
             .name("handshake".into())
             .stack_size(STACK_BYTES)
             .spawn(move || {
-                let heard = answer(tcp, from, &security, |certificates, session, hello| {
+                let heard = answer(stream, from, &security, |certificates, session, hello| {
                     belief.judge(certificates, session, hello)
                 });
                 under_way.fetch_sub(1, Ordering::AcqRel);
@@ -144,7 +171,7 @@ impl Acceptor {
     }
 }
 
-fn refused(from: SocketAddr, error: &EstablishError) {
+fn refused(from: PeerAddress, error: &EstablishError) {
     match error {
         // Port scanners and cut connections are daily life; a peer with a certificate that is
         // not believed is somebody's mistake, or worse.

@@ -190,6 +190,7 @@ where
     let notices = Notices::default();
     let acceptor = Acceptor::new(
         listener,
+        &options.name,
         security.clone(),
         Belief::Grants(identity.clone()),
         sender.clone(),

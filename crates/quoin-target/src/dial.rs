@@ -143,7 +143,7 @@ impl Inner {
             .collect();
         let mut last = format!("{} has no address", to.address);
         for address in addresses {
-            match dial(address, &security, to.session, &to.hello) {
+            match dial(&to.pool, address, &security, to.session, &to.hello) {
                 Ok(connection) => return Ok(connection),
                 Err(error) => last = error.to_string(),
             }

@@ -4,7 +4,7 @@
 //! that happens before costs it nothing and is bounded by [`HANDSHAKE_MAX`], [`Limits::HELLO`]
 //! and the number of helper threads that a role allows itself.
 
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use quoin_core::Epoch;
@@ -19,9 +19,11 @@ use crate::decode::{Frame, Incoming};
 use crate::frame::Limits;
 use crate::frame::WireError;
 use crate::handshake::{
-    ClientSecurity, HANDSHAKE_MAX, HandshakeError, ServerSecurity, accept, connect,
+    ClientSecurity, Established, HANDSHAKE_MAX, HandshakeError, ServerSecurity, accept, connect,
+    connect_same_host,
 };
 use crate::hello::{Hello, PROTOCOL_MAX, PROTOCOL_MIN};
+use crate::same_host::{self, PeerAddress, Stream};
 
 #[derive(Debug, thiserror::Error)]
 pub enum EstablishError {
@@ -44,18 +46,36 @@ pub struct Answered {
     pub connection: Connection,
     pub session: SessionKey,
     pub hello: Hello,
-    pub peer_address: SocketAddr,
+    pub peer_address: PeerAddress,
 }
 
-/// Connects, proves both sides, and introduces the session. Blocks.
+/// Connects to a pool, within the host where it is on this one, proves both sides, and introduces
+/// the session. Blocks.
 pub fn dial(
+    pool: &str,
     address: SocketAddr,
     security: &ClientSecurity,
     session: SessionKey,
     hello: &Hello,
 ) -> Result<Connection, EstablishError> {
     let deadline = Instant::now() + HANDSHAKE_MAX;
-    let established = connect(address, security)?;
+    let established = match same_host::connect(pool, address.port()) {
+        Ok(unix) => match connect_same_host(unix, security) {
+            // Somebody else's pool, with the same name and port: ours may be on another host.
+            Err(HandshakeError::Tls(_)) => connect(address, security)?,
+            outcome => outcome?,
+        },
+        Err(_) => connect(address, security)?,
+    };
+    introduce(established, session, hello, deadline)
+}
+
+fn introduce(
+    established: Established,
+    session: SessionKey,
+    hello: &Hello,
+    deadline: Instant,
+) -> Result<Connection, EstablishError> {
     let mut connection =
         Connection::new(established.socket, established.sealer, established.opener);
     connection.send_hello(session, hello)?;
@@ -79,13 +99,13 @@ pub fn dial(
 /// Proves both sides of an accepted connection and hears who comes; `believe` decides by the
 /// peer's certificates (none on a plain connection), its session and its Hello. Blocks.
 pub fn answer(
-    tcp: TcpStream,
-    peer_address: SocketAddr,
+    stream: Stream,
+    peer_address: PeerAddress,
     security: &ServerSecurity,
     believe: impl FnOnce(&[CertificateDer<'static>], &SessionKey, &Hello) -> Result<(), String>,
 ) -> Result<Answered, EstablishError> {
     let deadline = Instant::now() + HANDSHAKE_MAX;
-    let established = accept(tcp, peer_address, security)?;
+    let established = accept(stream, peer_address, security)?;
     let mut connection =
         Connection::new(established.socket, established.sealer, established.opener);
     let Incoming { session, frame: Frame::Hello(hello) } = first_frame(&mut connection, deadline)?

@@ -1,4 +1,4 @@
-//! From a TCP connection to keys: a TLS 1.3 handshake with certificates on both sides.
+//! From a connected socket to keys: a TLS 1.3 handshake with certificates on both sides.
 //!
 //! Blocking, with a deadline, on a helper thread; what comes out is a non-blocking socket with
 //! its [`Sealer`] and [`Opener`] for a shard. TLS itself carries no data: records are read one
@@ -6,17 +6,20 @@
 //! Session tickets are off for the same reason.
 //!
 //! The protection mode is the ALPN protocol, so it is negotiated under the handshake's own
-//! protection: a pool set to `encrypt` refuses a target that only authenticates.
+//! protection: a pool set to `encrypt` refuses a target that only authenticates. Within a host
+//! ([`crate::same_host`]) it is always [`Mode::Plain`], which no network connection is offered.
 
-use std::io::{Cursor, Read, Write};
+use std::io::{Cursor, Read};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustls::{ClientConfig, ClientConnection, Connection as Tls, ServerConfig, ServerConnection};
 use rustls_pki_types::{CertificateDer, ServerName};
 
+use crate::same_host::{PeerAddress, Stream};
 use crate::security::{Mode, Opener, SECRET_LEN, Sealer};
 
 /// A whole handshake, connecting included.
@@ -48,7 +51,7 @@ pub enum HandshakeError {
 /// How this side protects its data connections.
 #[derive(Clone)]
 pub enum ClientSecurity {
-    /// Mutual TLS, then frames in this mode.
+    /// Mutual TLS, then frames in this mode; plain ones within a host.
     Tls { config: Arc<ClientConfig>, server_name: ServerName<'static>, mode: Mode },
     /// No protection at all; refused unless the peer is on the loopback.
     PlainLoopback,
@@ -57,7 +60,7 @@ pub enum ClientSecurity {
 /// How this side demands its data connections to be protected.
 #[derive(Clone)]
 pub enum ServerSecurity {
-    /// Mutual TLS; `least` is the weakest mode taken.
+    /// Mutual TLS; `least` is the weakest mode taken from the network.
     Tls { config: Arc<ServerConfig>, least: Mode },
     /// No protection at all; refused unless the peer is on the loopback.
     PlainLoopback,
@@ -67,7 +70,7 @@ pub enum ServerSecurity {
 pub struct Established {
     /// Non-blocking, TCP_NODELAY.
     pub socket: OwnedFd,
-    pub peer_address: SocketAddr,
+    pub peer_address: PeerAddress,
     /// The peer's certificates, its own first; empty on a plain connection.
     pub peer_certificates: Vec<CertificateDer<'static>>,
     pub mode: Mode,
@@ -83,39 +86,58 @@ pub fn connect(
     let deadline = Instant::now() + HANDSHAKE_MAX;
     let tcp = TcpStream::connect_timeout(&address, HANDSHAKE_MAX)
         .map_err(|source| HandshakeError::Connect { address, source })?;
-    tcp.set_nodelay(true)?;
+    prove(Stream::Tcp(tcp), PeerAddress::Network(address), security, deadline)
+}
+
+/// Proves both sides of a connection within the host. Blocks for [`HANDSHAKE_MAX`] at most.
+pub fn connect_same_host(
+    unix: UnixStream,
+    security: &ClientSecurity,
+) -> Result<Established, HandshakeError> {
+    let deadline = Instant::now() + HANDSHAKE_MAX;
+    prove(Stream::SameHost(unix), PeerAddress::SameHost, security, deadline)
+}
+
+fn prove(
+    stream: Stream,
+    peer: PeerAddress,
+    security: &ClientSecurity,
+    deadline: Instant,
+) -> Result<Established, HandshakeError> {
+    stream.prepare()?;
     match security {
-        ClientSecurity::PlainLoopback => plain(tcp, address),
+        ClientSecurity::PlainLoopback => plain(stream, peer),
         ClientSecurity::Tls { config, server_name, mode } => {
+            let mode = if peer == PeerAddress::SameHost { Mode::Plain } else { *mode };
             let mut config = (**config).clone();
-            config.alpn_protocols = vec![alpn(*mode).to_vec()];
+            config.alpn_protocols = vec![alpn(mode).to_vec()];
             config.resumption = rustls::client::Resumption::disabled();
             let tls = ClientConnection::new(Arc::new(config), server_name.clone())?;
-            handshake(tcp, address, tls.into(), deadline)
+            handshake(stream, peer, tls.into(), deadline)
         }
     }
 }
 
 /// Proves both sides of an accepted connection. Blocks for [`HANDSHAKE_MAX`] at most.
 pub fn accept(
-    tcp: TcpStream,
-    address: SocketAddr,
+    stream: Stream,
+    peer: PeerAddress,
     security: &ServerSecurity,
 ) -> Result<Established, HandshakeError> {
     let deadline = Instant::now() + HANDSHAKE_MAX;
-    tcp.set_nonblocking(false)?;
-    tcp.set_nodelay(true)?;
+    stream.prepare()?;
     match security {
-        ServerSecurity::PlainLoopback => plain(tcp, address),
+        ServerSecurity::PlainLoopback => plain(stream, peer),
         ServerSecurity::Tls { config, least } => {
             let mut config = (**config).clone();
-            config.alpn_protocols = match least {
-                Mode::Encrypt => vec![alpn(Mode::Encrypt).to_vec()],
+            config.alpn_protocols = match (&stream, least) {
+                (Stream::SameHost(_), _) => vec![alpn(Mode::Plain).to_vec()],
+                (_, Mode::Encrypt) => vec![alpn(Mode::Encrypt).to_vec()],
                 _ => vec![alpn(Mode::Encrypt).to_vec(), alpn(Mode::Authenticate).to_vec()],
             };
             config.send_tls13_tickets = 0;
             let tls = ServerConnection::new(Arc::new(config))?;
-            handshake(tcp, address, tls.into(), deadline)
+            handshake(stream, peer, tls.into(), deadline)
         }
     }
 }
@@ -123,18 +145,21 @@ pub fn accept(
 fn alpn(mode: Mode) -> &'static [u8] {
     match mode {
         Mode::Encrypt => b"quoin-data/1+encrypt",
-        _ => b"quoin-data/1+authenticate",
+        Mode::Authenticate => b"quoin-data/1+authenticate",
+        Mode::Plain => b"quoin-data/1+same-host",
     }
 }
 
-fn plain(tcp: TcpStream, address: SocketAddr) -> Result<Established, HandshakeError> {
-    if !address.ip().is_loopback() {
+fn plain(stream: Stream, peer: PeerAddress) -> Result<Established, HandshakeError> {
+    if let PeerAddress::Network(address) = peer
+        && !address.ip().is_loopback()
+    {
         return Err(HandshakeError::PlainBeyondLoopback(address));
     }
-    tcp.set_nonblocking(true)?;
+    stream.set_nonblocking()?;
     Ok(Established {
-        socket: tcp.into(),
-        peer_address: address,
+        socket: stream.into(),
+        peer_address: peer,
         peer_certificates: Vec::new(),
         mode: Mode::Plain,
         sealer: Sealer::plain(),
@@ -143,22 +168,21 @@ fn plain(tcp: TcpStream, address: SocketAddr) -> Result<Established, HandshakeEr
 }
 
 fn handshake(
-    mut tcp: TcpStream,
-    address: SocketAddr,
+    mut stream: Stream,
+    peer: PeerAddress,
     mut tls: Tls,
     deadline: Instant,
 ) -> Result<Established, HandshakeError> {
     let mut received = 0;
     loop {
         while tls.wants_write() {
-            bound(&tcp, deadline)?;
-            tls.write_tls(&mut tcp).map_err(io)?;
+            bound(&stream, deadline)?;
+            tls.write_tls(&mut stream).map_err(io)?;
         }
-        tcp.flush()?;
         if !tls.is_handshaking() {
             break;
         }
-        let record = read_record(&mut tcp, deadline)?;
+        let record = read_record(&mut stream, deadline)?;
         received += record.len();
         if received > HANDSHAKE_BYTES_MAX {
             return Err(HandshakeError::NotTls);
@@ -168,7 +192,7 @@ fn handshake(
             tls.read_tls(&mut cursor)?;
             if let Err(error) = tls.process_new_packets() {
                 // Tell the peer why, as far as it still listens.
-                let _ = bound(&tcp, deadline).map(|()| tls.write_tls(&mut tcp));
+                let _ = bound(&stream, deadline).map(|()| tls.write_tls(&mut stream));
                 return Err(error.into());
             }
         }
@@ -176,6 +200,8 @@ fn handshake(
     let mode = match tls.alpn_protocol() {
         Some(p) if p == alpn(Mode::Encrypt) => Mode::Encrypt,
         Some(p) if p == alpn(Mode::Authenticate) => Mode::Authenticate,
+        // Offered and taken within a host only.
+        Some(p) if p == alpn(Mode::Plain) && peer == PeerAddress::SameHost => Mode::Plain,
         _ => return Err(HandshakeError::NoCommonMode),
     };
     let mut secrets = [0u8; 2 * SECRET_LEN];
@@ -190,12 +216,11 @@ fn handshake(
         .iter()
         .map(|c| c.clone().into_owned())
         .collect();
-    tcp.set_read_timeout(None)?;
-    tcp.set_write_timeout(None)?;
-    tcp.set_nonblocking(true)?;
+    stream.set_timeout(None)?;
+    stream.set_nonblocking()?;
     Ok(Established {
-        socket: tcp.into(),
-        peer_address: address,
+        socket: stream.into(),
+        peer_address: peer,
         peer_certificates,
         mode,
         sealer: Sealer::new(mode, send),
@@ -204,38 +229,37 @@ fn handshake(
 }
 
 /// One TLS record, whole, and not a byte more.
-fn read_record(tcp: &mut TcpStream, deadline: Instant) -> Result<Vec<u8>, HandshakeError> {
+fn read_record(stream: &mut Stream, deadline: Instant) -> Result<Vec<u8>, HandshakeError> {
     let mut record = vec![0u8; 5];
-    read_exact(tcp, &mut record, deadline)?;
+    read_exact(stream, &mut record, deadline)?;
     let length = usize::from(u16::from_be_bytes([record[3], record[4]]));
     if !(20..=23).contains(&record[0]) || record[1] != 3 || length > (1 << 14) + 256 {
         return Err(HandshakeError::NotTls);
     }
     record.resize(5 + length, 0);
-    read_exact(tcp, &mut record[5..], deadline)?;
+    read_exact(stream, &mut record[5..], deadline)?;
     Ok(record)
 }
 
 /// Sets the socket's time-outs to what is left, before each call: a peer that sends a byte now
 /// and then gets no more time than a silent one.
-fn bound(tcp: &TcpStream, deadline: Instant) -> Result<(), HandshakeError> {
+fn bound(stream: &Stream, deadline: Instant) -> Result<(), HandshakeError> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(HandshakeError::Deadline);
     }
-    tcp.set_read_timeout(Some(left))?;
-    tcp.set_write_timeout(Some(left))?;
+    stream.set_timeout(Some(left))?;
     Ok(())
 }
 
 fn read_exact(
-    tcp: &mut TcpStream,
+    stream: &mut Stream,
     mut into: &mut [u8],
     deadline: Instant,
 ) -> Result<(), HandshakeError> {
     while !into.is_empty() {
-        bound(tcp, deadline)?;
-        match tcp.read(into) {
+        bound(stream, deadline)?;
+        match stream.read(into) {
             Ok(0) => return Err(HandshakeError::Closed),
             Ok(n) => into = &mut into[n..],
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}

@@ -6,7 +6,8 @@
 //!   never copied by decoding: it stays in the buffer the socket was read into.
 //! * [`security`] seals and opens frames on an authenticated connection; [`handshake`] makes such
 //!   a connection (TLS 1.3, both sides with certificates, keys by the TLS exporter).
-//!   [`establish`] adds Hello and Welcome, so that shards see believed sessions only.
+//!   [`same_host`] is the shorter way to a pool of one's own host. [`establish`] adds Hello and
+//!   Welcome, so that shards see believed sessions only.
 //! * [`queue`] holds what goes out (one vectored write) and what came in.
 //! * [`reactor`] is the epoll loop, its timers and its waker; [`connection`] ties a socket, its
 //!   protection and its queues together for the shards of both roles.
@@ -27,6 +28,7 @@ pub mod hello;
 pub mod notices;
 pub mod queue;
 pub mod reactor;
+pub mod same_host;
 pub mod security;
 
 pub use connection::{Connection, ReadOutcome};

@@ -545,7 +545,9 @@ fn a_block_that_fails_its_checksum_arrives_as_what_it_is_and_is_told_by_it() {
 mod handshake {
     use quoin_wire::handshake::{
         ClientSecurity, Established, HandshakeError, ServerSecurity, accept, connect,
+        connect_same_host,
     };
+    use quoin_wire::same_host::{PeerAddress, Stream};
     use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
     use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
@@ -608,9 +610,20 @@ mod handshake {
         std::thread::scope(|scope| {
             let accepted = scope.spawn(|| {
                 let (tcp, from) = listener.accept().unwrap();
-                accept(tcp, from, server)
+                accept(Stream::Tcp(tcp), PeerAddress::Network(from), server)
             });
             let connected = connect(address, client);
+            (connected, accepted.join().unwrap())
+        })
+    }
+
+    /// As [`both`], within the host.
+    fn both_here(client: &ClientSecurity, server: &ServerSecurity) -> (Outcome, Outcome) {
+        let (here, there) = UnixStream::pair().unwrap();
+        std::thread::scope(|scope| {
+            let accepted =
+                scope.spawn(|| accept(Stream::SameHost(there), PeerAddress::SameHost, server));
+            let connected = connect_same_host(here, client);
             (connected, accepted.join().unwrap())
         })
     }
@@ -639,6 +652,53 @@ mod handshake {
             b.send_from_replica(session(), &FromReplica::Closed).unwrap();
             assert_eq!(through(&mut b, &mut a), [Frame::FromReplica(FromReplica::Closed)]);
         }
+    }
+
+    #[test]
+    fn within_a_host_both_sides_are_proven_and_frames_are_plain_whatever_the_network_needs() {
+        let (ours, foreign) = (authority(), authority());
+        let (a, b) = both_here(&client(&ours, &ours, Mode::Encrypt), &server(&ours, Mode::Encrypt));
+        let (a, b) = (a.unwrap(), b.unwrap());
+        assert_eq!((a.mode, b.mode), (Mode::Plain, Mode::Plain));
+        assert_eq!((a.peer_certificates.len(), b.peer_certificates.len()), (1, 1));
+        let (mut a, mut b) = (connection(a), connection(b));
+        b.send_from_replica(session(), &FromReplica::Closed).unwrap();
+        assert_eq!(through(&mut b, &mut a), [Frame::FromReplica(FromReplica::Closed)]);
+        let (_, b) =
+            both_here(&client(&foreign, &ours, Mode::Encrypt), &server(&ours, Mode::Encrypt));
+        assert!(matches!(b, Err(HandshakeError::Tls(_))));
+        let (a, _) =
+            both_here(&client(&ours, &ours, Mode::Encrypt), &server(&foreign, Mode::Encrypt));
+        assert!(matches!(a, Err(HandshakeError::Tls(_))));
+    }
+
+    #[test]
+    fn no_connection_of_the_network_is_plain_though_a_relay_of_another_host_stands_between() {
+        // The one side believes that it is within a host, the other one knows that it is not.
+        let authority = authority();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let (here, there) = UnixStream::pair().unwrap();
+        let (client, server) =
+            (client(&authority, &authority, Mode::Encrypt), server(&authority, Mode::Encrypt));
+        std::thread::scope(|scope| {
+            let accepted = scope.spawn(|| {
+                let (tcp, from) = listener.accept().unwrap();
+                accept(Stream::Tcp(tcp), PeerAddress::Network(from), &server)
+            });
+            let tcp = std::net::TcpStream::connect(address).unwrap();
+            for (mut from, mut to) in [
+                (
+                    Stream::SameHost(there.try_clone().unwrap()),
+                    Stream::Tcp(tcp.try_clone().unwrap()),
+                ),
+                (Stream::Tcp(tcp), Stream::SameHost(there)),
+            ] {
+                scope.spawn(move || std::io::copy(&mut from, &mut to));
+            }
+            assert!(connect_same_host(here, &client).is_err());
+            assert!(accepted.join().unwrap().is_err());
+        });
     }
 
     #[test]
@@ -683,7 +743,8 @@ mod handshake {
             let mut tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             tcp.write_all(garbage).unwrap();
             let (accepted, from) = listener.accept().unwrap();
-            let refused = accept(accepted, from, &server(&authority, Mode::Encrypt));
+            let from = PeerAddress::Network(from);
+            let refused = accept(Stream::Tcp(accepted), from, &server(&authority, Mode::Encrypt));
             assert!(matches!(refused, Err(HandshakeError::NotTls)));
         }
     }
@@ -693,8 +754,8 @@ mod handshake {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let _client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (tcp, _) = listener.accept().unwrap();
-        let beyond = "192.0.2.7:900".parse().unwrap();
-        let refused = accept(tcp, beyond, &ServerSecurity::PlainLoopback);
+        let beyond = PeerAddress::Network("192.0.2.7:900".parse().unwrap());
+        let refused = accept(Stream::Tcp(tcp), beyond, &ServerSecurity::PlainLoopback);
         assert!(matches!(refused, Err(HandshakeError::PlainBeyondLoopback(_))));
     }
 }

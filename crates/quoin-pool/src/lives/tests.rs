@@ -77,6 +77,7 @@ impl Process {
         let metrics = Metrics::new("p");
         let acceptor = Acceptor::new(
             listener,
+            "p",
             Arc::new(Mutex::new(ServerSecurity::PlainLoopback)),
             Belief::Everybody,
             inputs.clone(),
@@ -142,7 +143,8 @@ impl Process {
         };
         let hello = Hello::new(VOLUME, MEMBER.id, MEMBER.guid, Bytes::new());
         let security = ClientSecurity::PlainLoopback;
-        let connection = quoin_wire::establish::dial(self.address, &security, key, &hello).ok()?;
+        let connection =
+            quoin_wire::establish::dial("p", self.address, &security, key, &hello).ok()?;
         let mut session = Session { connection, key };
         session.send(&ToReplica::Open {
             volume: VOLUME,

@@ -57,7 +57,7 @@ const STOP_MAX: Duration = Duration::from_secs(10);
 /// How long a peer whose session was ended may take to close its side.
 const LINGER: Duration = Duration::from_secs(2);
 
-const LISTENER: u64 = 0;
+const LISTENERS: u64 = 0;
 
 /// What other threads tell the shard.
 pub enum Input {
@@ -109,7 +109,7 @@ pub struct Shard<'a, P> {
     dirty: Vec<u64>,
     touched: Vec<ReplicaGuid>,
     actions: Vec<ReplicaAction>,
-    /// Names connections and timers; 0 is the listener.
+    /// Names connections and timers; 0 is the listeners.
     next_key: u64,
     queued: usize,
     synced: SyncTicket,
@@ -128,7 +128,9 @@ pub struct Shard<'a, P> {
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     pub fn new(pool: P, parts: &'a mut Parts, syncer: Syncer) -> std::io::Result<Self> {
-        parts.reactor.register(parts.acceptor.listener(), LISTENER, Interest::READ)?;
+        for listener in parts.acceptor.listeners() {
+            parts.reactor.register(listener, LISTENERS, Interest::READ)?;
+        }
         let scrub = Scrub::new(parts.scrub.clone());
         let mut shard = Shard {
             pool,
@@ -142,7 +144,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             dirty: Vec::new(),
             touched: Vec::new(),
             actions: Vec::new(),
-            next_key: LISTENER + 1,
+            next_key: LISTENERS + 1,
             queued: 0,
             synced: SyncTicket(0),
             syncs: VecDeque::new(),
@@ -197,7 +199,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
         };
         self.scrub.stop(now());
-        self.parts.reactor.deregister(self.parts.acceptor.listener());
+        for listener in self.parts.acceptor.listeners() {
+            self.parts.reactor.deregister(listener);
+        }
         self.parts.metrics.sessions.set(0);
         ended
     }
@@ -269,7 +273,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     }
 
     fn ready(&mut self, now: Time, ready: Ready) {
-        if ready.key == LISTENER {
+        if ready.key == LISTENERS {
             return self.parts.acceptor.accept();
         }
         if ready.writable {

@@ -78,6 +78,7 @@ impl RunningPool {
         let security = Arc::new(Mutex::new(security));
         let acceptor = Acceptor::new(
             listener,
+            "p",
             security,
             belief,
             sender.clone(),

@@ -54,6 +54,7 @@ pub struct DevOptions {
     pub no_attach: bool,
     /// What data connections do beside proving who is there: `encrypt` hides what they carry and
     /// costs little more than `authenticate`, which is for those who must look into the traffic.
+    /// Neither is needed within a host, where a unix socket takes TCP's place.
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     pub data_security: String,
     /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off`: only what people

@@ -41,6 +41,7 @@ pub struct ControllerOptions {
     listen: Option<SocketAddr>,
     /// What data connections do beside proving who is there: `encrypt` hides what they carry and
     /// costs little more than `authenticate`, which is for those who must look into the traffic.
+    /// Neither is needed within a host, where a unix socket takes TCP's place.
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     data_security: String,
     /// Replicas of a volume that does not say.

@@ -1,0 +1,192 @@
+//! The way between a target and a pool of one host: a unix socket beside the pool's TCP port.
+//!
+//! What goes through it never leaves the kernel: TCP's work is saved, and so is a cipher that
+//! would hide the bytes from nobody. Who is at the other end is still proven by certificates,
+//! as on the network (see [`crate::handshake`]).
+//!
+//! The socket's name is abstract, of the pool and its port: it needs no directory that both
+//! sides must know, it dies with the process, and it is known within one network namespace only,
+//! so a pool of another host or of a container with a network of its own is never met there.
+//! Anybody may take a name, or connect to one; so each side asks the kernel who the other is and
+//! speaks to its own user only, who could read its memory as well. With anybody else, and where
+//! nobody listens, the network is the way.
+
+use std::fmt;
+use std::io::{Read, Result, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
+use std::time::Duration;
+
+use rustix::net::sockopt;
+
+/// What a socket may hold on its way: some requests of 128 KiB. The system may allow less.
+const BUFFER_BYTES: usize = 2 << 20;
+
+/// The pool's side. An error means that the name is taken: the pool is then met by TCP only.
+pub fn listen(pool: &str, port: u16) -> Result<UnixListener> {
+    let listener = UnixListener::bind_addr(&name(pool, port)?)?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// The target's side. An error means that the network is the way.
+pub fn connect(pool: &str, port: u16) -> Result<UnixStream> {
+    let stream = UnixStream::connect_addr(&name(pool, port)?)?;
+    if is_of_this_user(&stream)? {
+        return Ok(stream);
+    }
+    Err(std::io::Error::other("another user listens there"))
+}
+
+/// Whether a process of this user is at the other end.
+pub fn is_of_this_user(stream: &UnixStream) -> Result<bool> {
+    Ok(sockopt::socket_peercred(stream)?.uid == rustix::process::geteuid())
+}
+
+fn name(pool: &str, port: u16) -> Result<UnixAddr> {
+    UnixAddr::from_abstract_name(format!("quoin-data/{pool}/{port}"))
+}
+
+/// Who is at the other end of a data connection, for people.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PeerAddress {
+    Network(SocketAddr),
+    SameHost,
+}
+
+impl fmt::Display for PeerAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PeerAddress::Network(address) => address.fmt(f),
+            PeerAddress::SameHost => f.write_str("this host"),
+        }
+    }
+}
+
+/// A connected socket of either kind.
+pub enum Stream {
+    Tcp(TcpStream),
+    SameHost(UnixStream),
+}
+
+impl Stream {
+    /// Blocking, and sends at once what it is given.
+    pub(crate) fn prepare(&self) -> Result<()> {
+        match self {
+            Stream::Tcp(tcp) => {
+                tcp.set_nonblocking(false)?;
+                tcp.set_nodelay(true)
+            }
+            Stream::SameHost(unix) => {
+                unix.set_nonblocking(false)?;
+                // Beyond the system's limit only for the privileged; then as much as is allowed.
+                if sockopt::set_socket_send_buffer_size_force(unix, BUFFER_BYTES).is_err() {
+                    sockopt::set_socket_send_buffer_size(unix, BUFFER_BYTES)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    pub(crate) fn set_nonblocking(&self) -> Result<()> {
+        match self {
+            Stream::Tcp(tcp) => tcp.set_nonblocking(true),
+            Stream::SameHost(unix) => unix.set_nonblocking(true),
+        }
+    }
+
+    /// Limits each read and write; `None`: no limit.
+    pub(crate) fn set_timeout(&self, timeout: Option<Duration>) -> Result<()> {
+        match self {
+            Stream::Tcp(tcp) => {
+                tcp.set_read_timeout(timeout)?;
+                tcp.set_write_timeout(timeout)
+            }
+            Stream::SameHost(unix) => {
+                unix.set_read_timeout(timeout)?;
+                unix.set_write_timeout(timeout)
+            }
+        }
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> Result<usize> {
+        match self {
+            Stream::Tcp(tcp) => tcp.read(buffer),
+            Stream::SameHost(unix) => unix.read(buffer),
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, buffer: &[u8]) -> Result<usize> {
+        match self {
+            Stream::Tcp(tcp) => tcp.write(buffer),
+            Stream::SameHost(unix) => unix.write(buffer),
+        }
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl From<Stream> for OwnedFd {
+    fn from(stream: Stream) -> OwnedFd {
+        match stream {
+            Stream::Tcp(tcp) => tcp.into(),
+            Stream::SameHost(unix) => unix.into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unique(of: &str) -> String {
+        format!("{of}-{}", std::process::id())
+    }
+
+    #[test]
+    fn a_pool_is_met_by_its_name_and_port_and_as_long_as_it_lives() {
+        let pool = unique("met");
+        let listener = listen(&pool, 7).unwrap();
+        assert!(listen(&pool, 7).is_err(), "a name is one process's");
+        assert!(connect(&pool, 8).is_err());
+        assert!(connect(&unique("other"), 7).is_err());
+        let mut target = connect(&pool, 7).unwrap();
+        let (mut at_pool, _) = listener.accept().unwrap();
+        assert!(is_of_this_user(&at_pool).unwrap());
+        at_pool.write_all(b"here").unwrap();
+        let mut heard = [0; 4];
+        target.read_exact(&mut heard).unwrap();
+        assert_eq!(&heard, b"here");
+        drop(listener);
+        assert!(connect(&pool, 7).is_err());
+    }
+
+    #[test]
+    fn other_users_are_not_spoken_to_on_either_side() {
+        if !rustix::process::geteuid().is_root() {
+            return; // Nobody else can be played then.
+        }
+        let (ours, theirs) = (unique("ours"), unique("theirs"));
+        let listener = listen(&ours, 7).unwrap();
+        std::thread::scope(|scope| {
+            let stranger = scope.spawn(|| {
+                // The bare call changes this thread's user only, libc's would change all.
+                // SAFETY: plain numbers are passed.
+                assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 1, 1, 1) }, 0);
+                let own = UnixListener::bind_addr(&name(&theirs, 7).unwrap()).unwrap();
+                (own, UnixStream::connect_addr(&name(&ours, 7).unwrap()).unwrap())
+            });
+            let (_listening, _connected) = stranger.join().unwrap();
+            assert!(connect(&theirs, 7).is_err());
+            assert!(!is_of_this_user(&listener.accept().unwrap().0).unwrap());
+        });
+    }
+}
