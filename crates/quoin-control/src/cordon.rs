@@ -6,7 +6,7 @@
 //! some replica has nowhere to go, or no good copy to be made from; what goes wrong later is
 //! told as an event and in the status, and tried again.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use quoin_proto::control as api;
@@ -53,7 +53,17 @@ impl Scope {
     }
 
     fn key(&self) -> String {
-        format!("{}/{}", self.kind(), self.holder())
+        CordonRecord::name_of(self.kind(), self.holder())
+    }
+}
+
+impl From<&CordonRecord> for Scope {
+    fn from(record: &CordonRecord) -> Self {
+        let holder = record.holder.clone();
+        match record.kind.as_str() {
+            "node" => Self::Node(holder),
+            _ => Self::Pool(holder),
+        }
     }
 }
 
@@ -123,12 +133,7 @@ impl Controller {
     pub fn cordon_status(&self, scope: &Scope) -> Result<api::CordonStatus, Error> {
         self.object(scope)?;
         let pools = self.pools_of(scope);
-        let state = match self.cordons.get(&scope.key()) {
-            None => "",
-            Some(cordon) if !cordon.drain => "cordoned",
-            Some(_) if self.is_empty(&pools) => "drained",
-            Some(_) => "draining",
-        };
+        let state = self.standing(std::slice::from_ref(scope), || pools.clone());
         let mut replicas = Vec::new();
         for volume in self.volumes.list() {
             let status = self.status(&volume);
@@ -266,46 +271,44 @@ impl Controller {
         })
     }
 
-    /// "cordoned", "draining" or "drained"; empty: neither it nor its node is cordoned.
+    /// "cordoned", "draining" or "drained"; empty where none of these scopes is cordoned.
+    /// `pools`: those that a drain is to empty.
+    fn standing(&self, scopes: &[Scope], pools: impl FnOnce() -> HashSet<String>) -> &'static str {
+        let cordons = scopes.iter().filter_map(|scope| self.cordons.get(&scope.key()));
+        let cordons: Vec<_> = cordons.collect();
+        if cordons.is_empty() {
+            ""
+        } else if !cordons.iter().any(|cordon| cordon.drain) {
+            "cordoned"
+        } else if self.is_empty(&pools()) {
+            "drained"
+        } else {
+            "draining"
+        }
+    }
+
+    /// How the pool stands by its own cordon and its node's.
     pub(crate) fn cordon_of_pool(&self, pool: &PoolRecord) -> &'static str {
         let scopes = [Scope::Pool(pool.name.clone()), Scope::Node(pool.node.clone())];
-        let cordons = scopes.iter().filter_map(|scope| self.cordons.get(&scope.key()));
-        let drains: BTreeSet<bool> = cordons.map(|cordon| cordon.drain).collect();
-        match (drains.contains(&true), drains.is_empty()) {
-            (_, true) => "",
-            (false, _) => "cordoned",
-            (true, _) if self.is_empty(&HashSet::from([pool.name.clone()])) => "drained",
-            (true, _) => "draining",
-        }
+        self.standing(&scopes, || HashSet::from([pool.name.clone()]))
     }
 
     pub(crate) fn cordon_of_node(&self, node: &str) -> &'static str {
         let scope = Scope::Node(node.to_owned());
-        match self.cordons.get(&scope.key()) {
-            None => "",
-            Some(cordon) if !cordon.drain => "cordoned",
-            Some(_) if self.is_empty(&self.pools_of(&scope)) => "drained",
-            Some(_) => "draining",
-        }
+        self.standing(std::slice::from_ref(&scope), || self.pools_of(&scope))
     }
 
     /// Pools whose replicas are to move away.
     pub(crate) fn draining(&self) -> HashSet<String> {
-        let scope = |cordon: &Arc<CordonRecord>| match cordon.kind.as_str() {
-            "node" => Scope::Node(cordon.holder.clone()),
-            _ => Scope::Pool(cordon.holder.clone()),
-        };
         let cordons = self.cordons.list();
-        cordons.iter().filter(|c| c.drain).flat_map(|c| self.pools_of(&scope(c))).collect()
+        let drains = cordons.iter().filter(|cordon| cordon.drain);
+        drains.flat_map(|cordon| self.pools_of(&Scope::from(&**cordon))).collect()
     }
 
     /// Says once of each drain that it is done.
     pub(crate) async fn tell_drained(&self) -> Result<(), Error> {
         for cordon in self.cordons.list() {
-            let scope = match cordon.kind.as_str() {
-                "node" => Scope::Node(cordon.holder.clone()),
-                _ => Scope::Pool(cordon.holder.clone()),
-            };
+            let scope = Scope::from(&*cordon);
             if cordon.told || !cordon.drain || !self.is_empty(&self.pools_of(&scope)) {
                 continue;
             }

@@ -27,7 +27,7 @@ use crate::placement::Candidate;
 use crate::policy::ReplaceAfter;
 use crate::records::{Cause, Discarded, ReplicaRecord, VolumePhase, VolumeRecord};
 use crate::scale::relocate;
-use crate::status::{ReplicaStatus, VolumeStatus};
+use crate::status::{ReplicaStatus, Standing, VolumeStatus};
 
 /// Begun in one look; the next one is a second away.
 const BEGUN_MAX: usize = 16;
@@ -57,8 +57,9 @@ pub(crate) struct Looks {
 }
 
 /// A replica that should be elsewhere.
-struct Need {
-    volume: Arc<VolumeRecord>,
+struct Need<'a> {
+    volume: &'a Arc<VolumeRecord>,
+    status: &'a VolumeStatus,
     guid: ReplicaGuid,
     cause: Cause,
     /// How many more known replicas the volume can lose before its writes wait.
@@ -83,18 +84,20 @@ impl Controller {
 
     /// [`Self::heal`] at a time of the caller's.
     pub async fn heal_at(&self, now: Instant) -> Result<(), Error> {
-        let volumes = self.volumes.list();
+        self.heal_those(&self.standings(), now).await
+    }
+
+    pub(crate) async fn heal_those(&self, ready: &[Standing], now: Instant) -> Result<(), Error> {
         let mut needs = Vec::new();
         let mut seen = HashSet::new();
         let draining = self.draining();
-        for volume in volumes.iter().filter(|volume| volume.phase == VolumePhase::Ready) {
-            let status = self.status(volume);
+        for Standing { volume, status } in ready {
             seen.extend(volume.replicas.iter().map(|replica| replica.guid.0));
-            let missed = self.miss(volume, &status, now);
-            if self.give_up(volume, &status, &draining).await? {
+            let missed = self.miss(volume, status, now);
+            if self.give_up(volume, status, &draining).await? {
                 continue;
             }
-            needs.extend(self.needs(volume, &status, &missed, &draining));
+            needs.extend(self.needs(volume, status, &missed, &draining));
         }
         needs.sort_by_key(|need| (need.spare, Reverse(need.gone), need.volume.id));
         let wanted: HashSet<_> = needs.iter().map(|need| need.guid).collect();
@@ -103,22 +106,40 @@ impl Controller {
             looks.gone.retain(|guid, _| seen.contains(guid));
             looks.stuck.retain(|guid, _| wanted.contains(guid));
         }
-        let mut begun = 0;
-        let mut waiting = 0;
-        for need in &needs {
-            match begun < BEGUN_MAX && self.begin(need).await? {
-                true => begun += 1,
-                false => waiting += 1,
-            }
-        }
+        let begun = self.begin_first(&needs).await?;
         {
-            let healing = &mut self.observed().looks;
-            let stuck = healing.stuck.len() as u64;
-            healing.healing.begun += begun as u64;
-            healing.healing.waiting = u64::saturating_sub(waiting, stuck);
-            healing.healing.stuck = stuck;
+            let Looks { stuck, healing, .. } = &mut self.observed().looks;
+            let waiting = needs.len().saturating_sub(begun).saturating_sub(stuck.len());
+            healing.begun += begun as u64;
+            healing.waiting = waiting as u64;
+            healing.stuck = stuck.len() as u64;
         }
         self.tell_drained().await
+    }
+
+    /// Begins those whose turn it is, in this order; how many.
+    async fn begin_first(&self, needs: &[Need<'_>]) -> Result<usize, Error> {
+        if needs.is_empty() {
+            return Ok(0);
+        }
+        let _one_at_a_time = self.creating.lock().await;
+        let mut room = self.room();
+        let mut begun = 0;
+        for need in needs {
+            if begun == BEGUN_MAX {
+                break;
+            }
+            if self.begin(need, &room).await? {
+                begun += 1;
+                room = self.room();
+            }
+        }
+        Ok(begun)
+    }
+
+    /// Looked at anew whenever something was begun.
+    fn room(&self) -> Room {
+        Room { candidates: self.candidates(), busy: self.busy() }
     }
 
     /// Which replicas are missed, and for how long.
@@ -141,13 +162,13 @@ impl Controller {
         missed
     }
 
-    fn needs(
+    fn needs<'a>(
         &self,
-        volume: &Arc<VolumeRecord>,
-        status: &VolumeStatus,
+        volume: &'a Arc<VolumeRecord>,
+        status: &'a VolumeStatus,
         missed: &HashMap<ReplicaGuid, Duration>,
         draining: &HashSet<String>,
-    ) -> Vec<Need> {
+    ) -> Vec<Need<'a>> {
         let after = self.replace_after(volume);
         let spare = in_sync(volume, status) as i16 - i16::from(volume.membership.cf);
         let mut needs = Vec::new();
@@ -159,34 +180,31 @@ impl Controller {
                 (_, true) => Cause::Drain,
                 _ => continue,
             };
-            let (volume, guid) = (volume.clone(), replica.guid.0);
-            needs.push(Need { volume, guid, cause, spare, gone });
+            let guid = replica.guid.0;
+            needs.push(Need { volume, status, guid, cause, spare, gone });
         }
         needs
     }
 
     /// Makes a replica elsewhere, if its turn has come and it is possible.
-    async fn begin(&self, need: &Need) -> Result<bool, Error> {
-        let volume = &need.volume;
+    async fn begin(&self, need: &Need<'_>, room: &Room) -> Result<bool, Error> {
+        let Need { volume, status, .. } = need;
         let Some(replica) = volume.replicas.iter().find(|r| r.guid.0 == need.guid) else {
             return Ok(false);
         };
         if is_changing_beside(volume, need.guid) {
             return Ok(false);
         }
-        let status = self.status(volume);
-        if let Err(why) = rebuildable(volume, &status) {
+        if let Err(why) = rebuildable(volume, status) {
             self.stuck(need, &why);
             return Ok(false);
         }
-        let _one_at_a_time = self.creating.lock().await;
-        let candidates = self.candidates();
+        let Room { candidates, busy } = room;
         let mut trial = VolumeRecord::clone(volume);
-        if let Err(refusal) = relocate(&mut trial, need.guid, "", &candidates, need.cause) {
+        if let Err(refusal) = relocate(&mut trial, need.guid, "", candidates, need.cause) {
             self.stuck(need, &refusal.to_string());
             return Ok(false);
         }
-        let busy = self.busy();
         let most = self.settings.heals_per_pool;
         // A drain does not empty a pool faster than it could be filled.
         if need.cause == Cause::Drain && busy.from.get(&replica.pool).is_some_and(|n| *n >= most) {
@@ -197,7 +215,7 @@ impl Controller {
                 candidate.unusable = format!("{most} replicas are being rebuilt there");
             }
         };
-        let mut free = candidates;
+        let mut free = candidates.clone();
         free.iter_mut().for_each(idle);
         let gone = need.gone;
         let change = |volume: &mut VolumeRecord| {
@@ -238,7 +256,7 @@ impl Controller {
     }
 
     /// Says why a replica stays where it should not, once for each reason.
-    fn stuck(&self, need: &Need, why: &str) {
+    fn stuck(&self, need: &Need<'_>, why: &str) {
         let told = self.observed().looks.stuck.insert(need.guid, why.to_owned());
         if told.is_some_and(|told| told == why) {
             return;
@@ -263,6 +281,9 @@ impl Controller {
         status: &VolumeStatus,
         draining: &HashSet<String>,
     ) -> Result<bool, Error> {
+        if !volume.replicas.iter().any(|replica| replica.cause == Cause::Healing) {
+            return Ok(false);
+        }
         let good: HashSet<_> = volume
             .replicas
             .iter()
@@ -323,6 +344,12 @@ impl Controller {
     pub(crate) fn why_stuck(&self, guid: ReplicaGuid) -> Option<String> {
         self.observed().looks.stuck.get(&guid).cloned()
     }
+}
+
+/// Where a replica may be made, and what goes on there.
+struct Room {
+    candidates: Vec<Candidate>,
+    busy: Busy,
 }
 
 /// Rebuilds by the pool that takes the new replica, and by the pool of the old one.

@@ -312,7 +312,13 @@ pub struct CordonRecord {
 impl Record for CordonRecord {
     const PREFIX: &'static str = "cordon/";
     fn name(&self) -> String {
-        format!("{}/{}", self.kind, self.holder)
+        Self::name_of(&self.kind, &self.holder)
+    }
+}
+
+impl CordonRecord {
+    pub(crate) fn name_of(kind: &str, holder: &str) -> String {
+        format!("{kind}/{holder}")
     }
 }
 

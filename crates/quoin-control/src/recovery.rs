@@ -26,7 +26,8 @@ use crate::records::{Discarded, MemberRecord, Text, VolumePhase, VolumeRecord};
 use crate::scale::{self, Scale};
 use crate::time::now_ms;
 
-/// Longer than any lease that a target takes, by any replica's clock.
+/// Longer than a replica holds the lease of any target ([`quoin_core::replica::LEASE_MS`]), by
+/// its own clock.
 pub const LEASES_OVER_AFTER: Duration = Duration::from_secs(3);
 
 /// What a person decides.
@@ -148,7 +149,7 @@ impl Controller {
         if recovery.accept_loss_of != *name {
             return refuse(format!(
                 "{there} of {rf} replicas are left, which may lack acknowledged writes: those are \
-                 lost for good; accept that by typing the volume's name"
+                 lost for good; accept that by the volume's name (--accept-loss-of {name:?})"
             ));
         }
         Ok(())
@@ -177,4 +178,15 @@ fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId]) {
     // Whoever has it open finds that it is not his any more, and opens it anew.
     volume.owner = None;
     volume.may_have_lost_ms = now_ms();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LEASES_OVER_AFTER;
+    use quoin_core::replica::{LEASE_MS, granted_lease};
+
+    #[test]
+    fn a_recovery_waits_out_every_lease_that_a_target_may_have_taken() {
+        assert!(LEASES_OVER_AFTER > granted_lease(LEASE_MS));
+    }
 }

@@ -282,11 +282,14 @@ async fn tend(controller: Arc<Controller>) {
         tick.tick().await;
         controller.announce_absent();
         // Reports bring on what follows from them; this is for what an error left over.
+        let now = tokio::time::Instant::now();
         let reconciled = if ticks % 10 == 0 { controller.reconcile().await } else { Ok(()) };
+        // Tending first: what healing begins, this look does not know yet.
+        let ready = controller.standings();
         for (what, done) in [
             ("reconcile", reconciled),
-            ("heal", controller.heal().await),
-            ("tend volumes", controller.tend_unused().await),
+            ("tend volumes", controller.tend_unused_of(&ready, now).await),
+            ("heal", controller.heal_those(&ready, now).await),
             ("certificates", controller.tend_certificates().await),
             ("events", controller.events().flush().await),
         ] {

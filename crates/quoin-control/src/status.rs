@@ -1,5 +1,7 @@
 //! Records and observations as people see them: phase, health, use, and what is waited for.
 
+use std::sync::Arc;
+
 use quoin_core::membership::open_quorum;
 use quoin_proto::control as api;
 
@@ -32,7 +34,20 @@ pub(crate) struct VolumeStatus {
     pub replicas: Vec<ReplicaStatus>,
 }
 
+/// A volume that is ready, and how it stands.
+pub(crate) struct Standing {
+    pub volume: Arc<VolumeRecord>,
+    pub status: VolumeStatus,
+}
+
 impl Controller {
+    /// How all volumes that are ready stand; looked at once for all that follows from it.
+    pub(crate) fn standings(&self) -> Vec<Standing> {
+        let volumes = self.volumes.list().into_iter();
+        let ready = volumes.filter(|volume| volume.phase == VolumePhase::Ready);
+        ready.map(|volume| Standing { status: self.status(&volume), volume }).collect()
+    }
+
     pub(crate) fn waiting_for(&self, volume: &VolumeRecord) -> String {
         self.status(volume).waiting_for
     }

@@ -18,7 +18,7 @@ use crate::controller::{Controller, about};
 use crate::events::Severity;
 use crate::heal::rebuildable;
 use crate::records::{VolumePhase, VolumeRecord};
-use crate::status::VolumeStatus;
+use crate::status::{Standing, VolumeStatus};
 
 /// A replica that lags for less may only have been reported at another moment than the others.
 const LAGS_FOR: Duration = Duration::from_secs(30);
@@ -37,6 +37,14 @@ impl Controller {
 
     /// [`Self::tend_unused`] at a time of the caller's.
     pub async fn tend_unused_at(&self, now: Instant) -> Result<(), Error> {
+        self.tend_unused_of(&self.standings(), now).await
+    }
+
+    pub(crate) async fn tend_unused_of(
+        &self,
+        ready: &[Standing],
+        now: Instant,
+    ) -> Result<(), Error> {
         let mut load = HashMap::<String, usize>::new();
         let volumes = self.volumes.list();
         for owner in volumes.iter().filter_map(|volume| volume.owner.clone()) {
@@ -48,20 +56,17 @@ impl Controller {
             looks.lagging.retain(|id, _| exists(*id));
             looks.opening.retain(|id, _| exists(*id));
         }
-        let unused = |volume: &&Arc<VolumeRecord>| {
-            volume.phase == VolumePhase::Ready && volume.attachments.is_empty()
-        };
         self.give_back(&volumes, now).await?;
-        for volume in volumes.iter().filter(unused) {
-            let status = self.status(volume);
-            let work = self.work(volume, &status, now);
+        let unused = |standing: &&Standing| standing.volume.attachments.is_empty();
+        for Standing { volume, status } in ready.iter().filter(unused) {
+            let work = self.work(volume, status, now);
             let owner = volume.owner.as_deref();
             let next = match (owner, &work) {
                 (None, None) => continue,
                 (Some(_), None) => None,
-                (None, Some(_)) => self.lender(volume, &status, &load),
+                (None, Some(_)) => self.lender(volume, status, &load),
                 (Some(_), Some(_)) if !self.is_late(volume, now) => continue,
-                (Some(_), Some(_)) => self.lender(volume, &status, &load),
+                (Some(_), Some(_)) => self.lender(volume, status, &load),
             };
             if next.as_deref() == owner {
                 continue;

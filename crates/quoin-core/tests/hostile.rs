@@ -10,6 +10,7 @@ use quoin_core::block::{Operation, Reply, Request};
 use quoin_core::message::{
     Content, EpochEnd, Failure, FromReplica, OpenAck, Ping, Slot, SnapshotInfo, ToReplica,
 };
+use quoin_core::replica::LEASE_MS;
 use quoin_core::target::{
     OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent, TargetNote,
 };
@@ -43,7 +44,7 @@ fn config() -> TargetConfig {
         on_full: OnFull::Wait,
         reads: ReadMode::Leased,
         read_only: false,
-        lease_ms: 2000,
+        lease_ms: LEASE_MS,
         open_grace_ms: 300,
         drop_after_ms: 3000,
         window_bytes: 256 << 10,

@@ -5,7 +5,7 @@ mod broken;
 use bytes::Bytes;
 use quoin_core::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, granted_lease};
+use quoin_core::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent, granted_lease};
 use quoin_core::*;
 use quoin_store::ReplicaPool;
 use quoin_store::model::ModelPool;
@@ -14,7 +14,6 @@ use std::time::Duration;
 
 const OWN: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
 const VOLUME: VolumeId = VolumeId(5);
-const LEASE_MS: u32 = 2000;
 
 struct One {
     pool: ModelPool,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use quoin_core::block::DeviceInfo;
 use quoin_core::membership::{Desired, Durability, Member, Newcomer};
+use quoin_core::replica::LEASE_MS;
 use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
 use quoin_identity::convert::id;
@@ -13,8 +14,6 @@ use quoin_proto::control::{self, NodeAssignment, TargetAssignment};
 use crate::shard::{ReplicaPlace, VolumeSetup};
 use crate::throttle::Limits;
 
-/// Lease of a target, in milliseconds: how long a dead one delays its successor.
-const LEASE_MS: u32 = 2000;
 const OPEN_GRACE_MS: u32 = 2000;
 const DROP_AFTER_MS: u32 = 3000;
 /// Entries kept for members that lag, per volume.

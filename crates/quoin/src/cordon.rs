@@ -1,15 +1,15 @@
 //! `quoin pool|node cordon|drain|uncordon`: what takes no new replicas, and what is emptied.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
 use quoin_proto::control::set_cordon_request::Action;
 use quoin_proto::control::{CordonStatus, DrainedReplica, GetCordonRequest, SetCordonRequest};
 use serde::Serialize;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::client::{ClientOptions, Cluster, refusal};
 use crate::output::{self, Format, Row};
-use crate::pace::Pace;
+use crate::pace::{self, UnderWay};
 use crate::size::show_size;
 
 pub const POOL_EXAMPLE: &str = "Each replica is made elsewhere first and counts here until then; \
@@ -21,10 +21,6 @@ pub const NODE_EXAMPLE: &str = "As `quoin pool drain`, of all pools on the node.
     there are named; detaching them is their users'.\n\nExamples:\n  \
     quoin node drain host-3 --dry-run     what would be moved, and where\n  \
     quoin node drain host-3 --wait\n  quoin node uncordon host-3            take replicas again";
-
-/// Between two looks at a drain that is waited for, and between two lines about it.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
-const SAY_EVERY: Duration = Duration::from_secs(2);
 
 #[derive(Args)]
 pub struct DrainOptions {
@@ -114,35 +110,40 @@ pub async fn drain(
     output::print_one(format, &view, || view.text())
 }
 
+/// A drain as it was seen last.
+struct Draining<'a> {
+    scope: &'a Scope,
+    status: CordonStatus,
+}
+
+impl UnderWay for Draining<'_> {
+    fn is_done(&self) -> bool {
+        self.status.state != "draining"
+    }
+
+    fn left_bytes(&self) -> u64 {
+        self.status.replicas.iter().map(left).sum()
+    }
+
+    fn progress(&self, left: Option<Duration>) -> String {
+        progress(self.scope, &self.status, left)
+    }
+}
+
 /// Looks until it is empty.
 async fn follow(
     cluster: &mut Cluster,
     scope: &Scope,
-    mut status: CordonStatus,
+    status: CordonStatus,
     client: &ClientOptions,
 ) -> Result<CordonStatus> {
-    let began = Instant::now();
-    let mut said = Instant::now() - SAY_EVERY;
-    let mut pace = Pace::default();
-    while status.state == "draining" {
-        pace.saw(status.replicas.iter().map(left).sum(), began.elapsed());
-        if said.elapsed() >= SAY_EVERY {
-            eprintln!("{}", progress(scope, &status, pace.left()));
-            said = Instant::now();
-        }
-        if began.elapsed() > client.timeout() {
-            bail!(
-                "{} after {} s; it goes on by itself (--timeout waits longer)",
-                progress(scope, &status, pace.left()),
-                client.timeout
-            );
-        }
-        tokio::time::sleep(LOOK_EVERY).await;
+    let look = async || {
         let (pool, node) = scope.split();
         let request = GetCordonRequest { pool, node };
-        status = cluster.get_cordon(request).await.map_err(refusal)?.into_inner();
-    }
-    Ok(status)
+        let status = cluster.get_cordon(request).await.map_err(refusal)?.into_inner();
+        Ok(Draining { scope, status })
+    };
+    Ok(pace::follow(Draining { scope, status }, client, look).await?.status)
 }
 
 /// Bytes to go through before a replica is elsewhere; before its rebuild says, what it uses.

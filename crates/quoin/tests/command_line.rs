@@ -1,6 +1,8 @@
 //! The command line as a user meets it: what is refused, in which words, with which exit code.
 
-use std::process::{Command, Output};
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
 
 fn quoin(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_quoin"))
@@ -19,6 +21,76 @@ fn refused(code: i32, arguments: &[&str]) -> String {
     assert_eq!(output.status.code(), Some(code), "{arguments:?}: {said}");
     assert!(output.stdout.is_empty(), "{arguments:?} printed to stdout");
     said
+}
+
+fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let so = (0..600).any(|_| {
+        let so = is_so();
+        if !so {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        so
+    });
+    assert!(so, "never: {what}");
+}
+
+/// Killed at the end, whatever comes of the test.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A controller alone, without pools and nodes.
+struct Controller {
+    scratch: tempfile::TempDir,
+    process: Option<Ended>,
+}
+
+impl Controller {
+    fn new() -> Self {
+        let controller = Self { scratch: tempfile::tempdir().unwrap(), process: None };
+        let state = controller.path("state");
+        let made = quoin(&["controller", "init", "--state", state.to_str().unwrap()]);
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        controller
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    fn socket(&self) -> String {
+        self.path("admin.sock").display().to_string()
+    }
+
+    /// The command line of one that uses this one's state and socket.
+    fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_quoin"));
+        command.args(["controller", "run", "--listen", "127.0.0.1:0", "--state"]);
+        command.arg(self.path("state")).arg("--admin-socket").arg(self.socket());
+        command.stdin(Stdio::null());
+        command
+    }
+
+    /// Starts it and waits until it answers.
+    fn start(&mut self, log: impl Fn() -> Stdio) {
+        let started = self.command().stdout(log()).stderr(log()).spawn().unwrap();
+        self.process = Some(Ended(started));
+        let socket = self.socket();
+        wait_for("an answer of the controller", || {
+            quoin(&["pool", "list", "--socket", &socket]).status.success()
+        });
+    }
+
+    /// kill -9.
+    fn end(&mut self) {
+        self.process = None;
+    }
 }
 
 #[test]
@@ -47,28 +119,49 @@ fn sizes_of_zero_and_two_to_the_63_are_refused_before_any_controller_is_asked() 
 /// The log lies on a disk that may be full: its lines are lost, and nothing else.
 #[test]
 fn a_controller_whose_log_cannot_be_written_goes_on() {
-    let scratch = tempfile::tempdir().unwrap();
-    let path = |name: &str| scratch.path().join(name).display().to_string();
-    let (state, socket) = (path("state"), path("admin.sock"));
-    assert!(quoin(&["controller", "init", "--state", &state]).status.success());
-    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
-    let mut controller = Command::new(env!("CARGO_BIN_EXE_quoin"))
-        .args(["controller", "run", "--state", &state, "--admin-socket", &socket])
-        .args(["--listen", "127.0.0.1:0"])
-        .stdout(full())
-        .stderr(full())
-        .spawn()
-        .unwrap();
-    let answers = (0..300).any(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(100));
-        quoin(&["pool", "list", "--socket", &socket]).status.success()
-    });
-    let ended = controller.try_wait().unwrap();
-    // It may have ended already, which is what is looked at next.
-    let _ = controller.kill();
-    let _ = controller.wait();
-    assert!(answers, "it does not answer; ended: {ended:?}");
+    let mut controller = Controller::new();
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap().into();
+    controller.start(full);
+    let ended = controller.process.as_mut().unwrap().0.try_wait().unwrap();
     assert_eq!(ended, None);
+}
+
+/// What watches a cluster is to outlive a restart of its controller.
+#[test]
+fn events_are_watched_on_after_the_controller_was_killed_and_started_again() {
+    let mut controller = Controller::new();
+    controller.start(Stdio::null);
+    let seen = controller.path("events");
+    let events = || std::fs::read_to_string(&seen).unwrap();
+    let has = |what: &str| wait_for(what, || events().contains(what));
+    let mut watch = Ended(
+        Command::new(env!("CARGO_BIN_EXE_quoin"))
+            .args(["events", "-w", "--socket", &controller.socket()])
+            .stdin(Stdio::null())
+            .stdout(std::fs::File::create(&seen).unwrap())
+            .stderr(std::fs::File::create(controller.path("said")).unwrap())
+            .spawn()
+            .unwrap(),
+    );
+    let socket = controller.socket();
+    let token = |role: &str| {
+        let made = quoin(&["token", "create", "--role", role, "--socket", &socket]);
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    };
+    token("pool");
+    has("for a pool,");
+    let before = events();
+    controller.end();
+    controller.start(Stdio::null);
+    token("node");
+    has("for a node,");
+    let after = events();
+    let (old, new) = after.split_at(before.len());
+    assert_eq!(old, before);
+    assert!(!new.contains("for a pool,"), "told twice: {new}");
+    assert_eq!(watch.0.try_wait().unwrap(), None);
+    let said = std::fs::read_to_string(controller.path("said")).unwrap();
+    assert!(said.contains("went away") && said.contains("is back"), "{said}");
 }
 
 #[test]

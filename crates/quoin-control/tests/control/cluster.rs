@@ -222,6 +222,11 @@ pub struct Cluster {
     pub offline_after: Duration,
 }
 
+/// p1 on host h1, p2 on h2 and so on.
+pub fn pools(numbers: std::ops::RangeInclusive<usize>) -> Vec<SimPool> {
+    numbers.map(|n| SimPool::new(&format!("p{n}"), &format!("h{n}"))).collect()
+}
+
 pub fn spec(name: &str) -> VolumeSpec {
     VolumeSpec { name: name.into(), size_bytes: GIB, ..VolumeSpec::default() }
 }
@@ -233,8 +238,20 @@ pub fn by_name(name: &str) -> Option<VolumeRef> {
 impl Cluster {
     /// Three pools on three hosts, and node n1 and n2, all online.
     pub async fn new() -> Self {
-        let pools = (1..=3).map(|n| SimPool::new(&format!("p{n}"), &format!("h{n}"))).collect();
-        Self::with(Memory::new(), pools).await
+        Self::of(3).await
+    }
+
+    /// So many [`pools`], and node n1 and n2, all online.
+    pub async fn of(pools: usize) -> Self {
+        Self::with(Memory::new(), self::pools(1..=pools)).await
+    }
+
+    /// A pool ends, and says so.
+    pub async fn goes(&mut self, pool: &str) {
+        let pool = self.pools.iter_mut().find(|p| p.name == pool).unwrap();
+        pool.online = false;
+        let last_words = PoolReport { leaving: true, ..pool.report() };
+        self.controller.report_pool(&last_words).await.unwrap();
     }
 
     pub async fn with(store: Arc<Memory>, pools: Vec<SimPool>) -> Self {

@@ -4,7 +4,7 @@ use quoin_control::{Error, Publish};
 use quoin_core::{Epoch, Incarnation};
 use quoin_proto::control::VolumeRef;
 
-use crate::cluster::{Cluster, GIB, Memory, SimPool, by_name, spec};
+use crate::cluster::{Cluster, GIB, Memory, by_name, pools, spec};
 
 /// A volume's whole life in steps, each of which its caller repeats until it is answered.
 async fn step(cluster: &mut Cluster, number: usize) -> Result<(), Error> {
@@ -67,8 +67,7 @@ const STEPS: usize = 11;
 /// The number of writes of a life without a crash bounds where a crash can be.
 async fn live(crash_after: i64, last_write_lands: bool) -> bool {
     let store = Memory::crashing(crash_after, last_write_lands);
-    let pools = (1..=3).map(|n| SimPool::new(&format!("p{n}"), &format!("h{n}"))).collect();
-    let mut cluster = Cluster::with(store, pools).await;
+    let mut cluster = Cluster::with(store, pools(1..=3)).await;
     let mut crashed = cluster.store.crashed();
     if crashed {
         cluster.restart().await;

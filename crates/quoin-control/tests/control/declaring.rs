@@ -5,16 +5,7 @@ use quoin_control::records::VolumeRecord;
 use quoin_core::Member;
 use quoin_proto::control::{ApplyVolumeRequest, DeclaredReplica, Durability, VolumeSpec};
 
-use crate::cluster::{Cluster, GIB, SimPool, spec};
-
-async fn five() -> Cluster {
-    let mut cluster = Cluster::new().await;
-    for n in 4..=5 {
-        cluster.pools.push(SimPool::new(&format!("p{n}"), &format!("h{n}")));
-    }
-    cluster.settle().await.unwrap();
-    cluster
-}
+use crate::cluster::{Cluster, GIB, spec};
 
 fn wish(replicas: u32, pools: &[&str]) -> ApplyVolumeRequest {
     let place =
@@ -75,7 +66,7 @@ async fn carry_out(cluster: &mut Cluster) {
 /// Proves SCALE-CONF-06, SCALE-ID-06, SCALE-STORY-01.
 #[tokio::test]
 async fn a_volume_is_made_where_it_is_declared_and_the_same_document_again_changes_nothing() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     let asked = wish(3, &["p2", "p5"]);
     let dry = ApplyVolumeRequest { dry_run: true, ..asked.clone() };
     assert_eq!(apply(&mut cluster, &dry).await, ["volume made: 1 GiB, 3 replicas"]);
@@ -100,7 +91,7 @@ async fn a_volume_is_made_where_it_is_declared_and_the_same_document_again_chang
 /// SCALE-TEST-11.
 #[tokio::test]
 async fn replicas_are_added_moved_and_taken_away_as_the_list_says_and_fewer_only_by_name() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     apply(&mut cluster, &wish(3, &["p1", "p2", "p3"])).await;
     // More: one where it is named, one of the cluster's choice.
     let said = apply(&mut cluster, &wish(4, &["p1", "p2", "p3", "p5"])).await;
@@ -141,7 +132,7 @@ async fn replicas_are_added_moved_and_taken_away_as_the_list_says_and_fewer_only
 
 #[tokio::test]
 async fn other_fields_change_where_they_can_and_are_refused_by_name_where_they_cannot() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     apply(&mut cluster, &wish(3, &[])).await;
     let with = |change: fn(&mut VolumeSpec)| {
         let mut asked = wish(0, &[]);

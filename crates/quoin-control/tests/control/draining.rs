@@ -1,7 +1,7 @@
 //! Pools that take nothing new, and pools that are emptied before they are taken away.
 
 use quoin_control::{Cordoning, Error, Scope};
-use quoin_proto::control::{CordonStatus, PoolReport, VolumeSpec};
+use quoin_proto::control::{CordonStatus, VolumeSpec};
 
 use crate::cluster::{Cluster, SimPool, by_name, spec};
 
@@ -43,9 +43,7 @@ async fn carry_out(cluster: &mut Cluster, name: &str) {
 
 #[tokio::test]
 async fn a_drained_pool_is_emptied_one_replica_of_each_volume_at_a_time_and_tells_when() {
-    let mut cluster = Cluster::new().await;
-    cluster.pools.push(SimPool::new("p4", "h4"));
-    cluster.settle().await.unwrap();
+    let mut cluster = Cluster::of(4).await;
     let single = VolumeSpec { replicas: 1, ..spec("single") };
     for asked in [spec("db"), single] {
         cluster.controller.create_volume(&asked, 0).await.unwrap();
@@ -99,17 +97,12 @@ async fn a_drain_with_nowhere_to_go_is_refused_for_each_volume_with_the_reason()
 
 #[tokio::test]
 async fn a_drain_that_would_take_the_last_good_copy_is_refused() {
-    let mut cluster = Cluster::new().await;
-    cluster.pools.push(SimPool::new("p4", "h4"));
-    cluster.settle().await.unwrap();
+    let mut cluster = Cluster::of(4).await;
     let single = VolumeSpec { replicas: 1, ..spec("single") };
     cluster.controller.create_volume(&single, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let alone = cluster.volume("single").replicas[0].pool.clone();
-    let gone = cluster.pools.iter_mut().find(|p| p.name == alone).unwrap();
-    gone.online = false;
-    let last_words = PoolReport { leaving: true, ..gone.report() };
-    cluster.controller.report_pool(&last_words).await.unwrap();
+    cluster.goes(&alone).await;
     let text = drain(&cluster, &pool(&alone)).await.unwrap_err().to_string();
     assert!(text.contains("no good copy") && text.contains("last good copy"), "{text}");
 }
@@ -144,9 +137,7 @@ async fn the_room_that_one_replica_takes_is_not_there_for_the_next_one() {
 
 #[tokio::test]
 async fn a_cordoned_pool_keeps_what_it_has_and_takes_nothing_new() {
-    let mut cluster = Cluster::new().await;
-    cluster.pools.push(SimPool::new("p4", "h4"));
-    cluster.settle().await.unwrap();
+    let mut cluster = Cluster::of(4).await;
     cluster.controller.set_cordon(&pool("p2"), Cordoning::Cordon, false).await.unwrap();
     let volume = cluster.create("db").await;
     assert!(volume.replicas.iter().all(|r| r.pool != "p2"));
@@ -163,8 +154,7 @@ async fn a_cordoned_pool_keeps_what_it_has_and_takes_nothing_new() {
 
 #[tokio::test]
 async fn a_node_is_drained_with_all_its_pools_and_names_the_volumes_that_use_it() {
-    let mut cluster = Cluster::new().await;
-    cluster.pools.push(SimPool::new("p4", "h4"));
+    let mut cluster = Cluster::of(4).await;
     cluster.pools.push(SimPool::new("p5", "h1"));
     cluster.settle().await.unwrap();
     cluster.create("db").await;

@@ -3,29 +3,12 @@
 use std::time::Duration;
 
 use quoin_control::records::{Cause, VolumeRecord};
-use quoin_proto::control::{PoolReport, VolumeSpec};
+use quoin_proto::control::VolumeSpec;
 use tokio::time::Instant;
 
-use crate::cluster::{Cluster, SimPool, by_name, spec};
+use crate::cluster::{Cluster, by_name, pools, spec};
 
 const LONG: Duration = Duration::from_secs(601);
-
-/// Five pools on five hosts.
-async fn five() -> Cluster {
-    let mut cluster = Cluster::new().await;
-    for n in 4..=5 {
-        cluster.pools.push(SimPool::new(&format!("p{n}"), &format!("h{n}")));
-    }
-    cluster.settle().await.unwrap();
-    cluster
-}
-
-async fn goes(cluster: &mut Cluster, pool: &str) {
-    let pool = cluster.pools.iter_mut().find(|p| p.name == pool).unwrap();
-    pool.online = false;
-    let last_words = PoolReport { leaving: true, ..pool.report() };
-    cluster.controller.report_pool(&last_words).await.unwrap();
-}
 
 async fn returns(cluster: &mut Cluster, pool: &str) {
     cluster.pools.iter_mut().find(|p| p.name == pool).unwrap().online = true;
@@ -52,10 +35,10 @@ fn told(cluster: &Cluster, reason: &str) -> Vec<String> {
 /// Proves SCALE-GOAL-06.
 #[tokio::test]
 async fn a_replica_is_replaced_elsewhere_once_it_is_gone_for_longer_than_replace_after() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     let volume = cluster.create("db").await;
     let old = volume.replicas[0].clone();
-    goes(&mut cluster, &old.pool).await;
+    cluster.goes(&old.pool).await;
     looks(&mut cluster, Duration::from_secs(599)).await;
     assert!(newcomers(&cluster.volume("db")).is_empty(), "it may come back by itself");
     looks(&mut cluster, LONG).await;
@@ -97,11 +80,9 @@ async fn off_is_a_policy_and_a_volume_may_have_another_one_than_its_cluster() {
     cluster.settle().await.unwrap();
     let shown = ["never", "soon", "usual"].map(|name| cluster.shown(name).replace_after);
     assert_eq!(shown, ["off", "5s", "10m"]);
-    for n in 4..=5 {
-        cluster.pools.push(SimPool::new(&format!("p{n}"), &format!("h{n}")));
-    }
+    cluster.pools.extend(pools(4..=5));
     cluster.settle().await.unwrap();
-    goes(&mut cluster, "p1").await;
+    cluster.goes("p1").await;
     let begun = |cluster: &Cluster| {
         ["never", "soon", "usual"].map(|name| newcomers(&cluster.volume(name)).len())
     };
@@ -113,7 +94,7 @@ async fn off_is_a_policy_and_a_volume_may_have_another_one_than_its_cluster() {
 
 #[tokio::test]
 async fn what_could_be_the_last_good_copy_is_waited_for_and_the_event_says_so() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     cluster.create("db").await;
     let single = VolumeSpec { replicas: 1, ..spec("single") };
     cluster.controller.create_volume(&single, 0).await.unwrap();
@@ -121,7 +102,7 @@ async fn what_could_be_the_last_good_copy_is_waited_for_and_the_event_says_so() 
     let pools: Vec<_> = cluster.volume("db").replicas.iter().map(|r| r.pool.clone()).collect();
     let alone = cluster.volume("single").replicas[0].pool.clone();
     for pool in [&pools[0], &pools[1], &alone] {
-        goes(&mut cluster, pool).await;
+        cluster.goes(pool).await;
     }
     looks(&mut cluster, LONG).await;
     looks(&mut cluster, LONG * 2).await;
@@ -141,10 +122,10 @@ async fn what_could_be_the_last_good_copy_is_waited_for_and_the_event_says_so() 
 
 #[tokio::test]
 async fn one_that_is_back_in_sync_before_its_successor_is_rebuilt_keeps_its_place() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     let volume = cluster.create("db").await;
     let old = volume.replicas[0].clone();
-    goes(&mut cluster, &old.pool).await;
+    cluster.goes(&old.pool).await;
     looks(&mut cluster, LONG).await;
     assert_eq!(newcomers(&cluster.volume("db")).len(), 1);
     returns(&mut cluster, &old.pool).await;
@@ -160,9 +141,7 @@ async fn one_that_is_back_in_sync_before_its_successor_is_rebuilt_keeps_its_plac
 #[tokio::test]
 async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_time() {
     let mut cluster = Cluster::new().await;
-    for n in 4..=6 {
-        cluster.pools.push(SimPool::new(&format!("p{n}"), &format!("h{n}")));
-    }
+    cluster.pools.extend(pools(4..=6));
     // p6 comes last, so that every replacement can go there alone.
     let last = cluster.pools.pop().unwrap();
     cluster.settle().await.unwrap();
@@ -204,7 +183,7 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
     }
     cluster.pools.push(last);
     cluster.settle().await.unwrap();
-    goes(&mut cluster, "p1").await;
+    cluster.goes("p1").await;
     looks(&mut cluster, LONG).await;
     let begun = names.map(|name| newcomers(&cluster.volume(name)).len());
     assert_eq!(begun, [0, 0, 1, 1], "those that can lose the least, and two at a time");
@@ -215,13 +194,13 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
 
 #[tokio::test]
 async fn a_newcomer_whose_pool_goes_away_is_made_in_another_one() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     let volume = cluster.create("db").await;
     let old = volume.replicas[0].clone();
-    goes(&mut cluster, &old.pool).await;
+    cluster.goes(&old.pool).await;
     looks(&mut cluster, LONG).await;
     let [first] = &newcomers(&cluster.volume("db"))[..] else { panic!() };
-    goes(&mut cluster, &first.clone()).await;
+    cluster.goes(first).await;
     looks(&mut cluster, LONG).await;
     let volume = cluster.volume("db");
     let [second] = &newcomers(&volume)[..] else { panic!("one, not two: {volume:?}") };
@@ -232,7 +211,7 @@ async fn a_newcomer_whose_pool_goes_away_is_made_in_another_one() {
 
 #[tokio::test]
 async fn one_change_of_a_volume_is_made_at_a_time() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     let asked = VolumeSpec { replicas: 3, ..spec("db") };
     cluster.controller.create_volume(&asked, 0).await.unwrap();
     cluster.settle().await.unwrap();
@@ -240,7 +219,7 @@ async fn one_change_of_a_volume_is_made_at_a_time() {
     cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await.unwrap();
     cluster.settle().await.unwrap();
     let pool = cluster.volume("db").replicas[0].pool.clone();
-    goes(&mut cluster, &pool).await;
+    cluster.goes(&pool).await;
     looks(&mut cluster, LONG).await;
     let volume = cluster.volume("db");
     assert_eq!(newcomers(&volume).len(), 1, "the scale-up comes first");
@@ -249,14 +228,14 @@ async fn one_change_of_a_volume_is_made_at_a_time() {
 
 #[tokio::test]
 async fn a_replica_that_its_target_reaches_is_there_though_its_pool_does_not_report() {
-    let mut cluster = five().await;
+    let mut cluster = Cluster::of(5).await;
     let volume = cluster.create("db").await;
     cluster.attach("db", "n1").await.unwrap();
     cluster.open_volume(volume.id.0, "n1", 9).await;
     let guids: Vec<String> = volume.replicas.iter().map(|r| r.guid.0.to_string()).collect();
     let states: Vec<(&str, &str)> = guids.iter().map(|g| (g.as_str(), "in-sync")).collect();
     cluster.serving("db", &states).await;
-    goes(&mut cluster, &volume.replicas[0].pool).await;
+    cluster.goes(&volume.replicas[0].pool).await;
     looks(&mut cluster, LONG).await;
     assert!(newcomers(&cluster.volume("db")).is_empty());
     // And one that it does not reach is gone, though its pool reports.

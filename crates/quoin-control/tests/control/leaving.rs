@@ -17,9 +17,7 @@ async fn a_pool_leaves_only_when_it_is_away_and_no_volume_needs_it() {
     assert_eq!(online.code(), Code::FailedPrecondition);
     assert!(online.to_string().contains("online"), "{online}");
 
-    let last_words = PoolReport { leaving: true, ..cluster.pools[0].report() };
-    cluster.pools[0].online = false;
-    cluster.controller.report_pool(&last_words).await.unwrap();
+    cluster.goes("p1").await;
     let needed = cluster.controller.remove_pool("p1").await.unwrap_err();
     assert_eq!(needed.code(), Code::FailedPrecondition);
     assert!(needed.to_string().contains("\"db\""), "{needed}");

@@ -2,16 +2,8 @@
 
 use quoin_control::{Error, Recovery};
 use quoin_core::ReplicaId;
-use quoin_proto::control::PoolReport;
 
 use crate::cluster::{Cluster, by_name};
-
-async fn goes(cluster: &mut Cluster, pool: &str) {
-    let pool = cluster.pools.iter_mut().find(|p| p.name == pool).unwrap();
-    pool.online = false;
-    let last_words = PoolReport { leaving: true, ..pool.report() };
-    cluster.controller.report_pool(&last_words).await.unwrap();
-}
 
 async fn refused(cluster: &Cluster, recovery: &Recovery) -> String {
     let before = cluster.volume("db");
@@ -32,7 +24,7 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     assert!(refused(&cluster, &keep(1)).await.contains("keep it too"));
     assert!(refused(&cluster, &keep(3)).await.contains("nothing must be given up"));
     assert!(refused(&cluster, &Recovery::default()).await.contains("name the replicas"));
-    goes(&mut cluster, &pools[2]).await;
+    cluster.goes(&pools[2]).await;
     let two = Recovery { destroyed: ids[2..].to_vec(), ..keep(2) };
     assert!(refused(&cluster, &two).await.contains("nothing must be given up"));
     // The second pool is there, and has lost its replica; the third may only be cut off.
@@ -43,9 +35,12 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     assert!(text.contains("may live on") && text.contains(&pools[2]), "{text}");
     let sure = Recovery { destroyed: vec![ids[2]], ..keep(1) };
     let text = refused(&cluster, &sure).await;
-    assert!(text.contains("1 of 3 replicas are left") && text.contains("typing"), "{text}");
+    assert!(
+        text.contains("1 of 3 replicas are left") && text.contains("--accept-loss-of \"db\""),
+        "{text}"
+    );
     let other = Recovery { accept_loss_of: "other".into(), ..sure.clone() };
-    assert!(refused(&cluster, &other).await.contains("typing"));
+    assert!(refused(&cluster, &other).await.contains("--accept-loss-of"));
     let stranger = Recovery { keep: vec![ReplicaId(7)], ..sure.clone() };
     assert!(refused(&cluster, &stranger).await.contains("does not exist"));
 

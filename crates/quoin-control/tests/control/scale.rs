@@ -14,11 +14,7 @@ fn to(replicas: u32) -> Scale {
 
 /// An attached volume of three replicas on six pools, opened by its target.
 async fn opened() -> (Cluster, Epoch) {
-    let mut cluster = Cluster::new().await;
-    for n in 4..=6 {
-        cluster.pools.push(SimPool::new(&format!("p{n}"), &format!("h{n}")));
-    }
-    cluster.settle().await.unwrap();
+    let mut cluster = Cluster::of(6).await;
     let volume = cluster.create("db").await;
     cluster.attach("db", "n1").await.unwrap();
     let epoch = cluster.open_volume(volume.id.0, "n1", 9).await;

@@ -100,6 +100,9 @@ pub enum ReplicaNote {
 /// lengthened at the replica by it (1/20).
 pub const CLOCK_SKEW_DIVISOR: u32 = 20;
 
+/// The lease that targets take, in milliseconds: how long a dead one delays its successor.
+pub const LEASE_MS: u32 = 2000;
+
 /// How long a replica holds a granted lease: `lease_ms` and the share for skewed clocks.
 pub fn granted_lease(lease_ms: u32) -> Duration {
     let lease = Duration::from_millis(lease_ms.into());

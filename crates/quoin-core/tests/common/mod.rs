@@ -21,7 +21,7 @@ use quoin_core::replica::store::{
     IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
     SyncTicket,
 };
-use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent};
+use quoin_core::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
 use quoin_core::target::{
     OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent, TargetNote,
 };
@@ -200,7 +200,7 @@ pub fn config() -> TargetConfig {
         on_full: OnFull::Wait,
         reads: ReadMode::Leased,
         read_only: false,
-        lease_ms: 2000,
+        lease_ms: LEASE_MS,
         open_grace_ms: 300,
         drop_after_ms: 3000,
         window_bytes: 256 << 10,

@@ -1,6 +1,8 @@
 //! What a `quoin dev` directory remembers: names, ports and sizes, chosen once.
 
 use anyhow::{Context, Result, bail};
+use quoin_core::PoolId;
+use quoin_store::PoolError;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
@@ -14,8 +16,6 @@ const POOLS: usize = 3;
 /// Part of the free disk that the pools may grow into; the rest stays the host's.
 const POOLS_SHARE_PERCENT: u64 = 80;
 const POOL_BYTES_MIN: u64 = 1 << 30;
-/// What somebody may ask for who knows why: less holds hardly more than its own records.
-const POOL_BYTES_LEAST: u64 = 96 << 20;
 
 #[derive(Serialize, Deserialize, Debug, PartialEq)]
 pub struct Settings {
@@ -119,14 +119,15 @@ impl Settings {
                 crate::size::show_size(POOL_BYTES_MIN)
             );
         }
-        if capacity_bytes < POOL_BYTES_LEAST {
-            bail!(
-                "--pool-size {} is too small: a pool needs at least {}",
-                crate::size::show_size(capacity_bytes),
-                crate::size::show_size(POOL_BYTES_LEAST)
-            );
-        }
         // Before anything is kept that the next start would go by.
+        match quoin_store::FormatOptions::new(PoolId(0)).check(capacity_bytes) {
+            Err(PoolError::TooSmall { needed_bytes, .. }) => bail!(
+                "--pool-size {} is too small: a pool needs at least {needed_bytes} bytes ({})",
+                crate::size::show_size(capacity_bytes),
+                crate::size::show_size(needed_bytes)
+            ),
+            checked => checked?,
+        }
         quoin_store::FileDisk::rehearse(&layout.root().join("pool"), capacity_bytes, true)
             .with_context(|| {
                 format!("--pool-size {} is not possible", crate::size::show_size(capacity_bytes))
@@ -251,7 +252,7 @@ mod tests {
     fn sizes_that_no_pool_can_have_are_refused_and_forgotten_and_large_ones_are_noted() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
-        for (size, words) in [(1, "at least 96.0 MiB"), (900 << 40, "is not possible")] {
+        for (size, words) in [(64 << 20, "at least 68"), (900 << 40, "is not possible")] {
             let error = Settings::load_or_create(&layout, None, Some(size)).unwrap_err();
             assert!(error.to_string().contains(words), "{error:#}");
             assert!(!layout.settings().exists());

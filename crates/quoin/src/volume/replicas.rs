@@ -7,18 +7,13 @@ use quoin_proto::control::{
     ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest, RemoveReplicasRequest,
     ScaleVolumeRequest, Volume,
 };
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::view::{ReplicaView, VolumeView};
 use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
 use crate::output::{self, Format};
-use crate::pace::Pace;
+use crate::pace::{self, UnderWay};
 use crate::size::show_size;
-
-/// Between two looks at a change that is waited for.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
-/// Between two lines about it.
-const SAY_EVERY: Duration = Duration::from_secs(2);
 
 #[derive(Args)]
 pub struct ScaleOptions {
@@ -152,14 +147,8 @@ pub async fn recover(
         destroyed_replica_ids: ids(&options.destroyed)?,
         accept_loss_of: options.accept_loss_of,
     };
-    let volume = cluster.recover_volume(request).await;
-    let volume = volume.map_err(refusal).map_err(|error| {
-        anyhow::anyhow!(
-            "{}",
-            error.to_string().replace("typing the volume's name", "--accept-loss-of")
-        )
-    });
-    finish(cluster, volume?.into_inner(), &options.wait, client, format).await
+    let volume = cluster.recover_volume(request).await.map_err(refusal)?.into_inner();
+    finish(cluster, volume, &options.wait, client, format).await
 }
 
 pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format) -> Result<()> {
@@ -243,32 +232,28 @@ async fn finish(
     })
 }
 
+impl UnderWay for Volume {
+    fn is_done(&self) -> bool {
+        self.changing.is_empty()
+    }
+
+    fn left_bytes(&self) -> u64 {
+        left(self)
+    }
+
+    fn progress(&self, left: Option<Duration>) -> String {
+        progress(self, left)
+    }
+}
+
 /// Looks until nothing is being changed any more.
 pub async fn wait_until_changed(
     cluster: &mut Cluster,
-    mut volume: Volume,
+    volume: Volume,
     client: &ClientOptions,
 ) -> Result<Volume> {
-    let began = Instant::now();
-    let mut said = Instant::now() - SAY_EVERY;
-    let mut pace = Pace::default();
-    while !volume.changing.is_empty() {
-        pace.saw(left(&volume), began.elapsed());
-        if said.elapsed() >= SAY_EVERY {
-            eprintln!("{}", progress(&volume, pace.left()));
-            said = Instant::now();
-        }
-        if began.elapsed() > client.timeout() {
-            bail!(
-                "{} after {} s; it goes on by itself (--timeout waits longer)",
-                progress(&volume, pace.left()),
-                client.timeout
-            );
-        }
-        tokio::time::sleep(LOOK_EVERY).await;
-        volume = get_volume(cluster, &volume.id).await?;
-    }
-    Ok(volume)
+    let id = volume.id.clone();
+    pace::follow(volume, client, async || get_volume(cluster, &id).await).await
 }
 
 /// Bytes that its rebuilds have still to go through.
@@ -334,14 +319,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_is_told_from_the_pace_so_far() {
-        let mut pace = Pace::default();
-        let at = |done| volume(vec![replica("aabb01", "pool-a", done, 1000)]);
-        pace.saw(left(&at(0)), Duration::from_secs(10));
-        assert_eq!(pace.left(), None);
-        pace.saw(left(&at(250)), Duration::from_secs(15));
-        assert_eq!(pace.left(), Some(Duration::from_secs(15)));
-        let text = progress(&at(250), pace.left());
+    fn progress_says_what_each_pool_has_gone_through_and_how_long_it_takes() {
+        let volume = volume(vec![replica("aabb01", "pool-a", 250, 1000)]);
+        assert_eq!(left(&volume), 750);
+        let text = progress(&volume, Some(Duration::from_secs(15)));
         assert!(text.contains("pool-a") && text.contains("about 16 s left"), "{text}");
     }
 }
