@@ -95,7 +95,11 @@ impl Place {
             if !self.may_make_another() {
                 return Err(self.other("blank"));
             }
-            let made = Pool::format(&disk, &FormatOptions::new(PoolId(rand::random())));
+            let shape = FormatOptions {
+                keeps_space: !self.sparse,
+                ..FormatOptions::new(PoolId(rand::random()))
+            };
+            let made = Pool::format(&disk, &shape);
             if let Err(error) = made {
                 if empty {
                     // Nothing half-made stays behind.

@@ -413,7 +413,12 @@ impl Disk for SimDisk {
     }
 
     /// What is wrong with the disk is found out by the sync.
-    fn write_with_sync(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+    fn write_with_sync(
+        &self,
+        offset: u64,
+        parts: &[IoSlice<'_>],
+        _spare: usize,
+    ) -> Result<(), IoFault> {
         self.take(offset, parts, true)
     }
 
@@ -515,7 +520,7 @@ mod tests {
         for seed in 0..100 {
             let disk = SimDisk::new(1 << 20, 1);
             let mark = disk.begin_sync();
-            disk.write_with_sync(0, &[IoSlice::new(&[1; BLOCK_SIZE])]).unwrap();
+            disk.write_with_sync(0, &[IoSlice::new(&[1; BLOCK_SIZE])], 0).unwrap();
             write(&disk, 1, 2);
             disk.end_sync(mark, &mut Random::new(seed)).unwrap();
             assert_eq!(read(&disk, 0), [1; BLOCK_SIZE], "reads see it at once");

@@ -371,9 +371,9 @@ impl Replica {
                         }
                     };
                     count(node.place / BLOCK_SIZE as u64, node.length.into());
-                    for i in (0..LEAF_BLOCKS).filter(|i| leaf.places[*i] != 0) {
-                        if leaf.lsns[i] > from {
-                            count(leaf.places[i], BLOCK_SIZE as u64);
+                    for i in (0..LEAF_BLOCKS).filter(|i| leaf.blocks[*i].place != 0) {
+                        if leaf.blocks[i].version > from {
+                            count(leaf.blocks[i].place, BLOCK_SIZE as u64);
                         }
                     }
                 }

@@ -12,7 +12,7 @@ use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
 use crate::api::Tickets;
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::disk::Disk;
-use crate::layout::Superblock;
+use crate::layout::{KEEPS_SPACE, Superblock};
 use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
 use crate::records::{DurableState, Record};
 use crate::ring::Ring;
@@ -152,6 +152,9 @@ impl<D: Disk> Core<D> {
         let done: Vec<(u64, u32, u32)> = done;
         for (_, unit, units) in done {
             self.allocator.give_warm(unit, units);
+        }
+        if self.superblock.features.compat & KEEPS_SPACE != 0 {
+            return;
         }
         while let Some(unit) = self.allocator.cool_one() {
             let offset = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;

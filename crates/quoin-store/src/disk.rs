@@ -36,7 +36,16 @@ pub trait Disk: Send {
     /// once, but until then only this process holds it. So nobody may be told of it before that
     /// sync is done, and that sync says what went wrong. A disk may as well make it at once.
     /// A range that waits like this is not written in another way before that sync.
-    fn write_with_sync(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+    ///
+    /// `spare`: so many bytes behind the write hold nothing yet, and the disk may fill them with
+    /// zeros on its way, so that a file system need not find space for the next small write. What
+    /// is written there in the meantime or later stays.
+    fn write_with_sync(
+        &self,
+        offset: u64,
+        parts: &[IoSlice<'_>],
+        _spare: usize,
+    ) -> Result<(), IoFault> {
         self.write_at(offset, parts)
     }
 

@@ -301,8 +301,13 @@ impl Files {
         // A statement of its own, so that the lock is given back before the IO.
         let taken = self.held().begin();
         let Some(pieces) = taken else { return Ok(()) };
-        for stretch in stretches(&pieces, PARTS_MAX) {
-            let parts: Vec<IoSlice<'_>> = stretch.iter().map(|p| IoSlice::new(p.bytes())).collect();
+        for stretch in stretches(&pieces, PARTS_MAX - 1) {
+            let zeros = match self.held().padding_after(stretch, &pieces) {
+                0 => None,
+                length => Some(Piece::zeros(length)),
+            };
+            let parts: Vec<IoSlice<'_>> =
+                stretch.iter().chain(&zeros).map(|p| IoSlice::new(p.bytes())).collect();
             let offset = stretch[0].offset;
             let direct = self.direct.as_ref().map(|file| write_all(file, offset, &parts));
             match direct {
@@ -375,6 +380,11 @@ impl Disk for FileDisk {
     }
 
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        let total = parts.iter().map(|p| p.len()).sum();
+        if self.files.held().is_padding(offset, total) {
+            // Rare: a volume has just become one that is not synced for each write.
+            self.files.sync()?;
+        }
         let mut at = offset;
         for group in parts.chunks(PARTS_MAX) {
             write_all(&self.files.file, at, group)?;
@@ -383,14 +393,27 @@ impl Disk for FileDisk {
         Ok(())
     }
 
-    fn write_with_sync(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+    fn write_with_sync(
+        &self,
+        offset: u64,
+        parts: &[IoSlice<'_>],
+        spare: usize,
+    ) -> Result<(), IoFault> {
         let mut held = self.files.held();
         let total = parts.iter().map(|p| p.len()).sum();
-        if held.waiting_bytes > HELD_BYTES_MAX && held.overlapping(offset, total).is_empty() {
+        if held.waiting_bytes > HELD_BYTES_MAX
+            && held.overlapping(offset, total).is_empty()
+            && !held.is_padding(offset, total)
+        {
             drop(held);
             return self.write_at(offset, parts);
         }
         held.push(offset, parts);
+        // A device has all its space.
+        if !self.is_device && self.files.direct.is_some() {
+            let end = offset + total as u64;
+            held.pad(end..end + spare as u64);
+        }
         Ok(())
     }
 
@@ -492,7 +515,7 @@ mod tests {
             let (block, blocks) = (1 + i * 37 % 300, 1 + i * 29 % 90);
             let bytes = vec![i as u8; blocks * BLOCK_SIZE];
             let at = block * BLOCK_SIZE;
-            disk.write_with_sync(at as u64, &[IoSlice::new(&bytes)]).expect("a held write");
+            disk.write_with_sync(at as u64, &[IoSlice::new(&bytes)], 0).expect("a held write");
             expected[at..at + bytes.len()].copy_from_slice(&bytes);
             let mut found = vec![0; expected.len()];
             disk.read_at(0, &mut found).expect("a read");
@@ -508,12 +531,39 @@ mod tests {
     }
 
     #[test]
+    fn what_is_made_ready_takes_nothing_from_what_is_written_there_meanwhile() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("pool");
+        let disk = FileDisk::create(&path, 64 << 20, true).expect("a file");
+        let block = |byte: u8| vec![byte; BLOCK_SIZE];
+        let at = |block: u64| block * BLOCK_SIZE as u64;
+        disk.write_with_sync(0, &[IoSlice::new(&block(1))], 63 * BLOCK_SIZE).expect("a write");
+        // By the page cache, before the zeros are on their way.
+        disk.write_at(at(5), &[IoSlice::new(&block(2))]).expect("a write");
+        disk.sync().expect("a sync");
+        disk.write_at(at(6), &[IoSlice::new(&block(3))]).expect("a write");
+        disk.write_with_sync(at(1), &[IoSlice::new(&block(4))], 0).expect("a write");
+        disk.sync().expect("a sync");
+        let on_file = std::fs::read(&path).expect("the file");
+        let found: Vec<u8> = (0..8).map(|i| on_file[i * BLOCK_SIZE]).collect();
+        assert_eq!(found, [1, 4, 0, 0, 0, 2, 3, 0]);
+        disk.write_with_sync(at(100), &[IoSlice::new(&block(1))], 27 * BLOCK_SIZE).expect("one");
+        disk.sync().expect("a sync");
+        use std::os::unix::fs::MetadataExt;
+        let allocated = || std::fs::metadata(&path).expect("the file").blocks() * 512;
+        let before = allocated();
+        disk.write_with_sync(at(101), &[IoSlice::new(&block(2))], 0).expect("a write");
+        disk.sync().expect("a sync");
+        assert_eq!(allocated(), before, "the space was there");
+    }
+
+    #[test]
     fn more_than_may_wait_goes_to_the_page_cache() {
         let folder = tempfile::tempdir().expect("a folder");
         let disk = FileDisk::create(&folder.path().join("pool"), 64 << 20, true).expect("a file");
         let bytes = vec![3; 1 << 20];
         for i in 0..48u64 {
-            disk.write_with_sync(i << 20, &[IoSlice::new(&bytes)]).expect("a held write");
+            disk.write_with_sync(i << 20, &[IoSlice::new(&bytes)], 0).expect("a held write");
         }
         assert!(disk.files.held().waiting_bytes <= HELD_BYTES_MAX + bytes.len());
         let mut found = vec![0; 48 << 20];

@@ -2,9 +2,11 @@
 //! other, so that what arrives while one sync runs becomes one direct write of the next.
 //!
 //! Pure bookkeeping: [`crate::FileDisk`] does the IO. A write is in `waiting`, then in `writing`
-//! while a sync carries it, and reads are laid over with both.
+//! while a sync carries it, and reads are laid over with both. Zeros that are to follow a write
+//! are in `padding` for as long, see [`Held::is_padding`].
 
 use std::io::IoSlice;
+use std::ops::Range;
 use std::sync::Arc;
 
 use quoin_core::BLOCK_SIZE;
@@ -29,6 +31,11 @@ impl Piece {
         let address = memory.as_ptr().addr();
         let start = address.next_multiple_of(BLOCK_SIZE) - address;
         Piece { memory, start, length: 0, offset: 0 }
+    }
+
+    /// So many zeros, no more than a piece has.
+    pub fn zeros(length: usize) -> Self {
+        Piece { length: length.min(PIECE_BYTES), ..Piece::new() }
     }
 
     pub fn bytes(&self) -> &[u8] {
@@ -62,6 +69,9 @@ pub(crate) struct Held {
     writing: Option<Arc<Vec<Piece>>>,
     spare: Vec<Piece>,
     pub waiting_bytes: usize,
+    /// Zeros that may follow what waits, and what is being written.
+    padding: Vec<Range<u64>>,
+    padding_now: Vec<Range<u64>>,
 }
 
 impl Held {
@@ -86,12 +96,37 @@ impl Held {
         }
     }
 
+    /// Zeros may follow what was pushed last, when it is written.
+    pub fn pad(&mut self, padding: Range<u64>) {
+        if !padding.is_empty() {
+            self.padding.push(padding);
+        }
+    }
+
+    /// Whether zeros may yet be written somewhere there: what is written there must come after
+    /// them.
+    pub fn is_padding(&self, offset: u64, length: usize) -> bool {
+        let end = offset + length as u64;
+        let mut all = self.padding.iter().chain(&self.padding_now);
+        all.any(|range| range.start < end && range.end > offset)
+    }
+
+    /// How many zeros follow a stretch of what [`Held::begin`] gave: none over other pieces.
+    pub fn padding_after(&self, stretch: &[Piece], all: &[Piece]) -> usize {
+        let end = stretch.last().map_or(0, Piece::end);
+        let ranges = self.padding_now.iter().filter(|r| r.start <= end && r.end > end);
+        let Some(until) = ranges.map(|range| range.end).min() else { return 0 };
+        let is_free = all.iter().all(|piece| piece.end() <= end || piece.offset >= until);
+        if is_free { ((until - end) as usize).min(PIECE_BYTES) } else { 0 }
+    }
+
     /// Everything that waits now, in the order in which it came.
     pub fn begin(&mut self) -> Option<Arc<Vec<Piece>>> {
         if self.waiting.is_empty() {
             return None;
         }
         self.waiting_bytes = 0;
+        self.padding_now = std::mem::take(&mut self.padding);
         let writing = Arc::new(std::mem::take(&mut self.waiting));
         self.writing = Some(writing.clone());
         Some(writing)
@@ -100,6 +135,7 @@ impl Held {
     /// What [`Held::begin`] gave is in the kernel's hands or on the disk.
     pub fn end(&mut self, writing: Arc<Vec<Piece>>) {
         self.writing = None;
+        self.padding_now.clear();
         if let Ok(pieces) = Arc::try_unwrap(writing) {
             let room = SPARE_PIECES.saturating_sub(self.spare.len());
             self.spare.extend(pieces.into_iter().take(room));
@@ -180,6 +216,29 @@ mod tests {
             }
             prop_assert!(written == expected);
         }
+    }
+
+    #[test]
+    fn zeros_follow_the_last_write_of_a_stretch_and_never_cover_another_one() {
+        let mut held = Held::default();
+        let (block, blocks) = (vec![1; BLOCK_SIZE], |n: u64| n * BLOCK_SIZE as u64);
+        held.push(0, &[IoSlice::new(&block)]);
+        held.pad(blocks(1)..blocks(8));
+        held.push(blocks(1), &[IoSlice::new(&block)]);
+        held.push(blocks(20), &[IoSlice::new(&block)]);
+        held.pad(blocks(21)..blocks(28));
+        held.push(blocks(25), &[IoSlice::new(&block)]);
+        assert!(held.is_padding(blocks(7), BLOCK_SIZE) && !held.is_padding(blocks(8), BLOCK_SIZE));
+        let writing = held.begin().expect("something waits");
+        let padding = |held: &Held| -> Vec<usize> {
+            let stretches = stretches(&writing, 9);
+            stretches.iter().map(|s| held.padding_after(s, &writing) / BLOCK_SIZE).collect()
+        };
+        assert_eq!(padding(&held), [6, 0, 2]);
+        assert!(held.is_padding(blocks(7), BLOCK_SIZE), "until it is written");
+        held.end(writing.clone());
+        assert_eq!(padding(&held), [0, 0, 0]);
+        assert!(!held.is_padding(0, 100 * BLOCK_SIZE));
     }
 
     #[test]

@@ -28,6 +28,7 @@ const SMALLEST_POOL_UNITS: u64 = 16;
 /// Feature words: an unknown bit in `incompat` refuses to open, in `ro_compat` to write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Features {
+    /// [`KEEPS_SPACE`]
     pub compat: u64,
     pub ro_compat: u64,
     pub incompat: u64,
@@ -56,11 +57,16 @@ pub struct FormatOptions {
     pub unit_blocks: u32,
     /// Make a pool over whatever lies there.
     pub overwrite: bool,
+    /// The disk has all its space and is to keep it: nothing is given back to a file system.
+    pub keeps_space: bool,
 }
+
+/// A compatible feature, see [`FormatOptions::keeps_space`].
+pub const KEEPS_SPACE: u64 = 1;
 
 impl FormatOptions {
     pub fn new(pool: PoolId) -> Self {
-        Self { pool, unit_blocks: 1024, overwrite: false }
+        Self { pool, unit_blocks: 1024, overwrite: false, keeps_space: false }
     }
 
     /// Whether a pool of this shape can be made of so many bytes.
@@ -79,7 +85,10 @@ impl Superblock {
         let ring_blocks = (blocks / 512).clamp(128, 65536) as u32 & !1;
         let superblock = Superblock {
             pool: options.pool,
-            features: Features::default(),
+            features: Features {
+                compat: if options.keeps_space { KEEPS_SPACE } else { 0 },
+                ..Features::default()
+            },
             blocks,
             unit_blocks: options.unit_blocks,
             ring_blocks,

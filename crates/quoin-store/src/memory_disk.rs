@@ -270,10 +270,22 @@ impl Disk for MemoryDisk {
         Ok(())
     }
 
-    fn write_with_sync(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+    fn write_with_sync(
+        &self,
+        offset: u64,
+        parts: &[IoSlice<'_>],
+        spare: usize,
+    ) -> Result<(), IoFault> {
         self.write_at(offset, parts)?;
         let blocks = parts.iter().map(|p| p.len()).sum::<usize>() / BLOCK_SIZE;
-        self.state().held.extend((offset / BLOCK_SIZE as u64..).take(blocks));
+        let first = offset / BLOCK_SIZE as u64;
+        let mut state = self.state();
+        state.held.extend((first..).take(blocks));
+        // The most that a disk may do: what was there before is gone at once, from the media too.
+        for number in (first + blocks as u64..).take(spare / BLOCK_SIZE) {
+            state.cached.insert(number, Box::new([0; BLOCK_SIZE]));
+            state.unsynced.remove(&number);
+        }
         Ok(())
     }
 
@@ -356,9 +368,9 @@ mod tests {
     #[test]
     fn what_waited_for_a_sync_may_be_lost_with_the_process_and_nothing_else() {
         let disk = MemoryDisk::new(1 << 20);
-        disk.write_with_sync(0, &[IoSlice::new(&block(1))]).expect("a write");
+        disk.write_with_sync(0, &[IoSlice::new(&block(1))], 0).expect("a write");
         disk.sync().expect("a sync");
-        disk.write_with_sync(0, &[IoSlice::new(&block(2))]).expect("a write");
+        disk.write_with_sync(0, &[IoSlice::new(&block(2))], 0).expect("a write");
         disk.write_at(4096, &[IoSlice::new(&block(3))]).expect("a write");
         assert_eq!(read(&disk, 0), block(2), "reads see it at once");
         disk.process_crash(|| false);

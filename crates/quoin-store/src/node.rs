@@ -7,7 +7,7 @@
 
 use quoin_core::crc32c;
 
-use crate::tree::LOST_PLACE;
+use crate::tree::{BlockAt, LOST_PLACE};
 
 pub const LEAF_SHIFT: u32 = 8;
 pub const LEAF_BLOCKS: usize = 1 << LEAF_SHIFT;
@@ -60,34 +60,30 @@ impl Child {
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Leaf {
-    pub lsns: [u64; LEAF_BLOCKS],
-    pub places: [u64; LEAF_BLOCKS],
-    pub crcs: [u32; LEAF_BLOCKS],
+    /// Side by side: a read looks at one of them, which memory then brings at once.
+    pub blocks: [BlockAt; LEAF_BLOCKS],
 }
 
 impl Leaf {
     pub fn hole(lsn: u64) -> Box<Self> {
-        Box::new(Leaf {
-            lsns: [lsn; LEAF_BLOCKS],
-            places: [0; LEAF_BLOCKS],
-            crcs: [0; LEAF_BLOCKS],
-        })
+        Box::new(Leaf { blocks: [BlockAt { version: lsn, place: 0, crc: 0 }; LEAF_BLOCKS] })
     }
 
     /// The one version that all blocks are holes of.
     pub fn as_hole(&self) -> Option<u64> {
-        let lsn = self.lsns[0];
-        let uniform = self.places.iter().all(|p| *p == 0) && self.lsns.iter().all(|l| *l == lsn);
+        let lsn = self.blocks[0].version;
+        let uniform = self.blocks.iter().all(|b| b.place == 0 && b.version == lsn);
         uniform.then_some(lsn)
     }
 
     /// Whether block `i` continues the run of block `i - 1`.
     fn continues(&self, i: usize) -> bool {
-        self.lsns[i] == self.lsns[i - 1]
-            && match self.places[i - 1] {
-                0 => self.places[i] == 0,
+        let (before, block) = (&self.blocks[i - 1], &self.blocks[i]);
+        block.version == before.version
+            && match before.place {
+                0 => block.place == 0,
                 // A lost block is a run of its own.
-                place => self.places[i] < LOST_PLACE && self.places[i] == place.wrapping_add(1),
+                place => block.place < LOST_PLACE && block.place == place.wrapping_add(1),
             }
     }
 }
@@ -101,7 +97,7 @@ pub enum Node {
 impl Node {
     pub fn newest(&self) -> u64 {
         match self {
-            Node::Leaf(leaf) => leaf.lsns.iter().copied().max().unwrap_or(0),
+            Node::Leaf(leaf) => leaf.blocks.iter().map(|b| b.version).max().unwrap_or(0),
             Node::Interior(children) => children.iter().map(Child::newest).max().unwrap_or(0),
         }
     }
@@ -158,13 +154,13 @@ fn encode_leaf(leaf: &Leaf, out: &mut Vec<u8>) {
     let mut at = 0;
     while at < LEAF_BLOCKS {
         let length = 1 + (at + 1..LEAF_BLOCKS).take_while(|i| leaf.continues(*i)).count();
-        let is_data = leaf.places[at] != 0;
-        out.extend_from_slice(&[(length - 1) as u8, u8::from(is_data)]);
-        out.extend_from_slice(&leaf.lsns[at].to_le_bytes());
-        if is_data {
-            out.extend_from_slice(&leaf.places[at].to_le_bytes());
-            for crc in &leaf.crcs[at..at + length] {
-                out.extend_from_slice(&crc.to_le_bytes());
+        let BlockAt { version, place, .. } = leaf.blocks[at];
+        out.extend_from_slice(&[(length - 1) as u8, u8::from(place != 0)]);
+        out.extend_from_slice(&version.to_le_bytes());
+        if place != 0 {
+            out.extend_from_slice(&place.to_le_bytes());
+            for block in &leaf.blocks[at..at + length] {
+                out.extend_from_slice(&block.crc.to_le_bytes());
             }
         }
         at += length;
@@ -172,10 +168,10 @@ fn encode_leaf(leaf: &Leaf, out: &mut Vec<u8>) {
     if out.len() - start > 1 + LEAF_BLOCKS * 20 {
         out.truncate(start);
         out.push(DENSE);
-        for i in 0..LEAF_BLOCKS {
-            out.extend_from_slice(&leaf.lsns[i].to_le_bytes());
-            out.extend_from_slice(&leaf.places[i].to_le_bytes());
-            out.extend_from_slice(&leaf.crcs[i].to_le_bytes());
+        for block in &leaf.blocks {
+            out.extend_from_slice(&block.version.to_le_bytes());
+            out.extend_from_slice(&block.place.to_le_bytes());
+            out.extend_from_slice(&block.crc.to_le_bytes());
         }
     }
 }
@@ -203,9 +199,9 @@ fn decode_dense(bytes: &[u8]) -> Option<Node> {
     let mut cursor = Cursor(bytes);
     let mut leaf = Leaf::hole(0);
     for i in 0..LEAF_BLOCKS {
-        leaf.lsns[i] = cursor.u64()?;
-        leaf.places[i] = cursor.u64()?;
-        leaf.crcs[i] = cursor.u32()?;
+        leaf.blocks[i].version = cursor.u64()?;
+        leaf.blocks[i].place = cursor.u64()?;
+        leaf.blocks[i].crc = cursor.u32()?;
     }
     cursor.0.is_empty().then_some(Node::Leaf(leaf))
 }
@@ -217,14 +213,14 @@ fn decode_runs(bytes: &[u8]) -> Option<Node> {
     while at < LEAF_BLOCKS {
         let length = usize::from(cursor.u8()?) + 1;
         let is_data = cursor.u8()? == 1;
-        let lsn = cursor.u64()?;
-        let range = at..at + length;
-        leaf.lsns.get_mut(range.clone())?.fill(lsn);
+        let version = cursor.u64()?;
+        let run = leaf.blocks.get_mut(at..at + length)?;
+        run.fill(BlockAt { version, place: 0, crc: 0 });
         if is_data {
             let place = cursor.u64()?;
-            for (offset, i) in range.enumerate() {
-                leaf.places[i] = place.checked_add(offset as u64)?;
-                leaf.crcs[i] = cursor.u32()?;
+            for (offset, block) in run.iter_mut().enumerate() {
+                block.place = place.checked_add(offset as u64)?;
+                block.crc = cursor.u32()?;
             }
         }
         at += length;
@@ -265,9 +261,9 @@ mod tests {
             let mut at = 0;
             for (length, lsn, place) in runs {
                 for i in at..(at + length).min(LEAF_BLOCKS) {
-                    leaf.lsns[i] = lsn;
-                    leaf.places[i] = if place == 0 { 0 } else { place + (i - at) as u64 };
-                    leaf.crcs[i] = if place == 0 { 0 } else { i as u32 };
+                    leaf.blocks[i].version = lsn;
+                    leaf.blocks[i].place = if place == 0 { 0 } else { place + (i - at) as u64 };
+                    leaf.blocks[i].crc = if place == 0 { 0 } else { i as u32 };
                 }
                 at = (at + length).min(LEAF_BLOCKS);
             }
@@ -289,7 +285,7 @@ mod tests {
     fn a_sequential_leaf_takes_one_run() {
         let mut leaf = Leaf::hole(7);
         for i in 0..LEAF_BLOCKS {
-            leaf.places[i] = 100 + i as u64;
+            leaf.blocks[i].place = 100 + i as u64;
         }
         let mut bytes = Vec::new();
         Node::Leaf(leaf).encode(&mut bytes);

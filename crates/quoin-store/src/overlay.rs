@@ -54,10 +54,15 @@ impl Overlay {
 
     /// Extents that meet `[start, end)`, clipped to it, in order.
     pub fn range(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
-        let before = self.extents.range(..start).next_back().filter(|(_, (e, _))| *e > start);
-        before
-            .into_iter()
-            .chain(self.extents.range(start..end))
+        // A block is nearly always in no extent or within one: one look tells.
+        let last = self.extents.range(..end).next_back().filter(|(_, (e, _))| *e > start);
+        let only = last.filter(|(from, _)| **from <= start);
+        let several = (only.is_none() && last.is_some()).then(|| {
+            let before = self.extents.range(..start).next_back().filter(|(_, (e, _))| *e > start);
+            before.into_iter().chain(self.extents.range(start..end))
+        });
+        only.into_iter()
+            .chain(several.into_iter().flatten())
             .map(move |(s, (e, lsn))| ((*s).max(start), (*e).min(end), *lsn))
     }
 

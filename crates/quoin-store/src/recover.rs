@@ -64,7 +64,8 @@ pub fn recover<D: Disk>(
         // An estimate from the disk must not be larger than anything can be.
         let live_bytes = state.live_bytes.min(u64::from(room) * BLOCK_SIZE as u64);
         let state = SegmentState { live_bytes, ..*state };
-        let segment = Segment { state, next_index: 0, previous: 0, from_reserve: false };
+        let segment =
+            Segment { state, next_index: 0, previous: 0, from_reserve: false, ready_blocks: 0 };
         replica.family.segments.insert(state.unit, segment);
     }
     let folded = checkpoint.head.position.lsn;

@@ -250,7 +250,10 @@ impl Replica {
         parts.extend(entries.iter().filter(|e| !e.data.is_empty()).map(|e| IoSlice::new(&e.data)));
         let offset = start * BLOCK_SIZE as u64;
         match waits {
-            true => core.disk.write_with_sync(offset, &parts).map_err(StoreError::Io)?,
+            true => {
+                let spare = segment.make_ready(&core.superblock, total) as usize * BLOCK_SIZE;
+                core.disk.write_with_sync(offset, &parts, spare).map_err(StoreError::Io)?;
+            }
             false => core.disk.write_at(offset, &parts).map_err(StoreError::Io)?,
         }
 

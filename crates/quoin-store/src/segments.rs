@@ -26,11 +26,8 @@ const WARM_PART: u32 = 4;
 /// Free units. Small segments fill groups of eight before they break up another one.
 pub struct Allocator {
     free: Vec<bool>,
-    /// Free units whose space was not given back, by when they were freed; and the reverse, 0:
-    /// given back, or never used.
-    warm: BTreeMap<u64, u32>,
-    warm_since: Vec<u64>,
-    frees: u64,
+    /// Free units whose space was not given back since they were used.
+    warm: BTreeSet<u32>,
     /// Free units of each aligned group of eight.
     group_free: Vec<u8>,
     partial: BTreeSet<u32>,
@@ -44,9 +41,7 @@ impl Allocator {
         let groups = units.div_ceil(LARGE_UNITS);
         let mut allocator = Allocator {
             free: vec![false; units as usize],
-            warm: BTreeMap::new(),
-            warm_since: vec![0; units as usize],
-            frees: 0,
+            warm: BTreeSet::new(),
             group_free: vec![0; groups as usize],
             partial: BTreeSet::new(),
             whole: BTreeSet::new(),
@@ -90,7 +85,7 @@ impl Allocator {
         }
         self.free[range].fill(false);
         for unit in unit..unit + units {
-            self.warm.remove(&std::mem::take(&mut self.warm_since[unit as usize]));
+            self.warm.remove(&unit);
             self.group_free[(unit / LARGE_UNITS) as usize] -= 1;
             self.recount(unit / LARGE_UNITS);
         }
@@ -111,26 +106,21 @@ impl Allocator {
     /// Takes back what was written to, which makes it warm.
     pub fn give_warm(&mut self, unit: u32, units: u32) {
         self.give(unit, units);
-        for unit in unit..unit + units {
-            self.frees += 1;
-            self.warm.insert(self.frees, unit);
-            self.warm_since[unit as usize] = self.frees;
-        }
+        self.warm.extend(unit..unit + units);
     }
 
-    /// The unit that was free for longest of more than may stay warm: its space is to be given
-    /// back.
+    /// The last unit of more than may stay warm: its space is to be given back. The first ones are
+    /// used again first, so these stay warm for good while as much is in use.
     pub fn cool_one(&mut self) -> Option<u32> {
         let in_use = self.units() - self.free_units;
         if self.warm.len() <= in_use.min(self.units() / WARM_PART) as usize {
             return None;
         }
-        let (_, unit) = self.warm.pop_first()?;
-        self.warm_since[unit as usize] = 0;
-        Some(unit)
+        self.warm.pop_last()
     }
 
-    fn allocate(&mut self, large: bool) -> Option<(u32, u32)> {
+    /// First unit, units, and whether all of them are warm.
+    fn allocate(&mut self, large: bool) -> Option<(u32, u32, bool)> {
         let found = match large.then(|| self.whole.first().copied()).flatten() {
             Some(group) => (group * LARGE_UNITS, LARGE_UNITS),
             None => {
@@ -140,8 +130,9 @@ impl Allocator {
                 ((start..end).find(|u| self.free[*u as usize])?, 1)
             }
         };
+        let is_warm = (found.0..found.0 + found.1).all(|unit| self.warm.contains(&unit));
         self.take(found.0, found.1);
-        Some(found)
+        Some((found.0, found.1, is_warm))
     }
 }
 
@@ -154,7 +145,13 @@ pub struct Segment {
     pub previous: u64,
     /// Clients may write here only while more than the reserve is free.
     pub from_reserve: bool,
+    /// Blocks from its start that the file system has given space for, as far as is known.
+    pub ready_blocks: u32,
 }
+
+/// How much of a log is made ready at once for small writes with a sync. Each of them would have
+/// its file system note down a piece of new space, which costs more syncs than the write's own.
+const READY_BLOCKS: u32 = 64;
 
 /// A replica's segments (of it and, later, of its clones).
 pub struct Family {
@@ -174,6 +171,18 @@ pub struct Family {
 }
 
 impl Segment {
+    /// How many blocks behind the next `blocks` are to be made ready with them, which counts them
+    /// as such: none behind large writes, whose own space is worth a note.
+    pub fn make_ready(&mut self, superblock: &Superblock, blocks: u32) -> u32 {
+        let end = self.state.used_blocks + blocks;
+        if blocks >= READY_BLOCKS / 4 || end <= self.ready_blocks {
+            return 0;
+        }
+        let whole = self.state.units * superblock.unit_blocks;
+        self.ready_blocks = end.next_multiple_of(READY_BLOCKS).min(whole);
+        self.ready_blocks - end
+    }
+
     /// Its first block, as it was written when the segment was opened.
     pub fn header(&self, superblock: &Superblock, guid: ReplicaGuid) -> Vec<u8> {
         segment_header(superblock, guid, &self.state)
@@ -237,7 +246,7 @@ impl Family {
             return Err(StoreError::Full);
         }
         let large = self.large && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
-        let (unit, units) = core.allocator.allocate(large).ok_or(StoreError::Full)?;
+        let (unit, units, is_warm) = core.allocator.allocate(large).ok_or(StoreError::Full)?;
         core.sequence += 1;
         let state = SegmentState {
             unit,
@@ -253,7 +262,7 @@ impl Family {
         let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
         let parts = [IoSlice::new(&header)];
         let mut written = match self.log_waits && stream == Stream::Log {
-            true => core.disk.write_with_sync(offset, &parts).map_err(StoreError::Io),
+            true => core.disk.write_with_sync(offset, &parts, 0).map_err(StoreError::Io),
             false => core.disk.write_at(offset, &parts).map_err(StoreError::Io),
         };
         if written.is_ok() && stream == Stream::Log {
@@ -264,7 +273,8 @@ impl Family {
             return Err(error);
         }
         let from_reserve = reserve_only;
-        let segment = Segment { state, next_index: 0, previous: 0, from_reserve };
+        let ready_blocks = if is_warm { units * unit_blocks } else { 0 };
+        let segment = Segment { state, next_index: 0, previous: 0, from_reserve, ready_blocks };
         self.open[stream as usize] = Some(unit);
         self.changes += 1;
         if stream == Stream::Log {
@@ -340,10 +350,10 @@ mod tests {
     #[test]
     fn small_segments_fill_broken_groups_and_large_ones_take_whole_groups() {
         let mut allocator = Allocator::new(36);
-        assert_eq!(allocator.allocate(true), Some((0, 8)));
+        assert_eq!(allocator.allocate(true), Some((0, 8, false)));
         // The last group has four units only: it is used for small ones first.
-        assert_eq!(allocator.allocate(false), Some((32, 1)));
-        assert_eq!(allocator.allocate(true), Some((8, 8)));
+        assert_eq!(allocator.allocate(false), Some((32, 1, false)));
+        assert_eq!(allocator.allocate(true), Some((8, 8, false)));
         allocator.give(8, 8);
         assert_eq!(allocator.free_units(), 27);
         assert!(!allocator.take(0, 1) && !allocator.take(35, 2) && allocator.take(35, 1));
@@ -355,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn few_free_units_stay_warm_and_those_free_for_longest_are_given_back() {
+    fn few_free_units_stay_warm_and_those_used_again_last_are_given_back() {
         let mut allocator = Allocator::new(16);
         assert_eq!(allocator.cool_one(), None, "what was never used has no space to give back");
         assert!(allocator.take(0, 12));
@@ -364,9 +374,11 @@ mod tests {
         assert!(allocator.take(4, 1), "which is not warm any more");
         assert_eq!(allocator.cool_one(), None);
         allocator.give_warm(4, 2);
-        assert_eq!([allocator.cool_one(), allocator.cool_one()], [Some(3), Some(0)]);
+        assert_eq!([allocator.cool_one(), allocator.cool_one()], [Some(5), Some(4)]);
         assert_eq!(allocator.cool_one(), None);
         allocator.give_warm(6, 6);
+        assert_eq!(allocator.allocate(false), Some((0, 1, true)));
+        allocator.give_warm(0, 1);
         let cooled = std::iter::from_fn(|| allocator.cool_one()).count();
         assert_eq!((cooled, allocator.free_units()), (10, 16), "nothing is in use any more");
     }

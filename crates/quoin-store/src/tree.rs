@@ -64,7 +64,7 @@ pub const LOST_PLACE: u64 = u64::MAX - 1;
 fn lost(level: u8, newest: u64) -> Node {
     if level == 0 {
         let mut leaf = Leaf::hole(newest);
-        leaf.places.fill(LOST_PLACE);
+        leaf.blocks.fill(BlockAt { version: newest, place: LOST_PLACE, crc: 0 });
         return Node::Leaf(leaf);
     }
     let child = NodeRef { place: 0, length: u32::MAX, crc: 0, newest };
@@ -265,25 +265,26 @@ impl<N: Nodes> Walk<'_, N> {
         for edit in &self.edits[range] {
             let first = edit.lba.max(base);
             for lba in first..edit.end().min(leaf_end) {
-                let i = (lba - base) as usize;
+                let block = &mut leaf.blocks[(lba - base) as usize];
                 let offset = lba - edit.lba;
-                let (version, place, crc) = match edit.change {
-                    Change::Hole { version } => (version, 0, 0),
+                let new = match edit.change {
+                    Change::Hole { version } => BlockAt { version, place: 0, crc: 0 },
                     Change::Data { version, place, crc_at } => {
-                        (version, place + offset, self.crcs[crc_at as usize + offset as usize])
+                        let crc = self.crcs[crc_at as usize + offset as usize];
+                        BlockAt { version, place: place + offset, crc }
                     }
-                    Change::Move { from, to } if leaf.places[i] == from + offset => {
-                        leaf.places[i] = to + offset;
+                    Change::Move { from, to } if block.place == from + offset => {
+                        block.place = to + offset;
                         changed = true;
                         continue;
                     }
                     Change::Move { .. } | Change::Renew { .. } => continue,
                 };
-                if leaf.places[i] != 0 && leaf.places[i] != place {
-                    self.nodes.replaced(leaf.places[i], leaf.lsns[i]);
+                if block.place != 0 && block.place != new.place {
+                    self.nodes.replaced(block.place, block.version);
                 }
-                changed |= (leaf.lsns[i], leaf.places[i], leaf.crcs[i]) != (version, place, crc);
-                (leaf.lsns[i], leaf.places[i], leaf.crcs[i]) = (version, place, crc);
+                changed |= *block != new;
+                *block = new;
             }
         }
         changed
@@ -374,10 +375,7 @@ pub fn blocks(
             Found::Leaf(node) => {
                 let Node::Leaf(leaf) = &*node else { return Err(StoreError::Damaged("a leaf")) };
                 let first = (at - leaf_start) as usize;
-                for (i, block) in (first..).zip(out.iter_mut()) {
-                    let (version, place, crc) = (leaf.lsns[i], leaf.places[i], leaf.crcs[i]);
-                    *block = BlockAt { version, place, crc };
-                }
+                out.copy_from_slice(&leaf.blocks[first..first + count]);
             }
         }
         done += count;

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -9,7 +10,7 @@ use common::{identity, new_pool, sync};
 use quoin_core::message::ReadView;
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid};
-use quoin_store::{Due, MemoryDisk, Pool, ReplicaPool};
+use quoin_store::{Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -23,7 +24,10 @@ struct Writer {
 
 impl Writer {
     fn new(pool_bytes: u64, blocks: u64) -> Self {
-        let (_, mut pool) = new_pool(pool_bytes);
+        Self::on(new_pool(pool_bytes).1, blocks)
+    }
+
+    fn on(mut pool: Pool<MemoryDisk>, blocks: u64) -> Self {
         pool.create(identity(GUID), ReplicaMeta::default(), blocks).expect("room");
         Writer { pool, chain: Chain(0), lsn: 0 }
     }
@@ -202,6 +206,32 @@ fn a_pool_with_room_to_spare_does_not_sprawl() {
     let bound = 3 * live * 4096 + most_log;
     println!("{most_used} bytes used at most, {most_log} of them log; the bound is {bound}");
     assert!(most_used < bound, "{most_used} bytes used, {most_log} of them log");
+}
+
+#[test]
+fn a_preallocated_pool_keeps_its_space_and_a_sparse_one_gives_it_back() {
+    for keeps_space in [false, true] {
+        let disk = MemoryDisk::new(32 << 20);
+        let format = FormatOptions { keeps_space, ..common::format_options() };
+        Pool::format(&disk, &format).expect("a pool");
+        // Known after the next start as well, by which the pool was made long ago.
+        drop(Pool::open(disk.clone(), PoolOptions::default()).expect("a pool"));
+        let pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a pool");
+        let mut writer = Writer::on(pool, 4000);
+        for lba in (0..4000).step_by(4) {
+            writer.append(EntryKind::Write, lba, 4).expect("room");
+            writer.housekeeping();
+        }
+        let written = disk.written_blocks();
+        writer.append(EntryKind::Trim, 0, 4000).expect("room");
+        for lba in 0..2000 {
+            writer.append(EntryKind::Write, lba % 64, 1).expect("room");
+            writer.housekeeping();
+        }
+        let still: BTreeSet<u64> = disk.written_blocks().into_iter().collect();
+        let given_back = written.iter().filter(|block| !still.contains(block)).count();
+        assert_eq!(given_back == 0, keeps_space, "{given_back} blocks were given back");
+    }
 }
 
 #[test]

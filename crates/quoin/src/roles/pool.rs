@@ -23,7 +23,7 @@ pub struct PoolOptions {
     /// Make a sparse pool file that may grow to this size, where there is none yet.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     capacity: Option<u64>,
-    /// Take the whole capacity from the disk at once.
+    /// Take the whole capacity from the disk at once, for good.
     #[arg(long, requires = "capacity")]
     preallocate: bool,
     /// Make a pool on a block device, or in a file that exists, if it is blank.
