@@ -247,6 +247,18 @@ mod tests {
         assert_eq!(ids.len(), register.len(), "an id stands twice");
     }
 
+    /// Proves SCALE-GRAD-01.
+    #[test]
+    fn every_case_of_the_testcases_of_the_replica_scale_up_is_named_by_an_automated_test() {
+        let (register, claims) = (read_register().unwrap(), read_claims().unwrap());
+        let cases: Vec<_> =
+            register.iter().filter(|row| row.id.starts_with("SCALE-TEST-")).collect();
+        assert_eq!(cases.len(), 12);
+        for case in cases {
+            assert!(claims.contains_key(&case.id), "no test names {}: {}", case.id, case.text);
+        }
+    }
+
     #[test]
     fn every_module_is_read_whatever_its_name_and_build_output_is_not() {
         let root = workspace_root();

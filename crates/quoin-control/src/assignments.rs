@@ -40,7 +40,10 @@ impl Controller {
     /// are not listed are kept, deletions are named one by one.
     pub fn pool_assignment(&self, pool: &str) -> PoolAssignment {
         let mut replicas = Vec::new();
-        for volume in self.volumes.list() {
+        // Records that do not rule order nothing.
+        let volumes = if self.check_ruling().is_ok() { self.volumes.list() } else { Vec::new() };
+        for volume in volumes {
+            let keepsake = self.salvage.keepsake(&volume);
             let assignment = |id: String, guid: String, phase: ReplicaPhase| ReplicaAssignment {
                 volume_id: volume.id.0.to_string(),
                 replica_id: id,
@@ -49,6 +52,8 @@ impl Controller {
                 phase: phase.as_str().to_owned(),
                 membership: Some(membership(&volume)),
                 volume_spec: Some(spec(&volume)),
+                record: keepsake.clone(),
+                generation: volume.generation,
             };
             let held = volume.replicas.iter().filter(|replica| replica.pool == pool);
             let held = held.map(|r| assignment(r.id.0.to_string(), r.guid.0.to_string(), r.phase));
@@ -63,6 +68,7 @@ impl Controller {
             complete: false,
             data_security: self.settings.data_security.clone(),
             scrub_request: self.pools.get(pool).map_or(0, |pool| pool.scrub_request),
+            holdings_request: self.salvage.request(),
         }
     }
 
@@ -102,9 +108,11 @@ impl Controller {
             consistency_factor: volume.desired_cf().into(),
             maintenance: volume.attachments.is_empty(),
         };
+        // What is served is served on until the records rule again.
+        let rules = self.check_ruling().is_ok();
         NodeAssignment {
-            targets: served.map(target).collect(),
-            complete: true,
+            targets: served.filter(|_| rules).map(target).collect(),
+            complete: rules,
             data_security: self.settings.data_security.clone(),
         }
     }

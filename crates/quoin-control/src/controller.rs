@@ -18,8 +18,10 @@ use crate::events::{Events, Object};
 use crate::observed::Observed;
 use crate::policy::ReplaceAfter;
 use crate::records::{
-    CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, TokenRecord, VolumeRecord,
+    CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, RecoveryRecord, TokenRecord,
+    VolumeRecord,
 };
+use crate::salvage::Salvage;
 use crate::spec::Defaults;
 use crate::store::{Store, Watched, Writes};
 use crate::table::Table;
@@ -41,6 +43,8 @@ pub struct Settings {
 /// The cluster's records and the logic over them.
 pub struct Controller {
     pub(crate) settings: Settings,
+    /// All records, for a copy of them.
+    pub(crate) store: Arc<dyn Store>,
     pub(crate) identity: Identity,
     pub(crate) authority: Mutex<Authority>,
     pub(crate) volumes: Table<VolumeRecord>,
@@ -50,6 +54,8 @@ pub struct Controller {
     pub(crate) tokens: Table<TokenRecord>,
     pub(crate) members: Table<MemberOfCluster>,
     pub(crate) cordons: Table<CordonRecord>,
+    pub(crate) recovery: Table<RecoveryRecord>,
+    pub(crate) salvage: Salvage,
     pub(crate) events: Events,
     pub(crate) observed: Mutex<Observed>,
     /// Makes "is the name free" and "take it" one step.
@@ -79,7 +85,10 @@ impl Controller {
             tokens: Table::load(store.clone(), quiet.clone()).await?,
             members: Table::load(store.clone(), quiet).await?,
             cordons: Table::load(store.clone(), changed.clone()).await?,
-            events: Events::load(store).await?,
+            recovery: Table::load(store.clone(), changed.clone()).await?,
+            salvage: Salvage::default(),
+            events: Events::load(store.clone()).await?,
+            store,
             observed: Mutex::new(Observed::new()),
             creating: tokio::sync::Mutex::new(()),
             writes,
@@ -119,6 +128,8 @@ impl Controller {
         let Some(reference) = reference else {
             return Err(Error::invalid("volume", "an id or a name is needed"));
         };
+        // What is missing in records that do not rule may exist all the same.
+        self.check_ruling()?;
         let shown = |text: &str| text.chars().take(160).collect::<String>();
         if !reference.id.is_empty() {
             // Ids are written in one way only, so that equal text and equal id are the same.
@@ -139,9 +150,16 @@ impl Controller {
     pub(crate) async fn update_volume<T>(
         &self,
         id: VolumeId,
-        change: impl FnMut(&mut VolumeRecord) -> Result<T, Error>,
+        mut change: impl FnMut(&mut VolumeRecord) -> Result<T, Error>,
     ) -> Result<(Arc<VolumeRecord>, T), Error> {
+        self.check_ruling()?;
         let name = id.to_string();
+        let change = |volume: &mut VolumeRecord| {
+            let before = volume.clone();
+            let value = change(volume)?;
+            volume.generation += u64::from(volume.differs(&before));
+            Ok(value)
+        };
         let updated = self.volumes.update(&name, change).await?;
         updated.ok_or_else(|| Error::missing("volume", name))
     }

@@ -56,7 +56,8 @@ impl Controller {
                 let rule = format!("{} is far above the record's {}", at_least.0, volume.epoch);
                 return Err(Error::invalid("at_least", rule));
             }
-            volume.epoch = volume.epoch.max(at_least.0) + 1;
+            let skipped = std::mem::take(&mut volume.epochs_skipped);
+            volume.epoch = volume.epoch.max(at_least.0) + skipped + 1;
             volume.incarnation = Text(incarnation);
             Ok(Ok(()))
         };

@@ -68,6 +68,12 @@ pub enum Error {
     #[error("{0} holds a cluster already; it is never overwritten")]
     AlreadyInitialised(PathBuf),
 
+    #[error(
+        "{0} holds no authority, so nobody would believe a controller made there; put authority.json \
+         of the former one there, or restore a backup (`quoin controller restore`)"
+    )]
+    NoAuthority(PathBuf),
+
     #[error("gRPC server: {0}")]
     Serve(#[from] tonic::transport::Error),
 }
@@ -108,6 +114,7 @@ impl Error {
             | Self::Listen { .. }
             | Self::NotInitialised(_)
             | Self::AlreadyInitialised(_)
+            | Self::NoAuthority(_)
             | Self::Foreign { .. }
             | Self::Serve(_) => Code::Internal,
         }

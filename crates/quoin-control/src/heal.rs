@@ -88,6 +88,9 @@ impl Controller {
     }
 
     pub(crate) async fn heal_those(&self, ready: &[Standing], now: Instant) -> Result<(), Error> {
+        if self.check_ruling().is_err() {
+            return Ok(());
+        }
         let mut needs = Vec::new();
         let mut seen = HashSet::new();
         let draining = self.draining();

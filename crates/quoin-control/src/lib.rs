@@ -13,6 +13,7 @@
 
 mod assignments;
 mod attach;
+pub mod backup;
 mod controller;
 mod cordon;
 mod declare;
@@ -31,6 +32,7 @@ mod recovery;
 mod removal;
 mod reports;
 mod run;
+pub mod salvage;
 mod scale;
 mod service;
 pub mod spec;
@@ -51,6 +53,7 @@ pub use heal::Healing;
 pub use metrics::Metrics;
 pub use recovery::{LEASES_OVER_AFTER, Recovery};
 pub use run::{
-    HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, is_initialised, open, run, serve,
+    HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, init_again, is_initialised, open,
+    run, serve,
 };
 pub use scale::Scale;

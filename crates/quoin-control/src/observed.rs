@@ -92,6 +92,8 @@ pub struct Observed {
     pub absent: HashSet<(&'static str, String)>,
     /// Replicas that are in no record, announced once.
     pub strangers: HashSet<ReplicaGuid>,
+    /// Volumes whose records were found to be an old copy, announced once.
+    pub behind: HashSet<VolumeId>,
     /// What self-healing remembers.
     pub looks: Looks,
 }
@@ -106,6 +108,7 @@ impl Observed {
             health: HashMap::new(),
             absent: HashSet::new(),
             strangers: HashSet::new(),
+            behind: HashSet::new(),
             looks: Looks::default(),
         }
     }

@@ -19,6 +19,9 @@ type News = (Severity, Object, &'static str, String);
 impl Controller {
     /// Moves everything on by what is known now. Safe to call at any time, by anyone.
     pub async fn reconcile(&self) -> Result<(), Error> {
+        if self.check_ruling().is_err() {
+            return Ok(());
+        }
         for volume in self.volumes.list() {
             self.reconcile_volume(&volume).await?;
         }
@@ -87,6 +90,7 @@ impl Controller {
     }
 
     fn forget(&self, volume: &VolumeRecord) {
+        self.salvage.forget(volume.id.0);
         let mut observed = self.observed();
         observed.volumes.remove(&volume.id.0);
         observed.health.remove(&volume.id.0);

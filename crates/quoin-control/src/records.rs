@@ -39,6 +39,9 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync
     const PREFIX: &'static str;
     /// The rest of its key.
     fn name(&self) -> String;
+    fn key(&self) -> String {
+        format!("{}{}", Self::PREFIX, self.name())
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -233,9 +236,41 @@ pub struct VolumeRecord {
     /// writes; 0: never.
     #[serde(default)]
     pub may_have_lost_ms: u64,
+    /// Grows with every change but those that an opening makes; tells which of two copies of a
+    /// record is the later one.
+    #[serde(default)]
+    pub generation: u64,
+    /// Left out when the next epoch is given: a record that was made from pools cannot know of
+    /// epochs that were given and never shown to a pool.
+    #[serde(default)]
+    pub epochs_skipped: u64,
 }
 
+/// The largest record that pools are given to keep, and retired GUIDs in it.
+const KEEPSAKE_BYTES_MAX: usize = 32 << 10;
+const KEEPSAKE_RETIRED_MAX: usize = 64;
+
 impl VolumeRecord {
+    /// Without what an opening changes, which pools know themselves.
+    fn unopened(&self) -> Self {
+        let incarnation = Text(Incarnation(0));
+        Self { epoch: 0, incarnation, owner: None, epochs_skipped: 0, ..self.clone() }
+    }
+
+    /// Whether they differ in more than by openings.
+    pub(crate) fn differs(&self, other: &Self) -> bool {
+        self.unopened() != other.unopened()
+    }
+
+    /// The record as pools keep it beside its replicas; empty where it is too large for that.
+    pub(crate) fn keepsake(&self) -> Vec<u8> {
+        let mut kept = self.unopened();
+        let retired = &mut kept.membership.retired;
+        // The older ones are in every replica's own copy of the membership.
+        retired.drain(..retired.len().saturating_sub(KEEPSAKE_RETIRED_MAX));
+        Some(encode(&kept)).filter(|bytes| bytes.len() <= KEEPSAKE_BYTES_MAX).unwrap_or_default()
+    }
+
     pub fn epoch(&self) -> Epoch {
         Epoch(self.epoch)
     }
@@ -376,6 +411,27 @@ impl Record for MemberOfCluster {
     const PREFIX: &'static str = "member/";
     fn name(&self) -> String {
         format!("{}/{}", self.role, self.holder)
+    }
+}
+
+/// That the records were lost or come from an old copy: until they agree with what the pools hold,
+/// nobody is told to do anything by them.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct RecoveryRecord {
+    /// In words, as in "they were lost".
+    pub why: String,
+    pub since_ms: u64,
+}
+
+impl RecoveryRecord {
+    /// There is one at most.
+    pub const NAME: &'static str = "records";
+}
+
+impl Record for RecoveryRecord {
+    const PREFIX: &'static str = "recovery/";
+    fn name(&self) -> String {
+        Self::NAME.to_owned()
     }
 }
 

@@ -19,6 +19,7 @@ const NAMES_MAX: usize = 5;
 impl Controller {
     /// Removes a pool that is offline and that no volume needs.
     pub async fn remove_pool(&self, name: &str) -> Result<(), Error> {
+        self.check_ruling()?;
         // No volume is placed on it meanwhile.
         let _one_at_a_time = self.creating.lock().await;
         let shown: String = name.chars().take(160).collect();
@@ -74,6 +75,7 @@ impl Controller {
 
     /// Removes a node that is offline and has no volume attached.
     pub async fn remove_node(&self, name: &str) -> Result<(), Error> {
+        self.check_ruling()?;
         let shown: String = name.chars().take(160).collect();
         self.nodes.get(name).ok_or_else(|| Error::missing("node", shown))?;
         let attached: Vec<_> = self

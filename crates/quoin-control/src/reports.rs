@@ -98,7 +98,10 @@ impl Controller {
         }
         // A heartbeat that says nothing new must cost nothing.
         if changed {
-            self.strangers(&report.pool);
+            if self.check_ruling().is_ok() {
+                self.strangers(&report.pool);
+                self.announce_old_records(&report.pool);
+            }
             self.announce();
             self.reconcile().await?;
         }
@@ -198,6 +201,7 @@ impl Controller {
         quoin_identity::check_name("node", &report.node)?;
         short("state", &report.state)?;
         short("waiting_for", &report.waiting_for)?;
+        self.check_ruling()?;
         let record = self
             .volumes
             .get(&volume.to_string())
@@ -276,7 +280,8 @@ impl Controller {
         }
         for (guid, volume) in news {
             let message = format!(
-                "pool {pool} holds {guid} of volume {volume}, which is in no record; it is kept"
+                "pool {pool} holds {guid} of volume {volume}, which is in no record; it is kept \
+                 (`quoin controller recover --dry-run` says what it is)"
             );
             let about = Object::new("replica", guid, pool);
             self.events.record(Severity::Warning, about, "ReplicaUnknown", message);

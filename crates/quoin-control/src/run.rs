@@ -14,6 +14,7 @@ use tokio::sync::{Semaphore, watch};
 use tonic::transport::Server;
 
 use crate::Error;
+use crate::backup::doubted_records;
 use crate::controller::{Controller, Settings};
 use crate::metrics::Metrics;
 use crate::policy::ReplaceAfter;
@@ -123,7 +124,13 @@ pub struct InitReport {
     pub join_token: JoinToken,
     /// Milliseconds since 1970.
     pub expires_ms: u64,
+    /// The cluster was there and its records were not: they do not rule before they are recovered.
+    pub records_lost: bool,
 }
+
+/// The cluster's authority, and its records, in a controller's directory.
+pub(crate) const AUTHORITY_FILE: &str = "authority.json";
+pub(crate) const RECORDS_FILE: &str = "records.redb";
 
 fn identity_dir(dir: &Path) -> PathBuf {
     dir.join("identity")
@@ -131,16 +138,36 @@ fn identity_dir(dir: &Path) -> PathBuf {
 
 /// Whether `dir` holds a cluster: what [`init`] does last is there.
 pub fn is_initialised(dir: &Path) -> bool {
-    dir.join("records.redb").exists()
+    dir.join(RECORDS_FILE).exists()
 }
 
 /// Makes a cluster in `dir`: its id, its authority, the controller's certificate, empty records
 /// and a first join token. Never overwrites one; one that a crash left half made is completed.
+///
+/// Where an authority is and its records are not, they were lost: the cluster is the same, its
+/// records are empty and do not rule. Only an authority without the controller's own certificate
+/// can be what a crash of this very function left; [`init_again`] says that it is not.
 pub async fn init(dir: &Path, lifetimes: Lifetimes) -> Result<InitReport, Error> {
+    make(dir, lifetimes, false).await
+}
+
+/// Makes the cluster again whose authority is in `dir`: with empty records, which do not rule
+/// before they agree with what the pools hold.
+pub async fn init_again(dir: &Path, lifetimes: Lifetimes) -> Result<InitReport, Error> {
+    make(dir, lifetimes, true).await
+}
+
+async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<InitReport, Error> {
     if is_initialised(dir) {
         return Err(Error::AlreadyInitialised(dir.to_owned()));
     }
     refuse_foreign(dir)?;
+    let has_authority = dir.join(AUTHORITY_FILE).exists();
+    if records_lost && !has_authority {
+        return Err(Error::NoAuthority(dir.to_owned()));
+    }
+    let was_made = Identity::load(&identity_dir(dir)).is_ok();
+    let records_lost = records_lost || (has_authority && was_made);
     let authority = match Authority::create(dir, lifetimes) {
         // No records yet, so nobody has joined it: a crash came in between.
         Err(quoin_identity::Error::AuthorityExists { .. }) => Authority::load(dir, lifetimes)?,
@@ -151,17 +178,22 @@ pub async fn init(dir: &Path, lifetimes: Lifetimes) -> Result<InitReport, Error>
         Err(_) => authority.issue_identity(&identity_dir(dir), Role::Controller, "controller")?,
     };
     let cluster_id = authority.cluster().to_string();
-    let store = Arc::new(Embedded::open(&dir.join("records.redb"))?);
+    if records_lost {
+        let made = doubted_records(dir, &[], "they were lost").await?;
+        let failed = |source| Error::File { path: dir.to_owned(), source };
+        std::fs::rename(made, dir.join(RECORDS_FILE)).map_err(failed)?;
+    }
+    let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
     let settings = Options::new(dir).settings();
     let controller = Controller::open(store, identity, authority, settings).await?;
     let (join_token, expires_ms) = controller.create_join_token("", 0, "").await?;
     controller.events().flush().await?;
-    Ok(InitReport { cluster_id, join_token, expires_ms })
+    Ok(InitReport { cluster_id, join_token, expires_ms, records_lost })
 }
 
 /// A directory with anything in it but an unfinished cluster of [`init`] is somebody else's.
-fn refuse_foreign(dir: &Path) -> Result<(), Error> {
-    const OWN: [&str; 3] = ["authority.json", "identity", "records.redb"];
+pub(crate) fn refuse_foreign(dir: &Path) -> Result<(), Error> {
+    const OWN: [&str; 3] = [AUTHORITY_FILE, "identity", RECORDS_FILE];
     let entries = match std::fs::read_dir(dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         listed => listed.map_err(|source| Error::File { path: dir.to_owned(), source })?,
@@ -185,7 +217,7 @@ pub async fn open(options: &Options) -> Result<Controller, Error> {
         return Err(Error::NotInitialised(dir.clone()));
     }
     // The records first: a second controller must change nothing of the first one's.
-    let store = Arc::new(Embedded::open(&dir.join("records.redb"))?);
+    let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
     let authority = Authority::load(dir, options.lifetimes)?;
     let identity = match Identity::load(&identity_dir(dir)) {
         Err(quoin_identity::Error::NotJoined { .. }) => {

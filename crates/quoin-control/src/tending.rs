@@ -45,6 +45,9 @@ impl Controller {
         ready: &[Standing],
         now: Instant,
     ) -> Result<(), Error> {
+        if self.check_ruling().is_err() {
+            return Ok(());
+        }
         let mut load = HashMap::<String, usize>::new();
         let volumes = self.volumes.list();
         for owner in volumes.iter().filter_map(|volume| volume.owner.clone()) {

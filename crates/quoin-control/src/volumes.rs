@@ -48,6 +48,7 @@ impl Controller {
         limit_bytes: u64,
         named: &[String],
     ) -> Result<Arc<VolumeRecord>, Error> {
+        self.check_ruling()?;
         let spec = spec::complete(asked, self.settings.defaults)?;
         let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
         let _one_at_a_time = self.creating.lock().await;
@@ -234,6 +235,8 @@ impl Controller {
         max_entries: u32,
         starting_token: &str,
     ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
+        // A list that lacks volumes would be taken for their absence.
+        self.check_ruling()?;
         let after = starting_token.get(..32).unwrap_or_default();
         if !starting_token.is_empty() && starting_token != self.token_after(after) {
             let rule = "starting token: not one that this cluster gave; list from the start";
@@ -390,5 +393,7 @@ fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> 
         epoch: 0,
         incarnation: Text(Incarnation(0)),
         may_have_lost_ms: 0,
+        generation: 0,
+        epochs_skipped: 0,
     }
 }

@@ -244,6 +244,12 @@ impl Authority {
             .collect()
     }
 
+    /// All of it, its private key too, as [`Authority::load`] reads it from its file.
+    pub fn export(&self) -> Result<String, Error> {
+        serde_json::to_string_pretty(&self.file)
+            .map_err(|error| Error::Damaged { path: self.path.clone(), reason: error.to_string() })
+    }
+
     fn save(&self) -> Result<(), Error> {
         let text = serde_json::to_vec_pretty(&self.file).expect("plain data");
         files::write(&self.path, &text, files::PRIVATE)

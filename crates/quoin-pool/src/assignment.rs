@@ -34,6 +34,16 @@ pub struct Wanted {
     pub membership: Membership,
 }
 
+/// A larger record is not kept; a controller sends none.
+const RECORD_BYTES_MAX: usize = 64 << 10;
+
+/// Whether what a replica is to keep about its volume is news against what it keeps. A controller
+/// with an older record than the one that was told last must not take that away.
+pub fn is_news(kept: &[u8], told: &[u8]) -> bool {
+    let generation = |bytes| control::Keepsake::decode(bytes).map_or(0, |k| k.generation);
+    kept != told && generation(told) >= generation(kept)
+}
+
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Assignment(pub Vec<Wanted>);
 
@@ -75,7 +85,12 @@ fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {
     if phase != Phase::Delete && !(1..=VOLUME_BLOCKS_MAX).contains(&blocks) {
         return Err(format!("a size of {} bytes is out of range", message.size_bytes));
     }
-    let spec = message.volume_spec.as_ref().map(Message::encode_to_vec).unwrap_or_default();
+    let mut spec = message.volume_spec.as_ref().map(Message::encode_to_vec).unwrap_or_default();
+    if !message.record.is_empty() && message.record.len() <= RECORD_BYTES_MAX {
+        let (record, generation) = (message.record.clone(), message.generation);
+        // Two messages one after the other are one message with the fields of both.
+        spec.extend(control::Keepsake { record, generation }.encode_to_vec());
+    }
     Ok(Wanted {
         identity: ReplicaIdentity {
             volume: id("volume", &message.volume_id)?,
@@ -150,6 +165,7 @@ mod tests {
                 formed: false,
             }),
             volume_spec: None,
+            ..Default::default()
         }
     }
 
@@ -163,6 +179,28 @@ mod tests {
         let wanted = &assignment.0[0];
         assert_eq!((wanted.identity.guid, wanted.blocks), (ReplicaGuid(3), 256));
         assert_eq!(wanted.membership.known[0].id, ReplicaId(2));
+    }
+
+    #[test]
+    fn an_older_record_does_not_take_the_place_of_a_newer_one() {
+        let told = |generation, record: &[u8]| {
+            let name = control::VolumeSpec { name: "db".into(), ..Default::default() };
+            let message = control::ReplicaAssignment {
+                volume_spec: Some(name),
+                record: record.to_vec(),
+                generation,
+                ..message()
+            };
+            wanted(&message).unwrap().identity.volume_spec
+        };
+        let (second, third) = (told(2, b"two"), told(3, b"three"));
+        assert!(is_news(&second, &third) && !is_news(&third, &second) && !is_news(&third, &third));
+        assert!(is_news(&told(2, b"2"), &second), "the same number says nothing of its age");
+        let none = told(0, b"");
+        assert!(is_news(&none, &second) && !is_news(&second, &none));
+        let kept = control::VolumeSpec::decode(&third[..]).unwrap();
+        assert_eq!(kept.name, "db", "who knows of no record reads the spec as ever");
+        assert_eq!(control::Keepsake::decode(&third[..]).unwrap().record, b"three");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Nothing on the data path waits for any of this: while the controller is away, sessions go on
 //! and new ones are opened, since a grant proves itself.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -25,6 +26,8 @@ const REPORT_EVERY: Duration = Duration::from_secs(2);
 /// Between attempts to reach a controller that is away.
 const RETRY: Duration = Duration::from_millis(500);
 const CALL_MAX: Duration = Duration::from_secs(5);
+/// For telling all that the pool keeps about thousands of replicas.
+const HOLDINGS_MAX: Duration = Duration::from_secs(30);
 
 pub(crate) struct Control {
     pub options: Options,
@@ -40,6 +43,8 @@ pub(crate) struct Control {
     pub changed: Arc<Notify>,
     /// Why the pool is not served at this moment, if so.
     pub trouble: Arc<Mutex<Option<String>>>,
+    /// The last request for all holdings that was answered.
+    pub told_holdings: AtomicU64,
 }
 
 impl Control {
@@ -66,7 +71,27 @@ impl Control {
             self.shard.send(Input::Assign(assignment));
             self.shard.send(Input::Scrub { request: message.scrub_request });
             self.changed.notify_one();
+            self.tell_holdings(message.holdings_request).await?;
         }
+        Ok(())
+    }
+
+    /// Answers a request for all that the pool keeps, once. An error ends the following of the
+    /// assignments, which begins anew, and the request with it.
+    async fn tell_holdings(&self, request: u64) -> Result<(), tonic::Status> {
+        if request == 0 || request == self.told_holdings.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let (answer, holdings) = oneshot::channel();
+        self.shard.send(Input::Holdings(answer));
+        let holdings = tokio::time::timeout(CALL_MAX, holdings).await.ok().and_then(Result::ok);
+        // While the pool is opened anew there is nobody to ask.
+        let holdings = holdings.ok_or_else(|| tonic::Status::unavailable("the pool is opening"))?;
+        let pieces = holdings.pieces(&self.options.name, &self.pool_id, request);
+        let mut told = tonic::Request::new(tokio_stream::iter(pieces));
+        told.set_timeout(HOLDINGS_MAX);
+        AgentClient::new(self.channel.clone()).report_holdings(told).await?;
+        self.told_holdings.store(request, Ordering::Relaxed);
         Ok(())
     }
 

@@ -17,6 +17,7 @@ pub mod accept;
 pub mod assignment;
 mod control;
 pub mod facts;
+pub mod held;
 mod lives;
 pub mod metrics;
 mod place;
@@ -27,6 +28,7 @@ pub mod syncer;
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -227,6 +229,7 @@ where
         notices,
         changed: Arc::new(Notify::new()),
         trouble,
+        told_holdings: AtomicU64::new(0),
     });
     let mut tasks = tokio::task::JoinSet::new();
     let (c, s) = (control.clone(), shutdown.clone());

@@ -1,6 +1,7 @@
 //! What a driver does with a pool, whatever it is made of: the real [`crate::Pool`] or the
 //! model ([`crate::model::ModelPool`]). Replicas themselves are used through [`ReplicaStore`].
 
+use bytes::Bytes;
 use quoin_core::ReplicaGuid;
 use quoin_core::replica::store::{
     BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
@@ -34,11 +35,16 @@ pub trait ReplicaPool {
         meta: ReplicaMeta,
         blocks: u64,
     ) -> Result<(), StoreError>;
+    /// Replaces what a replica keeps about its volume ([`ReplicaIdentity::volume_spec`]); durable
+    /// with the next requested sync. Refused where the pool has no room for it.
+    fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError>;
     /// Removes a replica, retires its GUID and frees its space; durable with the next requested
     /// sync. Has room even in a full pool. `Ok(false)`: there is none.
     fn delete(&mut self, guid: ReplicaGuid) -> Result<bool, StoreError>;
     /// Whether a replica with this GUID was deleted here.
     fn is_retired(&self, guid: ReplicaGuid) -> bool;
+    /// All GUIDs that were deleted here, as far as they are remembered.
+    fn retired(&self) -> Vec<ReplicaGuid>;
 
     /// A ticket for what was created or deleted.
     fn request_sync(&mut self) -> SyncTicket;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use quoin_core::entry::SharedEntry;
 use quoin_core::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_core::replica::store::{
@@ -261,6 +262,20 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         Ok(())
     }
 
+    fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError> {
+        self.core.check_usable()?;
+        let Some(replica) = self.replicas.get_mut(&guid) else {
+            return Err(StoreError::Rule("what is described must exist"));
+        };
+        let limit = self.core.ring.capacity() / 100 * RING_FULL_PERCENT;
+        if self.core.durable.encode().len() + volume_spec.len() > limit {
+            return Err(StoreError::Full);
+        }
+        self.core.record(Record::Describe(guid, volume_spec.clone()))?;
+        replica.identity.volume_spec = volume_spec;
+        Ok(())
+    }
+
     fn delete(&mut self, guid: ReplicaGuid) -> Result<bool, StoreError> {
         if !self.replicas.contains_key(&guid) {
             return Ok(false);
@@ -282,6 +297,10 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn is_retired(&self, guid: ReplicaGuid) -> bool {
         self.core.durable.retired.contains(&guid)
+    }
+
+    fn retired(&self) -> Vec<ReplicaGuid> {
+        self.core.durable.retired.iter().copied().collect()
     }
 
     fn request_sync(&mut self) -> SyncTicket {

@@ -84,6 +84,9 @@ pub struct Checkpoint {
 pub enum Record {
     Retired(ReplicaGuid),
     Create(ReplicaIdentity),
+    /// Its volume is described anew. Written only where that changed; the next whole statement
+    /// of the ring has it in [`Record::Create`], as every version reads it.
+    Describe(ReplicaGuid, Bytes),
     /// With min(stable, durable) as it was then: the log must reach that far.
     Meta(ReplicaGuid, Box<ReplicaMeta>, Lsn),
     /// Encoded [`Checkpoint`].
@@ -137,6 +140,7 @@ impl DurableState {
                 self.replicas.remove(&guid);
                 self.retired.insert(guid);
             }
+            Record::Describe(guid, spec) => self.with(guid, |r| r.identity.volume_spec = spec),
             Record::Meta(guid, meta, watermark) => self.with(guid, |r| {
                 r.meta = *meta;
                 r.watermark = watermark;
@@ -226,6 +230,10 @@ impl Record {
                 (6, guid)
             }
             Record::Delete(guid) => (7, guid),
+            Record::Describe(guid, spec) => {
+                body.put_slice(spec);
+                (8, guid)
+            }
         };
         out.put_u8(code);
         out.put_u128_le(guid.0);
@@ -250,6 +258,7 @@ impl Record {
             5 => Record::LogSegment(guid, decode_segment(r)?),
             6 => Record::Cut { guid, index: r.u64("cut")?, keep: Lsn(r.u64("cut")?) },
             7 => Record::Delete(guid),
+            8 => Record::Describe(guid, r.take(r.remaining(), "volume spec")?),
             _ => return Err(Malformed("ring record (from a newer version?)")),
         };
         r.end("ring record")?;

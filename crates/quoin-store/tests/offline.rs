@@ -2,6 +2,7 @@
 
 mod common;
 
+use bytes::Bytes;
 use common::{BLOCKS, GUID, World, flat, read_all};
 use quoin_core::message::ReadView;
 use quoin_core::replica::store::ReplicaStore;
@@ -70,4 +71,28 @@ fn inspect_and_check_name_what_is_there_and_what_is_wrong() {
         }
     }
     assert!(found > 50, "rot was found in {found} places only");
+}
+
+#[test]
+fn what_a_replica_keeps_about_its_volume_outlives_restarts_and_the_restatement_of_the_ring() {
+    let mut world = World::without_reverts(43, 32 << 20);
+    let description = |n: u32| Bytes::from(format!("name: test, change {n}"));
+    let mut last = 0;
+    // Far more than the ring holds between two whole statements.
+    for n in 1..=400 {
+        world.pool().describe(GUID, description(n)).expect("room for it");
+        last = n;
+        if n % 100 == 1 {
+            let found = inspect(world.disk.fork()).expect("a pool");
+            assert_eq!(found.replicas[0].identity.volume_spec, description(n));
+        }
+    }
+    let kept = inspect(world.disk.fork()).expect("a pool").replicas.remove(0).identity;
+    assert_eq!(kept.volume_spec, description(last));
+    assert_eq!((kept.guid, kept.volume), (GUID, common::identity(GUID).volume));
+    assert!(world.pool().describe(ReplicaGuid(1), description(1)).is_err(), "there is none");
+    let huge = Bytes::from(vec![7; 64 << 20]);
+    assert!(world.pool().describe(GUID, huge).is_err(), "the ring has no room for it");
+    let kept = inspect(world.disk.fork()).expect("a pool").replicas.remove(0).identity;
+    assert_eq!(kept.volume_spec, description(last), "a refusal changes nothing");
 }

@@ -74,7 +74,8 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
             "ControlPlaneBehind",
             format!(
                 "replicas know membership version {durable_version}, the control plane an older \
-                 one: it was restored from a backup; nothing is served until it is reconciled"
+                 one: it was restored from an old copy; nothing is served before `quoin controller \
+                 recover`"
             ),
         ),
         TargetNote::NotAdmitted { member, refusal } if refusal.is_too_many() => {

@@ -76,7 +76,7 @@ enum Command {
     Token(tokens::TokenCommand),
     /// A whole cluster on this machine, one process a part, until Ctrl-C.
     Dev(dev::DevOptions),
-    /// Make a cluster, or serve one: records, placement, certificates.
+    /// Make a cluster, or serve one: records, placement, certificates; back it up, recover it.
     #[command(subcommand)]
     Controller(roles::ControllerCommand),
     /// Serve the volumes that this host uses, each on an NBD socket.
@@ -172,7 +172,7 @@ impl Cli {
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
             Command::Token(command) => wait_for(tokens::run(command, &client, format)),
             Command::Dev(options) => dev::run(options),
-            Command::Controller(command) => roles::controller(command),
+            Command::Controller(command) => roles::controller(command, &client, format),
             Command::Demo(options) => demo::run(&options),
             Command::Bench(options) => Ok(quoin_bench::run(&options, &std::env::current_exe()?)?),
             Command::BenchPart(part) => Ok(quoin_bench::run_part(&part)?),

@@ -112,7 +112,8 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
 pub fn refusal(status: tonic::Status) -> anyhow::Error {
     let message = status.message().trim();
     match status.code() {
-        tonic::Code::Unavailable => anyhow!(
+        // What names a command is the controller's own word.
+        tonic::Code::Unavailable if !message.contains("`quoin ") => anyhow!(
             "the controller does not answer ({message}); IO of attached volumes goes on: try again, \
              and look at its log if this stays"
         ),

@@ -130,12 +130,18 @@ pub async fn cluster(
                 cluster_id: info.cluster_id,
                 version: info.version,
                 data_security: info.data_security,
+                recovery: info.recovery,
+            };
+            let recovery = match view.recovery.as_str() {
+                "" => String::new(),
+                why => format!("do not rule, for {why}: `quoin controller recover`"),
             };
             output::print_one(format, &view, || {
                 fields(&[
                     ("cluster", view.cluster_id.clone()),
                     ("version", view.version.clone()),
                     ("data security", view.data_security.clone()),
+                    ("records", recovery.clone()),
                 ])
             })
         }
@@ -169,6 +175,8 @@ struct ClusterView {
     cluster_id: String,
     version: String,
     data_security: String,
+    /// Why the records do not rule; empty where they do.
+    recovery: String,
 }
 
 #[derive(Serialize)]

@@ -18,6 +18,7 @@ mod offline;
 mod output;
 mod pace;
 mod roles;
+mod salvage;
 mod scrub;
 mod size;
 mod tokens;

@@ -11,10 +11,10 @@ use quoin_proto::control::agent_server::Agent;
 use quoin_proto::control::swap_membership_response::Outcome as Swapped;
 use quoin_proto::control::{
     AcquireEpochRequest, AcquireEpochResponse, NodeAssignment, NodeReport, PoolAssignment,
-    PoolReport, ReportAnswer, SwapMembershipRequest, SwapMembershipResponse, VolumeReport,
-    WatchNodeRequest, WatchPoolRequest,
+    PoolHoldings, PoolReport, ReportAnswer, SwapMembershipRequest, SwapMembershipResponse,
+    VolumeReport, WatchNodeRequest, WatchPoolRequest,
 };
-use tonic::{Request, Response, Status, async_trait};
+use tonic::{Request, Response, Status, Streaming, async_trait};
 
 use super::Services;
 use crate::Error;
@@ -22,6 +22,7 @@ use crate::assignments;
 use crate::controller::Controller;
 use crate::epochs::MembershipSwap;
 use crate::reports::id;
+use crate::salvage::Told;
 
 type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -90,6 +91,28 @@ impl Agent for Services {
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Pool, &request.get_ref().pool)?;
         self.controller.report_pool(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer::default()))
+    }
+
+    async fn report_holdings(
+        &self,
+        request: Request<Streaming<PoolHoldings>>,
+    ) -> Result<Response<ReportAnswer>, Status> {
+        let (metadata, extensions, mut pieces) = request.into_parts();
+        let first = pieces.message().await?;
+        let first = first.ok_or_else(|| Error::invalid("holdings", "there is no piece"))?;
+        let caller = Request::from_parts(metadata, extensions, ());
+        self.act(&caller, Role::Pool, &first.pool)?;
+        let (pool, request) = (first.pool.clone(), first.request);
+        let mut told = Told::default();
+        told.add(&first)?;
+        while let Some(piece) = pieces.message().await? {
+            if piece.pool != pool || piece.request != request {
+                return Err(Error::invalid("holdings", "pieces of several answers").into());
+            }
+            told.add(&piece)?;
+        }
+        self.controller.take_holdings(&pool, request, told);
         Ok(Response::new(ReportAnswer::default()))
     }
 

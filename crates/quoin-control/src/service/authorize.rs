@@ -70,6 +70,14 @@ impl Services {
         }
     }
 
+    /// Who may open the admin socket, and nobody else.
+    pub(super) fn on_this_host<T>(&self, request: &Request<T>, what: &str) -> Result<(), Error> {
+        match self.caller(request)? {
+            Caller::Local => Ok(()),
+            other => Err(denied(&other, what)),
+        }
+    }
+
     /// An agent of `role` that acts in its own name.
     pub(super) fn act<T>(&self, request: &Request<T>, role: Role, name: &str) -> Result<(), Error> {
         match self.caller(request)? {

@@ -17,12 +17,15 @@ use crate::members::token_id;
 use crate::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::recovery::Recovery;
 use crate::reports::id;
+use crate::salvage::RecoverRecords;
 use crate::scale::Scale;
 use crate::spec::{self, REPLICAS_MAX};
 use crate::time::timestamp;
 
 /// How long a creation is waited for before the answer says "Pending".
 const CREATION_TIME: Duration = Duration::from_secs(5);
+/// Of a backup in one message.
+const BACKUP_PIECE_BYTES: usize = 256 << 10;
 /// Volumes in one answer of a list.
 const LIST_MAX: u32 = 4096;
 
@@ -78,6 +81,7 @@ impl Cluster for Services {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             data_security: self.controller.settings.data_security.clone(),
             replace_after: self.controller.settings.replace_after.to_string(),
+            recovery: self.controller.recovery_reason(),
         }))
     }
 
@@ -431,5 +435,36 @@ impl Cluster for Services {
         self.govern(&request)?;
         let message = self.controller.rotate_authority()?;
         Ok(Response::new(RotateAuthorityResponse { message }))
+    }
+
+    type BackupStream = Pin<Box<dyn Stream<Item = Result<BackupPiece, Status>> + Send>>;
+
+    async fn backup(
+        &self,
+        request: Request<BackupRequest>,
+    ) -> Result<Response<Self::BackupStream>, Status> {
+        self.govern(&request)?;
+        let with_authority = !request.get_ref().without_authority;
+        if with_authority {
+            // The key must not be had for an admin's certificate.
+            self.on_this_host(&request, "a backup with the authority's key")?;
+        }
+        let bytes = self.controller.backup(with_authority).await?;
+        let pieces: Vec<_> = bytes
+            .chunks(BACKUP_PIECE_BYTES)
+            .map(|piece| Ok(BackupPiece { data: piece.to_vec() }))
+            .collect();
+        Ok(Response::new(Box::pin(futures::stream::iter(pieces))))
+    }
+
+    async fn recover_records(
+        &self,
+        request: Request<RecoverRecordsRequest>,
+    ) -> Result<Response<RecoverRecordsResponse>, Status> {
+        self.govern(&request)?;
+        let RecoverRecordsRequest { dry_run, without_pools, discard_left_over } =
+            request.into_inner();
+        let asked = RecoverRecords { dry_run, without_pools, discard_left_over };
+        Ok(Response::new(self.controller.recover_records(&asked).await?.into()))
     }
 }

@@ -7,8 +7,9 @@
 //! |---|---|---|---|---|---|
 //! | Cluster: get, list, capacity, events | yes | yes | yes | – | – |
 //! | Cluster: create, delete, resize, scale, apply, publish, unpublish, cordon, drain | yes | yes | where nodes manage volumes (for CSI), else – | – | – |
-//! | Cluster: join tokens, removals, rotation, recovery by hand | yes | yes | – | – | – |
-//! | Agent: WatchPool, ReportPool | yes | – | – | its own name | – |
+//! | Cluster: join tokens, removals, rotation, recovery by hand and of records, backup without the key | yes | yes | – | – | – |
+//! | Cluster: backup with the authority's key | yes | – | – | – | – |
+//! | Agent: WatchPool, ReportPool, ReportHoldings | yes | – | – | its own name | – |
 //! | Agent: WatchNode, ReportNode | yes | – | its own name | – | – |
 //! | Agent: AcquireEpoch, ReplaceMember, ReportVolume | yes | – | its own name, and the record must name it as owner | – | – |
 //! | Join.Join | – | – | – | – | with a token |

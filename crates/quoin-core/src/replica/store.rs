@@ -21,13 +21,14 @@ pub struct SyncTicket(pub u64);
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct BootCookie(pub u128);
 
-/// What a replica is, fixed when it is created.
+/// What a replica is: all but the volume's description is fixed when it is created.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ReplicaIdentity {
     pub volume: VolumeId,
     pub replica: ReplicaId,
     pub guid: ReplicaGuid,
-    /// The volume's name and parameters, opaque here, for recovery from pools alone.
+    /// The volume's name and parameters as the records had them last, opaque here, for recovery
+    /// from pools alone.
     pub volume_spec: bytes::Bytes,
 }
 

@@ -1,6 +1,6 @@
 //! The replicas that a shard holds: creating and deleting them as assigned, and telling of them.
 
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, SyncTicket};
+use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use quoin_core::replica::{Replica, ReplicaEvent};
 use quoin_core::{Epoch, Position, ReplicaGuid, Time};
 use quoin_store::ReplicaPool;
@@ -8,8 +8,9 @@ use quoin_wire::notices::Severity;
 
 use super::Shard;
 use super::repairs::Repairs;
-use crate::assignment::{Assignment, Phase, PoolState, ReplicaState, Wanted};
+use crate::assignment::{Assignment, Phase, PoolState, ReplicaState, Wanted, is_news};
 use crate::facts::PoolFacts;
+use crate::held::{Held as HeldReplica, Holdings};
 
 pub(super) struct Held {
     pub(super) replica: Replica,
@@ -47,7 +48,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 {
                     self.create(now, wanted);
                 }
-                (_, true) => {}
+                (_, true) => self.describe(&wanted),
                 (_, false) => self.gone.push(gone(&wanted)),
             }
         }
@@ -78,6 +79,39 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 );
             }
         }
+    }
+
+    /// Has a replica keep what its volume is by now: the records may once have to be made from it.
+    fn describe(&mut self, wanted: &Wanted) {
+        let (guid, told) = (wanted.identity.guid, &wanted.identity.volume_spec);
+        let Some(store) = self.pool.replica(guid) else { return };
+        let news = is_news(&store.identity().volume_spec, told);
+        drop(store);
+        if !news {
+            return;
+        }
+        match self.pool.describe(guid, told.clone()) {
+            Ok(()) => drop(self.pool.request_sync()),
+            Err(StoreError::Io(fault)) => self.fail(StoreError::Io(fault)),
+            Err(error) => tracing::warn!(%guid, %error, "an older description of it is kept"),
+        }
+    }
+
+    /// All that the pool keeps about its replicas.
+    pub(super) fn holdings(&mut self) -> Holdings {
+        let mut replicas = Vec::new();
+        for (guid, held) in &self.replicas {
+            let Some(store) = self.pool.replica(*guid) else { continue };
+            // What is not on media may be gone after the next start.
+            if held.born <= self.synced {
+                replicas.push(HeldReplica {
+                    identity: store.identity().clone(),
+                    meta: store.meta().clone(),
+                    state: store.state(),
+                });
+            }
+        }
+        Holdings { replicas, deleted: self.pool.retired() }
     }
 
     fn delete(&mut self, now: Time, wanted: &Wanted) {

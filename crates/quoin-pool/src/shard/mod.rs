@@ -31,6 +31,7 @@ use quoin_wire::reactor::{Interest, Reactor, Ready, Timers, now};
 use crate::accept::Acceptor;
 use crate::assignment::{Assignment, PoolState, ReplicaState};
 use crate::facts::PoolFacts;
+use crate::held::Holdings;
 use crate::metrics::Metrics;
 use crate::scrub::{Scrub, ScrubPlan};
 use crate::syncer::Syncer;
@@ -72,6 +73,7 @@ pub enum Input {
         request: u64,
     },
     State(tokio::sync::oneshot::Sender<PoolState>),
+    Holdings(tokio::sync::oneshot::Sender<Holdings>),
     Shutdown,
 }
 
@@ -262,6 +264,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 // The asker may have given up waiting.
                 let _ = answer.send(state);
             }
+            Input::Holdings(answer) => drop(answer.send(self.holdings())),
             Input::Scrub { request } => self.ask_for_scrub(now, request),
             Input::Shutdown => self.stop(now),
         }

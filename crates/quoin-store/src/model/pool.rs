@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use bytes::Bytes;
 use quoin_core::ReplicaGuid;
 use quoin_core::replica::store::{
     BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, StoreError, SyncTicket,
@@ -79,6 +80,13 @@ impl ReplicaPool for ModelPool {
         Ok(())
     }
 
+    fn describe(&mut self, guid: ReplicaGuid, volume_spec: Bytes) -> Result<(), StoreError> {
+        let replica = self.replicas.get_mut(&guid);
+        let replica = replica.ok_or(StoreError::Rule("what is described must exist"))?;
+        replica.identity.volume_spec = volume_spec;
+        Ok(())
+    }
+
     fn delete(&mut self, guid: ReplicaGuid) -> Result<bool, StoreError> {
         let found = self.replicas.remove(&guid).is_some();
         if found {
@@ -89,6 +97,10 @@ impl ReplicaPool for ModelPool {
 
     fn is_retired(&self, guid: ReplicaGuid) -> bool {
         self.retired.contains(&guid)
+    }
+
+    fn retired(&self) -> Vec<ReplicaGuid> {
+        self.retired.iter().copied().collect()
     }
 
     fn request_sync(&mut self) -> SyncTicket {

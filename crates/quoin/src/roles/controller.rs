@@ -1,4 +1,4 @@
-//! `quoin controller init|run`.
+//! `quoin controller init|run`; what is done about records that were lost is [`crate::salvage`]'s.
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
@@ -10,7 +10,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use super::RoleOptions;
-use crate::output;
+use crate::client::ClientOptions;
+use crate::output::{self, Format};
+use crate::salvage;
 
 #[derive(Subcommand)]
 pub enum ControllerCommand {
@@ -20,12 +22,36 @@ pub enum ControllerCommand {
         quoin controller run --state /var/lib/quoin/controller --listen 0.0.0.0:7400"
     )]
     Init {
-        /// An empty or missing directory; it will hold the authority's key, so keep it private.
+        /// An empty or missing directory; it will hold the authority's key, so keep it private. Or
+        /// one whose records were lost: the cluster stays the same, and `recover` makes its
+        /// records from what the pools hold.
         #[arg(long, value_name = "DIRECTORY")]
         state: PathBuf,
+        /// Nothing is left of the former controller but its `authority.json`, which is in the
+        /// directory.
+        #[arg(long)]
+        records_lost: bool,
     },
     /// Serve a cluster made by `init`.
     Run(Box<ControllerOptions>),
+    /// Write all records, and the cluster's authority with its private key, into a file (mode
+    /// 0600), while the controller serves. Keep it as you keep the key.
+    #[command(after_help = "Example:\n  quoin controller backup /backup/quoin-$(date +%F)")]
+    Backup(salvage::BackupOptions),
+    /// Make a controller's directory from a backup. The controller must be stopped; afterwards its
+    /// records do not rule before `recover`.
+    #[command(
+        after_help = "Example:\n  quoin controller restore /backup/quoin-2026-11-20 --state \
+        /var/lib/quoin/controller"
+    )]
+    Restore(salvage::RestoreOptions),
+    /// Make the records agree with what the pools hold: after they were lost, after an old copy of
+    /// them was restored, and wherever an event says ControlPlaneBehind or RecordsBehind.
+    #[command(
+        after_help = "Example:\n  quoin controller recover --dry-run    what each pool says, what \
+        would be written\n  quoin controller recover"
+    )]
+    Recover(salvage::RecoverOptions),
 }
 
 #[derive(Args)]
@@ -72,13 +98,35 @@ enum SpreadDefault {
     Pool,
 }
 
-pub fn run(command: ControllerCommand) -> Result<()> {
+pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -> Result<()> {
+    let one_thread = || tokio::runtime::Builder::new_current_thread().enable_all().build();
     match command {
-        ControllerCommand::Init { state } => {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-            let made = runtime
-                .block_on(quoin_control::init(&state, Lifetimes::default()))
-                .with_context(|| format!("make a cluster in {}", state.display()))?;
+        ControllerCommand::Backup(options) => {
+            one_thread()?.block_on(salvage::backup(&options, client))
+        }
+        ControllerCommand::Restore(options) => one_thread()?.block_on(salvage::restore(&options)),
+        ControllerCommand::Recover(options) => {
+            one_thread()?.block_on(salvage::recover(options, client, format))
+        }
+        ControllerCommand::Init { state, records_lost } => {
+            let lifetimes = Lifetimes::default();
+            let made = one_thread()?.block_on(async {
+                match records_lost {
+                    true => quoin_control::init_again(&state, lifetimes).await,
+                    false => quoin_control::init(&state, lifetimes).await,
+                }
+            });
+            let made = made.with_context(|| format!("make a cluster in {}", state.display()))?;
+            if made.records_lost {
+                return output::print_line(&format!(
+                    "cluster {} has its authority in {} and no records: they were lost\n\
+                     next: start the controller, then quoin controller recover --dry-run\n\
+                     Until then nobody is told anything by the empty records, and what is served \
+                     is served on",
+                    made.cluster_id,
+                    state.display()
+                ));
+            }
             output::print_line(&format!(
                 "cluster {} is made in {}\nThe first pool or node joins with this token, once, within \
                  the hour:\n{}",

@@ -42,8 +42,12 @@ pub struct RecoverOptions {
     /// The volume's name or id.
     volume: String,
     /// A replica that is left: its pool, or its id (the beginning is enough). All must be named.
-    #[arg(long, required = true, value_name = "REPLICA")]
+    #[arg(long, required_unless_present = "from_pool", value_name = "REPLICA")]
     keep: Vec<String>,
+    /// The last copy: what this pool holds becomes the volume, and all the others are declared
+    /// destroyed. Those that are there all the same are refused to be left out.
+    #[arg(long, value_name = "POOL", conflicts_with_all = ["keep", "destroyed"])]
+    from_pool: Option<String>,
     /// A replica that will never be started again with what it holds, once for each whose pool is
     /// away.
     #[arg(long, value_name = "REPLICA")]
@@ -141,10 +145,19 @@ pub async fn recover(
     let ids = |named: &[String]| -> Result<Vec<String>> {
         named.iter().map(|replica| find(&volume, replica)).collect()
     };
+    let (keep, destroyed) = match &options.from_pool {
+        None => (ids(&options.keep)?, ids(&options.destroyed)?),
+        Some(pool) => {
+            let keep = find(&volume, pool)?;
+            let others = volume.replicas.iter().filter(|r| r.known && r.replica_id != keep);
+            let others = others.map(|r| r.replica_id.clone()).collect();
+            (vec![keep], others)
+        }
+    };
     let request = RecoverVolumeRequest {
         volume: Some(volume_ref(&volume.id)),
-        keep_replica_ids: ids(&options.keep)?,
-        destroyed_replica_ids: ids(&options.destroyed)?,
+        keep_replica_ids: keep,
+        destroyed_replica_ids: destroyed,
         accept_loss_of: options.accept_loss_of,
     };
     let volume = cluster.recover_volume(request).await.map_err(refusal)?.into_inner();

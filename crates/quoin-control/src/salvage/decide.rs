@@ -1,0 +1,512 @@
+//! What a volume's record must be, from what pools keep about its replicas and the record that
+//! there is, if any. Pure: the same evidence is judged in the same way, dry run or not.
+//!
+//! **The newest membership that anybody knows of rules**: of the record, of what pools were told of
+//! it, of what replicas learned when they were opened, of the Views in their logs; and the second
+//! rule of a joint View that no later View took back. It never comes to serving by that alone: a
+//! target opens a volume only where max(CF, RF−CF+1) of its list answer, those meet every set that
+//! acknowledged a write or a further change, and whoever knows a newer membership says so
+//! (`ControlPlaneBehind`). So a record that is written too early keeps the volume closed, and
+//! another recovery, with more pools, puts it right. The second rule is as safe as that: a
+//! newcomer counts for it only once the joint View, and with it all that came before, is durable
+//! there, and what was acknowledged since is held under both rules.
+//!
+//! What two sources tell differently under one version is nobody's to choose: undecided.
+
+use std::collections::{BTreeSet, HashSet};
+
+use quoin_core::BLOCK_SIZE;
+use quoin_core::entry::Rule;
+use quoin_core::membership::{RETIRED_MAX, open_quorum};
+use quoin_core::{Epoch, Incarnation, Member, Membership, Position, ReplicaGuid, VolumeId};
+use quoin_proto::control::VolumeSpec;
+
+use crate::records::{
+    Cause, Discarded, MemberRecord, MembershipRecord, ReplicaPhase, ReplicaRecord, Text,
+    VolumePhase, VolumeRecord,
+};
+use crate::spec::{self, Defaults};
+use crate::time::now_ms;
+
+/// Epochs that are left out after a record was made from pools: one may have been granted that no
+/// pool has heard of, and no epoch is given twice.
+const EPOCHS_SKIPPED: u64 = 1000;
+
+/// What one pool keeps about one replica.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Held {
+    pub pool: String,
+    /// The pool's disk is not known to be an older state of itself.
+    pub trusted: bool,
+    pub volume: VolumeId,
+    pub member: Member,
+    pub quorum: bool,
+    pub damaged: bool,
+    pub promised: Epoch,
+    pub incarnation: Incarnation,
+    pub position: Position,
+    pub blocks: u64,
+    pub spec: Option<VolumeSpec>,
+    /// The record as the pool was told it last.
+    pub note: Option<Box<VolumeRecord>>,
+    pub membership: Option<Membership>,
+    /// Of the last View in its log, and the second rule where that is joint.
+    pub view: Option<Rule>,
+    pub joint: Option<Rule>,
+}
+
+/// All that is known of one volume.
+#[derive(Debug)]
+pub struct Evidence<'a> {
+    pub volume: VolumeId,
+    pub record: Option<&'a VolumeRecord>,
+    pub held: Vec<Held>,
+    /// GUIDs that pools deleted by order.
+    pub deleted: &'a HashSet<ReplicaGuid>,
+    pub defaults: Defaults,
+    /// Orders the deletion of copies that count for nothing.
+    pub discard_left_over: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    AsRecorded,
+    Created,
+    Updated,
+    Deleted,
+    /// Nothing is served of it until a person does what the message says.
+    Undecided,
+    LeftOver,
+}
+
+impl Outcome {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::AsRecorded => "as-recorded",
+            Self::Created => "created",
+            Self::Updated => "updated",
+            Self::Deleted => "deleted",
+            Self::Undecided => "undecided",
+            Self::LeftOver => "left-over",
+        }
+    }
+}
+
+/// What was found out about one volume.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Finding {
+    pub volume: VolumeId,
+    pub name: String,
+    pub outcome: Outcome,
+    /// What to write; `None`: nothing.
+    pub write: Option<Box<VolumeRecord>>,
+    pub version: u64,
+    pub rf: u8,
+    pub needed: u8,
+    pub answered: u8,
+    pub message: String,
+    /// Each replica that a pool holds, and what it is.
+    pub standings: Vec<(Held, &'static str)>,
+}
+
+impl Held {
+    fn counts(&self) -> bool {
+        self.trusted && self.quorum && !self.damaged
+    }
+
+    fn notes(held: &[Held]) -> impl Iterator<Item = &VolumeRecord> + Clone {
+        held.iter().filter(|h| h.trusted).filter_map(|h| h.note.as_deref())
+    }
+
+    /// The newest membership that it knows of.
+    pub fn version(&self) -> u64 {
+        let rules = self.view.iter().chain(&self.joint).map(|rule| rule.membership_version);
+        let note = self.note.as_ref().map(|note| note.membership.version);
+        let own = self.membership.as_ref().map(|membership| membership.version);
+        rules.chain(note).chain(own).max().unwrap_or(0)
+    }
+}
+
+fn rule_of(membership: &Membership) -> Rule {
+    Rule {
+        membership_version: membership.version,
+        rf: membership.rf,
+        cf: membership.cf,
+        known: membership.known.clone(),
+    }
+}
+
+fn sorted(mut rule: Rule) -> Rule {
+    rule.known.sort_unstable();
+    rule
+}
+
+impl Evidence<'_> {
+    /// The newest membership; `Ok(None)`: nobody has heard of one.
+    fn newest(&self) -> Result<Option<Rule>, String> {
+        let trusted = || self.held.iter().filter(|held| held.trusted);
+        let recorded = self.record.into_iter().chain(Held::notes(&self.held));
+        // A list that a recovery left open is made anew with those that are there now.
+        let is_open = |r: &VolumeRecord| r.phase == VolumePhase::Ready && !r.membership.formed;
+        let recorded = recorded.filter(|record| !is_open(record));
+        let recorded = recorded.map(|record| rule_of(&(&record.membership).into()));
+        let opened = trusted().filter_map(|h| h.membership.as_ref()).map(rule_of);
+        // Those have been served under, whatever records say by now.
+        let served: Vec<Rule> = opened.chain(trusted().filter_map(|h| h.view.clone())).collect();
+        let all: Vec<Rule> = recorded.chain(served.iter().cloned()).collect();
+        let real = |rule: &&Rule| rule.rf > 0 && !rule.known.is_empty();
+        let Some(version) = all.iter().filter(real).map(|rule| rule.membership_version).max()
+        else {
+            return Ok(None);
+        };
+        let at = |rules: &[Rule]| {
+            let mut found: Vec<Rule> = Vec::new();
+            let newest = rules.iter().filter(real).filter(|r| r.membership_version == version);
+            for rule in newest.cloned().map(sorted) {
+                if !found.contains(&rule) {
+                    found.push(rule);
+                }
+            }
+            found
+        };
+        let rule = match (at(&all).as_slice(), at(&served).as_slice()) {
+            ([rule], _) | (_, [rule]) => rule.clone(),
+            _ => {
+                return Err(format!(
+                    "version {version} of its membership is told in several ways: an old copy of \
+                     the records has ruled meanwhile"
+                ));
+            }
+        };
+        let joint = trusted().filter_map(|h| Some((h, h.joint.as_ref()?)));
+        let joint = joint.filter(|(holder, joint)| {
+            joint.membership_version > version
+                && !trusted().any(|other| {
+                    other.position > holder.position
+                        && other.joint.is_none()
+                        && other.view == holder.view
+                        && rule.known.contains(&other.member)
+                })
+        });
+        let joint = joint.map(|(_, joint)| sorted(joint.clone()));
+        Ok(Some(joint.max_by_key(|joint| joint.membership_version).unwrap_or(rule)))
+    }
+
+    /// Of a volume without a known list: those that count and are furthest, until RF are listed.
+    fn first_list(&self, rf: u8, cf: u8) -> Rule {
+        let mut counting: Vec<&Held> = self.held.iter().filter(|held| held.counts()).collect();
+        counting.sort_by_key(|held| std::cmp::Reverse((held.position, held.member)));
+        let mut known: Vec<Member> = Vec::new();
+        for held in counting {
+            let twice = known.iter().any(|m| m.id == held.member.id || m.guid == held.member.guid);
+            if known.len() < usize::from(rf) && !twice {
+                known.push(held.member);
+            }
+        }
+        Rule { membership_version: 1, rf, cf, known }
+    }
+
+    /// The record as it was, or as near as anybody knows it.
+    fn base(&self, version: u64) -> Option<VolumeRecord> {
+        let recorded = self.record.into_iter().map(|r| (r, true));
+        let notes = Held::notes(&self.held).map(|note| (note, false));
+        let newest = recorded.chain(notes).max_by_key(|(record, own)| {
+            (record.membership.version == version, record.generation, *own)
+        });
+        newest.map(|(record, _)| record.clone())
+    }
+
+    /// Later than that of every copy of the record.
+    fn next_generation(&self) -> u64 {
+        let all = self.record.into_iter().chain(Held::notes(&self.held));
+        all.map(|record| record.generation).max().unwrap_or(0) + 1
+    }
+
+    /// A record from the parameters alone that every replica has kept since its creation.
+    fn by_spec(&self) -> Option<VolumeRecord> {
+        let furthest = self.held.iter().filter(|h| h.spec.is_some()).max_by_key(|h| h.position)?;
+        let message = furthest.spec.as_ref()?;
+        let spec = spec::complete(message, self.defaults).ok()?;
+        let (rf, cf) = (spec.replicas, spec.consistency_factor);
+        let by_formula = cf == quoin_core::membership::default_cf(rf);
+        Some(VolumeRecord {
+            id: Text(self.volume),
+            consistency_factor: if by_formula { 0 } else { cf },
+            size_bytes: message.size_bytes.max(furthest.blocks * BLOCK_SIZE as u64),
+            spec,
+            phase: VolumePhase::Ready,
+            created_ms: now_ms(),
+            membership: MembershipRecord {
+                version: 0,
+                rf,
+                cf,
+                drf: rf,
+                known: Vec::new(),
+                retired: Vec::new(),
+                formed: false,
+            },
+            replicas: Vec::new(),
+            discarded: Vec::new(),
+            attachments: Vec::new(),
+            owner: None,
+            epoch: 0,
+            incarnation: Text(Incarnation(0)),
+            may_have_lost_ms: 0,
+            generation: 0,
+            epochs_skipped: 0,
+        })
+    }
+
+    fn finding(&self, outcome: Outcome, message: String) -> Finding {
+        let name = match (self.record, Held::notes(&self.held).max_by_key(|n| n.generation)) {
+            (Some(record), _) | (None, Some(record)) => record.spec.name.clone(),
+            (None, None) => {
+                let told = self.held.iter().find_map(|h| h.spec.as_ref());
+                told.map(|spec| spec.name.clone()).unwrap_or_default()
+            }
+        };
+        Finding {
+            volume: self.volume,
+            name,
+            outcome,
+            write: None,
+            version: self.record.map_or(0, |record| record.membership.version),
+            rf: 0,
+            needed: 0,
+            answered: 0,
+            message,
+            standings: self.held.iter().map(|held| (held.clone(), "left-over")).collect(),
+        }
+    }
+}
+
+/// Judges one volume.
+pub fn decide(evidence: &Evidence<'_>) -> Finding {
+    let undecided = |message: String| evidence.finding(Outcome::Undecided, message);
+    let newest = match evidence.newest() {
+        Ok(newest) => newest,
+        Err(why) => return undecided(format!("{why}; `quoin pool export` takes its data out")),
+    };
+    let listed = newest.is_some();
+    let version = newest.as_ref().map_or(0, |rule| rule.membership_version);
+    let Some(base) = evidence.base(version).or_else(|| evidence.by_spec()) else {
+        return undecided(
+            "no pool has kept its name and parameters; `quoin pool export` takes its data out"
+                .to_owned(),
+        );
+    };
+    let rule = newest.unwrap_or_else(|| {
+        let wanted = &base.membership;
+        evidence.first_list(wanted.rf, wanted.cf)
+    });
+    let needed = if listed { open_quorum(rule.rf, rule.cf) } else { rule.rf };
+    let holders = |member: &Member| {
+        let member = *member;
+        evidence.held.iter().filter(move |h| h.member == member)
+    };
+    if let Some(member) = rule.known.iter().find(|member| holders(member).count() > 1) {
+        let pools: Vec<_> = holders(member).map(|held| held.pool.as_str()).collect();
+        let (guid, pools) = (member.guid, pools.join(", "));
+        return undecided(format!(
+            "pools {pools} hold the same replica {guid}: one disk is a copy of another; take one \
+             of them away"
+        ));
+    }
+    let answered = rule.known.iter().filter(|m| holders(m).any(Held::counts)).count() as u8;
+    let was_deleted =
+        |m: &&Member| holders(m).next().is_none() && evidence.deleted.contains(&m.guid);
+    let deleted = rule.known.iter().filter(was_deleted).count() as u8;
+    let mut finding = Finding {
+        version: rule.membership_version,
+        rf: rule.rf,
+        needed,
+        answered,
+        ..evidence.finding(Outcome::AsRecorded, String::new())
+    };
+    // Known replicas are deleted by order of nothing but the volume's own deletion.
+    let gone = deleted > rule.rf - rule.cf;
+    if gone || base.phase == VolumePhase::Deleting {
+        return deletion(evidence, base, finding);
+    }
+    let record = build(evidence, base, &rule, listed);
+    for (held, standing) in &mut finding.standings {
+        let guid = Text(held.member.guid);
+        *standing = match record.replicas.iter().find(|replica| replica.guid == guid) {
+            Some(replica) if record.is_known(replica) => "known",
+            Some(_) => "newcomer",
+            None if record.membership.retired.contains(&guid) => "retired",
+            None => "left-over",
+        };
+    }
+    if let Err(broken) = Membership::from(&record.membership).check() {
+        finding.outcome = Outcome::Undecided;
+        finding.message = format!("{broken}; `quoin pool export` takes its data out");
+        return finding;
+    }
+    finding.name.clone_from(&record.spec.name);
+    let enough = answered >= needed || record.phase == VolumePhase::Pending;
+    if !enough {
+        finding.message = format!(
+            "{answered} of {} replicas are there, {needed} are needed: start the other pools, or go \
+             on with what is left by `quoin volume recover`",
+            rule.rf
+        );
+    }
+    let news = evidence.record.is_none_or(|old| {
+        record.epoch > old.epoch
+            || record.membership.version > old.membership.version
+            || record.generation > old.generation + 1
+            || !lists_the_same(&record, old)
+            || record.discarded.len() > old.discarded.len()
+    });
+    if news {
+        finding.outcome = match (enough, evidence.record) {
+            (false, _) => Outcome::Undecided,
+            (true, None) => Outcome::Created,
+            (true, Some(_)) => Outcome::Updated,
+        };
+        finding.write = Some(Box::new(record));
+    }
+    finding
+}
+
+fn lists_the_same(one: &VolumeRecord, other: &VolumeRecord) -> bool {
+    let rule = |record: &VolumeRecord| sorted(rule_of(&(&record.membership).into()));
+    rule(one) == rule(other)
+}
+
+/// The volume was deleted, or was about to be.
+fn deletion(evidence: &Evidence<'_>, base: VolumeRecord, mut finding: Finding) -> Finding {
+    let held = !evidence.held.is_empty();
+    if evidence.record.is_none()
+        && base.phase != VolumePhase::Deleting
+        && !evidence.discard_left_over
+    {
+        finding.outcome = Outcome::LeftOver;
+        finding.message = "deleted, or moved to pools that are away; --discard-left-over deletes \
+                           what is left, `quoin pool export` takes its data out"
+            .to_owned();
+        return finding;
+    }
+    finding.message = "its replicas were deleted by order".to_owned();
+    if held {
+        finding.message += "; what is left of them is deleted now";
+    }
+    let done = evidence.record.is_some_and(|record| record.phase == VolumePhase::Deleting);
+    finding.outcome = if done { Outcome::AsRecorded } else { Outcome::Deleted };
+    let mut record = VolumeRecord { phase: VolumePhase::Deleting, ..base };
+    record.attachments.clear();
+    record.owner = None;
+    record.generation = evidence.next_generation();
+    record.epoch = evidence.record.map_or(0, |old| old.epoch);
+    if evidence.record.is_none() {
+        record.replicas.clear();
+    }
+    for held in &evidence.held {
+        let (id, guid) = (Text(held.member.id), Text(held.member.guid));
+        if !record.replicas.iter().any(|replica| replica.guid == guid) {
+            record.discarded.push(Discarded { id, guid, pool: held.pool.clone() });
+        }
+    }
+    record.replicas.iter_mut().for_each(|replica| replica.phase = ReplicaPhase::Delete);
+    let changes = evidence.record.is_none_or(|old| old.phase != VolumePhase::Deleting);
+    finding.write = changes.then(|| Box::new(record));
+    finding
+}
+
+/// The record under this rule.
+fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool) -> VolumeRecord {
+    let held = &evidence.held;
+    let mut record = base;
+    let as_it_was = record.membership.version == rule.membership_version;
+    // A volume of which a replica was ever opened had all its replicas then.
+    let opened = held.iter().any(|h| h.promised > Epoch::ZERO);
+    let formed = match listed {
+        true => record.membership.formed || !as_it_was || opened,
+        false => rule.known.len() == usize::from(rule.rf),
+    };
+    let newcomers = record.replicas.iter().filter(|replica| {
+        let known = rule.known.iter().any(|m| m.guid == replica.guid.0);
+        let there = held.iter().any(|h| h.member.guid == replica.guid.0 && !h.quorum);
+        !known && (as_it_was || there)
+    });
+    let newcomers: Vec<ReplicaRecord> = newcomers.cloned().collect();
+    let listed_or_coming = |guid: ReplicaGuid| {
+        rule.known.iter().any(|m| m.guid == guid) || newcomers.iter().any(|r| r.guid.0 == guid)
+    };
+    // What counted once and is not listed any more has been replaced, moved or given up.
+    let once = held.iter().filter(|h| h.quorum).map(|h| h.member.guid);
+    let told = held.iter().filter_map(|h| h.membership.as_ref()).flat_map(|m| m.retired.clone());
+    let noted = Held::notes(held).chain(evidence.record).flat_map(|r| r.membership.retired.clone());
+    let retired: BTreeSet<ReplicaGuid> = told
+        .chain(noted.map(|guid| guid.0))
+        .chain(once.filter(|guid| !listed_or_coming(*guid)))
+        .collect();
+    let place = |member: &Member| {
+        let holder = held.iter().find(|h| h.member == *member).map(|h| h.pool.clone());
+        let records = || evidence.record.into_iter().chain(Held::notes(held));
+        let of = |same: &dyn Fn(&ReplicaRecord) -> bool| {
+            records().flat_map(|r| &r.replicas).find(|r| same(r)).map(|r| r.pool.clone())
+        };
+        holder
+            .or_else(|| of(&|r| r.guid.0 == member.guid))
+            .or_else(|| of(&|r| r.id.0 == member.id))
+            .unwrap_or_default()
+    };
+    let pending = record.phase == VolumePhase::Pending && !formed;
+    let replica = |member: &Member| {
+        let was = record.replicas.iter().find(|r| r.guid.0 == member.guid);
+        ReplicaRecord {
+            id: Text(member.id),
+            guid: Text(member.guid),
+            pool: place(member),
+            phase: if pending { ReplicaPhase::Init } else { ReplicaPhase::Keep },
+            leaving: as_it_was && was.is_some_and(|was| was.leaving),
+            cause: was.map_or(Cause::Asked, |was| was.cause),
+        }
+    };
+    let mut replicas: Vec<ReplicaRecord> = rule.known.iter().map(replica).collect();
+    replicas.extend(newcomers);
+    if evidence.discard_left_over {
+        for h in held {
+            let (id, guid) = (Text(h.member.id), Text(h.member.guid));
+            let told = record.discarded.iter().any(|d| d.guid == guid && d.pool == h.pool);
+            if !told && !replicas.iter().any(|replica| replica.guid == guid) {
+                record.discarded.push(Discarded { id, guid, pool: h.pool.clone() });
+            }
+        }
+    }
+    let member = |m: &Member| MemberRecord { id: Text(m.id), guid: Text(m.guid) };
+    record.replicas = replicas;
+    record.membership = MembershipRecord {
+        // A list that is made here has been in no record before.
+        version: rule.membership_version + u64::from(!listed && formed),
+        rf: rule.rf,
+        cf: rule.cf,
+        drf: record.membership.drf.max(rule.rf),
+        known: rule.known.iter().map(member).collect(),
+        retired: retired.into_iter().rev().take(RETIRED_MAX).map(Text).collect(),
+        formed,
+    };
+    record.phase = if pending { VolumePhase::Pending } else { VolumePhase::Ready };
+    let blocks = rule.known.iter().flat_map(|m| held.iter().filter(move |h| h.member == *m));
+    let blocks = blocks.map(|h| h.blocks).max().unwrap_or(0);
+    record.size_bytes = record.size_bytes.max(blocks.saturating_mul(BLOCK_SIZE as u64));
+    let own = evidence.record.map(|r| (r.epoch(), r.incarnation.0));
+    let promised = held.iter().map(|h| (h.promised, h.incarnation));
+    let (epoch, incarnation) = own.into_iter().chain(promised).max().unwrap_or_default();
+    let written = held.iter().map(|h| h.position.epoch).max().unwrap_or_default();
+    record.epoch = epoch.max(written).0;
+    record.incarnation = Text(if epoch >= written { incarnation } else { Incarnation(0) });
+    let behind = evidence.record.is_none_or(|r| r.epoch < record.epoch);
+    record.epochs_skipped = if behind { EPOCHS_SKIPPED } else { 0 };
+    record.owner = match evidence.record {
+        Some(old) if old.attachments == record.attachments => old.owner.clone(),
+        _ => record.attachments.first().map(|attachment| attachment.node.clone()),
+    };
+    record.generation = evidence.next_generation();
+    record
+}
+
+#[cfg(test)]
+mod tests;

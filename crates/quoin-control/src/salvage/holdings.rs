@@ -1,0 +1,87 @@
+//! What pools say they keep, taken in: hostile until checked, and bounded.
+
+use std::collections::HashSet;
+
+use prost::Message;
+use quoin_core::entry::Rule;
+use quoin_core::{Epoch, Incarnation, Lsn, Member, Membership, Position, ReplicaGuid};
+use quoin_identity::convert;
+use quoin_proto::control::{self as api, Holding, Keepsake, PoolHoldings, VolumeSpec};
+
+use super::decide::Held;
+use crate::Error;
+use crate::records::{VolumeRecord, decode};
+use crate::reports::id;
+
+/// Replicas in one pool.
+const REPLICAS_MAX: usize = 16_384;
+/// Deleted GUIDs that a pool remembers.
+const DELETED_MAX: usize = 1 << 16;
+
+/// All that one pool keeps.
+#[derive(Clone, Debug, Default)]
+pub struct Told {
+    pub replicas: Vec<Held>,
+    pub deleted: HashSet<ReplicaGuid>,
+}
+
+impl Told {
+    /// Takes one more piece in.
+    pub fn add(&mut self, piece: &PoolHoldings) -> Result<(), Error> {
+        let deleted = piece.deleted.chunks_exact(16);
+        if !deleted.remainder().is_empty() {
+            return Err(Error::invalid("deleted", "16 bytes each"));
+        }
+        let guid = |bytes: &[u8]| Some(ReplicaGuid(u128::from_le_bytes(bytes.try_into().ok()?)));
+        self.deleted.extend(deleted.filter_map(guid));
+        for holding in &piece.replicas {
+            self.replicas.push(held(&piece.pool, holding)?);
+        }
+        if self.replicas.len() > REPLICAS_MAX || self.deleted.len() > DELETED_MAX {
+            let rule = format!("at most {REPLICAS_MAX} replicas and {DELETED_MAX} deleted ones");
+            return Err(Error::invalid("holdings", rule));
+        }
+        Ok(())
+    }
+}
+
+fn rule(message: &api::Membership) -> Result<Rule, String> {
+    let Membership { version, rf, cf, known, .. } = convert::membership(message)?;
+    Ok(Rule { membership_version: version, rf, cf, known })
+}
+
+fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
+    let bad = |why: String| Error::invalid("holdings", why);
+    let volume = id("volume_id", &told.volume_id)?;
+    let spec = VolumeSpec::decode(&told.spec[..]).ok().filter(|spec| !spec.name.is_empty());
+    let keepsake = Keepsake::decode(&told.spec[..]).unwrap_or_default();
+    // One that a newer Quoin wrote, or of another volume, is none.
+    let note = decode::<VolumeRecord>(&keepsake.record).ok();
+    let sound = |note: &VolumeRecord| {
+        let known = note.membership.known.iter();
+        let mut listed = known.map(|m| note.replicas.iter().any(|r| r.guid == m.guid));
+        note.id.0 == volume
+            && Membership::from(&note.membership).check().is_ok()
+            && listed.all(|listed| listed)
+    };
+    Ok(Held {
+        pool: pool.to_owned(),
+        trusted: true,
+        volume,
+        member: Member { id: id("replica_id", &told.replica_id)?, guid: id("guid", &told.guid)? },
+        quorum: told.quorum,
+        damaged: told.damaged,
+        promised: Epoch(told.promised_epoch),
+        incarnation: match told.promised_incarnation.as_str() {
+            "" => Incarnation(0),
+            text => id("promised_incarnation", text)?,
+        },
+        position: Position { epoch: Epoch(told.position_epoch), lsn: Lsn(told.position_lsn) },
+        blocks: told.blocks.min(quoin_core::VOLUME_BLOCKS_MAX),
+        spec,
+        note: note.filter(sound).map(Box::new),
+        membership: told.membership.as_ref().map(convert::membership).transpose().map_err(bad)?,
+        view: told.view.as_ref().map(rule).transpose().map_err(bad)?,
+        joint: told.joint.as_ref().map(rule).transpose().map_err(bad)?,
+    })
+}

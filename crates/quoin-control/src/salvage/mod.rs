@@ -1,0 +1,433 @@
+//! The records made to agree with what the pools hold: the way out where they were lost, or where
+//! an old copy of them came back.
+//!
+//! Such records *do not rule* ([`RecoveryRecord`]): no pool and no node is told anything by them,
+//! what is served is served on, epochs are not given, and calls are answered "not now", never "no
+//! such volume". [`Controller::recover_records`] asks every pool for all that it keeps, judges each
+//! volume ([`decide`]), and writes what is decided; then the records rule. It may be run at any
+//! time: a record is only changed where pools know of something newer, and only if it has not
+//! changed since it was judged.
+//!
+//! What the pools cannot know is lost with the records: events, unused join tokens, cordons, and
+//! who was removed from the cluster; their certificates are good again until they run out. That a
+//! pool's disk is an older state of itself is not seen either where its start counter is in no
+//! record.
+
+pub mod decide;
+mod holdings;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use quoin_core::VolumeId;
+use quoin_identity::Role;
+use quoin_proto::control as api;
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::controller::{Controller, about};
+use crate::events::{Object, Severity};
+use crate::records::{MemberOfCluster, NameRecord, RecoveryRecord, VolumePhase, VolumeRecord};
+use crate::time::now_ms;
+use decide::{Evidence, Finding, Held, Outcome, decide};
+pub use holdings::Told;
+
+/// How long pools that are online are waited for.
+const POOLS_TELL_WITHIN: Duration = Duration::from_secs(15);
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// What a person asks for.
+#[derive(Clone, Debug, Default)]
+pub struct RecoverRecords {
+    pub dry_run: bool,
+    /// Pools to go on without.
+    pub without_pools: Vec<String>,
+    pub discard_left_over: bool,
+}
+
+/// What was found, and whether the records rule now.
+#[derive(Clone, Debug, Default)]
+pub struct Recovered {
+    /// With each, the record that there was.
+    pub findings: Vec<(Finding, Option<Arc<VolumeRecord>>)>,
+    pub pools: Vec<String>,
+    pub missing_pools: Vec<String>,
+    pub done: bool,
+}
+
+/// Answers of pools, gathered.
+#[derive(Default)]
+pub(crate) struct Salvage {
+    asked: Mutex<Asked>,
+    /// What pools are given to keep of each volume, and of which generation that is: assignments
+    /// are made far more often than records change.
+    keepsakes: Mutex<HashMap<VolumeId, (u64, Vec<u8>)>>,
+    one_at_a_time: tokio::sync::Mutex<()>,
+}
+
+#[derive(Default)]
+struct Asked {
+    /// 0: nothing was asked yet.
+    request: u64,
+    told: BTreeMap<String, Told>,
+}
+
+impl Salvage {
+    fn asked(&self) -> std::sync::MutexGuard<'_, Asked> {
+        self.asked.lock().expect("no holder of this lock panics")
+    }
+
+    pub fn request(&self) -> u64 {
+        self.asked().request
+    }
+
+    /// What pools keep of this record.
+    pub fn keepsake(&self, volume: &VolumeRecord) -> Vec<u8> {
+        let mut kept = self.keepsakes.lock().expect("no holder of this lock panics");
+        match kept.get(&volume.id.0) {
+            Some((generation, bytes)) if *generation == volume.generation => bytes.clone(),
+            _ => {
+                let bytes = volume.keepsake();
+                kept.insert(volume.id.0, (volume.generation, bytes.clone()));
+                bytes
+            }
+        }
+    }
+
+    /// The volume exists no more.
+    pub fn forget(&self, volume: VolumeId) {
+        self.keepsakes.lock().expect("no holder of this lock panics").remove(&volume);
+    }
+
+    /// A number that no pool has answered yet, whatever controller asked before.
+    fn begin(&self) {
+        let mut asked = self.asked();
+        *asked = Asked { request: now_ms().max(asked.request + 1), told: BTreeMap::new() };
+    }
+}
+
+impl Controller {
+    /// # Errors
+    /// Says what to do, where the records do not rule.
+    pub(crate) fn check_ruling(&self) -> Result<(), Error> {
+        match self.recovery.get(RecoveryRecord::NAME) {
+            None => Ok(()),
+            Some(recovery) => Err(Error::Busy(format!(
+                "the records do not rule, for {}: `quoin controller recover` makes them agree with \
+                 what the pools hold",
+                recovery.why
+            ))),
+        }
+    }
+
+    /// Why the records do not rule; empty where they do.
+    pub fn recovery_reason(&self) -> String {
+        self.recovery.get(RecoveryRecord::NAME).map(|r| r.why.clone()).unwrap_or_default()
+    }
+
+    /// Takes in all that a pool keeps, in answer to the request of this number.
+    pub fn take_holdings(&self, pool: &str, request: u64, told: Told) {
+        let mut asked = self.salvage.asked();
+        if asked.request == request {
+            asked.told.insert(pool.to_owned(), told);
+        }
+    }
+
+    /// Makes the records agree with what the pools hold, or says how it would.
+    ///
+    /// # Errors
+    /// Where a pool that is known does not answer and was not named to be gone on without.
+    pub async fn recover_records(&self, asked: &RecoverRecords) -> Result<Recovered, Error> {
+        let _one = self.salvage.one_at_a_time.lock().await;
+        let told = self.ask_pools().await;
+        let mut missing = self.pools_of_records();
+        missing.extend(told.values().flat_map(|told| &told.replicas).flat_map(pools_of_note));
+        missing.retain(|pool| !told.contains_key(pool));
+        if let Some(there) = asked.without_pools.iter().find(|pool| told.contains_key(*pool)) {
+            return Err(Error::invalid("without", format!("pool {there} is there")));
+        }
+        let unexpected: Vec<_> =
+            missing.iter().filter(|pool| !asked.without_pools.contains(pool)).cloned().collect();
+        if !asked.dry_run && !unexpected.is_empty() {
+            return Err(Error::Precondition(format!(
+                "pools that do not answer: {}. Start them, or go on without them by naming each \
+                 (--without): what only they hold is found by another recovery once they are back",
+                unexpected.join(", ")
+            )));
+        }
+        let mut recovered = Recovered {
+            pools: told.keys().cloned().collect(),
+            missing_pools: missing.into_iter().collect(),
+            ..Recovered::default()
+        };
+        recovered.findings = self.judge(told, asked.discard_left_over);
+        if asked.dry_run {
+            return Ok(recovered);
+        }
+        // First those that give names free.
+        for taking in [false, true] {
+            for (finding, before) in &recovered.findings {
+                if (finding.outcome != Outcome::Deleted) == taking {
+                    self.carry_out(finding, before.as_ref()).await?;
+                }
+            }
+        }
+        self.remember_members().await?;
+        let ruled = self.check_ruling().is_ok();
+        self.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
+        if !ruled {
+            let count = recovered.findings.len();
+            let message = format!("{count} volumes were compared with what the pools hold");
+            let cluster = Object::new("cluster", "", "");
+            self.events.record(Severity::Normal, cluster, "RecordsRule", message);
+        }
+        recovered.done = true;
+        self.announce();
+        self.reconcile().await?;
+        Ok(recovered)
+    }
+
+    /// What every pool that is there keeps. Soon after a start they are waited for to come.
+    async fn ask_pools(&self) -> BTreeMap<String, Told> {
+        self.salvage.begin();
+        self.announce();
+        let deadline = Instant::now() + POOLS_TELL_WITHIN.max(self.settings.offline_after);
+        loop {
+            let known = self.pools_of_records();
+            let (all, starting) = {
+                let observed = self.observed();
+                let after = self.settings.offline_after;
+                let asked = self.salvage.asked();
+                let told = |pool: &String| asked.told.contains_key(pool);
+                let here = |pool: &&String| observed.online_pool(pool, after).is_some();
+                let starting = observed.starting(after);
+                let all = match starting {
+                    true => known.iter().all(told),
+                    false => known.iter().filter(here).all(told),
+                };
+                // Pools that nobody knows of yet come within that time.
+                (all, starting && (known.is_empty() || self.check_ruling().is_err()))
+            };
+            if (all && !starting) || Instant::now() >= deadline {
+                return std::mem::take(&mut self.salvage.asked().told);
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        }
+    }
+
+    fn pools_of_records(&self) -> BTreeSet<String> {
+        let pools = self.pools.list().into_iter().map(|pool| pool.name.clone());
+        let volumes = self.volumes.list();
+        let held = volumes.iter().flat_map(|volume| &volume.replicas).map(|r| r.pool.clone());
+        pools.chain(held).filter(|pool| !pool.is_empty()).collect()
+    }
+
+    fn judge(
+        &self,
+        told: BTreeMap<String, Told>,
+        discard_left_over: bool,
+    ) -> Vec<(Finding, Option<Arc<VolumeRecord>>)> {
+        let mut deleted = HashSet::new();
+        let mut held: BTreeMap<VolumeId, Vec<Held>> = BTreeMap::new();
+        for (pool, told) in told {
+            let rolled_back = self.pools.get(&pool).is_some_and(|pool| pool.rolled_back);
+            deleted.extend(told.deleted);
+            for replica in told.replicas {
+                let replica = Held { trusted: !rolled_back, ..replica };
+                held.entry(replica.volume).or_default().push(replica);
+            }
+        }
+        for volume in self.volumes.list() {
+            held.entry(volume.id.0).or_default();
+        }
+        let judged = held.into_iter().map(|(volume, held)| {
+            let record = self.volumes.get(&volume.to_string());
+            let finding = decide(&Evidence {
+                volume,
+                record: record.as_deref(),
+                held,
+                deleted: &deleted,
+                defaults: self.settings.defaults,
+                discard_left_over,
+            });
+            (finding, record)
+        });
+        judged.collect()
+    }
+
+    async fn carry_out(
+        &self,
+        finding: &Finding,
+        before: Option<&Arc<VolumeRecord>>,
+    ) -> Result<(), Error> {
+        let Some(record) = finding.write.as_deref() else { return Ok(()) };
+        let mut record = record.clone();
+        if record.phase == VolumePhase::Deleting {
+            if let Some(before) = before {
+                self.free_name(before).await?;
+            }
+        } else {
+            self.take_name_of(&mut record, before).await?;
+        }
+        let written = match before {
+            None => self.volumes.create(record.clone()).await?.is_ok(),
+            Some(before) => {
+                let change = |volume: &mut VolumeRecord| {
+                    let as_judged = *volume == **before;
+                    if as_judged {
+                        *volume = record.clone();
+                    }
+                    Ok(as_judged)
+                };
+                let updated = self.volumes.update(&record.id.0.to_string(), change).await?;
+                updated.is_some_and(|(_, written)| written)
+            }
+        };
+        if !written {
+            // Somebody who was ruling changed it meanwhile, and knows better.
+            return Ok(());
+        }
+        let (severity, reason) = match finding.outcome {
+            Outcome::Undecided => (Severity::Error, "VolumeUndecided"),
+            Outcome::Deleted => (Severity::Warning, "VolumeFoundDeleted"),
+            _ => (Severity::Warning, "VolumeFound"),
+        };
+        let mut message = format!(
+            "its record was {} from what the pools hold: membership version {}, {} of {} replicas \
+             said so",
+            if before.is_some() { "brought up to date" } else { "made" },
+            finding.version,
+            finding.answered,
+            finding.rf
+        );
+        if !finding.message.is_empty() {
+            message = format!("{message}; {}", finding.message);
+        }
+        self.events.record(severity, about(&record), reason, message);
+        Ok(())
+    }
+
+    /// A name that another volume has by now is not taken from it: this one's gets an ending.
+    async fn take_name_of(
+        &self,
+        record: &mut VolumeRecord,
+        before: Option<&Arc<VolumeRecord>>,
+    ) -> Result<(), Error> {
+        if before.is_some_and(|before| before.spec.name == record.spec.name) {
+            return Ok(());
+        }
+        for _ in 0..2 {
+            let name = record.spec.name.clone();
+            let wanted = NameRecord { volume_name: name.clone(), volume_id: record.id };
+            let free = |found: &NameRecord| {
+                let holder = self.volumes.get(&found.volume_id.0.to_string());
+                found.volume_id == record.id
+                    || holder.is_none_or(|holder| holder.phase == VolumePhase::Deleting)
+            };
+            self.names.remove(&name, free).await?;
+            if self.names.create(wanted).await?.is_ok() {
+                return Ok(());
+            }
+            let id = record.id.0.to_string();
+            record.spec.name = format!("{name}-{}", &id[..8]);
+        }
+        Err(Error::Exists {
+            what: "volume",
+            name: record.spec.name.clone(),
+            difference: "data, and so has one of its name without the ending; rename one".into(),
+        })
+    }
+
+    /// Who is here keeps his name against newcomers.
+    async fn remember_members(&self) -> Result<(), Error> {
+        let pools = self.pools.list().into_iter().map(|pool| (Role::Pool, pool.name.clone()));
+        let nodes = self.nodes.list().into_iter().map(|node| (Role::Node, node.name.clone()));
+        for (role, holder) in pools.chain(nodes) {
+            let member = MemberOfCluster {
+                role: role.to_string(),
+                holder,
+                key_hash: String::new(),
+                joined_ms: now_ms(),
+                removed: false,
+            };
+            drop(self.members.create(member).await?);
+        }
+        Ok(())
+    }
+
+    /// Replicas that were written in an epoch that no record has: the records are an old copy.
+    pub(crate) fn announce_old_records(&self, pool: &str) {
+        let mut behind = Vec::new();
+        {
+            let mut observed = self.observed();
+            let Some(seen) = observed.pools.get(pool) else { return };
+            let ahead = |volume: &VolumeId, epoch| {
+                self.volumes.get(&volume.to_string()).filter(|v| v.epoch() < epoch)
+            };
+            let found = seen.replicas.values();
+            let found: Vec<_> = found.filter_map(|r| ahead(&r.volume, r.position.epoch)).collect();
+            for volume in found {
+                if observed.behind.insert(volume.id.0) {
+                    behind.push(volume);
+                }
+            }
+        }
+        for volume in behind {
+            let message = "its replicas were written in a later epoch than its record knows: the \
+                           records are an old copy; `quoin controller recover` makes them agree \
+                           with what the pools hold";
+            self.events.record(Severity::Error, about(&volume), "RecordsBehind", message);
+        }
+    }
+}
+
+fn pools_of_note(held: &Held) -> Vec<String> {
+    let replicas = held.note.iter().flat_map(|note| &note.replicas);
+    replicas.map(|replica| replica.pool.clone()).filter(|pool| !pool.is_empty()).collect()
+}
+
+impl From<Recovered> for api::RecoverRecordsResponse {
+    fn from(recovered: Recovered) -> Self {
+        let volumes = recovered.findings.into_iter().map(|(finding, before)| {
+            let written = finding.write.as_deref().or(before.as_deref());
+            let replicas = finding.standings.iter().map(|(held, standing)| api::FoundReplica {
+                pool: held.pool.clone(),
+                replica_id: held.member.id.to_string(),
+                guid: held.member.guid.to_string(),
+                promised_epoch: held.promised.0,
+                position_epoch: held.position.epoch.0,
+                position_lsn: held.position.lsn.0,
+                membership_version: held.version(),
+                standing: (*standing).to_owned(),
+                message: match held {
+                    Held { trusted: false, .. } => "an older state of its disk came back",
+                    Held { damaged: true, .. } => "damaged",
+                    Held { quorum: false, .. } => "being built",
+                    _ => "",
+                }
+                .to_owned(),
+            });
+            api::RecoveredVolume {
+                volume_id: finding.volume.to_string(),
+                name: finding.name.clone(),
+                outcome: finding.outcome.as_str().to_owned(),
+                epoch_before: before.as_ref().map_or(0, |record| record.epoch),
+                version_before: before.as_ref().map_or(0, |record| record.membership.version),
+                epoch: written.map_or(0, |record| record.epoch),
+                membership_version: finding.version,
+                rf: finding.rf.into(),
+                needed: finding.needed.into(),
+                answered: finding.answered.into(),
+                message: finding.message.clone(),
+                replicas: replicas.collect(),
+            }
+        });
+        Self {
+            volumes: volumes.collect(),
+            pools: recovered.pools,
+            missing_pools: recovered.missing_pools,
+            done: recovered.done,
+        }
+    }
+}

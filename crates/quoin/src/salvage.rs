@@ -1,0 +1,311 @@
+//! `quoin controller backup|restore|recover`: the records kept elsewhere, brought back, and made to
+//! agree with what the pools hold.
+
+use anyhow::{Context, Result, anyhow, bail};
+use clap::Args;
+use prost_types::Timestamp;
+use quoin_control::backup::{BACKUP_BYTES_MAX, Backup, write_private};
+use quoin_proto::control::{
+    BackupRequest, FoundReplica, RecoverRecordsRequest, RecoverRecordsResponse, RecoveredVolume,
+};
+use serde::Serialize;
+use std::path::PathBuf;
+
+use crate::client::{ClientOptions, refusal};
+use crate::events::show_time;
+use crate::output::{self, Format, Row};
+use crate::size::show_size;
+
+#[derive(Args)]
+pub struct BackupOptions {
+    /// The file to write; must not exist.
+    file: PathBuf,
+    /// Leave the cluster's authority out. Such a backup is restored only where `authority.json` of
+    /// the controller is.
+    #[arg(long)]
+    without_authority: bool,
+}
+
+#[derive(Args)]
+pub struct RestoreOptions {
+    /// The backup. It is checked whole first.
+    file: PathBuf,
+    /// The controller's directory: missing, empty, or with its authority left.
+    #[arg(long, value_name = "DIRECTORY")]
+    state: PathBuf,
+    /// Put records that are there aside, beside the new ones.
+    #[arg(long)]
+    replace: bool,
+}
+
+#[derive(Args)]
+pub struct RecoverOptions {
+    /// Say what each pool holds and what would be written, and change nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// A pool that is away, to go on without, once for each. What only it holds is found by another
+    /// recovery once it is back.
+    #[arg(long, value_name = "POOL")]
+    without: Vec<String>,
+    /// Delete copies that count for no volume: replaced, moved, given up, or of volumes that were
+    /// deleted.
+    #[arg(long)]
+    discard_left_over: bool,
+}
+
+pub async fn backup(options: &BackupOptions, client: &ClientOptions) -> Result<()> {
+    let shown = options.file.display();
+    if options.file.exists() {
+        bail!("{shown} exists already: name another file");
+    }
+    let mut cluster = client.connect().await?;
+    let request = BackupRequest { without_authority: options.without_authority };
+    let mut pieces = cluster.backup(request).await.map_err(refusal)?.into_inner();
+    let mut bytes = Vec::new();
+    while let Some(piece) = pieces.message().await.map_err(refusal)? {
+        bytes.extend(piece.data);
+        if bytes.len() as u64 > BACKUP_BYTES_MAX {
+            bail!("the backup is larger than {}", show_size(BACKUP_BYTES_MAX));
+        }
+    }
+    // What cannot be restored is no backup.
+    let backup = Backup::parse(&bytes).context("check what the controller sent")?;
+    write_private(&options.file, &bytes)?;
+    let key = match backup.has_authority() {
+        true => "with the authority's private key: keep it as you keep that",
+        false => "without the authority",
+    };
+    output::print_line(&format!(
+        "{shown}: {} volumes of cluster {}, {}, {key}",
+        backup.volumes(),
+        backup.cluster_id(),
+        show_size(bytes.len() as u64)
+    ))
+}
+
+pub async fn restore(options: &RestoreOptions) -> Result<()> {
+    let path = options.file.display();
+    let size = std::fs::metadata(&options.file).with_context(|| format!("open {path}"))?.len();
+    if size > BACKUP_BYTES_MAX {
+        bail!("{path} is no backup: it is larger than {}", show_size(BACKUP_BYTES_MAX));
+    }
+    let bytes = std::fs::read(&options.file).with_context(|| format!("read {path}"))?;
+    let backup = Backup::parse(&bytes).with_context(|| format!("check {path}"))?;
+    let state = options.state.display();
+    let aside = match backup.restore(&options.state, options.replace).await {
+        Err(quoin_control::Error::AlreadyInitialised(dir)) => {
+            return Err(anyhow!(
+                "{} holds the records of a cluster: name another directory, or put them aside with \
+                 --replace",
+                dir.display()
+            ));
+        }
+        restored => restored.with_context(|| format!("restore {path} into {state}"))?,
+    };
+    let aside = aside.map(|aside| format!("\nThe former records are in {}", aside.display()));
+    output::print_line(&format!(
+        "cluster {} is restored in {state}, as of {}: {} volumes{}\nnext: start the controller, \
+         then quoin controller recover --dry-run\nUntil then nobody is told anything by these \
+         records, and what is served is served on",
+        backup.cluster_id(),
+        show_time(&Timestamp { seconds: (backup.taken_ms() / 1000) as i64, nanos: 0 }),
+        backup.volumes(),
+        aside.unwrap_or_default()
+    ))
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct VolumeFound {
+    name: String,
+    id: String,
+    outcome: String,
+    /// Membership version: before, and now.
+    version_before: u64,
+    version: u64,
+    epoch_before: u64,
+    epoch: u64,
+    replication_factor: u32,
+    needed: u32,
+    answered: u32,
+    message: String,
+    replicas: Vec<ReplicaFound>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ReplicaFound {
+    pool: String,
+    id: String,
+    guid: String,
+    standing: String,
+    promised_epoch: u64,
+    position: String,
+    version: u64,
+    message: String,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Found {
+    volumes: Vec<VolumeFound>,
+    pools: Vec<String>,
+    missing_pools: Vec<String>,
+    done: bool,
+}
+
+impl From<FoundReplica> for ReplicaFound {
+    fn from(found: FoundReplica) -> Self {
+        Self {
+            pool: found.pool,
+            id: found.replica_id,
+            guid: found.guid,
+            standing: found.standing,
+            promised_epoch: found.promised_epoch,
+            position: format!("{}:{}", found.position_epoch, found.position_lsn),
+            version: found.membership_version,
+            message: found.message,
+        }
+    }
+}
+
+impl From<RecoveredVolume> for VolumeFound {
+    fn from(found: RecoveredVolume) -> Self {
+        Self {
+            name: found.name,
+            id: found.volume_id,
+            outcome: found.outcome,
+            version_before: found.version_before,
+            version: found.membership_version,
+            epoch_before: found.epoch_before,
+            epoch: found.epoch,
+            replication_factor: found.rf,
+            needed: found.needed,
+            answered: found.answered,
+            message: found.message,
+            replicas: found.replicas.into_iter().map(ReplicaFound::from).collect(),
+        }
+    }
+}
+
+impl From<RecoverRecordsResponse> for Found {
+    fn from(found: RecoverRecordsResponse) -> Self {
+        Self {
+            volumes: found.volumes.into_iter().map(VolumeFound::from).collect(),
+            pools: found.pools,
+            missing_pools: found.missing_pools,
+            done: found.done,
+        }
+    }
+}
+
+/// One line of the table: what one pool says of a volume, or a volume of which none says anything.
+struct Line<'a>(&'a VolumeFound, Option<&'a ReplicaFound>);
+
+impl Line<'_> {
+    fn cells(&self) -> Vec<String> {
+        let Line(volume, replica) = self;
+        let told = |text: fn(&ReplicaFound) -> String| replica.map(text).unwrap_or_default();
+        let version = match (volume.version_before, volume.version) {
+            (0, now) => now.to_string(),
+            (before, now) if before == now => now.to_string(),
+            (before, now) => format!("{before} -> {now}"),
+        };
+        vec![
+            volume.name.clone(),
+            told(|r| r.pool.clone()),
+            told(|r| r.standing.clone()),
+            told(|r| r.promised_epoch.to_string()),
+            told(|r| r.position.clone()),
+            told(|r| r.version.to_string()),
+            volume.outcome.clone(),
+            version,
+            told(|r| r.message.clone()),
+        ]
+    }
+}
+
+#[derive(Serialize)]
+struct LineRow(Vec<String>);
+
+impl Row for LineRow {
+    const HEADER: &'static [&'static str] = &[
+        "VOLUME",
+        "POOL",
+        "HOLDS",
+        "PROMISED",
+        "POSITION",
+        "KNOWS",
+        "RECORD",
+        "MEMBERSHIP",
+        "MESSAGE",
+    ];
+    const NARROW: usize = 9;
+
+    fn cells(&self) -> Vec<String> {
+        self.0.clone()
+    }
+}
+
+pub async fn recover(
+    options: RecoverOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let mut cluster = client.connect().await?;
+    let request = RecoverRecordsRequest {
+        dry_run: options.dry_run,
+        without_pools: options.without,
+        discard_left_over: options.discard_left_over,
+    };
+    let found = cluster.recover_records(request).await.map_err(refusal)?.into_inner();
+    let found = Found::from(found);
+    if !matches!(format, Format::Table | Format::Wide) {
+        output::print_one(format, &found, String::new)?;
+    } else {
+        let lines = found.volumes.iter().flat_map(|volume| {
+            let none = volume.replicas.is_empty().then_some(Line(volume, None));
+            volume.replicas.iter().map(|replica| Line(volume, Some(replica))).chain(none)
+        });
+        let rows: Vec<_> = lines.map(|line| LineRow(line.cells())).collect();
+        output::print_list(format, &rows, "no volumes")?;
+        output::print_line(&summary(&found, options.dry_run))?;
+    }
+    let undecided = found.volumes.iter().filter(|v| v.outcome == "undecided").count();
+    if undecided > 0 {
+        bail!("{undecided} volumes are undecided: what each needs is said above");
+    }
+    Ok(())
+}
+
+fn summary(found: &Found, dry_run: bool) -> String {
+    let mut text = String::new();
+    for volume in found.volumes.iter().filter(|volume| !volume.message.is_empty()) {
+        text += &format!("volume {}: {}\n", volume.name, volume.message);
+    }
+    let count = |outcome: &&str| found.volumes.iter().filter(|v| v.outcome == *outcome).count();
+    let counts = [
+        ("as-recorded", "as recorded"),
+        ("created", "created"),
+        ("updated", "brought up to date"),
+        ("deleted", "found deleted"),
+        ("left-over", "left over"),
+        ("undecided", "undecided"),
+    ];
+    let counts: Vec<_> = counts
+        .iter()
+        .filter(|(outcome, _)| count(outcome) > 0)
+        .map(|(outcome, words)| format!("{} {words}", count(outcome)))
+        .collect();
+    let counts = if counts.is_empty() { "none".to_owned() } else { counts.join(", ") };
+    let (all, pools) = (found.volumes.len(), found.pools.len());
+    text += &format!("{all} volumes in {pools} pools: {counts}");
+    if !found.missing_pools.is_empty() {
+        text += &format!("\npools that do not answer: {}", found.missing_pools.join(", "));
+    }
+    text += match dry_run {
+        true => "\nnothing was written; without --dry-run it is",
+        false => "\nthe records rule",
+    };
+    text
+}
