@@ -482,3 +482,112 @@ fn the_last_copy_becomes_the_volume_by_consent_and_is_exported_with_nothing_runn
     cluster.ok(&["pool", "export", &pool, "--replica", &guid, "--to", &image]);
     assert!(std::fs::read(&image).unwrap() == content(1, 3), "the image is not what was written");
 }
+
+fn wait_for_event(cluster: &Cluster, reason: &str) -> String {
+    cluster.eventually(reason, || {
+        let events = cluster.ok(&["events"]);
+        events.lines().find(|line| line.contains(reason)).map(str::to_owned)
+    })
+}
+
+#[test]
+fn an_old_copy_that_is_put_back_by_hand_is_noticed_and_nothing_stale_is_served_before_recovery() {
+    let mut cluster = cluster("byhand", 3);
+    for (seed, name, replicas) in [(1, "db", "1"), (2, "dead", "3")] {
+        create(&cluster, name, replicas);
+        let client = attach(&cluster, name);
+        write(&client, seed, 1);
+        detach(&cluster, name, client);
+    }
+    let (records, old) = (cluster.path("controller/records.redb"), cluster.path("old.redb"));
+    stop(&mut cluster, "controller");
+    std::fs::copy(&records, &old).unwrap();
+    start_controller(&mut cluster);
+    cluster.wait_for_pools(3);
+    let arguments = ["volume", "scale", "db", "--replicas", "3", "--wait", "--timeout", "170"];
+    cluster.ok(&arguments);
+    let client = attach(&cluster, "db");
+    write(&client, 1, 2);
+    wait_for_online(&cluster, "db");
+    detach(&cluster, "db", client);
+    cluster.ok(&["volume", "delete", "dead", "--yes"]);
+    eventually("it is deleted", || (!memberships(&cluster).contains_key("dead")).then_some(()));
+    let before = memberships(&cluster);
+
+    kill(&mut cluster, "controller");
+    std::fs::copy(&old, &records).unwrap();
+    start_controller(&mut cluster);
+    let told = wait_for_event(&cluster, "RecordsBehind");
+    assert!(told.contains("quoin controller recover"), "{told}");
+    // By that record one replica is enough; by what that one knows it is not.
+    cluster.quoin(&["volume", "attach", "db", "--nbd", "--timeout", "1"]);
+    let told = wait_for_event(&cluster, "ControlPlaneBehind");
+    assert!(told.contains("quoin controller recover"), "{told}");
+    let done = cluster.json(&["controller", "recover"]);
+    let found = outcomes(&done);
+    assert_eq!((found["db"].as_str(), found["dead"].as_str()), ("updated", "deleted"), "{done}");
+    eventually("the deleted one is gone", || (memberships(&cluster) == before).then_some(()));
+    let client = attach(&cluster, "db");
+    verify(&client, 1, 2);
+    write(&client, 1, 3);
+    wait_for_online(&cluster, "db");
+    verify(&client, 1, 3);
+    client.stop();
+
+    // A backup without the key is restored only beside it.
+    let (file, other) = (cluster.path("backup"), cluster.path("other"));
+    let said = cluster.ok(&["controller", "backup", &file, "--without-authority"]);
+    assert!(said.contains("without the authority"), "{said}");
+    assert!(!std::fs::read_to_string(&file).unwrap().contains("PRIVATE KEY"));
+    let restore = ["controller", "restore", &file, "--state", &other];
+    assert!(refused(&cluster, &restore).contains("authority.json"));
+    std::fs::create_dir_all(&other).unwrap();
+    let authority = cluster.path("controller/authority.json");
+    std::fs::copy(authority, format!("{other}/authority.json")).unwrap();
+    cluster.ok(&restore);
+    let said = refused(&cluster, &["controller", "init", "--state", &other]);
+    assert!(said.contains("never overwritten"), "{said}");
+}
+
+#[test]
+fn the_records_and_two_of_three_pools_are_lost_and_the_volume_waits_for_consent_to_what_is_left() {
+    let mut cluster = cluster("allbutone", 3);
+    create(&cluster, "db", "3");
+    let client = attach(&cluster, "db");
+    write(&client, 1, 2);
+    wait_for_online(&cluster, "db");
+    client.stop();
+    for name in ["controller", "p2", "p3", "target"] {
+        kill(&mut cluster, name);
+    }
+    // Nothing is left of the controller but the authority.
+    let (state, authority) = (cluster.path("controller"), cluster.path("authority.json"));
+    std::fs::rename(format!("{state}/authority.json"), &authority).unwrap();
+    std::fs::remove_dir_all(&state).unwrap();
+    let init = ["controller", "init", "--state", &state, "--records-lost"];
+    assert!(refused(&cluster, &init).contains("authority.json"));
+    std::fs::create_dir_all(&state).unwrap();
+    std::fs::copy(&authority, format!("{state}/authority.json")).unwrap();
+    cluster.ok(&init);
+    start_controller(&mut cluster);
+    // The pool that is left knows where the others were.
+    let said = refused(&cluster, &["controller", "recover"]);
+    assert!(said.contains("p2, p3") && said.contains("--without"), "{said}");
+    let without = ["controller", "recover", "--without", "p2", "--without", "p3"];
+    let output = cluster.quoin(&without);
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(said.contains("1 of 3 replicas are there, 2 are needed"), "{said}");
+    assert!(said.contains("quoin volume recover") && said.contains("the records rule"), "{said}");
+    let run = cluster.path("run");
+    let (node, controller) = (cluster.path("node"), cluster.controller.clone());
+    let target = ["target", "--state", &node, "--run", &run, "--controller", &controller];
+    cluster.run(&Place::here(), "target", target.map(String::from).to_vec());
+    let recover = ["volume", "recover", "db", "--from-pool", "p1"];
+    assert!(refused(&cluster, &recover).contains("--accept-loss-of"));
+    let accepted: Vec<_> = recover.iter().copied().chain(["--accept-loss-of", "db"]).collect();
+    cluster.ok(&accepted);
+    let client = attach(&cluster, "db");
+    verify(&client, 1, 2);
+    client.stop();
+}

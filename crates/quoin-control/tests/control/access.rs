@@ -21,6 +21,8 @@ struct Answers {
     look: Code,
     manage: Code,
     govern: Code,
+    /// A backup with the authority's private key in it.
+    take_the_key: Code,
     act_as_p1: Code,
     act_as_n1: Code,
     acquire_as_n1: Code,
@@ -60,12 +62,21 @@ async fn ask(channel: Channel) -> Answers {
                 })
                 .await,
         ),
-        govern: code(cluster.create_join_token(CreateJoinTokenRequest::default()).await),
+        govern: {
+            let made = code(cluster.create_join_token(CreateJoinTokenRequest::default()).await);
+            let keyless = BackupRequest { without_authority: true };
+            assert_eq!(code(cluster.backup(keyless).await), made);
+            made
+        },
+        take_the_key: code(cluster.backup(BackupRequest::default()).await),
         act_as_p1: {
             let watch = WatchPoolRequest { pool: "p1".into() };
             let watched = code(agent.watch_pool(watch).await);
             let reported = code(agent.report_pool(p1).await);
             assert_eq!(watched, reported);
+            let holdings = PoolHoldings { pool: "p1".into(), ..PoolHoldings::default() };
+            let told = futures::stream::iter([holdings]);
+            assert_eq!(code(agent.report_holdings(told).await), reported);
             reported
         },
         act_as_n1: {
@@ -125,6 +136,7 @@ async fn every_caller_may_do_what_the_table_says_and_nothing_else() {
     ];
     for (who, channel, expected) in table {
         let got = ask(channel).await;
+        assert_eq!(got.take_the_key == Ok, who == "local", "{who}");
         let got = [
             got.look,
             got.manage,

@@ -1,6 +1,7 @@
 //! The controller against pools, nodes and targets that are simulated, and over real sockets.
 
 mod access;
+mod backing_up;
 mod cluster;
 mod crash;
 mod declaring;
