@@ -22,6 +22,7 @@ pub mod cases;
 pub mod compare;
 pub mod floor;
 pub mod further;
+mod interrupt;
 pub mod load;
 pub mod nbd;
 pub mod product;
@@ -32,6 +33,7 @@ pub mod security;
 pub mod sink;
 pub mod usage;
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -128,13 +130,14 @@ impl Options {
 pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     let base = options.dir.clone().unwrap_or_else(std::env::temp_dir);
     let scratch = Scratch(base.join(format!("quoin-bench-{}", std::process::id())));
+    interrupt::clean_up_when_interrupted(scratch.0.clone())?;
     let mut results = cases::run(options, quoin, &scratch.0)?;
     let whole = !(options.quick || options.floor_only || options.socket.is_some());
     if whole && options.wants(rebuild::NAME) {
         results.push(rebuild::run(options, quoin, &scratch.0.join("rebuild"))?);
     }
-    if whole && options.wants(security::NAME) {
-        results.push(security::run(options, quoin, &scratch.0.join("security"))?);
+    if whole {
+        results.extend(security::run(options, quoin, &scratch.0)?);
     }
     report::print(&results);
     let facts = if whole { further::run(options, quoin, &scratch.0)? } else { Vec::new() };
@@ -182,8 +185,17 @@ pub enum Part {
 }
 
 pub fn run_part(part: &Part) -> Result<(), Error> {
+    // However the benchmark ends, its parts end with it.
+    let signal = Some(rustix::process::Signal::KILL);
+    rustix::process::set_parent_process_death_signal(signal)
+        .map_err(|error| Error::io("ask to end with the benchmark")(error.into()))?;
     match part {
         Part::Relay { socket, sinks, size_bytes } => relay::run(socket, sinks, *size_bytes),
         Part::Sink { file, size_bytes, sync } => sink::run(file, *size_bytes, *sync),
     }
+}
+
+/// Tells the benchmark where a part listens.
+fn announce(place: impl std::fmt::Display) -> Result<(), Error> {
+    writeln!(std::io::stdout(), "{place}").map_err(Error::io("tell the benchmark"))
 }

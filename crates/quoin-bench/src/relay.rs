@@ -10,7 +10,7 @@ use std::path::Path;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::sink::{HEADER_LEN, decode_header, encode_header};
-use crate::{Error, nbd};
+use crate::{Error, announce, nbd};
 
 /// Answers that a write needs.
 const NEEDED: usize = 2;
@@ -47,7 +47,7 @@ pub fn run(socket: &Path, sinks: &[SocketAddr], size_bytes: u64) -> Result<(), E
             reads: VecDeque::new(),
         });
     }
-    println!("{}", socket.display());
+    announce(socket.display())?;
     loop {
         let (mut client, _) = listener.accept().map_err(Error::io("accept"))?;
         // A client that goes away ends its session, not the floor.

@@ -1,7 +1,7 @@
-//! What proving alone costs on data connections, beside encrypting, which is the default.
+//! What data connections between hosts cost: TCP with a proof of each frame, and with encryption.
 //!
-//! The same case as `write-128k-qd8`, where bytes count most, on a Quoin whose cluster only
-//! authenticates; beside the same floor, so the two ratios compare both.
+//! The same case as `write-128k-qd8`, where bytes count most, with pools that are met by the
+//! network only, as on other hosts; beside the same floor, so the ratios compare all three.
 
 use std::path::Path;
 
@@ -12,19 +12,33 @@ use crate::load::{Generator, Load, Pattern};
 use crate::product::Product;
 use crate::{Class, Error, Options};
 
-pub const NAME: &str = "write-128k-qd8-authenticated";
+/// The cases, and what the cluster of each is set to.
+const CASES: [(&str, &str); 2] =
+    [("write-128k-qd8-authenticated", "authenticate"), ("write-128k-qd8-encrypted", "encrypt")];
 
-pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<CaseResult, Error> {
+/// The cases that are asked for.
+pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseResult>, Error> {
+    let wanted = CASES.iter().filter(|(name, _)| options.wants(name));
+    wanted.map(|(name, mode)| measure(options, quoin, &scratch.join(mode), name, mode)).collect()
+}
+
+fn measure(
+    options: &Options,
+    quoin: &Path,
+    directory: &Path,
+    name: &'static str,
+    mode: &str,
+) -> Result<CaseResult, Error> {
     let size_bytes = options.size_mib << 20;
-    let flags = ["--data-security", "authenticate"];
+    let flags = ["--network-only", "--data-security", mode];
     let product = Product::start_with(quoin, &directory.join("quoin"), &flags)?;
-    eprintln!("preparing {NAME}: filling both sides");
+    eprintln!("preparing {name}: filling both sides");
     let floor = Floor::start(quoin, &directory.join("floor"), Class::Cache, size_bytes)?;
     let mut floor_load = Generator::connect(&floor.socket)?;
-    let socket = product.volume("bench-authenticated", Class::Cache, size_bytes)?;
+    let socket = product.volume("bench-network", Class::Cache, size_bytes)?;
     let mut quoin_load = Generator::connect(&socket)?;
     quoin_load.fill(128 << 10)?;
-    eprintln!("measuring {NAME}");
+    eprintln!("measuring {name}");
     let load = Load {
         write: true,
         pattern: Pattern::Sequential,
@@ -35,5 +49,5 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<CaseResu
     let mut floor_side = Side { generator: &mut floor_load, pids: floor.pids() };
     let mut quoin_side = Side { generator: &mut quoin_load, pids: product.pids() };
     let comparison = compare(&mut floor_side, Some(&mut quoin_side), load, options.pairs)?;
-    Ok(CaseResult { name: NAME, comparison })
+    Ok(CaseResult { name, comparison })
 }

@@ -10,7 +10,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::{Error, nbd};
+use crate::{Error, announce, nbd};
 
 pub const HEADER_LEN: usize = 16;
 
@@ -56,7 +56,7 @@ pub fn run(path: &Path, size_bytes: u64, sync: bool) -> Result<(), Error> {
     let file = prepare(path, size_bytes)?;
     let listen = Error::io("listen on a port of its own");
     let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(listen)?;
-    println!("{}", listener.local_addr().map_err(Error::io("tell the own address"))?);
+    announce(listener.local_addr().map_err(Error::io("find the own address"))?)?;
     let (mut stream, _) = listener.accept().map_err(Error::io("accept"))?;
     stream.set_nodelay(true).map_err(Error::io("socket"))?;
     let mut input = vec![0u8; 8 << 20];

@@ -60,6 +60,11 @@ pub fn command_line(pid: u32) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).replace('\0', " "))
 }
 
+/// Whether it has not ended. One that has has no command line, even before its parent has noticed.
+pub fn is_alive(pid: u32) -> bool {
+    command_line(pid).is_some_and(|line| !line.is_empty())
+}
+
 /// `kill -9` of them all; returns when none of them is left to answer anything.
 pub fn end(pids: &[u32]) {
     for pid in pids {
@@ -68,9 +73,7 @@ pub fn end(pids: &[u32]) {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
     }
-    // One that has ended has no command line, even before its parent has noticed.
-    let lives = |pid: &u32| command_line(*pid).is_some_and(|line| !line.is_empty());
-    while pids.iter().any(lives) {
+    while pids.iter().any(|pid| is_alive(*pid)) {
         std::thread::sleep(Duration::from_millis(1));
     }
 }

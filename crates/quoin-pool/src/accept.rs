@@ -70,7 +70,8 @@ impl Belief {
 
 pub struct Acceptor {
     network: TcpListener,
-    /// `None`: the name is another process's, and targets of this host come by the network.
+    /// `None`: targets of this host come by the network, as it was asked for or as the name is
+    /// another process's.
     same_host: Option<UnixListener>,
     security: Arc<std::sync::Mutex<ServerSecurity>>,
     belief: Belief,
@@ -81,10 +82,11 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
-    /// `pool`: the name by which targets of this host look for it, with the listener's port.
+    /// `pool`: the name by which targets of this host look for it, with the listener's port;
+    /// `None`: they are not to find it.
     pub fn new(
         network: TcpListener,
-        pool: &str,
+        pool: Option<&str>,
         security: Arc<std::sync::Mutex<ServerSecurity>>,
         belief: Belief,
         inputs: Sender<Input>,
@@ -92,9 +94,14 @@ impl Acceptor {
         metrics: Metrics,
     ) -> std::io::Result<Self> {
         network.set_nonblocking(true)?;
-        let same_host = same_host::listen(pool, network.local_addr()?.port())
-            .inspect_err(|error| tracing::warn!(%error, "targets of this host come by the network"))
-            .ok();
+        let port = network.local_addr()?.port();
+        let same_host = pool.and_then(|pool| {
+            same_host::listen(pool, port)
+                .inspect_err(|error| {
+                    tracing::warn!(%error, "targets of this host come by the network");
+                })
+                .ok()
+        });
         let under_way = Arc::default();
         Ok(Acceptor { network, same_host, security, belief, under_way, inputs, waker, metrics })
     }

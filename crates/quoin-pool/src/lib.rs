@@ -79,6 +79,8 @@ pub struct Options {
     pub listen: SocketAddr,
     /// host:port that targets are told; `None`: what `listen` became.
     pub advertise: Option<String>,
+    /// Targets of this host come by the network too.
+    pub network_only: bool,
     pub topology: BTreeMap<String, String>,
     /// Memory for the maps of the replicas, in bytes.
     pub cache_bytes: u64,
@@ -192,7 +194,7 @@ where
     let notices = Notices::default();
     let acceptor = Acceptor::new(
         listener,
-        &options.name,
+        (!options.network_only).then_some(&*options.name),
         security.clone(),
         Belief::Grants(identity.clone()),
         sender.clone(),

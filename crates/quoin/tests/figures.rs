@@ -1,5 +1,6 @@
 //! The benchmark's cases and fields, which others read: never its figures.
 
+use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
 const IO_CASES: [&str; 8] = [
@@ -54,8 +55,38 @@ fn a_quick_run_writes_its_eight_cases_with_their_five_figures_each() {
 }
 
 #[test]
-fn what_proving_alone_costs_is_measured_beside_the_same_floor() {
-    let (cases, _) = cases(&["--only", "authenticated"]);
-    assert_eq!(cases.len(), 1, "{cases:?}");
-    assert_complete("write-128k-qd8-authenticated", &cases["write-128k-qd8-authenticated"]);
+fn what_the_network_costs_is_measured_with_both_kinds_of_protection_beside_the_same_floor() {
+    let (cases, _) = cases(&["--only", "ted"]);
+    assert_eq!(cases.len(), 2, "{cases:?}");
+    for case in ["write-128k-qd8-authenticated", "write-128k-qd8-encrypted"] {
+        assert_complete(case, &cases[case]);
+    }
+}
+
+#[test]
+fn an_interrupted_benchmark_leaves_no_process_and_no_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut bench = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["bench", "--quick", "--only", "write-4k-qd1", "--size-mib", "64", "--dir"])
+        .arg(directory.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(bench.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.starts_with("measuring")), "it never measured");
+    let pid = rustix::process::Pid::from_child(&bench);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(!bench.wait().unwrap().success());
+    let left: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
+    assert!(left.is_empty(), "{left:?}");
+    let path = directory.path().to_str().unwrap();
+    let processes: Vec<String> = std::fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| std::fs::read(entry.ok()?.path().join("cmdline")).ok())
+        .map(|line| String::from_utf8_lossy(&line).replace('\0', " "))
+        .filter(|line| line.contains(path))
+        .collect();
+    assert!(processes.is_empty(), "{processes:?}");
 }

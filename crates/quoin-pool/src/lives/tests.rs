@@ -77,7 +77,7 @@ impl Process {
         let metrics = Metrics::new("p");
         let acceptor = Acceptor::new(
             listener,
-            "p",
+            Some("p"),
             Arc::new(Mutex::new(ServerSecurity::PlainLoopback)),
             Belief::Everybody,
             inputs.clone(),

@@ -78,7 +78,7 @@ impl RunningPool {
         let security = Arc::new(Mutex::new(security));
         let acceptor = Acceptor::new(
             listener,
-            "p",
+            Some("p"),
             security,
             belief,
             sender.clone(),

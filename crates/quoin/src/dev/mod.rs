@@ -57,6 +57,9 @@ pub struct DevOptions {
     /// Neither is needed within a host, where a unix socket takes TCP's place.
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     pub data_security: String,
+    /// Let targets meet pools by TCP, as between hosts, and not by unix sockets.
+    #[arg(long)]
+    pub network_only: bool,
     /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off`: only what people
     /// ask for changes anything. A volume may say otherwise.
     #[arg(long, value_name = "TIME", default_value_t = ReplaceAfter::DEFAULT)]
@@ -88,13 +91,18 @@ pub fn run(options: DevOptions) -> Result<()> {
     // One thread: the kernel ends the children with the thread that started them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let tasks = tokio::task::LocalSet::new();
-    let policy = Policy { security: options.data_security, replace_after: options.replace_after };
+    let policy = Policy {
+        security: options.data_security,
+        network_only: options.network_only,
+        replace_after: options.replace_after,
+    };
     tasks.block_on(&runtime, supervise(&layout, &settings, &attaching, &policy))
 }
 
-/// What the controller is told at each start.
+/// What the controller and the pools are told at each start.
 pub(crate) struct Policy {
     security: String,
+    network_only: bool,
     replace_after: ReplaceAfter,
 }
 
@@ -181,7 +189,7 @@ async fn start(
     for pool in &settings.pools {
         let directory = layout.pool(&pool.name);
         join(&mut cluster, settings, Role::Pool, &pool.name, &directory).await?;
-        keepers.push(start(processes::pool(layout, settings, pool))?);
+        keepers.push(start(processes::pool(layout, settings, policy, pool))?);
     }
     join(&mut cluster, settings, Role::Node, &settings.node, &layout.node()).await?;
     keepers.push(start(processes::target(layout, settings))?);

@@ -88,7 +88,7 @@ pub fn controller(layout: &Layout, settings: &Settings, policy: &Policy) -> Proc
     process("controller", &["controller", "run"], &flags, Some(settings.controller.http))
 }
 
-pub fn pool(layout: &Layout, settings: &Settings, pool: &PoolSettings) -> Process {
+pub fn pool(layout: &Layout, settings: &Settings, policy: &Policy, pool: &PoolSettings) -> Process {
     let directory = layout.pool(&pool.name);
     let flags = [
         ("--state", path(&directory)),
@@ -102,6 +102,9 @@ pub fn pool(layout: &Layout, settings: &Settings, pool: &PoolSettings) -> Proces
     let mut process = process(&pool.name, &["pool", "run"], &flags, Some(pool.http));
     // All of it lies in one directory: a pool whose file was removed there is meant to be lost.
     process.arguments.push("--replace".into());
+    if policy.network_only {
+        process.arguments.push("--network-only".into());
+    }
     process
 }
 

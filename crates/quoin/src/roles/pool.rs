@@ -42,6 +42,9 @@ pub struct PoolOptions {
     /// `host:port` that targets are told [default: what --listen became].
     #[arg(long, value_name = "HOST:PORT")]
     advertise: Option<String>,
+    /// Meet targets of this host by TCP as well, as those of others, and not by a unix socket.
+    #[arg(long)]
+    network_only: bool,
     /// Memory for the maps of the replicas.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "128MiB")]
     cache: u64,
@@ -96,6 +99,7 @@ pub fn run(options: PoolOptions) -> Result<()> {
             controller: options.member.controller,
             listen: options.listen,
             advertise: options.advertise,
+            network_only: options.network_only,
             topology: options.topology.into_iter().collect(),
             cache_bytes: options.cache,
             scrub_period: options.scrub_every.0,
