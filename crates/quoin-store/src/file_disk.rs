@@ -323,6 +323,13 @@ impl Files {
     }
 }
 
+/// What is held is newer than what was read.
+fn lay_over(buffer: &mut [u8], held: &[(usize, Vec<u8>)]) {
+    for (at, bytes) in held {
+        buffer[*at..at + bytes.len()].copy_from_slice(bytes);
+    }
+}
+
 impl Disk for FileDisk {
     fn size(&self) -> u64 {
         self.size
@@ -343,18 +350,14 @@ impl Disk for FileDisk {
                 Err(error) => return Err(fault("read", at, error)),
             }
         }
-        for (at, bytes) in held {
-            buffer[at..at + bytes.len()].copy_from_slice(&bytes);
-        }
+        lay_over(buffer, &held);
         Ok(())
     }
 
     fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         let held = self.files.held().overlapping(offset, buffer.len());
         self.read_media(offset, buffer)?;
-        for (at, bytes) in held {
-            buffer[at..at + bytes.len()].copy_from_slice(&bytes);
-        }
+        lay_over(buffer, &held);
         Ok(())
     }
 

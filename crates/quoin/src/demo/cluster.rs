@@ -14,6 +14,8 @@ use super::interrupt;
 use crate::dev::layout::Layout;
 
 const START_BUDGET: Duration = Duration::from_secs(120);
+/// One more than the volume has replicas, for one to be added and moved to.
+const POOLS: &str = "4";
 const STOP_BUDGET: Duration = Duration::from_secs(90);
 
 /// A running `quoin dev`; dropping it stops it cleanly, which unmounts and detaches all.
@@ -27,7 +29,7 @@ impl DevCluster {
     pub fn start(directory: &Path, attach: bool) -> Result<Self> {
         let binary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(binary);
-        command.arg("dev").arg("--dir").arg(directory);
+        command.args(["dev", "--pools", POOLS, "--dir"]).arg(directory);
         if !attach {
             command.arg("--no-attach");
         }
@@ -68,6 +70,22 @@ impl DevCluster {
                 bail!("`quoin dev` did not come up within {} s", START_BUDGET.as_secs());
             }
         }
+    }
+
+    /// Runs `quoin ARGUMENTS` against it, as a person would.
+    pub fn command(&self, arguments: &[&str]) -> Result<()> {
+        let binary = std::env::current_exe().context("find this program's own file")?;
+        let output = Command::new(binary)
+            .args(arguments)
+            .env("QUOIN_SOCKET", self.layout.admin_socket())
+            .stdin(Stdio::null())
+            .output()
+            .context("run quoin")?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            bail!("quoin {}: {}", arguments.join(" "), said.trim());
+        }
+        Ok(())
     }
 
     fn processes(&self) -> Result<BTreeMap<String, i32>> {

@@ -31,10 +31,11 @@ struct Outcome {
 pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
     let mounted = can_mount(options);
     let cluster_directory = directory.join("cluster");
-    say("starting an all-in-one Quoin: controller, three pools, target, attach, node");
+    say("starting an all-in-one Quoin: controller, four pools, target, attach, node");
     let cluster = DevCluster::start(&cluster_directory, mounted)?;
     let orchestrator = Orchestrator::new(&cluster.layout.csi_socket(), directory)?;
-    let mut demo = Demo { cluster: Some(cluster), orchestrator, mounted, outcomes: Vec::new() };
+    let cluster = Some(cluster);
+    let mut demo = Demo { cluster, orchestrator, mounted, replicas: 3, outcomes: Vec::new() };
     demo.play(options.size, &cluster_directory)
 }
 
@@ -61,6 +62,8 @@ struct Demo {
     cluster: Option<DevCluster>,
     orchestrator: Orchestrator,
     mounted: bool,
+    /// How many the volume is to have now.
+    replicas: usize,
     outcomes: Vec<Outcome>,
 }
 
@@ -105,12 +108,13 @@ impl Demo {
             millis(quiet.pause)
         ));
 
+        let pools = self.pools_of(&claim)?;
         self.step(
             "kill -9 of a pool; it comes back and catches up",
             &claim,
             &load,
             &documents,
-            |demo| demo.cluster()?.kill(&["pool-b"]),
+            |demo| demo.cluster()?.kill(&[&*pools[1]]),
         )?;
         self.step(
             "a replica wiped with its pool, and rebuilt",
@@ -119,10 +123,10 @@ impl Demo {
             &documents,
             |demo| {
                 let cluster = demo.cluster()?;
-                let before = demo.guid_in(&claim, "pool-c")?;
-                let data = cluster.layout.pool_data("pool-c");
-                cluster.kill_and_hold("pool-c", || wipe(&data))?;
-                demo.wait_for_another_guid(&claim, "pool-c", &before)
+                let before = demo.guid_in(&claim, &pools[2])?;
+                let data = cluster.layout.pool_data(&pools[2]);
+                cluster.kill_and_hold(&pools[2], || wipe(&data))?;
+                demo.wait_for_another_guid(&claim, &pools[2], &before)
             },
         )?;
         let before = self.volume(&claim)?.epoch;
@@ -161,11 +165,13 @@ impl Demo {
                     "pool-a",
                     "pool-b",
                     "pool-c",
+                    "pool-d",
                     "target",
                     "node",
                 ])
             },
         )?;
+        self.membership(&claim, &load, &documents)?;
 
         say("the application ends, after checking every page it ever wrote");
         load.finish()?;
@@ -179,6 +185,45 @@ impl Demo {
         }
         self.orchestrator.delete(&claim, &node)?;
         self.cluster.take().map_or(Ok(()), DevCluster::stop)
+    }
+
+    /// Replicas are added, taken away, moved and replaced under the application.
+    fn membership(&mut self, claim: &Claim, load: &Load, documents: &[Document]) -> Result<()> {
+        let pools = self.pools_of(claim)?;
+        let volume = &*claim.volume_id;
+        self.replicas = 4;
+        let step = "quoin volume scale --replicas 4: a replica is added";
+        self.step(step, claim, load, documents, |demo| {
+            demo.cluster()?.command(&["volume", "scale", volume, "--replicas", "4", "--wait"])
+        })?;
+        self.replicas = 3;
+        let step = "quoin replica remove: one is taken away";
+        self.step(step, claim, load, documents, |demo| {
+            demo.cluster()?.command(&["replica", "remove", volume, &pools[0], "--wait"])
+        })?;
+        let step = "quoin replica move: one goes to another pool";
+        self.step(step, claim, load, documents, |demo| {
+            let way = [&*pools[1], "--to", &pools[0]];
+            demo.cluster()?.command(&[&["replica", "move", volume], &way[..], &["--wait"]].concat())
+        })?;
+        let step = "quoin replica replace, while its pool is down";
+        self.step(step, claim, load, documents, |demo| {
+            let cluster = demo.cluster()?;
+            cluster.kill_and_hold(&pools[2], || {
+                cluster.command(&["replica", "replace", volume, &pools[2], "--wait"])
+            })
+        })
+    }
+
+    /// The pools that hold the volume's replicas.
+    fn pools_of(&self, claim: &Claim) -> Result<Vec<String>> {
+        let mut pools: Vec<_> =
+            self.volume(claim)?.replicas.into_iter().map(|replica| replica.pool).collect();
+        pools.sort_unstable();
+        if pools.len() != self.replicas {
+            bail!("the volume has replicas in {}", pools.join(", "));
+        }
+        Ok(pools)
     }
 
     fn cluster(&self) -> Result<&DevCluster> {
@@ -302,8 +347,9 @@ impl Demo {
         let recovered = self.wait_until_in_sync(claim, load, began)?;
         let reading = load.read(operations);
         note(&format!(
-            "IO paused for {} at most; all three replicas in sync after {:.1} s; {} operations meanwhile, no error",
+            "IO paused for {} at most; all {} replicas in sync after {:.1} s; {} operations meanwhile, no error",
             millis(reading.pause),
+            self.replicas,
             recovered.as_secs_f64(),
             reading.operations
         ));
@@ -328,7 +374,7 @@ impl Demo {
                     let phases: Vec<_> =
                         volume.replicas.iter().map(|replica| replica.phase.as_str()).collect();
                     if volume.health == "Online"
-                        && phases.len() == 3
+                        && phases.len() == self.replicas
                         && phases.iter().all(|phase| *phase == "InSync")
                     {
                         return Ok(began.elapsed());
