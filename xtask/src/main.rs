@@ -6,6 +6,7 @@
 //! [`trace`], [`lint`]; [`house`] and [`invariants`] hold the rules on the tree itself, [`run`] starts programs,
 //! [`packages`] installs what a Debian machine lacks, [`python`] makes the tests' Python.
 
+mod code_mutants;
 mod demo;
 mod house;
 mod invariants;

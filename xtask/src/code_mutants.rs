@@ -1,0 +1,332 @@
+//! `cargo xtask mutants --code`: the code is broken, and not the rules.
+//!
+//! cargo-mutants lists its changes to functions and operators of the core and of the store's
+//! recovery; what it would try one build each, which takes days for all 2,700, is woven into one
+//! copy of the tree behind a switch (`xtask/weave`), so that a shard is one build. Then the tests
+//! of core and store must notice each, and what they miss the simulator's seeds must find. Changes
+//! that do not compile are unviable; the few that the compiler evaluates (constants) have no
+//! switch and are named as not tried. What came out is kept in the target directory, and another
+//! run of the same shard goes on where the last one was ended.
+
+use crate::run;
+use anyhow::{Context, Result, bail};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// The code that is broken.
+const CODE: [&str; 6] = [
+    "crates/quoin-core/src/**/*.rs",
+    "crates/quoin-store/src/recover.rs",
+    "crates/quoin-store/src/ring.rs",
+    "crates/quoin-store/src/records.rs",
+    "crates/quoin-store/src/history.rs",
+    "crates/quoin-store/src/batch.rs",
+];
+/// The switches of the other kind of mutants are no product's.
+const NOT_CODE: &str = "crates/quoin-core/src/mutant.rs";
+/// A sample of about two hundred.
+const SHARD: &str = "0/13";
+/// Whose tests must notice.
+const PACKAGES: [&str; 3] = ["quoin-core", "quoin-store", "quoin-sim"];
+/// The simulator's seeds are an oracle of their own, and one test needs the machine's device.
+const NOT_ASKED: [&str; 3] = ["device", "seeds", "mutants"];
+/// What the simulator is asked: a hundred seeds of the broad worlds, then some of each swarm.
+const SEEDS: [&[&str]; 3] = [
+    &["--seeds", "60", "--store", "model", "--stop"],
+    &["--seeds", "40", "--stop"],
+    &["--swarm", "all", "--seeds", "6", "--stop"],
+];
+/// A change that lets a test run for ever, or take memory without end, is noticed as such: a
+/// multiple of what the sound code takes, and at least so many seconds of CPU.
+const CPU_SECONDS_MIN: u64 = 20;
+const MEMORY_KIB: u64 = 8 << 20;
+
+struct Oracle {
+    name: String,
+    program: PathBuf,
+    arguments: Vec<String>,
+    cpu_seconds: u64,
+}
+
+enum Said {
+    Nothing,
+    Noticed(String),
+    EndsNot,
+}
+
+impl Oracle {
+    fn ask(&self, woven: Option<u32>, tree: &Path) -> Result<Said> {
+        let limits = format!("ulimit -t {}; ulimit -v {MEMORY_KIB}; exec \"$@\"", self.cpu_seconds);
+        let mut command = Command::new("sh");
+        command.args(["-c", &limits, "sh"]).arg(&self.program).args(&self.arguments);
+        // Tests find their data from their crate.
+        let package = if self.name.starts_with("store") { "quoin-store" } else { "quoin-core" };
+        command.current_dir(tree.join("crates").join(package)).stdin(Stdio::null());
+        if let Some(number) = woven {
+            command.env("QUOIN_WOVEN", number.to_string());
+        }
+        let output = command.output().context("cannot start sh")?;
+        if output.status.success() {
+            return Ok(Said::Nothing);
+        }
+        use std::os::unix::process::ExitStatusExt;
+        // SIGXCPU and SIGKILL: the limit of CPU time.
+        if matches!(output.status.signal(), Some(9 | 24)) {
+            return Ok(Said::EndsNot);
+        }
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let failed = text.lines().find_map(|line| {
+            line.strip_prefix("test ")
+                .and_then(|l| l.strip_suffix("FAILED"))
+                .map(|l| l.trim_end_matches([' ', '.']).to_owned())
+                .or_else(|| line.strip_prefix("--swarm ").map(|l| l.chars().take(60).collect()))
+        });
+        Ok(Said::Noticed(failed.unwrap_or_else(|| output.status.to_string())))
+    }
+}
+
+/// `[--shard K/N]`: the sample, resumed; ends with what nothing has noticed.
+pub fn run(arguments: &[String]) -> Result<()> {
+    let shard = match arguments {
+        [] => SHARD,
+        [flag, shard] if flag == "--shard" => shard.as_str(),
+        _ => bail!("--code takes --shard K/N and nothing else: K of N equal parts, as in 3/100"),
+    };
+    let there = run::cargo().args(["mutants", "--version"]).output();
+    if !there.is_ok_and(|output| output.status.success()) {
+        run::check(run::cargo().args(["install", "--locked", "--quiet", "cargo-mutants"]))?;
+    }
+    let shared = run::target_directory()?.join("code-mutants");
+    let folder = shared.join(shard.replace('/', "-of-"));
+    std::fs::create_dir_all(&folder)?;
+    let (list, names) = listed(shard, &folder)?;
+    // One tree for all shards, so that what is the same is built once.
+    let tree = shared.join("tree");
+    copy(&tree)?;
+    let woven = weave(&list, &tree, &shared, &names)?;
+    let oracles = oracles(&woven.executables, &tree)?;
+    let results = folder.join("results.txt");
+    try_each(&woven.tried, &names, &oracles, &tree, &results)?;
+    report(&names, &woven, &results)
+}
+
+/// What cargo-mutants would do: its list, and a name of each.
+fn listed(shard: &str, folder: &Path) -> Result<(PathBuf, Vec<String>)> {
+    let mut cargo = run::cargo();
+    cargo.args(["mutants", "--list", "--json", "--no-shuffle", "--sharding", "round-robin"]);
+    cargo.args(["--shard", shard, "--exclude", NOT_CODE]);
+    cargo.args(CODE.iter().flat_map(|file| ["--file", file]));
+    let output = cargo.stderr(Stdio::inherit()).output().context("cannot start cargo mutants")?;
+    if !output.status.success() {
+        bail!("`{}` failed ({})", run::show(&cargo), output.status);
+    }
+    let parsed: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout)?;
+    let name = |m: &serde_json::Value| m["name"].as_str().unwrap_or_default().to_owned();
+    let list = folder.join("list.json");
+    std::fs::write(&list, &output.stdout)?;
+    Ok((list, parsed.iter().map(name).collect()))
+}
+
+/// The files that git knows, as they are now.
+fn copy(tree: &Path) -> Result<()> {
+    let output = Command::new("git")
+        .args(["ls-files", "-z"])
+        .current_dir(run::workspace_root())
+        .output()
+        .context("cannot start git")?;
+    for file in String::from_utf8(output.stdout)?.split('\0').filter(|f| !f.is_empty()) {
+        let Ok(now) = std::fs::read(run::workspace_root().join(file)) else { continue };
+        let to = tree.join(file);
+        // What is the same keeps its time, and is not built again.
+        if std::fs::read(&to).is_ok_and(|old| old == now) {
+            continue;
+        }
+        std::fs::create_dir_all(to.parent().context("a file lies in a directory")?)?;
+        std::fs::write(to, now)?;
+    }
+    Ok(())
+}
+
+struct Woven {
+    tried: Vec<u32>,
+    unviable: Vec<u32>,
+    not_tried: Vec<(u32, String)>,
+    executables: Vec<serde_json::Value>,
+}
+
+/// Weaves and builds; what does not compile is left out, until the rest does.
+fn weave(list: &Path, tree: &Path, shared: &Path, names: &[String]) -> Result<Woven> {
+    let manifest = run::workspace_root().join("xtask/weave/Cargo.toml");
+    let mut unviable = BTreeSet::new();
+    loop {
+        let without = unviable.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        copy(tree)?;
+        let mut weave = run::cargo();
+        weave.args(["run", "--quiet", "--manifest-path"]).arg(&manifest);
+        weave.arg("--target-dir").arg(shared.join("weave")).arg("--");
+        let output = weave.arg(list).arg(tree).arg(&without).output()?;
+        if !output.status.success() {
+            bail!("weaving failed: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        let left_out = String::from_utf8_lossy(&output.stdout).into_owned();
+        let left_out: Vec<(u32, String)> = left_out
+            .lines()
+            .filter_map(|l| l.split_once(' '))
+            .filter_map(|(n, why)| Some((n.parse().ok()?, why.to_owned())))
+            .collect();
+        let mut build = run::cargo();
+        build.current_dir(tree).args(["test", "--no-run", "--lib", "--tests", "--bins"]);
+        build.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
+        build.args(["--message-format", "json", "--quiet", "--target-dir"]);
+        // Optimised, as a run is ten times the build; with the checks that tests have.
+        build.arg(shared.join("target")).env("CARGO_PROFILE_DEV_OPT_LEVEL", "2");
+        let output = build.stderr(Stdio::null()).output().context("cannot start cargo")?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let messages: Vec<serde_json::Value> =
+            text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect();
+        if output.status.success() {
+            let not = |n: &u32| unviable.contains(n) || left_out.iter().any(|(m, _)| m == n);
+            let all = 0..u32::try_from(names.len())?;
+            let (never, not_tried): (Vec<_>, Vec<_>) =
+                left_out.iter().cloned().partition(|(_, why)| why.starts_with("unviable"));
+            let tried = all.filter(|n| !not(n)).collect();
+            let unviable = unviable.iter().copied().chain(never.iter().map(|(n, _)| *n)).collect();
+            return Ok(Woven { tried, unviable, not_tried, executables: messages });
+        }
+        let before = unviable.len();
+        unviable.extend(messages.iter().filter_map(|m| blamed(m, tree)));
+        if unviable.len() == before {
+            bail!("the woven tree does not build: see `{}`", run::show(&build));
+        }
+    }
+}
+
+/// The change that an error of the compiler lies in: the last switch before it.
+fn blamed(message: &serde_json::Value, tree: &Path) -> Option<u32> {
+    let message = &message["message"];
+    if message["level"] != "error" {
+        return None;
+    }
+    let span = message["spans"].as_array()?.iter().find(|span| span["is_primary"] == true)?;
+    let text = std::fs::read(tree.join(span["file_name"].as_str()?)).ok()?;
+    let start = usize::try_from(span["byte_start"].as_u64()?).ok()?;
+    let before = String::from_utf8_lossy(text.get(..start)?).into_owned();
+    let (_, rest) = before.rsplit_once("woven::on(")?;
+    rest.split_once("u32)")?.0.trim().parse().ok()
+}
+
+/// Tests first, the quickest first; then the simulator. All must be content with sound code.
+fn oracles(messages: &[serde_json::Value], tree: &Path) -> Result<Vec<Oracle>> {
+    let mut tests = Vec::new();
+    let mut simulator = None;
+    for message in messages {
+        let Some(executable) = message["executable"].as_str() else { continue };
+        let target = &message["target"];
+        let name = target["name"].as_str().unwrap_or_default();
+        let home = message["manifest_path"].as_str().unwrap_or_default();
+        let package = PACKAGES.iter().find(|p| home.contains(&format!("/{p}/")));
+        match (package, target["kind"][0].as_str()) {
+            (Some(&"quoin-sim"), Some("bin")) if name == "quoin-sim" => {
+                // Of the two that cargo builds, the program and not its tests.
+                if message["profile"]["test"] == false {
+                    simulator = Some(PathBuf::from(executable));
+                }
+            }
+            (Some(package), Some("lib" | "test")) if !NOT_ASKED.contains(&name) => {
+                let name = format!("{} {name}", package.trim_start_matches("quoin-"));
+                tests.push((name, PathBuf::from(executable), Vec::new()));
+            }
+            _ => {}
+        }
+    }
+    let simulator = simulator.context("cargo built no simulator")?;
+    let seeds = SEEDS.iter().map(|arguments| {
+        let words = arguments.iter().map(|a| (*a).to_owned()).collect();
+        (format!("sim {}", arguments.join(" ")), simulator.clone(), words)
+    });
+    let mut timed = Vec::new();
+    for (name, program, arguments) in tests.into_iter().chain(seeds) {
+        let mut oracle = Oracle { name, program, arguments, cpu_seconds: 3600 };
+        let start = Instant::now();
+        if let Said::Noticed(what) = oracle.ask(None, tree)? {
+            bail!("{} is not content with sound code: {what}", oracle.name);
+        }
+        let seconds = start.elapsed().as_secs();
+        println!("{}: {seconds} s on sound code", oracle.name);
+        oracle.cpu_seconds = CPU_SECONDS_MIN + 4 * seconds;
+        timed.push((oracle.name.starts_with("sim"), seconds, oracle));
+    }
+    // What most changes fall to is asked first; the slow tests of the store come after the seeds.
+    timed.sort_by_key(
+        |(simulator, seconds, _)| {
+            if *simulator { 8 + seconds / 100 } else { *seconds }
+        },
+    );
+    Ok(timed.into_iter().map(|(_, _, oracle)| oracle).collect())
+}
+
+fn kept(results: &Path) -> BTreeMap<String, String> {
+    let text = std::fs::read_to_string(results).unwrap_or_default();
+    let line = |l: &str| l.split_once('\t').map(|(name, said)| (name.to_owned(), said.to_owned()));
+    text.lines().filter_map(line).collect()
+}
+
+fn try_each(
+    tried: &[u32],
+    names: &[String],
+    oracles: &[Oracle],
+    tree: &Path,
+    results: &Path,
+) -> Result<()> {
+    let known = kept(results);
+    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(results)?;
+    for number in tried {
+        let name = &names[usize::try_from(*number)?];
+        // What was missed is asked again: there may be a new test.
+        if known.get(name).is_some_and(|said| !said.starts_with("missed")) {
+            continue;
+        }
+        let mut said = "missed".to_owned();
+        for oracle in oracles {
+            match oracle.ask(Some(*number), tree)? {
+                Said::Nothing => continue,
+                Said::Noticed(what) => said = format!("caught\t{}: {what}", oracle.name),
+                Said::EndsNot => said = format!("endless\t{}", oracle.name),
+            }
+            break;
+        }
+        println!("{name}\t{said}");
+        writeln!(file, "{name}\t{said}")?;
+    }
+    Ok(())
+}
+
+fn report(names: &[String], woven: &Woven, results: &Path) -> Result<()> {
+    let known = kept(results);
+    let count = |what: &str| known.values().filter(|said| said.starts_with(what)).count();
+    let name = |n: u32| usize::try_from(n).ok().and_then(|n| names.get(n));
+    for number in &woven.unviable {
+        println!("unviable: {}", name(*number).context("a listed change")?);
+    }
+    for (number, why) in &woven.not_tried {
+        println!("not tried ({why}): {}", name(*number).context("a listed change")?);
+    }
+    for (name, _) in known.iter().filter(|(_, said)| said.starts_with("missed")) {
+        println!("missed: {name}");
+    }
+    let (caught, endless) = (count("caught"), count("endless"));
+    let viable = known.len();
+    println!(
+        "{} changes: {caught} caught, {endless} never end, {} missed; {} unviable, {} not tried; \
+         noticed {:.1} % of {viable}",
+        names.len(),
+        count("missed"),
+        woven.unviable.len(),
+        woven.not_tried.len(),
+        100.0 * (caught + endless) as f64 / viable.max(1) as f64,
+    );
+    Ok(())
+}

@@ -1,0 +1,264 @@
+//! Puts many broken variants of the code into one tree, each behind a switch.
+//!
+//! `quoin-weave LIST TREE [N,N,…]` reads what `cargo mutants --list --json` has listed, writes the
+//! files of TREE anew with each change (but those whose numbers are given) behind
+//! `woven::on(N)`, and prints a line `N REASON` for each that it leaves out. One build then serves
+//! all of them: the variable `QUOIN_WOVEN` says which one a process runs with. A build for each of
+//! two thousand changes takes days; this takes the time of their tests.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use proc_macro2::{LineColumn, Span};
+use syn::spanned::Spanned;
+use syn::visit_mut::{self, VisitMut};
+use syn::{Expr, parse_quote};
+
+/// What is put into the core, where every other crate finds it.
+const SWITCH: &str = r#"
+/// Which broken variant this process runs.
+pub mod woven {
+    /// Whether it is this one.
+    pub fn on(number: u32) -> bool {
+        static WHICH: std::sync::LazyLock<u32> = std::sync::LazyLock::new(|| {
+            std::env::var("QUOIN_WOVEN").ok().and_then(|n| n.parse().ok()).unwrap_or(u32::MAX)
+        });
+        *WHICH == number
+    }
+}
+"#;
+const HOME: &str = "crates/quoin-core/";
+
+struct Mutant {
+    number: u32,
+    genre: String,
+    replacement: String,
+}
+
+/// Line from one, column from zero: as `syn` counts.
+type Place = (usize, usize);
+
+struct Weaver {
+    switch: syn::Path,
+    /// Several may change one place.
+    wanted: BTreeMap<Place, Vec<Mutant>>,
+    /// Within what the compiler evaluates, where no switch can be.
+    constant: usize,
+    left_out: Vec<(u32, &'static str)>,
+}
+
+impl Weaver {
+    fn take(&mut self, span: Span, genres: &[&str]) -> Vec<Mutant> {
+        let LineColumn { line, column } = span.start();
+        let Some(there) = self.wanted.get_mut(&(line, column)) else { return Vec::new() };
+        let (mine, others) = there.drain(..).partition(|m| genres.contains(&m.genre.as_str()));
+        *there = others;
+        if self.constant == 0 {
+            return mine;
+        }
+        self.left_out.extend(mine.iter().map(|m| (m.number, "evaluated by the compiler")));
+        Vec::new()
+    }
+
+    fn leave_out(&mut self, mutants: &[Mutant], why: &'static str) {
+        self.left_out.extend(mutants.iter().map(|m| (m.number, why)));
+    }
+
+    /// `changed` when the switch is on, else `expr`.
+    fn switched(&self, number: u32, changed: Expr, expr: &Expr) -> Expr {
+        let switch = &self.switch;
+        parse_quote!((if #switch(#number) { #changed } else { #expr }))
+    }
+
+    fn block(&mut self, block: &mut syn::Block) {
+        let Some(first) = block.stmts.first() else { return };
+        let switch = self.switch.clone();
+        for mutant in self.take(first.span(), &["FnValue"]) {
+            let Ok(value) = syn::parse_str::<Expr>(&mutant.replacement) else {
+                self.leave_out(&[mutant], "its value is no expression");
+                continue;
+            };
+            let number = mutant.number;
+            block.stmts.insert(0, parse_quote!(if #switch(#number) { return #value; }));
+        }
+    }
+
+    fn constant(&mut self, inner: impl FnOnce(&mut Self)) {
+        self.constant += 1;
+        inner(self);
+        self.constant -= 1;
+    }
+}
+
+fn has_let(expr: &Expr) -> bool {
+    match expr {
+        Expr::Let(_) => true,
+        Expr::Binary(both) => has_let(&both.left) || has_let(&both.right),
+        _ => false,
+    }
+}
+
+fn place(value: &serde_json::Value) -> Option<Place> {
+    let number = |key: &str| usize::try_from(value[key].as_u64()?).ok();
+    Some((number("line")?, number("column")?.checked_sub(1)?))
+}
+
+impl VisitMut for Weaver {
+    fn visit_item_fn_mut(&mut self, item: &mut syn::ItemFn) {
+        if item.sig.constness.is_some() {
+            return self.constant(|w| {
+                w.block(&mut item.block);
+                visit_mut::visit_item_fn_mut(w, item);
+            });
+        }
+        self.block(&mut item.block);
+        visit_mut::visit_item_fn_mut(self, item);
+    }
+
+    fn visit_impl_item_fn_mut(&mut self, item: &mut syn::ImplItemFn) {
+        if item.sig.constness.is_some() {
+            return self.constant(|w| {
+                w.block(&mut item.block);
+                visit_mut::visit_impl_item_fn_mut(w, item);
+            });
+        }
+        self.block(&mut item.block);
+        visit_mut::visit_impl_item_fn_mut(self, item);
+    }
+
+    fn visit_trait_item_fn_mut(&mut self, item: &mut syn::TraitItemFn) {
+        if let Some(block) = &mut item.default {
+            self.block(block);
+        }
+        visit_mut::visit_trait_item_fn_mut(self, item);
+    }
+
+    fn visit_item_const_mut(&mut self, item: &mut syn::ItemConst) {
+        self.constant(|w| visit_mut::visit_item_const_mut(w, item));
+    }
+
+    fn visit_impl_item_const_mut(&mut self, item: &mut syn::ImplItemConst) {
+        self.constant(|w| visit_mut::visit_impl_item_const_mut(w, item));
+    }
+
+    fn visit_item_static_mut(&mut self, item: &mut syn::ItemStatic) {
+        self.constant(|w| visit_mut::visit_item_static_mut(w, item));
+    }
+
+    fn visit_type_mut(&mut self, item: &mut syn::Type) {
+        self.constant(|w| visit_mut::visit_type_mut(w, item));
+    }
+
+    fn visit_expr_repeat_mut(&mut self, repeat: &mut syn::ExprRepeat) {
+        self.visit_expr_mut(&mut repeat.expr);
+        self.constant(|w| w.visit_expr_mut(&mut repeat.len));
+    }
+
+    fn visit_arm_mut(&mut self, arm: &mut syn::Arm) {
+        let start = arm.pat.span();
+        let guard = arm.guard.as_ref().map(|(_, guard)| guard.span());
+        let (deleted, guards) = (
+            self.take(start, &["MatchArm"]),
+            guard.map_or_else(Vec::new, |span| self.take(span, &["MatchArmGuard"])),
+        );
+        visit_mut::visit_arm_mut(self, arm);
+        let switch = self.switch.clone();
+        for mutant in guards {
+            let number = mutant.number;
+            let Some((_, guard)) = &mut arm.guard else { continue };
+            if has_let(guard) {
+                self.leave_out(&[mutant], "a guard with a pattern");
+                continue;
+            }
+            **guard = match mutant.replacement.as_str() {
+                "true" => parse_quote!(#switch(#number) || (#guard)),
+                _ => parse_quote!(!#switch(#number) && (#guard)),
+            };
+        }
+        for mutant in deleted {
+            let number = mutant.number;
+            let guard: Expr = match &arm.guard {
+                Some((_, guard)) => parse_quote!(!#switch(#number) && (#guard)),
+                None => parse_quote!(!#switch(#number)),
+            };
+            arm.guard = Some((Default::default(), Box::new(guard)));
+        }
+    }
+
+    fn visit_expr_mut(&mut self, expr: &mut Expr) {
+        let span = match expr {
+            Expr::Binary(both) => Some(both.op.span()),
+            Expr::Unary(one) => Some(one.op.span()),
+            _ => None,
+        };
+        let mine =
+            span.map_or_else(Vec::new, |s| self.take(s, &["BinaryOperator", "UnaryOperator"]));
+        visit_mut::visit_expr_mut(self, expr);
+        if mine.is_empty() {
+            return;
+        }
+        if has_let(expr) {
+            return self.leave_out(&mine, "unviable: a pattern under ||");
+        }
+        let whole = expr.clone();
+        for mutant in mine {
+            let changed: Option<Expr> = match &whole {
+                Expr::Binary(both) => syn::parse_str(&mutant.replacement)
+                    .ok()
+                    .map(|op| Expr::Binary(syn::ExprBinary { op, ..both.clone() })),
+                Expr::Unary(one) if mutant.replacement.is_empty() => Some((*one.expr).clone()),
+                _ => None,
+            };
+            match changed {
+                Some(changed) => *expr = self.switched(mutant.number, changed, expr),
+                None => self.leave_out(&[mutant], "not understood"),
+            }
+        }
+    }
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [list, tree, rest @ ..] = arguments.as_slice() else {
+        return Err("quoin-weave LIST TREE [N,N,…]".into());
+    };
+    let without: BTreeSet<u32> =
+        rest.iter().flat_map(|l| l.split(',')).filter_map(|n| n.parse().ok()).collect();
+    let list: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(list)?)?;
+    let mut files: BTreeMap<String, BTreeMap<Place, Vec<Mutant>>> = BTreeMap::new();
+    files.entry(format!("{HOME}src/lib.rs")).or_default();
+    for (number, mutant) in (0_u32..).zip(&list) {
+        let text = |key: &str| mutant[key].as_str().unwrap_or_default().to_owned();
+        let Some(start) = place(&mutant["span"]["start"]) else {
+            println!("{number} no place");
+            continue;
+        };
+        let changes = files.entry(text("file")).or_default().entry(start).or_default();
+        if !without.contains(&number) {
+            let (genre, replacement) = (text("genre"), text("replacement"));
+            changes.push(Mutant { number, genre, replacement });
+        }
+    }
+    for (file, wanted) in files {
+        let path = Path::new(tree).join(&file);
+        let mut source = syn::parse_file(&std::fs::read_to_string(&path)?)?;
+        let at_home = file.starts_with(HOME);
+        let switch = if at_home {
+            parse_quote!(crate::woven::on)
+        } else {
+            parse_quote!(::quoin_core::woven::on)
+        };
+        let mut weaver = Weaver { switch, wanted, constant: 0, left_out: Vec::new() };
+        weaver.visit_file_mut(&mut source);
+        let lost = weaver.wanted.into_values().flatten().map(|m| (m.number, "not found"));
+        for (number, why) in weaver.left_out.into_iter().chain(lost) {
+            println!("{number} {why}");
+        }
+        let mut woven = prettyplease::unparse(&source);
+        if file == format!("{HOME}src/lib.rs") {
+            woven.push_str(SWITCH);
+        }
+        std::fs::write(path, woven)?;
+    }
+    Ok(())
+}
