@@ -27,12 +27,14 @@ const CODE: [&str; 6] = [
 ];
 /// The switches of the other kind of mutants are no product's.
 const NOT_CODE: &str = "crates/quoin-core/src/mutant.rs";
+/// Where weaving puts the switch.
+const HOME: &str = "crates/quoin-core/src/lib.rs";
 /// A sample of about two hundred.
 const SHARD: &str = "0/13";
 /// Whose tests must notice.
 const PACKAGES: [&str; 3] = ["quoin-core", "quoin-store", "quoin-sim"];
-/// The simulator's seeds are an oracle of their own, and one test needs the machine's device.
-const NOT_ASKED: [&str; 3] = ["device", "seeds", "mutants"];
+/// The simulator is an oracle of its own by its seeds, and one test needs the machine's device.
+const NOT_ASKED: [&str; 4] = ["device", "seeds", "mutants", "quoin_sim"];
 /// What the simulator is asked: a hundred seeds of the broad worlds, then some of each swarm.
 const SEEDS: [&[&str]; 3] = [
     &["--seeds", "60", "--store", "model", "--stop"],
@@ -105,7 +107,6 @@ pub fn run(arguments: &[String]) -> Result<()> {
     let (list, names) = listed(shard, &folder)?;
     // One tree for all shards, so that what is the same is built once.
     let tree = shared.join("tree");
-    copy(&tree)?;
     let woven = weave(&list, &tree, &shared, &names)?;
     let oracles = oracles(&woven.executables, &tree)?;
     let results = folder.join("results.txt");
@@ -130,8 +131,11 @@ fn listed(shard: &str, folder: &Path) -> Result<(PathBuf, Vec<String>)> {
     Ok((list, parsed.iter().map(name).collect()))
 }
 
-/// The files that git knows, as they are now.
-fn copy(tree: &Path) -> Result<()> {
+/// The files that git knows, as they are now, but those that weaving writes.
+fn copy(tree: &Path, list: &Path) -> Result<()> {
+    let list: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(list)?)?;
+    let mut woven: BTreeSet<&str> = list.iter().filter_map(|m| m["file"].as_str()).collect();
+    woven.insert(HOME);
     let output = Command::new("git")
         .args(["ls-files", "-z"])
         .current_dir(run::workspace_root())
@@ -141,7 +145,7 @@ fn copy(tree: &Path) -> Result<()> {
         let Ok(now) = std::fs::read(run::workspace_root().join(file)) else { continue };
         let to = tree.join(file);
         // What is the same keeps its time, and is not built again.
-        if std::fs::read(&to).is_ok_and(|old| old == now) {
+        if woven.contains(file) && to.exists() || std::fs::read(&to).is_ok_and(|old| old == now) {
             continue;
         }
         std::fs::create_dir_all(to.parent().context("a file lies in a directory")?)?;
@@ -163,11 +167,12 @@ fn weave(list: &Path, tree: &Path, shared: &Path, names: &[String]) -> Result<Wo
     let mut unviable = BTreeSet::new();
     loop {
         let without = unviable.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-        copy(tree)?;
+        copy(tree, list)?;
         let mut weave = run::cargo();
         weave.args(["run", "--quiet", "--manifest-path"]).arg(&manifest);
         weave.arg("--target-dir").arg(shared.join("weave")).arg("--");
-        let output = weave.arg(list).arg(tree).arg(&without).output()?;
+        weave.arg(list).arg(run::workspace_root()).arg(tree).arg(&without);
+        let output = weave.output().context("cannot start cargo")?;
         if !output.status.success() {
             bail!("weaving failed: {}", String::from_utf8_lossy(&output.stderr));
         }

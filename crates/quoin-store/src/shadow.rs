@@ -93,9 +93,11 @@ impl Replica {
     }
 
     /// A replica that is fed by entries again needs its increment no more: what that wrote is dead
-    /// now, and nobody else would say so. A crash may bring it back, until the next entry.
+    /// now, and nobody else would say so. A crash may bring it back, until the next entry. One that
+    /// is prepared ends as well: its session was cut before the flip, which would now go back
+    /// behind the entry, and while it waits neither fold nor commit gives anything back.
     pub fn abandon_shadow(&mut self) {
-        if self.shadow.take_if(|shadow| shadow.prepared.is_none()).is_some() {
+        if self.shadow.take().is_some() {
             (self.recount, self.dirty) = (true, true);
             self.family.changes += 1;
         }

@@ -251,11 +251,21 @@ fn the_space_of_an_abandoned_shadow_comes_back() {
 /// Its replica came back soon enough to be fed by entries, so no other increment takes its place.
 #[test]
 fn an_entry_ends_a_shadow_and_gives_its_space_back() {
+    an_entry_ends_it(false);
+}
+
+/// The session was cut between the increment's end and the flip.
+#[test]
+fn an_entry_ends_a_prepared_shadow_too_and_no_flip_goes_back_behind_it() {
+    an_entry_ends_it(true);
+}
+
+fn an_entry_ends_it(prepared: bool) {
     let mut world = World::without_reverts(5, 32 << 20);
     write(&mut world, 60);
     let first = world.history[0].clone();
     let mut source = world.pool.as_mut().expect("open").replica(GUID).expect("it");
-    let (slots, _) = pull_all(&mut source, ReadView::Base, Lsn::ZERO);
+    let (slots, end) = pull_all(&mut source, ReadView::Base, Lsn::ZERO);
     let mut receiver = Receiver::new(5);
     let settle = |receiver: &mut Receiver| {
         for _ in 0..40 {
@@ -267,11 +277,18 @@ fn an_entry_ends_a_shadow_and_gives_its_space_back() {
     let free = receiver.pool().stats().free_bytes;
     receiver.with(|s| s.increment_begin(7, Lsn::ZERO)).expect("a start");
     receiver.with(|s| s.increment_feed(7, &slots, BLOCKS)).expect("fed");
+    if prepared {
+        receiver.with(|s| s.increment_prepare(7, &end)).expect("complete");
+    }
     settle(&mut receiver);
     let held = free - receiver.pool().stats().free_bytes;
     receiver.with(|s| s.append(&[first])).expect("an entry");
     assert_eq!(receiver.with(|s| s.shadow()), None);
+    let refused = receiver.with(|s| s.increment_flip(7));
+    assert!(matches!(refused, Err(StoreError::Rule(_))), "{refused:?}");
+    receiver.with(|s| s.set_stable(Lsn(1)));
     settle(&mut receiver);
+    assert_eq!(receiver.with(|s| s.state().base.lsn), Lsn(1), "the log is folded again");
     let left = free - receiver.pool().stats().free_bytes;
     assert!(left < held, "{left} bytes are used after it, {held} were with it");
 }

@@ -1,7 +1,7 @@
 //! Puts many broken variants of the code into one tree, each behind a switch.
 //!
-//! `quoin-weave LIST TREE [N,N,…]` reads what `cargo mutants --list --json` has listed, writes the
-//! files of TREE anew with each change (but those whose numbers are given) behind
+//! `quoin-weave LIST SOURCE TREE [N,N,…]` reads what `cargo mutants --list --json` has listed, writes
+//! the files of SOURCE to TREE with each change (but those whose numbers are given) behind
 //! `woven::on(N)`, and prints a line `N REASON` for each that it leaves out. One build then serves
 //! all of them: the variable `QUOIN_WOVEN` says which one a process runs with. A build for each of
 //! two thousand changes takes days; this takes the time of their tests.
@@ -219,8 +219,8 @@ impl VisitMut for Weaver {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [list, tree, rest @ ..] = arguments.as_slice() else {
-        return Err("quoin-weave LIST TREE [N,N,…]".into());
+    let [list, root, tree, rest @ ..] = arguments.as_slice() else {
+        return Err("quoin-weave LIST SOURCE TREE [N,N,…]".into());
     };
     let without: BTreeSet<u32> =
         rest.iter().flat_map(|l| l.split(',')).filter_map(|n| n.parse().ok()).collect();
@@ -240,7 +240,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     for (file, wanted) in files {
-        let path = Path::new(tree).join(&file);
+        let path = Path::new(root).join(&file);
         let mut source = syn::parse_file(&std::fs::read_to_string(&path)?)?;
         let at_home = file.starts_with(HOME);
         let switch = if at_home {
@@ -257,6 +257,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut woven = prettyplease::unparse(&source);
         if file == format!("{HOME}src/lib.rs") {
             woven.push_str(SWITCH);
+        }
+        let path = Path::new(tree).join(&file);
+        // What is the same keeps its time, and is not built again.
+        if std::fs::read_to_string(&path).is_ok_and(|old| old == woven) {
+            continue;
         }
         std::fs::write(path, woven)?;
     }

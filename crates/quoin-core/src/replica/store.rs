@@ -160,7 +160,7 @@ pub trait ReplicaStore {
     fn unpin(&mut self, session: u64);
 
     /// A shadow left by an interrupted increment: rebuild id, `from`, and the next LBA. An entry
-    /// that is appended ends it, unless it is prepared already.
+    /// that is appended ends it, prepared or not: a flip behind that is refused with `Rule`.
     fn shadow(&self) -> Option<(u64, Lsn, u64)>;
     /// Starts a shadow on top of the state at `from` (`from` = 0 starts empty); the same rebuild
     /// id resumes. `from` above stable is refused with `Rule`.

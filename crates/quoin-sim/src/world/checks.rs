@@ -164,6 +164,10 @@ impl World {
             self.violate("LeaseExcludes", format!("target {target} answers and does not serve"));
             return;
         };
+        if self.targets[target].process.as_ref().is_some_and(|p| p.closes) {
+            let detail = format!("target {target} answers though it gave its lease up by a Close");
+            return self.violate("LeaseExcludes", detail);
+        }
         if (epoch, target, life) != self.served {
             let (newest, by, _) = self.served;
             self.violate(

@@ -123,7 +123,30 @@ impl World {
         let there = &mut self.pools[pool];
         let arrived = there.pings.iter().rev().find(|(k, p, _)| (*k, *p) == (session, ping));
         if let Some((_, _, at)) = arrived {
+            if there.honoured.is_none_or(|(holder, _)| holder != session.incarnation) {
+                there.close_heard = false;
+            }
             there.honoured = Some((session.incarnation, *at));
+        }
+    }
+
+    /// A target that has sent Close has given up its lease (`check_reply` holds it to that), so the
+    /// close may reach media, and the power go, before the replica has said so: its start then
+    /// finds no session open, and owes nobody a lease.
+    pub(crate) fn hear_close(&mut self, pool: usize, session: SessionKey, message: &ToReplica) {
+        let there = &mut self.pools[pool];
+        let holder = there.honoured.map(|(holder, _)| holder);
+        if matches!(message, ToReplica::Close) && holder == Some(session.incarnation) {
+            there.close_heard = true;
+        }
+    }
+
+    /// What a start does not find is owed no more, if it may be gone: a lease whose holder has
+    /// closed. All others are honoured through starts.
+    pub(crate) fn forget_closed_lease(&mut self, pool: usize) {
+        let there = &mut self.pools[pool];
+        if std::mem::take(&mut there.close_heard) {
+            there.honoured = None;
         }
     }
 

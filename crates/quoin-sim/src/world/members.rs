@@ -219,6 +219,7 @@ impl World {
         // Leases were the lost one's. This one helps no target before it is known, and an open
         // meets each CF that a lease was counted with in one that is still there.
         here.honoured = None;
+        here.close_heard = false;
         here.cache_lost = false;
         if let Some(process) = &mut here.process {
             process.replica = replica;

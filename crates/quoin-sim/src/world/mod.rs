@@ -169,6 +169,8 @@ pub(crate) struct PoolHost {
         std::collections::VecDeque<(quoin_core::SessionKey, quoin_core::message::Ping, Time)>,
     /// Whose lease it has acknowledged, from when on.
     pub honoured: Option<(quoin_core::Incarnation, Time)>,
+    /// It has heard the Close of the one whose lease it honours.
+    pub close_heard: bool,
     /// The replica whose disk was put back to an older image.
     pub rolled_back: Option<quoin_core::ReplicaGuid>,
     /// Syncs begin and do not end.

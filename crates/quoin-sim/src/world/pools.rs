@@ -97,6 +97,7 @@ impl World {
                 self.schedule.after(delay, Event::Recreate { pool });
             }
         }
+        self.forget_closed_lease(pool);
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
         self.pools[pool].process =
             Some(Process { replica, timer: None, arm: 0, idle_planned: false, short: false });
@@ -238,6 +239,7 @@ impl World {
                 self.acknowledge_early(id, session, &message);
             }
             self.hear_ping(pool, session, &message);
+            self.hear_close(pool, session, &message);
             if let ToReplica::Truncate { keep, tip } = &message {
                 self.pools[pool].said.cut(*keep, *tip);
             }

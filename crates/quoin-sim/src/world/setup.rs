@@ -366,6 +366,7 @@ impl World {
             hurt: false,
             pings: Default::default(),
             honoured: None,
+            close_heard: false,
             stuck: false,
             starts_known: 0,
         });

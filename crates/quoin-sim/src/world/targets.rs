@@ -22,6 +22,8 @@ pub(crate) struct Process {
     pub has_served: bool,
     /// This open said that unflushed data may be lost.
     pub tail_lost: bool,
+    /// It has sent a Close, and with that given up its lease.
+    pub closes: bool,
     pub in_sync: Vec<Member>,
     pub waiting: String,
     /// The size that the controller has told it.
@@ -53,6 +55,7 @@ impl World {
             serving: None,
             has_served: false,
             tail_lost: false,
+            closes: false,
             in_sync: Vec::new(),
             waiting: String::new(),
             told_blocks: self.setup.config.volume_blocks,
@@ -311,6 +314,11 @@ impl World {
             }
         }
         self.check_boundary(target, &message);
+        if matches!(message, ToReplica::Close)
+            && let Some(process) = &mut self.targets[target].process
+        {
+            process.closes = true;
+        }
         if self.trace.is_on() {
             let pool = self.network.connections.get(&id).map_or(usize::MAX, |c| c.pool);
             let text = describe(&message);

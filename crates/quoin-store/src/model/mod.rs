@@ -180,7 +180,7 @@ impl Storage {
     fn apply(&mut self, operation: &Operation) {
         match operation {
             Operation::Append(entries) => {
-                self.shadow = self.shadow.take().filter(|shadow| shadow.prepared.is_some());
+                self.shadow = None;
                 for entry in entries {
                     self.now.apply(entry);
                     self.log.push(entry.clone());
