@@ -248,6 +248,12 @@ impl Storage for RealStorage {
         self.pool.as_ref().is_some_and(|p| p.background_due() != Due::Idle)
     }
 
+    fn look_again(&mut self) {
+        if let Some(pool) = &mut self.pool {
+            pool.look_again();
+        }
+    }
+
     fn set_failing(&mut self, failing: Failing) {
         self.disk.set_failing(failing);
     }

@@ -65,6 +65,8 @@ pub trait Storage {
     /// Checkpoints, clean-up and the like, between events.
     fn background(&mut self) -> Result<(), StoreError>;
     fn wants_background(&self) -> bool;
+    /// Now and then what the disk refused to read can be read.
+    fn look_again(&mut self) {}
 
     fn set_failing(&mut self, failing: Failing);
     /// The next write is lost, or goes to another place. False: no such disk here.

@@ -107,11 +107,34 @@ fn seeds_that_once_found_something_as_the_membership_changes_find_nothing_now() 
     }
 }
 
+/// The same in other small worlds.
+const FOUND_IN_SWARMS: &[(quoin_sim::Swarm, u64, &str)] = &[
+    (
+        quoin_sim::Swarm::Churn,
+        294,
+        "an increment cut before its flip kept its replica from folding",
+    ),
+    (
+        quoin_sim::Swarm::Closes,
+        131,
+        "the checker took a lease that its holder gave up for one owed",
+    ),
+];
+
+#[test]
+fn seeds_that_once_found_something_in_a_swarm_find_nothing_now() {
+    for (swarm, seed, what) in FOUND_IN_SWARMS {
+        let report = run(RunOptions { seed: *seed, swarm: *swarm, ..RunOptions::default() });
+        assert_eq!(report.violation, None, "{} seed {seed}: {what}", swarm.name());
+    }
+}
+
 /// Where the checker was wrong, or the run's settings were.
 const FALSE_ALARMS: &[(u64, &str)] = &[
     (20334, "a replica counted as whole again that was listed in a View and not yet fed"),
     (6125, "the lease of a replica that was lost was asked of the one made in its place"),
     (101, "the window was smaller than one request"),
+    (865, "a pool never looked again at what a passing read error had set aside"),
 ];
 
 #[test]

@@ -81,6 +81,11 @@ pub(crate) enum Event {
         life: u32,
         ticket: quoin_core::replica::store::SyncTicket,
     },
+    /// The pool tells the controller how it is, and looks again at what it could not read.
+    PoolReport {
+        pool: usize,
+        life: u32,
+    },
     PoolIdle {
         pool: usize,
         life: u32,
@@ -311,6 +316,7 @@ impl World {
             Event::TargetTimer { target, life, arm } => self.target_timer(target, life, arm),
             Event::PoolTimer { pool, life, arm } => self.pool_timer(pool, life, arm),
             Event::SyncDone { pool, life, ticket } => self.sync_done(pool, life, ticket),
+            Event::PoolReport { pool, life } => self.pool_report(pool, life),
             Event::PoolIdle { pool, life } => self.pool_idle(pool, life),
             Event::Asked { target, life, number, question } => {
                 self.asked(target, life, number, &question);

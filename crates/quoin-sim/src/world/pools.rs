@@ -7,8 +7,11 @@ use quoin_core::{Epoch, Member, SessionKey, Time};
 
 use super::{Event, Mutant, World, brief};
 use crate::network::{ConnectionId, Taken, Way};
-use crate::schedule::{MICROSECOND, MILLISECOND};
+use crate::schedule::{MICROSECOND, MILLISECOND, SECOND};
 use crate::storage::Outage;
+
+/// As the product's pools do.
+const REPORT_EVERY: u64 = 2 * SECOND;
 
 /// One life of a pool process.
 pub(crate) struct Process {
@@ -101,6 +104,7 @@ impl World {
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
         self.pools[pool].process =
             Some(Process { replica, timer: None, arm: 0, idle_planned: false, short: false });
+        self.schedule.after(REPORT_EVERY, Event::PoolReport { pool, life });
     }
 
     /// A pool that cannot be read at all gets a new disk, and makes another replica there.
@@ -450,6 +454,20 @@ impl World {
         if !std::mem::replace(&mut process.idle_planned, true) {
             let delay = self.random.between(50, 5000) * MICROSECOND;
             self.schedule.after(delay, Event::PoolIdle { pool, life });
+        }
+    }
+
+    /// As the product's driver does with each of its reports, whether the controller hears it or
+    /// not: what was set aside because the disk refused to read is worked on again.
+    pub(crate) fn pool_report(&mut self, pool: usize, life: u32) {
+        let here = &mut self.pools[pool];
+        if here.life != life || here.process.is_none() {
+            return;
+        }
+        self.schedule.after(REPORT_EVERY, Event::PoolReport { pool, life });
+        if !self.pools[pool].paused {
+            self.pools[pool].storage.look_again();
+            self.plan_idle(pool);
         }
     }
 
