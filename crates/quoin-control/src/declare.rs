@@ -104,6 +104,7 @@ impl Controller {
         if asked.dry_run {
             let spec = spec::complete(&declared, self.settings.defaults)?;
             let size_bytes = spec::size(declared.size_bytes, 0)?;
+            spec::check_file_system(&spec, size_bytes)?;
             volumes::choose(&spec, size_bytes, &self.candidates(), &pools)?;
             return Ok((None, vec![said]));
         }

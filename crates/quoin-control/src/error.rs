@@ -59,6 +59,12 @@ pub enum Error {
     )]
     Listen { address: String, source: std::io::Error },
 
+    #[error(
+        "another controller serves the admin socket {0}: stop that one, or give this one a socket \
+         of its own with --admin-socket"
+    )]
+    SocketServed(PathBuf),
+
     #[error("{0} holds no cluster; make one with `quoin controller init`")]
     NotInitialised(PathBuf),
 
@@ -112,6 +118,7 @@ impl Error {
             Self::Store(_) => Code::Unavailable,
             Self::File { .. }
             | Self::Listen { .. }
+            | Self::SocketServed(_)
             | Self::NotInitialised(_)
             | Self::AlreadyInitialised(_)
             | Self::NoAuthority(_)

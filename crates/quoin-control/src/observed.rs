@@ -36,6 +36,8 @@ pub struct PoolSeen {
     pub last: Instant,
     pub leaving: bool,
     pub error: String,
+    /// What keeps it from taking more while it serves on.
+    pub warning: String,
     pub capacity_bytes: u64,
     pub used_bytes: u64,
     pub free_bytes: u64,

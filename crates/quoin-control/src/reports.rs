@@ -51,6 +51,7 @@ impl Controller {
         short("pool_id", &report.pool_id)?;
         short("address", &report.address)?;
         short("error", &report.error)?;
+        short("warning", &report.warning)?;
         if report.replicas.len() > REPLICAS_MAX {
             return Err(Error::invalid("replicas", format!("at most {REPLICAS_MAX}")));
         }
@@ -61,6 +62,7 @@ impl Controller {
             last: Instant::now(),
             leaving: report.leaving,
             error: report.error.clone(),
+            warning: report.warning.clone(),
             capacity_bytes: report.capacity_bytes,
             used_bytes: report.used_bytes,
             free_bytes: report.free_bytes,

@@ -340,7 +340,7 @@ async fn bind_admin(path: &Path) -> Result<UnixListener, Error> {
         std::fs::create_dir_all(dir).map_err(failed)?;
     }
     if UnixStream::connect(path).await.is_ok() {
-        return Err(failed(std::io::ErrorKind::AddrInUse.into()));
+        return Err(Error::SocketServed(path.to_owned()));
     }
     if std::fs::symlink_metadata(path).is_ok() {
         use std::os::unix::fs::FileTypeExt;

@@ -10,6 +10,7 @@ use quoin_proto::control::{self as api, VolumeSpec};
 use crate::Error;
 use crate::policy::{NotATime, ReplaceAfter};
 use crate::records::{Durability, Spec, Spread, Text};
+use crate::text;
 
 /// Smallest volume: file systems do not fit in less.
 pub const SIZE_BYTES_MIN: u64 = 1 << 20;
@@ -171,6 +172,19 @@ pub fn size(asked_bytes: u64, limit_bytes: u64) -> Result<u64, Error> {
         )));
     }
     Ok(size)
+}
+
+/// Refuses a size on which the volume's own file system cannot be made: a node would find out at
+/// the first mount only.
+pub(crate) fn check_file_system(spec: &Spec, size_bytes: u64) -> Result<(), Error> {
+    if spec.fs_type == "xfs" && size_bytes < api::XFS_BYTES_MIN {
+        let (size, least) = (text::bytes(size_bytes), text::bytes(api::XFS_BYTES_MIN));
+        return Err(Error::OutOfRange(format!(
+            "size: {size} are too little for xfs, which needs {least}: make the volume larger, or \
+             use ext4"
+        )));
+    }
+    Ok(())
 }
 
 /// Whether a pool with these segments satisfies any of the topologies; keys fold case.

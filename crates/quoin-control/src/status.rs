@@ -362,8 +362,11 @@ impl Controller {
                 Some(seen) if !seen.error.is_empty() => ("Failed", seen.error.as_str()),
                 Some(seen) if seen.leaving => ("Offline", "it was shut down"),
                 Some(_) if !online => ("Offline", "it has not reported for a while"),
-                Some(seen) if seen.free_bytes == 0 => ("Full", "no bytes are free"),
-                Some(_) => ("Online", ""),
+                Some(seen) if seen.free_bytes == 0 => match seen.warning.as_str() {
+                    "" => ("Full", "no bytes are free"),
+                    warning => ("Full", warning),
+                },
+                Some(seen) => ("Online", seen.warning.as_str()),
                 None => ("Offline", "it has not reported since the controller started"),
             };
             api::Pool {

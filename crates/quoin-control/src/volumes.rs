@@ -59,6 +59,7 @@ impl Controller {
             self.check_same(&volume, &spec, required_bytes, limit_bytes)?;
             return Ok(volume);
         }
+        spec::check_file_system(&spec, size_bytes)?;
         // Placement first, so that a refusal leaves nothing behind.
         let candidates = self.candidates();
         let pools = match choose(&spec, size_bytes, &candidates, named) {

@@ -129,6 +129,14 @@ impl Capability {
         self.wanted == Wanted::Block
     }
 
+    /// The file system that the caller named.
+    pub fn file_system(&self) -> Option<FileSystem> {
+        match &self.wanted {
+            Wanted::Block => None,
+            Wanted::Mount { file_system, .. } => *file_system,
+        }
+    }
+
     /// For the node, with the volume's own file system where the caller named none.
     pub fn access(&self, default: FileSystem) -> Access {
         match &self.wanted {

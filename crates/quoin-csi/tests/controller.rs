@@ -158,7 +158,7 @@ async fn one_unsupported_capability_among_several_refuses_the_volume() {
     ];
     let request = CreateVolumeRequest {
         volume_capabilities: volume_capabilities.clone(),
-        ..create("db", 64 * MIB)
+        ..create("db", 300 * MIB)
     };
     let answer = world.controller.create_volume(request).await.unwrap().into_inner();
     let id = answer.volume.unwrap().volume_id;
@@ -186,6 +186,13 @@ async fn sizes_names_and_places_have_their_own_codes() {
         let first = world.create(name, 64 * MIB).await;
         assert_eq!(world.create(name, 64 * MIB).await, first);
     }
+    let xfs = |size| CreateVolumeRequest {
+        volume_capabilities: vec![mount_capability("xfs", AccessMode::SingleNodeWriter)],
+        ..create("x", size)
+    };
+    let answer = world.controller.create_volume(xfs(299 * MIB)).await;
+    assert_eq!(code(&answer), Code::OutOfRange, "mkfs.xfs would refuse it at the first mount");
+    world.controller.create_volume(xfs(300 * MIB)).await.unwrap();
     let least = world.create("least", 1).await;
     assert_eq!(least.capacity_bytes, MIB);
     assert_eq!(least.accessible_topology.len(), 1, "reachable from somewhere in any case");

@@ -32,7 +32,10 @@ pub enum Error {
     #[error("{0:?} is not a role; roles are controller, pool, node and admin")]
     Role(String),
 
-    #[error("not a join token: {0}; copy it whole, as the controller printed it")]
+    #[error(
+        "this is no join token ({0}): copy it whole, as `quoin token create` printed it, or make \
+         another one"
+    )]
     Token(&'static str),
 
     #[error("epoch grant refused: {0}")]
@@ -47,14 +50,26 @@ pub enum Error {
     #[error("{address} is not an address of the form host:port")]
     Address { address: String },
 
-    #[error("controller {address} is not reached: {source}")]
-    Unreachable { address: String, source: tonic::transport::Error },
+    #[error(
+        "no controller is reached at {address} ({reason}): start it (`quoin controller run \
+         --listen`), or mend the address"
+    )]
+    Unreachable { address: String, reason: String },
 
     #[error("the controller refused: {0}")]
     Refused(String),
 
     #[error("TLS: {0}")]
     Tls(#[from] rustls::Error),
+}
+
+/// The first cause of an error: "transport error" alone tells nothing.
+pub(crate) fn root(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    cause.to_string()
 }
 
 impl Error {

@@ -65,7 +65,8 @@ impl FromStr for JoinToken {
     type Err = Error;
     fn from_str(text: &str) -> Result<Self, Error> {
         let text = text.trim();
-        let body = text.strip_prefix(PREFIX).ok_or(Error::Token("it begins with quoin-join-1."))?;
+        let body =
+            text.strip_prefix(PREFIX).ok_or(Error::Token("one begins with quoin-join-1."))?;
         if body.len() > 2 * BODY_BYTES {
             return Err(Error::Token("it is too long"));
         }

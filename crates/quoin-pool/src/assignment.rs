@@ -68,6 +68,8 @@ pub struct ReplicaState {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PoolState {
     pub space: Space,
+    /// What keeps it from taking more, and the way out; empty: nothing.
+    pub warning: &'static str,
     pub start_counter: u64,
     pub scrub: ScrubState,
     pub replicas: Vec<ReplicaState>,

@@ -151,6 +151,7 @@ impl Control {
             capacity_bytes: state.space.capacity_bytes,
             used_bytes: state.space.used_bytes,
             free_bytes: state.space.free_bytes,
+            warning: state.warning.to_owned(),
             start_counter: state.start_counter,
             replicas: state.replicas.iter().map(ReplicaState::to_message).collect(),
             topology: self.options.topology.clone().into_iter().collect(),

@@ -33,6 +33,12 @@ pub trait PoolFacts {
     ) -> Result<Scrubbed, StoreError>;
     /// Whether the pool can take little more; `was`: what it said last.
     fn is_short(&self, was: bool) -> bool;
+    /// Looks whether the file system below the pool is short of room.
+    fn look_below(&mut self) {}
+    /// Whether that is why the pool is short.
+    fn is_short_below(&self) -> bool {
+        false
+    }
     /// What could not be read is tried again.
     fn look_again(&mut self);
     /// The same for what the pool holds beside its replicas; how many bad copies were mended.
@@ -99,6 +105,12 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn is_short(&self, was: bool) -> bool {
         self.is_short(was)
+    }
+    fn look_below(&mut self) {
+        self.look_below();
+    }
+    fn is_short_below(&self) -> bool {
+        self.is_short_below()
     }
     fn look_again(&mut self) {
         self.look_again();

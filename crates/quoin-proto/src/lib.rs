@@ -5,6 +5,9 @@
 /// The control plane's own services.
 pub mod control {
     tonic::include_proto!("quoin.control.v1");
+
+    /// The smallest volume that `mkfs.xfs` makes an XFS on.
+    pub const XFS_BYTES_MIN: u64 = 300 << 20;
 }
 
 /// The Container Storage Interface: 1.8 and what later editions added (see `csi.proto`).

@@ -286,6 +286,16 @@ impl<D: Disk> Pool<D> {
         }
     }
 
+    /// Looks whether the file system below is short of room, or has it again.
+    pub fn look_below(&mut self) {
+        self.core.look_below();
+    }
+
+    /// Whether it is the file system below that is short of room, not the pool.
+    pub fn is_short_below(&self) -> bool {
+        self.core.allocator.short_below
+    }
+
     /// Replicas that were set aside for what could not be read are worked on again: now and then
     /// it can be.
     pub fn look_again(&mut self) {

@@ -65,6 +65,12 @@ impl BadBlock {
     }
 }
 
+/// What clients leave free on the file system below a pool, at most: for clean-up and map nodes,
+/// and for the controller's records where those lie beside it.
+const SPARE_BELOW_BYTES: u64 = 128 << 20;
+/// Claimed of each half of the metadata ring and its mirror at an open.
+const RING_CLAIM_BYTES: u64 = 8 << 20;
+
 pub struct Core<D> {
     pub disk: D,
     pub superblock: Superblock,
@@ -144,6 +150,75 @@ impl<D: Disk> Core<D> {
         self.disk.read_media(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
     }
 
+    /// Units to write to, whose space is there: the file system below may be full long before the
+    /// pool is. Clients leave some of it to what must go on, here and elsewhere.
+    /// The first one, how many, and whether they were written before.
+    pub fn allocate(&mut self, large: bool, from_reserve: bool) -> Option<(u32, u32, bool)> {
+        if self.allocator.short_below
+            && let Some(unit) = self.allocator.allocate_warm()
+        {
+            return Some((unit, 1, true));
+        }
+        let (unit, units, is_warm) = self.allocator.allocate(large)?;
+        let spare = if from_reserve { 0 } else { self.spare_below() };
+        if is_warm {
+            return Some((unit, units, true));
+        }
+        let claimed = self.claim(unit, units, spare);
+        self.look_below();
+        if claimed {
+            return Some((unit, units, false));
+        }
+        self.allocator.give(unit, units);
+        (self.allocator.short_below, self.allocator.full_below) = (true, true);
+        self.allocator.allocate_warm().map(|unit| (unit, 1, true))
+    }
+
+    /// All of its space was taken when it was made.
+    fn keeps_space(&self) -> bool {
+        self.superblock.features.compat & KEEPS_SPACE != 0
+    }
+
+    fn claim(&self, unit: u32, units: u32, spare_bytes: u64) -> bool {
+        if self.keeps_space() {
+            return true;
+        }
+        let start = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;
+        let length = u64::from(units) * u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;
+        self.disk.claim(start, length, spare_bytes)
+    }
+
+    /// Makes sure of room for the next records: they tell what becomes free.
+    pub fn claim_ring(&self) {
+        if self.keeps_space() {
+            return;
+        }
+        let half = u64::from(self.superblock.ring_blocks / 2);
+        for start in self.superblock.rings().into_iter().flat_map(|ring| [ring, ring + half]) {
+            let length = (half * BLOCK_SIZE as u64).min(RING_CLAIM_BYTES);
+            // Where it has no room now it may have it when it is written.
+            let _ = self.disk.claim(start * BLOCK_SIZE as u64, length, 0);
+        }
+    }
+
+    /// What clients leave free on the file system below. With twice that the pool is short.
+    fn spare_below(&self) -> u64 {
+        SPARE_BELOW_BYTES.min(self.disk.size() / 8)
+    }
+
+    /// Looks whether the file system below is full, or has room again.
+    pub fn look_below(&mut self) {
+        let spare = self.spare_below();
+        let room = self.disk.room_below().filter(|_| !self.keeps_space());
+        let Some(room) = room else {
+            (self.allocator.short_below, self.allocator.full_below) = (false, false);
+            return;
+        };
+        self.allocator.full_below = room < spare;
+        // It does not hop.
+        self.allocator.short_below = room < spare * if self.allocator.short_below { 3 } else { 2 };
+    }
+
     /// Releases what the finished sync made free.
     pub fn release(&mut self, ticket: u64) {
         let unit_bytes = u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;
@@ -153,7 +228,7 @@ impl<D: Disk> Core<D> {
         for (_, unit, units) in done {
             self.allocator.give_warm(unit, units);
         }
-        if self.superblock.features.compat & KEEPS_SPACE != 0 {
+        if self.keeps_space() {
             return;
         }
         while let Some(unit) = self.allocator.cool_one() {

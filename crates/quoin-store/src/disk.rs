@@ -66,6 +66,18 @@ pub trait Disk: Send {
     /// as afterwards is not defined; failures are of no consequence.
     fn discard(&self, offset: u64, length: u64);
 
+    /// Takes the space for a range that is about to be written for the first time, where the disk
+    /// shares what is below it with others: `false` where less than `spare_bytes` would be left
+    /// for them, or it has no room at all. What was claimed can be written.
+    fn claim(&self, _offset: u64, _length: u64, _spare_bytes: u64) -> bool {
+        true
+    }
+
+    /// What is free below it for it and others; `None`: all of its space is its own.
+    fn room_below(&self) -> Option<u64> {
+        None
+    }
+
     /// Stays equal exactly as long as everything written is still there without a sync.
     fn cookie(&self) -> BootCookie;
 }

@@ -454,6 +454,32 @@ impl Disk for FileDisk {
         let _ = rustix::fs::fallocate(&self.files.file, flags, offset, length);
     }
 
+    fn claim(&self, offset: u64, length: u64, spare_bytes: u64) -> bool {
+        if self.is_device || self.read_only {
+            return true;
+        }
+        if self.room_below().is_some_and(|room| room < length.saturating_add(spare_bytes)) {
+            return false;
+        }
+        let flags = FallocateFlags::KEEP_SIZE;
+        loop {
+            match rustix::fs::fallocate(&self.files.file, flags, offset, length) {
+                Err(Errno::INTR) => {}
+                Err(Errno::NOSPC | Errno::DQUOT) => return false,
+                // A file system that cannot promise room is believed.
+                _ => return true,
+            }
+        }
+    }
+
+    fn room_below(&self) -> Option<u64> {
+        if self.is_device {
+            return None;
+        }
+        let below = rustix::fs::fstatvfs(&self.files.file).ok()?;
+        Some(below.f_bavail.saturating_mul(below.f_frsize))
+    }
+
     fn cookie(&self) -> BootCookie {
         self.cookie
     }

@@ -49,6 +49,8 @@ struct State {
     /// The next syncs fail, and what they would have made durable is lost with the next cut.
     fail_syncs: bool,
     fail_reads: bool,
+    /// What is free below it, where it shares that with others.
+    room_below: Option<u64>,
 }
 
 impl State {
@@ -115,6 +117,11 @@ impl MemoryDisk {
         }
         state.fail_after = None;
         state.fail_syncs = false;
+    }
+
+    /// So much is free below it from now on; `None`: all of its space is its own.
+    pub fn set_room_below(&self, bytes: Option<u64>) {
+        self.state().room_below = bytes;
     }
 
     /// Fails every write after the next `writes` ones; `None` mends the disk.
@@ -314,8 +321,21 @@ impl Disk for MemoryDisk {
 
     fn write_out(&self, _offset: u64, _length: u64) {}
 
+    fn claim(&self, _offset: u64, length: u64, spare_bytes: u64) -> bool {
+        let mut state = self.state();
+        let Some(room) = state.room_below else { return true };
+        let claimed = room.checked_sub(length).filter(|left| *left >= spare_bytes);
+        state.room_below = claimed.or(Some(room));
+        claimed.is_some()
+    }
+
+    fn room_below(&self) -> Option<u64> {
+        self.state().room_below
+    }
+
     fn discard(&self, offset: u64, length: u64) {
         let mut state = self.state();
+        state.room_below = state.room_below.map(|room| room + length);
         let blocks = offset / BLOCK_SIZE as u64..(offset + length) / BLOCK_SIZE as u64;
         if let Some(events) = &mut state.events {
             events.push(DiskEvent::Discard { offset, length });

@@ -125,6 +125,7 @@ impl<D: Disk> Pool<D> {
             header: Vec::new(),
             found: Vec::new(),
         };
+        core.claim_ring();
         let mut replicas = BTreeMap::new();
         let mut corrected = durable;
         for (guid, durable) in &mut corrected.replicas {

@@ -23,6 +23,9 @@ const RESERVE_PERCENT: u32 = 7;
 /// given back costs finding it, clearing it and noting it down each time.
 const WARM_PART: u32 = 4;
 
+/// Of what is warm while the file system below is full: for clean-up, which must go on.
+const WARM_RESERVE_UNITS: u32 = 6;
+
 /// Free units. Small segments fill groups of eight before they break up another one.
 pub struct Allocator {
     free: Vec<bool>,
@@ -34,6 +37,10 @@ pub struct Allocator {
     whole: BTreeSet<u32>,
     free_units: u32,
     pub reserve_units: u32,
+    /// The file system below has little room: only what is warm has its space for sure.
+    pub short_below: bool,
+    /// It has none for clients: they get what is warm.
+    pub full_below: bool,
 }
 
 impl Allocator {
@@ -47,6 +54,8 @@ impl Allocator {
             whole: BTreeSet::new(),
             free_units: 0,
             reserve_units: (units * RESERVE_PERCENT / 100).max(6).min(units / 3),
+            short_below: false,
+            full_below: false,
         };
         for unit in 0..units {
             allocator.give(unit, 1);
@@ -64,7 +73,24 @@ impl Allocator {
 
     /// Free units that clients may use.
     pub fn free_for_clients(&self) -> u32 {
-        self.free_units.saturating_sub(self.reserve_units)
+        let free = self.free_units.saturating_sub(self.reserve_units);
+        if self.short_below { free.min(self.sure_units()) } else { free }
+    }
+
+    fn sure_units(&self) -> u32 {
+        (self.warm.len() as u32).saturating_sub(WARM_RESERVE_UNITS)
+    }
+
+    /// Whether clients get nothing any more. A pool says that it is short of room before, so that
+    /// what is on its way still finds some.
+    fn reserve_only(&self) -> bool {
+        self.free_units <= self.reserve_units || (self.full_below && self.sure_units() == 0)
+    }
+
+    /// One unit whose space was not given back.
+    pub fn allocate_warm(&mut self) -> Option<u32> {
+        let unit = *self.warm.first()?;
+        self.take(unit, 1).then_some(unit)
     }
 
     fn recount(&mut self, group: u32) {
@@ -120,7 +146,7 @@ impl Allocator {
     }
 
     /// First unit, units, and whether all of them are warm.
-    fn allocate(&mut self, large: bool) -> Option<(u32, u32, bool)> {
+    pub fn allocate(&mut self, large: bool) -> Option<(u32, u32, bool)> {
         let found = match large.then(|| self.whole.first().copied()).flatten() {
             Some(group) => (group * LARGE_UNITS, LARGE_UNITS),
             None => {
@@ -231,8 +257,8 @@ impl Family {
         if blocks >= unit_blocks {
             return Err(StoreError::Rule("a batch larger than a segment of this pool"));
         }
-        let reserve_only = core.allocator.free_for_clients() == 0
-            && !quoin_core::mutant::is("reserve-given-to-clients");
+        let reserve_only =
+            core.allocator.reserve_only() && !quoin_core::mutant::is("reserve-given-to-clients");
         if let Some(open) = self.open_segment(stream)
             && open.state.units * unit_blocks - open.state.used_blocks >= blocks
         {
@@ -246,7 +272,7 @@ impl Family {
             return Err(StoreError::Full);
         }
         let large = self.large && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
-        let (unit, units, is_warm) = core.allocator.allocate(large).ok_or(StoreError::Full)?;
+        let (unit, units, is_warm) = core.allocate(large, from_reserve).ok_or(StoreError::Full)?;
         core.sequence += 1;
         let state = SegmentState {
             unit,

@@ -344,3 +344,46 @@ fn clean_up_leaves_alone_what_the_disk_refuses_to_read_for_a_while() {
     }
     writer.check(ReadView::Live, &last);
 }
+
+/// The file system below a sparse file may be full long before the pool is.
+#[test]
+fn what_is_full_below_a_pool_makes_it_full_and_not_broken_and_trims_revive_it() {
+    let (disk, pool) = new_pool(8 << 20);
+    let mut writer = Writer { pool, chain: Chain(0), lsn: 0 };
+    writer.pool.create(identity(GUID), ReplicaMeta::default(), 4000).expect("room");
+    disk.set_room_below(Some(5 << 20));
+    let (mut lba, mut short_from) = (0, None);
+    let refusal = loop {
+        if writer.pool.is_short(false) {
+            short_from.get_or_insert(lba);
+        }
+        match writer.append(EntryKind::Write, lba, 8) {
+            Ok(()) => lba += 8,
+            Err(refusal) => break refusal,
+        }
+        assert!(lba < 1100, "more was taken than what is left to others allows");
+        writer.housekeeping();
+    };
+    assert_eq!(refusal, StoreError::Full);
+    assert!(writer.pool.is_short_below());
+    assert!(short_from.is_some_and(|from| from + 64 <= lba), "{short_from:?} of {lba}");
+    (0..200).for_each(|_| writer.housekeeping());
+    assert!(writer.pool.is_short(false));
+    for _ in 0..20 {
+        let view = EntryKind::View(Box::new(common::some_view()));
+        writer.append(view, 0, 0).expect("a View has room all the same");
+    }
+    writer.append(EntryKind::Trim, 0, lba as u32 / 2).expect("and so has a trim");
+    writer.pool.settle().expect("folded");
+    (0..200).for_each(|_| writer.housekeeping());
+    writer.pool.look_below();
+    assert!(!writer.pool.is_short(true));
+    for lba in (0..lba / 4).step_by(8) {
+        writer.append(EntryKind::Write, lba, 8).expect("room again");
+        writer.housekeeping();
+    }
+    // The room of others came back as well: all of the pool can be used.
+    disk.set_room_below(None);
+    writer.pool.look_below();
+    assert!(!writer.pool.is_short_below());
+}

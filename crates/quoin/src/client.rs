@@ -38,6 +38,9 @@ pub struct ClientOptions {
         help_heading = "Everywhere"
     )]
     pub timeout: u64,
+    /// Where this host's processes keep their sockets, where that is not beside the admin socket.
+    #[arg(skip)]
+    pub run: Option<PathBuf>,
 }
 
 impl ClientOptions {
@@ -51,8 +54,11 @@ impl ClientOptions {
         present.or(usual.first()).cloned().unwrap_or_default()
     }
 
-    /// Where the processes of this host keep their sockets: beside the admin socket.
+    /// Where the processes of this host keep their sockets: as named, or beside the admin socket.
     pub fn run_directory(&self) -> PathBuf {
+        if let Some(run) = &self.run {
+            return run.clone();
+        }
         self.socket().parent().map(Path::to_path_buf).unwrap_or_default()
     }
 

@@ -7,9 +7,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use quoin_core::{ReplicaGuid, SnapshotId};
+use quoin_core::{BLOCK_SIZE, ReplicaGuid, SnapshotId};
 use quoin_pool::POOL_FILE;
-use quoin_store::{FileDisk, offline};
+use quoin_store::{BadBlock, FileDisk, offline};
 use serde::Serialize;
 
 use crate::output::{self, Format, Row};
@@ -83,11 +83,95 @@ impl Row for ReplicaView {
     }
 }
 
+/// What a check found, as `-o json` has it.
 #[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
 struct CheckView {
+    sound: bool,
     checked_bytes: u64,
-    bad_blocks: Vec<String>,
-    damaged: Vec<String>,
+    bad: Vec<BadView>,
+    /// Bad on media, but nothing is lost with them.
+    bad_headers: u32,
+    damaged: Vec<DamagedView>,
+}
+
+/// Bytes of a volume that have no good copy in this pool.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct BadView {
+    replica: String,
+    offset_bytes: u64,
+    length_bytes: u64,
+    /// "data", or "map": where these bytes lie in the pool is not known.
+    what: &'static str,
+}
+
+/// A replica whose log or map cannot be read.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct DamagedView {
+    replica: String,
+    what: &'static str,
+}
+
+impl From<&BadBlock> for BadView {
+    fn from(bad: &BadBlock) -> Self {
+        Self {
+            replica: bad.replica.to_string(),
+            offset_bytes: bad.lba * BLOCK_SIZE as u64,
+            length_bytes: u64::from(bad.blocks) * BLOCK_SIZE as u64,
+            what: if bad.blocks == 1 { "data" } else { "map" },
+        }
+    }
+}
+
+impl CheckView {
+    fn of(report: &offline::CheckReport) -> Self {
+        let damaged = |(guid, what): &(ReplicaGuid, &'static str)| DamagedView {
+            replica: guid.to_string(),
+            what,
+        };
+        Self {
+            sound: report.is_sound(),
+            checked_bytes: report.checked_bytes,
+            bad: report.bad.iter().map(BadView::from).collect(),
+            bad_headers: report.bad_headers,
+            damaged: report.damaged.iter().map(damaged).collect(),
+        }
+    }
+
+    /// A sentence a line.
+    fn text(&self) -> String {
+        let checked = show_size(self.checked_bytes);
+        let mut lines = vec![match self.sound {
+            true => {
+                format!("the pool is sound: {checked} were read and agree with their checksums")
+            }
+            false => format!("the pool is damaged; {checked} were read"),
+        }];
+        for DamagedView { replica, what } in &self.damaged {
+            lines.push(format!("replica {replica} cannot be read whole; damaged: {what}"));
+        }
+        for bad in &self.bad {
+            let BadView { replica, offset_bytes, length_bytes, what } = bad;
+            let why = match *what {
+                "map" => "the map that leads to them is bad",
+                _ => "their checksum does not fit",
+            };
+            lines.push(format!(
+                "replica {replica}: {} of its volume at byte {offset_bytes} have no good copy here: \
+                 {why}",
+                show_size(*length_bytes)
+            ));
+        }
+        if self.bad_headers > 0 {
+            lines.push(format!(
+                "{} headers or nodes are bad on the disk; no block is lost with them",
+                self.bad_headers
+            ));
+        }
+        lines.join("\n")
+    }
 }
 
 fn open(data: &Path) -> Result<FileDisk> {
@@ -142,20 +226,8 @@ pub fn inspect(options: &OfflineOptions, format: Format) -> Result<()> {
 
 pub fn check(options: &OfflineOptions, format: Format) -> Result<()> {
     let report = offline::check(open(&options.data)?, |_| {})?;
-    let view = CheckView {
-        checked_bytes: report.checked_bytes,
-        bad_blocks: report.bad.iter().map(|b| format!("{b:?}")).collect(),
-        damaged: report.damaged.iter().map(|(guid, what)| format!("{guid}: {what}")).collect(),
-    };
-    output::print_one(format, &view, || {
-        let verdict = if report.is_sound() { "sound" } else { "damaged" };
-        let mut text = format!("{verdict}: {} checked\n", show_size(view.checked_bytes));
-        for line in view.damaged.iter().chain(&view.bad_blocks) {
-            text.push_str(line);
-            text.push('\n');
-        }
-        text
-    })?;
+    let view = CheckView::of(&report);
+    output::print_one(format, &view, || view.text())?;
     if !report.is_sound() {
         bail!(
             "the pool is damaged: start it beside its volumes' other replicas and it is repaired, \
@@ -226,5 +298,39 @@ fn only_replica(data: &Path) -> Result<ReplicaGuid> {
         [one] => Ok(one.identity.guid),
         [] => bail!("the pool holds no replica"),
         many => bail!("the pool holds {} replicas: name one with --replica", many.len()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quoin_core::Lsn;
+    use quoin_store::offline::CheckReport;
+
+    #[test]
+    fn what_a_check_found_is_told_in_sentences_and_as_fields() {
+        let sound = CheckReport { checked_bytes: 5 << 20, ..CheckReport::default() };
+        let text = CheckView::of(&sound).text();
+        assert!(text.contains("sound") && text.contains("5.0 MiB"), "{text}");
+        let report = CheckReport {
+            bad: vec![BadBlock::block(ReplicaGuid(7), 3, Lsn(9))],
+            bad_headers: 2,
+            damaged: vec![(ReplicaGuid(8), "an entry of the log")],
+            ..sound
+        };
+        let view = CheckView::of(&report);
+        let text = view.text();
+        assert!(!text.contains("BadBlock") && !text.contains("Lsn"), "{text}");
+        assert!(text.contains("4.0 KiB of its volume at byte 12288"), "{text}");
+        assert!(
+            text.contains("damaged: an entry of the log") && text.contains("2 headers"),
+            "{text}"
+        );
+        let json = serde_json::to_value(&view).unwrap();
+        assert_eq!(
+            (&json["sound"], &json["bad"][0]["offsetBytes"]),
+            (&false.into(), &12288.into())
+        );
+        assert_eq!(json["damaged"][0]["replica"], ReplicaGuid(8).to_string());
     }
 }

@@ -110,7 +110,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_waited_for_is_looked_at_until_it_is_done_or_the_user_waits_no_longer() {
-        let mut client = ClientOptions { socket: None, timeout: 600 };
+        let mut client = ClientOptions { socket: None, timeout: 600, run: None };
         let mut steps = 3;
         let done = follow(Steps(3), &client, async || {
             steps -= 1;

@@ -165,6 +165,46 @@ fn events_are_watched_on_after_the_controller_was_killed_and_started_again() {
 }
 
 #[test]
+fn what_is_in_use_already_is_named_with_who_has_it_and_the_way_out() {
+    let mut controller = Controller::new();
+    controller.start(Stdio::null);
+    let other = Controller::new();
+    let state = other.path("state").display().to_string();
+    let run = |flags: &[&str]| {
+        refused(1, &[&["controller", "run", "--state", &state][..], flags].concat())
+    };
+    let said = run(&["--admin-socket", &controller.socket()]);
+    assert!(
+        said.contains("another controller serves") && said.contains("--admin-socket"),
+        "{said}"
+    );
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let said = run(&["--admin-socket", &other.socket(), "--listen", &address]);
+    let pid = format!("(process {})", std::process::id());
+    assert!(said.contains(&address) && said.contains(&pid) && said.contains("--listen"), "{said}");
+}
+
+#[test]
+fn a_join_that_cannot_be_says_what_is_wrong_with_the_token_or_the_controller() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = |name: &str| scratch.path().join(name).display().to_string();
+    let (to, state) = (path("to"), path("state"));
+    let join = |token: &str| {
+        let flags = ["--to", &to, "--controller", "127.0.0.1:1", "--join", token];
+        refused(1, &[&["cluster", "join"][..], &flags].concat())
+    };
+    let said = join("xyz");
+    assert!(said.contains("begins with quoin-join-1.") && said.contains("token create"), "{said}");
+    let made = quoin(&["controller", "init", "--state", &state]);
+    let text = String::from_utf8_lossy(&made.stdout).into_owned();
+    let token = text.split_whitespace().find(|word| word.starts_with("quoin-join-1.")).unwrap();
+    let said = join(token);
+    assert!(said.contains("127.0.0.1:1") && said.contains("refused"), "{said}");
+    assert!(!said.contains("transport error"), "{said}");
+}
+
+#[test]
 fn names_with_control_characters_or_of_no_or_too_many_letters_are_refused() {
     for (name, words) in
         [("a\u{1}b", "U+0001"), ("", "needs a name"), (&*"n".repeat(129), "at most 128")]

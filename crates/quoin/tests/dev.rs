@@ -54,9 +54,35 @@ fn a_cluster_without_root_serves_volumes_heals_what_dies_and_goes_on_at_its_seco
     assert!(dev.ok(&["events"]).contains("volume/db"));
     let refused = dev.quoin(&["volume", "delete", "db", "--yes"]);
     assert_eq!(refused.status.code(), Some(1), "an attached volume was deleted");
-    dev.ok(&["volume", "detach", "db"]);
-    dev.ok(&["volume", "delete", "db", "--yes"]);
+    let again = dev.json(&["volume", "attach", "db", "--nbd"]);
+    assert_eq!((&again["volume"], &again["nbdUri"]), (&"db".into(), &address.trim().into()));
+    let detached = dev.json(&["volume", "detach", "db"]);
+    assert_eq!((&detached["state"], &detached["id"]), (&"detached".into(), &again["id"]));
+    assert_eq!(dev.json(&["volume", "delete", "db", "--yes"])["state"], "deleted");
     assert!(dev.ok(&["volume", "list"]).contains("no volumes"));
+    dev.stop();
+}
+
+#[test]
+fn a_pool_that_was_removed_is_not_started_again_and_comes_back_empty_once_its_files_are_deleted() {
+    let scratch = Scratch::new("removed");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    let hold = scratch.cluster().join("run/hold-pool-c");
+    std::fs::write(&hold, "").unwrap();
+    signal(dev.pid("pool-c").unwrap(), "TERM");
+    dev.eventually("pool-c can be removed", || {
+        dev.quoin(&["pool", "remove", "pool-c"]).status.success().then_some(())
+    });
+    dev.stop();
+    std::fs::remove_file(&hold).unwrap();
+
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    assert_eq!(dev.pid("pool-c"), None);
+    assert_eq!(dev.json(&["pool", "list"]).as_array().unwrap().len(), 2);
+    dev.stop();
+    std::fs::remove_dir_all(scratch.cluster().join("pools/pool-c")).unwrap();
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    assert_eq!(dev.json(&["pool", "list"]).as_array().unwrap().len(), 3);
     dev.stop();
 }
 

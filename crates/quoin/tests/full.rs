@@ -135,3 +135,65 @@ fn with_wait_writes_are_held_while_full_and_go_on_by_themselves_after_a_trim() {
     Arc::into_inner(client).unwrap().stop();
     dev.stop();
 }
+
+/// The disk below a sparse pool may be full long before the pool is.
+#[test]
+fn a_full_disk_under_the_pools_is_told_writes_are_refused_and_room_below_lets_them_go_on() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: a small disk needs root to be mounted");
+        return;
+    }
+    let scratch = Scratch::new("below");
+    let disk = SmallDisk::mount(&scratch.cluster(), "800m");
+    let filler = disk.0.join("filler");
+    let dev = Dev::start(&disk.0.join("quoin"), &["--no-attach", "--pool-size", "512MiB"]);
+    dev.ok(&["volume", "create", "db", "--size", "400MiB", "--on-full", "enospc"]);
+    let client = dev.client("db");
+    dev.wait_for_volume("db", "online", is_online);
+    write(&client, 0, 1).unwrap();
+    // Others fill it up to the last byte.
+    let zeroes = vec![0; 1 << 20];
+    let mut file = std::fs::File::create(&filler).unwrap();
+    while std::io::Write::write_all(&mut file, &zeroes).is_ok() {}
+    dev.eventually("a pool says why it takes no more", || {
+        let pools = dev.json(&["pool", "list"]);
+        let says = |pool: &serde_json::Value| {
+            pool["message"].as_str().unwrap_or_default().contains("the disk under the pool is full")
+        };
+        pools.as_array().unwrap().iter().any(says).then_some(())
+    });
+    let refused = dev.eventually("writes are refused", || {
+        let part = (1..PARTS).find_map(|part| write(&client, part, 1).err());
+        part.filter(|refusal| *refusal == RequestError::Refused(ENOSPC))
+    });
+    assert_eq!(refused, RequestError::Refused(ENOSPC));
+    check(&client, 0, 1);
+    client.flush().unwrap();
+    drop(file);
+    std::fs::remove_file(&filler).unwrap();
+    dev.eventually("there is room again", || write(&client, 1, 2).ok());
+    check(&client, 1, 2);
+    client.stop();
+    dev.stop();
+}
+
+/// A small file system of the test's own.
+struct SmallDisk(std::path::PathBuf);
+
+impl SmallDisk {
+    fn mount(at: &std::path::Path, size: &str) -> Self {
+        std::fs::create_dir_all(at).unwrap();
+        support::run(
+            "mount",
+            &["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs", at.to_str().unwrap()],
+        );
+        Self(at.to_owned())
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        // Lazily: a failed test's processes may have it in use still.
+        let _ = std::process::Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use quoin_control::Publish;
 use quoin_core::{Epoch, Incarnation};
-use quoin_proto::control::{NodeReport, VolumeRef, VolumeSpec};
+use quoin_proto::control::{NodeReport, PoolReport, VolumeRef, VolumeSpec};
 use tonic::Code;
 
 use crate::cluster::{Cluster, GIB, SimPool, by_name, spec};
@@ -301,4 +301,31 @@ async fn hostile_reports_are_refused_by_field() {
         assert_eq!(error.code(), Code::InvalidArgument);
         assert!(error.to_string().contains(field), "{error}");
     }
+}
+
+#[tokio::test]
+async fn what_keeps_a_pool_from_taking_more_is_shown_while_it_serves_on() {
+    let cluster = Cluster::new().await;
+    let report = |free_bytes, warning: &str| PoolReport {
+        warning: warning.into(),
+        free_bytes,
+        ..cluster.pools[0].report()
+    };
+    for (free_bytes, state) in [(1 << 20, "Online"), (0, "Full")] {
+        cluster.controller.report_pool(&report(free_bytes, "the disk is full")).await.unwrap();
+        let shown = cluster.controller.pool_messages().remove(0);
+        assert_eq!((shown.state.as_str(), shown.message.as_str()), (state, "the disk is full"));
+    }
+    let long = report(0, &"x".repeat(2000));
+    assert!(cluster.controller.report_pool(&long).await.is_err());
+}
+
+#[tokio::test]
+async fn a_volume_too_small_for_its_file_system_is_refused_at_its_creation() {
+    let cluster = Cluster::new().await;
+    let asked = |size_bytes| VolumeSpec { fs_type: "xfs".into(), size_bytes, ..spec("small") };
+    let refusal = cluster.controller.create_volume(&asked(299 << 20), 0).await.unwrap_err();
+    assert_eq!(refusal.code(), Code::OutOfRange);
+    assert!(refusal.to_string().contains("300 MiB") && refusal.to_string().contains("ext4"));
+    cluster.controller.create_volume(&asked(300 << 20), 0).await.unwrap();
 }

@@ -60,9 +60,11 @@ impl Controller for ControllerService {
         limits::map("parameters", &request.parameters)?;
         limits::map("mutable_parameters", &request.mutable_parameters)?;
         refuse_mutable(&request.mutable_parameters)?;
-        capability::read_all(&request.volume_capabilities).map_err(Trouble::invalid)?;
+        let capabilities =
+            capability::read_all(&request.volume_capabilities).map_err(Trouble::invalid)?;
         refuse_source(request.volume_content_source.as_ref())?;
         let (size_bytes, range) = Range::of_new_volume(request.capacity_range)?;
+        refuse_too_small(&capabilities, size_bytes)?;
         let mut spec = parameters::read(&request.parameters)?;
         let held = self.0.controller_calls().begin("volume name", &request.name)?;
         to_the_end("CreateVolume", async move {
@@ -397,6 +399,19 @@ fn refuse_mutable(given: &std::collections::HashMap<String, String>) -> Result<(
         )),
         None => Ok(()),
     }
+}
+
+/// A file system that cannot be made on so little would be refused by the node only.
+fn refuse_too_small(capabilities: &[Capability], size_bytes: u64) -> Result<(), Status> {
+    let is_xfs = |c: &Capability| c.file_system() == Some(quoin_node::FileSystem::Xfs);
+    if size_bytes < api::XFS_BYTES_MIN && capabilities.iter().any(is_xfs) {
+        return Err(out_of_range(format!(
+            "capacity_range: {size_bytes} bytes are too little for xfs, which needs {}: ask for \
+             more, or for ext4",
+            api::XFS_BYTES_MIN
+        )));
+    }
+    Ok(())
 }
 
 fn refuse_source(given: Option<&VolumeContentSource>) -> Result<(), Status> {

@@ -6,8 +6,8 @@ use quoin_core::{Epoch, Position, ReplicaGuid, Time};
 use quoin_store::ReplicaPool;
 use quoin_wire::notices::Severity;
 
-use super::Shard;
 use super::repairs::Repairs;
+use super::{FULL, FULL_BELOW, Shard};
 use crate::assignment::{Assignment, Phase, PoolState, ReplicaState, Wanted, is_news};
 use crate::facts::PoolFacts;
 use crate::held::{Held as HeldReplica, Holdings};
@@ -173,7 +173,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let space = self.pool.space();
         self.parts.metrics.filled(space);
         let (start_counter, scrub) = (self.pool.start_counter(), self.scrub_state());
-        PoolState { space, start_counter, scrub, replicas }
+        let warning = match (self.short, self.pool.is_short_below()) {
+            (_, true) => FULL_BELOW,
+            (true, false) => FULL,
+            (false, false) => "",
+        };
+        PoolState { space, warning, start_counter, scrub, replicas }
     }
 }
 

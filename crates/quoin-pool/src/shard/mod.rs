@@ -59,6 +59,11 @@ const STOP_MAX: Duration = Duration::from_secs(10);
 const LINGER: Duration = Duration::from_secs(2);
 
 const LISTENERS: u64 = 0;
+/// Why a pool is short of room.
+const FULL: &str =
+    "next to nothing is free, and nothing can be cleaned up: delete or trim, or add pools";
+const FULL_BELOW: &str = "the disk under the pool is full: free space on it, trim or delete volumes, or add pools \
+     elsewhere";
 
 /// What other threads tell the shard.
 pub enum Input {
@@ -260,6 +265,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Input::Synced { ticket, result } => self.sync_ended(now, ticket, result),
             Input::Assign(assignment) => self.assign(now, assignment),
             Input::State(answer) => {
+                self.pool.look_below();
+                self.mind_room(now);
                 let state = self.state(now);
                 // The asker may have given up waiting.
                 let _ = answer.send(state);
@@ -445,17 +452,14 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         if short == self.short {
             return;
         }
+        let below = self.pool.is_short_below();
         self.short = short;
         for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
             self.deliver(now, guid, ReplicaEvent::Room { short });
         }
         let (severity, reason, message) = match short {
-            true => (
-                Severity::Error,
-                "PoolShort",
-                "next to nothing is free, and nothing can be cleaned up: delete or trim, or add \
-                 pools",
-            ),
+            true if below => (Severity::Error, "PoolShort", FULL_BELOW),
+            true => (Severity::Error, "PoolShort", FULL),
             false => (Severity::Normal, "PoolHasRoom", "there is room again"),
         };
         self.parts.notices.push(severity, "", "", reason, message.into());

@@ -2,13 +2,19 @@
 //!
 //! A file system that somebody uses is never pulled away from below him: a stop waits and says
 //! for whom; only a second Ctrl-C takes the device away, after what it holds was written back.
+//! IO that does not get on any more (its pools are full, or too few are there) is not waited for
+//! without end: then the device is taken away, with the reason.
 
 use anyhow::Result;
 use rustix::mount::{UnmountFlags, unmount};
-use std::time::Duration;
+use rustix::process::{Pid, Signal, kill_process};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use super::layout::Layout;
 use super::{Ends, say};
+use crate::client;
 use crate::host::devices::{self, Device, Mount};
 use crate::host::lost;
 
@@ -16,35 +22,126 @@ use crate::host::lost;
 const RETRY: Duration = Duration::from_millis(500);
 /// How long a forced stop writes back what file systems in use hold.
 const SYNC_BUDGET: Duration = Duration::from_secs(15);
+/// A device that has done nothing for so long, with something to do, is at a standstill.
+const STANDSTILL: Duration = Duration::from_secs(20);
+/// How long the controller is asked for why.
+const REASON_BUDGET: Duration = Duration::from_secs(3);
+
+/// How far each device was when it last got on.
+#[derive(Default)]
+struct Progress(HashMap<PathBuf, (u64, Instant)>);
+
+impl Progress {
+    /// Whether the device gets nowhere, though it `has_work`; counted from its last IO.
+    fn is_at_standstill(&mut self, device: &Device, has_work: bool) -> bool {
+        let (done, in_flight) = device.io().unwrap_or_default();
+        self.stands(&device.path, done, has_work || in_flight > 0, Instant::now())
+    }
+
+    fn stands(
+        &mut self,
+        device: &std::path::Path,
+        done: u64,
+        has_work: bool,
+        now: Instant,
+    ) -> bool {
+        let seen = self.0.entry(device.into()).or_insert((done, now));
+        if seen.0 != done || !has_work {
+            *seen = (done, now);
+        }
+        now.duration_since(seen.1) >= STANDSTILL
+    }
+}
+
+/// How an unmount went.
+enum Unmounted {
+    Yes,
+    InUse,
+    /// It waits for IO that does not get on.
+    Stuck,
+}
+
+/// Runs what may block in the kernel for ever; `None`: it has not come back, and may never. On a
+/// thread of its own, for the runtime waits for those that it lends.
+fn apart<T: Send + 'static>(
+    call: impl FnOnce() -> T + Send + 'static,
+) -> tokio::sync::oneshot::Receiver<T> {
+    let (answer, asked) = tokio::sync::oneshot::channel();
+    std::thread::spawn(move || {
+        // Who asked may have given up.
+        let _ = answer.send(call());
+    });
+    asked
+}
+
+async fn unmount_in_time(device: &Device, mount: &Mount, progress: &mut Progress) -> Unmounted {
+    let target = mount.target.clone();
+    let mut outcome = apart(move || unmount(&target, UnmountFlags::empty()));
+    loop {
+        match tokio::time::timeout(RETRY, &mut outcome).await {
+            Ok(Ok(Ok(()))) => return Unmounted::Yes,
+            Ok(_) => return Unmounted::InUse,
+            Err(_) if progress.is_at_standstill(device, true) => return Unmounted::Stuck,
+            Err(_) => {}
+        }
+    }
+}
 
 /// Unmounts every file system on this cluster's devices, the latest first, and gives those that
-/// are in use. IO must still be served, so that each is written back whole.
-fn unmount_volumes(layout: &Layout) -> Result<Vec<Mount>> {
-    let mut busy = Vec::new();
+/// are in use, and those whose devices are at a standstill. IO must still be served, so that each
+/// is written back whole.
+async fn unmount_volumes(
+    layout: &Layout,
+    progress: &mut Progress,
+) -> Result<(Vec<(Device, Mount)>, Vec<(Device, Mount)>)> {
+    let (mut busy, mut stuck) = (Vec::new(), Vec::new());
     for device in Device::over(&layout.run())? {
         for mount in device.mounts()?.into_iter().rev() {
-            if unmount(&mount.target, UnmountFlags::empty()).is_err() {
-                busy.push(mount);
+            match unmount_in_time(&device, &mount, progress).await {
+                Unmounted::Yes => {}
+                Unmounted::InUse if progress.is_at_standstill(&device, false) => {
+                    stuck.push((device.clone(), mount));
+                }
+                Unmounted::InUse => busy.push((device.clone(), mount)),
+                Unmounted::Stuck => stuck.push((device.clone(), mount)),
             }
         }
     }
-    Ok(busy)
+    Ok((busy, stuck))
 }
 
 /// Waits until nobody uses the cluster's file systems and unmounts them. A further signal ends
-/// the waiting: what they hold is written back, and their devices may go.
+/// the waiting: what they hold is written back, and their devices may go. Devices at a standstill
+/// go by themselves.
 ///
 /// # Errors
 /// File systems that were still in use then.
 pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
     let mut told = String::new();
+    let mut problems = Vec::new();
+    let mut progress = Progress::default();
     loop {
-        let busy = unmount_volumes(layout)?;
-        if busy.is_empty() {
-            return Ok(());
+        let (busy, stuck) = unmount_volumes(layout, &mut progress).await?;
+        for (device, mount) in &stuck {
+            let reason = why_held(layout, device).await;
+            let target = mount.target.display();
+            let problem = format!(
+                "{target} was taken away: its IO did not get on for {} s, since the volume waits for \
+                 {reason}; what was not synced may be lost",
+                STANDSTILL.as_secs()
+            );
+            say(&format!("{target} is at a standstill and is taken away"));
+            problems.push(problem);
+            take_away(device, mount).await;
         }
-        let text = busy.iter().map(describe).collect::<Vec<_>>().join("; ");
-        if text != told {
+        if busy.is_empty() && stuck.is_empty() {
+            return match problems.is_empty() {
+                true => Ok(()),
+                false => Err(anyhow::anyhow!("{}", problems.join("; "))),
+            };
+        }
+        let text = busy.iter().map(|(_, mount)| describe(mount)).collect::<Vec<_>>().join("; ");
+        if text != told && !busy.is_empty() {
             say(&format!(
                 "waiting: {text}. End these programs or leave the directory, and everything stops \
                  by itself. Ctrl-C again takes the device away: its programs then get IO errors"
@@ -55,14 +152,56 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
             () = tokio::time::sleep(RETRY) => {}
             () = ends.wait() => {
                 write_back(&busy).await;
-                for mount in busy.iter().rev() {
+                for (_, mount) in busy.iter().rev() {
                     // From the tree now, wholly when its users let go.
                     let _ = unmount(&mount.target, UnmountFlags::DETACH);
                 }
-                anyhow::bail!("taken away while in use: {told}");
+                problems.push(format!("taken away while in use: {told}"));
+                anyhow::bail!("{}", problems.join("; "));
             }
         }
     }
+}
+
+/// What the volume waits for, as the controller knows it.
+async fn why_held(layout: &Layout, device: &Device) -> String {
+    let ask = async {
+        let mut cluster = client::connect(&layout.admin_socket()).await.ok()?;
+        let volume = client::get_volume(&mut cluster, &device.volume).await.ok()?;
+        Some(volume.waiting_for).filter(|waiting_for| !waiting_for.is_empty())
+    };
+    let asked = tokio::time::timeout(REASON_BUDGET, ask).await;
+    asked.ok().flatten().unwrap_or_else(|| "something that nobody tells (see the logs)".to_owned())
+}
+
+/// Fails the device's IO, so that nobody hangs in it any more, and takes the mount from the tree.
+async fn take_away(device: &Device, mount: &Mount) {
+    let device = device.clone();
+    let cut = apart(move || device.cut_off());
+    // Whether it comes back or not, nothing more can be done about it.
+    let _ = tokio::time::timeout(SYNC_BUDGET, cut).await;
+    let target = mount.target.clone();
+    let detached = apart(move || unmount(&target, UnmountFlags::DETACH));
+    let _ = tokio::time::timeout(SYNC_BUDGET, detached).await;
+}
+
+/// Says what the attach process of an earlier supervisor holds on to; ends it if that is nothing.
+pub fn tell_of_what_stays(layout: &Layout, pid: Pid) {
+    let devices = Device::over(&layout.run()).unwrap_or_default();
+    if devices.is_empty() {
+        let _ = kill_process(pid, Signal::TERM);
+        return;
+    }
+    let shown = devices.iter().map(|device| {
+        let mounts = device.mounts().unwrap_or_default();
+        let on = mounts.iter().map(|mount| format!(" on {}", mount.target.display()));
+        format!("{}{}", device.path.display(), on.collect::<String>())
+    });
+    say(&format!(
+        "left as they were by the last `quoin dev`, which was killed: {}. Process {pid} holds their \
+         IO until the next start, whose Ctrl-C takes them down",
+        shown.collect::<Vec<_>>().join(", ")
+    ));
 }
 
 fn describe(mount: &Mount) -> String {
@@ -73,17 +212,20 @@ fn describe(mount: &Mount) -> String {
 }
 
 /// What programs have written goes to the volume before its device does; it is still served.
-async fn write_back(mounts: &[Mount]) {
+async fn write_back(mounts: &[(Device, Mount)]) {
     say("writing back what the file systems hold, then taking the devices away");
-    for mount in mounts {
+    for (device, mount) in mounts {
         let target = mount.target.clone();
-        let sync = tokio::task::spawn_blocking(move || {
+        let sync = apart(move || {
             let directory = std::fs::File::open(&target)?;
             rustix::fs::syncfs(directory).map_err(std::io::Error::from)
         });
         match tokio::time::timeout(SYNC_BUDGET, sync).await {
             Ok(Ok(Ok(()))) => {}
-            _ => say(&format!("{} could not be written back whole", mount.target.display())),
+            _ => {
+                say(&format!("{} could not be written back whole", mount.target.display()));
+                take_away(device, mount).await;
+            }
         }
     }
 }
@@ -133,10 +275,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cluster_that_was_never_started_has_nothing_to_release() {
+    fn a_device_is_at_a_standstill_once_it_has_done_nothing_for_long_with_something_to_do() {
+        let mut progress = Progress::default();
+        let mut stands = |done, has_work, seconds| {
+            static BEGAN: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+            let now = *BEGAN.get_or_init(Instant::now) + Duration::from_secs(seconds);
+            progress.stands(std::path::Path::new("/dev/loop0"), done, has_work, now)
+        };
+        assert!(!stands(1, true, 0));
+        assert!(!stands(1, true, 19));
+        assert!(!stands(2, true, 20), "it got on");
+        assert!(!stands(2, true, 39));
+        assert!(stands(2, true, 40));
+        assert!(!stands(2, false, 60), "it is only open");
+        assert!(!stands(2, true, 79));
+        assert!(stands(2, true, 80));
+    }
+
+    #[tokio::test]
+    async fn a_cluster_that_was_never_started_has_nothing_to_release() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
         assert!(release_leftovers(&layout, InUse::Stays).unwrap().is_empty());
-        assert!(unmount_volumes(&layout).unwrap().is_empty());
+        let (busy, stuck) = unmount_volumes(&layout, &mut Progress::default()).await.unwrap();
+        assert!(busy.is_empty() && stuck.is_empty());
     }
 }

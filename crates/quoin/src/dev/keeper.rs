@@ -6,12 +6,14 @@
 
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
+use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::io::unix::AsyncFd;
@@ -29,6 +31,10 @@ const BACKOFF_MAX: Duration = Duration::from_secs(5);
 const RAN_WELL: Duration = Duration::from_secs(10);
 /// A clean shutdown drains IO first; after this it is killed and the next start recovers.
 const STOP_BUDGET: Duration = Duration::from_secs(20);
+/// After a kill -9; only the kernel can hold a process longer than this.
+const KILL_BUDGET: Duration = Duration::from_secs(5);
+/// One that ends so often in a row, soon after its start, does not start by being tried again.
+const FAILED_STARTS_MAX: u32 = 5;
 /// A log is begun anew, its predecessor kept, when it is longer than this at a start.
 const LOG_BYTES_MAX: u64 = 16 << 20;
 
@@ -74,6 +80,25 @@ impl Running {
     }
 }
 
+/// Waits until the processes of a supervisor that was killed have ended: the kernel has told them
+/// to, and until then their files and ports are theirs. `going_on`: the one that is to stay.
+pub async fn await_the_last(layout: &Layout, going_on: Option<Pid>) {
+    let Ok(text) = std::fs::read(layout.processes()) else { return };
+    let pids: BTreeMap<String, i32> = serde_json::from_slice(&text).unwrap_or_default();
+    let root = layout.root().as_os_str().as_encoded_bytes().to_owned();
+    // The number may be another program's by now.
+    let is_ours = |pid: &Pid| {
+        let line = std::fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()));
+        line.is_ok_and(|line| line.windows(root.len()).any(|part| part == root))
+    };
+    let pids = pids.into_values().filter_map(Pid::from_raw);
+    let last: Vec<Pid> = pids.filter(|pid| Some(*pid) != going_on && is_ours(pid)).collect();
+    let began = Instant::now();
+    while last.iter().any(is_ours) && began.elapsed() < STOP_BUDGET {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
 /// The process that listens on a socket, if one does.
 pub async fn listener_of(socket: &Path) -> Option<Pid> {
     let stream = tokio::net::UnixStream::connect(socket).await.ok()?;
@@ -114,6 +139,8 @@ pub struct Keeper {
     pub name: String,
     stop: watch::Sender<bool>,
     task: JoinHandle<Result<()>>,
+    /// Ends soon after a start, in a row.
+    failed_starts: Rc<Cell<u32>>,
 }
 
 impl Keeper {
@@ -148,8 +175,16 @@ impl Keeper {
     ) -> Self {
         roster.set(&process.name, running.pid());
         let name = process.name.clone();
-        let task = tokio::task::spawn_local(keep(process, running, layout, roster, stopped));
-        Self { name, stop, task }
+        let failed_starts = Rc::new(Cell::new(0));
+        let failed = failed_starts.clone();
+        let task =
+            tokio::task::spawn_local(keep(process, running, layout, roster, stopped, failed));
+        Self { name, stop, task, failed_starts }
+    }
+
+    /// Whether it ends so soon after each start that trying on is of no use.
+    pub fn cannot_start(&self) -> bool {
+        self.failed_starts.get() >= FAILED_STARTS_MAX
     }
 
     /// Whether it gave up (the process cannot be started at all).
@@ -170,6 +205,7 @@ async fn keep(
     layout: Layout,
     roster: Roster,
     mut stopped: watch::Receiver<bool>,
+    failed_starts: Rc<Cell<u32>>,
 ) -> Result<()> {
     let name = process.name.clone();
     let mut backoff = BACKOFF_FIRST;
@@ -184,6 +220,9 @@ async fn keep(
             }
         };
         roster.set(&name, None);
+        // One that was killed had started.
+        let failed = began.elapsed() < RAN_WELL && status.is_some_and(|s| s.signal().is_none());
+        failed_starts.set(if failed { failed_starts.get() + 1 } else { 0 });
         backoff = if began.elapsed() >= RAN_WELL {
             BACKOFF_FIRST
         } else {
@@ -269,7 +308,12 @@ async fn end(name: &str, child: &mut Running) -> Result<()> {
         }
         Err(_) => {
             kill_process(pid, Signal::KILL).context("kill a process")?;
-            child.wait().await?;
+            if tokio::time::timeout(KILL_BUDGET, child.wait()).await.is_err() {
+                bail!(
+                    "{name} (process {pid}) was killed and is held by the kernel, in IO that nobody \
+                     answers"
+                );
+            }
             bail!(
                 "{name} did not stop within {} s and was killed; the next start recovers",
                 STOP_BUDGET.as_secs()

@@ -18,7 +18,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use quoin_control::policy::ReplaceAfter;
 use quoin_identity::{Identity, Role};
-use quoin_proto::control::{CreateJoinTokenRequest, ListNodesRequest, ListPoolsRequest};
+use quoin_proto::control::{CreateJoinTokenRequest, ListNodesRequest, ListPoolsRequest, Pool};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ use cleanup::InUse;
 use keeper::{Keeper, Process, Roster};
 use layout::Layout;
 use processes::Attaching;
-use settings::Settings;
+use settings::{PoolSettings, Settings};
 
 /// All parts must be up within this; a machine under load takes its time.
 const START_BUDGET: Duration = Duration::from_secs(90);
@@ -136,8 +136,8 @@ async fn supervise(
     let mut keepers = Vec::new();
     let outcome = tokio::select! {
         outcome = start(layout, settings, attaching, policy, &mut keepers) => match outcome {
-            Ok(()) => {
-                greet(layout, settings, attaching);
+            Ok(pools) => {
+                greet(layout, settings, pools, attaching);
                 tokio::select! {
                     () = ends.wait() => Ok(()),
                     error = first_that_gave_up(&keepers) => Err(error),
@@ -168,17 +168,18 @@ fn tell_of_the_dead(layout: &Layout) -> Result<()> {
     Ok(())
 }
 
-/// Starts everything in order, joining what has not joined yet.
+/// Starts everything in order, joining what has not joined yet; how many pools there are.
 async fn start(
     layout: &Layout,
     settings: &Settings,
     attaching: &Attaching,
     policy: &Policy,
     keepers: &mut Vec<Keeper>,
-) -> Result<()> {
+) -> Result<usize> {
     let began = Instant::now();
-    let roster = Roster::new(layout);
     let left = keeper::listener_of(&layout.attach_socket()).await;
+    keeper::await_the_last(layout, left).await;
+    let roster = Roster::new(layout);
     tell_of_the_dead(layout)?;
     let start = |process: Process| Keeper::start(process, layout.clone(), roster.clone());
 
@@ -186,7 +187,8 @@ async fn start(
     keepers.push(start(processes::controller(layout, settings, policy))?);
     let mut cluster = wait_for_controller(layout, keepers, began).await?;
 
-    for pool in &settings.pools {
+    let pools = pools_to_start(&mut cluster, layout, settings).await?;
+    for pool in &pools {
         let directory = layout.pool(&pool.name);
         join(&mut cluster, settings, Role::Pool, &pool.name, &directory).await?;
         keepers.push(start(processes::pool(layout, settings, policy, pool))?);
@@ -205,7 +207,35 @@ async fn start(
         keepers.push(start(processes::attach(layout, settings))?);
     }
     keepers.push(start(processes::node(layout, settings, attaching))?);
-    wait_until_all_are_online(&mut cluster, layout, settings, began).await
+    wait_until_all_are_online(&mut cluster, layout, settings, &pools, began).await?;
+    Ok(pools.len())
+}
+
+/// The pools that are still part of the cluster, or are yet to join it: who was removed may do
+/// nothing any more, and would only fail for ever.
+async fn pools_to_start<'a>(
+    cluster: &mut Cluster,
+    layout: &Layout,
+    settings: &'a Settings,
+) -> Result<Vec<&'a PoolSettings>> {
+    let known = cluster.list_pools(ListPoolsRequest {}).await.map_err(refusal)?.into_inner().pools;
+    let mut pools = Vec::new();
+    for pool in &settings.pools {
+        let directory = layout.pool(&pool.name);
+        // A pool's data are made after it joined, and then it reports at once.
+        let was_there = Identity::load(&directory).is_ok() && layout.pool_data(&pool.name).exists();
+        if was_there && !known.iter().any(|known| known.name == pool.name) {
+            say(&format!(
+                "{} was removed from the cluster and is not started; delete {} to have a new, empty \
+                 pool of that name at the next start",
+                pool.name,
+                directory.display()
+            ));
+            continue;
+        }
+        pools.push(pool);
+    }
+    Ok(pools)
 }
 
 async fn wait_for_controller(
@@ -222,10 +252,13 @@ async fn wait_for_controller(
         {
             return Ok(cluster);
         }
-        if began.elapsed() > START_BUDGET || keepers.iter().any(Keeper::has_ended) {
+        let hopeless = |keeper: &Keeper| keeper.has_ended() || keeper.cannot_start();
+        if began.elapsed() > START_BUDGET || keepers.iter().any(hopeless) {
+            let log = layout.log("controller");
             bail!(
-                "the controller does not answer; its log is {}",
-                layout.log("controller").display()
+                "the controller does not start: {}; its log is {}",
+                last_line(&log),
+                log.display()
             );
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -266,6 +299,7 @@ async fn wait_until_all_are_online(
     cluster: &mut Cluster,
     layout: &Layout,
     settings: &Settings,
+    started: &[&PoolSettings],
     began: Instant,
 ) -> Result<()> {
     loop {
@@ -274,8 +308,10 @@ async fn wait_until_all_are_online(
         let mut missing = Vec::new();
         if let (Ok(pools), Ok(nodes)) = (pools, nodes) {
             let (pools, nodes) = (pools.into_inner().pools, nodes.into_inner().nodes);
-            for wanted in &settings.pools {
-                if !pools.iter().any(|pool| pool.name == wanted.name && pool.state == "Online") {
+            // One that is full serves what it has.
+            let serves = |pool: &Pool| ["Online", "Full"].contains(&pool.state.as_str());
+            for wanted in started {
+                if !pools.iter().any(|pool| pool.name == wanted.name && serves(pool)) {
                     missing.push(wanted.name.clone());
                 }
             }
@@ -298,7 +334,15 @@ async fn wait_until_all_are_online(
     }
 }
 
-fn greet(layout: &Layout, settings: &Settings, attaching: &Attaching) {
+/// What a process said last, for whoever asks why it ended.
+fn last_line(log: &Path) -> String {
+    let text = std::fs::read(log).unwrap_or_default();
+    let tail = String::from_utf8_lossy(&text[text.len().saturating_sub(4096)..]).into_owned();
+    let last = tail.lines().rev().find(|line| !line.trim().is_empty());
+    last.map_or("it says nothing", |line| line.trim_start_matches("error: ")).to_owned()
+}
+
+fn greet(layout: &Layout, settings: &Settings, pools: usize, attaching: &Attaching) {
     let capacity = settings.pools.first().map_or(0, |pool| pool.capacity_bytes);
     let is_default = *layout.root() == client::default_root();
     let socket = if is_default {
@@ -315,7 +359,7 @@ fn greet(layout: &Layout, settings: &Settings, attaching: &Attaching) {
          csi    unix://{}\n  logs   {}\n\nIn another terminal:{socket}\n  \
          quoin volume create db --size 1GiB --replicas 3\n  {attach}\n  quoin events -w\n\n\
          Ctrl-C stops everything and keeps the data.",
-        settings.pools.len(),
+        pools,
         show_size(capacity),
         settings.node,
         layout.root().display(),
@@ -379,6 +423,10 @@ async fn stop(layout: &Layout, keepers: Vec<Keeper>, ends: &mut Ends) -> Result<
     }
     if let Err(error) = cleanup::release_leftovers(layout, InUse::Goes) {
         problems.push(format!("{error:#}"));
+    }
+    // A start that was broken off before it came to the attach process of the last one.
+    if let Some(pid) = keeper::listener_of(&layout.attach_socket()).await {
+        cleanup::tell_of_what_stays(layout, pid);
     }
     if problems.is_empty() {
         say("stopped; the data stays for the next start");

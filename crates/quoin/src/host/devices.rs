@@ -5,6 +5,7 @@
 //! mounts of those devices.
 
 use anyhow::{Context, Result};
+use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -85,6 +86,25 @@ impl Device {
         }
     }
 
+    /// IOs that it has done and IOs under way; `None`: it is gone.
+    pub fn io(&self) -> Option<(u64, u64)> {
+        let name = Path::new(self.path.file_name()?);
+        let text = fs::read_to_string(Path::new("/sys/block").join(name).join("stat")).ok()?;
+        counted(&text)
+    }
+
+    /// Ends the FUSE connection that serves its file: all its IO, under way and to come, fails.
+    pub fn cut_off(&self) -> Result<()> {
+        let table = mounts()?.into_iter().rev();
+        let mut below = table.filter(|mount| mount.filesystem.starts_with("fuse"));
+        if let Some(mount) = below.find(|mount| self.file.starts_with(&mount.target)) {
+            // It says that the mount is busy, which it is: by the device. The connection is ended.
+            let flags = UnmountFlags::FORCE | UnmountFlags::NOFOLLOW;
+            let _ = rustix::mount::unmount(&mount.target, flags);
+        }
+        Ok(())
+    }
+
     pub fn mounts(&self) -> Result<Vec<Mount>> {
         Ok(mounts()?.into_iter().filter(|mount| mount.number == self.number).collect())
     }
@@ -102,6 +122,13 @@ pub fn is_dead(path: &Path) -> bool {
         let _ = answer.send(refused.is_some_and(|error| gone.contains(&error)));
     });
     asked.recv_timeout(ANSWER_BUDGET).unwrap_or(false)
+}
+
+/// A line of `stat`: reads, writes, discards and flushes that are done, and what is in flight.
+fn counted(text: &str) -> Option<(u64, u64)> {
+    let fields: Vec<u64> = text.split_whitespace().map_while(|word| word.parse().ok()).collect();
+    let done = [0, 4, 11, 15].iter().filter_map(|field| fields.get(*field)).sum();
+    Some((done, *fields.get(8)?))
 }
 
 fn sequence(name: &Path) -> Option<u64> {
@@ -202,6 +229,14 @@ mod tests {
         assert_eq!(parsed.filesystem, "ext4");
         assert!(Mount::parse("36 35").is_none());
         assert_eq!(unescape("a\\9\\"), Path::new("a\\9\\"));
+    }
+
+    #[test]
+    fn what_a_device_has_done_and_does_is_read_from_its_line() {
+        let line = "  1 0 8 0  2 0 16 0  3 4 5  6 0 0 0  7 0\n";
+        assert_eq!(counted(line), Some((1 + 2 + 6 + 7, 3)));
+        assert_eq!(counted("1 2 3"), None);
+        assert_eq!(counted(""), None);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 pub mod devices;
 pub mod lost;
+pub mod ports;
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};

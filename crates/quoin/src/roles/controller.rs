@@ -11,6 +11,7 @@ use std::path::PathBuf;
 
 use super::RoleOptions;
 use crate::client::ClientOptions;
+use crate::host::ports;
 use crate::output::{self, Format};
 use crate::salvage;
 
@@ -98,6 +99,22 @@ enum SpreadDefault {
     Pool,
 }
 
+/// Names who has the port that was asked for.
+fn in_flags(error: quoin_control::Error) -> anyhow::Error {
+    match &error {
+        quoin_control::Error::Listen { address, source }
+            if source.kind() == std::io::ErrorKind::AddrInUse =>
+        {
+            let who = address.parse().ok().and_then(ports::listener);
+            anyhow::anyhow!(
+                "{address} is in use by {}: end that, or choose another port with --listen",
+                who.as_deref().unwrap_or("another program")
+            )
+        }
+        _ => error.into(),
+    }
+}
+
 pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -> Result<()> {
     let one_thread = || tokio::runtime::Builder::new_current_thread().enable_all().build();
     match command {
@@ -151,7 +168,7 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
             let health = control.metrics.clone();
             let source = Source::new(move || metrics.render(), move || health.health());
             super::run(&options.role, source, |shutdown| async {
-                Ok(quoin_control::run(control, shutdown).await?)
+                quoin_control::run(control, shutdown).await.map_err(in_flags)
             })
         }
     }

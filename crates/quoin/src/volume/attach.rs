@@ -7,13 +7,14 @@ use quoin_frontend::attach::{AttachClient, Error as AttachError};
 use quoin_proto::control::{
     ListNodesRequest, PublishVolumeRequest, UnpublishVolumeRequest, Volume,
 };
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::HereView;
 use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
 use crate::host::{devices, lost};
-use crate::output;
+use crate::output::{self, Format};
 
 #[derive(Args)]
 pub struct AttachOptions {
@@ -31,6 +32,39 @@ pub struct AttachOptions {
     /// The node that this host is [default: the one node of the cluster].
     #[arg(long)]
     node: Option<String>,
+    #[command(flatten)]
+    host: HostOptions,
+}
+
+/// Where a command finds the processes of its own host.
+#[derive(Args)]
+pub struct HostOptions {
+    /// The directory that `quoin target` and `quoin attach` of this host were given as --run
+    /// [default: where the admin socket is].
+    #[arg(long, value_name = "DIRECTORY", env = "QUOIN_RUN")]
+    run: Option<PathBuf>,
+}
+
+impl HostOptions {
+    fn client(&self, client: &ClientOptions) -> ClientOptions {
+        ClientOptions { run: self.run.clone(), ..client.clone() }
+    }
+}
+
+/// How a volume is to be reached on this host now.
+#[derive(Serialize, Clone)]
+#[serde(rename_all = "camelCase")]
+struct AttachedView {
+    volume: String,
+    id: String,
+    node: String,
+    /// The block device.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    device: String,
+    /// The NBD address that was asked for instead.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    nbd_uri: String,
+    read_only: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -46,13 +80,29 @@ pub struct DetachOptions {
     /// The node to detach it from [default: every one].
     #[arg(long)]
     node: Option<String>,
+    #[command(flatten)]
+    host: HostOptions,
+}
+
+/// What became of a volume that was to be taken away.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GoneView {
+    pub volume: String,
+    pub id: String,
+    /// "detached", "deleted" or, where a pool is still waited for, "deleting".
+    pub state: &'static str,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub waiting_for: String,
 }
 
 pub async fn attach(
     cluster: &mut Cluster,
     options: AttachOptions,
     client: &ClientOptions,
+    format: Format,
 ) -> Result<()> {
+    let client = &options.host.client(client);
     let volume = get_volume(cluster, &options.volume).await?;
     if options.nbd.is_none() {
         // Before anything is changed: without it the volume would be left half attached.
@@ -70,14 +120,26 @@ pub async fn attach(
         usage: "command".into(),
     };
     cluster.publish_volume(request).await.map_err(refusal)?;
+    let view = AttachedView {
+        volume: volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default(),
+        id: volume.id.clone(),
+        node: node.clone(),
+        device: String::new(),
+        nbd_uri: String::new(),
+        read_only: options.read_only,
+    };
+    let nbd = |nbd_uri: String| {
+        let view = AttachedView { nbd_uri, ..view.clone() };
+        output::print_one(format, &view, || view.nbd_uri.clone())
+    };
     if options.nbd == Some(Nbd::Tcp) {
-        return output::print_line(&wait_for_uri(cluster, &volume, &node, client).await?);
+        return nbd(wait_for_uri(cluster, &volume, &node, client).await?);
     }
     let socket = nbd_socket(client, &volume.id);
     wait_for_target(cluster, &volume, &socket, client).await?;
     if options.nbd == Some(Nbd::Unix) {
         // A socket serves one volume, as its default export.
-        return output::print_line(&format!("nbd+unix:///?socket={}", socket.display()));
+        return nbd(format!("nbd+unix:///?socket={}", socket.display()));
     }
     let request = AttachVolume {
         volume: volume.id.clone(),
@@ -91,7 +153,8 @@ pub async fn attach(
         "the volume is served but is no block device yet; `--nbd` gives its NBD address instead",
     )?;
     warn_of_the_dead(&volume, client);
-    output::print_line(&attached.device.display().to_string())
+    let view = AttachedView { device: attached.device.display().to_string(), ..view };
+    output::print_one(format, &view, || view.device.clone())
 }
 
 fn attach_daemon(client: &ClientOptions) -> AttachClient {
@@ -108,7 +171,8 @@ async fn check_daemon(client: &ClientOptions) -> Result<()> {
         ),
         Err(AttachError::Daemon { socket, .. }) => bail!(
             "no `quoin attach` serves {}: `quoin dev` starts one where root, /dev/fuse and loop \
-             devices are there; or take an NBD address with --nbd",
+             devices are there. Where it runs with another --run, name that directory with --run; \
+             or take an NBD address with --nbd",
             socket.display()
         ),
         Err(error) => Err(error.into()),
@@ -184,7 +248,9 @@ pub async fn detach(
     cluster: &mut Cluster,
     options: DetachOptions,
     client: &ClientOptions,
+    format: Format,
 ) -> Result<()> {
+    let client = &options.host.client(client);
     let volume = get_volume(cluster, &options.volume).await?;
     // The device first: it must not be left over a socket that nobody serves.
     match attach_daemon(client).detach(&volume.id).await {
@@ -211,7 +277,15 @@ pub async fn detach(
     loop {
         let now = get_volume(cluster, &volume.id).await?;
         if now.attachments.is_empty() {
-            return output::print_line(&format!("volume {} is detached", options.volume));
+            let view = GoneView {
+                volume: options.volume,
+                id: volume.id,
+                state: "detached",
+                waiting_for: String::new(),
+            };
+            return output::print_one(format, &view, || {
+                format!("volume {} is detached", view.volume)
+            });
         }
         if began.elapsed() > client.timeout() {
             bail!(
@@ -290,7 +364,8 @@ async fn wait_for_target(
             };
             bail!(
                 "the volume is published, but after {} s {} is not served: {reason}. \
-                 `quoin events` tells more, and the command may be repeated",
+                 `quoin events` tells more, and the command may be repeated; where this host's \
+                 target runs with another --run, name that directory with --run",
                 client.timeout,
                 socket.display()
             );

@@ -18,6 +18,7 @@ use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
 use crate::document::Document;
 use crate::output::{self, Format};
 use crate::size::{parse_size, show_size};
+use attach::GoneView;
 
 pub use replicas::{ReplicaCommand, run as run_replica, wait_until_changed};
 pub use view::{HereView, VolumeView};
@@ -223,8 +224,12 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
                 "no volumes: make one with `quoin volume create db --size 1GiB`",
             )
         }
-        VolumeCommand::Attach(options) => attach::attach(&mut cluster, options, client).await,
-        VolumeCommand::Detach(options) => attach::detach(&mut cluster, options, client).await,
+        VolumeCommand::Attach(options) => {
+            attach::attach(&mut cluster, options, client, format).await
+        }
+        VolumeCommand::Detach(options) => {
+            attach::detach(&mut cluster, options, client, format).await
+        }
         VolumeCommand::Resize { volume, size } => {
             resize(&mut cluster, &volume, size, client, format).await
         }
@@ -238,7 +243,14 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             let found = get_volume(&mut cluster, &volume).await?;
             let request = DeleteVolumeRequest { volume: Some(volume_ref(&found.id)) };
             cluster.delete_volume(request).await.map_err(refusal)?;
-            output::print_line(&wait_until_deleted(&mut cluster, &volume, &found.id, client).await?)
+            let view = wait_until_deleted(&mut cluster, volume, &found.id, client).await?;
+            output::print_one(format, &view, || match view.state {
+                "deleted" => format!("volume {} is deleted", view.volume),
+                _ => format!(
+                    "volume {} is being deleted and goes by itself; it waits for {}",
+                    view.volume, view.waiting_for
+                ),
+            })
         }
     }
 }
@@ -246,25 +258,24 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
 /// Pools free the space of each replica; one that is away does so when it is back.
 async fn wait_until_deleted(
     cluster: &mut Cluster,
-    name: &str,
+    name: String,
     id: &str,
     client: &ClientOptions,
-) -> Result<String> {
+) -> Result<GoneView> {
     let began = Instant::now();
+    let view =
+        |state, waiting_for| GoneView { volume: name, id: id.to_owned(), state, waiting_for };
     loop {
         let request = GetVolumeRequest { volume: Some(volume_ref(id)) };
         let volume = match cluster.get_volume(request).await {
             Ok(volume) => volume.into_inner(),
             Err(status) if status.code() == tonic::Code::NotFound => {
-                return Ok(format!("volume {name} is deleted"));
+                return Ok(view("deleted", String::new()));
             }
             Err(status) => return Err(refusal(status)),
         };
         if began.elapsed() > client.timeout() {
-            let waiting_for = volume.waiting_for;
-            return Ok(format!(
-                "volume {name} is being deleted and goes by itself; it waits for {waiting_for}"
-            ));
+            return Ok(view("deleting", volume.waiting_for));
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
