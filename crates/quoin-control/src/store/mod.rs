@@ -123,8 +123,9 @@ pub enum StoreError {
     Locked { path: PathBuf },
 
     #[error(
-        "{path} is damaged ({reason}); put a backup of it in its place, or move it away and \
-         rebuild the records from the pools"
+        "{path} is damaged ({reason}); put a backup in its place (`quoin controller restore`), or \
+         move it away and make the records again from what the pools hold (`quoin controller init \
+         --records-lost`, then `quoin controller recover`)"
     )]
     Damaged { path: PathBuf, reason: String },
 

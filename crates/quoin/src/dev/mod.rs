@@ -18,7 +18,9 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use quoin_control::policy::ReplaceAfter;
 use quoin_identity::{Identity, Role};
-use quoin_proto::control::{CreateJoinTokenRequest, ListNodesRequest, ListPoolsRequest, Pool};
+use quoin_proto::control::{
+    CreateJoinTokenRequest, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Pool,
+};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -219,6 +221,11 @@ async fn pools_to_start<'a>(
     settings: &'a Settings,
 ) -> Result<Vec<&'a PoolSettings>> {
     let known = cluster.list_pools(ListPoolsRequest {}).await.map_err(refusal)?.into_inner().pools;
+    let about = cluster.get_cluster_info(GetClusterInfoRequest {}).await.map_err(refusal)?;
+    // Records that were lost name no pool, and are made again from what all of them hold.
+    if known.is_empty() || !about.into_inner().recovery.is_empty() {
+        return Ok(settings.pools.iter().collect());
+    }
     let mut pools = Vec::new();
     for pool in &settings.pools {
         let directory = layout.pool(&pool.name);
@@ -245,10 +252,7 @@ async fn wait_for_controller(
 ) -> Result<Cluster> {
     loop {
         if let Ok(mut cluster) = client::connect(&layout.admin_socket()).await
-            && cluster
-                .get_cluster_info(quoin_proto::control::GetClusterInfoRequest {})
-                .await
-                .is_ok()
+            && cluster.get_cluster_info(GetClusterInfoRequest {}).await.is_ok()
         {
             return Ok(cluster);
         }
