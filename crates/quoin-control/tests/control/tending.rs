@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use quoin_control::{Cordoning, Scale, Scope};
-use quoin_proto::control::{NodeReport, VolumeSpec};
+use quoin_proto::control::NodeReport;
 use tokio::time::Instant;
 
-use crate::cluster::{Cluster, by_name, spec};
+use crate::cluster::{Cluster, by_name};
 
 /// A volume attached nowhere, with a replica being added; h1 to h4 are nodes too.
 async fn growing() -> Cluster {
@@ -87,47 +87,4 @@ async fn a_node_that_does_not_open_it_is_given_up_for_another_one_and_a_cordoned
     assert_eq!(cluster.volume("db").owner.as_deref(), Some("n2"));
     cluster.controller.tend_unused_at(now + Duration::from_secs(31)).await.unwrap();
     assert_eq!(cluster.volume("db").owner.as_deref(), Some("n1"));
-}
-
-/// What a second costs a controller whose volumes are well: half of them in use, half not.
-/// `cargo test --workspace --test control -- --ignored --nocapture`
-#[tokio::test]
-#[ignore = "a measurement, which prints"]
-async fn a_second_with_two_thousand_volumes() {
-    const VOLUMES: usize = 2000;
-    let mut cluster = Cluster::of(30).await;
-    for n in 0..VOLUMES {
-        let asked = VolumeSpec { size_bytes: 4 << 20, ..spec(&format!("v{n}")) };
-        cluster.controller.create_volume(&asked, 0).await.unwrap();
-    }
-    cluster.settle().await.unwrap();
-    for n in 0..VOLUMES / 2 {
-        let name = format!("v{n}");
-        let volume = cluster.attach(&name, "n1").await.unwrap();
-        cluster.open_volume(volume.id.0, "n1", n as u128 + 1).await;
-        let guids: Vec<_> = volume.replicas.iter().map(|r| r.guid.0.to_string()).collect();
-        let states: Vec<_> = guids.iter().map(|guid| (guid.as_str(), "in-sync")).collect();
-        cluster.serving(&name, &states).await;
-    }
-    let controller = &cluster.controller;
-    for _ in 0..5 {
-        let began = std::time::Instant::now();
-        controller.heal().await.unwrap();
-        let healed = began.elapsed();
-        controller.tend_unused().await.unwrap();
-        let tended = began.elapsed();
-        controller.reconcile().await.unwrap();
-        println!(
-            "heal {healed:?}, tend {:?}, reconcile {:?}",
-            tended - healed,
-            began.elapsed() - tended
-        );
-    }
-    let pool = Scope::Pool("p1".into());
-    controller.set_cordon(&pool, Cordoning::Drain, false).await.unwrap();
-    for _ in 0..5 {
-        let began = std::time::Instant::now();
-        controller.heal().await.unwrap();
-        println!("while a pool is drained: heal {:?}", began.elapsed());
-    }
 }

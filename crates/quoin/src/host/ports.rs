@@ -11,6 +11,10 @@ pub fn listener(address: SocketAddr) -> Option<String> {
     let inode = tables.iter().flatten().find_map(|table| inode_of(table, address.port()))?;
     let socket = format!("socket:[{inode}]");
     for process in fs::read_dir("/proc").ok()?.flatten() {
+        // `self` is there too.
+        if !process.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit) {
+            continue;
+        }
         let open = fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten();
         let mut links = open.filter_map(|entry| fs::read_link(entry.path()).ok());
         if links.any(|link| link.as_os_str() == socket.as_str()) {
