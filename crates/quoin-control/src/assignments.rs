@@ -1,5 +1,7 @@
 //! What pools and nodes are told to do: the whole of it, made from the records each time.
 
+use std::collections::{HashMap, HashSet};
+
 use quoin_core::Membership;
 use quoin_proto::control::{
     self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
@@ -43,7 +45,6 @@ impl Controller {
         // Records that do not rule order nothing.
         let volumes = if self.check_ruling().is_ok() { self.volumes.list() } else { Vec::new() };
         for volume in volumes {
-            let keepsake = self.salvage.keepsake(&volume);
             let assignment = |id: String, guid: String, phase: ReplicaPhase| ReplicaAssignment {
                 volume_id: volume.id.0.to_string(),
                 replica_id: id,
@@ -52,7 +53,8 @@ impl Controller {
                 phase: phase.as_str().to_owned(),
                 membership: Some(membership(&volume)),
                 volume_spec: Some(spec(&volume)),
-                record: keepsake.clone(),
+                // Filled in where the pool has not been told it: see `tell_records`.
+                record: Vec::new(),
                 generation: volume.generation,
             };
             let held = volume.replicas.iter().filter(|replica| replica.pool == pool);
@@ -69,6 +71,25 @@ impl Controller {
             data_security: self.settings.data_security.clone(),
             scrub_request: self.pools.get(pool).map_or(0, |pool| pool.scrub_request),
             holdings_request: self.salvage.request(),
+        }
+    }
+
+    /// Adds the records that pools keep, of those volumes that changed since `told`, which holds the
+    /// generation that each replica's pool was told last: most changes are of one volume, and a pool
+    /// may have thousands.
+    pub(crate) fn tell_records(
+        &self,
+        assignment: &mut PoolAssignment,
+        told: &mut HashMap<String, u64>,
+    ) {
+        let assigned: HashSet<&str> = assignment.replicas.iter().map(|r| r.guid.as_str()).collect();
+        told.retain(|guid, _| assigned.contains(guid.as_str()));
+        for replica in &mut assignment.replicas {
+            let last = told.insert(replica.guid.clone(), replica.generation);
+            let Some(volume) = self.volumes.get(&replica.volume_id) else { continue };
+            if last != Some(replica.generation) && volume.generation == replica.generation {
+                replica.record = volume.keepsake();
+            }
         }
     }
 

@@ -90,7 +90,6 @@ impl Controller {
     }
 
     fn forget(&self, volume: &VolumeRecord) {
-        self.salvage.forget(volume.id.0);
         let mut observed = self.observed();
         observed.volumes.remove(&volume.id.0);
         observed.health.remove(&volume.id.0);

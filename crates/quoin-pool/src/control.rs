@@ -26,6 +26,8 @@ const REPORT_EVERY: Duration = Duration::from_secs(2);
 /// Between attempts to reach a controller that is away.
 const RETRY: Duration = Duration::from_millis(500);
 const CALL_MAX: Duration = Duration::from_secs(5);
+/// An assignment of the most replicas that a pool may have, each with an ordinary record.
+const ASSIGNMENT_BYTES_MAX: usize = 128 << 20;
 /// For telling all that the pool keeps about thousands of replicas.
 const HOLDINGS_MAX: Duration = Duration::from_secs(30);
 
@@ -55,7 +57,9 @@ impl Control {
     }
 
     async fn follow_once(&self) -> Result<(), tonic::Status> {
-        let mut client = AgentClient::new(self.channel.clone());
+        let client = AgentClient::new(self.channel.clone());
+        // The first one has the record of every volume of which a replica is here.
+        let mut client = client.max_decoding_message_size(ASSIGNMENT_BYTES_MAX);
         let request = WatchPoolRequest { pool: self.options.name.clone() };
         let mut assignments = client.watch_pool(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);

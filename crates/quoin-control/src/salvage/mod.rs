@@ -16,7 +16,7 @@
 pub mod decide;
 mod holdings;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -60,9 +60,6 @@ pub struct Recovered {
 #[derive(Default)]
 pub(crate) struct Salvage {
     asked: Mutex<Asked>,
-    /// What pools are given to keep of each volume, and of which generation that is: assignments
-    /// are made far more often than records change.
-    keepsakes: Mutex<HashMap<VolumeId, (u64, Vec<u8>)>>,
     one_at_a_time: tokio::sync::Mutex<()>,
 }
 
@@ -80,24 +77,6 @@ impl Salvage {
 
     pub fn request(&self) -> u64 {
         self.asked().request
-    }
-
-    /// What pools keep of this record.
-    pub fn keepsake(&self, volume: &VolumeRecord) -> Vec<u8> {
-        let mut kept = self.keepsakes.lock().expect("no holder of this lock panics");
-        match kept.get(&volume.id.0) {
-            Some((generation, bytes)) if *generation == volume.generation => bytes.clone(),
-            _ => {
-                let bytes = volume.keepsake();
-                kept.insert(volume.id.0, (volume.generation, bytes.clone()));
-                bytes
-            }
-        }
-    }
-
-    /// The volume exists no more.
-    pub fn forget(&self, volume: VolumeId) {
-        self.keepsakes.lock().expect("no holder of this lock panics").remove(&volume);
     }
 
     /// A number that no pool has answered yet, whatever controller asked before.

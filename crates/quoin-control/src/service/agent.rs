@@ -1,5 +1,6 @@
 //! The Agent service: pools, nodes, targets.
 
+use std::collections::HashMap;
 use std::pin::Pin;
 
 use futures::Stream;
@@ -27,10 +28,11 @@ use crate::salvage::Told;
 type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 impl Services {
-    /// `make` now, and again whenever it comes out differently.
+    /// `make` now, and again whenever it comes out differently; `finish` sees what is told.
     fn follow<T: PartialEq + Clone + Send + 'static>(
         &self,
         make: impl Fn(&Controller) -> T + Send + 'static,
+        mut finish: impl FnMut(&Controller, &mut T) + Send + 'static,
     ) -> Result<Response<Assignments<T>>, Status> {
         let permit = self.stream_permit()?;
         let (controller, mut shutdown) = (self.controller.clone(), self.shutdown.clone());
@@ -40,9 +42,10 @@ impl Services {
             let mut last: Option<T> = None;
             loop {
                 changes.mark_unchanged();
-                let next = make(&controller);
+                let mut next = make(&controller);
                 if last.as_ref() != Some(&next) {
                     last = Some(next.clone());
+                    finish(&controller, &mut next);
                     yield Ok(next);
                 }
                 tokio::select! {
@@ -73,7 +76,11 @@ impl Agent for Services {
     ) -> Result<Response<Self::WatchPoolStream>, Status> {
         let name = request.get_ref().pool.clone();
         self.act(&request, Role::Pool, &name)?;
-        self.follow(move |controller| controller.pool_assignment(&name))
+        let mut told = HashMap::new();
+        self.follow(
+            move |controller| controller.pool_assignment(&name),
+            move |controller, assignment| controller.tell_records(assignment, &mut told),
+        )
     }
 
     async fn watch_node(
@@ -82,7 +89,7 @@ impl Agent for Services {
     ) -> Result<Response<Self::WatchNodeStream>, Status> {
         let name = request.get_ref().node.clone();
         self.act(&request, Role::Node, &name)?;
-        self.follow(move |controller| controller.node_assignment(&name))
+        self.follow(move |controller| controller.node_assignment(&name), |_, _| {})
     }
 
     async fn report_pool(
