@@ -1,5 +1,5 @@
-//! What has no floor to be compared with: what idle volumes cost, and how soon a pool that died
-//! answers again.
+//! What has no floor to be compared with: what idle volumes cost, how soon a pool that died
+//! answers again, and what is noticed of changes ([`crate::members`]).
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::load::Generator;
 use crate::product::Product;
-use crate::{Class, Error, Options, usage};
+use crate::{Class, Error, Options, members, usage};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
 /// What has just been made settles before it counts as idle.
@@ -47,6 +47,12 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
             eprintln!("measuring cold-start with {} GiB", options.data_gib);
             facts.extend(cold_start(quoin, &directory.join("cold"), options.data_gib)?);
         }
+    }
+    if options.wants(members::REBUILD) {
+        facts.extend(members::during_rebuild(options, quoin, &directory.join("members"))?);
+    }
+    if options.wants(members::CHANGE) {
+        facts.extend(members::change(quoin, &directory.join("change"))?);
     }
     Ok(facts)
 }

@@ -24,6 +24,7 @@ pub mod floor;
 pub mod further;
 mod interrupt;
 pub mod load;
+pub mod members;
 pub mod nbd;
 pub mod product;
 pub mod rebuild;

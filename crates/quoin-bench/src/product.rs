@@ -120,12 +120,18 @@ impl Product {
 
     /// What is known of a volume's replica in this pool.
     pub fn replica(&self, volume: &str, pool: &str) -> Result<Replica, Error> {
+        self.replicas(volume)?
+            .into_iter()
+            .find(|r| r.pool == pool)
+            .ok_or_else(|| Error::Failed(format!("volume {volume} has no replica in {pool}")))
+    }
+
+    /// What is known of all replicas of a volume.
+    pub fn replicas(&self, volume: &str) -> Result<Vec<Replica>, Error> {
         let text = self.command(&["replica", "list", "-o", "json"])?;
         let all: Vec<Replica> = serde_json::from_str(&text)
             .map_err(|error| Error::Failed(format!("quoin replica list: {error}")))?;
-        all.into_iter()
-            .find(|r| r.volume == volume && r.pool == pool)
-            .ok_or_else(|| Error::Failed(format!("volume {volume} has no replica in {pool}")))
+        Ok(all.into_iter().filter(|r| r.volume == volume).collect())
     }
 
     /// Kills a pool and removes all it holds before it is started again.

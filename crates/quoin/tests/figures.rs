@@ -64,6 +64,14 @@ fn what_the_network_costs_is_measured_with_both_kinds_of_protection_beside_the_s
 }
 
 #[test]
+fn what_a_membership_change_does_to_io_is_measured() {
+    let (cases, table) = cases(&["--only", "membership"]);
+    assert_eq!(cases.len(), 1, "{cases:?}");
+    assert!(cases["membership-change-pause"]["quoin"].as_f64().unwrap() > 0.0, "{cases:?}");
+    assert!(table.contains("membership-change-pause"), "{table}");
+}
+
+#[test]
 fn an_interrupted_benchmark_leaves_no_process_and_no_file() {
     let directory = tempfile::tempdir().unwrap();
     let mut bench = Command::new(env!("CARGO_BIN_EXE_quoin"))
