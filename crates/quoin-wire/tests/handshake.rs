@@ -1,0 +1,219 @@
+//! Who proves what to whom before the first frame: by the network, and within a host.
+
+mod common;
+
+use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use common::{session, through};
+use quoin_core::message::FromReplica;
+use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
+use quoin_wire::handshake::{
+    ClientSecurity, Established, HandshakeError, ServerSecurity, accept, connect, connect_same_host,
+};
+use quoin_wire::same_host::{PeerAddress, Stream};
+use quoin_wire::security::Mode;
+use quoin_wire::{Connection, Frame, Hello};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+struct Authority {
+    issuer: rcgen::Issuer<'static, rcgen::KeyPair>,
+    certificate: CertificateDer<'static>,
+}
+
+fn authority() -> Authority {
+    let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let key = rcgen::KeyPair::generate().unwrap();
+    let certificate = params.self_signed(&key).unwrap().der().clone();
+    Authority { issuer: rcgen::Issuer::new(params, key), certificate }
+}
+
+fn identity(by: &Authority) -> (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>) {
+    let key = rcgen::KeyPair::generate().unwrap();
+    let params = rcgen::CertificateParams::new(vec!["quoin".to_string()]).unwrap();
+    let certificate = params.signed_by(&key, &by.issuer).unwrap();
+    (vec![certificate.der().clone()], PrivateKeyDer::try_from(key.serialize_der()).unwrap())
+}
+
+fn roots(of: &Authority) -> Arc<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    roots.add(of.certificate.clone()).unwrap();
+    Arc::new(roots)
+}
+
+fn client(own: &Authority, trusted: &Authority, mode: Mode) -> ClientSecurity {
+    let (chain, key) = identity(own);
+    let config = ClientConfig::builder()
+        .with_root_certificates(roots(trusted))
+        .with_client_auth_cert(chain, key)
+        .unwrap();
+    ClientSecurity::Tls {
+        config: Arc::new(config),
+        server_name: ServerName::try_from("quoin").unwrap(),
+        mode,
+    }
+}
+
+fn server(own: &Authority, least: Mode) -> ServerSecurity {
+    let verifier = rustls::server::WebPkiClientVerifier::builder(roots(own)).build().unwrap();
+    let (chain, key) = identity(own);
+    let config = ServerConfig::builder()
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(chain, key)
+        .unwrap();
+    ServerSecurity::Tls { config: Arc::new(config), least }
+}
+
+type Outcome = Result<Established, HandshakeError>;
+
+fn both(client: &ClientSecurity, server: &ServerSecurity) -> (Outcome, Outcome) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        let accepted = scope.spawn(|| {
+            let (tcp, from) = listener.accept().unwrap();
+            accept(Stream::Tcp(tcp), PeerAddress::Network(from), server)
+        });
+        let connected = connect(address, client);
+        (connected, accepted.join().unwrap())
+    })
+}
+
+/// As [`both`], within the host.
+fn both_here(client: &ClientSecurity, server: &ServerSecurity) -> (Outcome, Outcome) {
+    let (here, there) = UnixStream::pair().unwrap();
+    std::thread::scope(|scope| {
+        let accepted =
+            scope.spawn(|| accept(Stream::SameHost(there), PeerAddress::SameHost, server));
+        let connected = connect_same_host(here, client);
+        (connected, accepted.join().unwrap())
+    })
+}
+
+fn connection(e: Established) -> Connection {
+    let mut connection = Connection::new(e.socket, e.sealer, e.opener);
+    connection.authenticated();
+    connection
+}
+
+#[test]
+fn proven_peers_talk_in_both_directions_in_the_mode_the_client_asked_for() {
+    let authority = authority();
+    for mode in [Mode::Authenticate, Mode::Encrypt] {
+        let (a, b) =
+            both(&client(&authority, &authority, mode), &server(&authority, Mode::Authenticate));
+        let (a, b) = (a.unwrap(), b.unwrap());
+        assert_eq!((a.mode, b.mode), (mode, mode));
+        assert_eq!((a.peer_certificates.len(), b.peer_certificates.len()), (1, 1));
+        let (mut a, mut b) = (connection(a), connection(b));
+        let hello = Hello::new(VolumeId(1), ReplicaId(2), ReplicaGuid(3), Bytes::new());
+        a.send_hello(session(), &hello).unwrap();
+        assert_eq!(through(&mut a, &mut b), [Frame::Hello(hello)]);
+        b.send_from_replica(session(), &FromReplica::Closed).unwrap();
+        assert_eq!(through(&mut b, &mut a), [Frame::FromReplica(FromReplica::Closed)]);
+    }
+}
+
+#[test]
+fn within_a_host_both_sides_are_proven_and_frames_are_plain_whatever_the_network_needs() {
+    let (ours, foreign) = (authority(), authority());
+    let (a, b) = both_here(&client(&ours, &ours, Mode::Encrypt), &server(&ours, Mode::Encrypt));
+    let (a, b) = (a.unwrap(), b.unwrap());
+    assert_eq!((a.mode, b.mode), (Mode::Plain, Mode::Plain));
+    assert_eq!((a.peer_certificates.len(), b.peer_certificates.len()), (1, 1));
+    let (mut a, mut b) = (connection(a), connection(b));
+    b.send_from_replica(session(), &FromReplica::Closed).unwrap();
+    assert_eq!(through(&mut b, &mut a), [Frame::FromReplica(FromReplica::Closed)]);
+    let (_, b) = both_here(&client(&foreign, &ours, Mode::Encrypt), &server(&ours, Mode::Encrypt));
+    assert!(matches!(b, Err(HandshakeError::Tls(_))));
+    let (a, _) = both_here(&client(&ours, &ours, Mode::Encrypt), &server(&foreign, Mode::Encrypt));
+    assert!(matches!(a, Err(HandshakeError::Tls(_))));
+}
+
+#[test]
+fn no_connection_of_the_network_is_plain_though_a_relay_of_another_host_stands_between() {
+    // The one side believes that it is within a host, the other one knows that it is not.
+    let authority = authority();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let (here, there) = UnixStream::pair().unwrap();
+    let (client, server) =
+        (client(&authority, &authority, Mode::Encrypt), server(&authority, Mode::Encrypt));
+    std::thread::scope(|scope| {
+        let accepted = scope.spawn(|| {
+            let (tcp, from) = listener.accept().unwrap();
+            accept(Stream::Tcp(tcp), PeerAddress::Network(from), &server)
+        });
+        let tcp = std::net::TcpStream::connect(address).unwrap();
+        for (mut from, mut to) in [
+            (Stream::SameHost(there.try_clone().unwrap()), Stream::Tcp(tcp.try_clone().unwrap())),
+            (Stream::Tcp(tcp), Stream::SameHost(there)),
+        ] {
+            scope.spawn(move || std::io::copy(&mut from, &mut to));
+        }
+        assert!(connect_same_host(here, &client).is_err());
+        assert!(accepted.join().unwrap().is_err());
+    });
+}
+
+#[test]
+fn a_server_set_to_encrypt_refuses_a_client_that_only_authenticates() {
+    let authority = authority();
+    let (a, b) = both(
+        &client(&authority, &authority, Mode::Authenticate),
+        &server(&authority, Mode::Encrypt),
+    );
+    assert!(a.is_err() && b.is_err());
+}
+
+#[test]
+fn a_certificate_of_another_authority_is_refused_on_either_side() {
+    let (ours, foreign) = (authority(), authority());
+    let (_, b) = both(&client(&foreign, &ours, Mode::Encrypt), &server(&ours, Mode::Encrypt));
+    assert!(matches!(b, Err(HandshakeError::Tls(_))));
+    let (a, _) = both(&client(&ours, &ours, Mode::Encrypt), &server(&foreign, Mode::Encrypt));
+    assert!(matches!(a, Err(HandshakeError::Tls(_))));
+}
+
+#[test]
+fn a_client_without_a_certificate_is_refused() {
+    let authority = authority();
+    let config =
+        ClientConfig::builder().with_root_certificates(roots(&authority)).with_no_client_auth();
+    let anonymous = ClientSecurity::Tls {
+        config: Arc::new(config),
+        server_name: ServerName::try_from("quoin").unwrap(),
+        mode: Mode::Encrypt,
+    };
+    let (_, b) = both(&anonymous, &server(&authority, Mode::Encrypt));
+    assert!(matches!(b, Err(HandshakeError::Tls(_))));
+}
+
+#[test]
+fn garbage_in_place_of_a_handshake_is_refused_at_once() {
+    use std::io::Write;
+    let authority = authority();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 600], &[0x16, 3, 1, 0xff, 0xff]] {
+        let mut tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        tcp.write_all(garbage).unwrap();
+        let (accepted, from) = listener.accept().unwrap();
+        let from = PeerAddress::Network(from);
+        let refused = accept(Stream::Tcp(accepted), from, &server(&authority, Mode::Encrypt));
+        assert!(matches!(refused, Err(HandshakeError::NotTls)));
+    }
+}
+
+#[test]
+fn plain_connections_are_refused_beyond_the_loopback() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let _client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (tcp, _) = listener.accept().unwrap();
+    let beyond = PeerAddress::Network("192.0.2.7:900".parse().unwrap());
+    let refused = accept(Stream::Tcp(tcp), beyond, &ServerSecurity::PlainLoopback);
+    assert!(matches!(refused, Err(HandshakeError::PlainBeyondLoopback(_))));
+}
