@@ -249,6 +249,11 @@ impl Backup {
     }
 }
 
+/// What a restore that was cut short leaves: the cluster is not a new one.
+pub(crate) fn records_in_making(dir: &Path) -> PathBuf {
+    dir.join(format!(".{RECORDS_FILE}.making"))
+}
+
 /// Makes records that do not rule, in a file beside the name that they will have in `dir`: they are
 /// never seen without saying so.
 pub(crate) async fn doubted_records(
@@ -256,7 +261,7 @@ pub(crate) async fn doubted_records(
     records: &[(String, Vec<u8>)],
     why: &str,
 ) -> Result<PathBuf, Error> {
-    let making = dir.join(format!(".{RECORDS_FILE}.making"));
+    let making = records_in_making(dir);
     let _ = std::fs::remove_file(&making);
     let made = write_records(&making, records, why).await;
     if made.is_err() {

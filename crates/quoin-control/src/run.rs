@@ -167,7 +167,8 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
         return Err(Error::NoAuthority(dir.to_owned()));
     }
     let was_made = Identity::load(&identity_dir(dir)).is_ok();
-    let records_lost = records_lost || (has_authority && was_made);
+    let was_restored = crate::backup::records_in_making(dir).exists();
+    let records_lost = records_lost || (has_authority && (was_made || was_restored));
     let authority = match Authority::create(dir, lifetimes) {
         // No records yet, so nobody has joined it: a crash came in between.
         Err(quoin_identity::Error::AuthorityExists { .. }) => Authority::load(dir, lifetimes)?,

@@ -155,6 +155,7 @@ impl<D: Disk> Core<D> {
     /// The first one, how many, and whether they were written before.
     pub fn allocate(&mut self, large: bool, from_reserve: bool) -> Option<(u32, u32, bool)> {
         if self.allocator.short_below
+            && (from_reserve || self.allocator.sure_units() > 0)
             && let Some(unit) = self.allocator.allocate_warm()
         {
             return Some((unit, 1, true));

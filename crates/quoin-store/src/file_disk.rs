@@ -458,7 +458,10 @@ impl Disk for FileDisk {
         if self.is_device || self.read_only {
             return true;
         }
-        if self.room_below().is_some_and(|room| room < length.saturating_add(spare_bytes)) {
+        // With nothing to spare the file system decides: the range may have its space already.
+        if spare_bytes > 0
+            && self.room_below().is_some_and(|room| room < length.saturating_add(spare_bytes))
+        {
             return false;
         }
         let flags = FallocateFlags::KEEP_SIZE;

@@ -77,7 +77,8 @@ impl Allocator {
         if self.short_below { free.min(self.sure_units()) } else { free }
     }
 
-    fn sure_units(&self) -> u32 {
+    /// Warm ones that clients may use.
+    pub fn sure_units(&self) -> u32 {
         (self.warm.len() as u32).saturating_sub(WARM_RESERVE_UNITS)
     }
 

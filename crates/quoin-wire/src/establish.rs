@@ -61,9 +61,12 @@ pub fn dial(
     let deadline = Instant::now() + HANDSHAKE_MAX;
     let established = match same_host::connect(pool, address.port()) {
         Ok(unix) => match connect_same_host(unix, security) {
-            // Somebody else's pool, with the same name and port: ours may be on another host.
-            Err(HandshakeError::Tls(_)) => connect(address, security)?,
-            outcome => outcome?,
+            Ok(established) => established,
+            // It has had its time, and is as slow by the network.
+            Err(error @ HandshakeError::Deadline) => return Err(error.into()),
+            // It does not speak to us there, or is somebody else's with the same name and port:
+            // ours may be on another host.
+            Err(_) => connect(address, security)?,
         },
         Err(_) => connect(address, security)?,
     };

@@ -26,14 +26,20 @@ const BUFFER_BYTES: usize = 2 << 20;
 
 /// The pool's side. An error means that the name is taken: the pool is then met by TCP only.
 pub fn listen(pool: &str, port: u16) -> Result<UnixListener> {
-    let listener = UnixListener::bind_addr(&name(pool, port)?)?;
+    let listener = UnixListener::bind_addr(&UnixAddr::from_abstract_name(name(pool, port))?)?;
     listener.set_nonblocking(true)?;
     Ok(listener)
 }
 
 /// The target's side. An error means that the network is the way.
 pub fn connect(pool: &str, port: u16) -> Result<UnixStream> {
-    let stream = UnixStream::connect_addr(&name(pool, port)?)?;
+    let kind = rustix::net::SocketType::STREAM;
+    // Without blocking: nobody may take connections there while a process hangs.
+    let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(rustix::net::AddressFamily::UNIX, kind, flags, None)?;
+    let address = rustix::net::SocketAddrUnix::new_abstract_name(name(pool, port).as_bytes())?;
+    rustix::net::connect(&socket, &address)?;
+    let stream = UnixStream::from(socket);
     if is_of_this_user(&stream)? {
         return Ok(stream);
     }
@@ -45,8 +51,8 @@ pub fn is_of_this_user(stream: &UnixStream) -> Result<bool> {
     Ok(sockopt::socket_peercred(stream)?.uid == rustix::process::geteuid())
 }
 
-fn name(pool: &str, port: u16) -> Result<UnixAddr> {
-    UnixAddr::from_abstract_name(format!("quoin-data/{pool}/{port}"))
+fn name(pool: &str, port: u16) -> String {
+    format!("quoin-data/{pool}/{port}")
 }
 
 /// Who is at the other end of a data connection, for people.
@@ -170,6 +176,23 @@ mod tests {
     }
 
     #[test]
+    fn a_pool_that_takes_no_connections_holds_nobody_up() {
+        let pool = unique("hung");
+        let socket = rustix::net::socket(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::STREAM,
+            None,
+        )
+        .unwrap();
+        let address =
+            rustix::net::SocketAddrUnix::new_abstract_name(name(&pool, 7).as_bytes()).unwrap();
+        rustix::net::bind(&socket, &address).unwrap();
+        rustix::net::listen(&socket, 2).unwrap();
+        let connected: Vec<_> = (0..10).map(|_| connect(&pool, 7).is_ok()).collect();
+        assert!(connected[0] && !connected[9], "{connected:?}");
+    }
+
+    #[test]
     fn other_users_are_not_spoken_to_on_either_side() {
         if !rustix::process::geteuid().is_root() {
             return; // Nobody else can be played then.
@@ -181,8 +204,9 @@ mod tests {
                 // The bare call changes this thread's user only, libc's would change all.
                 // SAFETY: plain numbers are passed.
                 assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 1, 1, 1) }, 0);
-                let own = UnixListener::bind_addr(&name(&theirs, 7).unwrap()).unwrap();
-                (own, UnixStream::connect_addr(&name(&ours, 7).unwrap()).unwrap())
+                let address = |pool| UnixAddr::from_abstract_name(name(pool, 7)).unwrap();
+                let own = UnixListener::bind_addr(&address(&theirs)).unwrap();
+                (own, UnixStream::connect_addr(&address(&ours)).unwrap())
             });
             let (_listening, _connected) = stranger.join().unwrap();
             assert!(connect(&theirs, 7).is_err());

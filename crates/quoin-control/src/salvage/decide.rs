@@ -188,6 +188,14 @@ impl Evidence<'_> {
                         && rule.known.contains(&other.member)
                 })
         });
+        // A joint rule may have been given up before its swap, and writes acknowledged since by
+        // the old list alone: so many of that must be here that one of them would show it.
+        let old_ones = rule
+            .known
+            .iter()
+            .filter(|member| self.held.iter().any(|held| held.member == **member && held.counts()));
+        let would_show = old_ones.count() >= usize::from(open_quorum(rule.rf, rule.cf));
+        let joint = joint.filter(|_| would_show);
         let joint = joint.map(|(_, joint)| sorted(joint.clone()));
         Ok(Some(joint.max_by_key(|joint| joint.membership_version).unwrap_or(rule)))
     }
@@ -323,7 +331,7 @@ pub fn decide(evidence: &Evidence<'_>) -> Finding {
         answered,
         ..evidence.finding(Outcome::AsRecorded, String::new())
     };
-    // Known replicas are deleted by order of nothing but the volume's own deletion.
+    // With so many deleted by order nobody can serve under this list any more.
     let gone = deleted > rule.rf - rule.cf;
     if gone || base.phase == VolumePhase::Deleting {
         return deletion(evidence, base, finding);
@@ -378,10 +386,11 @@ fn lists_the_same(one: &VolumeRecord, other: &VolumeRecord) -> bool {
 /// The volume was deleted, or was about to be.
 fn deletion(evidence: &Evidence<'_>, base: VolumeRecord, mut finding: Finding) -> Finding {
     let held = !evidence.held.is_empty();
-    if evidence.record.is_none()
-        && base.phase != VolumePhase::Deleting
-        && !evidence.discard_left_over
-    {
+    // A replica is deleted by order when it has been moved too, perhaps to a pool that nobody here
+    // has heard of: what is left may be the last copy, and nothing is deleted by itself.
+    // (One that never counted was made for an old copy of the record, and holds nothing.)
+    let may_have_moved = evidence.record.is_none() || evidence.held.iter().any(|h| h.quorum);
+    if may_have_moved && base.phase != VolumePhase::Deleting && !evidence.discard_left_over {
         finding.outcome = Outcome::LeftOver;
         finding.message = "deleted, or moved to pools that are away; --discard-left-over deletes \
                            what is left, `quoin pool export` takes its data out"

@@ -45,6 +45,10 @@ impl Told {
     }
 }
 
+/// No volume lives to see more epochs, entries, versions or generations. A pool that says so would
+/// have the records count beyond what they can.
+const NUMBER_MAX: u64 = 1 << 60;
+
 fn rule(message: &api::Membership) -> Result<Rule, String> {
     let Membership { version, rf, cf, known, .. } = convert::membership(message)?;
     Ok(Rule { membership_version: version, rf, cf, known })
@@ -64,6 +68,18 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
             && Membership::from(&note.membership).check().is_ok()
             && listed.all(|listed| listed)
     };
+    let rule_of = |told: &Option<api::Membership>| told.as_ref().map(rule).transpose();
+    let (view, joint) = (rule_of(&told.view).map_err(bad)?, rule_of(&told.joint).map_err(bad)?);
+    let membership = told.membership.as_ref().map(convert::membership).transpose().map_err(bad)?;
+    let note = note.filter(sound);
+    let numbers = [told.promised_epoch, told.position_epoch, told.position_lsn]
+        .into_iter()
+        .chain(view.iter().chain(&joint).map(|rule| rule.membership_version))
+        .chain(membership.iter().map(|membership| membership.version))
+        .chain(note.iter().flat_map(|n| [n.generation, n.epoch, n.membership.version]));
+    if let Some(number) = numbers.into_iter().find(|number| *number > NUMBER_MAX) {
+        return Err(bad(format!("{number} is no epoch, LSN, version or generation of a volume")));
+    }
     Ok(Held {
         pool: pool.to_owned(),
         trusted: true,
@@ -79,9 +95,9 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
         position: Position { epoch: Epoch(told.position_epoch), lsn: Lsn(told.position_lsn) },
         blocks: told.blocks.min(quoin_core::VOLUME_BLOCKS_MAX),
         spec,
-        note: note.filter(sound).map(Box::new),
-        membership: told.membership.as_ref().map(convert::membership).transpose().map_err(bad)?,
-        view: told.view.as_ref().map(rule).transpose().map_err(bad)?,
-        joint: told.joint.as_ref().map(rule).transpose().map_err(bad)?,
+        note: note.map(Box::new),
+        membership,
+        view,
+        joint,
     })
 }

@@ -144,6 +144,8 @@ impl Controller {
         if asked.dry_run {
             return Ok(recovered);
         }
+        // Nobody takes a name in between, or makes a volume of one that is taken for free here.
+        let no_other = self.creating.lock().await;
         // First those that give names free.
         for taking in [false, true] {
             for (finding, before) in &recovered.findings {
@@ -152,6 +154,7 @@ impl Controller {
                 }
             }
         }
+        drop(no_other);
         self.remember_members().await?;
         let ruled = self.check_ruling().is_ok();
         self.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
