@@ -214,12 +214,14 @@ impl Evidence<'_> {
         Rule { membership_version: 1, rf, cf, known }
     }
 
-    /// The record as it was, or as near as anybody knows it.
+    /// The record as it was, or as near as anybody knows it. Of copies that are all older than the
+    /// newest membership, the one with the newest: what is written must never go back.
     fn base(&self, version: u64) -> Option<VolumeRecord> {
         let recorded = self.record.into_iter().map(|r| (r, true));
         let notes = Held::notes(&self.held).map(|note| (note, false));
         let newest = recorded.chain(notes).max_by_key(|(record, own)| {
-            (record.membership.version == version, record.generation, *own)
+            let membership = record.membership.version;
+            (membership == version, membership, record.generation, *own)
         });
         newest.map(|(record, _)| record.clone())
     }

@@ -306,6 +306,20 @@ fn a_volume_made_without_a_known_list_lists_those_that_count_and_are_furthest_un
     assert!(finding.write.unwrap().membership.formed);
 }
 
+/// A pool may keep a younger copy of an older membership: one that an old store wrote when it was
+/// restored.
+#[test]
+fn a_deletion_is_written_under_the_newest_membership_that_a_record_has() {
+    let own = record(2, &[2, 3, 4], 1);
+    let younger = Held { quorum: false, ..held(1, &rule(1, &[1, 2, 3]), Some(record(1, &[1], 9))) };
+    let newest = Held { quorum: false, ..held(6, &rule(3, &[3, 4, 5]), None) };
+    let finding = judged(Some(&own), vec![younger, newest], &[3, 4]);
+    assert_eq!(finding.outcome, Outcome::Deleted);
+    let written = finding.write.unwrap();
+    assert_eq!(written.membership.version, 2);
+    assert_eq!(written.generation, 10, "later than every copy");
+}
+
 #[test]
 fn who_keeps_no_name_or_parameters_is_undecided_and_its_data_can_be_taken_out() {
     let bare = Held { spec: None, ..held(1, &rule(2, &[1]), None) };
