@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use quoin_core::Membership;
+use quoin_identity::convert::membership_message;
 use quoin_proto::control::{
     self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
     TargetAssignment, VolumeSpec,
@@ -13,24 +13,7 @@ use crate::controller::Controller;
 use crate::records::{PoolRecord, ReplicaPhase, VolumePhase, VolumeRecord};
 
 pub(crate) fn membership(record: &VolumeRecord) -> api::Membership {
-    message(&(&record.membership).into())
-}
-
-/// A membership as the API shows it.
-pub(crate) fn message(membership: &Membership) -> api::Membership {
-    api::Membership {
-        version: membership.version,
-        rf: membership.rf.into(),
-        cf: membership.cf.into(),
-        drf: membership.drf.into(),
-        known: membership
-            .known
-            .iter()
-            .map(|m| api::Member { replica_id: m.id.to_string(), guid: m.guid.to_string() })
-            .collect(),
-        retired: membership.retired.iter().map(ToString::to_string).collect(),
-        formed: membership.formed,
-    }
+    membership_message(&(&record.membership).into())
 }
 
 pub(crate) fn spec(record: &VolumeRecord) -> VolumeSpec {

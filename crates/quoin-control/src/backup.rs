@@ -12,11 +12,9 @@
 //! A cluster that was restored does not rule before `quoin controller recover`: what happened since
 //! the backup is known to the pools alone ([`crate::salvage`]).
 
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use quoin_identity::{Authority, Lifetimes};
+use quoin_identity::{Authority, Lifetimes, write_private};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -282,23 +280,4 @@ async fn write_records(path: &Path, records: &[(String, Vec<u8>)], why: &str) ->
         }
     }
     Ok(())
-}
-
-/// Writes a file that only its owner may read; it has its name once it is whole.
-pub fn write_private(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let failed = |source| Error::File { path: path.to_owned(), source };
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let beside = path.with_file_name(format!(".{name}.new"));
-    let _ = std::fs::remove_file(&beside);
-    let mut options = std::fs::OpenOptions::new();
-    let file = options.write(true).create_new(true).mode(0o600).open(&beside);
-    let written = file.and_then(|mut file| {
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        std::fs::rename(&beside, path)
-    });
-    if written.is_err() {
-        let _ = std::fs::remove_file(&beside);
-    }
-    written.map_err(failed)
 }

@@ -10,11 +10,13 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::str::FromStr;
 
+use quoin_core::membership::default_cf;
 use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::policy::ReplaceAfter;
+use crate::time::now_ms;
 
 /// An identifier of the protocol, written as its 32 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -40,7 +42,11 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync
     /// The rest of its key.
     fn name(&self) -> String;
     fn key(&self) -> String {
-        format!("{}{}", Self::PREFIX, self.name())
+        Self::key_of(&self.name())
+    }
+    /// The key of the one with this name.
+    fn key_of(name: &str) -> String {
+        format!("{}{name}", Self::PREFIX)
     }
 }
 
@@ -251,6 +257,37 @@ const KEEPSAKE_BYTES_MAX: usize = 32 << 10;
 const KEEPSAKE_RETIRED_MAX: usize = 64;
 
 impl VolumeRecord {
+    /// A volume that nobody has opened yet, with no replicas listed.
+    pub(crate) fn new(id: VolumeId, spec: Spec, size_bytes: u64) -> Self {
+        let (rf, cf) = (spec.replicas, spec.consistency_factor);
+        Self {
+            id: Text(id),
+            consistency_factor: if cf == default_cf(rf) { 0 } else { cf },
+            spec,
+            size_bytes,
+            phase: VolumePhase::Pending,
+            created_ms: now_ms(),
+            membership: MembershipRecord {
+                version: 0,
+                rf,
+                cf,
+                drf: rf,
+                known: Vec::new(),
+                retired: Vec::new(),
+                formed: false,
+            },
+            replicas: Vec::new(),
+            discarded: Vec::new(),
+            attachments: Vec::new(),
+            owner: None,
+            epoch: 0,
+            incarnation: Text(Incarnation(0)),
+            may_have_lost_ms: 0,
+            generation: 0,
+            epochs_skipped: 0,
+        }
+    }
+
     /// Without what an opening changes, which pools know themselves.
     fn unopened(&self) -> Self {
         let incarnation = Text(Incarnation(0));
@@ -259,7 +296,9 @@ impl VolumeRecord {
 
     /// Whether they differ in more than by openings.
     pub(crate) fn differs(&self, other: &Self) -> bool {
-        self.unopened() != other.unopened()
+        let (epoch, incarnation) = (self.epoch, self.incarnation);
+        let (owner, epochs_skipped) = (self.owner.clone(), self.epochs_skipped);
+        *self != Self { epoch, incarnation, owner, epochs_skipped, ..other.clone() }
     }
 
     /// The record as pools keep it beside its replicas; empty where it is too large for that.

@@ -68,7 +68,7 @@ impl<R: Record> Table<R> {
     /// Creates the record; the one that is there already where there is one.
     pub async fn create(&self, record: R) -> Result<Result<Arc<R>, Arc<R>>, Error> {
         let name = record.name();
-        match self.store.compare_and_swap(&key::<R>(&name), 0, Some(encode(&record))).await? {
+        match self.store.compare_and_swap(&R::key_of(&name), 0, Some(encode(&record))).await? {
             Swap::Done(revision) => {
                 let record = Arc::new(record);
                 self.remember(&name, revision, Some(record.clone()));
@@ -97,7 +97,7 @@ impl<R: Record> Table<R> {
                 return Ok(Some((before, value)));
             }
             let written = Some(encode(&after));
-            match self.store.compare_and_swap(&key::<R>(name), revision, written).await? {
+            match self.store.compare_and_swap(&R::key_of(name), revision, written).await? {
                 Swap::Done(revision) => {
                     let after = Arc::new(after);
                     self.remember(name, revision, Some(after.clone()));
@@ -118,7 +118,7 @@ impl<R: Record> Table<R> {
             if !agree(&record) {
                 return Ok(false);
             }
-            match self.store.compare_and_swap(&key::<R>(name), revision, None).await? {
+            match self.store.compare_and_swap(&R::key_of(name), revision, None).await? {
                 Swap::Done(revision) => {
                     self.remember(name, revision, None);
                     return Ok(true);
@@ -156,12 +156,8 @@ impl<R: Record> Table<R> {
     }
 }
 
-fn key<R: Record>(name: &str) -> String {
-    format!("{}{name}", R::PREFIX)
-}
-
 fn contended<R: Record>(name: &str) -> StoreError {
-    StoreError::Contended { key: key::<R>(name), tries: TRIES_MAX }
+    StoreError::Contended { key: R::key_of(name), tries: TRIES_MAX }
 }
 
 fn read<R: Record>(entry: &Entry) -> Result<R, StoreError> {

@@ -3,19 +3,17 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use quoin_core::membership::default_cf;
-use quoin_core::{Incarnation, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
 use quoin_proto::control::{VolumeRef, VolumeSpec};
 
 use crate::controller::{Controller, about, random_id};
 use crate::events::Severity;
 use crate::placement::{self, Candidate};
 use crate::records::{
-    Cause, MemberRecord, MembershipRecord, NameRecord, PoolRecord, ReplicaPhase, ReplicaRecord,
-    Spec, Text, VolumePhase, VolumeRecord,
+    Cause, MemberRecord, NameRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spec, Text,
+    VolumePhase, VolumeRecord,
 };
 use crate::spec;
-use crate::time::now_ms;
 use crate::{Error, text};
 
 impl Controller {
@@ -369,32 +367,9 @@ fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> 
         cause: Cause::Asked,
     };
     let replicas: Vec<_> = pools.into_iter().map(replica).collect();
-    let membership = MembershipRecord {
-        version: 1,
-        rf: spec.replicas,
-        cf: spec.consistency_factor,
-        drf: spec.replicas,
-        known: replicas.iter().map(|r| MemberRecord { id: r.id, guid: r.guid }).collect(),
-        retired: Vec::new(),
-        formed: false,
-    };
-    let by_formula = spec.consistency_factor == default_cf(spec.replicas);
-    VolumeRecord {
-        id: Text(id),
-        consistency_factor: if by_formula { 0 } else { spec.consistency_factor },
-        spec,
-        size_bytes,
-        phase: VolumePhase::Pending,
-        created_ms: now_ms(),
-        membership,
-        replicas,
-        discarded: Vec::new(),
-        attachments: Vec::new(),
-        owner: None,
-        epoch: 0,
-        incarnation: Text(Incarnation(0)),
-        may_have_lost_ms: 0,
-        generation: 0,
-        epochs_skipped: 0,
-    }
+    let mut record = VolumeRecord::new(id, spec, size_bytes);
+    record.membership.version = 1;
+    record.membership.known =
+        replicas.iter().map(|r| MemberRecord { id: r.id, guid: r.guid }).collect();
+    VolumeRecord { replicas, ..record }
 }

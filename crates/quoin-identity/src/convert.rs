@@ -31,6 +31,26 @@ pub fn membership(message: &control::Membership) -> Result<Membership, String> {
     Ok(membership)
 }
 
+/// Those who hold a volume, as messages name them.
+pub fn member_messages(known: &[Member]) -> Vec<control::Member> {
+    let member =
+        |m: &Member| control::Member { replica_id: m.id.to_string(), guid: m.guid.to_string() };
+    known.iter().map(member).collect()
+}
+
+/// The message of a membership; [`membership`] reads it.
+pub fn membership_message(membership: &Membership) -> control::Membership {
+    control::Membership {
+        version: membership.version,
+        rf: membership.rf.into(),
+        cf: membership.cf.into(),
+        drf: membership.drf.into(),
+        known: member_messages(&membership.known),
+        retired: membership.retired.iter().map(ToString::to_string).collect(),
+        formed: membership.formed,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use quoin_core::{ReplicaGuid, ReplicaId};

@@ -21,9 +21,18 @@ pub fn make_dir(dir: &Path) -> Result<(), Error> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(failed(dir))
 }
 
+/// Writes a file that only its owner may read; a crash leaves the old one or the new one.
+///
+/// # Errors
+/// Names the path.
+pub fn write_private(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    write(path, bytes, PRIVATE)
+}
+
 /// Writes beside, syncs, renames, syncs the directory.
 pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
-    let dir = path.parent().unwrap_or(Path::new("."));
+    // The parent of a mere name is "", which cannot be opened.
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // Two processes may share an identity, so each writes a file of its own first.
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let beside = dir.join(format!(".{name}.{}", std::process::id()));
@@ -35,7 +44,11 @@ pub fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
         fs::rename(&beside, path)?;
         File::open(dir)?.sync_all()
     };
-    attempt().map_err(failed(path))
+    let done = attempt();
+    if done.is_err() {
+        let _ = fs::remove_file(&beside);
+    }
+    done.map_err(failed(path))
 }
 
 /// `None` where there is no such file.

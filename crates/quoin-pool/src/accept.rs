@@ -1,5 +1,5 @@
-//! Who gets in, by the network or from this host: accepted sockets are proven and heard on helper threads, a bounded number at a
-//! time, and handed to the shard as believed sessions.
+//! Who gets in, by the network or from this host: accepted sockets are proven and heard on helper
+//! threads, a bounded number at a time, and handed to the shard as believed sessions.
 
 use std::io::ErrorKind::WouldBlock;
 use std::net::TcpListener;

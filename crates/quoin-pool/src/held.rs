@@ -3,7 +3,8 @@
 
 use quoin_core::entry::Rule;
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreState};
-use quoin_core::{Incarnation, Member, Membership, ReplicaGuid};
+use quoin_core::{Incarnation, Membership, ReplicaGuid};
+use quoin_identity::convert::{member_messages, membership_message};
 use quoin_proto::control::{self, Holding, PoolHoldings};
 
 /// One replica with everything durable about it.
@@ -68,28 +69,10 @@ impl Held {
             position_lsn: state.position.lsn.0,
             blocks: state.volume_blocks,
             spec: identity.volume_spec.to_vec(),
-            membership: known.then(|| membership(&meta.membership)),
+            membership: known.then(|| membership_message(&meta.membership)),
             view: view.map(|view| rule(&view.rule)),
             joint: view.and_then(|view| view.joint.as_ref()).map(rule),
         }
-    }
-}
-
-fn members(known: &[Member]) -> Vec<control::Member> {
-    let member =
-        |m: &Member| control::Member { replica_id: m.id.to_string(), guid: m.guid.to_string() };
-    known.iter().map(member).collect()
-}
-
-fn membership(membership: &Membership) -> control::Membership {
-    control::Membership {
-        version: membership.version,
-        rf: membership.rf.into(),
-        cf: membership.cf.into(),
-        drf: membership.drf.into(),
-        known: members(&membership.known),
-        retired: membership.retired.iter().map(ToString::to_string).collect(),
-        formed: membership.formed,
     }
 }
 
@@ -98,7 +81,7 @@ fn rule(rule: &Rule) -> control::Membership {
         version: rule.membership_version,
         rf: rule.rf.into(),
         cf: rule.cf.into(),
-        known: members(&rule.known),
+        known: member_messages(&rule.known),
         ..control::Membership::default()
     }
 }
@@ -106,7 +89,7 @@ fn rule(rule: &Rule) -> control::Membership {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quoin_core::{Epoch, Lsn, Position, ReplicaId, View, VolumeId};
+    use quoin_core::{Epoch, Lsn, Member, Position, ReplicaId, View, VolumeId};
 
     #[test]
     fn everything_that_is_held_is_told_in_pieces_of_bounded_size() {

@@ -19,7 +19,7 @@ use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::disk::{Disk, Syncer};
-use crate::held::{Held, Piece, stretches};
+use crate::held::{Held, Piece, stretches, zeros};
 
 /// The kernel takes no more parts in one call.
 const PARTS_MAX: usize = 1024;
@@ -302,12 +302,12 @@ impl Files {
         let taken = self.held().begin();
         let Some(pieces) = taken else { return Ok(()) };
         for stretch in stretches(&pieces, PARTS_MAX - 1) {
-            let zeros = match self.held().padding_after(stretch, &pieces) {
-                0 => None,
-                length => Some(Piece::zeros(length)),
-            };
-            let parts: Vec<IoSlice<'_>> =
-                stretch.iter().chain(&zeros).map(|p| IoSlice::new(p.bytes())).collect();
+            let mut parts: Vec<IoSlice<'_>> =
+                stretch.iter().map(|piece| IoSlice::new(piece.bytes())).collect();
+            match self.held().padding_after(stretch, &pieces) {
+                0 => {}
+                length => parts.push(IoSlice::new(zeros(length))),
+            }
             let offset = stretch[0].offset;
             let direct = self.direct.as_ref().map(|file| write_all(file, offset, &parts));
             match direct {

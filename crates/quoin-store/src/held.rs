@@ -7,7 +7,7 @@
 
 use std::io::IoSlice;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use quoin_core::BLOCK_SIZE;
 
@@ -33,11 +33,6 @@ impl Piece {
         Piece { memory, start, length: 0, offset: 0 }
     }
 
-    /// So many zeros, no more than a piece has.
-    pub fn zeros(length: usize) -> Self {
-        Piece { length: length.min(PIECE_BYTES), ..Piece::new() }
-    }
-
     pub fn bytes(&self) -> &[u8] {
         &self.memory[self.start..self.start + self.length]
     }
@@ -60,6 +55,14 @@ impl Piece {
         self.memory[at..at + bytes.len()].copy_from_slice(bytes);
         self.length += bytes.len();
     }
+}
+
+/// So many zeros at an address that direct IO takes, no more than a piece has: always the same
+/// memory, since to fault in fresh pages costs more than to write them.
+pub(crate) fn zeros(length: usize) -> &'static [u8] {
+    static ZEROS: OnceLock<Piece> = OnceLock::new();
+    let piece = ZEROS.get_or_init(Piece::new);
+    &piece.memory[piece.start..piece.start + length.min(PIECE_BYTES)]
 }
 
 /// What waits for a sync, and what one is writing.

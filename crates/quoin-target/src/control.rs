@@ -14,9 +14,8 @@ use quoin_core::target::{ReplicaStanding, TargetStatus};
 use quoin_identity::{Contact, Identity, convert};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{
-    AcquireEpochRequest, AgentEvent, Member, NodeAssignment, ReplicaProgress,
-    SwapMembershipRequest, VolumeReport, WatchNodeRequest, acquire_epoch_response,
-    swap_membership_response,
+    AcquireEpochRequest, AgentEvent, NodeAssignment, ReplicaProgress, SwapMembershipRequest,
+    VolumeReport, WatchNodeRequest, acquire_epoch_response, swap_membership_response,
 };
 use quoin_wire::Mode;
 use quoin_wire::notices::{Notice, Notices, Severity};
@@ -282,10 +281,6 @@ impl Control {
         version: u64,
         next: &quoin_core::Membership,
     ) -> Option<quoin_core::Membership> {
-        let member = |m: &quoin_core::Member| Member {
-            replica_id: m.id.to_string(),
-            guid: m.guid.to_string(),
-        };
         let mut request = tonic::Request::new(SwapMembershipRequest {
             volume_id: volume.to_string(),
             node: self.options.node.clone(),
@@ -294,7 +289,7 @@ impl Control {
             version,
             rf: next.rf.into(),
             cf: next.cf.into(),
-            known: next.known.iter().map(member).collect(),
+            known: convert::member_messages(&next.known),
         });
         request.set_timeout(CALL_MAX);
         let answer = AgentClient::new(self.channel.clone()).swap_membership(request).await;

@@ -118,8 +118,9 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
 pub fn refusal(status: tonic::Status) -> anyhow::Error {
     let message = status.message().trim();
     match status.code() {
-        // What names a command is the controller's own word.
-        tonic::Code::Unavailable if !message.contains("`quoin ") => anyhow!(
+        // A status with a source was made here, of a connection that failed; without one it is the
+        // controller's own word.
+        tonic::Code::Unavailable if std::error::Error::source(&status).is_some() => anyhow!(
             "the controller does not answer ({message}); IO of attached volumes goes on: try again, \
              and look at its log if this stays"
         ),

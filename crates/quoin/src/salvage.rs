@@ -4,7 +4,8 @@
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use prost_types::Timestamp;
-use quoin_control::backup::{BACKUP_BYTES_MAX, Backup, write_private};
+use quoin_control::backup::{BACKUP_BYTES_MAX, Backup};
+use quoin_identity::write_private;
 use quoin_proto::control::{
     BackupRequest, FoundReplica, RecoverRecordsRequest, RecoverRecordsResponse, RecoveredVolume,
 };

@@ -7,9 +7,12 @@
 //! target opens a volume only where max(CF, RF−CF+1) of its list answer, those meet every set that
 //! acknowledged a write or a further change, and whoever knows a newer membership says so
 //! (`ControlPlaneBehind`). So a record that is written too early keeps the volume closed, and
-//! another recovery, with more pools, puts it right. The second rule is as safe as that: a
-//! newcomer counts for it only once the joint View, and with it all that came before, is durable
-//! there, and what was acknowledged since is held under both rules.
+//! another recovery, with more pools, puts it right.
+//!
+//! That does not hold for a joint View's second rule: its list can answer without a single one of
+//! the old list, and the change may have been given up since, with writes acknowledged by the old
+//! list alone. So it rules only where an open quorum of the old list is here and counts: one of
+//! those would have the later View.
 //!
 //! What two sources tell differently under one version is nobody's to choose: undecided.
 
@@ -26,7 +29,6 @@ use crate::records::{
     VolumePhase, VolumeRecord,
 };
 use crate::spec::{self, Defaults};
-use crate::time::now_ms;
 
 /// Epochs that are left out after a record was made from pools: one may have been granted that no
 /// pool has heard of, and no epoch is given twice.
@@ -237,34 +239,9 @@ impl Evidence<'_> {
         let furthest = self.held.iter().filter(|h| h.spec.is_some()).max_by_key(|h| h.position)?;
         let message = furthest.spec.as_ref()?;
         let spec = spec::complete(message, self.defaults).ok()?;
-        let (rf, cf) = (spec.replicas, spec.consistency_factor);
-        let by_formula = cf == quoin_core::membership::default_cf(rf);
-        Some(VolumeRecord {
-            id: Text(self.volume),
-            consistency_factor: if by_formula { 0 } else { cf },
-            size_bytes: message.size_bytes.max(furthest.blocks * BLOCK_SIZE as u64),
-            spec,
-            phase: VolumePhase::Ready,
-            created_ms: now_ms(),
-            membership: MembershipRecord {
-                version: 0,
-                rf,
-                cf,
-                drf: rf,
-                known: Vec::new(),
-                retired: Vec::new(),
-                formed: false,
-            },
-            replicas: Vec::new(),
-            discarded: Vec::new(),
-            attachments: Vec::new(),
-            owner: None,
-            epoch: 0,
-            incarnation: Text(Incarnation(0)),
-            may_have_lost_ms: 0,
-            generation: 0,
-            epochs_skipped: 0,
-        })
+        let size_bytes = message.size_bytes.max(furthest.blocks * BLOCK_SIZE as u64);
+        let record = VolumeRecord::new(self.volume, spec, size_bytes);
+        Some(VolumeRecord { phase: VolumePhase::Ready, ..record })
     }
 
     fn finding(&self, outcome: Outcome, message: String) -> Finding {

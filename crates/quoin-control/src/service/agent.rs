@@ -7,6 +7,7 @@ use futures::Stream;
 use quoin_core::membership::REPLICAS_MAX;
 use quoin_core::{Epoch, Member};
 use quoin_identity::Role;
+use quoin_identity::convert::membership_message;
 use quoin_proto::control::acquire_epoch_response::Outcome as Acquired;
 use quoin_proto::control::agent_server::Agent;
 use quoin_proto::control::swap_membership_response::Outcome as Swapped;
@@ -19,7 +20,7 @@ use tonic::{Request, Response, Status, Streaming, async_trait};
 
 use super::Services;
 use crate::Error;
-use crate::assignments;
+
 use crate::controller::Controller;
 use crate::epochs::MembershipSwap;
 use crate::reports::id;
@@ -148,7 +149,7 @@ impl Agent for Services {
             Ok(granted) => {
                 answer.set_outcome(Acquired::Granted);
                 answer.epoch = granted.epoch.0;
-                answer.membership = Some(assignments::message(&granted.membership));
+                answer.membership = Some(membership_message(&granted.membership));
                 answer.grant = granted.grant;
             }
             Err(why) => {
@@ -185,7 +186,7 @@ impl Agent for Services {
             known: known.collect::<Result<_, Error>>()?,
         };
         let (membership, outcome) = self.controller.swap_membership(&swap).await?;
-        let membership = Some(assignments::message(&membership));
+        let membership = Some(membership_message(&membership));
         let mut answer = SwapMembershipResponse { membership, ..Default::default() };
         match outcome {
             Ok(()) => answer.set_outcome(Swapped::Swapped),
