@@ -8,6 +8,7 @@
 
 mod code_mutants;
 mod demo;
+mod formats;
 mod house;
 mod invariants;
 mod lint;
@@ -93,6 +94,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Keep what this build writes to disks, peers and records, for later builds to read.
+    RecordFormats(formats::Options),
     /// Which requirements of docs/requirements.csv a test names, and which are open.
     Trace(trace::Options),
     /// Format, clippy, dependency direction and the other rules of the tree.
@@ -123,6 +126,7 @@ fn main() -> ExitCode {
         Command::Fuzz { arguments } => run::release_binary("quoin-fuzz", "quoin-fuzz")
             .and_then(|fuzzer| run::replace_with(&fuzzer, arguments)),
         Command::Torture { arguments } => torture(arguments),
+        Command::RecordFormats(options) => formats::run(&options),
         Command::Trace(options) => trace::run(&options),
         Command::Lint(options) => lint::run(&options),
     };

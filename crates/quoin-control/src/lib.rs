@@ -27,6 +27,8 @@ mod observed;
 pub mod placement;
 pub mod policy;
 mod reconcile;
+#[cfg(test)]
+mod recorded;
 pub mod records;
 mod recovery;
 mod removal;

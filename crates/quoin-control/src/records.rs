@@ -494,7 +494,11 @@ impl Record for EventRecord {
     }
 }
 
-const FORMAT: u32 = 1;
+/// A later format is refused. It is raised where a build that does not know of a change would do
+/// harm: with a field whose absence means something else than what the builds before did, with a
+/// new value of an enumeration, with a new meaning. A field that may be absent is added with a
+/// default; a build that does not know it loses it with its next change of that record.
+pub(crate) const FORMAT: u32 = 1;
 
 #[derive(Serialize, Deserialize)]
 struct Envelope<T> {
@@ -516,6 +520,7 @@ pub(crate) fn decode<R: Record>(bytes: &[u8]) -> Result<R, String> {
     if format > FORMAT {
         return Err(format!("it is of format {format}, written by a newer Quoin; start that one"));
     }
-    let envelope: Envelope<R> = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    let envelope: Envelope<R> = serde_json::from_slice(bytes)
+        .map_err(|e| format!("{e}; if a newer Quoin wrote it, start that one"))?;
     Ok(envelope.record)
 }

@@ -8,6 +8,7 @@ use quoin_core::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VolumeId, crc32c};
 use quoin_wire::decode::decode;
 use quoin_wire::encode::{self, FrameBuffer};
 use quoin_wire::frame::{HEADER_LEN, Header, Limits};
+use quoin_wire::hello::Spoken;
 use quoin_wire::{Frame, Hello};
 
 /// The first byte says how the rest is read: as a frame, or as kind, head and data of one.
@@ -42,7 +43,7 @@ fn parse(bytes: &[u8], limits: &Limits) {
     let Ok(incoming) = decode(&header, Bytes::copy_from_slice(frame)) else { return };
     if let Frame::Hello(hello) = &incoming.frame {
         // A version that is not spoken is refused in words.
-        let _ = hello.negotiate();
+        let _ = hello.negotiate(&Spoken::HERE).suits(hello);
     }
 }
 

@@ -181,8 +181,10 @@ impl Acceptor {
 fn refused(from: PeerAddress, error: &EstablishError) {
     match error {
         // Port scanners and cut connections are daily life; a peer with a certificate that is
-        // not believed is somebody's mistake, or worse.
-        EstablishError::Disbelieved(_) => tracing::warn!(%from, %error, "data connection"),
+        // not believed is somebody's mistake, or worse, and versions that do not fit need people.
+        EstablishError::Disbelieved(_) | EstablishError::Versions(_) => {
+            tracing::warn!(%from, %error, "data connection")
+        }
         _ => tracing::info!(%from, %error, "data connection refused"),
     }
 }

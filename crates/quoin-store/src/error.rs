@@ -14,7 +14,10 @@ pub enum PoolError {
          remove the file) and make a pool again"
     )]
     NotEmpty,
-    #[error("the pool has format {version} or features newer than this program; upgrade Quoin")]
+    #[error(
+        "the pool is of format {version} with features that a newer Quoin gave it; start that one: \
+         nothing was changed here"
+    )]
     Newer { version: u32 },
     #[error(
         "the pool should have {expected_bytes} bytes but only {size_bytes} are there; restore the \

@@ -129,7 +129,7 @@ impl Superblock {
         u32::try_from(unit).ok().filter(|u| *u < self.units())
     }
 
-    fn encode(&self) -> [u8; BLOCK_SIZE] {
+    pub fn encode(&self) -> [u8; BLOCK_SIZE] {
         let mut out = [0; BLOCK_SIZE];
         out[..8].copy_from_slice(&SUPERBLOCK_MAGIC);
         out[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
@@ -148,7 +148,7 @@ impl Superblock {
     }
 
     /// `Ok(None)`: no superblock of ours, or a damaged one.
-    fn decode(bytes: &[u8]) -> Result<Option<Self>, PoolError> {
+    pub fn decode(bytes: &[u8]) -> Result<Option<Self>, PoolError> {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
         let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
         if bytes[..8] != SUPERBLOCK_MAGIC

@@ -17,6 +17,8 @@ mod moved;
 mod node;
 mod overlay;
 mod pool;
+#[cfg(test)]
+mod recorded;
 mod records;
 mod recover;
 mod replica;

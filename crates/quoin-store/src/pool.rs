@@ -16,8 +16,8 @@ use crate::background::Victim;
 use crate::core::{BadBlock, Cache, Core, PoolOptions};
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
-use crate::layout::{FormatOptions, Superblock};
-use crate::records::{Checkpoint, DurableState, RETIRED_MAX, Record};
+use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
+use crate::records::{Checkpoint, DurableState, RETIRED_MAX, Record, UNKNOWN_RECORD};
 use crate::recover::recover;
 use crate::replica::Replica;
 use crate::ring::Ring;
@@ -98,7 +98,11 @@ impl<D: Disk> Pool<D> {
         disk.sync()?;
         let mut superblock = Superblock::read(&disk)?;
         let (ring, records) = Ring::open(&disk, &superblock)?;
-        let durable = DurableState::decode(records).map_err(|_| PoolError::MetadataLost)?;
+        let durable = DurableState::decode(records).map_err(|malformed| match malformed {
+            // Whoever reads that metadata are lost removes the pool.
+            UNKNOWN_RECORD => PoolError::Newer { version: FORMAT_VERSION },
+            _ => PoolError::MetadataLost,
+        })?;
         superblock.starts += 1;
         superblock.write(&disk)?;
         let pool_bytes =

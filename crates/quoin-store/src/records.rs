@@ -19,6 +19,9 @@ use crate::tree::Root;
 /// GUIDs of deleted replicas that a pool remembers.
 pub const RETIRED_MAX: usize = 1 << 16;
 
+/// A kind of record that this build does not know: what wrote it was newer.
+pub const UNKNOWN_RECORD: Malformed = Malformed("ring record (from a newer version?)");
+
 /// A segment as the records know it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SegmentState {
@@ -259,7 +262,7 @@ impl Record {
             6 => Record::Cut { guid, index: r.u64("cut")?, keep: Lsn(r.u64("cut")?) },
             7 => Record::Delete(guid),
             8 => Record::Describe(guid, r.take(r.remaining(), "volume spec")?),
-            _ => return Err(Malformed("ring record (from a newer version?)")),
+            _ => return Err(UNKNOWN_RECORD),
         };
         r.end("ring record")?;
         Ok(record)

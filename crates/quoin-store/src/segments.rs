@@ -350,7 +350,7 @@ pub fn guid_hash(guid: ReplicaGuid) -> u64 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, &guid.0.to_le_bytes())
 }
 
-fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &SegmentState) -> Vec<u8> {
+pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &SegmentState) -> Vec<u8> {
     let mut out = Vec::with_capacity(BLOCK_SIZE);
     out.extend_from_slice(&SEGMENT_MAGIC);
     out.extend_from_slice(&FORMAT_VERSION.to_le_bytes());

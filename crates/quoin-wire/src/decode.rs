@@ -58,7 +58,10 @@ pub fn decode(header: &Header, frame: Bytes) -> Result<Incoming, WireError> {
     }
     let mut body = Body { head: Reader::new(head), data: frame.slice(head_end..) };
     let frame = body.frame(header.kind)?;
-    body.head.end("head")?;
+    // Later versions may say more of themselves before it is settled which version is spoken.
+    if !matches!(frame, Frame::Hello(_) | Frame::Welcome(_)) {
+        body.head.end("head")?;
+    }
     if !body.data.is_empty() {
         return Err(WireError::Malformed("data length"));
     }

@@ -22,7 +22,7 @@ use crate::handshake::{
     ClientSecurity, Established, HANDSHAKE_MAX, HandshakeError, ServerSecurity, accept, connect,
     connect_same_host,
 };
-use crate::hello::{Hello, PROTOCOL_MAX, PROTOCOL_MIN};
+use crate::hello::{Hello, Spoken};
 use crate::same_host::{self, PeerAddress, Stream};
 
 #[derive(Debug, thiserror::Error)]
@@ -39,6 +39,8 @@ pub enum EstablishError {
     Refused(Failure),
     #[error("refused: {0}")]
     Disbelieved(String),
+    #[error("two versions of Quoin do not fit: {0}")]
+    Versions(String),
 }
 
 /// A session's connection, on the side that was dialled.
@@ -85,10 +87,8 @@ fn introduce(
     flush(&mut connection, deadline)?;
     let answer = first_frame(&mut connection, deadline)?;
     match answer.frame {
-        Frame::Welcome(welcome)
-            if answer.session == session
-                && (PROTOCOL_MIN..=PROTOCOL_MAX).contains(&welcome.protocol) =>
-        {
+        Frame::Welcome(welcome) if answer.session == session => {
+            welcome.suits(hello).map_err(EstablishError::Versions)?;
             connection.authenticated();
             Ok(connection)
         }
@@ -115,11 +115,15 @@ pub fn answer(
     else {
         return Err(EstablishError::Unexpected);
     };
-    let judged = hello.negotiate().and_then(|welcome| {
-        believe(&established.peer_certificates, &session, &hello).map(|()| welcome)
-    });
-    match judged {
-        Ok(welcome) => {
+    let welcome = hello.negotiate(&Spoken::HERE);
+    if let Err(reason) = welcome.suits(&hello) {
+        // The target comes to the same end by this, and can say so.
+        connection.send_welcome(session, &welcome)?;
+        flush(&mut connection, deadline)?;
+        return Err(EstablishError::Versions(reason));
+    }
+    match believe(&established.peer_certificates, &session, &hello) {
+        Ok(()) => {
             connection.send_welcome(session, &welcome)?;
             flush(&mut connection, deadline)?;
             connection.authenticated();

@@ -1,10 +1,13 @@
 //! The first frame each way: who speaks, which protocol, about which replica.
 //!
 //! The dialler (a target) sends [`Hello`] with the range of protocol versions it can speak and
-//! two feature words; the pool answers [`Welcome`] with its choice, or closes. A bit in
-//! `features_required` that the other side does not know ends the connection; `features_optional`
-//! are on where both sides set them. The frame's session key is the session of the connection:
-//! all later frames carry the same one.
+//! two feature words; the pool answers [`Welcome`] with its choice. `features_optional` are on
+//! where both sides know them. Where the versions do not meet, or a bit in `features_required` is
+//! unknown to the pool, it answers with the nearest that it speaks and closes, so both sides can
+//! tell their people which of the two is the older one ([`Welcome::suits`]).
+//!
+//! Later versions may append fields to both frames: what follows the known ones is passed over.
+//! The frame's session key is the session of the connection: all later frames carry the same one.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use quoin_core::codec::{Malformed, Reader, Writer};
@@ -42,6 +45,19 @@ pub struct Hello {
     pub grant: Bytes,
 }
 
+/// What a build speaks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Spoken {
+    pub oldest: u16,
+    pub newest: u16,
+    pub features: u64,
+}
+
+impl Spoken {
+    pub const HERE: Spoken =
+        Spoken { oldest: PROTOCOL_MIN, newest: PROTOCOL_MAX, features: FEATURES_KNOWN };
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Welcome {
     pub protocol: u16,
@@ -64,25 +80,14 @@ impl Hello {
         }
     }
 
-    /// The highest version both sides speak and the features both know, or why there is none.
-    pub fn negotiate(&self) -> Result<Welcome, String> {
-        let protocol = self.protocol_max.min(PROTOCOL_MAX);
-        if protocol < self.protocol_min.max(PROTOCOL_MIN) {
-            return Err(format!(
-                "the peer speaks protocol versions {} to {}, this build {PROTOCOL_MIN} to {PROTOCOL_MAX}: update the older of the two",
-                self.protocol_min, self.protocol_max
-            ));
+    /// What a pool that speaks this answers: the highest version that both sides speak and the
+    /// features that both know; where there is none, the nearest.
+    pub fn negotiate(&self, pool: &Spoken) -> Welcome {
+        let offered = self.features_required | self.features_optional;
+        Welcome {
+            protocol: self.protocol_max.min(pool.newest).max(pool.oldest),
+            features: offered & pool.features,
         }
-        let unknown = self.features_required & !FEATURES_KNOWN;
-        if unknown != 0 {
-            return Err(format!(
-                "the peer requires features {unknown:#x} that this build does not know: update this pool"
-            ));
-        }
-        Ok(Welcome {
-            protocol,
-            features: (self.features_required | self.features_optional) & FEATURES_KNOWN,
-        })
     }
 
     pub(crate) fn encode(&self, out: &mut BytesMut) {
@@ -124,6 +129,32 @@ impl Hello {
 }
 
 impl Welcome {
+    /// Whether the session can go on with this answer; both sides ask. The error tells people
+    /// what to do.
+    pub fn suits(&self, hello: &Hello) -> Result<(), String> {
+        let (oldest, newest) = (hello.protocol_min, hello.protocol_max);
+        if !(oldest..=newest).contains(&self.protocol) {
+            let older = if self.protocol < oldest { "pool" } else { "target" };
+            return Err(format!(
+                "the target speaks data protocol {oldest} to {newest}, the pool {} at the nearest: \
+                 update the {older}",
+                self.protocol
+            ));
+        }
+        let missing = hello.features_required & !self.features;
+        if missing != 0 {
+            return Err(format!(
+                "the target requires features {missing:#x} that the pool does not know: update \
+                 the pool"
+            ));
+        }
+        let foreign = self.features & !(hello.features_required | hello.features_optional);
+        if foreign != 0 {
+            return Err(format!("the pool uses features {foreign:#x} that nobody offered it"));
+        }
+        Ok(())
+    }
+
     pub(crate) fn encode(&self, out: &mut BytesMut) {
         out.put_u16_le(self.protocol);
         out.put_u64_le(self.features);
@@ -142,22 +173,52 @@ mod tests {
         Hello::new(VolumeId(1), ReplicaId(2), ReplicaGuid(3), Bytes::from_static(b"grant"))
     }
 
+    fn speaks(oldest: u16, newest: u16, features: u64) -> Spoken {
+        Spoken { oldest, newest, features }
+    }
+
     #[test]
     fn the_newest_common_version_is_chosen() {
         let newer = Hello { protocol_max: PROTOCOL_MAX + 3, ..hello() };
-        assert_eq!(newer.negotiate().unwrap().protocol, PROTOCOL_MAX);
+        let welcome = newer.negotiate(&Spoken::HERE);
+        assert_eq!((welcome.protocol, welcome.suits(&newer)), (PROTOCOL_MAX, Ok(())));
+        let older = Hello { protocol_min: 2, protocol_max: 3, ..hello() };
+        assert_eq!(older.negotiate(&speaks(1, 9, 0)).protocol, 3);
     }
 
     #[test]
-    fn versions_that_do_not_meet_are_refused_with_both_ranges() {
-        let newer = Hello { protocol_min: PROTOCOL_MAX + 1, protocol_max: 99, ..hello() };
-        assert!(newer.negotiate().unwrap_err().contains("99"));
+    fn versions_that_do_not_meet_are_refused_by_both_sides_with_who_is_the_older_one() {
+        let target = Hello { protocol_min: 5, protocol_max: 7, ..hello() };
+        for (pool, says) in [
+            (speaks(1, 4, 0), "5 to 7, the pool 4 at the nearest: update the pool"),
+            (speaks(8, 9, 0), "5 to 7, the pool 8 at the nearest: update the target"),
+        ] {
+            let refused = target.negotiate(&pool).suits(&target).unwrap_err();
+            assert!(refused.ends_with(says), "{refused}");
+        }
+    }
+
+    /// Two builds that differ in any of the bits, either way round.
+    #[test]
+    fn each_feature_may_be_missing_on_either_side_and_only_a_required_one_is_missed() {
+        for bit in (0..64).map(|n| 1u64 << n) {
+            for (offered, known) in [(bit, 0), (0, bit), (bit, bit), (u64::MAX, !bit)] {
+                let target = Hello { features_optional: offered, ..hello() };
+                let pool = speaks(PROTOCOL_MIN, PROTOCOL_MAX, known);
+                let welcome = target.negotiate(&pool);
+                assert_eq!((welcome.suits(&target), welcome.features), (Ok(()), offered & known));
+                let demanding = Hello { features_required: bit, ..target };
+                let met = demanding.negotiate(&pool).suits(&demanding);
+                assert_eq!(met.is_ok(), known & bit != 0, "{met:?}");
+            }
+        }
     }
 
     #[test]
-    fn an_unknown_required_feature_is_refused_and_an_optional_one_is_left_off() {
-        assert!(Hello { features_required: 1 << 40, ..hello() }.negotiate().is_err());
-        let optional = Hello { features_optional: 1 << 40, ..hello() };
-        assert_eq!(optional.negotiate().unwrap().features, 0);
+    fn an_answer_with_what_nobody_offered_is_refused() {
+        let welcome = Welcome { protocol: PROTOCOL_MAX, features: 2 };
+        assert!(welcome.suits(&Hello { features_optional: 1, ..hello() }).is_err());
+        let welcome = Welcome { protocol: PROTOCOL_MAX + 1, features: 0 };
+        assert!(welcome.suits(&hello()).is_err());
     }
 }

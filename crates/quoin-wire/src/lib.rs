@@ -34,5 +34,5 @@ pub mod security;
 pub use connection::{Connection, ReadOutcome};
 pub use decode::{Frame, Incoming};
 pub use frame::{Limits, WireError};
-pub use hello::{ConnectionKind, Hello, Welcome};
+pub use hello::{ConnectionKind, Hello, Spoken, Welcome};
 pub use security::{Mode, Opener, Sealer};

@@ -15,7 +15,7 @@ use quoin_wire::handshake::{
 };
 use quoin_wire::same_host::{PeerAddress, Stream};
 use quoin_wire::security::Mode;
-use quoin_wire::{Connection, Frame, Hello};
+use quoin_wire::{Connection, Frame, Hello, Spoken, Welcome};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
@@ -216,4 +216,99 @@ fn plain_connections_are_refused_beyond_the_loopback() {
     let beyond = PeerAddress::Network("192.0.2.7:900".parse().unwrap());
     let refused = accept(Stream::Tcp(tcp), beyond, &ServerSecurity::PlainLoopback);
     assert!(matches!(refused, Err(HandshakeError::PlainBeyondLoopback(_))));
+}
+
+/// Dials a pool that speaks `pool`, as a target whose Hello is `hello`.
+fn met(hello: &Hello, answer_with: impl FnOnce(&Hello) -> Welcome + Send) -> (String, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let text = |outcome: Result<(), String>| outcome.err().unwrap_or_default();
+    std::thread::scope(|scope| {
+        let pool = scope.spawn(move || {
+            let (tcp, from) = listener.accept().unwrap();
+            let established = accept(
+                Stream::Tcp(tcp),
+                PeerAddress::Network(from),
+                &ServerSecurity::PlainLoopback,
+            );
+            let mut connection = connection(established.unwrap());
+            let hello = loop {
+                connection.receive().unwrap();
+                if let Some(incoming) = connection.next_frame().unwrap() {
+                    let Frame::Hello(hello) = incoming.frame else { panic!("no Hello") };
+                    break hello;
+                }
+            };
+            let welcome = answer_with(&hello);
+            connection.send_welcome(session(), &welcome).unwrap();
+            while !connection.flush().unwrap() {}
+            welcome.suits(&hello)
+        });
+        let target = quoin_wire::establish::dial(
+            "nobody's pool",
+            address,
+            &ClientSecurity::PlainLoopback,
+            session(),
+            hello,
+        );
+        (text(target.map(drop).map_err(|e| e.to_string())), text(pool.join().unwrap()))
+    })
+}
+
+/// What [`quoin_wire::establish::answer`] makes of this Hello.
+fn heard(hello: &Hello) -> (Result<(), String>, Result<(), String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        let pool = scope.spawn(|| {
+            let (tcp, from) = listener.accept().unwrap();
+            let from = PeerAddress::Network(from);
+            let security = ServerSecurity::PlainLoopback;
+            quoin_wire::establish::answer(Stream::Tcp(tcp), from, &security, |_, _, _| Ok(()))
+        });
+        let target = quoin_wire::establish::dial(
+            "nobody's pool",
+            address,
+            &ClientSecurity::PlainLoopback,
+            session(),
+            hello,
+        );
+        let text = |error: quoin_wire::establish::EstablishError| error.to_string();
+        (target.map(drop).map_err(text), pool.join().unwrap().map(drop).map_err(text))
+    })
+}
+
+fn newer_hello() -> Hello {
+    Hello::new(VolumeId(1), ReplicaId(2), ReplicaGuid(3), Bytes::new())
+}
+
+#[test]
+fn a_target_of_a_later_version_opens_a_session_in_this_ones() {
+    let later = Hello { protocol_max: 9, features_optional: u64::MAX, ..newer_hello() };
+    assert_eq!(heard(&later), (Ok(()), Ok(())));
+}
+
+#[test]
+fn a_target_that_this_pool_cannot_serve_is_told_on_both_sides_what_to_update() {
+    let only_later = Hello { protocol_min: 7, protocol_max: 9, ..newer_hello() };
+    let (target, pool) = heard(&only_later);
+    for said in [target.unwrap_err(), pool.unwrap_err()] {
+        assert!(said.contains("7 to 9") && said.ends_with("update the pool"), "{said}");
+    }
+    let (target, pool) = heard(&Hello { features_required: 1 << 40, ..newer_hello() });
+    for said in [target.unwrap_err(), pool.unwrap_err()] {
+        assert!(said.contains("0x10000000000") && said.ends_with("update the pool"), "{said}");
+    }
+}
+
+#[test]
+fn a_pool_that_left_this_version_behind_and_one_that_answers_nonsense_are_refused_by_name() {
+    let later = Spoken { oldest: 4, newest: 5, features: 0 };
+    let (target, pool) = met(&newer_hello(), |hello| hello.negotiate(&later));
+    assert!(target.ends_with(&pool) && pool.ends_with("update the target"), "{target} {pool}");
+    let (target, _) = met(&newer_hello(), |_| Welcome { protocol: 1, features: 1 << 9 });
+    assert!(target.contains("nobody offered"), "{target}");
+    let fits =
+        met(&newer_hello(), |hello| hello.negotiate(&Spoken { oldest: 1, newest: 5, features: 3 }));
+    assert_eq!(fits, (String::new(), String::new()));
 }

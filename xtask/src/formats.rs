@@ -1,0 +1,45 @@
+//! `cargo xtask record-formats`: keeps what this build writes to disks, peers and the controller's
+//! store, for the tests that hold every later build against it.
+
+use anyhow::{Result, bail};
+use clap::Args;
+use std::process::Command;
+
+use crate::run;
+
+#[derive(Args)]
+pub struct Options {
+    /// Replace what differs too; only before the first release
+    #[arg(long)]
+    again: bool,
+}
+
+/// What `quoin-recorded` looks for.
+const ENVIRONMENT: &str = "QUOIN_RECORD_FORMATS";
+
+pub fn run(options: &Options) -> Result<()> {
+    if options.again && is_released()? {
+        bail!(
+            "there is a release: disks, peers and records of that version are out there. Raise \
+             the version that the failing test names, and record the new one beside the old one \
+             (without --again)"
+        );
+    }
+    let order = if options.again { "again" } else { "new" };
+    for arguments in [&["--test", "formats"][..], &["--lib", "--", "recorded"]] {
+        let mut cargo = run::cargo();
+        run::check(cargo.args(["test", "--workspace"]).args(arguments).env(ENVIRONMENT, order))?;
+    }
+    println!("recorded; `git status crates/*/tests/formats` shows what is new");
+    Ok(())
+}
+
+/// Whether any version was tagged.
+fn is_released() -> Result<bool> {
+    let root = run::workspace_root();
+    let tags = Command::new("git").current_dir(root).args(["tag", "--list", "v*"]).output()?;
+    if !tags.status.success() {
+        bail!("git cannot say which versions were released");
+    }
+    Ok(!tags.stdout.trim_ascii().is_empty())
+}
