@@ -77,6 +77,10 @@ const FOUND_ON_THE_REAL_STORE: &[(u64, &str)] = &[
     (35, "a request behind the old end that waited for an open was refused"),
     (5108, "an open that was granted the membership of before a move waited for ever"),
     (920, "a parked rebuild asked for ever for a boundary that no source had any more"),
+    (
+        1727,
+        "a rebuild that nobody waited for moved more than was stable while its sources were away",
+    ),
     (587, "a shadow that its replica no longer needed kept its space for ever"),
 ];
 

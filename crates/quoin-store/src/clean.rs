@@ -84,6 +84,8 @@ pub struct Recount {
     live: BTreeMap<u32, u64>,
     through_sequence: u64,
     folded: u64,
+    /// Log before it is kept for nobody, whatever LSNs it holds: they may have been cut away.
+    first_needed: u64,
 }
 
 impl CleanJob {
@@ -340,6 +342,7 @@ impl Replica {
             live: BTreeMap::new(),
             through_sequence: core.sequence,
             folded: self.folded.head.position.lsn.0,
+            first_needed: self.log_start().index,
         });
     }
 
@@ -386,7 +389,9 @@ impl Replica {
     fn finish_recount(&mut self, job: Recount) {
         for (unit, segment) in &mut self.family.segments {
             let state = &mut segment.state;
-            if state.sequence <= job.through_sequence && state.last_lsn <= job.folded {
+            let past = state.stream == Stream::Log && state.last_index < job.first_needed;
+            let folded = past || state.last_lsn <= job.folded;
+            if state.sequence <= job.through_sequence && folded {
                 state.live_bytes = job.live.get(unit).copied().unwrap_or(0);
             }
         }

@@ -119,6 +119,9 @@ pub fn recover<D: Disk>(
         *index = (*index).min(end.index);
     }
     close(core, &mut replica, durable, &segments, end)?;
+    // What was recorded as live may be long gone: with a view whose blocks were not counted anew
+    // yet, with entries that were cut away or did not reach the media.
+    replica.recount = !replica.family.segments.is_empty();
     Ok(replica)
 }
 
@@ -239,7 +242,7 @@ fn replay<D: Disk>(
                 index: batch.header.index,
                 previous: batch.header.previous,
             };
-            replica.log.push_batch(last, log_start);
+            replica.log.push_batch(last.min(limit), log_start);
             end = End {
                 unit: Some(found.unit),
                 offset_blocks: found.offset_blocks + batch.blocks(),

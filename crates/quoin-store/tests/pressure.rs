@@ -135,6 +135,76 @@ fn a_restart_counts_no_block_of_the_log_twice() {
     assert_eq!(live(&pool), before);
 }
 
+/// Batches of entries that a truncation took away kept the log from moving on, until entries had
+/// the same LSNs again. Found by the simulator's look at what is used once everything was trimmed.
+#[test]
+fn what_a_truncation_took_away_gives_its_room_back_though_its_lsns_never_come_again() {
+    for restarts in [false, true] {
+        let (disk, pool) = new_pool(16 << 20);
+        let mut writer = Writer { pool, chain: Chain(0), lsn: 0 };
+        writer.pool.create(identity(GUID), ReplicaMeta::default(), 4000).expect("room");
+        writer.append(EntryKind::Write, 0, 8).expect("room");
+        let (chain, keep) = (writer.chain, writer.lsn);
+        let above_stable = |writer: &mut Writer, lba| {
+            let entry = writer.entry(EntryKind::Write, lba, 8);
+            let mut replica = writer.pool.replica(GUID).expect("it");
+            replica.append(std::slice::from_ref(&entry)).expect("room");
+            (writer.chain, writer.lsn) = (entry.chain, writer.lsn + 1);
+        };
+        for lba in (0..1200).step_by(8) {
+            above_stable(&mut writer, lba);
+        }
+        let long = writer.pool.stats().used_bytes;
+        assert!(long > 4 << 20, "{long}");
+        writer.pool.replica(GUID).expect("it").truncate(Lsn(keep)).expect("above stable");
+        (writer.chain, writer.lsn) = (chain, keep);
+        above_stable(&mut writer, 0);
+        sync(&mut writer.pool);
+        if restarts {
+            // It finds the same batches, and knows of the truncation.
+            writer.pool = Pool::open(disk, common::options()).expect("a sound pool");
+        }
+        writer.append(EntryKind::Trim, 0, 4000).expect("a trim");
+        for _ in 0..4 {
+            writer.pool.settle().expect("folded and recorded");
+            while writer.pool.background_due() != Due::Idle {
+                writer.pool.background(4 << 20).expect("background work");
+            }
+        }
+        let used = writer.pool.stats().used_bytes;
+        assert!(used < long / 2, "{used} of {long}, restarts: {restarts}");
+    }
+}
+
+/// Whose blocks were to be counted anew was forgotten with the process. Found by the simulator's
+/// look at what is used once everything was trimmed.
+#[test]
+fn the_room_of_a_view_that_went_away_just_before_a_crash_comes_back_after_it() {
+    let (disk, pool) = new_pool(16 << 20);
+    let mut writer = Writer { pool, chain: Chain(0), lsn: 0 };
+    writer.pool.create(identity(GUID), ReplicaMeta::default(), 4000).expect("room");
+    for lba in (0..1200).step_by(8) {
+        writer.append(EntryKind::Write, lba, 8).expect("room");
+    }
+    let id = quoin_core::SnapshotId(1);
+    writer.append(EntryKind::Snapshot { id, hidden: true }, 0, 0).expect("room");
+    writer.pool.settle().expect("folded and recorded");
+    writer.append(EntryKind::Trim, 0, 4000).expect("a trim");
+    writer.pool.settle().expect("folded and recorded");
+    let long = writer.pool.stats().used_bytes;
+    writer.append(EntryKind::DeleteSnapshot { id }, 0, 0).expect("a delete");
+    writer.pool.settle().expect("folded and recorded");
+    writer.pool = Pool::open(disk, common::options()).expect("a sound pool");
+    for _ in 0..4 {
+        while writer.pool.background_due() != Due::Idle {
+            writer.pool.background(4 << 20).expect("background work");
+        }
+        writer.pool.settle().expect("recorded");
+    }
+    let used = writer.pool.stats().used_bytes;
+    assert!(used < long / 4, "{used} of {long}");
+}
+
 /// Overwrites single blocks of a pool that is `live` full, with the background work that a
 /// driver does after each; returns blocks written to the disk for each block overwritten.
 fn overwrites(pool_bytes: u64, live: u64, writes: u64) -> f64 {

@@ -99,7 +99,7 @@ impl Target {
             if self.peers[index].rebuild.is_none() && !self.begin_rebuild(now, index, actions) {
                 continue;
             }
-            let settled = self.settled_boundary();
+            let settled = self.settled_boundary(self.peers[index].member);
             let Some(rebuild) = &mut self.peers[index].rebuild else { continue };
             if rebuild.stage == Stage::Boundary
                 && rebuild.boundary.is_none_or(|(_, lsn)| lsn <= settled)
@@ -116,14 +116,16 @@ impl Target {
         }
     }
 
-    /// Up to where a boundary may be. Where stable cannot move because this rebuild is what it
-    /// waits for, that is what a counted member has on media: once the receiver flipped, both
-    /// have it, and no open can go on with neither.
-    fn settled_boundary(&self) -> Lsn {
+    /// Up to where the boundary of `receiver` may be. Where stable cannot move because this rebuild
+    /// is what it waits for, that is what a counted member has on media: once the receiver flipped,
+    /// both have it, and no open can go on with neither. (A receiver that does not count is no
+    /// such second copy: another counted member could open without the first one, with a history
+    /// that the receiver's base has left behind.)
+    fn settled_boundary(&self, receiver: Member) -> Lsn {
         if mutant::is("boundary-not-stable") {
             return self.history.last.lsn;
         }
-        if !self.views.short(&self.peers) {
+        if !self.views.counts(receiver) || !self.views.short(&self.peers) {
             return self.stable;
         }
         let fed = self.peers.iter().filter(|p| p.link == Link::Fed && self.views.counts(p.member));
