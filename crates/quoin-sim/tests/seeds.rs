@@ -138,6 +138,7 @@ const FALSE_ALARMS: &[(u64, &str)] = &[
     (20334, "a replica counted as whole again that was listed in a View and not yet fed"),
     (6125, "the lease of a replica that was lost was asked of the one made in its place"),
     (101, "the window was smaller than one request"),
+    (3309, "operators asked for a replacement of a replica that they had told to leave"),
     (865, "a pool never looked again at what a passing read error had set aside"),
 ];
 

@@ -258,8 +258,10 @@ impl World {
         let was = desired.newcomer(lost).copied();
         desired.newcomers.retain(|n| n.member != lost);
         let elsewhere = desired.newcomers.iter().any(|n| n.member.id == lost.id);
+        // The product refuses to replace one that is leaving.
+        let leaving = desired.leaving.contains(&lost);
         let newest = self.backup.as_ref().unwrap_or(&self.record);
-        if elsewhere || newest.membership.retired.contains(&lost.guid) {
+        if elsewhere || leaving || newest.membership.retired.contains(&lost.guid) {
             return None;
         }
         let member = Member { id: lost.id, guid: ReplicaGuid(self.random.wide() | 1) };
