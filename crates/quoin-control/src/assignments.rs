@@ -111,6 +111,7 @@ impl Controller {
             desired_replication_factor: volume.membership.drf.into(),
             consistency_factor: volume.desired_cf().into(),
             maintenance: volume.attachments.is_empty(),
+            verify: self.verify_order(volume.id.0),
         };
         // What is served is served on until the records rule again.
         let rules = self.check_ruling().is_ok();

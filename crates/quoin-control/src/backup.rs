@@ -26,6 +26,7 @@ use crate::records::{
 use crate::run::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::store::{Embedded, Store, Swap};
 use crate::time::now_ms;
+use crate::verification::VerifyRecord;
 
 const FORMAT: u32 = 1;
 const KIND: &str = "quoin-controller-backup";
@@ -79,12 +80,13 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         decode::<R>(value).map(drop)
     }
     type Reader = fn(&[u8]) -> Result<(), String>;
-    let kinds: [(&str, Reader); 9] = [
+    let kinds: [(&str, Reader); 10] = [
         (VolumeRecord::PREFIX, read::<VolumeRecord>),
         (NameRecord::PREFIX, read::<NameRecord>),
         (PoolRecord::PREFIX, read::<PoolRecord>),
         (NodeRecord::PREFIX, read::<NodeRecord>),
         (CordonRecord::PREFIX, read::<CordonRecord>),
+        (VerifyRecord::PREFIX, read::<VerifyRecord>),
         (TokenRecord::PREFIX, read::<TokenRecord>),
         (MemberOfCluster::PREFIX, read::<MemberOfCluster>),
         (EventRecord::PREFIX, read::<EventRecord>),

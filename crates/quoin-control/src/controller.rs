@@ -25,6 +25,7 @@ use crate::salvage::Salvage;
 use crate::spec::Defaults;
 use crate::store::{Store, Watched, Writes};
 use crate::table::Table;
+use crate::verification::VerifyRecord;
 
 /// What a controller is told once, at its start.
 #[derive(Clone, Debug)]
@@ -54,6 +55,7 @@ pub struct Controller {
     pub(crate) tokens: Table<TokenRecord>,
     pub(crate) members: Table<MemberOfCluster>,
     pub(crate) cordons: Table<CordonRecord>,
+    pub(crate) verifications: Table<VerifyRecord>,
     pub(crate) recovery: Table<RecoveryRecord>,
     pub(crate) salvage: Salvage,
     pub(crate) events: Events,
@@ -85,6 +87,7 @@ impl Controller {
             tokens: Table::load(store.clone(), quiet.clone()).await?,
             members: Table::load(store.clone(), quiet).await?,
             cordons: Table::load(store.clone(), changed.clone()).await?,
+            verifications: Table::load(store.clone(), changed.clone()).await?,
             recovery: Table::load(store.clone(), changed.clone()).await?,
             salvage: Salvage::default(),
             events: Events::load(store.clone()).await?,

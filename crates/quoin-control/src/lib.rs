@@ -44,6 +44,7 @@ mod table;
 mod tending;
 mod text;
 mod time;
+mod verification;
 mod volumes;
 
 pub use attach::Publish;

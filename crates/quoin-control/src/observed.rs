@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use quoin_core::{Position, ReplicaGuid, VolumeId};
-use quoin_proto::control::Scrub;
+use quoin_proto::control::{Scrub, Verification};
 use tokio::time::Instant;
 
 use crate::heal::Looks;
@@ -96,6 +96,8 @@ pub struct Observed {
     pub strangers: HashSet<ReplicaGuid>,
     /// Volumes whose records were found to be an old copy, announced once.
     pub behind: HashSet<VolumeId>,
+    /// How far verifications are.
+    pub verifying: HashMap<VolumeId, Verification>,
     /// What self-healing remembers.
     pub looks: Looks,
 }
@@ -111,6 +113,7 @@ impl Observed {
             absent: HashSet::new(),
             strangers: HashSet::new(),
             behind: HashSet::new(),
+            verifying: HashMap::new(),
             looks: Looks::default(),
         }
     }

@@ -39,6 +39,7 @@ impl Controller {
                 let deleting = |v: &VolumeRecord| v.phase == VolumePhase::Deleting;
                 self.volumes.remove(&volume.id.0.to_string(), deleting).await?;
                 self.forget(volume);
+                self.forget_verification(volume.id.0).await?;
                 return Ok(());
             }
         }

@@ -244,6 +244,9 @@ impl Controller {
             observed.nodes.insert(report.node.clone(), alive);
         }
         self.announce_health(&record);
+        if let Some(verification) = &report.verification {
+            self.verification_reported(&record, verification).await?;
+        }
         Ok(self.fresh_grant(&record, &report.node, report.epoch))
     }
 

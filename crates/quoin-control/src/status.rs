@@ -229,6 +229,7 @@ impl Controller {
             changing: volume.changing(),
             desired_consistency_factor: volume.consistency_factor.into(),
             replace_after: self.replace_after(volume).to_string(),
+            verification: self.verification_message(volume),
         }
     }
 

@@ -138,11 +138,18 @@ impl Controller {
             // It is there: it stays until all that can be reached has everything.
             let behind = |phase| ["CatchingUp", "Rebuilding", "Creating"].contains(&phase);
             let behind = status.replicas.iter().any(|replica| behind(replica.phase));
-            return (!changing.is_empty() || lags || behind).then_some(changing);
+            let verify = self.verify_work(volume);
+            return match !changing.is_empty() || lags || behind {
+                true => Some(changing),
+                false => verify,
+            };
         }
         rebuildable(volume, status).ok()?;
         if !changing.is_empty() {
             return Some(changing);
+        }
+        if let Some(verify) = self.verify_work(volume) {
+            return Some(verify);
         }
         let long = since.is_some_and(|since| now.duration_since(since) >= LAGS_FOR);
         long.then(|| "a replica lags".to_owned())

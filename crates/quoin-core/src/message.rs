@@ -184,9 +184,26 @@ pub enum ToReplica {
     /// Another member's live slots for a stretch whose map is damaged, as of its LSN `at`. A
     /// replica that has not applied as much, or whose map is whole there, does nothing.
     Mend { lba: u64, blocks: u32, at: Lsn, slots: Vec<Slot> },
+    /// Compare live blocks with their checksums on media and say what they are: a prefix of the
+    /// range, as far as about `bytes_max` of data go. Only to a replica whose connection has the
+    /// feature.
+    Verify {
+        id: RequestId,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        /// Answer when applied ≥ this.
+        after: Lsn,
+        /// What is bad is asked of the other members; else it is only told.
+        repair: bool,
+        ping: Ping,
+    },
     /// Everything is durable: end the session cleanly.
     Close,
 }
+
+/// Blocks that one [`ToReplica::Verify`] may be about, holes for the most part.
+pub const VERIFY_BLOCKS_MAX: u32 = 1 << 16;
 
 /// The state that an increment ends in: all that a replica knows beside its blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -332,6 +349,14 @@ pub enum FromReplica {
     Data {
         id: RequestId,
         /// The replica's applied LSN when it read.
+        at: Lsn,
+        slots: Vec<Slot>,
+        ping: Ping,
+    },
+    /// Answers [`ToReplica::Verify`]: data comes without its bytes.
+    Verified {
+        id: RequestId,
+        /// The replica's applied LSN when it looked.
         at: Lsn,
         slots: Vec<Slot>,
         ping: Ping,

@@ -133,7 +133,7 @@ impl Hand {
                     }
                     TargetAction::Connect { member, session } => {
                         self.sessions.push((session, member));
-                        events.push(TargetEvent::Connected { session });
+                        events.push(TargetEvent::Connected { session, verifies: true });
                     }
                     TargetAction::Disconnect { session } => {
                         self.sessions.retain(|(s, _)| *s != session);

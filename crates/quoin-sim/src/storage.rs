@@ -193,6 +193,17 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         self.reading()?;
         self.inner.read(view, lba, blocks, want_data, out)
     }
+    fn verify(
+        &mut self,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.reading()?;
+        self.inner.verify(lba, blocks, bytes_max, note, out)
+    }
     fn fetch(
         &mut self,
         after: Lsn,

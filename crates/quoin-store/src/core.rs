@@ -17,7 +17,7 @@ use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
 use crate::records::{DurableState, Record};
 use crate::ring::Ring;
 use crate::segments::{Allocator, Family};
-use crate::tree::{BlockAt, Nodes};
+use crate::tree::{BAD_PLACE, BlockAt, LOST_PLACE, Nodes};
 
 /// Bounds of a pool; plain numbers, chosen by the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -246,6 +246,17 @@ impl<D: Disk> Core<D> {
         self.disk.forget_cached(start, end - start);
         let bytes = read_node(self, node)?;
         Ok(bytes.and_then(|b| Node::decode_checked(level, node, &b)).is_some())
+    }
+
+    /// Forgets what is cached of the blocks that were found, so that the next read is the media's.
+    pub fn forget_found(&self) {
+        for run in self.found.chunk_by(|a, b| a.place.checked_add(1) == Some(b.place)) {
+            if !matches!(run[0].place, 0 | BAD_PLACE | LOST_PLACE) {
+                let (offset, length) = (run[0].place, run.len() as u64);
+                let block = BLOCK_SIZE as u64;
+                self.disk.forget_cached(offset * block, length * block);
+            }
+        }
     }
 
     pub fn note_bad(&mut self, bad: BadBlock) {

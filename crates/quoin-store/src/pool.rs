@@ -423,6 +423,17 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         self.replica.read(self.core, view, lba, blocks, want_data, out)
     }
 
+    fn verify(
+        &mut self,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.replica.verify(self.core, lba, blocks, bytes_max, note, out)
+    }
+
     fn fetch(
         &mut self,
         after: Lsn,

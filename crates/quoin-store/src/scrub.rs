@@ -23,6 +23,7 @@ use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid, crc32c};
 use crate::clean::walk;
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
+use crate::model::{push_slot, without_bytes};
 use crate::moved::MovedBlock;
 use crate::node::{FANOUT, LEAF_BLOCKS, NodeRef};
 use crate::pool::Pool;
@@ -146,13 +147,7 @@ impl Replica {
             Part::Leaf { .. } => {
                 self.scrub_nodes(core, root, start, at.cursor, done)?;
                 self.find(core, &Source::Root(root), start, LEAF_BLOCKS as u32)?;
-                for run in core.found.chunk_by(|a, b| a.place.checked_add(1) == Some(b.place)) {
-                    if !matches!(run[0].place, 0 | BAD_PLACE | LOST_PLACE) {
-                        let (offset, length) = (run[0].place, run.len() as u64);
-                        let block = BLOCK_SIZE as u64;
-                        core.disk.forget_cached(offset * block, length * block);
-                    }
-                }
+                core.forget_found();
                 let (mut slots, known) = (Vec::new(), core.bad.len());
                 self.slots(core, start, Lsn(from), true, &mut slots);
                 done.read_bytes += (slots.len() * BLOCK_SIZE) as u64;
@@ -288,6 +283,43 @@ impl Replica {
             self.fold_wanted |= state.last_index >= self.log_start().index;
         }
         Ok(Some(u64::from(state.unit) + 1))
+    }
+
+    /// Compares live blocks with their checksums on media: `ReplicaStore::verify`.
+    pub fn verify<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        let end = lba.checked_add(u64::from(blocks)).filter(|end| *end <= self.head.volume_blocks);
+        let end = end.ok_or(StoreError::Rule("a verification outside the volume"))?;
+        let known = core.bad.len();
+        let (mut at, mut left) = (lba, u64::from(bytes_max));
+        while at < end && (left > 0 || at == lba) {
+            let leaf = LEAF_BLOCKS as u64;
+            let count = (leaf - at % leaf).min(end - at).min(left.div_ceil(BLOCK_SIZE as u64));
+            let count = count.max(1);
+            self.find(core, &Source::Live, at, count as u32)?;
+            core.forget_found();
+            let mut slots = Vec::new();
+            self.slots(core, at, Lsn::ZERO, true, &mut slots);
+            for mut slot in slots {
+                if slot.content != Content::Hole {
+                    left = left.saturating_sub(u64::from(slot.blocks) * BLOCK_SIZE as u64);
+                }
+                without_bytes(&mut slot);
+                push_slot(out, slot);
+            }
+            at += count;
+        }
+        if !note {
+            core.bad.truncate(known);
+        }
+        Ok(())
     }
 
     /// Rebuilds what is lost of the map of a stretch, by the module's rule.

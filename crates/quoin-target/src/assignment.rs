@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use quoin_core::block::DeviceInfo;
 use quoin_core::membership::{Desired, Durability, Member, Newcomer};
 use quoin_core::replica::LEASE_MS;
-use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
+use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig, VerifyOrder};
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
 use quoin_identity::convert::id;
 use quoin_proto::control::{self, NodeAssignment, TargetAssignment};
@@ -31,6 +31,8 @@ pub struct Assigned {
     pub desired: Desired,
     /// Opened for work on its replicas alone: no client gets in.
     pub maintenance: bool,
+    /// All replicas are to be compared.
+    pub verify: Option<VerifyOrder>,
 }
 
 impl Assigned {
@@ -43,6 +45,7 @@ impl Assigned {
             socket,
             replicas: self.replicas.clone(),
             desired: self.desired.clone(),
+            verify: self.verify,
             seed: rand::random(),
         }
     }
@@ -70,6 +73,12 @@ fn choice<T: Copy + Default>(what: &str, given: &str, known: &[(&str, T)]) -> Re
     }
     let found = known.iter().find(|(name, _)| *name == given).map(|(_, value)| *value);
     found.ok_or_else(|| format!("{what} {given:?} is not known to this version"))
+}
+
+fn verify(order: &control::VerifyOrder) -> Result<VerifyOrder, String> {
+    let from = Some(order.from_replica_id.as_str()).filter(|from| !from.is_empty());
+    let from = from.map(|from| id("replica", from)).transpose()?;
+    Ok(VerifyOrder { request: order.request, repair: order.repair, from })
 }
 
 fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
@@ -158,6 +167,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         replicas,
         desired,
         maintenance: target.maintenance,
+        verify: target.verify.as_ref().map(verify).transpose()?,
     })
 }
 
@@ -189,6 +199,7 @@ mod tests {
             replicas: vec![address(1, false), address(2, true)],
             desired_replication_factor: 2,
             consistency_factor: 0,
+            verify: None,
         }
     }
 

@@ -26,6 +26,7 @@ use crate::Options;
 use crate::assignment::{self, Assigned};
 use crate::dial::Reach;
 use crate::door::{Door, NewClient};
+use crate::verification::verification;
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
 
 /// All volumes are reported this often, each change sooner.
@@ -129,6 +130,7 @@ impl Control {
                     size_bytes: assigned.info.size_bytes,
                     replicas: assigned.replicas.clone(),
                     desired: assigned.desired.clone(),
+                    verify: assigned.verify,
                 }))),
             }
         }
@@ -385,6 +387,7 @@ impl Control {
             size_bytes: status.volume_blocks * quoin_core::BLOCK_SIZE as u64,
             events: notices.iter().map(event).collect(),
             nbd_uri: self.nbd_uri(id),
+            verification: status.verify.as_ref().map(verification),
         });
         request.set_timeout(CALL_MAX);
         match AgentClient::new(self.channel.clone()).report_volume(request).await {

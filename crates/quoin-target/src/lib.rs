@@ -18,6 +18,7 @@ mod notes;
 pub mod shard;
 mod throttle;
 pub mod tokens;
+mod verification;
 
 use std::path::PathBuf;
 use std::sync::Arc;

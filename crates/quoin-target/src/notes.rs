@@ -17,7 +17,8 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
             tracing::info!(%volume, %epoch, "opening");
             return;
         }
-        TargetNote::Rebuilding { .. } => return,
+        // The controller tells of the end, with all that was found.
+        TargetNote::Rebuilding { .. } | TargetNote::Verifying { .. } => return,
         TargetNote::Stopped => {
             tracing::info!(%volume, "stopped");
             return;

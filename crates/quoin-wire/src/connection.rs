@@ -36,6 +36,7 @@ pub struct Connection {
     header: Option<Header>,
     frame: FrameBuffer,
     output: SendQueue,
+    features: u64,
 }
 
 impl Connection {
@@ -51,12 +52,20 @@ impl Connection {
             header: None,
             frame: FrameBuffer::default(),
             output: SendQueue::default(),
+            features: 0,
         }
     }
 
-    /// The peer has proven what it may do: its frames may be as long as a session needs.
-    pub fn authenticated(&mut self) {
+    /// The peer has proven what it may do: its frames may be as long as a session needs, and of
+    /// the kinds that these features bring.
+    pub fn authenticated(&mut self, features: u64) {
         self.limits = Limits::SESSION;
+        self.features = features;
+    }
+
+    /// Whether both sides know a feature of [`crate::hello`].
+    pub fn has(&self, feature: u64) -> bool {
+        self.features & feature != 0
     }
 
     pub fn socket(&self) -> BorrowedFd<'_> {

@@ -17,7 +17,7 @@ use quoin_core::ids::{
 use quoin_core::membership::Membership;
 use quoin_core::message::{
     BadCopy, Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FromReplica, IncrementEnd, OpenAck, Ping,
-    ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica,
+    ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica, VERIFY_BLOCKS_MAX,
 };
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
 
@@ -73,8 +73,8 @@ impl Body {
         Ok(match kind {
             kind::HELLO => Frame::Hello(Hello::decode(&mut self.head)?),
             kind::WELCOME => Frame::Welcome(Welcome::decode(&mut self.head)?),
-            kind::OPEN..=kind::MEND => Frame::ToReplica(self.message_to_replica(kind)?),
-            kind::OPEN_ACK..=kind::ROOM => Frame::FromReplica(self.message_from_replica(kind)?),
+            kind::OPEN..=kind::VERIFY => Frame::ToReplica(self.message_to_replica(kind)?),
+            kind::OPEN_ACK..=kind::VERIFIED => Frame::FromReplica(self.message_from_replica(kind)?),
             _ => return Err(WireError::Kind(kind)),
         })
     }
@@ -156,6 +156,22 @@ impl Body {
                 at: self.lsn()?,
                 slots: self.slots()?,
             },
+            kind::VERIFY => {
+                let (id, lba) = (self.head.u64("verify")?, self.lba()?);
+                let blocks = self.head.u32("verify")?;
+                if blocks == 0 || blocks > VERIFY_BLOCKS_MAX {
+                    return Err(WireError::Malformed("verify length"));
+                }
+                ToReplica::Verify {
+                    id,
+                    lba,
+                    blocks,
+                    bytes_max: self.head.u32("verify")?,
+                    after: self.lsn()?,
+                    repair: self.head.bool("verify")?,
+                    ping: self.ping()?,
+                }
+            }
             kind::CLOSE => ToReplica::Close,
             _ => return Err(WireError::Kind(kind)),
         })
@@ -198,6 +214,12 @@ impl Body {
             },
             kind::DATA => FromReplica::Data {
                 id: self.head.u64("data")?,
+                at: self.lsn()?,
+                ping: self.ping()?,
+                slots: self.slots()?,
+            },
+            kind::VERIFIED => FromReplica::Verified {
+                id: self.head.u64("verified")?,
                 at: self.lsn()?,
                 ping: self.ping()?,
                 slots: self.slots()?,

@@ -277,6 +277,16 @@ pub fn to_replica(
             frame.slots(slots);
             kind::MEND
         }
+        ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping } => {
+            out.put_u64_le(*id);
+            out.put_u64_le(*lba);
+            out.put_u32_le(*blocks);
+            out.put_u32_le(*bytes_max);
+            out.put_u64_le(after.0);
+            out.put_flag(*repair);
+            out.put_u64_le(ping.0);
+            kind::VERIFY
+        }
         ToReplica::Close => kind::CLOSE,
     };
     frame.finish(session, kind)?;
@@ -339,6 +349,13 @@ pub fn from_replica(
             out.put_u64_le(ping.0);
             frame.slots(slots);
             kind::DATA
+        }
+        FromReplica::Verified { id, at, slots, ping } => {
+            out.put_u64_le(*id);
+            out.put_u64_le(at.0);
+            out.put_u64_le(ping.0);
+            frame.slots(slots);
+            kind::VERIFIED
         }
         FromReplica::Fetched { id, entries, gone } => {
             out.put_u64_le(*id);

@@ -89,7 +89,7 @@ fn introduce(
     match answer.frame {
         Frame::Welcome(welcome) if answer.session == session => {
             welcome.suits(hello).map_err(EstablishError::Versions)?;
-            connection.authenticated();
+            connection.authenticated(welcome.features);
             Ok(connection)
         }
         Frame::FromReplica(FromReplica::Refuse { failure, .. }) => {
@@ -126,7 +126,7 @@ pub fn answer(
         Ok(()) => {
             connection.send_welcome(session, &welcome)?;
             flush(&mut connection, deadline)?;
-            connection.authenticated();
+            connection.authenticated(welcome.features);
             Ok(Answered { connection, session, hello, peer_address })
         }
         Err(reason) => {

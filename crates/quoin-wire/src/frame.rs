@@ -181,6 +181,7 @@ pub mod kind {
     pub const REPAIR: u8 = 13;
     pub const CLOSE: u8 = 14;
     pub const MEND: u8 = 15;
+    pub const VERIFY: u8 = 16;
 
     pub const OPEN_ACK: u8 = 65;
     pub const REFUSE: u8 = 66;
@@ -198,6 +199,7 @@ pub mod kind {
     pub const MENDED: u8 = 78;
     pub const NO_ROOM: u8 = 79;
     pub const ROOM: u8 = 80;
+    pub const VERIFIED: u8 = 81;
 
     pub const HELLO: u8 = 128;
     pub const WELCOME: u8 = 129;

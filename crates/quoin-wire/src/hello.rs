@@ -16,8 +16,10 @@ use quoin_core::ids::{ReplicaGuid, ReplicaId, VolumeId};
 /// Oldest and newest version of the messages that this build speaks.
 pub const PROTOCOL_MIN: u16 = 1;
 pub const PROTOCOL_MAX: u16 = 1;
-/// Feature bits this build knows (none are defined yet).
-pub const FEATURES_KNOWN: u64 = 0;
+/// The replica can be verified ([`quoin_core::message::ToReplica::Verify`]).
+pub const FEATURE_VERIFY: u64 = 1;
+/// Feature bits this build knows.
+pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY;
 /// A grant is a signed statement of a few ids, with the certificates of who signed it.
 pub const GRANT_BYTES_MAX: usize = 16 << 10;
 

@@ -231,6 +231,16 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
         }),
         (0..1u64 << 44, any::<u32>(), lsn(), slots())
             .prop_map(|(lba, blocks, at, slots)| ToReplica::Mend { lba, blocks, at, slots }),
+        (any::<u64>(), 0..1u64 << 40, 1u32..VERIFY_BLOCKS_MAX, any::<(u32, bool)>(), lsn(), ping())
+            .prop_map(|(id, lba, blocks, (bytes_max, repair), after, ping)| ToReplica::Verify {
+                id,
+                lba,
+                blocks,
+                bytes_max,
+                after,
+                repair,
+                ping,
+            }),
         Just(ToReplica::Close),
     ]
 }
@@ -269,6 +279,8 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
         }),
         (any::<u64>(), lsn(), slots(), ping())
             .prop_map(|(id, at, slots, ping)| FromReplica::Data { id, at, slots, ping }),
+        (any::<u64>(), lsn(), slots(), ping())
+            .prop_map(|(id, at, slots, ping)| FromReplica::Verified { id, at, slots, ping }),
         (any::<u64>(), proptest::collection::vec(entry(), 0..5), any::<bool>())
             .prop_map(|(id, entries, gone)| FromReplica::Fetched { id, entries, gone }),
         (
@@ -312,7 +324,7 @@ fn pair(mode: Mode) -> (Connection, Connection) {
             Sealer::new(mode, [send; SECRET_LEN]),
             Opener::new(mode, [receive; SECRET_LEN]),
         );
-        connection.authenticated();
+        connection.authenticated(0);
         connection
     };
     (connection(a, 1, 2), connection(b, 2, 1))
@@ -357,7 +369,7 @@ fn receive_raw(bytes: &[u8], limits: Limits) -> (Vec<Frame>, Option<WireError>) 
     b.set_nonblocking(true).unwrap();
     let mut connection = Connection::new(b.into(), Sealer::plain(), Opener::plain());
     if limits == Limits::SESSION {
-        connection.authenticated();
+        connection.authenticated(0);
     }
     let bytes = bytes.to_vec();
     let writer = std::thread::spawn(move || a.write_all(&bytes));

@@ -96,7 +96,7 @@ fn both_here(client: &ClientSecurity, server: &ServerSecurity) -> (Outcome, Outc
 
 fn connection(e: Established) -> Connection {
     let mut connection = Connection::new(e.socket, e.sealer, e.opener);
-    connection.authenticated();
+    connection.authenticated(0);
     connection
 }
 

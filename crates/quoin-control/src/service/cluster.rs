@@ -21,6 +21,7 @@ use crate::salvage::RecoverRecords;
 use crate::scale::Scale;
 use crate::spec::{self, REPLICAS_MAX};
 use crate::time::timestamp;
+use crate::verification::Verifying;
 
 /// How long a creation is waited for before the answer says "Pending".
 const CREATION_TIME: Duration = Duration::from_secs(5);
@@ -181,6 +182,29 @@ impl Cluster for Services {
         let replicas: Vec<_> =
             replica_ids.iter().map(|text| id("replica_id", text)).collect::<Result<_, _>>()?;
         let volume = self.controller.remove_replicas(volume.as_ref(), &replicas).await?;
+        Ok(Response::new(self.controller.volume_message(&volume)))
+    }
+
+    async fn verify_volume(
+        &self,
+        request: Request<VerifyVolumeRequest>,
+    ) -> Result<Response<Volume>, Status> {
+        self.manage(&request)?;
+        let asked = request.get_ref();
+        let from = Some(asked.from_replica_id.as_str()).filter(|from| !from.is_empty());
+        let from = from.map(|from| id("from_replica_id", from)).transpose()?;
+        let what = match asked.action() {
+            verify_volume_request::Action::Repair => Verifying::Repair { from },
+            _ if from.is_some() => {
+                return Err(Error::invalid("from_replica_id", "only with a repair").into());
+            }
+            verify_volume_request::Action::Verify => Verifying::Verify,
+            verify_volume_request::Action::Stop => Verifying::Stop,
+            verify_volume_request::Action::Unspecified => {
+                return Err(Error::invalid("action", "verify, repair or stop").into());
+            }
+        };
+        let volume = self.controller.verify_volume(asked.volume.as_ref(), what).await?;
         Ok(Response::new(self.controller.volume_message(&volume)))
     }
 

@@ -8,7 +8,8 @@ use crate::entry::{EntryKind, SharedEntry, View};
 use crate::ids::SessionKey;
 use crate::membership::Member;
 use crate::message::{
-    BadCopy, FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToReplica, covers,
+    BadCopy, FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToReplica, VERIFY_BLOCKS_MAX,
+    covers,
 };
 use crate::mutant;
 use crate::step::Step;
@@ -20,6 +21,8 @@ const WAITING_READS_MAX: usize = 4096;
 /// Blocks of one read with data, and without.
 const READ_BLOCKS_MAX: u32 = 1024;
 const STATUS_BLOCKS_MAX: u32 = 1 << 16;
+/// Data that one verification reads at most: others wait for it.
+const VERIFY_BYTES_MAX: u32 = 1 << 20;
 
 /// An accepted Open that has not been answered yet.
 pub(super) struct PendingOpen {
@@ -61,12 +64,18 @@ impl From<StoreError> for Fault {
 
 struct WaitingRead {
     id: RequestId,
-    view: ReadView,
+    what: Looked,
     lba: u64,
     blocks: u32,
     after: Lsn,
-    want_data: bool,
     ping: Ping,
+}
+
+/// What a read is to tell.
+#[derive(Clone, Copy)]
+enum Looked {
+    Blocks { view: ReadView, want_data: bool },
+    Verified { bytes_max: u32, repair: bool },
 }
 
 /// What to do when a sync is done.
@@ -169,21 +178,15 @@ impl Session {
                 self.set_stable(stable, store);
             }
             ToReplica::Read { id, view, lba, blocks, after, want_data, ping } => {
-                self.ping = self.ping.max(ping);
                 let limit = if want_data { READ_BLOCKS_MAX } else { STATUS_BLOCKS_MAX };
-                if blocks == 0 || blocks > limit || lba > VOLUME_BLOCKS_MAX {
-                    return Err(Fault::Protocol("read length"));
-                }
-                if self.reads.len() == WAITING_READS_MAX {
-                    return Err(Fault::Protocol("too many reads"));
-                }
-                let read = WaitingRead { id, view, lba, blocks, after, want_data, ping };
-                if after <= self.applied && self.reads.is_empty() {
-                    self.read(&read, store, actions)?;
-                } else {
-                    self.reads.push_back(read);
-                    self.serve_reads(store, actions)?;
-                }
+                let what = Looked::Blocks { view, want_data };
+                let read = WaitingRead { id, what, lba, blocks, after, ping };
+                self.look(read, limit, store, actions)?;
+            }
+            ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping } => {
+                let what = Looked::Verified { bytes_max: bytes_max.min(VERIFY_BYTES_MAX), repair };
+                let read = WaitingRead { id, what, lba, blocks, after, ping };
+                self.look(read, VERIFY_BLOCKS_MAX, store, actions)?;
             }
             ToReplica::Fetch { id, after, bytes_max } => {
                 let fetched = store.fetch(after, bytes_max)?;
@@ -522,6 +525,28 @@ impl Session {
         Ok(())
     }
 
+    /// Answers a read now, or once what it comes after is applied.
+    fn look(
+        &mut self,
+        read: WaitingRead,
+        blocks_max: u32,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        self.ping = self.ping.max(read.ping);
+        if read.blocks == 0 || read.blocks > blocks_max || read.lba > VOLUME_BLOCKS_MAX {
+            return Err(Fault::Protocol("read length"));
+        }
+        if self.reads.len() == WAITING_READS_MAX {
+            return Err(Fault::Protocol("too many reads"));
+        }
+        if read.after <= self.applied && self.reads.is_empty() {
+            return self.read(&read, store, actions);
+        }
+        self.reads.push_back(read);
+        self.serve_reads(store, actions)
+    }
+
     fn serve_reads(
         &mut self,
         store: &mut dyn ReplicaStore,
@@ -547,8 +572,17 @@ impl Session {
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
         let mut slots = Vec::with_capacity(read.blocks.min(64) as usize);
-        store.read(read.view, read.lba, read.blocks, read.want_data, &mut slots)?;
-        let message = FromReplica::Data { id: read.id, at: self.applied, slots, ping: read.ping };
+        let (id, at, ping) = (read.id, self.applied, read.ping);
+        let message = match read.what {
+            Looked::Blocks { view, want_data } => {
+                store.read(view, read.lba, read.blocks, want_data, &mut slots)?;
+                FromReplica::Data { id, at, slots, ping }
+            }
+            Looked::Verified { bytes_max, repair } => {
+                store.verify(read.lba, read.blocks, bytes_max, repair, &mut slots)?;
+                FromReplica::Verified { id, at, slots, ping }
+            }
+        };
         self.send(message, actions);
         Ok(())
     }

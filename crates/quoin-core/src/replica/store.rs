@@ -142,6 +142,19 @@ pub trait ReplicaStore {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError>;
 
+    /// Compares live blocks with their checksums on media, past what is cached, and says what
+    /// they are: slots that cover a prefix of the range, data without bytes, until about
+    /// `bytes_max` of data were read. `note`: what is bad is remembered as any read would, so
+    /// that another copy is asked for.
+    fn verify(
+        &mut self,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError>;
+
     /// Entries after `after` in order, about `bytes_max` of them; `None` if the log starts later.
     fn fetch(&mut self, after: Lsn, bytes_max: u32)
     -> Result<Option<Vec<SharedEntry>>, StoreError>;

@@ -14,10 +14,11 @@
 //! | `write`, `read` | requests of the client |
 //! | `serve` | what goes out in `flush`; drop and return; timers |
 //! | `room` | pools that run full |
+//! | `verify` | all members compared while in use |
 //! | `rebuild` | increments |
 //! | `admission` | who may connect, and as what |
 //! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
-//! | `steps` | what is under way, by name |
+//! | `status`, `steps` | how it stands, for reports; what is under way, by name |
 
 pub mod admission;
 mod change;
@@ -33,8 +34,10 @@ mod repair;
 mod room;
 mod serve;
 mod slab;
+mod status;
 mod steps;
 mod verdict;
+mod verify;
 mod write;
 
 use std::collections::VecDeque;
@@ -48,6 +51,8 @@ use crate::time::Time;
 use history::History;
 use peer::{Link, Peer};
 use quorum::Views;
+pub use status::{ReplicaStanding, ReplicaStatus, TargetStatus};
+pub use verify::{Copy, FINDINGS_MAX, Finding, Found, VerifiedMember, VerifyOrder, VerifyReport};
 
 /// What a volume asks of its target.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -117,6 +122,8 @@ pub enum TargetEvent {
     },
     Connected {
         session: SessionKey,
+        /// Whether the other side knows [`ToReplica::Verify`].
+        verifies: bool,
     },
     /// The transport ended, or could not be made.
     Disconnected {
@@ -134,6 +141,8 @@ pub enum TargetEvent {
     },
     /// What the membership is to become.
     Desired(Desired),
+    /// All members are to be compared; `None`: not any more.
+    Verify(Option<VerifyOrder>),
     /// Answer to [`TargetAction::SwapMembership`]: the membership as the record now has it
     /// (swapped or not is read from it), or `None` where the outcome is unknown.
     Swapped {
@@ -226,6 +235,10 @@ pub enum TargetNote {
     BlockLost {
         lba: u64,
     },
+    /// A verification went on a while, or ended: see the status.
+    Verifying {
+        ended: bool,
+    },
     Fenced {
         by: Epoch,
     },
@@ -289,39 +302,6 @@ struct Waiting {
     token: Token,
 }
 
-/// How a replica stands, for status reports.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ReplicaStanding {
-    Disconnected,
-    Opening,
-    CatchingUp,
-    Rebuilding,
-    InSync,
-}
-
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ReplicaStatus {
-    pub member: Member,
-    pub standing: ReplicaStanding,
-    pub applied: Lsn,
-    pub durable: Lsn,
-    pub rebuilt_bytes: u64,
-    pub rebuild_total_bytes: u64,
-}
-
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct TargetStatus {
-    pub epoch: Epoch,
-    pub serving: bool,
-    pub stopped: bool,
-    pub waiting: String,
-    pub last: Position,
-    pub commit: Lsn,
-    pub stable: Lsn,
-    pub volume_blocks: u64,
-    pub replicas: Vec<ReplicaStatus>,
-}
-
 pub struct Target {
     config: TargetConfig,
     phase: Phase,
@@ -358,6 +338,9 @@ pub struct Target {
     writes: write::Unaligned,
     reads: read::Reads,
     change: change::Change,
+    verify: Option<verify::Verify>,
+    /// Names the next request of a verification.
+    next_verify: u64,
     unflushed_tail_lost: bool,
     /// A sync is wanted up to here.
     sync_wanted: Lsn,
@@ -408,6 +391,8 @@ impl Target {
             writes: write::Unaligned::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
+            verify: None,
+            next_verify: 1,
             unflushed_tail_lost: false,
             sync_wanted: Lsn::ZERO,
             quorum_lost: None,
@@ -447,7 +432,9 @@ impl Target {
                     self.rest(now);
                 }
             }
-            TargetEvent::Connected { session } => self.connected(now, session, actions),
+            TargetEvent::Connected { session, verifies } => {
+                self.connected(now, session, verifies, actions);
+            }
             TargetEvent::Disconnected { session } => {
                 if let Some(index) = self.peer_of(session) {
                     self.peer_lost(now, index, actions);
@@ -467,43 +454,12 @@ impl Target {
                 }
             }
             TargetEvent::Desired(desired) => self.desired = desired,
+            TargetEvent::Verify(order) => self.order_verify(now, order),
             TargetEvent::Swapped { version, membership } => {
                 self.swapped(now, version, membership, actions);
             }
             TargetEvent::Timer => self.timer = None,
             TargetEvent::Shutdown => self.drain_requested = true,
-        }
-    }
-
-    pub fn status(&self) -> TargetStatus {
-        let replicas = self.peers.iter().map(|peer| {
-            let (rebuilt_bytes, rebuild_total_bytes) =
-                peer.rebuild.as_ref().map_or((0, 0), |r| r.progress(self.history.blocks));
-            ReplicaStatus {
-                member: peer.member,
-                standing: match peer.link {
-                    Link::Down | Link::Connecting => ReplicaStanding::Disconnected,
-                    Link::Opening | Link::Answered | Link::Truncating => ReplicaStanding::Opening,
-                    Link::Rebuilding => ReplicaStanding::Rebuilding,
-                    Link::Fed if self.views.counts(peer.member) => ReplicaStanding::InSync,
-                    Link::Fed => ReplicaStanding::CatchingUp,
-                },
-                applied: peer.applied,
-                durable: peer.durable,
-                rebuilt_bytes,
-                rebuild_total_bytes,
-            }
-        });
-        TargetStatus {
-            epoch: self.epoch,
-            serving: self.phase == Phase::Serving,
-            stopped: self.phase == Phase::Stopped,
-            waiting: self.said.clone(),
-            last: self.history.last,
-            commit: self.commit,
-            stable: self.stable,
-            volume_blocks: self.history.blocks,
-            replicas: replicas.collect(),
         }
     }
 
@@ -571,7 +527,13 @@ impl Target {
             }
             FromReplica::Data { id, at, slots, ping } => {
                 self.saw_ping(now, index, ping);
-                self.on_data(now, index, id, at, slots, actions);
+                if !self.on_choice(id, at, &slots) {
+                    self.on_data(now, index, id, at, slots, actions);
+                }
+            }
+            FromReplica::Verified { id, at, slots, ping } => {
+                self.saw_ping(now, index, ping);
+                self.on_verified(now, index, id, at, slots, actions);
             }
             FromReplica::Fetched { entries, gone, .. } => {
                 self.on_fetched(now, index, entries, gone, actions);

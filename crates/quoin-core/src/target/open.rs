@@ -112,6 +112,7 @@ impl Target {
         &mut self,
         now: Time,
         session: SessionKey,
+        verifies: bool,
         actions: &mut Vec<TargetAction>,
     ) {
         let Some(index) = self.peer_of(session) else {
@@ -121,6 +122,7 @@ impl Target {
         if peer.link != Link::Connecting {
             return;
         }
+        peer.verifies = verifies;
         peer.link = Link::Opening;
         peer.since = now;
         let message = ToReplica::Open {

@@ -64,6 +64,8 @@ pub(super) struct Peer {
     pub stuck: bool,
     /// Entries that found no room are offered again then.
     pub full_until: Option<Time>,
+    /// It knows how to be verified.
+    pub verifies: bool,
 }
 
 impl Peer {
@@ -93,6 +95,7 @@ impl Peer {
             short: false,
             stuck: false,
             full_until: None,
+            verifies: false,
         }
     }
 

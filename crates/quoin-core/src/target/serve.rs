@@ -54,6 +54,7 @@ impl Target {
                 self.mind_room(now, actions);
                 self.take_backlog(now, actions);
                 self.step_change(now, actions);
+                self.step_verify(now, actions);
             }
             if !self.is_closing() {
                 if self.phase != Phase::Recovering {
@@ -634,6 +635,7 @@ impl Target {
             }
             soonest(self.room_due());
             soonest(self.parked_until());
+            soonest(self.verify_due());
             soonest(self.change.due(now));
             soonest(self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)));
             if let Some(since) = self.quorum_lost

@@ -148,6 +148,16 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
     fn repair(&mut self, lba: u64, v: Lsn, crc: u32, data: &Bytes) -> Result<bool, StoreError> {
         self.inner.repair(lba, v, crc, data)
     }
+    fn verify(
+        &mut self,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        note: bool,
+        out: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        self.inner.verify(lba, blocks, bytes_max, note, out)
+    }
     fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
         self.inner.mend(lba, slots)
     }
@@ -182,6 +192,8 @@ pub struct Cluster {
     /// What becomes of changes of the record, the next one first; none left: they go well.
     pub swaps: VecDeque<SwapFate>,
     pub desired: Desired,
+    /// Pools know how to be verified.
+    pub verifies: bool,
     sessions: Vec<(SessionKey, usize)>,
     queue: VecDeque<Event>,
     target_timer: Option<Time>,
@@ -251,6 +263,11 @@ impl Host {
         assert!(self.pool.replica(self.member.guid).unwrap().spoil(lba));
     }
 
+    /// Another content of the same version.
+    pub fn forge(&mut self, lba: u64, fill: u8) {
+        assert!(self.pool.replica(self.member.guid).unwrap().forge(lba, fill));
+    }
+
     /// Whether the live copy of a block is bad, and its version.
     pub fn look(&mut self, lba: u64) -> (bool, Lsn) {
         let mut slots = Vec::new();
@@ -306,6 +323,7 @@ impl Cluster {
             cut_at_swap: None,
             swaps: VecDeque::new(),
             desired: Desired { drf: rf, ..Desired::default() },
+            verifies: true,
             sessions: Vec::new(),
             queue: VecDeque::new(),
             target_timer: Some(now),
@@ -566,7 +584,7 @@ impl Cluster {
                     match host.filter(|h| !self.hosts[*h].cut && self.hosts[*h].replica.is_some()) {
                         Some(host) => {
                             self.sessions.push((session, host));
-                            self.event(TargetEvent::Connected { session });
+                            self.event(TargetEvent::Connected { session, verifies: self.verifies });
                         }
                         None => self.event(TargetEvent::Disconnected { session }),
                     }

@@ -316,6 +316,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
             _ => None,
         };
+        // What is found bad is asked of the others at once.
+        let finds = matches!(message, ToReplica::Verify { repair: true, .. });
         if !self.replicas.contains_key(&guid) {
             let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown };
             self.send(connection, session, &refuse);
@@ -323,6 +325,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
         let began = std::time::Instant::now();
         self.deliver(now, guid, ReplicaEvent::Message { connection, session, message });
+        if finds {
+            self.collect_bad_copies(now);
+        }
         if let Some(histogram) = timed {
             histogram.observe(began.elapsed().as_secs_f64());
         }

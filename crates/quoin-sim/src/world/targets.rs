@@ -240,7 +240,7 @@ impl World {
         connection.pool_life = pool_life;
         connection.established = true;
         connection.pool_open = true;
-        self.feed_target(target, vec![TargetEvent::Connected { session }]);
+        self.feed_target(target, vec![TargetEvent::Connected { session, verifies: true }]);
     }
 
     pub(crate) fn refused(&mut self, target: usize, life: u32, id: ConnectionId) {

@@ -6,6 +6,7 @@ use quoin_core::message::ToReplica;
 use quoin_core::target::TargetEvent;
 use quoin_core::{Time, VolumeId};
 use quoin_wire::frame::WireError;
+use quoin_wire::hello::FEATURE_VERIFY;
 use quoin_wire::notices::Severity;
 use quoin_wire::reactor::Interest;
 use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
@@ -76,13 +77,14 @@ impl Shard {
                     return self.event(now, id, TargetEvent::Disconnected { session });
                 }
                 let interest = Interest::READ;
+                let verifies = connection.has(FEATURE_VERIFY);
                 let link =
                     Link { connection: *connection, session, volume: id, interest, dirty: false };
                 let key = self.insert(Slot::Link(Box::new(link)));
                 if let Some(volume) = self.volumes.get_mut(&id) {
                     volume.links.push((session, key));
                 }
-                self.event(now, id, TargetEvent::Connected { session });
+                self.event(now, id, TargetEvent::Connected { session, verifies });
             }
             Err(why) => {
                 if !pool.is_empty() && !volume.unreachable.contains(&pool) {

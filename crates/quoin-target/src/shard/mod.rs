@@ -19,7 +19,7 @@ use quoin_core::block::{DeviceInfo, Request};
 use quoin_core::ids::{Epoch, Incarnation, SessionKey};
 use quoin_core::membership::{Desired, Member, Membership};
 use quoin_core::target::{
-    Target, TargetAction, TargetConfig, TargetEvent, TargetNote, TargetStatus,
+    Target, TargetAction, TargetConfig, TargetEvent, TargetNote, TargetStatus, VerifyOrder,
 };
 use quoin_core::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
@@ -79,6 +79,7 @@ pub struct VolumeSetup {
     pub socket: Option<PathBuf>,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
+    pub verify: Option<VerifyOrder>,
     /// Feeds incarnations: random, never repeated.
     pub seed: u64,
 }
@@ -100,6 +101,7 @@ pub struct VolumeUpdate {
     pub size_bytes: u64,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
+    pub verify: Option<VerifyOrder>,
 }
 
 /// What a shard asks of the control thread.
@@ -138,6 +140,7 @@ struct Volume {
     links: Vec<(SessionKey, u64)>,
     places: Vec<ReplicaPlace>,
     desired: Desired,
+    verify: Option<VerifyOrder>,
     tokens: Tokens,
     grant: Bytes,
     incarnation: Incarnation,
@@ -353,7 +356,7 @@ impl Shard {
     }
 
     fn open(&mut self, now: Time, setup: VolumeSetup) {
-        let VolumeSetup { config, info, limits, socket, replicas, desired, seed } = setup;
+        let VolumeSetup { config, info, limits, socket, replicas, desired, verify, seed } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -379,6 +382,7 @@ impl Shard {
             links: Vec::new(),
             places: Vec::new(),
             desired: Desired::default(),
+            verify: None,
             tokens: Tokens::default(),
             grant: Bytes::new(),
             incarnation: Incarnation::default(),
@@ -393,13 +397,15 @@ impl Shard {
         self.metrics.volumes.inc();
         self.places(id, replicas);
         self.desire(now, id, desired);
+        self.verify(now, id, verify);
         self.touch(id);
     }
 
     fn update(&mut self, now: Time, update: VolumeUpdate) {
-        let VolumeUpdate { volume: id, socket, read_only, size_bytes, replicas, desired } = update;
-        self.places(id, replicas);
-        self.desire(now, id, desired);
+        let VolumeUpdate { volume: id, socket, read_only, size_bytes, .. } = update;
+        self.places(id, update.replicas);
+        self.desire(now, id, update.desired);
+        self.verify(now, id, update.verify);
         if let Some(volume) = self.volumes.get_mut(&id) {
             // Of clients that come from now on: it changes only where none is there.
             volume.info.read_only = read_only;
@@ -429,6 +435,14 @@ impl Shard {
         if volume.desired != desired {
             volume.desired = desired.clone();
             self.event(now, id, TargetEvent::Desired(desired));
+        }
+    }
+
+    fn verify(&mut self, now: Time, id: VolumeId, order: Option<VerifyOrder>) {
+        let Some(volume) = self.volumes.get_mut(&id) else { return };
+        if volume.verify != order {
+            volume.verify = order;
+            self.event(now, id, TargetEvent::Verify(order));
         }
     }
 

@@ -215,6 +215,7 @@ impl RunningTarget {
             socket: Some(socket.to_owned()),
             replicas: places,
             desired: Default::default(),
+            verify: None,
             seed: Instant::now().elapsed().as_nanos() as u64
                 ^ std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64,
         })));

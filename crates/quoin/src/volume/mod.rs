@@ -2,6 +2,7 @@
 
 mod attach;
 mod replicas;
+mod verify;
 mod view;
 
 use anyhow::{Result, bail};
@@ -66,6 +67,12 @@ pub enum VolumeCommand {
                             A replica whose pool is back without it (wiped) needs no --destroyed. \
                             As many\nreplicas as are desired are made again by themselves.")]
     Recover(replicas::RecoverOptions),
+    /// Compare all replicas of a volume with each other, block by block, while it is used.
+    #[command(after_help = verify::VERIFY_HELP)]
+    Verify(verify::VerifyOptions),
+    /// Compare all replicas, and replace what is bad in one by the copy of another.
+    #[command(after_help = verify::REPAIR_HELP)]
+    Repair(verify::RepairOptions),
     /// Delete a volume and all its data.
     #[command(visible_alias = "rm")]
     Delete {
@@ -235,6 +242,12 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Scale(options) => {
             replicas::scale(&mut cluster, options, client, format).await
+        }
+        VolumeCommand::Verify(options) => {
+            verify::verify(&mut cluster, options, client, format).await
+        }
+        VolumeCommand::Repair(options) => {
+            verify::repair(&mut cluster, options, client, format).await
         }
         VolumeCommand::Recover(options) => {
             replicas::recover(&mut cluster, options, client, format).await

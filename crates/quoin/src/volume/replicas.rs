@@ -199,7 +199,7 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
 }
 
 /// The id of the replica that a person names by its pool, its id or the beginning of it.
-fn find(volume: &Volume, named: &str) -> Result<String> {
+pub(super) fn find(volume: &Volume, named: &str) -> Result<String> {
     let name = volume.spec.as_ref().map(|spec| spec.name.as_str()).unwrap_or_default();
     let lower = named.to_ascii_lowercase();
     let matches = |r: &&quoin_proto::control::Replica| {

@@ -4,6 +4,7 @@ use quoin_proto::control::{Durability, Replica, Spread, Volume};
 use serde::Serialize;
 
 use crate::output::{Row, fields};
+use super::verify::VerificationView;
 use crate::size::show_size;
 
 /// A volume as `-o json` has it; sizes in bytes, times in RFC 3339.
@@ -35,6 +36,9 @@ pub struct VolumeView {
     pub spread: &'static str,
     pub created_at: String,
     pub replicas: Vec<ReplicaView>,
+    /// The comparison of all replicas that is under way, or the last one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub verification: Option<VerificationView>,
     /// What this host has of it, where that was asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub here: Option<HereView>,
@@ -107,6 +111,7 @@ impl From<Volume> for VolumeView {
                 .map(|time| crate::events::show_time(&time))
                 .unwrap_or_default(),
             replicas: volume.replicas.into_iter().map(ReplicaView::from).collect(),
+            verification: volume.verification.map(VerificationView::from),
             here: None,
         }
     }
@@ -137,6 +142,10 @@ impl VolumeView {
             ("replicas", format!("{} in sync of {}", self.in_sync(), self.replication_factor)),
             ("writes need", format!("{} of them", self.consistency_factor)),
             ("replaceAfter", self.replace_after.clone()),
+            (
+                "verified",
+                self.verification.as_ref().map(VerificationView::sentence).unwrap_or_default(),
+            ),
             ("epoch", self.epoch.to_string()),
             ("created", self.created_at.clone()),
         ]);

@@ -1,0 +1,76 @@
+//! How a target and its replicas stand, for reports.
+
+use super::verify::VerifyReport;
+use super::{Link, Phase, Target};
+use crate::ids::{Epoch, Lsn, Position};
+use crate::membership::Member;
+
+/// How a replica stands, for status reports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReplicaStanding {
+    Disconnected,
+    Opening,
+    CatchingUp,
+    Rebuilding,
+    InSync,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ReplicaStatus {
+    pub member: Member,
+    pub standing: ReplicaStanding,
+    pub applied: Lsn,
+    pub durable: Lsn,
+    pub rebuilt_bytes: u64,
+    pub rebuild_total_bytes: u64,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TargetStatus {
+    pub epoch: Epoch,
+    pub serving: bool,
+    pub stopped: bool,
+    pub waiting: String,
+    pub last: Position,
+    pub commit: Lsn,
+    pub stable: Lsn,
+    pub volume_blocks: u64,
+    pub replicas: Vec<ReplicaStatus>,
+    /// The verification under way, or the last one.
+    pub verify: Option<VerifyReport>,
+}
+
+impl Target {
+    pub fn status(&self) -> TargetStatus {
+        let replicas = self.peers.iter().map(|peer| {
+            let (rebuilt_bytes, rebuild_total_bytes) =
+                peer.rebuild.as_ref().map_or((0, 0), |r| r.progress(self.history.blocks));
+            ReplicaStatus {
+                member: peer.member,
+                standing: match peer.link {
+                    Link::Down | Link::Connecting => ReplicaStanding::Disconnected,
+                    Link::Opening | Link::Answered | Link::Truncating => ReplicaStanding::Opening,
+                    Link::Rebuilding => ReplicaStanding::Rebuilding,
+                    Link::Fed if self.views.counts(peer.member) => ReplicaStanding::InSync,
+                    Link::Fed => ReplicaStanding::CatchingUp,
+                },
+                applied: peer.applied,
+                durable: peer.durable,
+                rebuilt_bytes,
+                rebuild_total_bytes,
+            }
+        });
+        TargetStatus {
+            epoch: self.epoch,
+            serving: self.phase == Phase::Serving,
+            stopped: self.phase == Phase::Stopped,
+            waiting: self.said.clone(),
+            last: self.history.last,
+            commit: self.commit,
+            stable: self.stable,
+            volume_blocks: self.history.blocks,
+            replicas: replicas.collect(),
+            verify: self.verify_report(),
+        }
+    }
+}

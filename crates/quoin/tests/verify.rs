@@ -1,0 +1,137 @@
+//! All replicas of a volume compared with each other under a client's load, on real processes.
+
+mod support;
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use bytes::Bytes;
+use quoin_frontend::nbd::client::Client;
+use serde_json::Value;
+use support::load::Load;
+use support::{Dev, Scratch, block, is_online, rot, test_blocks};
+
+const BLOCK: u64 = 4096;
+/// Written once and then left alone, beside what the load writes.
+const STILL: std::ops::Range<u64> = 3000..7000;
+/// What `quoin volume verify` ends with where something is bad.
+const FOUND: Option<i32> = Some(3);
+
+fn fill(client: &Client) {
+    for first in STILL.step_by(100) {
+        let data: Vec<u8> = (first..first + 100).flat_map(|lba| block(lba, 1)).collect();
+        client.write(first * BLOCK, Bytes::from(data), false).unwrap();
+    }
+    client.flush().unwrap();
+}
+
+fn check(client: &Client) {
+    for first in STILL.step_by(100) {
+        let read = client.read(first * BLOCK, 100 * BLOCK as u32).unwrap();
+        for (lba, got) in (first..).zip(read.chunks(BLOCK as usize)) {
+            assert!(got == block(lba, 1), "block {lba} is not what was written");
+        }
+    }
+}
+
+/// Runs `quoin volume verify` or `repair` and gives how it ended and what it said.
+fn compare(dev: &Dev, what: &str) -> (Option<i32>, Value) {
+    let output = dev.quoin(&["volume", what, "db", "-o", "json"]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    let said = serde_json::from_str(&text).unwrap_or_else(|error| {
+        dev.show_logs();
+        panic!("{error}: {text}{}", String::from_utf8_lossy(&output.stderr))
+    });
+    (output.status.code(), said)
+}
+
+fn of<'a>(said: &'a Value, pool: &str) -> &'a Value {
+    let all = said["replicas"].as_array().unwrap();
+    all.iter().find(|replica| replica["pool"] == pool).unwrap_or_else(|| panic!("{said}"))
+}
+
+fn is_whole(file: &Path, lba: u64) -> bool {
+    let bytes = std::fs::File::open(file).unwrap();
+    test_blocks(file).get(&(lba, 1)).into_iter().flatten().any(|offset| {
+        let mut read = vec![0; BLOCK as usize];
+        bytes.read_exact_at(&mut read, *offset).unwrap();
+        read == block(lba, 1)
+    })
+}
+
+/// Proves: all replicas are compared while a client writes; what was flipped is named by replica
+/// and block and nothing else is; a repair mends it; a client never reads wrong data.
+#[test]
+fn flipped_bytes_under_a_volume_in_use_are_named_by_replica_and_block_and_mended() {
+    let scratch = Scratch::new("verify");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "256MiB"]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    fill(&client);
+    dev.wait_for_volume("db", "online", is_online);
+    let load = Load::start(dev.client("db"), 7);
+
+    let (code, said) = compare(&dev, "verify");
+    assert_eq!((code, &said["bad"], &said["differing"]), (Some(0), &0.into(), &0.into()), "{said}");
+    assert_eq!(said["checkedBytes"], 64 << 20, "{said}");
+    assert_eq!(said["replicas"].as_array().unwrap().len(), 3, "{said}");
+    assert!(said["readBytes"].as_u64().unwrap() >= 3 * 4000 * BLOCK, "{said}");
+    load.goes_on(&dev, 100);
+
+    let harm = |pool: &str, lbas: &[u64]| {
+        let file = dev.pool_file(pool);
+        let places = test_blocks(&file);
+        for lba in lbas {
+            places[&(*lba, 1)].iter().for_each(|offset| rot(&file, offset + 2000));
+        }
+        file
+    };
+    let in_b: Vec<u64> = (0..12).map(|n| 3007 + n * 300).collect();
+    let in_c = [3100, 4200, 6999];
+    let (file_b, file_c) = (harm("pool-b", &in_b), harm("pool-c", &in_c));
+
+    let (code, said) = compare(&dev, "verify");
+    assert_eq!(code, FOUND, "{said}");
+    assert_eq!((&said["bad"], &said["lost"]), (&15.into(), &0.into()), "{said}");
+    assert_eq!((&said["differing"], &said["repaired"]), (&0.into(), &0.into()), "{said}");
+    assert_eq!((&of(&said, "pool-b")["bad"], &of(&said, "pool-c")["bad"]), (&12.into(), &3.into()));
+    let mut found: Vec<(String, u64)> = said["findings"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|f| (f["pool"].as_str().unwrap().to_owned(), f["offset"].as_u64().unwrap() / BLOCK))
+        .collect();
+    found.sort();
+    let named = |pool: &str, lbas: &[u64]| -> Vec<_> {
+        lbas.iter().map(|lba| (pool.to_owned(), *lba)).collect()
+    };
+    assert_eq!(found, [named("pool-b", &in_b), named("pool-c", &in_c)].concat());
+    assert!(!is_whole(&file_b, in_b[0]), "a verification changes nothing");
+    assert!(dev.ok(&["events"]).contains("VolumeVerified"));
+    assert!(dev.ok(&["volume", "get", "db"]).contains("15 bad"));
+    load.goes_on(&dev, 100);
+
+    let (code, said) = compare(&dev, "repair");
+    assert_eq!((code, &said["repaired"]), (Some(0), &15.into()), "{said}");
+    assert!(in_b.iter().all(|lba| is_whole(&file_b, *lba)));
+    assert!(in_c.iter().all(|lba| is_whole(&file_c, *lba)));
+    let (code, said) = compare(&dev, "verify");
+    assert_eq!((code, &said["bad"]), (Some(0), &0.into()), "{said}");
+    load.goes_on(&dev, 100);
+    load.verify();
+    check(&client);
+    client.stop();
+
+    // Attached nowhere, it is opened for as long as it takes.
+    dev.ok(&["volume", "detach", "db"]);
+    harm("pool-a", &[5000]);
+    let (code, said) = compare(&dev, "verify");
+    assert_eq!((code, &of(&said, "pool-a")["bad"]), (FOUND, &1.into()), "{said}");
+    let (code, said) = compare(&dev, "repair");
+    assert_eq!((code, &said["repaired"]), (Some(0), &1.into()), "{said}");
+    assert_eq!(dev.json(&["volume", "get", "db"])["use"], "detached");
+    let client = dev.client("db");
+    check(&client);
+    client.stop();
+    dev.stop();
+}
