@@ -26,8 +26,8 @@ use crate::Options;
 use crate::assignment::{self, Assigned};
 use crate::dial::Reach;
 use crate::door::{Door, NewClient};
-use crate::verification::verification;
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
+use crate::verification::verification;
 
 /// All volumes are reported this often, each change sooner.
 const REPORT_EVERY: Duration = Duration::from_secs(5);

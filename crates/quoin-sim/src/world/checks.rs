@@ -339,7 +339,7 @@ impl World {
 
     /// Whether the disks of a whole in-sync set have failed reads. Rot spoils one replica only,
     /// and others hold the block.
-    fn may_be_unreadable(&self) -> bool {
+    pub(crate) fn may_be_unreadable(&self) -> bool {
         self.targets.iter().filter_map(|t| t.process.as_ref()).any(|process| {
             process
                 .in_sync

@@ -29,6 +29,8 @@ enum Stage {
     Reading,
     /// No more requests: replicas come to the same end.
     Quiet,
+    /// The target compares all replicas.
+    Verifying,
     /// Every block is trimmed, then flushed.
     Emptying,
     /// Replicas come to the same end again, and room comes back.
@@ -85,7 +87,7 @@ impl Ending {
                 }
                 Some(Some(Draft::Flush))
             }
-            Stage::Quiet | Stage::Empty | Stage::Done => None,
+            Stage::Quiet | Stage::Verifying | Stage::Empty | Stage::Done => None,
         }
     }
 
@@ -139,8 +141,9 @@ impl World {
             }
             Stage::Quiet if self.at_rest().is_ok() && waited > SECOND => {
                 self.check_identical();
-                self.begin_round(Stage::Emptying);
+                (self.ending.stage, self.ending.since) = (Stage::Verifying, now);
             }
+            Stage::Verifying if self.verified() => self.begin_round(Stage::Emptying),
             Stage::Empty if self.is_empty().is_ok() && waited > SECOND => {
                 self.check_identical();
                 self.check_space();

@@ -14,6 +14,7 @@ mod pools;
 mod setup;
 mod strikes;
 mod targets;
+mod verified;
 
 use std::collections::BTreeMap;
 

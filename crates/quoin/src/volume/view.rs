@@ -3,8 +3,8 @@
 use quoin_proto::control::{Durability, Replica, Spread, Volume};
 use serde::Serialize;
 
-use crate::output::{Row, fields};
 use super::verify::VerificationView;
+use crate::output::{Row, fields};
 use crate::size::show_size;
 
 /// A volume as `-o json` has it; sizes in bytes, times in RFC 3339.

@@ -387,7 +387,9 @@ impl Target {
         let Some(verify) = &mut self.verify else { return };
         let cursor = verify.cursor;
         let Some(round) = verify.round.as_mut().filter(|round| round.id == id) else { return };
-        let Some(place) = round.waits_for.iter().position(|w| *w == (member, nonce)) else { return };
+        let Some(place) = round.waits_for.iter().position(|w| *w == (member, nonce)) else {
+            return;
+        };
         let blocks: u64 = slots.iter().map(|slot| u64::from(slot.blocks)).sum();
         let possible = (1..=u64::from(VERIFY_BLOCKS_MAX)).contains(&blocks)
             && covers(&slots, cursor, blocks as u32)
