@@ -148,6 +148,15 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         membership: membership(),
         lease_ms: 2000,
     };
+    let verify = ToReplica::Verify {
+        id: 12,
+        lba: 8,
+        blocks: 504,
+        bytes_max: 512 << 10,
+        after: Lsn(107),
+        repair: true,
+        ping,
+    };
     let append = ToReplica::Append { entries: entries(), stable: Lsn(99), sync: true, ping };
     vec![
         ("open", open),
@@ -166,6 +175,7 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         ("increment-commit", ToReplica::IncrementCommit { rebuild: 77, to: Box::new(end()) }),
         ("repair", ToReplica::Repair { lba: 8, version: Lsn(90), crc: 77, data: block(8) }),
         ("mend", ToReplica::Mend { lba: 1, blocks: 503, at: Lsn(107), slots: slots() }),
+        ("verify", verify),
         ("close", ToReplica::Close),
     ]
 }
@@ -207,6 +217,7 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         ("truncated", FromReplica::Truncated { position, chain: Chain(0xbb) }),
         ("applied", FromReplica::Applied { applied: Lsn(107), durable: Lsn(106), ping }),
         ("data", FromReplica::Data { id: 9, at: Lsn(107), slots: slots(), ping }),
+        ("verified", FromReplica::Verified { id: 12, at: Lsn(107), slots: slots(), ping }),
         ("fetched", fetched),
         ("pulled", pulled(Some(504), None)),
         ("pulled-end", pulled(None, Some(end()))),
