@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::load::Generator;
 use crate::product::Product;
-use crate::{Class, Error, Options, members, usage};
+use crate::{Class, Error, Options, absence, members, usage};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
 /// What has just been made settles before it counts as idle.
@@ -50,6 +50,9 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     }
     if options.wants(members::REBUILD) {
         facts.extend(members::during_rebuild(options, quoin, &directory.join("members"))?);
+    }
+    if options.wants(absence::NAME) {
+        facts.extend(absence::run(options, quoin, &directory.join("absence"))?);
     }
     if options.wants(members::CHANGE) {
         facts.extend(members::change(quoin, &directory.join("change"))?);
@@ -149,15 +152,26 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
 
 /// Whether a role that serves `/healthz` says that all is well with it.
 fn is_healthy(pid: u32) -> bool {
-    let line = usage::command_line(pid).unwrap_or_default();
-    let address = line.split(' ').skip_while(|word| *word != "--http").nth(1);
-    let Some(Ok(mut stream)) = address.map(TcpStream::connect) else { return false };
-    let mut status = [0; 12];
-    let asked = stream
-        .set_read_timeout(Some(Duration::from_secs(1)))
-        .and_then(|()| stream.write_all(b"GET /healthz HTTP/1.1\r\nHost: pool\r\n\r\n"))
-        .and_then(|()| stream.read_exact(&mut status));
-    asked.is_ok() && status.ends_with(b" 200")
+    get(pid, "/healthz").is_some_and(|answer| answer.as_bytes().get(8..12) == Some(b" 200"))
+}
+
+/// One figure of a role's metrics.
+pub fn scrape(pid: u32, name: &str) -> Option<f64> {
+    let answer = get(pid, "/metrics")?;
+    let line = answer.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+    line.trim().parse().ok()
+}
+
+/// What a role answers on its HTTP port.
+fn get(pid: u32, path: &str) -> Option<String> {
+    let line = usage::command_line(pid)?;
+    let address = line.split(' ').skip_while(|word| *word != "--http").nth(1)?;
+    let mut stream = TcpStream::connect(address).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: quoin\r\nConnection: close\r\n\r\n").ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).ok()?;
+    Some(answer)
 }
 
 fn free_bytes(directory: &Path) -> Result<u64, Error> {

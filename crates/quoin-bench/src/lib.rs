@@ -17,7 +17,9 @@
 //! | `rebuild` | how fast a lost replica is made whole |
 //! | `security` | what encrypting data connections costs |
 //! | `further` | what has no floor: idle cost, cold start |
+//! | `absence` | what the return of a replica that was away moves |
 
+mod absence;
 pub mod cases;
 pub mod compare;
 pub mod floor;
@@ -101,6 +103,12 @@ pub struct Options {
     /// Data of the rebuild case, in MiB
     #[arg(long, default_value_t = 4096, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..=1 << 20))]
     pub rebuild_mib: u64,
+    /// What changes while a replica is away in the case delta-rebuild, in MiB
+    #[arg(long, default_value_t = 256, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 18))]
+    pub delta_mib: u64,
+    /// Seconds that it is away
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = seconds)]
+    pub absence: f64,
     /// Only the floor
     #[arg(long)]
     pub floor_only: bool,

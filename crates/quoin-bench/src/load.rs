@@ -42,6 +42,18 @@ impl Outcome {
         self.requests as f64 / self.seconds
     }
 
+    /// All of them as one.
+    pub fn merge(parts: Vec<Self>) -> Self {
+        let mut all = Self { requests: 0, seconds: 0.0, latencies_ns: Vec::new() };
+        for part in parts {
+            all.requests += part.requests;
+            all.seconds += part.seconds;
+            all.latencies_ns.extend(part.latencies_ns);
+        }
+        all.latencies_ns.sort_unstable();
+        all
+    }
+
     /// Latency in microseconds below which this share of the requests stayed.
     pub fn percentile_us(&self, share: f64) -> f64 {
         let Some(last) = self.latencies_ns.len().checked_sub(1) else { return 0.0 };
@@ -98,6 +110,15 @@ impl Generator {
         self.sequential = 0;
         let load = Load { write: true, pattern, block_bytes, depth: 32, time: NO_LIMIT };
         self.drive(load, Some(self.size_bytes / u64::from(block_bytes)))?;
+        self.flush()
+    }
+
+    /// Writes the device's first bytes anew, and flushes them.
+    pub fn write_first(&mut self, bytes: u64, block_bytes: u32) -> Result<(), Error> {
+        self.sequential = 0;
+        let (pattern, time) = (Pattern::Sequential, NO_LIMIT);
+        let load = Load { write: true, pattern, block_bytes, depth: 32, time };
+        self.drive(load, Some(bytes / u64::from(block_bytes)))?;
         self.flush()
     }
 

@@ -136,23 +136,30 @@ impl Product {
 
     /// Kills a pool and removes all it holds before it is started again.
     pub fn wipe_pool(&self, pool: &str) -> Result<(), Error> {
-        let data = self.dir.join("data");
-        let hold = data.join(format!("run/hold-{pool}"));
-        std::fs::write(&hold, "").map_err(Error::io(format!("write {}", hold.display())))?;
-        let word = format!("/pools/{pool}/");
-        for pid in self.pids_of("pool") {
-            if usage::command_line(pid).is_some_and(|line| line.contains(&word)) {
-                usage::end(&[pid]);
-            }
-        }
-        let held = data.join("pools").join(pool).join("data");
+        let away = self.take_away(pool)?;
+        let held = self.dir.join("data/pools").join(pool).join("data");
         let gone = if held.is_dir() {
             std::fs::remove_dir_all(&held)
         } else {
             std::fs::remove_file(&held)
         };
         gone.map_err(Error::io(format!("wipe {}", held.display())))?;
-        std::fs::remove_file(&hold).map_err(Error::io(format!("remove {}", hold.display())))
+        away.give_back()
+    }
+
+    /// Kills a pool, which is not started again before it is given back.
+    pub fn take_away(&self, pool: &str) -> Result<Away, Error> {
+        let hold = self.dir.join(format!("data/run/hold-{pool}"));
+        std::fs::write(&hold, "").map_err(Error::io(format!("write {}", hold.display())))?;
+        usage::end(&self.pids_of_pool(pool));
+        Ok(Away { hold })
+    }
+
+    /// The process of one pool.
+    pub fn pids_of_pool(&self, pool: &str) -> Vec<u32> {
+        let word = format!("/pools/{pool}/");
+        let is_it = |pid: &u32| usage::command_line(*pid).is_some_and(|line| line.contains(&word));
+        self.pids_of("pool").into_iter().filter(is_it).collect()
     }
 
     /// All of Quoin's processes.
@@ -182,6 +189,18 @@ impl Product {
             }
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+}
+
+/// A pool that is not running.
+pub struct Away {
+    hold: PathBuf,
+}
+
+impl Away {
+    pub fn give_back(self) -> Result<(), Error> {
+        let hold = self.hold;
+        std::fs::remove_file(&hold).map_err(Error::io(format!("remove {}", hold.display())))
     }
 }
 

@@ -44,6 +44,7 @@ pub struct Metrics {
     waiting: Gauge,
     rebuilt: Gauge,
     to_rebuild: Gauge,
+    pub moved: Counter,
     pub health: Health,
 }
 
@@ -84,6 +85,9 @@ impl Metrics {
         registry.register_with_unit("rebuilt", help, Unit::Bytes, rebuilt.clone());
         let help = "What the rebuilds under way copy in all";
         registry.register_with_unit("rebuild", help, Unit::Bytes, to_rebuild.clone());
+        let moved = Counter::default();
+        let help = "Data that rebuilds copied, counted as each is complete";
+        registry.register_with_unit("rebuild_moved", help, Unit::Bytes, moved.clone());
         let registry = Arc::new(registry);
         let health = Health::starting(&["controller"]);
         Metrics {
@@ -100,6 +104,7 @@ impl Metrics {
             waiting,
             rebuilt,
             to_rebuild,
+            moved,
             health,
         }
     }

@@ -45,9 +45,14 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
             replica = member.id.to_string();
             (Warning, "ReplicaDropped", format!("out of sync: {reason}"))
         }
-        TargetNote::Rebuilt { member } => {
+        TargetNote::Rebuilt { member, moved_bytes, rounds } => {
             replica = member.id.to_string();
-            (Normal, "ReplicaRebuilt", "complete again".to_owned())
+            let mib = moved_bytes.div_ceil(1 << 20);
+            let rounds = match rounds {
+                1 => String::new(),
+                n => format!(" in {n} rounds"),
+            };
+            (Normal, "ReplicaRebuilt", format!("complete again; {mib} MiB were copied{rounds}"))
         }
         TargetNote::BadBlock { member, lba, repaired } => {
             replica = member.id.to_string();

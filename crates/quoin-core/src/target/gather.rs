@@ -38,6 +38,15 @@ impl Group {
         }
     }
 
+    /// Data was asked for, and came.
+    pub fn is_read(&self) -> bool {
+        !self.is_status && self.failed.is_none()
+    }
+
+    pub fn length(&self) -> u64 {
+        self.length
+    }
+
     /// The number of one more part that the answer waits for.
     pub fn expect_part(&mut self) -> usize {
         self.parts.push(None);

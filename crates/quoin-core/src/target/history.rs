@@ -58,6 +58,11 @@ impl History {
         self.entries.range((skip as usize).min(self.entries.len())..).map(|(_, e)| e)
     }
 
+    /// Of all that was ever appended here: it only grows.
+    pub fn weight(&self) -> u64 {
+        self.weight
+    }
+
     /// Weight in bytes of the entries after `after` (of those that are held).
     pub fn weight_after(&self, after: Lsn) -> usize {
         let before = match self.get(after) {

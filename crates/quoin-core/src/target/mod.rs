@@ -16,6 +16,8 @@
 //! | `room` | pools that run full |
 //! | `verify` | all members compared while in use |
 //! | `rebuild` | increments |
+//! | `pace` | how fast they copy beside clients |
+//! | `rounds` | whether they gain on the writers, and what is done where they do not |
 //! | `admission` | who may connect, and as what |
 //! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
 //! | `status`, `steps` | how it stands, for reports; what is under way, by name |
@@ -25,6 +27,7 @@ mod change;
 mod gather;
 mod history;
 mod open;
+mod pace;
 mod peer;
 mod plan;
 mod quorum;
@@ -32,6 +35,7 @@ mod read;
 mod rebuild;
 mod repair;
 mod room;
+mod rounds;
 mod serve;
 mod slab;
 mod status;
@@ -218,6 +222,10 @@ pub enum TargetNote {
     },
     Rebuilt {
         member: Member,
+        /// Data that was copied to it since it was last in sync, in all rounds.
+        moved_bytes: u64,
+        /// What the clients wrote meanwhile took more rounds than one.
+        rounds: u32,
     },
     /// A bad copy was found at this LBA, and whether it was repaired from another replica.
     BadBlock {
@@ -300,6 +308,15 @@ enum Phase {
 struct Waiting {
     lsn: Lsn,
     token: Token,
+    arrived: Time,
+    /// 0: what it takes says nothing of the load.
+    bytes: u64,
+}
+
+impl Waiting {
+    fn unmeasured(lsn: Lsn, token: Token) -> Self {
+        Self { lsn, token, arrived: Time::ZERO, bytes: 0 }
+    }
 }
 
 pub struct Target {
@@ -355,6 +372,9 @@ pub struct Target {
     banned: Vec<(Member, Time)>,
     /// Rebuilds whose receiver went away.
     parked: Vec<(Member, rebuild::Rebuild)>,
+    pace: pace::Pace,
+    /// Writes are held back for a rebuild that does not gain on them; looked at again then.
+    held_back: Option<Time>,
     drain_requested: bool,
     said: String,
     timer: Option<Time>,
@@ -401,6 +421,8 @@ impl Target {
             answer_by: now,
             banned: Vec::new(),
             parked: Vec::new(),
+            pace: pace::Pace::new(),
+            held_back: None,
             drain_requested: false,
             said: String::new(),
             timer: None,

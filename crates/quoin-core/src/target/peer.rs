@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::rebuild::Rebuild;
+use super::rounds::Rounds;
 use crate::ids::Lsn;
 use crate::membership::Member;
 use crate::message::OpenAck;
@@ -58,6 +59,7 @@ pub(super) struct Peer {
     /// Dropped for slowness: no return before this.
     pub return_at: Time,
     pub rebuild: Option<Rebuild>,
+    pub rounds: Rounds,
     /// Its pool is short of room.
     pub short: bool,
     /// Its pool took no more, and nothing since.
@@ -92,6 +94,7 @@ impl Peer {
             behind_since: None,
             return_at: Time::ZERO,
             rebuild: None,
+            rounds: Rounds::default(),
             short: false,
             stuck: false,
             full_until: None,
@@ -121,7 +124,9 @@ impl Peer {
     pub fn down(&mut self, now: Time) {
         let fresh = Peer::new(self.member, now);
         let (retry, return_at) = (self.retry, self.return_at);
+        let rounds = std::mem::take(&mut self.rounds);
         *self = fresh;
+        self.rounds = rounds;
         self.retry_at = now + retry;
         self.retry = (retry * 2).min(RETRY_LAST);
         self.return_at = return_at;

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::gather::{self, Group};
+use super::pace::Kind;
 use super::slab::Slab;
 use super::{Link, Target, TargetAction, TargetNote};
 use crate::block::{BlockError, Token};
@@ -419,6 +420,10 @@ impl Target {
                 if g.take_part(part, result)
                     && let Some(group) = self.reads.groups.take(group)
                 {
+                    if group.is_read() {
+                        let (arrived, bytes) = (group.arrived, group.length());
+                        self.pace.answered(now, arrived, Kind::Read, bytes);
+                    }
                     let (token, result) = group.answer();
                     self.reply(token, result, actions);
                 }

@@ -14,13 +14,10 @@ use crate::BLOCK_SIZE;
 use crate::entry::{EntryKind, SharedEntry};
 use crate::ids::{Lsn, Position, SnapshotId};
 use crate::membership::Member;
-use crate::message::{IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica};
+use crate::message::{Content, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica};
 use crate::mutant;
 use crate::time::Time;
 
-/// What one step of a rebuild moves: entries and their acknowledgements share the connection
-/// (and a pool's thread) with it, so this is what they wait for at most.
-const PULL_BYTES: u32 = 256 << 10;
 /// A rebuild that does not move for so long is given a new session.
 const STALL: Duration = Duration::from_secs(20);
 /// The receiver writes back all that its kernel still caches of the increment.
@@ -56,9 +53,25 @@ pub(super) struct Rebuild {
     cursor: u64,
     feeds: u32,
     moved: Time,
+    /// Data that was copied in this round.
+    round_bytes: u64,
 }
 
 impl Rebuild {
+    pub fn round_bytes(&self) -> u64 {
+        self.round_bytes
+    }
+
+    /// When something came of it last.
+    pub fn moved(&self) -> Time {
+        self.moved
+    }
+
+    /// There is something to ask a source for.
+    fn wants_more(&self) -> bool {
+        self.stage == Stage::Moving && !self.views.is_empty()
+    }
+
     /// Bytes done and in all, as far as the walk over the volume tells.
     pub fn progress(&self, volume_blocks: u64) -> (u64, u64) {
         let views = self.views.len() as u64;
@@ -92,6 +105,16 @@ impl Rebuild {
 impl Target {
     pub(super) fn step_rebuilds(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         self.drop_parked(now);
+        // Where writers wait for it, or nobody is served yet, it is in nobody's way.
+        let clients_matter = self.phase == Phase::Serving && self.held;
+        let paced = |p: &&Peer| {
+            let wants = p.rebuild.as_ref().is_some_and(Rebuild::wants_more);
+            wants && !p.rounds.takes_precedence()
+        };
+        let paced = self.peers.iter().filter(paced).map(|p| p.rounds.patience());
+        let copying = paced.max().filter(|_| clients_matter);
+        let busy = self.replies_wait();
+        self.pace.step(now, copying, busy);
         for index in 0..self.peers.len() {
             if self.peers[index].link != Link::Rebuilding {
                 continue;
@@ -201,7 +224,9 @@ impl Target {
             cursor: 0,
             feeds: 0,
             moved: now,
+            round_bytes: 0,
         });
+        self.peers[index].rounds.begin(self.history.weight());
         true
     }
 
@@ -211,6 +236,12 @@ impl Target {
             return;
         }
         let Some((view, _)) = rebuild.views.front().copied() else { return };
+        let unpaced = self.peers[index].rounds.takes_precedence()
+            || self.phase != Phase::Serving
+            || !self.held;
+        if !unpaced && !self.pace.may_copy(now) {
+            return;
+        }
         let needed = rebuild.boundary().unwrap_or_default();
         // A base is of use only if the entries that follow it are at hand.
         let first = self.history.first();
@@ -247,7 +278,8 @@ impl Target {
         rebuild.source = source;
         rebuild.pull = Some(id);
         let (from, cursor) = (rebuild.from, rebuild.cursor);
-        let message = ToReplica::Pull { id, view, from, cursor, bytes_max: PULL_BYTES };
+        let bytes_max = self.pace.chunk_bytes();
+        let message = ToReplica::Pull { id, view, from, cursor, bytes_max };
         self.send(source_index, message, actions);
     }
 
@@ -295,7 +327,16 @@ impl Target {
         }
         rebuild.moved = now;
         rebuild.bad_sources.clear();
+        let bytes = slots.iter().map(|slot| match &slot.content {
+            Content::Data { data, .. } => data.len() as u64,
+            _ => 0,
+        });
+        let bytes: u64 = bytes.sum();
+        rebuild.round_bytes += bytes;
         let id = rebuild.id;
+        self.pace.copied(now, bytes);
+        self.peers[index].rounds.moved_bytes += bytes;
+        let rebuild = self.peers[index].rebuild.as_mut().expect("found above");
         let upto = cursor.unwrap_or(u64::MAX);
         rebuild.cursor = cursor.unwrap_or_default();
         rebuild.feeds += 1;
@@ -366,7 +407,8 @@ impl Target {
         }
         if peer.next >= held_from {
             peer.link = Link::Fed;
-            actions.push(TargetAction::Note(TargetNote::Rebuilt { member }));
+            let (moved_bytes, rounds) = peer.rounds.tell();
+            actions.push(TargetAction::Note(TargetNote::Rebuilt { member, moved_bytes, rounds }));
         }
         self.end_boundary(&r);
         self.progress(now, actions);

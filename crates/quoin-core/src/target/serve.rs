@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use super::pace::Kind;
 use super::quorum::{self, Views, rules_of};
 use super::rebuild::Rebuild;
-use super::{Link, Peer, Phase, Target, TargetAction, TargetNote};
+use super::{Link, Peer, Phase, Target, TargetAction, TargetNote, Waiting};
 use crate::block::{BlockError, Payload};
 use crate::entry::EntryKind;
 use crate::ids::Lsn;
@@ -52,6 +53,7 @@ impl Target {
             self.progress(now, actions);
             if self.phase == Phase::Serving {
                 self.mind_room(now, actions);
+                self.mind_rounds(now);
                 self.take_backlog(now, actions);
                 self.step_change(now, actions);
                 self.step_verify(now, actions);
@@ -289,10 +291,12 @@ impl Target {
         }
         while self.waiting_commit.front().is_some_and(|w| w.lsn <= self.commit) {
             let w = self.waiting_commit.pop_front().expect("looked at above");
+            self.measured(now, w, Kind::Write);
             self.reply(w.token, Ok(Payload::None), actions);
         }
         while self.waiting_stable.front().is_some_and(|w| w.lsn <= self.stable) {
             let w = self.waiting_stable.pop_front().expect("looked at above");
+            self.measured(now, w, Kind::Durable);
             self.reply(w.token, Ok(Payload::None), actions);
         }
         let confirmed = match self.config.reads {
@@ -302,7 +306,13 @@ impl Target {
         self.release_reads(now, confirmed, actions);
     }
 
-    fn replies_wait(&self) -> bool {
+    fn measured(&mut self, now: Time, waiting: Waiting, kind: Kind) {
+        if waiting.bytes > 0 {
+            self.pace.answered(now, waiting.arrived, kind, waiting.bytes);
+        }
+    }
+
+    pub(super) fn replies_wait(&self) -> bool {
         !self.waiting_commit.is_empty() || !self.waiting_stable.is_empty() || !self.reads.is_empty()
     }
 
@@ -636,6 +646,8 @@ impl Target {
             soonest(self.room_due());
             soonest(self.parked_until());
             soonest(self.verify_due());
+            soonest(self.pace.due(now));
+            soonest(self.held_back);
             soonest(self.change.due(now));
             soonest(self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)));
             if let Some(since) = self.quorum_lost

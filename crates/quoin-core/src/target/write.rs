@@ -139,6 +139,9 @@ impl Target {
     /// Entries that CF has not yet applied stay within the window, and those not yet on media
     /// within a multiple of it, as all of them are kept: what is above is pushed back.
     fn window_full(&self) -> bool {
+        if self.held_back.is_some() {
+            return true;
+        }
         let unstable = self.config.window_bytes.max(self.config.sync_bytes).saturating_mul(4);
         self.history.weight_after(self.commit) > self.config.window_bytes
             || self.history.weight_after(self.stable) > unstable
@@ -165,7 +168,8 @@ impl Target {
                     return self.merge(now, request);
                 }
                 let lsn = self.append_write(offset / BLOCK, data, fua);
-                self.answer_at(lsn, token, fua);
+                let bytes = data.len() as u64;
+                self.answer_at(Waiting { lsn, token, arrived: now, bytes }, fua);
             }
             Operation::Trim { offset, length, fua } => {
                 // A trim is a hint: parts of blocks at its edges are left alone.
@@ -174,7 +178,7 @@ impl Target {
                     return self.answer_nothing(token);
                 }
                 let lsn = self.append_hole(&EntryKind::Trim, first, end, fua);
-                self.answer_at(lsn, token, fua);
+                self.answer_at(Waiting::unmeasured(lsn, token), fua);
             }
             Operation::WriteZeroes { offset, length, fua, no_hole } => {
                 if offset % BLOCK != 0 || length % BLOCK != 0 {
@@ -182,7 +186,7 @@ impl Target {
                 }
                 let (first, end) = (offset / BLOCK, (offset + length) / BLOCK);
                 let lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
-                self.answer_at(lsn, token, fua);
+                self.answer_at(Waiting::unmeasured(lsn, token), fua);
             }
         }
     }
@@ -191,18 +195,17 @@ impl Target {
         let lsn = self.history.last.lsn;
         self.sync_wanted = self.sync_wanted.max(lsn);
         if mutant::is("flush-at-applied") {
-            return self.waiting_commit.push_back(Waiting { lsn, token });
+            return self.waiting_commit.push_back(Waiting::unmeasured(lsn, token));
         }
-        self.waiting_stable.push_back(Waiting { lsn, token });
+        self.waiting_stable.push_back(Waiting::unmeasured(lsn, token));
     }
 
     /// There is nothing to do, but no reply of any kind goes out without a live lease.
     fn answer_nothing(&mut self, token: Token) {
-        self.waiting_commit.push_back(Waiting { lsn: self.history.last.lsn, token });
+        self.waiting_commit.push_back(Waiting::unmeasured(self.history.last.lsn, token));
     }
 
-    fn answer_at(&mut self, lsn: Lsn, token: Token, fua: bool) {
-        let waiting = Waiting { lsn, token };
+    fn answer_at(&mut self, waiting: Waiting, fua: bool) {
         let media = self.is_media() && !mutant::is("media-acknowledged-at-commit");
         if fua || media {
             self.waiting_stable.push_back(waiting);
@@ -323,7 +326,7 @@ impl Target {
             }
             _ => return,
         };
-        self.answer_at(lsn, token, fua);
+        self.answer_at(Waiting::unmeasured(lsn, token), fua);
     }
 
     /// Requests that waited behind a merge, in their order.

@@ -8,6 +8,7 @@
 //! that owes answers once the pool as a whole holds [`POOL_QUEUED_MAX`]. Input is handled as it
 //! is read, so it never piles up.
 
+mod copying;
 mod holdings;
 mod repairs;
 mod scrubbing;
@@ -35,6 +36,7 @@ use crate::held::Holdings;
 use crate::metrics::Metrics;
 use crate::scrub::{Scrub, ScrubPlan};
 use crate::syncer::Syncer;
+use copying::Copying;
 use holdings::Held;
 use sessions::Peer;
 
@@ -131,6 +133,7 @@ pub struct Shard<'a, P> {
     repair_at: Option<Time>,
     /// What the targets were told of the pool's room.
     short: bool,
+    copying: Copying,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
@@ -161,6 +164,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             scrub,
             repair_at: None,
             short: false,
+            copying: Copying::default(),
         };
         let now = now();
         for guid in shard.pool.replicas() {
@@ -190,6 +194,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             while let Some(key) = self.timers.pop(now) {
                 self.timer(now, key);
             }
+            self.copy(now);
             self.finish_round(now);
             if worked {
                 last_work = now;
@@ -225,7 +230,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Due::Relaxed => Some(QUIET.max(rest)),
             Due::Soon | Due::Urgent => Some(rest),
         };
-        [next, stop, background, self.health_due_in(now)].into_iter().flatten().min()
+        let copying = self.copying.due_in(now);
+        [next, stop, background, copying, self.health_due_in(now)].into_iter().flatten().min()
     }
 
     fn background(&mut self, now: Time, quiet: bool) {
@@ -292,6 +298,53 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         if ready.readable {
             self.read(now, ready.key);
         }
+    }
+
+    /// What belongs to a rebuild waits for what clients' sessions send.
+    fn take(
+        &mut self,
+        now: Time,
+        connection: u64,
+        guid: ReplicaGuid,
+        session: SessionKey,
+        message: ToReplica,
+    ) {
+        let message = match message {
+            message if Copying::is_copying(&message) => {
+                let spare = self.spare(guid);
+                let Some(oldest) = self.copying.wait(connection, spare, message) else { return };
+                oldest
+            }
+            ToReplica::Close => {
+                self.copying.forget(connection);
+                ToReplica::Close
+            }
+            message => {
+                if let ToReplica::Append { .. } | ToReplica::Read { .. } = message {
+                    self.copying.client(now);
+                }
+                message
+            }
+        };
+        self.message(now, connection, guid, session, message);
+    }
+
+    /// Copies of this replica's volume that it could lose: those that its last View lists, but
+    /// for a quorum.
+    fn spare(&mut self, guid: ReplicaGuid) -> usize {
+        let Some(store) = self.pool.replica(guid) else { return 0 };
+        let view = store.state().last_view;
+        view.map_or(0, |(_, view)| view.in_sync.len().saturating_sub(view.rule.cf.into()))
+    }
+
+    /// One step of the rebuilds that wait.
+    fn copy(&mut self, now: Time) {
+        let Some((connection, message)) = self.copying.next(now) else { return };
+        let Some(peer) = self.peers.get(&connection).filter(|peer| !peer.ending) else { return };
+        let (guid, session) = (peer.guid, peer.session);
+        let began = std::time::Instant::now();
+        self.message(now, connection, guid, session, message);
+        self.copying.served(now, began.elapsed());
     }
 
     fn message(

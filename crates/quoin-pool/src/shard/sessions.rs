@@ -96,7 +96,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             };
             let ToReplica::Append { entries, stable, sync, ping } = message else {
                 self.append(now, key, &mut appends);
-                self.message(now, key, guid, session, message);
+                self.take(now, key, guid, session, message);
                 continue;
             };
             appends.add(entries, stable, sync, ping);
@@ -112,7 +112,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let Some(message) = appends.take() else { return };
         let Some(peer) = self.peers.get(&key) else { return };
         let (guid, session) = (peer.guid, peer.session);
-        self.message(now, key, guid, session, message);
+        self.take(now, key, guid, session, message);
     }
 
     pub(super) fn send(&mut self, connection: u64, session: SessionKey, message: &FromReplica) {
@@ -186,6 +186,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let Some(peer) = self.peers.remove(&key) else { return };
         self.parts.reactor.deregister(peer.connection.socket());
         self.timers.set(key, None);
+        self.copying.forget(key);
         self.queued -= peer.connection.queued_bytes();
         self.parts.metrics.sessions.set(self.peers.len() as i64);
         if !peer.ending && !matches!(why, WireError::Closed) {

@@ -609,6 +609,9 @@ impl Shard {
             }
             None => false,
         };
+        if let TargetNote::Rebuilt { moved_bytes, .. } = note {
+            self.metrics.moved.inc_by(moved_bytes);
+        }
         crate::notes::tell(&self.notices, id, note, served);
         let _ = self.asks.send(Ask::Changed);
     }

@@ -1,0 +1,84 @@
+//! What it takes to bring a replica back that was away for a while: the bytes that are moved to
+//! it, beside those that changed meanwhile. The volume is a multiple of what changes, so that a
+//! full rebuild would be seen.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::further::{Fact, scrape};
+use crate::load::Generator;
+use crate::product::Product;
+use crate::{Class, Error, Options};
+
+pub const NAME: &str = "delta-rebuild";
+const VOLUME: &str = "absence";
+const POOL: &str = "pool-c";
+/// The volume is so many times what changes.
+const VOLUME_SHARE: u64 = 4;
+const TIMEOUT: Duration = Duration::from_secs(300);
+const POLL: Duration = Duration::from_millis(20);
+
+pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
+    let (changed, absence) = (options.delta_mib << 20, options.absence);
+    eprintln!("measuring {NAME} with {} MiB changed in {absence} s", options.delta_mib);
+    let product = Product::start(quoin, directory)?;
+    let socket = product.volume(VOLUME, Class::Cache, changed * VOLUME_SHARE)?;
+    let mut generator = Generator::connect(&socket)?;
+    generator.fill(128 << 10)?;
+    let copied_before = copied_bytes(&product)?;
+    let held = product.take_away(POOL)?;
+    let gone = Instant::now();
+    await_phase(&product, |phase| phase != "InSync")?;
+    generator.write_first(changed, 128 << 10)?;
+    std::thread::sleep(Duration::from_secs_f64(absence).saturating_sub(gone.elapsed()));
+    held.give_back()?;
+    let back = Instant::now();
+    await_phase(&product, |phase| phase == "InSync")?;
+    let took = back.elapsed();
+    // What the log alone gave it came as entries, which its pool counts since its start.
+    let entries: f64 = product
+        .pids_of_pool(POOL)
+        .iter()
+        .filter_map(|pid| scrape(*pid, "quoin_pool_written_bytes_total"))
+        .sum();
+    let moved = copied_bytes(&product)? - copied_before + entries;
+    let mib = f64::from(1 << 20);
+    let fact = |what: &str, value, unit, goal| Fact {
+        name: format!("{NAME}-{what}"),
+        value,
+        unit,
+        goal,
+    };
+    Ok(vec![
+        // With the map's rounding, and nothing of the three quarters that did not change.
+        fact("moved", moved / mib, "MiB", options.delta_mib as f64 * 1.1),
+        // Of which the most is until the pool runs and the target has called it again.
+        fact("time", took.as_secs_f64(), "s", 10.0 + options.delta_mib as f64 / 100.0),
+    ])
+}
+
+fn copied_bytes(product: &Product) -> Result<f64, Error> {
+    let targets = product.pids_of("target");
+    let counters = targets
+        .iter()
+        .filter_map(|pid| scrape(*pid, "quoin_target_rebuild_moved_bytes_total"))
+        .collect::<Vec<_>>();
+    if counters.is_empty() {
+        return Err(Error::Failed("no target tells how much its rebuilds copied".into()));
+    }
+    Ok(counters.iter().sum())
+}
+
+fn await_phase(product: &Product, is: impl Fn(&str) -> bool) -> Result<(), Error> {
+    let began = Instant::now();
+    loop {
+        let phase = product.replica(VOLUME, POOL)?.phase;
+        if is(&phase) {
+            return Ok(());
+        }
+        if began.elapsed() > TIMEOUT {
+            return Err(Error::Failed(format!("the replica in {POOL} stays {phase}")));
+        }
+        std::thread::sleep(POLL);
+    }
+}

@@ -1,0 +1,123 @@
+//! The pace beside made-up clients: closed loops whose latency grows with what is copied.
+
+use super::*;
+
+/// A machine that serves `depth` requests at a time, each in `alone_us` where nothing is copied.
+/// Copying `full_bytes_per_s` would take all of it.
+struct Machine {
+    alone_us: u64,
+    full_bytes_per_s: u64,
+}
+
+struct Outcome {
+    /// IOs a second of one client.
+    rate: f64,
+    copied_per_s: f64,
+}
+
+const STEP: Duration = Duration::from_micros(10);
+
+/// Runs for this long from `now`, with or without a client, and copies where `copying`.
+fn run(
+    machine: &Machine,
+    pace: &mut Pace,
+    now: &mut Time,
+    length: Duration,
+    client: bool,
+    copying: bool,
+) -> Outcome {
+    let began = *now;
+    let (mut ios, mut copied) = (0u64, 0u64);
+    let mut arrived = *now;
+    // Of the machine, what copying took of late.
+    let mut share = 0.0f64;
+    while *now < began + length {
+        *now = *now + STEP;
+        let mut bytes = 0;
+        if copying && pace.may_copy(*now) {
+            let most = machine.full_bytes_per_s * STEP.as_micros() as u64 / 1_000_000;
+            bytes = most.min(u64::from(pace.chunk_bytes()));
+            pace.copied(*now, bytes);
+            copied += bytes;
+        }
+        let wanted = machine.full_bytes_per_s as f64 * STEP.as_secs_f64();
+        share += (bytes as f64 / wanted - share) / 100.0;
+        let takes_us = machine.alone_us as f64 / (1.0 - share.clamp(0.0, 0.9));
+        if client && now.since(arrived).as_micros() as f64 >= takes_us {
+            pace.answered(*now, arrived, Kind::Write, 4096);
+            arrived = *now;
+            ios += 1;
+        }
+        pace.step(*now, copying.then_some(1), client);
+    }
+    let seconds = length.as_secs_f64();
+    Outcome { rate: ios as f64 / seconds, copied_per_s: copied as f64 / seconds }
+}
+
+const FAST: Machine = Machine { alone_us: 200, full_bytes_per_s: 800 << 20 };
+const SECONDS: Duration = Duration::from_secs(4);
+
+#[test]
+fn clients_keep_seven_tenths_of_their_rate_and_the_rebuild_goes_on_beside_them() {
+    for alone_us in [150, 400, 2000, 10_000] {
+        let machine = Machine { alone_us, ..FAST };
+        let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
+        let alone = run(&machine, &mut pace, &mut now, SECONDS, true, false);
+        let beside = run(&machine, &mut pace, &mut now, SECONDS, true, true);
+        let kept = beside.rate / alone.rate;
+        assert!(kept >= 0.7, "{alone_us}: {kept}");
+        assert!(beside.copied_per_s > 32.0 * f64::from(1 << 20), "{}", beside.copied_per_s);
+    }
+}
+
+#[test]
+fn a_rebuild_that_begins_with_the_volume_finds_its_baseline_by_pausing() {
+    let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
+    let beside = run(&FAST, &mut pace, &mut now, SECONDS, true, true);
+    let (mut fresh, mut later) = (Pace::new(), Time::from_millis(10));
+    let alone = run(&FAST, &mut fresh, &mut later, SECONDS, true, false);
+    assert!(beside.rate / alone.rate >= 0.7, "{}", beside.rate / alone.rate);
+}
+
+#[test]
+fn idle_clients_leave_a_rebuild_its_full_speed_at_once_and_get_theirs_back_at_once() {
+    let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
+    let alone = run(&FAST, &mut pace, &mut now, SECONDS, true, false);
+    run(&FAST, &mut pace, &mut now, SECONDS, true, true);
+    let idle = run(&FAST, &mut pace, &mut now, Duration::from_secs(1), false, true);
+    assert!(idle.copied_per_s > 0.8 * FAST.full_bytes_per_s as f64, "{}", idle.copied_per_s);
+    let back = run(&FAST, &mut pace, &mut now, Duration::from_millis(300), true, true);
+    assert!(back.rate / alone.rate >= 0.7, "{}", back.rate / alone.rate);
+}
+
+#[test]
+fn a_load_that_becomes_heavier_for_good_is_not_taken_for_the_rebuild_s_doing_for_ever() {
+    let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
+    run(&FAST, &mut pace, &mut now, SECONDS, true, false);
+    let heavier = Machine { alone_us: 1000, ..FAST };
+    run(&heavier, &mut pace, &mut now, Duration::from_secs(10), true, true);
+    let beside = run(&heavier, &mut pace, &mut now, SECONDS, true, true);
+    assert!(beside.copied_per_s > 4.0 * FLOOR_BYTES_PER_S as f64, "{}", beside.copied_per_s);
+}
+
+#[test]
+fn where_io_is_slow_whatever_is_done_a_rebuild_still_moves() {
+    let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
+    run(&FAST, &mut pace, &mut now, SECONDS, true, false);
+    let mut copied = 0;
+    let began = now;
+    while now < began + SECONDS {
+        now = now + STEP;
+        if pace.may_copy(now) {
+            pace.copied(now, u64::from(pace.chunk_bytes()));
+            copied += u64::from(pace.chunk_bytes());
+            // Ten times the baseline, but only while something is copied.
+            let arrived = now - Duration::from_millis(2);
+            pace.answered(now, arrived.max(pace.since), Kind::Write, 4096);
+        } else {
+            pace.answered(now, (now - Duration::from_micros(200)).max(pace.since), Kind::Write, 1);
+        }
+        pace.step(now, Some(1), true);
+    }
+    assert!(copied as f64 / 4.0 >= 0.5 * FLOOR_BYTES_PER_S as f64, "{copied}");
+}

@@ -1,0 +1,137 @@
+//! Whether the rounds of a rebuild gain on the writers.
+//!
+//! What clients write while a round copies is the next round. A round gains if it leaves less than
+//! half of what it copied. After one that did not, clients' IO may take twice as long beside the
+//! rebuild as else; where [`STUBBORN`] rounds in a row did not, the rebuild takes precedence: it
+//! is no longer paced, and the writers are held back so far that the next round must gain. They
+//! may write half of what the rebuild copies, and a share of the window ahead; then
+//! what is left fits the window after a few rounds, and plain entries end it. This is the one place
+//! where a replica that is no part of any quorum slows the volume, so it has bounds: a replica that
+//! does not move holds nobody, and no hold-back lasts longer than [`HOLD`] of [`HOLD`] and
+//! [`REST`]. A replica that is slower than that stays out of sync.
+
+use std::time::Duration;
+
+use super::{Link, Target};
+use crate::time::Time;
+
+/// Rounds in a row that did not gain.
+const STUBBORN: u32 = 2;
+const HOLD: Duration = Duration::from_secs(5);
+const REST: Duration = Duration::from_secs(25);
+/// One that did not move for so long is not waited for.
+const STILL: Duration = Duration::from_millis(500);
+
+/// A replica's increments since it was last in sync.
+#[derive(Clone, Copy, Default, Debug)]
+pub(super) struct Rounds {
+    count: u32,
+    pub moved_bytes: u64,
+    told_bytes: u64,
+    /// What had ever been written when the last round began.
+    mark: u64,
+    /// What had ever been copied when the last round began.
+    moved_mark: u64,
+    /// Rounds in a row that did not gain.
+    stubborn: u32,
+    held_since: Option<Time>,
+}
+
+impl Rounds {
+    /// The next round begins; `written`: what was ever written.
+    pub fn begin(&mut self, written: u64) {
+        if self.count > 0 {
+            let copied = self.moved_bytes.saturating_sub(self.moved_mark);
+            let gained = self.ahead(written) <= copied / 2;
+            self.stubborn = if gained { 0 } else { self.stubborn + 1 };
+        }
+        self.count += 1;
+        self.moved_mark = self.moved_bytes;
+        self.mark = written;
+    }
+
+    /// Bytes copied and rounds, each byte once.
+    pub fn tell(&mut self) -> (u64, u32) {
+        let before = std::mem::replace(&mut self.told_bytes, self.moved_bytes);
+        (self.moved_bytes - before, self.count)
+    }
+
+    /// How many times longer than beside other rebuilds clients' IO may take beside this one.
+    pub fn patience(&self) -> u64 {
+        1 + u64::from(self.stubborn)
+    }
+
+    pub fn takes_precedence(&self) -> bool {
+        self.stubborn >= STUBBORN
+    }
+
+    /// Written since the round began.
+    fn ahead(&self, written: u64) -> u64 {
+        written.saturating_sub(self.mark)
+    }
+}
+
+impl Target {
+    /// Once a batch: whether writers are held back, and until when at most.
+    pub(super) fn mind_rounds(&mut self, now: Time) {
+        self.held_back = None;
+        let written = self.history.weight();
+        let window = self.config.window_bytes as u64;
+        for index in 0..self.peers.len() {
+            let counts = self.views.counts(self.peers[index].member);
+            let behind = self.history.weight_after(self.peers[index].applied) as u64;
+            let peer = &mut self.peers[index];
+            if counts && peer.link == Link::Fed {
+                peer.rounds = Rounds::default();
+            }
+            if !peer.rounds.takes_precedence() || now < peer.return_at {
+                continue;
+            }
+            let (too_far, moved) = match (&peer.rebuild, peer.link) {
+                (Some(rebuild), Link::Rebuilding) => {
+                    let allowed = window * 3 / 4 + rebuild.round_bytes() / 2;
+                    (peer.rounds.ahead(written) > allowed, rebuild.moved())
+                }
+                // As little as lets it return at once.
+                (_, Link::Fed) => (behind > window / 4, peer.behind_since.unwrap_or(now)),
+                _ => continue,
+            };
+            if !too_far || now >= moved + STILL {
+                continue;
+            }
+            let since = *peer.rounds.held_since.get_or_insert(now);
+            if now >= since + HOLD + REST {
+                peer.rounds.held_since = Some(now);
+            }
+            let since = peer.rounds.held_since.unwrap_or(now);
+            if now < since + HOLD {
+                let until = (moved + STILL).min(since + HOLD);
+                self.held_back = Some(self.held_back.map_or(until, |other| other.max(until)));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn round(rounds: &mut Rounds, written: &mut u64, copies: u64, lag: u64) -> bool {
+        rounds.moved_bytes += copies;
+        *written += lag;
+        rounds.begin(*written);
+        rounds.takes_precedence()
+    }
+
+    #[test]
+    fn rounds_that_leave_less_than_half_never_take_precedence_and_others_do_after_two() {
+        let (mut rounds, mut written) = (Rounds::default(), 1000);
+        rounds.begin(written);
+        for left in [4000, 2000, 1000, 500] {
+            assert!(!round(&mut rounds, &mut written, left * 2, left));
+        }
+        assert!(!round(&mut rounds, &mut written, 500, 300));
+        assert!(round(&mut rounds, &mut written, 300, 300));
+        assert!(!round(&mut rounds, &mut written, 300, 100));
+    }
+}
