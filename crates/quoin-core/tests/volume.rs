@@ -89,6 +89,25 @@ fn a_replica_that_missed_more_than_the_window_is_rebuilt_by_increments() {
 }
 
 #[test]
+fn a_replica_that_was_away_is_moved_what_changed_meanwhile_and_nothing_else() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..800 {
+        c.write(block, 1);
+    }
+    c.crash_replica(1);
+    for block in 200..300 {
+        c.write(block, 2);
+    }
+    c.start_replica(1);
+    c.wait_in_sync(3);
+    let rebuilt = c.notes.iter().filter_map(|n| match n {
+        TargetNote::Rebuilt { moved_bytes, rounds, .. } => Some((*moved_bytes, *rounds)),
+        _ => None,
+    });
+    assert_eq!(rebuilt.collect::<Vec<_>>(), [(100 * 4096, 1)]);
+}
+
+#[test]
 fn below_cf_writes_wait_and_go_on_when_quorum_returns() {
     let mut c = Cluster::new(3, config());
     c.write(0, 1);

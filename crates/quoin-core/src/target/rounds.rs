@@ -22,6 +22,9 @@ const REST: Duration = Duration::from_secs(25);
 /// One that did not move for so long is not waited for.
 const STILL: Duration = Duration::from_millis(500);
 
+/// One that returned so lately is not to be lost to the same writers at once.
+const SETTLED: Duration = Duration::from_secs(10);
+
 /// A replica's increments since it was last in sync.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Rounds {
@@ -35,6 +38,7 @@ pub(super) struct Rounds {
     /// Rounds in a row that did not gain.
     stubborn: u32,
     held_since: Option<Time>,
+    in_sync_since: Option<Time>,
 }
 
 impl Rounds {
@@ -82,7 +86,12 @@ impl Target {
             let behind = self.history.weight_after(self.peers[index].applied) as u64;
             let peer = &mut self.peers[index];
             if counts && peer.link == Link::Fed {
-                peer.rounds = Rounds::default();
+                let since = *peer.rounds.in_sync_since.get_or_insert(now);
+                if !peer.rounds.takes_precedence() || now >= since + SETTLED {
+                    peer.rounds = Rounds::default();
+                }
+            } else {
+                peer.rounds.in_sync_since = None;
             }
             if !peer.rounds.takes_precedence() || now < peer.return_at {
                 continue;
@@ -92,8 +101,11 @@ impl Target {
                     let allowed = window * 3 / 4 + rebuild.round_bytes() / 2;
                     (peer.rounds.ahead(written) > allowed, rebuild.moved())
                 }
-                // As little as lets it return at once.
-                (_, Link::Fed) => (behind > window / 4, peer.behind_since.unwrap_or(now)),
+                // As little as lets it return at once, or stay.
+                (_, Link::Fed) => {
+                    let allowed = if counts { window / 2 } else { window / 4 };
+                    (behind > allowed, peer.behind_since.unwrap_or(now))
+                }
                 _ => continue,
             };
             if !too_far || now >= moved + STILL {
