@@ -43,12 +43,8 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         .sum();
     let moved = copied_bytes(&product)? - copied_before + entries;
     let mib = f64::from(1 << 20);
-    let fact = |what: &str, value, unit, goal| Fact {
-        name: format!("{NAME}-{what}"),
-        value,
-        unit,
-        goal,
-    };
+    let fact =
+        |what: &str, value, unit, goal| Fact { name: format!("{NAME}-{what}"), value, unit, goal };
     Ok(vec![
         // With the map's rounding, and nothing of the three quarters that did not change.
         fact("moved", moved / mib, "MiB", options.delta_mib as f64 * 1.1),

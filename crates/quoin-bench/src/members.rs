@@ -39,9 +39,8 @@ pub fn during_rebuild(
     generator.wear_in()?;
     let load = load(8, options.time());
     generator.run(load)?;
-    let mut undisturbed = (0..UNDISTURBED)
-        .map(|_| generator.run(load))
-        .collect::<Result<Vec<_>, Error>>()?;
+    let mut undisturbed =
+        (0..UNDISTURBED).map(|_| generator.run(load)).collect::<Result<Vec<_>, Error>>()?;
     undisturbed.sort_by(|a, b| a.per_second().total_cmp(&b.per_second()));
     let undisturbed = undisturbed.swap_remove(UNDISTURBED / 2);
     let old = product.replica(VOLUME, POOL)?;

@@ -14,7 +14,9 @@ use crate::BLOCK_SIZE;
 use crate::entry::{EntryKind, SharedEntry};
 use crate::ids::{Lsn, Position, SnapshotId};
 use crate::membership::Member;
-use crate::message::{Content, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica};
+use crate::message::{
+    Content, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica,
+};
 use crate::mutant;
 use crate::time::Time;
 
