@@ -14,6 +14,7 @@ use rand::RngCore;
 use tokio::sync::watch;
 
 use crate::Error;
+use crate::dying::DyingPolicy;
 use crate::events::{Events, Object};
 use crate::observed::Observed;
 use crate::policy::ReplaceAfter;
@@ -39,6 +40,10 @@ pub struct Settings {
     pub replace_after: ReplaceAfter,
     /// Rebuilds into one pool at a time, of those that nobody asked for.
     pub heals_per_pool: u32,
+    /// What becomes of pools whose disks are failing.
+    pub dying_pools: DyingPolicy,
+    /// Replicas of one volume at most.
+    pub replicas_max: u32,
 }
 
 /// The cluster's records and the logic over them.

@@ -100,18 +100,23 @@ impl Controller {
             (Cordoning::Uncordon, None) => {}
             (Cordoning::Uncordon, Some(_)) => {
                 self.cordons.remove(&scope.key(), |_| true).await?;
+                if let Scope::Pool(pool) = scope {
+                    self.forgive_wear(pool);
+                }
                 told("Uncordoned", "it takes new replicas again");
             }
             (_, Some(before)) if before.drain == drain => {}
             (_, before) => {
+                let (exists, before) = (before.is_some(), before.as_ref());
                 let record = CordonRecord {
                     kind: scope.kind().to_owned(),
                     holder: scope.holder().to_owned(),
                     drain,
                     told: false,
                     since_ms: now_ms(),
+                    dying: before.map(|before| before.dying.clone()).unwrap_or_default(),
                 };
-                if before.is_some() || self.cordons.create(record.clone()).await?.is_err() {
+                if exists || self.cordons.create(record.clone()).await?.is_err() {
                     let replace = |found: &mut CordonRecord| {
                         *found = record.clone();
                         Ok(())

@@ -15,7 +15,7 @@ use crate::events::Severity;
 use crate::placement::Candidate;
 use crate::records::{Durability, Spread, Text, VolumeRecord};
 use crate::scale::{self, Scale};
-use crate::spec::REPLICAS_MAX;
+use crate::spec::{REPLICAS_HARD_MAX, check_replicas};
 use crate::{Error, reports, spec, text, volumes};
 
 /// Where a replica is to be.
@@ -38,6 +38,9 @@ impl Controller {
         let declared = asked.spec.clone().unwrap_or_default();
         spec::check_name(&declared.name)?;
         let places = places(&asked.replicas)?;
+        let most = self.settings.replicas_max;
+        let named = declared.replicas.max(places.len() as u32);
+        check_replicas("desiredReplicationFactor", named, most)?;
         let reference = VolumeRef { id: String::new(), name: declared.name.clone() };
         let found = match self.volume(Some(&reference)) {
             Err(Error::NotFound { .. }) => None,
@@ -114,8 +117,8 @@ impl Controller {
 }
 
 fn places(declared: &[api::DeclaredReplica]) -> Result<Vec<Place>, Error> {
-    if declared.len() > REPLICAS_MAX as usize {
-        return Err(too_many(declared.len(), REPLICAS_MAX));
+    if declared.len() > REPLICAS_HARD_MAX as usize {
+        return Err(too_many(declared.len(), REPLICAS_HARD_MAX));
     }
     let mut places: Vec<Place> = Vec::new();
     for replica in declared {
@@ -253,10 +256,7 @@ fn replicas(
         0 => (unmatched.len().max(places.len())) as u32,
         n => n,
     };
-    if wanted > REPLICAS_MAX {
-        let rule = format!("{wanted} is too many, a volume has at most {REPLICAS_MAX}");
-        return Err(Error::invalid("desiredReplicationFactor", rule));
-    }
+    check_replicas("desiredReplicationFactor", wanted, REPLICAS_HARD_MAX)?;
     if places.len() > wanted as usize {
         return Err(too_many(places.len(), wanted));
     }

@@ -17,6 +17,7 @@ pub mod backup;
 mod controller;
 mod cordon;
 mod declare;
+pub mod dying;
 mod epochs;
 mod error;
 pub mod events;

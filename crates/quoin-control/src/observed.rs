@@ -8,6 +8,7 @@ use quoin_core::{Position, ReplicaGuid, VolumeId};
 use quoin_proto::control::{Scrub, Verification};
 use tokio::time::Instant;
 
+use crate::dying::Wear;
 use crate::heal::Looks;
 
 /// What a pool says of a replica.
@@ -96,6 +97,8 @@ pub struct Observed {
     pub strangers: HashSet<ReplicaGuid>,
     /// Volumes whose records were found to be an old copy, announced once.
     pub behind: HashSet<VolumeId>,
+    /// What pools' disks did lately.
+    pub wear: HashMap<String, Wear>,
     /// How far verifications are.
     pub verifying: HashMap<VolumeId, Verification>,
     /// What self-healing remembers.
@@ -113,6 +116,7 @@ impl Observed {
             absent: HashSet::new(),
             strangers: HashSet::new(),
             behind: HashSet::new(),
+            wear: HashMap::new(),
             verifying: HashMap::new(),
             looks: Looks::default(),
         }

@@ -10,6 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::policy::ReplaceAfter;
 use crate::records::*;
+use crate::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
 
 const RAISE: &str = "FORMAT in quoin-control/src/records.rs, unless every build that reads the \
                      format of today may take the new field for absent (`serde(default)`)";
@@ -186,6 +187,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         drain: true,
         told: true,
         since_ms: 1_700_000_000_000,
+        dying: String::new(),
     };
     hold("cordon", &cordon);
     let node = NodeRecord {
@@ -226,6 +228,45 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         count: 2,
     };
     hold("event", &event);
+    let replica = ReplicaResult {
+        replica_id: "1".into(),
+        guid: "2".into(),
+        pool: "pool-1".into(),
+        checked_bytes: 1 << 30,
+        bad: 2,
+        repaired: 1,
+        left_out: "it is not in sync".into(),
+    };
+    let finding = FindingRecord {
+        offset: 4096,
+        length: 8192,
+        what: "bad".into(),
+        replica_id: "1".into(),
+        pool: "pool-1".into(),
+        repaired: true,
+        message: "in words".into(),
+    };
+    let verify = VerifyRecord {
+        volume: Text(VolumeId(0xf01)),
+        request: 3,
+        repair: true,
+        from: Some(Text(ReplicaId(1))),
+        state: VerifyState::Ended,
+        began_ms: 1_700_000_000_000,
+        ended_ms: 1_700_000_000_001,
+        message: "in words".into(),
+        checked_bytes: 1 << 30,
+        total_bytes: 1 << 30,
+        read_bytes: 3 << 30,
+        bad: 2,
+        lost: 1,
+        differing: 1,
+        repaired: 1,
+        unsettled: 1,
+        replicas: vec![replica],
+        findings: vec![finding],
+    };
+    hold("verify", &verify);
 }
 
 /// What the first version of a record had, and nothing that was added since.

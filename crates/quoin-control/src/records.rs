@@ -381,6 +381,9 @@ pub struct CordonRecord {
     /// That it was empty was told.
     pub told: bool,
     pub since_ms: u64,
+    /// Why the pool's disk is taken to be failing; empty: it is not.
+    #[serde(default)]
+    pub dying: String,
 }
 
 impl Record for CordonRecord {

@@ -98,6 +98,9 @@ impl Controller {
         if back && !report.leaving && report.error.is_empty() {
             self.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
         }
+        if let Some(wear) = report.wear {
+            self.judge_wear(&report.pool, wear).await?;
+        }
         // A heartbeat that says nothing new must cost nothing.
         if changed {
             if self.check_ruling().is_ok() {

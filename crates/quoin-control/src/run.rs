@@ -16,11 +16,12 @@ use tonic::transport::Server;
 use crate::Error;
 use crate::backup::doubted_records;
 use crate::controller::{Controller, Settings};
+use crate::dying::DyingPolicy;
 use crate::metrics::Metrics;
 use crate::policy::ReplaceAfter;
 use crate::records::Spread;
 use crate::service::Services;
-use crate::spec::Defaults;
+use crate::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
 use crate::store::Embedded;
 
 /// Streams that agents and followers hold open, all together.
@@ -52,6 +53,10 @@ pub struct Options {
     pub replace_after: ReplaceAfter,
     /// Rebuilds into one pool at a time, of those that nobody asked for.
     pub heals_per_pool: u32,
+    /// What becomes of pools whose disks are failing.
+    pub dying_pools: DyingPolicy,
+    /// Replicas of one volume at most: up to [`crate::spec::REPLICAS_HARD_MAX`].
+    pub replicas_max: u32,
     pub lifetimes: Lifetimes,
     /// Whether certificates of the role node may create, delete and publish volumes, as the CSI
     /// driver of a node does; without it they see only what is attached to them.
@@ -80,6 +85,8 @@ impl Options {
             offline_after_ms: 3 * REPORT_EVERY_MS + 1000,
             replace_after: ReplaceAfter::DEFAULT,
             heals_per_pool: HEALS_PER_POOL,
+            dying_pools: DyingPolicy::default(),
+            replicas_max: REPLICAS_MAX,
             lifetimes: Lifetimes::default(),
             nodes_manage_volumes: true,
             metrics: Metrics::new(),
@@ -98,8 +105,12 @@ impl Options {
                 "at least 1; to have none, replaceAfter: off",
             ));
         }
-        if !(1..=crate::spec::REPLICAS_MAX).contains(&self.default_replicas.into()) {
-            let rule = format!("1 to {}", crate::spec::REPLICAS_MAX);
+        if !(1..=REPLICAS_HARD_MAX).contains(&self.replicas_max) {
+            let rule = format!("1 to {REPLICAS_HARD_MAX}");
+            return Err(Error::invalid("most replicas", rule));
+        }
+        if !(1..=self.replicas_max).contains(&self.default_replicas.into()) {
+            let rule = format!("1 to {}", self.replicas_max);
             return Err(Error::invalid("default replicas", rule));
         }
         Ok(())
@@ -112,6 +123,8 @@ impl Options {
             offline_after: Duration::from_millis(self.offline_after_ms),
             replace_after: self.replace_after,
             heals_per_pool: self.heals_per_pool,
+            dying_pools: self.dying_pools,
+            replicas_max: self.replicas_max,
         }
     }
 }

@@ -14,7 +14,7 @@ use quoin_proto::control::VolumeRef;
 use crate::controller::{Controller, about, random_id};
 use crate::events::Severity;
 use crate::records::{Cause, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord};
-use crate::spec::REPLICAS_MAX;
+use crate::spec::{REPLICAS_HARD_MAX, check_replicas};
 use crate::{Error, placement};
 
 /// How many replicas a volume is to have, and how many of them hold what is acknowledged.
@@ -109,6 +109,7 @@ impl Controller {
         reference: Option<&VolumeRef>,
         asked: &Scale,
     ) -> Result<Arc<VolumeRecord>, Error> {
+        check_replicas("replicas", asked.replicas, self.settings.replicas_max)?;
         let _one_at_a_time = self.creating.lock().await;
         let id = self.volume(reference)?.id.0;
         let candidates = self.candidates();
@@ -187,10 +188,7 @@ pub(crate) fn scale(
     ready(volume)?;
     let (name, rf, drf) = (volume.spec.name.clone(), volume.membership.rf, volume.membership.drf);
     let replicas = if asked.replicas == 0 { drf.into() } else { asked.replicas };
-    if replicas > REPLICAS_MAX {
-        let rule = format!("{replicas} is too many, a volume has at most {REPLICAS_MAX}");
-        return Err(Error::invalid("replicas", rule));
-    }
+    check_replicas("replicas", replicas, REPLICAS_HARD_MAX)?;
     // Those that are on their way out were named.
     let leaving = volume.replicas.iter().filter(|r| r.leaving && volume.is_known(r)).count();
     if replicas as usize + leaving < usize::from(rf) {

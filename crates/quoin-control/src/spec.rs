@@ -16,8 +16,11 @@ use crate::text;
 pub const SIZE_BYTES_MIN: u64 = 1 << 20;
 /// Largest volume.
 pub const SIZE_BYTES_MAX: u64 = VOLUME_BLOCKS_MAX * BLOCK_SIZE as u64;
-/// Most replicas of one volume (decision A39).
+/// Most replicas of one volume, unless the controller is told otherwise (decision A39).
 pub const REPLICAS_MAX: u32 = 5;
+/// What it can be told: while a membership changes, the old replicas and the new ones stand in one
+/// list, and a list of the protocol has twice as many.
+pub const REPLICAS_HARD_MAX: u32 = quoin_core::membership::REPLICAS_MAX as u32 / 2;
 /// Longest name of a volume, in bytes.
 pub const NAME_BYTES_MAX: usize = 128;
 const MAP_BYTES_MAX: usize = 4096;
@@ -50,14 +53,24 @@ pub fn check_name(name: &str) -> Result<(), Error> {
     Ok(())
 }
 
+/// Refuses more replicas than `most`.
+pub fn check_replicas(field: &'static str, replicas: u32, most: u32) -> Result<(), Error> {
+    if replicas <= most {
+        return Ok(());
+    }
+    let way = match most < REPLICAS_HARD_MAX {
+        true => format!(" (`quoin controller run --max-replicas` allows {REPLICAS_HARD_MAX})"),
+        false => String::new(),
+    };
+    let rule = format!("{replicas} is too many, a volume has at most {most}{way}");
+    Err(Error::invalid(field, rule))
+}
+
 /// Completes a spec. The size is not part of it: see [`size`].
 pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
     check_name(&asked.name)?;
     let replicas = if asked.replicas == 0 { defaults.replicas.into() } else { asked.replicas };
-    if replicas > REPLICAS_MAX {
-        let rule = format!("{replicas} is too many, a volume has at most {REPLICAS_MAX}");
-        return Err(Error::invalid("replicas", rule));
-    }
+    check_replicas("replicas", replicas, REPLICAS_HARD_MAX)?;
     let replicas = replicas as u8;
     let majority = default_cf(replicas);
     let factor = match asked.consistency_factor {
@@ -236,6 +249,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    #[test]
+    fn more_replicas_than_are_allowed_are_refused_with_the_flag_that_allows_more() {
+        assert!(check_replicas("replicas", 5, REPLICAS_MAX).is_ok());
+        let refused = check_replicas("replicas", 6, REPLICAS_MAX).unwrap_err().to_string();
+        assert!(refused.contains("at most 5") && refused.contains("--max-replicas"), "{refused}");
+        assert!(check_replicas("replicas", 6, REPLICAS_HARD_MAX).is_ok());
+        let refused = check_replicas("replicas", 9, REPLICAS_HARD_MAX).unwrap_err().to_string();
+        assert!(refused.ends_with("at most 8"), "{refused}");
+    }
+
     const DEFAULTS: Defaults = Defaults { replicas: 3, spread: Spread::Host };
 
     fn asked() -> VolumeSpec {
@@ -288,7 +311,7 @@ mod tests {
         assert!(with(|s| s.name = "a\u{1}".into()).contains("U+0001"));
         assert!(with(|s| s.name = "a\u{85}".into()).contains("U+0085"));
         assert!(with(|s| s.name = "x".repeat(129)).contains("at most 128"));
-        assert!(with(|s| s.replicas = 6).starts_with("replicas:"));
+        assert!(with(|s| s.replicas = REPLICAS_HARD_MAX + 1).starts_with("replicas:"));
         assert!(with(|s| s.block_size = 1024).starts_with("blockSize:"));
         assert!(with(|s| s.bandwidth_limit = 100).starts_with("bandwidthLimit:"));
         assert!(with(|s| s.replace_after = "soon".into()).contains("\"soon\" is neither a time"));

@@ -356,6 +356,7 @@ impl Controller {
             let seen = observed.pools.get(&pool.name);
             let online = observed.online_pool(&pool.name, self.settings.offline_after).is_some();
             let (capacity, used) = seen.map_or((0, 0), |s| (s.capacity_bytes, s.used_bytes));
+            let dying = self.why_dying(&pool.name).unwrap_or_default();
             let (state, message) = match seen {
                 _ if pool.rolled_back => {
                     ("Failed", "an older state of its disk came back; wipe it to rebuild")
@@ -367,6 +368,7 @@ impl Controller {
                     "" => ("Full", "no bytes are free"),
                     warning => ("Full", warning),
                 },
+                Some(_) if !dying.is_empty() => ("Dying", dying.as_str()),
                 Some(seen) => ("Online", seen.warning.as_str()),
                 None => ("Offline", "it has not reported since the controller started"),
             };
@@ -381,6 +383,7 @@ impl Controller {
                 replicas: replicas.get(&pool.name).copied().unwrap_or(0),
                 state: state.to_owned(),
                 message: message.to_owned(),
+                dying: dying.clone(),
                 topology: pool.topology.clone().into_iter().collect(),
                 scrub: seen.map(|seen| seen.scrub),
                 cordon: self.cordon_of_pool(pool).to_owned(),

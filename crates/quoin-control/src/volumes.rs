@@ -48,6 +48,7 @@ impl Controller {
     ) -> Result<Arc<VolumeRecord>, Error> {
         self.check_ruling()?;
         let spec = spec::complete(asked, self.settings.defaults)?;
+        spec::check_replicas("replicas", spec.replicas.into(), self.settings.replicas_max)?;
         let size_bytes = spec::size(asked.size_bytes, limit_bytes)?;
         let _one_at_a_time = self.creating.lock().await;
         let found = self.names.get(&spec.name);

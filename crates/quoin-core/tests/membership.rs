@@ -58,6 +58,33 @@ fn a_volume_of_one_replica_becomes_one_of_three_in_one_change() {
     check_each(&mut c, &[0, first, second]);
 }
 
+/// The most replicas that a cluster can be told to allow: all replaced in one change, so that the
+/// in-sync set holds the old and the new ones together.
+#[test]
+fn eight_replicas_serve_and_are_all_replaced() {
+    let mut c = filled(1);
+    c.want(|desired| desired.drf = 8);
+    for n in 2..=8 {
+        c.add_newcomer(member(n, 200 + n), false);
+    }
+    c.wait_for_version(2);
+    assert_eq!((c.membership.rf, c.membership.cf), (8, 5));
+    c.wait_in_sync(8);
+    let old: Vec<Member> = c.membership.known.clone();
+    for m in &old {
+        c.add_newcomer(member(m.id.0, 300 + m.id.0), true);
+    }
+    for _ in 0..200 {
+        c.run(Duration::from_millis(500));
+        if c.membership.known.iter().all(|m| !old.contains(m)) {
+            break;
+        }
+    }
+    assert!(c.membership.known.iter().all(|m| !old.contains(m)), "{:?}", c.membership);
+    c.wait_in_sync(8);
+    check_data(&mut c);
+}
+
 #[test]
 fn a_lone_addition_joins_alone_after_a_while() {
     let mut c = filled(1);

@@ -163,6 +163,7 @@ impl Control {
             leaving,
             events: notices.iter().map(event).collect(),
             scrub: Some(scrub(&state.scrub)),
+            wear: Some(self.options.metrics.wear()),
         };
         let mut request = tonic::Request::new(report);
         request.set_timeout(CALL_MAX);

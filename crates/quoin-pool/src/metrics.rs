@@ -6,6 +6,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
+use quoin_proto::control::PoolWear;
 use quoin_wire::health::Health;
 
 use crate::facts::Space;
@@ -21,6 +22,8 @@ pub struct Metrics {
     pub reads: Counter,
     pub syncs: Counter,
     pub disk_failures: Counter,
+    pub disk_refusals: Counter,
+    pub stalls: Counter,
     pub scrubs: Counter,
     pub scrubbed: Counter,
     pub scrub_found: Counter,
@@ -61,6 +64,8 @@ impl Metrics {
             reads: Counter::default(),
             syncs: Counter::default(),
             disk_failures: Counter::default(),
+            disk_refusals: Counter::default(),
+            stalls: Counter::default(),
             scrubs: Counter::default(),
             scrubbed: Counter::default(),
             scrub_found: Counter::default(),
@@ -92,6 +97,12 @@ impl Metrics {
             "Times the disk failed and the pool was opened anew",
             metrics.disk_failures.clone(),
         );
+        r.register(
+            "disk_refusals",
+            "Operations that the disk refused, but for want of room",
+            metrics.disk_refusals.clone(),
+        );
+        r.register("stalls", "Reads and syncs that took far too long", metrics.stalls.clone());
         r.register("scrubs", "Scrubs that read the whole pool", metrics.scrubs.clone());
         let bytes = metrics.scrubbed.clone();
         r.register_with_unit("scrubbed", "Bytes read by scrubs", Unit::Bytes, bytes);
@@ -118,6 +129,17 @@ impl Metrics {
             r.register_with_unit(name, help, Unit::Seconds, histogram.clone());
         }
         Metrics { registry: Arc::new(registry), ..metrics }
+    }
+
+    /// What the disk has done since this process began.
+    pub fn wear(&self) -> PoolWear {
+        let operations = self.appends.get() + self.reads.get() + self.syncs.get();
+        PoolWear {
+            operations,
+            errors: self.disk_refusals.get(),
+            bad: self.scrub_found.get(),
+            stalls: self.stalls.get(),
+        }
     }
 
     /// How full the pool is; a full one is not well, since writes wait for it.

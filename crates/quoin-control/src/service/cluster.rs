@@ -19,7 +19,7 @@ use crate::recovery::Recovery;
 use crate::reports::id;
 use crate::salvage::RecoverRecords;
 use crate::scale::Scale;
-use crate::spec::{self, REPLICAS_MAX};
+use crate::spec::{self, REPLICAS_HARD_MAX};
 use crate::time::timestamp;
 use crate::verification::Verifying;
 
@@ -176,8 +176,10 @@ impl Cluster for Services {
     ) -> Result<Response<Volume>, Status> {
         self.manage(&request)?;
         let RemoveReplicasRequest { volume, replica_ids } = request.into_inner();
-        if replica_ids.len() > REPLICAS_MAX as usize {
-            return Err(Error::invalid("replica_ids", format!("at most {REPLICAS_MAX}")).into());
+        if replica_ids.len() > REPLICAS_HARD_MAX as usize {
+            return Err(
+                Error::invalid("replica_ids", format!("at most {REPLICAS_HARD_MAX}")).into()
+            );
         }
         let replicas: Vec<_> =
             replica_ids.iter().map(|text| id("replica_id", text)).collect::<Result<_, _>>()?;
@@ -215,8 +217,8 @@ impl Cluster for Services {
         self.govern(&request)?;
         let asked = request.into_inner();
         let ids = |texts: &[String]| -> Result<Vec<_>, Error> {
-            if texts.len() > REPLICAS_MAX as usize {
-                return Err(Error::invalid("replica_ids", format!("at most {REPLICAS_MAX}")));
+            if texts.len() > REPLICAS_HARD_MAX as usize {
+                return Err(Error::invalid("replica_ids", format!("at most {REPLICAS_HARD_MAX}")));
             }
             texts.iter().map(|text| id("replica_id", text)).collect()
         };

@@ -369,6 +369,8 @@ pub async fn open(store: &Arc<Memory>, offline_after: Duration) -> Result<Contro
         offline_after,
         replace_after: quoin_control::policy::ReplaceAfter::DEFAULT,
         heals_per_pool: 2,
+        dying_pools: quoin_control::dying::DyingPolicy::Drain,
+        replicas_max: 5,
     };
     Controller::open(store.clone(), identity, authority, settings).await
 }

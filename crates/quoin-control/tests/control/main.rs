@@ -6,6 +6,7 @@ mod cluster;
 mod crash;
 mod declaring;
 mod draining;
+mod dying;
 mod healing;
 mod leaving;
 mod lifecycle;

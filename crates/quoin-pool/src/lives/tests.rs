@@ -64,6 +64,7 @@ struct Process {
     stop: watch::Sender<bool>,
     trouble: Arc<Mutex<Option<String>>>,
     notices: Notices,
+    metrics: Metrics,
     thread: JoinHandle<Result<(), Error>>,
 }
 
@@ -87,7 +88,7 @@ impl Process {
         .unwrap();
         let notices = Notices::default();
         let scrub = ScrubPlan::default();
-        let kept = notices.clone();
+        let (kept, counted) = (notices.clone(), metrics.clone());
         let parts = Parts { reactor, acceptor, inputs: taken, notices, metrics, scrub };
         let (stop, stopped) = watch::channel(false);
         let trouble = Arc::new(Mutex::new(None));
@@ -102,7 +103,8 @@ impl Process {
         let thread = std::thread::spawn(move || {
             keep_serving(first, &|| open(&disk), parts, &sender, &watch)
         });
-        Process { address, inputs, waker, stop, trouble, notices: kept, thread }
+        let (notices, metrics) = (kept, counted);
+        Process { address, inputs, waker, stop, trouble, notices, metrics, thread }
     }
 
     fn send(&self, input: Input) {
@@ -380,6 +382,9 @@ fn a_write_whose_sync_or_append_failed_is_never_acknowledged_and_never_tried_aga
         assert!(!ack.continuous, "{operation}: what the disk dropped is unknown");
         let told = process.notices.take();
         assert!(told.iter().any(|n| n.reason == "DiskFailed"), "{told:?}");
+        let wear = process.metrics.wear();
+        assert_eq!(wear.errors, 1, "{operation}: one refusal, however many noticed it");
+        assert!(wear.operations > 0 && wear.stalls == 0, "{wear:?}");
         process.stop();
     }
 }

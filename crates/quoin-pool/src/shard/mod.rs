@@ -57,6 +57,9 @@ const BACKGROUND_REST: Duration = Duration::from_millis(20);
 /// How long a stopping pool waits for its last sync and for answers to be taken.
 const STOP_MAX: Duration = Duration::from_secs(10);
 
+/// A read or a sync that takes so long says that the disk is failing, not that it is busy.
+const STALL: Duration = Duration::from_secs(20);
+
 /// How long a peer whose session was ended may take to close its side.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -260,8 +263,27 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         self.begin_sync();
     }
 
+    fn took(&self, duration: Duration) {
+        if duration >= STALL {
+            self.parts.metrics.stalls.inc();
+        }
+    }
+
+    /// A disk that wants room is not a failing one.
+    fn refused(&self, error: &StoreError) {
+        let errno = |code: i32| rustix::io::Errno::from_raw_os_error(code);
+        let room = [rustix::io::Errno::NOSPC, rustix::io::Errno::DQUOT];
+        if matches!(error, StoreError::Io(fault) if !room.contains(&errno(fault.errno))) {
+            self.parts.metrics.disk_refusals.inc();
+        }
+    }
+
     fn fail(&mut self, error: StoreError) {
         self.parts.metrics.disk_failures.inc();
+        if self.failure.is_none() {
+            // Each replica tells of the same refusal.
+            self.refused(&error);
+        }
         self.failure.get_or_insert(error);
     }
 
@@ -382,6 +404,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             self.collect_bad_copies(now);
         }
         if let Some(histogram) = timed {
+            self.took(began.elapsed());
             histogram.observe(began.elapsed().as_secs_f64());
         }
     }
@@ -449,11 +472,14 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                     format!("{error}; the pool is opened anew from its media"),
                 )
             }
-            ReplicaNote::Unreadable(error) => (
-                Severity::Error,
-                "DiskRefusesToRead",
-                format!("{error}; it is tried again, and rebuilt from the others if it stays"),
-            ),
+            ReplicaNote::Unreadable(error) => {
+                self.refused(error);
+                (
+                    Severity::Error,
+                    "DiskRefusesToRead",
+                    format!("{error}; it is tried again, and rebuilt from the others if it stays"),
+                )
+            }
             ReplicaNote::Full => (
                 Severity::Error,
                 "PoolFull",
@@ -535,6 +561,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         while let Some((begun, at)) = self.syncs.pop_front_if(|(begun, _)| *begun <= ticket) {
             if begun == ticket {
                 self.parts.metrics.sync_duration.observe(now.since(at).as_secs_f64());
+                self.took(now.since(at));
             }
         }
         self.pool.sync_finished(ticket, result);

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use quoin_console::Source;
+use quoin_control::dying::DyingPolicy;
 use quoin_control::policy::ReplaceAfter;
 use quoin_control::records::Spread;
 use quoin_identity::Lifetimes;
@@ -72,8 +73,20 @@ pub struct ControllerOptions {
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     data_security: String,
     /// Replicas of a volume that does not say.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=5))]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
     default_replicas: u8,
+    /// Replicas of one volume at most, up to 8.
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        default_value_t = quoin_control::spec::REPLICAS_MAX,
+        value_parser = clap::value_parser!(u32).range(1..=8)
+    )]
+    max_replicas: u32,
+    /// What becomes of a pool whose disk refuses, forgets or stalls too often: its replicas are made
+    /// elsewhere (drain), it takes nothing new (cordon), or nothing (off).
+    #[arg(long, value_name = "POLICY", default_value_t = DyingPolicy::Drain)]
+    dying_pools: DyingPolicy,
     /// What the replicas of a volume that does not say never share.
     #[arg(long, value_enum, default_value = "host")]
     default_spread: SpreadDefault,
@@ -164,6 +177,8 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
             };
             control.replace_after = options.replace_after;
             control.heals_per_pool = options.heals_per_pool;
+            control.replicas_max = options.max_replicas;
+            control.dying_pools = options.dying_pools;
             let metrics = control.metrics.clone();
             let health = control.metrics.clone();
             let source = Source::new(move || metrics.render(), move || health.health());

@@ -93,10 +93,10 @@ pub struct CreateOptions {
     #[arg(long, value_parser = parse_size, allow_hyphen_values = true)]
     size: u64,
     /// Copies to keep, each in a pool of its own [default: the cluster's, 3].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=5))]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=8))]
     replicas: Option<u32>,
     /// Copies that must hold a write before it is acknowledged [default: a majority].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=5))]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=8))]
     consistency_factor: Option<u32>,
     /// When a write counts as held: by the operating systems of a majority, or on their media.
     #[arg(long, value_enum)]

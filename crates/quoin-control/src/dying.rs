@@ -1,0 +1,247 @@
+//! Pools whose disks are failing: noticed by what they report, and emptied before they are gone.
+//!
+//! A pool reports how often its disk refused, how many bad copies it found, and how often a read or
+//! a sync took far too long. [`Wear`] holds that against its limits over the last minutes. A pool
+//! that exceeds one is called dying: it is cordoned, and where the policy says so its replicas are
+//! made elsewhere by the way of every drain ([`crate::cordon`]), one change at a time and never
+//! the last good copy. It stays so until a person opens it again (`quoin pool uncordon`), however
+//! well it does meanwhile: a disk that recovers by itself has only found a spare sector.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use quoin_proto::control as api;
+use tokio::time::Instant;
+
+use crate::Error;
+use crate::controller::Controller;
+use crate::events::{Object, Severity};
+use crate::records::CordonRecord;
+use crate::time::now_ms;
+
+/// What is longer ago counts no more.
+const WINDOW: Duration = Duration::from_secs(600);
+/// Between two samples that are kept.
+const EVERY: Duration = Duration::from_secs(10);
+/// Refusals of the disk, and what share of all operations they must be: one in so many.
+const ERRORS: u64 = 5;
+const ERRORS_ONE_IN: u64 = 1000;
+/// Bad copies: a few come with age, so many are a disk that forgets.
+const BAD: u64 = 100;
+const STALLS: u64 = 3;
+
+/// What becomes of a pool that is dying.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum DyingPolicy {
+    /// Its replicas are made elsewhere.
+    #[default]
+    Drain,
+    /// It takes nothing new.
+    Cordon,
+    /// Nothing.
+    Off,
+}
+
+/// Not a policy's name.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} is none of drain, cordon and off")]
+pub struct NotAPolicy(String);
+
+impl FromStr for DyingPolicy {
+    type Err = NotAPolicy;
+
+    fn from_str(text: &str) -> Result<Self, NotAPolicy> {
+        match text {
+            "drain" => Ok(Self::Drain),
+            "cordon" => Ok(Self::Cordon),
+            "off" => Ok(Self::Off),
+            _ => Err(NotAPolicy(text.chars().take(40).collect())),
+        }
+    }
+}
+
+impl fmt::Display for DyingPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Drain => "drain",
+            Self::Cordon => "cordon",
+            Self::Off => "off",
+        })
+    }
+}
+
+/// What one pool reported lately, since its process began.
+#[derive(Clone, Debug, Default)]
+pub struct Wear {
+    /// Oldest first; none older than the window but the first one of a quiet time.
+    samples: VecDeque<(Instant, api::PoolWear)>,
+}
+
+impl Wear {
+    /// Takes a report in; why the pool is dying, where it is.
+    pub fn saw(&mut self, now: Instant, wear: api::PoolWear) -> Option<String> {
+        let restarted = self.samples.back().is_some_and(|(_, last)| {
+            wear.operations < last.operations
+                || wear.errors < last.errors
+                || wear.bad < last.bad
+                || wear.stalls < last.stalls
+        });
+        if restarted {
+            // All that it tells, it did since.
+            self.samples.clear();
+            self.samples.push_back((now, api::PoolWear::default()));
+        }
+        if self.samples.back().is_none_or(|(at, _)| now >= *at + EVERY) {
+            self.samples.push_back((now, wear));
+        }
+        while self.samples.len() > 1 && self.samples[1].0 + WINDOW <= now {
+            self.samples.pop_front();
+        }
+        let base = self.samples.front().map_or(wear, |(_, first)| *first);
+        let rose = |of: fn(&api::PoolWear) -> u64| of(&wear).saturating_sub(of(&base));
+        let (errors, operations) = (rose(|w| w.errors), rose(|w| w.operations));
+        let minutes = WINDOW.as_secs() / 60;
+        if errors >= ERRORS && errors.saturating_mul(ERRORS_ONE_IN) >= operations {
+            return Some(format!(
+                "its disk refused {errors} of {operations} operations within {minutes} minutes"
+            ));
+        }
+        let (bad, stalls) = (rose(|w| w.bad), rose(|w| w.stalls));
+        if bad >= BAD {
+            return Some(format!("{bad} bad copies were found within {minutes} minutes"));
+        }
+        (stalls >= STALLS)
+            .then(|| format!("{stalls} reads or syncs took far too long within {minutes} minutes"))
+    }
+}
+
+impl Controller {
+    /// Judges a pool by its report, and does what the policy says of one that is dying.
+    pub(crate) async fn judge_wear(&self, pool: &str, wear: api::PoolWear) -> Result<(), Error> {
+        let policy = self.settings.dying_pools;
+        let why =
+            self.observed().wear.entry(pool.to_owned()).or_default().saw(Instant::now(), wear);
+        let (Some(why), false) = (why, policy == DyingPolicy::Off) else { return Ok(()) };
+        if self.check_ruling().is_err() || self.why_dying(pool).is_some() {
+            return Ok(());
+        }
+        let drain = policy == DyingPolicy::Drain;
+        let name = CordonRecord::name_of("pool", pool);
+        let record = CordonRecord {
+            kind: "pool".to_owned(),
+            holder: pool.to_owned(),
+            drain,
+            told: false,
+            since_ms: now_ms(),
+            dying: why.clone(),
+        };
+        if self.cordons.create(record).await?.is_err() {
+            let mark = |cordon: &mut CordonRecord| {
+                cordon.dying.clone_from(&why);
+                cordon.told &= cordon.drain;
+                cordon.drain |= drain;
+                Ok(())
+            };
+            self.cordons.update(&name, mark).await?;
+        }
+        let id = self.pools.get(pool).map(|pool| pool.pool_id.clone()).unwrap_or_default();
+        let then = match policy {
+            DyingPolicy::Drain => "its replicas are made elsewhere",
+            _ => "it takes no new replicas; `quoin pool drain` moves those it has",
+        };
+        let message = format!("{why}: {then}, until `quoin pool uncordon`");
+        self.events.record(Severity::Error, Object::new("pool", id, pool), "PoolDying", message);
+        Ok(())
+    }
+
+    /// Why a pool is called dying, if it is.
+    pub(crate) fn why_dying(&self, pool: &str) -> Option<String> {
+        let cordon = self.cordons.get(&CordonRecord::name_of("pool", pool))?;
+        Some(cordon.dying.clone()).filter(|why| !why.is_empty())
+    }
+
+    /// What it reported so far counts no more: a person opened it again.
+    pub(crate) fn forgive_wear(&self, pool: &str) {
+        if let Some(wear) = self.observed().wear.get_mut(pool)
+            && let Some((_, last)) = wear.samples.back().copied()
+        {
+            wear.samples.clear();
+            wear.samples.push_back((Instant::now(), last));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn wear(operations: u64, errors: u64, bad: u64, stalls: u64) -> api::PoolWear {
+        api::PoolWear { operations, errors, bad, stalls }
+    }
+
+    fn minutes(n: u64) -> Duration {
+        Duration::from_secs(60 * n)
+    }
+
+    #[test]
+    fn a_few_errors_among_many_operations_are_no_death_and_a_share_of_them_is() {
+        let (mut seen, now) = (Wear::default(), Instant::now());
+        assert_eq!(seen.saw(now, wear(1_000_000, 4, 0, 0)), None);
+        assert_eq!(seen.saw(now + minutes(1), wear(1_100_000, 50, 0, 0)), None);
+        let why = seen.saw(now + minutes(2), wear(1_100_100, 900, 0, 0)).unwrap();
+        assert!(why.contains("896 of 100100"), "{why}");
+    }
+
+    #[test]
+    fn stalls_and_bad_copies_count_together_within_ten_minutes_and_not_over_days() {
+        let (mut seen, now) = (Wear::default(), Instant::now());
+        for hour in 0..200 {
+            let at = now + minutes(60 * hour);
+            assert_eq!(seen.saw(at, wear(hour * 1000, 0, hour * 20, hour)), None, "{hour}");
+        }
+        let at = now + minutes(60 * 200);
+        assert_eq!(seen.saw(at, wear(200_000, 0, 3980, 200)), None);
+        assert!(seen.saw(at + minutes(5), wear(200_001, 0, 3980, 203)).is_some());
+        let mut seen = Wear::default();
+        assert_eq!(seen.saw(now, wear(10, 0, 99, 0)), None);
+        assert!(seen.saw(now + minutes(1), wear(20, 0, 199, 0)).is_some());
+    }
+
+    #[test]
+    fn a_process_that_began_anew_is_judged_by_what_it_did_itself() {
+        let (mut seen, now) = (Wear::default(), Instant::now());
+        assert_eq!(seen.saw(now, wear(1000, 0, 0, 2)), None);
+        assert_eq!(seen.saw(now + minutes(1), wear(5, 0, 0, 1)), None);
+        assert_eq!(seen.saw(now + minutes(2), wear(6, 0, 0, 2)), None);
+        assert!(seen.saw(now + minutes(3), wear(7, 0, 0, 4)).is_some());
+    }
+
+    proptest! {
+        /// Whatever comes in what order: no panic, and what is kept is bounded.
+        #[test]
+        fn no_report_panics_and_what_is_kept_is_bounded(
+            reports in proptest::collection::vec((0u64..100, any::<[u64; 4]>()), 0..200),
+        ) {
+            let (mut seen, mut now) = (Wear::default(), Instant::now());
+            for (seconds, [a, b, c, d]) in reports {
+                now += Duration::from_secs(seconds);
+                seen.saw(now, wear(a, b, c, d));
+                prop_assert!(seen.samples.len() <= 62);
+            }
+        }
+
+        #[test]
+        fn a_pool_without_errors_is_never_dying(steps in proptest::collection::vec(0u64..1_000_000, 1..100)) {
+            let (mut seen, mut now, mut operations) = (Wear::default(), Instant::now(), 0);
+            for step in steps {
+                operations += step;
+                now += Duration::from_secs(step % 900);
+                prop_assert_eq!(seen.saw(now, wear(operations, 0, 0, 0)), None);
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Pools whose disks are failing: emptied before they are gone.
+
+use quoin_control::{Cordoning, Scope};
+use quoin_proto::control::{Pool, PoolWear, VolumeSpec};
+
+use crate::cluster::{Cluster, spec};
+
+async fn report(cluster: &Cluster, pool: &str, operations: u64, errors: u64) {
+    let from = cluster.pools.iter().find(|p| p.name == pool).unwrap();
+    let wear = Some(PoolWear { operations, errors, bad: 0, stalls: 0 });
+    let report = quoin_proto::control::PoolReport { wear, ..from.report() };
+    cluster.controller.report_pool(&report).await.unwrap();
+}
+
+fn shown(cluster: &Cluster, name: &str) -> Pool {
+    let pools = cluster.controller.pool_messages();
+    pools.into_iter().find(|pool| pool.name == name).unwrap()
+}
+
+#[tokio::test]
+async fn a_pool_whose_disk_fails_too_often_is_emptied_until_a_person_opens_it_again() {
+    let mut cluster = Cluster::of(4).await;
+    cluster.create("db").await;
+    cluster.settle().await.unwrap();
+    let name = cluster.volume("db").replicas[0].pool.clone();
+    report(&cluster, &name, 100_000, 4).await;
+    report(&cluster, &name, 200_000, 20).await;
+    assert_eq!(shown(&cluster, &name).state, "Online", "a few of very many are no death");
+    report(&cluster, &name, 201_000, 400).await;
+    let pool = shown(&cluster, &name);
+    assert_eq!((pool.state.as_str(), pool.cordon.as_str()), ("Dying", "draining"));
+    assert!(pool.dying.contains("396 of 101000"), "{}", pool.dying);
+    let told = |cluster: &Cluster| cluster.reasons().iter().filter(|r| *r == "PoolDying").count();
+    assert_eq!(told(&cluster), 1);
+    report(&cluster, &name, 201_500, 800).await;
+    assert_eq!(told(&cluster), 1, "once");
+
+    // It takes nothing new, and what it holds is made elsewhere.
+    let four = VolumeSpec { replicas: 4, ..spec("four") };
+    let refused = cluster.controller.create_volume(&four, 0).await.unwrap_err().to_string();
+    assert!(refused.contains(&name), "{refused}");
+    cluster.controller.heal().await.unwrap();
+    let volume = cluster.volume("db");
+    let newcomers: Vec<_> = volume.replicas.iter().filter(|r| !volume.is_known(r)).collect();
+    assert_eq!(newcomers.len(), 1, "one change at a time");
+    assert!(newcomers[0].pool != name && newcomers[0].id == volume.replicas[0].id);
+
+    // However well it does: only a person opens it, and then what was counts no more.
+    cluster.restart().await;
+    cluster.settle().await.unwrap();
+    report(&cluster, &name, 900_000, 800).await;
+    assert_eq!(shown(&cluster, &name).state, "Dying");
+    let scope = Scope::Pool(name.clone());
+    cluster.controller.set_cordon(&scope, Cordoning::Uncordon, false).await.unwrap();
+    report(&cluster, &name, 900_100, 800).await;
+    assert_eq!(shown(&cluster, &name).state, "Online");
+    report(&cluster, &name, 900_200, 900).await;
+    assert_eq!(shown(&cluster, &name).state, "Dying");
+}
