@@ -18,6 +18,7 @@ mod python;
 mod run;
 mod test;
 mod trace;
+mod upgrade;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
@@ -94,6 +95,9 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Build an earlier version and bring a cluster of it to this one process by process, under IO
+    /// that is judged, and back, as in `upgrade --from v0.1.0`.
+    Upgrade(upgrade::Options),
     /// Keep what this build writes to disks, peers and records, for later builds to read.
     RecordFormats(formats::Options),
     /// Which requirements of docs/requirements.csv a test names, and which are open.
@@ -126,6 +130,7 @@ fn main() -> ExitCode {
         Command::Fuzz { arguments } => run::release_binary("quoin-fuzz", "quoin-fuzz")
             .and_then(|fuzzer| run::replace_with(&fuzzer, arguments)),
         Command::Torture { arguments } => torture(arguments),
+        Command::Upgrade(options) => upgrade::run(options),
         Command::RecordFormats(options) => formats::run(&options),
         Command::Trace(options) => trace::run(&options),
         Command::Lint(options) => lint::run(&options),

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::load::Generator;
 use crate::product::Product;
-use crate::{Class, Error, Options, absence, members, usage};
+use crate::{Class, Error, Options, absence, heal, members, usage};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
 /// What has just been made settles before it counts as idle.
@@ -56,6 +56,9 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     }
     if options.wants(members::CHANGE) {
         facts.extend(members::change(quoin, &directory.join("change"))?);
+    }
+    if options.wants(heal::NAME) {
+        facts.extend(heal::run(options, quoin, &directory.join("heal"))?);
     }
     Ok(facts)
 }

@@ -16,6 +16,7 @@
 //! | `cases`, `report` | what is measured, and how it is shown |
 //! | `rebuild` | how fast a lost replica is made whole |
 //! | `security` | what encrypting data connections costs |
+//! | `heal` | many volumes after the loss of a pool |
 //! | `further` | what has no floor: idle cost, cold start |
 //! | `absence` | what the return of a replica that was away moves |
 
@@ -24,6 +25,7 @@ pub mod cases;
 pub mod compare;
 pub mod floor;
 pub mod further;
+pub mod heal;
 mod interrupt;
 pub mod load;
 pub mod members;
@@ -109,6 +111,12 @@ pub struct Options {
     /// Seconds that it is away
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = seconds)]
     pub absence: f64,
+    /// Volumes of the case that loses a pool
+    #[arg(long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u64).range(3..=10_000))]
+    pub heal_volumes: u64,
+    /// Data in each of them, in MiB
+    #[arg(long, default_value_t = 8, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub heal_mib: u64,
     /// Only the floor
     #[arg(long)]
     pub floor_only: bool,

@@ -44,11 +44,13 @@ impl Product {
             .spawn()
             .map_err(Error::io("start quoin dev"))?;
         let product = Self { quoin: quoin.to_owned(), dir: dir.to_owned(), dev };
+        let given = flags.iter().position(|flag| *flag == "--pools").map(|at| flags.get(at + 1));
+        let pools = given.flatten().and_then(|count| count.parse().ok()).unwrap_or(3);
         let end = Instant::now() + Duration::from_secs(60);
-        while product.online_pools() < 3 {
+        while product.online("pool") < pools || product.online("node") < 1 {
             if Instant::now() > end {
                 return Err(Error::Failed(format!(
-                    "quoin dev did not bring up three pools; see {}",
+                    "quoin dev did not bring up {pools} pools and a node; see {}",
                     product.dir.join("dev.log").display()
                 )));
             }
@@ -75,8 +77,9 @@ impl Product {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    fn online_pools(&self) -> usize {
-        let text = self.command(&["pool", "list", "-o", "json"]).unwrap_or_default();
+    /// Pools or nodes that are.
+    fn online(&self, what: &str) -> usize {
+        let text = self.command(&[what, "list", "-o", "json"]).unwrap_or_default();
         text.matches("Online").count()
     }
 
@@ -128,10 +131,14 @@ impl Product {
 
     /// What is known of all replicas of a volume.
     pub fn replicas(&self, volume: &str) -> Result<Vec<Replica>, Error> {
+        Ok(self.all_replicas()?.into_iter().filter(|r| r.volume == volume).collect())
+    }
+
+    /// The same of all volumes.
+    pub fn all_replicas(&self) -> Result<Vec<Replica>, Error> {
         let text = self.command(&["replica", "list", "-o", "json"])?;
-        let all: Vec<Replica> = serde_json::from_str(&text)
-            .map_err(|error| Error::Failed(format!("quoin replica list: {error}")))?;
-        Ok(all.into_iter().filter(|r| r.volume == volume).collect())
+        serde_json::from_str(&text)
+            .map_err(|error| Error::Failed(format!("quoin replica list: {error}")))
     }
 
     /// Kills a pool and removes all it holds before it is started again.

@@ -64,6 +64,9 @@ impl Metrics {
             volumes(&controller, &mut registry);
             replicas(&controller, &mut registry);
             healing(&controller, &mut registry);
+            let writes = Counter::<u64>::default();
+            writes.inc_by(controller.writes.count());
+            registry.register("record_writes", "Records written or deleted", writes);
             pools(&controller, &mut registry);
             nodes(&controller, &mut registry);
         }

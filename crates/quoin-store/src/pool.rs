@@ -248,7 +248,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         }
         let added = identity.volume_spec.len() + 4096;
         let limit = self.core.ring.capacity() / 100 * RING_FULL_PERCENT;
-        if self.core.durable.encode().len() + added > limit {
+        if self.core.durable.encoded_len() + added > limit {
             return Err(StoreError::Full);
         }
         let replica = Replica::new(identity.clone(), meta.clone(), blocks);
@@ -273,7 +273,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             return Err(StoreError::Rule("what is described must exist"));
         };
         let limit = self.core.ring.capacity() / 100 * RING_FULL_PERCENT;
-        if self.core.durable.encode().len() + volume_spec.len() > limit {
+        if self.core.durable.encoded_len() + volume_spec.len() > limit {
             return Err(StoreError::Full);
         }
         self.core.record(Record::Describe(guid, volume_spec.clone()))?;

@@ -233,6 +233,23 @@ fn superblock_ring_block_and_segment_header_have_the_bytes_that_were_recorded() 
     }
 }
 
+#[test]
+fn the_length_of_a_whole_statement_is_told_without_making_it() {
+    let mut state = DurableState::default();
+    assert_eq!(state.encoded_len(), state.encode().len());
+    for guid in [0xa, 0xb, 0xc].map(ReplicaGuid) {
+        let volume_spec = Bytes::from(vec![7; guid.0 as usize]);
+        state.apply(Record::Create(ReplicaIdentity { guid, volume_spec, ..Default::default() }));
+        assert_eq!(state.encoded_len(), state.encode().len());
+    }
+    for (_, record) in records().into_iter().filter(|(_, r)| !matches!(r, Record::Delete(_))) {
+        state.apply(record);
+        assert_eq!(state.encoded_len(), state.encode().len());
+    }
+    state.apply(Record::Delete(ReplicaGuid(0xb)));
+    assert_eq!(state.encoded_len(), state.encode().len());
+}
+
 fn batch_entries(stream: Stream) -> Vec<(BatchEntry<'static>, Vec<u32>)> {
     let entry = |n: u64, kind: u8, payload: &'static [u8]| BatchEntry {
         epoch: 3,

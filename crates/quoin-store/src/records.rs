@@ -19,6 +19,10 @@ use crate::tree::Root;
 /// GUIDs of deleted replicas that a pool remembers.
 pub const RETIRED_MAX: usize = 1 << 16;
 
+/// Kind, GUID and length of a record.
+const RECORD_HEAD: usize = 1 + 16 + 4;
+const SEGMENT_LENGTH: usize = 45;
+
 /// A kind of record that this build does not know: what wrote it was newer.
 pub const UNKNOWN_RECORD: Malformed = Malformed("ring record (from a newer version?)");
 
@@ -188,6 +192,21 @@ impl DurableState {
             }
         }
         out.to_vec()
+    }
+
+    /// How long [`DurableState::encode`] is. Asked with every change of a replica, so nothing
+    /// long is copied for it.
+    pub fn encoded_len(&self) -> usize {
+        let mut meta = BytesMut::new();
+        let of = |replica: &DurableReplica| {
+            meta.clear();
+            encode_meta(&replica.meta, &mut meta);
+            let identity = 2 * 16 + 4 + replica.identity.volume_spec.len();
+            let bodies = identity + meta.len() + 8 + replica.checkpoint.len();
+            let segments = replica.log_segments.len() * (RECORD_HEAD + SEGMENT_LENGTH);
+            3 * RECORD_HEAD + bodies + segments + replica.cuts.len() * (RECORD_HEAD + 16)
+        };
+        self.retired.len() * RECORD_HEAD + self.replicas.values().map(of).sum::<usize>()
     }
 
     pub fn decode(records: Vec<Bytes>) -> Result<Self, Malformed> {
@@ -473,7 +492,7 @@ impl Checkpoint {
                 index: r.u64("log start")?,
                 previous: r.u64("log start")?,
             },
-            segments: (0..r.count(45, "segments")?)
+            segments: (0..r.count(SEGMENT_LENGTH, "segments")?)
                 .map(|_| decode_segment(r))
                 .collect::<Result<_, _>>()?,
             sequence: r.u64("checkpoint")?,

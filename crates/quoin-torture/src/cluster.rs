@@ -24,11 +24,14 @@ const STOP_BUDGET: Duration = Duration::from_secs(30);
 struct Process {
     host: &'static str,
     arguments: Vec<String>,
+    /// Of its version.
+    quoin: PathBuf,
     child: Option<Child>,
 }
 
 pub struct Cluster {
-    quoin: PathBuf,
+    /// What people's commands are given with, and what a new process runs.
+    pub quoin: PathBuf,
     pub directory: PathBuf,
     processes: BTreeMap<&'static str, Process>,
     // After the processes: they live in it.
@@ -144,6 +147,7 @@ impl Cluster {
             ],
         )?;
         if attach {
+            cluster.add("holder", "node", &["attach-holder", "--run", &path("run")])?;
             cluster.add("attach", "node", &["attach", "--run", &path("run")])?;
         }
         cluster.wait("three pools online", |c| {
@@ -170,7 +174,8 @@ impl Cluster {
 
     fn add(&mut self, name: &'static str, host: &'static str, arguments: &[&str]) -> Result<()> {
         let arguments = arguments.iter().map(ToString::to_string).collect();
-        self.processes.insert(name, Process { host, arguments, child: None });
+        let quoin = self.quoin.clone();
+        self.processes.insert(name, Process { host, arguments, quoin, child: None });
         self.ensure(name)
     }
 
@@ -188,10 +193,10 @@ impl Cluster {
             Some(network) => {
                 let mut command = Command::new("nsenter");
                 let namespace = network.namespace(process.host);
-                command.arg(format!("--net=/run/netns/{namespace}")).arg(&self.quoin);
+                command.arg(format!("--net=/run/netns/{namespace}")).arg(&process.quoin);
                 command
             }
-            None => Command::new(&self.quoin),
+            None => Command::new(&process.quoin),
         };
         command.args(&process.arguments).stdin(Stdio::null());
         command.stdout(log.try_clone()?).stderr(log);
@@ -215,6 +220,39 @@ impl Cluster {
             child.wait()?;
         }
         Ok(())
+    }
+
+    /// Stops it as for an update, and starts the binary that takes its place.
+    pub fn replace(&mut self, name: &str, quoin: &Path) -> Result<()> {
+        self.end(name, Signal::TERM)?;
+        let process = self.processes.get_mut(name).context("a process of this name")?;
+        process.quoin = quoin.to_owned();
+        self.ensure(name)
+    }
+
+    /// Ends one that may be paused, by force where it does not obey.
+    fn end(&mut self, name: &str, signal: Signal) -> Result<()> {
+        let process = self.processes.get_mut(name).context("a process of this name")?;
+        let Some(mut child) = process.child.take() else { return Ok(()) };
+        let pid = Pid::from_child(&child);
+        // Both fail only if it has ended already.
+        let _ = kill_process(pid, Signal::CONT);
+        let _ = kill_process(pid, signal);
+        let began = Instant::now();
+        while child.try_wait()?.is_none() {
+            if began.elapsed() > STOP_BUDGET {
+                let _ = child.kill();
+                child.wait()?;
+                bail!("{name} does not end within {} s", STOP_BUDGET.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// Whether it is a part of this cluster.
+    pub fn has(&self, name: &str) -> bool {
+        self.processes.contains_key(name)
     }
 
     /// The file of a pool.
@@ -298,20 +336,14 @@ impl Cluster {
 
     /// SIGTERM to all, front to back, and the end of what does not obey.
     pub fn stop(&mut self) {
-        for name in ["agent", "attach", "target", "pool-a", "pool-b", "pool-c", "controller"] {
-            let Some(process) = self.processes.get_mut(name) else { continue };
-            let Some(mut child) = process.child.take() else { continue };
-            let pid = Pid::from_child(&child);
-            // Both fail only if it has ended already.
-            let _ = kill_process(pid, Signal::CONT);
-            let _ = kill_process(pid, Signal::TERM);
-            let began = Instant::now();
-            while matches!(child.try_wait(), Ok(None)) {
-                if began.elapsed() > STOP_BUDGET {
-                    eprintln!("{name} does not end on SIGTERM; killed");
-                    let _ = child.kill();
-                }
-                std::thread::sleep(Duration::from_millis(20));
+        // The holder before attach, which would leave it what is in use.
+        for name in
+            ["agent", "holder", "attach", "target", "pool-a", "pool-b", "pool-c", "controller"]
+        {
+            if self.has(name)
+                && let Err(error) = self.end(name, Signal::TERM)
+            {
+                eprintln!("{error:#}");
             }
         }
     }

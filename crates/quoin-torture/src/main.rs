@@ -5,6 +5,9 @@
 //! root with FUSE, an ext4 and an xfs file system on which fio writes and verifies and which are
 //! checked at each stop. Faults are drawn from a seed. At the end: what was done, what was
 //! checked, the longest pause that a client felt, and what was lost (nothing, or it fails).
+//!
+//! With `--upgrade-from` the same cluster and clients live through upgrades and the way back instead
+//! of faults.
 
 mod client;
 mod cluster;
@@ -12,6 +15,7 @@ mod disk;
 mod faults;
 mod files;
 mod network;
+mod upgrade;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -43,6 +47,10 @@ struct Options {
     /// The binary to torture
     #[arg(long, value_name = "FILE")]
     quoin: PathBuf,
+    /// No faults: begin with this older binary, and replace it process by process by the other
+    /// one, in several orders, and back
+    #[arg(long, value_name = "FILE")]
+    upgrade_from: Option<PathBuf>,
     /// No file systems, only the raw volume
     #[arg(long)]
     no_files: bool,
@@ -100,7 +108,10 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
         }
     };
     let quoin = options.quoin.canonicalize().context("--quoin")?;
-    let mut cluster = Cluster::start(&quoin, directory, files_possible)?;
+    let older = options.upgrade_from.as_ref().map(|older| older.canonicalize());
+    let older = older.transpose().context("--upgrade-from")?;
+    let first = older.as_ref().unwrap_or(&quoin);
+    let mut cluster = Cluster::start(first, directory, files_possible)?;
     match &cluster.network {
         None => println!("all on loopback (no root or no `ip`): links are not harmed"),
         Some(network) if !network.delays => println!("this kernel cannot delay packets (netem)"),
@@ -116,8 +127,11 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
         files.push(Files::make(&cluster, "xfs", true)?);
     }
     let mut injected = Injected::default();
-    let outcome = rounds(options, &mut cluster, &clients, &mut files, &mut injected, &mut rng)
-        .and_then(|()| end(&mut cluster, clients, &mut files));
+    let done = match &older {
+        Some(older) => upgrade::run(&mut cluster, &clients, &mut files, older, &quoin),
+        None => rounds(options, &mut cluster, &clients, &mut files, &mut injected, &mut rng),
+    };
+    let outcome = done.and_then(|()| end(&mut cluster, clients, &mut files));
     let file_rounds: u64 = files.iter().map(|f| f.rounds).sum();
     let file_checks: u64 = files.iter().map(|f| f.checks).sum();
     for one in &injected.0 {
@@ -186,7 +200,7 @@ fn heal(cluster: &mut Cluster, clients: &Clients) -> Result<()> {
 }
 
 fn end(cluster: &mut Cluster, clients: Clients, files: &mut [Files]) -> Result<client::Judgement> {
-    println!("the faults are over: everything must heal, be whole and agree");
+    println!("now nothing more is done: everything must heal, be whole and agree");
     heal(cluster, &clients)?;
     files.iter_mut().try_for_each(Files::check)?;
     clients.finish()

@@ -73,8 +73,12 @@ fn a_pool_that_was_removed_is_not_started_again_and_comes_back_empty_once_its_fi
     dev.eventually("pool-c can be removed", || {
         dev.quoin(&["pool", "remove", "pool-c"]).status.success().then_some(())
     });
-    dev.stop();
+    dev.wait_for_line("pool-c was removed from the cluster and is ended");
     std::fs::remove_file(&hold).unwrap();
+    // Ten times as long as a pool that is held down is looked after.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    assert_eq!(dev.pid("pool-c"), None);
+    dev.stop();
 
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     assert_eq!(dev.pid("pool-c"), None);

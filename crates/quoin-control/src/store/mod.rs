@@ -62,18 +62,34 @@ pub trait Store: Send + Sync + 'static {
     fn watch(&self) -> broadcast::Receiver<Change>;
 }
 
-/// How writing went last, for the controller's health.
+/// How often was written, and how that went last, for the controller's health and metrics.
 #[derive(Default, Debug)]
-pub struct Writes(std::sync::Mutex<Option<String>>);
+pub struct Writes {
+    failed: std::sync::Mutex<Option<String>>,
+    done: std::sync::atomic::AtomicU64,
+}
 
 impl Writes {
     /// # Errors
     /// What the last write failed with.
     pub fn check(&self) -> Result<(), String> {
-        match &*self.0.lock().expect("no holder of this lock panics") {
+        match &*self.failed.lock().expect("no holder of this lock panics") {
             Some(why) => Err(why.clone()),
             None => Ok(()),
         }
+    }
+
+    /// Records written or deleted since the start.
+    pub fn count(&self) -> u64 {
+        self.done.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    fn note(&self, outcome: &Result<Swap, StoreError>) {
+        if let Ok(Swap::Done(_)) = outcome {
+            self.done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        }
+        let why = outcome.as_ref().err().map(ToString::to_string);
+        *self.failed.lock().expect("no holder of this lock panics") = why;
     }
 }
 
@@ -106,8 +122,7 @@ impl Store for Watched {
         value: Option<Vec<u8>>,
     ) -> Result<Swap, StoreError> {
         let outcome = self.inner.compare_and_swap(key, expected, value).await;
-        let why = outcome.as_ref().err().map(ToString::to_string);
-        *self.writes.0.lock().expect("no holder of this lock panics") = why;
+        self.writes.note(&outcome);
         outcome
     }
 

@@ -192,6 +192,16 @@ impl Keeper {
         self.task.is_finished()
     }
 
+    /// Ends the process and does not start it again; [`Keeper::stop`] is still to be called.
+    pub fn let_go(&self) {
+        let _ = self.stop.send(true);
+    }
+
+    /// Whether that was asked for.
+    pub fn was_let_go(&self) -> bool {
+        *self.stop.borrow()
+    }
+
     /// Ends the process by SIGTERM and waits; kills it if it does not drain in time.
     pub async fn stop(self) -> Result<()> {
         let _ = self.stop.send(true);

@@ -36,6 +36,8 @@ use settings::{PoolSettings, Settings};
 
 /// All parts must be up within this; a machine under load takes its time.
 const START_BUDGET: Duration = Duration::from_secs(90);
+/// Between two looks at which pools were removed.
+const MEMBERS_EVERY: Duration = Duration::from_secs(2);
 
 #[derive(Args)]
 pub struct DevOptions {
@@ -143,6 +145,7 @@ async fn supervise(
                 tokio::select! {
                     () = ends.wait() => Ok(()),
                     error = first_that_gave_up(&keepers) => Err(error),
+                    never = end_removed_pools(layout, &keepers) => match never {},
                 }
             }
             Err(error) => Err(error),
@@ -232,17 +235,45 @@ async fn pools_to_start<'a>(
         // A pool's data are made after it joined, and then it reports at once.
         let was_there = Identity::load(&directory).is_ok() && layout.pool_data(&pool.name).exists();
         if was_there && !known.iter().any(|known| known.name == pool.name) {
-            say(&format!(
-                "{} was removed from the cluster and is not started; delete {} to have a new, empty \
-                 pool of that name at the next start",
-                pool.name,
-                directory.display()
-            ));
+            tell_of_the_removed(layout, &pool.name, "is not started");
             continue;
         }
         pools.push(pool);
     }
     Ok(pools)
+}
+
+fn tell_of_the_removed(layout: &Layout, pool: &str, what: &str) {
+    say(&format!(
+        "{pool} was removed from the cluster and {what}; delete {} to have a new, empty pool of \
+         that name at the next start",
+        layout.pool(pool).display()
+    ));
+}
+
+/// Ends pools that people remove while this runs: who was removed may do nothing any more, and
+/// would be started again for ever.
+async fn end_removed_pools(layout: &Layout, keepers: &[Keeper]) -> std::convert::Infallible {
+    loop {
+        tokio::time::sleep(MEMBERS_EVERY).await;
+        let Ok(mut cluster) = client::connect(&layout.admin_socket()).await else { continue };
+        let Ok(pools) = cluster.list_pools(ListPoolsRequest {}).await else { continue };
+        let Ok(about) = cluster.get_cluster_info(GetClusterInfoRequest {}).await else { continue };
+        // Records that were lost name no pool, and are made again from what all of them hold.
+        if !about.into_inner().recovery.is_empty() {
+            continue;
+        }
+        let known: Vec<String> =
+            pools.into_inner().pools.into_iter().map(|pool| pool.name).collect();
+        // All of them were online before this began.
+        let is_pool = |keeper: &&Keeper| keeper.name.starts_with("pool-") && !keeper.was_let_go();
+        for keeper in keepers.iter().filter(is_pool) {
+            if !known.contains(&keeper.name) && !known.is_empty() {
+                keeper.let_go();
+                tell_of_the_removed(layout, &keeper.name, "is ended");
+            }
+        }
+    }
 }
 
 async fn wait_for_controller(
@@ -376,7 +407,8 @@ fn greet(layout: &Layout, settings: &Settings, pools: usize, attaching: &Attachi
 /// Resolves when a process cannot be started any more (its binary or log is gone).
 async fn first_that_gave_up(keepers: &[Keeper]) -> anyhow::Error {
     loop {
-        if let Some(keeper) = keepers.iter().find(|keeper| keeper.has_ended()) {
+        let gave_up = |keeper: &&Keeper| keeper.has_ended() && !keeper.was_let_go();
+        if let Some(keeper) = keepers.iter().find(gave_up) {
             return anyhow::anyhow!("{} cannot be started again; see the line above", keeper.name);
         }
         tokio::time::sleep(Duration::from_millis(500)).await;

@@ -46,7 +46,7 @@ pub struct HostOptions {
 }
 
 impl HostOptions {
-    fn client(&self, client: &ClientOptions) -> ClientOptions {
+    pub fn client(&self, client: &ClientOptions) -> ClientOptions {
         ClientOptions { run: self.run.clone(), ..client.clone() }
     }
 }

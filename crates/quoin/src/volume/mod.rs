@@ -36,6 +36,8 @@ pub enum VolumeCommand {
         /// As the document that `quoin apply -f` takes, with its status.
         #[arg(long)]
         manifest: bool,
+        #[command(flatten)]
+        host: attach::HostOptions,
     },
     /// All volumes.
     #[command(visible_alias = "ls")]
@@ -53,6 +55,8 @@ pub enum VolumeCommand {
         /// The new size, as in 20GiB.
         #[arg(long, value_parser = parse_size, allow_hyphen_values = true)]
         size: u64,
+        #[command(flatten)]
+        host: attach::HostOptions,
     },
     /// Give a volume more replicas, or change how many of them must hold a write; while it is used,
     /// or attached nowhere (then a node's target opens it for as long as that takes).
@@ -205,7 +209,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
     let mut cluster = client.connect().await?;
     match command {
         VolumeCommand::Create(options) => create(&mut cluster, *options, client, format).await,
-        VolumeCommand::Get { volume, manifest: true } => {
+        VolumeCommand::Get { volume, manifest: true, .. } => {
             let document = Document::of(get_volume(&mut cluster, &volume).await?)?;
             output::print_line(
                 match format {
@@ -215,9 +219,9 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
                 .trim_end(),
             )
         }
-        VolumeCommand::Get { volume, manifest: false } => {
+        VolumeCommand::Get { volume, manifest: false, host } => {
             let volume = get_volume(&mut cluster, &volume).await?;
-            let here = attach::here(&volume, client).await;
+            let here = attach::here(&volume, &host.client(client)).await;
             let view = VolumeView { here, ..VolumeView::from(volume) };
             output::print_one(format, &view, || view.text())
         }
@@ -237,8 +241,8 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         VolumeCommand::Detach(options) => {
             attach::detach(&mut cluster, options, client, format).await
         }
-        VolumeCommand::Resize { volume, size } => {
-            resize(&mut cluster, &volume, size, client, format).await
+        VolumeCommand::Resize { volume, size, host } => {
+            resize(&mut cluster, &volume, size, &host.client(client), format).await
         }
         VolumeCommand::Scale(options) => {
             replicas::scale(&mut cluster, options, client, format).await

@@ -1,0 +1,178 @@
+//! A pool with a share of many volumes is lost for good: how long until every volume has all its
+//! replicas again, what memory that takes at its peak, and how often the controller writes records.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::further::Fact;
+use crate::product::Product;
+use crate::{Class, Error, Options, nbd, usage};
+
+pub const NAME: &str = "heal";
+const POOLS: &str = "6";
+const LOST: &str = "pool-c";
+const REPLACE_AFTER: Duration = Duration::from_secs(5);
+/// For each replica; far more than it may take on a busy machine.
+const TIMEOUT_EACH: Duration = Duration::from_secs(20);
+const POLL: Duration = Duration::from_millis(500);
+const CHUNK_BYTES: u64 = 1 << 20;
+/// Of each volume, where the data is not more.
+const VOLUME_BYTES: u64 = 16 << 20;
+
+/// A volume with known content.
+struct Filled {
+    name: String,
+    number: u64,
+    stream: UnixStream,
+}
+
+impl Filled {
+    fn make(product: &Product, number: u64, bytes: u64) -> Result<Self, Error> {
+        let name = format!("heal-{number}");
+        let socket = product.volume(&name, Class::Cache, VOLUME_BYTES.max(bytes))?;
+        let mut stream = UnixStream::connect(&socket)
+            .map_err(Error::io(format!("connect to {}", socket.display())))?;
+        nbd::negotiate(&mut stream)?;
+        let mut filled = Self { name, number, stream };
+        for offset in (0..bytes).step_by(CHUNK_BYTES as usize) {
+            filled.ask(nbd::WRITE, offset, &filled.content(offset))?;
+        }
+        filled.ask(nbd::FLUSH, 0, &[])?;
+        Ok(filled)
+    }
+
+    /// Each word says where it is of which volume.
+    fn content(&self, offset: u64) -> Vec<u8> {
+        let words = (offset..offset + CHUNK_BYTES).step_by(8);
+        words.flat_map(|at| (self.number << 40 | at).to_le_bytes()).collect()
+    }
+
+    fn ask(&mut self, command: u16, offset: u64, data: &[u8]) -> Result<(), Error> {
+        let length = if command == nbd::FLUSH { 0 } else { CHUNK_BYTES as u32 };
+        let mut out = Vec::with_capacity(nbd::REQUEST_LEN + data.len());
+        nbd::Request { command, handle: offset, offset, length }.encode(&mut out);
+        out.extend_from_slice(data);
+        self.stream.write_all(&out).map_err(Error::io("send a request"))?;
+        let mut reply = [0; nbd::REPLY_LEN];
+        self.stream.read_exact(&mut reply).map_err(Error::io("wait for a reply"))?;
+        nbd::decode_reply(&reply).map(|_| ())
+    }
+
+    fn check(&mut self, bytes: u64) -> Result<(), Error> {
+        for offset in (0..bytes).step_by(CHUNK_BYTES as usize) {
+            self.ask(nbd::READ, offset, &[])?;
+            let mut data = vec![0; CHUNK_BYTES as usize];
+            self.stream.read_exact(&mut data).map_err(Error::io("read"))?;
+            if data != self.content(offset) {
+                let name = &self.name;
+                return Err(Error::Failed(format!("{name} at {offset} is not what was written")));
+            }
+        }
+        Ok(())
+    }
+}
+
+pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
+    let (volumes, bytes) = (options.heal_volumes, options.heal_mib << 20);
+    eprintln!("measuring {NAME} with {volumes} volumes of {} MiB of data", options.heal_mib);
+    // Whole volumes are what placement looks at; the files are sparse.
+    let pool_mib = (volumes * (VOLUME_BYTES >> 20).max(options.heal_mib)).max(1024);
+    let (size, after) = (format!("{pool_mib}MiB"), format!("{}s", REPLACE_AFTER.as_secs()));
+    let flags = ["--pools", POOLS, "--pool-size", &size, "--replace-after", &after];
+    let product = Product::start_with(quoin, directory, &flags)?;
+    let made = Instant::now();
+    let filled = (0..volumes).map(|number| Filled::make(&product, number, bytes));
+    let mut filled = filled.collect::<Result<Vec<_>, Error>>()?;
+    let making = made.elapsed();
+    let before = Before::of(&product)?;
+    let _lost = product.take_away(LOST)?;
+    let began = Instant::now();
+    let timeout = TIMEOUT_EACH * u32::try_from(before.lost).unwrap_or(u32::MAX);
+    while whole(&product)? < 3 * volumes as usize {
+        if began.elapsed() > timeout {
+            return Err(Error::Failed(format!(
+                "{} of {} replicas are in sync {} s after a pool was lost",
+                whole(&product)?,
+                3 * volumes,
+                timeout.as_secs()
+            )));
+        }
+        std::thread::sleep(POLL);
+    }
+    let took = began.elapsed();
+    let writes = record_writes(&product)? - before.writes;
+    let cpu = usage::cpu(&product.pids()).saturating_sub(before.cpu);
+    for volume in &mut filled {
+        volume.check(bytes)?;
+    }
+    let peak = |role: &str| {
+        let bytes = product.pids_of(role).into_iter().filter_map(usage::peak_bytes).max();
+        bytes.unwrap_or_default() as f64 / f64::from(1 << 20)
+    };
+    let lost = before.lost as f64;
+    let fact = |what: &str, value, unit, goal| Fact {
+        name: format!("{NAME}-{volumes}-volumes-{what}"),
+        value,
+        unit,
+        goal,
+    };
+    Ok(vec![
+        fact("made", making.as_secs_f64(), "s", volumes as f64),
+        fact("replicas-lost", lost, "replicas", 3.0 * volumes as f64),
+        // The time that the policy waits is not counted.
+        fact("time", took.saturating_sub(REPLACE_AFTER).as_secs_f64(), "s", 2.0 * lost),
+        fact("cpu", cpu.as_secs_f64(), "s", lost),
+        fact("record-writes", writes as f64 / lost, "a replica", 10.0),
+        fact("memory-controller", peak("controller"), "MiB", 300.0),
+        fact("memory-pool", peak("pool"), "MiB", 600.0),
+        fact("memory-target", peak("target"), "MiB", 600.0),
+    ])
+}
+
+/// What is told apart from the healing itself.
+struct Before {
+    lost: usize,
+    writes: u64,
+    cpu: Duration,
+}
+
+impl Before {
+    fn of(product: &Product) -> Result<Self, Error> {
+        let lost = product.all_replicas()?.iter().filter(|r| r.pool == LOST).count();
+        if lost == 0 {
+            return Err(Error::Failed(format!("{LOST} has no replicas: use more --heal-volumes")));
+        }
+        Ok(Self { lost, writes: record_writes(product)?, cpu: usage::cpu(&product.pids()) })
+    }
+}
+
+/// Replicas that are in sync, those aside that are on the pool that is no more.
+fn whole(product: &Product) -> Result<usize, Error> {
+    let all = product.all_replicas()?;
+    Ok(all.iter().filter(|r| r.pool != LOST && r.phase == "InSync").count())
+}
+
+/// How often the controller has written a record since its start.
+fn record_writes(product: &Product) -> Result<u64, Error> {
+    let none = || Error::Failed("the controller does not tell its writes".into());
+    let pid = *product.pids_of("controller").first().ok_or_else(none)?;
+    let text = scrape(pid).ok_or_else(none)?;
+    let line = text.lines().find_map(|l| l.strip_prefix("quoin_record_writes_total "));
+    line.and_then(|count| count.trim().parse().ok()).ok_or_else(none)
+}
+
+/// The metrics of a role that serves them.
+fn scrape(pid: u32) -> Option<String> {
+    let line = usage::command_line(pid)?;
+    let address = line.split(' ').skip_while(|word| *word != "--http").nth(1)?;
+    let mut stream = TcpStream::connect(address).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
+    let request = "GET /metrics HTTP/1.1\r\nHost: quoin\r\nConnection: close\r\n\r\n";
+    stream.write_all(request.as_bytes()).ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    Some(text)
+}
