@@ -42,6 +42,28 @@ fn an_unaligned_write_merges_with_what_is_there() {
 }
 
 #[test]
+fn small_reads_stay_with_one_replica_for_a_while_and_leave_one_that_is_slow() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 7);
+    c.wait_in_sync(3);
+    let asked = |c: &mut Cluster, count: u64| -> Vec<u64> {
+        c.hosts.iter_mut().for_each(|host| host.reads = 0);
+        for _ in 0..count {
+            assert_eq!(c.read(0, 4096), [7; 4096]);
+        }
+        c.hosts.iter().map(|host| host.reads).collect()
+    };
+    let most = |asked: &[u64]| *asked.iter().max().unwrap();
+    assert_eq!(most(&asked(&mut c, 500)), 500, "one process is woken for all of them");
+    let turns = asked(&mut c, 3000);
+    assert!(turns.iter().filter(|reads| **reads > 900).count() > 1, "others have turns: {turns:?}");
+    let slow = turns.iter().position(|reads| *reads == most(&turns)).unwrap();
+    c.hosts[slow].read_takes = Duration::from_millis(3);
+    let asked = asked(&mut c, 3000);
+    assert!(asked[slow] < 8, "a slow one is left at once: {asked:?}");
+}
+
+#[test]
 fn trimmed_blocks_read_as_zeroes_and_show_as_holes() {
     let mut c = Cluster::new(3, config());
     for block in 0..4 {

@@ -52,6 +52,8 @@ pub(super) struct Peer {
     pub stable_told: Lsn,
     pub sync_asked: Lsn,
     pub reads: u32,
+    /// How long the last read that it answered took.
+    pub read_took: Duration,
     pub retry_at: Time,
     retry: Duration,
     /// Since when it is behind without any progress.
@@ -89,6 +91,7 @@ impl Peer {
             stable_told: Lsn::ZERO,
             sync_asked: Lsn::ZERO,
             reads: 0,
+            read_took: Duration::ZERO,
             retry_at: now,
             retry: RETRY_FIRST,
             behind_since: None,

@@ -25,10 +25,15 @@ pub(super) const BLOCK: u64 = BLOCK_SIZE as u64;
 const HEDGE: Duration = Duration::from_millis(500);
 /// Reads asked of one member at a time; a replica takes twice as many before it objects.
 const READS_MAX: u32 = 2048;
-/// Blocks of one batch that are asked of one member before the next: a few small reads in one
-/// frame cost little more than one, and members that have to go to their disks answer one by
-/// one, so that later batches spread by themselves.
+/// Small reads go to one member for a while before the next one is asked, so that only one process
+/// is woken for them and several share a frame: with three replicas on a host that halves what a
+/// read costs there. This many reads long, each of so many blocks at most,
+const RUN_READS: u32 = 1024;
 const RUN_BLOCKS: u32 = 16;
+/// and only while the member answers at once. Who has to go to its disk answers one by one, and is
+/// helped by all others.
+const RUN_TOOK: Duration = Duration::from_millis(1);
+const RUN_OPEN: u32 = 64;
 /// Blocks of one status request to a replica.
 const STATUS_BLOCKS: u64 = 1 << 15;
 
@@ -73,7 +78,7 @@ pub(super) struct Reads {
     held: Vec<usize>,
     /// What was asked and when, oldest first; what was answered since is skipped.
     asked: VecDeque<(Time, RequestId)>,
-    /// The member that the batch under way asks, and the blocks that it may still be asked.
+    /// The member that small reads are asked of, and how many more.
     run: Option<(Member, u32)>,
 }
 
@@ -198,7 +203,6 @@ impl Target {
     /// connection, so a member answers without waiting.
     pub(super) fn ask_reads(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let mut unasked = std::mem::take(&mut self.reads.unasked);
-        self.reads.run = None;
         unasked.retain(|&index| !self.ask(now, index, actions));
         unasked.append(&mut self.reads.unasked);
         self.reads.unasked = unasked;
@@ -226,12 +230,17 @@ impl Target {
             if peer.reads >= READS_MAX {
                 continue;
             }
-            if self.reads.run.is_some_and(|(m, left)| m == peer.member && left >= read.blocks) {
+            let run = self.reads.run.filter(|(member, _)| *member == peer.member);
+            let at_once =
+                peer.read_took <= RUN_TOOK && peer.reads < RUN_OPEN && !is_slow(peer, now);
+            if run.is_some_and(|(_, left)| left > 0) && at_once && read.blocks <= RUN_BLOCKS {
                 best = Some((i, 0));
                 break;
             }
             let local = self.config.local == Some(peer.member);
-            let load = if local { 0 } else { 1 + peer.reads + 64 * u32::from(is_slow(peer, now)) };
+            // After its run it is another one's turn.
+            let busy = 64 * (u32::from(is_slow(peer, now)) + u32::from(run.is_some()));
+            let load = if local { 0 } else { 1 + peer.reads + busy };
             if best.is_none_or(|(_, b)| load < b) {
                 best = Some((i, load));
             }
@@ -279,11 +288,10 @@ impl Target {
         peer.reads += 1;
         peer.sent_ping(now);
         let member = peer.member;
-        let left = match self.reads.run {
-            Some((m, left)) if m == member => left,
-            _ => RUN_BLOCKS,
-        };
-        self.reads.run = Some((member, left.saturating_sub(read.blocks)));
+        if read.blocks <= RUN_BLOCKS {
+            let run = self.reads.run.filter(|(m, left)| *m == member && *left > 0);
+            self.reads.run = Some((member, run.map_or(RUN_READS, |(_, left)| left - 1)));
+        }
         let read = self.reads.open.get_mut(index).expect("looked at above");
         read.asked = Some(member);
         read.sent = now;
@@ -312,6 +320,9 @@ impl Target {
         }
         if !covers(&slots, read.lba, read.blocks) {
             return self.shut_out(now, from, "a read answered for other blocks", actions);
+        }
+        if read.asked == Some(member) {
+            self.peers[from].read_took = now.since(read.sent);
         }
         let bad = first_bad(&slots, at, read.want_data);
         let read = self.reads.open.get_mut(index).expect("looked at above");

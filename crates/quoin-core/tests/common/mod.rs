@@ -45,6 +45,9 @@ pub struct Host {
     pub room: Option<u64>,
     /// Its disk refuses to read the log and the map.
     pub unreadable: bool,
+    /// Reads that it was asked, and the time that passes before it answers one.
+    pub reads: u64,
+    pub read_takes: Duration,
 }
 
 /// A store whose pool has so much room and no more (what carries no data always fits), and whose
@@ -238,7 +241,16 @@ impl Host {
             ..ReplicaMeta::default()
         };
         pool.create(identity, meta, BLOCKS).unwrap();
-        Host { pool, member, replica: None, cut: false, room: None, unreadable: false }
+        Host {
+            pool,
+            member,
+            replica: None,
+            cut: false,
+            room: None,
+            unreadable: false,
+            reads: 0,
+            read_takes: Duration::ZERO,
+        }
     }
 
     fn start(&mut self, now: Time) {
@@ -511,6 +523,16 @@ impl Cluster {
             }
             Event::ToReplica(host, event) => {
                 let state = &mut self.hosts[host];
+                if matches!(
+                    &event,
+                    ReplicaEvent::Message {
+                        message: quoin_core::message::ToReplica::Read { .. },
+                        ..
+                    }
+                ) {
+                    state.reads += 1;
+                    self.now = self.now + state.read_takes;
+                }
                 let Some(replica) = &mut state.replica else { return };
                 let inner = state.pool.replica(state.member.guid).unwrap();
                 let unreadable = state.unreadable;
