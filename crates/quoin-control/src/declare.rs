@@ -40,12 +40,16 @@ impl Controller {
         let places = places(&asked.replicas)?;
         let most = self.settings.replicas_max;
         let named = declared.replicas.max(places.len() as u32);
-        check_replicas("desiredReplicationFactor", named, most)?;
         let reference = VolumeRef { id: String::new(), name: declared.name.clone() };
         let found = match self.volume(Some(&reference)) {
             Err(Error::NotFound { .. }) => None,
             found => Some(found?),
         };
+        // What a volume has had since more were allowed it may keep.
+        let has = found.as_ref().map_or(0, |found| found.membership.drf.into());
+        if named > has {
+            check_replicas("desiredReplicationFactor", named, most)?;
+        }
         let Some(found) = found else { return self.make(asked, &declared, &places).await };
         let _one_at_a_time = self.creating.lock().await;
         let (revision, _) = self

@@ -5,7 +5,9 @@
 //! that exceeds one is called dying: it is cordoned, and where the policy says so its replicas are
 //! made elsewhere by the way of every drain ([`crate::cordon`]), one change at a time and never
 //! the last good copy. It stays so until a person opens it again (`quoin pool uncordon`), however
-//! well it does meanwhile: a disk that recovers by itself has only found a spare sector.
+//! well it does meanwhile: a disk that recovers by itself has only found a spare sector. Where more
+//! than half of the pools would be dying it is not their disks (hosts that stood still look like
+//! that): it is told, and nothing is emptied, since there is nowhere to go.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -77,6 +79,8 @@ impl fmt::Display for DyingPolicy {
 pub struct Wear {
     /// Oldest first; none older than the window but the first one of a quiet time.
     samples: VecDeque<(Instant, api::PoolWear)>,
+    /// It was told that too many pools fail together for it to be its disk.
+    told: bool,
 }
 
 impl Wear {
@@ -92,6 +96,10 @@ impl Wear {
             // All that it tells, it did since.
             self.samples.clear();
             self.samples.push_back((now, api::PoolWear::default()));
+        }
+        if self.samples.back().is_some_and(|(at, _)| now >= *at + WINDOW) {
+            // Nobody knows when in a long silence it was.
+            self.samples.clear();
         }
         if self.samples.back().is_none_or(|(at, _)| now >= *at + EVERY) {
             self.samples.push_back((now, wear));
@@ -127,6 +135,23 @@ impl Controller {
         if self.check_ruling().is_err() || self.why_dying(pool).is_some() {
             return Ok(());
         }
+        let pools = self.pools.list();
+        let others =
+            pools.iter().filter(|p| p.name != pool && self.why_dying(&p.name).is_some()).count();
+        let id = self.pools.get(pool).map(|pool| pool.pool_id.clone()).unwrap_or_default();
+        let about = Object::new("pool", id, pool);
+        if pools.len() > 1 && (others + 1) * 2 > pools.len() {
+            let told = |seen: &mut Wear| std::mem::replace(&mut seen.told, true);
+            if !self.observed().wear.get_mut(pool).is_some_and(told) {
+                let message = format!(
+                    "{why}, and so it is with {others} others of {} pools: what they share fails, not \
+                     their disks, and nothing is done; `quoin pool drain` empties one",
+                    pools.len()
+                );
+                self.events.record(Severity::Error, about, "PoolsFailTogether", message);
+            }
+            return Ok(());
+        }
         let drain = policy == DyingPolicy::Drain;
         let name = CordonRecord::name_of("pool", pool);
         let record = CordonRecord {
@@ -146,13 +171,12 @@ impl Controller {
             };
             self.cordons.update(&name, mark).await?;
         }
-        let id = self.pools.get(pool).map(|pool| pool.pool_id.clone()).unwrap_or_default();
         let then = match policy {
             DyingPolicy::Drain => "its replicas are made elsewhere",
             _ => "it takes no new replicas; `quoin pool drain` moves those it has",
         };
         let message = format!("{why}: {then}, until `quoin pool uncordon`");
-        self.events.record(Severity::Error, Object::new("pool", id, pool), "PoolDying", message);
+        self.events.record(Severity::Error, about, "PoolDying", message);
         Ok(())
     }
 
@@ -167,8 +191,7 @@ impl Controller {
         if let Some(wear) = self.observed().wear.get_mut(pool)
             && let Some((_, last)) = wear.samples.back().copied()
         {
-            wear.samples.clear();
-            wear.samples.push_back((Instant::now(), last));
+            *wear = Wear { samples: [(Instant::now(), last)].into(), told: false };
         }
     }
 }

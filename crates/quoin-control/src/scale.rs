@@ -109,9 +109,12 @@ impl Controller {
         reference: Option<&VolumeRef>,
         asked: &Scale,
     ) -> Result<Arc<VolumeRecord>, Error> {
-        check_replicas("replicas", asked.replicas, self.settings.replicas_max)?;
         let _one_at_a_time = self.creating.lock().await;
-        let id = self.volume(reference)?.id.0;
+        let volume = self.volume(reference)?;
+        let id = volume.id.0;
+        if asked.replicas > volume.membership.drf.into() {
+            check_replicas("replicas", asked.replicas, self.settings.replicas_max)?;
+        }
         let candidates = self.candidates();
         let change = |volume: &mut VolumeRecord| scale(volume, asked, &candidates);
         let (volume, said) = self.update_volume(id, change).await?;

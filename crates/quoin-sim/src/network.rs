@@ -113,6 +113,10 @@ impl Stream {
         }
         let index = random.index(self.items.len());
         let Some((_, _, Item::Bytes(bytes))) = self.items.get_mut(index) else { return false };
+        // A frame may have been cut off before its first byte.
+        if bytes.is_empty() {
+            return false;
+        }
         let until = if heads_only { bytes.len().min(HEADER_LEN) } else { bytes.len() };
         let mut changed = BytesMut::from(&bytes[..]);
         changed[random.index(until)] ^= 1 << random.below(8);

@@ -12,7 +12,7 @@ use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::overlay::Overlay;
-use crate::records::{Checkpoint, LogStart, Record, SegmentState, SnapshotState};
+use crate::records::{Checkpoint, LogStart, Record, SnapshotState};
 use crate::replica::{Image, Replica};
 use crate::tree::{self, Change, Edit};
 
@@ -223,7 +223,8 @@ impl Replica {
     }
 
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
-        let segments: Vec<SegmentState> = self.family.segments.values().map(|s| s.state).collect();
+        let too_high = self.recount || self.recount_job.is_some();
+        let segments = self.family.segments.values().map(|s| s.state.recorded(too_high)).collect();
         Checkpoint {
             root: self.folded.root,
             head: self.folded.head.clone(),

@@ -42,6 +42,22 @@ pub struct SegmentState {
     pub last_index: u64,
 }
 
+impl SegmentState {
+    /// As it is recorded. Live data is counted in whole blocks (nodes are not), so one byte more
+    /// says that the count is too high: that a view went away and all is to be counted anew.
+    pub fn recorded(self, too_high: bool) -> Self {
+        let mark = u64::from(too_high && self.stream != Stream::Nodes);
+        SegmentState { live_bytes: self.live_bytes | mark, ..self }
+    }
+
+    /// The state that was recorded so, and whether it said that its count is too high.
+    pub fn counted(self) -> (Self, bool) {
+        let too_high = self.stream != Stream::Nodes && self.live_bytes & 1 == 1;
+        let live_bytes = self.live_bytes - u64::from(too_high);
+        (SegmentState { live_bytes, ..self }, too_high)
+    }
+}
+
 /// A view that is kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SnapshotState {

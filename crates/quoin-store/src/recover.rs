@@ -62,8 +62,10 @@ pub fn recover<D: Disk>(
             return Err(PoolError::MetadataLost);
         }
         // An estimate from the disk must not be larger than anything can be.
+        let (state, too_high) = state.counted();
+        replica.recount |= too_high;
         let live_bytes = state.live_bytes.min(u64::from(room) * BLOCK_SIZE as u64);
-        let state = SegmentState { live_bytes, ..*state };
+        let state = SegmentState { live_bytes, ..state };
         let segment =
             Segment { state, next_index: 0, previous: 0, from_reserve: false, ready_blocks: 0 };
         replica.family.segments.insert(state.unit, segment);
@@ -119,9 +121,6 @@ pub fn recover<D: Disk>(
         *index = (*index).min(end.index);
     }
     close(core, &mut replica, durable, &segments, end)?;
-    // What was recorded as live may be long gone: with a view whose blocks were not counted anew
-    // yet, with entries that were cut away or did not reach the media.
-    replica.recount = !replica.family.segments.is_empty();
     Ok(replica)
 }
 
@@ -213,6 +212,8 @@ fn replay<D: Disk>(
             place += (raw.crcs.len() / 4) as u64;
             last = last.max(raw.lsn);
             if raw.lsn <= replica.folded.head.position.lsn.0 || raw.lsn > limit {
+                // Counted as live with its batch, which no view needs.
+                replica.recount |= raw.lsn > limit;
                 accepted += 1;
                 continue;
             }
@@ -253,7 +254,8 @@ fn replay<D: Disk>(
         }
         if !good {
             // The rest of this batch, or what it had begun to replace, must not come back with
-            // the next start.
+            // the next start. It was counted as live.
+            replica.recount = true;
             durable.cuts.push((end.index, replica.head.position.lsn));
             break;
         }

@@ -304,6 +304,8 @@ impl Replica {
             let count = (leaf - at % leaf).min(end - at).min(left.div_ceil(BLOCK_SIZE as u64));
             let count = count.max(1);
             self.find(core, &Source::Live, at, count as u32)?;
+            // The leaf may have been read too.
+            left = left.saturating_sub(BLOCK_SIZE as u64);
             core.forget_found();
             let mut slots = Vec::new();
             self.slots(core, at, Lsn::ZERO, true, &mut slots);

@@ -165,7 +165,7 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
         newer[at + 92..at + 96].copy_from_slice(&crc.to_le_bytes());
     }
     std::fs::write(&file, &newer).unwrap();
-    says(&pool.refused(&whole, &[]), &file, &["newer", "upgrade"]);
+    says(&pool.refused(&whole, &[]), &file, &["newer", "start that one"]);
     std::fs::write(&file, &bytes[..bytes.len() / 2]).unwrap();
     says(&pool.refused(&whole, &[]), &file, &["restore the whole"]);
     std::fs::write(&file, &bytes).unwrap();

@@ -57,3 +57,21 @@ async fn a_pool_whose_disk_fails_too_often_is_emptied_until_a_person_opens_it_ag
     report(&cluster, &name, 900_200, 900).await;
     assert_eq!(shown(&cluster, &name).state, "Dying");
 }
+
+#[tokio::test]
+async fn where_most_pools_fail_together_it_is_told_and_none_of_the_later_ones_is_emptied() {
+    let cluster = Cluster::of(3).await;
+    let names: Vec<String> = cluster.pools.iter().map(|pool| pool.name.clone()).collect();
+    for name in &names {
+        report(&cluster, name, 100, 0).await;
+    }
+    for _ in 0..2 {
+        for name in &names {
+            report(&cluster, name, 200, 90).await;
+        }
+    }
+    let dying = names.iter().filter(|name| shown(&cluster, name).state == "Dying").count();
+    assert_eq!(dying, 1);
+    let told = |reason: &str| cluster.reasons().iter().filter(|r| *r == reason).count();
+    assert_eq!((told("PoolDying"), told("PoolsFailTogether")), (1, 2), "each once");
+}

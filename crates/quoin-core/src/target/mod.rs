@@ -549,7 +549,7 @@ impl Target {
             }
             FromReplica::Data { id, at, slots, ping } => {
                 self.saw_ping(now, index, ping);
-                if !self.on_choice(id, at, &slots) {
+                if !self.on_choice(index, id, at, &slots) {
                     self.on_data(now, index, id, at, slots, actions);
                 }
             }

@@ -172,7 +172,7 @@ impl Pace {
                 }
             }
             Mode::Copy if idle => {
-                self.bytes_per_s = UNLIMITED;
+                (self.bytes_per_s, self.next_at) = (UNLIMITED, now);
                 self.begin(now);
             }
             Mode::Copy if self.bytes_per_s == UNLIMITED => {

@@ -29,7 +29,7 @@ const READS_MAX: u32 = 2048;
 /// is woken for them and several share a frame: with three replicas on a host that halves what a
 /// read costs there. This many reads long, each of so many blocks at most,
 const RUN_READS: u32 = 1024;
-const RUN_BLOCKS: u32 = 16;
+const RUN_BLOCKS: u32 = 4;
 /// and only while the member answers at once. Who has to go to its disk answers one by one, and is
 /// helped by all others.
 const RUN_TOOK: Duration = Duration::from_millis(1);

@@ -336,7 +336,10 @@ impl Target {
         let bytes: u64 = bytes.sum();
         rebuild.round_bytes += bytes;
         let id = rebuild.id;
-        self.pace.copied(now, bytes);
+        // What is not paced must not be paid for by what is.
+        if !self.peers[index].rounds.takes_precedence() {
+            self.pace.copied(now, bytes);
+        }
         self.peers[index].rounds.moved_bytes += bytes;
         let rebuild = self.peers[index].rebuild.as_mut().expect("found above");
         let upto = cursor.unwrap_or(u64::MAX);

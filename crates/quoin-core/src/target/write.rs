@@ -70,6 +70,11 @@ impl Unaligned {
             || self.blocked.iter().any(|r| Range::of(&r.operation).is_some_and(|b| b.meets(range)))
     }
 
+    /// Whether something is to be merged into this block.
+    pub fn touch(&self, lba: u64) -> bool {
+        self.blocks(Range { first: lba, end: lba + 1 })
+    }
+
     pub fn is_empty(&self) -> bool {
         self.blocked.is_empty() && self.merges.is_empty()
     }

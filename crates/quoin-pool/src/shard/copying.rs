@@ -20,6 +20,9 @@ const CLIENTS_FOR: Duration = Duration::from_millis(20);
 /// Chunks of one connection that wait, at most; its oldest are then served at once.
 const WAITING_MAX: usize = 8;
 
+/// So often it is the turn of who waits longest: a rebuild that never moves loses its session.
+const OLDEST_EVERY: u64 = 8;
+
 /// Copies beyond those that a volume cannot do without, as the last View has it.
 pub type Spare = usize;
 
@@ -29,6 +32,7 @@ pub struct Copying {
     /// The connections that have something waiting: the fewest spares first, then the oldest.
     order: BTreeMap<(Spare, u64), u64>,
     sequence: u64,
+    turn: u64,
     rest_until: Time,
     clients_at: Option<Time>,
 }
@@ -68,7 +72,12 @@ impl Copying {
         if now < self.rest_until {
             return None;
         }
-        let ((spare, _), connection) = self.order.pop_first()?;
+        self.turn += 1;
+        let first = match self.turn.is_multiple_of(OLDEST_EVERY) {
+            true => *self.order.keys().min_by_key(|(_, sequence)| *sequence)?,
+            false => *self.order.keys().next()?,
+        };
+        let (spare, connection) = (first.0, self.order.remove(&first)?);
         let queue = self.waiting.get_mut(&connection)?;
         let message = queue.pop_front()?;
         if queue.is_empty() {

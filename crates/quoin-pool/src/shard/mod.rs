@@ -60,6 +60,9 @@ const STOP_MAX: Duration = Duration::from_secs(10);
 /// A read or a sync that takes so long says that the disk is failing, not that it is busy.
 const STALL: Duration = Duration::from_secs(20);
 
+/// Refusals that follow each other as quickly are of one place.
+const SAME_REFUSAL: Duration = Duration::from_secs(60);
+
 /// How long a peer whose session was ended may take to close its side.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -137,6 +140,8 @@ pub struct Shard<'a, P> {
     /// What the targets were told of the pool's room.
     short: bool,
     copying: Copying,
+    /// When the disk last refused what a session needs, by replica.
+    refused_at: HashMap<ReplicaGuid, Time>,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
@@ -168,6 +173,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             repair_at: None,
             short: false,
             copying: Copying::default(),
+            refused_at: HashMap::new(),
         };
         let now = now();
         for guid in shard.pool.replicas() {
@@ -473,7 +479,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 )
             }
             ReplicaNote::Unreadable(error) => {
-                self.refused(error);
+                // Its target comes back to the same sector until it gives up: that is one refusal.
+                let now = now();
+                let before = self.refused_at.insert(guid, now);
+                if before.is_none_or(|before| now.since(before) > SAME_REFUSAL) {
+                    self.refused(error);
+                }
                 (
                     Severity::Error,
                     "DiskRefusesToRead",

@@ -495,17 +495,28 @@ impl Target {
 
     /// The chosen copy came: written to all, unless the block was written meanwhile. True if the
     /// read was such a one.
-    pub(super) fn on_choice(&mut self, id: RequestId, at: Lsn, slots: &[Slot]) -> bool {
+    pub(super) fn on_choice(
+        &mut self,
+        from: usize,
+        id: RequestId,
+        at: Lsn,
+        slots: &[Slot],
+    ) -> bool {
         if id & CHOICE != CHOICE {
             return false;
         }
+        let (member, nonce) = (self.peers[from].member, self.peers[from].nonce);
         let Some(verify) = &mut self.verify else { return true };
-        let Some(choice) = verify.choice.take_if(|choice| choice.id == id) else { return true };
+        // Nobody answers in the place of the one who was asked.
+        let asked = |c: &mut Choice| (c.id, c.member, c.nonce) == (id, member, nonce);
+        let Some(choice) = verify.choice.take_if(asked) else { return true };
         let lba = choice.lba;
         let [slot] = slots else { return true };
         let written = self.history.after(at).any(|e| e.overlaps(lba, 1));
         let known = at.next() >= self.history.first() && at <= self.history.last.lsn;
-        if written || !known || slot.lba != lba || self.phase != Phase::Serving {
+        // A merge under way has read what this would replace, and comes behind it.
+        let merged = self.writes.touch(lba);
+        if written || merged || !known || slot.lba != lba || self.phase != Phase::Serving {
             return true;
         }
         let (kind, data) = match &slot.content {
