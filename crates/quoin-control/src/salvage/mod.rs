@@ -86,6 +86,9 @@ impl Salvage {
     }
 }
 
+/// How often a record is judged again that changed before its finding was written.
+const TRIES_MAX: u32 = 5;
+
 impl Controller {
     /// # Errors
     /// Says what to do, where the records do not rule.
@@ -140,21 +143,49 @@ impl Controller {
             missing_pools: missing.into_iter().collect(),
             ..Recovered::default()
         };
-        recovered.findings = self.judge(told, asked.discard_left_over);
+        recovered.findings = self.judge(&told, asked.discard_left_over);
         if asked.dry_run {
             return Ok(recovered);
         }
         // Nobody takes a name in between, or makes a volume of one that is taken for free here.
         let no_other = self.creating.lock().await;
-        // First those that give names free.
-        for taking in [false, true] {
-            for (finding, before) in &recovered.findings {
-                if (finding.outcome != Outcome::Deleted) == taking {
-                    self.carry_out(finding, before.as_ref()).await?;
+        let mut open: BTreeSet<VolumeId> =
+            recovered.findings.iter().map(|(finding, _)| finding.volume).collect();
+        for _ in 0..TRIES_MAX {
+            // First those that give names free.
+            for taking in [false, true] {
+                for (finding, before) in &recovered.findings {
+                    if (finding.outcome != Outcome::Deleted) == taking
+                        && open.contains(&finding.volume)
+                        && self.carry_out(finding, before.as_ref()).await?
+                    {
+                        open.remove(&finding.volume);
+                    }
+                }
+            }
+            if open.is_empty() {
+                break;
+            }
+            // Old records that nobody doubted ruled meanwhile, and changed themselves.
+            let again = self.judge(&told, asked.discard_left_over);
+            // What has no record any more and is held by nobody is gone.
+            open.retain(|volume| again.iter().any(|(finding, _)| finding.volume == *volume));
+            for judged in again {
+                let is_same = |(finding, _): &&mut (Finding, _)| finding.volume == judged.0.volume;
+                if open.contains(&judged.0.volume)
+                    && let Some(place) = recovered.findings.iter_mut().find(is_same)
+                {
+                    *place = judged;
                 }
             }
         }
         drop(no_other);
+        if let Some(volume) = open.first() {
+            return Err(Error::Busy(format!(
+                "the record of volume {volume} changed all the while it was compared with what the \
+                 pools hold: recover again"
+            )));
+        }
         self.remember_members().await?;
         let ruled = self.check_ruling().is_ok();
         self.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
@@ -207,16 +238,16 @@ impl Controller {
 
     fn judge(
         &self,
-        told: BTreeMap<String, Told>,
+        told: &BTreeMap<String, Told>,
         discard_left_over: bool,
     ) -> Vec<(Finding, Option<Arc<VolumeRecord>>)> {
         let mut deleted = HashSet::new();
         let mut held: BTreeMap<VolumeId, Vec<Held>> = BTreeMap::new();
         for (pool, told) in told {
-            let rolled_back = self.pools.get(&pool).is_some_and(|pool| pool.rolled_back);
-            deleted.extend(told.deleted);
-            for replica in told.replicas {
-                let replica = Held { trusted: !rolled_back, ..replica };
+            let rolled_back = self.pools.get(pool).is_some_and(|pool| pool.rolled_back);
+            deleted.extend(&told.deleted);
+            for replica in &told.replicas {
+                let replica = Held { trusted: !rolled_back, ..replica.clone() };
                 held.entry(replica.volume).or_default().push(replica);
             }
         }
@@ -238,12 +269,13 @@ impl Controller {
         judged.collect()
     }
 
+    /// False: the record is not the one any more that was judged, and nothing was written.
     async fn carry_out(
         &self,
         finding: &Finding,
         before: Option<&Arc<VolumeRecord>>,
-    ) -> Result<(), Error> {
-        let Some(record) = finding.write.as_deref() else { return Ok(()) };
+    ) -> Result<bool, Error> {
+        let Some(record) = finding.write.as_deref() else { return Ok(true) };
         let mut record = record.clone();
         if record.phase == VolumePhase::Deleting {
             if let Some(before) = before {
@@ -267,8 +299,7 @@ impl Controller {
             }
         };
         if !written {
-            // Somebody who was ruling changed it meanwhile, and knows better.
-            return Ok(());
+            return Ok(false);
         }
         let (severity, reason) = match finding.outcome {
             Outcome::Undecided => (Severity::Error, "VolumeUndecided"),
@@ -287,7 +318,7 @@ impl Controller {
             message = format!("{message}; {}", finding.message);
         }
         self.events.record(severity, about(&record), reason, message);
-        Ok(())
+        Ok(true)
     }
 
     /// A name that another volume has by now is not taken from it: this one's gets an ending.
