@@ -123,7 +123,6 @@ const FOUND_IN_SWARMS: &[(quoin_sim::Swarm, u64, &str)] = &[
         131,
         "the checker took a lease that its holder gave up for one owed",
     ),
-    (quoin_sim::Swarm::PowerCuts, 144, "a rebuild that its writers outran began anew for ever"),
 ];
 
 #[test]
