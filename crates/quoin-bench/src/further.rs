@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::load::Generator;
-use crate::product::Product;
+use crate::product::{Away, Product};
 use crate::{Class, Error, Options, absence, heal, members, usage};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
@@ -57,6 +57,9 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     if options.wants(members::CHANGE) {
         facts.extend(members::change(quoin, &directory.join("change"))?);
     }
+    if options.wants(members::DEATH) {
+        facts.extend(members::target_death(quoin, &directory.join("death"))?);
+    }
     if options.wants(heal::NAME) {
         facts.extend(heal::run(options, quoin, &directory.join("heal"))?);
     }
@@ -100,7 +103,8 @@ fn idle(quoin: &Path, directory: &Path, volumes: usize) -> Result<Vec<Fact>, Err
     Ok(facts)
 }
 
-/// Kills all pools and sees when they are healthy again, and when data of theirs can be read.
+/// Kills all pools, and sees when they are healthy again with nothing of theirs in memory, and when
+/// their data can be read.
 fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>, Error> {
     // A volume may fill four fifths of a pool.
     let pool_size = format!("{}GiB", data_gib + data_gib / 2 + 1);
@@ -109,8 +113,13 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
     let mut generator = Generator::connect(&socket)?;
     generator.fill(1 << 20)?;
     let old = product.pids_of("pool");
-    usage::end(&old);
+    let peak = old.iter().filter_map(|pid| usage::peak_bytes(*pid)).max().unwrap_or_default();
+    let pools = ["pool-a", "pool-b", "pool-c"];
+    let away: Vec<Away> =
+        pools.iter().map(|pool| product.take_away(pool)).collect::<Result<_, Error>>()?;
+    pools.iter().try_for_each(|pool| product.drop_cached(pool))?;
     let killed = Instant::now();
+    away.into_iter().try_for_each(Away::give_back)?;
     // This ends only when a pool answers; meanwhile the pools' own words are asked for.
     let reader = std::thread::spawn(move || {
         let outcome = generator.read_one();
@@ -146,7 +155,15 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
         unit: "s",
         goal,
     };
+    let memory = Fact {
+        name: format!("cold-start-{data_gib}-gib-memory-pool"),
+        // The most that one took while the data was written.
+        value: peak as f64 / f64::from(1 << 20),
+        unit: "MiB",
+        goal: 300.0,
+    };
     Ok(vec![
+        memory,
         fact("", (healthy - started).as_secs_f64(), 2.0),
         // With the lease of two seconds that a replica waits out when it cannot know who holds it.
         fact("-first-read", (answered - killed).as_secs_f64(), 4.0),

@@ -1,13 +1,12 @@
 //! A pool with a share of many volumes is lost for good: how long until every volume has all its
 //! replicas again, what memory that takes at its peak, and how often the controller writes records.
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::further::Fact;
+use crate::further::{Fact, scrape};
 use crate::product::Product;
 use crate::{Class, Error, Options, nbd, usage};
 
@@ -52,13 +51,8 @@ impl Filled {
 
     fn ask(&mut self, command: u16, offset: u64, data: &[u8]) -> Result<(), Error> {
         let length = if command == nbd::FLUSH { 0 } else { CHUNK_BYTES as u32 };
-        let mut out = Vec::with_capacity(nbd::REQUEST_LEN + data.len());
-        nbd::Request { command, handle: offset, offset, length }.encode(&mut out);
-        out.extend_from_slice(data);
-        self.stream.write_all(&out).map_err(Error::io("send a request"))?;
-        let mut reply = [0; nbd::REPLY_LEN];
-        self.stream.read_exact(&mut reply).map_err(Error::io("wait for a reply"))?;
-        nbd::decode_reply(&reply).map(|_| ())
+        let request = nbd::Request { command, handle: offset, offset, length };
+        nbd::ask(&mut self.stream, &request, data)
     }
 
     fn check(&mut self, bytes: u64) -> Result<(), Error> {
@@ -125,7 +119,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
         // The time that the policy waits is not counted.
         fact("time", took.saturating_sub(REPLACE_AFTER).as_secs_f64(), "s", 2.0 * lost),
         fact("cpu", cpu.as_secs_f64(), "s", lost),
-        fact("record-writes", writes as f64 / lost, "a replica", 10.0),
+        fact("record-writes", writes / lost, "a replica", 10.0),
         fact("memory-controller", peak("controller"), "MiB", 300.0),
         fact("memory-pool", peak("pool"), "MiB", 600.0),
         fact("memory-target", peak("target"), "MiB", 600.0),
@@ -135,7 +129,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
 /// What is told apart from the healing itself.
 struct Before {
     lost: usize,
-    writes: u64,
+    writes: f64,
     cpu: Duration,
 }
 
@@ -156,23 +150,8 @@ fn whole(product: &Product) -> Result<usize, Error> {
 }
 
 /// How often the controller has written a record since its start.
-fn record_writes(product: &Product) -> Result<u64, Error> {
-    let none = || Error::Failed("the controller does not tell its writes".into());
-    let pid = *product.pids_of("controller").first().ok_or_else(none)?;
-    let text = scrape(pid).ok_or_else(none)?;
-    let line = text.lines().find_map(|l| l.strip_prefix("quoin_record_writes_total "));
-    line.and_then(|count| count.trim().parse().ok()).ok_or_else(none)
-}
-
-/// The metrics of a role that serves them.
-fn scrape(pid: u32) -> Option<String> {
-    let line = usage::command_line(pid)?;
-    let address = line.split(' ').skip_while(|word| *word != "--http").nth(1)?;
-    let mut stream = TcpStream::connect(address).ok()?;
-    stream.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
-    let request = "GET /metrics HTTP/1.1\r\nHost: quoin\r\nConnection: close\r\n\r\n";
-    stream.write_all(request.as_bytes()).ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    Some(text)
+fn record_writes(product: &Product) -> Result<f64, Error> {
+    let controllers = product.pids_of("controller");
+    let writes = controllers.first().and_then(|pid| scrape(*pid, "quoin_record_writes_total"));
+    writes.ok_or_else(|| Error::Failed("the controller does not tell its writes".into()))
 }

@@ -123,13 +123,8 @@ impl Generator {
     }
 
     pub fn flush(&mut self) -> Result<(), Error> {
-        let mut out = Vec::new();
         let request = nbd::Request { command: nbd::FLUSH, handle: 0, offset: 0, length: 0 };
-        request.encode(&mut out);
-        self.stream.write_all(&out).map_err(Error::io("send a flush"))?;
-        let mut reply = [0; nbd::REPLY_LEN];
-        self.stream.read_exact(&mut reply).map_err(Error::io("wait for a flush"))?;
-        nbd::decode_reply(&reply).map(|_| ())
+        nbd::ask(&mut self.stream, &request, &[])
     }
 
     pub fn run(&mut self, load: Load) -> Result<Outcome, Error> {

@@ -1,5 +1,5 @@
-//! What clients notice while replicas come and go: how much a rebuild takes from their IO, and how
-//! long a change of the membership holds it up.
+//! What clients notice while replicas and targets come and go: how much a rebuild takes from their
+//! IO, how long a change of the membership holds it up, and how long the death of the target.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use crate::further::Fact;
 use crate::load::{Generator, Load, Outcome, Pattern};
 use crate::product::Product;
-use crate::{Class, Error, Options};
+use crate::{Class, Error, Options, usage};
 
 pub const REBUILD: &str = "io-during-rebuild";
 pub const CHANGE: &str = "membership-change";
+pub const DEATH: &str = "target-death";
 const VOLUME: &str = "members";
 const POOL: &str = "pool-c";
 const TIMEOUT: Duration = Duration::from_secs(300);
@@ -118,4 +119,27 @@ pub fn change(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     })?;
     let name = format!("{CHANGE}-pause");
     Ok(vec![Fact { name, value: longest_us / 1000.0, unit: "ms", goal: 100.0 }])
+}
+
+/// From the death of a target to the first write that its successor answers: it waits until the
+/// lease is over that the dead one may still answer by.
+pub fn target_death(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
+    eprintln!("measuring {DEATH}");
+    let product = Product::start(quoin, directory)?;
+    let socket = product.volume(VOLUME, Class::Cache, CHANGE_VOLUME_BYTES)?;
+    let mut generator = Generator::connect(&socket)?;
+    generator.fill(128 << 10)?;
+    drop(generator);
+    usage::end(&product.pids_of("target"));
+    let died = Instant::now();
+    let one = load(1, Duration::from_millis(1));
+    // Refused while there is no target, and held up until it may answer.
+    while Generator::connect(&socket).and_then(|mut generator| generator.run(one)).is_err() {
+        if died.elapsed() > TIMEOUT {
+            return Err(Error::Failed("no other target served the volume".into()));
+        }
+        std::thread::sleep(POLL);
+    }
+    let value = died.elapsed().as_secs_f64();
+    Ok(vec![Fact { name: format!("{DEATH}-pause"), value, unit: "s", goal: 3.0 }])
 }

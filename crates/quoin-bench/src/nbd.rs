@@ -77,6 +77,17 @@ pub fn decode_reply(bytes: &[u8]) -> Result<u64, Error> {
     Ok(be64(&bytes[8..]))
 }
 
+/// Sends one request with its data and waits for its reply; what was read follows on the stream.
+pub fn ask(stream: &mut UnixStream, request: &Request, data: &[u8]) -> Result<(), Error> {
+    let mut out = Vec::with_capacity(REQUEST_LEN + data.len());
+    request.encode(&mut out);
+    out.extend_from_slice(data);
+    stream.write_all(&out).map_err(Error::io("send a request"))?;
+    let mut reply = [0; REPLY_LEN];
+    stream.read_exact(&mut reply).map_err(Error::io("wait for a reply"))?;
+    decode_reply(&reply).map(|_| ())
+}
+
 /// The client's side of the negotiation; returns the size of the export in bytes.
 pub fn negotiate(stream: &mut UnixStream) -> Result<u64, Error> {
     let what = "NBD negotiation";

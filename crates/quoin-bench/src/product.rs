@@ -37,6 +37,8 @@ impl Product {
         let dev = Command::new(quoin)
             .args(["dev", "--no-attach", "--dir"])
             .arg(dir.join("data"))
+            // Nothing that was not asked for is in a measurement.
+            .args(["--rebalance-at", "off"])
             .args(flags)
             .stdin(Stdio::null())
             .stdout(log)
@@ -152,6 +154,16 @@ impl Product {
         };
         gone.map_err(Error::io(format!("wipe {}", held.display())))?;
         away.give_back()
+    }
+
+    /// What a pool that is away holds is read from the disk when it is back, not from memory.
+    pub fn drop_cached(&self, pool: &str) -> Result<(), Error> {
+        let path = self.dir.join("data/pools").join(pool).join("data");
+        let failed = || Error::io(format!("drop what is cached of {}", path.display()));
+        let file = std::fs::File::open(&path).map_err(failed())?;
+        file.sync_all().map_err(failed())?;
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed)
+            .map_err(|error| failed()(error.into()))
     }
 
     /// Kills a pool, which is not started again before it is given back.

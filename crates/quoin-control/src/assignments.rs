@@ -112,6 +112,7 @@ impl Controller {
             consistency_factor: volume.desired_cf().into(),
             maintenance: volume.attachments.is_empty(),
             verify: self.verify_order(volume.id.0),
+            membership_version: volume.membership.version,
         };
         // What is served is served on until the records rule again.
         let rules = self.check_ruling().is_ok();

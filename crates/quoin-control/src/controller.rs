@@ -14,10 +14,10 @@ use rand::RngCore;
 use tokio::sync::watch;
 
 use crate::Error;
-use crate::dying::DyingPolicy;
+use crate::dying::{DyingLimits, DyingPolicy};
 use crate::events::{Events, Object};
 use crate::observed::Observed;
-use crate::policy::ReplaceAfter;
+use crate::policy::{RebalanceAt, ReplaceAfter};
 use crate::records::{
     CordonRecord, MemberOfCluster, NameRecord, NodeRecord, PoolRecord, RecoveryRecord, TokenRecord,
     VolumeRecord,
@@ -42,6 +42,10 @@ pub struct Settings {
     pub heals_per_pool: u32,
     /// What becomes of pools whose disks are failing.
     pub dying_pools: DyingPolicy,
+    /// When a pool's disk is taken to be failing.
+    pub dying_limits: DyingLimits,
+    /// How unevenly pools may fill before replicas move.
+    pub rebalance_at: RebalanceAt,
     /// Replicas of one volume at most.
     pub replicas_max: u32,
 }
@@ -155,6 +159,10 @@ impl Controller {
             .ok_or_else(|| Error::missing("volume", shown(&reference.name)))
     }
 
+    /// Changes a volume's record. Where that takes a newcomer off it, the membership goes to its
+    /// next version: a joint View that names the newcomer can never come to rule then, so nobody
+    /// who opens the volume waits for what is being deleted. Not so where nothing has confirmed yet
+    /// that the record is no old copy: there that View may have ruled for long.
     pub(crate) async fn update_volume<T>(
         &self,
         id: VolumeId,
@@ -162,9 +170,14 @@ impl Controller {
     ) -> Result<(Arc<VolumeRecord>, T), Error> {
         self.check_ruling()?;
         let name = id.to_string();
+        let is_confirmed = {
+            let observed = self.observed();
+            observed.confirmed.contains(&id) && !observed.behind.contains(&id)
+        };
         let change = |volume: &mut VolumeRecord| {
             let before = volume.clone();
             let value = change(volume)?;
+            volume.membership.version += u64::from(is_confirmed && volume.takes_back(&before));
             volume.generation += u64::from(volume.differs(&before));
             Ok(value)
         };

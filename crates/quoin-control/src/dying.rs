@@ -12,7 +12,6 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::str::FromStr;
-use std::time::Duration;
 
 use quoin_proto::control as api;
 use tokio::time::Instant;
@@ -20,19 +19,47 @@ use tokio::time::Instant;
 use crate::Error;
 use crate::controller::Controller;
 use crate::events::{Object, Severity};
+use crate::policy::Within;
 use crate::records::CordonRecord;
 use crate::time::now_ms;
 
-/// What is longer ago counts no more.
-const WINDOW: Duration = Duration::from_secs(600);
-/// Between two samples that are kept.
-const EVERY: Duration = Duration::from_secs(10);
-/// Refusals of the disk, and what share of all operations they must be: one in so many.
-const ERRORS: u64 = 5;
-const ERRORS_ONE_IN: u64 = 1000;
-/// Bad copies: a few come with age, so many are a disk that forgets.
-const BAD: u64 = 100;
-const STALLS: u64 = 3;
+/// Samples that are kept of a whole window.
+const SAMPLES: u32 = 60;
+
+/// What a pool's disk may do within a window before it is called dying.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DyingLimits {
+    /// What is longer ago counts no more.
+    pub within: Within,
+    /// Refusals of the disk, which are dying only where one in so many operations was refused.
+    pub errors: u64,
+    pub one_in: u64,
+    /// Bad copies: a few come with age, many are a disk that forgets.
+    pub bad: u64,
+    /// Reads and syncs that took far too long.
+    pub stalls: u64,
+}
+
+impl Default for DyingLimits {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+impl DyingLimits {
+    pub const DEFAULT: Self =
+        Self { within: Within::DEFAULT, errors: 5, one_in: 1000, bad: 100, stalls: 3 };
+
+    /// # Errors
+    /// A limit that every pool reaches by doing nothing.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        let all = [self.errors, self.one_in, self.bad, self.stalls];
+        if all.contains(&0) {
+            return Err(Error::invalid("limits of dying pools", "each is at least 1"));
+        }
+        Ok(())
+    }
+}
 
 /// What becomes of a pool that is dying.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -85,7 +112,13 @@ pub struct Wear {
 
 impl Wear {
     /// Takes a report in; why the pool is dying, where it is.
-    pub fn saw(&mut self, now: Instant, wear: api::PoolWear) -> Option<String> {
+    pub fn saw(
+        &mut self,
+        now: Instant,
+        wear: api::PoolWear,
+        limits: &DyingLimits,
+    ) -> Option<String> {
+        let window = limits.within.0;
         let restarted = self.samples.back().is_some_and(|(_, last)| {
             wear.operations < last.operations
                 || wear.errors < last.errors
@@ -97,31 +130,31 @@ impl Wear {
             self.samples.clear();
             self.samples.push_back((now, api::PoolWear::default()));
         }
-        if self.samples.back().is_some_and(|(at, _)| now >= *at + WINDOW) {
+        if self.samples.back().is_some_and(|(at, _)| now >= *at + window) {
             // Nobody knows when in a long silence it was.
             self.samples.clear();
         }
-        if self.samples.back().is_none_or(|(at, _)| now >= *at + EVERY) {
+        if self.samples.back().is_none_or(|(at, _)| now >= *at + window / SAMPLES) {
             self.samples.push_back((now, wear));
         }
-        while self.samples.len() > 1 && self.samples[1].0 + WINDOW <= now {
+        while self.samples.len() > 1 && self.samples[1].0 + window <= now {
             self.samples.pop_front();
         }
         let base = self.samples.front().map_or(wear, |(_, first)| *first);
         let rose = |of: fn(&api::PoolWear) -> u64| of(&wear).saturating_sub(of(&base));
         let (errors, operations) = (rose(|w| w.errors), rose(|w| w.operations));
-        let minutes = WINDOW.as_secs() / 60;
-        if errors >= ERRORS && errors.saturating_mul(ERRORS_ONE_IN) >= operations {
+        let within = limits.within;
+        if errors >= limits.errors && errors.saturating_mul(limits.one_in) >= operations {
             return Some(format!(
-                "its disk refused {errors} of {operations} operations within {minutes} minutes"
+                "its disk refused {errors} of {operations} operations within {within}"
             ));
         }
         let (bad, stalls) = (rose(|w| w.bad), rose(|w| w.stalls));
-        if bad >= BAD {
-            return Some(format!("{bad} bad copies were found within {minutes} minutes"));
+        if bad >= limits.bad {
+            return Some(format!("{bad} bad copies were found within {within}"));
         }
-        (stalls >= STALLS)
-            .then(|| format!("{stalls} reads or syncs took far too long within {minutes} minutes"))
+        (stalls >= limits.stalls)
+            .then(|| format!("{stalls} reads or syncs took far too long within {within}"))
     }
 }
 
@@ -129,8 +162,12 @@ impl Controller {
     /// Judges a pool by its report, and does what the policy says of one that is dying.
     pub(crate) async fn judge_wear(&self, pool: &str, wear: api::PoolWear) -> Result<(), Error> {
         let policy = self.settings.dying_pools;
-        let why =
-            self.observed().wear.entry(pool.to_owned()).or_default().saw(Instant::now(), wear);
+        let limits = &self.settings.dying_limits;
+        let why = {
+            let mut observed = self.observed();
+            let seen = observed.wear.entry(pool.to_owned()).or_default();
+            seen.saw(Instant::now(), wear, limits)
+        };
         let (Some(why), false) = (why, policy == DyingPolicy::Off) else { return Ok(()) };
         if self.check_ruling().is_err() || self.why_dying(pool).is_some() {
             return Ok(());
@@ -198,12 +235,18 @@ impl Controller {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use proptest::prelude::*;
 
     use super::*;
 
     fn wear(operations: u64, errors: u64, bad: u64, stalls: u64) -> api::PoolWear {
         api::PoolWear { operations, errors, bad, stalls }
+    }
+
+    fn saw(seen: &mut Wear, now: Instant, wear: api::PoolWear) -> Option<String> {
+        seen.saw(now, wear, &DyingLimits::default())
     }
 
     fn minutes(n: u64) -> Duration {
@@ -213,9 +256,9 @@ mod tests {
     #[test]
     fn a_few_errors_among_many_operations_are_no_death_and_a_share_of_them_is() {
         let (mut seen, now) = (Wear::default(), Instant::now());
-        assert_eq!(seen.saw(now, wear(1_000_000, 4, 0, 0)), None);
-        assert_eq!(seen.saw(now + minutes(1), wear(1_100_000, 50, 0, 0)), None);
-        let why = seen.saw(now + minutes(2), wear(1_100_100, 900, 0, 0)).unwrap();
+        assert_eq!(saw(&mut seen, now, wear(1_000_000, 4, 0, 0)), None);
+        assert_eq!(saw(&mut seen, now + minutes(1), wear(1_100_000, 50, 0, 0)), None);
+        let why = saw(&mut seen, now + minutes(2), wear(1_100_100, 900, 0, 0)).unwrap();
         assert!(why.contains("896 of 100100"), "{why}");
     }
 
@@ -224,23 +267,50 @@ mod tests {
         let (mut seen, now) = (Wear::default(), Instant::now());
         for hour in 0..200 {
             let at = now + minutes(60 * hour);
-            assert_eq!(seen.saw(at, wear(hour * 1000, 0, hour * 20, hour)), None, "{hour}");
+            assert_eq!(saw(&mut seen, at, wear(hour * 1000, 0, hour * 20, hour)), None, "{hour}");
         }
         let at = now + minutes(60 * 200);
-        assert_eq!(seen.saw(at, wear(200_000, 0, 3980, 200)), None);
-        assert!(seen.saw(at + minutes(5), wear(200_001, 0, 3980, 203)).is_some());
+        assert_eq!(saw(&mut seen, at, wear(200_000, 0, 3980, 200)), None);
+        assert!(saw(&mut seen, at + minutes(5), wear(200_001, 0, 3980, 203)).is_some());
         let mut seen = Wear::default();
-        assert_eq!(seen.saw(now, wear(10, 0, 99, 0)), None);
-        assert!(seen.saw(now + minutes(1), wear(20, 0, 199, 0)).is_some());
+        assert_eq!(saw(&mut seen, now, wear(10, 0, 99, 0)), None);
+        assert!(saw(&mut seen, now + minutes(1), wear(20, 0, 199, 0)).is_some());
     }
 
     #[test]
     fn a_process_that_began_anew_is_judged_by_what_it_did_itself() {
         let (mut seen, now) = (Wear::default(), Instant::now());
-        assert_eq!(seen.saw(now, wear(1000, 0, 0, 2)), None);
-        assert_eq!(seen.saw(now + minutes(1), wear(5, 0, 0, 1)), None);
-        assert_eq!(seen.saw(now + minutes(2), wear(6, 0, 0, 2)), None);
-        assert!(seen.saw(now + minutes(3), wear(7, 0, 0, 4)).is_some());
+        assert_eq!(saw(&mut seen, now, wear(1000, 0, 0, 2)), None);
+        assert_eq!(saw(&mut seen, now + minutes(1), wear(5, 0, 0, 1)), None);
+        assert_eq!(saw(&mut seen, now + minutes(2), wear(6, 0, 0, 2)), None);
+        assert!(saw(&mut seen, now + minutes(3), wear(7, 0, 0, 4)).is_some());
+    }
+
+    #[test]
+    fn limits_and_the_time_in_which_they_count_can_be_others_and_none_is_zero() {
+        let within = "1m".parse().unwrap();
+        let limits = DyingLimits { within, errors: 2, one_in: 10, bad: 7, stalls: 1 };
+        limits.check().unwrap();
+        let now = Instant::now();
+        let dies = |at: Duration, second: api::PoolWear| {
+            let mut seen = Wear::default();
+            assert_eq!(seen.saw(now, wear(0, 0, 0, 0), &limits), None);
+            assert_eq!(seen.saw(now + at / 2, wear(0, 0, 0, 0), &limits), None);
+            seen.saw(now + at, second, &limits)
+        };
+        let second = Duration::from_secs(1);
+        assert!(dies(second, wear(20, 2, 0, 0)).is_some_and(|why| why.ends_with("within 1m")));
+        assert_eq!(dies(second, wear(21, 2, 0, 0)), None, "less than one in ten");
+        assert!(dies(second, wear(0, 0, 7, 0)).is_some());
+        assert!(dies(second, wear(0, 0, 0, 1)).is_some());
+        assert_eq!(dies(3 * minutes(1), wear(0, 0, 7, 1)), None, "a long silence");
+        let of: [fn(&mut DyingLimits) -> &mut u64; 4] =
+            [|l| &mut l.errors, |l| &mut l.one_in, |l| &mut l.bad, |l| &mut l.stalls];
+        for of in of {
+            let mut limits = limits;
+            *of(&mut limits) = 0;
+            assert!(limits.check().is_err(), "{limits:?}");
+        }
     }
 
     proptest! {
@@ -252,7 +322,7 @@ mod tests {
             let (mut seen, mut now) = (Wear::default(), Instant::now());
             for (seconds, [a, b, c, d]) in reports {
                 now += Duration::from_secs(seconds);
-                seen.saw(now, wear(a, b, c, d));
+                saw(&mut seen, now, wear(a, b, c, d));
                 prop_assert!(seen.samples.len() <= 62);
             }
         }
@@ -263,7 +333,7 @@ mod tests {
             for step in steps {
                 operations += step;
                 now += Duration::from_secs(step % 900);
-                prop_assert_eq!(seen.saw(now, wear(operations, 0, 0, 0)), None);
+                prop_assert_eq!(saw(&mut seen, now, wear(operations, 0, 0, 0)), None);
             }
         }
     }

@@ -11,9 +11,8 @@ use quoin_proto::control as api;
 use tokio::sync::watch;
 
 use crate::Error;
-use crate::records::{EventRecord, Record};
-use crate::store::{Store, StoreError};
-use crate::table::Table;
+use crate::records::{EventRecord, Record, decode, encode};
+use crate::store::{Entry, Store, StoreError};
 use crate::time::{now_ms, timestamp};
 
 /// Events kept; the oldest go first.
@@ -74,17 +73,24 @@ struct Ring {
 /// The cluster's events.
 pub struct Events {
     ring: Mutex<Ring>,
-    table: Table<EventRecord>,
+    store: Arc<dyn Store>,
     latest: watch::Sender<u64>,
+    flushing: tokio::sync::Mutex<()>,
 }
 
 impl Events {
     pub(crate) async fn load(store: Arc<dyn Store>) -> Result<Self, StoreError> {
-        let table = Table::<EventRecord>::load(store, watch::channel(0).0).await?;
-        let events: VecDeque<_> = table.list().iter().map(|event| (**event).clone()).collect();
+        let read = |entry: Entry| {
+            let read = decode::<EventRecord>(&entry.value);
+            read.map_err(|reason| StoreError::Record { key: entry.key, reason })
+        };
+        // Their keys are in the order of their sequences.
+        let entries = store.list(EventRecord::PREFIX).await?.into_iter();
+        let events = entries.map(read).collect::<Result<VecDeque<_>, _>>()?;
         let next = events.back().map_or(0, |event| event.sequence) + 1;
         let ring = Ring { events, next, unwritten: BTreeSet::new(), unneeded: BTreeSet::new() };
-        Ok(Self { ring: Mutex::new(ring), table, latest: watch::channel(next - 1).0 })
+        let (ring, latest) = (Mutex::new(ring), watch::channel(next - 1).0);
+        Ok(Self { ring, store, latest, flushing: tokio::sync::Mutex::new(()) })
     }
 
     /// Records an event, or counts it with the one that it repeats.
@@ -146,23 +152,26 @@ impl Events {
         self.latest.subscribe()
     }
 
-    /// Writes what is new; tried again at the next call where it fails.
+    /// Writes what is new, all of it in one commit; tried again at the next call where it fails.
     pub(crate) async fn flush(&self) -> Result<(), Error> {
+        // Else one could write what another has removed meanwhile, and nobody removed it again.
+        let _one_at_a_time = self.flushing.lock().await;
         let (write, remove) = {
             let ring = self.ring.lock().expect("no holder of this lock panics");
             let new = ring.events.iter().filter(|e| ring.unwritten.contains(&e.sequence));
             (new.cloned().collect::<Vec<_>>(), ring.unneeded.clone())
         };
-        for event in write {
-            let sequence = event.sequence;
-            // One that is there already is ours from before a failed answer.
-            let _ = self.table.create(event).await?;
-            self.ring.lock().expect("no holder of this lock panics").unwritten.remove(&sequence);
+        if write.is_empty() && remove.is_empty() {
+            return Ok(());
         }
-        for sequence in remove {
-            self.table.remove(&format!("{sequence:016x}"), |_| true).await?;
-            self.ring.lock().expect("no holder of this lock panics").unneeded.remove(&sequence);
+        let written = write.iter().map(|event| (event.key(), Some(encode(event))));
+        let removed = remove.iter().map(|sequence| (EventRecord::key_at(*sequence), None));
+        self.store.put_all(written.chain(removed).collect()).await?;
+        let mut ring = self.ring.lock().expect("no holder of this lock panics");
+        for event in &write {
+            ring.unwritten.remove(&event.sequence);
         }
+        ring.unneeded.retain(|sequence| !remove.contains(sequence));
         Ok(())
     }
 }
@@ -230,6 +239,28 @@ mod tests {
         assert_eq!(events.after(0), before);
         events.record(Severity::Normal, Object::new("cluster", "", ""), "Tick", "new");
         assert!(events.after(before[4].sequence).len() == 1);
+    }
+
+    #[tokio::test]
+    async fn however_many_are_new_and_however_many_go_it_is_one_commit() {
+        let dir = tempfile::tempdir().unwrap();
+        let embedded = Embedded::open(&dir.path().join("records.redb")).unwrap();
+        let writes = Arc::new(crate::store::Writes::default());
+        let store = crate::store::Watched::new(Arc::new(embedded), writes.clone());
+        let events = Events::load(Arc::new(store)).await.unwrap();
+        for round in 0..3 {
+            for n in 0..EVENTS_MAX {
+                events.record(Severity::Normal, Object::new("pool", n, n), "Tick", round);
+            }
+            events.flush().await.unwrap();
+            assert_eq!(writes.count(), round + 1);
+            events.flush().await.unwrap();
+            assert_eq!(writes.count(), round + 1, "nothing is new");
+        }
+        let before = events.after(0);
+        assert_eq!(before.len(), EVENTS_MAX);
+        drop(events);
+        assert_eq!(open(&dir).await.after(0), before);
     }
 
     #[tokio::test]

@@ -25,7 +25,8 @@ use crate::controller::Controller;
 use crate::events::{Object, Severity};
 use crate::placement::Candidate;
 use crate::policy::ReplaceAfter;
-use crate::records::{Cause, Discarded, ReplicaRecord, VolumePhase, VolumeRecord};
+use crate::rebalance::Balancing;
+use crate::records::{Cause, ReplicaRecord, VolumePhase, VolumeRecord};
 use crate::scale::relocate;
 use crate::status::{ReplicaStatus, Standing, VolumeStatus};
 
@@ -54,6 +55,7 @@ pub(crate) struct Looks {
     /// Since when a volume that nobody uses lags, and since when its target is waited for.
     pub lagging: HashMap<VolumeId, Instant>,
     pub opening: HashMap<VolumeId, Instant>,
+    pub balancing: Balancing,
 }
 
 /// A replica that should be elsewhere.
@@ -97,10 +99,15 @@ impl Controller {
         for Standing { volume, status } in ready {
             seen.extend(volume.replicas.iter().map(|replica| replica.guid.0));
             let missed = self.miss(volume, status, now);
-            if self.give_up(volume, status, &draining).await? {
+            let needed = self.needs(volume, status, &missed, &draining);
+            let urgent = needed.iter().map(|need| need.guid).collect();
+            if self.give_up(volume, status, &draining).await?
+                || self.release(volume, &missed).await?
+                || self.give_up_move(volume, &missed, &urgent, now).await?
+            {
                 continue;
             }
-            needs.extend(self.needs(volume, status, &missed, &draining));
+            needs.extend(needed);
         }
         needs.sort_by_key(|need| (need.spare, Reverse(need.gone), need.volume.id));
         let wanted: HashSet<_> = needs.iter().map(|need| need.guid).collect();
@@ -108,16 +115,19 @@ impl Controller {
             let looks = &mut self.observed().looks;
             looks.gone.retain(|guid, _| seen.contains(guid));
             looks.stuck.retain(|guid, _| wanted.contains(guid));
+            looks.balancing.forget(&seen);
         }
         let begun = self.begin_first(&needs).await?;
-        {
+        let waits = {
             let Looks { stuck, healing, .. } = &mut self.observed().looks;
             let waiting = needs.len().saturating_sub(begun).saturating_sub(stuck.len());
             healing.begun += begun as u64;
             healing.waiting = waiting as u64;
             healing.stuck = stuck.len() as u64;
-        }
-        self.tell_drained().await
+            waiting > 0 || begun > 0
+        };
+        self.tell_drained().await?;
+        self.rebalance(ready, waits, now).await
     }
 
     /// Begins those whose turn it is, in this order; how many.
@@ -309,9 +319,7 @@ impl Controller {
         }
         let change = |volume: &mut VolumeRecord| {
             let surplus = (0..volume.replicas.len()).find(|at| is_surplus(volume, *at));
-            let gone = surplus.map(|at| Discarded::from(volume.replicas.remove(at)));
-            volume.discarded.extend(gone.clone());
-            Ok(gone)
+            Ok(surplus.map(|at| volume.discard(at)))
         };
         let (volume, gone) = match self.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(true),
@@ -322,6 +330,59 @@ impl Controller {
             let object = Object::new("replica", gone.id.0, &volume.spec.name);
             let message = format!("it is back; the one begun on pool {} is dropped", gone.pool);
             self.events.record(Severity::Normal, object, "HealGivenUp", message);
+        }
+        Ok(true)
+    }
+
+    /// Takes overdue newcomers off the record that a target waits for, which opens the volume: they
+    /// count nowhere, and a joint View alone names them. They are made elsewhere where that is
+    /// possible.
+    async fn release(
+        &self,
+        volume: &Arc<VolumeRecord>,
+        missed: &HashMap<ReplicaGuid, Duration>,
+    ) -> Result<bool, Error> {
+        let silent = self.silent(volume);
+        let ReplaceAfter::After(after) = self.replace_after(volume) else { return Ok(false) };
+        let overdue = |volume: &VolumeRecord, replica: &ReplicaRecord| {
+            let guid = replica.guid.0;
+            !volume.is_known(replica)
+                && silent.contains(&guid)
+                && missed.get(&guid).is_some_and(|gone| *gone >= after)
+        };
+        if !volume.replicas.iter().any(|replica| overdue(volume, replica)) {
+            return Ok(false);
+        }
+        let candidates = self.candidates();
+        let change = |volume: &mut VolumeRecord| {
+            let mut released = Vec::new();
+            while let Some(at) = volume.replicas.iter().position(|r| overdue(volume, r)) {
+                let newcomer = volume.replicas[at].clone();
+                let cause = newcomer.cause;
+                match relocate(volume, newcomer.guid.0, "", &candidates, cause) {
+                    Ok((_, pool)) => released.push((newcomer, Some(pool))),
+                    Err(_) => {
+                        volume.discard(at);
+                        released.push((newcomer, None));
+                    }
+                }
+            }
+            Ok(released)
+        };
+        let (volume, released) = match self.update_volume(volume.id.0, change).await {
+            Err(Error::NotFound { .. }) => return Ok(true),
+            other => other?,
+        };
+        for (gone, elsewhere) in released {
+            let object = Object::new("replica", gone.id.0, &volume.spec.name);
+            let elsewhere = match elsewhere {
+                Some(pool) => format!("it is made anew on pool {pool}"),
+                None => "it is dropped".to_owned(),
+            };
+            let pool = gone.pool;
+            let message =
+                format!("gone from pool {pool}, and the volume waits for it: {elsewhere}");
+            self.events.record(Severity::Warning, object, "NewcomerDropped", message);
         }
         Ok(true)
     }

@@ -14,6 +14,7 @@
 mod assignments;
 mod attach;
 pub mod backup;
+mod balance;
 mod controller;
 mod cordon;
 mod declare;
@@ -27,6 +28,7 @@ mod metrics;
 mod observed;
 pub mod placement;
 pub mod policy;
+mod rebalance;
 mod reconcile;
 #[cfg(test)]
 mod recorded;
@@ -55,6 +57,7 @@ pub use epochs::{Granted, MembershipSwap};
 pub use error::Error;
 pub use heal::Healing;
 pub use metrics::Metrics;
+pub use rebalance::Balance;
 pub use recovery::{LEASES_OVER_AFTER, Recovery};
 pub use run::{
     HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, init_again, is_initialised, open,

@@ -66,7 +66,11 @@ impl Metrics {
             healing(&controller, &mut registry);
             let writes = Counter::<u64>::default();
             writes.inc_by(controller.writes.count());
-            registry.register("record_writes", "Records written or deleted", writes);
+            registry.register(
+                "record_writes",
+                "Commits of records: of one each, or of several events",
+                writes,
+            );
             pools(&controller, &mut registry);
             nodes(&controller, &mut registry);
         }
@@ -146,6 +150,15 @@ fn healing(controller: &Controller, registry: &mut Registry) {
     registry.register("heals_waiting", help, gauge(healing.waiting));
     let help = "Replicas that should be elsewhere and cannot be made there";
     registry.register("heals_stuck", help, gauge(healing.stuck));
+    let balance = controller.balance();
+    let help = "Replicas begun elsewhere to even out how full pools are since the start";
+    registry.register("rebalances", help, counter(balance.begun));
+    let help = "Of them, those that were dropped on the way";
+    registry.register("rebalances_given_up", help, counter(balance.given_up));
+    let spread = Gauge::<f64, std::sync::atomic::AtomicU64>::default();
+    spread.set(balance.spread as f64 / 1e6);
+    let help = "How far the fullest pool and the emptiest one are apart, as a share of them";
+    registry.register_with_unit("pools_spread", help, Unit::Ratios, spread);
 }
 
 fn pools(controller: &Controller, registry: &mut Registry) {

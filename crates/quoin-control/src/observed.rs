@@ -81,6 +81,8 @@ pub struct VolumeSeen {
     /// Where it is served over TCP; empty: nowhere.
     pub nbd_uri: String,
     pub replicas: HashMap<ReplicaGuid, Progress>,
+    /// It waits to open for these, which may know of a change that the record lacks.
+    pub silent: Vec<ReplicaGuid>,
 }
 
 /// All of it.
@@ -95,6 +97,9 @@ pub struct Observed {
     pub absent: HashSet<(&'static str, String)>,
     /// Replicas that are in no record, announced once.
     pub strangers: HashSet<ReplicaGuid>,
+    /// Volumes that were served under the membership and the epoch of their record since this
+    /// controller started, which an old copy of the record would not be.
+    pub confirmed: HashSet<VolumeId>,
     /// Volumes whose records were found to be an old copy, announced once.
     pub behind: HashSet<VolumeId>,
     /// What pools' disks did lately.
@@ -115,6 +120,7 @@ impl Observed {
             health: HashMap::new(),
             absent: HashSet::new(),
             strangers: HashSet::new(),
+            confirmed: HashSet::new(),
             behind: HashSet::new(),
             wear: HashMap::new(),
             verifying: HashMap::new(),

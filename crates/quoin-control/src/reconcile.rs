@@ -93,6 +93,7 @@ impl Controller {
     fn forget(&self, volume: &VolumeRecord) {
         let mut observed = self.observed();
         observed.volumes.remove(&volume.id.0);
+        observed.confirmed.remove(&volume.id.0);
         observed.health.remove(&volume.id.0);
     }
 

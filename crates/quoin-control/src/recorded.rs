@@ -53,6 +53,7 @@ fn replica(n: u128, phase: ReplicaPhase, cause: Cause) -> ReplicaRecord {
         pool: format!("pool-{n}"),
         phase,
         leaving: n == 3,
+        placed: false,
         cause,
     }
 }
@@ -295,7 +296,7 @@ fn records_without_the_fields_that_were_added_later_are_read_as_they_were_meant(
         replicas: volume()
             .replicas
             .into_iter()
-            .map(|r| ReplicaRecord { leaving: false, cause: Cause::Asked, ..r })
+            .map(|r| ReplicaRecord { leaving: false, placed: false, cause: Cause::Asked, ..r })
             .collect(),
         ..volume()
     };
@@ -334,4 +335,17 @@ async fn a_store_that_was_recorded_is_opened_with_all_its_records() {
         let swapped = store.compare_and_swap(&found.key, found.revision, None).await;
         assert!(matches!(swapped, Ok(crate::store::Swap::Done(_))), "{swapped:?}");
     }
+}
+
+#[test]
+fn a_replica_that_evens_out_pools_is_one_that_drains_to_a_build_that_does_not_know_it() {
+    let moves = replica(1, ReplicaPhase::Recreate, Cause::Balance);
+    let mut written = serde_json::to_value(&moves).unwrap();
+    assert_eq!((&written["cause"], &written["balancing"]), (&json!("Drain"), &json!(true)));
+    assert_eq!(serde_json::from_value::<ReplicaRecord>(written.clone()).unwrap(), moves);
+    written.as_object_mut().unwrap().remove("balancing");
+    let known_before = serde_json::from_value::<ReplicaRecord>(written).unwrap();
+    assert_eq!(known_before.cause, Cause::Drain);
+    let drains = serde_json::to_value(&known_before).unwrap();
+    assert!(drains.get("balancing").is_none(), "nothing new where nothing evens out");
 }

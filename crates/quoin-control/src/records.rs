@@ -123,6 +123,7 @@ impl ReplicaPhase {
 
 /// Why a replica was made where it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(into = "WrittenCause", from = "WrittenCause")]
 pub enum Cause {
     /// Somebody asked for it, or for the volume.
     #[default]
@@ -131,6 +132,48 @@ pub enum Cause {
     Healing,
     /// The pool of the one whose place it takes is being drained.
     Drain,
+    /// The pool of the one whose place it takes is much fuller than this one.
+    Balance,
+}
+
+/// [`Cause`] as it is written: a build that does not know of balancing takes it for a drain and
+/// carries it out, where a new name would have it refuse the whole record.
+#[derive(Serialize, Deserialize)]
+struct WrittenCause {
+    #[serde(default)]
+    cause: CauseName,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    balancing: bool,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+enum CauseName {
+    #[default]
+    Asked,
+    Healing,
+    Drain,
+}
+
+impl From<Cause> for WrittenCause {
+    fn from(cause: Cause) -> Self {
+        let name = match cause {
+            Cause::Asked => CauseName::Asked,
+            Cause::Healing => CauseName::Healing,
+            Cause::Drain | Cause::Balance => CauseName::Drain,
+        };
+        Self { cause: name, balancing: cause == Cause::Balance }
+    }
+}
+
+impl From<WrittenCause> for Cause {
+    fn from(written: WrittenCause) -> Self {
+        match written.cause {
+            CauseName::Drain if written.balancing => Self::Balance,
+            CauseName::Drain => Self::Drain,
+            CauseName::Healing => Self::Healing,
+            CauseName::Asked => Self::Asked,
+        }
+    }
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -145,8 +188,11 @@ pub struct ReplicaRecord {
     /// Known, and named to leave.
     #[serde(default)]
     pub leaving: bool,
+    /// Its pool was named by a person: rebalancing leaves it there.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub placed: bool,
     /// Why it was made.
-    #[serde(default)]
+    #[serde(flatten)]
     pub cause: Cause,
 }
 
@@ -257,6 +303,21 @@ const KEEPSAKE_BYTES_MAX: usize = 32 << 10;
 const KEEPSAKE_RETIRED_MAX: usize = 64;
 
 impl VolumeRecord {
+    /// Takes a replica off the record that counts nowhere yet; its pool deletes it.
+    pub(crate) fn discard(&mut self, at: usize) -> Discarded {
+        let gone = Discarded::from(self.replicas.remove(at));
+        self.discarded.push(gone.clone());
+        gone
+    }
+
+    /// Whether a replica that was on its way in `before` is not any more, and is not known either.
+    pub(crate) fn takes_back(&self, before: &Self) -> bool {
+        let is_here = |guid| self.replicas.iter().any(|replica| replica.guid == guid);
+        let mut newcomers = before.replicas.iter().filter(|replica| !before.is_known(replica));
+        self.membership.version == before.membership.version
+            && newcomers.any(|newcomer| !is_here(newcomer.guid))
+    }
+
     /// A volume that nobody has opened yet, with no replicas listed.
     pub(crate) fn new(id: VolumeId, spec: Spec, size_bytes: u64) -> Self {
         let (rf, cf) = (spec.replicas, spec.consistency_factor);
@@ -493,7 +554,17 @@ pub struct EventRecord {
 impl Record for EventRecord {
     const PREFIX: &'static str = "event/";
     fn name(&self) -> String {
-        format!("{:016x}", self.sequence)
+        Self::name_at(self.sequence)
+    }
+}
+
+impl EventRecord {
+    fn name_at(sequence: u64) -> String {
+        format!("{sequence:016x}")
+    }
+
+    pub(crate) fn key_at(sequence: u64) -> String {
+        Self::key_of(&Self::name_at(sequence))
     }
 }
 

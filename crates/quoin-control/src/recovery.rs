@@ -10,12 +10,17 @@
 //! What must not be is that the others serve on somewhere: each must be proven gone, by its pool
 //! that is there without it, or declared destroyed. A lease that one of them granted before is
 //! waited out before the swap.
+//!
+//! The same ends the wait for a change of membership that only replicas know of which do not answer
+//! (an old copy of the record ruled, or a newcomer was lost as the change was under way): though
+//! enough of the known ones are there. A newcomer that the record still names must not be there
+//! then, and none of those waited for comes back.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_core::ReplicaId;
 use quoin_core::membership::open_quorum;
+use quoin_core::{ReplicaGuid, ReplicaId};
 use quoin_proto::control::VolumeRef;
 
 use crate::Error;
@@ -60,11 +65,12 @@ impl Controller {
         self.check_recovery(&now, recovery)?;
         let candidates = self.candidates();
         let seen = now.membership.version;
+        let silent = self.silent(&now);
         let change = |volume: &mut VolumeRecord| {
             if volume.membership.version != seen || volume.phase != VolumePhase::Ready {
                 return Err(Error::Aborted("the volume changed meanwhile; look again".to_owned()));
             }
-            reduce(volume, &recovery.keep);
+            reduce(volume, &recovery.keep, &silent);
             // As many as are desired, as far as there is room; the rest is asked for by hand.
             let _ = scale::scale(volume, &Scale::default(), &candidates);
             Ok(())
@@ -77,6 +83,16 @@ impl Controller {
         );
         self.events.record(Severity::Error, about(&volume), "VolumeRecovered", message);
         Ok(volume)
+    }
+
+    /// Replicas that its target waits for, since they may know of a change that the record lacks.
+    pub(crate) fn silent(&self, volume: &VolumeRecord) -> Vec<ReplicaGuid> {
+        let observed = self.observed();
+        let seen = observed.volumes.get(&volume.id.0).filter(|seen| {
+            seen.epoch == volume.epoch
+                && observed.node_online(&seen.node, self.settings.offline_after)
+        });
+        seen.map(|seen| seen.silent.clone()).unwrap_or_default()
     }
 
     fn check_recovery(&self, volume: &VolumeRecord, recovery: &Recovery) -> Result<(), Error> {
@@ -101,6 +117,19 @@ impl Controller {
                     && observed.node_online(&seen.node, self.settings.offline_after)
             })
         };
+        let silent = self.silent(volume);
+        let newcomers = volume.replicas.iter().filter(|r| !volume.is_known(r));
+        for newcomer in newcomers.filter(|r| silent.contains(&r.guid.0)) {
+            let observed = self.observed();
+            let pool = observed.online_pool(&newcomer.pool, self.settings.offline_after);
+            if pool.and_then(|pool| pool.replicas.get(&newcomer.guid.0)).is_some() {
+                return refuse(format!(
+                    "replica {} on pool {} is there and may know of the change that is waited for: \
+                     let the target reach that pool",
+                    newcomer.id.0, newcomer.pool
+                ));
+            }
+        }
         let (rf, cf) = (volume.membership.rf, volume.membership.cf);
         let needed = usize::from(open_quorum(rf, cf));
         let mut there = 0;
@@ -140,10 +169,18 @@ impl Controller {
                 }
             }
         }
-        if serves || there >= needed {
+        if serves || (there >= needed && silent.is_empty()) {
             return refuse(format!(
                 "{there} of {rf} replicas are there, {needed} are needed to open it: nothing must \
                  be given up; to have fewer, `quoin replica remove`"
+            ));
+        }
+        if recovery.accept_loss_of != *name && there >= needed {
+            return refuse(format!(
+                "{} replicas that do not answer may know of a change, and may serve on where nobody \
+                 sees it: what was written there is lost for good; accept that by the volume's name \
+                 (--accept-loss-of {name:?})",
+                silent.len()
             ));
         }
         if recovery.accept_loss_of != *name {
@@ -157,22 +194,28 @@ impl Controller {
 }
 
 /// The known list becomes those that are kept; the others are retired, and what they hold is
-/// deleted should it turn up.
-fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId]) {
+/// deleted should it turn up. So is what was waited for; the version passes by the one under which
+/// that may have ruled.
+fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId], silent: &[ReplicaGuid]) {
     let known = std::mem::take(&mut volume.membership.known);
     let (kept, dropped): (Vec<MemberRecord>, Vec<MemberRecord>) =
         known.into_iter().partition(|member| keep.contains(&member.id.0));
     let rf = kept.len() as u8;
     let is_dropped = |guid| dropped.iter().any(|member| member.guid == guid);
-    let (gone, stay): (Vec<_>, Vec<_>) =
-        std::mem::take(&mut volume.replicas).into_iter().partition(|r| is_dropped(r.guid));
+    let is_kept = |guid| kept.iter().any(|member| member.guid == guid);
+    let silent: Vec<_> = silent.iter().copied().map(Text).filter(|guid| !is_kept(*guid)).collect();
+    let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut volume.replicas)
+        .into_iter()
+        .partition(|r| is_dropped(r.guid) || silent.contains(&r.guid));
     volume.replicas = stay;
     volume.discarded.extend(gone.into_iter().map(Discarded::from));
+    volume.membership.version += 1 + u64::from(!silent.is_empty());
     volume.membership.retired.extend(dropped.iter().map(|member| member.guid));
+    let retired = &mut volume.membership.retired;
+    retired.extend(silent.iter().filter(|guid| !is_dropped(**guid)));
     volume.membership.known = kept;
     volume.membership.rf = rf;
     volume.membership.cf = volume.cf_of(rf);
-    volume.membership.version += 1;
     volume.epoch += 1;
     volume.incarnation = Text::default();
     // Whoever has it open finds that it is not his any more, and opens it anew.

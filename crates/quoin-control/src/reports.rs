@@ -237,11 +237,22 @@ impl Controller {
             waiting_for: report.waiting_for.clone(),
             nbd_uri: report.nbd_uri.clone(),
             replicas: report.replicas.iter().map(progress).collect::<Result<_, Error>>()?,
+            silent: report
+                .silent
+                .iter()
+                .map(|guid| id("silent", guid))
+                .collect::<Result<_, Error>>()?,
         };
+        let confirms = (report.epoch, report.membership_version)
+            == (record.epoch, record.membership.version)
+            && report.state == "serving";
         self.agent_events(&report.events, &about(&record));
         {
             let mut observed = self.observed();
             observed.volumes.insert(volume, seen);
+            if confirms {
+                observed.confirmed.insert(volume);
+            }
             // A target that speaks proves its host alive, whatever became of the CSI process.
             let alive = NodeSeen { last: Instant::now(), leaving: false };
             observed.nodes.insert(report.node.clone(), alive);

@@ -16,9 +16,9 @@ use tonic::transport::Server;
 use crate::Error;
 use crate::backup::doubted_records;
 use crate::controller::{Controller, Settings};
-use crate::dying::DyingPolicy;
+use crate::dying::{DyingLimits, DyingPolicy};
 use crate::metrics::Metrics;
-use crate::policy::ReplaceAfter;
+use crate::policy::{RebalanceAt, ReplaceAfter};
 use crate::records::Spread;
 use crate::service::Services;
 use crate::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
@@ -55,6 +55,10 @@ pub struct Options {
     pub heals_per_pool: u32,
     /// What becomes of pools whose disks are failing.
     pub dying_pools: DyingPolicy,
+    /// When a pool's disk is taken to be failing.
+    pub dying_limits: DyingLimits,
+    /// How unevenly pools may fill before replicas move.
+    pub rebalance_at: RebalanceAt,
     /// Replicas of one volume at most: up to [`crate::spec::REPLICAS_HARD_MAX`].
     pub replicas_max: u32,
     pub lifetimes: Lifetimes,
@@ -86,6 +90,8 @@ impl Options {
             replace_after: ReplaceAfter::DEFAULT,
             heals_per_pool: HEALS_PER_POOL,
             dying_pools: DyingPolicy::default(),
+            dying_limits: DyingLimits::default(),
+            rebalance_at: RebalanceAt::DEFAULT,
             replicas_max: REPLICAS_MAX,
             lifetimes: Lifetimes::default(),
             nodes_manage_volumes: true,
@@ -105,6 +111,7 @@ impl Options {
                 "at least 1; to have none, replaceAfter: off",
             ));
         }
+        self.dying_limits.check()?;
         if !(1..=REPLICAS_HARD_MAX).contains(&self.replicas_max) {
             let rule = format!("1 to {REPLICAS_HARD_MAX}");
             return Err(Error::invalid("most replicas", rule));
@@ -124,6 +131,8 @@ impl Options {
             replace_after: self.replace_after,
             heals_per_pool: self.heals_per_pool,
             dying_pools: self.dying_pools,
+            dying_limits: self.dying_limits,
+            rebalance_at: self.rebalance_at,
             replicas_max: self.replicas_max,
         }
     }

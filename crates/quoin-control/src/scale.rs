@@ -96,9 +96,9 @@ fn ready(volume: &VolumeRecord) -> Result<(), Error> {
     }
 }
 
-fn newcomer(id: Text<ReplicaId>, pool: String, cause: Cause) -> ReplicaRecord {
+fn newcomer(id: Text<ReplicaId>, pool: String, cause: Cause, placed: bool) -> ReplicaRecord {
     let guid = Text(ReplicaGuid(random_id()));
-    ReplicaRecord { id, guid, pool, phase: ReplicaPhase::Recreate, leaving: false, cause }
+    ReplicaRecord { id, guid, pool, phase: ReplicaPhase::Recreate, leaving: false, placed, cause }
 }
 
 impl Controller {
@@ -248,7 +248,8 @@ pub(crate) fn scale(
     )?;
     volume.membership.drf = wanted;
     for pool in &pools {
-        volume.replicas.push(newcomer(Text(ReplicaId(random_id())), pool.clone(), Cause::Asked));
+        let (id, placed) = (Text(ReplicaId(random_id())), !asked.pools.is_empty());
+        volume.replicas.push(newcomer(id, pool.clone(), Cause::Asked, placed));
     }
     if *volume == before {
         return Ok(None);
@@ -274,6 +275,22 @@ pub(crate) fn move_to(
     };
     if here.iter().any(|r| r.leaving) {
         return Err(Error::Precondition(format!("replica {id} of volume {name:?} is leaving it")));
+    }
+    if let [old, new] = here.as_slice()
+        && !pool.is_empty()
+        && new.pool != pool
+    {
+        let is_here = |c: &&placement::Candidate| c.name == new.pool && c.unusable.is_empty();
+        let (back, guid) = (old.pool == pool, new.guid);
+        // A move that nobody asked for, one that goes back, and one that cannot come on give way
+        // to a person's word.
+        if back || new.cause == Cause::Balance || !candidates.iter().any(|c| is_here(&c)) {
+            discard(volume, guid);
+            return match back {
+                true => Ok(Some(format!("replica {id} stays on pool {pool}"))),
+                false => move_to(volume, id, pool, candidates),
+            };
+        }
     }
     if let [_, newcomer] = here.as_slice() {
         if pool.is_empty() || newcomer.pool == pool {
@@ -320,11 +337,17 @@ pub(crate) fn relocate(
     let pool = chosen.into_iter().next().unwrap_or_default();
     if !volume.is_known(&first) {
         // What counts nowhere yet is simply made elsewhere.
-        volume.replicas.retain(|r| r.guid != first.guid);
-        volume.discarded.push(first.clone().into());
+        discard(volume, first.guid);
     }
-    volume.replicas.push(newcomer(first.id, pool.clone(), cause));
+    let placed = cause == Cause::Asked && !named.is_empty();
+    volume.replicas.push(newcomer(first.id, pool.clone(), cause, placed));
     Ok((first, pool))
+}
+
+fn discard(volume: &mut VolumeRecord, guid: Text<ReplicaGuid>) {
+    if let Some(at) = volume.replicas.iter().position(|replica| replica.guid == guid) {
+        volume.discard(at);
+    }
 }
 
 pub(crate) fn remove(
@@ -348,8 +371,7 @@ pub(crate) fn remove(
         let (known, newcomers): (Vec<_>, Vec<_>) =
             here.iter().cloned().partition(|r| volume.is_known(r));
         for newcomer in newcomers {
-            volume.replicas.retain(|r| r.guid != newcomer.guid);
-            volume.discarded.push(newcomer.into());
+            discard(volume, newcomer.guid);
         }
         if known.is_empty() && volume.known_guid(*id).is_some() {
             // Lost in its pool, and what was to come in its place is given up with it: the known
@@ -362,7 +384,8 @@ pub(crate) fn remove(
             replica.leaving = true;
         }
         volume.membership.drf = volume.membership.drf.saturating_sub(1);
-        said.push(id.to_string());
+        let (pool, what) = (&here[0].pool, if known.is_empty() { "given up" } else { "leaves" });
+        said.push(format!("replica {id} on pool {pool} {what}"));
     }
     if said.is_empty() {
         return Ok(None);

@@ -306,6 +306,7 @@ impl Controller {
                     Cause::Asked => "",
                     Cause::Healing => "healing",
                     Cause::Drain => "drain",
+                    Cause::Balance => "balance",
                 }
                 .to_owned(),
             }
@@ -314,7 +315,7 @@ impl Controller {
     }
 
     /// What the volume survives, in words: by where its replicas are, not by what was hoped.
-    fn contract(&self, volume: &VolumeRecord) -> String {
+    pub fn contract(&self, volume: &VolumeRecord) -> String {
         let (rf, cf) = (volume.membership.rf, volume.membership.cf);
         let lost = cf.saturating_sub(1);
         let mut hosts: Vec<_> = volume
@@ -351,6 +352,7 @@ impl Controller {
                 *replicas.entry(replica.pool.clone()).or_default() += 1;
             }
         }
+        let balancing = self.balancing_words();
         let observed = self.observed();
         let message = |pool: &PoolRecord| {
             let seen = observed.pools.get(&pool.name);
@@ -369,7 +371,10 @@ impl Controller {
                     warning => ("Full", warning),
                 },
                 Some(_) if !dying.is_empty() => ("Dying", dying.as_str()),
-                Some(seen) => ("Online", seen.warning.as_str()),
+                Some(seen) => match (seen.warning.as_str(), balancing.get(&pool.name)) {
+                    ("", Some(words)) => ("Online", words.as_str()),
+                    (warning, _) => ("Online", warning),
+                },
                 None => ("Offline", "it has not reported since the controller started"),
             };
             api::Pool {
@@ -453,7 +458,11 @@ fn waits(
         }
         VolumePhase::Ready => {
             if let Some(serving) = serving.filter(|serving| !serving.waiting_for.is_empty()) {
-                waits.push(serving.waiting_for.clone());
+                let way_out = match serving.silent.is_empty() {
+                    true => "",
+                    false => " (where they are gone for good: `quoin volume recover`)",
+                };
+                waits.push(serving.waiting_for.clone() + way_out);
             }
             for (replica, status) in volume.replicas.iter().zip(replicas) {
                 let pool = &replica.pool;

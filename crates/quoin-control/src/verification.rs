@@ -34,9 +34,10 @@ pub enum Verifying {
     Stop,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum VerifyState {
     /// Wanted.
+    #[default]
     Open,
     Ended,
     Failed,
@@ -44,7 +45,7 @@ pub enum VerifyState {
 }
 
 /// The last verification of a volume, wanted or done.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct VerifyRecord {
     pub volume: Text<VolumeId>,
     pub request: u64,
@@ -102,20 +103,8 @@ impl VerifyRecord {
             request,
             repair,
             from: from.map(Text),
-            state: VerifyState::Open,
             began_ms: now_ms(),
-            ended_ms: 0,
-            message: String::new(),
-            checked_bytes: 0,
-            total_bytes: 0,
-            read_bytes: 0,
-            bad: 0,
-            lost: 0,
-            differing: 0,
-            repaired: 0,
-            unsettled: 0,
-            replicas: Vec::new(),
-            findings: Vec::new(),
+            ..Self::default()
         }
     }
 

@@ -90,11 +90,14 @@ impl Controller {
                 }
             }
         }
-        let volume = new_volume(id, spec, size_bytes, pools);
+        let mut volume = new_volume(id, spec, size_bytes, pools);
+        volume.replicas.iter_mut().for_each(|r| r.placed = named.contains(&r.pool));
         match self.volumes.create(volume).await? {
             Ok(volume) => {
                 let pools: Vec<_> = volume.replicas.iter().map(|r| r.pool.as_str()).collect();
-                let message = format!("{} on pools {}", text::bytes(size_bytes), pools.join(", "));
+                let (size, pools) = (text::bytes(size_bytes), pools.join(", "));
+                // Who reads the events alone must not take pools of one host for hosts.
+                let message = format!("{size} on pools {pools}: {}", self.contract(&volume));
                 self.events.record(Severity::Normal, about(&volume), "VolumeCreated", message);
                 Ok(volume)
             }
@@ -365,6 +368,7 @@ fn new_volume(id: VolumeId, spec: Spec, size_bytes: u64, pools: Vec<String>) -> 
         pool,
         phase: ReplicaPhase::Init,
         leaving: false,
+        placed: false,
         cause: Cause::Asked,
     };
     let replicas: Vec<_> = pools.into_iter().map(replica).collect();

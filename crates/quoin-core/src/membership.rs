@@ -48,6 +48,10 @@ pub struct Desired {
     pub newcomers: Vec<Newcomer>,
     /// Known replicas that are to leave: RF falls by each.
     pub leaving: Vec<Member>,
+    /// Of the record's membership as this was written; 0: not told. The control plane takes the
+    /// record to another version when it takes a newcomer off it, so that a joint View which names
+    /// that one never comes to rule.
+    pub version: u64,
 }
 
 /// A replica that the records name and that is not known yet. Under a listed ReplicaId it takes

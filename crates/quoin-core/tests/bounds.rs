@@ -1,10 +1,13 @@
 //! What a peer says is held to exact bounds: the last that is possible is taken, the first that is
 //! not is refused.
 
-use quoin_core::message::{EPOCH_TABLE_MAX, EpochEnd, OpenAck, SNAPSHOTS_MAX, SnapshotInfo};
+use bytes::Bytes;
+use quoin_core::message::{
+    EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SNAPSHOTS_MAX, SnapshotInfo,
+};
 use quoin_core::{
-    Chain, Epoch, LSN_MAX, Lsn, Member, Membership, Position, ReplicaGuid, ReplicaId, SnapshotId,
-    VOLUME_BLOCKS_MAX,
+    BLOCK_SIZE, Chain, Desired, Entry, EntryKind, Epoch, LSN_MAX, Lsn, Member, Membership,
+    Newcomer, Position, ReplicaGuid, ReplicaId, SnapshotId, Time, VOLUME_BLOCKS_MAX, View,
 };
 
 const EPOCH: Epoch = Epoch(1000);
@@ -113,4 +116,72 @@ fn an_answer_to_an_open_that_cannot_be_is_refused() {
     assert!(damaged(&|_| ()).check(Epoch(999)).is_err(), "damaged, and beyond the session's epoch");
     let far = damaged(&|a| a.position.lsn = Lsn(LSN_MAX.0 + 1));
     assert!(far.check(EPOCH).is_err(), "damaged, and beyond the last LSN");
+}
+
+/// The end of an increment that says of itself what this answer does.
+fn end_of(ack: OpenAck) -> IncrementEnd {
+    IncrementEnd {
+        position: ack.position,
+        chain: ack.chain,
+        epoch_table: ack.epoch_table,
+        last_view: ack.last_view,
+        volume_blocks: ack.volume_blocks,
+        snapshots: ack.snapshots,
+    }
+}
+
+#[test]
+fn an_increment_ends_in_a_state_that_can_be() {
+    let mut most = end_of(answer(EPOCH_TABLE_MAX, LSN_MAX));
+    most.snapshots = snapshots(SNAPSHOTS_MAX, LSN_MAX);
+    most.last_view = Some((LSN_MAX, View::default()));
+    assert_eq!(most.check(EPOCH), Ok(()));
+    let with = |change: &dyn Fn(&mut IncrementEnd)| {
+        let mut end = end_of(answer(3, Lsn(100)));
+        change(&mut end);
+        end
+    };
+    assert_eq!(with(&|e| e.volume_blocks = 1).check(EPOCH), Ok(()));
+    let refused = [
+        (with(&|e| e.volume_blocks = 0), "a volume of nothing"),
+        (with(&|e| e.volume_blocks += 1), "a volume too large"),
+        (with(&|e| e.snapshots = snapshots(SNAPSHOTS_MAX + 1, Lsn(1))), "too many snapshots"),
+        (with(&|e| e.snapshots = snapshots(1, Lsn(101))), "a snapshot of what is not there"),
+        (with(&|e| e.last_view = Some((Lsn(101), View::default()))), "a View of what is not"),
+        (with(&|e| e.position.lsn = Lsn(101)), "a position beyond its epochs"),
+    ];
+    for (end, what) in refused {
+        assert!(end.check(EPOCH).is_err(), "{what}");
+    }
+}
+
+#[test]
+fn an_entry_meets_the_blocks_that_it_covers_and_no_others() {
+    let position = Position { epoch: EPOCH, lsn: Lsn(1) };
+    let data = Bytes::from(vec![1; 3 * BLOCK_SIZE]);
+    let entry = Entry::after(Chain(0), position, EntryKind::Write, 10, 3, data, false);
+    for (lba, blocks) in [(10, 1), (12, 1), (9, 2), (11, 100), (0, 11)] {
+        assert!(entry.overlaps(lba, blocks), "[{lba}, {lba}+{blocks})");
+    }
+    for (lba, blocks) in [(13, 1), (9, 1), (0, 10), (13, 100)] {
+        assert!(!entry.overlaps(lba, blocks), "[{lba}, {lba}+{blocks})");
+    }
+    let kind = EntryKind::View(Box::default());
+    let view = Entry::after(Chain(0), position, kind, 0, 0, Bytes::new(), false);
+    assert!(!view.overlaps(0, 100), "what covers no blocks meets none");
+}
+
+#[test]
+fn only_those_that_the_records_name_are_newcomers() {
+    let named = Member { id: ReplicaId(4), guid: ReplicaGuid(40) };
+    let newcomers = vec![Newcomer { member: named, beside: true }];
+    let desired = Desired { newcomers, ..Desired::default() };
+    assert_eq!(desired.newcomer(named), Some(&Newcomer { member: named, beside: true }));
+    assert_eq!(desired.newcomer(Member { guid: ReplicaGuid(41), ..named }), None);
+    assert_eq!(Desired::default().newcomer(named), None);
+}
+
+#[test]
+fn a_time_is_made_of_milliseconds() {
+    assert_eq!(Time::from_millis(3), Time(3_000_000));
 }

@@ -630,3 +630,61 @@ fn a_request_that_changes_nothing_is_answered_under_a_live_lease_too() {
     }
     assert_eq!(hand.replies.iter().map(|r| r.token).collect::<Vec<_>>(), [1]);
 }
+
+/// Two of three are enough: the third being gone ends nothing.
+#[test]
+fn one_replica_whose_pool_no_longer_has_it_does_not_end_an_open() {
+    let mut hand = Hand::new(config());
+    let (asked, good) = (hand.asked.len(), ack(vec![row(5, 1, 10, 55)], 5));
+    hand.say(3, FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Unknown });
+    hand.answer(1, good.clone());
+    hand.answer(2, good);
+    hand.pass(1000);
+    assert_eq!(hand.asked.len(), asked, "the epoch is the same");
+    assert!(hand.truncate_sent(1).is_some() && hand.truncate_sent(2).is_some());
+}
+
+fn tails_lost(hand: &Hand) -> usize {
+    hand.notes.iter().filter(|n| **n == TargetNote::UnflushedTailMayBeLost).count()
+}
+
+#[test]
+fn unflushed_data_is_given_up_at_the_end_of_the_grace_and_not_before() {
+    let mut hand = Hand::new(config());
+    let lost = OpenAck { continuous: false, ..ack(vec![row(5, 1, 10, 55)], 5) };
+    hand.answer(1, lost.clone());
+    hand.answer(2, lost);
+    hand.pass(9_999);
+    assert_eq!((tails_lost(&hand), hand.truncate_sent(1)), (0, None));
+    hand.pass(1);
+    assert_eq!((tails_lost(&hand), hand.truncate_sent(1)), (1, Some(Lsn(10))));
+}
+
+/// The View that says so is the last entry until IO has started after it.
+#[test]
+fn a_lost_tail_is_told_again_while_its_view_is_the_last_entry_and_no_longer() {
+    for (at, told) in [(10, 1), (9, 0)] {
+        let mut hand = Hand::new(config());
+        let mut marked = ack(vec![row(5, 1, 10, 55)], 5);
+        let view = View { unflushed_tail_lost: true, ..marked.last_view.take().unwrap().1 };
+        marked.last_view = Some((Lsn(at), view));
+        (1..=3).for_each(|id| hand.answer(id, marked.clone()));
+        assert_eq!(tails_lost(&hand), told, "the View is {at} of 10");
+    }
+}
+
+#[test]
+fn an_open_that_reads_a_log_begins_anew_without_its_source_and_goes_on_without_a_bystander() {
+    let mut hand = Hand::new(config());
+    hand.answer(1, ack(vec![row(5, 1, 10, 55)], 5));
+    hand.answer(2, ack(vec![row(5, 1, 8, 44)], 5));
+    hand.pass(300);
+    assert!(hand.sent.iter().any(|(m, s)| *m == member(1) && matches!(s, ToReplica::Fetch { .. })));
+    let asked = hand.asked.len();
+    for (id, more) in [(3, 0), (1, 1)] {
+        let session = hand.session(id).unwrap();
+        hand.on(TargetEvent::Disconnected { session });
+        hand.pass(200);
+        assert_eq!(hand.asked.len(), asked + more, "replica {id} is gone");
+    }
+}

@@ -408,3 +408,70 @@ fn an_increment_that_cannot_be_true_ends_the_session() {
     one.opened(key(5, 1, 1));
     assert_eq!(one.send(key(5, 1, 1), begin()), [FromReplica::Failed(Failure::Protocol)]);
 }
+
+/// A replica that was away learns of a change by the first open after it, and by a View.
+#[test]
+fn a_newer_membership_is_kept_whether_an_open_or_a_view_says_it() {
+    let mut one = One::new();
+    let newer = Membership { version: 3, cf: 1, ..membership() };
+    let open = |membership| ToReplica::Open {
+        volume: VOLUME,
+        replica: OWN.id,
+        guid: OWN.guid,
+        membership,
+        lease_ms: LEASE_MS,
+    };
+    let session = key(5, 1, 1);
+    one.send(session, open(newer.clone()));
+    assert_eq!(one.pool.replica(OWN.guid).unwrap().meta().membership, newer);
+    // An older one takes nothing back.
+    let session = key(6, 1, 2);
+    one.send(session, open(membership()));
+    assert_eq!(one.pool.replica(OWN.guid).unwrap().meta().membership, newer);
+
+    one.now = one.now + granted_lease(LEASE_MS);
+    one.on(ReplicaEvent::Timer);
+    one.feed(session);
+    let append_view = |one: &mut One, version, cf, known: &[Member]| {
+        let known = known.to_vec();
+        let rule = entry::Rule { membership_version: version, rf: 2, cf, known };
+        let view = View { in_sync: vec![OWN], rule, ..View::default() };
+        let state = one.pool.replica(OWN.guid).unwrap().state();
+        let position = Position { epoch: Epoch(6), lsn: state.position.lsn.next() };
+        let kind = EntryKind::View(Box::new(view));
+        let entry = Entry::after(state.chain, position, kind, 0, 0, Bytes::new(), false);
+        one.append(session, Arc::new(entry));
+        let membership = one.pool.replica(OWN.guid).unwrap().meta().membership.clone();
+        (membership.version, membership.cf, membership.known)
+    };
+    assert_eq!(append_view(&mut one, 4, 2, &[OWN]), (4, 2, vec![OWN]));
+    assert_eq!(append_view(&mut one, 3, 1, &newer.known), (4, 2, vec![OWN]), "an older one");
+}
+
+/// Slots that mend a map lie under it from then on: they must be what was asked for, and whole.
+#[test]
+fn a_stretch_that_is_not_covered_or_whose_data_is_not_good_mends_nothing() {
+    use quoin_core::message::{Content, Slot};
+    let data = Bytes::from(vec![7; BLOCK_SIZE]);
+    let slot = |lba, crc| Slot {
+        lba,
+        blocks: 1,
+        version: Lsn(1),
+        content: Content::Data { crc, data: data.clone() },
+    };
+    let good = crc32c(&data);
+    for (lbas, crc) in [([3, 4], good + 1), ([3, 5], good), ([2, 3], good)] {
+        let mut one = One::new();
+        let session = key(5, 1, 1);
+        one.opened(session);
+        one.feed(session);
+        let entry = one.entry(5, 7);
+        one.append(session, entry);
+        let slots = lbas.map(|lba| slot(lba, crc)).to_vec();
+        let sent = one.send(session, ToReplica::Mend { lba: 3, blocks: 2, at: Lsn(1), slots });
+        let mended = |m: &FromReplica| matches!(m, FromReplica::Mended { .. });
+        assert!(!sent.iter().any(mended), "{sent:?}");
+        let entry = one.entry(5, 8);
+        assert_eq!(one.append(session, entry), [], "such a session is over");
+    }
+}

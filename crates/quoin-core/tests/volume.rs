@@ -42,6 +42,23 @@ fn an_unaligned_write_merges_with_what_is_there() {
 }
 
 #[test]
+fn writes_in_a_row_tell_what_is_stable_and_only_the_last_one_needs_a_frame_for_it() {
+    let mut c = Cluster::new(3, TargetConfig { durability: Durability::Media, ..config() });
+    c.wait_in_sync(3);
+    c.run(Duration::from_secs(1));
+    c.hosts.iter_mut().for_each(|host| host.pings = 0);
+    for n in 0..50 {
+        c.write(n, 2);
+        c.run(Duration::from_millis(1));
+    }
+    assert!(c.hosts.iter().all(|host| host.pings == 0), "the next write says it");
+    c.run(Duration::from_secs(1));
+    for host in &mut c.hosts {
+        assert_eq!((host.pings, host.state().stable), (1, c.target.status().stable));
+    }
+}
+
+#[test]
 fn small_reads_stay_with_one_replica_for_a_while_and_leave_one_that_is_slow() {
     let mut c = Cluster::new(3, config());
     c.write(0, 7);
@@ -108,6 +125,25 @@ fn a_replica_that_missed_more_than_the_window_is_rebuilt_by_increments() {
     c.crash_replica(0);
     assert_eq!(c.read(299 * 4096, 4096), vec![4; 4096]);
     assert_eq!(c.read(500 * 4096, 4096), vec![0; 4096]);
+}
+
+#[test]
+fn a_rebuild_is_copied_from_all_the_others_at_once() {
+    let mut c = Cluster::new(4, config());
+    c.crash_replica(3);
+    for block in 0..1000 {
+        c.write(block, (block % 200) as u8 + 1);
+    }
+    c.start_replica(3);
+    c.wait_in_sync(4);
+    let pulls: Vec<u64> = c.hosts.iter().map(|host| host.pulls).collect();
+    assert!(pulls[..3].iter().all(|n| *n >= 3) && pulls[3] == 0, "{pulls:?}");
+    assert!(c.notes.iter().any(|n| {
+        matches!(n, TargetNote::Rebuilt { moved_bytes, .. } if *moved_bytes == 1000 * 4096)
+    }));
+    for block in 0..1000 {
+        assert_eq!(c.hosts[3].look(block), c.hosts[0].look(block), "block {block}");
+    }
 }
 
 #[test]

@@ -47,6 +47,7 @@ const NOTHING: Budget = Budget {
     sync_failures: 0,
     forced: 0,
     forced_consents: 0,
+    drops: 0,
 };
 
 impl Bounds {
@@ -134,6 +135,11 @@ impl Bounds {
         self
     }
 
+    pub const fn drops(mut self, drops: u8) -> Self {
+        self.budget.drops = drops;
+        self
+    }
+
     pub const fn media(mut self) -> Self {
         self.durability_media = true;
         self
@@ -194,6 +200,7 @@ impl std::fmt::Display for Bounds {
             (budget.damages, if self.lying_disks { "disk rollbacks" } else { "damages" }),
             (budget.sync_failures, "failed syncs"),
             (budget.forced, "forced changes"),
+            (budget.drops, "newcomers taken back"),
         ] {
             if n > 0 {
                 write!(f, ", {n} {what}")?;
@@ -260,6 +267,35 @@ pub const WORLDS: &[Bounds] = &[
         .pair(1)
         .rollbacks(1)
         .named("one-to-three-rollback"),
+    Bounds::GOAL
+        .rf(1, 1)
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .replace(1)
+        .drops(1)
+        .deaths(1)
+        .named("move-one-taken-back"),
+    Bounds::GOAL
+        .rf(1, 1)
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .power_cuts(0)
+        .pair(2)
+        .drops(1)
+        .rollbacks(1)
+        .named("one-to-three-taken-back"),
+    Bounds::GOAL
+        .rf(2, 2)
+        .attempts(2)
+        .writes(1)
+        .flushes(0)
+        .power_cuts(0)
+        .replace(1)
+        .drops(1)
+        .rollbacks(1)
+        .named("move-two-taken-back"),
     Bounds::GOAL.attempts(2).writes(1).flushes(0).factor(1).named("factor"),
     Bounds::GOAL
         .attempts(2)

@@ -19,10 +19,12 @@ impl Model {
                 self.give_up(s, a, steps);
                 self.send_swap(s, a, steps);
                 self.learn_swap(s, a, steps);
+                self.learn_taken_back(s, a, steps);
                 self.forget_old(s, a, steps);
             }
             self.swap(s, a, steps);
         }
+        self.take_back(s, steps);
         self.force(s, steps);
         if s.record.old_known != 0 && s.budget.forced_consents > 0 {
             let mut next = *s;
@@ -235,6 +237,33 @@ impl Model {
             ..Entry::default()
         });
         steps.push(self, Step::LearnSwap { attempt: a }, next);
+    }
+
+    /// The control plane takes a newcomer off the record, which takes that to the next version. A
+    /// record that is an old copy is nobody's to change.
+    fn take_back(&self, s: &State, steps: &mut Steps) {
+        let trusted =
+            s.budget.rollbacks == self.bounds.budget.rollbacks || self.is(Mutant::OldCopyChanged);
+        if s.budget.drops > 0 && trusted && s.record.old_known == 0 {
+            let mut next = *s;
+            next.budget.drops -= 1;
+            next.record.version += 1;
+            steps.push(self, Step::TakeBack, next);
+        }
+    }
+
+    /// The target reads a later version with the list that it knows: all its own swaps are dead.
+    fn learn_taken_back(&self, s: &State, a: usize, steps: &mut Steps) {
+        let (attempt, record) = (&s.attempts[a], &s.record);
+        let same = (record.known, record.cf) == (attempt.known, attempt.cf);
+        if record.version <= attempt.version || !same {
+            return;
+        }
+        let mut next = *s;
+        next.attempts[a].version = record.version;
+        if self.end_joint(&mut next, a) {
+            steps.push(self, Step::LearnTakenBack { attempt: a }, next);
+        }
     }
 
     /// The control plane lowers RF where no target can open. The epoch that it takes is spent on

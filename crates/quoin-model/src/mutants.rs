@@ -76,6 +76,7 @@ mutants! {
     LeaseNotWaitedWhenGone, "lease-not-waited-when-gone", "no lease is waited out after \"proven gone\"";
     CannotGiveUp, "cannot-give-up", "a joint change cannot be given up";
     StuckView, "stuck-view", "no second View can pass one that cannot become active";
+    OldCopyChanged, "old-copy-changed", "a newcomer is taken off a record that is an old copy";
     RollbackIgnored, "rollback-ignored", "a newer membership on replicas is ignored";
     ReadAtCommitUnderMedia, "read-at-commit-under-media", "durability media reads at commit";
     ForeignActivation, "foreign-activation", "a View is activated by a set that is not its own";
@@ -97,6 +98,7 @@ impl Mutant {
             Mutant::RollbackIgnored | Mutant::JointNotJudged => {
                 small.attempts(2).replace(1).rollbacks(1)
             }
+            Mutant::OldCopyChanged => small.rf(1, 1).replace(1).rollbacks(1).drops(1),
             Mutant::ForcedWithoutQuorum => small.attempts(3).forced(1),
             Mutant::ForcedWithoutOld => small.attempts(3).forced(1),
             Mutant::FencedAtPromise | Mutant::LeaseNotWaitedWhenGone => small.attempts(3).forced(1),

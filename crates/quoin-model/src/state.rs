@@ -208,6 +208,8 @@ pub struct Budget {
     pub forced: u8,
     /// A person may agree to a loss.
     pub forced_consents: u8,
+    /// Newcomers that the control plane takes off the record.
+    pub drops: u8,
 }
 
 #[derive(

@@ -77,6 +77,10 @@ pub enum Step {
     Compete {
         attempt: usize,
     },
+    TakeBack,
+    LearnTakenBack {
+        attempt: usize,
+    },
     Force {
         keep: Set,
         gone: bool,
@@ -185,6 +189,10 @@ impl fmt::Display for Step {
             }
             Step::Compete { attempt } => {
                 write!(f, "{} wins a competing compare-and-swap with the old K", t(attempt))
+            }
+            Step::TakeBack => write!(f, "a newcomer is taken off the record"),
+            Step::LearnTakenBack { attempt } => {
+                write!(f, "{} finds the record at a later version with its K", t(attempt))
             }
             Step::Force { keep, gone } => {
                 let how = if *gone { "gone" } else { "fenced" };

@@ -125,9 +125,12 @@ mod tests {
     async fn what_a_tool_says_comes_back_as_one_short_line() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("e2fsck");
-        std::fs::write(&path, "#!/bin/sh\necho 'two\n lines' >&2\nexit 4\n").unwrap();
-        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755))
-            .unwrap();
+        // Another process writes it: a child that is forked here meanwhile would have it open, and
+        // what is open to be written to cannot be run.
+        let script =
+            "printf '#!/bin/sh\necho \"two\n lines\" >&2\nexit 4\n' >\"$0\"; chmod 755 \"$0\"";
+        let written = std::process::Command::new("sh").args(["-c", script]).arg(&path).status();
+        assert!(written.unwrap().success());
         let tools = Tools::within(vec![directory.path().into()]);
         let outcome = tools.run(E2FSCK, &[]).await.unwrap();
         assert_eq!(outcome.code, Some(4));

@@ -1,11 +1,12 @@
 //! The disk thread: one sync at a time, each serving all that asked before it began.
 
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 
 use quoin_core::replica::store::{IoFault, SyncTicket};
 use quoin_store::disk::Syncer as SyncDisk;
 use quoin_wire::reactor::Waker;
+use quoin_wire::spin::Spin;
 
 use crate::shard::Input;
 
@@ -41,11 +42,27 @@ impl Drop for Syncer {
 }
 
 fn run(mut disk: SyncDisk, requests: &Receiver<SyncTicket>, inputs: &Sender<Input>, waker: &Waker) {
-    while let Ok(ticket) = requests.recv() {
+    let mut spin = Spin::default();
+    while let Some(ticket) = next(requests, &mut spin) {
         let result: Result<(), IoFault> = disk();
         if inputs.send(Input::Synced { ticket, result }).is_err() {
             return;
         }
         waker.wake();
     }
+}
+
+/// While writes wait for syncs, the next one is asked for as soon as the last one is told of.
+fn next(requests: &Receiver<SyncTicket>, spin: &mut Spin) -> Option<SyncTicket> {
+    let mut wait = spin.begin(None);
+    let mut request = Err(TryRecvError::Empty);
+    while request == Err(TryRecvError::Empty) && wait.looks() {
+        request = requests.try_recv();
+    }
+    let request = match request {
+        Err(TryRecvError::Empty) => requests.recv().ok(),
+        request => request.ok(),
+    };
+    wait.end();
+    request
 }

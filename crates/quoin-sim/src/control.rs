@@ -50,7 +50,8 @@ impl Record {
                 })
             }
             Question::Swap { epoch, version, next } => {
-                if *epoch == self.epoch && *version == self.membership.version {
+                let fits = *epoch == self.epoch && *version == self.membership.version;
+                if fits && self.wishes(next) {
                     next.check()?;
                     if next.version != version + 1 {
                         return Err("a membership version must grow by one (MembershipMonotone)");
@@ -75,6 +76,17 @@ impl Record {
                 Ok(Answer::Swapped { version: *version, membership: self.membership.clone() })
             }
         }
+    }
+
+    /// Whether a change is one that operators (still) ask for.
+    fn wishes(&self, next: &Membership) -> bool {
+        let (now, desired) = (&self.membership, &self.desired);
+        let mut added = next.known.iter().filter(|m| !now.contains(**m));
+        let mut removed = now.known.iter().filter(|m| !next.contains(**m));
+        let followed = |m: &Member| next.known.iter().any(|k| k.id == m.id);
+        added.all(|m| desired.newcomer(*m).is_some())
+            && removed.all(|m| followed(m) || desired.leaving.contains(m))
+            && (next.cf == desired.cf_of(next.rf) || (next.rf, next.cf) == (now.rf, now.cf))
     }
 }
 

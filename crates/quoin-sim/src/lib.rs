@@ -102,9 +102,13 @@ pub fn run_many(
     let began = cpu_time();
     for seed in first..first.saturating_add(count) {
         let report = run(RunOptions { seed, ..options });
-        summary.stats.merge(&report.stats);
         each(seed, &report);
-        summary.violations.extend(report.violation);
+        summary.merge(Summary {
+            ios_checked_least: Some(report.stats.ios_checked),
+            stats: report.stats,
+            violations: report.violation.into_iter().collect(),
+            cpu: Duration::ZERO,
+        });
     }
     summary.cpu = cpu_time().saturating_sub(began);
     summary

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
 use quoin_core::entry::{Rule, SharedEntry};
-use quoin_core::{BLOCK_SIZE, Chain, EntryKind, Epoch, Lsn};
+use quoin_core::{BLOCK_SIZE, Chain, EntryKind, Epoch, Lsn, SnapshotId};
 
 use crate::content::{self, Tag, Tags, ZERO};
 
@@ -249,12 +249,11 @@ impl Lineage {
         Path { entries }
     }
 
-    /// What each block that was ever touched holds at the end of `path`, with the LSN of the
+    /// What each block that was ever touched holds on `path` after `upto`, with the LSN of the
     /// entry that put it there.
-    pub fn image(&self, run: u64, path: &Path) -> BTreeMap<u64, (Lsn, Tags)> {
+    pub fn image(&self, run: u64, path: &Path, upto: Lsn) -> BTreeMap<u64, (Lsn, Tags)> {
         let mut image = BTreeMap::new();
-        for seen in &path.entries {
-            let entry = &self.records[*seen as usize].entry;
+        for entry in self.entries_of(path).take_while(|entry| entry.lsn <= upto) {
             for i in 0..u64::from(entry.blocks) {
                 let block = entry.lba + i;
                 let tags = if entry.kind == EntryKind::Write {
@@ -268,6 +267,23 @@ impl Lineage {
             }
         }
         image
+    }
+
+    /// The snapshots of users that a history ends with, oldest first.
+    pub fn snapshots(&self, path: &Path) -> Vec<(SnapshotId, Lsn)> {
+        let mut there = Vec::new();
+        for entry in self.entries_of(path) {
+            match &entry.kind {
+                EntryKind::Snapshot { id, hidden: false } => there.push((*id, entry.lsn)),
+                EntryKind::DeleteSnapshot { id } => there.retain(|(other, _)| other != id),
+                _ => {}
+            }
+        }
+        there
+    }
+
+    fn entries_of<'a>(&'a self, path: &'a Path) -> impl Iterator<Item = &'a SharedEntry> {
+        path.entries.iter().map(|seen| &self.records[*seen as usize].entry)
     }
 }
 
@@ -297,7 +313,7 @@ mod tests {
         assert!(lineage.carrier_on(path, 1, 1).is_some());
         assert!(lineage.carrier_on(path, 2, 1).is_none());
         assert!(lineage.carrier_on(lineage.path(Epoch(1)).unwrap(), 2, 1).is_some());
-        assert_eq!(lineage.image(1, path)[&1], (Lsn(2), [3; 8]));
+        assert_eq!(lineage.image(1, path, Lsn(2))[&1], (Lsn(2), [3; 8]));
     }
 
     #[test]

@@ -116,9 +116,7 @@ fn main() -> ExitCode {
                     failed.get_or_insert((swarm, seed));
                 }
             });
-            summary.stats.merge(&part.stats);
-            summary.cpu += part.cpu;
-            summary.violations.extend(part.violations);
+            summary.merge(part);
             if arguments.stop && failed.is_some() {
                 break 'all;
             }

@@ -40,8 +40,10 @@ pub struct Stats {
     pub moves: u64,
     pub removals: u64,
     pub cf_changes: u64,
+    pub taken_back: u64,
     /// Times that a volume was grown.
     pub growths: u64,
+    pub snapshots: u64,
     pub changes: u64,
     pub given_up: u64,
     pub sectors_lost: u64,
@@ -73,10 +75,12 @@ impl Stats {
         self.repairs += other.repairs;
         self.replacements += other.replacements;
         self.scale_ups += other.scale_ups;
+        self.taken_back += other.taken_back;
         self.moves += other.moves;
         self.removals += other.removals;
         self.cf_changes += other.cf_changes;
         self.growths += other.growths;
+        self.snapshots += other.snapshots;
         self.changes += other.changes;
         self.given_up += other.given_up;
         self.sectors_lost += other.sectors_lost;
@@ -93,9 +97,21 @@ impl Stats {
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
     pub stats: Stats,
+    /// The least that any of the seeds checked: a sum hides a seed that hardly ran.
+    pub ios_checked_least: Option<u64>,
     pub violations: Vec<Violation>,
     /// CPU time of this process for all of it.
     pub cpu: Duration,
+}
+
+impl Summary {
+    pub fn merge(&mut self, other: Summary) {
+        self.stats.merge(&other.stats);
+        let both = self.ios_checked_least.into_iter().chain(other.ios_checked_least);
+        self.ios_checked_least = both.min();
+        self.violations.extend(other.violations);
+        self.cpu += other.cpu;
+    }
 }
 
 impl fmt::Display for Summary {
@@ -107,6 +123,9 @@ impl fmt::Display for Summary {
         writeln!(f, "simulated hours              {hours:>12.2}")?;
         writeln!(f, "events                       {:>12}", s.events)?;
         writeln!(f, "IOs checked                  {:>12}", s.ios_checked)?;
+        if let Some(least) = self.ios_checked_least {
+            writeln!(f, "least of any seed            {least:>12}")?;
+        }
         writeln!(f, "IOs left open / failed       {:>12} / {}", s.ios_open, s.ios_failed)?;
         writeln!(f, "checked IOs per CPU second   {rate:>12.0}")?;
         writeln!(f, "epochs granted / served      {:>12} / {}", s.epochs, s.servings)?;
@@ -118,9 +137,10 @@ impl fmt::Display for Summary {
         )?;
         writeln!(
             f,
-            "scaled up / moved / removed / CF / grown  {:>7} / {} / {} / {} / {}",
-            s.scale_ups, s.moves, s.removals, s.cf_changes, s.growths
+            "scaled up / taken back / moved / removed / CF / grown  {:>7} / {} / {} / {} / {} / {}",
+            s.scale_ups, s.taken_back, s.moves, s.removals, s.cf_changes, s.growths
         )?;
+        writeln!(f, "snapshots made or deleted    {:>12}", s.snapshots)?;
         writeln!(f, "changes made / given up      {:>12} / {}", s.changes, s.given_up)?;
         writeln!(f, "bad blocks repaired          {:>12}", s.repairs)?;
         writeln!(f, "messages                     {:>12}", s.messages)?;

@@ -10,7 +10,7 @@ use quoin_core::replica::store::{
     BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
-use quoin_core::{Lsn, ReplicaGuid};
+use quoin_core::{Epoch, Lsn, ReplicaGuid};
 use quoin_store::model::ModelPool;
 use quoin_store::{Due, ReplicaPool};
 
@@ -165,6 +165,9 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         let small = entries.iter().all(|e| e.data.is_empty());
         self.write(!small)?;
         self.inner.append(entries)
+    }
+    fn owe_before(&mut self, epoch: Epoch) {
+        self.inner.owe_before(epoch);
     }
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {
         self.write(false)?;

@@ -38,6 +38,8 @@ pub enum Swarm {
     Members,
     /// Members that fall out of a small window and are copied anew.
     Rebuilds,
+    /// The same, of volumes with snapshots that come and go.
+    Snapshots,
     /// Rot, unreadable disks, disks that are rolled back.
     Damage,
     /// Disks that say they wrote.
@@ -60,6 +62,7 @@ impl Swarm {
         Swarm::Replacements,
         Swarm::Members,
         Swarm::Rebuilds,
+        Swarm::Snapshots,
         Swarm::Damage,
         Swarm::Liars,
         Swarm::Pressure,
@@ -79,6 +82,7 @@ impl Swarm {
             Swarm::Replacements => "replacements",
             Swarm::Members => "members",
             Swarm::Rebuilds => "rebuilds",
+            Swarm::Snapshots => "snapshots",
             Swarm::Damage => "damage",
             Swarm::Liars => "liars",
             Swarm::Pressure => "pressure",
@@ -272,6 +276,10 @@ impl Swarm {
                 ],
                 horizon_ms: (6_000, 14_000),
                 ..small
+            },
+            Swarm::Snapshots => Shape {
+                factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
+                ..Swarm::Rebuilds.shape(random)?
             },
             Swarm::Rebuilds => Shape {
                 wanted: Wanted::Power,

@@ -303,6 +303,15 @@ impl<D: Disk> Pool<D> {
         for replica in self.replicas.values_mut().filter(|r| r.may_pass) {
             (replica.set_aside, replica.may_pass) = (false, false);
         }
+        // Segments that could not be read wait for the next commit. Where they are all that could
+        // give room there is none: a full pool takes nothing that would need it.
+        let short = self.percent(self.core.allocator.free_for_clients()) < CLEAN_BELOW_PERCENT;
+        if short && self.next_step().is_none() {
+            for replica in self.replicas.values_mut() {
+                replica.unreadable.clear();
+            }
+            self.victim.set(None);
+        }
     }
 
     /// The most useful thing that can be done now. `None`: nothing would be gained, or what was

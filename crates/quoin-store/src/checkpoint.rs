@@ -114,19 +114,20 @@ impl Replica {
         });
         let special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
         let end = special.unwrap_or(job.target + 1);
-        let mut overlay = Overlay::default();
+        let mut ranges = Vec::new();
         for lsn in job.next..end {
             let Some(record) = self.log.get(lsn).copied() else { continue };
             let kind = self.log.kind(lsn, &record);
             job.work.head.apply(record.position(lsn), quoin_core::Chain(record.chain), &kind);
             if record.has_range() {
-                overlay.insert(record.lba, record.end(), lsn);
+                ranges.push((record.lba, record.end(), lsn));
             }
             if record.place != 0 {
                 let bytes = u64::from(record.blocks) * BLOCK_SIZE as u64;
                 self.family.sub_live(&core.superblock, record.place, bytes);
             }
         }
+        let overlay = Overlay::of(ranges);
         job.edits.clear();
         job.crcs.clear();
         job.edited = 0;

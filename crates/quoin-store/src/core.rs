@@ -89,6 +89,8 @@ pub struct Core<D> {
     pub bad: Vec<BadBlock>,
     /// Replicas that background work found damaged, and what.
     pub damaged: Vec<(ReplicaGuid, &'static str)>,
+    /// Units that are being made ready: the first and how many.
+    pub readying: Option<(u32, u32)>,
     /// Kept from call to call, so that IO allocates little.
     pub header: Vec<u8>,
     pub found: Vec<BlockAt>,
@@ -152,8 +154,19 @@ impl<D: Disk> Core<D> {
 
     /// Units to write to, whose space is there: the file system below may be full long before the
     /// pool is. Clients leave some of it to what must go on, here and elsewhere.
-    /// The first one, how many, and whether they were written before.
-    pub fn allocate(&mut self, large: bool, from_reserve: bool) -> Option<(u32, u32, bool)> {
+    /// The first one, how many, and whether they were written before, which may be preferred.
+    pub fn allocate(
+        &mut self,
+        large: bool,
+        from_reserve: bool,
+        warm_first: bool,
+    ) -> Option<(u32, u32, bool)> {
+        if warm_first
+            && !self.allocator.short_below
+            && let Some((unit, units)) = self.allocator.allocate_warm_segment(large)
+        {
+            return Some((unit, units, true));
+        }
         if self.allocator.short_below
             && (from_reserve || self.allocator.sure_units() > 0)
             && let Some(unit) = self.allocator.allocate_warm()

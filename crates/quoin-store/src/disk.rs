@@ -73,6 +73,24 @@ pub trait Disk: Send {
         true
     }
 
+    /// Whether a first write to a place costs more than later ones, because what is below notes it
+    /// down.
+    fn notes_space(&self) -> bool {
+        false
+    }
+
+    /// Begins to fill a range with zeros, on another thread. Nothing else is written there before
+    /// [`Disk::made_ready`] says that it is done, and one range is filled at a time. False: it
+    /// was not begun.
+    fn make_ready(&self, _offset: u64, _length: u64) -> bool {
+        false
+    }
+
+    /// How the last [`Disk::make_ready`] went; `None`: it goes on.
+    fn made_ready(&self) -> Option<bool> {
+        Some(false)
+    }
+
     /// What is free below it for it and others; `None`: all of its space is its own.
     fn room_below(&self) -> Option<u64> {
         None

@@ -19,6 +19,7 @@ use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::disk::{Disk, Syncer};
+use crate::fill::Filling;
 use crate::held::{Held, Piece, stretches, zeros};
 
 /// The kernel takes no more parts in one call.
@@ -65,9 +66,11 @@ pub struct FileDisk {
 
 /// The descriptors of a disk and what waits to be written through them.
 struct Files {
+    /// Goes before the lock that `file` holds.
+    filling: Mutex<Filling>,
     file: File,
     /// The same file past the page cache, where its file system can do that.
-    direct: Option<File>,
+    direct: Option<Arc<File>>,
     held: Mutex<Held>,
     /// Syncs take turns; the first one that failed decides for all later ones.
     failed: Mutex<Option<IoFault>>,
@@ -166,9 +169,10 @@ impl FileDisk {
         };
         let size = size & !(BLOCK_SIZE as u64 - 1);
         let files = Files {
-            direct: open_direct(&file, access),
+            direct: open_direct(&file, access).map(Arc::new),
             file,
             held: Mutex::default(),
+            filling: Mutex::default(),
             failed: Mutex::default(),
         };
         Ok(FileDisk {
@@ -242,7 +246,7 @@ fn open_direct(file: &File, access: OFlags) -> Option<File> {
 }
 
 /// Writes all of `parts`, which are no more than one call takes.
-fn write_all(file: &File, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+pub(crate) fn write_all(file: &File, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
     let total: usize = parts.iter().map(|p| p.len()).sum();
     let written = loop {
         match rustix::io::pwritev(file, parts, offset) {
@@ -282,6 +286,10 @@ fn write_rest(
 impl Files {
     fn held(&self) -> MutexGuard<'_, Held> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn filling(&self) -> MutexGuard<'_, Filling> {
+        self.filling.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Writes what is held and makes everything durable that was written.
@@ -475,6 +483,19 @@ impl Disk for FileDisk {
         }
     }
 
+    fn notes_space(&self) -> bool {
+        !self.is_device && !self.read_only && self.files.direct.is_some()
+    }
+
+    fn make_ready(&self, offset: u64, length: u64) -> bool {
+        let Some(direct) = &self.files.direct else { return false };
+        self.files.filling().begin(direct.clone(), offset, length)
+    }
+
+    fn made_ready(&self) -> Option<bool> {
+        self.files.filling().end()
+    }
+
     fn room_below(&self) -> Option<u64> {
         if self.is_device {
             return None;
@@ -587,6 +608,33 @@ mod tests {
         disk.write_with_sync(at(101), &[IoSlice::new(&block(2))], 0).expect("a write");
         disk.sync().expect("a sync");
         assert_eq!(allocated(), before, "the space was there");
+    }
+
+    #[test]
+    fn a_range_is_made_ready_beside_other_writes_and_is_waited_for_where_the_disk_goes() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("pool");
+        let disk = FileDisk::create(&path, 64 << 20, true).expect("a file");
+        assert!(disk.notes_space());
+        assert!(disk.make_ready(8 << 20, 4 << 20) && !disk.make_ready(16 << 20, 4 << 20));
+        disk.write_with_sync(0, &[IoSlice::new(&[1; BLOCK_SIZE])], 0).expect("a write");
+        disk.sync().expect("a sync");
+        let done = loop {
+            match disk.made_ready() {
+                Some(done) => break done,
+                None => std::thread::yield_now(),
+            }
+        };
+        assert!(done);
+        use std::os::unix::fs::MetadataExt;
+        let allocated = || std::fs::metadata(&path).expect("the file").blocks() * 512;
+        let before = allocated();
+        disk.write_with_sync(10 << 20, &[IoSlice::new(&[2; BLOCK_SIZE])], 0).expect("a write");
+        disk.sync().expect("a sync");
+        assert_eq!(allocated(), before, "the space was there");
+        assert!(disk.make_ready(32 << 20, 4 << 20));
+        drop(disk);
+        FileDisk::open(&path).expect("nobody has it any more");
     }
 
     #[test]

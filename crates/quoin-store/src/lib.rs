@@ -11,12 +11,14 @@ mod batch;
 mod checkpoint;
 mod clean;
 mod core;
+mod fill;
 mod held;
 mod layout;
 mod moved;
 mod node;
 mod overlay;
 mod pool;
+mod ready;
 #[cfg(test)]
 mod recorded;
 mod records;

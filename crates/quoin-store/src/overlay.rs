@@ -14,6 +14,25 @@ pub struct Overlay {
 }
 
 impl Overlay {
+    /// What inserting these ranges (start, end, LSN) in the order of their LSNs makes. Where they
+    /// are apart from each other or the same, as nearly always, they are only sorted.
+    pub fn of(mut ranges: Vec<(u64, u64, u64)>) -> Self {
+        ranges.retain(|(start, end, _)| start < end);
+        ranges.sort_unstable_by_key(|(start, _, lsn)| (*start, *lsn));
+        let meets =
+            |a: &(u64, u64, u64), b: &(u64, u64, u64)| a.1 > b.0 && (a.0, a.1) != (b.0, b.1);
+        if ranges.windows(2).any(|pair| meets(&pair[0], &pair[1])) {
+            ranges.sort_unstable_by_key(|(_, _, lsn)| *lsn);
+            let mut overlay = Self::default();
+            for (start, end, lsn) in ranges {
+                overlay.insert(start, end, lsn);
+            }
+            return overlay;
+        }
+        // Of equal keys the last one stays.
+        Self { extents: ranges.into_iter().map(|(start, end, lsn)| (start, (end, lsn))).collect() }
+    }
+
     pub fn insert(&mut self, start: u64, end: u64, lsn: u64) {
         if start == end {
             return;
@@ -299,6 +318,26 @@ mod tests {
             }
             let (from, to) = (from as usize, to as usize);
             prop_assert_eq!(&found[from..to], &plain[from..to]);
+        }
+
+        #[test]
+        fn ranges_taken_at_once_are_as_if_they_had_been_inserted(
+            entries in prop::collection::vec((0u64..200, 0u64..8), 0..60),
+            alike in any::<bool>(),
+        ) {
+            let ranges: Vec<_> = (1..)
+                .zip(entries)
+                .map(|(lsn, (start, length))| match alike {
+                    true => (start & !3, (start & !3) + 4, lsn),
+                    false => (start, start + length, lsn),
+                })
+                .collect();
+            let mut inserted = Overlay::default();
+            for (start, end, lsn) in &ranges {
+                inserted.insert(*start, *end, *lsn);
+            }
+            let all = |overlay: &Overlay| overlay.range(0, u64::MAX).collect::<Vec<_>>();
+            prop_assert_eq!(all(&Overlay::of(ranges)), all(&inserted));
         }
     }
 }

@@ -9,7 +9,7 @@ use quoin_core::replica::store::{
     BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
-use quoin_core::{BLOCK_SIZE, Lsn, PoolId, ReplicaGuid, mutant};
+use quoin_core::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool, Tickets};
 use crate::background::Victim;
@@ -126,6 +126,7 @@ impl<D: Disk> Pool<D> {
             freeing: Vec::new(),
             bad: Vec::new(),
             damaged: Vec::new(),
+            readying: None,
             header: Vec::new(),
             found: Vec::new(),
         };
@@ -325,7 +326,9 @@ impl<D: Disk> ReplicaPool for Pool<D> {
 
     fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
         self.core.tickets.finish(result.is_ok().then_some(ticket));
-        self.victim.set(None);
+        if self.replicas.values().any(|r| r.commit.is_some()) {
+            self.victim.set(None);
+        }
         if let Err(fault) = result
             && !mutant::is("sync-error-retried")
         {
@@ -397,6 +400,10 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
 
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
         self.replica.append(self.core, entries)
+    }
+
+    fn owe_before(&mut self, epoch: Epoch) {
+        self.replica.owed_before = epoch;
     }
 
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {

@@ -7,7 +7,7 @@ use bytes::{Bytes, BytesMut};
 use quoin_core::entry::SharedEntry;
 use quoin_core::message::{Content, ReadView, Slot, SnapshotInfo};
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
-use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, crc32c, mutant};
+use quoin_core::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
 
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, entry_length};
 use crate::checkpoint::{CheckpointJob, Commit};
@@ -80,7 +80,8 @@ pub struct Replica {
     pub clean: Option<CleanJob>,
     /// Segments that no view needs, to be freed with the next commit.
     pub limbo: Vec<(u32, u32)>,
-    /// Segments that could not be read lately: they are not emptied before the next commit.
+    /// Segments that could not be read lately: they are not emptied before the next commit,
+    /// or before a look at a pool that is short and has nothing else to empty.
     pub unreadable: BTreeSet<u32>,
     /// Live estimates are too high since a view went away.
     pub recount: bool,
@@ -91,6 +92,8 @@ pub struct Replica {
     pub set_aside: bool,
     /// It was set aside for what could not be read: to be tried again.
     pub may_pass: bool,
+    /// Entries of epochs before this one are owed to it: others hold them.
+    pub owed_before: Epoch,
     /// Its log is rotten in a place that only folding makes harmless.
     pub fold_wanted: bool,
 }
@@ -128,6 +131,7 @@ impl Replica {
             dirty: false,
             set_aside: false,
             may_pass: false,
+            owed_before: Epoch::ZERO,
             fold_wanted: false,
         }
     }
@@ -164,16 +168,14 @@ impl Replica {
         core.check_usable()?;
         self.head.check_append(self.snapshots.len(), entries)?;
         self.abandon_shadow();
-        // Trims are the way out of a full pool, but clean-up needs room to follow them.
-        let trims = core.allocator.free_units() > core.allocator.reserve_units / 2;
-        let is_small = |e: &SharedEntry| match e.kind {
-            EntryKind::View(_) | EntryKind::DeleteSnapshot { .. } => true,
-            EntryKind::Trim => trims,
-            _ => false,
-        };
-        let from_reserve = entries.iter().all(is_small);
         let mut rest = entries;
         while !rest.is_empty() {
+            let (trims, owed) = (core.allocator.takes_trims(), core.allocator.takes_owed());
+            let has_reserve = |e: &SharedEntry| match e.kind {
+                EntryKind::View(_) | EntryKind::DeleteSnapshot { .. } => true,
+                EntryKind::Trim if trims => true,
+                _ => owed && e.epoch < self.owed_before,
+            };
             let room = self.family.room(&core.superblock, Stream::Log);
             let largest = core.superblock.unit_blocks - 1;
             let (count, blocks) = match fitting(rest, room) {
@@ -181,12 +183,13 @@ impl Replica {
                 fits => fits,
             };
             let (now, later) = rest.split_at(count.max(1));
+            let first = now.iter().take_while(|e| has_reserve(e)).count();
+            let from_reserve = first == now.len();
             match self.append_batch(core, now, blocks, from_reserve) {
                 Err(StoreError::Full) if !from_reserve => {
                     // What frees space must not wait behind what needs some.
-                    let small = now.iter().take_while(|e| is_small(e)).count();
-                    if small > 0 {
-                        self.append_batch(core, &now[..small], 0, true)?;
+                    if first > 0 {
+                        self.append_batch(core, &now[..first], 0, true)?;
                     }
                     return Err(StoreError::Full);
                 }

@@ -18,6 +18,11 @@ const LARGE_FROM_BLOCKS: u64 = 1 << 22;
 /// Part of the pool that only Views, deletes, clean-up and map nodes may use, in percent.
 const RESERVE_PERCENT: u32 = 7;
 
+/// One part of so many of the reserve, and at least so many units, may be taken by entries that
+/// other replicas hold already.
+const OWED_PART: u32 = 4;
+const OWED_UNITS_MIN: u32 = 2;
+
 /// One part of so many of a pool may stay with the file system's space, and in its cache, while
 /// it is free, but no more than what is in use: writing there again costs a copy; space that was
 /// given back costs finding it, clearing it and noting it down each time.
@@ -25,6 +30,9 @@ const WARM_PART: u32 = 4;
 
 /// Of what is warm while the file system below is full: for clean-up, which must go on.
 const WARM_RESERVE_UNITS: u32 = 6;
+
+/// Warm units among which a large segment is looked for.
+const WARM_LOOKED_AT: usize = 1024;
 
 /// Free units. Small segments fill groups of eight before they break up another one.
 pub struct Allocator {
@@ -77,6 +85,20 @@ impl Allocator {
         if self.short_below { free.min(self.sure_units()) } else { free }
     }
 
+    /// Whether trims may take of the reserve: they are the way out of a full pool, but clean-up
+    /// needs room to follow them.
+    pub fn takes_trims(&self) -> bool {
+        self.free_units > self.reserve_units / 2
+    }
+
+    /// Whether entries that other replicas hold may: a quarter of it, and what is left has room
+    /// for trims still. What recovery brings is stable soon after, and is folded then.
+    pub fn takes_owed(&self) -> bool {
+        let part = (self.reserve_units / OWED_PART).max(OWED_UNITS_MIN);
+        let floor = self.reserve_units.saturating_sub(part).max(self.reserve_units / 2 + 1);
+        self.free_units > floor && (!self.short_below || self.warm_units() > WARM_RESERVE_UNITS / 2)
+    }
+
     /// Warm ones that clients may use.
     pub fn sure_units(&self) -> u32 {
         (self.warm.len() as u32).saturating_sub(WARM_RESERVE_UNITS)
@@ -92,6 +114,24 @@ impl Allocator {
     pub fn allocate_warm(&mut self) -> Option<u32> {
         let unit = *self.warm.first()?;
         self.take(unit, 1).then_some(unit)
+    }
+
+    /// What a segment is made of, all of whose space was not given back.
+    pub fn allocate_warm_segment(&mut self, large: bool) -> Option<(u32, u32)> {
+        if !large {
+            return self.allocate_warm().map(|unit| (unit, 1));
+        }
+        let whole = |first: &u32| {
+            first.is_multiple_of(LARGE_UNITS)
+                && (*first..first + LARGE_UNITS).all(|unit| self.warm.contains(&unit))
+        };
+        let first = self.warm.iter().copied().take(WARM_LOOKED_AT).find(whole)?;
+        self.take(first, LARGE_UNITS).then_some((first, LARGE_UNITS))
+    }
+
+    /// Free units whose space was not given back.
+    pub fn warm_units(&self) -> u32 {
+        self.warm.len() as u32
     }
 
     fn recount(&mut self, group: u32) {
@@ -273,7 +313,11 @@ impl Family {
             return Err(StoreError::Full);
         }
         let large = self.large && core.allocator.free_for_clients() > 4 * LARGE_UNITS;
-        let (unit, units, is_warm) = core.allocate(large, from_reserve).ok_or(StoreError::Full)?;
+        let waits = self.log_waits && stream == Stream::Log;
+        core.take_ready();
+        let warm_first = waits && core.disk.notes_space();
+        let allocated = core.allocate(large, from_reserve, warm_first);
+        let (unit, units, is_warm) = allocated.ok_or(StoreError::Full)?;
         core.sequence += 1;
         let state = SegmentState {
             unit,
@@ -288,7 +332,7 @@ impl Family {
         let header = segment_header(&core.superblock, self.guid, &state);
         let offset = core.superblock.unit_start(unit) * BLOCK_SIZE as u64;
         let parts = [IoSlice::new(&header)];
-        let mut written = match self.log_waits && stream == Stream::Log {
+        let mut written = match waits {
             true => core.disk.write_with_sync(offset, &parts, 0).map_err(StoreError::Io),
             false => core.disk.write_at(offset, &parts).map_err(StoreError::Io),
         };
@@ -306,6 +350,9 @@ impl Family {
         self.changes += 1;
         if stream == Stream::Log {
             self.log_order.push_back((state.sequence, unit));
+        }
+        if waits {
+            core.ready_next(large);
         }
         Ok(self.segments.entry(unit).or_insert(segment))
     }
@@ -408,5 +455,20 @@ mod tests {
         allocator.give_warm(0, 1);
         let cooled = std::iter::from_fn(|| allocator.cool_one()).count();
         assert_eq!((cooled, allocator.free_units()), (10, 16), "nothing is in use any more");
+    }
+
+    #[test]
+    fn a_warm_segment_has_all_its_units_used_before_and_none_is_made_up() {
+        let mut allocator = Allocator::new(40);
+        assert_eq!(allocator.allocate_warm_segment(false), None);
+        for unit in 3..20 {
+            assert!(allocator.take(unit, 1));
+            allocator.give_warm(unit, 1);
+        }
+        assert_eq!(allocator.warm_units(), 17);
+        assert_eq!(allocator.allocate_warm_segment(true), Some((8, 8)));
+        assert_eq!(allocator.allocate_warm_segment(true), None, "the other groups are part cold");
+        assert_eq!(allocator.allocate_warm_segment(false), Some((3, 1)));
+        assert_eq!((allocator.warm_units(), allocator.free_units()), (8, 31));
     }
 }

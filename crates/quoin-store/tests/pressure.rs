@@ -415,6 +415,30 @@ fn clean_up_leaves_alone_what_the_disk_refuses_to_read_for_a_while() {
     writer.check(ReadView::Live, &last);
 }
 
+#[test]
+fn a_pool_that_filled_up_while_its_disk_refused_reads_gives_room_again_by_itself() {
+    let live = 400;
+    let mut writer = Writer::new(8 << 20, live);
+    writer.pool.disk().fail_reads(true);
+    let full = (0..20_000u64).find(|round| {
+        let full = writer.append(EntryKind::Write, round % live, 1).is_err();
+        for _ in 0..4 {
+            let _ = writer.pool.background(1 << 20);
+        }
+        sync(&mut writer.pool);
+        full
+    });
+    assert!(full.is_some(), "nothing could be emptied, and it never filled up");
+    writer.pool.disk().fail_reads(false);
+    let room = (0..200).any(|_| {
+        writer.pool.look_again();
+        let _ = writer.pool.background(1 << 20);
+        sync(&mut writer.pool);
+        writer.append(EntryKind::Write, 0, 1).is_ok()
+    });
+    assert!(room, "{:?}", writer.pool.stats());
+}
+
 /// The file system below a sparse file may be full long before the pool is.
 #[test]
 fn what_is_full_below_a_pool_makes_it_full_and_not_broken_and_trims_revive_it() {
@@ -456,4 +480,47 @@ fn what_is_full_below_a_pool_makes_it_full_and_not_broken_and_trims_revive_it() 
     disk.set_room_below(None);
     writer.pool.look_below();
     assert!(!writer.pool.is_short_below());
+}
+
+/// An open waits for the entries that another replica has and this one lacks; only what is stable
+/// makes room, and nothing becomes stable before the open is done.
+#[test]
+fn a_pool_full_of_what_is_not_stable_takes_what_others_hold_already_and_trims_after_it() {
+    let mut writer = Writer::new(8 << 20, 4000);
+    let unstable = |writer: &mut Writer, kind: EntryKind, blocks| {
+        let entry = writer.entry(kind, 0, blocks);
+        let mut replica = writer.pool.replica(GUID).expect("it");
+        replica.append(std::slice::from_ref(&entry))?;
+        (writer.chain, writer.lsn) = (entry.chain, writer.lsn + 1);
+        Ok(())
+    };
+    while unstable(&mut writer, EntryKind::Write, 8) == Ok(()) {
+        assert!(writer.lsn < 500, "the pool never filled up");
+    }
+    (0..50).for_each(|_| writer.housekeeping());
+    assert_eq!(unstable(&mut writer, EntryKind::Write, 8), Err(StoreError::Full));
+
+    // The entries are of epoch 1.
+    writer.pool.replica(GUID).expect("it").owe_before(Epoch(2));
+    let before = writer.lsn;
+    while unstable(&mut writer, EntryKind::Write, 8) == Ok(()) {}
+    let taken = (writer.lsn - before) * 8 * 4096;
+    // A quarter of the reserve, and at least two units of 128 KiB.
+    assert!((128 << 10..=384 << 10).contains(&taken), "{taken} bytes were taken");
+    for _ in 0..20 {
+        unstable(&mut writer, EntryKind::Trim, 8).expect("a trim has room still");
+    }
+    // What is not owed finds none.
+    writer.pool.replica(GUID).expect("it").owe_before(Epoch(1));
+    assert_eq!(unstable(&mut writer, EntryKind::Write, 1), Err(StoreError::Full));
+
+    // The open is done: all of it is stable, and the room is there again.
+    let end = Lsn(writer.lsn);
+    writer.pool.replica(GUID).expect("it").set_stable(end);
+    (0..200).for_each(|_| writer.housekeeping());
+    assert!(!writer.pool.is_short(true));
+    for _ in 0..100 {
+        writer.append(EntryKind::Write, 0, 8).expect("room again");
+        writer.housekeeping();
+    }
 }

@@ -98,6 +98,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
     let mut desired = Desired {
         drf: factor("desired replication factor", target.desired_replication_factor)?,
         cf: factor("consistency factor", target.consistency_factor)?,
+        version: target.membership_version,
         ..Desired::default()
     };
     let mut replicas = Vec::new();
@@ -200,6 +201,7 @@ mod tests {
             desired_replication_factor: 2,
             consistency_factor: 0,
             verify: None,
+            membership_version: 7,
         }
     }
 
@@ -232,6 +234,7 @@ mod tests {
             cf: 0,
             newcomers: vec![Newcomer { member: second, beside: true }],
             leaving: vec![first],
+            version: 7,
         };
         assert_eq!(assigned.desired, desired);
         changing.desired_replication_factor = 300;

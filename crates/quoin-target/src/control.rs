@@ -388,6 +388,8 @@ impl Control {
             events: notices.iter().map(event).collect(),
             nbd_uri: self.nbd_uri(id),
             verification: status.verify.as_ref().map(verification),
+            membership_version: status.membership_version,
+            silent: status.silent.iter().map(|member| member.guid.to_string()).collect(),
         });
         request.set_timeout(CALL_MAX);
         match AgentClient::new(self.channel.clone()).report_volume(request).await {

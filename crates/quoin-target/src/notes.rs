@@ -1,7 +1,7 @@
 //! What a volume's state machine notes, in an operator's words.
 
 use quoin_core::VolumeId;
-use quoin_core::target::TargetNote;
+use quoin_core::target::{SnapshotOutcome, TargetNote, USER_SNAPSHOTS_MAX};
 use quoin_wire::notices::{Notices, Severity};
 
 /// Each note as an event, with its cause and, where there is one, the next step. What changes
@@ -54,6 +54,19 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
             };
             (Normal, "ReplicaRebuilt", format!("complete again; {mib} MiB were copied{rounds}"))
         }
+        TargetNote::Snapshot { id, outcome } => match outcome {
+            SnapshotOutcome::Made { lsn } => {
+                (Normal, "SnapshotMade", format!("snapshot {id} is on media, as of LSN {lsn}"))
+            }
+            SnapshotOutcome::Deleted => {
+                (Normal, "SnapshotDeleted", format!("snapshot {id} is gone"))
+            }
+            SnapshotOutcome::TooMany => (
+                Warning,
+                "TooManySnapshots",
+                format!("{USER_SNAPSHOTS_MAX} snapshots exist: delete one to make {id}"),
+            ),
+        },
         TargetNote::BadBlock { member, lba, repaired } => {
             replica = member.id.to_string();
             let outcome =

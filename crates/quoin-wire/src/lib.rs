@@ -9,7 +9,8 @@
 //!   [`same_host`] is the shorter way to a pool of one's own host. [`establish`] adds Hello and
 //!   Welcome, so that shards see believed sessions only.
 //! * [`queue`] holds what goes out (one vectored write) and what came in.
-//! * [`reactor`] is the epoll loop, its timers and its waker; [`connection`] ties a socket, its
+//! * [`reactor`] is the epoll loop, its timers and its waker, [`spin`] when it looks again before
+//!   it sleeps; [`connection`] ties a socket, its
 //!   protection and its queues together for the shards of both roles.
 //! * [`notices`] carries what operators want to know from shards to reports.
 //!
@@ -30,6 +31,7 @@ pub mod queue;
 pub mod reactor;
 pub mod same_host;
 pub mod security;
+pub mod spin;
 
 pub use connection::{Connection, ReadOutcome};
 pub use decode::{Frame, Incoming};

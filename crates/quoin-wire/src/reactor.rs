@@ -1,7 +1,8 @@
 //! An epoll loop for one thread: readiness, timers, and a waker for other threads.
 //!
 //! Level-triggered: a socket that was not drained is reported again, so a shard may give each
-//! one a bounded turn. Nothing here ticks: without a timer set, an idle loop sleeps for ever.
+//! one a bounded turn. Nothing here ticks: without a timer set, an idle loop sleeps for ever. A
+//! busy one looks again for a moment before it sleeps ([`crate::spin`]).
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -13,10 +14,11 @@ use std::time::Duration;
 
 use quoin_core::Time;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
 use crate::establish::timespec;
+use crate::spin::Spin;
 
 /// Names a registered descriptor; chosen by the owner, echoed with its readiness.
 pub type Key = u64;
@@ -82,6 +84,7 @@ impl Waker {
 pub struct Reactor {
     epoll: OwnedFd,
     waker: Waker,
+    spin: Spin,
 }
 
 impl Reactor {
@@ -90,7 +93,7 @@ impl Reactor {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &event, EventData::new_u64(WAKER), EventFlags::IN)?;
         let waker = Waker(Arc::new(WakerInner { event, pending: AtomicBool::new(false) }));
-        Ok(Reactor { epoll, waker })
+        Ok(Reactor { epoll, waker, spin: Spin::default() })
     }
 
     pub fn waker(&self) -> Waker {
@@ -120,9 +123,17 @@ impl Reactor {
         ready: &mut Vec<Ready>,
     ) -> std::io::Result<bool> {
         ready.clear();
+        let mut wait = self.spin.begin(timeout);
+        let mut found = Ok(0);
+        while found == Ok(0) && wait.looks() {
+            let mut epoll = [PollFd::new(&self.epoll, PollFlags::IN)];
+            found = poll(&mut epoll, Some(&timespec(Duration::ZERO)));
+        }
         let timeout = timeout.map(timespec);
         let mut events = [const { MaybeUninit::uninit() }; EVENTS_MAX];
-        let events = match epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
+        let waited = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
+        wait.end();
+        let events = match waited {
             Ok((events, _)) => events,
             Err(Errno::INTR) => return Ok(false),
             Err(errno) => return Err(errno.into()),

@@ -5,7 +5,6 @@ use clap::Args;
 use quoin_proto::control::set_cordon_request::Action;
 use quoin_proto::control::{CordonStatus, DrainedReplica, GetCordonRequest, SetCordonRequest};
 use serde::Serialize;
-use std::time::Duration;
 
 use crate::client::{ClientOptions, Cluster, refusal};
 use crate::output::{self, Format, Row};
@@ -125,8 +124,15 @@ impl UnderWay for Draining<'_> {
         self.status.replicas.iter().map(left).sum()
     }
 
-    fn progress(&self, left: Option<Duration>) -> String {
-        progress(self.scope, &self.status, left)
+    fn gone_through(&self) -> Vec<(String, u64)> {
+        let part = |r: &DrainedReplica| {
+            (format!("{} {} {}", r.volume_id, r.replica_id, r.to), r.rebuilt_bytes)
+        };
+        self.status.replicas.iter().map(part).collect()
+    }
+
+    fn progress(&self, pace: &str) -> String {
+        progress(self.scope, &self.status, pace)
     }
 }
 
@@ -154,7 +160,7 @@ fn left(replica: &DrainedReplica) -> u64 {
     }
 }
 
-fn progress(scope: &Scope, status: &CordonStatus, left: Option<Duration>) -> String {
+fn progress(scope: &Scope, status: &CordonStatus, pace: &str) -> String {
     let (kind, name) = scope.words();
     let count = |state: &str| status.replicas.iter().filter(|r| r.state == state).count();
     let mut text = format!("{kind} {name}: {} replicas left", status.replicas.len());
@@ -163,9 +169,7 @@ fn progress(scope: &Scope, status: &CordonStatus, left: Option<Duration>) -> Str
             text += &format!(", {} {words}", count(state));
         }
     }
-    if let Some(left) = left {
-        text += &format!("; about {} s", left.as_secs() + 1);
-    }
+    text += pace;
     if let Some(stuck) = status.replicas.iter().find(|r| r.state == "stuck") {
         text += &format!("; volume {}: {}", stuck.volume_name, stuck.message);
     }
@@ -296,10 +300,11 @@ mod tests {
             ],
             ..CordonStatus::default()
         };
-        let text = progress(&Scope::Pool("a".into()), &status, Some(Duration::from_secs(3)));
+        let text = progress(&Scope::Pool("a".into()), &status, "; 1.0 MiB/s, about 4 s left");
         assert_eq!(
             text,
-            "pool a: 3 replicas left, 1 moving, 1 waiting, 1 stuck; about 4 s; volume db: no room"
+            "pool a: 3 replicas left, 1 moving, 1 waiting, 1 stuck; 1.0 MiB/s, about 4 s left; \
+             volume db: no room"
         );
         let half =
             DrainedReplica { rebuilt_bytes: 60, rebuild_total_bytes: 100, ..replica("", "") };

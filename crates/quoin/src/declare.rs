@@ -77,6 +77,10 @@ impl Files {
 pub async fn apply(options: ApplyOptions, client: &ClientOptions, format: Format) -> Result<()> {
     let documents = options.files.read()?;
     let mut cluster = client.connect().await?;
+    if documents.len() > 1 && !options.dry_run {
+        // One that is refused leaves the others undone too.
+        all(&mut cluster, &documents, true, false, client).await?;
+    }
     let applied = all(&mut cluster, &documents, options.dry_run, options.wait, client).await?;
     print(format, &applied)
 }

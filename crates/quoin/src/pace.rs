@@ -1,22 +1,32 @@
 //! Waiting for what goes on by itself, with how far it is and how long it still takes at its pace.
 
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
 use crate::client::ClientOptions;
+use crate::size::show_size;
 
 /// Between two looks at what is waited for, and between two lines about it.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 const SAY_EVERY: Duration = Duration::from_secs(2);
 
+/// Progress older than this says nothing about how fast it goes now: rebuilds are paced by clients.
+const WINDOW: Duration = Duration::from_secs(30);
+/// Targets report every few seconds, so less than this is no standstill and gives no pace.
+const STANDSTILL: Duration = Duration::from_secs(6);
+const SOON: Duration = Duration::from_secs(2);
+
 /// Something under way in the cluster, as it was seen last.
 pub trait UnderWay {
     fn is_done(&self) -> bool;
+    /// Its parts, each with a name that no other has, and the bytes that it went through.
+    fn gone_through(&self) -> Vec<(String, u64)>;
     /// Bytes that it has still to go through.
     fn left_bytes(&self) -> u64;
-    /// How far it is, in words; `left`: how long it takes at its pace, once it has one.
-    fn progress(&self, left: Option<Duration>) -> String;
+    /// How far it is, in words, ending with `pace`.
+    fn progress(&self, pace: &str) -> String;
 }
 
 /// Looks until it is done.
@@ -33,15 +43,16 @@ pub async fn follow<U: UnderWay>(
     let mut said = None::<Instant>;
     let mut pace = Pace::default();
     while !seen.is_done() {
-        pace.saw(seen.left_bytes(), began.elapsed());
+        pace.saw(seen.gone_through(), began.elapsed());
+        let words = |pace: &Pace| pace.words(seen.left_bytes());
         if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
-            eprintln!("{}", seen.progress(pace.left()));
+            eprintln!("{}", seen.progress(&words(&pace)));
             said = Some(Instant::now());
         }
         if began.elapsed() > client.timeout() {
             bail!(
                 "{} after {} s; it goes on by itself (--timeout waits longer)",
-                seen.progress(pace.left()),
+                seen.progress(&words(&pace)),
                 client.timeout
             );
         }
@@ -51,28 +62,68 @@ pub async fn follow<U: UnderWay>(
     Ok(seen)
 }
 
-/// Bytes that rebuilds have still to go through, now and when first seen.
+/// How fast bytes are gone through: over the last while, whatever part they are of.
 #[derive(Default)]
 struct Pace {
-    first: Option<(u64, Duration)>,
-    last: (u64, Duration),
+    /// What each part had gone through when it was last seen.
+    parts: HashMap<String, u64>,
+    /// All that was gone through since the first look, at each look of the window.
+    sums: VecDeque<(Duration, u64)>,
+    moved_at: Option<Duration>,
 }
 
 impl Pace {
-    fn saw(&mut self, left: u64, at: Duration) {
-        if self.first.is_none_or(|(first, _)| left > first) && left > 0 {
-            self.first = Some((left, at));
+    fn saw(&mut self, parts: Vec<(String, u64)>, at: Duration) {
+        let before = std::mem::take(&mut self.parts);
+        // A part that is new may have gone on before it was looked at, and one that is gone is done;
+        // one that begins anew goes through more.
+        let moved: u64 = parts
+            .iter()
+            .map(|(part, now)| before.get(part).map_or(0, |then| now.saturating_sub(*then)))
+            .sum();
+        self.parts = parts.into_iter().collect();
+        let sum = self.sums.back().map_or(0, |(_, sum)| *sum) + moved;
+        if moved > 0 || self.moved_at.is_none() {
+            self.moved_at = Some(at);
         }
-        self.last = (left, at);
+        self.sums.push_back((at, sum));
+        while self.sums.len() > 2 && self.sums[1].0 + WINDOW <= at {
+            self.sums.pop_front();
+        }
     }
 
-    /// How long it takes at the pace so far; nothing before there is one.
-    fn left(&self) -> Option<Duration> {
-        let (first, since) = self.first?;
-        let (left, now) = self.last;
-        let took = now.checked_sub(since).filter(|took| *took >= Duration::from_secs(1))?;
-        let done = first.checked_sub(left).filter(|done| *done > 0 && left > 0)?;
-        Some(Duration::from_secs_f64(took.as_secs_f64() * left as f64 / done as f64))
+    /// Bytes a second, once there is a pace.
+    fn rate(&self) -> Option<f64> {
+        let ((since, first), (now, last)) = (self.sums.front()?, self.sums.back()?);
+        let took = now.checked_sub(*since).filter(|took| *took >= SOON)?;
+        (last > first).then(|| (last - first) as f64 / took.as_secs_f64())
+    }
+
+    /// The pace, and how long it takes at it, in words that follow others; empty where nothing can
+    /// be said.
+    fn words(&self, left: u64) -> String {
+        let now = self.sums.back().map_or(Duration::ZERO, |(at, _)| *at);
+        let still = now.saturating_sub(self.moved_at.unwrap_or(now));
+        if left == 0 {
+            return String::new();
+        }
+        if still >= STANDSTILL {
+            return format!("; nothing moved for {}", time(still));
+        }
+        let Some(rate) = self.rate() else { return String::new() };
+        let takes = Duration::try_from_secs_f64(left as f64 / rate).unwrap_or(Duration::MAX);
+        format!("; {}/s, about {} left", show_size(rate as u64), time(takes))
+    }
+}
+
+/// As exact as an estimate is.
+fn time(time: Duration) -> String {
+    match time.as_secs() {
+        seconds @ 0..120 => format!("{} s", seconds.max(1)),
+        seconds @ 120..7200 => format!("{} min", seconds / 60),
+        seconds @ 7200..172_800 => format!("{} h", seconds / 3600),
+        seconds @ 172_800..31_536_000 => format!("{} days", seconds / 86_400),
+        _ => "over a year".to_owned(),
     }
 }
 
@@ -80,18 +131,61 @@ impl Pace {
 mod tests {
     use super::*;
 
+    const MIB: u64 = 1 << 20;
+
+    fn second(n: u64) -> Duration {
+        Duration::from_secs(n)
+    }
+
+    fn part(name: &str, mib: u64) -> (String, u64) {
+        (name.to_owned(), mib * MIB)
+    }
+
     #[test]
-    fn how_long_it_takes_is_told_from_the_pace_so_far_and_a_longer_way_begins_anew() {
+    fn rate_and_time_left_are_told_from_what_was_gone_through_lately() {
         let mut pace = Pace::default();
-        let second = Duration::from_secs;
-        pace.saw(1000, second(10));
-        assert_eq!(pace.left(), None);
-        pace.saw(750, second(15));
-        assert_eq!(pace.left(), Some(second(15)));
-        pace.saw(2000, second(16));
-        assert_eq!(pace.left(), None);
-        pace.saw(0, second(20));
-        assert_eq!(pace.left(), None);
+        // What was done before the first look is no pace.
+        pace.saw(vec![part("a", 500)], second(0));
+        assert_eq!(pace.words(MIB), "");
+        for n in 1..=4 {
+            pace.saw(vec![part("a", 500 + 10 * n)], second(n));
+        }
+        assert_eq!(pace.words(100 * MIB), "; 10.0 MiB/s, about 10 s left");
+        // Clients take their part: after a while only the slower pace counts.
+        for n in 5..=40 {
+            pace.saw(vec![part("a", 540 + n - 4)], second(n));
+        }
+        assert_eq!(pace.words(600 * MIB), "; 1.0 MiB/s, about 10 min left");
+        assert_eq!(pace.words(0), "", "nothing is left to go through");
+    }
+
+    #[test]
+    fn parts_that_begin_end_or_begin_anew_neither_stop_the_pace_nor_make_it_jump() {
+        let mut pace = Pace::default();
+        pace.saw(vec![part("a", 0), part("b", 0)], second(0));
+        pace.saw(vec![part("a", 20), part("b", 20)], second(2));
+        // One is done, another one was on its way already.
+        pace.saw(vec![part("b", 60), part("c", 900)], second(4));
+        assert_eq!(pace.words(200 * MIB), "; 20.0 MiB/s, about 10 s left");
+        pace.saw(vec![part("b", 0), part("c", 920)], second(5));
+        assert_eq!(pace.words(200 * MIB), "; 20.0 MiB/s, about 10 s left");
+    }
+
+    #[test]
+    fn where_nothing_moves_it_is_said_for_how_long_and_no_time_is_promised() {
+        let mut pace = Pace::default();
+        for n in 0..=5 {
+            pace.saw(vec![part("a", 7)], second(n));
+            assert_eq!(pace.words(MIB), "");
+        }
+        pace.saw(vec![part("a", 7)], second(6));
+        assert_eq!(pace.words(MIB), "; nothing moved for 6 s");
+        pace.saw(vec![part("a", 7)], second(600));
+        assert_eq!(pace.words(MIB), "; nothing moved for 10 min");
+        pace.saw(vec![part("a", 8)], second(601));
+        pace.saw(vec![part("a", 9)], second(603));
+        let words = pace.words(u64::MAX);
+        assert!(words.ends_with("about over a year left"), "{words}");
     }
 
     struct Steps(u64);
@@ -100,11 +194,14 @@ mod tests {
         fn is_done(&self) -> bool {
             self.0 == 0
         }
+        fn gone_through(&self) -> Vec<(String, u64)> {
+            vec![(String::new(), 100 - self.0)]
+        }
         fn left_bytes(&self) -> u64 {
             self.0
         }
-        fn progress(&self, _left: Option<Duration>) -> String {
-            format!("{} steps left", self.0)
+        fn progress(&self, pace: &str) -> String {
+            format!("{} steps left{pace}", self.0)
         }
     }
 

@@ -144,6 +144,10 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     let scratch = Scratch::new("busy");
     let dev = Dev::start(&scratch.cluster(), &[]);
     let (device, mount) = mounted(&dev, &scratch);
+    // Another directory than the cluster's is not taken for there being no device.
+    let refused = dev.quoin(&["volume", "detach", "db", "--run", "/nonexistent"]);
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(1) && text.contains("--run"), "{text}");
     let refused = dev.quoin(&["volume", "detach", "db"]);
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(said.contains("volume db") && said.contains(mount.to_str().unwrap()), "{said}");

@@ -72,6 +72,14 @@ fn what_a_membership_change_does_to_io_is_measured() {
 }
 
 #[test]
+fn what_the_death_of_a_target_does_to_io_is_measured() {
+    let (cases, table) = cases(&["--only", "target-death"]);
+    assert_eq!(cases.len(), 1, "{cases:?}");
+    assert!(cases["target-death-pause"]["quoin"].as_f64().unwrap() > 0.0, "{cases:?}");
+    assert!(table.contains("target-death-pause"), "{table}");
+}
+
+#[test]
 fn an_interrupted_benchmark_leaves_no_process_and_no_file() {
     let directory = tempfile::tempdir().unwrap();
     let mut bench = Command::new(env!("CARGO_BIN_EXE_quoin"))

@@ -14,7 +14,17 @@ use std::time::Duration;
 
 use common::nbd::{FUA, Nbd, WRITE};
 use common::{Cluster, Place, eventually, have, is_root};
+use quoin_core::ids::SessionKey;
+use quoin_core::{Epoch, Incarnation};
 use quoin_identity::{Authority, Expected, Identity, JoinRequest, Lifetimes, Role};
+use quoin_wire::establish::{EstablishError, dial};
+use quoin_wire::handshake::ClientSecurity;
+use quoin_wire::{Hello, Mode, Spoken};
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::{DigitallySignedStruct, SignatureScheme};
 
 fn ip(arguments: &str) -> Output {
     Command::new("ip").args(arguments.split(' ')).output().unwrap()
@@ -181,6 +191,7 @@ fn hosts_apart_from_each_other_serve_a_volume_and_no_stranger_disturbs_it() {
 
     wrong_tokens(&cluster);
     wrong_certificates(&cluster, &nbd);
+    io.goes_on("after the strangers");
     // Every TCP port that anything of the cluster listens on.
     let pools = cluster.json(&["pool", "list"]);
     let mut ports: Vec<String> = pools
@@ -305,6 +316,7 @@ fn wrong_certificates(cluster: &Cluster, nbd: &str) {
         let refused = acquire(cluster, &identity, "n1").unwrap_err();
         assert!(refused.code() != tonic::Code::PermissionDenied, "{what} was heard: {refused}");
     }
+    wrong_certificates_at_a_pool(cluster, other.path());
     // A pool that calls itself a node: its certificate says what it is.
     let pool = Identity::load(&cluster.scratch.0.join("p1")).unwrap();
     let refused = acquire(cluster, &pool, "n1").unwrap_err();
@@ -313,6 +325,93 @@ fn wrong_certificates(cluster: &Cluster, nbd: &str) {
     let directory = cluster.scratch.0.join("p1");
     let refused = Nbd::connect(nbd, Some(client(&directory)), "db").err().unwrap();
     assert!(refused.contains("pool p1"), "{refused}");
+}
+
+/// The same at a pool's data port: only the pool judges here, as these callers believe anybody.
+fn wrong_certificates_at_a_pool(cluster: &Cluster, strangers: &Path) {
+    let pools = cluster.json(&["pool", "list"]);
+    let p1 = pools.as_array().unwrap().iter().find(|pool| pool["name"] == "p1").unwrap();
+    let address = p1["address"].as_str().unwrap().parse().unwrap();
+    let call = |identity: &Path| {
+        let security = ClientSecurity::Tls {
+            config: gullible(identity),
+            server_name: "quoin".try_into().unwrap(),
+            mode: Mode::Encrypt,
+        };
+        let spoken = Spoken::HERE;
+        let hello = Hello {
+            protocol_min: spoken.oldest,
+            protocol_max: spoken.newest,
+            features_optional: spoken.features,
+            ..Hello::default()
+        };
+        let session = SessionKey { epoch: Epoch(1), incarnation: Incarnation(1), nonce: 1 };
+        dial("p1", address, &security, session, &hello).err().unwrap()
+    };
+    // A node's own certificate is heard, and refused for want of a grant.
+    let heard = call(&cluster.scratch.0.join("node"));
+    assert!(matches!(heard, EstablishError::Refused(_)), "{heard}");
+    for name in ["n1", "expired"] {
+        let refused = call(&strangers.join(name));
+        assert!(!matches!(refused, EstablishError::Refused(_)), "{name} was heard: {refused}");
+    }
+    // Another pool is known here, and opens nothing.
+    let refused = call(&cluster.scratch.0.join("p2"));
+    assert!(matches!(refused, EstablishError::Refused(_)), "{refused}");
+    let words = "pool p2 is not a node";
+    eventually("the pool says whom it refused", || cluster.log("p1").contains(words).then_some(()));
+}
+
+/// A client with the certificate of this identity, to which every server is the right one.
+fn gullible(identity: &Path) -> Arc<rustls::ClientConfig> {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let chain = CertificateDer::pem_file_iter(identity.join("cert.pem")).unwrap();
+    let key = PrivateKeyDer::from_pem_file(identity.join("key.pem")).unwrap();
+    let config = rustls::ClientConfig::builder_with_provider(provider.clone())
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .unwrap()
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(Anybody(provider)))
+        .with_client_auth_cert(chain.map(Result::unwrap).collect(), key);
+    Arc::new(config.unwrap())
+}
+
+#[derive(Debug)]
+struct Anybody(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for Anybody {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
 }
 
 /// Asks for the volume's epoch, which only the node that owns it may have.

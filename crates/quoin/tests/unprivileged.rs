@@ -4,7 +4,7 @@
 mod common;
 
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -74,10 +74,21 @@ fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused
         assert!(output.status.success(), "{arguments:?}: {said}");
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     };
+    for pool in ["pool-a", "pool-b", "pool-c"] {
+        let data = home.join("c/pools").join(pool).join("data");
+        let data = std::fs::metadata(&data).unwrap_or_else(|e| panic!("{}: {e}", data.display()));
+        let taken = data.blocks() * 512;
+        assert!(taken <= data.len() / 100, "{pool} takes {taken} of {} at once", data.len());
+    }
     ok(&["volume", "create", "db", "--size", "64MiB"]);
     let refused = quoin(&["volume", "attach", "db"]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("--nbd"));
+    // Nothing is half-made: nobody has it, and nobody waits for it.
+    let shown = ok(&["volume", "get", "db", "-o", "json"]);
+    let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    assert_eq!((&shown["use"], &shown["phase"]), (&"detached".into(), &"Ready".into()), "{shown}");
+    assert_eq!(shown["nodes"], serde_json::json!([]), "{shown}");
     let address = ok(&["volume", "attach", "db", "--nbd"]);
     let socket = address.split_once("socket=").unwrap().1;
     let client = Client::connect(ClientOptions::new(Address::Unix(socket.into()))).unwrap();

@@ -154,6 +154,18 @@ impl VisitMut for Weaver {
         self.constant(|w| w.visit_expr_mut(&mut repeat.len));
     }
 
+    fn visit_expr_match_mut(&mut self, expr: &mut syn::ExprMatch) {
+        let for_all = |arm: &syn::Arm| matches!(arm.pat, syn::Pat::Wild(_)) && arm.guard.is_none();
+        if !expr.arms.iter().any(for_all) {
+            // The compiler would complain of the whole match, where no switch is to be blamed.
+            for arm in &expr.arms {
+                let deleted = self.take(arm.pat.span(), &["MatchArm"]);
+                self.leave_out(&deleted, "unviable: no arm is left for all else");
+            }
+        }
+        visit_mut::visit_expr_match_mut(self, expr);
+    }
+
     fn visit_arm_mut(&mut self, arm: &mut syn::Arm) {
         let start = arm.pat.span();
         let guard = arm.guard.as_ref().map(|(_, guard)| guard.span());

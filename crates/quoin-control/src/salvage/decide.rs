@@ -450,6 +450,7 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
             pool: place(member),
             phase: if pending { ReplicaPhase::Init } else { ReplicaPhase::Keep },
             leaving: as_it_was && was.is_some_and(|was| was.leaving),
+            placed: was.is_some_and(|was| was.placed),
             cause: was.map_or(Cause::Asked, |was| was.cause),
         }
     };

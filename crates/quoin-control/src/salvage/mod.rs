@@ -149,43 +149,8 @@ impl Controller {
         }
         // Nobody takes a name in between, or makes a volume of one that is taken for free here.
         let no_other = self.creating.lock().await;
-        let mut open: BTreeSet<VolumeId> =
-            recovered.findings.iter().map(|(finding, _)| finding.volume).collect();
-        for _ in 0..TRIES_MAX {
-            // First those that give names free.
-            for taking in [false, true] {
-                for (finding, before) in &recovered.findings {
-                    if (finding.outcome != Outcome::Deleted) == taking
-                        && open.contains(&finding.volume)
-                        && self.carry_out(finding, before.as_ref()).await?
-                    {
-                        open.remove(&finding.volume);
-                    }
-                }
-            }
-            if open.is_empty() {
-                break;
-            }
-            // Old records that nobody doubted ruled meanwhile, and changed themselves.
-            let again = self.judge(&told, asked.discard_left_over);
-            // What has no record any more and is held by nobody is gone.
-            open.retain(|volume| again.iter().any(|(finding, _)| finding.volume == *volume));
-            for judged in again {
-                let is_same = |(finding, _): &&mut (Finding, _)| finding.volume == judged.0.volume;
-                if open.contains(&judged.0.volume)
-                    && let Some(place) = recovered.findings.iter_mut().find(is_same)
-                {
-                    *place = judged;
-                }
-            }
-        }
+        self.carry_out_all(&mut recovered.findings, &told, asked.discard_left_over).await?;
         drop(no_other);
-        if let Some(volume) = open.first() {
-            return Err(Error::Busy(format!(
-                "the record of volume {volume} changed all the while it was compared with what the \
-                 pools hold: recover again"
-            )));
-        }
         self.remember_members().await?;
         let ruled = self.check_ruling().is_ok();
         self.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
@@ -199,6 +164,51 @@ impl Controller {
         self.announce();
         self.reconcile().await?;
         Ok(recovered)
+    }
+
+    /// Writes what was found, each finding against the record that it was judged with; where a
+    /// record changed meanwhile it is judged again.
+    async fn carry_out_all(
+        &self,
+        findings: &mut [(Finding, Option<Arc<VolumeRecord>>)],
+        told: &BTreeMap<String, Told>,
+        discard_left_over: bool,
+    ) -> Result<(), Error> {
+        let mut open: BTreeSet<VolumeId> =
+            findings.iter().map(|(finding, _)| finding.volume).collect();
+        for _ in 0..TRIES_MAX {
+            // First those that give names free.
+            for taking in [false, true] {
+                for (finding, before) in findings.iter() {
+                    if (finding.outcome != Outcome::Deleted) == taking
+                        && open.contains(&finding.volume)
+                        && self.carry_out(finding, before.as_ref()).await?
+                    {
+                        open.remove(&finding.volume);
+                    }
+                }
+            }
+            if open.is_empty() {
+                return Ok(());
+            }
+            // Old records that nobody doubted ruled meanwhile, and changed themselves.
+            let again = self.judge(told, discard_left_over);
+            // What has no record any more and is held by nobody is gone.
+            open.retain(|volume| again.iter().any(|(finding, _)| finding.volume == *volume));
+            for judged in again.into_iter().filter(|(finding, _)| open.contains(&finding.volume)) {
+                let is_same = |(finding, _): &&mut (Finding, _)| finding.volume == judged.0.volume;
+                if let Some(place) = findings.iter_mut().find(is_same) {
+                    *place = judged;
+                }
+            }
+        }
+        match open.first() {
+            None => Ok(()),
+            Some(volume) => Err(Error::Busy(format!(
+                "the record of volume {volume} changed all the while it was compared with what the \
+                 pools hold: recover again"
+            ))),
+        }
     }
 
     /// What every pool that is there keeps. Soon after a start they are waited for to come.
@@ -300,6 +310,11 @@ impl Controller {
         };
         if !written {
             return Ok(false);
+        }
+        {
+            let mut observed = self.observed();
+            observed.behind.remove(&record.id.0);
+            observed.confirmed.remove(&record.id.0);
         }
         let (severity, reason) = match finding.outcome {
             Outcome::Undecided => (Severity::Error, "VolumeUndecided"),

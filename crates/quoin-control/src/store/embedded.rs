@@ -11,7 +11,7 @@ use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, StorageErro
 use redb::{TableDefinition, TableError};
 use tokio::sync::broadcast;
 
-use super::{Change, Entry, Store, StoreError, Swap};
+use super::{Change, Entry, Put, Store, StoreError, Swap};
 
 const RECORDS: TableDefinition<&str, (u64, &[u8])> = TableDefinition::new("records");
 const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
@@ -125,6 +125,36 @@ impl Inner {
         let _ = self.changes.send(Change { key: key.to_owned(), revision });
         Ok(Swap::Done(revision))
     }
+
+    fn put_all(&self, puts: Vec<Put>) -> Result<(), StoreError> {
+        if puts.is_empty() {
+            return Ok(());
+        }
+        let write = self.database.begin_write().map_err(failed)?;
+        let mut changes = Vec::with_capacity(puts.len());
+        {
+            let mut records = write.open_table(RECORDS).map_err(|error| self.table(error))?;
+            let mut meta = write.open_table(META).map_err(|error| self.table(error))?;
+            let mut revision = meta.get("revision").map_err(failed)?.map_or(0, |last| last.value());
+            for (key, value) in puts {
+                revision += 1;
+                match value {
+                    Some(value) => {
+                        records.insert(key.as_str(), (revision, &*value)).map_err(failed)?
+                    }
+                    None => records.remove(key.as_str()).map_err(failed)?,
+                };
+                changes.push(Change { key, revision });
+            }
+            meta.insert("revision", revision).map_err(failed)?;
+        }
+        write.commit().map_err(failed)?;
+        for change in changes {
+            // Nobody listening is no failure.
+            let _ = self.changes.send(change);
+        }
+        Ok(())
+    }
 }
 
 fn entry(key: &str, (revision, value): (u64, &[u8])) -> Entry {
@@ -172,6 +202,10 @@ impl Store for Embedded {
         self.blocking(move |inner| inner.swap(&key, expected, value.as_deref())).await
     }
 
+    async fn put_all(&self, records: Vec<Put>) -> Result<(), StoreError> {
+        self.blocking(move |inner| inner.put_all(records)).await
+    }
+
     fn watch(&self) -> broadcast::Receiver<Change> {
         self.0.changes.subscribe()
     }
@@ -183,6 +217,36 @@ mod tests {
 
     fn path(dir: &tempfile::TempDir) -> PathBuf {
         dir.path().join("records.redb")
+    }
+
+    #[tokio::test]
+    async fn many_are_put_in_one_go_whatever_was_there_and_a_swap_goes_by_their_revisions() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Embedded::open(&path(&dir)).unwrap();
+        store.compare_and_swap("event/1", 0, Some(b"old".to_vec())).await.unwrap();
+        store.compare_and_swap("event/2", 0, Some(b"goes".to_vec())).await.unwrap();
+        let mut watch = store.watch();
+        let put = |key: &str, value: Option<&[u8]>| (key.to_owned(), value.map(<[u8]>::to_vec));
+        let puts = vec![
+            put("event/1", Some(b"new")),
+            put("event/2", None),
+            put("event/3", Some(b"more")),
+            put("event/none", None),
+        ];
+        store.put_all(puts).await.unwrap();
+        store.put_all(Vec::new()).await.unwrap();
+        drop(store);
+        let store = Embedded::open(&path(&dir)).unwrap();
+        let all = store.list("event/").await.unwrap();
+        let shown: Vec<_> = all.iter().map(|e| (&*e.key, e.revision, &*e.value)).collect();
+        assert_eq!(shown, [("event/1", 3, &b"new"[..]), ("event/3", 5, b"more")]);
+        assert_eq!(watch.recv().await.unwrap().revision, 3);
+        let stale = store.compare_and_swap("event/1", 1, None).await.unwrap();
+        assert!(matches!(stale, Swap::Conflict(Some(_))));
+        assert_eq!(
+            store.compare_and_swap("event/4", 0, Some(vec![])).await.unwrap(),
+            Swap::Done(7)
+        );
     }
 
     #[tokio::test]

@@ -33,6 +33,9 @@ pub enum Swap {
     Conflict(Option<Entry>),
 }
 
+/// A key, and what is to be under it.
+pub type Put = (String, Option<Vec<u8>>);
+
 /// A change that has happened: the key and the revision.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Change {
@@ -57,6 +60,10 @@ pub trait Store: Send + Sync + 'static {
         value: Option<Vec<u8>>,
     ) -> Result<Swap, StoreError>;
 
+    /// Writes (`None`: deletes) all of these whatever they are, in one durable commit: for records
+    /// that nobody else writes, where a commit each would cost more than they are worth.
+    async fn put_all(&self, records: Vec<Put>) -> Result<(), StoreError>;
+
     /// Changes from now on, in order. A follower that falls behind is told so by the channel
     /// and lists anew.
     fn watch(&self) -> broadcast::Receiver<Change>;
@@ -79,15 +86,14 @@ impl Writes {
         }
     }
 
-    /// Records written or deleted since the start.
+    /// Commits since the start: of one record each, or of several events.
     pub fn count(&self) -> u64 {
         self.done.load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    fn note(&self, outcome: &Result<Swap, StoreError>) {
-        if let Ok(Swap::Done(_)) = outcome {
-            self.done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        }
+    fn note<T>(&self, outcome: &Result<T, StoreError>, committed: bool) {
+        let commits = u64::from(committed);
+        self.done.fetch_add(commits, std::sync::atomic::Ordering::Relaxed);
         let why = outcome.as_ref().err().map(ToString::to_string);
         *self.failed.lock().expect("no holder of this lock panics") = why;
     }
@@ -122,7 +128,13 @@ impl Store for Watched {
         value: Option<Vec<u8>>,
     ) -> Result<Swap, StoreError> {
         let outcome = self.inner.compare_and_swap(key, expected, value).await;
-        self.writes.note(&outcome);
+        self.writes.note(&outcome, matches!(outcome, Ok(Swap::Done(_))));
+        outcome
+    }
+
+    async fn put_all(&self, records: Vec<Put>) -> Result<(), StoreError> {
+        let outcome = self.inner.put_all(records).await;
+        self.writes.note(&outcome, outcome.is_ok());
         outcome
     }
 

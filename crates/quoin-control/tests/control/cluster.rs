@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use quoin_control::records::{Spread, VolumeRecord};
-use quoin_control::store::{Change, Entry, Store, StoreError, Swap};
+use quoin_control::store::{Change, Entry, Put, Store, StoreError, Swap};
 use quoin_control::{Controller, Error, MembershipSwap, Settings};
 use quoin_core::membership::default_cf;
 use quoin_core::{Epoch, Incarnation, Member, Membership, VolumeId};
@@ -98,6 +98,33 @@ impl Store for Memory {
         }
     }
 
+    async fn put_all(&self, puts: Vec<Put>) -> Result<(), StoreError> {
+        if puts.is_empty() {
+            return Ok(());
+        }
+        let left = self.writes_left.fetch_sub(1, Ordering::SeqCst);
+        if left <= 0 && !(left == 0 && self.last_write_lands) {
+            return Err(StoreError::Failed("crashed".into()));
+        }
+        let mut records = self.records.lock().unwrap();
+        for (key, value) in puts {
+            records.0 += 1;
+            let revision = records.0;
+            match value {
+                Some(value) => {
+                    let entry = Entry { key: key.clone(), revision, value };
+                    records.1.insert(key.clone(), entry)
+                }
+                None => records.1.remove(&key),
+            };
+            let _ = self.changes.send(Change { key, revision });
+        }
+        match left {
+            0 => Err(StoreError::Failed("crashed".into())),
+            _ => Ok(()),
+        }
+    }
+
     fn watch(&self) -> broadcast::Receiver<Change> {
         self.changes.subscribe()
     }
@@ -110,7 +137,9 @@ pub struct SimPool {
     pub node: String,
     pub id: String,
     pub start_counter: u64,
+    /// Beside its replicas, and by each of them.
     pub used_bytes: u64,
+    pub replica_bytes: u64,
     pub online: bool,
     /// GUID → (volume, quorum).
     pub holds: HashMap<String, (String, bool)>,
@@ -126,6 +155,7 @@ impl SimPool {
             id: format!("{name}-1"),
             start_counter: 1,
             used_bytes: 0,
+            replica_bytes: 0,
             online: true,
             holds: HashMap::new(),
             born: Vec::new(),
@@ -168,6 +198,7 @@ impl SimPool {
                 volume_id: volume.clone(),
                 state: if held.is_some() { "created" } else { "gone" }.into(),
                 quorum: held.is_some_and(|held| held.1),
+                used_bytes: held.map_or(0, |_| self.replica_bytes),
                 ..ReplicaReport::default()
             }
         };
@@ -184,14 +215,15 @@ impl SimPool {
                 });
             }
         }
+        let used = self.used_bytes + self.replica_bytes * self.holds.len() as u64;
         PoolReport {
             pool: self.name.clone(),
             pool_id: self.id.clone(),
             node: self.node.clone(),
             address: "127.0.0.1:7000".into(),
             capacity_bytes: 100 * GIB,
-            used_bytes: self.used_bytes,
-            free_bytes: 100 * GIB - self.used_bytes,
+            used_bytes: used,
+            free_bytes: 100 * GIB - used,
             start_counter: self.start_counter,
             replicas,
             ..PoolReport::default()
@@ -339,20 +371,32 @@ impl Cluster {
 
     /// The target says that it serves, with these replicas in this state.
     pub async fn serving(&self, name: &str, states: &[(&str, &str)]) -> Vec<u8> {
-        let volume = self.volume(name);
         let progress = |(guid, state): &(&str, &str)| ReplicaProgress {
             guid: (*guid).into(),
             state: (*state).into(),
             ..ReplicaProgress::default()
         };
-        let report = VolumeReport {
+        let replicas = states.iter().map(progress).collect();
+        self.reports(name, "serving", |report| report.replicas = replicas).await
+    }
+
+    /// The target says this of itself, and that it goes by the record as it is.
+    pub async fn reports(
+        &self,
+        name: &str,
+        state: &str,
+        more: impl FnOnce(&mut VolumeReport),
+    ) -> Vec<u8> {
+        let volume = self.volume(name);
+        let mut report = VolumeReport {
             volume_id: volume.id.0.to_string(),
             node: volume.owner.clone().unwrap(),
             epoch: volume.epoch,
-            state: "serving".into(),
-            replicas: states.iter().map(progress).collect(),
+            state: state.into(),
+            membership_version: volume.membership.version,
             ..VolumeReport::default()
         };
+        more(&mut report);
         self.controller.report_volume(&report).await.unwrap()
     }
 
@@ -370,6 +414,8 @@ pub async fn open(store: &Arc<Memory>, offline_after: Duration) -> Result<Contro
         replace_after: quoin_control::policy::ReplaceAfter::DEFAULT,
         heals_per_pool: 2,
         dying_pools: quoin_control::dying::DyingPolicy::Drain,
+        dying_limits: quoin_control::dying::DyingLimits::default(),
+        rebalance_at: quoin_control::policy::RebalanceAt::DEFAULT,
         replicas_max: 5,
     };
     Controller::open(store.clone(), identity, authority, settings).await

@@ -88,6 +88,22 @@ async fn too_few_hosts_are_refused_and_spread_pool_says_what_it_does_not_survive
     cluster.settle().await.unwrap();
     let contract = cluster.shown("db").contract;
     assert!(contract.contains("survive the loss of one pool, not of one host"), "{contract}");
+    assert_eq!(creations(&cluster), [format!("1 GiB on pools p1, p2, p3: {contract}")]);
+}
+
+/// What the events say of the volumes that were made.
+fn creations(cluster: &Cluster) -> Vec<String> {
+    let events = cluster.controller.events().after(0).into_iter();
+    events.filter(|event| event.reason == "VolumeCreated").map(|event| event.message).collect()
+}
+
+#[tokio::test]
+async fn the_event_of_a_creation_says_what_the_volume_survives() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    let contract = cluster.shown("db").contract;
+    assert!(contract.contains("survive the loss of one host"), "{contract}");
+    assert_eq!(creations(&cluster), [format!("1 GiB on pools p1, p2, p3: {contract}")]);
 }
 
 #[tokio::test]

@@ -2,6 +2,7 @@
 
 mod access;
 mod backing_up;
+mod balancing;
 mod cluster;
 mod crash;
 mod declaring;
@@ -14,4 +15,5 @@ mod recovering;
 mod replacement;
 mod scale;
 mod server;
+mod taking_back;
 mod tending;

@@ -173,7 +173,9 @@ async fn a_replica_moves_under_its_id_with_a_new_guid_and_its_old_pool_is_cleare
     // Again, without a pool or with the same: the same move. To another one: not now.
     cluster.controller.move_replica(db.as_ref(), old.id.0, "").await.unwrap();
     assert_eq!(*cluster.volume("db"), *volume);
-    let other = cluster.controller.move_replica(db.as_ref(), old.id.0, &old.pool).await;
+    let mut free = cluster.pools.iter().filter(|p| p.holds.is_empty());
+    let other = &free.next().unwrap().name;
+    let other = cluster.controller.move_replica(db.as_ref(), old.id.0, other).await;
     assert!(other.unwrap_err().to_string().contains("already on its way"));
     let asked = cluster.swap("db", epoch, 9, |known| {
         known.iter_mut().filter(|m| m.id == new.id).for_each(|m| m.guid = new.guid);

@@ -394,6 +394,7 @@ impl Session {
             self.durable = self.durable.min(keep);
         }
         self.tip = Some(tip);
+        store.owe_before(self.key.epoch);
         let ticket = store.request_sync();
         self.syncs.push_back((ticket, AfterSync::Truncated));
         Ok(())

@@ -123,6 +123,10 @@ pub trait ReplicaStore {
     /// says none of that to be applied before. Snapshot, DeleteSnapshot (of an unknown
     /// id: nothing to do), Revert and Resize take effect here.
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError>;
+    /// Entries of epochs before this one are of the history that an open found, and not new ones
+    /// of a client: where the pool is full they may take some of what it keeps in reserve. IO can
+    /// wait for them, and only what is stable gives room, which waits for IO to start.
+    fn owe_before(&mut self, epoch: Epoch);
     /// Removes all entries after `keep`; `keep` below stable is refused with `Rule`.
     /// Durable with the next requested sync.
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError>;

@@ -5,6 +5,11 @@
 //! another membership, and the way from one to the other is the same. While it is joint, entries
 //! are counted under both rules. A replica that leaves stays in the in-sync set until the record
 //! has the change, as long as it keeps up: under the old rule it may be needed.
+//!
+//! The record may go on by itself, to a higher version with the same list (a newcomer was taken off
+//! it), or refuse a change that is no longer wished for. Then the target asks for what is already so
+//! under the next version: once the record has that, no older swap can succeed any more, the joint
+//! rule ends, and nobody waited.
 
 use std::time::Duration;
 
@@ -21,6 +26,8 @@ use crate::time::Time;
 const RETRY: Duration = Duration::from_secs(1);
 /// A change that was given up or refused is not begun again before this.
 const AGAIN_AFTER: Duration = Duration::from_secs(5);
+/// No answer to a swap is under way for longer.
+const LATE_AFTER: Duration = Duration::from_secs(10);
 /// How long additions that are ready wait for others that are desired too.
 const TOGETHER: Duration = Duration::from_secs(10);
 
@@ -32,6 +39,9 @@ enum State {
     Joint { lsn: Lsn, next: Box<Next> },
     /// The swap was sent. Whatever happens, both rules hold until its outcome is known.
     Swapping { next: Box<Next>, retry_at: Time },
+    /// The record has gone on, or has refused the swap: the membership as it is was asked for under
+    /// the next version. What was to be is still a rule while older requests may be on their way.
+    Asking { next: Option<Box<Next>>, since: Time, retry_at: Time },
 }
 
 #[derive(Default)]
@@ -51,24 +61,22 @@ impl Change {
         self.hold_until = None;
     }
 
-    /// The second rule while a change is joint.
-    pub fn joint(&self) -> Option<Rule> {
+    fn next(&self) -> Option<&Next> {
         match &self.state {
             State::None => None,
-            State::Joint { next, .. } | State::Swapping { next, .. } => {
-                Some(rule_of(&next.membership))
-            }
+            State::Joint { next, .. } | State::Swapping { next, .. } => Some(next),
+            State::Asking { next, .. } => next.as_deref(),
         }
+    }
+
+    /// The second rule while a change is joint.
+    pub fn joint(&self) -> Option<Rule> {
+        self.next().map(|next| rule_of(&next.membership))
     }
 
     /// Whether a second rule rules that knows this replica.
     fn knows(&self, member: Member) -> bool {
-        match &self.state {
-            State::None => false,
-            State::Joint { next, .. } | State::Swapping { next, .. } => {
-                next.membership.contains(member)
-            }
-        }
+        self.next().is_some_and(|next| next.membership.contains(member))
     }
 
     pub fn is_joint(&self) -> bool {
@@ -76,12 +84,12 @@ impl Change {
     }
 
     pub fn is_swapping(&self) -> bool {
-        matches!(self.state, State::Swapping { .. })
+        matches!(self.state, State::Swapping { .. } | State::Asking { .. })
     }
 
     pub fn due(&self, now: Time) -> Option<Time> {
         match &self.state {
-            State::Swapping { retry_at, .. } => Some(*retry_at),
+            State::Swapping { retry_at, .. } | State::Asking { retry_at, .. } => Some(*retry_at),
             State::Joint { .. } => None,
             State::None => {
                 let held = self.hold_until.filter(|at| *at > now);
@@ -104,6 +112,9 @@ impl Target {
     pub(super) fn step_change(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         self.admit_newcomers(now, actions);
         match &self.change.state {
+            State::None if self.desired.version > self.membership.version => {
+                self.ask_record(now, None, now, actions);
+            }
             State::None => self.begin_change(now),
             State::Joint { lsn, next } => {
                 let durable = self.views.active.as_ref().is_some_and(|(at, _)| at >= lsn)
@@ -116,7 +127,8 @@ impl Target {
                 let learns = |m: &Member| self.live(*m).is_some_and(|p| p.tip < *lsn);
                 let live = next.newcomers.iter().all(learns);
                 if live && (durable || mutant::is("swap-before-durable")) {
-                    // DurableBeforeCAS holds from here on.
+                    let held = |m: &Member| self.live(*m).is_some_and(|p| p.durable >= *lsn);
+                    assert!(next.newcomers.iter().all(held), "DurableBeforeCAS");
                     let next = next.clone();
                     self.swap(now, next, actions);
                 } else if (!live || !self.could_rule(next))
@@ -129,7 +141,11 @@ impl Target {
                 let next = next.clone();
                 self.swap(now, next, actions);
             }
-            State::Swapping { .. } => {}
+            State::Asking { next, since, retry_at } if now >= *retry_at => {
+                let (next, since) = (next.clone(), *since);
+                self.ask_record(now, next, since, actions);
+            }
+            State::Swapping { .. } | State::Asking { .. } => {}
         }
     }
 
@@ -308,6 +324,20 @@ impl Target {
         self.change.state = State::Swapping { next, retry_at: now + RETRY };
     }
 
+    /// Reads the record so that nothing older can land behind the answer.
+    fn ask_record(
+        &mut self,
+        now: Time,
+        next: Option<Box<Next>>,
+        since: Time,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let version = self.membership.version;
+        let same = Membership { version: version + 1, ..self.membership.clone() };
+        actions.push(TargetAction::SwapMembership { epoch: self.epoch, version, next: same });
+        self.change.state = State::Asking { next, since, retry_at: now + RETRY };
+    }
+
     pub(super) fn swapped(
         &mut self,
         now: Time,
@@ -315,37 +345,82 @@ impl Target {
         membership: Option<Membership>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let State::Swapping { next, .. } = &self.change.state else { return };
-        if membership.is_none() && mutant::is("joint-dropped-on-unknown-outcome") {
-            let next = next.clone();
-            self.change.state = State::Joint { lsn: Lsn::ZERO, next };
+        let (wanted, asked) = match &self.change.state {
+            State::None | State::Joint { .. } => return,
+            State::Swapping { next, .. } => (Some(next.clone()), None),
+            State::Asking { next, since, .. } => (next.clone(), Some(*since)),
+        };
+        if let Some(next) = wanted.as_ref().filter(|_| membership.is_none())
+            && mutant::is("joint-dropped-on-unknown-outcome")
+        {
+            self.change.state = State::Joint { lsn: Lsn::ZERO, next: next.clone() };
             return self.give_up(now, actions);
         }
         let Some(record) = membership else { return };
         if version != self.membership.version || record.version < version {
             return;
         }
-        let wanted = &next.membership;
-        let same = record.version == wanted.version && record.known == wanted.known;
-        if same && (record.rf, record.cf) == (wanted.rf, wanted.cf) {
-            self.change.state = State::None;
-            let in_sync = self.views.newest().map(|view| {
-                let stays = |m: &&Member| record.contains(**m);
-                view.in_sync.iter().filter(stays).copied().collect()
-            });
-            self.membership = record;
-            if let Some(in_sync) = in_sync {
-                self.append_view(in_sync, None);
-            }
+        if record.version == version {
+            return self.refused(now, wanted, asked, actions);
+        }
+        let made = wanted.as_ref().is_some_and(|next| is_same(&record, &next.membership));
+        if !made && !is_same(&record, &self.membership) {
+            // Somebody else changed the membership: settled by a new epoch.
+            self.change.not_before = now + AGAIN_AFTER;
+            return self.reopen(now, actions);
+        }
+        // Every swap that is still on its way was for the version that is over.
+        self.adopt(record);
+        if made {
             let membership = self.membership.clone();
             actions.push(TargetAction::Note(TargetNote::Changed { membership }));
-            self.admit_newcomers(now, actions);
-        } else {
-            // Not swapped. Either somebody else changed the membership, or the record has gone on
-            // to another epoch (perhaps by a late request of our own): both are settled by a new
-            // epoch, under which no older swap can succeed any more.
+        } else if let Some(next) = wanted {
+            let newcomers = next.newcomers;
             self.change.not_before = now + AGAIN_AFTER;
-            self.reopen(now, actions);
+            actions.push(TargetAction::Note(TargetNote::ChangeGivenUp { newcomers }));
+        }
+        self.admit_newcomers(now, actions);
+    }
+
+    /// The record is as it was. `asked`: since when it was asked for what is so already.
+    fn refused(
+        &mut self,
+        now: Time,
+        wanted: Option<Box<Next>>,
+        asked: Option<Time>,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        match asked {
+            None if mutant::is("joint-dropped-on-refusal") => {
+                self.adopt(self.membership.clone());
+                self.change.not_before = now + AGAIN_AFTER;
+            }
+            // It is not wished for (any more), or a late request of our own took another epoch.
+            None => self.ask_record(now, wanted, now, actions),
+            // Perhaps the answer to a request from before.
+            Some(since) if now < since + LATE_AFTER => {}
+            // The record has gone on to another epoch: no older swap succeeds under a new one.
+            Some(_) => {
+                self.change.not_before = now + AGAIN_AFTER;
+                self.reopen(now, actions);
+            }
         }
     }
+
+    /// The record's membership rules alone from here on.
+    fn adopt(&mut self, record: Membership) {
+        self.change.state = State::None;
+        let in_sync = self.views.newest().map(|view| {
+            let stays = |m: &&Member| record.contains(**m);
+            view.in_sync.iter().filter(stays).copied().collect()
+        });
+        self.membership = record;
+        if let Some(in_sync) = in_sync {
+            self.append_view(in_sync, None);
+        }
+    }
+}
+
+fn is_same(one: &Membership, other: &Membership) -> bool {
+    one.known == other.known && (one.rf, one.cf) == (other.rf, other.cf)
 }

@@ -204,4 +204,18 @@ mod tests {
         assert!(group.take_part(parts[0], Ok(vec![slot(0, Some(1))])));
         assert_eq!(group.answer().1.err(), Some(BlockError::Damaged));
     }
+
+    #[test]
+    fn what_lies_beside_a_request_adds_nothing_and_neighbours_of_a_kind_are_one_extent() {
+        let slots = vec![slot(0, None), slot(1, Some(1)), slot(2, Some(2)), slot(3, None)];
+        let Ok(Payload::Status(extents)) = answer(BLOCK, 2 * BLOCK, true, slots.clone()) else {
+            panic!("a status request is answered with extents");
+        };
+        let extents: Vec<_> = extents.iter().map(|e| (e.length, e.hole)).collect();
+        assert_eq!(extents, [(2 * BLOCK, false)]);
+        let Ok(Payload::Data(chunks)) = answer(BLOCK, 2 * BLOCK, false, slots) else {
+            panic!("a read is answered with data");
+        };
+        assert_eq!(chunks.iter().map(Bytes::len).collect::<Vec<_>>(), [BLOCK_SIZE; 2]);
+    }
 }

@@ -73,6 +73,11 @@ impl History {
         (self.weight - before) as usize
     }
 
+    /// Makes the next entry of a kind that covers no blocks.
+    pub fn append_bare(&mut self, epoch: Epoch, kind: EntryKind) -> SharedEntry {
+        self.append(epoch, kind, 0, 0, Bytes::new(), false)
+    }
+
     /// Makes the next entry. The caller holds the epoch.
     pub fn append(
         &mut self,
@@ -217,5 +222,74 @@ impl History {
             volume_blocks: self.blocks,
             snapshots,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{BLOCK_SIZE, Entry};
+
+    /// What an authority of three entries tells of itself, and the entries.
+    fn told() -> (OpenAck, Vec<Entry>) {
+        let mut chain = Chain::default();
+        let entries: Vec<Entry> = (1..=3)
+            .map(|lsn| {
+                let position = Position { epoch: Epoch(4), lsn: Lsn(lsn) };
+                let data = Bytes::from(vec![lsn as u8; BLOCK_SIZE]);
+                let entry = Entry::after(chain, position, EntryKind::Write, lsn, 1, data, false);
+                chain = entry.chain;
+                entry
+            })
+            .collect();
+        let (epoch, last) = (Epoch(4), Lsn(3));
+        let ack = OpenAck {
+            position: Position { epoch, lsn: last },
+            chain,
+            epoch_table: vec![EpochEnd { epoch, first: Lsn(1), last, chain }],
+            stable: Lsn(0),
+            durable: last,
+            base: Lsn(0),
+            last_view: None,
+            continuous: true,
+            membership_version: 1,
+            quorum: true,
+            damaged: false,
+            volume_blocks: 64,
+            snapshots: Vec::new(),
+            shadow: None,
+        };
+        (ack, entries)
+    }
+
+    fn shared(entries: &[Entry]) -> Vec<SharedEntry> {
+        entries.iter().cloned().map(SharedEntry::new).collect()
+    }
+
+    #[test]
+    fn only_the_entries_that_the_authority_answered_with_are_taken_from_it() {
+        let (ack, good) = told();
+        let mut history = History::of(&ack);
+        assert_eq!(history.take_fetched(shared(&good[..1])), Ok(()));
+        assert_eq!(history.take_fetched(shared(&good[1..])), Ok(()));
+        assert_eq!(history.fetched_to(), Some(Lsn(3)));
+        assert_eq!(history.weight_after(Lsn(1)), 2 * good[0].weight());
+
+        let with = |change: &dyn Fn(&mut Vec<Entry>)| {
+            let mut entries = good.clone();
+            change(&mut entries);
+            History::of(&ack).take_fetched(shared(&entries)).is_err()
+        };
+        assert!(!with(&|_| ()));
+        assert!(with(&|e| e[1].data = Bytes::from(vec![9; BLOCK_SIZE])), "other data");
+        assert!(with(&|e| e[1].blocks = 0), "of no length");
+        assert!(with(&|e| drop(e.remove(1))), "a gap");
+        assert!(with(&|e| e[1].lba = 9), "of another history");
+        let trim = |after: &Entry| {
+            let position = Position { epoch: Epoch(4), lsn: after.lsn.next() };
+            Entry::after(after.chain, position, EntryKind::Trim, 0, 1, Bytes::new(), false)
+        };
+        assert!(with(&|e| e[2] = trim(&e[1])), "of another end");
+        assert!(with(&|e| e.push(trim(&e[2]))), "beyond its end");
     }
 }

@@ -15,9 +15,10 @@
 //! | `serve` | what goes out in `flush`; drop and return; timers |
 //! | `room` | pools that run full |
 //! | `verify` | all members compared while in use |
-//! | `rebuild` | increments |
+//! | `rebuild`, `lanes` | increments, and how they are copied from several sources |
 //! | `pace` | how fast they copy beside clients |
 //! | `rounds` | whether they gain on the writers, and what is done where they do not |
+//! | `snapshots` | those that users make |
 //! | `admission` | who may connect, and as what |
 //! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
 //! | `status`, `steps` | how it stands, for reports; what is under way, by name |
@@ -26,6 +27,7 @@ pub mod admission;
 mod change;
 mod gather;
 mod history;
+mod lanes;
 mod open;
 mod pace;
 mod peer;
@@ -38,6 +40,7 @@ mod room;
 mod rounds;
 mod serve;
 mod slab;
+mod snapshots;
 mod status;
 mod steps;
 mod verdict;
@@ -48,13 +51,14 @@ use std::collections::VecDeque;
 
 use crate::VOLUME_BLOCKS_MAX;
 use crate::block::{BlockError, Operation, Payload, Reply, Request, Token};
-use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, VolumeId};
+use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, SnapshotId, VolumeId};
 use crate::membership::{Desired, Durability, Member, Membership};
 use crate::message::{Failure, FromReplica, Ping, ToReplica};
 use crate::time::Time;
 use history::History;
 use peer::{Link, Peer};
 use quorum::Views;
+pub use snapshots::{SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
 pub use status::{ReplicaStanding, ReplicaStatus, TargetStatus};
 pub use verify::{Copy, FINDINGS_MAX, Finding, Found, VerifiedMember, VerifyOrder, VerifyReport};
 
@@ -142,6 +146,11 @@ pub enum TargetEvent {
     /// The control plane grew the volume.
     Resize {
         blocks: u64,
+    },
+    /// A snapshot is to be there, or not any more; said until it is answered by a note.
+    Snapshot {
+        id: SnapshotId,
+        wish: SnapshotWish,
     },
     /// What the membership is to become.
     Desired(Desired),
@@ -242,6 +251,10 @@ pub enum TargetNote {
     },
     BlockLost {
         lba: u64,
+    },
+    Snapshot {
+        id: SnapshotId,
+        outcome: SnapshotOutcome,
     },
     /// A verification went on a while, or ended: see the status.
     Verifying {
@@ -346,6 +359,7 @@ pub struct Target {
     /// The position of `commit` in the last epoch that served: must survive (CommitSurvives).
     committed: Position,
     stable_since: Option<Time>,
+    settled_since: Option<Time>,
     /// Requests not looked at yet: not serving, or the window is full.
     backlog: VecDeque<Request>,
     /// Entries above stable when an epoch ended: those that did not survive are written again.
@@ -355,6 +369,8 @@ pub struct Target {
     writes: write::Unaligned,
     reads: read::Reads,
     change: change::Change,
+    /// Snapshots that were made or deleted and are not told of yet.
+    wished: Vec<snapshots::Wished>,
     verify: Option<verify::Verify>,
     /// Names the next request of a verification.
     next_verify: u64,
@@ -404,6 +420,7 @@ impl Target {
             held: false,
             committed: Position::default(),
             stable_since: None,
+            settled_since: None,
             backlog: VecDeque::new(),
             orphans: Vec::new(),
             waiting_commit: VecDeque::new(),
@@ -411,6 +428,7 @@ impl Target {
             writes: write::Unaligned::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
+            wished: Vec::new(),
             verify: None,
             next_verify: 1,
             unflushed_tail_lost: false,
@@ -475,6 +493,7 @@ impl Target {
                     self.grow();
                 }
             }
+            TargetEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish, actions),
             TargetEvent::Desired(desired) => self.desired = desired,
             TargetEvent::Verify(order) => self.order_verify(now, order),
             TargetEvent::Swapped { version, membership } => {

@@ -72,6 +72,7 @@ impl Target {
         self.views = Views::default();
         self.history.drop_entries();
         self.change.reset();
+        self.wished.clear();
         self.held = false;
         self.reads_wait_for_reopen();
         self.rest(now);
@@ -206,11 +207,22 @@ impl Target {
                 self.attempts = self.attempts.max(7);
                 self.reopen(now, actions);
             }
-            Verdict::Wait(what) => {
+            verdict @ (Verdict::Wait(_) | Verdict::MayHaveChanged(_)) => {
+                let what = match verdict {
+                    Verdict::MayHaveChanged(silent) => format!(
+                        "replicas that may know of a change of membership: {} have not answered",
+                        silent.len()
+                    ),
+                    Verdict::Wait(what) => what,
+                    _ => String::new(),
+                };
                 self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
                 self.wait_for(&what, actions);
                 self.open_joint_members(now);
-                if now >= self.open_waits_until() && !mutant::is("record-not-asked-again") {
+                let gone_on = self.desired.version > self.membership.version;
+                if (gone_on || now >= self.open_waits_until())
+                    && !mutant::is("record-not-asked-again")
+                {
                     self.reopen(now, actions);
                 }
             }
@@ -415,11 +427,13 @@ impl Target {
             durability: self.config.durability,
             unflushed_tail_lost: self.unflushed_tail_lost && self.phase == Phase::Recovering,
         };
+        // A View under one rule would end the other, which a swap on its way may still make rule.
+        assert!(view.joint.is_some() || self.change.joint().is_none(), "JointUntilKnown");
         for rule in rules_of(&view) {
             assert!(rule.known.len() <= usize::from(rule.rf), "KnownAtMostRF");
         }
         let kind = EntryKind::View(Box::new(view.clone()));
-        let entry = self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+        let entry = self.history.append_bare(self.epoch, kind);
         self.views.pending.push_back((entry.lsn, view));
     }
 

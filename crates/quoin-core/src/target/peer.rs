@@ -73,6 +73,11 @@ pub(super) struct Peer {
 }
 
 impl Peer {
+    /// Whether it has the entries up to `stable` and was not told yet that they are.
+    pub fn lacks_word_of(&self, stable: Lsn) -> bool {
+        self.link == Link::Fed && self.stable_told < stable && self.next > stable
+    }
+
     pub fn new(member: Member, now: Time) -> Self {
         Self {
             member,
@@ -139,5 +144,36 @@ impl Peer {
     /// full pool does) is not worth a sync of its promise every few milliseconds.
     pub fn made_progress(&mut self) {
         self.retry = RETRY_FIRST;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ping_that_was_answered_late_leaves_the_newer_one_unanswered() {
+        let at = Time::from_millis;
+        let mut peer = Peer::new(Member::default(), at(0));
+        peer.sent_ping(at(10));
+        peer.sent_ping(at(20));
+        assert_eq!(peer.unanswered_since, Some(at(10)));
+        peer.ping_answered(at(10));
+        assert_eq!((peer.answered, peer.unanswered_since), (Some(at(10)), Some(at(10))));
+        peer.ping_answered(at(20));
+        assert_eq!((peer.answered, peer.unanswered_since), (Some(at(20)), None));
+        peer.ping_answered(at(10));
+        assert_eq!(peer.answered, Some(at(20)), "an answer that was overtaken");
+    }
+
+    #[test]
+    fn what_is_stable_is_told_once_and_only_to_those_that_have_it() {
+        let mut peer = Peer::new(Member::default(), Time::ZERO);
+        (peer.next, peer.stable_told) = (Lsn(11), Lsn(4));
+        assert!(!peer.lacks_word_of(Lsn(10)), "it is not fed");
+        peer.link = Link::Fed;
+        assert!(peer.lacks_word_of(Lsn(10)));
+        assert!(!peer.lacks_word_of(Lsn(11)), "it was not sent that");
+        assert!(!peer.lacks_word_of(Lsn(4)), "it knows");
     }
 }

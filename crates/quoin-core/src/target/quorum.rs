@@ -72,6 +72,11 @@ impl Views {
         })
     }
 
+    /// The largest CF that entries are counted under now.
+    pub fn consistency_factor(&self) -> usize {
+        self.rules().map(|rule| usize::from(rule.cf)).max().unwrap_or(1)
+    }
+
     /// Whether some rule finds fewer than CF counted members that are fed: commit and stable
     /// cannot move before one is brought back by increments.
     pub fn short(&self, peers: &[Peer]) -> bool {
@@ -135,6 +140,34 @@ pub(super) fn reached<V: Ord + Copy + Default>(
     lowest.filter(|_| any_rule)
 }
 
+/// Counts once more, by heads and one rule after the other, what a reply stands on: commit is with
+/// CF counted members, and so is a live lease.
+///
+/// # Panics
+/// Where it does not: the reply must not go out.
+pub(super) fn assert_answerable(
+    views: &Views,
+    peers: &[Peer],
+    commit: Lsn,
+    now: Time,
+    lease_ms: u32,
+) {
+    let held = |p: &Peer| p.applied >= commit;
+    let leased = |p: &Peer| p.answered.is_some_and(|sent| now < sent + held_lease(lease_ms));
+    for rule in views.rules() {
+        let counts =
+            |p: &Peer| p.is_live() && rule.known.contains(&p.member) && views.counts(p.member);
+        let cf = usize::from(rule.cf);
+        if count(peers, |p| counts(p) && held(p)) < cf {
+            // One that is not counted made up the number, or one that is counted again lacks what
+            // was committed while it was away.
+            assert!(!peers.iter().any(|p| !counts(p) && held(p)), "DroppedNotCounted");
+            panic!("Held");
+        }
+        assert!(count(peers, |p| counts(p) && leased(p)) >= cf, "LeaseExcludes");
+    }
+}
+
 /// From the sending of the oldest needed ping, shortened for skewed clocks.
 pub(super) fn held_lease(lease_ms: u32) -> Duration {
     let lease = Duration::from_millis(lease_ms.into());
@@ -144,4 +177,132 @@ pub(super) fn held_lease(lease_ms: u32) -> Duration {
 /// Until when replies are allowed; `None` without CF answers.
 pub(super) fn lease_until(views: &Views, peers: &[Peer], lease_ms: u32) -> Option<Time> {
     reached(views, peers, |p| p.answered).map(|sent| sent + held_lease(lease_ms))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::{ReplicaGuid, ReplicaId};
+
+    fn member(id: u128) -> Member {
+        Member { id: ReplicaId(id), guid: ReplicaGuid(id) }
+    }
+
+    fn members(ids: &[u128]) -> Vec<Member> {
+        ids.iter().copied().map(member).collect()
+    }
+
+    fn rule(cf: u8, known: &[u128]) -> Rule {
+        let rf = known.len() as u8;
+        Rule { membership_version: 1, rf, cf, known: members(known) }
+    }
+
+    fn view(cf: u8, known: &[u128], in_sync: &[u128]) -> View {
+        View { in_sync: members(in_sync), rule: rule(cf, known), ..View::default() }
+    }
+
+    /// Fed, and at so many entries applied and durable.
+    fn peer(id: u128, applied: u64, durable: u64) -> Peer {
+        let mut peer = Peer::new(member(id), Time::ZERO);
+        peer.link = Link::Fed;
+        (peer.applied, peer.durable) = (Lsn(applied), Lsn(durable));
+        peer
+    }
+
+    fn applied(views: &Views, peers: &[Peer]) -> Option<u64> {
+        reached(views, peers, |p| Some(p.applied)).map(|lsn| lsn.0)
+    }
+
+    fn active(view: View) -> Views {
+        Views { active: Some((Lsn(1), view)), ..Views::default() }
+    }
+
+    #[test]
+    fn what_is_reached_is_what_so_many_counted_members_have() {
+        let views = active(view(2, &[1, 2, 3], &[1, 2, 3]));
+        let mut peers = vec![peer(1, 30, 0), peer(2, 20, 0), peer(3, 10, 0)];
+        assert_eq!(applied(&views, &peers), Some(20));
+        assert_eq!(applied(&active(view(1, &[1, 2, 3], &[1, 2, 3])), &peers), Some(30));
+        assert_eq!(applied(&active(view(3, &[1, 2, 3], &[1, 2, 3])), &peers), Some(10));
+        assert_eq!(applied(&active(view(2, &[1, 2, 3], &[1, 3])), &peers), Some(10));
+        assert_eq!(applied(&active(view(2, &[1, 3], &[1, 2, 3])), &peers), Some(10));
+        assert_eq!(applied(&active(view(2, &[1, 2, 3], &[1])), &peers), None);
+        assert_eq!(applied(&Views::default(), &peers), None, "there is no rule");
+        peers[1].link = Link::Truncating;
+        assert_eq!(applied(&views, &peers), Some(10), "it is not known where it stands");
+        peers[2].link = Link::Down;
+        assert_eq!(applied(&views, &peers), None);
+    }
+
+    #[test]
+    fn every_rule_of_every_view_that_is_not_over_must_be_content() {
+        let peers = [peer(1, 30, 0), peer(2, 20, 0), peer(3, 10, 0)];
+        let mut joint = view(2, &[1, 2], &[1, 2, 3]);
+        joint.joint = Some(rule(3, &[1, 2, 3]));
+        assert_eq!(applied(&active(joint.clone()), &peers), Some(10));
+        let mut views = active(view(2, &[1, 2], &[1, 2]));
+        assert_eq!(applied(&views, &peers), Some(20));
+        views.pending.push_back((Lsn(9), joint));
+        assert_eq!(applied(&views, &peers), None, "3 is not counted before the View is active");
+        assert_eq!(views.consistency_factor(), 3);
+    }
+
+    #[test]
+    fn a_view_becomes_active_by_its_own_in_sync_set_on_media_and_ends_those_before_it() {
+        let mut views = active(view(2, &[1, 2, 3], &[1, 2, 3]));
+        views.pending.push_back((Lsn(5), view(2, &[1, 2, 3], &[1, 2])));
+        views.pending.push_back((Lsn(7), view(2, &[1, 2, 3], &[1, 3])));
+        let mut peers = [peer(1, 9, 9), peer(2, 9, 9), peer(3, 9, 6)];
+        peers[1].link = Link::Down;
+        assert!(!views.activate(&peers), "one of each is not enough");
+        peers[2].durable = Lsn(7);
+        assert!(views.activate(&peers));
+        assert_eq!((views.newest_at(), views.pending.len()), (Lsn(7), 0));
+        assert!(views.counts(member(3)) && !views.counts(member(2)));
+    }
+
+    #[test]
+    fn a_view_can_become_active_with_those_that_are_fed_and_may_with_those_that_will_be() {
+        let wanted = view(2, &[1, 2, 3], &[1, 2]);
+        let mut peers = [peer(1, 0, 0), peer(2, 0, 0), peer(3, 0, 0)];
+        assert!(Views::can_activate(&wanted, &peers) && Views::may_activate(&wanted, &peers));
+        for (link, may) in [
+            (Link::Rebuilding, true),
+            (Link::Truncating, true),
+            (Link::Answered, true),
+            (Link::Opening, false),
+            (Link::Down, false),
+        ] {
+            peers[1].link = link;
+            assert!(!Views::can_activate(&wanted, &peers), "{link:?}");
+            assert_eq!(Views::may_activate(&wanted, &peers), may, "{link:?}");
+        }
+    }
+
+    #[test]
+    fn a_volume_is_short_where_some_rule_finds_too_few_fed_members_that_count() {
+        let views = active(view(2, &[1, 2, 3], &[1, 2]));
+        let mut peers = [peer(1, 0, 0), peer(2, 0, 0), peer(3, 0, 0)];
+        assert!(!views.short(&peers));
+        peers[1].link = Link::Rebuilding;
+        assert!(views.short(&peers), "the third does not count");
+        assert!(active(view(2, &[1, 3], &[1, 2, 3])).short(&peers[..2]), "nor one unknown");
+    }
+
+    #[test]
+    fn a_lease_is_that_of_the_oldest_ping_that_is_needed_less_what_clocks_may_differ() {
+        let views = active(view(2, &[1, 2, 3], &[1, 2, 3]));
+        let mut peers = [peer(1, 0, 0), peer(2, 0, 0), peer(3, 0, 0)];
+        assert_eq!(lease_until(&views, &peers, 2000), None);
+        peers[0].ping_answered(Time::from_millis(500));
+        assert_eq!(lease_until(&views, &peers, 2000), None);
+        peers[1].ping_answered(Time::from_millis(300));
+        assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2200)));
+        peers[1].ping_answered(Time::from_millis(100));
+        assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2200)), "older");
+        peers[2].ping_answered(Time::from_millis(400));
+        assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2300)));
+        peers[2].ping_answered(Time::from_millis(600));
+        assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2400)));
+    }
 }

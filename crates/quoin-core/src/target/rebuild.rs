@@ -3,20 +3,20 @@
 //! The boundary B is a hidden snapshot appended now and waited for until it is stable; where
 //! stable cannot move (recovery below CF), it is the source's own base. All slots with
 //! `from < version ≤ B`, holes included, go view by view (every retained snapshot in order, then
-//! B) from a source through the target to the receiver's shadow, which flips at the end. Until
-//! then the receiver stays what it was.
+//! B) from the sources, several at once ([`super::lanes`]), through the target to the receiver's
+//! shadow, which flips at the end. Until then the receiver stays what it was. A base is its
+//! source's own: it comes from that one alone, or begins anew.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
+use super::lanes::{Chunk, Lanes};
 use super::{Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::BLOCK_SIZE;
 use crate::entry::{EntryKind, SharedEntry};
 use crate::ids::{Lsn, Position, SnapshotId};
 use crate::membership::Member;
-use crate::message::{
-    Content, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica,
-};
+use crate::message::{IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica};
 use crate::mutant;
 use crate::time::Time;
 
@@ -39,6 +39,9 @@ pub(super) enum Stage {
 
 pub(super) struct Rebuild {
     id: u64,
+    /// Where the shadow starts.
+    start: Lsn,
+    /// The same, or the last retained snapshot that was sent: what is above is to be sent.
     from: Lsn,
     stage: Stage,
     /// The hidden snapshot; `None`: the source's base.
@@ -47,12 +50,12 @@ pub(super) struct Rebuild {
     end: Option<Box<IncrementEnd>>,
     /// What is still to be sent: a retained snapshot with its description, or the boundary.
     views: VecDeque<(ReadView, Option<SnapshotInfo>)>,
-    source: Option<Member>,
-    bad_sources: Vec<Member>,
+    /// How the first of them is copied.
+    lanes: Lanes,
+    /// The one whose base it is to be.
+    base_source: Option<Member>,
     /// Sources that have not got what is to be pulled, and will not get it.
     without: Vec<Member>,
-    pull: Option<RequestId>,
-    cursor: u64,
     feeds: u32,
     moved: Time,
     /// Data that was copied in this round.
@@ -81,7 +84,7 @@ impl Rebuild {
         match self.stage {
             Stage::Boundary => (0, total),
             Stage::Moving if views > 1 => (0, total),
-            Stage::Moving => ((self.cursor.min(volume_blocks)) * BLOCK_SIZE as u64, total),
+            Stage::Moving => (self.lanes.cursor().min(volume_blocks) * BLOCK_SIZE as u64, total),
             Stage::Committing => (total, total),
         }
     }
@@ -121,7 +124,8 @@ impl Target {
             if self.peers[index].link != Link::Rebuilding {
                 continue;
             }
-            if self.peers[index].rebuild.is_none() && !self.begin_rebuild(now, index, actions) {
+            if self.peers[index].rebuild.is_none() && !self.begin_rebuild(now, index, None, actions)
+            {
                 continue;
             }
             let settled = self.settled_boundary(self.peers[index].member);
@@ -131,21 +135,29 @@ impl Target {
             {
                 rebuild.stage = Stage::Moving;
                 rebuild.moved = now;
-                let (rebuild, from) = (rebuild.id, rebuild.from);
+                let (rebuild, from) = (rebuild.id, rebuild.start);
                 // No more than `from`: told of a later one, it would fold its base beyond the
                 // point that the shadow starts from.
                 self.send(index, ToReplica::Ping { stable: from, ping: Ping(now.0) }, actions);
                 self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
             }
             self.pull_next(now, index, actions);
+            if index >= self.peers.len() {
+                // The epoch ended by what a source said.
+                return;
+            }
         }
     }
 
     /// Up to where the boundary of `receiver` may be. Where stable cannot move because this rebuild
-    /// is what it waits for, that is what a counted member has on media: once the receiver flipped,
-    /// both have it, and no open can go on with neither. (A receiver that does not count is no
-    /// such second copy: another counted member could open without the first one, with a history
-    /// that the receiver's base has left behind.)
+    /// is what it waits for, that is what CF - 1 counted members have on media: once the receiver
+    /// flipped, CF have it, and no open can go on without all of them. (A receiver that does not
+    /// count is no such copy: the others could open without its sources, with a history that
+    /// its base has left behind. Should the receiver be dropped meanwhile, whoever opens without it
+    /// has heard of that View, which is behind the boundary, from a holder.) Where fewer than
+    /// CF - 1 are left to rebuild from, what all of them have must do, or nothing would ever move:
+    /// should they be lost before a second receiver has it, an open without them finds a receiver
+    /// whose base is ahead, and rebuilds it again.
     fn settled_boundary(&self, receiver: Member) -> Lsn {
         if mutant::is("boundary-not-stable") {
             return self.history.last.lsn;
@@ -154,11 +166,20 @@ impl Target {
             return self.stable;
         }
         let fed = self.peers.iter().filter(|p| p.link == Link::Fed && self.views.counts(p.member));
-        fed.map(|p| p.durable).max().unwrap_or_default().max(self.stable)
+        let mut durable: Vec<Lsn> = fed.map(|p| p.durable).collect();
+        durable.sort_unstable_by(|a, b| b.cmp(a));
+        durable.truncate(self.views.consistency_factor().saturating_sub(1).max(1));
+        durable.last().copied().unwrap_or_default().max(self.stable)
     }
 
-    /// Chooses the boundary. False: not possible now.
-    fn begin_rebuild(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
+    /// Chooses the boundary, or whose base it is: not that of `without`. False: not possible now.
+    fn begin_rebuild(
+        &mut self,
+        now: Time,
+        index: usize,
+        without: Option<Member>,
+        actions: &mut Vec<TargetAction>,
+    ) -> bool {
         let recovering = self.phase == Phase::Recovering;
         let peer = &self.peers[index];
         let member = peer.member;
@@ -183,12 +204,18 @@ impl Target {
             self.peers[index].rebuild = Some(rebuild);
             return true;
         }
+        let base = recovering.then(|| self.base_source(without));
+        if base == Some(None) {
+            return false;
+        }
+        let base = base.flatten();
         let id = self.random();
         let mut views: VecDeque<_> = VecDeque::new();
         let mut boundary = None;
         let mut end = None;
+        let carried = |_: &&SnapshotInfo| !mutant::is("snapshot-missing-on-a-rebuilt-replica");
         let visible: Vec<SnapshotInfo> =
-            self.history.snapshots.iter().filter(|s| !s.hidden).copied().collect();
+            self.history.snapshots.iter().filter(|s| !s.hidden && carried(s)).copied().collect();
         if recovering {
             views.push_back((ReadView::Base, None));
         } else {
@@ -198,13 +225,18 @@ impl Target {
             let high = self.random();
             let snapshot = SnapshotId(u128::from(high) << 64 | u128::from(id));
             let kind = EntryKind::Snapshot { id: snapshot, hidden: true };
-            let entry = self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+            let entry = self.history.append_bare(self.epoch, kind);
             self.sync_wanted = self.sync_wanted.max(entry.lsn);
             boundary = Some((snapshot, entry.lsn));
             end = Some(Box::new(self.history.end(visible.clone())));
             views.push_back((ReadView::Snapshot(snapshot), None));
         }
-        for snapshot in visible.into_iter().rev().filter(|s| s.lsn > from) {
+        // Those above a base come with the entries that follow it.
+        let upto = match base {
+            Some((_, base)) if !mutant::is("snapshots-behind-a-base-sent-with-it") => base,
+            _ => self.history.last.lsn,
+        };
+        for snapshot in visible.into_iter().rev().filter(|s| s.lsn > from && s.lsn <= upto) {
             views.push_front((ReadView::Snapshot(snapshot.id), Some(snapshot)));
         }
         actions.push(TargetAction::Note(TargetNote::Rebuilding {
@@ -214,16 +246,15 @@ impl Target {
         }));
         self.peers[index].rebuild = Some(Rebuild {
             id,
+            start: from,
             from,
             stage: Stage::Boundary,
             boundary,
             end,
             views,
-            source: None,
-            bad_sources: Vec::new(),
+            lanes: Lanes::from(0, self.history.blocks),
+            base_source: base.map(|(source, _)| source),
             without: Vec::new(),
-            pull: None,
-            cursor: 0,
             feeds: 0,
             moved: now,
             round_bytes: 0,
@@ -232,57 +263,71 @@ impl Target {
         true
     }
 
+    /// Passes on what came, and asks for more of it.
     fn pull_next(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
-        let Some(rebuild) = &self.peers[index].rebuild else { return };
-        if rebuild.stage != Stage::Moving || rebuild.pull.is_some() || rebuild.feeds >= FEEDS_MAX {
+        if !self.feed_next(now, index, actions) {
             return;
         }
-        let Some((view, _)) = rebuild.views.front().copied() else { return };
         let unpaced = self.peers[index].rounds.takes_precedence()
             || self.phase != Phase::Serving
             || !self.held;
-        if !unpaced && !self.pace.may_copy(now) {
-            return;
-        }
-        let needed = rebuild.boundary().unwrap_or_default();
-        // A base is of use only if the entries that follow it are at hand.
-        let first = self.history.first();
-        let base_fits = |p: &&Peer| {
-            view != ReadView::Base || p.ack.as_deref().is_some_and(|a| a.base.next() >= first)
-        };
-        let source = rebuild.source.filter(|s| !rebuild.bad_sources.contains(s)).or_else(|| {
-            self.peers
-                .iter()
-                .filter(|p| p.link == Link::Fed && self.views.counts(p.member))
-                .filter(base_fits)
-                .filter(|p| p.applied >= needed && !rebuild.bad_sources.contains(&p.member))
-                .min_by_key(|p| p.reads)
-                .map(|p| p.member)
-        });
-        let Some(source_index) =
-            self.peers.iter().position(|p| Some(p.member) == source && p.link == Link::Fed)
-        else {
-            if self.is_boundary_lost(index) {
-                // Another one is chosen in the next step.
-                let rebuild = self.peers[index].rebuild.take().expect("looked at above");
-                return self.end_boundary(&rebuild);
+        loop {
+            let Some(rebuild) = &self.peers[index].rebuild else { return };
+            let waits = rebuild.stage != Stage::Moving || rebuild.feeds >= FEEDS_MAX;
+            if waits || (!unpaced && !self.pace.may_copy(now)) {
+                return;
             }
+            let Some((view, _)) = rebuild.views.front().copied() else { return };
+            let sources = self.sources_of(rebuild, view);
+            let id = self.random();
             let rebuild = self.peers[index].rebuild.as_mut().expect("looked at above");
-            rebuild.source = None;
-            // Every source was bad here: start over with all of them, at a slower pace.
-            if now.since(rebuild.moved) > Duration::from_secs(5) {
-                rebuild.bad_sources.clear();
-            }
-            return;
-        };
-        let id = self.random();
+            let Some((source, cursor)) = rebuild.lanes.ask(id, &sources) else { break };
+            let (from, bytes_max) = (rebuild.from, self.pace.chunk_bytes());
+            let asked = self.peers.iter().position(|p| p.member == source);
+            let message = ToReplica::Pull { id, view, from, cursor, bytes_max };
+            self.send(asked.expect("it is a source"), message, actions);
+        }
+        if self.is_boundary_lost(index) {
+            // Another one is chosen in the next step.
+            let rebuild = self.peers[index].rebuild.take().expect("looked at above");
+            return self.end_boundary(&rebuild);
+        }
         let rebuild = self.peers[index].rebuild.as_mut().expect("looked at above");
-        rebuild.source = source;
-        rebuild.pull = Some(id);
-        let (from, cursor) = (rebuild.from, rebuild.cursor);
-        let bytes_max = self.pace.chunk_bytes();
-        let message = ToReplica::Pull { id, view, from, cursor, bytes_max };
-        self.send(source_index, message, actions);
+        // Every source was bad somewhere: start over with all of them, at a slower pace.
+        if now.since(rebuild.moved) > Duration::from_secs(5) {
+            rebuild.lanes.forgive();
+        }
+    }
+
+    /// Who can be asked for a part of `view`: first those that answer the fewest reads.
+    fn sources_of(&self, rebuild: &Rebuild, view: ReadView) -> Vec<Member> {
+        let needed = rebuild.boundary().unwrap_or_default();
+        let mut sources: Vec<&Peer> = self
+            .peers
+            .iter()
+            .filter(|p| p.link == Link::Fed && self.views.counts(p.member))
+            .filter(|p| view != ReadView::Base || rebuild.base_source == Some(p.member))
+            .filter(|p| p.applied >= needed && !rebuild.without.contains(&p.member))
+            .collect();
+        sources.sort_by_key(|p| p.reads);
+        sources.into_iter().map(|p| p.member).collect()
+    }
+
+    /// Whose base a replica can be brought to, and where that is. It is of use only if the entries
+    /// that follow it are at hand, and a source keeps one at a time.
+    fn base_source(&self, without: Option<Member>) -> Option<(Member, Lsn)> {
+        let first = self.history.first();
+        let moving = self.peers.iter().filter_map(|p| p.rebuild.as_ref());
+        let taken: Vec<Member> =
+            moving.filter(|r| r.stage != Stage::Committing).filter_map(|r| r.base_source).collect();
+        self.peers
+            .iter()
+            .filter(|p| p.link == Link::Fed && self.views.counts(p.member))
+            .filter(|p| !taken.contains(&p.member) && without != Some(p.member))
+            .filter_map(|p| p.ack.as_deref().map(|ack| (p, ack.base)))
+            .filter(|(_, base)| base.next() >= first)
+            .min_by_key(|(p, _)| p.reads)
+            .map(|(p, base)| (p.member, base))
     }
 
     /// Whether no source has the boundary any more: one that was rebuilt itself while this rebuild
@@ -309,70 +354,126 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let source = self.peers[from].member;
-        let Some(index) =
-            self.peers.iter().position(|p| p.rebuild.as_ref().is_some_and(|r| r.pull == Some(id)))
-        else {
-            return;
-        };
+        let asked = |p: &Peer| p.rebuild.as_ref().is_some_and(|r| r.lanes.has_asked(id));
+        let Some(index) = self.peers.iter().position(asked) else { return };
         let last = self.history.last.lsn;
-        let rebuild = self.peers[index].rebuild.as_mut().expect("found above");
-        rebuild.pull = None;
-        let backwards = cursor.is_some_and(|c| c <= rebuild.cursor);
-        if gone || backwards || slots.iter().any(|s| !s.is_good(last)) {
-            // This copy cannot serve: ask another for the same part.
-            rebuild.bad_sources.push(source);
-            if gone {
-                rebuild.without.push(source);
+        let peer = &mut self.peers[index];
+        let rebuild = peer.rebuild.as_mut().expect("found above");
+        // A hole of no version would not replace an older block: nothing is sent of what was never
+        // written.
+        let unversioned = slots.iter().any(|slot| slot.version == Lsn::ZERO);
+        if unversioned {
+            let invariant = "HolesHaveVersions";
+            actions.push(TargetAction::Note(TargetNote::InvariantRefused {
+                member: source,
+                invariant,
+            }));
+        }
+        let is_good = !gone && !unversioned && slots.iter().all(|s| s.is_good(last));
+        let chunk = Chunk { slots, cursor };
+        let bytes = chunk.bytes() as u64;
+        if !is_good {
+            rebuild.lanes.refused(id);
+        }
+        if gone {
+            rebuild.without.push(source);
+        }
+        if !is_good || !rebuild.lanes.answered(id, chunk) {
+            // This copy cannot serve: another is asked for the same part. A base begins anew with
+            // another one's, if there is one; one that is gone was its session's.
+            let is_base = rebuild.base_source.is_some() && rebuild.views.len() == 1;
+            if is_base && (gone || self.base_source(Some(source)).is_some()) {
+                self.peers[index].rebuild = None;
+                self.begin_rebuild(now, index, (!gone).then_some(source), actions);
+                return;
             }
-            rebuild.source = None;
             return self.pull_next(now, index, actions);
         }
         rebuild.moved = now;
-        rebuild.bad_sources.clear();
-        let bytes = slots.iter().map(|slot| match &slot.content {
-            Content::Data { data, .. } => data.len() as u64,
-            _ => 0,
-        });
-        let bytes: u64 = bytes.sum();
-        rebuild.round_bytes += bytes;
-        let id = rebuild.id;
-        // What is not paced must not be paid for by what is.
-        if !self.peers[index].rounds.takes_precedence() {
-            self.pace.copied(now, bytes);
-        }
-        self.peers[index].rounds.moved_bytes += bytes;
-        let rebuild = self.peers[index].rebuild.as_mut().expect("found above");
-        let upto = cursor.unwrap_or(u64::MAX);
-        rebuild.cursor = cursor.unwrap_or_default();
-        rebuild.feeds += 1;
-        let mut messages = vec![ToReplica::IncrementFeed { rebuild: id, slots, cursor: upto }];
-        if cursor.is_none() {
-            let (_, snapshot) = rebuild.views.pop_front().expect("a view was being pulled");
-            match snapshot {
-                Some(snapshot) => {
-                    rebuild.from = rebuild.from.max(snapshot.lsn);
-                    messages.push(ToReplica::IncrementCut { rebuild: id, snapshot });
-                }
-                None => {
-                    let to = rebuild.end.clone().or(end);
-                    let Some(mut to) = to else {
-                        return self.shut_out(now, from, "a base without its state", actions);
-                    };
-                    if to.check(self.epoch).is_err() || !self.history.holds(to.position) {
-                        return self.shut_out(now, from, "PrefixAlways", actions);
-                    }
-                    // Boundaries of other rebuilds are not sent, so they do not exist there.
-                    to.snapshots.retain(|s| !s.hidden || s.lsn == to.position.lsn);
-                    rebuild.end = Some(to.clone());
-                    rebuild.stage = Stage::Committing;
-                    messages.push(ToReplica::IncrementCommit { rebuild: id, to });
-                }
+        if rebuild.base_source.is_some() && rebuild.views.len() == 1 && cursor.is_none() {
+            rebuild.end = end;
+            if self.base_has_moved_on(index, from) {
+                self.peers[index].rebuild = None;
+                return;
             }
         }
-        for message in messages {
-            self.send(index, message, actions);
+        let peer = &mut self.peers[index];
+        // What is not paced must not be paid for by what is.
+        if !peer.rounds.takes_precedence() {
+            self.pace.copied(now, bytes);
         }
         self.pull_next(now, index, actions);
+    }
+
+    /// Learns where a base is, which is where its source had folded its map to as it was pinned:
+    /// whether that is behind snapshots that it was not known to be behind.
+    fn base_has_moved_on(&mut self, index: usize, source: usize) -> bool {
+        let end = self.peers[index].rebuild.as_ref().and_then(|r| r.end.as_ref());
+        let Some(now) = end.map(|end| end.position.lsn) else { return false };
+        let Some(ack) = self.peers[source].ack.as_deref_mut() else { return false };
+        let before = ack.base;
+        ack.base = before.max(now);
+        self.history.snapshots.iter().any(|s| !s.hidden && s.lsn > before && s.lsn <= now)
+    }
+
+    /// Passes on what came from the sources, as far as it is in order and the receiver keeps up.
+    /// False: what came cannot be true. Its source was shut out, which may have ended the epoch.
+    fn feed_next(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
+        loop {
+            let peer = &mut self.peers[index];
+            let Some(rebuild) = &mut peer.rebuild else { return true };
+            if rebuild.stage != Stage::Moving || rebuild.feeds >= FEEDS_MAX {
+                return true;
+            }
+            let Some(chunk) = rebuild.lanes.take() else { return true };
+            let bytes = chunk.bytes() as u64;
+            let Chunk { slots, cursor } = chunk;
+            rebuild.round_bytes += bytes;
+            peer.rounds.moved_bytes += bytes;
+            rebuild.feeds += 1;
+            let (id, upto) = (rebuild.id, cursor.unwrap_or(u64::MAX));
+            let feed = ToReplica::IncrementFeed { rebuild: id, slots, cursor: upto };
+            self.send(index, feed, actions);
+            if cursor.is_none() && !self.end_view(now, index, actions) {
+                return false;
+            }
+        }
+    }
+
+    /// A view was fed as a whole: the next one begins, or the increment ends. False: its state
+    /// cannot be true.
+    fn end_view(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
+        let rebuild = self.peers[index].rebuild.as_mut().expect("it is being fed");
+        let (_, snapshot) = rebuild.views.pop_front().expect("a view was being pulled");
+        rebuild.lanes = Lanes::from(0, self.history.blocks);
+        let (id, from, base_source) = (rebuild.id, rebuild.from, rebuild.base_source);
+        let message = match snapshot {
+            Some(snapshot) => {
+                rebuild.from = rebuild.from.max(snapshot.lsn);
+                ToReplica::IncrementCut { rebuild: id, snapshot }
+            }
+            None => {
+                let end = rebuild.end.clone();
+                let fits = |end: &IncrementEnd| {
+                    end.check(self.epoch).is_ok()
+                        && self.history.holds(end.position)
+                        && end.position.lsn >= from
+                };
+                let Some(mut to) = end.filter(|end| fits(end)) else {
+                    let liar = self.peers.iter().position(|p| Some(p.member) == base_source);
+                    self.shut_out(now, liar.unwrap_or(index), "PrefixAlways", actions);
+                    return false;
+                };
+                // Boundaries of other rebuilds are not sent, so they do not exist there.
+                to.snapshots.retain(|s| !s.hidden || s.lsn == to.position.lsn);
+                let rebuild = self.peers[index].rebuild.as_mut().expect("it is being fed");
+                rebuild.end = Some(to.clone());
+                rebuild.stage = Stage::Committing;
+                ToReplica::IncrementCommit { rebuild: id, to }
+            }
+        };
+        self.send(index, message, actions);
+        true
     }
 
     pub(super) fn on_increment_fed(&mut self, index: usize, rebuild: u64, _cursor: u64) {
@@ -425,7 +526,7 @@ impl Target {
             && matches!(self.phase, Phase::Serving | Phase::Draining { closing: false, .. })
         {
             let kind = EntryKind::DeleteSnapshot { id };
-            self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+            self.history.append_bare(self.epoch, kind);
         }
     }
 
@@ -434,17 +535,18 @@ impl Target {
     pub(super) fn cancel_rebuilds_from(&mut self, index: usize) {
         let member = self.peers[index].member;
         if let Some(mut rebuild) = self.peers[index].rebuild.take() {
-            rebuild.pull = None;
+            rebuild.lanes = Lanes::from(0, 0);
             rebuild.feeds = 0;
             self.parked.push((member, rebuild));
         }
         for peer in &mut self.peers {
-            if let Some(rebuild) = &mut peer.rebuild
-                && rebuild.source == Some(member)
-            {
-                rebuild.source = None;
-                rebuild.pull = None;
+            if let Some(rebuild) = &mut peer.rebuild {
+                rebuild.lanes.lost(member);
             }
+            // Its base went with its session.
+            peer.rebuild.take_if(|rebuild| {
+                rebuild.base_source == Some(member) && rebuild.stage != Stage::Committing
+            });
         }
     }
 
@@ -455,17 +557,17 @@ impl Target {
         let (_, mut rebuild) = self.parked.remove(at);
         let shadow = self.peers[index].ack.as_ref().and_then(|a| a.shadow);
         match shadow {
-            Some((id, _, cursor))
-                if id == rebuild.id
-                    && rebuild.views.len() == 1
-                    && rebuild.boundary.is_some()
-                    // At the end of a view without its cut: which view that was is not known.
+            Some((id, start, cursor))
+                if (id, start) == (rebuild.id, rebuild.start)
+                    // Behind a cut that may have been lost with the receiver's cache, or at the end
+                    // of a view without its cut: which view the cursor is in is not known.
+                    && (rebuild.from == rebuild.start
+                        || mutant::is("shadow-resumed-behind-a-cut"))
                     && cursor != u64::MAX
+                    && rebuild.boundary.is_some()
                     && rebuild.stage == Stage::Moving =>
             {
-                rebuild.cursor = cursor;
-                rebuild.source = None;
-                rebuild.bad_sources.clear();
+                rebuild.lanes = Lanes::from(cursor, self.history.blocks);
                 rebuild.stage = Stage::Boundary;
                 rebuild.moved = now;
                 Some(rebuild)
@@ -525,7 +627,7 @@ impl Target {
     fn delete_boundaries(&mut self, boundaries: BTreeSet<SnapshotId>) {
         for id in boundaries {
             let kind = EntryKind::DeleteSnapshot { id };
-            self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+            self.history.append_bare(self.epoch, kind);
         }
     }
 }

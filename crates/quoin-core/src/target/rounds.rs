@@ -4,11 +4,13 @@
 //! half of what it copied. After one that did not, clients' IO may take twice as long beside the
 //! rebuild as else; where [`STUBBORN`] rounds in a row did not, the rebuild takes precedence: it
 //! is no longer paced, and the writers are held back so far that the next round must gain. They
-//! may write half of what the rebuild copies, and a share of the window ahead; then
-//! what is left fits the window after a few rounds, and plain entries end it. This is the one place
-//! where a replica that is no part of any quorum slows the volume, so it has bounds: a replica that
-//! does not move holds nobody, and no hold-back lasts longer than [`HOLD`] of [`HOLD`] and
-//! [`REST`]. A replica that is slower than that stays out of sync.
+//! may write half of what the rebuild copies, and a share of the window ahead; what is left then
+//! shrinks with each round until it fits the window and plain entries end it. That is no promise:
+//! where writers fill the window faster than an increment's syncs take, a round that gains is
+//! followed by ones that do not, and the hold-back may be used up. This is the one place where a
+//! replica that is no part of any quorum slows the volume, so it has bounds: a replica that does
+//! not move holds nobody, and no hold-back lasts longer than [`HOLD`] of [`HOLD`] and [`REST`]. A
+//! replica that is slower than that stays out of sync.
 
 use std::time::Duration;
 
@@ -83,7 +85,6 @@ impl Target {
         let window = self.config.window_bytes as u64;
         for index in 0..self.peers.len() {
             let counts = self.views.counts(self.peers[index].member);
-            let behind = self.history.weight_after(self.peers[index].applied) as u64;
             let peer = &mut self.peers[index];
             if counts && peer.link == Link::Fed {
                 let since = *peer.rounds.in_sync_since.get_or_insert(now);
@@ -104,6 +105,7 @@ impl Target {
                 // As little as lets it return at once, or stay.
                 (_, Link::Fed) => {
                     let allowed = if counts { window / 2 } else { window / 4 };
+                    let behind = self.history.weight_after(peer.applied) as u64;
                     (behind > allowed, peer.behind_since.unwrap_or(now))
                 }
                 _ => continue,

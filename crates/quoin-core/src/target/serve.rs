@@ -23,6 +23,10 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 /// A member dropped for slowness stays out at least this long, so that Views do not flap.
 const RETURN_AFTER: Duration = Duration::from_secs(5);
 const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
+/// Replicas are told that all is stable when no entry has followed for so long: one that does says
+/// so on its way, and a frame to each replica for each of a row of single writes would cost as much
+/// as they do.
+const TELL_AFTER: Duration = Duration::from_millis(20);
 
 impl Target {
     /// Everything that the events since the last call lead to. Call it after each batch.
@@ -209,8 +213,10 @@ impl Target {
         assert!(self.stable <= self.commit, "StableSurvives");
         if self.stable >= self.history.last.lsn {
             self.stable_since = None;
-        } else if self.stable_since.is_none() {
-            self.stable_since = Some(now);
+            self.settled_since.get_or_insert(now);
+        } else {
+            self.stable_since.get_or_insert(now);
+            self.settled_since = None;
         }
         if self.held {
             self.quorum_lost = None;
@@ -289,6 +295,7 @@ impl Target {
         if lapsed && !mutant::is("reply-without-a-lease") {
             return;
         }
+        quorum::assert_answerable(&self.views, &self.peers, self.commit, now, self.config.lease_ms);
         while self.waiting_commit.front().is_some_and(|w| w.lsn <= self.commit) {
             let w = self.waiting_commit.pop_front().expect("looked at above");
             self.measured(now, w, Kind::Write);
@@ -299,6 +306,7 @@ impl Target {
             self.measured(now, w, Kind::Durable);
             self.reply(w.token, Ok(Payload::None), actions);
         }
+        self.tell_snapshots(actions);
         let confirmed = match self.config.reads {
             ReadMode::Confirmed => quorum::reached(&self.views, &self.peers, |p| p.answered),
             ReadMode::Leased => None,
@@ -313,7 +321,10 @@ impl Target {
     }
 
     pub(super) fn replies_wait(&self) -> bool {
-        !self.waiting_commit.is_empty() || !self.waiting_stable.is_empty() || !self.reads.is_empty()
+        !self.waiting_commit.is_empty()
+            || !self.waiting_stable.is_empty()
+            || !self.reads.is_empty()
+            || !self.wished.is_empty()
     }
 
     fn send_entries(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
@@ -394,23 +405,29 @@ impl Target {
         Duration::from_millis(u64::from(self.config.lease_ms) / 8)
     }
 
+    /// When replicas that were not told yet are told that everything is stable.
+    fn tell_due(&self) -> Option<Time> {
+        let at = self.settled_since? + TELL_AFTER;
+        self.peers.iter().any(|peer| peer.lacks_word_of(self.stable)).then_some(at)
+    }
+
     /// The lease is renewed only while something waits for it; an idle volume sends nothing.
-    /// When stable reaches the last entry, one frame tells all.
+    /// Some time after stable has reached the last entry, one frame tells all.
     fn send_pings(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
         let renew =
             self.replies_wait() && self.lease_until().is_none_or(|until| now + half >= until);
-        let all_stable = self.stable >= self.history.last.lsn;
+        let settled = self.tell_due().is_some_and(|at| now >= at);
         let interval = self.ping_interval();
         let stable = self.stable;
         for index in 0..self.peers.len() {
             let counts = self.views.counts(self.peers[index].member);
+            let tell = settled && self.peers[index].lacks_word_of(self.stable);
             let peer = &mut self.peers[index];
             if peer.link != Link::Fed {
                 continue;
             }
             let renew = renew && counts && now >= peer.ping_sent + interval;
-            let tell = all_stable && peer.stable_told < stable && peer.next > stable;
             if renew || tell || std::mem::take(&mut peer.ping_due) {
                 peer.ping_due = false;
                 peer.stable_told = stable;
@@ -524,7 +541,7 @@ impl Target {
         let blocks = self.config.volume_blocks;
         if blocks > self.history.blocks {
             let kind = EntryKind::Resize { blocks };
-            self.history.append(self.epoch, kind, 0, 0, bytes::Bytes::new(), false);
+            self.history.append_bare(self.epoch, kind);
         }
     }
 
@@ -643,6 +660,7 @@ impl Target {
             if self.sync_wanted <= self.stable {
                 soonest(self.stable_since.map(|t| t + after));
             }
+            soonest(self.tell_due());
             soonest(self.room_due());
             soonest(self.parked_until());
             soonest(self.verify_due());

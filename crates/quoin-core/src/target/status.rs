@@ -1,5 +1,6 @@
 //! How a target and its replicas stand, for reports.
 
+use super::verdict::Verdict;
 use super::verify::VerifyReport;
 use super::{Link, Phase, Target};
 use crate::ids::{Epoch, Lsn, Position};
@@ -31,6 +32,10 @@ pub struct TargetStatus {
     pub serving: bool,
     pub stopped: bool,
     pub waiting: String,
+    /// Of the membership that it goes by.
+    pub membership_version: u64,
+    /// The open waits for these, which may know of a change of membership that the record lacks.
+    pub silent: Vec<Member>,
     pub last: Position,
     pub commit: Lsn,
     pub stable: Lsn,
@@ -41,6 +46,13 @@ pub struct TargetStatus {
 }
 
 impl Target {
+    fn silent(&self) -> Vec<Member> {
+        match self.verdict() {
+            Verdict::MayHaveChanged(silent) => silent,
+            _ => Vec::new(),
+        }
+    }
+
     pub fn status(&self) -> TargetStatus {
         let replicas = self.peers.iter().map(|peer| {
             let (rebuilt_bytes, rebuild_total_bytes) =
@@ -65,6 +77,11 @@ impl Target {
             serving: self.phase == Phase::Serving,
             stopped: self.phase == Phase::Stopped,
             waiting: self.said.clone(),
+            membership_version: self.membership.version,
+            silent: match self.phase {
+                Phase::Opening { .. } => self.silent(),
+                _ => Vec::new(),
+            },
             last: self.history.last,
             commit: self.commit,
             stable: self.stable,

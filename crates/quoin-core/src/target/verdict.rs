@@ -11,6 +11,9 @@ use crate::time::Time;
 /// What the answers so far allow.
 pub(super) enum Verdict {
     Wait(String),
+    /// The last View is joint, and its second rule may have come to rule alone: these have not
+    /// answered.
+    MayHaveChanged(Vec<Member>),
     /// Only flushed data is owed: more than a minority lost its cache.
     Unflushed,
     Go {
@@ -88,11 +91,8 @@ impl Target {
             return Verdict::Go { authority };
         };
         if let Some(joint) = view.joint.as_ref().filter(|joint| self.may_have_ruled(joint)) {
-            return Verdict::Wait(format!(
-                "replicas that may know of a change of membership: {} of {} answered",
-                joint.known.iter().filter(|m| self.has_answered(**m)).count(),
-                joint.known.len()
-            ));
+            let silent = joint.known.iter().filter(|m| !self.has_answered(**m));
+            return Verdict::MayHaveChanged(silent.copied().collect());
         }
         let owed: Vec<Member> =
             view.in_sync.iter().copied().filter(|m| self.membership.contains(*m)).collect();

@@ -15,7 +15,7 @@ use quoin_core::block::{Operation, Payload, Reply, Request};
 use quoin_core::entry::SharedEntry;
 use quoin_core::membership::default_cf;
 use quoin_core::message::{
-    BadCopy, Content, EpochEnd, FromReplica, IncrementEnd, ReadView, Slot, SnapshotInfo,
+    BadCopy, Content, EpochEnd, FromReplica, IncrementEnd, ReadView, Slot, SnapshotInfo, ToReplica,
 };
 use quoin_core::replica::store::{
     IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
@@ -43,11 +43,17 @@ pub struct Host {
     pub cut: bool,
     /// Blocks of data that still fit; `None`: any number.
     pub room: Option<u64>,
+    /// Blocks that only entries of before an epoch may take then, and which.
+    pub reserve: (u64, Epoch),
     /// Its disk refuses to read the log and the map.
     pub unreadable: bool,
     /// Reads that it was asked, and the time that passes before it answers one.
     pub reads: u64,
+    /// Frames that carried nothing but what the target says of itself.
+    pub pings: u64,
     pub read_takes: Duration,
+    /// Parts of increments that it was asked for.
+    pub pulls: u64,
 }
 
 /// A store whose pool has so much room and no more (what carries no data always fits), and whose
@@ -55,6 +61,7 @@ pub struct Host {
 struct Bounded<'a, S> {
     inner: S,
     room: &'a mut Option<u64>,
+    reserve: &'a mut (u64, Epoch),
     unreadable: bool,
 }
 
@@ -62,7 +69,11 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
         for entry in entries {
             let blocks = entry.crcs.len() as u64;
+            let (reserve, owed) = &mut *self.reserve;
             match self.room {
+                Some(room) if *room < blocks && entry.epoch < *owed && *reserve >= blocks => {
+                    *reserve -= blocks;
+                }
                 Some(room) if *room < blocks => return Err(StoreError::Full),
                 Some(room) => *room -= blocks,
                 None => {}
@@ -70,6 +81,10 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
             self.inner.append(std::slice::from_ref(entry))?;
         }
         Ok(())
+    }
+    fn owe_before(&mut self, epoch: Epoch) {
+        self.reserve.1 = epoch;
+        self.inner.owe_before(epoch);
     }
     fn identity(&self) -> &ReplicaIdentity {
         self.inner.identity()
@@ -247,8 +262,11 @@ impl Host {
             replica: None,
             cut: false,
             room: None,
+            reserve: (0, Epoch::ZERO),
             unreadable: false,
             reads: 0,
+            pulls: 0,
+            pings: 0,
             read_takes: Duration::ZERO,
         }
     }
@@ -261,6 +279,11 @@ impl Host {
 
     pub fn meta(&mut self) -> ReplicaMeta {
         self.pool.replica(self.member.guid).unwrap().meta().clone()
+    }
+
+    pub fn last_view(&mut self) -> View {
+        let state = self.pool.replica(self.member.guid).unwrap().state();
+        state.last_view.unwrap().1
     }
 
     /// As a scrub or a start that found rot would mark it.
@@ -523,20 +546,24 @@ impl Cluster {
             }
             Event::ToReplica(host, event) => {
                 let state = &mut self.hosts[host];
-                if matches!(
-                    &event,
-                    ReplicaEvent::Message {
-                        message: quoin_core::message::ToReplica::Read { .. },
-                        ..
+                match &event {
+                    ReplicaEvent::Message { message: ToReplica::Read { .. }, .. } => {
+                        state.reads += 1;
+                        self.now = self.now + state.read_takes;
                     }
-                ) {
-                    state.reads += 1;
-                    self.now = self.now + state.read_takes;
+                    ReplicaEvent::Message { message: ToReplica::Pull { .. }, .. } => {
+                        state.pulls += 1;
+                    }
+                    ReplicaEvent::Message { message: ToReplica::Ping { .. }, .. } => {
+                        state.pings += 1;
+                    }
+                    _ => {}
                 }
                 let Some(replica) = &mut state.replica else { return };
                 let inner = state.pool.replica(state.member.guid).unwrap();
                 let unreadable = state.unreadable;
-                let mut store = Bounded { inner, room: &mut state.room, unreadable };
+                let (room, reserve) = (&mut state.room, &mut state.reserve);
+                let mut store = Bounded { inner, room, reserve, unreadable };
                 let mut actions = Vec::new();
                 replica.on(self.now, event, &mut store, &mut actions);
                 replica.flush(&mut actions);

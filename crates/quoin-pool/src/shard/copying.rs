@@ -5,7 +5,8 @@
 //! wait in a queue and are served one a round, after all that clients' sessions sent. While
 //! clients' IO keeps coming in, the thread then rests from copying [`REST_SHARE`] times as long as
 //! the chunk took. Chunks that are read from a volume with fewer spare copies go first; a replica
-//! knows from the last View how many its volume has. Within one connection the order stays.
+//! knows from the last View how many its volume has. Every eighth turn is that of who waits longest,
+//! so that nobody starves. Within one connection the order stays.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;

@@ -20,6 +20,8 @@ pub(super) struct Held {
     /// Created but not on media before this ticket is done.
     pub(super) born: SyncTicket,
     pub(super) repairs: Repairs,
+    /// When the disk last refused what a session needs.
+    pub(super) refused_at: Option<Time>,
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
@@ -30,7 +32,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         drop(store);
         let (timer_key, repairs) = (self.key(), Repairs::default());
         self.by_timer.insert(timer_key, guid);
-        self.replicas.insert(guid, Held { replica, timer_key, touched: false, born, repairs });
+        let held = Held { replica, timer_key, touched: false, born, repairs, refused_at: None };
+        self.replicas.insert(guid, held);
         self.parts.metrics.replicas.set(self.replicas.len() as i64);
         if self.short {
             self.deliver(now, guid, ReplicaEvent::Room { short: true });

@@ -44,14 +44,19 @@ use sessions::Peer;
 const QUEUED_MAX: usize = 16 << 20;
 /// Answers all connections may owe before those that owe any are not read from.
 const POOL_QUEUED_MAX: usize = 256 << 20;
+/// Answers that are written before the rest of a batch is.
+const EARLY_BYTES: usize = 64 << 10;
 /// Sessions of all replicas together.
 const CONNECTIONS_MAX: usize = 8192;
 /// Entries that become one call of the store.
 const APPEND_BYTES_MAX: usize = 4 << 20;
 /// Background work between two looks at the sockets.
 const BACKGROUND_STEP_BYTES: u64 = 1 << 20;
-/// How long nothing must have come in before relaxed background work is done.
+/// How long nothing must have come in before relaxed background work is done without a rest.
 const QUIET: Duration = Duration::from_millis(2);
+/// Beside clients who never pause, relaxed work takes one part of so many: what they overwrite
+/// would pile up for as long as they go on.
+const RELAXED_PART: u32 = 8;
 /// Between attempts at background work that found nothing it could do.
 const BACKGROUND_REST: Duration = Duration::from_millis(20);
 /// How long a stopping pool waits for its last sync and for answers to be taken.
@@ -133,6 +138,8 @@ pub struct Shard<'a, P> {
     failure: Option<StoreError>,
     /// No background work before this.
     rest_until: Time,
+    /// Before this, relaxed background work waits for a pause of the clients.
+    relaxed_from: Time,
     stopping: Option<(SyncTicket, Time)>,
     scrub: Scrub,
     /// When targets are to be asked for good copies.
@@ -140,8 +147,6 @@ pub struct Shard<'a, P> {
     /// What the targets were told of the pool's room.
     short: bool,
     copying: Copying,
-    /// When the disk last refused what a session needs, by replica.
-    refused_at: HashMap<ReplicaGuid, Time>,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
@@ -168,12 +173,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             syncs: VecDeque::new(),
             failure: None,
             rest_until: Time::default(),
+            relaxed_from: Time::default(),
             stopping: None,
             scrub,
             repair_at: None,
             short: false,
             copying: Copying::default(),
-            refused_at: HashMap::new(),
         };
         let now = now();
         for guid in shard.pool.replicas() {
@@ -249,8 +254,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
         let step = match self.pool.background_due() {
             Due::Idle => return,
-            Due::Relaxed if !quiet => return,
-            _ => self.pool.background(BACKGROUND_STEP_BYTES),
+            Due::Relaxed if !quiet && now < self.relaxed_from => return,
+            _ => self.timed_background_step(),
         };
         match step {
             Ok(true) => {}
@@ -267,6 +272,14 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             self.deliver(now, guid, ReplicaEvent::Damaged(what));
         }
         self.begin_sync();
+    }
+
+    fn timed_background_step(&mut self) -> Result<bool, StoreError> {
+        let began = now();
+        let step = self.pool.background(BACKGROUND_STEP_BYTES);
+        let ended = now();
+        self.relaxed_from = ended + ended.since(began) * (RELAXED_PART - 1);
+        step
     }
 
     fn took(&self, duration: Duration) {
@@ -410,8 +423,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             self.collect_bad_copies(now);
         }
         if let Some(histogram) = timed {
-            self.took(began.elapsed());
-            histogram.observe(began.elapsed().as_secs_f64());
+            let took = began.elapsed();
+            self.took(took);
+            histogram.observe(took.as_secs_f64());
         }
     }
 
@@ -481,7 +495,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             ReplicaNote::Unreadable(error) => {
                 // Its target comes back to the same sector until it gives up: that is one refusal.
                 let now = now();
-                let before = self.refused_at.insert(guid, now);
+                let held = self.replicas.get_mut(&guid);
+                let before = held.and_then(|held| held.refused_at.replace(now));
                 if before.is_none_or(|before| now.since(before) > SAME_REFUSAL) {
                     self.refused(error);
                 }

@@ -13,7 +13,9 @@ use quoin_wire::reactor::Interest;
 use quoin_wire::{Connection, Frame, ReadOutcome};
 use rustix::net::Shutdown;
 
-use super::{APPEND_BYTES_MAX, CONNECTIONS_MAX, LINGER, POOL_QUEUED_MAX, QUEUED_MAX, Shard};
+use super::{
+    APPEND_BYTES_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX, QUEUED_MAX, Shard,
+};
 use crate::facts::PoolFacts;
 
 /// One believed connection.
@@ -72,6 +74,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     /// Handles the whole frames that a connection has read, as long as its answers are taken.
     fn take_frames(&mut self, now: Time, key: u64) {
         let mut appends = Appends::default();
+        let mut takes_more = true;
         loop {
             let Some(peer) = self.peers.get_mut(&key) else { return };
             if peer.ending {
@@ -97,6 +100,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             let ToReplica::Append { entries, stable, sync, ping } = message else {
                 self.append(now, key, &mut appends);
                 self.take(now, key, guid, session, message);
+                takes_more = takes_more && self.write_early(now, key);
                 continue;
             };
             appends.add(entries, stable, sync, ping);
@@ -106,6 +110,26 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
         self.append(now, key, &mut appends);
         self.watch(key);
+    }
+
+    /// Answers that make a good piece go out while the next are being made, so that the target works
+    /// on them meanwhile: a batch would go through one process after the other otherwise. False
+    /// once the socket takes no more.
+    fn write_early(&mut self, now: Time, key: u64) -> bool {
+        let Some(peer) = self.peers.get_mut(&key) else { return false };
+        let before = peer.connection.queued_bytes();
+        if before < EARLY_BYTES || peer.ending {
+            return true;
+        }
+        let flushed = peer.connection.flush();
+        self.queued -= before - peer.connection.queued_bytes();
+        match flushed {
+            Ok(all) => all,
+            Err(error) => {
+                self.lost(now, key, &error);
+                false
+            }
+        }
     }
 
     fn append(&mut self, now: Time, key: u64, appends: &mut Appends) {

@@ -1,13 +1,16 @@
 //! What is checked while a run goes on: one writer, nothing acknowledged lost, nothing read
 //! ahead, right bytes.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use quoin_core::block::BlockError;
+use quoin_core::message::{Content, ReadView};
 use quoin_core::target::{ReadMode, ReplicaStanding, ReplicaStatus};
 use quoin_core::{BLOCK_SIZE, Durability, Epoch, Lsn, Member};
 
 use super::World;
-use crate::content::{self, SECTOR, SECTORS, Tag};
+use crate::content::{self, SECTOR, SECTORS, Tag, Tags};
 use crate::faults::Profile;
 use crate::history::blocks_of;
 use crate::lineage::Seen;
@@ -110,7 +113,7 @@ impl World {
             self.history.settle(serving, over, holds);
             return;
         }
-        let image = lineage.image(self.seed, path);
+        let image = lineage.image(self.seed, path, Lsn(u64::MAX));
         let image = image.into_iter().map(|(block, (_, tags))| (block, tags)).collect();
         let result = self.history.cut(image, serving, over, holds);
         self.owed.retain(|seen, _| lineage.is_on(path, *seen));
@@ -369,65 +372,71 @@ impl World {
     pub(crate) fn check_identical(&mut self) {
         let (epoch, ..) = self.served;
         let Some(path) = self.lineage.path(epoch) else { return };
-        let image = self.lineage.image(self.seed, path);
-        let blocks = self.setup.volume_blocks;
+        let image = self.lineage.image(self.seed, path, Lsn(u64::MAX));
         for pool in self.known_pools() {
-            let guid = self.pools[pool].member.guid;
-            let mut slots = Vec::new();
-            let mut result = Ok(());
-            let mut lost = Vec::new();
-            self.pools[pool].storage.with(guid, &mut |store| {
-                let mut lba = 0;
-                while lba < blocks && result.is_ok() {
-                    let count = (blocks - lba).min(256) as u32;
-                    result = store.read(
-                        quoin_core::message::ReadView::Live,
-                        lba,
-                        count,
-                        true,
-                        &mut slots,
-                    );
-                    lba += u64::from(count);
-                }
-            });
-            if let Err(error) = result {
-                self.violate("Identical", format!("pool {pool} cannot be read at rest: {error}"));
-                return;
-            }
-            for slot in slots {
-                for block in slot.lba..slot.lba + u64::from(slot.blocks) {
-                    let expected = image.get(&block).copied().unwrap_or_default();
-                    let found = match &slot.content {
-                        quoin_core::message::Content::Hole => Ok(content::ZERO),
-                        quoin_core::message::Content::Data { data, .. } => {
-                            debug_assert_eq!(data.len(), BLOCK_SIZE);
-                            content::tags_of_block(self.seed, block, data).map_err(Some)
-                        }
-                        quoin_core::message::Content::Bad => Err(None),
-                    };
-                    // Rot that nobody read since is found by the next read or scrub.
-                    if found == Err(None) && self.may_be_damaged(pool) {
-                        continue;
-                    }
-                    if found != Ok(expected.1) || slot.version != expected.0 {
-                        let is_hole = slot.content == quoin_core::message::Content::Hole;
-                        let rule = match found == Ok(expected.1) && is_hole {
-                            true => "HolesHaveVersions",
-                            false => "Identical",
-                        };
-                        let what = format!(
-                            "block {block}: {found:?} of LSN {} instead of {:?} of LSN {}",
-                            slot.version, expected.1, expected.0
-                        );
-                        lost.push((rule, what));
-                    }
-                }
-            }
-            if let Some((rule, first)) = lost.first() {
-                let detail = format!("pool {pool} at rest, {} blocks differ: {first}", lost.len());
-                self.violate(rule, detail);
+            if !self.check_held(pool, ReadView::Live, &image) {
                 return;
             }
         }
+    }
+
+    /// Compares what a pool at rest holds of a view with what the history had then.
+    pub(crate) fn check_held(
+        &mut self,
+        pool: usize,
+        view: ReadView,
+        image: &BTreeMap<u64, (Lsn, Tags)>,
+    ) -> bool {
+        let blocks = self.setup.volume_blocks;
+        let guid = self.pools[pool].member.guid;
+        let mut slots = Vec::new();
+        let mut result = Ok(());
+        let mut lost = Vec::new();
+        self.pools[pool].storage.with(guid, &mut |store| {
+            let mut lba = 0;
+            while lba < blocks && result.is_ok() {
+                let count = (blocks - lba).min(256) as u32;
+                result = store.read(view, lba, count, true, &mut slots);
+                lba += u64::from(count);
+            }
+        });
+        if let Err(error) = result {
+            let detail = format!("{view:?} of pool {pool} cannot be read at rest: {error}");
+            self.violate("Identical", detail);
+            return false;
+        }
+        for slot in slots {
+            for block in slot.lba..slot.lba + u64::from(slot.blocks) {
+                let expected = image.get(&block).copied().unwrap_or_default();
+                let found = match &slot.content {
+                    Content::Hole => Ok(content::ZERO),
+                    Content::Data { data, .. } => {
+                        debug_assert_eq!(data.len(), BLOCK_SIZE);
+                        content::tags_of_block(self.seed, block, data).map_err(Some)
+                    }
+                    Content::Bad => Err(None),
+                };
+                // Rot that nobody read since is found by the next read or scrub.
+                if found == Err(None) && self.may_be_damaged(pool) {
+                    continue;
+                }
+                if found != Ok(expected.1) || slot.version != expected.0 {
+                    let rule = match found == Ok(expected.1) && slot.content == Content::Hole {
+                        true => "HolesHaveVersions",
+                        false => "Identical",
+                    };
+                    let what = format!(
+                        "block {block}: {found:?} of LSN {} instead of {:?} of LSN {}",
+                        slot.version, expected.1, expected.0
+                    );
+                    lost.push((rule, what));
+                }
+            }
+        }
+        let Some((rule, first)) = lost.first() else { return true };
+        let count = lost.len();
+        let detail = format!("{view:?} of pool {pool} at rest, {count} blocks differ: {first}");
+        self.violate(rule, detail);
+        false
     }
 }

@@ -8,8 +8,8 @@ use quoin_core::entry::{Rule, SharedEntry};
 use quoin_core::message::{FromReplica, Ping, ReadView, ToReplica};
 use quoin_core::target::{ReadMode, ReplicaStanding};
 use quoin_core::{
-    Durability, EntryKind, Epoch, Lsn, Member, Membership, ReplicaGuid, SessionKey, SnapshotId,
-    View,
+    Durability, EntryKind, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid, SessionKey,
+    SnapshotId, View,
 };
 
 use super::World;
@@ -53,6 +53,8 @@ pub(crate) struct Word {
     pub granted: Membership,
     /// How many answers an open needs under what it was granted.
     pub open_quorum: usize,
+    /// Under which it last asked for an epoch.
+    pub acquiring: Incarnation,
     /// The newest one that a replica has answered its present open with.
     pub heard: u64,
     /// A swap was sent, and its outcome is not known: the LSN it had sent by then.
@@ -64,8 +66,12 @@ pub(crate) struct Word {
     /// The first joint View of its newest change, and whether its newest View is one.
     joint: Lsn,
     is_joint: bool,
+    /// The first rule of its newest View.
+    rule: Rule,
     /// The boundaries of its rebuilds.
     boundaries: BTreeMap<SnapshotId, Lsn>,
+    /// Up to where rebuilds were begun while fewer than CF were fed.
+    pub settled_without_stable: Lsn,
     /// The View that was active when it was last looked at.
     active: Lsn,
 }
@@ -271,7 +277,9 @@ impl World {
             return;
         }
         let (_, stable) = process.target.reach();
-        if lsn <= stable {
+        // Once begun it goes on: should its receiver count no more, then because of a View behind
+        // the boundary, and whoever opens without the receiver has heard that View from a holder.
+        if lsn <= stable.max(process.word.settled_without_stable) {
             return;
         }
         let replicas = process.target.status().replicas;
@@ -279,6 +287,8 @@ impl World {
         if fed >= self.cf_in_force() {
             let detail = format!("a rebuild moves up to {lsn}, and stable is {stable}");
             self.violate("BoundarySettled", detail);
+        } else if let Some(process) = &mut self.targets[target].process {
+            process.word.settled_without_stable = lsn;
         }
     }
 
@@ -287,12 +297,15 @@ impl World {
         let Some(process) = &mut self.targets[target].process else { return };
         let word = &mut process.word;
         // It is asked for again until the outcome is known, whatever becomes of the newcomer.
-        if word.swapping.is_some() {
+        // Asking for what is so already changes nothing, and needs no second rule.
+        let rule = &word.rule;
+        let same = next.known == rule.known && (next.rf, next.cf) == (rule.rf, rule.cf);
+        if word.swapping.is_some() || same {
             return;
         }
+        let before = &self.record.membership;
         word.swapping = Some(word.sent);
         let joint = word.joint;
-        let before = &self.record.membership;
         let newcomers = next.known.iter().filter(|m| !before.known.contains(m));
         let durable = |m: &Member| self.durable_said.get(&m.guid.0).copied().unwrap_or_default();
         let late = newcomers.filter(|m| durable(m) < joint).count();
@@ -349,6 +362,9 @@ impl World {
         word.is_joint = if new { view.joint.is_some() } else { word.is_joint };
         if begins {
             word.joint = entry.lsn;
+        }
+        if new {
+            word.rule = view.rule.clone();
         }
         if new {
             self.check_view(entry.lsn, view);

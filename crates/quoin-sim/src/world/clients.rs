@@ -67,7 +67,7 @@ impl World {
             self.queues[queue].burst = self.queues[queue].burst.saturating_sub(1);
             self.random.below(200 * MICROSECOND)
         } else {
-            self.random.delay(self.setup.think_ns)
+            self.random.delay(self.setup.think_ns).max(self.ending.rest(self.schedule.now()))
         };
         self.next_turn(queue, delay);
     }

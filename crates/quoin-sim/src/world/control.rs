@@ -101,16 +101,21 @@ impl World {
         }
         if let Some(process) = &mut self.targets[target].process {
             match &answer {
-                Answer::Granted { membership, .. } => {
+                // One that comes late answers a question that was given up.
+                Answer::Granted { incarnation, membership, .. }
+                    if *incarnation == process.word.acquiring =>
+                {
                     process.word.membership = membership.version;
                     process.word.granted = membership.clone();
                     process.word.open_quorum = membership.open_quorum();
                 }
-                Answer::Swapped { membership, .. } => {
+                // A refusal settles nothing: older requests may still land.
+                Answer::Swapped { version, membership } if membership.version > *version => {
                     process.word.membership = membership.version;
                     process.word.swapping = None;
                 }
-                Answer::NotOwner { .. } => {}
+                Answer::Swapped { .. } => {}
+                Answer::Granted { .. } | Answer::NotOwner { .. } => {}
             }
         }
         let event = match answer {

@@ -11,6 +11,12 @@ use crate::workload::Draft;
 
 /// Simulated time in which everything has to be in sync again after the last fault.
 const RECOVERY_MAX: u64 = 180 * SECOND;
+/// So long clients write as fast as ever; then, if something is still not in sync, they leave
+/// [`REST`] between requests. What fills the window in less time than a member needs for two syncs
+/// outruns it for ever where the others are enough for CF: allowed, and no configuration of a
+/// product.
+const UNRESTED: u64 = RECOVERY_MAX / 2;
+const REST: u64 = 250 * MILLISECOND;
 /// And in which rebuilds that nobody goes on with have given up what they pinned.
 const PARKED_MAX: u64 = 700 * SECOND;
 /// Blocks of one read of the last round.
@@ -51,6 +57,12 @@ pub(crate) struct Ending {
 }
 
 impl Ending {
+    /// What a client leaves at least between an answer and its next request.
+    pub fn rest(&self, now: Instant) -> u64 {
+        let rested = self.stage == Stage::Recovering && now - self.since > UNRESTED;
+        if rested { REST } else { 0 }
+    }
+
     pub fn done(&self) -> bool {
         self.stage == Stage::Done
     }
@@ -141,9 +153,13 @@ impl World {
             }
             Stage::Quiet if self.at_rest().is_ok() && waited > SECOND => {
                 self.check_identical();
+                self.check_snapshots();
                 (self.ending.stage, self.ending.since) = (Stage::Verifying, now);
             }
-            Stage::Verifying if self.verified() => self.begin_round(Stage::Emptying),
+            Stage::Verifying if self.verified() => {
+                self.delete_snapshots();
+                self.begin_round(Stage::Emptying);
+            }
             Stage::Empty if self.is_empty().is_ok() && waited > SECOND => {
                 self.check_identical();
                 self.check_space();
@@ -183,8 +199,12 @@ impl World {
 
     /// At rest, and no boundary of a rebuild keeps what was overwritten.
     fn is_empty(&mut self) -> Result<(), String> {
+        self.snapshots_settled()?;
         self.at_rest()?;
         for pool in self.known_pools() {
+            if self.pools[pool].process.as_ref().is_some_and(|process| process.syncing) {
+                return Err(format!("pool {pool} is in the middle of a sync"));
+            }
             let guid = self.pools[pool].member.guid;
             let mut kept = Vec::new();
             self.pools[pool].storage.with(guid, &mut |store| kept = store.snapshots());
@@ -247,7 +267,7 @@ impl World {
         if answered < self.setup.ios_min + self.queues.len() as u64 {
             return Err("not enough was asked yet".into());
         }
-        Ok(())
+        self.snapshots_settled()
     }
 
     /// Pools that run and hold a known replica.

@@ -1,5 +1,6 @@
 //! Operators who change the membership: scale up (one replica or several at once), move, remove,
-//! change CF, in the middle of everything else and sometimes one on top of the other.
+//! change CF, take back what is on its way, in the middle of everything else and sometimes one on
+//! top of the other.
 //!
 //! A broad run has them or not by a chance of its own, so that runs without them stay what they
 //! were; of the swarms one has them always, the others never.
@@ -11,9 +12,10 @@ use quoin_core::membership::open_quorum;
 use quoin_core::replica::Replica;
 use quoin_core::replica::store::ReplicaStore;
 use quoin_core::target::TargetEvent;
-use quoin_core::{Member, Newcomer, ReplicaGuid, ReplicaId};
+use quoin_core::{Desired, Member, Newcomer, ReplicaGuid, ReplicaId};
 
 use super::{Event, PoolHost, World};
+use crate::control::Record;
 use crate::faults::Profile;
 use crate::random::Random;
 use crate::schedule::{MILLISECOND, SECOND};
@@ -24,6 +26,8 @@ use crate::swarm::Swarm;
 const RUNS_OF_HUNDRED: u64 = 30;
 /// Pools without a replica at the start of such a run.
 const SPARE_POOLS: usize = 2;
+/// Of an operator's turns so many are spent on taking a newcomer back, where there is one.
+const TAKEN_BACK_PERCENT: u64 = 15;
 /// Replicas of a volume at most.
 const RF_MAX: u8 = 5;
 
@@ -66,11 +70,16 @@ impl World {
     pub(crate) fn tell_desired(&mut self) {
         let owner = self.record.owner;
         if self.targets[owner].process.is_some() && !self.targets[owner].paused {
-            let desired = TargetEvent::Desired(self.record.desired.clone());
+            let desired = self.desired_now();
             self.feed_target(owner, vec![desired]);
         }
         self.members.telling = false;
         self.keep_telling();
+    }
+
+    pub(crate) fn desired_now(&self) -> TargetEvent {
+        let version = self.record.membership.version;
+        TargetEvent::Desired(Desired { version, ..self.record.desired.clone() })
     }
 
     pub(crate) fn keep_telling(&mut self) {
@@ -105,7 +114,13 @@ impl World {
         self.clear_retired();
         // An old copy of the records is nobody's to change.
         let busy = self.desires().is_err() && !self.members.random.percent(25);
-        if busy || self.backup.is_some() {
+        if self.backup.is_some() {
+            return;
+        }
+        if self.members.random.percent(TAKEN_BACK_PERCENT) && self.take_back() {
+            return self.tell_desired();
+        }
+        if busy {
             return;
         }
         match self.members.random.below(8) {
@@ -134,6 +149,33 @@ impl World {
                 self.stats.scale_ups += 1;
             }
         }
+    }
+
+    /// A newcomer is not wanted any more. The record goes on with it, so that no joint View that
+    /// names it comes to rule, and its pool deletes it at some time.
+    fn take_back(&mut self) -> bool {
+        // One that takes the place of a lost one is needed.
+        let known = &self.record.membership.known;
+        let held = |m: &Member| self.pools.iter().any(|p| p.member == *m && !p.gone);
+        let dispensable = |n: &&Newcomer| {
+            let old = known.iter().find(|known| known.id == n.member.id);
+            old.is_none_or(held)
+        };
+        let newcomers: Vec<Newcomer> =
+            self.record.desired.newcomers.iter().filter(dispensable).copied().collect();
+        if newcomers.is_empty() {
+            return false;
+        }
+        let member = self.members.random.pick(&newcomers).member;
+        let Record { membership, desired, .. } = &mut self.record;
+        desired.newcomers.retain(|n| n.member != member);
+        if !membership.known.iter().any(|known| known.id == member.id) {
+            desired.drf -= 1;
+        }
+        membership.version += 1;
+        self.stats.taken_back += 1;
+        self.trace.line(self.schedule.now(), || format!("operators take {member:?} back"));
+        true
     }
 
     fn move_one(&mut self) {
@@ -229,12 +271,15 @@ impl World {
         true
     }
 
-    /// Pools delete what is retired, now or later: until then it may try to come back.
+    /// Pools delete what is retired or was taken back, now or later: until then it may try to
+    /// come back.
     fn clear_retired(&mut self) {
         for pool in 0..self.pools.len() {
             let here = &self.pools[pool];
-            let retired = self.record.membership.retired.contains(&here.member.guid);
-            if self.backup.is_some() || here.is_spare() || !retired || here.process.is_none() {
+            let Record { membership, desired, .. } = &self.record;
+            let wanted =
+                membership.contains(here.member) || desired.newcomer(here.member).is_some();
+            if self.backup.is_some() || here.is_spare() || wanted || here.process.is_none() {
                 continue;
             }
             if self.members.random.percent(50) {
@@ -250,6 +295,16 @@ impl World {
         }
     }
 
+    /// Whether a record names this pool's replica. Where none does the pool was told to delete it,
+    /// which may have come true though the disk refused it.
+    pub(crate) fn is_needed(&self, pool: usize) -> bool {
+        let member = self.pools[pool].member;
+        let records = [Some(&self.record), self.backup.as_ref()];
+        records.into_iter().flatten().any(|record| {
+            record.membership.contains(member) || record.desired.newcomer(member).is_some()
+        })
+    }
+
     /// A pool that has lost its replica makes another one under the same id, if that id still
     /// needs one there.
     pub(crate) fn replacement_for(&mut self, pool: usize) -> Option<Newcomer> {
@@ -261,7 +316,8 @@ impl World {
         // The product refuses to replace one that is leaving.
         let leaving = desired.leaving.contains(&lost);
         let newest = self.backup.as_ref().unwrap_or(&self.record);
-        if elsewhere || leaving || newest.membership.retired.contains(&lost.guid) {
+        let taken_back = was.is_none() && !newest.membership.contains(lost);
+        if elsewhere || leaving || taken_back || newest.membership.retired.contains(&lost.guid) {
             return None;
         }
         let member = Member { id: lost.id, guid: ReplicaGuid(self.random.wide() | 1) };

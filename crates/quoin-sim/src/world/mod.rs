@@ -12,6 +12,7 @@ mod growth;
 mod members;
 mod pools;
 mod setup;
+mod snapshots;
 mod strikes;
 mod targets;
 mod verified;
@@ -115,6 +116,8 @@ pub(crate) enum Event {
     TellDesired,
     Operate,
     Grow,
+    Snapshot,
+    SaySnapshots,
     LookAtSize,
     Client {
         queue: usize,
@@ -246,6 +249,7 @@ pub(crate) struct World {
     pub unanswered: std::collections::BTreeSet<u64>,
     pub members: members::Members,
     pub growth: growth::Growth,
+    pub snapshots: snapshots::Snapshots,
 }
 
 impl World {
@@ -332,6 +336,8 @@ impl World {
             Event::TellDesired => self.tell_desired(),
             Event::Operate => self.operate(),
             Event::Grow => self.grow(),
+            Event::Snapshot => self.wish_snapshot(),
+            Event::SaySnapshots => self.say_snapshots(),
             Event::LookAtSize => self.look_at_size(),
             Event::Client { queue, turn } => self.client_turn(queue, turn),
             Event::MoveClient { queue } => self.move_client(queue),

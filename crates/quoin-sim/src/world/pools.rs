@@ -22,6 +22,8 @@ pub(crate) struct Process {
     idle_planned: bool,
     /// The pool is short of room, as its replica was told.
     short: bool,
+    /// Its disk is in the middle of a sync: what that makes free is not free yet.
+    pub(super) syncing: bool,
 }
 
 impl Process {
@@ -88,7 +90,7 @@ impl World {
             });
             if replica.is_some() {
                 self.check_kept_promise(pool, promised);
-            } else if self.pools[pool].said.has_answered(guid) {
+            } else if self.pools[pool].said.has_answered(guid) && self.is_needed(pool) {
                 let why = format!("pool {pool} has lost replica {guid} over an outage");
                 self.violate("StableSurvives", why);
                 return;
@@ -102,8 +104,14 @@ impl World {
         }
         self.forget_closed_lease(pool);
         self.trace.line(now, || format!("pool {pool} starts (life {life}) {state}"));
-        self.pools[pool].process =
-            Some(Process { replica, timer: None, arm: 0, idle_planned: false, short: false });
+        self.pools[pool].process = Some(Process {
+            replica,
+            timer: None,
+            arm: 0,
+            idle_planned: false,
+            short: false,
+            syncing: false,
+        });
         self.schedule.after(REPORT_EVERY, Event::PoolReport { pool, life });
     }
 
@@ -362,7 +370,10 @@ impl World {
                     // Blocks are judged by the replica, not by the frame: what was changed on its
                     // way is refused there, and rightly.
                     ReplicaNote::InvariantRefused(
-                        "SameBytesEverywhere" | "a bad slot in an increment",
+                        "SameBytesEverywhere"
+                        | "a bad slot in an increment"
+                        | "repair data"
+                        | "mend data",
                     ) if self.was_spoiled_for(pool) => {}
                     ReplicaNote::InvariantRefused(invariant) => {
                         self.violate(invariant, format!("pool {pool} refused a message"));
@@ -391,6 +402,9 @@ impl World {
             let delay = self.random.delay(self.setup.sync_ns) * here.slow;
             let life = here.life;
             self.schedule.after(delay, Event::SyncDone { pool, life, ticket });
+            if let Some(process) = &mut here.process {
+                process.syncing = true;
+            }
         }
     }
 
@@ -402,6 +416,9 @@ impl World {
         if here.paused || here.stuck {
             self.schedule.after(5 * MILLISECOND, Event::SyncDone { pool, life, ticket });
             return;
+        }
+        if let Some(process) = &mut here.process {
+            process.syncing = false;
         }
         let result = if self.mutant == Some(Mutant::SyncLies) {
             here.storage.sync_lie(ticket);

@@ -9,6 +9,7 @@ use quoin_core::{
 
 use super::growth::Growth;
 use super::members::Members;
+use super::snapshots::Snapshots;
 use super::{Event, PoolHost, Queue, TargetHost, World, ending};
 use crate::clock::HostClock;
 use crate::control::Record;
@@ -230,6 +231,7 @@ impl World {
             clients = shape.clients;
         }
         let volume_blocks = setup.volume_blocks;
+        let snapshots = Snapshots::draw(options.seed, options.swarm);
         let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
         let network = Network::new(hosts, typical_delay, random.fork());
         let clocks = (0..hosts)
@@ -301,6 +303,7 @@ impl World {
             unanswered: Default::default(),
             members: members_plan,
             growth,
+            snapshots,
             random,
         };
         let pool_shape = shape.as_ref().and_then(|s| s.pool);
@@ -407,6 +410,7 @@ impl World {
         self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);
         self.plan_operators();
         self.plan_growth();
+        self.plan_snapshots();
         let setup = &self.setup;
         let words = format!(
             "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use quoin_core::block::{BlockError, Payload, Reply};
 use quoin_core::message::ToReplica;
 use quoin_core::target::{Target, TargetAction, TargetEvent, TargetNote};
-use quoin_core::{Epoch, Member, SessionKey, Time};
+use quoin_core::{Epoch, Lsn, Member, SessionKey, Time};
 
 use super::{Event, World, brief};
 use crate::control::Question;
@@ -62,7 +62,7 @@ impl World {
             word: Default::default(),
             sessions: BTreeMap::new(),
         });
-        let desired = TargetEvent::Desired(self.record.desired.clone());
+        let desired = self.desired_now();
         self.feed_target(target, vec![TargetEvent::Timer, desired]);
     }
 
@@ -114,6 +114,9 @@ impl World {
         let now = self.schedule.now();
         match action {
             TargetAction::AcquireEpoch { incarnation, at_least } => {
+                if let Some(process) = &mut self.targets[target].process {
+                    process.word.acquiring = incarnation;
+                }
                 let question = Question::Acquire { incarnation, at_least };
                 self.ask(target, question);
             }
@@ -417,6 +420,7 @@ impl World {
                 process.serving = None;
                 process.tail_lost = false;
                 (process.word.heard, process.word.swapping) = (0, None);
+                process.word.settled_without_stable = Lsn::ZERO;
                 process.word.answered.clear();
             }
             TargetNote::UnflushedTailMayBeLost => process.tail_lost = true,
@@ -443,6 +447,7 @@ impl World {
             TargetNote::InvariantRefused { member, invariant } => {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }
+            TargetNote::Snapshot { id, outcome } => self.snapshot_answered(id, outcome),
             TargetNote::BlockLost { lba } => self.block_lost(lba),
             // One that was granted under an old copy may say so when the newest is back.
             TargetNote::ControlPlaneBehind { .. } if !self.rolled_back => {

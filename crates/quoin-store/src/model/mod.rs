@@ -16,7 +16,7 @@ use quoin_core::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, Snaps
 use quoin_core::replica::store::{
     PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState, SyncTicket,
 };
-use quoin_core::{BLOCK_SIZE, Entry, EntryKind, Lsn, entry::SharedEntry};
+use quoin_core::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, entry::SharedEntry};
 
 use crate::api::Tickets;
 use crate::history::Head;
@@ -441,6 +441,9 @@ impl ReplicaStore for ModelHandle<'_> {
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
         self.run(Operation::Append(entries.to_vec()))
     }
+
+    /// It is never full.
+    fn owe_before(&mut self, _epoch: Epoch) {}
 
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {
         self.run(Operation::Truncate(keep))

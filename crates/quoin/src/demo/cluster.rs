@@ -27,6 +27,20 @@ pub struct DevCluster {
 impl DevCluster {
     /// Starts it and waits until all its parts are up.
     pub fn start(directory: &Path, attach: bool) -> Result<Self> {
+        Self::start_unless(interrupt::check, directory, attach)
+    }
+
+    /// Starts it after [`DevCluster::crash`]. Ctrl-C waits until it is up: nobody else knows what
+    /// mounts and devices the crash left behind, and takes them away.
+    pub fn start_again(directory: &Path, attach: bool) -> Result<Self> {
+        Self::start_unless(|| Ok(()), directory, attach)
+    }
+
+    fn start_unless(
+        given_up: impl Fn() -> Result<()>,
+        directory: &Path,
+        attach: bool,
+    ) -> Result<Self> {
         let binary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(binary);
         command.args(["dev", "--pools", POOLS, "--dir"]).arg(directory);
@@ -57,7 +71,7 @@ impl DevCluster {
         let mut cluster = Self { layout, child: Some(child) };
         let began = Instant::now();
         loop {
-            interrupt::check()?;
+            given_up()?;
             if is_ready.recv_timeout(Duration::from_millis(50)).is_ok() {
                 return Ok(cluster);
             }

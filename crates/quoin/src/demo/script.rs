@@ -426,7 +426,8 @@ impl Demo {
         say(step);
         self.cluster.take().map_or(Ok(()), DevCluster::crash)?;
         let began = Instant::now();
-        self.cluster = Some(DevCluster::start(directory, self.mounted)?);
+        self.cluster = Some(DevCluster::start_again(directory, self.mounted)?);
+        interrupt::check()?;
         if self.mounted {
             // What an orchestrator does after a node came back: clean up, then begin again.
             self.orchestrator.unmount(claim)?;

@@ -16,7 +16,6 @@ mod settings;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use quoin_control::policy::ReplaceAfter;
 use quoin_identity::{Identity, Role};
 use quoin_proto::control::{
     CreateJoinTokenRequest, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Pool,
@@ -27,6 +26,7 @@ use std::time::{Duration, Instant};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::client::{self, Cluster, refusal};
+use crate::roles::HealingOptions;
 use crate::size::show_size;
 use cleanup::InUse;
 use keeper::{Keeper, Process, Roster};
@@ -64,10 +64,8 @@ pub struct DevOptions {
     /// Let targets meet pools by TCP, as between hosts, and not by unix sockets.
     #[arg(long)]
     pub network_only: bool,
-    /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off`: only what people
-    /// ask for changes anything. A volume may say otherwise.
-    #[arg(long, value_name = "TIME", default_value_t = ReplaceAfter::DEFAULT)]
-    pub replace_after: ReplaceAfter,
+    #[command(flatten)]
+    pub healing: HealingOptions,
 }
 
 /// Says one line to the person in front of `quoin dev`.
@@ -98,7 +96,7 @@ pub fn run(options: DevOptions) -> Result<()> {
     let policy = Policy {
         security: options.data_security,
         network_only: options.network_only,
-        replace_after: options.replace_after,
+        healing: options.healing,
     };
     tasks.block_on(&runtime, supervise(&layout, &settings, &attaching, &policy))
 }
@@ -107,7 +105,7 @@ pub fn run(options: DevOptions) -> Result<()> {
 pub(crate) struct Policy {
     security: String,
     network_only: bool,
-    replace_after: ReplaceAfter,
+    healing: HealingOptions,
 }
 
 /// Whoever wants the cluster to end: Ctrl-C, `kill`, a closed terminal.

@@ -76,15 +76,15 @@ fn path(path: &Path) -> String {
 }
 
 pub fn controller(layout: &Layout, settings: &Settings, policy: &Policy) -> Process {
-    let flags = [
+    let mut flags = vec![
         ("--state", path(&layout.controller())),
         ("--admin-socket", path(&layout.admin_socket())),
         ("--listen", settings.controller.listen.to_string()),
         // One machine: pools are what can fail apart from each other.
         ("--default-spread", "pool".into()),
         ("--data-security", policy.security.clone()),
-        ("--replace-after", policy.replace_after.to_string()),
     ];
+    flags.extend(policy.healing.flags());
     process("controller", &["controller", "run"], &flags, Some(settings.controller.http))
 }
 

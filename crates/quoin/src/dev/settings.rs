@@ -108,8 +108,7 @@ impl Settings {
         let filesystem =
             rustix::fs::statvfs(layout.root()).context("ask for the free disk space")?;
         let free = filesystem.f_bavail.saturating_mul(filesystem.f_frsize);
-        let share = free / 100 * POOLS_SHARE_PERCENT / pools as u64;
-        let capacity_bytes = pool_bytes.unwrap_or(share - share % (64 << 20));
+        let capacity_bytes = pool_bytes.unwrap_or(default_pool_bytes(free, pools));
         if pool_bytes.is_none() && capacity_bytes < POOL_BYTES_MIN {
             bail!(
                 "{} has {} free, too little for {pools} pools of at least {} each: choose another \
@@ -208,6 +207,12 @@ impl Settings {
     }
 }
 
+/// Each pool's part of what is free, down to whole 64 MiB.
+fn default_pool_bytes(free_bytes: u64, pools: usize) -> u64 {
+    let share = free_bytes / 100 * POOLS_SHARE_PERCENT / pools as u64;
+    share - share % (64 << 20)
+}
+
 /// Listeners that hold the chosen ports while others are chosen.
 #[derive(Default)]
 struct Ports(Vec<TcpListener>);
@@ -246,6 +251,47 @@ mod tests {
         drop(taken);
         // What was chosen is remembered.
         assert_eq!(Settings::load_or_create(&layout, None, None).unwrap().0, second);
+    }
+
+    #[test]
+    fn by_default_the_pools_may_grow_into_four_fifths_of_the_free_disk_together() {
+        let gib = 1 << 30;
+        assert_eq!(default_pool_bytes(300 * gib, 3), 80 * gib);
+        assert_eq!(default_pool_bytes(300 * gib, 1), 240 * gib);
+        for (free, pools) in [(10 * gib + 1, 3), (77 * gib + 12_345, 4), (u64::MAX, 26)] {
+            let (each, pools_u64) = (default_pool_bytes(free, pools), pools as u64);
+            assert_eq!(each % (64 << 20), 0);
+            assert!(each * pools_u64 <= free / 5 * 4, "{pools} of {each} in {free}");
+            let given_up = (64 << 20) * pools_u64 + 100;
+            assert!(each * pools_u64 + given_up > free / 5 * 4, "{pools} of {each} in {free}");
+        }
+
+        let directory = tempfile::tempdir().unwrap();
+        let layout = Layout::open(directory.path()).unwrap();
+        let (settings, _) = Settings::load_or_create(&layout, None, None).unwrap();
+        let filesystem = rustix::fs::statvfs(directory.path()).unwrap();
+        let free = filesystem.f_bavail * filesystem.f_frsize;
+        let all: u64 = settings.pools.iter().map(|pool| pool.capacity_bytes).sum();
+        // Others write to this disk meanwhile.
+        assert!((free / 10 * 6..free).contains(&all), "{all} of {free}");
+    }
+
+    #[test]
+    fn a_new_pool_takes_almost_nothing_of_the_disk_that_it_may_grow_into() {
+        use std::os::unix::fs::MetadataExt;
+        let directory = tempfile::tempdir().unwrap();
+        let layout = Layout::open(directory.path()).unwrap();
+        let (settings, _) = Settings::load_or_create(&layout, None, None).unwrap();
+        let path = directory.path().join("data");
+        let size = settings.pools[0].capacity_bytes;
+        let disk = quoin_store::FileDisk::create(&path, size, true).unwrap();
+        let format = quoin_store::FormatOptions::new(PoolId(1));
+        quoin_store::Pool::format(&disk, &format).unwrap();
+        drop(quoin_store::Pool::open(disk, quoin_store::PoolOptions::default()).unwrap());
+        let file = std::fs::metadata(&path).unwrap();
+        assert_eq!(file.len(), size);
+        let taken = file.blocks() * 512;
+        assert!(taken <= size / 100, "{taken} of {size}");
     }
 
     #[test]

@@ -55,6 +55,10 @@ impl Device {
         Ok(found)
     }
 
+    pub fn is_below(&self, directory: &Path) -> bool {
+        self.file.starts_with(directory)
+    }
+
     /// Whether this very life of it goes on.
     pub fn still_there(&self) -> bool {
         let name = Path::new(self.path.file_name().unwrap_or_default());

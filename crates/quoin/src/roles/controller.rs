@@ -3,14 +3,13 @@
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use quoin_console::Source;
-use quoin_control::dying::DyingPolicy;
-use quoin_control::policy::ReplaceAfter;
 use quoin_control::records::Spread;
 use quoin_identity::Lifetimes;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use super::RoleOptions;
+use super::healing::HealingOptions;
 use crate::client::ClientOptions;
 use crate::host::ports;
 use crate::output::{self, Format};
@@ -83,25 +82,11 @@ pub struct ControllerOptions {
         value_parser = clap::value_parser!(u32).range(1..=8)
     )]
     max_replicas: u32,
-    /// What becomes of a pool whose disk refuses, forgets or stalls too often: its replicas are made
-    /// elsewhere (drain), it takes nothing new (cordon), or nothing (off).
-    #[arg(long, value_name = "POLICY", default_value_t = DyingPolicy::Drain)]
-    dying_pools: DyingPolicy,
     /// What the replicas of a volume that does not say never share.
     #[arg(long, value_enum, default_value = "host")]
     default_spread: SpreadDefault,
-    /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off`: only what people
-    /// ask for changes anything. A volume may say otherwise.
-    #[arg(long, value_name = "TIME", default_value_t = ReplaceAfter::DEFAULT)]
-    replace_after: ReplaceAfter,
-    /// Replicas rebuilt into one pool at a time, of those that self-healing and drains begin.
-    #[arg(
-        long,
-        value_name = "NUMBER",
-        default_value_t = quoin_control::HEALS_PER_POOL,
-        value_parser = clap::value_parser!(u32).range(1..=64)
-    )]
-    heals_per_pool: u32,
+    #[command(flatten)]
+    healing: HealingOptions,
     #[command(flatten)]
     role: RoleOptions,
 }
@@ -175,10 +160,8 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
                 SpreadDefault::Host => Spread::Host,
                 SpreadDefault::Pool => Spread::Pool,
             };
-            control.replace_after = options.replace_after;
-            control.heals_per_pool = options.heals_per_pool;
             control.replicas_max = options.max_replicas;
-            control.dying_pools = options.dying_pools;
+            options.healing.tell(&mut control);
             let metrics = control.metrics.clone();
             let health = control.metrics.clone();
             let source = Source::new(move || metrics.render(), move || health.health());

@@ -5,6 +5,7 @@
 
 mod attach;
 mod controller;
+mod healing;
 mod join;
 mod node;
 mod pool;
@@ -12,6 +13,7 @@ mod target;
 
 pub use attach::{AttachOptions, HolderOptions, hold, run as attach};
 pub use controller::{ControllerCommand, run as controller};
+pub use healing::HealingOptions;
 pub use join::{JoinOptions, join};
 pub use node::{NodeOptions, run as node};
 pub use pool::{PoolOptions, run as pool};
@@ -83,6 +85,17 @@ where
         }
         outcome
     })
+}
+
+/// Memory that was freed is kept for the next use: the data path takes and frees buffers all the
+/// time, and the C library would give them back to the kernel and fault them in again.
+pub fn keep_freed_memory() {
+    // SAFETY: these set numbers of the allocator, and it looks at them under its own lock.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 8 << 20);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 32 << 20);
+    }
 }
 
 /// Logs go to stderr; QUOIN_LOG sets what is logged, as in `QUOIN_LOG=debug`.

@@ -80,6 +80,7 @@ fn parse_period(text: &str) -> Result<ScrubPeriod, String> {
 }
 
 pub fn run(options: PoolOptions) -> Result<()> {
+    super::keep_freed_memory();
     let name = options.member.name_of(&options.state);
     let metrics = Metrics::new(&name);
     let shown = metrics.clone();

@@ -40,6 +40,7 @@ pub struct TargetOptions {
 }
 
 pub fn run(options: TargetOptions) -> Result<()> {
+    super::keep_freed_memory();
     super::check_run_directory(&options.run)?;
     let metrics = Metrics::new();
     let shown = metrics.clone();

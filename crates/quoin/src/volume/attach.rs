@@ -215,10 +215,30 @@ fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
     }
 }
 
+/// The device of this host that an attach process serves which is not that of this run directory: a
+/// wrong directory must not be taken for there being none.
+fn elsewhere(volume: &Volume, client: &ClientOptions) -> Result<Option<devices::Device>> {
+    let run = std::path::absolute(client.run_directory()).context("find the run directory")?;
+    let run = std::fs::canonicalize(&run).unwrap_or(run);
+    let all = devices::Device::over(Path::new("/"))?;
+    let alive = |device: &devices::Device| device.volume == volume.id && !device.is_dead();
+    Ok(all.into_iter().find(|device| alive(device) && !device.is_below(&run)))
+}
+
 /// Lets the block device of this host, if there is one, show the volume's new size. Gives the
 /// commands by which the file systems on it follow.
 pub async fn resize_device(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
-    let Some(device) = device_here(volume, client).await else { return Ok(Vec::new()) };
+    let Some(device) = device_here(volume, client).await else {
+        if let Some(device) = elsewhere(volume, client)? {
+            eprintln!(
+                "warning: {} is this volume, served by another `quoin attach` than the one of {}: it \
+                 grows when this is run again with the right --run",
+                device.path.display(),
+                client.run_directory().display()
+            );
+        }
+        return Ok(Vec::new());
+    };
     let daemon = attach_daemon(client);
     let began = Instant::now();
     // The target hears of the new size a moment later than this command.
@@ -252,6 +272,15 @@ pub async fn detach(
 ) -> Result<()> {
     let client = &options.host.client(client);
     let volume = get_volume(cluster, &options.volume).await?;
+    if let Some(device) = elsewhere(&volume, client)? {
+        bail!(
+            "volume {} is a device of this host, {}, served by another `quoin attach` than the one \
+             of {}: name the directory of its cluster with --run",
+            options.volume,
+            device.path.display(),
+            client.run_directory().display()
+        );
+    }
     // The device first: it must not be left over a socket that nobody serves.
     match attach_daemon(client).detach(&volume.id).await {
         // No daemon, no device.

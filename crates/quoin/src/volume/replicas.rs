@@ -7,7 +7,6 @@ use quoin_proto::control::{
     ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest, RemoveReplicasRequest,
     ScaleVolumeRequest, Volume,
 };
-use std::time::Duration;
 
 use super::view::{ReplicaView, VolumeView};
 use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
@@ -254,8 +253,12 @@ impl UnderWay for Volume {
         left(self)
     }
 
-    fn progress(&self, left: Option<Duration>) -> String {
-        progress(self, left)
+    fn gone_through(&self) -> Vec<(String, u64)> {
+        self.replicas.iter().map(|r| (r.guid.clone(), r.rebuilt_bytes)).collect()
+    }
+
+    fn progress(&self, pace: &str) -> String {
+        progress(self, pace)
     }
 }
 
@@ -276,7 +279,7 @@ fn left(volume: &Volume) -> u64 {
     volume.replicas.iter().map(left).sum()
 }
 
-fn progress(volume: &Volume, left: Option<Duration>) -> String {
+fn progress(volume: &Volume, pace: &str) -> String {
     let name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
     let mut text = format!("volume {name}: {}", volume.changing);
     for replica in &volume.replicas {
@@ -289,9 +292,7 @@ fn progress(volume: &Volume, left: Option<Duration>) -> String {
             );
         }
     }
-    if let Some(left) = left {
-        text += &format!("; about {} s left", left.as_secs() + 1);
-    }
+    text += pace;
     if !volume.waiting_for.is_empty() {
         text += &format!("; waits for {}", volume.waiting_for);
     }
@@ -335,7 +336,8 @@ mod tests {
     fn progress_says_what_each_pool_has_gone_through_and_how_long_it_takes() {
         let volume = volume(vec![replica("aabb01", "pool-a", 250, 1000)]);
         assert_eq!(left(&volume), 750);
-        let text = progress(&volume, Some(Duration::from_secs(15)));
-        assert!(text.contains("pool-a") && text.contains("about 16 s left"), "{text}");
+        let text = progress(&volume, "; 50 B/s, about 15 s left");
+        assert!(text.contains("pool-a: 250 B of 1000 B gone through"), "{text}");
+        assert!(text.ends_with("; 50 B/s, about 15 s left"), "{text}");
     }
 }

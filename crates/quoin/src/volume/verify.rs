@@ -27,7 +27,8 @@ const SHOWN: usize = 16;
 pub const VERIFY_HELP: &str = "Every replica that is in sync reads its blocks from its disk; \
     checksums, versions and\ncontents are compared with the others'. Nothing is changed. It takes \
     a quarter of the time\nat most, goes on where this command is ended (Ctrl-C), and begins anew \
-    with its target.\nEnds with 3 where something is bad, differs or was not compared.";
+    with its target.\nEnds with 3 where something is bad or differs, or a block changed too often to be compared. A\nreplica \
+    that is not in sync is left out, which is told.";
 pub const REPAIR_HELP: &str = "Compares as `quoin volume verify` does; what is bad in one replica \
     is replaced by another\none's copy of the same version. Good copies that differ are nobody's \
     to choose between:\n--from names the replica whose copy is to be everybody's, by an ordinary \

@@ -38,10 +38,15 @@ impl Load {
 
     /// Waits until so many more operations are done.
     pub fn goes_on(&self, dev: &Dev, operations: u64) {
+        self.goes_on_or(operations, || dev.show_logs());
+    }
+
+    /// As [`Self::goes_on`], where the processes are not those of a [`Dev`].
+    pub fn goes_on_or(&self, operations: u64, show_logs: impl Fn()) {
         let (from, began) = (self.done.load(Ordering::Relaxed), Instant::now());
         while self.done.load(Ordering::Relaxed) < from + operations {
             if began.elapsed() > BUDGET || self.writers.iter().any(|w| w.is_finished()) {
-                dev.show_logs();
+                show_logs();
                 panic!(
                     "IO does not go on: {} operations",
                     self.done.load(Ordering::Relaxed) - from

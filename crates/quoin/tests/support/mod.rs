@@ -2,9 +2,11 @@
 
 #![allow(dead_code, unused_imports, reason = "each test takes what it needs")]
 
+pub mod faulty;
 pub mod load;
 #[path = "../common/dev.rs"]
 mod running;
+pub mod stories;
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;

@@ -36,6 +36,7 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
         pool: format!("pool-{n}"),
         phase: ReplicaPhase::Keep,
         leaving: false,
+        placed: false,
         cause: Cause::Asked,
     });
     let rf = known.len() as u8;
@@ -339,6 +340,7 @@ fn a_newcomer_that_is_being_built_goes_on_and_one_of_an_older_record_is_forgotte
         pool: "pool-4".into(),
         phase: ReplicaPhase::Recreate,
         leaving: false,
+        placed: false,
         cause: Cause::Healing,
     });
     let building = Held { quorum: false, ..held(4, &current, None) };

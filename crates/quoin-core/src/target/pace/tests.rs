@@ -121,3 +121,95 @@ fn where_io_is_slow_whatever_is_done_a_rebuild_still_moves() {
     }
     assert!(copied as f64 / 4.0 >= 0.5 * FLOOR_BYTES_PER_S as f64, "{copied}");
 }
+
+fn write(pace: &mut Pace, now: Time, took: Duration) {
+    pace.answered(now, now - took, Kind::Write, 4096);
+}
+
+const MS: Duration = Duration::from_millis(1);
+
+#[test]
+fn what_arrived_before_a_window_or_took_longer_than_any_load_makes_is_no_sample() {
+    let (mut pace, start) = (Pace::new(), Time::from_millis(10_000));
+    pace.begin(start);
+    write(&mut pace, start + 5 * MS, 6 * MS);
+    assert_eq!(pace.samples(), 0, "it arrived before");
+    write(&mut pace, start + 2 * SAMPLE_MAX, SAMPLE_MAX + MS);
+    assert_eq!(pace.samples(), 0, "it was held");
+    write(&mut pace, start + 2 * SAMPLE_MAX, SAMPLE_MAX);
+    write(&mut pace, start + 5 * MS, 5 * MS);
+    assert_eq!(pace.samples(), 2);
+}
+
+#[test]
+fn a_probe_lasts_until_it_knows_enough_or_its_time_is_over_and_its_end_is_a_deadline() {
+    for samples in [0, SAMPLES_MIN - 1, SAMPLES_MIN] {
+        let (mut pace, start) = (Pace::new(), Time::from_millis(10_000));
+        pace.step(start, Some(1), true);
+        assert!(!pace.may_copy(start), "nothing is known: it begins with a probe");
+        let since = start + SETTLE;
+        assert_eq!(pace.due(start), Some(since + PROBE_MAX));
+        for _ in 0..samples {
+            write(&mut pace, since + PROBE - MS, MS);
+        }
+        pace.step(since + PROBE - MS, Some(1), true);
+        assert!(!pace.may_copy(since + PROBE - MS), "it is too early");
+        pace.step(since + PROBE, Some(1), true);
+        assert_eq!(pace.may_copy(since + PROBE), samples >= SAMPLES_MIN, "{samples}");
+        pace.step(since + PROBE_MAX, Some(1), true);
+        assert!(pace.may_copy(since + PROBE_MAX));
+        assert_eq!(pace.chunk_bytes(), CHUNK_BYTES_PACED);
+        pace.copied(since + PROBE_MAX, 64 << 20);
+        assert_eq!(pace.due(since + PROBE_MAX), Some(pace.next_at));
+        assert_eq!(pace.due(pace.next_at), None);
+    }
+    let quiet = Pace::new();
+    assert_eq!((quiet.chunk_bytes(), quiet.due(Time::from_millis(1))), (CHUNK_BYTES, None));
+}
+
+#[test]
+fn baselines_follow_slowly_upwards_and_io_without_one_burdens_nobody() {
+    let mut pace = Pace::new();
+    let (known, unknown) = (index(Kind::Write, 4096), index(Kind::Read, 1 << 20));
+    let mut learn = |baseline: u64, mean: u64| {
+        pace.baseline_ns[known] = baseline;
+        pace.sums = [Sum::default(); KINDS];
+        pace.sums[known] = Sum { count: 4, total_ns: 4 * mean };
+        pace.learn();
+        pace.baseline_ns[known]
+    };
+    assert_eq!(learn(0, 700), 700);
+    assert_eq!(learn(800, 1600), 900);
+    assert_eq!(learn(800, 400), 750);
+    assert_eq!(learn(800, 200), 500);
+    pace.baseline_ns[known] = 1000;
+    pace.sums[known] = Sum { count: 4, total_ns: 6000 };
+    assert_eq!(pace.burden_percent(), Some(150));
+    pace.sums[unknown] = Sum { count: 4, total_ns: 1 << 40 };
+    assert_eq!(pace.burden_percent(), Some(150));
+    pace.sums[known] = Sum::default();
+    assert_eq!(pace.burden_percent(), None);
+}
+
+#[test]
+fn a_judgement_is_of_four_windows_and_moves_the_rate_by_what_was_copied() {
+    let judged = |burden: u64, took_percent: u64, moved_bytes: u64| {
+        let (mut pace, start) = (Pace::new(), Time::from_millis(10_000));
+        pace.begin(start);
+        pace.bytes_per_s = 64 << 20;
+        pace.burden = burden;
+        pace.baseline_ns[0] = 1000;
+        pace.sums[0] = Sum { count: 10, total_ns: 10 * 10 * took_percent };
+        pace.moved_bytes = moved_bytes;
+        pace.judge(start + 100 * MS);
+        (pace.burden, pace.bytes_per_s >> 20)
+    };
+    let (all, half) = (64 << 20, 32 << 20);
+    assert_eq!(judged(100, 100, all / 10), (100, 72), "an eighth up");
+    assert_eq!(judged(120, 120, half / 10 + 1), (120, 69), "up by what is left to the limit");
+    assert_eq!(judged(100, 100, half / 10 - 1024), (100, 64), "a rate that was not reached stays");
+    assert_eq!(judged(200, 200, all / 10), (200, 48), "a quarter down at most");
+    assert_eq!(judged(100, 160, all / 10), (115, 72), "one window alone is a hiccup");
+    assert_eq!(judged(0, 391, all / 10), (97, 64), "but for one beyond all measure");
+    assert_eq!(judged(0, 390, all / 10), (97, 72));
+}

@@ -1,0 +1,93 @@
+//! Snapshots that users make: entries like others, so that each is a point of the one history, on
+//! every replica the same.
+//!
+//! Whoever keeps the records says a wish until it is answered: a target that does not serve takes
+//! none, and one that starts again knows nothing of what was wished before. Making one that exists
+//! and deleting one that does not are answered like the first time, once the entry is on media of
+//! CF. An id is used once: deleted, it would be made anew with another content.
+
+use super::{Phase, Target, TargetAction, TargetNote};
+use crate::entry::EntryKind;
+use crate::ids::{Lsn, SnapshotId};
+use crate::message::SNAPSHOTS_MAX;
+
+/// Those of users; the rest of what a replica may list is for the boundaries of rebuilds.
+pub const USER_SNAPSHOTS_MAX: usize = SNAPSHOTS_MAX / 2;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SnapshotWish {
+    Make,
+    Delete,
+}
+
+/// What became of a wish.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SnapshotOutcome {
+    /// It is on media of CF, as of this LSN.
+    Made {
+        lsn: Lsn,
+    },
+    Deleted,
+    /// There are [`USER_SNAPSHOTS_MAX`].
+    TooMany,
+}
+
+/// One that was taken up and is not on media yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wished {
+    id: SnapshotId,
+    wish: SnapshotWish,
+    /// Where the snapshot is, or what must be on media before its deletion counts.
+    lsn: Lsn,
+}
+
+impl Target {
+    pub(super) fn wish_snapshot(
+        &mut self,
+        id: SnapshotId,
+        wish: SnapshotWish,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let is_known = self.wished.iter().any(|w| (w.id, w.wish) == (id, wish));
+        if self.phase != Phase::Serving || self.drain_requested || is_known {
+            return;
+        }
+        let existing = self.history.snapshots.iter().find(|s| s.id == id).copied();
+        let users = self.history.snapshots.iter().filter(|s| !s.hidden).count();
+        let lsn = match (wish, existing) {
+            // The boundary of a rebuild is nobody else's.
+            (_, Some(snapshot)) if snapshot.hidden => return,
+            (SnapshotWish::Make, Some(snapshot)) => snapshot.lsn,
+            (SnapshotWish::Make, None) if users >= USER_SNAPSHOTS_MAX => {
+                let outcome = SnapshotOutcome::TooMany;
+                return actions.push(TargetAction::Note(TargetNote::Snapshot { id, outcome }));
+            }
+            (SnapshotWish::Make, None) => {
+                let kind = EntryKind::Snapshot { id, hidden: false };
+                self.history.append_bare(self.epoch, kind).lsn
+            }
+            (SnapshotWish::Delete, Some(_)) => {
+                self.history.append_bare(self.epoch, EntryKind::DeleteSnapshot { id }).lsn
+            }
+            (SnapshotWish::Delete, None) => self.history.last.lsn,
+        };
+        self.sync_wanted = self.sync_wanted.max(lsn);
+        self.wished.push(Wished { id, wish, lsn });
+    }
+
+    /// Tells of what is on media now. The caller has looked at the lease.
+    pub(super) fn tell_snapshots(&mut self, actions: &mut Vec<TargetAction>) {
+        let stable = self.stable;
+        self.wished.retain(|wished| {
+            let Wished { id, wish, lsn } = *wished;
+            if lsn <= stable {
+                let outcome = match wish {
+                    SnapshotWish::Make => SnapshotOutcome::Made { lsn },
+                    SnapshotWish::Delete => SnapshotOutcome::Deleted,
+                };
+                actions.push(TargetAction::Note(TargetNote::Snapshot { id, outcome }));
+            }
+            lsn > stable
+        });
+    }
+}

@@ -1,0 +1,122 @@
+//! Good copies that are not the same, which nobody may choose between but a person: made by hand in
+//! a pool's file, told by a verification, and settled by `quoin volume repair --from`.
+
+mod support;
+
+use std::path::Path;
+
+use bytes::Bytes;
+use quoin_core::message::{Content, ReadView};
+use quoin_core::replica::store::ReplicaStore;
+use quoin_core::{Lsn, crc32c};
+use quoin_frontend::nbd::client::Client;
+use quoin_store::{FileDisk, Pool, PoolOptions, ReplicaPool};
+use serde_json::Value;
+use support::stories::whole;
+use support::{Dev, Scratch, block};
+
+const BLOCK: u64 = 4096;
+const BLOCKS: u64 = 1000;
+/// The block that is made to differ.
+const DIFFERS: u64 = 10;
+
+/// Gives the only replica in a pool's file another content of a block, under the version and with
+/// the checksum that make it a good copy: all it holds is copied into a rebuild of itself.
+fn forge(file: &Path, lba: u64, content: &Bytes) {
+    let disk = FileDisk::open(file).unwrap();
+    let mut sync = quoin_store::Disk::syncer(&disk);
+    let mut pool = Pool::open(disk, PoolOptions::default()).unwrap();
+    let mut settle = |pool: &mut Pool<FileDisk>| {
+        pool.request_sync();
+        let ticket = pool.sync_wanted().unwrap();
+        pool.sync_finished(ticket, sync());
+    };
+    let guids = pool.replicas();
+    let [guid] = guids[..] else { panic!("{guids:?}") };
+    let mut replica = pool.replica(guid).unwrap();
+    replica.increment_begin(7, Lsn(0)).unwrap();
+    let (mut cursor, mut forged) = (0, 0);
+    let end = loop {
+        let chunk = replica.pull(1, ReadView::Live, Lsn(0), cursor, 1 << 20).unwrap().unwrap();
+        let mut slots = chunk.slots;
+        for slot in slots.iter_mut().filter(|slot| slot.lba == lba) {
+            assert!(matches!(slot.content, Content::Data { .. }), "{slot:?}");
+            slot.content = Content::Data { crc: crc32c(content), data: content.clone() };
+            forged += 1;
+        }
+        let blocks = replica.state().volume_blocks;
+        replica.increment_feed(7, &slots, chunk.cursor.unwrap_or(blocks)).unwrap();
+        match chunk.cursor {
+            Some(next) => cursor = next,
+            None => break chunk.end.unwrap(),
+        }
+    };
+    assert_eq!(forged, 1, "the replica does not hold the block");
+    replica.increment_prepare(7, &end).unwrap();
+    settle(&mut pool);
+    pool.replica(guid).unwrap().increment_flip(7).unwrap();
+    settle(&mut pool);
+}
+
+fn compare(dev: &Dev, arguments: &[&str]) -> (Option<i32>, Value) {
+    let all: Vec<&str> = ["volume"].into_iter().chain(arguments.iter().copied()).collect();
+    let output = dev.quoin(&[&all[..], &["-o", "json"]].concat());
+    let text = String::from_utf8_lossy(&output.stdout);
+    let said = serde_json::from_str(&text).unwrap_or_else(|error| {
+        dev.show_logs();
+        panic!("{error}: {text}{}", String::from_utf8_lossy(&output.stderr))
+    });
+    (output.status.code(), said)
+}
+
+fn counts(said: &Value) -> [u64; 3] {
+    ["bad", "differing", "repaired"].map(|key| said[key].as_u64().unwrap())
+}
+
+fn check(client: &Client, but: u64) {
+    for lba in (0..BLOCKS).filter(|lba| *lba != but) {
+        assert_eq!(client.read(lba * BLOCK, BLOCK as u32).unwrap(), block(lba, 1));
+    }
+}
+
+#[test]
+fn good_copies_that_differ_are_told_and_a_repair_takes_that_of_the_replica_that_a_person_names() {
+    let scratch = Scratch::new("differing");
+    let flags = ["--no-attach", "--pool-size", "256MiB", "--replace-after", "off"];
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    for first in (0..BLOCKS).step_by(100) {
+        let data: Vec<u8> = (first..first + 100).flat_map(|lba| block(lba, 1)).collect();
+        client.write(first * BLOCK, Bytes::from(data), false).unwrap();
+    }
+    client.flush().unwrap();
+    dev.wait_for_volume("db", "whole", whole);
+    client.stop();
+    let file = dev.pool_file("pool-b");
+    dev.stop();
+    let other = Bytes::from(block(DIFFERS, 2));
+    forge(&file, DIFFERS, &other);
+
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    let client = dev.client("db");
+    dev.wait_for_volume("db", "whole", whole);
+    let (code, said) = compare(&dev, &["verify", "db"]);
+    assert_eq!((code, counts(&said)), (Some(3), [0, 1, 0]), "{said}");
+    let finding = &said["findings"][0];
+    assert_eq!((&finding["what"], &finding["offset"]), (&"differs".into(), &40_960.into()));
+    // Nobody chooses without a word.
+    let (code, said) = compare(&dev, &["repair", "db"]);
+    assert_eq!((code, counts(&said)), (Some(3), [0, 1, 0]), "{said}");
+    let (code, said) = compare(&dev, &["repair", "db", "--from", "pool-b"]);
+    assert_eq!((code, counts(&said)), (Some(0), [0, 1, 1]), "{said}");
+    let (code, said) = compare(&dev, &["verify", "db"]);
+    assert_eq!((code, counts(&said)), (Some(0), [0, 0, 0]), "{said}");
+    // Whichever replica answers.
+    for _ in 0..12 {
+        assert_eq!(client.read(DIFFERS * BLOCK, BLOCK as u32).unwrap(), other);
+    }
+    check(&client, DIFFERS);
+    client.stop();
+    dev.stop();
+}

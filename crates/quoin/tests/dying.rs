@@ -1,0 +1,99 @@
+//! Pools whose disks are failing, on real processes: emptied while they still answer, under a client
+//! that verifies.
+
+mod support;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::Value;
+use support::faulty::FaultyDisk;
+use support::load::Load;
+use support::{Dev, Scratch, can_attach, is_online};
+
+/// Longer than a pool takes for a busy disk.
+const STALL: Duration = Duration::from_secs(21);
+
+fn pool(dev: &Dev, name: &str) -> Value {
+    let pools = dev.json(&["pool", "list"]);
+    pools.as_array().unwrap().iter().find(|pool| pool["name"] == name).cloned().unwrap()
+}
+
+/// The pool is dying, of what these words say, and holds nothing any more.
+fn wait_until_emptied(dev: &Dev, name: &str, why: &str) {
+    dev.eventually(&format!("{name} is called dying"), || {
+        let events = dev.ok(&["events"]);
+        let told = |line: &&str| line.contains("PoolDying") && line.contains(name);
+        let line = events.lines().find(told)?.to_owned();
+        assert!(line.contains(why), "{line}");
+        Some(())
+    });
+    dev.eventually(&format!("{name} is emptied"), || {
+        let pool = pool(dev, name);
+        (pool["replicas"] == 0 && pool["cordon"] == "drained").then_some(())
+    });
+}
+
+fn replica_pools(dev: &Dev) -> Vec<String> {
+    let replicas = dev.json(&["replica", "list", "db"]);
+    let known = replicas.as_array().unwrap().iter().filter(|r| r["known"] == true);
+    known.map(|r| r["pool"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn a_pool_whose_disk_refuses_or_stalls_is_emptied_before_it_is_lost_and_all_data_is_there() {
+    if !can_attach() {
+        println!("skipped: a disk that fails on demand needs root and /dev/fuse");
+        return;
+    }
+    let scratch = Scratch::new("dying-pools");
+    // Only what is dying may be replaced, and one stall is enough.
+    let flags = [
+        "--no-attach",
+        "--pool-size",
+        "256MiB",
+        "--pools",
+        "5",
+        "--replace-after",
+        "off",
+        "--dying-stalls",
+        "1",
+        "--dying-errors",
+        "4",
+    ];
+    Dev::start(&scratch.cluster(), &flags).stop();
+    let disks = ["pool-a", "pool-b"].map(|name| {
+        let data = scratch.cluster().join("pools").join(name).join("data");
+        let [below, faulty]: [PathBuf; 2] =
+            ["below", "disk"].map(|what| scratch.0.join(format!("{name}-{what}")));
+        std::fs::rename(&data, &below).unwrap();
+        let disk = FaultyDisk::serve(&faulty, &below);
+        std::os::unix::fs::symlink(&faulty, &data).unwrap();
+        disk
+    });
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let load = Load::start(dev.client("db"), 17);
+    load.goes_on(&dev, 200);
+    dev.wait_for_volume("db", "online", is_online);
+    let taken = replica_pools(&dev);
+    assert!(["pool-a", "pool-b"].iter().all(|pool| taken.iter().any(|t| t == pool)), "{taken:?}");
+
+    disks[0].refuse_syncs(5);
+    wait_until_emptied(&dev, "pool-a", "its disk refused");
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", |volume| is_online(volume) && volume["changing"] == "");
+
+    disks[1].stall_a_sync(STALL);
+    wait_until_emptied(&dev, "pool-b", "took far too long");
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", |volume| is_online(volume) && volume["changing"] == "");
+
+    let mut left = replica_pools(&dev);
+    left.sort();
+    assert_eq!(left, ["pool-c", "pool-d", "pool-e"]);
+    load.verify();
+    // It fails where a copy is bad or differs from another.
+    dev.ok(&["volume", "verify", "db"]);
+    dev.stop();
+}

@@ -1,0 +1,141 @@
+//! Nodes that are cordoned and drained, and volumes of more replicas than by default: a cluster of
+//! several nodes, each with a pool of its own, under a client that verifies.
+
+#![allow(clippy::duplicate_mod)] // Both helpers stand on the same base.
+
+mod common;
+mod support;
+
+use common::{Cluster, Place, eventually};
+use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+use serde_json::Value;
+use support::load::Load;
+
+const WAIT: [&str; 3] = ["--wait", "--timeout", "170"];
+
+fn cluster(name: &str, pools: usize, flags: &[&str]) -> Cluster {
+    let mut cluster = Cluster::start(name, &Place::here(), flags);
+    for n in 1..=pools {
+        cluster.pool(&Place::here(), &format!("p{n}"), &[]);
+    }
+    cluster.node(&Place::here(), "n1", &[], &[]);
+    cluster.wait_for_pools(pools);
+    cluster
+}
+
+fn client(cluster: &Cluster) -> Client {
+    let address = cluster.ok(&["volume", "attach", "db", "--nbd"]);
+    let socket = address.split_once("socket=").unwrap().1.to_owned();
+    eventually("the volume is served", || {
+        Client::connect(ClientOptions::new(Address::Unix(socket.clone().into()))).ok()
+    })
+}
+
+fn goes_on(cluster: &Cluster, load: &Load) {
+    load.goes_on_or(100, || cluster.show_logs());
+}
+
+fn waiting(cluster: &Cluster, command: &[&str]) -> Value {
+    let arguments: Vec<&str> = command.iter().copied().chain(WAIT).collect();
+    cluster.json(&arguments)
+}
+
+fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
+    let output = cluster.quoin(arguments);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
+    said
+}
+
+fn whole(cluster: &Cluster) {
+    cluster.wait_for_volume("db", "whole", |volume| {
+        let replicas = volume["replicas"].as_array().unwrap();
+        volume["changing"] == "" && replicas.iter().all(|r| r["phase"] == "InSync")
+    });
+}
+
+/// Pools and GUIDs of the known replicas.
+fn known(cluster: &Cluster) -> Vec<(String, String)> {
+    let replicas = cluster.json(&["replica", "list", "db"]);
+    let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
+    let replicas = replicas.as_array().unwrap().iter();
+    let known = replicas.filter(|r| r["known"] == true);
+    known.map(|r| (text(r, "pool"), text(r, "guid"))).collect()
+}
+
+fn places(cluster: &Cluster) -> Vec<String> {
+    let mut places: Vec<_> = known(cluster).into_iter().map(|(pool, _)| pool).collect();
+    places.sort();
+    places
+}
+
+#[test]
+fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost() {
+    let cluster = cluster("nodes", 4, &["--replace-after", "off"]);
+    // A pool's node has the pool's name.
+    cluster.ok(&["node", "cordon", "p2"]);
+    cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    assert_eq!(places(&cluster), ["p1", "p3", "p4"], "a cordoned node takes nothing new");
+    let load = Load::start(client(&cluster), 3);
+    goes_on(&cluster, &load);
+    whole(&cluster);
+    let before = known(&cluster);
+
+    // With the only free one closed there is nowhere to go.
+    let text = refused(&cluster, &["node", "drain", "p1"]);
+    assert!(text.contains("p2") && text.contains("nothing was begun"), "{text}");
+    assert_eq!(known(&cluster), before);
+    cluster.ok(&["node", "uncordon", "p2"]);
+    let planned = cluster.json(&["node", "drain", "p1", "--dry-run"]);
+    assert_eq!(planned["replicas"][0]["to"], "p2", "{planned}");
+    assert_eq!(known(&cluster), before, "a dry run moves nothing");
+    let drained = waiting(&cluster, &["node", "drain", "p1"]);
+    assert_eq!(drained["state"], "drained", "{drained}");
+    assert_eq!(places(&cluster), ["p2", "p3", "p4"]);
+    let after = known(&cluster);
+    let stayed = before.iter().filter(|(pool, _)| pool != "p1");
+    assert!(stayed.clone().count() == 2 && stayed.clone().all(|stays| after.contains(stays)));
+    goes_on(&cluster, &load);
+
+    // Empty, it can be taken away, and the volume does not miss it.
+    let nobody = cluster.json(&["pool", "list"]);
+    let pool = nobody.as_array().unwrap().iter().find(|pool| pool["name"] == "p1").unwrap();
+    assert_eq!(pool["replicas"], 0, "{pool}");
+    let text = refused(&cluster, &["node", "drain", "p3"]);
+    assert!(text.contains("p1"), "a drained node takes nothing: {text}");
+    cluster.ok(&["node", "uncordon", "p1"]);
+    waiting(&cluster, &["node", "drain", "p3"]);
+    assert_eq!(places(&cluster), ["p1", "p2", "p4"]);
+    goes_on(&cluster, &load);
+    whole(&cluster);
+    load.verify();
+}
+
+#[test]
+fn more_replicas_than_by_default_are_for_those_who_allow_them_and_not_one_more() {
+    let cluster = cluster("seven", 6, &["--max-replicas", "7", "--replace-after", "off"]);
+    cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let load = Load::start(client(&cluster), 3);
+    goes_on(&cluster, &load);
+    let scaled = waiting(&cluster, &["volume", "scale", "db", "--replicas", "6"]);
+    let factors = |volume: &Value| {
+        ["replicationFactor", "consistencyFactor", "desiredReplicationFactor"]
+            .map(|key| volume[key].as_u64().unwrap())
+    };
+    assert_eq!(factors(&scaled), [6, 4, 6]);
+    let before = known(&cluster);
+    assert_eq!(before.len(), 6);
+    goes_on(&cluster, &load);
+    let text = refused(&cluster, &["volume", "scale", "db", "--replicas", "8"]);
+    assert!(text.contains("8 is too many, a volume has at most 7"), "{text}");
+    // As many as are allowed is another matter: there is no pool for it.
+    let text = refused(&cluster, &["volume", "scale", "db", "--replicas", "7"]);
+    assert!(text.contains("add a pool"), "{text}");
+    let text = refused(&cluster, &["volume", "scale", "db", "--replicas", "5"]);
+    assert!(text.contains("quoin replica remove"), "a smaller DRF than RF: {text}");
+    assert_eq!(factors(&cluster.json(&["volume", "get", "db"])), [6, 4, 6]);
+    assert_eq!(known(&cluster), before);
+    goes_on(&cluster, &load);
+    whole(&cluster);
+    load.verify();
+}

@@ -1,0 +1,181 @@
+//! Factors that change and growth one by one, under a client that verifies; and what the document
+//! of a volume shows meanwhile.
+
+mod support;
+
+use std::collections::BTreeSet;
+
+use bytes::Bytes;
+use serde_json::Value;
+use support::load::Load;
+use support::stories::*;
+use support::{Dev, block, signal};
+
+const BLOCK: u64 = 4096;
+/// Beyond what a load writes.
+const BEYOND: u64 = 3000;
+
+fn manifest(dev: &Dev) -> Value {
+    dev.json(&["volume", "get", "db", "--manifest"])
+}
+
+/// Known ids and GUIDs as the document shows them.
+fn list(status: &Value) -> BTreeSet<(String, String)> {
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let listed = status["replicaList"].as_array().unwrap().iter();
+    listed.map(|r| (text(&r["replicaId"]), text(&r["replicaGuid"]))).collect()
+}
+
+/// Proves SCALE-CF-02.
+#[test]
+fn a_consistency_factor_is_raised_and_taken_back_under_load_and_every_write_keeps_to_it() {
+    let (scratch, dev) = cluster("factor", "3");
+    dev.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
+    let load = Load::start(dev.client("db"), 3);
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", whole);
+    let before = known(&dev);
+    assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 3]);
+    for refused_factor in ["4", "9"] {
+        let text =
+            refused(&dev, &["volume", "scale", "db", "--consistency-factor", refused_factor]);
+        assert!(text.contains("more than the 3 replicas"), "{text}");
+    }
+    waiting(&dev, &["volume", "scale", "db", "--consistency-factor", "3"]);
+    assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 3, 3]);
+    assert_eq!(known(&dev), before, "nobody joined and nobody left");
+    load.goes_on(&dev, 100);
+
+    // One is away: with two copies no write is held.
+    let away = dev.pid("pool-c").unwrap();
+    signal(away, "STOP");
+    let client = dev.client("db");
+    let write = std::thread::spawn(move || {
+        client.write(BEYOND * BLOCK, Bytes::from(block(BEYOND, 1)), true).unwrap();
+        client
+    });
+    dev.eventually("it is missed", || {
+        (dev.replica("db", "pool-c")["phase"] == "Offline").then_some(())
+    });
+    assert!(!write.is_finished(), "acknowledged with two copies under a factor of three");
+    signal(away, "CONT");
+    let client = write.join().unwrap();
+    assert_eq!(client.read(BEYOND * BLOCK, 4096).unwrap(), block(BEYOND, 1));
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", whole);
+
+    // By the formula again: two copies are enough.
+    waiting(&dev, &["volume", "scale", "db", "--consistency-factor", "0"]);
+    assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 3]);
+    signal(away, "STOP");
+    dev.eventually("it is missed", || {
+        (dev.replica("db", "pool-c")["phase"] == "Offline").then_some(())
+    });
+    client.write(BEYOND * BLOCK, Bytes::from(block(BEYOND, 2)), true).unwrap();
+    load.goes_on(&dev, 100);
+    signal(away, "CONT");
+    assert_eq!(client.read(BEYOND * BLOCK, 4096).unwrap(), block(BEYOND, 2));
+    client.stop();
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-CF-01, SCALE-LIST-02, SCALE-LIST-03, SCALE-LIST-04, SCALE-LIST-05, SCALE-KNOWN-03,
+/// SCALE-ID-05, SCALE-STORY-03.
+#[test]
+fn a_volume_grows_one_by_one_and_its_list_and_factors_are_those_of_one_step_whenever_seen() {
+    let (scratch, dev) = cluster("grow", "5");
+    let load = volume(&dev, "1");
+    let mut ever = list(&manifest(&dev)["status"]);
+    for (factor, majority) in [(2, 2), (3, 2), (4, 3), (5, 3)] {
+        let before = list(&manifest(&dev)["status"]);
+        dev.ok(&["volume", "scale", "db", "--replicas", &factor.to_string()]);
+        let after = dev.eventually("it has grown", || {
+            let status = manifest(&dev)["status"].clone();
+            let now = list(&status);
+            let said = (now.len() as u64, &status["consistencyFactor"]);
+            assert_eq!(status["replicationFactor"], said.0, "{status}");
+            let old = [1, 2, 2, 3][factor as usize - 2];
+            assert!(said == (factor - 1, &old.into()) || said == (factor, &majority.into()));
+            (said.0 == factor && status.get("changing").is_none()).then_some(now)
+        });
+        assert!(before.is_subset(&after));
+        let new: Vec<_> = after.difference(&before).cloned().collect();
+        let [(id, guid)] = &new[..] else { panic!("{new:?}") };
+        assert!(ever.iter().all(|(i, g)| i != id && g != guid), "{id} {guid} was there before");
+        ever.extend(new);
+        load.goes_on(&dev, 50);
+    }
+    dev.eventually("all of the list have quorum on", || {
+        let shown = dev.json(&["replica", "list", "db"]);
+        let replicas = shown.as_array().unwrap();
+        let counts = |r: &Value| r["known"] == true && r["quorum"] == true;
+        (replicas.len() == 5 && replicas.iter().all(counts)).then_some(())
+    });
+    end(&scratch, dev, load, 5);
+}
+
+#[test]
+fn the_document_shows_the_position_of_every_replica_and_how_far_a_rebuild_is() {
+    let (scratch, dev) = cluster("progress", "4");
+    dev.ok(&["volume", "create", "db", "--size", "128MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    for first in (BEYOND..BEYOND + 24_000).step_by(200) {
+        let data: Vec<u8> = (first..first + 200).flat_map(|lba| block(lba, 1)).collect();
+        client.write(first * BLOCK, Bytes::from(data), false).unwrap();
+    }
+    client.flush().unwrap();
+    client.stop();
+    let load = Load::start(dev.client("db"), 3);
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", whole);
+    let shown = manifest(&dev);
+    let old = list(&shown["status"]);
+    let replicas = shown["status"]["replicas"].as_array().unwrap();
+    assert!(replicas.len() == 3 && replicas.iter().all(|r| r.get("rebuild").is_none()), "{shown}");
+    // A quick machine may be done between two looks; then it is made again.
+    let look = || {
+        dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
+        dev.eventually("a rebuild is shown while it runs, or over", || {
+            let status = manifest(&dev)["status"].clone();
+            let replicas = status["replicas"].as_array().unwrap();
+            let shown: Vec<_> = replicas.iter().filter(|r| r.get("rebuild").is_some()).collect();
+            let [new] = shown[..] else {
+                return (status["replicationFactor"] == 4).then_some(None);
+            };
+            assert!(old.iter().all(|(_, guid)| new["replicaGuid"] != *guid), "{status}");
+            assert_eq!((&new["phase"], &new["quorum"]), (&"Rebuilding".into(), &"off".into()));
+            Some(Some(new["rebuild"].clone()))
+        })
+    };
+    let known: Vec<String> = known(&dev).into_iter().map(|(pool, ..)| pool).collect();
+    let again = || {
+        dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+        let pools = ["pool-a", "pool-b", "pool-c", "pool-d"];
+        let fourth = pools.into_iter().find(|pool| !known.contains(&(*pool).to_owned())).unwrap();
+        waiting(&dev, &["replica", "remove", "db", fourth]);
+    };
+    let seen = (0..10).find_map(|_| {
+        look().or_else(|| {
+            again();
+            None
+        })
+    });
+    let rebuild = seen.expect("one of ten is seen");
+    let bytes = |field: &str| rebuild[field].as_u64().unwrap();
+    assert!(bytes("doneBytes") <= bytes("totalBytes"), "{rebuild}");
+    assert!(bytes("totalBytes") >= 24_000 * BLOCK, "{rebuild}");
+    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+    load.goes_on(&dev, 100);
+    load.verify();
+    // At rest all are at one position, which is of the epoch that is open.
+    dev.eventually("all replicas are at one position", || {
+        let status = manifest(&dev)["status"].clone();
+        let replicas = status["replicas"].as_array().unwrap();
+        assert!(replicas.len() == 4 && replicas.iter().all(|r| r.get("rebuild").is_none()));
+        let positions: BTreeSet<_> =
+            replicas.iter().map(|r| r["position"].as_str().unwrap()).collect();
+        let epoch = format!("{}.", status["epoch"]);
+        (positions.len() == 1 && positions.first()?.starts_with(&epoch)).then_some(())
+    });
+    compare(&scratch, dev, 4);
+}

@@ -1,0 +1,344 @@
+//! Who may connect, by the report of the target, whatever restarts: replicas of the list, and never
+//! one that was replaced or removed while its pool was away.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+use serde_json::Value;
+use support::load::Load;
+use support::stories::*;
+use support::{Dev, block, signal};
+
+const POOLS: [&str; 4] = ["pool-a", "pool-b", "pool-c", "pool-d"];
+/// Controller, target and pools, in every combination.
+const RESTARTS: std::ops::RangeInclusive<u8> = 1..=7;
+
+/// How many replicas the target says that it has, by how they stand.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Connected {
+    in_sync: u64,
+    catching_up: u64,
+    rebuilding: u64,
+}
+
+impl Connected {
+    fn all(self) -> u64 {
+        self.in_sync + self.catching_up + self.rebuilding
+    }
+}
+
+/// The report of the target; `None` while it does not run.
+fn connected(dev: &Dev) -> Option<Connected> {
+    let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
+    let settings: Value = serde_json::from_slice(&settings).unwrap();
+    let mut stream = TcpStream::connect(settings["target_http"].as_str()?).ok()?;
+    let host = "GET /metrics HTTP/1.1\r\nHost: target\r\nConnection: close\r\n\r\n";
+    stream.write_all(host.as_bytes()).ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    let count = |state: &str| {
+        let name = format!("quoin_target_replicas{{state=\"{state}\"}} ");
+        let value = text.lines().find_map(|line| line.strip_prefix(&name))?;
+        Some(value.trim().parse::<u64>().unwrap())
+    };
+    Some(Connected {
+        in_sync: count("in_sync")?,
+        catching_up: count("catching_up")?,
+        rebuilding: count("rebuilding")?,
+    })
+}
+
+/// The replicas that the target reaches, as the controller passes its report on: their GUIDs.
+/// None while the controller does not answer.
+fn reached(dev: &Dev) -> Vec<String> {
+    let output = dev.quoin(&["replica", "list", "db", "-o", "json"]);
+    let replicas: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    let phases = ["InSync", "CatchingUp", "Rebuilding"];
+    let reached = |r: &&Value| phases.contains(&r["phase"].as_str().unwrap());
+    let replicas = replicas.as_array().into_iter().flatten().filter(reached);
+    replicas.map(|r| r["guid"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Waits until exactly those of the list are connected, and nobody was that is not on it.
+fn only_known_ones_connect(dev: &Dev, drf: u64, stranger: &str) {
+    dev.eventually("all of the list are connected", || {
+        assert!(!reached(dev).iter().any(|guid| guid == stranger), "{stranger} is connected");
+        let now = connected(dev)?;
+        assert!(now.all() <= drf, "{now:?}");
+        (now == Connected { in_sync: drf, ..Connected::default() }).then_some(())
+    });
+    dev.wait_for_volume("db", "whole", whole);
+    let list = known(dev);
+    assert!(list.len() as u64 == drf && list.iter().all(|(.., guid)| guid != stranger));
+}
+
+fn spare(dev: &Dev) -> &'static str {
+    let list = known(dev);
+    POOLS.into_iter().find(|pool| list.iter().all(|(held, ..)| held != pool)).unwrap()
+}
+
+/// Restarts a combination of the parts while the pool with the stranger is stopped; then that goes
+/// on, or starts anew where pools are among them, and shows what it holds.
+fn restart(dev: &Dev, combination: u8, pool: &str, stopped: i64) {
+    let mut parts = Vec::new();
+    parts.extend((combination & 1 != 0).then_some("controller"));
+    parts.extend((combination & 2 != 0).then_some("target"));
+    if combination & 4 != 0 {
+        parts.extend(POOLS);
+    }
+    let old: Vec<_> = parts.iter().map(|part| dev.pid(part).unwrap()).collect();
+    for pid in &old {
+        signal(pid, "KILL");
+    }
+    for (part, old) in parts.iter().zip(old) {
+        dev.eventually(&format!("{part} is started again"), || {
+            dev.pid(part).filter(|pid| *pid != old)
+        });
+    }
+    if !parts.contains(&pool) {
+        signal(stopped, "CONT");
+    }
+}
+
+/// Until the pool of a stranger has been told what it holds, and deleted it: nobody let it in.
+fn comes_back_and_is_cleared(dev: &Dev, pool: &str, drf: u64, stranger: &str) {
+    dev.eventually("its pool came back, and deletes it", || {
+        assert!(!reached(dev).iter().any(|guid| guid == stranger), "{stranger} is connected");
+        if let Some(now) = connected(dev) {
+            assert!(now.all() <= drf, "{now:?}");
+        }
+        let output = dev.quoin(&["pool", "list", "-o", "json"]);
+        let pools: Value = serde_json::from_slice(&output.stdout).ok()?;
+        let pool = pools.as_array()?.iter().find(|p| p["name"] == pool)?;
+        (pool["state"] == "Online" && pool["replicas"] == 0).then_some(())
+    });
+    only_known_ones_connect(dev, drf, stranger);
+}
+
+/// Proves SCALE-TEST-01.
+#[test]
+fn an_old_replica_is_started_and_does_not_connect() {
+    let (scratch, dev) = cluster("old", "4");
+    let load = volume(&dev, "3");
+    dev.wait_for_volume("db", "whole", whole);
+    let (pool, _, old) = known(&dev)[0].clone();
+    let pid = dev.pid(&pool).unwrap();
+    signal(pid, "STOP");
+    waiting(&dev, &["replica", "replace", "db", &pool]);
+    // What it misses.
+    load.goes_on(&dev, 200);
+    signal(pid, "KILL");
+    comes_back_and_is_cleared(&dev, &pool, 3, &old);
+    load.goes_on(&dev, 100);
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-TEST-02.
+#[test]
+fn there_are_never_more_than_the_desired_number_of_quorum_replicas() {
+    let (scratch, dev) = cluster("at-most", "4");
+    let load = volume(&dev, "2");
+    let at_most = |dev: &Dev, drf: u64, what: &str, reached: &dyn Fn(&Value) -> bool| {
+        dev.eventually(what, || {
+            if let Some(now) = connected(dev) {
+                assert!(now.all() <= drf, "{what}: {now:?}");
+            }
+            let output = dev.quoin(&["volume", "get", "db", "-o", "json"]);
+            let volume = serde_json::from_slice(&output.stdout).ok()?;
+            (whole(&volume) && reached(&volume)).then_some(())
+        });
+    };
+    dev.wait_for_volume("db", "whole", whole);
+    dev.ok(&["volume", "scale", "db", "--replicas", "3"]);
+    at_most(&dev, 3, "it grows", &|volume| factors(volume) == [3, 2, 3]);
+    for part in ["target", "pool-a", "controller", "pool-b"] {
+        dev.kill(part);
+        at_most(&dev, 3, "it is whole again", &|_| true);
+        load.goes_on(&dev, 50);
+    }
+    // One of the three is replaced while its pool is away, and comes back.
+    let (pool, _, old) = known(&dev)[2].clone();
+    let pid = dev.pid(&pool).unwrap();
+    signal(pid, "STOP");
+    dev.eventually("it is missed", || {
+        (dev.replica("db", &pool)["phase"] == "Offline").then_some(())
+    });
+    dev.ok(&["replica", "replace", "db", &pool]);
+    at_most(&dev, 3, "it is replaced", &|_| known(&dev).iter().all(|(.., guid)| *guid != old));
+    signal(pid, "CONT");
+    comes_back_and_is_cleared(&dev, &pool, 3, &old);
+    dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
+    at_most(&dev, 4, "it grows", &|volume| factors(volume) == [4, 3, 4]);
+    load.goes_on(&dev, 50);
+    end(&scratch, dev, load, 4);
+}
+
+/// Proves SCALE-TEST-03.
+#[test]
+fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are() {
+    let (scratch, dev) = cluster("none-beside", "4");
+    dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
+    let load = Load::start(dev.client("db"), 3);
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", whole);
+    let before = known(&dev);
+    // A fourth is desired, and hangs before it has all: it is connected, beside three of four.
+    let target = dev.pid("target").unwrap();
+    signal(target, "STOP");
+    dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
+    let new = dev.eventually("it is made", || {
+        let shown = dev.json(&["replica", "list", "db"]);
+        let new = shown.as_array().unwrap().iter().find(|r| r["known"] == false).cloned()?;
+        (new["phase"] == "Rebuilding").then_some(new)
+    });
+    let (pool, stranger) = (new["pool"].as_str().unwrap(), new["guid"].as_str().unwrap());
+    let pid = dev.pid(pool).unwrap();
+    signal(pid, "STOP");
+    signal(target, "CONT");
+    load.goes_on(&dev, 50);
+    // It is given up: those that were known stay, and it is nobody's any more when it comes back.
+    dev.ok(&["replica", "remove", "db", pool]);
+    dev.wait_for_volume("db", "desired as before", |volume| factors(volume) == [3, 2, 3]);
+    assert_eq!(known(&dev), before);
+    only_known_ones_connect(&dev, 3, stranger);
+    signal(pid, "CONT");
+    comes_back_and_is_cleared(&dev, pool, 3, stranger);
+    assert_eq!(known(&dev), before, "those that had quorum are the ones that are kept");
+    load.goes_on(&dev, 50);
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-TEST-07, SCALE-KNOWN-02, SCALE-ID-03.
+#[test]
+fn only_replicas_of_the_list_connect_whichever_parts_restart() {
+    let (scratch, dev) = cluster("listed", "4");
+    let load = volume(&dev, "3");
+    for combination in RESTARTS {
+        dev.wait_for_volume("db", "whole", whole);
+        let (pool, id, old) = known(&dev)[usize::from(combination) % 3].clone();
+        let to = spare(&dev);
+        let pid = dev.pid(&pool).unwrap();
+        signal(pid, "STOP");
+        waiting(&dev, &["replica", "replace", "db", &pool]);
+        let list = known(&dev);
+        let takes = list.iter().find(|(_, same, _)| *same == id).unwrap();
+        assert!(takes.0 == to && takes.2 != old, "the list has another GUID under this id");
+        load.goes_on(&dev, 30);
+        restart(&dev, combination, &pool, pid);
+        comes_back_and_is_cleared(&dev, &pool, 3, &old);
+        assert_eq!(known(&dev), list, "after restart {combination:03b}");
+        load.goes_on(&dev, 30);
+    }
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-TEST-08, SCALE-SHORT-04.
+#[test]
+fn replicas_that_are_not_on_the_list_do_not_connect_whichever_parts_restart() {
+    let (scratch, dev) = cluster("unlisted", "4");
+    let load = volume(&dev, "3");
+    for combination in RESTARTS {
+        dev.wait_for_volume("db", "whole", whole);
+        let (pool, id, old) = known(&dev)[usize::from(combination) % 3].clone();
+        let to = spare(&dev);
+        let pid = dev.pid(&pool).unwrap();
+        signal(pid, "STOP");
+        // Removed by name and another one added: its id is on no list.
+        let removed = waiting(&dev, &["replica", "remove", "db", &pool]);
+        assert_eq!(factors(&removed), [2, 2, 2]);
+        let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "3", "--pool", to]);
+        assert_eq!(factors(&scaled), [3, 2, 3]);
+        let list = known(&dev);
+        assert!(list.iter().all(|(_, other, guid)| *other != id && *guid != old));
+        load.goes_on(&dev, 30);
+        restart(&dev, combination, &pool, pid);
+        comes_back_and_is_cleared(&dev, &pool, 3, &old);
+        assert_eq!(known(&dev), list, "after restart {combination:03b}");
+        load.goes_on(&dev, 30);
+    }
+    end(&scratch, dev, load, 3);
+}
+
+/// Proves SCALE-TEST-10, SCALE-VALID-01.
+#[test]
+fn a_desired_factor_below_the_present_one_is_refused_and_both_stay() {
+    let (scratch, dev) = cluster("smaller", "4");
+    let file = scratch.0.join("db.yaml");
+    let load = volume(&dev, "3");
+    dev.wait_for_volume("db", "whole", whole);
+    let before = known(&dev);
+    let declare = |drf: u32| {
+        let head = "apiVersion: quoin/v1\nkind: Volume\nmetadata: {name: db}\n";
+        std::fs::write(&file, format!("{head}spec: {{desiredReplicationFactor: {drf}}}\n"))
+            .unwrap();
+        refused(&dev, &["apply", "-f", file.to_str().unwrap()])
+    };
+    for drf in [1, 2] {
+        let text = refused(&dev, &["volume", "scale", "db", "--replicas", &drf.to_string()]);
+        assert!(text.contains("quoin replica remove"), "{text}");
+        assert!(declare(drf).contains("name in spec.replicas those that stay"));
+    }
+    assert!(refused(&dev, &["volume", "scale", "db", "--replicas", "6"]).contains("at most 5"));
+    assert!(declare(6).contains("at most 5"));
+    assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 3]);
+    // Nor while a fourth is being made.
+    let target = dev.pid("target").unwrap();
+    signal(target, "STOP");
+    dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
+    refused(&dev, &["volume", "scale", "db", "--replicas", "3"]);
+    assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 4]);
+    assert_eq!(known(&dev), before);
+    signal(target, "CONT");
+    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+    load.goes_on(&dev, 50);
+    end(&scratch, dev, load, 4);
+}
+
+/// Proves SCALE-SHORT-03, SCALE-IO-02.
+#[test]
+fn two_that_were_replaced_are_no_quorum_when_all_of_the_list_are_away() {
+    let (scratch, dev) = cluster("no-quorum", "5");
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    client.write(0, block(0, 1).into(), true).unwrap();
+    dev.wait_for_volume("db", "whole", whole);
+    // One after the other is lost and replaced; each misses what is written since.
+    let mut lost = Vec::new();
+    for version in [2, 3] {
+        let (pool, _, guid) = known(&dev)[version as usize - 1].clone();
+        let pid = dev.pid(&pool).unwrap();
+        signal(pid, "STOP");
+        waiting(&dev, &["replica", "replace", "db", &pool]);
+        client.write(0, block(0, version).into(), true).unwrap();
+        lost.push((pool, pid, guid));
+    }
+    dev.wait_for_volume("db", "whole", whole);
+    let list = known(&dev);
+    assert!(lost.iter().all(|(.., old)| list.iter().all(|(.., guid)| guid != old)));
+    let away: Vec<_> = list.iter().map(|(pool, ..)| dev.pid(pool).unwrap()).collect();
+    away.iter().for_each(|pid| signal(pid, "STOP"));
+    // Both come back with quorum on, to a target that knows of nothing but its list.
+    for (_, pid, _) in &lost {
+        signal(pid, "CONT");
+    }
+    dev.kill("target");
+    let read = std::thread::spawn(move || (client.read(0, 4096).unwrap(), client));
+    dev.eventually("the old ones are back, and those of the list away", || {
+        let pools = dev.json(&["pool", "list"]);
+        let state = |name: &str| {
+            let pool = pools.as_array().unwrap().iter().find(|p| p["name"] == name);
+            pool.unwrap()["state"] == "Online"
+        };
+        assert!(!reached(&dev).iter().any(|guid| lost.iter().any(|(.., old)| guid == old)));
+        let back = lost.iter().all(|(pool, ..)| state(pool));
+        (back && list.iter().all(|(pool, ..)| !state(pool))).then_some(())
+    });
+    assert!(!read.is_finished(), "served by those that are not on the list");
+    away.iter().for_each(|pid| signal(pid, "CONT"));
+    let (newest, client) = read.join().unwrap();
+    assert_eq!(newest, block(0, 3));
+    client.stop();
+    compare(&scratch, dev, 3);
+}

@@ -1,0 +1,117 @@
+//! What the user stories of replicas share: a cluster with a volume `db` under a load, how the
+//! records say that it stands, and every copy alone, read with nothing of Quoin running.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::load::Load;
+use super::{Dev, Scratch, is_online};
+
+const WAIT: [&str; 3] = ["--wait", "--timeout", "170"];
+
+/// A cluster that replaces nothing by itself.
+pub fn cluster(name: &str, pools: &str) -> (Scratch, Dev) {
+    healing(name, pools, "off")
+}
+
+/// A cluster that replaces replicas by itself after so long.
+pub fn healing(name: &str, pools: &str, after: &str) -> (Scratch, Dev) {
+    let scratch = Scratch::new(name);
+    let flags =
+        ["--no-attach", "--pool-size", "512MiB", "--pools", pools, "--replace-after", after];
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    (scratch, dev)
+}
+
+pub fn events(dev: &Dev, reason: &str) -> Vec<String> {
+    // One object a line.
+    let events = dev.ok(&["events", "-o", "json"]);
+    let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let told = events.filter(|e| e["reason"] == reason);
+    told.map(|e| e["message"].as_str().unwrap().to_owned()).collect()
+}
+
+/// How many replicas the records have in a pool.
+pub fn held(dev: &Dev, pool: &str) -> u64 {
+    let pools = dev.json(&["pool", "list"]);
+    let held = pools.as_array().unwrap().iter().find(|p| p["name"] == pool).unwrap();
+    held["replicas"].as_u64().unwrap()
+}
+
+/// A volume `db` of 8 MiB, under a load.
+pub fn volume(dev: &Dev, replicas: &str) -> Load {
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", replicas]);
+    let load = Load::start(dev.client("db"), 3);
+    load.goes_on(dev, 100);
+    load
+}
+
+pub fn waiting(dev: &Dev, command: &[&str]) -> Value {
+    let arguments: Vec<&str> = command.iter().copied().chain(WAIT).collect();
+    dev.json(&arguments)
+}
+
+pub fn factors(volume: &Value) -> [u64; 3] {
+    ["replicationFactor", "consistencyFactor", "desiredReplicationFactor"]
+        .map(|key| volume[key].as_u64().unwrap())
+}
+
+pub fn whole(volume: &Value) -> bool {
+    is_online(volume)
+        && volume["changing"] == ""
+        && volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
+}
+
+/// The known replicas: pool, id and GUID of each.
+pub fn known(dev: &Dev) -> Vec<(String, String, String)> {
+    let replicas = dev.json(&["replica", "list", "db"]);
+    let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
+    let replicas = replicas.as_array().unwrap();
+    let known = replicas.iter().filter(|r| r["known"] == true);
+    known.map(|r| (text(r, "pool"), text(r, "id"), text(r, "guid"))).collect()
+}
+
+/// Stops the load and the cluster, and compares what each copy alone holds with the others.
+pub fn end(scratch: &Scratch, dev: Dev, load: Load, copies: usize) {
+    dev.wait_for_volume("db", "whole", whole);
+    load.verify();
+    compare(scratch, dev, copies);
+}
+
+/// Stops the cluster, and compares what each copy alone holds with the others.
+pub fn compare(scratch: &Scratch, dev: Dev, copies: usize) {
+    dev.wait_for_volume("db", "whole", whole);
+    let known = known(&dev);
+    assert_eq!(known.len(), copies);
+    let files: Vec<(PathBuf, String)> =
+        known.into_iter().map(|(pool, _, guid)| (dev.pool_file(&pool), guid)).collect();
+    dev.stop();
+    let images: Vec<Vec<u8>> = files
+        .iter()
+        .map(|(file, guid)| {
+            let image = scratch.0.join(format!("{guid}.img"));
+            let exported = Command::new(env!("CARGO_BIN_EXE_quoin"))
+                .args(["pool", "export"])
+                .arg(file)
+                .args(["--replica", guid, "--to"])
+                .arg(&image)
+                .output()
+                .unwrap();
+            assert!(exported.status.success(), "{}", String::from_utf8_lossy(&exported.stderr));
+            std::fs::read(image).unwrap()
+        })
+        .collect();
+    assert!(images[0].windows(8).any(|bytes| bytes == b"TESTDATA"));
+    for image in &images[1..] {
+        assert!(*image == images[0], "a copy differs");
+    }
+}
+
+/// What a command says that must be refused.
+pub fn refused(dev: &Dev, arguments: &[&str]) -> String {
+    let output = dev.quoin(arguments);
+    assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
