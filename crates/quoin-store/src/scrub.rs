@@ -33,8 +33,11 @@ use crate::tree::{self, BAD_PLACE, BlockAt, Change, Edit, LOST_PLACE, Nodes, Par
 /// What one leaf, one entry or one header is taken to cost beside the bytes that it names.
 const PART_BYTES: u64 = 4096;
 
-/// Where a scrub of a replica goes on: the stage (snapshots in order, the folded map, the log,
-/// the segments) and how far it is there. The default begins.
+/// Where a scrub of a replica goes on: the stage (the log, the folded map, snapshots in order, the
+/// segments) and how far it is there. The default begins.
+///
+/// What is held only ever moves down this order, from the log into the map and from the map into a
+/// snapshot, so a fold in the middle of a pass hides nothing from it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub struct ScrubAt {
     pub stage: u32,
@@ -103,15 +106,15 @@ impl Replica {
         at: ScrubAt,
         done: &mut Scrubbed,
     ) -> Result<Option<ScrubAt>, StoreError> {
-        let snapshots = self.folded.snapshots.len() as u32;
+        let views = 1 + self.folded.snapshots.len() as u32;
         let on = |cursor| Some(ScrubAt { cursor, ..at });
-        let next_stage = Some(ScrubAt { stage: at.stage + 1, cursor: 0 });
+        let next_stage = Some(ScrubAt { stage: at.stage.saturating_add(1), cursor: 0 });
         done.read_bytes += PART_BYTES;
-        Ok(match at.stage.checked_sub(snapshots) {
-            None | Some(0) => self.scrub_leaf(core, at, done)?.map_or(next_stage, on),
-            Some(1) => self.scrub_entry(core, at.cursor, done)?.map_or(next_stage, on),
-            Some(2) => self.scrub_segment(core, at.cursor, done)?.and_then(on),
-            Some(_) => None,
+        Ok(match at.stage {
+            0 => self.scrub_entry(core, at.cursor, done)?.map_or(next_stage, on),
+            view if view <= views => self.scrub_leaf(core, at, done)?.map_or(next_stage, on),
+            stage if stage == views + 1 => self.scrub_segment(core, at.cursor, done)?.and_then(on),
+            _ => None,
         })
     }
 
@@ -123,10 +126,11 @@ impl Replica {
         done: &mut Scrubbed,
     ) -> Result<Option<u64>, StoreError> {
         let views = &self.folded.snapshots;
-        let stage = at.stage as usize;
-        let is_folded = stage == views.len();
-        let root = views.get(stage).map_or(self.folded.root, |s| s.root);
-        let from = stage.checked_sub(1).and_then(|s| views.get(s)).map_or(0, |s| s.info.lsn.0);
+        let is_folded = at.stage == 1;
+        // As many snapshots are older than this view.
+        let older = (at.stage as usize).checked_sub(2).unwrap_or(views.len());
+        let root = views.get(older).map_or(self.folded.root, |s| s.root);
+        let from = older.checked_sub(1).and_then(|s| views.get(s)).map_or(0, |s| s.info.lsn.0);
         let Some(part) = tree::next_part(&mut self.io(core), root, from, at.cursor)? else {
             return Ok(None);
         };

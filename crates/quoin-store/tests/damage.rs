@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use common::{BLOCKS, GUID, World, options};
@@ -23,9 +23,7 @@ fn lives(mut world: World) -> World {
         for _ in 0..10 {
             world.append();
         }
-        let stable = Lsn(world.history.len() as u64);
-        world.pool().replica(GUID).expect("it").set_stable(stable);
-        world.model.replica(GUID).expect("it").set_stable(stable);
+        world.set_stable_at_the_end();
         if round < 4 {
             world.pool().settle().expect("folded");
         }
@@ -245,6 +243,51 @@ fn the_scrub_finds_rot_and_a_repair_with_the_same_version_mends_it() {
         }
     }
     assert!(mended > 20, "the test mended only {mended} of {BLOCKS} blocks");
+}
+
+/// Proves: a pass misses nothing that was held when it began, whatever is folded in the middle of it.
+#[test]
+fn a_fold_in_the_middle_of_a_scrub_hides_nothing_from_it() {
+    for steps_before_fold in (0..120).step_by(7) {
+        let mut world = World::without_reverts(31, 32 << 20);
+        (0..20).for_each(|_| world.append());
+        world.begin_sync();
+        world.finish_sync();
+        world.set_stable_at_the_end();
+        let mut replica = world.pool().replica(GUID).expect("it");
+        let volume_blocks = replica.state().volume_blocks;
+        let live = common::flat(&common::read_all(&mut replica, ReadView::Live, volume_blocks));
+        let held: BTreeMap<Bytes, (u64, u64)> = live
+            .into_iter()
+            .filter_map(|(lba, version, data)| Some((data?, (lba, version))))
+            .filter(|(data, _)| data.iter().any(|byte| *byte != 0))
+            .collect();
+        assert!(held.len() > 50, "only {} blocks are held", held.len());
+        let mut missed = BTreeSet::new();
+        for block in world.disk.written_blocks() {
+            let mut bytes = vec![0; 4096];
+            world.disk.read_at(block * 4096, &mut bytes).expect("a read");
+            if let Some(at) = held.get(bytes.as_slice()) {
+                world.disk.rot(block * 4096 + 2000, 0x10);
+                missed.insert(*at);
+            }
+        }
+        assert_eq!(missed.len(), held.len());
+
+        let (mut at, mut steps) = (Some(ScrubAt::default()), 0);
+        while let Some(from) = at {
+            if steps == steps_before_fold {
+                world.pool().settle().expect("folded");
+            }
+            at = world.pool().scrub(GUID, from, 1).expect("a scrub").next;
+            for bad in world.pool().take_bad_blocks() {
+                missed.remove(&(bad.lba, bad.version.0));
+            }
+            steps += 1;
+        }
+        assert!(steps > steps_before_fold, "the pass was over after {steps} steps");
+        assert_eq!(missed, BTreeSet::new(), "folded after {steps_before_fold} of {steps} steps");
+    }
 }
 
 /// Proves: after a failed sync nothing is acknowledged until the pool was opened anew.

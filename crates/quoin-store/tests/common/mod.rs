@@ -267,6 +267,13 @@ impl World {
         self.model.replica(GUID).expect("the replica").set_stable(stable);
     }
 
+    /// Everything that was appended is stable.
+    pub fn set_stable_at_the_end(&mut self) {
+        let stable = Lsn(self.position());
+        self.pool().replica(GUID).expect("the replica").set_stable(stable);
+        self.model.replica(GUID).expect("the replica").set_stable(stable);
+    }
+
     pub fn truncate(&mut self) {
         let stable = self.pool().replica(GUID).expect("the replica").state().stable;
         let model_stable = self.model.replica(GUID).expect("the replica").state().stable;
