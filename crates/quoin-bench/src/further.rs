@@ -118,7 +118,7 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
     let away: Vec<Away> =
         pools.iter().map(|pool| product.take_away(pool)).collect::<Result<_, Error>>()?;
     pools.iter().try_for_each(|pool| product.drop_cached(pool))?;
-    let killed = Instant::now();
+    let back = Instant::now();
     away.into_iter().try_for_each(Away::give_back)?;
     // This ends only when a pool answers; meanwhile the pools' own words are asked for.
     let reader = std::thread::spawn(move || {
@@ -135,9 +135,9 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
         if healthy.is_none() && all && pools.iter().all(|pid| is_healthy(*pid)) {
             healthy = Some(Instant::now());
         }
-        if killed.elapsed() > RESTART_TIMEOUT {
+        if back.elapsed() > RESTART_TIMEOUT {
             return Err(Error::Failed(format!(
-                "the pools did not answer within {} s of their death",
+                "the pools did not answer within {} s after they were let start",
                 RESTART_TIMEOUT.as_secs()
             )));
         }
@@ -166,7 +166,7 @@ fn cold_start(quoin: &Path, directory: &Path, data_gib: u64) -> Result<Vec<Fact>
         memory,
         fact("", (healthy - started).as_secs_f64(), 2.0),
         // With the lease of two seconds that a replica waits out when it cannot know who holds it.
-        fact("-first-read", (answered - killed).as_secs_f64(), 4.0),
+        fact("-first-read", (answered - back).as_secs_f64(), 4.0),
     ])
 }
 

@@ -67,12 +67,7 @@ impl Controller {
         let in_sync = self.in_sync_ids(&found);
         let change = |volume: &mut VolumeRecord| {
             let mut said = fields(volume, &declared, &candidates)?;
-            let before = volume.clone();
             said.extend(replicas(volume, asked, &declared, &places, &candidates, &in_sync)?);
-            if said.is_empty() {
-                // What is as declared keeps its version.
-                *volume = before;
-            }
             Ok(said)
         };
         let (volume, said) = if asked.dry_run {
@@ -283,9 +278,6 @@ fn replicas(
         match at.map(|at| unmatched.remove(at)) {
             Some((id, pool)) if !place.pool.is_empty() && pool != place.pool => {
                 moves.push((id, place.pool.clone()));
-            }
-            Some((id, _)) if !place.pool.is_empty() => {
-                volume.replicas.iter_mut().filter(|r| r.id.0 == id).for_each(|r| r.placed = true);
             }
             Some(_) => {}
             None => new.push(place.pool.clone()),

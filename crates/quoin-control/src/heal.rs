@@ -342,6 +342,9 @@ impl Controller {
         volume: &Arc<VolumeRecord>,
         missed: &HashMap<ReplicaGuid, Duration>,
     ) -> Result<bool, Error> {
+        if volume.replicas.iter().all(|replica| volume.is_known(replica)) {
+            return Ok(false);
+        }
         let silent = self.silent(volume);
         let ReplaceAfter::After(after) = self.replace_after(volume) else { return Ok(false) };
         let overdue = |volume: &VolumeRecord, replica: &ReplicaRecord| {

@@ -5,7 +5,8 @@
 //! drained, or could be now. A volume moves a replica only while it is whole and nothing of it is
 //! being changed, and one replica moves at a time in the cluster: it is work that nobody waits for.
 //! Between two moves pools have time to say what they use now. A volume whose `replaceAfter` is
-//! `off` stays where people put it, and so does a replica whose pool was named.
+//! `off` stays where people put it, and so does a replica that was made in a pool that somebody
+//! named (by `--pool`, `--to` or a document).
 //!
 //! A move is that of `quoin replica move`: the old replica counts until the new one is known. Where
 //! the new one's pool is lost on the way, or nothing of it comes any further, or another replica of
@@ -177,7 +178,8 @@ impl Controller {
             self.pools.list().iter().map(|p| (p.name.clone(), p.node.clone())).collect();
         let mut observed = self.observed();
         observed.looks.balancing.barred.retain(|_, until| *until > now);
-        let barred = observed.looks.balancing.barred.clone();
+        let observed = observed;
+        let barred = &observed.looks.balancing.barred;
         let used = |replica: &ReplicaRecord| {
             let pool = observed.pools.get(&replica.pool)?;
             Some(pool.replicas.get(&replica.guid.0)?.used_bytes)
@@ -289,12 +291,15 @@ impl Controller {
             observed.looks.balancing.hopeless(newcomer.guid.0, reached, now)
         };
         let gone = missed.get(&newcomer.guid.0).is_some_and(|gone| *gone >= GIVEN_UP_AFTER);
-        let away = gone.then(|| format!("pool {} is away", newcomer.pool));
-        let why = away.or(hopeless);
-        let bars = why.is_some();
-        let urgent = urgent.iter().any(known);
-        let urgent = urgent.then_some("another replica of the volume must be made elsewhere first");
-        let Some(why) = why.or(urgent.map(str::to_owned)) else { return Ok(false) };
+        let (why, bars) = if gone {
+            (format!("pool {} is away", newcomer.pool), true)
+        } else if let Some(why) = hopeless {
+            (why, true)
+        } else if urgent.iter().any(known) {
+            ("another replica of the volume must be made elsewhere first".to_owned(), false)
+        } else {
+            return Ok(false);
+        };
         let guid = newcomer.guid;
         let change = |volume: &mut VolumeRecord| {
             let at = volume.replicas.iter().position(|r| r.guid == guid && moves(volume, r));

@@ -188,7 +188,7 @@ pub struct ReplicaRecord {
     /// Known, and named to leave.
     #[serde(default)]
     pub leaving: bool,
-    /// Its pool was named by a person: rebalancing leaves it there.
+    /// It was made in a pool that a person named: rebalancing leaves it there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub placed: bool,
     /// Why it was made.

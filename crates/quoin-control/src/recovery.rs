@@ -26,7 +26,7 @@ use quoin_proto::control::VolumeRef;
 use crate::Error;
 use crate::controller::{Controller, about};
 use crate::events::Severity;
-use crate::observed::ReplicaState;
+use crate::observed::{ReplicaState, VolumeSeen};
 use crate::records::{Discarded, MemberRecord, Text, VolumePhase, VolumeRecord};
 use crate::scale::{self, Scale};
 use crate::time::now_ms;
@@ -87,12 +87,19 @@ impl Controller {
 
     /// Replicas that its target waits for, since they may know of a change that the record lacks.
     pub(crate) fn silent(&self, volume: &VolumeRecord) -> Vec<ReplicaGuid> {
+        self.of_its_target(volume, |seen| seen.silent.clone()).unwrap_or_default()
+    }
+
+    /// Of what the target that has it under the record's epoch says now.
+    fn of_its_target<T>(
+        &self,
+        volume: &VolumeRecord,
+        what: impl FnOnce(&VolumeSeen) -> T,
+    ) -> Option<T> {
         let observed = self.observed();
-        let seen = observed.volumes.get(&volume.id.0).filter(|seen| {
-            seen.epoch == volume.epoch
-                && observed.node_online(&seen.node, self.settings.offline_after)
-        });
-        seen.map(|seen| seen.silent.clone()).unwrap_or_default()
+        let seen = observed.volumes.get(&volume.id.0)?;
+        let is_there = observed.node_online(&seen.node, self.settings.offline_after);
+        (is_there && seen.epoch == volume.epoch).then(|| what(seen))
     }
 
     fn check_recovery(&self, volume: &VolumeRecord, recovery: &Recovery) -> Result<(), Error> {
@@ -108,15 +115,7 @@ impl Controller {
         if let Some(other) = recovery.keep.iter().chain(&recovery.destroyed).find(|id| !known(id)) {
             return Err(Error::missing("known replica", format!("{other} of volume {name:?}")));
         }
-        let serves = {
-            let observed = self.observed();
-            let seen = observed.volumes.get(&volume.id.0);
-            seen.is_some_and(|seen| {
-                seen.state == "serving"
-                    && seen.epoch == volume.epoch
-                    && observed.node_online(&seen.node, self.settings.offline_after)
-            })
-        };
+        let serves = self.of_its_target(volume, |seen| seen.state == "serving") == Some(true);
         let silent = self.silent(volume);
         let newcomers = volume.replicas.iter().filter(|r| !volume.is_known(r));
         for newcomer in newcomers.filter(|r| silent.contains(&r.guid.0)) {

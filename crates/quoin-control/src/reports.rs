@@ -218,6 +218,9 @@ impl Controller {
         if report.replicas.len() > 64 {
             return Err(Error::invalid("replicas", "at most 64"));
         }
+        if report.silent.len() > quoin_core::membership::REPLICAS_MAX {
+            return Err(Error::invalid("silent", "at most 16"));
+        }
         if !report.nbd_uri.is_empty() && !is_nbd_uri(&report.nbd_uri) {
             return Err(Error::invalid("nbd_uri", "an nbd:// or nbds:// address of printed ASCII"));
         }

@@ -276,35 +276,30 @@ pub(crate) fn move_to(
     if here.iter().any(|r| r.leaving) {
         return Err(Error::Precondition(format!("replica {id} of volume {name:?} is leaving it")));
     }
-    if let [old, new] = here.as_slice()
-        && !pool.is_empty()
-        && new.pool != pool
-    {
-        let is_here = |c: &&placement::Candidate| c.name == new.pool && c.unusable.is_empty();
-        let (back, guid) = (old.pool == pool, new.guid);
-        // A move that nobody asked for, one that goes back, and one that cannot come on give way
-        // to a person's word.
-        if back || new.cause == Cause::Balance || !candidates.iter().any(|c| is_here(&c)) {
-            discard(volume, guid);
-            return match back {
-                true => Ok(Some(format!("replica {id} stays on pool {pool}"))),
-                false => move_to(volume, id, pool, candidates),
-            };
-        }
-    }
-    if let [_, newcomer] = here.as_slice() {
+    let guid = first.guid.0;
+    if let [old, newcomer] = here.as_slice() {
         if pool.is_empty() || newcomer.pool == pool {
             return Ok(None);
         }
-        return Err(Error::Precondition(format!(
-            "replica {id} of volume {name:?} is already on its way to pool {}",
-            newcomer.pool
-        )));
-    }
-    if first.pool == pool {
+        // A move that nobody asked for, one that goes back, and one that cannot come on give way
+        // to a person's word.
+        let goes_back = old.pool == pool;
+        let may_arrive =
+            candidates.iter().any(|c| c.name == newcomer.pool && c.unusable.is_empty());
+        if !goes_back && newcomer.cause != Cause::Balance && may_arrive {
+            return Err(Error::Precondition(format!(
+                "replica {id} of volume {name:?} is already on its way to pool {}",
+                newcomer.pool
+            )));
+        }
+        let newcomer = newcomer.guid;
+        discard(volume, newcomer);
+        if goes_back {
+            return Ok(Some(format!("replica {id} stays on pool {pool}")));
+        }
+    } else if first.pool == pool {
         return Ok(None);
     }
-    let guid = first.guid.0;
     let (old, pool) = relocate(volume, guid, pool, candidates, Cause::Asked)?;
     Ok(Some(format!("replica {id} from pool {} to pool {pool}", old.pool)))
 }

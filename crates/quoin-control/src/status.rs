@@ -315,7 +315,7 @@ impl Controller {
     }
 
     /// What the volume survives, in words: by where its replicas are, not by what was hoped.
-    pub fn contract(&self, volume: &VolumeRecord) -> String {
+    pub(crate) fn contract(&self, volume: &VolumeRecord) -> String {
         let (rf, cf) = (volume.membership.rf, volume.membership.cf);
         let lost = cf.saturating_sub(1);
         let mut hosts: Vec<_> = volume

@@ -5,30 +5,8 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Cluster, SwapFate, config};
+use common::{SwapFate, check_data, config, filled, member};
 use quoin_core::*;
-
-const FILL: u64 = 100;
-
-fn member(id: u128, guid: u128) -> Member {
-    Member { id: ReplicaId(id), guid: ReplicaGuid(guid) }
-}
-
-/// A volume of `rf` replicas with data.
-fn filled(rf: u8) -> Cluster {
-    let mut c = Cluster::new(rf, config());
-    for block in 0..FILL {
-        c.write(block, block as u8 + 1);
-    }
-    c.wait_in_sync(rf.into());
-    c
-}
-
-fn check_data(c: &mut Cluster) {
-    for block in 0..FILL {
-        assert_eq!(c.read(block * 4096, 4096), vec![block as u8 + 1; 4096], "block {block}");
-    }
-}
 
 /// A refusal is no answer about the requests before it: the same membership under the next version
 /// is asked for, which shuts them out, and the volume is not opened anew for it.

@@ -10,8 +10,8 @@
 //!   Welcome, so that shards see believed sessions only.
 //! * [`queue`] holds what goes out (one vectored write) and what came in.
 //! * [`reactor`] is the epoll loop, its timers and its waker, [`spin`] when it looks again before
-//!   it sleeps; [`connection`] ties a socket, its
-//!   protection and its queues together for the shards of both roles.
+//!   it sleeps; [`connection`] ties a socket, its protection and its queues together for the shards
+//!   of both roles.
 //! * [`notices`] carries what operators want to know from shards to reports.
 //!
 //! Peers are hostile until proven otherwise: no input makes this crate panic or hold more memory

@@ -210,21 +210,18 @@ fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are
     end(&scratch, dev, load, 3);
 }
 
-/// Proves SCALE-TEST-07, SCALE-KNOWN-02, SCALE-ID-03.
-#[test]
-fn only_replicas_of_the_list_connect_whichever_parts_restart() {
-    let (scratch, dev) = cluster("listed", "4");
+/// Whichever parts restart: a replica whose pool is away is lost by `lose` (given its pool, its id,
+/// its GUID and a spare pool), comes back, and is let in by nobody.
+fn whichever_parts_restart(scratch: &str, lose: impl Fn(&Dev, &str, &str, &str, &str)) {
+    let (scratch, dev) = cluster(scratch, "4");
     let load = volume(&dev, "3");
     for combination in RESTARTS {
         dev.wait_for_volume("db", "whole", whole);
         let (pool, id, old) = known(&dev)[usize::from(combination) % 3].clone();
-        let to = spare(&dev);
         let pid = dev.pid(&pool).unwrap();
         signal(pid, "STOP");
-        waiting(&dev, &["replica", "replace", "db", &pool]);
+        lose(&dev, &pool, &id, &old, spare(&dev));
         let list = known(&dev);
-        let takes = list.iter().find(|(_, same, _)| *same == id).unwrap();
-        assert!(takes.0 == to && takes.2 != old, "the list has another GUID under this id");
         load.goes_on(&dev, 30);
         restart(&dev, combination, &pool, pid);
         comes_back_and_is_cleared(&dev, &pool, 3, &old);
@@ -234,31 +231,28 @@ fn only_replicas_of_the_list_connect_whichever_parts_restart() {
     end(&scratch, dev, load, 3);
 }
 
+/// Proves SCALE-TEST-07, SCALE-KNOWN-02, SCALE-ID-03.
+#[test]
+fn only_replicas_of_the_list_connect_whichever_parts_restart() {
+    whichever_parts_restart("listed", |dev, pool, id, old, to| {
+        waiting(dev, &["replica", "replace", "db", pool]);
+        let list = known(dev);
+        let takes = list.iter().find(|(_, same, _)| same == id).unwrap();
+        assert!(takes.0 == to && takes.2 != old, "the list has another GUID under this id");
+    });
+}
+
 /// Proves SCALE-TEST-08, SCALE-SHORT-04.
 #[test]
 fn replicas_that_are_not_on_the_list_do_not_connect_whichever_parts_restart() {
-    let (scratch, dev) = cluster("unlisted", "4");
-    let load = volume(&dev, "3");
-    for combination in RESTARTS {
-        dev.wait_for_volume("db", "whole", whole);
-        let (pool, id, old) = known(&dev)[usize::from(combination) % 3].clone();
-        let to = spare(&dev);
-        let pid = dev.pid(&pool).unwrap();
-        signal(pid, "STOP");
+    whichever_parts_restart("unlisted", |dev, pool, id, old, to| {
         // Removed by name and another one added: its id is on no list.
-        let removed = waiting(&dev, &["replica", "remove", "db", &pool]);
+        let removed = waiting(dev, &["replica", "remove", "db", pool]);
         assert_eq!(factors(&removed), [2, 2, 2]);
-        let scaled = waiting(&dev, &["volume", "scale", "db", "--replicas", "3", "--pool", to]);
+        let scaled = waiting(dev, &["volume", "scale", "db", "--replicas", "3", "--pool", to]);
         assert_eq!(factors(&scaled), [3, 2, 3]);
-        let list = known(&dev);
-        assert!(list.iter().all(|(_, other, guid)| *other != id && *guid != old));
-        load.goes_on(&dev, 30);
-        restart(&dev, combination, &pool, pid);
-        comes_back_and_is_cleared(&dev, &pool, 3, &old);
-        assert_eq!(known(&dev), list, "after restart {combination:03b}");
-        load.goes_on(&dev, 30);
-    }
-    end(&scratch, dev, load, 3);
+        assert!(known(dev).iter().all(|(_, other, guid)| other != id && guid != old));
+    });
 }
 
 /// Proves SCALE-TEST-10, SCALE-VALID-01.

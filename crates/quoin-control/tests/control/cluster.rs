@@ -387,17 +387,21 @@ impl Cluster {
         state: &str,
         more: impl FnOnce(&mut VolumeReport),
     ) -> Vec<u8> {
+        let mut report = self.report_of(name, state);
+        more(&mut report);
+        self.controller.report_volume(&report).await.unwrap()
+    }
+
+    pub fn report_of(&self, name: &str, state: &str) -> VolumeReport {
         let volume = self.volume(name);
-        let mut report = VolumeReport {
+        VolumeReport {
             volume_id: volume.id.0.to_string(),
             node: volume.owner.clone().unwrap(),
             epoch: volume.epoch,
             state: state.into(),
             membership_version: volume.membership.version,
             ..VolumeReport::default()
-        };
-        more(&mut report);
-        self.controller.report_volume(&report).await.unwrap()
+        }
     }
 
     pub fn reasons(&self) -> Vec<String> {

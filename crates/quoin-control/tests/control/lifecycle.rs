@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use quoin_control::Publish;
 use quoin_core::{Epoch, Incarnation};
-use quoin_proto::control::{NodeReport, PoolReport, VolumeRef, VolumeSpec};
+use quoin_proto::control::{NodeReport, PoolReport, VolumeRef, VolumeReport, VolumeSpec};
 use tonic::Code;
 
 use crate::cluster::{Cluster, GIB, SimPool, by_name, spec};
@@ -304,7 +304,16 @@ async fn volumes_are_listed_in_pages_and_a_foreign_token_is_aborted() {
 
 #[tokio::test]
 async fn hostile_reports_are_refused_by_field() {
-    let cluster = Cluster::new().await;
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.open_volume(volume.id.0, "n1", 9).await;
+    let many = cluster.report_of("db", "opening");
+    let many = VolumeReport { silent: vec![format!("{:032x}", 7); 17], ..many };
+    let error = cluster.controller.report_volume(&many).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument);
+    assert!(error.to_string().contains("silent"), "{error}");
+
     let good = cluster.pools[0].report();
     let mut long = good.clone();
     long.error = "x".repeat(2000);

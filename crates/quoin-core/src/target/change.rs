@@ -8,8 +8,8 @@
 //!
 //! The record may go on by itself, to a higher version with the same list (a newcomer was taken off
 //! it), or refuse a change that is no longer wished for. Then the target asks for what is already so
-//! under the next version: once the record has that, no older swap can succeed any more, the joint
-//! rule ends, and nobody waited.
+//! under the next version: once the record has that, no older swap can succeed any more, and the
+//! joint rule ends without a new epoch.
 
 use std::time::Duration;
 

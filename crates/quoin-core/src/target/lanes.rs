@@ -3,9 +3,9 @@
 //! The view is dealt out in stretches, each of which (a *lane*) asks one source after the other for
 //! its chunks, so that no two lanes wait for the same source. What the receiver is fed stays in
 //! order, since its shadow is complete up to one cursor: the first lane's chunks go on as they
-//! come, those of the others wait for their turn, a chunk beyond [`WAITING_BYTES_MAX`] a lane at most. A source that
-//! is slow so holds up its own stretch and, when their room is used up, the others; one that is gone
-//! or bad is replaced where it stood.
+//! come, those of the others wait for their turn, a chunk beyond [`WAITING_BYTES_MAX`] a lane at
+//! most. A source that is slow so holds up its own stretch and, when their room is used up, the
+//! others; one that is gone or bad is replaced where it stood.
 
 use std::collections::VecDeque;
 

@@ -207,24 +207,13 @@ impl Target {
                 self.attempts = self.attempts.max(7);
                 self.reopen(now, actions);
             }
-            verdict @ (Verdict::Wait(_) | Verdict::MayHaveChanged(_)) => {
-                let what = match verdict {
-                    Verdict::MayHaveChanged(silent) => format!(
-                        "replicas that may know of a change of membership: {} have not answered",
-                        silent.len()
-                    ),
-                    Verdict::Wait(what) => what,
-                    _ => String::new(),
-                };
-                self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
-                self.wait_for(&what, actions);
-                self.open_joint_members(now);
-                let gone_on = self.desired.version > self.membership.version;
-                if (gone_on || now >= self.open_waits_until())
-                    && !mutant::is("record-not-asked-again")
-                {
-                    self.reopen(now, actions);
-                }
+            Verdict::Wait(what) => self.wait_to_open(&what, now, actions),
+            Verdict::MayHaveChanged(silent) => {
+                let many = silent.len();
+                let what = format!(
+                    "replicas that may know of a change of membership: {many} have not answered"
+                );
+                self.wait_to_open(&what, now, actions);
             }
             Verdict::Unflushed => {
                 let since = unflushed_since.unwrap_or(now);
@@ -249,6 +238,17 @@ impl Target {
                     self.recover_from(now, authority, actions);
                 }
             }
+        }
+    }
+
+    /// Not yet: looks again once the record has gone on, or when the answers are overdue.
+    fn wait_to_open(&mut self, what: &str, now: Time, actions: &mut Vec<TargetAction>) {
+        self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
+        self.wait_for(what, actions);
+        self.open_joint_members(now);
+        let gone_on = self.desired.version > self.membership.version;
+        if (gone_on || now >= self.open_waits_until()) && !mutant::is("record-not-asked-again") {
+            self.reopen(now, actions);
         }
     }
 

@@ -365,8 +365,6 @@ impl World {
         }
         if new {
             word.rule = view.rule.clone();
-        }
-        if new {
             self.check_view(entry.lsn, view);
         }
         if view.joint.is_some() {
