@@ -1,10 +1,13 @@
 //! `cargo xtask test`: all tests, in parts, each with a time budget.
 //!
 //! A part that overruns its budget is ended and counts as failed: a test that hangs must not
-//! hang the person who waits for it. The last line is `N passed, N failed` over all parts.
+//! hang the person who waits for it. A test that this machine does not let prove what it says (no
+//! root, no /dev/fuse) says so in a list, and is not counted as passed. The last line is
+//! `N passed, N failed` over all parts.
 
 use crate::{packages, python, run};
 use anyhow::{Context, Result, bail};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -20,7 +23,7 @@ pub struct Options {
     /// Install nothing, even as root, and make no Python environment.
     #[arg(long)]
     no_install: bool,
-    /// What cannot be prepared here is a failure, and not a note (for CI).
+    /// What cannot be prepared here is a failure, and so is a test that is skipped (for CI).
     #[arg(long, conflicts_with = "no_install")]
     complete: bool,
 }
@@ -108,11 +111,12 @@ pub fn run(options: &Options) -> Result<()> {
         bail!("no part of that name; there are {}", names.join(", "));
     }
     let python = if options.no_install { None } else { prepare(options.complete)? };
+    let skips = Skips::new()?;
     let mut rows = Vec::new();
     for part in chosen {
         println!("\n=== {} ===", part.name);
         let began = Instant::now();
-        let (tally, problem) = run_part(part, python.as_deref())?;
+        let (tally, problem) = run_part(part, python.as_deref(), &skips)?;
         rows.push((part.name, tally, problem, began.elapsed()));
     }
     println!("\n=== summary ===");
@@ -127,6 +131,15 @@ pub fn run(options: &Options) -> Result<()> {
         );
         all.passed += tally.passed;
         all.failed += tally.failed;
+    }
+    let skipped = skips.read()?;
+    drop(skips);
+    for line in &skipped {
+        println!("skipped: {line}");
+    }
+    all.passed = all.passed.saturating_sub(skipped.len() as u64);
+    if options.complete {
+        all.failed += skipped.len() as u64;
     }
     println!("{} passed, {} failed", all.passed, all.failed);
     if all.failed > 0 {
@@ -150,8 +163,44 @@ fn prepare(complete: bool) -> Result<Option<PathBuf>> {
     }
 }
 
-fn run_part(part: &Part, python: Option<&Path>) -> Result<(Tally, Option<String>)> {
+/// Where tests say that they prove less than they are named for.
+struct Skips(PathBuf);
+
+impl Skips {
+    fn new() -> Result<Self> {
+        let directory = run::target_directory()?;
+        std::fs::create_dir_all(&directory)?;
+        let list = Self(directory.join(format!("skipped-{}", std::process::id())));
+        let _ = std::fs::remove_file(&list.0);
+        Ok(list)
+    }
+
+    /// One line for each test that was skipped, with its reasons.
+    fn read(&self) -> Result<Vec<String>> {
+        let text = match std::fs::read_to_string(&self.0) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            text => text.with_context(|| format!("cannot read {}", self.0.display()))?,
+        };
+        let mut tests: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+        for (test, why) in text.lines().filter_map(|line| line.split_once(": ")) {
+            tests.entry(test).or_default().insert(why);
+        }
+        let line = |(test, why): (&&str, &BTreeSet<&str>)| {
+            format!("{test}: {}", why.iter().copied().collect::<Vec<_>>().join("; "))
+        };
+        Ok(tests.iter().map(line).collect())
+    }
+}
+
+impl Drop for Skips {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn run_part(part: &Part, python: Option<&Path>, skips: &Skips) -> Result<(Tally, Option<String>)> {
     let mut command = run::cargo();
+    command.env("QUOIN_SKIPPED", &skips.0);
     if let Some(python) = python {
         command.env(python::VARIABLE, python);
     }
@@ -241,6 +290,16 @@ fn result_line(line: &str) -> Option<Tally> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_test_that_was_skipped_twice_is_one_and_keeps_both_reasons() {
+        let skips = Skips::new().unwrap();
+        assert_eq!(skips.read().unwrap(), Vec::<String>::new());
+        let lines = "a::b: no root\nc: fio is not installed\na::b: no root\na::b: no fuse\n";
+        std::fs::write(&skips.0, lines).unwrap();
+        let told = ["a::b: no fuse; no root", "c: fio is not installed"];
+        assert_eq!(skips.read().unwrap(), told);
+    }
 
     #[test]
     fn cargo_tests_result_line_is_counted_and_other_lines_are_not() {

@@ -5,19 +5,37 @@
 //! `unhealthy` and the `reason`. This crate knows neither storage nor the control plane. There is no
 //! authentication, so it listens on loopback unless an operator says otherwise, and it shows
 //! figures only: no names of files, no keys, nothing that changes anything.
+//!
+//! It runs in the process of its role, whose files and memory it must not use up: the number of
+//! connections, the size of a request and the time for both are limited.
 
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use tokio::net::TcpListener;
+use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 /// The content type of the Prometheus text format with OpenMetrics extensions.
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// At a time; one more is closed at once. A scraper and a probe need one each.
+const CONNECTIONS_MAX: usize = 64;
+/// Until the head of a request is there.
+const HEAD_MAX: Duration = Duration::from_secs(5);
+/// Whoever asks again after that connects again: nobody holds a place for good.
+const CONNECTION_MAX: Duration = Duration::from_secs(60);
+const HEAD_BYTES_MAX: usize = 16 << 10;
+/// Until a connection is tried again that this process has no room for.
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// What a role shows of itself. Both are called for each request, so they must be cheap and
 /// must not wait.
@@ -42,8 +60,6 @@ impl Source {
 pub enum Error {
     #[error("cannot listen on {address} for metrics ({source}): choose another --http address")]
     Listen { address: SocketAddr, source: std::io::Error },
-    #[error("serving metrics ended: {0}")]
-    Serve(#[from] std::io::Error),
 }
 
 /// Takes the address; port 0 takes any.
@@ -54,21 +70,40 @@ pub async fn listen(address: SocketAddr) -> Result<TcpListener, Error> {
     TcpListener::bind(address).await.map_err(|source| Error::Listen { address, source })
 }
 
-/// Serves until `shutdown` becomes true.
-///
-/// # Errors
-/// [`Error::Serve`] if the listener fails.
-pub async fn serve(
-    listener: TcpListener,
-    source: Source,
-    mut shutdown: watch::Receiver<bool>,
-) -> Result<(), Error> {
-    let ended = async move {
-        // A sender that is gone counts as a shutdown.
-        let _ = shutdown.wait_for(|ends| *ends).await;
-    };
-    axum::serve(listener, router(source)).with_graceful_shutdown(ended).await?;
-    Ok(())
+/// Serves until `shutdown` becomes true, or its sender is gone; answers under way end with it.
+pub async fn serve(listener: TcpListener, source: Source, mut shutdown: watch::Receiver<bool>) {
+    let router = router(source);
+    let mut connections = JoinSet::new();
+    loop {
+        let accepted = tokio::select! {
+            _ = shutdown.wait_for(|ends| *ends) => return,
+            accepted = listener.accept() => accepted,
+        };
+        while connections.try_join_next().is_some() {}
+        match accepted {
+            Ok((stream, _)) if connections.len() < CONNECTIONS_MAX => {
+                connections.spawn(converse(stream, router.clone()));
+            }
+            Ok((_, address)) => {
+                tracing::debug!(%address, "too many connections for metrics, one more was closed");
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a connection for metrics was not accepted");
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn converse(stream: TcpStream, router: Router) {
+    let mut server = http1::Builder::new();
+    server.timer(TokioTimer::new()).header_read_timeout(HEAD_MAX).max_buf_size(HEAD_BYTES_MAX);
+    let service = TowerToHyperService::new(router);
+    let conversation = server.serve_connection(TokioIo::new(stream), service);
+    match tokio::time::timeout(CONNECTION_MAX, conversation).await {
+        Ok(Err(error)) => tracing::debug!(%error, "a connection for metrics ended"),
+        Ok(Ok(())) | Err(_) => {}
+    }
 }
 
 fn router(source: Source) -> Router {
@@ -137,7 +172,36 @@ mod tests {
         assert!(get(address, "/secrets").await.starts_with("HTTP/1.1 404"));
 
         end.send(true).unwrap();
-        server.await.unwrap().unwrap();
+        server.await.unwrap();
+    }
+
+    /// More connections than there are places, all of them silent, half a head or endless heads.
+    #[tokio::test]
+    async fn whoever_fills_all_places_is_cleared_away_and_others_are_answered_again() {
+        let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (_end, shutdown) = watch::channel(false);
+        let source = Source::new(|| "# EOF\n".into(), || Ok(()));
+        tokio::spawn(serve(listener, source, shutdown));
+        let endless = "GET / HTTP/1.1\r\nA: ".to_owned() + &"x".repeat(4 * HEAD_BYTES_MAX);
+        let mut held = Vec::new();
+        for greeting in ["", "GET /metrics HTTP/1.1\r\nHo", &endless] {
+            for _ in 0..CONNECTIONS_MAX {
+                let mut stream = TcpStream::connect(address).await.unwrap();
+                // It may have been closed at once.
+                let _ = stream.write_all(greeting.as_bytes()).await;
+                held.push(stream);
+            }
+        }
+        let mut refused = 0;
+        for stream in &mut held {
+            // Each ends from the other side, with a word or without.
+            let mut said = Vec::new();
+            let _ = stream.read_to_end(&mut said).await;
+            refused += usize::from(said.is_empty());
+        }
+        assert!(refused > 0, "nobody was refused");
+        assert!(get(address, "/healthz").await.starts_with("HTTP/1.1 200"));
     }
 
     #[tokio::test]

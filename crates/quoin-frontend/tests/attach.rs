@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::{Server, ServerOptions, have, volume};
+use common::{Server, ServerOptions, have, skipped, volume};
 use quoin_frontend::attach::protocol::{AttachVolume, Kind};
 use quoin_frontend::attach::{AttachClient, Error, Options, run};
 use quoin_frontend::fuse::mount::mounts_under;
@@ -25,7 +25,7 @@ fn possible() -> bool {
     let root = rustix::process::geteuid().is_root();
     let devices = ["/dev/fuse", "/dev/loop-control"].iter().all(|path| Path::new(path).exists());
     if !root || !devices {
-        eprintln!("SKIPPED: needs root, /dev/fuse and /dev/loop-control");
+        skipped("needs root, /dev/fuse and /dev/loop-control");
     }
     root && devices
 }

@@ -2,6 +2,8 @@
 //! make those; without that (or without `losetup`) the test says so and proves nothing.
 
 mod common;
+#[path = "../../../tests/skipped.rs"]
+mod skipped;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,6 +14,7 @@ use quoin_core::entry::SharedEntry;
 use quoin_core::message::ReadView;
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
 use quoin_store::{Disk, FileDisk, FormatOptions, Pool, PoolError, ReplicaPool};
+use skipped::skipped;
 
 /// A loop device over a file, detached when dropped.
 struct LoopDevice(PathBuf);
@@ -52,8 +55,7 @@ fn a_pool_on_a_block_device_comes_back_whole_and_is_locked_while_open() {
     let device = match LoopDevice::attach(&backing) {
         Ok(device) => device,
         Err(reason) => {
-            println!("skipped, no loop device can be made here: {reason}");
-            return;
+            return skipped(&format!("no loop device can be made here: {reason}"));
         }
     };
     let path = device.0.clone();

@@ -31,6 +31,9 @@ pub mod queue;
 pub mod reactor;
 pub mod same_host;
 pub mod security;
+#[cfg(test)]
+#[path = "../../../tests/skipped.rs"]
+mod skipped;
 pub mod spin;
 
 pub use connection::{Connection, ReadOutcome};

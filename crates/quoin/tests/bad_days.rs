@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use support::{BUDGET, Dev, Scratch, signal};
+use support::{BUDGET, Dev, Scratch, signal, skipped};
 
 /// What a pool beside `quoin dev` is run with.
 struct Beside<'a> {
@@ -221,10 +221,7 @@ fn a_socket_that_a_dead_process_left_is_taken_over() {
 #[test]
 fn a_raw_device_is_a_pool_only_when_asked_for_and_serves_like_a_file() {
     if !is_root() {
-        // A block device can only be made by root: that it is refused otherwise is the proof here.
-        let said = Command::new("losetup").arg("-f").output();
-        println!("no root, no loop device: {said:?}");
-        return;
+        return skipped("a block device can only be made by root");
     }
     let scratch = Scratch::new("device");
     let image = scratch.0.join("image");

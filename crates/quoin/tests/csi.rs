@@ -7,7 +7,7 @@ mod cluster;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use cluster::{Dev, Scratch, can_attach};
+use cluster::{Dev, Scratch, can_attach, skipped};
 
 /// A Python with grpcio and grpcio-tools: the one that `QUOIN_PYTHON` names (which must work
 /// then), the one that `cargo xtask test` made, or the system's if it happens to have them.
@@ -25,7 +25,7 @@ fn python() -> Option<String> {
             return Some(candidate.to_owned());
         }
     }
-    eprintln!("SKIPPED: no Python with grpcio; `cargo xtask test` makes one");
+    skipped("no Python with grpcio; `cargo xtask test` makes one");
     None
 }
 

@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use running::{Scratch, assert_nothing_is_left, can_attach, eventually, have};
+use running::{Scratch, assert_nothing_is_left, can_attach, eventually, have, skipped};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 const OVER_NBD: &[&str] = &["--user-space"];
@@ -32,10 +32,7 @@ fn demo(under: &Path, how: &[&str]) -> Child {
 fn can_mount() -> bool {
     let can = can_attach() && Path::new("/dev/loop-control").exists() && have("mkfs.ext4");
     if !can {
-        eprintln!(
-            "SKIPPED: the mounted demo needs root, /dev/fuse, /dev/loop-control and mkfs.ext4; \
-             nothing of it is tested here"
-        );
+        skipped("the mounted demo needs root, /dev/fuse, /dev/loop-control and mkfs.ext4");
     }
     can
 }

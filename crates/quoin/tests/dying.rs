@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 use support::faulty::FaultyDisk;
 use support::load::Load;
-use support::{Dev, Scratch, can_attach, is_online};
+use support::{Dev, Scratch, can_attach, is_online, skipped};
 
 /// Longer than a pool takes for a busy disk.
 const STALL: Duration = Duration::from_secs(21);
@@ -43,8 +43,7 @@ fn replica_pools(dev: &Dev) -> Vec<String> {
 #[test]
 fn a_pool_whose_disk_refuses_or_stalls_is_emptied_before_it_is_lost_and_all_data_is_there() {
     if !can_attach() {
-        println!("skipped: a disk that fails on demand needs root and /dev/fuse");
-        return;
+        return skipped("a disk that fails on demand needs root and /dev/fuse");
     }
     let scratch = Scratch::new("dying-pools");
     // Only what is dying may be replaced, and one stall is enough.

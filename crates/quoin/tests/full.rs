@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 use quoin_core::block::Operation;
 use quoin_frontend::nbd::client::{Client, RequestError};
-use support::{Dev, Scratch, block, is_online};
+use support::{Dev, Scratch, block, is_online, skipped};
 
 const BLOCK: u64 = 4096;
 const ENOSPC: u32 = 28;
@@ -140,8 +140,7 @@ fn with_wait_writes_are_held_while_full_and_go_on_by_themselves_after_a_trim() {
 #[test]
 fn a_full_disk_under_the_pools_is_told_writes_are_refused_and_room_below_lets_them_go_on() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: a small disk needs root to be mounted");
-        return;
+        return skipped("a small disk needs root to be mounted");
     }
     let scratch = Scratch::new("below");
     let disk = SmallDisk::mount(&scratch.cluster(), "800m");

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Place, Process};
-use running::{Dev, Scratch, assert_nothing_is_left, eventually, is_root, run, signal};
+use running::{Dev, Scratch, assert_nothing_is_left, eventually, is_root, run, signal, skipped};
 
 fn possible() -> bool {
     let devices = ["/dev/fuse", "/dev/loop-control"].iter().all(|path| Path::new(path).exists());
@@ -23,7 +23,8 @@ fn possible() -> bool {
     let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
     let is_new = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 9);
     if !is_root() || !devices || !is_new {
-        println!("skipped: needs root, /dev/fuse, /dev/loop-control and Linux 6.9 ({release})");
+        let why = format!("needs root, /dev/fuse, /dev/loop-control and Linux 6.9 ({release})");
+        skipped(&why);
     }
     is_root() && devices && is_new
 }

@@ -4,7 +4,7 @@ mod common;
 
 use std::process::{Command, Output, Stdio};
 
-use common::{Cluster, Place, eventually, have, is_root};
+use common::{Cluster, Place, eventually, have, is_root, skipped};
 
 /// A command that ends by itself; the cluster's processes are not waited for.
 fn refused(cluster: &Cluster, arguments: &[&str]) -> String {
@@ -147,7 +147,7 @@ fn output(program: &str, arguments: &[&str]) -> Output {
 #[test]
 fn a_raw_device_becomes_a_pool_only_when_it_is_blank_and_that_was_asked_for() {
     if !is_root() || !have("losetup") {
-        return;
+        return skipped("a loop device needs root and losetup");
     }
     let mut cluster = Cluster::start("raw", &Place::here(), &[]);
     let file = cluster.path("disk");

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::nbd::{FUA, Nbd, WRITE};
-use common::{Cluster, Place, eventually, have, is_root};
+use common::{Cluster, Place, eventually, have, is_root, skipped};
 use quoin_core::ids::SessionKey;
 use quoin_core::{Epoch, Incarnation};
 use quoin_identity::{Authority, Expected, Identity, JoinRequest, Lifetimes, Role};
@@ -47,7 +47,7 @@ impl Network {
     /// `None` where namespaces cannot be had; says why.
     fn new(hosts: &[&str]) -> Option<Self> {
         if !is_root() || !have("ip") {
-            println!("skipped: needs root and iproute2");
+            skipped("network namespaces need root and iproute2");
             return None;
         }
         let id = std::process::id() % 10_000;
@@ -55,7 +55,7 @@ impl Network {
         let probe = ip(&format!("link add {bridge} type bridge"));
         if !probe.status.success() {
             let why = String::from_utf8_lossy(&probe.stderr).into_owned();
-            println!("skipped: no bridge can be made here: {why}");
+            skipped(&format!("no bridge can be made here: {why}"));
             return None;
         }
         // From here on dropping it cleans up, whatever has been made of it.

@@ -6,6 +6,7 @@
 
 #[path = "../broken/mod.rs"]
 mod broken;
+mod filled;
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -28,6 +29,8 @@ use quoin_core::target::{
 use quoin_core::*;
 use quoin_store::ReplicaPool;
 use quoin_store::model::ModelPool;
+
+pub use filled::{FILL, check_data, filled, member};
 
 pub const BLOCKS: u64 = 1024;
 const VOLUME: VolumeId = VolumeId(7);
@@ -691,27 +694,5 @@ impl Cluster {
 impl Cluster {
     pub fn target_has_timer(&self) -> bool {
         self.target_timer.is_some()
-    }
-}
-
-pub const FILL: u64 = 100;
-
-pub fn member(id: u128, guid: u128) -> Member {
-    Member { id: ReplicaId(id), guid: ReplicaGuid(guid) }
-}
-
-/// A volume of `rf` replicas with data.
-pub fn filled(rf: u8) -> Cluster {
-    let mut c = Cluster::new(rf, config());
-    for block in 0..FILL {
-        c.write(block, block as u8 + 1);
-    }
-    c.wait_in_sync(rf.into());
-    c
-}
-
-pub fn check_data(c: &mut Cluster) {
-    for block in 0..FILL {
-        assert_eq!(c.read(block * 4096, 4096), vec![block as u8 + 1; 4096], "block {block}");
     }
 }

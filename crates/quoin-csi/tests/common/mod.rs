@@ -3,6 +3,8 @@
 
 pub mod control;
 pub mod devices;
+#[path = "../../../../tests/skipped.rs"]
+mod skipped;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -17,6 +19,7 @@ use quoin_proto::csi::node_client::NodeClient;
 use quoin_proto::csi::volume_capability::access_mode::Mode as AccessMode;
 use quoin_proto::csi::volume_capability::{self, AccessType, BlockVolume, MountVolume};
 use quoin_proto::csi::*;
+use skipped::skipped;
 use tokio::sync::watch;
 use tonic::transport::Channel;
 use tonic::{Code, Response, Status};
@@ -204,7 +207,7 @@ async fn start_plugin(
 pub fn can_mount() -> bool {
     let can = LoopAttacher::is_possible();
     if !can {
-        eprintln!("skipped: needs root and /dev/loop-control");
+        skipped("needs root and /dev/loop-control");
     }
     can
 }

@@ -2,6 +2,9 @@
 
 #![allow(dead_code)] // Each test binary uses its own part.
 
+#[path = "../../../../tests/skipped.rs"]
+mod skipped;
+
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -14,6 +17,7 @@ use quoin_core::block::{
     BlockError, DeviceInfo, Frontend, Operation, Payload, Reply, Request, StatusExtent,
 };
 use quoin_frontend::nbd::{Session, TlsPolicy};
+pub use skipped::skipped;
 
 const BLOCK: usize = 4096;
 
@@ -258,7 +262,7 @@ pub fn have(tool: &str) -> bool {
         std::env::split_paths(&path).any(|directory| directory.join(tool).is_file())
     });
     if !found {
-        eprintln!("SKIPPED: {tool} is not installed");
+        skipped(&format!("{tool} is not installed"));
     }
     found
 }

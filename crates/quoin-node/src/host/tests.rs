@@ -1,6 +1,9 @@
 //! Real mounts of real file systems, with a plain loop device in the attach process's place.
 //! They need root and loop devices, and say so where those are missing.
 
+#[path = "../../../../tests/skipped.rs"]
+mod skipped;
+
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileTypeExt;
@@ -9,6 +12,8 @@ use std::sync::Mutex;
 use std::sync::atomic::Ordering;
 
 use async_trait::async_trait;
+
+use skipped::skipped;
 
 use super::*;
 use crate::Kind;
@@ -96,7 +101,7 @@ impl World {
     /// `None` (with a word to the reader) where loop devices or root are missing.
     fn new() -> Option<Self> {
         if !rustix::process::geteuid().is_root() || !Path::new("/dev/loop-control").exists() {
-            eprintln!("skipped: needs root and /dev/loop-control");
+            skipped("needs root and /dev/loop-control");
             return None;
         }
         let root = tempfile::Builder::new().prefix("quoin node ").tempdir().unwrap();

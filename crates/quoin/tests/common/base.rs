@@ -3,11 +3,16 @@
 
 #![allow(dead_code)] // Each test binary uses its part.
 
+#[path = "../../../../tests/skipped.rs"]
+mod skipped;
+
 use std::fmt::Display;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
+
+pub use skipped::skipped;
 
 /// Far more than anything here takes: reached only when something hangs.
 pub const BUDGET: Duration = Duration::from_secs(180);
@@ -151,7 +156,7 @@ pub fn have(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&path).any(|directory| directory.join(program).exists());
     if !found {
-        println!("skipped in part: {program} is not installed");
+        skipped(&format!("{program} is not installed"));
     }
     found
 }
@@ -163,5 +168,9 @@ pub fn is_root() -> bool {
 
 /// Root, with what a block device needs.
 pub fn can_attach() -> bool {
-    is_root() && Path::new("/dev/fuse").exists()
+    let can = is_root() && Path::new("/dev/fuse").exists();
+    if !can {
+        skipped("a block device needs root and /dev/fuse");
+    }
+    can
 }
