@@ -100,9 +100,8 @@ async fn converse(stream: TcpStream, router: Router) {
     server.timer(TokioTimer::new()).header_read_timeout(HEAD_MAX).max_buf_size(HEAD_BYTES_MAX);
     let service = TowerToHyperService::new(router);
     let conversation = server.serve_connection(TokioIo::new(stream), service);
-    match tokio::time::timeout(CONNECTION_MAX, conversation).await {
-        Ok(Err(error)) => tracing::debug!(%error, "a connection for metrics ended"),
-        Ok(Ok(())) | Err(_) => {}
+    if let Ok(Err(error)) = tokio::time::timeout(CONNECTION_MAX, conversation).await {
+        tracing::debug!(%error, "a connection for metrics ended");
     }
 }
 

@@ -120,6 +120,12 @@ pub trait Frontend: Send {
 
     fn wants_input(&self) -> bool;
 
+    /// Bytes of data that requests under way were given, or will be answered with.
+    fn held_bytes(&self) -> usize;
+
+    /// One more request is taken as long as those under way hold less than this.
+    fn set_held_bytes_max(&mut self, bytes: usize);
+
     /// The volume was grown or its mode changed.
     fn device_changed(&mut self, _info: &DeviceInfo) {}
 }

@@ -5,7 +5,8 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Cluster, FILL, SwapFate, check_data, config, filled, member};
+use common::filled::{FILL, check_data, filled, member};
+use common::{Cluster, SwapFate, config};
 use quoin_core::target::{ReplicaStanding, TargetNote};
 use quoin_core::*;
 

@@ -5,7 +5,8 @@ mod common;
 
 use std::time::Duration;
 
-use common::{SwapFate, check_data, config, filled, member};
+use common::filled::{check_data, filled, member};
+use common::{SwapFate, config};
 use quoin_core::*;
 
 /// A refusal is no answer about the requests before it: the same membership under the next version

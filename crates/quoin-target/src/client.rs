@@ -28,6 +28,12 @@ pub struct Client {
     pub ending: bool,
     /// Listed to be written.
     pub dirty: bool,
+    /// What it held when its shard counted last.
+    pub counted_bytes: usize,
+    /// All clients together hold too much: one request at a time.
+    crowded: bool,
+    /// Listed to be looked at when that is over.
+    pub waits: bool,
 }
 
 /// How a turn at the socket ended.
@@ -51,6 +57,9 @@ impl Client {
             interest: Interest::READ,
             ending: false,
             dirty: false,
+            counted_bytes: 0,
+            crowded: false,
+            waits: false,
         }
     }
 
@@ -63,8 +72,21 @@ impl Client {
         self.socket.as_fd()
     }
 
+    /// What is kept for it: its requests' data, and replies that it has not taken.
+    pub fn held_bytes(&self) -> usize {
+        self.output.bytes() + self.frontend.held_bytes()
+    }
+
+    pub fn set_crowded(&mut self, crowded: bool) {
+        if self.crowded != crowded {
+            self.crowded = crowded;
+            self.frontend.set_held_bytes_max(if crowded { 1 } else { QUEUED_MAX });
+        }
+    }
+
     fn may_take(&self) -> bool {
-        !self.ending && self.output.bytes() < QUEUED_MAX && self.frontend.wants_input()
+        let held_max = if self.crowded { 1 } else { QUEUED_MAX };
+        !self.ending && self.held_bytes() < held_max && self.frontend.wants_input()
     }
 
     /// What readiness this client can use now.

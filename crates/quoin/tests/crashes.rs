@@ -3,9 +3,10 @@
 
 mod support;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rand::{Rng, SeedableRng, rngs::StdRng};
+use rustix::process::{Pid, Signal, kill_process};
 use support::load::Load;
 use support::{Dev, Scratch, is_online, signal};
 
@@ -68,6 +69,51 @@ fn a_pool_that_hangs_holds_up_nobody_and_catches_up_when_it_goes_on() {
         signal(pid, "CONT");
         dev.wait_for_volume("db", "whole again", all_in_sync);
     }
+    load.verify();
+    dev.stop();
+}
+
+/// How many operations are done while one pool runs for a tenth of the time only, in parts of what
+/// is done when it is let run; both in turns, for whatever else goes on here.
+fn rate_beside_a_slow_one(load: &Load, pool: i64) -> f64 {
+    const TURN: Duration = Duration::from_millis(300);
+    let pid = Pid::from_raw(pool as i32).unwrap();
+    let (mut free, mut slow) = (0, 0);
+    for _ in 0..6 {
+        let before = load.done();
+        std::thread::sleep(TURN);
+        let between = load.done();
+        let began = Instant::now();
+        while began.elapsed() < TURN {
+            kill_process(pid, Signal::STOP).unwrap();
+            std::thread::sleep(Duration::from_millis(18));
+            kill_process(pid, Signal::CONT).unwrap();
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        free += between - before;
+        slow += load.done() - between;
+    }
+    slow as f64 / free as f64
+}
+
+/// Proves: a slow replica never slows the volume while CF others answer.
+#[test]
+fn a_pool_that_is_merely_slow_takes_no_rate_unless_all_replicas_are_waited_for() {
+    let scratch = Scratch::new("slow");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pool-size", "512MiB"]);
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let load = Load::start(dev.client("db"), 13);
+    dev.wait_for_volume("db", "online", is_online);
+    let pool = dev.pid("pool-b").unwrap();
+    let rate = rate_beside_a_slow_one(&load, pool);
+    assert!(rate > 0.5, "a slow replica leaves {rate:.2} of the rate");
+    // That the pool is slow indeed shows where it is waited for.
+    dev.wait_for_volume("db", "whole", all_in_sync);
+    dev.ok(&["volume", "scale", "db", "--consistency-factor", "3", "--wait"]);
+    let waits = rate_beside_a_slow_one(&load, pool);
+    println!("{rate:.2} of the rate beside a slow replica, {waits:.2} with a wait for it");
+    assert!(waits < rate / 2.0, "{waits:.2} of the rate while all are waited for, {rate:.2} else");
+    dev.wait_for_volume("db", "whole", all_in_sync);
     load.verify();
     dev.stop();
 }

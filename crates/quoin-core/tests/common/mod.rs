@@ -6,7 +6,7 @@
 
 #[path = "../broken/mod.rs"]
 mod broken;
-mod filled;
+pub mod filled;
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -29,8 +29,6 @@ use quoin_core::target::{
 use quoin_core::*;
 use quoin_store::ReplicaPool;
 use quoin_store::model::ModelPool;
-
-pub use filled::{FILL, check_data, filled, member};
 
 pub const BLOCKS: u64 = 1024;
 const VOLUME: VolumeId = VolumeId(7);

@@ -33,7 +33,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { requests_in_flight_max: 1024, bytes_in_flight_max: 64 << 20 }
+        Self { requests_in_flight_max: 1024, bytes_in_flight_max: 32 << 20 }
     }
 }
 
@@ -190,6 +190,20 @@ impl Frontend for Session {
             Phase::Transmission(transmission) => transmission.wants_input(),
             // So that the driver calls once more and hears that the session has ended.
             Phase::Ended => true,
+        }
+    }
+
+    fn held_bytes(&self) -> usize {
+        match &self.phase {
+            Phase::Transmission(transmission) => transmission.held_bytes(),
+            Phase::Negotiation(_) | Phase::Ended => 0,
+        }
+    }
+
+    fn set_held_bytes_max(&mut self, bytes: usize) {
+        self.limits.bytes_in_flight_max = bytes;
+        if let Phase::Transmission(transmission) = &mut self.phase {
+            transmission.set_limits(self.limits);
         }
     }
 

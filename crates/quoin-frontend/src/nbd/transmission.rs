@@ -88,6 +88,14 @@ impl Transmission {
         self.read_only = device.read_only;
     }
 
+    pub(super) fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+
+    pub(super) fn held_bytes(&self) -> usize {
+        self.bytes_in_flight
+    }
+
     pub(super) fn wants_input(&self) -> bool {
         self.in_flight.len() - self.free.len() < self.limits.requests_in_flight_max
             && self.bytes_in_flight < self.limits.bytes_in_flight_max

@@ -21,6 +21,23 @@ const CLIENTS_MAX: usize = 64;
 /// reads, so that answering them does not wait for the client between parts.
 const SEND_BUFFER_BYTES: usize = 2 << 20;
 
+/// What the clients of a shard may hold together: beyond it one that holds anything is not read
+/// from, and the others are given one request at a time.
+const HELD_MAX: usize = 256 << 20;
+
+/// What all clients of a shard hold, and who waits for that to become less.
+#[derive(Default)]
+pub(super) struct Crowd {
+    held_bytes: usize,
+    waiting: Vec<u64>,
+}
+
+impl Crowd {
+    fn is_dense(&self) -> bool {
+        self.held_bytes >= HELD_MAX
+    }
+}
+
 impl Volume {
     fn submit(
         &mut self,
@@ -144,8 +161,10 @@ impl Shard {
     pub(super) fn read_client(&mut self, now: Time, key: u64) {
         let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
         let id = client.volume;
+        client.set_crowded(self.crowd.is_dense());
         let mut requests = std::mem::take(&mut self.requests);
         let turn = client.read(&mut requests);
+        self.count(key);
         self.submit(now, id, key, &mut requests);
         self.requests = requests;
         match turn {
@@ -164,9 +183,31 @@ impl Shard {
         let id = client.volume;
         let mut requests = std::mem::take(&mut self.requests);
         client.take(&mut requests);
+        self.count(key);
         self.submit(now, id, key, &mut requests);
         self.requests = requests;
         self.client_dirty(key);
+    }
+
+    /// Counts what a client holds by now; those who waited for room are looked at if there is some.
+    fn count(&mut self, key: u64) {
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        let held = client.held_bytes();
+        self.crowd.held_bytes -= std::mem::replace(&mut client.counted_bytes, held);
+        self.crowd.held_bytes += held;
+        self.wake_those_who_wait();
+    }
+
+    fn wake_those_who_wait(&mut self) {
+        if self.crowd.waiting.is_empty() || self.crowd.is_dense() {
+            return;
+        }
+        for key in std::mem::take(&mut self.crowd.waiting) {
+            if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {
+                client.waits = false;
+                self.client_dirty(key);
+            }
+        }
     }
 
     fn submit(&mut self, now: Time, id: VolumeId, key: u64, requests: &mut Vec<Request>) {
@@ -229,11 +270,19 @@ impl Shard {
         if client.ending && !client.has_output() {
             return self.client_lost(key);
         }
+        self.count(key);
+        let crowded = self.crowd.is_dense();
+        let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
+        client.set_crowded(crowded);
         if client.holds_input() {
             self.take_client(now, key);
         }
         let Some(Slot::Client(client)) = self.slots.get_mut(&key) else { return };
         let interest = client.wanted();
+        if crowded && !interest.read && !client.waits {
+            client.waits = true;
+            self.crowd.waiting.push(key);
+        }
         if interest != client.interest {
             client.interest = interest;
             if let Err(error) = self.reactor.modify(client.socket(), key, interest) {
@@ -259,6 +308,8 @@ impl Shard {
         let Some(Slot::Client(client)) = self.slots.remove(&key) else { return };
         self.reactor.deregister(client.socket());
         self.timers.set(key, None);
+        self.crowd.held_bytes -= client.counted_bytes;
+        self.wake_those_who_wait();
         if let Some(volume) = self.volumes.get_mut(&client.volume) {
             volume.clients.retain(|k| *k != key);
             if let Some((throttle, timer)) = &mut volume.throttle {

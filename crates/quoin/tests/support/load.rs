@@ -36,6 +36,11 @@ impl Load {
         Load { stop, done, writers, client }
     }
 
+    /// How many operations are done so far.
+    pub fn done(&self) -> u64 {
+        self.done.load(Ordering::Relaxed)
+    }
+
     /// Waits until so many more operations are done.
     pub fn goes_on(&self, dev: &Dev, operations: u64) {
         self.goes_on_or(operations, || dev.show_logs());
