@@ -114,6 +114,9 @@ fn while_a_change_is_joint_a_write_needs_both_rules() {
     });
     c.run(Duration::from_secs(20));
     assert!(c.replies.iter().all(|r| r.token != token), "{:?}", c.target.status());
+    let waits = "quorum: 1 of 2 replicas are connected and in sync, 2 are needed while the \
+                 membership changes";
+    assert_eq!(c.target.status().waiting, waits, "by the rule that is not met");
     assert!(c.hosts[newcomer].meta().quorum);
     // The swap gets through: the new rule alone goes on.
     c.swaps.clear();

@@ -329,21 +329,25 @@ impl Control {
     }
 
     pub async fn report_all(&self) {
-        let mut notices = self.notices.take();
-        let mut standing = Vec::new();
+        let (mut ids, mut standing) = (Vec::new(), Vec::new());
         for shard in &self.shards {
             let (answer, status) = oneshot::channel();
             shard.send(Input::Status(answer));
             let Ok(Ok(volumes)) = tokio::time::timeout(CALL_MAX, status).await else { continue };
             for (id, status) in volumes {
-                let (ours, others): (Vec<_>, Vec<_>) =
-                    notices.into_iter().partition(|n| n.volume == id.to_string());
-                notices = others;
-                self.report_one(id, &status, ours).await;
+                ids.push(id);
                 standing.push((self.name_of(id), status));
             }
         }
+        // Shown here before a controller is told, which may not answer.
         self.options.metrics.stand(&standing);
+        let mut notices = self.notices.take();
+        for (id, (_, status)) in ids.into_iter().zip(&standing) {
+            let (ours, others): (Vec<_>, Vec<_>) =
+                notices.into_iter().partition(|n| n.volume == id.to_string());
+            notices = others;
+            self.report_one(id, status, ours).await;
+        }
         // Of volumes that are not served any more; told with another's report.
         self.notices.restore(notices);
     }

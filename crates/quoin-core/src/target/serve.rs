@@ -232,18 +232,8 @@ impl Target {
     /// Fewer than CF counted replicas: nothing is acknowledged; wait or fail, as the volume says.
     fn below_quorum(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let since = *self.quorum_lost.get_or_insert(now);
-        let counts = |p: &Peer| p.is_live() && self.views.counts(p.member);
-        let counted = quorum::count(&self.peers, counts);
-        let short = self.views.rules().any(|rule| {
-            let known = |p: &Peer| counts(p) && rule.known.contains(&p.member);
-            quorum::count(&self.peers, known) < usize::from(rule.cf)
-        });
-        if short {
-            let cf = self.membership.cf;
-            self.wait_for(
-                &format!("quorum: {counted} in-sync replicas are connected, {cf} are needed"),
-                actions,
-            );
+        if let Some(what) = self.short_of() {
+            self.wait_for(&what, actions);
         } else if now >= since + PATIENCE / 5 {
             // A change of rules left one behind that it needs; that takes milliseconds.
             self.wait_for("quorum: a replica that is needed has not caught up", actions);

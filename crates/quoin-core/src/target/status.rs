@@ -2,7 +2,8 @@
 
 use super::verdict::Verdict;
 use super::verify::VerifyReport;
-use super::{Link, Phase, Target};
+use super::{Link, Peer, Phase, Target, quorum};
+use crate::entry::Rule;
 use crate::ids::{Epoch, Lsn, Position};
 use crate::membership::Member;
 
@@ -51,6 +52,24 @@ impl Target {
             Verdict::MayHaveChanged(silent) => silent,
             _ => Vec::new(),
         }
+    }
+
+    /// What is missing under the rule that misses the most, where one has fewer than its CF; while
+    /// a change of membership is under way there is more than one.
+    pub(super) fn short_of(&self) -> Option<String> {
+        let counts = |p: &Peer| p.is_live() && self.views.counts(p.member);
+        let counted = |rule: &Rule| {
+            quorum::count(&self.peers, |p| counts(p) && rule.known.contains(&p.member))
+        };
+        let short = self.views.rules().map(|rule| (counted(rule), rule));
+        let short = short.filter(|(counted, rule)| *counted < usize::from(rule.cf));
+        let (counted, Rule { rf, cf, known, .. }) =
+            short.max_by_key(|(counted, rule)| usize::from(rule.cf) - counted)?;
+        let changing = self.views.rules().any(|rule| rule.cf != *cf || rule.known != *known);
+        let meanwhile = if changing { " while the membership changes" } else { "" };
+        Some(format!(
+            "quorum: {counted} of {rf} replicas are connected and in sync, {cf} are needed{meanwhile}"
+        ))
     }
 
     pub fn status(&self) -> TargetStatus {
