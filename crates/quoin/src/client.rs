@@ -28,7 +28,8 @@ pub struct ClientOptions {
         help_heading = "Everywhere"
     )]
     pub socket: Option<PathBuf>,
-    /// How long to wait for what a command starts, in seconds.
+    /// How long to wait for what a command starts, in seconds; where it says how far that is, only
+    /// time in which nothing moves counts.
     #[arg(
         long,
         global = true,

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::client::{ClientOptions, Cluster, refusal};
 use crate::output::{self, Format, Row};
-use crate::pace::{self, UnderWay};
+use crate::pace::{self, Part, UnderWay};
 use crate::size::show_size;
 
 pub const POOL_EXAMPLE: &str = "Each replica is made elsewhere first and counts here until then; \
@@ -28,7 +28,8 @@ pub struct DrainOptions {
     /// Only say what would be moved where, and what would hinder it.
     #[arg(long)]
     dry_run: bool,
-    /// Wait until it is empty, and say how far it is. Interrupted, it goes on all the same.
+    /// Wait until it is empty, and say how far it is; --timeout is for how long nothing may move.
+    /// Interrupted, it goes on all the same.
     #[arg(long)]
     wait: bool,
 }
@@ -124,11 +125,21 @@ impl UnderWay for Draining<'_> {
         self.status.replicas.iter().map(left).sum()
     }
 
-    fn gone_through(&self) -> Vec<(String, u64)> {
+    fn standing(&self) -> String {
         let part = |r: &DrainedReplica| {
-            (format!("{} {} {}", r.volume_id, r.replica_id, r.to), r.rebuilt_bytes)
+            format!("{} {} {} {} {}", r.volume_id, r.replica_id, r.to, r.state, r.rebuilt_bytes)
         };
-        self.status.replicas.iter().map(part).collect()
+        let parts: Vec<_> = self.status.replicas.iter().map(part).collect();
+        format!("{} {}", self.status.state, parts.join(", "))
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        fn part(r: &mut DrainedReplica) -> Part<'_> {
+            let name = format!("{} {} {}", r.volume_id, r.replica_id, r.to);
+            let (done_bytes, total_bytes) = (&mut r.rebuilt_bytes, &mut r.rebuild_total_bytes);
+            Part { name, done_bytes, total_bytes }
+        }
+        self.status.replicas.iter_mut().map(part).collect()
     }
 
     fn progress(&self, pace: &str) -> String {

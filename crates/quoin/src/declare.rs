@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use quoin_proto::control::Volume;
 use serde::Serialize;
 use std::io::Read;
 use std::path::PathBuf;
@@ -34,7 +35,8 @@ pub struct ApplyOptions {
     /// Only say what would change.
     #[arg(long)]
     dry_run: bool,
-    /// Wait until the replicas are as declared, and say how far it is.
+    /// Wait until the replicas are as declared, and say how far it is; --timeout is for how long
+    /// nothing may move.
     #[arg(long)]
     wait: bool,
 }
@@ -77,24 +79,59 @@ impl Files {
 pub async fn apply(options: ApplyOptions, client: &ClientOptions, format: Format) -> Result<()> {
     let documents = options.files.read()?;
     let mut cluster = client.connect().await?;
-    if documents.len() > 1 && !options.dry_run {
+    if options.dry_run {
+        return find_out(&mut cluster, &documents, format).await.map(drop);
+    }
+    if documents.len() > 1 {
         // One that is refused leaves the others undone too.
         all(&mut cluster, &documents, true, false, client).await?;
     }
-    let applied = all(&mut cluster, &documents, options.dry_run, options.wait, client).await?;
+    let applied = all(&mut cluster, &documents, false, options.wait, client).await?;
     print(format, &applied)
 }
 
 pub async fn diff(options: Files, client: &ClientOptions, format: Format) -> Result<()> {
     let documents = options.read()?;
     let mut cluster = client.connect().await?;
-    let applied = all(&mut cluster, &documents, true, false, client).await?;
-    let differs = applied.iter().any(|view| !view.changes.is_empty());
-    print(format, &applied)?;
-    if differs {
+    if find_out(&mut cluster, &documents, format).await? {
         std::process::exit(DIFFERS);
     }
     Ok(())
+}
+
+/// Prints what would change of every document that would be taken, before the refusals of the
+/// others; true: something would.
+async fn find_out(cluster: &mut Cluster, documents: &[Document], format: Format) -> Result<bool> {
+    let (mut applied, mut refused) = (Vec::new(), Vec::new());
+    for document in documents {
+        match one(cluster, document, true).await {
+            Ok((view, _)) => applied.push(view),
+            Err(error) => refused.push(error),
+        }
+    }
+    // Of one document that is refused there is nothing to print beside it.
+    if !applied.is_empty() || refused.is_empty() {
+        print(format, &applied)?;
+    }
+    let Some(last) = refused.pop() else {
+        return Ok(applied.iter().any(|view| !view.changes.is_empty()));
+    };
+    for error in refused {
+        eprintln!("error: {}", output::sentence(&error));
+    }
+    Err(last)
+}
+
+/// What comes of one document, and its volume.
+async fn one(
+    cluster: &mut Cluster,
+    document: &Document,
+    dry_run: bool,
+) -> Result<(AppliedView, Option<Volume>)> {
+    let name = document.metadata.name.clone();
+    let answer = cluster.apply_volume(document.request(dry_run)?).await;
+    let answer = answer.map_err(refusal).with_context(|| format!("volume {name}"))?.into_inner();
+    Ok((AppliedView { name, changes: answer.changes, volume: None }, answer.volume))
 }
 
 async fn all(
@@ -106,16 +143,12 @@ async fn all(
 ) -> Result<Vec<AppliedView>> {
     let mut applied = Vec::new();
     for document in documents {
-        let name = document.metadata.name.clone();
-        let answer = cluster.apply_volume(document.request(dry_run)?).await;
-        let answer =
-            answer.map_err(refusal).with_context(|| format!("volume {name}"))?.into_inner();
-        let mut volume = answer.volume;
+        let (view, mut volume) = one(cluster, document, dry_run).await?;
         if wait && let Some(found) = volume {
             volume = Some(wait_until_changed(cluster, found, client).await?);
         }
         let volume = volume.filter(|_| !dry_run).map(VolumeView::from);
-        applied.push(AppliedView { name, changes: answer.changes, volume });
+        applied.push(AppliedView { volume, ..view });
     }
     Ok(applied)
 }

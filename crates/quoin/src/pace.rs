@@ -12,27 +12,37 @@ use crate::size::show_size;
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 const SAY_EVERY: Duration = Duration::from_secs(2);
 
-/// Progress older than this says nothing about how fast it goes now: rebuilds are paced by clients.
-const WINDOW: Duration = Duration::from_secs(30);
-/// Targets report every few seconds, so less than this is no standstill and gives no pace.
+/// What is taken for the pace: progress older than this says nothing about how fast it goes now,
+/// since rebuilds are paced by clients, and in less there are too few of the targets' reports.
+const WINDOW: Duration = Duration::from_secs(10);
+/// Targets report every few seconds, so less than this is no standstill.
 const STANDSTILL: Duration = Duration::from_secs(6);
-const SOON: Duration = Duration::from_secs(2);
 
 /// Something under way in the cluster, as it was seen last.
 pub trait UnderWay {
     fn is_done(&self) -> bool;
-    /// Its parts, each with a name that no other has, and the bytes that it went through.
-    fn gone_through(&self) -> Vec<(String, u64)>;
+    /// All that changes where it moves on, in a form to be compared.
+    fn standing(&self) -> String;
+    /// Its parts, each with a name that no other has.
+    fn parts(&mut self) -> Vec<Part<'_>>;
     /// Bytes that it has still to go through.
     fn left_bytes(&self) -> u64;
     /// How far it is, in words, ending with `pace`.
     fn progress(&self, pace: &str) -> String;
 }
 
+/// A part of it: what it went through, of how much.
+pub struct Part<'a> {
+    pub name: String,
+    pub done_bytes: &'a mut u64,
+    pub total_bytes: &'a mut u64,
+}
+
 /// Looks until it is done.
 ///
 /// # Errors
-/// Where a look fails, and where it takes longer than the user waits: it goes on all the same.
+/// Where a look fails, and where nothing moves for as long as the user waits: it goes on all the
+/// same, should it move again.
 pub async fn follow<U: UnderWay>(
     first: U,
     client: &ClientOptions,
@@ -41,17 +51,25 @@ pub async fn follow<U: UnderWay>(
     let mut seen = first;
     let began = Instant::now();
     let mut said = None::<Instant>;
-    let mut pace = Pace::default();
+    let (mut pace, mut rounds) = (Pace::default(), Rounds::default());
+    let (mut standing, mut moved) = (String::new(), began);
     while !seen.is_done() {
-        pace.saw(seen.gone_through(), began.elapsed());
+        let now = seen.standing();
+        if now != standing {
+            (standing, moved) = (now, Instant::now());
+        }
+        let mut parts = seen.parts();
+        let done = parts.iter().map(|part| (part.name.clone(), *part.done_bytes)).collect();
+        pace.saw(done, began.elapsed());
+        rounds.join(&mut parts);
         let words = |pace: &Pace| pace.words(seen.left_bytes());
         if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
             eprintln!("{}", seen.progress(&words(&pace)));
             said = Some(Instant::now());
         }
-        if began.elapsed() > client.timeout() {
+        if moved.elapsed() > client.timeout() {
             bail!(
-                "{} after {} s; it goes on by itself (--timeout waits longer)",
+                "{}; nothing moved for {} s, though it may go on by itself (--timeout waits longer)",
                 seen.progress(&words(&pace)),
                 client.timeout
             );
@@ -92,10 +110,10 @@ impl Pace {
         }
     }
 
-    /// Bytes a second, once there is a pace.
+    /// Bytes a second, once there is a window.
     fn rate(&self) -> Option<f64> {
         let ((since, first), (now, last)) = (self.sums.front()?, self.sums.back()?);
-        let took = now.checked_sub(*since).filter(|took| *took >= SOON)?;
+        let took = now.checked_sub(*since).filter(|took| *took >= WINDOW)?;
         (last > first).then(|| (last - first) as f64 / took.as_secs_f64())
     }
 
@@ -113,6 +131,30 @@ impl Pace {
         let Some(rate) = self.rate() else { return String::new() };
         let takes = Duration::try_from_secs_f64(left as f64 / rate).unwrap_or(Duration::MAX);
         format!("; {}/s, about {} left", show_size(rate as u64), time(takes))
+    }
+}
+
+/// Rebuilds go through what was written meanwhile in further rounds, which each begin at nothing;
+/// who looks on sees them as one, which never goes back.
+#[derive(Default)]
+struct Rounds {
+    /// Of each part: what the rounds before this one went through, and this one so far.
+    parts: HashMap<String, (u64, u64)>,
+}
+
+impl Rounds {
+    fn join(&mut self, parts: &mut [Part]) {
+        for Part { name, done_bytes, total_bytes } in parts {
+            let (before, last) = self.parts.entry(name.clone()).or_default();
+            if **done_bytes < *last {
+                *before += *last;
+            }
+            *last = **done_bytes;
+            **done_bytes += *before;
+            if **total_bytes > 0 {
+                **total_bytes += *before;
+            }
+        }
     }
 }
 
@@ -147,13 +189,15 @@ mod tests {
         // What was done before the first look is no pace.
         pace.saw(vec![part("a", 500)], second(0));
         assert_eq!(pace.words(MIB), "");
-        for n in 1..=4 {
+        for n in 1..=9 {
             pace.saw(vec![part("a", 500 + 10 * n)], second(n));
+            assert_eq!(pace.words(MIB), "", "nothing is promised before there is a window");
         }
+        pace.saw(vec![part("a", 600)], second(10));
         assert_eq!(pace.words(100 * MIB), "; 10.0 MiB/s, about 10 s left");
         // Clients take their part: after a while only the slower pace counts.
-        for n in 5..=40 {
-            pace.saw(vec![part("a", 540 + n - 4)], second(n));
+        for n in 11..=20 {
+            pace.saw(vec![part("a", 600 + n - 10)], second(n));
         }
         assert_eq!(pace.words(600 * MIB), "; 1.0 MiB/s, about 10 min left");
         assert_eq!(pace.words(0), "", "nothing is left to go through");
@@ -163,11 +207,11 @@ mod tests {
     fn parts_that_begin_end_or_begin_anew_neither_stop_the_pace_nor_make_it_jump() {
         let mut pace = Pace::default();
         pace.saw(vec![part("a", 0), part("b", 0)], second(0));
-        pace.saw(vec![part("a", 20), part("b", 20)], second(2));
+        pace.saw(vec![part("a", 50), part("b", 50)], second(5));
         // One is done, another one was on its way already.
-        pace.saw(vec![part("b", 60), part("c", 900)], second(4));
+        pace.saw(vec![part("b", 150), part("c", 900)], second(10));
         assert_eq!(pace.words(200 * MIB), "; 20.0 MiB/s, about 10 s left");
-        pace.saw(vec![part("b", 0), part("c", 920)], second(5));
+        pace.saw(vec![part("b", 0), part("c", 920)], second(11));
         assert_eq!(pace.words(200 * MIB), "; 20.0 MiB/s, about 10 s left");
     }
 
@@ -183,40 +227,76 @@ mod tests {
         pace.saw(vec![part("a", 7)], second(600));
         assert_eq!(pace.words(MIB), "; nothing moved for 10 min");
         pace.saw(vec![part("a", 8)], second(601));
-        pace.saw(vec![part("a", 9)], second(603));
+        pace.saw(vec![part("a", 9)], second(612));
         let words = pace.words(u64::MAX);
         assert!(words.ends_with("about over a year left"), "{words}");
     }
 
-    struct Steps(u64);
+    /// What one part went through, and of how much.
+    struct Steps {
+        done: u64,
+        total: u64,
+    }
 
     impl UnderWay for Steps {
         fn is_done(&self) -> bool {
-            self.0 == 0
+            self.done == self.total
         }
-        fn gone_through(&self) -> Vec<(String, u64)> {
-            vec![(String::new(), 100 - self.0)]
+        fn standing(&self) -> String {
+            self.done.to_string()
+        }
+        fn parts(&mut self) -> Vec<Part<'_>> {
+            let Self { done, total } = self;
+            vec![Part { name: String::new(), done_bytes: done, total_bytes: total }]
         }
         fn left_bytes(&self) -> u64 {
-            self.0
+            self.total - self.done
         }
         fn progress(&self, pace: &str) -> String {
-            format!("{} steps left{pace}", self.0)
+            format!("{} of {} steps{pace}", self.done, self.total)
         }
     }
 
+    fn steps(done: u64) -> Steps {
+        Steps { done, total: 8 }
+    }
+
+    fn patience(timeout: u64) -> ClientOptions {
+        ClientOptions { socket: None, timeout, run: None }
+    }
+
     #[tokio::test]
-    async fn what_is_waited_for_is_looked_at_until_it_is_done_or_the_user_waits_no_longer() {
-        let mut client = ClientOptions { socket: None, timeout: 600, run: None };
-        let mut steps = 3;
-        let done = follow(Steps(3), &client, async || {
-            steps -= 1;
-            Ok(Steps(steps))
+    async fn what_moves_is_waited_for_and_what_does_not_only_for_as_long_as_the_user_says() {
+        let client = patience(1);
+        let began = Instant::now();
+        let mut looks = 0;
+        // Each step is sooner than the user's patience ends, all of them are later.
+        let moves = follow(steps(0), &client, async || {
+            looks += 1;
+            Ok(steps(looks))
         });
-        assert_eq!(done.await.unwrap().0, 0);
-        client.timeout = 0;
-        let never = follow(Steps(3), &client, async || Ok(Steps(3))).await;
+        assert_eq!(moves.await.unwrap().done, 8);
+        assert!(began.elapsed() > client.timeout());
+        let never = follow(steps(5), &patience(0), async || Ok(steps(5))).await;
         let text = never.err().unwrap().to_string();
-        assert!(text.contains("3 steps left") && text.contains("--timeout"), "{text}");
+        assert!(
+            text.contains("5 of 8 steps; nothing moved") && text.contains("--timeout"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_further_round_of_a_rebuild_goes_on_from_where_the_last_one_was() {
+        let mut rounds = Rounds::default();
+        let mut shown = 0;
+        for (done, total) in [(0, 100), (90, 100), (100, 100), (0, 0), (0, 20), (15, 20), (3, 7)] {
+            let (mut now, mut of) = (done, total);
+            let part = Part { name: "a".into(), done_bytes: &mut now, total_bytes: &mut of };
+            rounds.join(&mut [part]);
+            assert!(now >= shown, "{now} after {shown}");
+            assert!(total == 0 || of - now == total - done, "as much is left: {now} of {of}");
+            shown = now;
+        }
+        assert_eq!(shown, 118);
     }
 }

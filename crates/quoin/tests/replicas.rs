@@ -80,6 +80,16 @@ fn a_replica_is_moved_to_another_pool_under_load_and_leaves_nothing_behind() {
         old.filter(|pool| pool["replicas"] == 0)
     });
     load.goes_on(&dev, 100);
+    // Asked for once more, by the pool it was on or by its id, it is there already.
+    for named in [from.as_str(), id.as_str()] {
+        let said = dev.ok(&["replica", "move", "db", named, "--to", free]);
+        assert_eq!(said.matches(&format!("replica {id} is on pool {free} already")).count(), 1);
+    }
+    let said = dev.ok(&["replica", "replace", "db", &id]);
+    assert!(said.contains("nothing is to be replaced"), "{said}");
+    let text = refused(&dev, &["replica", "move", "db", "pool-x", "--to", free]);
+    assert!(text.contains("no replica pool-x") && text.contains(free), "{text}");
+    assert_eq!(known(&dev), after);
     // And back again, though it was there before: under yet another GUID.
     waiting(&dev, &["replica", "move", "db", free, "--to", &from]);
     assert!(known(&dev).iter().all(|(_, _, again)| *again != guid && again != new));
@@ -152,6 +162,8 @@ fn replicas_leave_by_name_only_and_what_cannot_be_is_refused_and_changes_nothing
     dev.wait_for_volume("db", "whole", whole);
     let removed = waiting(&dev, &["replica", "remove", "db", "pool-a", "pool-b"]);
     assert_eq!(factors(&removed), [1, 1, 1]);
+    let text = refused(&dev, &["replica", "remove", "db", &before[0].1]);
+    assert!(text.contains("no replica") && text.contains("on pool pool-c"), "{text}");
     load.goes_on(&dev, 100);
     dev.kill("target");
     load.goes_on(&dev, 100);
@@ -194,7 +206,7 @@ fn the_controller_the_target_and_the_newcomers_die_in_the_middle_and_the_change_
     end(&scratch, dev, load, 3);
 }
 
-/// Proves SCALE-SHORT-01, SCALE-ADMIT-16.
+/// Proves SCALE-SHORT-01, SCALE-ADMIT-16, SCALE-GOAL-06.
 #[test]
 fn a_replica_on_a_pool_that_stays_away_is_replaced_by_itself_and_every_copy_is_whole() {
     let (scratch, dev) = healing("heal", "4", "2s");
@@ -218,6 +230,8 @@ fn a_replica_on_a_pool_that_stays_away_is_replaced_by_itself_and_every_copy_is_w
     dev.eventually("the old copy is deleted", || (held(&dev, &pool) == 0).then_some(()));
     load.goes_on(&dev, 100);
     assert!(known(&dev).iter().all(|(.., guid)| *guid != old));
+    let kept = factors(&dev.json(&["volume", "get", "db"]));
+    assert_eq!(kept, [3, 2, 3], "nobody but a person raises RF or DRF");
     end(&scratch, dev, load, 3);
 }
 
@@ -344,6 +358,14 @@ fn a_document_declares_where_replicas_are_and_its_status_shows_the_known_list() 
     .unwrap();
     assert!(refused(&dev, &["apply", "-f", path]).contains("name in spec.replicas"));
     assert!(refused(&dev, &["volume", "get", "second"]).contains("second"));
+    // What would come of the other one is said all the same.
+    for command in [&["diff", "-f", path][..], &["apply", "--dry-run", "-f", path]] {
+        let output = dev.quoin(command);
+        assert_eq!(output.status.code(), Some(1));
+        let [said, error] = [output.stdout, output.stderr].map(|o| String::from_utf8(o).unwrap());
+        assert!(said.contains("volume second: volume made: 8 MiB"), "{said}");
+        assert!(error.contains("volume db") && error.contains("name in spec.replicas"), "{error}");
+    }
     // What an editor saves is applied.
     let editor = "sed -i s/pool-d/pool-c/";
     let taken: Vec<_> = known(&dev).into_iter().map(|(pool, ..)| pool).collect();

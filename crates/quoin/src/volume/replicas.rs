@@ -4,14 +4,14 @@
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_proto::control::{
-    ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest, RemoveReplicasRequest,
-    ScaleVolumeRequest, Volume,
+    ListPoolsRequest, ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest,
+    RemoveReplicasRequest, Replica, ScaleVolumeRequest, Volume,
 };
 
 use super::view::{ReplicaView, VolumeView};
 use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
 use crate::output::{self, Format};
-use crate::pace::{self, UnderWay};
+use crate::pace::{self, Part, UnderWay};
 use crate::size::show_size;
 
 #[derive(Args)]
@@ -60,7 +60,8 @@ pub struct RecoverOptions {
 
 #[derive(Args)]
 pub struct WaitOptions {
-    /// Wait until it is done, and say how far it is. Interrupted, it goes on all the same.
+    /// Wait until it is done, and say how far it is; --timeout is for how long nothing may move.
+    /// Interrupted, it goes on all the same.
     #[arg(long)]
     wait: bool,
 }
@@ -174,16 +175,16 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
             let rows: Vec<_> = replicas.into_iter().map(ReplicaView::from).collect();
             output::print_list(format, &rows, "no replicas")
         }
-        ReplicaCommand::Move { volume, replica, to: pool, wait }
-        | ReplicaCommand::Replace { volume, replica, pool, wait } => {
+        ReplicaCommand::Move { volume, replica, to, wait } => {
             let volume = get_volume(cluster, &volume).await?;
-            let request = MoveReplicaRequest {
-                volume: Some(volume_ref(&volume.id)),
-                replica_id: find(&volume, &replica)?,
-                pool: pool.unwrap_or_default(),
-            };
-            let volume = cluster.move_replica(request).await.map_err(refusal)?.into_inner();
-            finish(cluster, volume, &wait, client, format).await
+            relocate(cluster, volume, &replica, to, &wait, client, format).await
+        }
+        ReplicaCommand::Replace { volume, replica, pool, wait } => {
+            let volume = get_volume(cluster, &volume).await?;
+            match is_good(&volume, &replica) {
+                Some(said) if pool.is_none() => say(volume, said, format),
+                _ => relocate(cluster, volume, &replica, pool, &wait, client, format).await,
+            }
         }
         ReplicaCommand::Remove { volume, replicas, wait } => {
             let volume = get_volume(cluster, &volume).await?;
@@ -197,13 +198,76 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
     }
 }
 
+/// Has a replica made anew in another pool; that it is there already is no error, for whoever asks
+/// once more.
+async fn relocate(
+    cluster: &mut Cluster,
+    volume: Volume,
+    replica: &str,
+    pool: Option<String>,
+    wait: &WaitOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    if let Some(pool) = &pool {
+        let pools = cluster.list_pools(ListPoolsRequest {}).await.map_err(refusal)?.into_inner();
+        let pools: Vec<_> = pools.pools.into_iter().map(|pool| pool.name).collect();
+        if let Some(said) = is_there(&volume, replica, pool, &pools) {
+            return say(volume, said, format);
+        }
+    }
+    let request = MoveReplicaRequest {
+        volume: Some(volume_ref(&volume.id)),
+        replica_id: find(&volume, replica)?,
+        pool: pool.unwrap_or_default(),
+    };
+    let volume = cluster.move_replica(request).await.map_err(refusal)?.into_inner();
+    finish(cluster, volume, wait, client, format).await
+}
+
+fn say(volume: Volume, said: String, format: Format) -> Result<()> {
+    output::print_one(format, &VolumeView::from(volume), || said)
+}
+
+/// Of a replica that is on this pool, and is not on its way to another one; also where it is named
+/// by a pool that holds none any more.
+fn is_there(volume: &Volume, named: &str, pool: &str, pools: &[String]) -> Option<String> {
+    let there = volume.replicas.iter().find(|r| r.known && !r.leaving && r.pool == pool)?;
+    let id = &there.replica_id;
+    if volume.replicas.iter().any(|r| r.replica_id == *id && r.pool != pool) {
+        return None;
+    }
+    let held = volume.replicas.iter().any(|r| r.pool == named);
+    match find(volume, named) {
+        Ok(found) if found == *id => Some(format!("replica {id} is on pool {pool} already")),
+        Err(_) if !held && pools.iter().any(|known| known == named) => Some(format!(
+            "pool {named} holds no replica of the volume, and replica {id} is on pool {pool} already"
+        )),
+        _ => None,
+    }
+}
+
+/// Of a replica that needs no other in its place. By its pool a person may know better.
+fn is_good(volume: &Volume, named: &str) -> Option<String> {
+    let id =
+        find(volume, named).ok().filter(|_| volume.replicas.iter().all(|r| r.pool != named))?;
+    let mut of_it = volume.replicas.iter().filter(|r| r.replica_id == id);
+    match (of_it.next(), of_it.next()) {
+        (Some(good), None) if good.known && good.phase == "InSync" => Some(format!(
+            "replica {id} is in sync on pool {}: nothing is to be replaced (`quoin replica move` \
+             has it elsewhere)",
+            good.pool
+        )),
+        _ => None,
+    }
+}
+
 /// The id of the replica that a person names by its pool, its id or the beginning of it.
 pub(super) fn find(volume: &Volume, named: &str) -> Result<String> {
     let name = volume.spec.as_ref().map(|spec| spec.name.as_str()).unwrap_or_default();
     let lower = named.to_ascii_lowercase();
-    let matches = |r: &&quoin_proto::control::Replica| {
-        r.pool == named || (lower.len() >= 4 && r.replica_id.starts_with(&lower))
-    };
+    let matches =
+        |r: &&Replica| r.pool == named || (lower.len() >= 4 && r.replica_id.starts_with(&lower));
     let mut ids: Vec<_> =
         volume.replicas.iter().filter(matches).map(|r| r.replica_id.clone()).collect();
     ids.sort_unstable();
@@ -211,8 +275,13 @@ pub(super) fn find(volume: &Volume, named: &str) -> Result<String> {
     match ids.as_slice() {
         [id] => Ok(id.clone()),
         [] => bail!(
-            "volume {name} has no replica {named}: `quoin replica list {}` shows those it has",
-            output::quoted(name)
+            "volume {name} has no replica {named}; it has {}",
+            volume
+                .replicas
+                .iter()
+                .map(|r| format!("{} on pool {}", r.replica_id, r.pool))
+                .collect::<Vec<_>>()
+                .join(", ")
         ),
         _ => bail!("{named} begins several replica ids of volume {name}: give more of it"),
     }
@@ -253,8 +322,23 @@ impl UnderWay for Volume {
         left(self)
     }
 
-    fn gone_through(&self) -> Vec<(String, u64)> {
-        self.replicas.iter().map(|r| (r.guid.clone(), r.rebuilt_bytes)).collect()
+    fn standing(&self) -> String {
+        // Positions of those that are in sync go on with every write.
+        let replica = |r: &Replica| match r.phase.as_str() {
+            "InSync" => format!("{} {}", r.guid, r.phase),
+            _ => format!("{} {} {} {}", r.guid, r.phase, r.position_lsn, r.rebuilt_bytes),
+        };
+        let replicas: Vec<_> = self.replicas.iter().map(replica).collect();
+        let version = self.membership.as_ref().map_or(0, |membership| membership.version);
+        format!("{version} {} {}", self.changing, replicas.join(", "))
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        fn part(r: &mut Replica) -> Part<'_> {
+            let (done_bytes, total_bytes) = (&mut r.rebuilt_bytes, &mut r.rebuild_total_bytes);
+            Part { name: r.guid.clone(), done_bytes, total_bytes }
+        }
+        self.replicas.iter_mut().map(part).collect()
     }
 
     fn progress(&self, pace: &str) -> String {
@@ -274,8 +358,7 @@ pub async fn wait_until_changed(
 
 /// Bytes that its rebuilds have still to go through.
 fn left(volume: &Volume) -> u64 {
-    let left =
-        |r: &quoin_proto::control::Replica| r.rebuild_total_bytes.saturating_sub(r.rebuilt_bytes);
+    let left = |r: &Replica| r.rebuild_total_bytes.saturating_sub(r.rebuilt_bytes);
     volume.replicas.iter().map(left).sum()
 }
 
@@ -302,7 +385,6 @@ fn progress(volume: &Volume, pace: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quoin_proto::control::Replica;
 
     fn replica(id: &str, pool: &str, rebuilt_bytes: u64, rebuild_total_bytes: u64) -> Replica {
         Replica {
@@ -330,6 +412,34 @@ mod tests {
         assert_eq!(find(&volume, "pool-c").unwrap(), "aabb02", "it is on its way there");
         assert!(find(&volume, "aabb").unwrap_err().to_string().contains("several"));
         assert!(find(&volume, "aab").unwrap_err().to_string().contains("no replica"));
+    }
+
+    #[test]
+    fn who_asks_for_a_move_again_hears_that_it_is_made_and_other_names_are_refused() {
+        let known = |id: &str, pool: &str| Replica {
+            known: true,
+            phase: "InSync".into(),
+            ..replica(id, pool, 0, 0)
+        };
+        let pools = ["pool-a", "pool-b", "pool-c", "pool-d"].map(String::from);
+        let mut volume = volume(vec![known("aabb01", "pool-d"), known("aabb02", "pool-b")]);
+        let there = |volume: &Volume, named: &str, to: &str| is_there(volume, named, to, &pools);
+        for named in ["aabb01", "pool-d", "pool-a"] {
+            let said = there(&volume, named, "pool-d").unwrap_or_default();
+            assert!(said.contains("replica aabb01 is on pool pool-d already"), "{named}: {said}");
+        }
+        // Another replica, one that is not on that pool, and a pool that does not exist.
+        for (named, to) in [("aabb02", "pool-d"), ("pool-b", "pool-d"), ("aabb01", "pool-a")] {
+            assert_eq!(there(&volume, named, to), None, "{named} to {to}");
+        }
+        assert_eq!(there(&volume, "pool-aa", "pool-d"), None);
+        assert!(is_good(&volume, "aabb01").unwrap().contains("in sync on pool pool-d"));
+        assert_eq!(is_good(&volume, "pool-d"), None, "by its pool a person knows better");
+        volume.replicas.push(replica("aabb01", "pool-c", 0, 0));
+        assert_eq!(there(&volume, "aabb01", "pool-d"), None, "it is on its way from there");
+        assert_eq!(is_good(&volume, "aabb01"), None);
+        let text = find(&volume, "ccdd").unwrap_err().to_string();
+        assert!(text.contains("aabb01 on pool pool-d, aabb02 on pool pool-b"), "{text}");
     }
 
     #[test]
