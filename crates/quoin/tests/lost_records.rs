@@ -578,6 +578,10 @@ fn the_records_and_two_of_three_pools_are_lost_and_the_volume_waits_for_consent_
     // The pool that is left knows where the others were.
     let said = refused(&cluster, &["controller", "recover"]);
     assert!(said.contains("p2, p3") && said.contains("--without"), "{said}");
+    let output = cluster.quoin(&["controller", "recover", "--without", "p2", "--without", "p33"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("no pool p33 is known"), "{said}");
+    assert!(said.contains("do not answer: p2, p3"), "{said}");
     let without = ["controller", "recover", "--without", "p2", "--without", "p3"];
     let output = cluster.quoin(&without);
     assert_eq!(output.status.code(), Some(1));

@@ -129,6 +129,15 @@ impl Controller {
         if let Some(there) = asked.without_pools.iter().find(|pool| told.contains_key(*pool)) {
             return Err(Error::invalid("without", format!("pool {there} is there")));
         }
+        if let Some(unknown) = asked.without_pools.iter().find(|pool| !missing.contains(*pool)) {
+            let away: Vec<_> = missing.iter().map(String::as_str).collect();
+            let away = if away.is_empty() { "none".to_owned() } else { away.join(", ") };
+            let rule = format!(
+                "no pool {unknown} is known to the records or to other pools; those that do not \
+                 answer: {away}"
+            );
+            return Err(Error::invalid("without", rule));
+        }
         let unexpected: Vec<_> =
             missing.iter().filter(|pool| !asked.without_pools.contains(pool)).cloned().collect();
         if !asked.dry_run && !unexpected.is_empty() {
