@@ -14,7 +14,7 @@
 
 use std::path::{Path, PathBuf};
 
-use quoin_identity::{Authority, Lifetimes, write_private};
+use quoin_identity::{Authority, Lifetimes, make_dir, write_private};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -232,7 +232,8 @@ impl Backup {
                 )));
             }
         }
-        std::fs::create_dir_all(dir).map_err(failed)?;
+        // It will hold the cluster's private key.
+        make_dir(dir)?;
         let making = doubted_records(dir, &self.records, "they come from a backup").await?;
         if let (None, Some(authority)) = (&own, &self.authority) {
             write_private(&dir.join(AUTHORITY_FILE), authority.as_bytes())?;

@@ -40,7 +40,7 @@ pub use authority::{Authority, Issued, Lifetimes, public_key_of};
 pub use channel::{unix_channel, unix_incoming};
 pub use contact::Contact;
 pub use error::Error;
-pub use files::write_private;
+pub use files::{make_dir, write_private};
 pub use grant::Grant;
 pub use identity::{Identity, valid_until};
 pub use incoming::{Caller, IncomingLimits, PeerStream, serve_incoming};

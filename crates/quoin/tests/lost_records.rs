@@ -316,6 +316,7 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
     std::fs::remove_dir_all(&state).unwrap();
     let said = cluster.ok(&restore);
     assert!(said.contains("4 volumes") && said.contains("quoin controller recover"), "{said}");
+    assert_eq!(std::fs::metadata(&state).unwrap().permissions().mode() & 0o777, 0o700);
     start_controller(&mut cluster);
     verify(&served, 4, 2);
     let planned = cluster.json(&["controller", "recover", "--dry-run"]);
