@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::coverage::Coverage;
 use crate::faults::{FaultCounts, FaultKind};
+use crate::scaleup::Situations;
 
 /// Why a run is not what the contract promises.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -54,6 +55,8 @@ pub struct Stats {
     pub frames_cut: u64,
     pub faults: FaultCounts,
     pub coverage: Coverage,
+    /// Situations in which the rules of the scale-up document were held.
+    pub situations: Situations,
 }
 
 impl Stats {
@@ -90,6 +93,7 @@ impl Stats {
         self.frames_cut += other.frames_cut;
         self.faults.merge(&other.faults);
         self.coverage.merge(&other.coverage);
+        self.situations.merge(&other.situations);
     }
 }
 

@@ -166,6 +166,8 @@ impl Target {
     fn admit_newcomers(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let strangers = self.peers.len() > self.membership.known.len();
         if self.desired.newcomers.is_empty() && !strangers {
+            // Whoever comes again is told of again.
+            self.change.refused.clear();
             return;
         }
         let connected = |p: &Peer| !matches!(p.link, Link::Down | Link::Connecting | Link::Opening);

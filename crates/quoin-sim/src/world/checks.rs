@@ -179,6 +179,7 @@ impl World {
             );
             return;
         }
+        self.check_known_connected(target);
         let op = self.history.op(tag);
         let (draft, invoked) = (op.draft, op.invoked);
         match draft {
@@ -234,6 +235,7 @@ impl World {
             highest = highest.max(lsn);
         }
         self.check_reach(tag, highest, flushed, epoch);
+        self.check_held_by_known(self.served.1, highest);
     }
 
     /// How many must hold what is acknowledged, by the newest record.

@@ -313,8 +313,9 @@ impl World {
         let known = self.members.spare_pools() == 0;
         if known && (joint == Lsn::ZERO || late > 0) && next.version > before.version {
             let detail = format!("a swap is asked for, and the joint View {joint} is not durable");
-            self.violate("DurableBeforeCAS", detail);
+            return self.violate("DurableBeforeCAS", detail);
         }
+        self.check_asked(target, next);
     }
 
     /// No target serves under a membership that a replica's answer has shown to be an old one.
@@ -366,6 +367,7 @@ impl World {
         if new {
             word.rule = view.rule.clone();
             self.check_view(entry.lsn, view);
+            self.check_lists(target, entry, view);
         }
         if view.joint.is_some() {
             return;

@@ -39,7 +39,10 @@ impl World {
             return;
         }
         let record_before = (self.setup.haste > 1).then(|| self.record.clone());
+        let before_list = self.record.membership.clone();
+        let leaving = self.record.desired.leaving.clone();
         let result = self.record.execute(target, question);
+        self.check_change(&before_list, &leaving);
         if self.record.epoch != before {
             self.stats.epochs += 1;
         }
@@ -107,6 +110,7 @@ impl World {
                 {
                     process.word.membership = membership.version;
                     process.word.granted = membership.clone();
+                    process.door.ruling = membership.clone();
                     process.word.open_quorum = membership.open_quorum();
                 }
                 // A refusal settles nothing: older requests may still land.
@@ -117,6 +121,9 @@ impl World {
                 Answer::Swapped { .. } => {}
                 Answer::Granted { .. } | Answer::NotOwner { .. } => {}
             }
+        }
+        if let Answer::Swapped { version, membership } = &answer {
+            self.hear_record(target, *version, membership);
         }
         let event = match answer {
             Answer::Granted { incarnation, epoch, membership } => {

@@ -7,6 +7,7 @@ mod claims;
 mod clients;
 mod clocks;
 mod control;
+mod door;
 mod ending;
 mod growth;
 mod members;
@@ -182,6 +183,8 @@ pub(crate) struct PoolHost {
     pub close_heard: bool,
     /// The replica whose disk was put back to an older image.
     pub rolled_back: Option<quoin_core::ReplicaGuid>,
+    /// Its replica is of another volume.
+    pub is_foreign: bool,
     /// Syncs begin and do not end.
     pub stuck: bool,
     /// How often the pool was opened, as the control plane was told.

@@ -366,6 +366,7 @@ impl World {
             reads_failed: false,
             said: Default::default(),
             rolled_back: None,
+            is_foreign: false,
             hurt: false,
             pings: Default::default(),
             honoured: None,

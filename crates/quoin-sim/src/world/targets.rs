@@ -29,6 +29,7 @@ pub(crate) struct Process {
     /// The size that the controller has told it.
     pub told_blocks: u64,
     pub word: super::claims::Word,
+    pub door: super::door::Door,
     sessions: BTreeMap<(u128, u64), ConnectionId>,
 }
 
@@ -60,6 +61,7 @@ impl World {
             waiting: String::new(),
             told_blocks: self.setup.config.volume_blocks,
             word: Default::default(),
+            door: Default::default(),
             sessions: BTreeMap::new(),
         });
         let desired = self.desired_now();
@@ -100,6 +102,9 @@ impl World {
         let Some(process) = &mut self.targets[target].process else { return };
         let mut actions = Vec::new();
         for event in events {
+            if let TargetEvent::Desired(desired) = &event {
+                process.door.tell(desired);
+            }
             process.target.on(now, event, &mut actions);
         }
         process.target.flush(now, &mut actions);
@@ -107,6 +112,7 @@ impl World {
             self.target_action(target, action);
         }
         self.check_activation(target);
+        self.look_at_door(target);
     }
 
     fn target_action(&mut self, target: usize, action: TargetAction) {
@@ -127,6 +133,7 @@ impl World {
             }
             TargetAction::Connect { member, session } => self.connect(target, member, session),
             TargetAction::Disconnect { session } => {
+                self.leaves_the_door(target, session);
                 let Some(process) = &mut self.targets[target].process else { return };
                 if let Some(id) = process.sessions.remove(&name(session)) {
                     self.target_closes(id);
@@ -190,6 +197,7 @@ impl World {
             let detail = format!("target {target} connects to {member:?}, retired under {since}");
             self.violate("RetiredNeverBack", detail);
         }
+        self.check_dialled(target, member);
         let pool = self.pool_of(member);
         let id = self.network.add(Connection {
             target,
@@ -272,7 +280,12 @@ impl World {
         }
         let Some(process) = &mut self.targets[target].process else { return };
         if process.sessions.remove(&name(session)).is_some() {
+            let off = self.quorum_is_off(target, session);
+            self.leaves_the_door(target, session);
             self.feed_target(target, vec![TargetEvent::Disconnected { session }]);
+            if off {
+                self.check_goes_on(target);
+            }
         }
     }
 
@@ -317,6 +330,7 @@ impl World {
             }
         }
         self.check_boundary(target, &message);
+        self.say_at_the_door(target, session, &message);
         if matches!(message, ToReplica::Close)
             && let Some(process) = &mut self.targets[target].process
         {
@@ -352,6 +366,7 @@ impl World {
         let mut ended = Vec::new();
         let mut heard = 0;
         let mut answered = Vec::new();
+        let mut broken = None;
         for id in ids {
             let Some(connection) = self.network.connections.get(&id) else { continue };
             let connection_guid = connection.member.guid;
@@ -362,6 +377,7 @@ impl World {
             if deaf || self.network.is_blocked(from, to) {
                 continue;
             }
+            let (member, foreign) = (connection.member, there.is_foreign);
             let first = events.len();
             let taken = loop {
                 let each = |session, message| {
@@ -373,7 +389,12 @@ impl World {
                 }
             };
             for event in &events[first..] {
-                let TargetEvent::Message { message, .. } = event else { continue };
+                let TargetEvent::Message { session, message } = event else { continue };
+                if let Some(process) = &mut self.targets[target].process {
+                    let seen = &mut self.stats.situations;
+                    let heard = process.door.hear(member, *session, foreign, message, seen);
+                    broken = broken.or(heard);
+                }
                 if let quoin_core::message::FromReplica::OpenAck(ack) = message {
                     heard = heard.max(ack.membership_version);
                     if ack.quorum && !ack.damaged {
@@ -392,6 +413,9 @@ impl World {
         if let Some(process) = &mut self.targets[target].process {
             process.word.heard = process.word.heard.max(heard);
             process.word.answered.extend(answered);
+        }
+        if let Some((row, what)) = broken {
+            self.breaks(row, what);
         }
         if !events.is_empty() {
             self.feed_target(target, events);
@@ -416,7 +440,8 @@ impl World {
         self.trace.line(self.schedule.now(), || format!("target {target} notes: {note:?}"));
         let Some(process) = &mut self.targets[target].process else { return };
         match note {
-            TargetNote::Opening { .. } => {
+            TargetNote::Opening { epoch } => {
+                process.door.opening(epoch);
                 process.serving = None;
                 process.tail_lost = false;
                 (process.word.heard, process.word.swapping) = (0, None);
@@ -427,9 +452,16 @@ impl World {
             TargetNote::Serving { epoch, .. } => {
                 process.serving = Some(epoch);
                 process.has_served = true;
+                self.check_start(target);
                 self.check_serving(target, life, epoch);
             }
-            TargetNote::Waiting(text) => process.waiting = text,
+            TargetNote::Waiting(text) => {
+                process.waiting = text;
+                self.note_strangers(target);
+            }
+            TargetNote::NotAdmitted { member, refusal } => {
+                self.note_not_admitted(target, member, refusal.is_too_many());
+            }
             TargetNote::InSync { members } => {
                 process.in_sync.clone_from(&members);
                 self.note_in_sync(&members);
@@ -437,7 +469,10 @@ impl World {
             TargetNote::Dropped { .. } => self.stats.drops += 1,
             TargetNote::Rebuilt { .. } => self.stats.rebuilds += 1,
             TargetNote::Changed { .. } => self.stats.changes += 1,
-            TargetNote::ChangeGivenUp { .. } => self.stats.given_up += 1,
+            TargetNote::ChangeGivenUp { newcomers } => {
+                self.stats.given_up += 1;
+                self.note_given_up(target, &newcomers);
+            }
             TargetNote::BadBlock { repaired: true, .. } => self.stats.repairs += 1,
             // Where an old record rules, a late answer may show that it does; and a new replica may
             // know of a swap before the target that asked for it does.
@@ -477,6 +512,9 @@ impl World {
                     self.violate("Requests", format!("a good request was refused: {error}"));
                 }
                 self.check_failed(token as u32, error);
+                if error == BlockError::NoQuorum {
+                    self.check_no_quorum(target);
+                }
             }
         }
         self.client_answered(queue, token as u32);
