@@ -28,8 +28,10 @@ pub enum Situation {
     Listed,
     ListedWithQuorum,
     Addition,
+    AdditionWithQuorum,
     ListShort,
     ListShortWithQuorum,
+    ListShortAndRefused,
     NobodyAsked,
     // Who is on which list.
     StrangerBesideTheList,
@@ -187,7 +189,7 @@ pub(crate) fn read(
     if list.rf < drf {
         return let_in(if is_short { ListShortWithQuorum } else { Addition });
     }
-    refused(false, &[NobodyAsked])
+    refused(false, &[if is_short { ListShortAndRefused } else { NobodyAsked }])
 }
 
 /// How many known replicas must be there before IO starts.

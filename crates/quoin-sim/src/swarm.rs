@@ -36,6 +36,8 @@ pub enum Swarm {
     Replacements,
     /// Replicas that are added, moved and removed, and CF that is changed, all the time.
     Members,
+    /// The same, with replicas at the door that nobody asked for, and lists with an entry missing.
+    Strangers,
     /// Members that fall out of a small window and are copied anew.
     Rebuilds,
     /// The same, of volumes with snapshots that come and go.
@@ -61,6 +63,7 @@ impl Swarm {
         Swarm::PowerCuts,
         Swarm::Replacements,
         Swarm::Members,
+        Swarm::Strangers,
         Swarm::Rebuilds,
         Swarm::Snapshots,
         Swarm::Damage,
@@ -81,6 +84,7 @@ impl Swarm {
             Swarm::PowerCuts => "power-cuts",
             Swarm::Replacements => "replacements",
             Swarm::Members => "members",
+            Swarm::Strangers => "strangers",
             Swarm::Rebuilds => "rebuilds",
             Swarm::Snapshots => "snapshots",
             Swarm::Damage => "damage",
@@ -273,6 +277,23 @@ impl Swarm {
                     (PowerOne, 4),
                     (PartitionOneWay, 4),
                     (ConnectionCut, 4),
+                ],
+                horizon_ms: (6_000, 14_000),
+                ..small
+            },
+            Swarm::Strangers => Shape {
+                wanted: Wanted::Media,
+                factors: &[(3, 2), (3, 2), (4, 3), (5, 3)],
+                kinds: &[
+                    (Wipe, 20),
+                    (ReplicaCrash, 12),
+                    (PartitionOneWay, 6),
+                    (ConnectionCut, 6),
+                    (PowerOne, 4),
+                    (TargetCrash, 6),
+                    (Failover, 4),
+                    (ControlLost, 6),
+                    (ControlLate, 4),
                 ],
                 horizon_ms: (6_000, 14_000),
                 ..small

@@ -67,7 +67,10 @@ pub(super) fn plan(
         }
         return go(next, vec![newcomer]);
     }
-    let room = usize::from(desired.drf.saturating_sub(now.rf));
+    // Entries that are missing are filled before RF is raised (decision A42).
+    let missing = usize::from(now.rf).saturating_sub(now.known.len());
+    let raise = usize::from(desired.drf.saturating_sub(now.rf));
+    let room = if missing > 0 { missing } else { raise };
     let mut added: Vec<Member> = Vec::new();
     let mut coming = false;
     for newcomer in newcomers().filter(|m| !listed(m)) {
@@ -80,8 +83,10 @@ pub(super) fn plan(
     }
     if !added.is_empty() {
         next.known.extend(&added);
-        next.rf += added.len() as u8;
-        next.cf = desired.cf_of(next.rf);
+        if missing == 0 {
+            next.rf += added.len() as u8;
+            next.cf = desired.cf_of(next.rf);
+        }
         let hold = added.len() < room;
         let there = Box::new(Next { membership: next, newcomers: added });
         return match (hold, coming) {

@@ -68,13 +68,15 @@ pub(crate) struct Door {
     /// Who was beside the known ones when it was last looked, unless that was in another epoch.
     beside: Option<Vec<Member>>,
     refused: Vec<Member>,
+    /// Whose quorum was seen to be on.
+    seen_on: Vec<Member>,
     /// Refusals that were told, and whether of too many.
     told_of: Vec<(Member, bool)>,
     given_up: Vec<Member>,
     not_taken: Vec<Member>,
     below_cf: bool,
     is_dirty: bool,
-    /// A known replica's session ended in this batch: what was decided before may be of before.
+    /// A session ended in this batch: what was decided may be of before.
     is_unsettled: bool,
 }
 
@@ -215,9 +217,9 @@ impl World {
         let Some(at) = door.hellos.iter().position(|hello| hello.session == session) else {
             return;
         };
-        let gone = door.hellos.swap_remove(at);
+        door.hellos.swap_remove(at);
         door.is_dirty = true;
-        door.is_unsettled |= door.known(gone.member);
+        door.is_unsettled = true;
         let short = door.rules().any(|rule| door.connected(rule) < usize::from(rule.cf));
         if short && !std::mem::replace(&mut door.below_cf, short) {
             self.situations().add(Situation::StoppedBelowCf);
@@ -659,7 +661,15 @@ impl Door {
                         refused.push((goes, true));
                     }
                     seats.push(Seat { member: caller.member, quorum: caller.quorum });
-                    if is_new || goes.is_some() {
+                    // Its quorum is known once it has answered.
+                    let turned = caller.quorum && !self.seen_on.contains(&caller.member);
+                    if turned {
+                        self.seen_on.push(caller.member);
+                    }
+                    if turned && situations == [Situation::Addition] {
+                        seen.push(Situation::AdditionWithQuorum);
+                    }
+                    if is_new || turned || goes.is_some() {
                         seen.extend(situations);
                     }
                 }

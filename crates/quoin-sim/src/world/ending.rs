@@ -132,6 +132,7 @@ impl World {
         self.faults_over = true;
         self.armed.clear();
         self.mend_everything();
+        self.send_strangers_away();
         self.ending.stage = Stage::Recovering;
         self.ending.since = self.now();
         self.ending.resumed = vec![false; self.queues.len()];

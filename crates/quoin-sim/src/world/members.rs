@@ -10,10 +10,11 @@
 
 use quoin_core::membership::open_quorum;
 use quoin_core::replica::Replica;
-use quoin_core::replica::store::ReplicaStore;
+use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
 use quoin_core::target::TargetEvent;
 use quoin_core::{Desired, Member, Newcomer, ReplicaGuid, ReplicaId};
 
+use super::strangers::Strangers;
 use super::{Event, PoolHost, World};
 use crate::control::Record;
 use crate::faults::Profile;
@@ -29,12 +30,13 @@ const SPARE_POOLS: usize = 2;
 /// Of an operator's turns so many are spent on taking a newcomer back, where there is one.
 const TAKEN_BACK_PERCENT: u64 = 15;
 /// Replicas of a volume at most.
-const RF_MAX: u8 = 5;
+pub(super) const RF_MAX: u8 = 5;
 
 pub(crate) struct Members {
-    random: Random,
+    pub(super) random: Random,
     pub on: bool,
     telling: bool,
+    pub strangers: Strangers,
 }
 
 impl Members {
@@ -42,12 +44,18 @@ impl Members {
         let mut random = Random::new(seed ^ 0x6d65_6d62_6572_7368);
         let lies = matches!(profile, Profile::Liar { .. });
         let drawn = random.percent(RUNS_OF_HUNDRED);
-        let on = !lies && (swarm == Swarm::Members || (swarm == Swarm::Broad && drawn));
-        Self { random, on, telling: false }
+        let always = matches!(swarm, Swarm::Members | Swarm::Strangers);
+        let on = !lies && (always || (swarm == Swarm::Broad && drawn));
+        let strangers = Strangers::draw(swarm, &mut random);
+        Self { random, on, telling: false, strangers }
     }
 
     pub fn spare_pools(&self) -> usize {
-        if self.on { SPARE_POOLS } else { 0 }
+        match (self.on, self.strangers.on) {
+            (false, _) => 0,
+            (true, false) => SPARE_POOLS,
+            (true, true) => 2 * SPARE_POOLS,
+        }
     }
 }
 
@@ -117,6 +125,9 @@ impl World {
         if self.backup.is_some() {
             return;
         }
+        if self.members.strangers.on && self.strangers_turn() {
+            return self.tell_desired();
+        }
         if self.members.random.percent(TAKEN_BACK_PERCENT) && self.take_back() {
             return self.tell_desired();
         }
@@ -169,7 +180,8 @@ impl World {
         let member = self.members.random.pick(&newcomers).member;
         let Record { membership, desired, .. } = &mut self.record;
         desired.newcomers.retain(|n| n.member != member);
-        if !membership.known.iter().any(|known| known.id == member.id) {
+        let invited = self.members.strangers.forget(member);
+        if !invited && !membership.known.iter().any(|known| known.id == member.id) {
             desired.drf -= 1;
         }
         membership.version += 1;
@@ -244,7 +256,17 @@ impl World {
 
     /// An empty replica with quorum off in this pool, whose process runs.
     pub(crate) fn make_replica(&mut self, pool: usize, member: Member) -> bool {
-        let (identity, meta) = self.newborn(member, false, self.record.membership.clone());
+        let newborn = self.newborn(member, false, self.record.membership.clone());
+        self.make_born(pool, member, newborn)
+    }
+
+    pub(super) fn make_born(
+        &mut self,
+        pool: usize,
+        member: Member,
+        (identity, meta): (ReplicaIdentity, ReplicaMeta),
+    ) -> bool {
+        let foreign = identity.volume != self.setup.config.volume;
         let blocks = self.setup.config.volume_blocks;
         let local = self.local(self.pools[pool].host);
         let here = &mut self.pools[pool];
@@ -258,6 +280,7 @@ impl World {
         });
         here.member = member;
         here.gone = false;
+        here.is_foreign = foreign;
         // Leases were the lost one's. This one helps no target before it is known, and an open
         // meets each CF that a lease was counted with in one that is still there.
         here.honoured = None;
@@ -273,12 +296,13 @@ impl World {
 
     /// Pools delete what is retired or was taken back, now or later: until then it may try to
     /// come back.
-    fn clear_retired(&mut self) {
+    pub(super) fn clear_retired(&mut self) {
         for pool in 0..self.pools.len() {
             let here = &self.pools[pool];
             let Record { membership, desired, .. } = &self.record;
-            let wanted =
-                membership.contains(here.member) || desired.newcomer(here.member).is_some();
+            let wanted = membership.contains(here.member)
+                || desired.newcomer(here.member).is_some()
+                || self.members.strangers.is_to_come(here.member);
             if self.backup.is_some() || here.is_spare() || wanted || here.process.is_none() {
                 continue;
             }

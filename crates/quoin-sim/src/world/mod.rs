@@ -14,6 +14,7 @@ mod members;
 mod pools;
 mod setup;
 mod snapshots;
+mod strangers;
 mod strikes;
 mod targets;
 mod verified;

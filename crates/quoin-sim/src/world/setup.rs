@@ -166,6 +166,9 @@ impl World {
         let target_hosts: [usize; 2] =
             if shared_hosts && replicas > 1 { [0, 1] } else { [replicas, replicas + 1] };
         let members_plan = Members::draw(options.seed, options.swarm, profile);
+        // With an entry missing nobody else is dispensable.
+        let short = members_plan.strangers.list_is_short;
+        let profile = if short { Profile::Power } else { profile };
         let hosts = replicas + 3 + members_plan.spare_pools();
         let control_host = replicas + 2;
         let volume_blocks = *random.pick(&[32, 128, 128, 400, 1024]);
@@ -212,12 +215,13 @@ impl World {
             ios_min: IOS_MIN,
             haste: 1,
         };
+        let listed = members.len() - usize::from(members_plan.strangers.list_is_short);
         let membership = Membership {
             version: 1,
             rf,
             cf,
             drf: rf,
-            known: members.clone(),
+            known: members[..listed].to_vec(),
             retired: Vec::new(),
             formed: true,
         };
@@ -310,6 +314,9 @@ impl World {
         for (host, member) in members.iter().enumerate() {
             world.add_pool(host, *member, &membership, pool_shape);
         }
+        if let Some(missing) = members.get(listed) {
+            world.begin_with_a_short_list(*missing);
+        }
         for spare in 0..world.members.spare_pools() {
             world.add_pool(replicas + 3 + spare, Member::default(), &membership, pool_shape);
         }
@@ -340,7 +347,8 @@ impl World {
             },
         };
         let spare = member == Member::default();
-        let (identity, meta) = self.newborn(member, true, membership.clone());
+        let listed = membership.contains(member);
+        let (identity, meta) = self.newborn(member, listed, membership.clone());
         if !spare
             && let Err(error) = storage.create(identity, meta, self.setup.config.volume_blocks)
         {
