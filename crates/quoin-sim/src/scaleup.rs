@@ -131,9 +131,8 @@ pub(crate) fn read(
     caller: &Caller,
 ) -> (Outcome, Vec<Situation>) {
     use Situation::*;
-    let refused = |too_many, situations: &[Situation]| {
-        (Outcome::Refused { too_many }, situations.to_vec())
-    };
+    let refused =
+        |too_many, situations: &[Situation]| (Outcome::Refused { too_many }, situations.to_vec());
     let who = caller.member;
     let ids: Vec<_> = list.known.iter().map(|entry| entry.id).collect();
     let is_listed = ids.contains(&who.id);

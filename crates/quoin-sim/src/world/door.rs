@@ -436,9 +436,10 @@ impl World {
         let Some(process) = &self.targets[target].process else { return };
         let door = &process.door;
         let needed = needed_to_start(door.ruling.rf, door.ruling.cf);
-        let strangers = self.pools.iter().filter(|p| {
-            !p.is_spare() && !p.gone && p.process.is_some() && !door.known(p.member)
-        });
+        let strangers = self
+            .pools
+            .iter()
+            .filter(|p| !p.is_spare() && !p.gone && p.process.is_some() && !door.known(p.member));
         let there = door.voters.len();
         if process.serving.is_none() && there < needed && there + strangers.count() >= needed {
             self.situations().add(Situation::StrangersWereEnough);
@@ -568,7 +569,8 @@ impl World {
         let Some(door) = self.door(target) else { return };
         door.is_dirty = true;
         if newcomers.iter().any(|m| door.known(*m)) {
-            return self.breaks("SCALE-KNOWN-10", format!("{newcomers:?} was given up and is known"));
+            return self
+                .breaks("SCALE-KNOWN-10", format!("{newcomers:?} was given up and is known"));
         }
         door.given_up.extend(newcomers);
         self.situations().add(Situation::GivenUp);
@@ -588,11 +590,16 @@ impl World {
         if !door.is_dirty {
             return;
         }
-        if std::mem::take(&mut door.is_unsettled) || process.serving.is_none() {
+        let is_unsettled = std::mem::take(&mut door.is_unsettled);
+        if process.serving.is_none() {
             return;
         }
         let status = process.target.status();
         if !status.serving || status.membership_version != door.ruling.version {
+            return;
+        }
+        if is_unsettled {
+            door.beside = Some(door.beside_the_list(&status));
             return;
         }
         door.is_dirty = false;
@@ -604,12 +611,15 @@ impl World {
             self.breaks(row, format!("target {target}: {what}"));
         }
     }
-
 }
 
 pub(crate) type Broken = Option<(&'static str, String)>;
 
 impl Door {
+    fn beside_the_list(&self, status: &TargetStatus) -> Vec<Member> {
+        status.replicas.iter().map(|r| r.member).filter(|m| !self.known(*m)).collect()
+    }
+
     fn judge(&mut self, status: &TargetStatus) -> (Broken, Vec<Situation>) {
         let mut seen = Vec::new();
         let sits = |m: &Member| status.replicas.iter().any(|r| r.member == *m);
@@ -617,13 +627,11 @@ impl Door {
             return (Some(("SCALE-ADMIT-08", format!("{lost:?} is known and not let in"))), seen);
         }
         let counted = status.replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
-        let mut strangers =
-            counted.filter(|r| !self.known(r.member) && !self.is_joint(r.member));
+        let mut strangers = counted.filter(|r| !self.known(r.member) && !self.is_joint(r.member));
         if let Some(stranger) = strangers.next() {
             return (Some(("SCALE-LIST-08", format!("{stranger:?} is counted"))), seen);
         }
-        let beside: Vec<Member> =
-            status.replicas.iter().map(|r| r.member).filter(|m| !self.known(*m)).collect();
+        let beside = self.beside_the_list(status);
         let before = self.beside.replace(beside.clone());
         // In the first look of an epoch it is not known here who of several came first.
         let several = self.told.newcomers.len() > 1;
@@ -650,8 +658,7 @@ impl Door {
         callers.sort_by_key(|caller| !before.contains(&caller.member));
         let mut refused = Vec::new();
         for caller in &callers {
-            let (outcome, situations) =
-                read(&self.ruling, self.told.drf, &seats, &moving, caller);
+            let (outcome, situations) = read(&self.ruling, self.told.drf, &seats, &moving, caller);
             let was = before.contains(&caller.member);
             let is_new = !was && !self.refused.contains(&caller.member);
             match outcome {

@@ -96,12 +96,11 @@ impl World {
     /// Known replicas go for a while, and as many others as there is room for come in their place.
     fn crowd(&mut self) {
         let known = self.record.membership.known.clone();
-        let (drf, more) = (self.record.desired.drf, self.members.random.between(1, 2) as u8);
-        if self.members.strangers.drf_before.is_some() || drf + more > RF_MAX {
+        let drf = self.record.desired.drf;
+        if self.members.strangers.drf_before.is_some() || drf >= RF_MAX {
             return;
         }
         self.members.strangers.drf_before = Some(drf);
-        self.record.desired.drf += more;
         let away = self.members.random.between(1, known.len() as u64) as usize;
         for member in &known[..away] {
             if let Some(pool) = self.pools.iter().position(|p| p.member == *member && !p.gone) {
@@ -109,30 +108,34 @@ impl World {
                 self.kill_pool(pool, Outage::Process, restart);
             }
         }
-        let stand_in = Member {
-            id: known[0].id,
-            guid: ReplicaGuid(self.members.random.wide() | 1),
-        };
+        let stand_in =
+            Member { id: known[0].id, guid: ReplicaGuid(self.members.random.wide() | 1) };
         let busy = self.record.desired.newcomers.iter().any(|n| n.member.id == stand_in.id);
         if !busy && self.make_stranger(stand_in, false, false) {
             self.members.strangers.late = Some(stand_in);
         }
+        let mut made = 0;
+        let all = self.members.random.percent(60);
         loop {
             let random = &mut self.members.random;
             let member =
                 Member { id: ReplicaId(random.wide() | 1), guid: ReplicaGuid(random.wide() | 1) };
-            let quorum = random.percent(80);
+            let quorum = all || random.percent(50);
             if !self.make_stranger(member, quorum, false) {
-                return;
+                break;
             }
+            made += 1;
             self.record.desired.newcomers.push(Newcomer { member, beside: false });
             self.members.strangers.invited.push(member);
         }
+        let full = (known.len() - away + made) as u8;
+        self.record.desired.drf = full.clamp(drf + 1, RF_MAX);
     }
 
     /// What was begun with a crowd at the last turn: one more comes, or fewer are desired again.
     fn crowd_goes_on(&mut self) {
-        if let Some(member) = self.members.strangers.late.take() {
+        let fewer = self.members.strangers.drf_before.is_some() && self.members.random.percent(50);
+        if let Some(member) = self.members.strangers.late.take_if(|_| !fewer) {
             let desired = &self.record.desired;
             let busy = desired.newcomers.iter().any(|n| n.member.id == member.id)
                 || desired.leaving.iter().any(|m| m.id == member.id);
@@ -204,9 +207,8 @@ impl World {
             self.name_missing();
         }
         let held = |member: &Member| self.pools.iter().any(|p| p.member == *member && !p.gone);
-        let foreign = |member: &Member| {
-            self.pools.iter().any(|p| p.member == *member && p.is_foreign)
-        };
+        let foreign =
+            |member: &Member| self.pools.iter().any(|p| p.member == *member && p.is_foreign);
         let list = &self.record.membership;
         let desired = &self.record.desired;
         let (known, leaving) = (list.known.len(), desired.leaving.len());
