@@ -60,6 +60,8 @@ pub const ALL: &[Defect] = &[
     core("joint-dropped-on-refusal", Swarm::Members),
     core("joint-change-not-given-up", Swarm::Replacements).like("cannot-give-up"),
     core("retired-admitted", Swarm::Replacements).like("retired-admitted"),
+    core("let-in-when-full", Swarm::Strangers),
+    core("let-in-unasked", Swarm::Strangers),
     core("joint-rule-left-out", Swarm::Members),
     core("joint-not-judged", Swarm::Members).like("joint-not-judged"),
     core("record-not-asked-again", Swarm::Members),

@@ -122,7 +122,8 @@ pub fn admit(seats: &Seats, applicant: &Applicant) -> Admission {
         return Rejected(Refusal::AllConnected);
     }
     let sitting = others().filter(|c| Some(c.member) != displaces && !moves(c.member)).count();
-    if sitting >= drf && !moves(member) && displaces.is_none() {
+    let full = sitting >= drf && !crate::mutant::is("let-in-when-full");
+    if full && !moves(member) && displaces.is_none() {
         if !listed(member) {
             return Rejected(Refusal::Full);
         }
@@ -148,7 +149,7 @@ pub fn admit(seats: &Seats, applicant: &Applicant) -> Admission {
             return Forming;
         }
     }
-    if membership.rf < seats.drf {
+    if membership.rf < seats.drf || crate::mutant::is("let-in-unasked") {
         return Unknown { displaces };
     }
     Rejected(Refusal::NotDesired)
