@@ -126,7 +126,7 @@ fn main() -> ExitCode {
     print!("{summary}");
     if arguments.coverage {
         print!("{}", summary.stats.coverage);
-        println!("{:?}", summary.stats.situations);
+        println!("situations of the scale-up document: {:?}", summary.stats.situations);
     }
     let Some((swarm, seed)) = failed else { return ExitCode::SUCCESS };
     println!("replay the first: quoin-sim --swarm {} --seed {seed} --trace", swarm.name());

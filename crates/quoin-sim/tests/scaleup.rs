@@ -34,7 +34,7 @@ fn held_in(situations: &[Situation]) {
 
 /// Those without a seat have their quorum off here; the others are a matter of the core's tests.
 ///
-/// Proves SCALE-ADMIT-03, SCALE-ADMIT-05, SCALE-ADMIT-06.
+/// Proves SCALE-ADMIT-05, SCALE-ADMIT-06.
 #[test]
 fn with_all_seats_taken_only_a_listed_replica_gets_one_from_a_stranger_and_somebody_is_told() {
     held_in(&[FullAndUnlisted, FullAndCopied, FullAndListed, SentAwayQuorumOff]);
@@ -68,7 +68,7 @@ fn a_replica_whose_quorum_is_off_gets_every_entry_and_has_no_say() {
     held_in(&[NoQuorumTold]);
 }
 
-/// Proves SCALE-IO-01, SCALE-IO-03.
+/// Proves SCALE-IO-03.
 #[test]
 fn io_starts_with_as_many_known_replicas_as_it_needs_and_stops_below_cf() {
     held_in(&[StartedWithJustEnough, StoppedBelowCf, WentOnAtCf]);
@@ -88,7 +88,7 @@ fn the_record_is_told_before_a_list_rules_and_what_it_refuses_or_nobody_waits_fo
     held_in(&[ToldTheRecord, RuledOnceRecorded, GivenUp, GivenUpAndMade, Refused, RefusedAndMade]);
 }
 
-/// Proves SCALE-SHORT-05, SCALE-SHORT-06.
+/// Proves SCALE-SHORT-05.
 #[test]
 fn with_two_of_five_away_the_list_keeps_five_and_strangers_never_make_up_the_number() {
     held_in(&[Replaced, ThreeOfFive, StrangersWereEnough, StartedWithJustEnough]);

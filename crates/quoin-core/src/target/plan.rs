@@ -178,6 +178,19 @@ mod tests {
         assert_eq!(next.newcomers, [new]);
     }
 
+    /// Proves SCALE-KNOWN-05.
+    #[test]
+    fn an_entry_that_the_list_lacks_is_filled_before_the_factor_is_raised() {
+        let mut short = membership(3);
+        short.known.pop();
+        let new = [member(3, 203), member(4, 204)];
+        let next = gone_to(plan(&short, &coming(&new, 4), |_| Ready));
+        assert_eq!(next.membership.known, [member(1, 101), member(2, 102), new[0]]);
+        assert_eq!((next.membership.rf, next.membership.cf, next.newcomers.len()), (3, 2, 1));
+        let next = plan(&Membership { version: 7, ..next.membership }, &coming(&new, 4), |_| Ready);
+        assert_eq!(gone_to(next).membership.rf, 4);
+    }
+
     /// Proves SCALE-KNOWN-03, SCALE-LIST-05, SCALE-CF-01.
     #[test]
     fn an_addition_appends_an_entry_and_raises_rf_and_cf_with_it() {

@@ -8,6 +8,7 @@ use quoin_core::{Member, Newcomer, ReplicaGuid, ReplicaId, VolumeId};
 
 use super::members::RF_MAX;
 use super::{Event, World};
+use crate::control::Record;
 use crate::random::Random;
 use crate::schedule::MILLISECOND;
 use crate::storage::Outage;
@@ -243,13 +244,28 @@ impl World {
         desired.drf = ((known + added).max(rf.into()) - leaving) as u8;
         desired.newcomers = stays;
         for member in again {
-            let Some(pool) = self.pools.iter().position(|p| p.member == member) else { continue };
-            if self.pools[pool].storage.delete(member.guid).is_ok() {
-                self.pools[pool].gone = true;
-                let delay = self.members.random.between(500, 2000) * MILLISECOND;
-                self.schedule.after(delay, Event::Recreate { pool });
-            }
+            self.make_again(member);
         }
         self.keep_telling();
+    }
+
+    /// A target has no place for one that was to fill the list: it turned back half way once more.
+    pub(crate) fn fill_anew(&mut self, member: Member) {
+        let Record { membership, desired, .. } = &self.record;
+        let is_short = membership.known.len() < usize::from(membership.rf);
+        let is_meant = desired.newcomer(member).is_some();
+        if self.members.strangers.on && self.faults_over && is_short && is_meant {
+            self.make_again(member);
+        }
+    }
+
+    fn make_again(&mut self, member: Member) {
+        let is_here = |p: &super::PoolHost| p.member == member && !p.gone;
+        let Some(pool) = self.pools.iter().position(is_here) else { return };
+        if self.pools[pool].storage.delete(member.guid).is_ok() {
+            self.pools[pool].gone = true;
+            let delay = self.members.random.between(500, 2000) * MILLISECOND;
+            self.schedule.after(delay, Event::Recreate { pool });
+        }
     }
 }
