@@ -1,5 +1,5 @@
 //! Peers that flood what they reach, never take what they asked for, or hold connections for
-//! nothing: nobody's memory and no process's descriptors are used up, and the volume goes on.
+//! nothing: what they cost of memory and descriptors is limited, and the volume goes on.
 
 mod common;
 
@@ -173,7 +173,7 @@ fn flood(address: &str, connections: usize) -> Vec<TcpStream> {
 
 /// Proves: a port scanner's garbage on every port, limits on all that a peer can grow.
 #[test]
-fn connections_by_the_hundred_use_up_no_descriptors_and_no_memory_and_the_volume_goes_on() {
+fn hundreds_of_connections_cost_few_descriptors_and_little_memory_and_the_volume_goes_on() {
     let World { mut cluster, socket, consoles } = world("many");
     fill(&socket);
     let pools = cluster.json(&["pool", "list"]);

@@ -6,8 +6,6 @@
 
 mod support;
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::path::Path;
 use std::process::Command;
 
@@ -24,22 +22,8 @@ const BEYOND: u64 = 2500;
 
 const FIVE: [&str; 5] = ["volume", "scale", "db", "--replicas", "5"];
 
-/// What the target itself says under a path, whether or not a controller answers.
-fn ask_target(dev: &Dev, path: &str) -> Option<String> {
-    let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
-    let settings: Value = serde_json::from_slice(&settings).unwrap();
-    let mut stream = TcpStream::connect(settings["target_http"].as_str()?).ok()?;
-    let request = format!("GET {path} HTTP/1.1\r\nHost: target\r\nConnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    Some(text)
-}
-
 fn in_sync(dev: &Dev) -> Option<u64> {
-    let text = ask_target(dev, "/metrics")?;
-    let name = "quoin_target_replicas{state=\"in_sync\"} ";
-    text.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok()
+    connected_as(&ask_target(dev, "/metrics")?, "in_sync")
 }
 
 /// Waits until the target says that IO waits for this.
@@ -342,11 +326,7 @@ fn a_newcomer_beside_as_many_known_ones_as_are_desired_is_turned_away_with_an_al
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
     dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
-    let new = dev.eventually("it is made", || {
-        let replicas = dev.json(&["replica", "list", "db"]);
-        let new = replicas.as_array().unwrap().iter().find(|r| r["known"] == false).cloned()?;
-        (new["phase"] == "Rebuilding").then_some(new)
-    });
+    let new = made(&dev);
     dev.ok(&["replica", "remove", "db", &before[0].0]);
     assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 3]);
     signal(target, "CONT");

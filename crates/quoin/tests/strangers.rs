@@ -3,9 +3,6 @@
 
 mod support;
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
-
 use serde_json::Value;
 use support::load::Load;
 use support::stories::*;
@@ -31,18 +28,8 @@ impl Connected {
 
 /// The report of the target; `None` while it does not run.
 fn connected(dev: &Dev) -> Option<Connected> {
-    let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
-    let settings: Value = serde_json::from_slice(&settings).unwrap();
-    let mut stream = TcpStream::connect(settings["target_http"].as_str()?).ok()?;
-    let host = "GET /metrics HTTP/1.1\r\nHost: target\r\nConnection: close\r\n\r\n";
-    stream.write_all(host.as_bytes()).ok()?;
-    let mut text = String::new();
-    stream.read_to_string(&mut text).ok()?;
-    let count = |state: &str| {
-        let name = format!("quoin_target_replicas{{state=\"{state}\"}} ");
-        let value = text.lines().find_map(|line| line.strip_prefix(&name))?;
-        Some(value.trim().parse::<u64>().unwrap())
-    };
+    let text = ask_target(dev, "/metrics")?;
+    let count = |state: &str| connected_as(&text, state);
     Some(Connected {
         in_sync: count("in_sync")?,
         catching_up: count("catching_up")?,
@@ -188,11 +175,7 @@ fn no_replica_without_quorum_is_connected_while_all_desired_ones_with_quorum_are
     let target = dev.pid("target").unwrap();
     signal(target, "STOP");
     dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
-    let new = dev.eventually("it is made", || {
-        let shown = dev.json(&["replica", "list", "db"]);
-        let new = shown.as_array().unwrap().iter().find(|r| r["known"] == false).cloned()?;
-        (new["phase"] == "Rebuilding").then_some(new)
-    });
+    let new = made(&dev);
     let (pool, stranger) = (new["pool"].as_str().unwrap(), new["guid"].as_str().unwrap());
     let pid = dev.pid(pool).unwrap();
     signal(pid, "STOP");

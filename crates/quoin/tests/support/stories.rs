@@ -1,6 +1,8 @@
 //! What the user stories of replicas share: a cluster with a volume `db` under a load, how the
 //! records say that it stands, and every copy alone, read with nothing of Quoin running.
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -31,6 +33,33 @@ pub fn events(dev: &Dev, reason: &str) -> Vec<String> {
     let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let told = events.filter(|e| e["reason"] == reason);
     told.map(|e| e["message"].as_str().unwrap().to_owned()).collect()
+}
+
+/// What the target itself says under a path, whether or not a controller answers.
+pub fn ask_target(dev: &Dev, path: &str) -> Option<String> {
+    let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
+    let settings: Value = serde_json::from_slice(&settings).unwrap();
+    let mut stream = TcpStream::connect(settings["target_http"].as_str()?).ok()?;
+    let request = format!("GET {path} HTTP/1.1\r\nHost: target\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
+/// How many replicas the target says, among its metrics, that it has in this state.
+pub fn connected_as(metrics: &str, state: &str) -> Option<u64> {
+    let name = format!("quoin_target_replicas{{state=\"{state}\"}} ");
+    metrics.lines().find_map(|line| line.strip_prefix(&name))?.trim().parse().ok()
+}
+
+/// The newcomer, once its pool has made it and a target that would fill it is waited for.
+pub fn made(dev: &Dev) -> Value {
+    dev.eventually("it is made", || {
+        let replicas = dev.json(&["replica", "list", "db"]);
+        let new = replicas.as_array().unwrap().iter().find(|r| r["known"] == false).cloned()?;
+        (new["phase"] == "Rebuilding").then_some(new)
+    })
 }
 
 /// How many replicas the records have in a pool.
