@@ -44,6 +44,7 @@ pub mod spec;
 mod status;
 pub mod store;
 mod table;
+mod target_config;
 mod tending;
 mod text;
 mod time;

@@ -2,10 +2,11 @@
 //! restart of either side.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_core::{Position, ReplicaGuid, VolumeId};
-use quoin_proto::control::{Scrub, Verification};
+use quoin_proto::control::{GoesBy, Scrub, Verification};
 use tokio::time::Instant;
 
 use crate::dying::Wear;
@@ -83,6 +84,8 @@ pub struct VolumeSeen {
     pub replicas: HashMap<ReplicaGuid, Progress>,
     /// It waits to open for these, which may know of a change that the record lacks.
     pub silent: Vec<ReplicaGuid>,
+    /// What it was given and holds; `None`: it did not say.
+    pub goes_by: Option<Arc<GoesBy>>,
 }
 
 /// All of it.

@@ -1,8 +1,10 @@
 //! What agents report, taken in: hostile until checked, bounded, and never a command.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use quoin_core::{Epoch, Lsn, Position, VolumeId};
+use quoin_identity::convert;
 use quoin_proto::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
 use tokio::time::Instant;
 
@@ -224,6 +226,7 @@ impl Controller {
         if !report.nbd_uri.is_empty() && !is_nbd_uri(&report.nbd_uri) {
             return Err(Error::invalid("nbd_uri", "an nbd:// or nbds:// address of printed ASCII"));
         }
+        let goes_by = report.goes_by.as_ref().map(goes_by).transpose()?;
         let progress = |progress: &api::ReplicaProgress| {
             let seen = Progress {
                 state: progress.state.chars().take(32).collect(),
@@ -245,6 +248,7 @@ impl Controller {
                 .iter()
                 .map(|guid| id("silent", guid))
                 .collect::<Result<_, Error>>()?,
+            goes_by,
         };
         let confirms = (report.epoch, report.membership_version)
             == (record.epoch, record.membership.version)
@@ -309,6 +313,28 @@ impl Controller {
             self.events.record(Severity::Warning, about, "ReplicaUnknown", message);
         }
     }
+}
+
+/// As the core has it, so that nothing but lists and factors by its rules is kept.
+fn goes_by(told: &api::GoesBy) -> Result<Arc<api::GoesBy>, Error> {
+    let sound = |told: &Option<api::Membership>| {
+        let told = told.as_ref().ok_or_else(|| "a membership is missing".to_owned());
+        let mut membership = told.and_then(convert::membership)?;
+        membership.retired.clear();
+        Ok::<_, String>(Some(convert::membership_message(&membership)))
+    };
+    let refused = |rule| Error::invalid("goes_by", rule);
+    let many = quoin_core::membership::REPLICAS_MAX;
+    if told.newcomers.len() > many || told.leaving.len() > many {
+        return Err(refused(format!("at most {many} newcomers, and as many that leave")));
+    }
+    told.newcomers
+        .iter()
+        .chain(&told.leaving)
+        .try_for_each(|guid| id::<quoin_core::ReplicaGuid>("goes_by", guid).map(drop))?;
+    let granted = sound(&told.granted).map_err(refused)?;
+    let held = sound(&told.held).map_err(refused)?;
+    Ok(Arc::new(api::GoesBy { granted, held, ..told.clone() }))
 }
 
 /// People and scripts hand it to other programs, so nothing but an address gets through.

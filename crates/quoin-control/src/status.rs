@@ -63,7 +63,11 @@ impl Controller {
     }
 
     /// The report of the target that owns the volume now.
-    fn serving<'a>(&self, observed: &'a Observed, volume: &VolumeRecord) -> Option<&'a VolumeSeen> {
+    pub(crate) fn serving<'a>(
+        &self,
+        observed: &'a Observed,
+        volume: &VolumeRecord,
+    ) -> Option<&'a VolumeSeen> {
         let seen = observed.volumes.get(&volume.id.0)?;
         let owner = volume.owner.as_deref()?;
         let current = seen.node == owner && seen.epoch == volume.epoch && seen.state != "stopped";

@@ -10,12 +10,14 @@ use std::time::Duration;
 
 use quoin_core::VolumeId;
 use quoin_core::block::DeviceInfo;
+use quoin_core::membership::Member;
 use quoin_core::target::{ReplicaStanding, TargetStatus};
 use quoin_identity::{Contact, Identity, convert};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{
-    AcquireEpochRequest, AgentEvent, NodeAssignment, ReplicaProgress, SwapMembershipRequest,
-    VolumeReport, WatchNodeRequest, acquire_epoch_response, swap_membership_response,
+    AcquireEpochRequest, AgentEvent, GoesBy, NodeAssignment, ReplicaProgress,
+    SwapMembershipRequest, VolumeReport, WatchNodeRequest, acquire_epoch_response,
+    swap_membership_response,
 };
 use quoin_wire::Mode;
 use quoin_wire::notices::{Notice, Notices, Severity};
@@ -392,8 +394,16 @@ impl Control {
             events: notices.iter().map(event).collect(),
             nbd_uri: self.nbd_uri(id),
             verification: status.verify.as_ref().map(verification),
-            membership_version: status.membership_version,
-            silent: status.silent.iter().map(|member| member.guid.to_string()).collect(),
+            membership_version: status.membership.version,
+            silent: guids(status.silent.iter().copied()),
+            goes_by: (status.membership.rf > 0).then(|| GoesBy {
+                granted: Some(convert::membership_message(&status.granted)),
+                held: Some(convert::membership_message(&status.membership)),
+                desired_replication_factor: status.desired.drf.into(),
+                desired_consistency_factor: status.desired.cf.into(),
+                newcomers: guids(status.desired.newcomers.iter().map(|n| n.member)),
+                leaving: guids(status.desired.leaving.iter().copied()),
+            }),
         });
         request.set_timeout(CALL_MAX);
         match AgentClient::new(self.channel.clone()).report_volume(request).await {
@@ -427,6 +437,10 @@ fn standing(standing: ReplicaStanding) -> &'static str {
         ReplicaStanding::Rebuilding => "rebuilding",
         ReplicaStanding::InSync => "in-sync",
     }
+}
+
+fn guids(members: impl Iterator<Item = Member>) -> Vec<String> {
+    members.map(|member| member.guid.to_string()).collect()
 }
 
 fn event(notice: &Notice) -> AgentEvent {

@@ -8,7 +8,7 @@ use std::future::Future;
 use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
-use crate::{declare, demo, dev, events, listing, offline, roles, scrub, tokens, volume};
+use crate::{declare, demo, dev, events, listing, offline, roles, scrub, target, tokens, volume};
 
 /// Replicated block storage for containers.
 ///
@@ -79,8 +79,9 @@ enum Command {
     /// Make a cluster, or serve one: records, placement, certificates; back it up, recover it.
     #[command(subcommand)]
     Controller(roles::ControllerCommand),
-    /// Serve the volumes that this host uses, each on an NBD socket.
-    Target(Box<roles::TargetOptions>),
+    /// Serve the volumes that this host uses, each on an NBD socket; `config` asks what the target of
+    /// a volume goes by.
+    Target(target::TargetCommand),
     /// Make block devices of the volumes that this host's target serves.
     Attach(roles::AttachOptions),
     /// Keep the kernel's side of attached volumes while `quoin attach` is away, so that its death
@@ -129,7 +130,10 @@ impl Cli {
             Command::Edit(options) => wait_for(declare::edit(options, &client, format)),
             Command::Pool(listing::PoolCommand::Run(options)) => roles::pool(*options),
             Command::Node(listing::NodeCommand::Run(options)) => roles::node(*options),
-            Command::Target(options) => roles::target(*options),
+            Command::Target(target::TargetCommand::Run(options)) => roles::target(*options),
+            Command::Target(target::TargetCommand::Ask(target::Ask::Config { volume })) => {
+                wait_for(target::config(&volume, &client, format))
+            }
             Command::Attach(options) => roles::attach(options),
             Command::AttachHolder(options) => roles::hold(&options),
             Command::Pool(listing::PoolCommand::Inspect(options)) => {

@@ -21,6 +21,7 @@ mod roles;
 mod salvage;
 mod scrub;
 mod size;
+mod target;
 mod tokens;
 mod volume;
 

@@ -389,3 +389,73 @@ fn two_with_one_id_count_once_while_one_takes_the_others_place_and_a_reconnect_c
     client.stop();
     end(&scratch, dev, load, 3);
 }
+
+/// A list that a target tells: the factors, and pool, id and GUID of each entry.
+fn told(list: &Value) -> ([u64; 3], Vec<(String, String, String)>) {
+    let text = |entry: &Value, key: &str| entry[key].as_str().unwrap().to_owned();
+    let entry = |e: &Value| (text(e, "pool"), text(e, "replicaId"), text(e, "replicaGuid"));
+    let entries = list["replicaList"].as_array().unwrap();
+    (factors(list), entries.iter().map(entry).collect())
+}
+
+/// Proves SCALE-CONF-01, SCALE-CONF-02, SCALE-CONF-03, SCALE-CONF-04, SCALE-CONF-05,
+/// SCALE-CONF-14.
+#[test]
+fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_asked_for() {
+    const CONFIG: [&str; 3] = ["target", "config", "db"];
+    let (scratch, dev) = cluster("config", "5");
+    let said = refused(&dev, &CONFIG);
+    assert!(said.contains("volume \"db\" does not exist"), "{said}");
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let said = refused(&dev, &CONFIG);
+    assert!(said.contains("attached nowhere") && said.contains("quoin volume attach"), "{said}");
+    let load = Load::start(dev.client("db"), 3);
+    load.goes_on(&dev, 100);
+    dev.wait_for_volume("db", "whole", whole);
+    let three = ([3, 2, 3], known(&dev));
+    let shown = dev.eventually("three are in sync", || {
+        Some(dev.json(&CONFIG)).filter(|shown| shown["inSync"] == 3)
+    });
+    assert_eq!((told(&shown["atStart"]), told(&shown["now"])), (three.clone(), three.clone()));
+    assert_eq!((&shown["state"], &shown["neededToOpen"]), (&"serving".into(), &2.into()));
+    assert_eq!(shown["epoch"], dev.json(&["volume", "get", "db"])["epoch"]);
+    assert!(shown.get("askedFor").is_none(), "{shown}");
+
+    // Asked for while the target does not hear: both are shown.
+    let target = dev.pid("target").unwrap();
+    signal(target, "STOP");
+    dev.ok(&FIVE);
+    let shown = dev.json(&CONFIG);
+    assert_eq!((told(&shown["atStart"]), told(&shown["now"])), (three.clone(), three.clone()));
+    let asked = &shown["askedFor"];
+    assert_eq!((&asked["replicationFactor"], &asked["consistencyFactor"]), (&5.into(), &3.into()));
+    assert_eq!(
+        (&asked["told"], &asked["changing"]),
+        (&false.into(), &"2 replicas being added".into())
+    );
+    let text = dev.ok(&CONFIG);
+    assert!(text.contains("5 replicas, 3 of which hold a write: 2 replicas being added"), "{text}");
+    assert!(text.contains("the target has not been told yet"), "{text}");
+    signal(target, "CONT");
+    dev.wait_for_volume("db", "grown", |volume| whole(volume) && factors(volume) == [5, 3, 5]);
+    let five = ([5, 3, 5], known(&dev));
+    let shown = dev.eventually("it says so", || {
+        Some(dev.json(&CONFIG)).filter(|shown| shown["inSync"] == 5 && shown["askedFor"].is_null())
+    });
+    assert_eq!((told(&shown["atStart"]), told(&shown["now"])), (three, five.clone()));
+    let text = dev.ok(&CONFIG);
+    assert!(text.contains("5 (3 at its start)"), "{text}");
+    assert_eq!(text.matches("since its start").count(), 2, "{text}");
+    assert!(dev.ok(&[&CONFIG[..], &["-o", "yaml"]].concat()).contains("replicationFactor: 5"));
+
+    // The next one begins with what the records have now.
+    dev.kill("target");
+    let shown = dev.eventually("it is told anew", || {
+        let output = dev.quoin(&[&CONFIG[..], &["-o", "json"]].concat());
+        let shown: Value = serde_json::from_slice(&output.stdout).ok()?;
+        (told(&shown["atStart"]).0 == [5, 3, 5]).then_some(shown)
+    });
+    assert_eq!((told(&shown["atStart"]), told(&shown["now"])), (five.clone(), five));
+    load.goes_on(&dev, 100);
+    end(&scratch, dev, load, 5);
+}

@@ -347,6 +347,16 @@ impl Cluster for Services {
         Ok(Response::new(ListReplicasResponse { replicas }))
     }
 
+    async fn get_target_config(
+        &self,
+        request: Request<GetTargetConfigRequest>,
+    ) -> Result<Response<TargetConfig>, Status> {
+        let scope = self.look(&request)?;
+        let volume = self.controller.get_volume(request.get_ref().volume.as_ref())?;
+        scope.check(&volume)?;
+        Ok(Response::new(self.controller.target_config(&volume)?))
+    }
+
     async fn get_capacity(
         &self,
         request: Request<GetCapacityRequest>,

@@ -340,6 +340,8 @@ pub struct Target {
     incarnation: Incarnation,
     highest_refused: Epoch,
     membership: Membership,
+    /// As it was granted with this epoch.
+    granted: Membership,
     attempts: u32,
     next_nonce: u64,
     peers: Vec<Peer>,
@@ -406,6 +408,7 @@ impl Target {
             incarnation: Incarnation(0),
             highest_refused: Epoch::ZERO,
             membership: Membership::default(),
+            granted: Membership::default(),
             attempts: 0,
             next_nonce: 1,
             peers: Vec::new(),

@@ -104,6 +104,7 @@ impl Target {
         self.unflushed_tail_lost = false;
         actions.push(TargetAction::Note(TargetNote::Opening { epoch }));
         self.peers = membership.known.iter().map(|m| Peer::new(*m, now)).collect();
+        self.granted = super::status::without_retired(&membership);
         self.membership = membership;
         self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
         self.answer_by = now + OPEN_PATIENCE;

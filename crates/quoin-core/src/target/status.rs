@@ -5,7 +5,7 @@ use super::verify::VerifyReport;
 use super::{Link, Peer, Phase, Target, quorum};
 use crate::entry::Rule;
 use crate::ids::{Epoch, Lsn, Position};
-use crate::membership::Member;
+use crate::membership::{Desired, Member, Membership};
 
 /// How a replica stands, for status reports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,8 +33,12 @@ pub struct TargetStatus {
     pub serving: bool,
     pub stopped: bool,
     pub waiting: String,
-    /// Of the membership that it goes by.
-    pub membership_version: u64,
+    /// The membership that was granted with the epoch, without the retired.
+    pub granted: Membership,
+    /// The one that it goes by, without the retired.
+    pub membership: Membership,
+    /// The newest wish that it was told.
+    pub desired: Desired,
     /// The open waits for these, which may know of a change of membership that the record lacks.
     pub silent: Vec<Member>,
     pub last: Position,
@@ -44,6 +48,20 @@ pub struct TargetStatus {
     pub replicas: Vec<ReplicaStatus>,
     /// The verification under way, or the last one.
     pub verify: Option<VerifyReport>,
+}
+
+/// A status is made often, and who is retired may be thousands.
+pub(super) fn without_retired(membership: &Membership) -> Membership {
+    let Membership { version, rf, cf, drf, formed, .. } = *membership;
+    Membership {
+        version,
+        rf,
+        cf,
+        drf,
+        known: membership.known.clone(),
+        retired: Vec::new(),
+        formed,
+    }
 }
 
 impl Target {
@@ -96,7 +114,9 @@ impl Target {
             serving: self.phase == Phase::Serving,
             stopped: self.phase == Phase::Stopped,
             waiting: self.said.clone(),
-            membership_version: self.membership.version,
+            granted: self.granted.clone(),
+            membership: without_retired(&self.membership),
+            desired: self.desired.clone(),
             silent: match self.phase {
                 Phase::Opening { .. } => self.silent(),
                 _ => Vec::new(),

@@ -498,7 +498,7 @@ impl World {
             return;
         }
         let status = process.target.status();
-        if !status.serving || status.membership_version != door.ruling.version {
+        if !status.serving || status.membership.version != door.ruling.version {
             return;
         }
         if is_unsettled {
