@@ -64,4 +64,4 @@ pub use run::{
     HEALS_PER_POOL, InitReport, Options, REPORT_EVERY_MS, init, init_again, is_initialised, open,
     run, serve,
 };
-pub use scale::Scale;
+pub use scale::{Move, Scale, Which};

@@ -29,6 +29,35 @@ pub struct Scale {
     pub pools: Vec<String>,
 }
 
+/// A replica that is to be made anew, in another pool.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Move {
+    pub which: Which,
+    /// Where to; empty: chosen.
+    pub pool: String,
+    /// It is only to be replaced: one that is in sync stays, unless a pool is named.
+    pub unless_in_sync: bool,
+}
+
+/// How a replica of a volume is named.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Which {
+    Id(ReplicaId),
+    /// The one that this pool holds, or held before it came to where it is to go.
+    OfPool(String),
+}
+
+impl Move {
+    /// To the best pool.
+    pub fn of(replica: ReplicaId) -> Self {
+        Self { which: Which::Id(replica), pool: String::new(), unless_in_sync: false }
+    }
+
+    pub fn to(self, pool: &str) -> Self {
+        Self { pool: pool.to_owned(), ..self }
+    }
+}
+
 impl VolumeRecord {
     /// The consistency factor that a change to this RF ends in.
     pub fn cf_of(&self, rf: u8) -> u8 {
@@ -125,17 +154,26 @@ impl Controller {
     }
 
     /// Makes a replica anew in another pool. The old one serves on until the new one is known.
+    /// Nothing is changed where it is so already, or on its way.
     pub async fn move_replica(
         &self,
         reference: Option<&VolumeRef>,
-        replica: ReplicaId,
-        pool: &str,
+        asked: &Move,
     ) -> Result<Arc<VolumeRecord>, Error> {
         let _one_at_a_time = self.creating.lock().await;
-        let id = self.volume(reference)?.id.0;
+        let volume = self.volume(reference)?;
         let candidates = self.candidates();
-        let change = |volume: &mut VolumeRecord| move_to(volume, replica, pool, &candidates);
-        let (volume, said) = self.update_volume(id, change).await?;
+        let in_sync = self.in_sync_ids(&volume);
+        let change = |volume: &mut VolumeRecord| {
+            let Some(replica) = find(volume, asked, &candidates)? else { return Ok(None) };
+            let of_it = volume.replicas.iter().filter(|r| r.id.0 == replica);
+            let is_good = of_it.count() == 1 && in_sync.contains(&replica);
+            match asked.unless_in_sync && asked.pool.is_empty() && is_good {
+                true => Ok(None),
+                false => move_to(volume, replica, &asked.pool, &candidates),
+            }
+        };
+        let (volume, said) = self.update_volume(volume.id.0, change).await?;
         if let Some(message) = said {
             self.events.record(Severity::Normal, about(&volume), "ReplicaMoves", message);
         }
@@ -173,6 +211,34 @@ impl Controller {
             .map(|(replica, _)| replica.id.0)
             .collect()
     }
+}
+
+/// The replica that is meant; `None` where it is where it is to go, and has left the pool that it is
+/// named by.
+fn find(
+    volume: &VolumeRecord,
+    asked: &Move,
+    candidates: &[placement::Candidate],
+) -> Result<Option<ReplicaId>, Error> {
+    let from = match &asked.which {
+        Which::Id(id) => return Ok(Some(*id)),
+        Which::OfPool(from) => from,
+    };
+    if let Some(held) = volume.replicas.iter().find(|r| r.pool == *from) {
+        return Ok(Some(held.id.0));
+    }
+    let settled = |r: &&ReplicaRecord| {
+        r.pool == asked.pool
+            && volume.is_known(r)
+            && !r.leaving
+            && volume.replicas.iter().filter(|other| other.id == r.id).count() == 1
+    };
+    let exists = candidates.iter().any(|candidate| candidate.name == *from);
+    if exists && volume.replicas.iter().any(|r| settled(&r)) {
+        return Ok(None);
+    }
+    let what = format!("on pool {from} of volume {}", volume.spec.name);
+    Err(Error::missing("replica", what))
 }
 
 /// Ids of the replicas that the volume has or is to have.

@@ -18,7 +18,7 @@ use crate::records::{TokenRecord, VolumePhase, VolumeRecord};
 use crate::recovery::Recovery;
 use crate::reports::id;
 use crate::salvage::RecoverRecords;
-use crate::scale::Scale;
+use crate::scale::{Move, Scale, Which};
 use crate::spec::{self, REPLICAS_HARD_MAX};
 use crate::time::timestamp;
 use crate::verification::Verifying;
@@ -164,9 +164,18 @@ impl Cluster for Services {
         request: Request<MoveReplicaRequest>,
     ) -> Result<Response<Volume>, Status> {
         self.manage(&request)?;
-        let MoveReplicaRequest { volume, replica_id, pool } = request.into_inner();
-        let replica = id("replica_id", &replica_id)?;
-        let volume = self.controller.move_replica(volume.as_ref(), replica, &pool).await?;
+        let MoveReplicaRequest { volume, replica_id, pool, from_pool, unless_in_sync } =
+            request.into_inner();
+        let which = match (replica_id.as_str(), from_pool) {
+            ("", from) if !from.is_empty() => Which::OfPool(from),
+            (_, from) if !from.is_empty() => {
+                let rule = "one of replica_id and from_pool is needed, and not both";
+                return Err(Error::invalid("from_pool", rule).into());
+            }
+            (replica_id, _) => Which::Id(id("replica_id", replica_id)?),
+        };
+        let asked = Move { which, pool, unless_in_sync };
+        let volume = self.controller.move_replica(volume.as_ref(), &asked).await?;
         Ok(Response::new(self.controller.volume_message(&volume)))
     }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use quoin_control::records::{Cause, ReplicaRecord, VolumeRecord};
-use quoin_control::{Cordoning, Scope};
+use quoin_control::{Cordoning, Move, Scope};
 use quoin_proto::control::{ReplicaProgress, VolumeSpec};
 use tokio::time::Instant;
 
@@ -203,7 +203,8 @@ async fn a_replica_stays_in_the_pool_that_was_named_for_it() {
     for name in NAMES {
         let (volume, db) = (cluster.volume(name), by_name(name));
         let (id, pool) = (volume.replicas[0].id.0, "p3");
-        let moved = cluster.controller.move_replica(db.as_ref(), id, pool).await.unwrap();
+        let moved =
+            cluster.controller.move_replica(db.as_ref(), &Move::of(id).to(pool)).await.unwrap();
         cluster.settle().await.unwrap();
         let new = moved.replicas.iter().find(|r| !moved.is_known(r)).unwrap();
         carry_out(&mut cluster, &moved, new).await;
@@ -227,12 +228,17 @@ async fn a_person_moves_a_replica_elsewhere_though_it_is_on_its_way_by_itself() 
     let by_name = by_name(&volume.spec.name);
     let elsewhere = if new.pool == "p2" { "p3" } else { "p2" };
     let id = new.id.0;
-    let moved = cluster.controller.move_replica(by_name.as_ref(), id, elsewhere).await.unwrap();
+    let moved = cluster
+        .controller
+        .move_replica(by_name.as_ref(), &Move::of(id).to(elsewhere))
+        .await
+        .unwrap();
     let fresh: Vec<_> = moved.replicas.iter().filter(|r| r.id.0 == id).collect();
     assert_eq!(fresh.len(), 2, "the one that is known, and the one that was asked for");
     assert!(fresh.iter().any(|r| r.pool == elsewhere && r.cause == Cause::Asked));
     assert!(moved.discarded.iter().any(|gone| gone.guid == new.guid));
     // What a person asked for is not taken back for another pool.
-    let again = cluster.controller.move_replica(by_name.as_ref(), id, &new.pool).await;
+    let again =
+        cluster.controller.move_replica(by_name.as_ref(), &Move::of(id).to(&new.pool)).await;
     assert!(again.unwrap_err().to_string().contains("already on its way"));
 }

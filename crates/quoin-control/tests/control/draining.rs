@@ -1,6 +1,6 @@
 //! Pools that take nothing new, and pools that are emptied before they are taken away.
 
-use quoin_control::{Cordoning, Error, Scope};
+use quoin_control::{Cordoning, Error, Move, Scope};
 use quoin_proto::control::{CordonStatus, VolumeSpec};
 
 use crate::cluster::{Cluster, SimPool, by_name, spec};
@@ -148,7 +148,8 @@ async fn a_cordoned_pool_keeps_what_it_has_and_takes_nothing_new() {
     let shown = cluster.controller.pool_messages();
     assert!(shown.iter().any(|p| p.name == "p2" && p.cordon == "cordoned"), "it outlives us");
     let id = volume.replicas[0].id.0;
-    let text = cluster.controller.move_replica(by_name("db").as_ref(), id, "p2").await;
+    let text =
+        cluster.controller.move_replica(by_name("db").as_ref(), &Move::of(id).to("p2")).await;
     assert!(text.unwrap_err().to_string().contains("cordoned"));
 }
 

@@ -1,5 +1,6 @@
 //! Replicas that are gone for too long, and what is made of them without anybody asking.
 
+use quoin_control::Move;
 use std::time::Duration;
 
 use quoin_control::records::{Cause, VolumeRecord};
@@ -167,7 +168,11 @@ async fn the_most_endangered_volume_comes_first_and_a_pool_rebuilds_two_at_a_tim
         let volume = cluster.volume(name);
         if volume.replicas.iter().all(|r| r.pool != "p1") {
             let id = volume.replicas[0].id.0;
-            cluster.controller.move_replica(by_name(name).as_ref(), id, "p1").await.unwrap();
+            cluster
+                .controller
+                .move_replica(by_name(name).as_ref(), &Move::of(id).to("p1"))
+                .await
+                .unwrap();
             cluster.settle().await.unwrap();
             cluster.attach(name, "n1").await.unwrap();
             let volume = cluster.volume(name);

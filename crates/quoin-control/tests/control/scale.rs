@@ -2,7 +2,7 @@
 //! target may make of it.
 
 use quoin_control::records::{ReplicaPhase, VolumeRecord};
-use quoin_control::{Error, MembershipSwap, Scale};
+use quoin_control::{Error, MembershipSwap, Move, Scale, Which};
 use quoin_core::{Epoch, Member, ReplicaId};
 use quoin_proto::control::TargetAssignment;
 
@@ -160,7 +160,7 @@ async fn a_replica_moves_under_its_id_with_a_new_guid_and_its_old_pool_is_cleare
     let db = by_name("db");
     let old = cluster.volume("db").replicas[0].clone();
     let free = cluster.pools.iter().find(|p| p.holds.is_empty()).unwrap().name.clone();
-    cluster.controller.move_replica(db.as_ref(), old.id.0, &free).await.unwrap();
+    cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0).to(&free)).await.unwrap();
     cluster.settle().await.unwrap();
     let volume = cluster.volume("db");
     let [new] = newcomers(&volume)[..] else { panic!() };
@@ -171,11 +171,11 @@ async fn a_replica_moves_under_its_id_with_a_new_guid_and_its_old_pool_is_cleare
     assert_eq!(cluster.shown("db").changing, "1 replica moving");
     assert_eq!(cluster.shown("db").health, "Online", "the old one serves on");
     // Again, without a pool or with the same: the same move. To another one: not now.
-    cluster.controller.move_replica(db.as_ref(), old.id.0, "").await.unwrap();
+    cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0)).await.unwrap();
     assert_eq!(*cluster.volume("db"), *volume);
     let mut free = cluster.pools.iter().filter(|p| p.holds.is_empty());
     let other = &free.next().unwrap().name;
-    let other = cluster.controller.move_replica(db.as_ref(), old.id.0, other).await;
+    let other = cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0).to(other)).await;
     assert!(other.unwrap_err().to_string().contains("already on its way"));
     let asked = cluster.swap("db", epoch, 9, |known| {
         known.iter_mut().filter(|m| m.id == new.id).for_each(|m| m.guid = new.guid);
@@ -194,7 +194,7 @@ async fn a_replica_on_a_pool_that_is_away_is_replaced_elsewhere_and_not_made_ane
 {
     let (mut cluster, _) = opened().await;
     let old = cluster.volume("db").replicas[0].clone();
-    cluster.controller.move_replica(by_name("db").as_ref(), old.id.0, "").await.unwrap();
+    cluster.controller.move_replica(by_name("db").as_ref(), &Move::of(old.id.0)).await.unwrap();
     let pool = cluster.pools.iter_mut().find(|p| p.name == old.pool).unwrap();
     pool.wipe();
     cluster.settle().await.unwrap();
@@ -287,4 +287,50 @@ async fn the_consistency_factor_is_the_formulas_until_another_one_is_asked_for()
     swap(&mut cluster, &two).await.unwrap();
     assert_eq!(told(&cluster).consistency_factor, 0);
     assert_eq!(cluster.volume("db").replicas[0].phase, ReplicaPhase::Keep);
+}
+
+#[tokio::test]
+async fn a_move_or_a_replacement_that_is_asked_for_again_changes_nothing_whoever_asks() {
+    let (mut cluster, epoch) = opened().await;
+    let db = by_name("db");
+    let before = VolumeRecord::clone(&cluster.volume("db"));
+    let (old, other) = (before.replicas[0].clone(), before.replicas[1].clone());
+    let is_free = |name: &String| before.replicas.iter().all(|r| r.pool != *name);
+    let free = cluster.pools.iter().map(|p| p.name.clone()).find(is_free).unwrap();
+    let of_pool = |pool: &str| Move { which: Which::OfPool(pool.into()), ..Move::of(old.id.0) };
+    let replace = Move { unless_in_sync: true, ..Move::of(old.id.0) };
+    let unchanged = async |cluster: &Cluster, asked: &Move| {
+        let before = cluster.volume("db");
+        cluster.controller.move_replica(db.as_ref(), asked).await.unwrap();
+        assert_eq!(*cluster.volume("db"), *before, "{asked:?}");
+    };
+    // In sync where it is.
+    unchanged(&cluster, &replace).await;
+    unchanged(&cluster, &Move::of(old.id.0).to(&old.pool)).await;
+    let refused = async |cluster: &Cluster, asked: Move| {
+        let before = cluster.volume("db");
+        let refusal = cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap_err();
+        assert_eq!(*cluster.volume("db"), *before, "{asked:?}");
+        assert!(matches!(refusal, Error::NotFound { .. }), "{refusal}");
+    };
+    refused(&cluster, of_pool(&free)).await;
+    refused(&cluster, of_pool("p9").to(&other.pool)).await;
+    // On its way, and there.
+    let asked = of_pool(&old.pool).to(&free);
+    cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap();
+    for again in [asked.clone(), Move::of(old.id.0).to(&free), Move::of(old.id.0), replace.clone()]
+    {
+        unchanged(&cluster, &again).await;
+    }
+    cluster.settle().await.unwrap();
+    let new = newcomers(&cluster.volume("db"))[0];
+    let moved = cluster.swap("db", epoch, 9, |known| {
+        known.iter_mut().filter(|m| m.id == new.id).for_each(|m| *m = new);
+    });
+    swap(&mut cluster, &moved).await.unwrap();
+    for again in [asked, Move::of(old.id.0).to(&free), replace] {
+        unchanged(&cluster, &again).await;
+    }
+    refused(&cluster, of_pool("p9").to(&free)).await;
+    refused(&cluster, of_pool(&old.pool)).await;
 }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use quoin_control::records::VolumeRecord;
-use quoin_control::{Recovery, Scale};
+use quoin_control::{Move, Recovery, Scale};
 use quoin_core::{Epoch, ReplicaId};
 use tokio::time::Instant;
 
@@ -185,7 +185,7 @@ async fn a_move_is_taken_back_by_moving_it_where_it_was_and_goes_elsewhere_where
     let free: Vec<String> = free.filter(|p| !taken.contains(p)).collect();
     let db = by_name("db");
     let to = async |cluster: &Cluster, pool: &str| {
-        cluster.controller.move_replica(db.as_ref(), old.id.0, pool).await
+        cluster.controller.move_replica(db.as_ref(), &Move::of(old.id.0).to(pool)).await
     };
     let newcomers = |volume: &VolumeRecord| -> Vec<String> {
         let new = volume.replicas.iter().filter(|r| !volume.is_known(r));

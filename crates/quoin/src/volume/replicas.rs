@@ -4,8 +4,8 @@
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_proto::control::{
-    ListPoolsRequest, ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest,
-    RemoveReplicasRequest, Replica, ScaleVolumeRequest, Volume,
+    ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest, RemoveReplicasRequest, Replica,
+    ScaleVolumeRequest, Volume,
 };
 
 use super::view::{ReplicaView, VolumeView};
@@ -177,14 +177,13 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
         }
         ReplicaCommand::Move { volume, replica, to, wait } => {
             let volume = get_volume(cluster, &volume).await?;
-            relocate(cluster, volume, &replica, to, &wait, client, format).await
+            relocate(cluster, volume, &replica, to, false, &wait, client, format).await
         }
         ReplicaCommand::Replace { volume, replica, pool, wait } => {
             let volume = get_volume(cluster, &volume).await?;
-            match is_good(&volume, &replica) {
-                Some(said) if pool.is_none() => say(volume, said, format),
-                _ => relocate(cluster, volume, &replica, pool, &wait, client, format).await,
-            }
+            // By its pool a person may know better than what reports say.
+            let by_id = volume.replicas.iter().all(|r| r.pool != replica);
+            relocate(cluster, volume, &replica, pool, by_id, &wait, client, format).await
         }
         ReplicaCommand::Remove { volume, replicas, wait } => {
             let volume = get_volume(cluster, &volume).await?;
@@ -198,68 +197,65 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
     }
 }
 
-/// Has a replica made anew in another pool; that it is there already is no error, for whoever asks
-/// once more.
+/// Has a replica made anew in another pool. The controller knows whether there is anything to do.
+#[expect(clippy::too_many_arguments, reason = "what two commands have in common")]
 async fn relocate(
     cluster: &mut Cluster,
     volume: Volume,
     replica: &str,
     pool: Option<String>,
+    unless_in_sync: bool,
     wait: &WaitOptions,
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
-    if let Some(pool) = &pool {
-        let pools = cluster.list_pools(ListPoolsRequest {}).await.map_err(refusal)?.into_inner();
-        let pools: Vec<_> = pools.pools.into_iter().map(|pool| pool.name).collect();
-        if let Some(said) = is_there(&volume, replica, pool, &pools) {
-            return say(volume, said, format);
-        }
-    }
+    // A pool that holds none may have held the one that has gone to where it was to go.
+    let found = find(&volume, replica);
+    let (replica_id, from_pool) = match (&found, &pool) {
+        (Ok(id), _) => (id.clone(), String::new()),
+        (Err(_), Some(_)) => (String::new(), replica.to_owned()),
+        (Err(_), None) => return found.map(drop),
+    };
     let request = MoveReplicaRequest {
         volume: Some(volume_ref(&volume.id)),
-        replica_id: find(&volume, replica)?,
-        pool: pool.unwrap_or_default(),
+        replica_id: replica_id.clone(),
+        pool: pool.clone().unwrap_or_default(),
+        from_pool,
+        unless_in_sync,
     };
-    let volume = cluster.move_replica(request).await.map_err(refusal)?.into_inner();
-    finish(cluster, volume, wait, client, format).await
+    let volume = match (cluster.move_replica(request).await, found) {
+        // Whose names there are is known here.
+        (Err(status), Err(unknown)) if status.code() == tonic::Code::NotFound => {
+            return Err(unknown);
+        }
+        (answer, _) => answer.map_err(refusal)?.into_inner(),
+    };
+    match settled(&volume, &replica_id, replica, pool.as_deref()) {
+        Some(said) => output::print_one(format, &VolumeView::from(volume), || said),
+        None => finish(cluster, volume, wait, client, format).await,
+    }
 }
 
-fn say(volume: Volume, said: String, format: Format) -> Result<()> {
-    output::print_one(format, &VolumeView::from(volume), || said)
-}
-
-/// Of a replica that is on this pool, and is not on its way to another one; also where it is named
-/// by a pool that holds none any more.
-fn is_there(volume: &Volume, named: &str, pool: &str, pools: &[String]) -> Option<String> {
-    let there = volume.replicas.iter().find(|r| r.known && !r.leaving && r.pool == pool)?;
-    let id = &there.replica_id;
-    if volume.replicas.iter().any(|r| r.replica_id == *id && r.pool != pool) {
+/// In words where the answer says that nothing is under way: the replica is there once, and known.
+fn settled(volume: &Volume, id: &str, named: &str, pool: Option<&str>) -> Option<String> {
+    let meant =
+        |r: &&Replica| if id.is_empty() { Some(&*r.pool) == pool } else { r.replica_id == id };
+    let there = volume.replicas.iter().find(meant)?;
+    let (id, on) = (&there.replica_id, &there.pool);
+    if !there.known || volume.replicas.iter().filter(|r| r.replica_id == *id).count() > 1 {
         return None;
     }
-    let held = volume.replicas.iter().any(|r| r.pool == named);
-    match find(volume, named) {
-        Ok(found) if found == *id => Some(format!("replica {id} is on pool {pool} already")),
-        Err(_) if !held && pools.iter().any(|known| known == named) => Some(format!(
-            "pool {named} holds no replica of the volume, and replica {id} is on pool {pool} already"
-        )),
-        _ => None,
-    }
-}
-
-/// Of a replica that needs no other in its place. By its pool a person may know better.
-fn is_good(volume: &Volume, named: &str) -> Option<String> {
-    let id =
-        find(volume, named).ok().filter(|_| volume.replicas.iter().all(|r| r.pool != named))?;
-    let mut of_it = volume.replicas.iter().filter(|r| r.replica_id == id);
-    match (of_it.next(), of_it.next()) {
-        (Some(good), None) if good.known && good.phase == "InSync" => Some(format!(
-            "replica {id} is in sync on pool {}: nothing is to be replaced (`quoin replica move` \
-             has it elsewhere)",
-            good.pool
-        )),
-        _ => None,
-    }
+    let held = named == *on || id.starts_with(&named.to_ascii_lowercase());
+    Some(match pool {
+        Some(_) if held => format!("replica {id} is on pool {on} already"),
+        Some(_) => format!(
+            "pool {named} holds no replica of the volume, and replica {id} is on pool {on} already"
+        ),
+        None => format!(
+            "replica {id} is in sync on pool {on}: nothing is to be replaced (`quoin replica move` \
+             has it elsewhere)"
+        ),
+    })
 }
 
 /// The id of the replica that a person names by its pool, its id or the beginning of it.
@@ -421,23 +417,18 @@ mod tests {
             phase: "InSync".into(),
             ..replica(id, pool, 0, 0)
         };
-        let pools = ["pool-a", "pool-b", "pool-c", "pool-d"].map(String::from);
         let mut volume = volume(vec![known("aabb01", "pool-d"), known("aabb02", "pool-b")]);
-        let there = |volume: &Volume, named: &str, to: &str| is_there(volume, named, to, &pools);
-        for named in ["aabb01", "pool-d", "pool-a"] {
-            let said = there(&volume, named, "pool-d").unwrap_or_default();
+        for (named, id) in [("aabb01", "aabb01"), ("pool-d", "aabb01"), ("pool-a", "")] {
+            let said = settled(&volume, id, named, Some("pool-d")).unwrap_or_default();
             assert!(said.contains("replica aabb01 is on pool pool-d already"), "{named}: {said}");
+            assert_eq!(said.contains("pool pool-a holds no replica"), named == "pool-a", "{said}");
         }
-        // Another replica, one that is not on that pool, and a pool that does not exist.
-        for (named, to) in [("aabb02", "pool-d"), ("pool-b", "pool-d"), ("aabb01", "pool-a")] {
-            assert_eq!(there(&volume, named, to), None, "{named} to {to}");
-        }
-        assert_eq!(there(&volume, "pool-aa", "pool-d"), None);
-        assert!(is_good(&volume, "aabb01").unwrap().contains("in sync on pool pool-d"));
-        assert_eq!(is_good(&volume, "pool-d"), None, "by its pool a person knows better");
+        assert!(
+            settled(&volume, "aabb01", "aabb01", None).unwrap().contains("in sync on pool pool-d")
+        );
         volume.replicas.push(replica("aabb01", "pool-c", 0, 0));
-        assert_eq!(there(&volume, "aabb01", "pool-d"), None, "it is on its way from there");
-        assert_eq!(is_good(&volume, "aabb01"), None);
+        assert_eq!(settled(&volume, "aabb01", "aabb01", Some("pool-c")), None, "it is on its way");
+        assert_eq!(settled(&volume, "aabb01", "aabb01", None), None);
         let text = find(&volume, "ccdd").unwrap_err().to_string();
         assert!(text.contains("aabb01 on pool pool-d, aabb02 on pool pool-b"), "{text}");
     }
