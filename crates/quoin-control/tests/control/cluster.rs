@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -24,8 +24,18 @@ pub struct Memory {
     records: Mutex<(u64, BTreeMap<String, Entry>)>,
     changes: broadcast::Sender<Change>,
     writes_left: AtomicI64,
-    /// Whether the write at which it crashes is still carried out, unanswered.
-    last_write_lands: bool,
+    /// Whether the write at which it fails is still carried out, unanswered.
+    last_write_lands: AtomicBool,
+    /// Whether nothing works after that write, as for a process that died.
+    crashes: AtomicBool,
+}
+
+/// What a write comes to.
+#[derive(PartialEq)]
+enum Fate {
+    Done,
+    Unanswered,
+    Lost,
 }
 
 impl Memory {
@@ -38,8 +48,37 @@ impl Memory {
             records: Mutex::default(),
             changes: broadcast::channel(64).0,
             writes_left: AtomicI64::new(writes),
-            last_write_lands,
+            last_write_lands: AtomicBool::new(last_write_lands),
+            crashes: AtomicBool::new(true),
         })
+    }
+
+    /// From now on so many writes are done, and the next one is not answered, whether it lands or
+    /// not.
+    pub fn fail_at(&self, writes: i64, lands: bool, crashes: bool) {
+        self.last_write_lands.store(lands, Ordering::SeqCst);
+        self.crashes.store(crashes, Ordering::SeqCst);
+        self.writes_left.store(writes, Ordering::SeqCst);
+    }
+
+    pub fn writes_left(&self) -> i64 {
+        self.writes_left.load(Ordering::SeqCst)
+    }
+
+    /// Whether a write has failed.
+    pub fn failed(&self) -> bool {
+        self.writes_left() < 0
+    }
+
+    fn fate(&self) -> Fate {
+        let left = self.writes_left.fetch_sub(1, Ordering::SeqCst);
+        match left {
+            1.. => Fate::Done,
+            0 if self.last_write_lands.load(Ordering::SeqCst) => Fate::Unanswered,
+            0 => Fate::Lost,
+            _ if self.crashes.load(Ordering::SeqCst) => Fate::Lost,
+            _ => Fate::Done,
+        }
     }
 
     pub fn recover(&self) {
@@ -73,8 +112,8 @@ impl Store for Memory {
         expected: u64,
         value: Option<Vec<u8>>,
     ) -> Result<Swap, StoreError> {
-        let left = self.writes_left.fetch_sub(1, Ordering::SeqCst);
-        if left <= 0 && !(left == 0 && self.last_write_lands) {
+        let fate = self.fate();
+        if fate == Fate::Lost {
             return Err(StoreError::Failed("crashed".into()));
         }
         let mut records = self.records.lock().unwrap();
@@ -92,9 +131,9 @@ impl Store for Memory {
             None => records.1.remove(key),
         };
         let _ = self.changes.send(Change { key: key.into(), revision });
-        match left {
-            0 => Err(StoreError::Failed("crashed".into())),
-            _ => Ok(Swap::Done(revision)),
+        match fate {
+            Fate::Done => Ok(Swap::Done(revision)),
+            _ => Err(StoreError::Failed("crashed".into())),
         }
     }
 
@@ -102,8 +141,8 @@ impl Store for Memory {
         if puts.is_empty() {
             return Ok(());
         }
-        let left = self.writes_left.fetch_sub(1, Ordering::SeqCst);
-        if left <= 0 && !(left == 0 && self.last_write_lands) {
+        let fate = self.fate();
+        if fate == Fate::Lost {
             return Err(StoreError::Failed("crashed".into()));
         }
         let mut records = self.records.lock().unwrap();
@@ -119,9 +158,9 @@ impl Store for Memory {
             };
             let _ = self.changes.send(Change { key, revision });
         }
-        match left {
-            0 => Err(StoreError::Failed("crashed".into())),
-            _ => Ok(()),
+        match fate {
+            Fate::Done => Ok(()),
+            _ => Err(StoreError::Failed("crashed".into())),
         }
     }
 
@@ -161,6 +200,11 @@ impl SimPool {
             born: Vec::new(),
             told: Vec::new(),
         }
+    }
+
+    /// GUIDs of all that it ever made.
+    pub fn born(&self) -> &[String] {
+        &self.born
     }
 
     pub fn wipe(&mut self) {

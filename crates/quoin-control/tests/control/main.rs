@@ -5,6 +5,7 @@ mod backing_up;
 mod balancing;
 mod cluster;
 mod crash;
+mod crash_changes;
 mod declaring;
 mod draining;
 mod dying;
