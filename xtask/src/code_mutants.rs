@@ -5,13 +5,16 @@
 //! copy of the tree behind a switch (`xtask/weave`), so that a shard is one build. Then the tests
 //! of core and store must notice each, and what they miss the simulator's seeds must find. Changes
 //! that do not compile are unviable; the few that the compiler evaluates (constants) have no
-//! switch and are named as not tried. What came out is kept in the target directory, and another
-//! run of the same shard goes on where the last one was ended.
+//! switch and are named as not tried.
+//!
+//! What came out is kept in the tree ([`LEDGER`]), under names that outlive an edit elsewhere in
+//! the file, and another run goes on where the last one was ended, on whatever machine. A shard is
+//! drawn by these names, so that it is the same sample after such an edit. What was noticed once is
+//! asked again with `--anew` only.
 
 use crate::run;
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
@@ -29,6 +32,8 @@ const CODE: [&str; 6] = [
 const NOT_CODE: &str = "crates/quoin-core/src/mutant.rs";
 /// Where weaving puts the switch.
 const HOME: &str = "crates/quoin-core/src/lib.rs";
+/// What is known of each change that was tried.
+const LEDGER: &str = "docs/code-mutants.tsv";
 /// A sample of about two hundred.
 const SHARD: &str = "0/13";
 /// Whose tests must notice.
@@ -91,13 +96,23 @@ impl Oracle {
     }
 }
 
-/// `[--shard K/N]`: the sample, resumed; ends with what nothing has noticed.
+/// `[--shard K/N] [--anew]`: the sample, resumed; ends with what nothing has noticed.
 pub fn run(arguments: &[String]) -> Result<()> {
-    let shard = match arguments {
-        [] => SHARD,
-        [flag, shard] if flag == "--shard" => shard.as_str(),
-        _ => bail!("--code takes --shard K/N and nothing else: K of N equal parts, as in 3/100"),
-    };
+    let (mut shard, mut anew) = (SHARD, false);
+    let mut arguments = arguments.iter();
+    while let Some(argument) = arguments.next() {
+        match (argument.as_str(), arguments.as_slice()) {
+            ("--anew", _) => anew = true,
+            ("--shard", [value, ..]) => {
+                shard = value;
+                arguments.next();
+            }
+            _ => bail!(
+                "--code takes --shard K/N (K of N equal parts, as in 3/100) and --anew (asks \
+                 again about what was noticed before), and not {argument}"
+            ),
+        }
+    }
     let there = run::cargo().args(["mutants", "--version"]).output();
     if !there.is_ok_and(|output| output.status.success()) {
         run::check(run::cargo().args(["install", "--locked", "--quiet", "cargo-mutants"]))?;
@@ -110,29 +125,59 @@ pub fn run(arguments: &[String]) -> Result<()> {
     let tree = shared.join("tree");
     let woven = weave(&list, &tree, &shared, &names)?;
     let oracles = oracles(&woven.executables, &tree)?;
-    let results = folder.join("results.txt");
+    let mut ledger = Ledger::read(&run::workspace_root().join(LEDGER))?;
+    if anew {
+        names.iter().for_each(|name| drop(ledger.known.remove(name)));
+    }
     // All by the quick ones first: a run that is ended has then told the most.
     let (slow, quick): (Vec<_>, Vec<_>) = oracles.into_iter().partition(|o| o.is_slow);
-    try_each(&woven.tried, &names, &quick, &tree, &results, "open")?;
-    try_each(&woven.tried, &names, &slow, &tree, &results, "missed")?;
-    report(&names, &woven, &results)
+    try_each(&woven.tried, &names, &quick, &tree, &mut ledger, "open")?;
+    try_each(&woven.tried, &names, &slow, &tree, &mut ledger, "missed")?;
+    report(&names, &woven, &ledger)
 }
 
-/// What cargo-mutants would do: its list, and a name of each.
+/// What cargo-mutants would do of a shard: its list, and a name of each.
 fn listed(shard: &str, folder: &Path) -> Result<(PathBuf, Vec<String>)> {
+    let parts = shard.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
+    let Some((part, parts)) = parts.filter(|(k, n): &(u64, u64)| k < n) else {
+        bail!("--shard {shard}: it is K/N with K below N, as in 3/100");
+    };
     let mut cargo = run::cargo();
-    cargo.args(["mutants", "--list", "--json", "--no-shuffle", "--sharding", "round-robin"]);
-    cargo.args(["--shard", shard, "--exclude", NOT_CODE]);
+    cargo.args(["mutants", "--list", "--json", "--no-shuffle", "--exclude", NOT_CODE]);
     cargo.args(CODE.iter().flat_map(|file| ["--file", file]));
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot start cargo mutants")?;
     if !output.status.success() {
         bail!("`{}` failed ({})", run::show(&cargo), output.status);
     }
-    let parsed: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout)?;
-    let name = |m: &serde_json::Value| m["name"].as_str().unwrap_or_default().to_owned();
+    let all: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout)?;
+    let mut seen = BTreeMap::new();
+    let named = all.into_iter().map(|change| {
+        let name = lasting_name(change["name"].as_str().unwrap_or_default(), &mut seen);
+        (change, name)
+    });
+    let (drawn, names): (Vec<_>, Vec<_>) =
+        named.filter(|(_, name)| fnv(name) % parts == part).unzip();
     let list = folder.join("list.json");
-    std::fs::write(&list, &output.stdout)?;
-    Ok((list, parsed.iter().map(name).collect()))
+    std::fs::write(&list, serde_json::to_vec(&drawn)?)?;
+    Ok((list, names))
+}
+
+/// The name without line and column; the second of one name in a file gets a number.
+fn lasting_name(name: &str, seen: &mut BTreeMap<String, u32>) -> String {
+    let lasting = match name.splitn(4, ':').collect::<Vec<_>>()[..] {
+        [file, _line, _column, what] => format!("{file}:{what}"),
+        _ => name.to_owned(),
+    };
+    let count = seen.entry(lasting.clone()).or_default();
+    *count += 1;
+    if *count == 1 { lasting } else { format!("{lasting} #{count}") }
+}
+
+/// FNV-1a: the same everywhere and for ever.
+fn fnv(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
 }
 
 /// The files that git knows, as they are now, but those that weaving writes.
@@ -273,10 +318,33 @@ fn oracles(messages: &[serde_json::Value], tree: &Path) -> Result<Vec<Oracle>> {
     Ok(timed.into_iter().map(|(_, oracle)| oracle).collect())
 }
 
-fn kept(results: &Path) -> BTreeMap<String, String> {
-    let text = std::fs::read_to_string(results).unwrap_or_default();
-    let line = |l: &str| l.split_once('\t').map(|(name, said)| (name.to_owned(), said.to_owned()));
-    text.lines().filter_map(line).collect()
+/// Lines of a change's name, a tab, and what was said of it.
+struct Ledger {
+    path: PathBuf,
+    known: BTreeMap<String, String>,
+}
+
+impl Ledger {
+    fn read(path: &Path) -> Result<Self> {
+        let text = match std::fs::read_to_string(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+            text => text.with_context(|| format!("cannot read {}", path.display()))?,
+        };
+        let line = |l: &str| l.split_once('\t').map(|(name, said)| (name.into(), said.into()));
+        Ok(Self { path: path.to_owned(), known: text.lines().filter_map(line).collect() })
+    }
+
+    /// Written whole and moved there, so that a run may be ended at any moment.
+    fn keep(&mut self, name: &str, said: String) -> Result<()> {
+        self.known.insert(name.to_owned(), said);
+        let mut text = String::new();
+        for (name, said) in &self.known {
+            text.push_str(&format!("{name}\t{said}\n"));
+        }
+        let new = self.path.with_extension("new");
+        std::fs::write(&new, text)?;
+        std::fs::rename(&new, &self.path).context("cannot write the ledger")
+    }
 }
 
 fn try_each(
@@ -284,16 +352,14 @@ fn try_each(
     names: &[String],
     oracles: &[Oracle],
     tree: &Path,
-    results: &Path,
+    ledger: &mut Ledger,
     otherwise: &str,
 ) -> Result<()> {
-    let known = kept(results);
-    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(results)?;
     for number in tried {
         let name = &names[usize::try_from(*number)?];
         // What was missed is asked again: there may be a new test.
         let is_open = |said: &String| said.starts_with("missed") || said == "open";
-        if known.get(name).is_some_and(|said| !is_open(said)) {
+        if ledger.known.get(name).is_some_and(|said| !is_open(said)) {
             continue;
         }
         let mut said = otherwise.to_owned();
@@ -306,13 +372,14 @@ fn try_each(
             break;
         }
         println!("{said}\t{name}");
-        writeln!(file, "{name}\t{said}")?;
+        ledger.keep(name, said)?;
     }
     Ok(())
 }
 
-fn report(names: &[String], woven: &Woven, results: &Path) -> Result<()> {
-    let known = kept(results);
+fn report(names: &[String], woven: &Woven, ledger: &Ledger) -> Result<()> {
+    let is_tried = |(name, _): &(&String, &String)| names.contains(name);
+    let known: BTreeMap<&String, &String> = ledger.known.iter().filter(is_tried).collect();
     let count = |what: &str| known.values().filter(|said| said.starts_with(what)).count();
     let name = |n: u32| usize::try_from(n).ok().and_then(|n| names.get(n));
     for number in &woven.unviable {
@@ -336,4 +403,28 @@ fn report(names: &[String], woven: &Woven, results: &Path) -> Result<()> {
         100.0 * (caught + endless) as f64 / viable.max(1) as f64,
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_keeps_its_name_when_lines_above_it_move_and_no_two_share_one() {
+        let mut seen = BTreeMap::new();
+        let mut name = |name| lasting_name(name, &mut seen);
+        assert_eq!(name("src/a.rs:10:5: replace f with ()"), "src/a.rs: replace f with ()");
+        assert_eq!(
+            name("src/a.rs:12:5: replace == with != in g"),
+            "src/a.rs: replace == with != in g"
+        );
+        assert_eq!(
+            name("src/a.rs:13:9: replace == with != in g"),
+            "src/a.rs: replace == with != in g #2"
+        );
+        assert_eq!(
+            name("src/b.rs:12:5: replace == with != in g"),
+            "src/b.rs: replace == with != in g"
+        );
+    }
 }

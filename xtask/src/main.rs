@@ -75,7 +75,7 @@ enum Command {
     },
     /// Break the rules of the documents one at a time, and show what finds each: a seed of the
     /// simulator, the model, a test (arguments go to `quoin-mutants`), as in `mutants --only lease`.
-    /// `mutants --code [--shard K/N]` breaks the code itself, by cargo-mutants.
+    /// `mutants --code [--shard K/N] [--anew]` breaks the code itself, by cargo-mutants.
     #[command(disable_help_flag = true)]
     Mutants {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
