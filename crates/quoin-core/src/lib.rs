@@ -9,6 +9,7 @@ pub mod block;
 pub mod codec;
 pub mod entry;
 pub mod ids;
+pub mod key_map;
 pub mod membership;
 pub mod message;
 pub mod mutant;

@@ -1,11 +1,12 @@
 //! What all replicas of a pool share: the disk, free space, the metadata ring, the node cache,
 //! tickets.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::sync::Arc;
 
 use bytes::BytesMut;
+use quoin_core::key_map::KeyMap;
 use quoin_core::replica::store::{IoFault, StoreError};
 use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
@@ -283,7 +284,7 @@ impl<D: Disk> Core<D> {
 /// Decoded nodes by place, bounded; the second chance decides who goes. A place that is reused
 /// is overwritten here when its new node is written, so nothing stale is ever found.
 pub struct Cache {
-    nodes: HashMap<u64, (Arc<Node>, bool)>,
+    nodes: KeyMap<(Arc<Node>, bool)>,
     queue: VecDeque<u64>,
     nodes_max: usize,
 }
@@ -291,7 +292,7 @@ pub struct Cache {
 impl Cache {
     pub fn new(bytes: u64) -> Self {
         let nodes_max = (bytes / (NODE_LENGTH_MAX as u64 + 128)).max(16) as usize;
-        Cache { nodes: HashMap::new(), queue: VecDeque::new(), nodes_max }
+        Cache { nodes: KeyMap::default(), queue: VecDeque::new(), nodes_max }
     }
 
     fn get(&mut self, place: u64) -> Option<Arc<Node>> {

@@ -18,6 +18,7 @@ mod moved;
 mod node;
 mod overlay;
 mod pool;
+mod read_buffer;
 mod ready;
 #[cfg(test)]
 mod recorded;

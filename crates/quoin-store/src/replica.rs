@@ -17,6 +17,7 @@ use crate::disk::Disk;
 use crate::history::Head;
 use crate::model::push_slot;
 use crate::overlay::{Log, Overlay};
+use crate::read_buffer::ReadBuffer;
 use crate::records::{LogStart, Record, SnapshotState};
 use crate::segments::Family;
 use crate::shadow::Shadow;
@@ -581,7 +582,7 @@ impl Replica {
         run: &[BlockAt],
         out: &mut Vec<Slot>,
     ) {
-        let mut buffer = BytesMut::zeroed(run.len() * BLOCK_SIZE);
+        let mut buffer = ReadBuffer::of(run.len() * BLOCK_SIZE);
         let whole = core.read(place, &mut buffer).is_ok();
         if !whole {
             // One unreadable sector must not take its neighbours along.
@@ -591,9 +592,10 @@ impl Replica {
                 }
             }
         }
-        let buffer = buffer.freeze();
+        let mut buffer = Bytes::from_owner(buffer);
         for (i, block) in run.iter().enumerate() {
-            let data = buffer.slice(i * BLOCK_SIZE..(i + 1) * BLOCK_SIZE);
+            // The last one takes the buffer itself: one block, the usual run, shares with nobody.
+            let data = buffer.split_to(BLOCK_SIZE);
             let (lba, version, crc) = (lba + i as u64, Lsn(block.version), block.crc);
             let crc = if mutant::is("block-checksum-not-checked") { crc32c(&data) } else { crc };
             let content = match crc32c(&data) == crc {

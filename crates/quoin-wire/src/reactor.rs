@@ -5,7 +5,7 @@
 //! busy one looks again for a moment before it sleeps ([`crate::spin`]).
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::BinaryHeap;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -13,8 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use quoin_core::Time;
+use quoin_core::key_map::KeyMap;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
 use crate::establish::timespec;
@@ -124,14 +125,16 @@ impl Reactor {
     ) -> std::io::Result<bool> {
         ready.clear();
         let mut wait = self.spin.begin(timeout);
-        let mut found = Ok(0);
-        while found == Ok(0) && wait.looks() {
-            let mut epoll = [PollFd::new(&self.epoll, PollFlags::IN)];
-            found = poll(&mut epoll, Some(&timespec(Duration::ZERO)));
-        }
-        let timeout = timeout.map(timespec);
         let mut events = [const { MaybeUninit::uninit() }; EVENTS_MAX];
-        let waited = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref());
+        let waited = loop {
+            let looks = wait.looks();
+            let limit = if looks { Some(Duration::ZERO) } else { timeout };
+            let waited = epoll::wait(&self.epoll, &mut events[..], limit.map(timespec).as_ref());
+            match waited {
+                Ok((events, _)) if looks && events.is_empty() => {}
+                waited => break waited,
+            }
+        };
         wait.end();
         let events = match waited {
             Ok((events, _)) => events,
@@ -165,7 +168,7 @@ impl Reactor {
 /// One timer for each key, replaced by setting it again.
 #[derive(Default)]
 pub struct Timers {
-    due: HashMap<Key, Time>,
+    due: KeyMap<Time>,
     heap: BinaryHeap<Reverse<(Time, Key)>>,
 }
 

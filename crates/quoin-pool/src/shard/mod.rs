@@ -14,11 +14,12 @@ mod repairs;
 mod scrubbing;
 mod sessions;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use quoin_core::ids::SessionKey;
+use quoin_core::key_map::KeyMap;
 use quoin_core::message::{Failure, FromReplica, ToReplica};
 use quoin_core::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
 use quoin_core::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
@@ -121,8 +122,8 @@ pub struct Shard<'a, P> {
     parts: &'a mut Parts,
     syncer: Syncer,
     replicas: BTreeMap<ReplicaGuid, Held>,
-    by_timer: HashMap<u64, ReplicaGuid>,
-    peers: HashMap<u64, Peer>,
+    by_timer: KeyMap<ReplicaGuid>,
+    peers: KeyMap<Peer>,
     timers: Timers,
     /// Replicas that were assigned here but are not held.
     gone: Vec<ReplicaState>,
@@ -160,8 +161,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             parts,
             syncer,
             replicas: BTreeMap::new(),
-            by_timer: HashMap::new(),
-            peers: HashMap::new(),
+            by_timer: KeyMap::default(),
+            peers: KeyMap::default(),
             timers: Timers::default(),
             gone: Vec::new(),
             dirty: Vec::new(),

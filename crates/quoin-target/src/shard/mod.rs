@@ -9,14 +9,14 @@
 mod clients;
 mod links;
 
-use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use bytes::Bytes;
 use quoin_core::block::{DeviceInfo, Request};
 use quoin_core::ids::{Epoch, Incarnation, SessionKey};
+use quoin_core::key_map::KeyMap;
 use quoin_core::membership::{Desired, Member, Membership};
 use quoin_core::target::{
     Target, TargetAction, TargetConfig, TargetEvent, TargetNote, TargetStatus, VerifyOrder,
@@ -163,23 +163,7 @@ enum Slot {
     Link(Box<Link>),
 }
 
-/// Keys are handed out one by one: they are their own hash.
-#[derive(Default)]
-struct KeyHasher(u64);
-impl Hasher for KeyHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
-        }
-    }
-    fn write_u64(&mut self, key: u64) {
-        self.0 = key.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    }
-}
-type Slots = HashMap<u64, Slot, BuildHasherDefault<KeyHasher>>;
+type Slots = KeyMap<Slot>;
 
 /// Handle to a running shard.
 #[derive(Clone)]
