@@ -64,9 +64,11 @@ pub enum Situation {
     Trimmed,
     ThreeOfFive,
     StrangersWereEnough,
+    /// The same with five on the list and CF 3: some of the five are there, fewer than three.
+    SixthMadeThreeOfFive,
 }
 
-const SITUATIONS: usize = Situation::StrangersWereEnough as usize + 1;
+const SITUATIONS: usize = Situation::SixthMadeThreeOfFive as usize + 1;
 
 /// How often each situation arose.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -88,6 +88,21 @@ fn the_record_is_told_before_a_list_rules_and_what_it_refuses_or_nobody_waits_fo
     held_in(&[ToldTheRecord, RuledOnceRecorded, GivenUp, GivenUpAndMade, Refused, RefusedAndMade]);
 }
 
+/// The first half of it, before the list was ever complete, is on real processes
+/// (`quoin/tests/known_list.rs`).
+///
+/// Proves SCALE-ADMIT-13.
+#[test]
+fn with_an_entry_missing_one_whose_quorum_is_on_is_let_in_only_where_more_are_desired() {
+    held_in(&[ListShortWithQuorum]);
+}
+
+/// Proves SCALE-SHORT-06.
+#[test]
+fn two_of_five_known_ones_and_others_that_make_up_the_three_never_start_io() {
+    held_in(&[SixthMadeThreeOfFive]);
+}
+
 /// Proves SCALE-SHORT-05.
 #[test]
 fn with_two_of_five_away_the_list_keeps_five_and_strangers_never_make_up_the_number() {

@@ -459,3 +459,35 @@ fn a_target_shows_what_it_was_given_at_its_start_and_holds_now_beside_what_is_as
     load.goes_on(&dev, 100);
     end(&scratch, dev, load, 5);
 }
+
+/// Proves SCALE-ADMIT-13.
+#[test]
+fn a_first_replica_is_known_before_it_has_the_data_and_one_made_later_only_after_that() {
+    let (scratch, dev) = cluster("first", "3");
+    dev.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
+    let first = replicas(&dev);
+    assert!(first.iter().all(|(.., known, quorum)| *known && *quorum), "{first:?}");
+    // IO starts on two; the third is on the list, empty, with its quorum on.
+    let away = stop(&dev, &[&first[2].0]);
+    let load = Load::start(dev.client("db"), 3);
+    load.goes_on(&dev, 100);
+    dev.eventually("two are in sync", || (in_sync(&dev)? == 2).then_some(()));
+    assert_eq!(known(&dev).len(), 3);
+    go_on(&away);
+    dev.wait_for_volume("db", "whole", whole);
+    assert_eq!(replicas(&dev), first);
+    // The list has been complete: what is made in its place is not known before it is rebuilt.
+    let target = dev.pid("target").unwrap();
+    signal(target, "STOP");
+    let (pool, id, guid, ..) = &first[2];
+    std::fs::remove_file(dev.pool_file(pool)).unwrap();
+    dev.kill(pool);
+    let new = made(&dev);
+    assert_eq!((&new["known"], &new["quorum"]), (&false.into(), &false.into()));
+    assert!(new["id"] == **id && new["guid"] != **guid, "{new}");
+    signal(target, "CONT");
+    dev.wait_for_volume("db", "whole", whole);
+    assert!(known(&dev).iter().any(|(_, same, now)| same == id && new["guid"] == **now));
+    load.goes_on(&dev, 100);
+    end(&scratch, dev, load, 3);
+}

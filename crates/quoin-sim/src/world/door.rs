@@ -443,8 +443,12 @@ impl World {
             .iter()
             .filter(|p| !p.is_spare() && !p.gone && p.process.is_some() && !door.known(p.member));
         let there = door.voters.len();
+        let three_of_five = (door.ruling.rf, door.ruling.cf) == (5, 3) && there > 0;
         if process.serving.is_none() && there < needed && there + strangers.count() >= needed {
             self.situations().add(Situation::StrangersWereEnough);
+            if three_of_five {
+                self.situations().add(Situation::SixthMadeThreeOfFive);
+            }
         }
     }
 
