@@ -97,28 +97,38 @@ pub fn during_rebuild(
     ])
 }
 
-/// The longest that one of many writes at depth 1 took while a replica went to another pool.
+/// The longest that one of many writes at depth 1 took, for each kind of change of who has a copy.
 pub fn change(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
     eprintln!("measuring {CHANGE}");
-    let product = Product::start_with(quoin, directory, &["--pools", "4"])?;
+    let product = Product::start_with(quoin, directory, &["--pools", "5"])?;
     let socket = product.volume(VOLUME, Class::Cache, CHANGE_VOLUME_BYTES)?;
     let mut generator = Generator::connect(&socket)?;
     generator.fill(128 << 10)?;
     generator.flush()?;
     let replicas = product.replicas(VOLUME)?;
-    let pool = replicas.first().ok_or_else(|| Error::Failed("a volume without replicas".into()))?;
-    let pool = &*pool.pool;
-    let mut longest_us = 0.0;
-    std::thread::scope(|scope| {
-        let moved = scope.spawn(|| product.command(&["replica", "move", VOLUME, pool, "--wait"]));
-        while !moved.is_finished() {
-            let outcome = generator.run(load(1, Duration::from_millis(200)))?;
-            longest_us = outcome.percentile_us(1.0).max(longest_us);
-        }
-        moved.join().map_err(|_| Error::Failed("the change panicked".into()))?
-    })?;
-    let name = format!("{CHANGE}-pause");
-    Ok(vec![Fact { name, value: longest_us / 1000.0, unit: "ms", goal: 100.0 }])
+    let [first, second, ..] = &replicas[..] else {
+        return Err(Error::Failed("a volume without replicas".into()));
+    };
+    let changes: [(&str, &[&str]); 4] = [
+        ("add", &["volume", "scale", VOLUME, "--replicas", "4", "--wait"]),
+        ("remove", &["replica", "remove", VOLUME, &second.pool, "--wait"]),
+        ("move", &["replica", "move", VOLUME, &first.pool, "--wait"]),
+        ("cf", &["volume", "scale", VOLUME, "--consistency-factor", "3", "--wait"]),
+    ];
+    let pause = |(name, command): (&str, &[&str])| {
+        let mut longest_us = 0.0;
+        std::thread::scope(|scope| {
+            let changed = scope.spawn(|| product.command(command));
+            while !changed.is_finished() {
+                let outcome = generator.run(load(1, Duration::from_millis(200)))?;
+                longest_us = outcome.percentile_us(1.0).max(longest_us);
+            }
+            changed.join().map_err(|_| Error::Failed("the change panicked".into()))?
+        })?;
+        let name = format!("{CHANGE}-pause-{name}");
+        Ok(Fact { name, value: longest_us / 1000.0, unit: "ms", goal: 100.0 })
+    };
+    changes.into_iter().map(pause).collect()
 }
 
 /// From the death of a target to the first write that its successor answers: it waits until the

@@ -66,9 +66,12 @@ fn what_the_network_costs_is_measured_with_both_kinds_of_protection_beside_the_s
 #[test]
 fn what_a_membership_change_does_to_io_is_measured() {
     let (cases, table) = cases(&["--only", "membership"]);
-    assert_eq!(cases.len(), 1, "{cases:?}");
-    assert!(cases["membership-change-pause"]["quoin"].as_f64().unwrap() > 0.0, "{cases:?}");
-    assert!(table.contains("membership-change-pause"), "{table}");
+    assert_eq!(cases.len(), 4, "{cases:?}");
+    for change in ["add", "remove", "move", "cf"] {
+        let case = format!("membership-change-pause-{change}");
+        assert!(cases[case.as_str()]["quoin"].as_f64().unwrap() > 0.0, "{case}: {cases:?}");
+        assert!(table.contains(&case), "{table}");
+    }
 }
 
 #[test]
