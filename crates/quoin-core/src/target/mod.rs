@@ -179,8 +179,7 @@ pub enum TargetAction {
         member: Member,
         session: SessionKey,
     },
-    /// Compare-and-swap of the membership `version` -> `next` (`next.version` = `version` + 1),
-    /// valid only while the record has `epoch`.
+    /// Compare-and-swap from `version` to `next`, the version after it, while the record has `epoch`.
     SwapMembership {
         epoch: Epoch,
         version: u64,
@@ -295,8 +294,7 @@ enum Phase {
         until: Time,
     },
     Acquiring,
-    /// Waits for the answers that an open needs. The times: when OQ was reached, if it was;
-    /// since when only the loss of unflushed data would let it go on.
+    /// Waits for answers: since OQ was reached, since only unflushed data's loss lets it go on.
     Opening {
         quorum_at: Option<Time>,
         unflushed_since: Option<Time>,
@@ -340,7 +338,6 @@ pub struct Target {
     incarnation: Incarnation,
     highest_refused: Epoch,
     membership: Membership,
-    /// As it was granted with this epoch.
     granted: Membership,
     attempts: u32,
     next_nonce: u64,
