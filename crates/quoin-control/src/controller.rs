@@ -145,10 +145,13 @@ impl Controller {
         let shown = |text: &str| text.chars().take(160).collect::<String>();
         if !reference.id.is_empty() {
             // Ids are written in one way only, so that equal text and equal id are the same.
-            return self
-                .volumes
-                .get(&reference.id)
-                .ok_or_else(|| Error::missing("volume", shown(&reference.id)));
+            match self.volumes.get(&reference.id) {
+                Some(volume) => return Ok(volume),
+                None if reference.name.is_empty() => {
+                    return Err(Error::missing("volume", shown(&reference.id)));
+                }
+                None => {}
+            }
         }
         if reference.name.is_empty() {
             return Err(Error::invalid("volume", "an id or a name is needed"));

@@ -58,6 +58,10 @@ impl Controller {
             self.check_same(&volume, &spec, required_bytes, limit_bytes)?;
             return Ok(volume);
         }
+        if let Some(other) = self.volumes.get(&spec.name) {
+            let rule = format!("it is the id of volume {:?}: choose another", other.spec.name);
+            return Err(Error::invalid("name", rule));
+        }
         spec::check_file_system(&spec, size_bytes)?;
         // Placement first, so that a refusal leaves nothing behind.
         let candidates = self.candidates();

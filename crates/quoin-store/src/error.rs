@@ -5,8 +5,8 @@ use quoin_core::replica::store::{IoFault, StoreError};
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     #[error(
-        "this is not a Quoin pool; choose another path or, if nothing on it is needed, wipe it \
-         (`wipefs -a`, or remove the file) and make a pool with --format"
+        "this is not a Quoin pool: name one. To make a pool here, if nothing on it is needed, wipe \
+         it (`wipefs -a`, or remove the file) and start with --format"
     )]
     Foreign,
     #[error(

@@ -134,7 +134,8 @@ pub fn refusal(status: tonic::Status) -> anyhow::Error {
 pub fn volume_ref(text: &str) -> VolumeRef {
     let is_id = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     if is_id {
-        VolumeRef { id: text.to_ascii_lowercase(), name: String::new() }
+        // Nobody's id may be a name all the same.
+        VolumeRef { id: text.to_ascii_lowercase(), name: text.into() }
     } else {
         VolumeRef { id: String::new(), name: text.into() }
     }

@@ -186,6 +186,35 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
 }
 
 #[test]
+fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_an_error() {
+    if !can_attach() {
+        return;
+    }
+    let scratch = Scratch::new("bare");
+    let mut dev = Dev::start(&scratch.cluster(), &[]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
+    let device = dev.ok(&["volume", "attach", "db"]);
+    let pools = ["pool-a", "pool-b"].map(|name| dev.pid(name).unwrap());
+    pools.iter().for_each(|pid| signal(pid, "STOP"));
+    let to = format!("of={device}");
+    let mut writer = std::process::Command::new("dd")
+        .args(["if=/dev/zero", &to, "bs=1M", "count=8", "oflag=direct"])
+        .spawn()
+        .unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert!(writer.try_wait().unwrap().is_none(), "one of three pools acknowledges nothing");
+    signal(dev.child.id(), "INT");
+    let line = dev.wait_for_line("standstill");
+    assert!(line.contains(&device), "{line}");
+    assert!(!writer.wait().unwrap().success(), "it is told that its writes failed");
+    pools.iter().for_each(|pid| signal(pid, "CONT"));
+    let status = dev.child.wait().unwrap();
+    assert_eq!(status.code(), Some(1), "that it took something away is no clean end");
+    drop(dev);
+    assert_nothing_is_left(&scratch.0);
+}
+
+#[test]
 fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_told_and_cleared_away()
  {
     if !can_attach() {
@@ -216,16 +245,19 @@ fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_to
     let shown = dev.json(&["volume", "get", "db"]);
     assert_eq!(shown["here"]["mounts"][0], mount.to_str().unwrap());
 
-    // Attach and its holder at once: what they served is dead, and nothing pretends otherwise.
-    let open = std::fs::File::open(mount.join("log")).unwrap();
+    // Attach and its holder at once: what they served is dead, and nothing pretends otherwise, also
+    // where nobody has it open: a write must not land in the directory below.
     signal(dev.pid("attach-holder").unwrap(), "KILL");
     signal(dev.pid("attach").unwrap(), "KILL");
     let line = dev.wait_for_line("is dead");
     assert!(line.contains(mount.to_str().unwrap()) && line.contains("umount"), "{line}");
     let shown = dev.json(&["volume", "get", "db"]);
     assert_eq!(shown["here"]["deadMounts"][0], mount.to_str().unwrap(), "{shown}");
-    drop(open);
+    let below = mount.join("below");
+    // Into the dead file system's memory, if it takes it at all.
+    drop(std::fs::write(&below, "lost"));
     run("umount", &[mount.to_str().unwrap()]);
+    assert!(!below.exists(), "it was written to the directory below");
     let device = eventually("attach is back", || {
         let output = dev.quoin(&["volume", "attach", "db"]);
         output.status.success().then(|| String::from_utf8(output.stdout).unwrap())

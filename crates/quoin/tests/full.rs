@@ -154,12 +154,13 @@ fn a_full_disk_under_the_pools_is_told_writes_are_refused_and_room_below_lets_th
     let zeroes = vec![0; 1 << 20];
     let mut file = std::fs::File::create(&filler).unwrap();
     while std::io::Write::write_all(&mut file, &zeroes).is_ok() {}
-    dev.eventually("a pool says why it takes no more", || {
+    // All of them: what is written before two have told the target is on its way, and waits for room.
+    dev.eventually("the pools say why they take no more", || {
         let pools = dev.json(&["pool", "list"]);
         let says = |pool: &serde_json::Value| {
             pool["message"].as_str().unwrap_or_default().contains("the disk under the pool is full")
         };
-        pools.as_array().unwrap().iter().any(says).then_some(())
+        pools.as_array().unwrap().iter().all(says).then_some(())
     });
     let refused = dev.eventually("writes are refused", || {
         let part = (1..PARTS).find_map(|part| write(&client, part, 1).err());

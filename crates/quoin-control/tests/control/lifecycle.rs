@@ -107,6 +107,25 @@ async fn the_event_of_a_creation_says_what_the_volume_survives() {
 }
 
 #[tokio::test]
+async fn no_volume_takes_another_s_id_for_its_name_and_a_name_that_looks_like_one_is_found() {
+    let mut cluster = Cluster::new().await;
+    let id = cluster.create("db").await.id.0.to_string();
+    let error = cluster.controller.create_volume(&spec(&id), 0).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument);
+    assert!(error.to_string().contains("the id of volume \"db\""), "{error}");
+
+    let alike = "0123456789abcdef0123456789abcdef";
+    let volume = cluster.create(alike).await;
+    let asked = |id: &str, name: &str| Some(VolumeRef { id: id.into(), name: name.into() });
+    let found = cluster.controller.get_volume(asked(alike, alike).as_ref()).unwrap();
+    assert_eq!(found.id, volume.id);
+    // Who gives an id alone never means a name: it may be that of a volume which is gone.
+    assert!(cluster.controller.get_volume(asked(alike, "").as_ref()).is_err());
+    let found = cluster.controller.get_volume(asked(&id, "nobody's").as_ref()).unwrap();
+    assert_eq!(found.id.0.to_string(), id);
+}
+
+#[tokio::test]
 async fn an_attached_volume_is_not_deleted_and_a_deleted_one_goes_when_every_pool_has_answered() {
     let mut cluster = Cluster::new().await;
     let volume = cluster.create("db").await;

@@ -8,7 +8,7 @@
 use anyhow::Result;
 use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::{Pid, Signal, kill_process};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -110,6 +110,26 @@ async fn unmount_volumes(
     Ok((busy, stuck))
 }
 
+/// Devices without a file system whose IO does not seem to get on, and those that are at a
+/// standstill: their server cannot end before it is answered. Who reads or writes one without a
+/// pause is not waited for.
+fn bare_devices(layout: &Layout, progress: &mut Progress) -> Result<(Vec<Device>, Vec<Device>)> {
+    let (mut busy, mut stuck) = (Vec::new(), Vec::new());
+    for device in Device::over(&layout.run())? {
+        let (done, in_flight) = device.io().unwrap_or_default();
+        if in_flight == 0 || !device.mounts()?.is_empty() {
+            continue;
+        }
+        let gets_on = progress.0.get(&device.path).is_some_and(|(before, _)| *before != done);
+        match progress.is_at_standstill(&device, true) {
+            true => stuck.push(device),
+            false if !gets_on => busy.push(device),
+            false => {}
+        }
+    }
+    Ok((busy, stuck))
+}
+
 /// Waits until nobody uses the cluster's file systems and unmounts them. A further signal ends
 /// the waiting: what they hold is written back, and their devices may go. Devices at a standstill
 /// go by themselves.
@@ -120,21 +140,21 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
     let mut told = String::new();
     let mut problems = Vec::new();
     let mut progress = Progress::default();
+    let mut cut = HashSet::new();
     loop {
         let (busy, stuck) = unmount_volumes(layout, &mut progress).await?;
         for (device, mount) in &stuck {
-            let reason = why_held(layout, device).await;
-            let target = mount.target.display();
-            let problem = format!(
-                "{target} was taken away: its IO did not get on for {} s, since the volume waits for \
-                 {reason}; what was not synced may be lost",
-                STANDSTILL.as_secs()
-            );
-            say(&format!("{target} is at a standstill and is taken away"));
-            problems.push(problem);
+            problems.push(at_standstill(layout, device, &mount.target).await);
             take_away(device, mount).await;
         }
-        if busy.is_empty() && stuck.is_empty() {
+        let (bare_busy, mut bare_stuck) = bare_devices(layout, &mut progress)?;
+        // Once each: what that does not end, nothing does.
+        bare_stuck.retain(|device| cut.insert(device.path.clone()));
+        for device in &bare_stuck {
+            problems.push(at_standstill(layout, device, &device.path).await);
+            cut_off(device).await;
+        }
+        if busy.is_empty() && stuck.is_empty() && bare_busy.is_empty() && bare_stuck.is_empty() {
             return match problems.is_empty() {
                 true => Ok(()),
                 false => Err(anyhow::anyhow!("{}", problems.join("; "))),
@@ -152,15 +172,32 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
             () = tokio::time::sleep(RETRY) => {}
             () = ends.wait() => {
                 write_back(&busy).await;
+                for device in &bare_busy {
+                    problems.push(format!("{} was taken away", device.path.display()));
+                    cut_off(device).await;
+                }
                 for (_, mount) in busy.iter().rev() {
                     // From the tree now, wholly when its users let go.
                     let _ = unmount(&mount.target, UnmountFlags::DETACH);
                 }
-                problems.push(format!("taken away while in use: {told}"));
+                if !busy.is_empty() {
+                    problems.push(format!("taken away while in use: {told}"));
+                }
                 anyhow::bail!("{}", problems.join("; "));
             }
         }
     }
+}
+
+/// Says that what is at `path` is taken away, and gives the reason.
+async fn at_standstill(layout: &Layout, device: &Device, path: &std::path::Path) -> String {
+    let (path, reason) = (path.display(), why_held(layout, device).await);
+    say(&format!("{path} is at a standstill and is taken away"));
+    format!(
+        "{path} was taken away: its IO did not get on for {} s, since the volume waits for {reason}; \
+         what was not synced may be lost",
+        STANDSTILL.as_secs()
+    )
 }
 
 /// What the volume waits for, as the controller knows it.
@@ -174,12 +211,17 @@ async fn why_held(layout: &Layout, device: &Device) -> String {
     asked.ok().flatten().unwrap_or_else(|| "something that nobody tells (see the logs)".to_owned())
 }
 
-/// Fails the device's IO, so that nobody hangs in it any more, and takes the mount from the tree.
-async fn take_away(device: &Device, mount: &Mount) {
+/// Fails the device's IO, so that nobody hangs in it any more.
+async fn cut_off(device: &Device) {
     let device = device.clone();
     let cut = apart(move || device.cut_off());
     // Whether it comes back or not, nothing more can be done about it.
     let _ = tokio::time::timeout(SYNC_BUDGET, cut).await;
+}
+
+/// The same, and takes the mount from the tree.
+async fn take_away(device: &Device, mount: &Mount) {
+    cut_off(device).await;
     let target = mount.target.clone();
     let detached = apart(move || unmount(&target, UnmountFlags::DETACH));
     let _ = tokio::time::timeout(SYNC_BUDGET, detached).await;
@@ -230,10 +272,11 @@ async fn write_back(mounts: &[(Device, Mount)]) {
     }
 }
 
-/// What becomes of a dead file system that somebody still uses.
+/// What becomes of a dead file system.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum InUse {
-    /// It stays, and says so: what is written below its directory must not land elsewhere.
+pub enum Dead {
+    /// It stays, and says so, also while nobody has it open: what is written below its directory
+    /// must not land elsewhere.
     Stays,
     /// It goes from the tree now, and wholly when its users let go.
     Goes,
@@ -241,7 +284,7 @@ pub enum InUse {
 
 /// Frees what a killed cluster left: mounts, loop devices and FUSE mounts that nobody serves.
 /// Called only when none of its processes runs. Gives the mounts that stay.
-pub fn release_leftovers(layout: &Layout, in_use: InUse) -> Result<Vec<(Device, Mount)>> {
+pub fn release_leftovers(layout: &Layout, dead: Dead) -> Result<Vec<(Device, Mount)>> {
     if !rustix::process::geteuid().is_root() {
         return Ok(Vec::new());
     }
@@ -249,8 +292,9 @@ pub fn release_leftovers(layout: &Layout, in_use: InUse) -> Result<Vec<(Device, 
     // What is still served by somebody is his.
     let devices: Vec<_> = Device::over(&run)?.into_iter().filter(Device::is_dead).collect();
     for device in devices.iter().chain(&lost::recall(&run)) {
-        for mount in device.mounts()?.iter().rev() {
-            if unmount(&mount.target, UnmountFlags::empty()).is_err() && in_use == InUse::Goes {
+        let goes = device.mounts()?.into_iter().rev().filter(|_| dead == Dead::Goes);
+        for mount in goes {
+            if unmount(&mount.target, UnmountFlags::empty()).is_err() {
                 let _ = unmount(&mount.target, UnmountFlags::DETACH);
             }
         }
@@ -263,11 +307,11 @@ pub fn release_leftovers(layout: &Layout, in_use: InUse) -> Result<Vec<(Device, 
     }
     let used = devices.into_iter().filter(Device::still_there).collect();
     lost::remember(&run, used)?;
-    let mut dead = Vec::new();
+    let mut stay = Vec::new();
     for device in lost::recall(&run) {
-        dead.extend(device.mounts()?.into_iter().map(|mount| (device.clone(), mount)));
+        stay.extend(device.mounts()?.into_iter().map(|mount| (device.clone(), mount)));
     }
-    Ok(dead)
+    Ok(stay)
 }
 
 #[cfg(test)]
@@ -296,7 +340,7 @@ mod tests {
     async fn a_cluster_that_was_never_started_has_nothing_to_release() {
         let directory = tempfile::tempdir().unwrap();
         let layout = Layout::open(directory.path()).unwrap();
-        assert!(release_leftovers(&layout, InUse::Stays).unwrap().is_empty());
+        assert!(release_leftovers(&layout, Dead::Stays).unwrap().is_empty());
         let (busy, stuck) = unmount_volumes(&layout, &mut Progress::default()).await.unwrap();
         assert!(busy.is_empty() && stuck.is_empty());
     }

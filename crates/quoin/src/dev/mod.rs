@@ -28,7 +28,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use crate::client::{self, Cluster, refusal};
 use crate::roles::HealingOptions;
 use crate::size::show_size;
-use cleanup::InUse;
+use cleanup::Dead;
 use keeper::{Keeper, Process, Roster};
 use layout::Layout;
 use processes::Attaching;
@@ -155,17 +155,20 @@ async fn supervise(
     outcome.and(stopped)
 }
 
-/// Says which file systems died with the process that served their devices, and clears away
-/// what nobody uses. What is still served is left alone.
+/// Says which file systems died with the process that served their devices, and frees what of
+/// those is not mounted. What is still served is left alone.
 fn tell_of_the_dead(layout: &Layout) -> Result<()> {
-    for (device, mount) in cleanup::release_leftovers(layout, InUse::Stays)? {
+    for (device, mount) in cleanup::release_leftovers(layout, Dead::Stays)? {
         let (device, target) = (device.path.display(), mount.target.display());
         let users = mount.users();
-        let by = if users.is_empty() { String::new() } else { format!(" by {}", users.join(", ")) };
+        let (used, end) = match users.is_empty() {
+            true => (String::new(), ""),
+            false => (format!(", and is in use by {}", users.join(", ")), "end its users, "),
+        };
         say(&format!(
-            "{target} is dead: {device} below it was lost with the process that served it, and is \
-             still in use{by}. End its users, run `umount {target}`, then attach and mount the \
-             volume again: what was synced is there"
+            "{target} is dead: {device} below it was lost with the process that served it{used}. \
+             Nothing can be read or written there. To have it back: {end}run `umount {target}`, \
+             then attach and mount the volume again: what was synced is there"
         ));
     }
     Ok(())
@@ -455,7 +458,7 @@ async fn stop(layout: &Layout, keepers: Vec<Keeper>, ends: &mut Ends) -> Result<
     {
         problems.push(format!("{error:#}"));
     }
-    if let Err(error) = cleanup::release_leftovers(layout, InUse::Goes) {
+    if let Err(error) = cleanup::release_leftovers(layout, Dead::Goes) {
         problems.push(format!("{error:#}"));
     }
     // A start that was broken off before it came to the attach process of the last one.
