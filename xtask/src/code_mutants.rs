@@ -8,7 +8,7 @@
 //! switch and are named as not tried.
 //!
 //! What came out is kept in the tree ([`LEDGER`]), under names that outlive an edit elsewhere in
-//! the file, and another run goes on where the last one was ended, on whatever machine. A shard is
+//! the file (equal changes in one function are told apart by their number), and another run goes on where the last one was ended, on whatever machine. A shard is
 //! drawn by these names, so that it is the same sample after such an edit. What was noticed once is
 //! asked again with `--anew` only.
 

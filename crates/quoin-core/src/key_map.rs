@@ -1,8 +1,7 @@
 //! Maps whose keys are numbers of our own making: counters, and places in a pool.
 //!
-//! They are looked at several times for every request, and the standard hasher, which defends
-//! against keys that somebody chose, takes as long as the rest of such a look. Nobody else chooses
-//! these keys; who writes a pool's files to make places collide slows that pool only.
+//! They are looked at several times for every request, and the standard hasher defends against keys
+//! that somebody chose. Nobody else chooses these; who writes a pool's files to make places collide slows that pool only.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};

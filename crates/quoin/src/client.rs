@@ -141,6 +141,11 @@ pub fn volume_ref(text: &str) -> VolumeRef {
     }
 }
 
+/// A volume that was found: by its id alone, which may be nobody's by now, and is no name then.
+pub fn id_ref(id: &str) -> VolumeRef {
+    VolumeRef { id: id.into(), name: String::new() }
+}
+
 /// The volume of that name or id.
 pub async fn get_volume(cluster: &mut Cluster, name: &str) -> Result<Volume> {
     let request = GetVolumeRequest { volume: Some(volume_ref(name)) };

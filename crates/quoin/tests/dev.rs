@@ -215,8 +215,7 @@ fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_
 }
 
 #[test]
-fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_told_and_cleared_away()
- {
+fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_told_and_stays() {
     if !can_attach() {
         return;
     }

@@ -292,8 +292,8 @@ pub fn release_leftovers(layout: &Layout, dead: Dead) -> Result<Vec<(Device, Mou
     // What is still served by somebody is his.
     let devices: Vec<_> = Device::over(&run)?.into_iter().filter(Device::is_dead).collect();
     for device in devices.iter().chain(&lost::recall(&run)) {
-        let goes = device.mounts()?.into_iter().rev().filter(|_| dead == Dead::Goes);
-        for mount in goes {
+        let mounts = if dead == Dead::Goes { device.mounts()? } else { Vec::new() };
+        for mount in mounts.iter().rev() {
             if unmount(&mount.target, UnmountFlags::empty()).is_err() {
                 let _ = unmount(&mount.target, UnmountFlags::DETACH);
             }

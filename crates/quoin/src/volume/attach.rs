@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::HereView;
-use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::host::{devices, lost};
 use crate::output::{self, Format};
 
@@ -113,7 +113,7 @@ pub async fn attach(
         None => only_node(cluster).await?,
     };
     let request = PublishVolumeRequest {
-        volume: Some(volume_ref(&volume.id)),
+        volume: Some(id_ref(&volume.id)),
         node: node.clone(),
         read_only: options.read_only,
         multi_node: false,
@@ -298,7 +298,7 @@ pub async fn detach(
     }
     warn_of_the_dead(&volume, client);
     let request = UnpublishVolumeRequest {
-        volume: Some(volume_ref(&volume.id)),
+        volume: Some(id_ref(&volume.id)),
         node: options.node.unwrap_or_default(),
     };
     cluster.unpublish_volume(request).await.map_err(refusal)?;

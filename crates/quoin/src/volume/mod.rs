@@ -15,7 +15,7 @@ use quoin_proto::control::{
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 
-use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
 use crate::document::Document;
 use crate::output::{self, Format};
 use crate::size::{parse_size, show_size};
@@ -258,7 +258,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         }
         VolumeCommand::Delete { volume, .. } => {
             let found = get_volume(&mut cluster, &volume).await?;
-            let request = DeleteVolumeRequest { volume: Some(volume_ref(&found.id)) };
+            let request = DeleteVolumeRequest { volume: Some(id_ref(&found.id)) };
             cluster.delete_volume(request).await.map_err(refusal)?;
             let view = wait_until_deleted(&mut cluster, volume, &found.id, client).await?;
             output::print_one(format, &view, || match view.state {
@@ -375,11 +375,8 @@ async fn resize(
             show_size(before.size_bytes)
         );
     }
-    let request = ResizeVolumeRequest {
-        volume: Some(volume_ref(&before.id)),
-        size_bytes: size,
-        limit_bytes: 0,
-    };
+    let request =
+        ResizeVolumeRequest { volume: Some(id_ref(&before.id)), size_bytes: size, limit_bytes: 0 };
     let volume = cluster.resize_volume(request).await.map_err(refusal)?.into_inner();
     let next = attach::resize_device(&volume, client).await?;
     let view = VolumeView::from(volume);

@@ -9,7 +9,7 @@ use quoin_proto::control::{
 };
 
 use super::view::{ReplicaView, VolumeView};
-use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
 use crate::output::{self, Format};
 use crate::pace::{self, Part, UnderWay};
 use crate::size::show_size;
@@ -125,7 +125,7 @@ pub async fn scale(
 ) -> Result<()> {
     let volume = get_volume(cluster, &options.volume).await?;
     let request = ScaleVolumeRequest {
-        volume: Some(volume_ref(&volume.id)),
+        volume: Some(id_ref(&volume.id)),
         replicas: options.replicas.unwrap_or(0),
         consistency_factor: options.consistency_factor,
         allow_loss_on_single_failure: options.allow_loss_on_single_failure,
@@ -155,7 +155,7 @@ pub async fn recover(
         }
     };
     let request = RecoverVolumeRequest {
-        volume: Some(volume_ref(&volume.id)),
+        volume: Some(id_ref(&volume.id)),
         keep_replica_ids: keep,
         destroyed_replica_ids: destroyed,
         accept_loss_of: options.accept_loss_of,
@@ -188,7 +188,7 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
         ReplicaCommand::Remove { volume, replicas, wait } => {
             let volume = get_volume(cluster, &volume).await?;
             let request = RemoveReplicasRequest {
-                volume: Some(volume_ref(&volume.id)),
+                volume: Some(id_ref(&volume.id)),
                 replica_ids: replicas.iter().map(|r| find(&volume, r)).collect::<Result<_>>()?,
             };
             let volume = cluster.remove_replicas(request).await.map_err(refusal)?.into_inner();
@@ -217,7 +217,7 @@ async fn relocate(
         (Err(_), None) => return found.map(drop),
     };
     let request = MoveReplicaRequest {
-        volume: Some(volume_ref(&volume.id)),
+        volume: Some(id_ref(&volume.id)),
         replica_id: replica_id.clone(),
         pool: pool.clone().unwrap_or_default(),
         from_pool,

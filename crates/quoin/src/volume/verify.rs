@@ -13,7 +13,7 @@ use quoin_proto::control::{
 use serde::Serialize;
 
 use super::replicas::find;
-use crate::client::{ClientOptions, Cluster, get_volume, refusal, volume_ref};
+use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::output::{self, Format, fields};
 use crate::size::show_size;
 
@@ -276,7 +276,7 @@ async fn ask(
     action: verify_volume_request::Action,
     from_replica_id: String,
 ) -> Result<Volume> {
-    let volume = Some(volume_ref(&volume.id));
+    let volume = Some(id_ref(&volume.id));
     let request = VerifyVolumeRequest { volume, action: action.into(), from_replica_id };
     Ok(cluster.verify_volume(request).await.map_err(refusal)?.into_inner())
 }
