@@ -49,6 +49,8 @@ struct State {
     /// The next syncs fail, and what they would have made durable is lost with the next cut.
     fail_syncs: bool,
     fail_reads: bool,
+    /// Blocks that cannot be read until they are written again.
+    broken: BTreeSet<u64>,
     /// What is free below it, where it shares that with others.
     room_below: Option<u64>,
 }
@@ -141,6 +143,11 @@ impl MemoryDisk {
         self.state().fail_reads = fail;
     }
 
+    /// Reads that touch this block fail until it is written again: a bad sector.
+    pub fn break_block(&self, number: u64) {
+        self.state().broken.insert(number);
+    }
+
     /// Remembers from now on what is done to the disk.
     pub fn record(&self) {
         self.state().events = Some(Vec::new());
@@ -184,6 +191,7 @@ impl MemoryDisk {
             unsynced: state.unsynced.clone(),
             orphans: state.orphans.clone(),
             held: state.held.clone(),
+            broken: state.broken.clone(),
             boot: state.boot,
             writes: state.writes,
             ..State::default()
@@ -216,7 +224,9 @@ impl Disk for MemoryDisk {
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         self.check("read", offset, buffer.len())?;
         let state = self.state();
-        if state.fail_reads {
+        let first = offset / BLOCK_SIZE as u64;
+        let blocks = first..first + (buffer.len() / BLOCK_SIZE) as u64;
+        if state.fail_reads || state.broken.range(blocks).next().is_some() {
             return Err(IoFault { operation: "read", offset, errno: EIO });
         }
         for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
@@ -257,6 +267,7 @@ impl Disk for MemoryDisk {
         let mut bytes = parts.iter().flat_map(|p| p.chunks(SECTOR_SIZE));
         let first = offset / BLOCK_SIZE as u64;
         for number in first..first + (total / BLOCK_SIZE) as u64 {
+            state.broken.remove(&number);
             let old = state.cached.get(&number).cloned();
             let mut block = old.clone().unwrap_or_else(|| Box::new([0; BLOCK_SIZE]));
             let mut changed = 0u8;

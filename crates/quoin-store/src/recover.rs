@@ -9,7 +9,9 @@
 //! cached: opening began with a sync, but an earlier one may have failed and its process been
 //! killed before it could say so. Its pages read well and will never be written. Where the media
 //! lack what the cache shows, the log ends, and the replica's claim to hold everything that it
-//! ever applied is withdrawn with that.
+//! ever applied is withdrawn with that. So it is where the log ends at what cannot be read, or
+//! before batches of the pool's last life: a process that dies tears nothing off before its last
+//! write.
 
 use bytes::{Bytes, BytesMut};
 use quoin_core::replica::store::{BootCookie, StoreError};
@@ -101,12 +103,13 @@ pub fn recover<D: Disk>(
         }
     }
     let (end, lost) = replay(core, &mut replica, durable, &chain, checkpoint.log, watermark)?;
-    if lost {
+    let behind = search(core, &replica, &segments, end)?;
+    if lost || behind.lost {
         for meta in [&mut replica.meta, &mut durable.meta] {
             (meta.cookie, meta.closed_continuous) = (BootCookie::default(), false);
         }
     }
-    watermark = watermark.max(search(core, &replica, &segments, end)?);
+    watermark = watermark.max(behind.watermark);
 
     let position = replica.head.position.lsn;
     if position.0 < watermark && !mutant::is("rot-taken-for-a-torn-tail") {
@@ -221,7 +224,7 @@ fn replay<D: Disk>(
             good = match replay_entry(core, replica, &raw, at, watermark)? {
                 Replayed::Yes => true,
                 Replayed::No => false,
-                Replayed::OnlyCached => {
+                Replayed::Lost => {
                     lost = true;
                     false
                 }
@@ -292,8 +295,8 @@ fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64
 enum Replayed {
     Yes,
     No,
-    /// The kernel shows it, the media do not have it.
-    OnlyCached,
+    /// The kernel shows it and the media do not have it, or the disk refuses to show it.
+    Lost,
 }
 
 fn replay_entry<D: Disk>(
@@ -348,8 +351,8 @@ fn replay_entry<D: Disk>(
             let mut data = BytesMut::zeroed(entry.crcs.len() * BLOCK_SIZE);
             let cached = core.read(place, &mut data).is_ok();
             entry.data = data.freeze();
-            return Ok(match cached && entry.data_is_good() {
-                true => Replayed::OnlyCached,
+            return Ok(match !cached || entry.data_is_good() {
+                true => Replayed::Lost,
                 false => Replayed::No,
             });
         }
@@ -374,16 +377,25 @@ fn missing() -> Entry {
     }
 }
 
-/// The highest watermark that batches behind the end claim: what should have been there.
+/// What lies behind the end of a log.
+#[derive(Default)]
+struct Behind {
+    /// The highest one that batches there claim: what should have been there.
+    watermark: u64,
+    /// The log went on when its process died.
+    lost: bool,
+}
+
+/// Looks behind the end for batches of this log.
 fn search<D: Disk>(
     core: &Core<D>,
     replica: &Replica,
     segments: &[SegmentState],
     end: End,
-) -> Result<u64, StoreError> {
+) -> Result<Behind, StoreError> {
     let sequence_at_end =
         end.unit.and_then(|unit| segments.iter().find(|s| s.unit == unit).map(|s| s.sequence));
-    let mut highest = 0;
+    let mut behind = Behind::default();
     for segment in segments.iter().filter(|s| sequence_at_end.is_none_or(|q| s.sequence >= q)) {
         let blocks = segment.units * core.superblock.unit_blocks;
         let first = core.superblock.unit_start(segment.unit);
@@ -395,7 +407,13 @@ fn search<D: Disk>(
         let mut at = start;
         let mut buffer = vec![0; (until - start) as usize * BLOCK_SIZE];
         if core.read(first + u64::from(start), &mut buffer).is_err() {
-            buffer.fill(0);
+            // One that cannot be read, at which the log may just have ended, hides no others.
+            for (block, chunk) in (start..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
+                if core.read(first + u64::from(block), chunk).is_err() {
+                    chunk.fill(0);
+                    behind.lost |= block == start;
+                }
+            }
         }
         while at < until {
             let chunk = (at - start) as usize * BLOCK_SIZE;
@@ -413,7 +431,8 @@ fn search<D: Disk>(
                     && b.header.guid_hash == replica.family.guid_hash
             }) {
                 Some(batch) => {
-                    highest = highest.max(batch.header.watermark);
+                    behind.watermark = behind.watermark.max(batch.header.watermark);
+                    behind.lost |= batch.header.starts + 1 == core.superblock.starts;
                     at = at.saturating_add(batch.blocks());
                     until = blocks.min(at.saturating_add(SEARCHED_BLOCKS));
                 }
@@ -421,7 +440,7 @@ fn search<D: Disk>(
             }
         }
     }
-    Ok(highest)
+    Ok(behind)
 }
 
 /// Sets the end of the log. What lies behind it must never be taken for its continuation, also

@@ -548,3 +548,81 @@ fn what_a_failed_sync_left_in_the_cache_is_not_taken_for_held_after_a_kill() {
         assert_eq!(replica.state().position.lsn.0, lsn);
     }
 }
+
+/// Headers of the log's batches in their order.
+fn log_headers(disk: &MemoryDisk) -> Vec<u64> {
+    let mut headers = BTreeMap::new();
+    for block in disk.written_blocks() {
+        let mut head = vec![0; 4096];
+        disk.read_at(block * 4096, &mut head).expect("inside the disk");
+        if head.starts_with(b"QBAT") && head[18] == 0 {
+            headers.insert(u64::from_le_bytes(head[32..40].try_into().expect("8 bytes")), block);
+        }
+    }
+    headers.into_values().collect()
+}
+
+/// A log of many batches, each synced and stable before the next, whose replica claims to hold all
+/// that it ever applied.
+fn flushed_log() -> (World, ReplicaMeta) {
+    let mut world = World::without_reverts(5, 32 << 20);
+    let claim =
+        ReplicaMeta { session_open: true, cookie: world.disk.cookie(), ..ReplicaMeta::default() };
+    world.pool().replica(GUID).expect("it").put_meta(claim.clone()).expect("room");
+    for lba in 0..10 {
+        let before = world.history.last().map_or(Default::default(), |e| (e.chain, e.position()));
+        let position =
+            quoin_core::Position { epoch: quoin_core::Epoch(1), lsn: before.1.lsn.next() };
+        let data = Bytes::from(vec![lba as u8; 4096]);
+        let kind = quoin_core::EntryKind::Write;
+        let entry = quoin_core::Entry::after(before.0, position, kind, lba, 1, data, false);
+        world.history.push(entry.into());
+        let last = &world.history[world.history.len() - 1..];
+        world.pool.as_mut().expect("open").replica(GUID).expect("it").append(last).expect("room");
+        world.model.replica(GUID).expect("it").append(last).expect("it takes it");
+        world.begin_sync();
+        world.finish_sync();
+        world.set_stable_at_the_end();
+    }
+    world.pool = None;
+    (world, claim)
+}
+
+/// The sector that ends the log for a reader must not hide what lies behind it: that says whether
+/// all this was durable.
+#[test]
+fn a_header_that_cannot_be_read_below_what_was_flushed_is_damage_and_no_torn_tail() {
+    let (world, _) = flushed_log();
+    let (flushed, headers) = (world.history.len() as u64, log_headers(&world.disk));
+    assert_eq!(headers.len(), 10);
+    // What is behind the last one but one says that the one before it was flushed.
+    for block in &headers[..headers.len() - 1] {
+        let disk = world.disk.fork();
+        disk.break_block(*block);
+        let mut pool = Pool::open(disk, options()).expect("a pool");
+        let replica = pool.replica(GUID).expect("it");
+        let position = replica.state().position.lsn.0;
+        let damaged = replica.meta().damaged;
+        assert!(damaged || position == flushed, "{position} of {flushed} flushed entries are left");
+    }
+}
+
+/// Whoever says that it holds all that it ever applied must not have lost the last of it to a bad
+/// sector, or to rot with batches of the same life behind it.
+#[test]
+fn a_log_that_ends_at_a_bad_sector_or_before_its_own_batches_claims_nothing() {
+    let (world, claim) = flushed_log();
+    let headers = log_headers(&world.disk);
+    let last = headers[headers.len() - 1];
+    let claims = |disk: MemoryDisk| {
+        let mut pool = Pool::open(disk, options()).expect("a pool");
+        pool.replica(GUID).expect("it").meta().cookie == claim.cookie
+    };
+    assert!(claims(world.disk.fork()), "nothing is wrong yet");
+    let unreadable = world.disk.fork();
+    unreadable.break_block(last);
+    assert!(!claims(unreadable), "the last header cannot be read");
+    let rotten = world.disk.fork();
+    rotten.rot(headers[headers.len() - 2] * 4096 + 90, 1);
+    assert!(!claims(rotten), "its own batch follows");
+}
