@@ -475,3 +475,34 @@ fn a_stretch_that_is_not_covered_or_whose_data_is_not_good_mends_nothing() {
         assert_eq!(one.append(session, entry), [], "such a session is over");
     }
 }
+
+/// No target asks for more at once; one that does must not make a pool hold a whole volume.
+#[test]
+fn an_answer_about_the_log_or_an_increment_is_bounded_whatever_is_asked_for() {
+    use quoin_core::message::ReadView;
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let append = |one: &mut One, kind, lba, blocks: u32| {
+        let state = one.pool.replica(OWN.guid).unwrap().state();
+        let position = Position { epoch: Epoch(5), lsn: state.position.lsn.next() };
+        let data = Bytes::from(vec![7; blocks as usize * BLOCK_SIZE]);
+        let entry = Entry::after(state.chain, position, kind, lba, blocks, data, false);
+        one.append(session, Arc::new(entry));
+    };
+    append(&mut one, EntryKind::Resize { blocks: 4096 }, 0, 0);
+    for lba in (0..2048).step_by(256) {
+        append(&mut one, EntryKind::Write, lba, 256);
+    }
+    let sent = one.send(session, ToReplica::Fetch { id: 1, after: Lsn(0), bytes_max: u32::MAX });
+    let [FromReplica::Fetched { entries, .. }] = &sent[..] else { panic!("{sent:?}") };
+    let bytes: usize = entries.iter().map(|entry| entry.data.len()).sum();
+    assert!((1 << 20..=4 << 20).contains(&bytes), "{bytes} bytes of the log");
+    let (view, from, bytes_max) = (ReadView::Live, Lsn(0), u32::MAX);
+    let sent = one.send(session, ToReplica::Pull { id: 2, view, from, cursor: 0, bytes_max });
+    let [FromReplica::Pulled { slots, cursor: Some(_), .. }] = &sent[..] else {
+        panic!("{} messages: all at once", sent.len())
+    };
+    assert!(slots.len() * BLOCK_SIZE <= 4 << 20, "{} slots of an increment", slots.len());
+}

@@ -21,6 +21,9 @@ const WAITING_READS_MAX: usize = 4096;
 /// Blocks of one read with data, and without.
 const READ_BLOCKS_MAX: u32 = 1024;
 const STATUS_BLOCKS_MAX: u32 = 1 << 16;
+/// Data of one answer about the log or an increment: as much as a target ever asks for, whatever it
+/// says, so that none makes a pool hold a whole volume.
+const ANSWER_BYTES_MAX: u32 = 4 << 20;
 /// Data that one verification reads at most: others wait for it.
 const VERIFY_BYTES_MAX: u32 = 1 << 20;
 
@@ -189,12 +192,13 @@ impl Session {
                 self.look(read, VERIFY_BLOCKS_MAX, store, actions)?;
             }
             ToReplica::Fetch { id, after, bytes_max } => {
-                let fetched = store.fetch(after, bytes_max)?;
+                let fetched = store.fetch(after, bytes_max.min(ANSWER_BYTES_MAX))?;
                 let gone = fetched.is_none();
                 let entries = fetched.unwrap_or_default();
                 self.send(FromReplica::Fetched { id, entries, gone }, actions);
             }
             ToReplica::Pull { id, view, from, cursor, bytes_max } => {
+                let bytes_max = bytes_max.min(ANSWER_BYTES_MAX);
                 let message = match store.pull(self.key.nonce, view, from, cursor, bytes_max)? {
                     Some(chunk) => FromReplica::Pulled {
                         id,
