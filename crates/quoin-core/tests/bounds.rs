@@ -6,8 +6,9 @@ use quoin_core::message::{
     EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, SNAPSHOTS_MAX, SnapshotInfo,
 };
 use quoin_core::{
-    BLOCK_SIZE, Chain, Desired, Entry, EntryKind, Epoch, LSN_MAX, Lsn, Member, Membership,
-    Newcomer, Position, ReplicaGuid, ReplicaId, SnapshotId, Time, VOLUME_BLOCKS_MAX, View,
+    BLOCK_SIZE, Chain, Desired, Entry, EntryKind, Epoch, HOLE_BLOCKS_MAX, LSN_MAX, Lsn, Member,
+    Membership, Newcomer, Position, ReplicaGuid, ReplicaId, SnapshotId, Time, VOLUME_BLOCKS_MAX,
+    View, WRITE_BLOCKS_MAX,
 };
 
 const EPOCH: Epoch = Epoch(1000);
@@ -184,4 +185,26 @@ fn only_those_that_the_records_name_are_newcomers() {
 #[test]
 fn a_time_is_made_of_milliseconds() {
     assert_eq!(Time::from_millis(3), Time(3_000_000));
+}
+
+#[test]
+fn an_entry_covers_as_much_as_its_kind_may_and_no_less_than_a_block() {
+    let position = Position { epoch: EPOCH, lsn: Lsn(1) };
+    let malformed = |kind: EntryKind, blocks: u32| {
+        let bytes = if kind == EntryKind::Write { blocks as usize * BLOCK_SIZE } else { 0 };
+        let data = Bytes::from(vec![1; bytes]);
+        Entry::after(Chain(0), position, kind, 8, blocks, data, false).check().is_err()
+    };
+    let zero = EntryKind::Zero { no_hole: false };
+    let resize = EntryKind::Resize { blocks: 64 };
+    for (kind, most) in [
+        (EntryKind::Write, WRITE_BLOCKS_MAX),
+        (EntryKind::Trim, HOLE_BLOCKS_MAX),
+        (zero, HOLE_BLOCKS_MAX),
+    ] {
+        assert!(!malformed(kind.clone(), 1) && !malformed(kind.clone(), most), "{kind:?}");
+        assert!(malformed(kind.clone(), 0), "{kind:?} of nothing");
+        assert!(malformed(kind.clone(), most + 1), "{kind:?} of too much");
+    }
+    assert!(malformed(resize, 1), "what covers no blocks names none");
 }

@@ -19,6 +19,8 @@ struct One {
     pool: ModelPool,
     replica: Replica,
     now: Time,
+    /// Its disk takes its time: syncs are asked for and do not end.
+    syncs_wait: bool,
 }
 
 fn membership() -> Membership {
@@ -49,7 +51,7 @@ impl One {
         pool.create(identity, meta, 64).unwrap();
         let now = Time::from_millis(1000);
         let replica = Replica::new(now, pool.cookie(), &pool.replica(OWN.guid).unwrap());
-        Self { pool, replica, now }
+        Self { pool, replica, now, syncs_wait: false }
     }
 
     fn restart(&mut self) {
@@ -68,7 +70,9 @@ impl One {
                 self.replica.on(self.now, event, &mut store, &mut actions);
             }
             self.replica.flush(&mut actions);
-            if let Some(ticket) = self.pool.sync_wanted() {
+            if !self.syncs_wait
+                && let Some(ticket) = self.pool.sync_wanted()
+            {
                 self.pool.sync_finished(ticket, Ok(()));
                 events.push(ReplicaEvent::Synced { ticket, result: Ok(()) });
             }
@@ -119,6 +123,17 @@ impl One {
         let position = Position { epoch: Epoch(epoch), lsn: state.position.lsn.next() };
         let data = Bytes::from(vec![fill; BLOCK_SIZE]);
         Arc::new(Entry::after(state.chain, position, EntryKind::Write, 3, 1, data, false))
+    }
+
+    /// A View of its own that lists only this replica.
+    fn view(&mut self, epoch: u64, durability: Durability) -> Arc<Entry> {
+        let state = self.pool.replica(OWN.guid).unwrap().state();
+        let known = membership().known;
+        let rule = quoin_core::entry::Rule { membership_version: 1, rf: 2, cf: 2, known };
+        let view = View { in_sync: vec![OWN], rule, durability, ..View::default() };
+        let position = Position { epoch: Epoch(epoch), lsn: state.position.lsn.next() };
+        let kind = EntryKind::View(Box::new(view));
+        Arc::new(Entry::after(state.chain, position, kind, 0, 0, Bytes::new(), false))
     }
 
     fn append(&mut self, session: SessionKey, entry: Arc<Entry>) -> Vec<FromReplica> {
@@ -274,14 +289,8 @@ fn after_a_power_cut_an_open_session_leaves_the_replica_not_continuous_until_a_v
     let session = key(6, 2, 1);
     assert!(!one.opened(session).continuous);
     one.feed(session);
-    let state = one.pool.replica(OWN.guid).unwrap().state();
-    let rule =
-        quoin_core::entry::Rule { membership_version: 1, rf: 2, cf: 2, known: membership().known };
-    let view = View { in_sync: vec![OWN], rule, ..View::default() };
-    let position = Position { epoch: Epoch(6), lsn: state.position.lsn.next() };
-    let kind = EntryKind::View(Box::new(view));
-    let entry = Entry::after(state.chain, position, kind, 0, 0, Bytes::new(), false);
-    one.append(session, Arc::new(entry));
+    let view = one.view(6, Durability::Cache);
+    one.append(session, view);
     assert!(one.replica.is_continuous());
 }
 
@@ -505,4 +514,63 @@ fn an_answer_about_the_log_or_an_increment_is_bounded_whatever_is_asked_for() {
         panic!("{} messages: all at once", sent.len())
     };
     assert!(slots.len() * BLOCK_SIZE <= 4 << 20, "{} slots of an increment", slots.len());
+}
+
+/// Connections are not ordered among each other.
+#[test]
+fn an_open_of_an_older_session_that_comes_late_ends_nothing() {
+    let mut one = One::new();
+    let session = key(5, 1, 7);
+    one.opened(session);
+    one.feed(session);
+    assert_eq!(one.open(key(5, 1, 6)), []);
+    let entry = one.entry(5, 1);
+    let sent = one.append(session, entry);
+    assert!(matches!(sent[..], [FromReplica::Applied { applied: Lsn(1), .. }]), "{sent:?}");
+    one.opened(key(5, 1, 8));
+}
+
+#[test]
+fn under_durability_media_nothing_is_said_to_be_applied_before_it_is_on_media() {
+    for (durability, said) in [(Durability::Cache, Some(Lsn(2))), (Durability::Media, None)] {
+        let mut one = One::new();
+        let session = key(5, 1, 1);
+        one.opened(session);
+        one.feed(session);
+        let view = one.view(5, durability);
+        one.append(session, view);
+        one.syncs_wait = true;
+        let entry = one.entry(5, 1);
+        let mut sent = one.append(session, entry);
+        sent.extend(one.send(session, ToReplica::Ping { stable: Lsn(0), ping: Ping(10) }));
+        let newest = sent.iter().filter_map(|message| match message {
+            FromReplica::Applied { applied, .. } => Some(*applied),
+            _ => None,
+        });
+        assert_eq!(newest.max().filter(|lsn| *lsn > Lsn(1)), said, "{durability:?}");
+    }
+}
+
+#[test]
+fn a_replica_that_waits_for_nothing_is_in_the_middle_of_nothing() {
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let waits = |one: &mut One| {
+        let store = one.pool.replica(OWN.guid).unwrap();
+        one.replica.steps(&store).contains(&quoin_core::step::Step::ReadsWaiting)
+    };
+    assert!(!waits(&mut one));
+    let read = ToReplica::Read {
+        id: 1,
+        view: quoin_core::message::ReadView::Live,
+        lba: 3,
+        blocks: 1,
+        after: Lsn(1),
+        want_data: true,
+        ping: Ping(3),
+    };
+    one.send(session, read);
+    assert!(waits(&mut one));
 }

@@ -163,3 +163,14 @@ fn a_replica_brought_to_a_base_gets_the_snapshots_above_it_with_their_entries() 
     assert_eq!(held(&mut c, 0, view), slots);
     assert_eq!(held(&mut c, 0, ReadView::Live), held(&mut c, 2, ReadView::Live));
 }
+
+#[test]
+fn a_wish_that_is_said_again_before_it_is_answered_is_answered_once() {
+    let mut c = Cluster::new(3, config());
+    c.write(0, 1);
+    for _ in 0..3 {
+        c.event(TargetEvent::Snapshot { id: SnapshotId(7), wish: SnapshotWish::Make });
+    }
+    c.run(std::time::Duration::from_secs(3));
+    assert!(matches!(outcomes(&c, 7)[..], [SnapshotOutcome::Made { .. }]), "{:?}", outcomes(&c, 7));
+}

@@ -210,3 +210,27 @@ fn what_is_taken_back_is_forgotten_and_an_older_order_begins_nothing() {
     cluster.run(Duration::from_secs(1));
     assert_eq!(cluster.target.status().verify, None);
 }
+
+/// 256 MiB a second of each replica, and not a stretch a timer of something else.
+#[test]
+fn a_verification_of_an_idle_volume_takes_its_time_by_its_rate_and_no_more() {
+    let mut cluster = Cluster::new(3, config());
+    cluster.wait_in_sync(3);
+    for lba in 0..BLOCKS {
+        cluster.write(lba, 1);
+    }
+    cluster.run(Duration::from_secs(30));
+    begin(&mut cluster, order(1));
+    cluster.settle();
+    let began = cluster.now;
+    for _ in 0..1000 {
+        if cluster.target.status().verify.is_some_and(|report| report.ended) {
+            break;
+        }
+        cluster.run(Duration::from_millis(1));
+    }
+    let at_rate = Duration::from_nanos(BLOCKS * 4096 * 1_000_000_000 / (256 << 20));
+    let took = cluster.now.since(began);
+    // The first stretch is read at once.
+    assert!(took >= at_rate / 4 && took <= 4 * at_rate, "{took:?} where the rate says {at_rate:?}");
+}

@@ -112,7 +112,8 @@ impl Head {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quoin_core::Epoch;
+    use bytes::Bytes;
+    use quoin_core::{BLOCK_SIZE, Entry, Epoch, SnapshotId};
 
     #[test]
     fn the_epoch_table_keeps_the_newest_epochs_with_their_first_and_last_lsn() {
@@ -125,5 +126,44 @@ mod tests {
         let last = head.epoch_table.last().expect("a full table");
         assert_eq!((last.epoch, last.first, last.last), (Epoch(334), Lsn(999), Lsn(1000)));
         assert!(head.epoch_table.windows(2).all(|w| w[0].last.next() == w[1].first));
+    }
+
+    const SNAPSHOT: EntryKind = EntryKind::Snapshot { id: SnapshotId(1), hidden: false };
+
+    fn entry(after: Chain, lsn: u64, kind: EntryKind, lba: u64, blocks: u32) -> Entry {
+        let bytes = if kind == EntryKind::Write { blocks as usize * BLOCK_SIZE } else { 0 };
+        let position = Position { epoch: Epoch(3), lsn: Lsn(lsn) };
+        Entry::after(after, position, kind, lba, blocks, Bytes::from(vec![1; bytes]), false)
+    }
+
+    fn refused(entries: &[Entry], snapshots: usize) -> String {
+        let position = Position { epoch: Epoch(3), lsn: Lsn(9) };
+        let head = Head { position, chain: Chain(77), volume_blocks: 64, ..Head::default() };
+        let entries: Vec<_> = entries.iter().cloned().map(SharedEntry::new).collect();
+        head.check_append(snapshots, &entries).map_or_else(|e| e.to_string(), |()| String::new())
+    }
+
+    #[test]
+    fn only_what_continues_a_history_and_lies_in_its_volume_may_follow() {
+        let write = |lba, blocks| entry(Chain(77), 10, EntryKind::Write, lba, blocks);
+        let first = write(60, 4);
+        let next = |kind, lba| entry(first.chain, 11, kind, lba, u32::from(lba > 0));
+        let grown = next(EntryKind::Resize { blocks: 65 }, 0);
+        let behind = entry(grown.chain, 12, EntryKind::Trim, 64, 1);
+        assert_eq!(refused(&[], SNAPSHOTS_MAX), "");
+        assert_eq!(refused(&[first.clone(), next(EntryKind::Trim, 63)], 0), "");
+        assert_eq!(refused(&[first.clone(), next(SNAPSHOT, 0)], SNAPSHOTS_MAX - 1), "");
+        assert_eq!(refused(&[first.clone(), grown, behind], 0), "");
+
+        let said = |entries: &[Entry], snapshots, what: &str| {
+            let error = refused(entries, snapshots);
+            assert!(error.contains(what), "{what}: {error}");
+        };
+        said(&[entry(Chain(77), 11, EntryKind::Write, 0, 1)], 0, "leaves a gap");
+        said(&[entry(Chain(78), 10, EntryKind::Write, 0, 1)], 0, "breaks the chain");
+        said(&[write(61, 4)], 0, "outside the volume");
+        said(&[first.clone(), next(EntryKind::Trim, 64)], 0, "outside the volume");
+        said(&[first.clone(), next(SNAPSHOT, 0)], SNAPSHOTS_MAX, "too many snapshots");
+        said(&[entry(Chain(77), 10, EntryKind::Trim, 3, 0)], 0, "malformed");
     }
 }

@@ -218,4 +218,14 @@ mod tests {
         };
         assert_eq!(chunks.iter().map(Bytes::len).collect::<Vec<_>>(), [BLOCK_SIZE; 2]);
     }
+
+    #[test]
+    fn fragments_below_a_block_go_out_as_one_piece() {
+        let slots = vec![slot(0, Some(1)), slot(1, Some(2))];
+        let Ok(Payload::Data(chunks)) = answer(BLOCK - 3, 7, false, slots) else {
+            panic!("a read is answered with data");
+        };
+        assert_eq!(chunks, [Bytes::from_static(&[1, 1, 1, 2, 2, 2, 2])]);
+        assert_eq!(Group::new(Time::ZERO, 7, BLOCK - 3, 7, false).length(), 7);
+    }
 }

@@ -292,4 +292,25 @@ mod tests {
         assert!(with(&|e| e[2] = trim(&e[1])), "of another end");
         assert!(with(&|e| e.push(trim(&e[2]))), "beyond its end");
     }
+
+    #[test]
+    fn a_full_table_of_epochs_answers_for_no_epoch_before_its_first() {
+        let (ack, _) = told();
+        assert!(History::of(&ack).knows(Epoch(1)), "nothing fell out of it yet");
+        let row = |n: u64| EpochEnd {
+            epoch: Epoch(10 + n),
+            first: Lsn(n + 1),
+            last: Lsn(n + 1),
+            chain: Chain::default(),
+        };
+        let epoch_table = (0..EPOCH_TABLE_MAX as u64).map(row).collect();
+        let full = History::of(&OpenAck { epoch_table, ..ack });
+        let knows = [9, 10, 11].map(|epoch| full.knows(Epoch(epoch)));
+        assert_eq!(knows, [false, true, true]);
+    }
+
+    #[test]
+    fn before_anything_is_known_a_volume_is_as_large_as_its_record_says() {
+        assert_eq!(History::empty(64).blocks, 64);
+    }
 }

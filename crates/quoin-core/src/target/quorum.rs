@@ -310,4 +310,29 @@ mod tests {
         peers[2].ping_answered(Time::from_millis(600));
         assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2400)));
     }
+
+    /// What the assertion before a reply says of two of three that count.
+    fn refused(cf: u8, third_counts: bool, applied: [u64; 3], answered_ms: [u64; 3]) -> String {
+        let in_sync: &[u128] = if third_counts { &[1, 2, 3] } else { &[1, 2] };
+        let views = active(view(cf, &[1, 2, 3], in_sync));
+        let mut peers = [0, 1, 2].map(|i| peer(i as u128 + 1, applied[i], 0));
+        for (peer, ms) in peers.iter_mut().zip(answered_ms) {
+            peer.answered = Some(Time::from_millis(ms));
+        }
+        let now = Time::from_millis(10_000);
+        let said = std::panic::catch_unwind(|| {
+            assert_answerable(&views, &peers, Lsn(5), now, 4000);
+        });
+        said.err().map_or(String::new(), |said| (*said.downcast::<&str>().unwrap()).to_owned())
+    }
+
+    #[test]
+    fn no_reply_goes_out_that_too_few_counted_members_hold_or_lease() {
+        let fresh = [9_000; 3];
+        assert_eq!(refused(2, true, [5, 5, 0], fresh), "");
+        assert_eq!(refused(2, false, [5, 0, 5], fresh), "DroppedNotCounted");
+        assert_eq!(refused(2, true, [5, 4, 4], fresh), "Held");
+        assert_eq!(refused(2, true, [5, 5, 5], [9_000, 5_000, 5_000]), "LeaseExcludes");
+        assert_eq!(refused(2, false, [5, 5, 5], [9_000, 5_000, 9_000]), "LeaseExcludes");
+    }
 }

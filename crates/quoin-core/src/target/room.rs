@@ -143,3 +143,30 @@ impl Target {
         offers.chain(refusal).min()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytes::Bytes;
+
+    #[test]
+    fn what_leaves_data_behind_needs_room_and_holes_need_none() {
+        let block = BLOCK_SIZE as u64;
+        let zeroes =
+            |offset, length| Operation::WriteZeroes { offset, length, fua: false, no_hole: false };
+        let data = Bytes::from_static(&[1; BLOCK_SIZE]);
+        let needs = [
+            Operation::Write { offset: 0, data, fua: false },
+            zeroes(block - 512, block + 512),
+            zeroes(block, block + 512),
+        ];
+        assert!(needs.iter().all(Target::needs_room));
+        let none = [
+            zeroes(block, 3 * block),
+            Operation::Trim { offset: 512, length: block, fua: false },
+            Operation::Flush,
+            Operation::Read { offset: 0, length: 512 },
+        ];
+        assert!(!none.iter().any(Target::needs_room));
+    }
+}

@@ -358,3 +358,20 @@ fn zeroed(block: &Bytes, from: usize, to: usize) -> Bytes {
     copy[from..to].fill(0);
     copy.freeze()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_meet_where_they_share_a_block() {
+        let range = |first, end| Range { first, end };
+        let one = range(4, 6);
+        for other in [range(0, 5), range(5, 9), range(4, 6), range(0, 9), range(5, 6)] {
+            assert!(one.meets(other) && other.meets(one), "{other:?}");
+        }
+        for other in [range(0, 4), range(6, 9)] {
+            assert!(!one.meets(other) && !other.meets(one), "{other:?}");
+        }
+    }
+}

@@ -213,3 +213,27 @@ fn a_judgement_is_of_four_windows_and_moves_the_rate_by_what_was_copied() {
     assert_eq!(judged(0, 391, all / 10), (97, 64), "but for one beyond all measure");
     assert_eq!(judged(0, 390, all / 10), (97, 72));
 }
+
+/// A window of one second in which IO took exactly as long as it may, and this much was copied.
+fn judged(burden_percent: u64, copied: u64) -> (u64, u64) {
+    let mut pace = Pace::new();
+    pace.step(Time::from_millis(0), Some(1), true);
+    pace.baseline_ns = [100_000; KINDS];
+    (pace.mode, pace.bytes_per_s, pace.burden) = (Mode::Copy, 64 << 20, burden_percent);
+    pace.begin(Time::from_millis(0));
+    pace.sums[0] = Sum { count: 10, total_ns: 10 * 1000 * burden_percent };
+    pace.moved_bytes = copied;
+    let before = pace.bytes_per_s;
+    pace.judge(Time::from_millis(1000));
+    (before, pace.bytes_per_s)
+}
+
+#[test]
+fn a_rate_that_clients_bear_is_raised_by_an_eighth_at_a_time_and_only_where_it_is_used() {
+    let (before, after) = judged(10, 64 << 20);
+    assert_eq!(after, before + before / 8);
+    let (before, after) = judged(LIMIT_PERCENT, 8 << 20);
+    assert_eq!(after, before, "just what is allowed, and not used");
+    let (before, after) = judged(LIMIT_PERCENT + 1, 64 << 20);
+    assert!(after < before);
+}
