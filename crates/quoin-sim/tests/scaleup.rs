@@ -32,9 +32,10 @@ fn held_in(situations: &[Situation]) {
     assert!(never.is_empty(), "never arose: {never:?}");
 }
 
-/// Those without a seat have their quorum off here; the others are a matter of the core's tests.
+/// Those that lose a seat have their quorum off here; that ones whose quorum is on come after them
+/// is a matter of the core's tests.
 ///
-/// Proves SCALE-ADMIT-05, SCALE-ADMIT-06.
+/// Proves SCALE-ADMIT-03, SCALE-ADMIT-04, SCALE-ADMIT-05, SCALE-ADMIT-06.
 #[test]
 fn with_all_seats_taken_only_a_listed_replica_gets_one_from_a_stranger_and_somebody_is_told() {
     held_in(&[FullAndUnlisted, FullAndCopied, FullAndListed, SentAwayQuorumOff]);
