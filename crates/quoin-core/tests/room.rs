@@ -3,6 +3,8 @@
 mod common;
 
 use common::*;
+use quoin_core::block::Operation;
+use quoin_core::target::TargetEvent;
 use std::time::Duration;
 
 /// Two of two, one full pool: `written` blocks more reached the other one before the power went.
@@ -45,4 +47,49 @@ fn what_is_new_takes_nothing_of_that_reserve() {
     assert_eq!(c.hosts[1].reserve.0, 95);
     c.hosts[1].room = None;
     assert!(c.answer(new).expect("there is room").result.is_ok());
+}
+
+/// A write of a client that is gone must not land behind what another one did since.
+#[test]
+fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
+    let token = |c: &mut Cluster, block, fill| c.submit(write_of(block, fill));
+    let abandon = |c: &mut Cluster, tokens: Vec<u64>| {
+        c.event(TargetEvent::Abandon(tokens));
+        c.settle();
+    };
+    // For room, with a trim of the next client in between.
+    let mut c = Cluster::new(2, config());
+    c.write(5, 1);
+    c.wait_in_sync(2);
+    c.say_short(0..2, true);
+    c.settle();
+    let gone = token(&mut c, 5, 2);
+    let stays = token(&mut c, 6, 3);
+    c.settle();
+    abandon(&mut c, vec![gone]);
+    c.do_ok(Operation::Trim { offset: 5 * 4096, length: 4096, fua: false });
+    c.say_short(0..2, false);
+    assert!(c.answer(stays).expect("there is room").result.is_ok());
+    assert_eq!(c.read(5 * 4096, 8192), [vec![0; 4096], vec![3; 4096]].concat());
+    // For an open.
+    let mut c = Cluster::new(2, config());
+    c.hosts[1].cut = true;
+    let gone = token(&mut c, 5, 2);
+    let stays = token(&mut c, 6, 3);
+    c.run(Duration::from_secs(1));
+    abandon(&mut c, vec![gone, stays + 1]);
+    c.hosts[1].cut = false;
+    assert!(c.answer(stays).expect("it is open").result.is_ok());
+    assert_eq!(c.read(5 * 4096, 8192), [vec![0; 4096], vec![3; 4096]].concat());
+    // For the content of the blocks at its edges, with one behind it.
+    let mut c = Cluster::new(2, config());
+    c.write(5, 1);
+    c.wait_in_sync(2);
+    let half = Operation::Write { offset: 5 * 4096 + 512, data: vec![2; 512].into(), fua: false };
+    let gone = c.submit(half);
+    let stays = token(&mut c, 5, 3);
+    abandon(&mut c, vec![gone]);
+    assert!(c.answer(stays).expect("nothing is before it").result.is_ok());
+    assert!(c.replies.iter().all(|reply| reply.token != gone || reply.result.is_err()));
+    assert_eq!(c.read(5 * 4096, 4096), vec![3; 4096]);
 }

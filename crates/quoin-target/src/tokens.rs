@@ -37,6 +37,13 @@ impl Tokens {
         Some(origin)
     }
 
+    /// What this client waits for.
+    pub fn of(&self, client: u64) -> Vec<Token> {
+        let origins = (0..).zip(&self.slots);
+        let of_it = origins.filter(|(_, origin)| origin.is_some_and(|o| o.client == client));
+        of_it.map(|(token, _)| token).collect()
+    }
+
     pub fn in_use(&self) -> usize {
         self.slots.len() - self.free.len()
     }

@@ -215,6 +215,30 @@ fn a_request_that_comes_in_pieces_waits_for_its_rest_and_holds_up_nobody_else() 
     target.stop();
 }
 
+/// Its write waits for the volume's open, which a second pool ends: by then nobody wants it.
+#[test]
+fn a_client_that_is_gone_leaves_no_write_behind_for_those_who_come_after_it() {
+    let volume = Plain::new(2, 2, 2);
+    let Plain { known, membership, control, dir, mut pools } = volume;
+    let places = known.iter().zip(&pools).map(|(m, p)| place(*m, p)).collect();
+    let away = pools.remove(1);
+    let address = away.address.clone();
+    away.stop();
+    let (target, socket) = (plain_target(&control, &membership), dir.path().join("v.sock"));
+    target.open(&socket, places, BLOCKS, false);
+    let (mut gone, mut stays) = (Nbd::connect(&socket), Nbd::connect(&socket));
+    gone.send(0, 1, 0, 4096, &[1; 4096]);
+    stays.send(0, 1, 4096, 4096, &[2; 4096]);
+    std::thread::sleep(Duration::from_millis(300));
+    drop(gone);
+    std::thread::sleep(Duration::from_millis(300));
+    let back = start(&address);
+    create_replica(&back, known[1], &membership, BLOCKS);
+    assert_eq!(stays.reply().1, 0);
+    assert_eq!(stays.read(0, 8192), [[0; 4096], [2; 4096]].concat());
+    target.stop();
+}
+
 #[test]
 fn a_volume_with_limits_slows_its_clients_and_gives_them_no_error() {
     let volume = Plain::new(1, 1, 1);

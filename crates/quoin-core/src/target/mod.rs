@@ -50,7 +50,7 @@ mod write;
 use std::collections::VecDeque;
 
 use crate::VOLUME_BLOCKS_MAX;
-use crate::block::{BlockError, Operation, Payload, Reply, Request, Token};
+use crate::block::{BlockError, Payload, Reply, Request, Token};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, SnapshotId, VolumeId};
 use crate::membership::{Desired, Durability, Member, Membership};
 use crate::message::{Failure, FromReplica, Ping, ToReplica};
@@ -143,6 +143,9 @@ pub enum TargetEvent {
     },
     /// `request.token` is unique among those not yet replied to.
     Submit(Request),
+    /// Whoever submitted these is gone: what has no LSN yet of them is not wanted any more, and
+    /// nothing of it may land behind what comes from now on.
+    Abandon(Vec<Token>),
     /// The control plane grew the volume.
     Resize {
         blocks: u64,
@@ -486,6 +489,7 @@ impl Target {
                 }
             }
             TargetEvent::Submit(request) => self.submit(now, request, actions),
+            TargetEvent::Abandon(tokens) => self.abandon(now, &tokens, actions),
             TargetEvent::Resize { blocks } => {
                 let blocks = blocks.min(VOLUME_BLOCKS_MAX);
                 self.config.volume_blocks = self.config.volume_blocks.max(blocks);
@@ -689,12 +693,5 @@ impl Target {
     /// Blocks of the volume that a client may address.
     fn volume_blocks(&self) -> u64 {
         self.history.blocks
-    }
-
-    fn is_write(operation: &Operation) -> bool {
-        matches!(
-            operation,
-            Operation::Write { .. } | Operation::Trim { .. } | Operation::WriteZeroes { .. }
-        )
     }
 }

@@ -1,7 +1,7 @@
 //! Requests that change the volume: split, merged on assigned content where they are unaligned,
 //! sequenced, and answered when commit (or stable) reaches them.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use bytes::{Bytes, BytesMut};
 
@@ -98,6 +98,40 @@ impl Target {
             return self.backlog.push_back(request);
         }
         self.execute(now, request);
+    }
+
+    fn is_write(operation: &Operation) -> bool {
+        matches!(
+            operation,
+            Operation::Write { .. } | Operation::Trim { .. } | Operation::WriteZeroes { .. }
+        )
+    }
+
+    /// Drops what has no LSN yet of these requests; each is answered, to nobody.
+    pub(super) fn abandon(&mut self, now: Time, tokens: &[Token], actions: &mut Vec<TargetAction>) {
+        let tokens: BTreeSet<Token> = tokens.iter().copied().collect();
+        let is_gone = |request: &Request| tokens.contains(&request.token);
+        let merges = self.writes.merges.iter().filter(|(_, merge)| is_gone(&merge.request));
+        let merges: Vec<usize> = merges.map(|(slot, _)| slot).collect();
+        let mut dropped = Vec::new();
+        for slot in merges {
+            dropped.extend(self.writes.merges.take(slot).map(|merge| merge.request.token));
+            self.forget_merge_reads(slot);
+        }
+        for queue in [&mut self.backlog, &mut self.held_for_room, &mut self.writes.blocked] {
+            dropped.extend(queue.iter().filter(|request| is_gone(request)).map(|r| r.token));
+            queue.retain(|request| !is_gone(request));
+        }
+        for token in dropped {
+            self.reply(token, Err(BlockError::Stopped), actions);
+        }
+        if self.is_running() && self.phase != Phase::Recovering {
+            return self.unblock(now);
+        }
+        // What waited behind a merge came before all that waits for IO to start.
+        for request in std::mem::take(&mut self.writes.blocked).into_iter().rev() {
+            self.backlog.push_front(request);
+        }
     }
 
     /// Writes that wait for the window, which will not move (`onQuorumLoss: fail`).

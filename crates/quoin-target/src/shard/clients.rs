@@ -316,6 +316,10 @@ impl Shard {
                 throttle.forget(key);
                 self.timers.set(*timer, throttle.due());
             }
+            let left = volume.tokens.of(key);
+            if !left.is_empty() {
+                self.event(self.round, client.volume, TargetEvent::Abandon(left));
+            }
         }
         self.metrics.clients.dec();
     }
