@@ -21,8 +21,9 @@ use crate::scale::relocate;
 use crate::status::VolumeStatus;
 use crate::time::now_ms;
 
-/// Reasons in one refusal; the others are counted.
-const REASONS_MAX: usize = 5;
+/// Volumes in one refusal, and about how long it gets; the others are counted.
+const VOLUMES_MAX: usize = 20;
+const REFUSAL_BYTES_MAX: usize = 4096;
 
 /// What is cordoned.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -354,18 +355,27 @@ fn refuse(scope: &Scope, planned: &[(i16, api::DrainedReplica)]) -> Result<(), E
     if stuck.is_empty() {
         return Ok(());
     }
-    let reason = |(_, replica): &&(i16, api::DrainedReplica)| {
+    let mut told = HashSet::new();
+    let volumes: Vec<_> =
+        stuck.iter().filter(|(_, replica)| told.insert(&replica.volume_id)).collect();
+    let (kind, holder) = (scope.kind(), scope.holder());
+    let mut text = format!("{kind} {holder:?} cannot be drained, nothing was begun:");
+    let mut listed = 0;
+    for (_, replica) in &volumes {
         let (name, without) = (&replica.volume_name, &replica.without);
-        format!("volume {name:?} would be left with {without}: {}", replica.message)
-    };
-    let mut reasons: Vec<String> = stuck.iter().take(REASONS_MAX).map(reason).collect();
-    if let more @ 1.. = stuck.len().saturating_sub(REASONS_MAX) {
-        reasons.push(format!("and {more} more"));
+        // Whose the reason is stands before it.
+        let own = format!("volume {name:?}: ");
+        let why = replica.message.strip_prefix(&own).unwrap_or(&replica.message);
+        let line = format!("\n  volume {name:?} would be left with {without}: {why}");
+        // It travels beside the answer, where there is little room.
+        if listed == VOLUMES_MAX || (listed > 0 && text.len() + line.len() > REFUSAL_BYTES_MAX) {
+            break;
+        }
+        text += &line;
+        listed += 1;
     }
-    Err(Error::Precondition(format!(
-        "{} {:?} cannot be drained, nothing was begun: {}",
-        scope.kind(),
-        scope.holder(),
-        reasons.join("; ")
-    )))
+    if let more @ 1.. = volumes.len() - listed {
+        text += &format!("\n  and {more} more; `quoin {kind} drain --dry-run` shows all");
+    }
+    Err(Error::Precondition(text))
 }

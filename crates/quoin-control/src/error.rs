@@ -13,12 +13,19 @@ pub enum Error {
     #[error("{field}: {rule}")]
     Invalid { field: &'static str, rule: String },
 
-    #[error("{what} {name:?} does not exist")]
+    #[error("{what} {name:?} does not exist{}", shown_by(what))]
     NotFound { what: &'static str, name: String },
 
     /// The name is taken by something that differs.
     #[error("{what} {name:?} exists already with other {difference}")]
     Exists { what: &'static str, name: String, difference: String },
+
+    /// A volume of this name was asked for with other parameters than it has.
+    #[error(
+        "volume {name:?} exists already and differs: {difference}; choose another name, ask for what \
+         it has, or change it (`quoin volume resize`, `quoin volume scale`, `quoin apply`)"
+    )]
+    Differs { name: String, difference: String },
 
     /// The state forbids it until somebody does something.
     #[error("{0}")]
@@ -84,6 +91,18 @@ pub enum Error {
     Serve(#[from] tonic::transport::Error),
 }
 
+/// Where a person finds the names that there are.
+fn shown_by(what: &str) -> &'static str {
+    match what {
+        "volume" => ": `quoin volume list` shows those that do",
+        "pool" => ": `quoin pool list` shows those that do",
+        "node" => ": `quoin node list` shows those that do",
+        "replica" | "known replica" => ": `quoin replica list` shows those that do",
+        "join token" => ": `quoin token list` shows those that do",
+        _ => "",
+    }
+}
+
 impl Error {
     pub(crate) fn invalid(field: &'static str, rule: impl Into<String>) -> Self {
         Self::Invalid { field, rule: rule.into() }
@@ -98,7 +117,7 @@ impl Error {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
             Self::NotFound { .. } => Code::NotFound,
-            Self::Exists { .. } => Code::AlreadyExists,
+            Self::Exists { .. } | Self::Differs { .. } => Code::AlreadyExists,
             Self::Precondition(_) => Code::FailedPrecondition,
             Self::OutOfRange(_) => Code::OutOfRange,
             Self::Exhausted(_) => Code::ResourceExhausted,

@@ -84,6 +84,8 @@ pub struct VolumeSeen {
     pub replicas: HashMap<ReplicaGuid, Progress>,
     /// It waits to open for these, which may know of a change that the record lacks.
     pub silent: Vec<ReplicaGuid>,
+    /// The membership that it went by when it said this.
+    pub membership_version: u64,
     /// What it was given and holds; `None`: it did not say.
     pub goes_by: Option<Arc<GoesBy>>,
 }

@@ -18,6 +18,10 @@ use crate::{Error, text};
 /// What helps where no pool has the room.
 const SMALLER: &str = "make the volume smaller, or add a pool with more room";
 
+/// What helps where pools are full.
+const FREE: &str = "free space in the full ones (delete volumes, or give the disk below more room: \
+                    `quoin pool list` says which it is), or add a pool";
+
 /// A pool as placement sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
@@ -31,11 +35,17 @@ pub struct Candidate {
     pub promised_bytes: u64,
     /// Why it takes nothing now; empty when it does.
     pub unusable: String,
+    /// Why not one byte more can be written into it, as where the disk below it is full; empty:
+    /// some can.
+    pub full: String,
 }
 
 impl Candidate {
     /// The largest volume of which it takes a replica.
     pub fn room_bytes(&self) -> u64 {
+        if !self.full.is_empty() {
+            return 0;
+        }
         self.usable_bytes().saturating_sub(self.used_bytes) & !4095
     }
 
@@ -54,6 +64,9 @@ impl Candidate {
         }
         if !accessible(&spec.accessible_topology, &self.topology) {
             return Some("outside the asked topology".to_owned());
+        }
+        if !self.full.is_empty() {
+            return Some(format!("full: {}", self.full));
         }
         (self.room_bytes() < size_bytes).then(|| {
             format!("room for {} of {}", text::bytes(self.room_bytes()), text::bytes(size_bytes))
@@ -90,7 +103,10 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
         pool.objection(spec, 0).is_none() && pool.objection(spec, size_bytes).is_some()
     };
     let too_small = pools.iter().any(is_room);
+    let full = pools.iter().any(|pool| pool.unusable.is_empty() && !pool.full.is_empty());
     let (what, advice) = match spec.spread {
+        Spread::Host if full => ("hosts", FREE),
+        Spread::Pool if full => ("pools", FREE),
         Spread::Host if too_small && first_count == 0 => ("hosts", SMALLER),
         Spread::Pool if too_small && first_count == 0 => ("pools", SMALLER),
         Spread::Host => (
@@ -291,6 +307,7 @@ mod tests {
             used_bytes: used,
             promised_bytes: 0,
             unusable: String::new(),
+            full: String::new(),
         }
     }
 
@@ -325,6 +342,24 @@ mod tests {
             text.contains("a (offline)") && text.contains("b (room for 0 bytes of 1 GiB"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn pools_without_a_free_byte_take_nothing_whatever_their_size_and_are_named_with_the_way_out() {
+        let full = |name: &str| {
+            let why = "the disk below it is full".into();
+            Candidate { full: why, ..pool(name, name, 0) }
+        };
+        let pools = [full("a"), full("b"), pool("c", "c", 0)];
+        for spread in [Spread::Host, Spread::Pool] {
+            let error = place(&spec(2, spread), 1 << 20, &pools).unwrap_err();
+            assert_eq!(error.code(), tonic::Code::ResourceExhausted);
+            let text = error.to_string();
+            assert!(text.contains("a (full: the disk below it is full), b (full"), "{text}");
+            assert!(text.ends_with(FREE) && text.contains("1 found"), "{text}");
+        }
+        assert_eq!(place(&spec(1, Spread::Pool), 1 << 20, &pools).unwrap(), ["c"]);
+        assert_eq!(pools[0].room_bytes(), 0);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::controller::{Controller, about, random_id};
 use crate::events::{Object, Severity};
 use crate::observed::ReplicaState;
 use crate::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
+use crate::status::VolumeStatus;
 
 /// What pools have answered about the incarnations of one volume: (pool, GUID) → state.
 type Answers = HashMap<(String, ReplicaGuid), ReplicaState>;
@@ -99,8 +100,10 @@ impl Controller {
 
     /// An event when a volume's health turns.
     pub(crate) fn announce_health(&self, volume: &VolumeRecord) {
-        let now = self.status(volume).health;
-        if now == "Unknown" {
+        let status = self.status(volume);
+        let now = status.health;
+        // Who was taken in since the target's last report is not in that: the next one tells.
+        if now == "Unknown" || (now == "Degraded" && self.is_not_yet_told(volume, &status)) {
             return;
         }
         let before = self.observed().health.insert(volume.id.0, now);
@@ -125,6 +128,23 @@ impl Controller {
         };
         self.events.record(severity, about(volume), reason, message);
         self.announce();
+    }
+
+    /// Whether all that keeps a volume from being whole are replicas that its target has not spoken
+    /// of yet, its last report being older than the membership that has them.
+    fn is_not_yet_told(&self, volume: &VolumeRecord, status: &VolumeStatus) -> bool {
+        let observed = self.observed();
+        let Some(seen) = self.serving(&observed, volume) else { return false };
+        let mut lacking = volume
+            .replicas
+            .iter()
+            .zip(&status.replicas)
+            .filter(|(_, status)| status.known && status.phase != "InSync")
+            .peekable();
+        seen.state == "serving"
+            && seen.membership_version < volume.membership.version
+            && lacking.peek().is_some()
+            && lacking.all(|(replica, _)| !seen.replicas.contains_key(&replica.guid.0))
     }
 
     /// Says who has not reported for too long, once each time.

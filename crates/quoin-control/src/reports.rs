@@ -12,7 +12,7 @@ use crate::Error;
 use crate::controller::{Controller, about};
 use crate::events::{Object, Severity};
 use crate::observed::{NodeSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen};
-use crate::records::{NodeRecord, PoolRecord};
+use crate::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 
 /// Replicas in one pool, and so in one report.
 const REPLICAS_MAX: usize = 16_384;
@@ -242,6 +242,7 @@ impl Controller {
             state: report.state.clone(),
             waiting_for: report.waiting_for.clone(),
             nbd_uri: report.nbd_uri.clone(),
+            membership_version: report.membership_version,
             replicas: report.replicas.iter().map(progress).collect::<Result<_, Error>>()?,
             silent: report
                 .silent
@@ -280,7 +281,13 @@ impl Controller {
                 _ => reporter.clone(),
             };
             let reason: String = event.reason.chars().take(64).collect();
-            self.events.record(Severity::of(&event.severity), object, &reason, &event.message);
+            let message = match object.kind {
+                "replica" => {
+                    with_pool(volume.as_deref(), &event.replica_id, reporter, &event.message)
+                }
+                _ => event.message.clone(),
+            };
+            self.events.record(Severity::of(&event.severity), object, &reason, message);
         }
     }
 
@@ -313,6 +320,28 @@ impl Controller {
             self.events.record(Severity::Warning, about, "ReplicaUnknown", message);
         }
     }
+}
+
+/// A message about a replica, which says in which pool that is.
+fn with_pool(
+    volume: Option<&VolumeRecord>,
+    replica_id: &str,
+    reporter: &Object,
+    message: &str,
+) -> String {
+    let of_it = |r: &&ReplicaRecord| r.id.0.to_string() == replica_id;
+    // One that moves is in two of them, and its target speaks of either.
+    let pools: Vec<&str> = match (reporter.kind, volume) {
+        ("pool", _) => vec![&reporter.name],
+        (_, Some(volume)) => {
+            volume.replicas.iter().filter(of_it).map(|r| r.pool.as_str()).collect()
+        }
+        (_, None) => Vec::new(),
+    };
+    if pools.is_empty() || pools.iter().any(|pool| message.contains(pool)) {
+        return message.to_owned();
+    }
+    format!("pool {}: {message}", pools.join(" or "))
 }
 
 /// As the core has it, so that nothing but lists and factors by its rules is kept.

@@ -122,36 +122,31 @@ impl Controller {
         size_bytes: u64,
         limit_bytes: u64,
     ) -> Result<(), Error> {
-        let differs = |difference: String| Error::Exists {
-            what: "volume",
-            name: asked.name.clone(),
-            difference,
-        };
-        let (has, size) = (&volume.spec, volume.size_bytes);
-        if size < size_bytes || (limit_bytes != 0 && size > limit_bytes) {
-            return Err(differs(format!("size: {}", text::bytes(size))));
+        let size = volume.size_bytes;
+        let mut differences = Vec::new();
+        if size < size_bytes {
+            let (has, least) = (text::bytes(size), text::bytes(size_bytes));
+            differences.push(format!("size: it has {has}, {least} are asked for"));
+        } else if limit_bytes != 0 && size > limit_bytes {
+            let (has, most) = (text::bytes(size), text::bytes(limit_bytes));
+            differences.push(format!("size: it has {has}, at most {most} are asked for"));
         }
-        let fields = [
-            ("replicas", has.replicas == asked.replicas),
-            ("consistencyFactor", has.consistency_factor == asked.consistency_factor),
-            ("durability", has.durability == asked.durability),
-            ("spread", has.spread == asked.spread),
-            ("onQuorumLoss", has.on_quorum_loss == asked.on_quorum_loss),
-            ("onFull", has.on_full == asked.on_full),
-            ("reads", has.reads == asked.reads),
-            ("blockSize", has.block_size == asked.block_size),
-            ("fsType", has.fs_type == asked.fs_type),
-            ("frontend", has.frontend == asked.frontend),
-            ("iopsLimit", has.iops_limit == asked.iops_limit),
-            ("bandwidthLimit", has.bandwidth_limit == asked.bandwidth_limit),
-            ("replaceAfter", has.replace_after == asked.replace_after),
-            ("parameters", has.parameters == asked.parameters),
-            ("topology", self.within(volume, asked)),
-        ];
-        match fields.iter().find(|(_, same)| !same) {
-            Some((field, _)) => Err(differs((*field).to_owned())),
-            None => Ok(()),
+        let (has, wants) = (in_words(&volume.spec), in_words(asked));
+        for ((field, has), (_, wants)) in has.into_iter().zip(wants) {
+            if has != wants {
+                differences.push(format!("{field}: it was made with {has}, {wants} is asked for"));
+            }
         }
+        if volume.spec.parameters != asked.parameters {
+            differences.push("parameters: it was made with others".to_owned());
+        }
+        if !self.within(volume, asked) {
+            differences.push("topology: not all of its replicas are where it is asked for".into());
+        }
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(Error::Differs { name: asked.name.clone(), difference: differences.join(", ") })
     }
 
     fn within(&self, volume: &VolumeRecord, asked: &Spec) -> bool {
@@ -287,7 +282,14 @@ impl Controller {
                 (Some(seen), None) if !seen.error.is_empty() => format!("failed: {}", seen.error),
                 _ => "offline".to_owned(),
             };
+            // A pool that is opening has told nothing of its room yet.
+            let full = seen.filter(|seen| seen.capacity_bytes > 0 && seen.free_bytes == 0);
+            let full = full.map(|seen| match seen.warning.as_str() {
+                "" => "no bytes are free".to_owned(),
+                warning => warning.to_owned(),
+            });
             Candidate {
+                full: full.unwrap_or_default(),
                 name: pool.name.clone(),
                 host: pool.node.clone(),
                 topology: pool.topology.clone(),
@@ -314,6 +316,31 @@ impl Controller {
     }
 }
 
+/// The fields of a spec that a volume keeps for life, each in words.
+fn in_words(spec: &Spec) -> [(&'static str, String); 13] {
+    let or = |text: &str, none: &str| if text.is_empty() { none } else { text }.to_owned();
+    let limit = |limit: u64, words: String| if limit == 0 { "no limit".into() } else { words };
+    let replace_after = spec.replace_after.map(|after| after.0.to_string());
+    [
+        ("replicas", spec.replicas.to_string()),
+        ("consistencyFactor", spec.consistency_factor.to_string()),
+        ("durability", format!("{:?}", spec.durability).to_lowercase()),
+        ("spread", format!("{:?}", spec.spread).to_lowercase()),
+        ("onQuorumLoss", spec.on_quorum_loss.clone()),
+        ("onFull", spec.on_full.clone()),
+        ("reads", spec.reads.clone()),
+        ("blockSize", spec.block_size.to_string()),
+        ("fsType", or(&spec.fs_type, "the node's own")),
+        ("frontend", or(&spec.frontend, "the node's own")),
+        ("iopsLimit", limit(spec.iops_limit, spec.iops_limit.to_string())),
+        (
+            "bandwidthLimit",
+            limit(spec.bandwidth_limit, format!("{} a second", text::bytes(spec.bandwidth_limit))),
+        ),
+        ("replaceAfter", replace_after.unwrap_or_else(|| "the cluster's".to_owned())),
+    ]
+}
+
 /// Makes a volume larger where its pools have the room; the size that it had.
 pub(crate) fn grow(
     volume: &mut VolumeRecord,
@@ -335,11 +362,17 @@ pub(crate) fn grow(
     });
     if let Some(pool) = small {
         return Err(Error::Exhausted(format!(
-            "volume {:?} cannot grow by {}: pool {} has room for {} (a fifth of it is kept free)",
+            "volume {:?} cannot grow by {}: pool {} {}",
             volume.spec.name,
             text::bytes(more),
             pool.name,
-            text::bytes(pool.room_bytes())
+            match pool.full.as_str() {
+                "" => format!(
+                    "has room for {} (a fifth of it is kept free)",
+                    text::bytes(pool.room_bytes())
+                ),
+                why => format!("is full: {why}"),
+            }
         )));
     }
     Ok(Some(std::mem::replace(&mut volume.size_bytes, size)))

@@ -32,6 +32,7 @@ impl World {
             used_bytes: used * GIB,
             promised_bytes: 0,
             unusable: String::new(),
+            full: String::new(),
         };
         let pools = pools.iter().enumerate().map(pool).collect();
         Self { pools, volumes: Vec::new(), used: BTreeMap::new(), next_guid: 0 }

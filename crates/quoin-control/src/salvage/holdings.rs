@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use prost::Message;
 use quoin_core::entry::Rule;
-use quoin_core::{Epoch, Incarnation, Lsn, Member, Membership, Position, ReplicaGuid};
+use quoin_core::{Epoch, Incarnation, Lsn, Member, Membership, Position, ReplicaGuid, VolumeId};
 use quoin_identity::convert;
 use quoin_proto::control::{self as api, Holding, Keepsake, PoolHoldings, VolumeSpec};
 
@@ -12,6 +12,7 @@ use super::decide::Held;
 use crate::Error;
 use crate::records::{VolumeRecord, decode};
 use crate::reports::id;
+use crate::spec::SIZE_BYTES_MAX;
 
 /// Replicas in one pool.
 const REPLICAS_MAX: usize = 16_384;
@@ -52,6 +53,30 @@ const NUMBER_MAX: u64 = 1 << 60;
 fn rule(message: &api::Membership) -> Result<Rule, String> {
     let Membership { version, rf, cf, known, .. } = convert::membership(message)?;
     Ok(Rule { membership_version: version, rf, cf, known })
+}
+
+/// What a replica keeps of its volume's record, for whoever looks into a pool.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Kept {
+    /// Empty: it keeps none.
+    pub name: String,
+    /// The size by the newest record that its pool was told of; 0: it keeps none.
+    pub size_bytes: u64,
+}
+
+impl Kept {
+    /// Reads what lies beside a replica of `volume`; of another volume, or damaged, it is nothing.
+    pub fn of(volume: VolumeId, described: &[u8]) -> Self {
+        let spec = VolumeSpec::decode(described).unwrap_or_default();
+        let keepsake = Keepsake::decode(described).unwrap_or_default();
+        let record = decode::<VolumeRecord>(&keepsake.record).ok();
+        let record = record.filter(|record| record.id.0 == volume);
+        let size_bytes = record.as_ref().map_or(0, |record| record.size_bytes);
+        Self {
+            name: record.map_or(spec.name, |record| record.spec.name),
+            size_bytes: if size_bytes > SIZE_BYTES_MAX { 0 } else { size_bytes },
+        }
+    }
 }
 
 fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
@@ -100,4 +125,26 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
         view,
         joint,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::records::{Spec, encode};
+    use crate::spec::{Defaults, complete};
+
+    #[test]
+    fn a_replica_keeps_its_volumes_name_and_newest_size_and_nothing_of_another_volume() {
+        let asked = VolumeSpec { name: "db".into(), ..VolumeSpec::default() };
+        let defaults = Defaults { replicas: 3, spread: crate::records::Spread::Host };
+        let spec: Spec = complete(&asked, defaults).unwrap();
+        let record = encode(&VolumeRecord::new(VolumeId(7), spec, 90 << 20));
+        let mut described = asked.encode_to_vec();
+        assert_eq!(Kept::of(VolumeId(7), &described), Kept { name: "db".into(), size_bytes: 0 });
+        described.extend(Keepsake { record, generation: 2 }.encode_to_vec());
+        let whole = Kept { name: "db".into(), size_bytes: 90 << 20 };
+        assert_eq!(Kept::of(VolumeId(7), &described), whole);
+        assert_eq!(Kept::of(VolumeId(8), &described).size_bytes, 0);
+        assert_eq!(Kept::of(VolumeId(7), b"\xff\xff"), Kept::default());
+    }
 }

@@ -31,7 +31,7 @@ use crate::events::{Object, Severity};
 use crate::records::{MemberOfCluster, NameRecord, RecoveryRecord, VolumePhase, VolumeRecord};
 use crate::time::now_ms;
 use decide::{Evidence, Finding, Held, Outcome, decide};
-pub use holdings::Told;
+pub use holdings::{Kept, Told};
 
 /// How long pools that are online are waited for.
 const POOLS_TELL_WITHIN: Duration = Duration::from_secs(15);

@@ -3,7 +3,7 @@
 use quoin_control::{Cordoning, Error, Move, Scope};
 use quoin_proto::control::{CordonStatus, VolumeSpec};
 
-use crate::cluster::{Cluster, SimPool, by_name, spec};
+use crate::cluster::{Cluster, Memory, SimPool, by_name, spec};
 
 fn pool(name: &str) -> Scope {
     Scope::Pool(name.into())
@@ -93,6 +93,66 @@ async fn a_drain_with_nowhere_to_go_is_refused_for_each_volume_with_the_reason()
     assert!(status.state.is_empty() && status.replicas.len() == 1, "nothing was begun");
     assert!(cluster.volume("db").replicas.len() == 3);
     assert!(matches!(drain(&cluster, &pool("p9")).await, Err(Error::NotFound { .. })));
+}
+
+#[tokio::test]
+async fn a_refused_drain_has_a_line_for_each_volume_once_and_counts_those_that_are_too_many() {
+    // Two pools of each host: a volume may have two replicas on one.
+    let two = |n: usize| SimPool::new(&format!("p{n}"), &format!("h{}", n.div_ceil(2)));
+    let mut cluster = Cluster::with(Memory::new(), (1..=4).map(two).collect()).await;
+    for n in 0..23 {
+        let by_pool = quoin_proto::control::Spread::Pool.into();
+        let asked = VolumeSpec { replicas: 4, spread: by_pool, ..spec(&format!("v{n:02}")) };
+        cluster.controller.create_volume(&asked, 0).await.unwrap();
+    }
+    cluster.settle().await.unwrap();
+    let text = drain(&cluster, &Scope::Node("h1".into())).await.unwrap_err().to_string();
+    let lines: Vec<_> = text.lines().collect();
+    assert_eq!(lines[0], "node \"h1\" cannot be drained, nothing was begun:");
+    assert!(text.len() < 5000, "{} bytes", text.len());
+    let named = lines.iter().filter(|line| line.starts_with("  volume \"v")).count();
+    assert_eq!(named, lines.len() - 2, "{text}");
+    for line in &lines[1..=named] {
+        let name = &line[10..13];
+        assert_eq!(
+            text.matches(&format!("\"{name}\"")).count(),
+            1,
+            "{name} more than once: {text}"
+        );
+    }
+    assert!(lines[lines.len() - 1].starts_with(&format!("  and {} more", 23 - named)), "{text}");
+    assert!((5..=20).contains(&named), "{named}");
+}
+
+/// What a target has not had the time to tell is no trouble.
+#[tokio::test]
+async fn a_drain_that_goes_well_warns_of_nothing() {
+    let mut cluster = Cluster::of(4).await;
+    let volume = cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    let epoch = cluster.open_volume(volume.id.0, "n1", 7).await;
+    let guids: Vec<_> = volume.replicas.iter().map(|r| r.guid.0.to_string()).collect();
+    let states: Vec<_> = guids.iter().map(|guid| (guid.as_str(), "in-sync")).collect();
+    cluster.serving("db", &states).await;
+    drain(&cluster, &pool(&volume.replicas[0].pool)).await.unwrap();
+    cluster.settle().await.unwrap();
+    let now = cluster.volume("db");
+    let new = now.replicas.iter().find(|r| !now.is_known(r)).unwrap().clone();
+    let swap = cluster.swap("db", epoch, 7, |known| {
+        known.iter_mut().filter(|m| m.id == new.id.0).for_each(|m| m.guid = new.guid.0);
+    });
+    cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
+    cluster.settle().await.unwrap();
+    let warnings = |cluster: &Cluster| {
+        let events = cluster.controller.events().after(0).into_iter();
+        events.filter(|e| e.severity != "Normal").map(|e| e.message).collect::<Vec<_>>()
+    };
+    assert_eq!(warnings(&cluster), Vec::<String>::new());
+    // A target that knows of it and does not reach it is told of.
+    let new = new.guid.0.to_string();
+    let states = [(guids[1].as_str(), "in-sync"), (&guids[2], "in-sync"), (&new, "disconnected")];
+    cluster.serving("db", &states).await;
+    assert!(warnings(&cluster).iter().any(|m| m.contains("does not reach it")));
 }
 
 #[tokio::test]

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use quoin_control::Publish;
 use quoin_core::{Epoch, Incarnation};
-use quoin_proto::control::{NodeReport, PoolReport, VolumeRef, VolumeReport, VolumeSpec};
+use quoin_proto::control::{
+    AgentEvent, NodeReport, PoolReport, VolumeRef, VolumeReport, VolumeSpec,
+};
 use tonic::Code;
 
 use crate::cluster::{Cluster, GIB, SimPool, by_name, spec};
@@ -372,4 +374,92 @@ async fn a_volume_too_small_for_its_file_system_is_refused_at_its_creation() {
     assert_eq!(refusal.code(), Code::OutOfRange);
     assert!(refusal.to_string().contains("300 MiB") && refusal.to_string().contains("ext4"));
     cluster.controller.create_volume(&asked(300 << 20), 0).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_name_that_is_taken_is_refused_by_what_there_is_and_what_was_asked_field_by_field() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    let asked = VolumeSpec {
+        size_bytes: 2 * GIB,
+        replicas: 2,
+        iops_limit: 100,
+        durability: quoin_proto::control::Durability::Media.into(),
+        ..spec("db")
+    };
+    let refusal = cluster.controller.create_volume(&asked, 0).await.unwrap_err();
+    assert_eq!(refusal.code(), Code::AlreadyExists);
+    let text = refusal.to_string();
+    for words in [
+        "size: it has 1 GiB, 2 GiB are asked for",
+        "replicas: it was made with 3, 2 is asked for",
+        "durability: it was made with cache, media is asked for",
+        "iopsLimit: it was made with no limit, 100 is asked for",
+        "quoin volume resize",
+    ] {
+        assert!(text.contains(words), "{text}");
+    }
+    assert!(!text.contains("consistencyFactor"), "2 of 2 as 2 of 3: {text}");
+    let small = VolumeSpec { size_bytes: GIB / 2, ..spec("db") };
+    let text = cluster.controller.create_volume(&small, GIB / 2).await.unwrap_err().to_string();
+    assert!(text.contains("it has 1 GiB, at most 512 MiB are asked for"), "{text}");
+}
+
+#[tokio::test]
+async fn nothing_is_made_or_grown_in_pools_without_a_free_byte() {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    for pool in &cluster.pools {
+        let full = PoolReport {
+            free_bytes: 0,
+            warning: "the disk below it is full".into(),
+            ..pool.report()
+        };
+        cluster.controller.report_pool(&full).await.unwrap();
+    }
+    let refusal = cluster.controller.create_volume(&spec("more"), 0).await.unwrap_err();
+    assert_eq!(refusal.code(), Code::ResourceExhausted);
+    let text = refusal.to_string();
+    for name in ["p1", "p2", "p3"] {
+        assert!(text.contains(&format!("{name} (full: the disk below it is full)")), "{text}");
+    }
+    assert!(text.contains("free space") && text.contains("add a pool"), "{text}");
+    let grown = cluster.controller.resize_volume(by_name("db").as_ref(), 2 * GIB, 0).await;
+    let text = grown.unwrap_err().to_string();
+    assert!(text.contains("is full: the disk below it is full"), "{text}");
+    // Room there is room.
+    cluster.settle().await.unwrap();
+    cluster.create("more").await;
+}
+
+#[tokio::test]
+async fn an_event_about_a_replica_names_its_pool() {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    let replica = &volume.replicas[1];
+    let event = |message: &str| AgentEvent {
+        severity: "Warning".into(),
+        volume_id: volume.id.0.to_string(),
+        replica_id: replica.id.0.to_string(),
+        reason: "Told".into(),
+        message: message.into(),
+    };
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.open_volume(volume.id.0, "n1", 1).await;
+    let told = [event("out of sync"), event(&format!("pool {} is slow", replica.pool))];
+    cluster.reports("db", "serving", |report| report.events = told.to_vec()).await;
+    let pool = cluster.pools.iter().find(|pool| pool.name == replica.pool).unwrap();
+    let report = PoolReport { events: vec![event("it is damaged")], ..pool.report() };
+    cluster.controller.report_pool(&report).await.unwrap();
+    let events = cluster.controller.events().after(0).into_iter();
+    let said: Vec<_> = events.filter(|e| e.reason == "Told").map(|e| e.message).collect();
+    let name = &replica.pool;
+    assert_eq!(
+        said,
+        [
+            format!("pool {name}: out of sync"),
+            format!("pool {name} is slow"),
+            format!("pool {name}: it is damaged")
+        ]
+    );
 }
