@@ -204,6 +204,9 @@ fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_
     std::thread::sleep(std::time::Duration::from_secs(2));
     assert!(writer.try_wait().unwrap().is_none(), "one of three pools acknowledges nothing");
     signal(dev.child.id(), "INT");
+    let line = dev.wait_for_line("waiting: ");
+    assert!(line.contains(&device) && line.contains("waits for quorum"), "{line}");
+    assert!(line.contains("20 s") && line.contains("Ctrl-C again"), "{line}");
     let line = dev.wait_for_line("standstill");
     assert!(line.contains(&device), "{line}");
     assert!(!writer.wait().unwrap().success(), "it is told that its writes failed");
@@ -263,6 +266,46 @@ fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_to
     });
     run("mount", &[device.trim(), mount.to_str().unwrap()]);
     assert_eq!(std::fs::metadata(mount.join("log")).unwrap().len(), 64 * 8, "it was synced");
+    dev.stop();
+    assert_nothing_is_left(&scratch.0);
+}
+
+/// A supervisor that comes after a stuck attach process does not pretend that all is well.
+#[test]
+fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
+    if !can_attach() {
+        return;
+    }
+    let scratch = Scratch::new("stuck");
+    let mut dev = Dev::start(&scratch.cluster(), &[]);
+    assert!(dev.greeting.starts_with("Quoin is up: 3 pools"), "{}", dev.greeting);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let device = dev.ok(&["volume", "attach", "db"]);
+    let attach = dev.pid("attach").unwrap();
+    dev.child.kill().unwrap();
+    dev.child.wait().unwrap();
+    // Not before: the kernel lets stopped processes go on that lose whoever started them.
+    signal(attach, "STOP");
+    drop(dev);
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    let in_the_way = format!("process {attach} (`quoin attach`) was stopped by a signal");
+    for words in [&*in_the_way, "no block device", "volume db", &device, "kill -CONT"] {
+        assert!(dev.greeting.contains(words), "{words}: {}", dev.greeting);
+    }
+    let shown = dev.json(&["volume", "get", "db"])["here"].clone();
+    assert_eq!(shown["device"], device.as_str());
+    assert!(shown["blocked"].as_str().unwrap().contains(&in_the_way), "{shown}");
+    let events = dev.ok(&["events", "--volume", "db"]);
+    let event = events.lines().find(|line| line.contains("CannotAttach")).unwrap();
+    assert!(event.contains("volume/db") && event.contains(&in_the_way), "{event}");
+    let refused = dev.quoin(&["volume", "attach", "db"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains(&in_the_way) && said.contains("--nbd"), "{said}");
+    signal(attach, "CONT");
+    dev.wait_for_line("block devices can be made again");
+    assert_eq!(dev.ok(&["volume", "attach", "db"]), device);
+    assert!(dev.json(&["volume", "get", "db"])["here"].get("blocked").is_none());
     dev.stop();
     assert_nothing_is_left(&scratch.0);
 }

@@ -24,6 +24,8 @@ const RETRY: Duration = Duration::from_millis(500);
 const SYNC_BUDGET: Duration = Duration::from_secs(15);
 /// A device that has done nothing for so long, with something to do, is at a standstill.
 const STANDSTILL: Duration = Duration::from_secs(20);
+/// What is waited for longer than this is said.
+const SILENCE: Duration = Duration::from_secs(2);
 /// How long the controller is asked for why.
 const REASON_BUDGET: Duration = Duration::from_secs(3);
 
@@ -74,10 +76,20 @@ fn apart<T: Send + 'static>(
     asked
 }
 
-async fn unmount_in_time(device: &Device, mount: &Mount, progress: &mut Progress) -> Unmounted {
+async fn unmount_in_time(
+    layout: &Layout,
+    device: &Device,
+    mount: &Mount,
+    progress: &mut Progress,
+) -> Unmounted {
     let target = mount.target.clone();
     let mut outcome = apart(move || unmount(&target, UnmountFlags::empty()));
+    let (began, mut is_told) = (Instant::now(), false);
     loop {
+        if !is_told && began.elapsed() > SILENCE {
+            is_told = true;
+            say(&waiting_for_io(layout, device, &mount.target).await);
+        }
         match tokio::time::timeout(RETRY, &mut outcome).await {
             Ok(Ok(Ok(()))) => return Unmounted::Yes,
             Ok(_) => return Unmounted::InUse,
@@ -97,7 +109,7 @@ async fn unmount_volumes(
     let (mut busy, mut stuck) = (Vec::new(), Vec::new());
     for device in Device::over(&layout.run())? {
         for mount in device.mounts()?.into_iter().rev() {
-            match unmount_in_time(&device, &mount, progress).await {
+            match unmount_in_time(layout, &device, &mount, progress).await {
                 Unmounted::Yes => {}
                 Unmounted::InUse if progress.is_at_standstill(&device, false) => {
                     stuck.push((device.clone(), mount));
@@ -141,6 +153,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
     let mut problems = Vec::new();
     let mut progress = Progress::default();
     let mut cut = HashSet::new();
+    let mut bare = HashMap::<PathBuf, Option<Instant>>::new();
     loop {
         let (busy, stuck) = unmount_volumes(layout, &mut progress).await?;
         for (device, mount) in &stuck {
@@ -161,6 +174,15 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
             };
         }
         let text = busy.iter().map(|(_, mount)| describe(mount)).collect::<Vec<_>>().join("; ");
+        for device in &bare_busy {
+            // None: it is said already.
+            let since = bare.entry(device.path.clone()).or_insert_with(|| Some(Instant::now()));
+            if since.is_some_and(|since| since.elapsed() > SILENCE) {
+                *since = None;
+                say(&waiting_for_io(layout, device, &device.path).await);
+            }
+        }
+        bare.retain(|path, _| bare_busy.iter().any(|device| device.path == *path));
         if text != told && !busy.is_empty() {
             say(&format!(
                 "waiting: {text}. End these programs or leave the directory, and everything stops \
@@ -187,6 +209,16 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
             }
         }
     }
+}
+
+/// What a stop waits for, that is no program's fault.
+async fn waiting_for_io(layout: &Layout, device: &Device, path: &std::path::Path) -> String {
+    let (path, reason) = (path.display(), why_held(layout, device).await);
+    format!(
+        "waiting: the IO of {path} does not get on, since its volume waits for {reason}. If that lasts \
+         {} s, it is taken away, and its IO fails; Ctrl-C again does so now",
+        STANDSTILL.as_secs()
+    )
 }
 
 /// Says that what is at `path` is taken away, and gives the reason.

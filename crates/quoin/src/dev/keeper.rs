@@ -238,12 +238,22 @@ async fn keep(
         } else {
             (backoff * 2).min(BACKOFF_MAX)
         };
-        super::say(&format!(
-            "{name} ended ({}); starting it again in {:.1} s, its log is {}",
-            show_status(status),
-            backoff.as_secs_f64(),
-            layout.log(&name).display()
-        ));
+        let (status, log) = (show_status(status), layout.log(&name));
+        match failed_starts.get() {
+            // It is tried on: what keeps it from starting may pass.
+            FAILED_STARTS_MAX => super::say(&format!(
+                "{name} ended ({status}) at its last {FAILED_STARTS_MAX} starts; it is started every \
+                 {} s without a word until it stays, its log is {}",
+                BACKOFF_MAX.as_secs(),
+                log.display()
+            )),
+            failed if failed > FAILED_STARTS_MAX => {}
+            _ => super::say(&format!(
+                "{name} ended ({status}); starting it again in {:.1} s, its log is {}",
+                backoff.as_secs_f64(),
+                log.display()
+            )),
+        }
         tokio::select! {
             () = wait_to_start(&layout, &name, backoff) => {}
             _ = stopped.changed() => return Ok(()),

@@ -7,6 +7,7 @@
 //! waited for ([`cleanup`]). All of it lives in one directory ([`layout`]); a second start goes
 //! on with what is there, and with attached devices that a killed one left ([`keeper`]).
 
+mod blocked;
 mod cleanup;
 mod keeper;
 pub mod layout;
@@ -27,7 +28,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::client::{self, Cluster, refusal};
 use crate::roles::HealingOptions;
-use crate::size::show_size;
+use crate::size::{number_within, parse_pool_size, show_size};
+use blocked::Blocked;
 use cleanup::Dead;
 use keeper::{Keeper, Process, Roster};
 use layout::Layout;
@@ -47,11 +49,12 @@ pub struct DevOptions {
     pub dir: Option<PathBuf>,
     /// How many pools, each a process of its own; only at the first start in a directory
     /// [default: 3].
-    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=8))]
+    #[arg(long, allow_hyphen_values = true,
+          value_parser = number_within::<u8>(1..=8, "`quoin dev` runs 1 to 8 pools"))]
     pub pools: Option<u8>,
     /// Space that each pool may take; only at the first start in a directory [default: a share
     /// of what the disk has free].
-    #[arg(long, value_name = "SIZE", value_parser = crate::size::parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_pool_size, allow_hyphen_values = true)]
     pub pool_size: Option<u64>,
     /// Do not attach block devices (no root and no FUSE needed): volumes are served as NBD.
     #[arg(long)]
@@ -138,10 +141,11 @@ async fn supervise(
     let mut keepers = Vec::new();
     let outcome = tokio::select! {
         outcome = start(layout, settings, attaching, policy, &mut keepers) => match outcome {
-            Ok(pools) => {
-                greet(layout, settings, pools, attaching);
+            Ok((pools, blocked)) => {
+                greet(layout, settings, pools, attaching, blocked.as_ref()).await;
                 tokio::select! {
                     () = ends.wait() => Ok(()),
+                    never = tell_when_over(layout, blocked) => match never {},
                     error = first_that_gave_up(&keepers) => Err(error),
                     never = end_removed_pools(layout, &keepers) => match never {},
                 }
@@ -153,6 +157,15 @@ async fn supervise(
     say("stopping");
     let stopped = stop(layout, keepers, &mut ends).await;
     outcome.and(stopped)
+}
+
+/// Says once that block devices can be made again, where they could not.
+async fn tell_when_over(layout: &Layout, blocked: Option<Blocked>) -> std::convert::Infallible {
+    if let Some(blocked) = blocked {
+        blocked.over(layout).await;
+        say("block devices can be made again");
+    }
+    std::future::pending().await
 }
 
 /// Says which file systems died with the process that served their devices, and frees what of
@@ -174,14 +187,15 @@ fn tell_of_the_dead(layout: &Layout) -> Result<()> {
     Ok(())
 }
 
-/// Starts everything in order, joining what has not joined yet; how many pools there are.
+/// Starts everything in order, joining what has not joined yet; how many pools there are, and what
+/// keeps block devices from being made.
 async fn start(
     layout: &Layout,
     settings: &Settings,
     attaching: &Attaching,
     policy: &Policy,
     keepers: &mut Vec<Keeper>,
-) -> Result<usize> {
+) -> Result<(usize, Option<Blocked>)> {
     let began = Instant::now();
     let left = keeper::listener_of(&layout.attach_socket()).await;
     keeper::await_the_last(layout, left).await;
@@ -214,7 +228,14 @@ async fn start(
     }
     keepers.push(start(processes::node(layout, settings, attaching))?);
     wait_until_all_are_online(&mut cluster, layout, settings, &pools, began).await?;
-    Ok(pools.len())
+    let blocked = match keepers.iter().find(|keeper| keeper.name == "attach") {
+        Some(attach) => blocked::wait(layout, attach).await,
+        None => None,
+    };
+    if let Some(blocked) = &blocked {
+        blocked.tell(&layout.admin_socket(), &settings.node).await;
+    }
+    Ok((pools.len(), blocked))
 }
 
 /// The pools that are still part of the cluster, or are yet to join it: who was removed may do
@@ -378,7 +399,13 @@ fn last_line(log: &Path) -> String {
     last.map_or("it says nothing", |line| line.trim_start_matches("error: ")).to_owned()
 }
 
-fn greet(layout: &Layout, settings: &Settings, pools: usize, attaching: &Attaching) {
+async fn greet(
+    layout: &Layout,
+    settings: &Settings,
+    pools: usize,
+    attaching: &Attaching,
+    blocked: Option<&Blocked>,
+) {
     let capacity = settings.pools.first().map_or(0, |pool| pool.capacity_bytes);
     let is_default = *layout.root() == client::default_root();
     let socket = if is_default {
@@ -387,11 +414,21 @@ fn greet(layout: &Layout, settings: &Settings, pools: usize, attaching: &Attachi
         format!("\n  export QUOIN_SOCKET={}", layout.admin_socket().display())
     };
     let attach = match attaching {
-        Attaching::Yes => "quoin volume attach db             prints a block device",
-        Attaching::No { .. } => "quoin volume attach db --nbd       prints an NBD address",
+        Attaching::Yes if blocked.is_none() => {
+            "quoin volume attach db             prints a block device"
+        }
+        _ => "quoin volume attach db --nbd       prints an NBD address",
+    };
+    let without = match blocked {
+        Some(blocked) => {
+            let held = blocked.shown(&layout.admin_socket()).await;
+            let held = if held.is_empty() { held } else { format!(" ({held})") };
+            format!(", but no block device can be made: {}{held}\n", blocked.why)
+        }
+        None => ": ".to_owned(),
     };
     say(&format!(
-        "Quoin is up: {} pools of up to {} each (sparse), node {}\n  data   {}\n  admin  {}\n  \
+        "Quoin is up{without}{} pools of up to {} each (sparse), node {}\n  data   {}\n  admin  {}\n  \
          csi    unix://{}\n  logs   {}\n\nIn another terminal:{socket}\n  \
          quoin volume create db --size 1GiB --replicas 3\n  {attach}\n  quoin events -w\n\n\
          Ctrl-C stops everything and keeps the data.",

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::HereView;
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
+use crate::host::attacher::Attacher;
 use crate::host::{devices, lost};
 use crate::output::{self, Format};
 
@@ -163,6 +164,13 @@ fn attach_daemon(client: &ClientOptions) -> AttachClient {
 
 /// Whether this host can have block devices, asked of the process that makes them.
 async fn check_daemon(client: &ClientOptions) -> Result<()> {
+    let attacher = Attacher::of(&client.run_directory());
+    if let Some(stuck) = attacher.filter(Attacher::is_stuck) {
+        bail!(
+            "no block device can be made here: {stuck}. {}; or take an NBD address with --nbd",
+            stuck.way_out()
+        );
+    }
     match attach_daemon(client).list().await {
         Ok(_) => Ok(()),
         Err(_) if !rustix::process::geteuid().is_root() => bail!(
@@ -190,16 +198,24 @@ async fn device_here(volume: &Volume, client: &ClientOptions) -> Option<PathBuf>
 pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
     // The daemon is busy with the volume itself for as long as an attach takes.
     let asked = tokio::time::timeout(Duration::from_secs(2), device_here(volume, client));
-    let device = asked.await.ok().flatten();
+    let mut device = asked.await.ok().flatten();
+    let stuck = Attacher::of(&client.run_directory()).filter(Attacher::is_stuck);
+    if device.is_none() && stuck.is_some() {
+        // The kernel knows what it holds.
+        let run = std::fs::canonicalize(client.run_directory()).unwrap_or_default();
+        let held = devices::Device::over(&run).unwrap_or_default();
+        device = held.into_iter().find(|held| held.volume == volume.id).map(|held| held.path);
+    }
     let mounts = device.as_deref().map(devices::mounts_of).and_then(Result::ok).unwrap_or_default();
     let shown = |mount: &devices::Mount| mount.target.display().to_string();
     let dead = lost::mounts_of(&client.run_directory(), &volume.id);
-    if device.is_none() && dead.is_empty() {
+    if device.is_none() && dead.is_empty() && stuck.is_none() {
         return None;
     }
     Some(HereView {
         device: device.map(|device| device.display().to_string()).unwrap_or_default(),
         mounts: mounts.iter().map(shown).collect(),
+        blocked: stuck.map(|stuck| format!("{stuck}: {}", stuck.way_out())).unwrap_or_default(),
         dead_mounts: dead.iter().map(|(_, mount)| shown(mount)).collect(),
     })
 }

@@ -51,6 +51,9 @@ pub struct HereView {
     /// Empty: there is none.
     pub device: String,
     pub mounts: Vec<String>,
+    /// Why no block device can be made or changed here, where that is so; empty: it can.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub blocked: String,
     /// Mounts of a device that was lost with the process that served it.
     pub dead_mounts: Vec<String>,
 }
@@ -133,6 +136,7 @@ impl VolumeView {
             ("use", [self.usage.as_str(), &self.nodes.join(", ")].join(" ").trim().into()),
             ("nbd", self.nbd.join(", ")),
             ("device", self.here.as_ref().map(HereView::device).unwrap_or_default()),
+            ("blocked", self.here.as_ref().map(|here| here.blocked.clone()).unwrap_or_default()),
             ("dead mounts", self.here.as_ref().map(HereView::dead).unwrap_or_default()),
             ("changing", self.changing.clone()),
             ("waits for", self.waiting_for.clone()),

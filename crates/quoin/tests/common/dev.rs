@@ -17,7 +17,8 @@ pub struct Dev {
     pub child: Child,
     pub directory: PathBuf,
     user: User,
-    /// What it said since it was up.
+    /// The line by which it said that it is up, and what it said since.
+    pub greeting: String,
     lines: mpsc::Receiver<String>,
 }
 
@@ -41,8 +42,9 @@ impl Dev {
         });
         let admin_socket = directory.join("run/admin.sock");
         let user = User { admin_socket, logs: directory.join("logs") };
-        let dev = Self { child, directory: directory.into(), user, lines };
-        dev.wait_for_line("Quoin is up");
+        let (directory, greeting) = (directory.into(), String::new());
+        let mut dev = Self { child, directory, user, greeting, lines };
+        dev.greeting = dev.wait_for_line("Quoin is up");
         dev
     }
 
@@ -111,7 +113,10 @@ impl Dev {
             panic!("quoin dev ended with {status}");
         }
         for pid in pids {
-            assert!(!Path::new(&format!("/proc/{pid}")).exists(), "process {pid} is left");
+            // One that has ended may wait for whoever took it over to look.
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            let is_there = stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'));
+            assert!(!is_there, "process {pid} is left: {stat}");
         }
     }
 }

@@ -1,0 +1,137 @@
+//! Block devices that cannot be made because the attach process of an earlier `quoin dev` is in the
+//! way: said where the cluster comes up, told as events, and looked at until it is over.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use quoin_frontend::attach::AttachClient;
+use quoin_proto::control::agent_client::AgentClient;
+use quoin_proto::control::{AgentEvent, ListNodesRequest, NodeReport};
+
+use super::keeper::Keeper;
+use super::layout::Layout;
+use super::{last_line, say};
+use crate::client;
+use crate::host::attacher::Attacher;
+use crate::host::devices::Device;
+
+/// One that lives answers well within this, but for the time that a volume's attach takes.
+const ANSWER_BUDGET: Duration = Duration::from_secs(2);
+/// One that does not answer so long after all else is up is said to be in the way.
+const READY_BUDGET: Duration = Duration::from_secs(20);
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Between two looks whether it is over.
+const AGAIN_EVERY: Duration = Duration::from_secs(2);
+
+/// What is in the way.
+pub struct Blocked {
+    /// In words, with the way out.
+    pub why: String,
+    /// Volumes of which it holds devices, each with what it holds.
+    volumes: Vec<(String, String)>,
+}
+
+async fn answers(layout: &Layout) -> bool {
+    let client = AttachClient::new(layout.attach_socket());
+    let asked = tokio::time::timeout(ANSWER_BUDGET, client.list()).await;
+    asked.is_ok_and(|answer| answer.is_ok())
+}
+
+/// Waits until block devices can be made; else what hinders it.
+pub async fn wait(layout: &Layout, attach: &Keeper) -> Option<Blocked> {
+    let began = Instant::now();
+    loop {
+        if answers(layout).await {
+            return None;
+        }
+        let attacher = Attacher::of(&layout.run());
+        let is_hopeless = attacher.is_some_and(|attacher| attacher.is_stuck())
+            || attach.cannot_start()
+            || attach.has_ended();
+        if is_hopeless || began.elapsed() > READY_BUDGET {
+            return Some(Blocked::of(layout, attacher));
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+impl Blocked {
+    fn of(layout: &Layout, attacher: Option<Attacher>) -> Self {
+        let why = match attacher {
+            Some(attacher) => format!("{attacher}: {}", attacher.way_out()),
+            None => {
+                let log = layout.log("attach");
+                format!("attach does not answer: {}; its log is {}", last_line(&log), log.display())
+            }
+        };
+        let held = |device: &Device| {
+            let mounts = device.mounts().unwrap_or_default();
+            let on = mounts.iter().map(|mount| format!(", mounted at {}", mount.target.display()));
+            format!("{}{}", device.path.display(), on.collect::<String>())
+        };
+        let devices = Device::over(&layout.run()).unwrap_or_default();
+        let volumes = devices.iter().map(|device| (device.volume.clone(), held(device))).collect();
+        Self { why, volumes }
+    }
+
+    /// Each volume that is in the way, by its name where the controller tells it.
+    pub async fn shown(&self, admin_socket: &Path) -> String {
+        let mut shown = Vec::new();
+        for (id, held) in &self.volumes {
+            let name = name_of(admin_socket, id).await;
+            shown.push(format!("volume {} is {held}", name.as_deref().unwrap_or(id)));
+        }
+        shown.join("; ")
+    }
+
+    /// Tells of it as events: of each volume that is held, or of the node where none is.
+    pub async fn tell(&self, admin_socket: &Path, node: &str) {
+        let event = |volume: &str, held: &str| AgentEvent {
+            severity: "Warning".into(),
+            volume_id: volume.into(),
+            replica_id: String::new(),
+            reason: "CannotAttach".into(),
+            message: match held {
+                "" => format!("no block device can be made: {}", self.why),
+                held => format!("{held}: no IO goes on, and nothing is attached: {}", self.why),
+            },
+        };
+        let mut events: Vec<_> = self.volumes.iter().map(|(id, held)| event(id, held)).collect();
+        if events.is_empty() {
+            events.push(event("", ""));
+        }
+        if tell(admin_socket, node, events).await.is_none() {
+            say("the controller could not be told of it; it is told nowhere but here");
+        }
+    }
+
+    /// Comes back once block devices can be made.
+    pub async fn over(&self, layout: &Layout) {
+        while !answers(layout).await {
+            tokio::time::sleep(AGAIN_EVERY).await;
+        }
+    }
+}
+
+async fn name_of(admin_socket: &Path, id: &str) -> Option<String> {
+    let mut cluster = client::connect(admin_socket).await.ok()?;
+    client::get_volume(&mut cluster, id).await.ok()?.spec.map(|spec| spec.name)
+}
+
+/// Reports in the node's name: what it is stays as it is, the events are new.
+async fn tell(admin_socket: &Path, name: &str, events: Vec<AgentEvent>) -> Option<()> {
+    let mut cluster = client::connect(admin_socket).await.ok()?;
+    let nodes = cluster.list_nodes(ListNodesRequest {}).await.ok()?.into_inner().nodes;
+    let node = nodes.into_iter().find(|node| node.name == name)?;
+    let report = NodeReport {
+        node: node.name,
+        address: node.address,
+        topology: node.topology,
+        volumes_max: node.volumes_max,
+        version: node.version,
+        leaving: false,
+        events,
+    };
+    let mut agent = AgentClient::new(quoin_identity::unix_channel(admin_socket));
+    agent.report_node(report).await.ok().map(drop)
+}
