@@ -1,8 +1,9 @@
 //! The command line as a whole.
 
 use anyhow::{Context, Result};
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
+use serde::Serialize;
 use std::future::Future;
 
 use crate::client::ClientOptions;
@@ -100,23 +101,65 @@ enum Command {
     Version,
 }
 
+/// This binary, as `quoin version -o json` has it.
+#[derive(Serialize)]
+struct VersionView {
+    version: &'static str,
+}
+
 /// The arguments of this process. Who named no command, or a group without one, gets its help
 /// instead of a list of names.
 pub fn parse() -> Cli {
     Cli::try_parse().unwrap_or_else(|error| {
+        let words: Vec<String> =
+            std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
         if error.kind() != ErrorKind::MissingSubcommand {
-            error.exit();
+            told(error, &words).exit();
         }
-        let mut group = Cli::command();
-        group.build();
-        for word in std::env::args().skip(1) {
-            if let Some(inner) = group.find_subcommand(&word) {
-                group = inner.clone();
-            }
-        }
-        eprint!("{}", group.render_help());
+        eprint!("{}", group_of(&words).render_help());
         std::process::exit(error.exit_code())
     })
+}
+
+/// The command, or the group of commands, that these arguments name.
+fn group_of(words: &[String]) -> clap::Command {
+    let mut group = Cli::command();
+    group.build();
+    for word in words {
+        if let Some(inner) = group.find_subcommand(word) {
+            group = inner.clone();
+        }
+    }
+    group
+}
+
+/// A refusal as a person is told it: with the command's own usage line, where clap's would show
+/// what the environment holds as if it were needed, and nothing that would move a terminal.
+fn told(mut error: clap::Error, words: &[String]) -> clap::Error {
+    if error.get(ContextKind::Usage).is_some() {
+        let usage = group_of(words).render_usage();
+        error.insert(ContextKind::Usage, ContextValue::StyledStr(usage));
+    }
+    if !words.iter().any(|word| output::plain(word) != *word) {
+        return error;
+    }
+    let escaped: Vec<_> = error
+        .context()
+        .filter_map(|(kind, value)| match value {
+            ContextValue::String(text) => Some((kind, ContextValue::String(output::plain(text)))),
+            ContextValue::Strings(texts) => {
+                let texts = texts.iter().map(|text| output::plain(text)).collect();
+                Some((kind, ContextValue::Strings(texts)))
+            }
+            // What clap proposes repeats the argument in its own colours.
+            _ if kind == ContextKind::Suggested => Some((kind, ContextValue::None)),
+            _ => None,
+        })
+        .collect();
+    for (kind, value) in escaped {
+        error.insert(kind, value);
+    }
+    error
 }
 
 impl Cli {
@@ -167,10 +210,10 @@ impl Cli {
                 wait_for(cordon::drain(Scope::Node, options, &client, format))
             }
             Command::Pool(listing::PoolCommand::Remove { pool }) => {
-                wait_for(listing::remove_pool(&pool, &client))
+                wait_for(listing::remove_pool(&pool, &client, format))
             }
             Command::Node(listing::NodeCommand::Remove { node }) => {
-                wait_for(listing::remove_node(&node, &client))
+                wait_for(listing::remove_node(&node, &client, format))
             }
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
@@ -185,7 +228,10 @@ impl Cli {
                 clap_complete::generate(shell, &mut Self::command(), "quoin", &mut script);
                 output::print_line(String::from_utf8_lossy(&script).trim_end())
             }
-            Command::Version => output::print_line(concat!("quoin ", env!("CARGO_PKG_VERSION"))),
+            Command::Version => {
+                let view = VersionView { version: env!("CARGO_PKG_VERSION") };
+                output::print_one(format, &view, || format!("quoin {}", view.version))
+            }
         }
     }
 }
@@ -199,6 +245,44 @@ fn wait_for<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn refusal(words: &[&str]) -> String {
+        let all = [&["quoin"], words].concat();
+        let Err(error) = Cli::try_parse_from(&all) else { panic!("{words:?} is taken") };
+        let words: Vec<String> = words.iter().map(ToString::to_string).collect();
+        told(error, &words).render().ansi().to_string()
+    }
+
+    #[test]
+    fn a_usage_line_shows_what_a_command_takes_whatever_is_given_already() {
+        // What is given stands for what the environment gives: clap tells them apart nowhere.
+        let said = refusal(&["volume", "attach", "--run", "/x", "--socket", "/y"]);
+        let line = said.lines().find(|line| line.contains("quoin volume attach")).unwrap();
+        assert!(!line.contains("--run") && !line.contains("--socket"), "{said}");
+        assert!(line.contains("OPTIONS") && line.contains("VOLUME"), "{said}");
+    }
+
+    #[test]
+    fn no_control_character_of_an_argument_reaches_the_terminal() {
+        for words in [
+            &["volume", "get", "--we\u{1b}[31mird"][..],
+            &["vol\u{1b}[31mume"],
+            &["volume", "list", "-o", "x\u{7}\u{1b}]0;t"],
+            &["volume", "create", "db", "--size", "1\u{1b}[31m"],
+            &["volume", "create", "db", "--replicas", "\u{9b}31m"],
+        ] {
+            let said = refusal(words);
+            // clap's own colours are of these few.
+            let own = said.replace("\u{1b}[0m", "").replace("\u{1b}[1m", "");
+            let own = ["31", "32", "33", "4"]
+                .iter()
+                .fold(own, |text, code| text.replace(&format!("\u{1b}[{code}m"), ""));
+            assert!(!own.contains(|c: char| c.is_control() && c != '\n'), "{own:?}");
+            assert!(!said.contains("\u{1b}[31mird") && !said.contains("\u{1b}[31mume"), "{said:?}");
+            let escaped = ["\\u{1b}", "\\u{7}", "\\u{9b}", "whole number"];
+            assert!(escaped.iter().any(|part| said.contains(part)), "{said:?}");
+        }
+    }
 
     #[test]
     fn the_command_line_is_well_formed() {

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tonic::transport::Channel;
 
+use crate::output::plain;
+
 /// A client of the admin socket.
 pub type Cluster = ClusterClient<Channel>;
 
@@ -152,7 +154,10 @@ pub async fn get_volume(cluster: &mut Cluster, name: &str) -> Result<Volume> {
     match cluster.get_volume(request).await {
         Ok(volume) => Ok(volume.into_inner()),
         Err(status) if status.code() == tonic::Code::NotFound => {
-            bail!("there is no volume `{name}`: `quoin volume list` shows those that exist")
+            bail!(
+                "there is no volume `{}`: `quoin volume list` shows those that exist",
+                plain(name)
+            )
         }
         Err(status) => Err(refusal(status)),
     }

@@ -175,21 +175,45 @@ pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
             continue;
         }
         let which = || format!("{from}, document {}", n + 1);
-        let document: Document = serde_yaml_ng::from_value(value).with_context(which)?;
-        if document.api_version != API_VERSION || document.kind != KIND {
-            bail!(
-                "{}: apiVersion {:?} and kind {:?} are not known; {API_VERSION:?} and {KIND:?} are",
-                which(),
-                document.api_version,
-                document.kind
-            );
-        }
-        documents.push(document);
+        check_kind(&value).with_context(which)?;
+        documents.push(serde_yaml_ng::from_value(value).with_context(which)?);
     }
     if documents.is_empty() {
         bail!("{from} holds no document; `quoin volume get NAME --manifest` prints one");
     }
     Ok(documents)
+}
+
+/// Whether this is a volume's document at all, before its fields are looked at: those of another
+/// kind are other ones.
+fn check_kind(value: &serde_yaml_ng::Value) -> Result<()> {
+    let Some(fields) = value.as_mapping() else {
+        bail!(
+            "no document, but a mere value: a document has the fields apiVersion, kind, metadata \
+             and spec; `quoin volume get NAME --manifest` prints one"
+        );
+    };
+    for (field, known) in [("apiVersion", API_VERSION), ("kind", KIND)] {
+        match fields.get(field) {
+            Some(found) if found.as_str() == Some(known) => {}
+            Some(found) => {
+                let found = serde_json::to_string(found)?;
+                bail!("{field}: {found} is not known to this Quoin; write {field}: {known}")
+            }
+            None => bail!("{field} is missing: write {field}: {known}"),
+        }
+    }
+    let name = fields.get("metadata").and_then(|metadata| metadata.get("name"));
+    if name.is_none_or(serde_yaml_ng::Value::is_null) {
+        bail!("metadata.name is missing: write the volume's name, as in metadata: {{name: db}}");
+    }
+    if fields.get("spec").is_none_or(serde_yaml_ng::Value::is_null) {
+        bail!(
+            "spec is missing: write what the volume is to be, as in spec: {{size: 10GiB}}; what \
+             spec leaves out stays as it is"
+        );
+    }
+    Ok(())
 }
 
 impl Document {
@@ -364,6 +388,24 @@ mod tests {
     }
 
     #[test]
+    fn another_kind_is_told_before_its_missing_fields_and_each_of_those_by_name_and_rule() {
+        let refused = |text: &str| format!("{:#}", read(text, "db.yaml").unwrap_err());
+        for (text, words) in [
+            ("kind: Pod\napiVersion: v1\n", ["apiVersion: \"v1\"", "write apiVersion: quoin/v1"]),
+            ("kind: Pod\napiVersion: quoin/v1\n", ["kind: \"Pod\"", "write kind: Volume"]),
+            ("kind: Volume\n", ["apiVersion is missing", "quoin/v1"]),
+            ("apiVersion: quoin/v1\nkind: 7\n", ["kind: 7", "Volume"]),
+            ("apiVersion: quoin/v1\nkind: Volume\nspec: {}\n", ["metadata.name is missing", "db"]),
+            (SMALL, ["spec is missing", "spec: {size: 10GiB}"]),
+            ("just words\n", ["no document", "--manifest"]),
+        ] {
+            let said = refused(text);
+            assert!(words.iter().all(|word| said.contains(word)), "{text}: {said}");
+            assert!(said.starts_with("db.yaml, document 1"), "{said}");
+        }
+    }
+
+    #[test]
     fn a_document_says_what_it_says_and_leaves_the_rest_as_it_is() {
         let document = one("{size: 10GiB, desiredReplicationFactor: 3, replicas: [{pool: a}]}");
         let request = document.unwrap().request(true).unwrap();
@@ -438,7 +480,7 @@ mod tests {
         let none = one("{desiredReplicationFactor: 0}").unwrap().request(false).unwrap_err();
         assert!(none.to_string().contains("desiredReplicationFactor"));
         let kind = SMALL.replace("Volume", "Disk") + "spec: {}";
-        assert!(read(&kind, "x").unwrap_err().to_string().contains("\"Disk\""));
+        assert!(format!("{:#}", read(&kind, "x").unwrap_err()).contains("\"Disk\""));
         assert!(read("", "x").unwrap_err().to_string().contains("no document"));
         assert!(read("a: [", "x").unwrap_err().to_string().contains("not YAML"));
     }

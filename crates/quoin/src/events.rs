@@ -42,10 +42,14 @@ impl From<Event> for EventView {
             sequence: event.sequence,
             time: event.time.as_ref().map(show_time).unwrap_or_default(),
             severity: event.severity,
-            object: if name.is_empty() {
-                event.object_kind.clone()
-            } else {
-                format!("{}/{name}", event.object_kind)
+            object: match (name.is_empty(), event.object_kind.as_str()) {
+                (true, kind) => kind.to_owned(),
+                // It has its volume's name: which of them it is, the beginning of its id says.
+                (false, "replica") if *name != event.object_id => {
+                    let id: String = event.object_id.chars().take(ID_DIGITS).collect();
+                    format!("replica/{name}/{id}")
+                }
+                (false, kind) => format!("{kind}/{name}"),
             },
             object_id: event.object_id.clone(),
             reason: event.reason,
@@ -54,6 +58,9 @@ impl From<Event> for EventView {
         }
     }
 }
+
+/// Enough of a replica's id for a person, and for commands that take its beginning.
+const ID_DIGITS: usize = 8;
 
 /// Between two looks for a controller that went away.
 const RETRY: Duration = Duration::from_millis(500);
@@ -138,6 +145,17 @@ mod tests {
     fn times_are_rfc_3339_in_utc_without_fractions() {
         let time = prost_types::Timestamp { seconds: 1_700_000_000, nanos: 123 };
         assert_eq!(show_time(&time), "2023-11-14T22:13:20Z");
+    }
+
+    #[test]
+    fn an_event_of_a_replica_says_which_one() {
+        let event = Event {
+            object_kind: "replica".into(),
+            object_id: "6aadf9d1634103de91ecffbb0b8cc741".into(),
+            object_name: "db".into(),
+            ..Event::default()
+        };
+        assert_eq!(EventView::from(event).object, "replica/db/6aadf9d1");
     }
 
     #[test]

@@ -148,25 +148,42 @@ pub async fn cluster(
         ClusterCommand::RotateAuthority => {
             let request = RotateAuthorityRequest {};
             let answer = cluster.rotate_authority(request).await.map_err(refusal)?.into_inner();
-            output::print_line(&answer.message)
+            let view = ToldView { message: answer.message };
+            output::print_one(format, &view, || view.message.clone())
         }
     }
 }
 
-pub async fn remove_pool(pool: &str, client: &ClientOptions) -> Result<()> {
+/// What the controller says of a thing that it has begun.
+#[derive(Serialize)]
+struct ToldView {
+    message: String,
+}
+
+/// A member that was taken out.
+#[derive(Serialize)]
+struct RemovedView<'a> {
+    kind: &'static str,
+    name: &'a str,
+    state: &'static str,
+}
+
+pub async fn remove_pool(pool: &str, client: &ClientOptions, format: Format) -> Result<()> {
     let mut cluster = client.connect().await?;
     let request = RemovePoolRequest { pool: pool.into() };
     cluster.remove_pool(request).await.map_err(refusal)?;
-    output::print_line(&format!(
-        "pool {pool} is removed: what lies on its disk is not touched, and not used again"
-    ))
+    let view = RemovedView { kind: "pool", name: pool, state: "removed" };
+    output::print_one(format, &view, || {
+        format!("pool {pool} is removed: what lies on its disk is not touched, and not used again")
+    })
 }
 
-pub async fn remove_node(node: &str, client: &ClientOptions) -> Result<()> {
+pub async fn remove_node(node: &str, client: &ClientOptions, format: Format) -> Result<()> {
     let mut cluster = client.connect().await?;
     let request = RemoveNodeRequest { node: node.into() };
     cluster.remove_node(request).await.map_err(refusal)?;
-    output::print_line(&format!("node {node} is removed"))
+    let view = RemovedView { kind: "node", name: node, state: "removed" };
+    output::print_one(format, &view, || format!("node {node} is removed"))
 }
 
 #[derive(Serialize)]

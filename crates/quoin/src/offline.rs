@@ -7,8 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
+use quoin_control::salvage::Kept;
 use quoin_core::{BLOCK_SIZE, ReplicaGuid, SnapshotId};
 use quoin_pool::POOL_FILE;
+use quoin_store::offline::ReplicaInspection;
 use quoin_store::{BadBlock, FileDisk, offline};
 use serde::Serialize;
 
@@ -26,10 +28,11 @@ pub struct OfflineOptions {
 pub struct ExportOptions {
     #[command(flatten)]
     pool: OfflineOptions,
-    /// The replica's GUID, as `quoin pool inspect` shows it. Not needed if the pool has one.
+    /// The replica: its GUID or its id, as `quoin pool inspect -o wide` shows them (the beginning is
+    /// enough), or the name of its volume. Not needed if the pool has one.
     #[arg(long)]
     replica: Option<String>,
-    /// A snapshot's id; without it the volume as it is now.
+    /// A snapshot's id (the beginning is enough); without it the volume as it is now.
     #[arg(long)]
     snapshot: Option<String>,
     /// The raw image to write; must not exist. Holes stay holes.
@@ -38,10 +41,14 @@ pub struct ExportOptions {
 }
 
 #[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
 struct ReplicaView {
     guid: String,
+    /// The volume's name, as the pool was told it last; empty: it was told none.
     volume: String,
-    replica: String,
+    volume_id: String,
+    id: String,
+    /// Of the volume, also where this replica's own log does not know of its growth yet.
     size_bytes: u64,
     position: String,
     stable: u64,
@@ -61,6 +68,7 @@ impl Row for ReplicaView {
         "QUORUM",
         "DAMAGE NOTED",
         "REPLICA",
+        "VOLUME ID",
         "STABLE",
         "SNAPSHOTS",
     ];
@@ -70,13 +78,14 @@ impl Row for ReplicaView {
         let yes_no = |flag: bool| (if flag { "yes" } else { "no" }).to_owned();
         vec![
             self.guid.clone(),
-            self.volume.clone(),
+            (if self.volume.is_empty() { &self.volume_id } else { &self.volume }).clone(),
             show_size(self.size_bytes),
             show_size(self.live_bytes),
             self.position.clone(),
             (if self.quorum { "on" } else { "off" }).to_owned(),
             yes_no(self.damaged),
-            self.replica.clone(),
+            self.id.clone(),
+            self.volume_id.clone(),
             self.stable.to_string(),
             self.snapshots.join(","),
         ]
@@ -194,24 +203,39 @@ fn find(data: &Path) -> Result<PathBuf> {
     })
 }
 
+fn kept_of(replica: &ReplicaInspection) -> Kept {
+    Kept::of(replica.identity.volume, &replica.identity.volume_spec)
+}
+
+/// The volume's size. A replica's own log learns of a growth when a target next opens the volume;
+/// the record that its pool was told knows it before.
+fn size_of(replica: &ReplicaInspection) -> u64 {
+    let own = replica.state.volume_blocks * BLOCK_SIZE as u64;
+    own.max(kept_of(replica).size_bytes)
+}
+
+impl From<&ReplicaInspection> for ReplicaView {
+    fn from(replica: &ReplicaInspection) -> Self {
+        let ReplicaInspection { identity, state, meta, .. } = replica;
+        Self {
+            guid: identity.guid.to_string(),
+            volume: kept_of(replica).name,
+            volume_id: identity.volume.to_string(),
+            id: identity.replica.to_string(),
+            size_bytes: size_of(replica),
+            position: format!("{}:{}", state.position.epoch, state.position.lsn),
+            stable: state.stable.0,
+            quorum: meta.quorum,
+            damaged: meta.damaged,
+            live_bytes: replica.stats.live_bytes,
+            snapshots: replica.snapshots.iter().map(|s| s.id.to_string()).collect(),
+        }
+    }
+}
+
 pub fn inspect(options: &OfflineOptions, format: Format) -> Result<()> {
     let found = offline::inspect(open(&options.data)?)?;
-    let rows: Vec<ReplicaView> = found
-        .replicas
-        .iter()
-        .map(|r| ReplicaView {
-            guid: r.identity.guid.to_string(),
-            volume: r.identity.volume.to_string(),
-            replica: r.identity.replica.to_string(),
-            size_bytes: r.state.volume_blocks * quoin_core::BLOCK_SIZE as u64,
-            position: format!("{}:{}", r.state.position.epoch, r.state.position.lsn),
-            stable: r.state.stable.0,
-            quorum: r.meta.quorum,
-            damaged: r.meta.damaged,
-            live_bytes: r.stats.live_bytes,
-            snapshots: r.snapshots.iter().map(|s| s.id.to_string()).collect(),
-        })
-        .collect();
+    let rows: Vec<_> = found.replicas.iter().map(ReplicaView::from).collect();
     if matches!(format, Format::Table | Format::Wide) {
         output::print_line(&format!(
             "pool {}: {} used of {}, started {} times; what lies in it is read by `quoin pool check`",
@@ -237,16 +261,34 @@ pub fn check(options: &OfflineOptions, format: Format) -> Result<()> {
     Ok(())
 }
 
+/// What came of an export, as `-o json` has it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ExportView {
+    file: String,
+    size_bytes: u64,
+    data_bytes: u64,
+    /// LBAs of blocks that have no good copy here.
+    bad_blocks: Vec<u64>,
+}
+
 pub fn export(options: &ExportOptions, format: Format) -> Result<()> {
-    let guid = match &options.replica {
-        Some(text) => text.parse::<ReplicaGuid>().context("--replica: 32 hex digits are needed")?,
-        None => only_replica(&options.pool.data)?,
+    let found = offline::inspect(open(&options.pool.data)?)?.replicas;
+    let replica = match &options.replica {
+        Some(named) => find_replica(&found, named)?,
+        None => match &found[..] {
+            [one] => one,
+            [] => bail!("the pool holds no replica"),
+            many => bail!(
+                "the pool holds {} replicas: name one with --replica; it holds {}",
+                many.len(),
+                listed(many)
+            ),
+        },
     };
-    let snapshot = options
-        .snapshot
-        .as_deref()
-        .map(|text| text.parse::<SnapshotId>().context("--snapshot: 32 hex digits are needed"))
-        .transpose()?;
+    let guid = replica.identity.guid;
+    let named = options.snapshot.as_deref();
+    let snapshot = named.map(|named| find_snapshot(replica, named)).transpose()?;
     let file = std::fs::OpenOptions::new().write(true).create_new(true).open(&options.to).map_err(
         |error| match error.kind() {
             std::io::ErrorKind::AlreadyExists => anyhow!(
@@ -267,37 +309,88 @@ pub fn export(options: &ExportOptions, format: Format) -> Result<()> {
             return Err(error).context("export the volume");
         }
     };
-    file.set_len(report.size_bytes).context("set the image's size")?;
+    // What the volume has grown by and this replica's log does not know of yet reads as zeroes.
+    let size_bytes = match snapshot {
+        Some(_) => report.size_bytes,
+        None => report.size_bytes.max(size_of(replica)),
+    };
+    file.set_len(size_bytes).context("set the image's size")?;
     file.sync_all().context("sync the image")?;
     let bad = report.bad.len();
-    output::print_one(
-        format,
-        &serde_json::json!({
-            "size_bytes": report.size_bytes,
-            "data_bytes": report.data_bytes,
-            "bad_blocks": report.bad,
-        }),
-        || {
-            format!(
-                "{}: {} with {} of data",
-                options.to.display(),
-                show_size(report.size_bytes),
-                show_size(report.data_bytes)
-            )
-        },
-    )?;
+    let view = ExportView {
+        file: options.to.display().to_string(),
+        size_bytes,
+        data_bytes: report.data_bytes,
+        bad_blocks: report.bad,
+    };
+    output::print_one(format, &view, || {
+        let (size, data) = (show_size(view.size_bytes), show_size(view.data_bytes));
+        format!("{}: {size} with {data} of data", view.file)
+    })?;
     if bad > 0 {
         bail!("{bad} blocks have no good copy in this pool and are holes in the image");
     }
     Ok(())
 }
 
-fn only_replica(data: &Path) -> Result<ReplicaGuid> {
-    let found = offline::inspect(open(data)?)?;
-    match &found.replicas[..] {
-        [one] => Ok(one.identity.guid),
-        [] => bail!("the pool holds no replica"),
-        many => bail!("the pool holds {} replicas: name one with --replica", many.len()),
+/// Fewer digits mean a replica by chance.
+const PREFIX_MIN: usize = 4;
+
+/// Replicas as a refusal names them.
+fn listed(replicas: &[ReplicaInspection]) -> String {
+    let one = |replica: &ReplicaInspection| {
+        let (guid, name) = (replica.identity.guid, kept_of(replica).name);
+        let volume = if name.is_empty() { replica.identity.volume.to_string() } else { name };
+        format!("{guid} of volume {volume}")
+    };
+    replicas.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// The replica that a person names by its volume's name, or by the beginning of its GUID, its id or
+/// its volume's id.
+fn find_replica<'a>(
+    replicas: &'a [ReplicaInspection],
+    named: &str,
+) -> Result<&'a ReplicaInspection> {
+    let lower = named.to_ascii_lowercase();
+    let begins = |id: String| lower.len() >= PREFIX_MIN && id.starts_with(&lower);
+    let is_meant = |replica: &&ReplicaInspection| {
+        let identity = &replica.identity;
+        kept_of(replica).name == named
+            || begins(identity.guid.to_string())
+            || begins(identity.replica.to_string())
+            || begins(identity.volume.to_string())
+    };
+    let found: Vec<_> = replicas.iter().filter(is_meant).collect();
+    match found[..] {
+        [one] => Ok(one),
+        [] if replicas.is_empty() => bail!("--replica {named}: the pool holds no replica"),
+        [] => bail!(
+            "--replica {named}: no replica in this pool has that GUID, id or volume name (of an id \
+             {PREFIX_MIN} digits at least); it holds {}",
+            listed(replicas)
+        ),
+        _ => bail!(
+            "--replica {named} means {} replicas: give more digits of one; it holds {}",
+            found.len(),
+            listed(replicas)
+        ),
+    }
+}
+
+fn find_snapshot(replica: &ReplicaInspection, named: &str) -> Result<SnapshotId> {
+    let lower = named.to_ascii_lowercase();
+    let begins = |id: &SnapshotId| lower.len() >= PREFIX_MIN && id.to_string().starts_with(&lower);
+    let ids = || replica.snapshots.iter().map(|snapshot| snapshot.id);
+    let found: Vec<_> = ids().filter(begins).collect();
+    match found[..] {
+        [one] => Ok(one),
+        [] => {
+            let held: Vec<_> = ids().map(|id| id.to_string()).collect();
+            let held = if held.is_empty() { "none".to_owned() } else { held.join(", ") };
+            bail!("--snapshot {named}: the replica has no such snapshot; it has {held}")
+        }
+        _ => bail!("--snapshot {named} begins several ids: give more of it"),
     }
 }
 

@@ -68,7 +68,24 @@ pub fn print_line(text: &str) -> Result<()> {
     }
 }
 
-/// An error and its causes in one line. A cause that a message tells already is not told twice.
+/// Text from outside as one line: control characters, which move a terminal, are written out.
+pub fn plain(text: &str) -> String {
+    escaped(text, "")
+}
+
+fn escaped(text: &str, kept: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter.is_control() && !kept.contains(letter) {
+            true => plain.extend(letter.escape_default()),
+            false => plain.push(letter),
+        }
+    }
+    plain
+}
+
+/// An error and its causes. A cause that a message tells already is not told twice. Names come from
+/// outside, so of control characters only ends of lines are left as they are.
 pub fn sentence(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -79,7 +96,7 @@ pub fn sentence(error: &anyhow::Error) -> String {
             text.push_str(&cause);
         }
     }
-    text
+    escaped(&text, "\n")
 }
 
 /// A word as a shell takes it whole.
@@ -142,6 +159,13 @@ mod tests {
         assert_eq!(sentence(&told).matches("Address").count(), 1, "{}", sentence(&told));
         let untold = anyhow::Error::new(source()).context("cannot listen");
         assert!(sentence(&untold).starts_with("cannot listen: Address"), "{}", sentence(&untold));
+    }
+
+    #[test]
+    fn what_would_move_a_terminal_is_written_out() {
+        assert_eq!(plain("gr\u{1b}[31mün\r\n\u{9b}"), "gr\\u{1b}[31mün\\r\\n\\u{9b}");
+        let error = anyhow::anyhow!("one: \u{7}").context("two\n\u{1b}[2J");
+        assert_eq!(sentence(&error), "two\n\\u{1b}[2J: one: \\u{7}");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use quoin_proto::control::{
     BackupRequest, FoundReplica, RecoverRecordsRequest, RecoverRecordsResponse, RecoveredVolume,
 };
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::client::{ClientOptions, refusal};
 use crate::events::show_time;
@@ -54,11 +54,51 @@ pub struct RecoverOptions {
     discard_left_over: bool,
 }
 
-pub async fn backup(options: &BackupOptions, client: &ClientOptions) -> Result<()> {
-    let shown = options.file.display();
-    if options.file.exists() {
-        bail!("{shown} exists already: name another file");
+/// What is in a backup, as `-o json` has it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct BackupView {
+    file: String,
+    cluster_id: String,
+    volumes: usize,
+    size_bytes: u64,
+    /// Whether the authority's private key is in it.
+    authority: bool,
+}
+
+/// What was made of a backup.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct RestoredView {
+    cluster_id: String,
+    state: String,
+    taken_at: String,
+    volumes: usize,
+    /// Where the former records are; empty: there were none.
+    former_records: String,
+}
+
+/// Refuses a place where no backup can be, before the controller is asked for all of it.
+fn check_place(file: &Path) -> Result<()> {
+    let shown = file.display();
+    if file.exists() {
+        bail!("{shown} exists already, and a backup is never written over: name another file");
     }
+    // The parent of a mere name is "".
+    let directory = file.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let directory = directory.unwrap_or(Path::new("."));
+    if !directory.is_dir() {
+        bail!(
+            "{shown} cannot be written: there is no directory {}; a backup is written into one that \
+             exists: make it, or name another",
+            directory.display()
+        );
+    }
+    Ok(())
+}
+
+pub async fn backup(options: &BackupOptions, client: &ClientOptions, format: Format) -> Result<()> {
+    check_place(&options.file)?;
     let mut cluster = client.connect().await?;
     let request = BackupRequest { without_authority: options.without_authority };
     let mut pieces = cluster.backup(request).await.map_err(refusal)?.into_inner();
@@ -72,26 +112,38 @@ pub async fn backup(options: &BackupOptions, client: &ClientOptions) -> Result<(
     // What cannot be restored is no backup.
     let backup = Backup::parse(&bytes).context("check what the controller sent")?;
     write_private(&options.file, &bytes)?;
-    let key = match backup.has_authority() {
+    let view = BackupView {
+        file: options.file.display().to_string(),
+        cluster_id: backup.cluster_id().to_owned(),
+        volumes: backup.volumes(),
+        size_bytes: bytes.len() as u64,
+        authority: backup.has_authority(),
+    };
+    let key = match view.authority {
         true => "with the authority's private key: keep it as you keep that",
         false => "without the authority",
     };
-    output::print_line(&format!(
-        "{shown}: {} volumes of cluster {}, {}, {key}",
-        backup.volumes(),
-        backup.cluster_id(),
-        show_size(bytes.len() as u64)
-    ))
+    output::print_one(format, &view, || {
+        let BackupView { file, cluster_id, volumes, size_bytes, .. } = &view;
+        let size = show_size(*size_bytes);
+        format!("{file}: {volumes} volumes of cluster {cluster_id}, {size}, {key}")
+    })
 }
 
-pub async fn restore(options: &RestoreOptions) -> Result<()> {
+pub async fn restore(options: &RestoreOptions, format: Format) -> Result<()> {
     let path = options.file.display();
     let size = std::fs::metadata(&options.file).with_context(|| format!("open {path}"))?.len();
     if size > BACKUP_BYTES_MAX {
         bail!("{path} is no backup: it is larger than {}", show_size(BACKUP_BYTES_MAX));
     }
     let bytes = std::fs::read(&options.file).with_context(|| format!("read {path}"))?;
-    let backup = Backup::parse(&bytes).with_context(|| format!("check {path}"))?;
+    let backup = Backup::parse(&bytes).map_err(|error| match error {
+        quoin_control::Error::Invalid { rule, .. } => anyhow!(
+            "{path} cannot be restored: {rule}. A backup is a file that `quoin controller backup` \
+             wrote"
+        ),
+        other => anyhow!(other).context(format!("check {path}")),
+    })?;
     let state = options.state.display();
     let aside = match backup.restore(&options.state, options.replace).await {
         Err(quoin_control::Error::AlreadyInitialised(dir)) => {
@@ -103,16 +155,26 @@ pub async fn restore(options: &RestoreOptions) -> Result<()> {
         }
         restored => restored.with_context(|| format!("restore {path} into {state}"))?,
     };
-    let aside = aside.map(|aside| format!("\nThe former records are in {}", aside.display()));
-    output::print_line(&format!(
-        "cluster {} is restored in {state}, as of {}: {} volumes{}\nnext: start the controller, \
-         then quoin controller recover --dry-run\nUntil then nobody is told anything by these \
-         records, and what is served is served on",
-        backup.cluster_id(),
-        show_time(&Timestamp { seconds: (backup.taken_ms() / 1000) as i64, nanos: 0 }),
-        backup.volumes(),
-        aside.unwrap_or_default()
-    ))
+    let taken_s = (backup.taken_ms() / 1000) as i64;
+    let view = RestoredView {
+        cluster_id: backup.cluster_id().to_owned(),
+        state: state.to_string(),
+        taken_at: show_time(&Timestamp { seconds: taken_s, nanos: 0 }),
+        volumes: backup.volumes(),
+        former_records: aside.map(|aside| aside.display().to_string()).unwrap_or_default(),
+    };
+    output::print_one(format, &view, || {
+        let RestoredView { cluster_id, state, taken_at, volumes, former_records } = &view;
+        let aside = match former_records.as_str() {
+            "" => String::new(),
+            aside => format!("\nThe former records are in {aside}"),
+        };
+        format!(
+            "cluster {cluster_id} is restored in {state}, as of {taken_at}: {volumes} volumes{aside}\n\
+             next: start the controller, then quoin controller recover --dry-run\nUntil then nobody \
+             is told anything by these records, and what is served is served on"
+        )
+    })
 }
 
 #[derive(Serialize)]
@@ -309,4 +371,25 @@ fn summary(found: &Found, dry_run: bool) -> String {
         false => "\nthe records rule",
     };
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_where_no_backup_can_be_is_refused_by_the_directory_and_the_rule() {
+        let scratch = tempfile::tempdir().unwrap();
+        let there = scratch.path().join("there");
+        check_place(&there).unwrap();
+        check_place(Path::new("surely-no-such-backup-here")).unwrap();
+        std::fs::write(&there, "").unwrap();
+        let said = check_place(&there).unwrap_err().to_string();
+        assert!(said.contains("exists already"), "{said}");
+        for none in [scratch.path().join("none/backup"), there.join("backup")] {
+            let said = check_place(&none).unwrap_err().to_string();
+            let directory = none.parent().unwrap().display().to_string();
+            assert!(said.contains(&format!("no directory {directory}")), "{said}");
+        }
+    }
 }

@@ -79,13 +79,17 @@ pub async fn run(options: ScrubOptions, client: &ClientOptions, format: Format) 
     let wanted = match cluster.scrub_pool(request).await {
         Ok(answer) => answer.into_inner().request,
         Err(status) if status.code() == tonic::Code::NotFound => {
-            bail!("there is no pool `{name}`: `quoin pool list` shows those that exist")
+            bail!(
+                "there is no pool `{}`: `quoin pool list` shows those that exist",
+                output::plain(name)
+            )
         }
         Err(status) => return Err(refusal(status)),
     };
     if !options.wait {
         let pool = find(&mut cluster, name).await?;
-        return output::print_line(&match pool.state.as_str() {
+        let view = ScrubView::from(pool.scrub.unwrap_or_default());
+        return output::print_one(format, &view, || match pool.state.as_str() {
             "Offline" | "Failed" => format!("pool {name} is offline: it begins when it is back"),
             _ => format!(
                 "pool {name} reads what it holds; `quoin pool list -o wide` shows how far it is, \

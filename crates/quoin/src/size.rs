@@ -1,11 +1,17 @@
-//! Sizes as people write them (`1GiB`, `512MiB`, `10G`) and as tables show them.
+//! Sizes as people write them (`1GiB`, `512MiB`, `10G`) and as tables show them; numbers that have
+//! limits, refused in a sentence.
+
+use std::ops::RangeInclusive;
 
 use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 
 /// The largest size that any volume may have.
 pub const SIZE_BYTES_MAX: u64 = VOLUME_BLOCKS_MAX * BLOCK_SIZE as u64;
 
-const UNITS: [(&str, u64); 20] = [
+/// No file and no device is larger.
+const FILE_BYTES_MAX: u64 = i64::MAX as u64;
+
+const UNITS: [(&str, u64); 22] = [
     ("", 1),
     ("b", 1),
     ("k", 1_000),
@@ -24,15 +30,50 @@ const UNITS: [(&str, u64); 20] = [
     ("tb", 1_000_000_000_000),
     ("ti", 1 << 40),
     ("tib", 1 << 40),
+    ("p", 1_000_000_000_000_000),
+    ("pb", 1_000_000_000_000_000),
     ("pi", 1 << 50),
     ("pib", 1 << 50),
 ];
 
-/// Reads a size of at least one byte and at most [`SIZE_BYTES_MAX`].
+/// Reads a volume's size: at least one byte and at most [`SIZE_BYTES_MAX`].
 ///
 /// # Errors
 /// What is wrong with it, and an example of a right one.
 pub fn parse_size(text: &str) -> Result<u64, String> {
+    let none = "a volume needs a size above 0, as in 10GiB";
+    parse(text, SIZE_BYTES_MAX, none, "larger than the largest volume")
+}
+
+/// The size of a pool, or of another thing that lies on a disk or in memory.
+///
+/// # Errors
+/// As [`parse_size`].
+pub fn parse_pool_size(text: &str) -> Result<u64, String> {
+    let none = "a pool needs a size above 0, as in 10GiB";
+    parse(text, FILE_BYTES_MAX, none, "larger than any file or device")
+}
+
+/// Memory that is set aside.
+///
+/// # Errors
+/// As [`parse_size`].
+pub fn parse_memory(text: &str) -> Result<u64, String> {
+    let none = "some memory is needed, as in 128MiB";
+    parse(text, FILE_BYTES_MAX, none, "larger than any memory")
+}
+
+/// Bytes a second.
+///
+/// # Errors
+/// As [`parse_size`].
+pub fn parse_rate(text: &str) -> Result<u64, String> {
+    let none = "with a limit of 0 nothing would be served: give more, as in 100MiB, or leave it out \
+                for no limit";
+    parse(text, FILE_BYTES_MAX, none, "more than any disk moves in a second")
+}
+
+fn parse(text: &str, most: u64, none: &str, too_large: &str) -> Result<u64, String> {
     let text = text.trim();
     if text.starts_with('-') {
         return Err("a size is above 0: write a number and a unit, as in 10GiB".into());
@@ -42,17 +83,28 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     let (number, unit) = text.split_at(digits_end);
     let unit = unit.trim().to_ascii_lowercase();
     let Some((_, factor)) = UNITS.iter().find(|(name, _)| *name == unit) else {
-        return Err(format!("unknown unit `{unit}`: write KiB, MiB, GiB or TiB, as in 10GiB"));
+        return Err(format!("unknown unit {unit:?}: write KiB, MiB, GiB, TiB or PiB, as in 10GiB"));
     };
     let bytes =
         whole_bytes(number, *factor).ok_or("not a size: write a number and a unit, as in 10GiB")?;
     if bytes == 0 {
-        return Err("a volume needs a size above 0, as in 10GiB".into());
+        return Err(none.into());
     }
-    if bytes > u128::from(SIZE_BYTES_MAX) {
-        return Err(format!("larger than the largest volume ({})", show_size(SIZE_BYTES_MAX)));
+    let fitting = u64::try_from(bytes).ok().filter(|bytes| *bytes <= most);
+    fitting.ok_or_else(|| format!("{too_large} ({})", show_size(most)))
+}
+
+/// Reads a whole number of which `rule` says what is allowed, and why.
+pub fn number_within<T: TryFrom<u64>>(
+    allowed: RangeInclusive<u64>,
+    rule: &'static str,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let number = text.trim().parse::<i128>();
+        let number = number.map_err(|_| format!("not a whole number: {rule}"))?;
+        let number = u64::try_from(number).ok().filter(|number| allowed.contains(number));
+        number.and_then(|number| T::try_from(number).ok()).ok_or_else(|| rule.to_owned())
     }
-    u64::try_from(bytes).map_err(|_| "larger than the largest volume".into())
 }
 
 /// `number` may have a fraction ("1.5"); bytes are rounded down.
@@ -93,6 +145,11 @@ mod tests {
             ("4096", 4096),
             ("10G", 10_000_000_000),
             ("7b", 7),
+            ("1PiB", 1 << 50),
+            ("2Pi", 2 << 50),
+            ("3PB", 3_000_000_000_000_000),
+            ("1.5p", 1_500_000_000_000_000),
+            ("64PiB", SIZE_BYTES_MAX),
         ] {
             assert_eq!(parse_size(text), Ok(bytes), "{text}");
         }
@@ -105,6 +162,9 @@ mod tests {
             ("0.0GiB", "above 0"),
             ("9223372036854775808", "largest volume"),
             ("99999999999999999999TiB", "largest volume"),
+            ("99999999999999999999PiB", "largest volume"),
+            ("65PiB", "largest volume (64.0 PiB)"),
+            ("73PB", "largest volume"),
             ("999999999999999999999999", "not a size"),
             ("-1GiB", "above 0"),
             ("GiB", "not a size"),
@@ -114,6 +174,28 @@ mod tests {
         ] {
             let message = parse_size(text).unwrap_err();
             assert!(message.contains(words), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn a_size_speaks_of_the_thing_that_has_it() {
+        assert!(parse_pool_size("0").unwrap_err().contains("a pool needs"));
+        assert_eq!(parse_pool_size("100PiB"), Ok(100 << 50));
+        assert!(parse_pool_size("9000PiB").unwrap_err().contains("file or device"));
+        assert!(parse_rate("0").unwrap_err().contains("for no limit"));
+        assert!(parse_memory("0").unwrap_err().contains("memory"));
+        assert!(parse_size("1 \u{1b}[31m").unwrap_err().contains("\"\\u{1b}[31m\""));
+    }
+
+    #[test]
+    fn numbers_out_of_their_range_are_refused_by_the_rule() {
+        let read = number_within::<u8>(1..=8, "1 to 8 of them");
+        assert_eq!((read("1"), read("8")), (Ok(1), Ok(8)));
+        for text in ["0", "9", "-1", "300", "99999999999999999999999"] {
+            assert_eq!(read(text), Err("1 to 8 of them".into()), "{text}");
+        }
+        for text in ["", "x", "1.5"] {
+            assert_eq!(read(text), Err("not a whole number: 1 to 8 of them".into()), "{text}");
         }
     }
 

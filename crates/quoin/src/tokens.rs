@@ -10,6 +10,7 @@ use serde::Serialize;
 use crate::client::{ClientOptions, refusal};
 use crate::events::show_time;
 use crate::output::{self, Format, Row};
+use crate::size::number_within;
 
 #[derive(Subcommand)]
 pub enum TokenCommand {
@@ -32,7 +33,9 @@ pub struct TokenOptions {
     #[arg(long, value_parser = ["pool", "node", "admin"])]
     role: String,
     /// Minutes until it expires.
-    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..=1440))]
+    #[arg(long, default_value_t = 30, allow_hyphen_values = true,
+          value_parser = number_within::<u32>(1..=1440,
+          "a token is good for 1 to 1440 minutes (a day): it lets a stranger in"))]
     minutes: u32,
     /// The only name that may join with it [default: any].
     #[arg(long)]

@@ -232,9 +232,30 @@ fn a_missing_controller_is_named_with_the_way_out() {
 }
 
 #[test]
-fn deleting_without_a_terminal_or_a_yes_destroys_nothing_and_says_how() {
-    let said = refused(1, &["volume", "delete", "db"]);
-    assert!(said.contains("destroys") && said.contains("--yes"), "{said}");
+fn what_does_not_exist_is_named_with_the_list_that_shows_what_does() {
+    let mut controller = Controller::new();
+    controller.start(Stdio::null);
+    let socket = controller.socket();
+    for (arguments, list) in [
+        // Nobody is asked whether to destroy what is not there.
+        (&["volume", "delete", "db"][..], "quoin volume list"),
+        (&["volume", "delete", "db", "--yes"], "quoin volume list"),
+        (&["volume", "get", "0123456789abcdef0123456789abcdef"], "quoin volume list"),
+        (&["replica", "list", "db"], "quoin volume list"),
+        (&["events", "--volume", "db"], "quoin volume list"),
+        (&["pool", "drain", "shelf"], "quoin pool list"),
+        (&["pool", "remove", "shelf"], "quoin pool list"),
+        (&["pool", "scrub", "shelf"], "quoin pool list"),
+        (&["node", "drain", "host"], "quoin node list"),
+        (&["node", "remove", "host"], "quoin node list"),
+        (&["token", "revoke", "0123"], "quoin token list"),
+    ] {
+        let said = refused(1, &[arguments, &["--socket", &socket]].concat());
+        assert!(said.contains(list), "{arguments:?}: {said}");
+        assert!(!said.contains("--yes"), "{said}");
+    }
+    let said = refused(1, &["volume", "get", "\u{1b}[31mred", "--socket", &socket]);
+    assert!(said.contains("\\u{1b}[31mred") && !said.contains('\u{1b}'), "{said:?}");
 }
 
 #[test]
@@ -302,4 +323,67 @@ fn a_socket_that_is_none_and_places_that_do_not_exist_are_named() {
     );
     assert!(said.contains("--run"), "{said}");
     assert!(!directory.path().join("none").exists());
+}
+
+#[test]
+fn numbers_that_cannot_be_are_refused_in_a_sentence_that_says_what_can() {
+    for (arguments, words) in [
+        (&["volume", "scale", "db", "--replicas", "0"][..], "at least"),
+        (&["volume", "create", "db", "--size", "1GiB", "--iops-limit", "0"], "no limit"),
+        (&["volume", "create", "db", "--size", "1GiB", "--replicas", "-1"], "1 to 8 replicas"),
+        (&["volume", "create", "db", "--size", "1GiB", "--bandwidth-limit", "0"], "no limit"),
+        (&["token", "create", "--role", "pool", "--minutes", "0"], "1440 minutes"),
+        (&["dev", "--pools", "0"], "1 to 8 pools"),
+        (&["dev", "--pool-size", "0"], "a pool needs a size"),
+        (&["volume", "create", "db", "--size", "65PiB"], "64.0 PiB"),
+    ] {
+        let said = refused(2, arguments);
+        assert!(said.contains(words), "{arguments:?}: {said}");
+        assert!(!said.contains("is not in"), "{said}");
+    }
+}
+
+#[test]
+fn every_command_prints_for_programs_where_it_is_asked_to() {
+    let read = |output: Output| -> serde_json::Value {
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let version = read(quoin(&["version", "-o", "json"]));
+    assert_eq!(version["version"], env!("CARGO_PKG_VERSION"));
+    let yaml = quoin(&["version", "-o", "yaml"]).stdout;
+    assert!(String::from_utf8_lossy(&yaml).starts_with("version: "));
+    let mut controller = Controller::new();
+    controller.start(Stdio::null);
+    let (socket, file) = (controller.socket(), controller.path("backup").display().to_string());
+    let backup = ["controller", "backup", &file, "-o", "json", "--socket", &socket];
+    let made = read(quoin(&backup));
+    assert!(made["file"] == file.as_str() && made["volumes"] == 0 && made["authority"] == true);
+    assert!(made["sizeBytes"].as_u64().unwrap() > 100, "{made}");
+    let state = controller.path("other").display().to_string();
+    let restored = read(quoin(&["controller", "restore", &file, "--state", &state, "-o", "json"]));
+    assert_eq!(restored["clusterId"], made["clusterId"]);
+}
+
+#[test]
+fn a_backup_where_none_can_be_and_a_restore_of_what_is_none_say_why() {
+    let scratch = tempfile::tempdir().unwrap();
+    let nowhere = scratch.path().join("none/backup").display().to_string();
+    let said = refused(1, &["controller", "backup", &nowhere]);
+    assert!(said.contains("there is no directory") && said.contains("/none"), "{said}");
+    let letter = scratch.path().join("env.sh");
+    std::fs::write(&letter, "export A=1\n").unwrap();
+    let (letter, state) = (letter.to_str().unwrap(), scratch.path().join("state"));
+    let said = refused(1, &["controller", "restore", letter, "--state", state.to_str().unwrap()]);
+    let words = format!("{letter} cannot be restored: this is no backup");
+    assert!(said.contains(&words) && said.contains("quoin controller backup"), "{said}");
+    assert!(!state.exists());
+}
+
+/// clap shows what it was given as if it were needed, and the environment gives without being seen.
+#[test]
+fn what_the_environment_holds_is_no_part_of_a_usage_line() {
+    let said = refused(2, &["volume", "attach"]);
+    let usage = said.lines().find(|line| line.starts_with("Usage:")).unwrap();
+    assert_eq!(usage, "Usage: quoin volume attach [OPTIONS] <VOLUME>");
 }

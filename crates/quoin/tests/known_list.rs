@@ -95,7 +95,7 @@ fn inspect(pool: &str, file: &Path) -> Vec<(String, String, String)> {
     let replicas: Value = serde_json::from_slice(&output.stdout).unwrap();
     let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
     let replicas = replicas.as_array().unwrap().iter();
-    replicas.map(|r| (pool.to_owned(), text(r, "replica"), text(r, "guid"))).collect()
+    replicas.map(|r| (pool.to_owned(), text(r, "id"), text(r, "guid"))).collect()
 }
 
 /// Begins a change that makes so many newcomers, up to where they hold both rules and the controller

@@ -394,7 +394,7 @@ fn inspect(file: &std::path::Path) -> Vec<(String, String, bool)> {
     let replicas: Value = serde_json::from_slice(&output.stdout).unwrap();
     let text = |r: &Value, key: &str| r[key].as_str().unwrap().to_owned();
     let replicas = replicas.as_array().unwrap().iter();
-    replicas.map(|r| (text(r, "replica"), text(r, "guid"), r["quorum"] == true)).collect()
+    replicas.map(|r| (text(r, "id"), text(r, "guid"), r["quorum"] == true)).collect()
 }
 
 /// Proves SCALE-ID-01, SCALE-ID-07, SCALE-QUORUM-01, SCALE-QUORUM-02, SCALE-QUORUM-04,

@@ -5,6 +5,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use quoin_console::Source;
 use quoin_control::records::Spread;
 use quoin_identity::Lifetimes;
+use serde::Serialize;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -14,6 +15,7 @@ use crate::client::ClientOptions;
 use crate::host::ports;
 use crate::output::{self, Format};
 use crate::salvage;
+use crate::size::number_within;
 
 #[derive(Subcommand)]
 pub enum ControllerCommand {
@@ -72,14 +74,16 @@ pub struct ControllerOptions {
     #[arg(long, value_parser = ["authenticate", "encrypt"], default_value = "encrypt")]
     data_security: String,
     /// Replicas of a volume that does not say.
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=8))]
+    #[arg(long, default_value_t = 3, allow_hyphen_values = true,
+          value_parser = number_within::<u8>(1..=8, "a volume has 1 to 8 replicas"))]
     default_replicas: u8,
     /// Replicas of one volume at most, up to 8.
     #[arg(
         long,
         value_name = "NUMBER",
         default_value_t = quoin_control::spec::REPLICAS_MAX,
-        value_parser = clap::value_parser!(u32).range(1..=8)
+        allow_hyphen_values = true,
+        value_parser = number_within::<u32>(1..=8, "a volume has 1 to 8 replicas")
     )]
     max_replicas: u32,
     /// What the replicas of a volume that does not say never share.
@@ -95,6 +99,17 @@ pub struct ControllerOptions {
 enum SpreadDefault {
     Host,
     Pool,
+}
+
+/// A cluster that was made, as `-o json` has it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct MadeView {
+    cluster_id: String,
+    state: String,
+    records_lost: bool,
+    /// Lets the first pool or node join; empty where the records were lost.
+    join_token: String,
 }
 
 /// Names who has the port that was asked for.
@@ -117,9 +132,11 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
     let one_thread = || tokio::runtime::Builder::new_current_thread().enable_all().build();
     match command {
         ControllerCommand::Backup(options) => {
-            one_thread()?.block_on(salvage::backup(&options, client))
+            one_thread()?.block_on(salvage::backup(&options, client, format))
         }
-        ControllerCommand::Restore(options) => one_thread()?.block_on(salvage::restore(&options)),
+        ControllerCommand::Restore(options) => {
+            one_thread()?.block_on(salvage::restore(&options, format))
+        }
         ControllerCommand::Recover(options) => {
             one_thread()?.block_on(salvage::recover(options, client, format))
         }
@@ -132,23 +149,30 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
                 }
             });
             let made = made.with_context(|| format!("make a cluster in {}", state.display()))?;
-            if made.records_lost {
-                return output::print_line(&format!(
-                    "cluster {} has its authority in {} and no records: they were lost\n\
-                     next: start the controller, then quoin controller recover --dry-run\n\
-                     Until then nobody is told anything by the empty records, and what is served \
-                     is served on",
-                    made.cluster_id,
-                    state.display()
-                ));
-            }
-            output::print_line(&format!(
-                "cluster {} is made in {}\nThe first pool or node joins with this token, once, within \
-                 the hour:\n{}",
-                made.cluster_id,
-                state.display(),
-                made.join_token
-            ))
+            let view = MadeView {
+                cluster_id: made.cluster_id.to_string(),
+                state: state.display().to_string(),
+                records_lost: made.records_lost,
+                join_token: match made.records_lost {
+                    true => String::new(),
+                    false => made.join_token.to_string(),
+                },
+            };
+            output::print_one(format, &view, || {
+                let MadeView { cluster_id, state, join_token, .. } = &view;
+                match view.records_lost {
+                    true => format!(
+                        "cluster {cluster_id} has its authority in {state} and no records: they were \
+                         lost\nnext: start the controller, then quoin controller recover --dry-run\n\
+                         Until then nobody is told anything by the empty records, and what is served \
+                         is served on"
+                    ),
+                    false => format!(
+                        "cluster {cluster_id} is made in {state}\nThe first pool or node joins with \
+                         this token, once, within the hour:\n{join_token}"
+                    ),
+                }
+            })
         }
         ControllerCommand::Run(options) => {
             let mut control = quoin_control::Options::new(&options.state);

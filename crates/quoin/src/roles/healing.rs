@@ -5,6 +5,8 @@ use clap::Args;
 use quoin_control::dying::{DyingLimits, DyingPolicy};
 use quoin_control::policy::{RebalanceAt, ReplaceAfter, Within};
 
+use crate::size::number_within;
+
 const LIMITS: DyingLimits = DyingLimits::DEFAULT;
 
 #[derive(Args, Clone)]
@@ -18,7 +20,11 @@ pub struct HealingOptions {
         long,
         value_name = "NUMBER",
         default_value_t = quoin_control::HEALS_PER_POOL,
-        value_parser = clap::value_parser!(u32).range(1..=64)
+        allow_hyphen_values = true,
+        value_parser = number_within::<u32>(
+            1..=64,
+            "1 to 64 at a time; to rebuild nothing by itself: --replace-after off"
+        )
     )]
     heals_per_pool: u32,
     /// Move replicas from the fullest pool to the emptiest, one at a time, where the shares of them
@@ -49,8 +55,9 @@ pub struct HealingOptions {
     dying_stalls: u64,
 }
 
-fn number() -> clap::builder::RangedU64ValueParser {
-    clap::value_parser!(u64).range(1..=1_000_000_000)
+fn number() -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'static {
+    let rule = "1 to 1000000000; to do nothing about such pools: --dying-pools off";
+    number_within(1..=1_000_000_000, rule)
 }
 
 impl HealingOptions {

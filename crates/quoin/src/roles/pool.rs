@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::{MemberOptions, RoleOptions};
-use crate::size::parse_size;
+use crate::size::{parse_memory, parse_pool_size};
 
 #[derive(Args)]
 pub struct PoolOptions {
@@ -21,7 +21,7 @@ pub struct PoolOptions {
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
     /// Make a sparse pool file that may grow to this size, where there is none yet.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_pool_size)]
     capacity: Option<u64>,
     /// Take the whole capacity from the disk at once, for good.
     #[arg(long, requires = "capacity")]
@@ -46,7 +46,7 @@ pub struct PoolOptions {
     #[arg(long)]
     network_only: bool,
     /// Memory for the maps of the replicas.
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "128MiB")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_memory, default_value = "128MiB")]
     cache: u64,
     /// How long after one scrub (a reading of all that the pool holds, against its checksums) the
     /// next begins, as in 7d or 12h; `never`: only when asked for.

@@ -18,7 +18,7 @@ use std::time::Instant;
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
 use crate::document::Document;
 use crate::output::{self, Format};
-use crate::size::{parse_size, show_size};
+use crate::size::{number_within, parse_rate, parse_size, show_size};
 use attach::GoneView;
 
 pub use replicas::{ReplicaCommand, run as run_replica, wait_until_changed};
@@ -97,10 +97,13 @@ pub struct CreateOptions {
     #[arg(long, value_parser = parse_size, allow_hyphen_values = true)]
     size: u64,
     /// Copies to keep, each in a pool of its own [default: the cluster's, 3].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=8))]
+    #[arg(long, allow_hyphen_values = true, value_parser = number_within::<u32>(1..=8,
+          "a volume has 1 to 8 replicas, each in a pool of its own"))]
     replicas: Option<u32>,
     /// Copies that must hold a write before it is acknowledged [default: a majority].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=8))]
+    #[arg(long, allow_hyphen_values = true, value_parser = number_within::<u32>(1..=8,
+          "1 to as many as there are replicas (8 at most) must hold a write; leave it out for a \
+           majority"))]
     consistency_factor: Option<u32>,
     /// When a write counts as held: by the operating systems of a majority, or on their media.
     #[arg(long, value_enum)]
@@ -121,10 +124,12 @@ pub struct CreateOptions {
     #[arg(long, value_parser = ["ext4", "xfs"])]
     fs_type: Option<String>,
     /// IOs a second that the volume serves; more wait [default: no limit].
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, allow_hyphen_values = true, value_parser = number_within::<u64>(1..=u64::MAX,
+          "with a limit below 1 nothing would be served: give 1 or more, or leave it out for no \
+           limit"))]
     iops_limit: Option<u64>,
     /// Bytes a second that are read and written, as in 100MiB; more wait [default: no limit].
-    #[arg(long, value_parser = parse_size)]
+    #[arg(long, allow_hyphen_values = true, value_parser = parse_rate)]
     bandwidth_limit: Option<u64>,
     /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off` [default: the
     /// cluster's, 10m].
@@ -202,10 +207,6 @@ impl CreateOptions {
 }
 
 pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format) -> Result<()> {
-    // Asked before the controller is: the answer may be no.
-    if let VolumeCommand::Delete { volume, yes: false } = &command {
-        confirm_delete(volume)?;
-    }
     let mut cluster = client.connect().await?;
     match command {
         VolumeCommand::Create(options) => create(&mut cluster, *options, client, format).await,
@@ -256,8 +257,12 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
         VolumeCommand::Recover(options) => {
             replicas::recover(&mut cluster, options, client, format).await
         }
-        VolumeCommand::Delete { volume, .. } => {
+        VolumeCommand::Delete { volume, yes } => {
+            // One that does not exist is nothing to be asked about.
             let found = get_volume(&mut cluster, &volume).await?;
+            if !yes {
+                confirm_delete(&volume)?;
+            }
             let request = DeleteVolumeRequest { volume: Some(id_ref(&found.id)) };
             cluster.delete_volume(request).await.map_err(refusal)?;
             let view = wait_until_deleted(&mut cluster, volume, &found.id, client).await?;
@@ -319,7 +324,10 @@ async fn create(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
-    let request = CreateVolumeRequest { spec: Some(options.spec()), ..Default::default() };
+    // A person who names a size wants that one, not any that is at least as large.
+    let limit_bytes = quoin_control::spec::size(options.size, 0)?;
+    let spec = Some(options.spec());
+    let request = CreateVolumeRequest { spec, limit_bytes, ..Default::default() };
     let mut volume = cluster.create_volume(request).await.map_err(in_flags)?.into_inner();
     let began = Instant::now();
     while !options.no_wait && volume.phase == "Pending" {
@@ -405,7 +413,10 @@ fn in_flags(status: tonic::Status) -> anyhow::Error {
 /// Data is lost only after the volume's name was typed, or with --yes in a script.
 fn confirm_delete(volume: &str) -> Result<()> {
     if !std::io::stdin().is_terminal() {
-        bail!("deleting destroys the data of `{volume}`: add --yes to do it without being asked");
+        bail!(
+            "deleting destroys the data of volume `{}`: add --yes to do it without being asked",
+            output::plain(volume)
+        );
     }
     print!("This destroys all data of volume {volume}. Type its name to go on: ");
     std::io::stdout().flush()?;

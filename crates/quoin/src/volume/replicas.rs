@@ -12,18 +12,21 @@ use super::view::{ReplicaView, VolumeView};
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
 use crate::output::{self, Format};
 use crate::pace::{self, Part, UnderWay};
-use crate::size::show_size;
+use crate::size::{number_within, show_size};
 
 #[derive(Args)]
 pub struct ScaleOptions {
     /// The volume's name or id.
     volume: String,
     /// How many replicas it is to have [default: as many as it has]. Fewer: `quoin replica remove`.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, allow_hyphen_values = true, value_parser = number_within::<u32>(1..=u32::MAX.into(),
+          "a volume keeps 1 replica at least: `quoin volume delete` takes it away whole"))]
     replicas: Option<u32>,
     /// Copies that must hold a write before it is acknowledged; 0: a majority, whatever their
     /// number [default: as it is].
-    #[arg(long, value_parser = clap::value_parser!(u32).range(0..=16))]
+    #[arg(long, allow_hyphen_values = true, value_parser = number_within::<u32>(0..=16,
+          "1 to as many as there are replicas must hold a write; 0: a majority, whatever their \
+           number"))]
     consistency_factor: Option<u32>,
     /// A pool for a new replica, once for each [default: those with the most room].
     #[arg(long = "pool", value_name = "POOL")]
