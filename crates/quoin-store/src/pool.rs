@@ -17,7 +17,7 @@ use crate::core::{BadBlock, Cache, Core, PoolOptions};
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
 use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
-use crate::records::{Checkpoint, DurableState, RETIRED_MAX, Record, UNKNOWN_RECORD};
+use crate::records::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
 use crate::recover::recover;
 use crate::replica::Replica;
 use crate::ring::Ring;
@@ -286,9 +286,8 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         if !self.replicas.contains_key(&guid) {
             return Ok(false);
         }
-        if self.core.durable.retired.len() >= RETIRED_MAX {
-            return Err(StoreError::Rule("too many deleted replicas are remembered"));
-        }
+        let ring_bytes = self.core.ring.capacity();
+        self.core.durable.make_room_for_deleted(guid, ring_bytes);
         self.core.record(Record::Delete(guid))?;
         self.victim.set(None);
         let ticket = self.core.tickets.request().0;

@@ -16,8 +16,11 @@ use crate::history::Head;
 use crate::node::{Child, LEVEL_MAX, NodeRef};
 use crate::tree::Root;
 
-/// GUIDs of deleted replicas that a pool remembers.
-pub const RETIRED_MAX: usize = 1 << 16;
+/// GUIDs of deleted replicas that a pool remembers, and the part of its metadata ring that they may
+/// take, in percent: of more it forgets some, since a pool that could delete nothing any more, or
+/// create nothing, would be of no use.
+const RETIRED_MAX: usize = 1 << 16;
+const RETIRED_PERCENT: usize = 10;
 
 /// Kind, GUID and length of a record.
 const RECORD_HEAD: usize = 1 + 16 + 4;
@@ -181,6 +184,17 @@ impl DurableState {
                 r.cuts.retain(|(_, k)| *k < keep);
                 r.cuts.push((index, keep));
             }),
+        }
+    }
+
+    /// Makes room for one more deleted replica among those that are remembered. Which of them is
+    /// forgotten is as good as chance, as GUIDs are.
+    pub fn make_room_for_deleted(&mut self, guid: ReplicaGuid, ring_bytes: usize) {
+        let most = (ring_bytes / 100 * RETIRED_PERCENT / RECORD_HEAD).clamp(1, RETIRED_MAX);
+        while self.retired.len() >= most
+            && let Some(other) = self.retired.range(guid..).next().or(self.retired.first()).copied()
+        {
+            self.retired.remove(&other);
         }
     }
 

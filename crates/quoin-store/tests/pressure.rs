@@ -524,3 +524,28 @@ fn a_pool_full_of_what_is_not_stable_takes_what_others_hold_already_and_trims_af
         writer.housekeeping();
     }
 }
+
+/// A pool that lives long enough deletes any number of replicas.
+#[test]
+fn a_pool_of_which_thousands_of_replicas_were_deleted_still_makes_and_deletes_others() {
+    let (disk, mut pool) = new_pool(32 << 20);
+    // As good as chance, which GUIDs are.
+    let guid =
+        |n: u128| ReplicaGuid((n + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835));
+    for n in 0..6000 {
+        pool.create(identity(guid(n)), ReplicaMeta::default(), 600).expect("room");
+        assert_eq!(pool.delete(guid(n)), Ok(true));
+        pool.request_sync();
+        sync(&mut pool);
+    }
+    let again = |pool: &mut Pool<MemoryDisk>| {
+        assert!(pool.is_retired(guid(5999)));
+        pool.create(identity(guid(5999)), ReplicaMeta::default(), 600)
+    };
+    assert!(matches!(again(&mut pool), Err(StoreError::Rule(_))), "a GUID is born once");
+    let recent = (5900..6000).filter(|n| pool.is_retired(guid(*n))).count();
+    assert!(recent > 80, "it forgets the old rather than the new: {recent} of the last 100");
+    drop(pool);
+    let mut pool = Pool::open(disk, common::options()).expect("a pool");
+    assert!(matches!(again(&mut pool), Err(StoreError::Rule(_))), "nor in the next life");
+}

@@ -136,7 +136,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 self.gone.push(gone(wanted));
                 tracing::info!(volume = %wanted.identity.volume, %guid, "replica deleted");
             }
-            Err(error) => self.fail(error),
+            Err(error @ StoreError::Io(_)) => self.fail(error),
+            // Said again with the next assignment; its disk is as good as before.
+            Err(error) => tracing::error!(%guid, %error, "a replica cannot be deleted"),
         }
     }
 
