@@ -397,8 +397,50 @@ fn find_snapshot(replica: &ReplicaInspection, named: &str) -> Result<SnapshotId>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quoin_core::Lsn;
+    use prost::Message;
+    use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreState};
+    use quoin_core::{Lsn, VolumeId};
+    use quoin_proto::control::VolumeSpec;
+    use quoin_store::ReplicaStats;
     use quoin_store::offline::CheckReport;
+
+    fn replica(guid: &str, id: &str, name: &str) -> ReplicaInspection {
+        let spec = VolumeSpec { name: name.into(), ..VolumeSpec::default() };
+        ReplicaInspection {
+            identity: ReplicaIdentity {
+                volume: VolumeId(7),
+                replica: id.parse().unwrap(),
+                guid: guid.parse().unwrap(),
+                volume_spec: spec.encode_to_vec().into(),
+            },
+            meta: ReplicaMeta::default(),
+            state: StoreState::default(),
+            snapshots: Vec::new(),
+            stats: ReplicaStats::default(),
+            shadow: None,
+        }
+    }
+
+    #[test]
+    fn a_replica_is_named_by_its_volume_or_by_enough_of_its_guid_or_id_and_by_nothing_less() {
+        let (a, b) = ("aabb01", "aabb02");
+        let long = |text: &str| format!("{text:0<32}");
+        let all = [replica(&long(a), &long("cc01"), "db"), replica(&long(b), &long("cc02"), "log")];
+        let guid = |named: &str| find_replica(&all, named).map(|r| r.identity.guid.to_string());
+        for named in ["db", "aabb01", "AABB01", "cc01", &long(a)] {
+            assert_eq!(guid(named).unwrap(), long(a), "{named}");
+        }
+        assert_eq!(guid("cc02").unwrap(), long(b));
+        let said = guid("aabb").unwrap_err().to_string();
+        assert!(said.contains("2 replicas") && said.contains("of volume log"), "{said}");
+        // A short one is no number, and nobody's.
+        for named in ["1", "aab", "ddee", ""] {
+            let said = guid(named).unwrap_err().to_string();
+            assert!(said.contains("no replica in this pool") && said.contains(&long(b)), "{said}");
+        }
+        let said = find_snapshot(&all[0], "7").unwrap_err().to_string();
+        assert!(said.contains("it has none"), "{said}");
+    }
 
     #[test]
     fn what_a_check_found_is_told_in_sentences_and_as_fields() {

@@ -270,6 +270,49 @@ fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_to
     assert_nothing_is_left(&scratch.0);
 }
 
+#[test]
+fn a_pool_looked_into_offline_knows_its_volumes_by_name_and_the_size_they_grew_to_detached() {
+    let scratch = Scratch::new("inside");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach", "--pools", "1"]);
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "1"]);
+    dev.ok(&["volume", "create", "log", "--size", "4MiB", "--replicas", "1"]);
+    dev.ok(&["volume", "resize", "db", "--size", "12MiB"]);
+    let refused = dev.quoin(&["volume", "create", "db", "--size", "4MiB", "--replicas", "1"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("it has 12 MiB, at most 4 MiB are asked for"), "{said}");
+    assert_eq!(refused.status.code(), Some(1));
+    dev.stop();
+
+    let pool = scratch.cluster().join("pools/pool-a");
+    let quoin = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_quoin"));
+        command.args(arguments).arg(&pool).output().unwrap()
+    };
+    let text = String::from_utf8(quoin(&["pool", "inspect"]).stdout).unwrap();
+    let has = |line: &str| ["db", "12.0 MiB"].iter().all(|word| line.contains(word));
+    assert!(text.contains("GUID") && text.lines().any(has), "{text}");
+    let json = quoin(&["pool", "inspect", "-o", "json"]).stdout;
+    let held: serde_json::Value = serde_json::from_slice(&json).unwrap();
+    let db = held.as_array().unwrap().iter().find(|replica| replica["volume"] == "db").unwrap();
+    assert_eq!(db["sizeBytes"], 12 << 20);
+    let image = scratch.0.join("db.img");
+    let prefix = &db["guid"].as_str().unwrap()[..8];
+    let to = ["--to", image.to_str().unwrap(), "-o", "json", "--replica"];
+    let export = |replica: &str| quoin(&[&["pool", "export"], &to[..], &[replica]].concat());
+    for wrong in ["1", "cache"] {
+        let refused = export(wrong);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1));
+        assert!(said.contains("it holds") && said.contains("of volume log"), "{said}");
+        assert!(!image.exists(), "something was made");
+    }
+    let exported = export(prefix);
+    assert!(exported.status.success(), "{}", String::from_utf8_lossy(&exported.stderr));
+    let exported: serde_json::Value = serde_json::from_slice(&exported.stdout).unwrap();
+    assert_eq!((&exported["sizeBytes"], &exported["dataBytes"]), (&(12 << 20).into(), &0.into()));
+    assert_eq!(std::fs::metadata(&image).unwrap().len(), 12 << 20);
+}
+
 /// A supervisor that comes after a stuck attach process does not pretend that all is well.
 #[test]
 fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
