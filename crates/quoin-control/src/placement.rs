@@ -201,11 +201,14 @@ pub fn place_beside(
         some => format!("; not usable: {}", some.join(", ")),
     };
     let what = if spec.spread == Spread::Host { "other hosts" } else { "other pools" };
+    let size = text::bytes(size_bytes);
+    let needed = match count {
+        1 => format!("1 more replica of {size} needs 1 of the {what} with room"),
+        count => format!("{count} more replicas of {size} need {count} {what} with room"),
+    };
     Err(Error::Exhausted(format!(
-        "volume {:?}: {count} more replicas of {} need {count} {what} with room, {} found{listed}; \
-         add a pool",
+        "volume {:?}: {needed}, {} found{listed}; add a pool",
         spec.name,
-        text::bytes(size_bytes),
         chosen.len()
     )))
 }

@@ -11,7 +11,7 @@ use crate::controller::{Controller, about, random_id};
 use crate::events::{Object, Severity};
 use crate::observed::ReplicaState;
 use crate::records::{Discarded, ReplicaPhase, Text, VolumePhase, VolumeRecord};
-use crate::status::VolumeStatus;
+use crate::status::{ReplicaStatus, VolumeStatus};
 
 /// What pools have answered about the incarnations of one volume: (pool, GUID) → state.
 type Answers = HashMap<(String, ReplicaGuid), ReplicaState>;
@@ -103,7 +103,8 @@ impl Controller {
         let status = self.status(volume);
         let now = status.health;
         // Who was taken in since the target's last report is not in that: the next one tells.
-        if now == "Unknown" || (now == "Degraded" && self.is_not_yet_told(volume, &status)) {
+        let is_passing = || is_tended(volume, &status) || self.is_not_yet_told(volume, &status);
+        if now == "Unknown" || (now == "Degraded" && is_passing()) {
             return;
         }
         let before = self.observed().health.insert(volume.id.0, now);
@@ -183,6 +184,16 @@ impl Controller {
             }
         }
     }
+}
+
+/// Whether a volume that is attached nowhere is only being opened and worked on, with all of its
+/// replicas there: nobody's IO waits, and a target that does not get on is replaced.
+fn is_tended(volume: &VolumeRecord, status: &VolumeStatus) -> bool {
+    let is_there =
+        |status: &ReplicaStatus| ["InSync", "CatchingUp", "Rebuilding"].contains(&status.phase);
+    volume.attachments.is_empty()
+        && volume.owner.is_some()
+        && status.replicas.iter().filter(|status| status.known).all(is_there)
 }
 
 /// One step of one volume, from its record and the pools' answers alone.

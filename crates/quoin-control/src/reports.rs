@@ -287,7 +287,15 @@ impl Controller {
                 }
                 _ => event.message.clone(),
             };
-            self.events.record(Severity::of(&event.severity), object, &reason, message);
+            // A target lent to a volume that nobody uses lets go of its pools one after the other.
+            let is_unused = volume.as_ref().is_some_and(|volume| volume.attachments.is_empty());
+            let severity = match Severity::of(&event.severity) {
+                Severity::Warning if is_unused && LETS_GO.contains(&reason.as_str()) => {
+                    Severity::Normal
+                }
+                severity => severity,
+            };
+            self.events.record(severity, object, &reason, message);
         }
     }
 
@@ -321,6 +329,9 @@ impl Controller {
         }
     }
 }
+
+/// What a target tells of pools that it does not reach any more.
+const LETS_GO: [&str; 2] = ["Waiting", "ReplicaDropped"];
 
 /// A message about a replica, which says in which pool that is.
 fn with_pool(

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use quoin_control::{Cordoning, Scale, Scope};
-use quoin_proto::control::NodeReport;
+use quoin_proto::control::{AgentEvent, NodeReport, ReplicaProgress, VolumeReport};
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, by_name};
@@ -49,6 +49,47 @@ async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_cha
     cluster.controller.tend_unused().await.unwrap();
     assert!(cluster.volume("db").owner.is_none(), "done, it is closed");
     assert!(told(&cluster, &node).is_empty());
+}
+
+#[tokio::test]
+async fn nobody_is_warned_of_what_happens_to_a_volume_that_is_only_tended() {
+    let mut cluster = growing().await;
+    cluster.controller.tend_unused().await.unwrap();
+    let volume = cluster.volume("db");
+    let node = volume.owner.clone().unwrap();
+    cluster.open_volume(volume.id.0, &node, 9).await;
+    let guids: Vec<_> = volume.replicas.iter().map(|r| r.guid.0.to_string()).collect();
+    let event = |reason: &str| AgentEvent {
+        severity: "Warning".into(),
+        volume_id: volume.id.0.to_string(),
+        reason: reason.into(),
+        ..AgentEvent::default()
+    };
+    let report = |report: &mut VolumeReport| {
+        let state = |guid: &String| ReplicaProgress {
+            guid: guid.clone(),
+            state: "catching-up".into(),
+            ..ReplicaProgress::default()
+        };
+        report.replicas = guids.iter().map(state).collect();
+        report.events = vec![event("Waiting"), event("BadBlock")];
+    };
+    cluster.reports("db", "opening", report).await;
+    cluster.settle().await.unwrap();
+    assert_eq!(cluster.shown("db").health, "Degraded");
+    let warnings = |cluster: &Cluster| {
+        let events = cluster.controller.events().after(0).into_iter();
+        events.filter(|e| e.severity != "Normal").map(|e| e.reason).collect::<Vec<_>>()
+    };
+    assert_eq!(warnings(&cluster), ["BadBlock"]);
+    // Of one whose replica is gone, and of one that is used, everybody is.
+    cluster.goes(&volume.replicas[0].pool).await;
+    cluster.controller.reconcile().await.unwrap();
+    assert_eq!(warnings(&cluster), ["BadBlock", "VolumeDegraded"]);
+    cluster.attach("db", &node).await.unwrap();
+    cluster.open_volume(volume.id.0, &node, 10).await;
+    cluster.reports("db", "opening", report).await;
+    assert!(warnings(&cluster).contains(&"Waiting".to_owned()));
 }
 
 #[tokio::test]
