@@ -34,13 +34,21 @@ mod sha {
 
 impl Controller {
     /// A new token for `role` ("pool", "node", "admin"; empty: pool or node) and, where it is
-    /// not empty, for this name only. `ttl_s` 0: an hour.
+    /// not empty, for this name only. `ttl_s` 0: an hour. `manages_volumes` is a node's alone.
     pub async fn create_join_token(
         &self,
         role: &str,
         ttl_s: u32,
         holder: &str,
+        manages_volumes: bool,
     ) -> Result<(JoinToken, u64), Error> {
+        if manages_volumes && role != Role::Node.as_str() {
+            return Err(Error::invalid(
+                "managesVolumes",
+                "leave to manage volumes is for tokens of the role node: admins have it, pools \
+                 never do",
+            ));
+        }
         if !role.is_empty() && role.parse::<Role>()? == Role::Controller {
             return Err(Error::invalid("role", "pool, node or admin; nobody joins as controller"));
         }
@@ -70,6 +78,7 @@ impl Controller {
             holder: holder.to_owned(),
             expires_ms,
             used_by: None,
+            manages_volumes,
         };
         if self.tokens.create(record).await?.is_err() {
             return Err(Error::Busy("a token was drawn twice; try again".to_owned()));
@@ -165,6 +174,7 @@ impl Controller {
             key_hash,
             joined_ms: now_ms(),
             removed: false,
+            manages_volumes: record.manages_volumes,
         };
         self.take_name(&member, !record.holder.is_empty()).await?;
         let using = |record: &mut TokenRecord| {

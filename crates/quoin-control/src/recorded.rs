@@ -205,6 +205,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         holder: "pool-1".into(),
         expires_ms: 1_700_000_000_000,
         used_by: Some(("pool/pool-1".into(), "4a54".into())),
+        manages_volumes: false,
     };
     hold("token", &token);
     let member = MemberOfCluster {
@@ -213,6 +214,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         key_hash: "4a54".into(),
         joined_ms: 1_700_000_000_000,
         removed: true,
+        manages_volumes: true,
     };
     hold("member", &member);
     let recovery = RecoveryRecord { why: "they were lost".into(), since_ms: 1_700_000_000_000 };

@@ -489,6 +489,9 @@ pub struct TokenRecord {
     /// Who used it: role/name and the hash of the key. The same key may ask again, because
     /// an answer can get lost.
     pub used_by: Option<(String, String)>,
+    /// Who joins with it may manage volumes ([`MemberOfCluster::manages_volumes`]).
+    #[serde(default)]
+    pub manages_volumes: bool,
 }
 
 impl Record for TokenRecord {
@@ -508,6 +511,14 @@ pub struct MemberOfCluster {
     /// His certificate lets him do nothing any more; the name is free.
     #[serde(default)]
     pub removed: bool,
+    /// A node that may create, delete and publish any volume, as CSI's controller service does;
+    /// others see what is attached to them. Every node could before this was asked.
+    #[serde(default = "yes")]
+    pub manages_volumes: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Record for MemberOfCluster {

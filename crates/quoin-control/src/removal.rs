@@ -124,12 +124,13 @@ impl Controller {
             key_hash: String::new(),
             joined_ms: now_ms(),
             removed: true,
+            manages_volumes: false,
         };
         if self.members.create(record).await?.is_ok() {
             return Ok(());
         }
         let remove = |record: &mut MemberOfCluster| {
-            record.removed = true;
+            (record.removed, record.manages_volumes) = (true, false);
             Ok(())
         };
         self.members.update(&format!("{role}/{name}"), remove).await.map(drop)
@@ -138,6 +139,32 @@ impl Controller {
     /// Whether somebody with a valid certificate still belongs to the cluster.
     pub(crate) fn is_member(&self, role: Role, name: &str) -> bool {
         !self.members.get(&format!("{role}/{name}")).is_some_and(|member| member.removed)
+    }
+
+    /// Whether this node may manage volumes that are not attached to it.
+    pub(crate) fn manages_volumes(&self, node: &str) -> bool {
+        let member = self.members.get(&format!("{}/{node}", Role::Node));
+        member.is_some_and(|member| member.manages_volumes && !member.removed)
+    }
+
+    /// Lets a node manage volumes, or no more; it counts from its next call on.
+    pub async fn set_node(&self, name: &str, manages_volumes: bool) -> Result<(), Error> {
+        let set = |record: &mut MemberOfCluster| {
+            if record.removed {
+                return Err(Error::missing("node", name));
+            }
+            record.manages_volumes = manages_volumes;
+            Ok(())
+        };
+        let member = format!("{}/{name}", Role::Node);
+        self.members.update(&member, set).await?.ok_or_else(|| Error::missing("node", name))?;
+        let message = match manages_volumes {
+            true => "it may create, delete and publish volumes",
+            false => "it sees the volumes that are attached to it, and no others",
+        };
+        let about = Object::new("node", name, name);
+        self.events.record(Severity::Normal, about, "NodeSet", message);
+        Ok(())
     }
 }
 

@@ -62,9 +62,6 @@ pub struct Options {
     /// Replicas of one volume at most: up to [`crate::spec::REPLICAS_HARD_MAX`].
     pub replicas_max: u32,
     pub lifetimes: Lifetimes,
-    /// Whether certificates of the role node may create, delete and publish volumes, as the CSI
-    /// driver of a node does; without it they see only what is attached to them.
-    pub nodes_manage_volumes: bool,
     /// Asked by whoever serves `/metrics` and `/healthz`.
     pub metrics: Metrics,
 }
@@ -94,7 +91,6 @@ impl Options {
             rebalance_at: RebalanceAt::DEFAULT,
             replicas_max: REPLICAS_MAX,
             lifetimes: Lifetimes::default(),
-            nodes_manage_volumes: true,
             metrics: Metrics::new(),
         }
     }
@@ -209,7 +205,7 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
     let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
     let settings = Options::new(dir).settings();
     let controller = Controller::open(store, identity, authority, settings).await?;
-    let (join_token, expires_ms) = controller.create_join_token("", 0, "").await?;
+    let (join_token, expires_ms) = controller.create_join_token("", 0, "", false).await?;
     controller.events().flush().await?;
     Ok(InitReport { cluster_id, join_token, expires_ms, records_lost })
 }
@@ -273,7 +269,7 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         agents = agents.as_ref().and_then(|agents| agents.local_addr().ok()).map(tracing::field::display),
         "serving; pools and nodes connect to the address `agents`, if there is one"
     );
-    let served = serve(controller.clone(), &options, admin, agents, shutdown).await;
+    let served = serve(controller.clone(), admin, agents, shutdown).await;
     let _ = std::fs::remove_file(&options.admin_socket);
     controller.events().flush().await?;
     served
@@ -282,14 +278,12 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
 /// Serves a controller on sockets that are bound already.
 pub async fn serve(
     controller: Arc<Controller>,
-    options: &Options,
     admin: UnixListener,
     agents: Option<TcpListener>,
     shutdown: watch::Receiver<bool>,
 ) -> Result<(), Error> {
     let services = Services {
         controller: controller.clone(),
-        nodes_manage_volumes: options.nodes_manage_volumes,
         shutdown: shutdown.clone(),
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
     };

@@ -421,6 +421,7 @@ impl Controller {
             volumes_max: node.volumes_max,
             version: node.version.clone(),
             cordon: self.cordon_of_node(&node.name).to_owned(),
+            manages_volumes: self.manages_volumes(&node.name),
         };
         self.nodes.list().iter().map(|node| message(node)).collect()
     }

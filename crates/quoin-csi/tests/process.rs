@@ -27,7 +27,8 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     }
     let mut cluster = ControlPlane::start(path("controller"), path("run/admin.sock")).await;
     cluster.heard(0).await;
-    let asked = CreateJoinTokenRequest { role: "node".into(), ..Default::default() };
+    let asked =
+        CreateJoinTokenRequest { role: "node".into(), manages_volumes: true, ..Default::default() };
     let token = cluster.client().create_join_token(asked).await.unwrap().into_inner();
     let (address, token) = (cluster.address(), token.token.parse().unwrap());
     join(&address, &token, Role::Node, NODE, &path("node")).await.unwrap();

@@ -53,9 +53,7 @@ async fn start(directory: &std::path::Path, stopped: watch::Receiver<bool>) -> C
     let admin = directory.join("admin.sock");
     let listener = UnixListener::bind(&admin).expect("the admin socket");
     let until = stopped.clone();
-    tokio::spawn(
-        async move { quoin_control::serve(controller, &options, listener, None, until).await },
-    );
+    tokio::spawn(async move { quoin_control::serve(controller, listener, None, until).await });
     let plugin = Plugin::new(PluginOptions {
         metrics: quoin_csi::Metrics::default(),
         driver_name: quoin_csi::DRIVER_NAME.to_owned(),

@@ -215,6 +215,9 @@ impl Cli {
             Command::Node(listing::NodeCommand::Remove { node }) => {
                 wait_for(listing::remove_node(&node, &client, format))
             }
+            Command::Node(listing::NodeCommand::Set { node, manages_volumes }) => {
+                wait_for(listing::set_node(&node, manages_volumes, &client, format))
+            }
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
             Command::Token(command) => wait_for(tokens::run(command, &client, format)),

@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::Subcommand;
 use quoin_proto::control::{
     GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Node, Pool, RemoveNodeRequest,
-    RemovePoolRequest, RotateAuthorityRequest,
+    RemovePoolRequest, RotateAuthorityRequest, SetNodeRequest,
 };
 use serde::Serialize;
 
@@ -77,6 +77,16 @@ pub enum NodeCommand {
     Remove {
         /// Its name, as `quoin node list` shows it.
         node: String,
+    },
+    /// Change what a node may do.
+    #[command(after_help = "Example:\n  quoin node set host-1 --manages-volumes true")]
+    Set {
+        /// Its name, as `quoin node list` shows it.
+        node: String,
+        /// Whether it may create, delete and publish any volume, as CSI's controller service does;
+        /// without that it sees the volumes that are attached to it, and no others.
+        #[arg(long, value_name = "BOOL", action = clap::ArgAction::Set)]
+        manages_volumes: bool,
     },
     /// Serve CSI on this host: attach, format, mount.
     Run(Box<crate::roles::NodeOptions>),
@@ -186,6 +196,29 @@ pub async fn remove_node(node: &str, client: &ClientOptions, format: Format) -> 
     output::print_one(format, &view, || format!("node {node} is removed"))
 }
 
+pub async fn set_node(
+    node: &str,
+    manages_volumes: bool,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    #[derive(Serialize)]
+    #[serde(rename_all = "camelCase")]
+    struct SetView<'a> {
+        name: &'a str,
+        manages_volumes: bool,
+    }
+
+    let mut cluster = client.connect().await?;
+    let request = SetNodeRequest { node: node.into(), manages_volumes };
+    cluster.set_node(request).await.map_err(refusal)?;
+    let view = SetView { name: node, manages_volumes };
+    output::print_one(format, &view, || match manages_volumes {
+        true => format!("node {node} may create, delete and publish volumes"),
+        false => format!("node {node} sees the volumes that are attached to it, and no others"),
+    })
+}
+
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct ClusterView {
@@ -271,6 +304,7 @@ struct NodeView {
     version: String,
     /// As of a pool: of all pools on it.
     cordon: String,
+    manages_volumes: bool,
     address: String,
     topology: std::collections::BTreeMap<String, String>,
 }
@@ -284,6 +318,7 @@ impl From<Node> for NodeView {
             volumes_max: node.volumes_max,
             version: node.version,
             cordon: node.cordon,
+            manages_volumes: node.manages_volumes,
             address: node.address,
             topology: node.topology.into_iter().collect(),
         }
@@ -292,8 +327,8 @@ impl From<Node> for NodeView {
 
 impl Row for NodeView {
     const HEADER: &'static [&'static str] =
-        &["NAME", "STATE", "ATTACHED", "VERSION", "POOLS", "ADDRESS", "TOPOLOGY"];
-    const NARROW: usize = 5;
+        &["NAME", "STATE", "ATTACHED", "VERSION", "POOLS", "MAY", "ADDRESS", "TOPOLOGY"];
+    const NARROW: usize = 6;
 
     fn cells(&self) -> Vec<String> {
         let topology: Vec<_> =
@@ -304,6 +339,7 @@ impl Row for NodeView {
             self.attached.to_string(),
             self.version.clone(),
             self.cordon.clone(),
+            if self.manages_volumes { "manage volumes" } else { "use volumes" }.to_owned(),
             self.address.clone(),
             topology.join(","),
         ]

@@ -40,6 +40,10 @@ pub struct TokenOptions {
     /// The only name that may join with it [default: any].
     #[arg(long)]
     name: Option<String>,
+    /// A node that serves CSI's controller service (`quoin node run --mode all|controller`): it may
+    /// create, delete and publish any volume. Other nodes see what is attached to them.
+    #[arg(long)]
+    manages_volumes: bool,
 }
 
 pub async fn run(command: TokenCommand, client: &ClientOptions, format: Format) -> Result<()> {
@@ -50,6 +54,7 @@ pub async fn run(command: TokenCommand, client: &ClientOptions, format: Format) 
                 role: options.role,
                 ttl_s: options.minutes * 60,
                 name: options.name.unwrap_or_default(),
+                manages_volumes: options.manages_volumes,
             };
             let token = cluster.create_join_token(request).await.map_err(refusal)?.into_inner();
             let expires_at = token.expires_at.as_ref().map(show_time).unwrap_or_default();
@@ -86,6 +91,7 @@ struct TokenView {
     id: String,
     role: String,
     name: String,
+    manages_volumes: bool,
     expires_at: String,
     used_by: String,
 }
@@ -96,6 +102,7 @@ impl From<JoinTokenInfo> for TokenView {
             id: token.id,
             role: if token.role.is_empty() { "pool or node".into() } else { token.role },
             name: token.name,
+            manages_volumes: token.manages_volumes,
             expires_at: token.expires_at.as_ref().map(show_time).unwrap_or_default(),
             used_by: token.used_by,
         }
@@ -111,7 +118,11 @@ impl Row for TokenView {
             |text: &str, nothing: &str| if text.is_empty() { nothing } else { text }.to_owned();
         vec![
             self.id.clone(),
-            self.role.clone(),
+            if self.manages_volumes {
+                format!("{}, manages volumes", self.role)
+            } else {
+                self.role.clone()
+            },
             or(&self.name, "any"),
             self.expires_at.clone(),
             or(&self.used_by, "nobody yet"),

@@ -286,7 +286,8 @@ fn expiring_token(cluster: &Cluster) -> String {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async {
         let channel = quoin_identity::unix_channel(&cluster.scratch.0.join("run/admin.sock"));
-        let request = CreateJoinTokenRequest { role: "pool".into(), ttl_s: 1, name: String::new() };
+        let request =
+            CreateJoinTokenRequest { role: "pool".into(), ttl_s: 1, ..Default::default() };
         ClusterClient::new(channel).create_join_token(request).await.unwrap().into_inner().token
     })
 }

@@ -387,6 +387,8 @@ impl Controller {
                 key_hash: String::new(),
                 joined_ms: now_ms(),
                 removed: false,
+                // Who could is not known any more, and a person's to say.
+                manages_volumes: false,
             };
             drop(self.members.create(member).await?);
         }

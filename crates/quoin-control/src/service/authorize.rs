@@ -49,7 +49,11 @@ impl Services {
             Caller::Local => Ok(Scope::All),
             Caller::Member(Peer { role: Role::Admin, .. }) => Ok(Scope::All),
             Caller::Member(Peer { role: Role::Node, name, .. }) => {
-                Ok(if self.nodes_manage_volumes { Scope::All } else { Scope::Node(name) })
+                Ok(if self.controller.manages_volumes(&name) {
+                    Scope::All
+                } else {
+                    Scope::Node(name)
+                })
             }
             other => Err(denied(&other, "the Cluster service")),
         }
@@ -58,7 +62,10 @@ impl Services {
     pub(super) fn manage<T>(&self, request: &Request<T>) -> Result<(), Error> {
         match self.look(request)? {
             Scope::All => Ok(()),
-            Scope::Node(_) => Err(denied(&named(request), "managing volumes")),
+            Scope::Node(name) => Err(Error::Denied(format!(
+                "managing volumes is not for node {name}: where it serves CSI's controller service, \
+                 let it with `quoin node set {name} --manages-volumes true`"
+            ))),
         }
     }
 

@@ -67,6 +67,7 @@ fn known(token: &TokenRecord) -> JoinTokenInfo {
         name: token.holder.clone(),
         expires_at: Some(timestamp(token.expires_ms)),
         used_by: token.used_by.as_ref().map(|(who, _)| who.clone()).unwrap_or_default(),
+        manages_volumes: token.manages_volumes,
     }
 }
 
@@ -431,8 +432,9 @@ impl Cluster for Services {
         request: Request<CreateJoinTokenRequest>,
     ) -> Result<Response<JoinToken>, Status> {
         self.govern(&request)?;
-        let CreateJoinTokenRequest { role, ttl_s, name } = request.into_inner();
-        let (token, expires_ms) = self.controller.create_join_token(&role, ttl_s, &name).await?;
+        let CreateJoinTokenRequest { role, ttl_s, name, manages_volumes } = request.into_inner();
+        let (token, expires_ms) =
+            self.controller.create_join_token(&role, ttl_s, &name, manages_volumes).await?;
         let expires_at = Some(timestamp(expires_ms));
         Ok(Response::new(JoinToken { token: token.to_string(), expires_at }))
     }
@@ -471,6 +473,16 @@ impl Cluster for Services {
         self.govern(&request)?;
         self.controller.remove_node(&request.get_ref().node).await?;
         Ok(Response::new(RemoveNodeResponse {}))
+    }
+
+    async fn set_node(
+        &self,
+        request: Request<SetNodeRequest>,
+    ) -> Result<Response<SetNodeResponse>, Status> {
+        self.govern(&request)?;
+        let SetNodeRequest { node, manages_volumes } = request.into_inner();
+        self.controller.set_node(&node, manages_volumes).await?;
+        Ok(Response::new(SetNodeResponse {}))
     }
 
     async fn rotate_authority(

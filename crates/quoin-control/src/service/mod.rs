@@ -6,7 +6,7 @@
 //! | | unix socket | admin | node | pool | newcomer |
 //! |---|---|---|---|---|---|
 //! | Cluster: get, list, capacity, events | yes | yes | yes | – | – |
-//! | Cluster: create, delete, resize, scale, apply, publish, unpublish, cordon, drain | yes | yes | where nodes manage volumes (for CSI), else – | – | – |
+//! | Cluster: create, delete, resize, scale, apply, publish, unpublish, cordon, drain | yes | yes | with leave to manage volumes (for CSI), else – | – | – |
 //! | Cluster: join tokens, removals, rotation, recovery by hand and of records, backup without the key | yes | yes | – | – | – |
 //! | Cluster: backup with the authority's key | yes | – | – | – | – |
 //! | Agent: WatchPool, ReportPool, ReportHoldings | yes | – | – | its own name | – |
@@ -17,7 +17,8 @@
 //!
 //! A certificate whose holder was removed is worth as much as none.
 //!
-//! Without leave to manage volumes, a node sees the volumes attached to it and no others.
+//! Without leave to manage volumes, which comes with its join token or from an admin, a node sees
+//! the volumes attached to it and no others.
 
 mod agent;
 mod authorize;
@@ -41,8 +42,6 @@ const MESSAGE_BYTES_MAX: usize = 16 << 20;
 #[derive(Clone)]
 pub(crate) struct Services {
     pub controller: Arc<Controller>,
-    /// Whether the role node may create, delete and publish volumes.
-    pub nodes_manage_volumes: bool,
     /// Ends the streams, so that a shutdown waits for nobody.
     pub shutdown: watch::Receiver<bool>,
     /// Streams at a time; each costs memory on both sides.

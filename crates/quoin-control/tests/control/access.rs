@@ -110,13 +110,13 @@ async fn every_caller_may_do_what_the_table_says_and_nothing_else() {
         ),
         (
             "node n1",
-            channel(server.member(Role::Node, "n1").await),
+            channel(server.manager("n1").await),
             [Ok, Ok, No, No, Ok, Ok, No, InvalidArgument],
         ),
         (
             "node n2",
             channel(server.member(Role::Node, "n2").await),
-            [Ok, Ok, No, No, No, No, No, InvalidArgument],
+            [Ok, No, No, No, No, No, No, InvalidArgument],
         ),
         (
             "pool p1",
@@ -154,7 +154,7 @@ async fn every_caller_may_do_what_the_table_says_and_nothing_else() {
 
 #[tokio::test]
 async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
-    let server = Server::with(Lifetimes::default(), false).await;
+    let server = Server::with(Lifetimes::default()).await;
     let node = server.member(Role::Node, "n1").await;
     let channel = node.channel(&server.address).unwrap();
     let answers = ask(channel.clone()).await;
@@ -225,7 +225,11 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     };
     assert_eq!(code(cluster.get_volume(get(&ids[0])).await), Code::Ok);
     assert_eq!(code(cluster.get_volume(get(&ids[1])).await), Code::NotFound);
-    assert_eq!(code(cluster.publish_volume(publish).await), Code::PermissionDenied);
+    let refused = cluster.publish_volume(publish.clone()).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert!(refused.message().contains("quoin node set n1 --manages-volumes true"), "{refused}");
+    let itself = SetNodeRequest { node: "n1".into(), manages_volumes: true };
+    assert_eq!(code(cluster.set_node(itself.clone()).await), Code::PermissionDenied);
     // And an epoch only of what it owns.
     let mut agent = AgentClient::new(channel);
     let acquire = |id: &String| AcquireEpochRequest {
@@ -241,6 +245,14 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     assert_eq!((grant.epoch.0, grant.node.as_str()), (mine.epoch, "n1"));
     let other = agent.acquire_epoch(acquire(&ids[1])).await.unwrap().into_inner();
     assert_eq!((other.outcome(), other.grant.len()), (Outcome::NotOwner, 0));
+    // Until somebody who governs lets it.
+    admin.set_node(itself.clone()).await.unwrap();
+    assert_eq!(code(cluster.get_volume(get(&ids[1])).await), Code::Ok);
+    assert_eq!(code(cluster.publish_volume(publish).await), Code::Ok);
+    admin.set_node(SetNodeRequest { manages_volumes: false, ..itself }).await.unwrap();
+    assert_eq!(code(cluster.get_volume(get(&ids[1])).await), Code::NotFound);
+    let nobody = SetNodeRequest { node: "n5".into(), manages_volumes: true };
+    assert_eq!(code(admin.set_node(nobody).await), Code::NotFound);
     server.stop().await;
 }
 
@@ -373,7 +385,7 @@ async fn garbage_on_the_port_harms_nobody() {
 #[tokio::test]
 async fn a_member_renews_itself_while_connected_and_outlives_its_first_certificate() {
     let lifetimes = Lifetimes { holder: Duration::from_secs(6), ..Lifetimes::default() };
-    let server = Server::with(lifetimes, true).await;
+    let server = Server::with(lifetimes).await;
     let node = server.member(Role::Node, "n1").await;
     let (_, first_end) = node.validity();
     let (stop, shutdown) = tokio::sync::watch::channel(false);

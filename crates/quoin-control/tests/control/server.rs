@@ -25,14 +25,14 @@ pub struct Server {
 
 impl Server {
     pub async fn start() -> Self {
-        Self::with(Lifetimes::default(), true).await
+        Self::with(Lifetimes::default()).await
     }
 
-    pub async fn with(lifetimes: Lifetimes, nodes_manage_volumes: bool) -> Self {
+    pub async fn with(lifetimes: Lifetimes) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path().join("controller");
         let made = quoin_control::init(&home, lifetimes).await.unwrap();
-        let options = Options { lifetimes, nodes_manage_volumes, ..Options::new(&home) };
+        let options = Options { lifetimes, ..Options::new(&home) };
         let controller = Arc::new(quoin_control::open(&options).await.unwrap());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -41,7 +41,7 @@ impl Server {
         let (down, shutdown) = watch::channel(false);
         let served = controller.clone();
         let serving = tokio::spawn(async move {
-            quoin_control::serve(served, &options, local, Some(listener), shutdown).await
+            quoin_control::serve(served, local, Some(listener), shutdown).await
         });
         let first_token = made.join_token;
         Self { dir, address, controller, first_token, admin, down, serving }
@@ -65,13 +65,30 @@ impl Server {
     }
 
     pub async fn token(&self, role: &str, name: &str, ttl_s: u32) -> JoinToken {
-        let asked = CreateJoinTokenRequest { role: role.into(), ttl_s, name: name.into() };
+        let asked = CreateJoinTokenRequest {
+            role: role.into(),
+            ttl_s,
+            name: name.into(),
+            manages_volumes: false,
+        };
         let token = self.admin().create_join_token(asked).await.unwrap().into_inner();
         token.token.parse().unwrap()
     }
 
     pub fn home(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    /// A node whose token lets it manage volumes.
+    pub async fn manager(&self, name: &str) -> Identity {
+        let asked = CreateJoinTokenRequest {
+            role: "node".into(),
+            manages_volumes: true,
+            ..Default::default()
+        };
+        let token = self.admin().create_join_token(asked).await.unwrap().into_inner();
+        let token = token.token.parse().unwrap();
+        join(&self.address, &token, Role::Node, name, &self.home(name)).await.unwrap()
     }
 
     pub async fn member(&self, role: Role, name: &str) -> Identity {

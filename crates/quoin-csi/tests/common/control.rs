@@ -74,7 +74,7 @@ impl ControlPlane {
         let address = agents.local_addr().unwrap().to_string();
         let (stop, stopped) = watch::channel(false);
         let serving = tokio::spawn(async move {
-            let served = quoin_control::serve(controller, &options, local, Some(agents), stopped);
+            let served = quoin_control::serve(controller, local, Some(agents), stopped);
             served.await.unwrap();
         });
         self.running = Some(Running { stop, serving, address });

@@ -347,7 +347,13 @@ async fn join(
     if Identity::load(directory).is_ok() {
         return Ok(());
     }
-    let request = CreateJoinTokenRequest { role: role.to_string(), ttl_s: 300, name: name.into() };
+    let request = CreateJoinTokenRequest {
+        role: role.to_string(),
+        ttl_s: 300,
+        name: name.into(),
+        // The one node serves CSI's controller service as well.
+        manages_volumes: role == Role::Node,
+    };
     let token = cluster.create_join_token(request).await.map_err(refusal)?.into_inner().token;
     processes::join(settings, role, name, directory, &token).await
 }
