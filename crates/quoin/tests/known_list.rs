@@ -333,8 +333,11 @@ fn a_newcomer_beside_as_many_known_ones_as_are_desired_is_turned_away_with_an_al
     let told = dev.eventually("an alarm", || events(&dev, "TooManyReplicas").pop());
     assert_eq!(
         told,
-        "it was turned away: too many replicas are connecting: all that are desired are known \
-         and connected"
+        format!(
+            "pool {}: it was turned away: too many replicas are connecting: all that are desired are \
+             known and connected",
+            new["pool"].as_str().unwrap()
+        )
     );
     let told = dev.ok(&["events", "-o", "json"]);
     let told: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
