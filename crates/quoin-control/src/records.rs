@@ -417,6 +417,9 @@ pub struct PoolRecord {
     pub topology: BTreeMap<String, String>,
     /// The highest seen; a lower one means that an older state of the disk came back.
     pub start_counter: u64,
+    /// Of the start with that counter; 0: it told none. Another one means the same.
+    #[serde(default)]
+    pub start_nonce: u64,
     pub rolled_back: bool,
     /// Grows with every request for a scrub.
     #[serde(default)]

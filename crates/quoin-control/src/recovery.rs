@@ -145,7 +145,7 @@ impl Controller {
             // Its pool says so, or said so: then the record of it has another GUID since. That a
             // pool does not mention it proves nothing, for it may only just have started.
             let proven = held == Some(ReplicaState::Gone) || record.is_none();
-            let rolled_back = self.pools.get(pool).is_some_and(|pool| pool.rolled_back);
+            let rolled_back = self.is_rolled_back(pool);
             let present = held == Some(ReplicaState::Present) && !rolled_back;
             there += usize::from(present);
             match (recovery.keep.contains(&id), present) {

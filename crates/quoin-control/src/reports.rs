@@ -115,6 +115,11 @@ impl Controller {
         Ok(())
     }
 
+    /// Whether an older state of its disk came back: it is used for nothing.
+    pub fn is_rolled_back(&self, pool: &str) -> bool {
+        self.pools.get(pool).is_some_and(|pool| pool.rolled_back)
+    }
+
     async fn record_pool(&self, report: &PoolReport) -> Result<(), Error> {
         let record = PoolRecord {
             name: report.pool.clone(),
@@ -123,6 +128,7 @@ impl Controller {
             address: report.address.clone(),
             topology: topology(&report.topology)?,
             start_counter: report.start_counter,
+            start_nonce: report.start_nonce,
             rolled_back: false,
             scrub_request: 0,
         };
@@ -138,13 +144,17 @@ impl Controller {
             let replaced = pool.pool_id != record.pool_id;
             // A pool that is opening or leaving does not tell its counter.
             let told = record.start_counter != 0 && !report.leaving;
-            let rolled_back = !replaced && told && record.start_counter < pool.start_counter;
+            let same_start = record.start_counter == pool.start_counter;
+            let nonces = [record.start_nonce, pool.start_nonce];
+            let another = same_start && nonces[0] != nonces[1] && !nonces.contains(&0);
+            let older = another || record.start_counter < pool.start_counter;
+            let rolled_back = !replaced && told && older;
             let news = match (replaced, rolled_back && !pool.rolled_back) {
                 (true, _) => Some(("PoolReplaced", format!("it was {}", pool.pool_id))),
                 (_, true) => {
                     let (now, then) = (record.start_counter, pool.start_counter);
                     let message = format!(
-                        "an older state of its disk came back (start {now}, was {then}): its \
+                        "an older state of its disk came back (start {now}, after {then}): its \
                          replicas are not used, for they may lack acknowledged writes; wipe the \
                          pool to have them rebuilt"
                     );
@@ -153,12 +163,18 @@ impl Controller {
                 _ => None,
             };
             let rolled_back = !replaced && (rolled_back || pool.rolled_back);
-            let start_counter = match rolled_back || !told {
-                true => pool.start_counter,
-                false => record.start_counter,
+            let (start_counter, start_nonce) = match rolled_back || !told {
+                true => (pool.start_counter, pool.start_nonce),
+                false => (record.start_counter, record.start_nonce),
             };
             let scrub_request = pool.scrub_request;
-            *pool = PoolRecord { rolled_back, start_counter, scrub_request, ..record.clone() };
+            *pool = PoolRecord {
+                rolled_back,
+                start_counter,
+                start_nonce,
+                scrub_request,
+                ..record.clone()
+            };
             Ok(news)
         };
         if let Some((_, Some((reason, message)))) = self.pools.update(&report.pool, change).await? {

@@ -101,7 +101,7 @@ impl Controller {
         if replica.phase == ReplicaPhase::Delete {
             return status("Deleting", "");
         }
-        if self.pools.get(pool).is_some_and(|pool| pool.rolled_back) {
+        if self.is_rolled_back(pool) {
             return gone("an older state of the pool's disk came back");
         }
         let after = self.settings.offline_after;

@@ -71,6 +71,8 @@ pub struct PoolState {
     /// What keeps it from taking more, and the way out; empty: nothing.
     pub warning: &'static str,
     pub start_counter: u64,
+    /// Drawn at each start.
+    pub start_nonce: u64,
     pub scrub: ScrubState,
     pub replicas: Vec<ReplicaState>,
 }

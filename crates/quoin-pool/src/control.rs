@@ -1,7 +1,8 @@
 //! The pool's side of the control plane: learns what to hold, tells what it holds.
 //!
 //! Nothing on the data path waits for any of this: while the controller is away, sessions go on
-//! and new ones are opened, since a grant proves itself.
+//! and new ones are opened, since a grant proves itself. Only a start is told to the controller
+//! first, which may know that an older state of the disk came back ([`crate::shard::Recognition`]).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -157,6 +158,7 @@ impl Control {
             free_bytes: state.space.free_bytes,
             warning: state.warning.to_owned(),
             start_counter: state.start_counter,
+            start_nonce: state.start_nonce,
             replicas: state.replicas.iter().map(ReplicaState::to_message).collect(),
             topology: self.options.topology.clone().into_iter().collect(),
             error: trouble.unwrap_or_default(),
@@ -168,9 +170,17 @@ impl Control {
         let mut request = tonic::Request::new(report);
         request.set_timeout(CALL_MAX);
         let mut client = AgentClient::new(self.channel.clone());
-        if let Err(error) = client.report_pool(request).await {
-            tracing::debug!(%error, "a report did not reach the controller");
-            self.notices.restore(notices);
+        match client.report_pool(request).await {
+            // A pool that is opening has told no start that could be judged.
+            Ok(answer) if state.start_counter != 0 && !leaving => {
+                let rolled_back = answer.into_inner().rolled_back;
+                self.shard.send(Input::Judged { rolled_back });
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::debug!(%error, "a report did not reach the controller");
+                self.notices.restore(notices);
+            }
         }
     }
 }

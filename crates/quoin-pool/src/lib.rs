@@ -50,7 +50,7 @@ use metrics::Metrics;
 use place::Place;
 pub use place::{POOL_FILE, data_path};
 use scrub::ScrubPlan;
-use shard::{Input, Parts};
+use shard::{Input, Parts, Recognition};
 
 /// How a pool is run.
 #[derive(Clone, Debug)]
@@ -205,7 +205,15 @@ where
         period: options.scrub_period,
         file: Some(identity.dir().join(scrub::STATE_FILE)),
     };
-    let parts = Parts { reactor, acceptor, inputs, notices: notices.clone(), metrics, scrub };
+    let parts = Parts {
+        reactor,
+        acceptor,
+        inputs,
+        notices: notices.clone(),
+        metrics,
+        scrub,
+        recognition: Recognition::Awaited,
+    };
     let trouble = Arc::new(Mutex::new(None));
     let shard_thread = {
         let watch = Watch {

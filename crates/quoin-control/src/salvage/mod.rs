@@ -263,7 +263,7 @@ impl Controller {
         let mut deleted = HashSet::new();
         let mut held: BTreeMap<VolumeId, Vec<Held>> = BTreeMap::new();
         for (pool, told) in told {
-            let rolled_back = self.pools.get(pool).is_some_and(|pool| pool.rolled_back);
+            let rolled_back = self.is_rolled_back(pool);
             deleted.extend(&told.deleted);
             for replica in &told.replicas {
                 let replica = Held { trusted: !rolled_back, ..replica.clone() };

@@ -98,8 +98,10 @@ impl Agent for Services {
         request: Request<PoolReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Pool, &request.get_ref().pool)?;
-        self.controller.report_pool(request.get_ref()).await?;
-        Ok(Response::new(ReportAnswer::default()))
+        let report = request.get_ref();
+        self.controller.report_pool(report).await?;
+        let rolled_back = self.controller.is_rolled_back(&report.pool);
+        Ok(Response::new(ReportAnswer { rolled_back, ..ReportAnswer::default() }))
     }
 
     async fn report_holdings(
@@ -204,6 +206,6 @@ impl Agent for Services {
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
         let grant = self.controller.report_volume(request.get_ref()).await?;
-        Ok(Response::new(ReportAnswer { grant }))
+        Ok(Response::new(ReportAnswer { grant, ..ReportAnswer::default() }))
     }
 }

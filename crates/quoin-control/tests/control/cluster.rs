@@ -176,6 +176,7 @@ pub struct SimPool {
     pub node: String,
     pub id: String,
     pub start_counter: u64,
+    pub start_nonce: u64,
     /// Beside its replicas, and by each of them.
     pub used_bytes: u64,
     pub replica_bytes: u64,
@@ -193,6 +194,7 @@ impl SimPool {
             node: node.into(),
             id: format!("{name}-1"),
             start_counter: 1,
+            start_nonce: 1,
             used_bytes: 0,
             replica_bytes: 0,
             online: true,
@@ -269,6 +271,7 @@ impl SimPool {
             used_bytes: used,
             free_bytes: 100 * GIB - used,
             start_counter: self.start_counter,
+            start_nonce: self.start_nonce,
             replicas,
             ..PoolReport::default()
         }

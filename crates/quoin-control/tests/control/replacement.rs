@@ -234,6 +234,28 @@ async fn replicas_of_an_older_disk_state_are_flagged_and_kept_from_targets() {
     assert_ne!(cluster.volume("db").replicas[0].guid, volume.replicas[0].guid);
 }
 
+/// An image of before the last start counts up to the same number.
+#[tokio::test]
+async fn another_start_of_the_same_count_is_an_older_state_of_the_disk() {
+    let mut cluster = Cluster::new().await;
+    for (counter, nonce, is_older) in
+        [(5, 50, false), (5, 50, false), (6, 60, false), (6, 61, true)]
+    {
+        (cluster.pools[0].start_counter, cluster.pools[0].start_nonce) = (counter, nonce);
+        cluster.settle().await.unwrap();
+        let name = cluster.pools[0].name.clone();
+        assert_eq!(cluster.controller.is_rolled_back(&name), is_older, "start {counter} {nonce}");
+    }
+    // A build of before tells none.
+    let name = cluster.pools[1].name.clone();
+    for nonce in [7, 0, 8] {
+        cluster.pools[1].start_nonce = nonce;
+        (cluster.pools[1].start_counter) += u64::from(nonce == 7);
+        cluster.settle().await.unwrap();
+    }
+    assert!(!cluster.controller.is_rolled_back(&name));
+}
+
 #[tokio::test]
 async fn replicas_that_no_record_names_are_kept_and_told_of_once() {
     let mut cluster = Cluster::new().await;

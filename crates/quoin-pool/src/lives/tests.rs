@@ -23,6 +23,7 @@ use crate::accept::{Acceptor, Belief};
 use crate::assignment::{Assignment, Phase, Wanted};
 use crate::metrics::Metrics;
 use crate::scrub::ScrubPlan;
+use crate::shard::Recognition;
 
 const VOLUME: VolumeId = VolumeId(7);
 const MEMBER: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(101) };
@@ -70,6 +71,14 @@ struct Process {
 
 impl Process {
     fn start<D: Disk + Clone + Sync + 'static>(disk: &D, doubt: &Path) -> Self {
+        Self::recognised(disk, doubt, Recognition::Given)
+    }
+
+    fn recognised<D: Disk + Clone + Sync + 'static>(
+        disk: &D,
+        doubt: &Path,
+        recognition: Recognition,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let reactor = Reactor::new().unwrap();
@@ -89,7 +98,8 @@ impl Process {
         let notices = Notices::default();
         let scrub = ScrubPlan::default();
         let (kept, counted) = (notices.clone(), metrics.clone());
-        let parts = Parts { reactor, acceptor, inputs: taken, notices, metrics, scrub };
+        let parts =
+            Parts { reactor, acceptor, inputs: taken, notices, metrics, scrub, recognition };
         let (stop, stopped) = watch::channel(false);
         let trouble = Arc::new(Mutex::new(None));
         let watch = Watch {
@@ -138,6 +148,10 @@ impl Process {
     }
 
     fn session(&self, epoch: u64) -> Option<(Session, OpenAck)> {
+        Self::session_at(self.address, epoch)
+    }
+
+    fn session_at(address: SocketAddr, epoch: u64) -> Option<(Session, OpenAck)> {
         let key = SessionKey {
             epoch: Epoch(epoch),
             incarnation: Incarnation(u128::from(epoch)),
@@ -145,8 +159,7 @@ impl Process {
         };
         let hello = Hello::new(VOLUME, MEMBER.id, MEMBER.guid, Bytes::new());
         let security = ClientSecurity::PlainLoopback;
-        let connection =
-            quoin_wire::establish::dial("p", self.address, &security, key, &hello).ok()?;
+        let connection = quoin_wire::establish::dial("p", address, &security, key, &hello).ok()?;
         let mut session = Session { connection, key };
         session.send(&ToReplica::Open {
             volume: VOLUME,
@@ -426,5 +439,49 @@ fn a_read_error_costs_the_block_and_not_the_pool() {
     assert!(matches!(first, Content::Data { .. } | Content::Bad), "{first:?}");
     assert!(matches!(read(3), Content::Data { .. }));
     assert_eq!(*process.trouble.lock().unwrap(), None);
+    process.stop();
+}
+
+/// A target that tries to open the replica, beside the test.
+fn opening(process: &Process, epoch: u64) -> JoinHandle<Option<(Session, OpenAck)>> {
+    let address = process.address;
+    std::thread::spawn(move || Process::session_at(address, epoch))
+}
+
+#[test]
+fn a_start_serves_once_it_is_recognised_and_an_older_state_of_the_disk_serves_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let doubt = dir.path().join(DOUBT_FILE);
+    let disk = MemoryDisk::new(128 << 20);
+    Pool::format(&disk, &FormatOptions::new(PoolId(3))).unwrap();
+    let process = Process::recognised(&disk, &doubt, Recognition::Awaited);
+    process.create_replica();
+    let waiting = opening(&process, 1);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!waiting.is_finished(), "the controller may know more");
+    process.send(Input::Judged { rolled_back: false });
+    let (mut session, _) = waiting.join().unwrap().expect("it is recognised");
+
+    process.send(Input::Judged { rolled_back: true });
+    assert!(session.next().is_none(), "its sessions end");
+    let again = opening(&process, 2);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!again.is_finished(), "nobody gets in");
+    process.send(Input::Judged { rolled_back: false });
+    assert!(again.join().unwrap().is_some(), "the controller took it back");
+    process.stop();
+}
+
+#[test]
+fn where_no_controller_answers_a_start_serves_after_a_while() {
+    let dir = tempfile::tempdir().unwrap();
+    let doubt = dir.path().join(DOUBT_FILE);
+    let disk = MemoryDisk::new(128 << 20);
+    Pool::format(&disk, &FormatOptions::new(PoolId(3))).unwrap();
+    let process = Process::recognised(&disk, &doubt, Recognition::Awaited);
+    process.create_replica();
+    let began = Instant::now();
+    eventually("it serves", || process.open_replica(1));
+    assert!(began.elapsed() >= Duration::from_secs(2), "the controller was not waited for");
     process.stop();
 }

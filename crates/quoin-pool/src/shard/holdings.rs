@@ -177,13 +177,14 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
         let space = self.pool.space();
         self.parts.metrics.filled(space);
-        let (start_counter, scrub) = (self.pool.start_counter(), self.scrub_state());
+        let (start_counter, start_nonce) = (self.pool.start_counter(), self.start_nonce);
+        let scrub = self.scrub_state();
         let warning = match (self.short, self.pool.is_short_below()) {
             (_, true) => FULL_BELOW,
             (true, false) => FULL,
             (false, false) => "",
         };
-        PoolState { space, warning, start_counter, scrub, replicas }
+        PoolState { space, warning, start_counter, start_nonce, scrub, replicas }
     }
 }
 

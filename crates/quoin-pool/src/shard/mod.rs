@@ -72,6 +72,10 @@ const SAME_REFUSAL: Duration = Duration::from_secs(60);
 /// How long a peer whose session was ended may take to close its side.
 const LINGER: Duration = Duration::from_secs(2);
 
+/// How long a start waits for the controller's word: less than a target waits for a connection.
+const RECOGNISED_AFTER: Duration = Duration::from_secs(3);
+
+/// Names the listeners, and the timer that ends the wait for recognition.
 const LISTENERS: u64 = 0;
 /// Why a pool is short of room.
 const FULL: &str =
@@ -93,7 +97,24 @@ pub enum Input {
     },
     State(tokio::sync::oneshot::Sender<PoolState>),
     Holdings(tokio::sync::oneshot::Sender<Holdings>),
+    /// What the controller made of the report of this start.
+    Judged {
+        rolled_back: bool,
+    },
     Shutdown,
+}
+
+/// Whether targets may open replicas here. A pool cannot see that its disk was put back to an
+/// older state, in which its replicas lack what they acknowledged; the controller can, by the
+/// count of starts. So nobody is let in before it has seen this start, or could not be reached
+/// for [`RECOGNISED_AFTER`]: its absence must not keep a volume from its replicas.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Recognition {
+    Awaited,
+    /// Also of pools that no controller knows, in tests and benchmarks.
+    Given,
+    /// An older state of the disk: what is here must not be read.
+    Refused,
 }
 
 /// Why the shard ended.
@@ -115,6 +136,7 @@ pub struct Parts {
     pub notices: Notices,
     pub metrics: Metrics,
     pub scrub: ScrubPlan,
+    pub recognition: Recognition,
 }
 
 pub struct Shard<'a, P> {
@@ -148,13 +170,11 @@ pub struct Shard<'a, P> {
     /// What the targets were told of the pool's room.
     short: bool,
     copying: Copying,
+    start_nonce: u64,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     pub fn new(pool: P, parts: &'a mut Parts, syncer: Syncer) -> std::io::Result<Self> {
-        for listener in parts.acceptor.listeners() {
-            parts.reactor.register(listener, LISTENERS, Interest::READ)?;
-        }
         let scrub = Scrub::new(parts.scrub.clone());
         let mut shard = Shard {
             pool,
@@ -180,8 +200,14 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             repair_at: None,
             short: false,
             copying: Copying::default(),
+            start_nonce: rand::random(),
         };
         let now = now();
+        match shard.parts.recognition {
+            Recognition::Given => shard.let_in()?,
+            Recognition::Awaited => shard.timers.set(LISTENERS, Some(now + RECOGNISED_AFTER)),
+            Recognition::Refused => {}
+        }
         for guid in shard.pool.replicas() {
             shard.hold(now, guid, SyncTicket(0));
         }
@@ -321,7 +347,49 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
             Input::Holdings(answer) => drop(answer.send(self.holdings())),
             Input::Scrub { request } => self.ask_for_scrub(now, request),
+            Input::Judged { rolled_back } => self.judged(now, rolled_back),
             Input::Shutdown => self.stop(now),
+        }
+    }
+
+    fn let_in(&mut self) -> std::io::Result<()> {
+        for listener in self.parts.acceptor.listeners() {
+            self.parts.reactor.register(listener, LISTENERS, Interest::READ)?;
+        }
+        self.parts.recognition = Recognition::Given;
+        Ok(())
+    }
+
+    /// The controller's word on this start: first the doors, or an end to all sessions.
+    fn judged(&mut self, now: Time, rolled_back: bool) {
+        match (self.parts.recognition, rolled_back) {
+            (Recognition::Given, false) | (Recognition::Refused, true) => {}
+            (_, false) => {
+                self.timers.set(LISTENERS, None);
+                if let Err(error) = self.let_in() {
+                    self.fail(StoreError::Io(IoFault {
+                        operation: "listen",
+                        offset: 0,
+                        errno: error.raw_os_error().unwrap_or_default(),
+                    }));
+                }
+            }
+            (before, true) => {
+                tracing::error!(
+                    "an older state of this pool's disk came back: it serves nobody; wipe it to \
+                     have its replicas rebuilt"
+                );
+                if before == Recognition::Given {
+                    for listener in self.parts.acceptor.listeners() {
+                        self.parts.reactor.deregister(listener);
+                    }
+                }
+                self.timers.set(LISTENERS, None);
+                self.parts.recognition = Recognition::Refused;
+                for key in self.peers.keys().copied().collect::<Vec<_>>() {
+                    self.lost(now, key, &WireError::Closed);
+                }
+            }
         }
     }
 
@@ -529,6 +597,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     }
 
     fn timer(&mut self, now: Time, key: u64) {
+        if key == LISTENERS {
+            tracing::warn!(
+                "no controller says whether this pool's disk is as it was left: it is taken to be"
+            );
+            return self.judged(now, false);
+        }
         match self.by_timer.get(&key).copied() {
             Some(guid) => self.deliver(now, guid, ReplicaEvent::Timer),
             None => self.lost(now, key, &WireError::Closed),

@@ -14,7 +14,8 @@ use quoin_wire::{Connection, Frame, ReadOutcome};
 use rustix::net::Shutdown;
 
 use super::{
-    APPEND_BYTES_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX, QUEUED_MAX, Shard,
+    APPEND_BYTES_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX, QUEUED_MAX,
+    Recognition, Shard,
 };
 use crate::facts::PoolFacts;
 
@@ -35,7 +36,8 @@ pub(super) struct Peer {
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn admit(&mut self, answered: Answered) {
         let Answered { connection, session, hello, peer_address } = answered;
-        if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() {
+        let refused = self.parts.recognition == Recognition::Refused;
+        if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() || refused {
             return;
         }
         let key = self.key();

@@ -22,7 +22,7 @@ use quoin_pool::accept::{Acceptor, Belief};
 use quoin_pool::assignment::{Assignment, Phase, PoolState, Wanted};
 use quoin_pool::facts::PoolFacts;
 use quoin_pool::scrub::ScrubPlan;
-use quoin_pool::shard::{Ended, Input as PoolInput, Parts, Shard as PoolShard};
+use quoin_pool::shard::{Ended, Input as PoolInput, Parts, Recognition, Shard as PoolShard};
 use quoin_pool::syncer::Syncer;
 use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
@@ -88,7 +88,15 @@ impl RunningPool {
         .unwrap();
         let syncer = Syncer::start(disk, sender.clone(), waker.clone()).unwrap();
         let (notices, scrub) = (Notices::default(), ScrubPlan::default());
-        let mut parts = Parts { reactor, acceptor, inputs, notices, metrics, scrub };
+        let mut parts = Parts {
+            reactor,
+            acceptor,
+            inputs,
+            notices,
+            metrics,
+            scrub,
+            recognition: Recognition::Given,
+        };
         let thread =
             std::thread::spawn(move || PoolShard::new(pool, &mut parts, syncer).unwrap().run());
         RunningPool { address, inputs: sender, waker, thread }

@@ -38,6 +38,8 @@ use settings::{PoolSettings, Settings};
 
 /// All parts must be up within this; a machine under load takes its time.
 const START_BUDGET: Duration = Duration::from_secs(90);
+/// A pool that is Failed for so long of a start does not keep the others waiting.
+const FAILED_AFTER: Duration = Duration::from_secs(5);
 /// Between two looks at which pools were removed.
 const MEMBERS_EVERY: Duration = Duration::from_secs(2);
 
@@ -368,20 +370,26 @@ async fn wait_until_all_are_online(
     loop {
         let pools = cluster.list_pools(ListPoolsRequest {}).await;
         let nodes = cluster.list_nodes(ListNodesRequest {}).await;
-        let mut missing = Vec::new();
+        let (mut missing, mut failed) = (Vec::new(), Vec::new());
         if let (Ok(pools), Ok(nodes)) = (pools, nodes) {
             let (pools, nodes) = (pools.into_inner().pools, nodes.into_inner().nodes);
-            // One that is full serves what it has.
-            let serves = |pool: &Pool| ["Online", "Full"].contains(&pool.state.as_str());
+            // One that is full, or dying, serves what it has.
+            let serves = |pool: &Pool| ["Online", "Full", "Dying"].contains(&pool.state.as_str());
             for wanted in started {
-                if !pools.iter().any(|pool| pool.name == wanted.name && serves(pool)) {
-                    missing.push(wanted.name.clone());
+                match pools.iter().find(|pool| pool.name == wanted.name) {
+                    Some(pool) if serves(pool) => {}
+                    // The others may do without it; what it needs is a person's to do.
+                    Some(pool) if pool.state == "Failed" && began.elapsed() > FAILED_AFTER => {
+                        failed.push(format!("pool {} is not used: {}", pool.name, pool.message));
+                    }
+                    _ => missing.push(wanted.name.clone()),
                 }
             }
             if !nodes.iter().any(|node| node.name == settings.node && node.state == "Online") {
                 missing.push("node".into());
             }
             if missing.is_empty() {
+                failed.iter().for_each(|line| say(line));
                 return Ok(());
             }
         }

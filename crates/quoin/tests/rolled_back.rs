@@ -1,0 +1,62 @@
+//! A disk that is put back to an older state, on real processes.
+
+mod support;
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use support::{Dev, Scratch, block, signal};
+
+const BLOCK: u64 = 4096;
+
+/// The image is of before the last start: its pool counts up to the same number as that one did.
+/// Two of three replicas are there, enough to open the volume, were it not that one of them is of
+/// that image and the other was away.
+#[test]
+fn an_older_state_of_a_pools_disk_serves_nobody_and_nothing_older_is_read() {
+    let scratch = Scratch::new("rolledback");
+    let flags = ["--no-attach", "--pool-size", "256MiB", "--replace-after", "off"];
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    client.write(0, Bytes::from(block(0, 1)), true).unwrap();
+    client.stop();
+    dev.ok(&["volume", "detach", "db"]);
+    let file = dev.pool_file("pool-b");
+    dev.stop();
+    let image = scratch.0.join("image");
+    std::fs::copy(&file, &image).unwrap();
+
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    let client = dev.client("db");
+    dev.wait_for_volume("db", "whole", |volume| {
+        volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
+    });
+    let away = dev.pid("pool-c").unwrap();
+    signal(away, "STOP");
+    client.write(0, Bytes::from(block(0, 2)), true).unwrap();
+    client.stop();
+    dev.ok(&["volume", "detach", "db"]);
+    signal(dev.child.id(), "KILL");
+    for pid in dev.processes().values().filter_map(serde_json::Value::as_i64) {
+        signal(pid, "KILL");
+    }
+    drop(dev);
+    std::fs::copy(&image, &file).unwrap();
+
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    let whole = dev.pid("pool-a").unwrap();
+    signal(whole, "STOP");
+    dev.eventually("it is found out", || {
+        dev.ok(&["events"]).contains("PoolRolledBack").then_some(())
+    });
+    let client = dev.client("db");
+    let reading = std::thread::spawn(move || client.read(0, BLOCK as u32).unwrap());
+    std::thread::sleep(Duration::from_secs(4));
+    assert!(!reading.is_finished(), "read from replicas that lack what was acknowledged");
+    signal(whole, "CONT");
+    dev.eventually("the read goes on", || reading.is_finished().then_some(()));
+    assert!(reading.join().unwrap() == block(0, 2), "the second version was acknowledged");
+    dev.ok(&["volume", "detach", "db"]);
+    dev.stop();
+}
