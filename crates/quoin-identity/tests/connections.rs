@@ -147,6 +147,18 @@ async fn a_renewed_certificate_is_shown_by_configurations_made_before() {
 }
 
 #[tokio::test]
+async fn a_certificate_is_renewed_at_two_thirds_of_its_life() {
+    let dir = tempfile::tempdir().unwrap();
+    let authority = authority(dir.path(), 36_000);
+    let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+    let (from, until) = pool.validity();
+    let life = until.duration_since(from).unwrap();
+    assert!(life >= Duration::from_secs(36_000), "{life:?}");
+    let after = pool.renew_at().duration_since(from).unwrap();
+    assert_eq!(after * 3, life * 2, "renewed {after:?} into {life:?}");
+}
+
+#[tokio::test]
 async fn an_identity_takes_no_certificate_of_another_name_or_another_key() {
     let dir = tempfile::tempdir().unwrap();
     let authority = authority(dir.path(), 3600);

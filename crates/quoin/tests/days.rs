@@ -53,6 +53,21 @@ fn rot(file: &Path, block: &[u8]) -> usize {
     found
 }
 
+/// Whether a pool's file holds a copy of `block` with every byte of it.
+fn holds(file: &Path, block: &[u8]) -> bool {
+    let file = File::open(file).unwrap();
+    let mut from = 0;
+    while let Ok(data) = seek(&file, SeekFrom::Data(from)) {
+        from = seek(&file, SeekFrom::Hole(data)).unwrap();
+        let mut extent = vec![0; (from - data) as usize];
+        file.read_exact_at(&mut extent, data).unwrap();
+        if extent.windows(block.len()).any(|bytes| bytes == block) {
+            return true;
+        }
+    }
+    false
+}
+
 fn pool_file(dev: &Dev, pool: &str) -> std::path::PathBuf {
     dev.directory.join("pools").join(pool).join("data")
 }
@@ -75,8 +90,18 @@ fn a_rotten_block_is_answered_from_another_replica_repaired_and_told_and_lost_on
     eventually("the rot is found, repaired and told", || {
         assert_eq!(client.read(7 * BLOCK, BLOCK as u32).unwrap(), block(7), "wrong bytes");
         let events = dev.ok(&["events", "--volume", "db"]);
-        events.lines().any(|line| line.contains("BadBlock")).then_some(())
+        let told = |line: &str| {
+            line.contains("BadBlock") && line.contains("block 7 ") && line.contains("repaired from")
+        };
+        events.lines().any(told).then_some(())
     });
+    // A copy that no read came to is found by a scrub.
+    for pool in ["pool-a", "pool-b"] {
+        dev.ok(&["pool", "scrub", pool, "--wait"]);
+        eventually("a whole copy is in the file again", || {
+            holds(&pool_file(&dev, pool), &block(7)).then_some(())
+        });
+    }
 
     for pool in ["pool-a", "pool-b", "pool-c"] {
         assert!(rot(&pool_file(&dev, pool), &block(9)) > 0, "{pool} does not hold the block");

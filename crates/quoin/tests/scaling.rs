@@ -4,6 +4,7 @@
 mod support;
 
 use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use serde_json::Value;
@@ -77,6 +78,56 @@ fn a_consistency_factor_is_raised_and_taken_back_under_load_and_every_write_keep
     assert_eq!(client.read(BEYOND * BLOCK, 4096).unwrap(), block(BEYOND, 2));
     client.stop();
     end(&scratch, dev, load, 3);
+}
+
+/// What rebuilds copied since the target began.
+fn moved_bytes(dev: &Dev) -> u64 {
+    let metrics = ask_target(dev, "/metrics").expect("the target answers");
+    let name = "quoin_target_rebuild_moved_bytes_total ";
+    let line = metrics.lines().find_map(|line| line.strip_prefix(name));
+    line.expect("it counts what it moves").trim().parse().unwrap()
+}
+
+#[test]
+fn a_pool_that_was_away_too_long_gets_what_changed_and_with_healing_off_nobody_in_its_place() {
+    const BLOCKS: u64 = 24_576;
+    const CHANGED: u64 = 1024;
+    let (scratch, dev) = cluster("delta", "4");
+    dev.ok(&["volume", "create", "db", "--size", "96MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    dev.wait_for_volume("db", "whole", whole);
+    let write = |blocks: u64, version| {
+        for first in (0..blocks).step_by(256) {
+            let data: Vec<u8> = (first..first + 256).flat_map(|lba| block(lba, version)).collect();
+            client.write(first * BLOCK, Bytes::from(data), false).unwrap();
+        }
+    };
+    write(BLOCKS, 1);
+    client.flush().unwrap();
+    dev.wait_for_volume("db", "whole", whole);
+    let (before, members) = (moved_bytes(&dev), known(&dev));
+    let away = dev.pid(&members[2].0).unwrap();
+    signal(away, "STOP");
+    let began = Instant::now();
+    dev.eventually("it is missed", || {
+        (dev.replica("db", &members[2].0)["phase"] == "Offline").then_some(())
+    });
+    // More than any log of what it missed is kept for, of the same few blocks.
+    (2..26).for_each(|version| write(CHANGED, version));
+    client.flush().unwrap();
+    std::thread::sleep(Duration::from_secs(5).saturating_sub(began.elapsed()));
+    assert_eq!(known(&dev), members, "somebody came in its place");
+    assert_eq!(dev.json(&["replica", "list", "db"]).as_array().unwrap().len(), 3);
+    assert_eq!(events(&dev, "ReplicaHeals"), [""; 0], "replacing was turned off");
+    signal(away, "CONT");
+    dev.wait_for_volume("db", "whole", whole);
+    let moved = dev.eventually("the rebuild is counted", || {
+        Some(moved_bytes(&dev) - before).filter(|moved| *moved > 0)
+    });
+    println!("{moved} bytes were copied");
+    assert!((CHANGED * BLOCK..8 << 20).contains(&moved), "{moved} bytes were copied");
+    client.stop();
+    compare(&scratch, dev, 3);
 }
 
 /// Proves SCALE-CF-01, SCALE-LIST-02, SCALE-LIST-03, SCALE-LIST-04, SCALE-LIST-05, SCALE-KNOWN-03,

@@ -24,7 +24,12 @@ pub struct Dev {
 
 impl Dev {
     pub fn start(directory: &Path, flags: &[&str]) -> Self {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        Self::start_by(Command::new(env!("CARGO_BIN_EXE_quoin")), directory, flags)
+    }
+
+    /// As [`Self::start`], by a command that becomes `quoin`.
+    pub fn start_by(mut command: Command, directory: &Path, flags: &[&str]) -> Self {
+        let mut child = command
             .args(["dev", "--dir"])
             .arg(directory)
             .args(flags)

@@ -39,8 +39,13 @@ pub fn events(dev: &Dev, reason: &str) -> Vec<String> {
 pub fn ask_target(dev: &Dev, path: &str) -> Option<String> {
     let settings = std::fs::read(dev.directory.join("dev.json")).unwrap();
     let settings: Value = serde_json::from_slice(&settings).unwrap();
-    let mut stream = TcpStream::connect(settings["target_http"].as_str()?).ok()?;
-    let request = format!("GET {path} HTTP/1.1\r\nHost: target\r\nConnection: close\r\n\r\n");
+    ask(settings["target_http"].as_str()?, path)
+}
+
+/// What a process says under a path of its own HTTP address.
+pub fn ask(address: &str, path: &str) -> Option<String> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    let request = format!("GET {path} HTTP/1.1\r\nHost: quoin\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).ok()?;
     let mut text = String::new();
     stream.read_to_string(&mut text).ok()?;
