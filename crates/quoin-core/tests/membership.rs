@@ -352,22 +352,6 @@ fn with_all_desired_replicas_connected_a_stranger_is_not_even_dialled() {
     assert_eq!(told.count(), 1, "told, and told once: {:?}", c.notes);
 }
 
-/// A list that is short, and one who was on it before: unlisted, with its quorum on.
-#[test]
-fn a_newcomer_that_is_refused_for_what_it_answers_is_told_of_once_and_dialled_now_and_then() {
-    let mut c = Cluster::new(3, config());
-    let third = c.hosts[2].member;
-    c.membership.known.pop();
-    c.want(|desired| desired.newcomers.push(Newcomer { member: third, beside: false }));
-    c.run(Duration::from_secs(21));
-    let told = c
-        .notes
-        .iter()
-        .filter(|n| matches!(n, TargetNote::NotAdmitted { member, .. } if *member == third));
-    assert_eq!(told.count(), 1, "{:?}", c.notes);
-    assert!((4..=5).contains(&c.hosts[2].dials), "dialled {} times", c.hosts[2].dials);
-}
-
 /// Proves SCALE-ID-08.
 #[test]
 fn a_known_replica_that_returns_displaces_the_one_that_was_to_take_its_place() {

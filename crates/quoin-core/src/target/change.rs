@@ -181,10 +181,7 @@ impl Target {
             self.desired.newcomers.iter().filter(|n| n.beside).map(|n| n.member).collect();
         // Those that are fed already come first, so that nobody is exchanged for his like.
         let mut applicants: Vec<Member> = self.desired.newcomers.iter().map(|n| n.member).collect();
-        // Who was turned away for what it answered may answer otherwise, but not at once.
-        let has_peer = |m: &Member| self.peers.iter().any(|p| p.member == *m);
-        let rests = |m: &Member| self.banned.iter().any(|(b, until)| b == m && now < *until);
-        applicants.retain(|m| !self.membership.contains(*m) && (has_peer(m) || !rests(m)));
+        applicants.retain(|m| !self.membership.contains(*m));
         applicants.sort_by_key(|m| !self.peers.iter().any(|p| p.member == *m));
         let mut refused: Vec<(Member, Refusal)> = Vec::new();
         for member in applicants {
@@ -221,16 +218,9 @@ impl Target {
                 || self.change.knows(m)
                 || seated.iter().any(|c| c.member == m)
         };
-        let gone: Vec<(Member, bool)> = self
-            .peers
-            .iter()
-            .filter(|p| !stays(p.member))
-            .map(|p| (p.member, p.ack.is_some()))
-            .collect();
-        for (member, answered) in gone {
-            if answered && refused.iter().any(|(m, _)| *m == member) {
-                self.banned.push((member, now + AGAIN_AFTER));
-            }
+        let gone: Vec<Member> =
+            self.peers.iter().map(|p| p.member).filter(|m| !stays(*m)).collect();
+        for member in gone {
             self.part_with(member, actions);
         }
         for Connected { member, .. } in seated {
@@ -244,13 +234,6 @@ impl Target {
                 actions.push(TargetAction::Note(TargetNote::NotAdmitted { member, refusal }));
             }
         }
-        // Who has not answered again since is told of no second time.
-        let silent = |m: Member| !self.peers.iter().any(|p| p.member == m && p.ack.is_some());
-        let told = std::mem::take(&mut self.change.refused);
-        let told =
-            told.into_iter().filter(|(m, _)| silent(*m) && self.desired.newcomer(*m).is_some());
-        let told: Vec<_> = told.filter(|one| !refused.contains(one)).collect();
-        refused.extend(told);
         self.change.refused = refused;
     }
 

@@ -657,7 +657,6 @@ impl Target {
             soonest(self.pace.due(now));
             soonest(self.held_back);
             soonest(self.change.due(now));
-            soonest(self.banned.iter().map(|(_, until)| *until).filter(|at| *at > now).min());
             soonest(self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)));
             if let Some(since) = self.quorum_lost
                 && self.config.on_quorum_loss == OnQuorumLoss::Fail

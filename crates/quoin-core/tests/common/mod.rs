@@ -52,7 +52,6 @@ pub struct Host {
     pub reads: u64,
     /// Frames that carried nothing but what the target says of itself.
     pub pings: u64,
-    pub dials: u64,
     pub read_takes: Duration,
     /// Parts of increments that it was asked for.
     pub pulls: u64,
@@ -269,7 +268,6 @@ impl Host {
             reads: 0,
             pulls: 0,
             pings: 0,
-            dials: 0,
             read_takes: Duration::ZERO,
         }
     }
@@ -636,7 +634,6 @@ impl Cluster {
                     match host.filter(|h| !self.hosts[*h].cut && self.hosts[*h].replica.is_some()) {
                         Some(host) => {
                             self.sessions.push((session, host));
-                            self.hosts[host].dials += 1;
                             self.event(TargetEvent::Connected { session, verifies: self.verifies });
                         }
                         None => self.event(TargetEvent::Disconnected { session }),
