@@ -91,7 +91,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let door = options.nbd.as_ref().map(|nbd| Door::open(nbd, &identity)).transpose()?;
     let notices = Notices::default();
     let (asks, asked) = mpsc::unbounded_channel();
-    let mut threads = Vec::new();
+    let (ends, mut ended) = mpsc::unbounded_channel();
     let mut shards = Vec::new();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let count = if options.shards == 0 { (cores / 2).max(1) } else { options.shards };
@@ -100,12 +100,10 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
             Reach::Tls { identity: identity.clone(), mode: Mode::remembered(identity.dir()) };
         let metrics = options.metrics.clone();
         let (shard, handle) = Shard::new(reach, asks.clone(), notices.clone(), metrics)?;
-        let thread =
-            std::thread::Builder::new().name(format!("shard-{n}")).spawn(move || shard.run())?;
-        threads.push(thread);
+        spawn_shard(n, ends.clone(), move || shard.run())?;
         shards.push(handle);
     }
-    drop(asks);
+    drop((asks, ends));
     tracing::info!(
         node = options.node,
         sockets = %options.run_dir.join("nbd").display(),
@@ -142,33 +140,54 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         }
     });
 
-    // A shard ends by itself only when the system refuses its event loop.
-    let watched = tokio::task::spawn_blocking(move || {
-        threads.into_iter().try_for_each(|thread| {
-            thread.join().unwrap_or_else(|_| Err(std::io::Error::other("a shard panicked")))
-        })
-    });
-    tokio::pin!(watched);
     let ended = tokio::select! {
         _ = shutdown.wait_for(|down| *down) => {
             for shard in &shards {
                 shard.send(Input::Shutdown);
             }
             // Volumes that cannot be closed in time are waited out by the next open's lease.
-            tokio::time::timeout(STOP_MAX, &mut watched).await.ok()
+            tokio::time::timeout(STOP_MAX, all_ended(&mut ended)).await.ok()
         }
-        ended = &mut watched => Some(ended),
+        // The volumes of one that ends by itself are served by nobody: a new process serves all.
+        first = ended.recv() => Some(first.unwrap_or(Ok(())).and(Err(std::io::Error::other(
+            "a shard ended by itself",
+        )))),
     };
     tasks.shutdown().await;
     answering.abort();
     match ended {
-        Some(Ok(result)) => result.map_err(Error::System),
-        Some(Err(error)) => Err(Error::System(std::io::Error::other(error))),
+        Some(result) => result.map_err(Error::System),
         None => {
             tracing::warn!("not every volume could be closed in time");
             Ok(())
         }
     }
+}
+
+type End = std::io::Result<()>;
+
+/// Runs a shard on a thread of its own, which tells of its end however it comes: by itself it
+/// ends only when the system refuses its event loop, or an assertion fails.
+fn spawn_shard(
+    n: usize,
+    ends: mpsc::UnboundedSender<End>,
+    run: impl FnOnce() -> End + Send + 'static,
+) -> std::io::Result<()> {
+    let thread = std::thread::Builder::new().name(format!("shard-{n}"));
+    let watched = move || {
+        let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+        // Nobody listens any more where the process is at its end.
+        let _ = ends.send(ended.unwrap_or_else(|_| Err(std::io::Error::other("a shard panicked"))));
+    };
+    thread.spawn(watched).map(drop)
+}
+
+/// Waits for the end of every shard; the first failure is the result.
+async fn all_ended(ended: &mut mpsc::UnboundedReceiver<End>) -> End {
+    while let Some(end) = ended.recv().await {
+        end?;
+    }
+    Ok(())
 }
 
 /// One target serves a node: the lock is held as long as the process lives.
@@ -187,5 +206,27 @@ fn prepare_run_dir(options: &Options) -> Result<std::fs::File, Error> {
         Ok(()) => Ok(lock),
         Err(std::fs::TryLockError::WouldBlock) => Err(Error::Locked { path }),
         Err(std::fs::TryLockError::Error(source)) => Err(Error::RunDir { path, source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_end_of_any_shard_is_noticed_while_the_others_serve_on() {
+        let (ends, mut ended) = mpsc::unbounded_channel();
+        let (stop, stopped) = std::sync::mpsc::channel::<()>();
+        spawn_shard(0, ends.clone(), move || {
+            let _ = stopped.recv();
+            Ok(())
+        })
+        .unwrap();
+        spawn_shard(1, ends.clone(), || panic!("an assertion of this test")).unwrap();
+        drop(ends);
+        let first = ended.recv().await.expect("it is noticed");
+        assert_eq!(first.unwrap_err().to_string(), "a shard panicked");
+        drop(stop);
+        all_ended(&mut ended).await.expect("the other one ends well");
     }
 }

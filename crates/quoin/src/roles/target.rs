@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use super::{MemberOptions, RoleOptions};
+use crate::size::number_within;
 
 #[derive(Args)]
 pub struct TargetOptions {
@@ -20,7 +21,9 @@ pub struct TargetOptions {
     #[arg(long, value_name = "DIRECTORY", default_value = "/run/quoin")]
     run: PathBuf,
     /// Threads that serve volumes [default: one per two cores].
-    #[arg(long, default_value_t = 0, hide_default_value = true)]
+    #[arg(long, env = "QUOIN_TARGET_SHARDS", default_value_t = 0, hide_default_value = true,
+          allow_hyphen_values = true, value_parser = number_within::<usize>(0..=64,
+          "a target runs 1 to 64 threads; 0 lets it choose by the machine's cores"))]
     shards: usize,
     /// Serve the volumes over TCP too, by name, to clients with a certificate of this cluster:
     /// this node's or an admin's (`quoin cluster join`).
