@@ -136,9 +136,23 @@ pub fn eventually<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// A process that is to stop has stopped when this returns.
 pub fn signal(pid: impl Display, name: &str) {
     let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
     assert!(status.success(), "kill -{name} {pid}");
+    if name == "STOP" {
+        // The signal goes to one thread; the others work on until that one had its turn.
+        eventually("the process stands still", || is_stopped(&pid.to_string()).then_some(()));
+    }
+}
+
+fn is_stopped(pid: &str) -> bool {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    threads.flatten().all(|thread| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        // One that ended meanwhile, or that waits in the kernel, works no more either.
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 't', 'D', 'Z', 'X']))
+    })
 }
 
 pub fn run(program: &str, arguments: &[&str]) {
