@@ -8,6 +8,7 @@ use quoin_identity::Lifetimes;
 use serde::Serialize;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::RoleOptions;
 use super::healing::HealingOptions;
@@ -34,6 +35,8 @@ pub enum ControllerCommand {
         /// directory.
         #[arg(long)]
         records_lost: bool,
+        #[command(flatten)]
+        lifetime: LifetimeOptions,
     },
     /// Serve a cluster made by `init`.
     Run(Box<ControllerOptions>),
@@ -55,6 +58,31 @@ pub enum ControllerCommand {
         would be written\n  quoin controller recover"
     )]
     Recover(salvage::RecoverOptions),
+}
+
+/// For trying out within seconds what otherwise takes weeks, so nobody is shown it.
+#[derive(Args, Clone, Copy)]
+pub struct LifetimeOptions {
+    /// How long the certificates of members and of the controller live; they are renewed at two
+    /// thirds of it. `init` and `run` must be told the same.
+    #[arg(
+        long,
+        hide = true,
+        value_name = "SECONDS",
+        default_value_t = Lifetimes::default().holder.as_secs(),
+        value_parser = number_within::<u64>(
+            10..=31_536_000,
+            "a certificate lives for 10 seconds to a year (31536000)"
+        )
+    )]
+    certificate_lifetime_s: u64,
+}
+
+impl From<LifetimeOptions> for Lifetimes {
+    fn from(options: LifetimeOptions) -> Self {
+        let holder = Duration::from_secs(options.certificate_lifetime_s);
+        Self { holder, ..Self::default() }
+    }
 }
 
 #[derive(Args)]
@@ -91,6 +119,8 @@ pub struct ControllerOptions {
     default_spread: SpreadDefault,
     #[command(flatten)]
     healing: HealingOptions,
+    #[command(flatten)]
+    lifetime: LifetimeOptions,
     #[command(flatten)]
     role: RoleOptions,
 }
@@ -140,8 +170,8 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
         ControllerCommand::Recover(options) => {
             one_thread()?.block_on(salvage::recover(options, client, format))
         }
-        ControllerCommand::Init { state, records_lost } => {
-            let lifetimes = Lifetimes::default();
+        ControllerCommand::Init { state, records_lost, lifetime } => {
+            let lifetimes = lifetime.into();
             let made = one_thread()?.block_on(async {
                 match records_lost {
                     true => quoin_control::init_again(&state, lifetimes).await,
@@ -185,6 +215,7 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
                 SpreadDefault::Pool => Spread::Pool,
             };
             control.replicas_max = options.max_replicas;
+            control.lifetimes = options.lifetime.into();
             options.healing.tell(&mut control);
             let metrics = control.metrics.clone();
             let health = control.metrics.clone();

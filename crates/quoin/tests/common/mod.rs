@@ -99,6 +99,11 @@ pub struct Cluster {
 impl Cluster {
     /// Makes the cluster and starts its controller at `place`.
     pub fn start(name: &str, place: &Place, flags: &[&str]) -> Self {
+        Self::made_with(name, place, &[], flags)
+    }
+
+    /// As [`Self::start`], of a cluster that `init` makes with flags of its own.
+    pub fn made_with(name: &str, place: &Place, init_flags: &[&str], flags: &[&str]) -> Self {
         let scratch = Scratch::new(name);
         let port = if place.namespace.is_some() { 7400 } else { free_port() };
         let controller = format!("{}:{port}", place.address);
@@ -106,7 +111,7 @@ impl Cluster {
         let user = User { admin_socket, logs: scratch.0.clone() };
         let mut cluster = Self { scratch, controller, processes: Vec::new(), user };
         let state = cluster.path("controller");
-        cluster.ok(&["controller", "init", "--state", &state]);
+        cluster.ok(&[&["controller", "init", "--state", &state], init_flags].concat());
         let mut arguments = vec![
             "controller".into(),
             "run".into(),
