@@ -49,7 +49,6 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
         return Err(Error::Locked { directory: options.directory });
     }
-    super::protect_memory();
     let holder = Holder::find(&options.holder, &options.metrics)
         .map_err(io("start a thread for", &options.holder))?;
     let daemon = Daemon { mounts, holder, metrics: options.metrics.clone(), slots: Arc::default() };
@@ -288,12 +287,9 @@ impl Daemon {
             slots.entry(volume.clone()).or_default().clone()
         };
         let mut held = slot.clone().lock_owned().await;
-        let result = tokio::task::spawn_blocking(move || {
-            super::protect_thread();
-            act(&mut held)
-        })
-        .await
-        .unwrap_or_else(|error| Err(Error::Invalid(format!("the request failed: {error}"))));
+        let result = tokio::task::spawn_blocking(move || act(&mut held))
+            .await
+            .unwrap_or_else(|error| Err(Error::Invalid(format!("the request failed: {error}"))));
         let mut slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         // Two: the table's and ours, so nobody waits for it; an empty one is not kept.
         if Arc::strong_count(&slot) == 2 && slot.try_lock().is_ok_and(|slot| slot.is_none()) {

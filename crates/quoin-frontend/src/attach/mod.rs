@@ -121,27 +121,3 @@ pub enum Error {
     #[error("{message}")]
     Refused { kind: protocol::Kind, message: String },
 }
-
-/// From the kernel's `linux/prctl.h`, ≥ 5.6.
-const PR_SET_IO_FLUSHER: libc::c_int = 57;
-
-/// Marks the calling thread as one that memory reclaim may depend on.
-pub(crate) fn protect_thread() {
-    // SAFETY: this prctl takes plain integers and changes one flag of the calling thread.
-    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
-    if result != 0 {
-        let error = std::io::Error::last_os_error();
-        tracing::debug!(%error, "this thread cannot be marked as an IO flusher");
-    }
-}
-
-/// Keeps what the process has touched in memory.
-fn protect_memory() {
-    // ONFAULT: locked as it is touched, or every thread's whole stack would be filled in.
-    let flags = libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT;
-    // SAFETY: mlockall takes flags only.
-    if unsafe { libc::mlockall(flags) } != 0 {
-        let error = std::io::Error::last_os_error();
-        tracing::info!(%error, "memory cannot be locked; attached devices may stall when it is short");
-    }
-}

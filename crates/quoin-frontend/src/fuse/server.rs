@@ -251,7 +251,6 @@ impl Turn {
     }
 
     fn run(mut self) {
-        super::super::attach::protect_thread();
         let mut done = Vec::new();
         let mut ready = Ready { commands: true, kernel: true, target: true };
         loop {

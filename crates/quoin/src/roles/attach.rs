@@ -42,6 +42,7 @@ pub struct HolderOptions {
 /// Holds until it is ended; nothing is lost then while the attach process lives.
 pub fn hold(options: &HolderOptions) -> Result<()> {
     super::start_logs(options.log_json);
+    super::data_path::prepare();
     let directory = options.run.join("attach");
     match quoin_frontend::attach::holder::serve(&directory.join("holder.sock"))? {}
 }
@@ -51,6 +52,8 @@ pub fn run(options: AttachOptions) -> Result<()> {
     if let Err(reason) = crate::host::can_attach() {
         bail!("{reason}; without block devices, volumes are used over NBD");
     }
+    super::start_logs(options.role.log_json);
+    super::data_path::prepare();
     super::check_run_directory(&options.run)?;
     let metrics = Metrics::default();
     let (shown, health) = (metrics.clone(), metrics.clone());

@@ -5,6 +5,7 @@
 
 mod attach;
 mod controller;
+mod data_path;
 mod healing;
 mod join;
 mod node;
@@ -85,17 +86,6 @@ where
         }
         outcome
     })
-}
-
-/// Memory that was freed is kept for the next use: the data path takes and frees buffers all the
-/// time, and the C library would give them back to the kernel and fault them in again.
-pub fn keep_freed_memory() {
-    // SAFETY: these set numbers of the allocator, and it looks at them under its own lock.
-    #[cfg(target_env = "gnu")]
-    unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, 8 << 20);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, 32 << 20);
-    }
 }
 
 /// Logs go to stderr; QUOIN_LOG sets what is logged, as in `QUOIN_LOG=debug`.

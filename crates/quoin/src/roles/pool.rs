@@ -80,7 +80,8 @@ fn parse_period(text: &str) -> Result<ScrubPeriod, String> {
 }
 
 pub fn run(options: PoolOptions) -> Result<()> {
-    super::keep_freed_memory();
+    super::start_logs(options.role.log_json);
+    super::data_path::prepare();
     let name = options.member.name_of(&options.state);
     let metrics = Metrics::new(&name);
     let shown = metrics.clone();

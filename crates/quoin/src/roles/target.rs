@@ -43,7 +43,8 @@ pub struct TargetOptions {
 }
 
 pub fn run(options: TargetOptions) -> Result<()> {
-    super::keep_freed_memory();
+    super::start_logs(options.role.log_json);
+    super::data_path::prepare();
     super::check_run_directory(&options.run)?;
     let metrics = Metrics::new();
     let shown = metrics.clone();

@@ -1,0 +1,51 @@
+//! What the processes that data passes through ask of their allocator and of the kernel.
+//!
+//! A host that is short of memory writes its dirty pages back, and those of a volume's file system
+//! come through the attach process, a target and perhaps a pool on the same host. None of them may
+//! wait for that writeback in order to get memory, or nobody gets on ("Same host, no deadlock" in
+//! the design of the store).
+
+use std::io;
+
+use rustix::mm::MlockAllFlags;
+use rustix::process::{Resource, Rlimit};
+use rustix::thread::CapabilitySet;
+
+/// To be called before the first thread starts: threads inherit what is asked of the kernel.
+///
+/// Where rights are missing the process works all the same, and says what may happen.
+pub fn prepare() {
+    keep_freed_memory();
+    // Needs CAP_SYS_RESOURCE; without it the kernel treats this process as any other.
+    if let Err(error) = rustix::process::configure_io_flusher_behavior(true) {
+        tracing::info!(%error, "this process may wait for its own volumes where memory is short");
+    }
+    if let Err(error) = lock_memory() {
+        tracing::info!(%error, "memory cannot be locked; volumes may stall where it is short");
+    }
+}
+
+/// Memory that was freed is kept for the next use: the data path takes and frees buffers all the
+/// time, and the C library would give them back to the kernel and fault them in again.
+fn keep_freed_memory() {
+    // SAFETY: these set numbers of the allocator, and it looks at them under its own lock.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 8 << 20);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 32 << 20);
+    }
+}
+
+/// Keeps what the process has touched in memory.
+fn lock_memory() -> io::Result<()> {
+    // Locked up to a limit, a process is refused memory at that limit, and ends.
+    let everything = Rlimit { current: None, maximum: None };
+    let no_limit = rustix::process::setrlimit(Resource::Memlock, everything).is_ok();
+    let held = rustix::thread::capabilities(None)?.effective;
+    if !no_limit && !held.contains(CapabilitySet::IPC_LOCK) {
+        return Err(rustix::io::Errno::PERM.into());
+    }
+    // As it is touched: every thread's whole stack would be filled in.
+    let flags = MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT;
+    Ok(rustix::mm::mlockall(flags)?)
+}
