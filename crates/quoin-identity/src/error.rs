@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::Role;
+
 /// An identity, a certificate, a token or a secured connection that is not as it must be.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -13,6 +15,12 @@ pub enum Error {
          (`quoin token create`), then give it with --join"
     )]
     NotJoined { dir: PathBuf },
+
+    #[error(
+        "the certificate in {dir} has run out, so no member speaks with {role} {name}: make a token \
+         with `quoin token create --role {role} --name {name}` and give it with --join"
+    )]
+    RunOut { dir: PathBuf, role: Role, name: String },
 
     #[error("{dir} already holds an identity ({holder}); remove the directory to join anew")]
     AlreadyJoined { dir: PathBuf, holder: String },

@@ -20,6 +20,9 @@ const CERTIFICATE: &str = "cert.pem";
 const AUTHORITIES: &str = "ca.pem";
 const CLUSTER: &str = "cluster.json";
 
+/// How often a member whose certificate has run out looks for another one on disk.
+const RUN_OUT_LOOK: Duration = Duration::from_secs(10);
+
 #[derive(Serialize, Deserialize)]
 struct ClusterFile {
     cluster_id: String,
@@ -99,6 +102,11 @@ impl Identity {
     /// First and last moment of the certificate in use.
     pub fn validity(&self) -> (SystemTime, SystemTime) {
         validity_of(&self.0.shared.get().key.cert[0]).unwrap_or((UNIX_EPOCH, UNIX_EPOCH))
+    }
+
+    /// Nobody takes it for anybody any more, so it can no longer be renewed by itself either.
+    pub fn has_run_out(&self) -> bool {
+        self.validity().1 <= SystemTime::now()
     }
 
     /// When to renew: at two thirds of the certificate's life.
@@ -187,6 +195,12 @@ impl Identity {
         self.install(&crate::join::issued(certificate)?)
     }
 
+    pub(crate) fn run_out(&self) -> Error {
+        let Peer { role, name, .. } = self.peer();
+        let (role, name) = (*role, name.clone());
+        Error::RunOut { dir: self.0.dir.clone(), role, name }
+    }
+
     /// Keeps the certificate fresh until `shutdown`: renews at two thirds of its life, and
     /// tries again ever more slowly while the controller is away. IO does not depend on it.
     pub async fn keep_renewed(&self, controller_addr: String, mut shutdown: watch::Receiver<bool>) {
@@ -197,7 +211,9 @@ impl Identity {
             let wait = if failures == 0 {
                 self.renew_at().duration_since(SystemTime::now()).unwrap_or_default()
             } else {
-                (life / 60).min(Duration::from_secs(300)) * failures.min(10)
+                let wait = (life / 60).min(Duration::from_secs(300)) * failures.min(10);
+                // What is put on disk by a new token is to work at once for all who share it.
+                if self.has_run_out() { wait.min(RUN_OUT_LOOK) } else { wait }
             };
             tokio::select! {
                 // A floor, so that a clock that jumped does not make this a busy loop.
@@ -212,6 +228,10 @@ impl Identity {
                 Ok(()) => {
                     failures = 0;
                     tracing::info!(holder = %self.0.peer, "certificate renewed");
+                }
+                Err(_) if self.has_run_out() => {
+                    failures += 1;
+                    tracing::error!("{}", self.run_out());
                 }
                 Err(error) => {
                     failures += 1;

@@ -23,6 +23,7 @@ pub struct JoinRequest {
 /// Joins a cluster and writes the identity into `dir`. The controller must prove that it is
 /// the one the token was made by before anything is sent to it. May be repeated with the same
 /// token and `dir` when an answer got lost: the token is bound to the first key that used it.
+/// A member whose certificate has run out joins again, with the key that it has.
 pub async fn join(
     controller_addr: &str,
     token: &JoinToken,
@@ -33,6 +34,7 @@ pub async fn join(
     check_name(role.as_str(), name)?;
     match Identity::load(dir) {
         Err(Error::NotJoined { .. }) => {}
+        Ok(old) if old.has_run_out() && old.peer().role == role && old.peer().name == name => {}
         Ok(identity) => {
             let holder = identity.peer().to_string();
             return Err(Error::AlreadyJoined { dir: dir.to_owned(), holder });
@@ -76,10 +78,14 @@ pub async fn newcomer_channel(controller_addr: &str, token: &JoinToken) -> Resul
 }
 
 /// Loads the identity in `dir` or, where there is none yet, joins. A process that is always
-/// started with the same arguments needs its token only the first time.
+/// started with the same arguments needs its token only the first time, and a new one where it was
+/// away until its certificate had run out.
 pub async fn load_or_join(dir: &Path, request: Option<&JoinRequest>) -> Result<Identity, Error> {
     match (Identity::load(dir), request) {
         (Err(Error::NotJoined { .. }), Some(r)) => {
+            join(&r.controller, &r.token, r.role, &r.name, dir).await
+        }
+        (Ok(old), Some(r)) if old.has_run_out() => {
             join(&r.controller, &r.token, r.role, &r.name, dir).await
         }
         (loaded, _) => loaded,

@@ -6,16 +6,19 @@
 mod common;
 mod support;
 
-use std::net::TcpStream;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use common::{Cluster, Place, eventually, free_port, nbd};
 use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
-use quoin_identity::{Expected, Identity, Role, valid_until};
+use quoin_identity::{Authority, Expected, Identity, Lifetimes, Role, valid_until};
+use rustls::client::ResolvesClientCert;
 use rustls::pki_types::ServerName;
-use rustls::{ClientConfig, ClientConnection};
+use rustls::sign::CertifiedKey;
+use rustls::{ClientConfig, ClientConnection, SignatureScheme};
 use support::load::Load;
 
 const DATA: &[u8] = b"quoin-data/1+encrypt";
@@ -130,6 +133,8 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
     whole(&cluster);
 
     let first = all_shown(&cluster, &nbd_address);
+    // Whatever is renewed from now on is of a new authority, and the former one's time is short.
+    cluster.ok(&["cluster", "rotate-authority"]);
     let began = Instant::now();
     while began.elapsed() < life * 2 + Duration::from_secs(2) {
         goes_on(&cluster, &load);
@@ -143,6 +148,7 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
         assert!(now > *before + life, "{who} renewed too late or never");
     }
 
+    assert!(cluster.ok(&["events"]).contains("AuthorityRetired"));
     // The connections of before may last; new ones are made with what is new.
     for name in ["p1", "target"] {
         let at = cluster.processes.iter().position(|process| process.name == name).unwrap();
@@ -153,6 +159,238 @@ fn every_member_renews_its_certificate_itself_and_io_goes_on_past_two_lives_of_i
         whole(&cluster);
     }
     load.verify();
+}
+
+/// A cluster that was switched off for longer than its certificates live comes back with new tokens,
+/// and until then each member says which one it needs.
+#[test]
+fn who_slept_past_the_end_of_a_certificate_says_so_and_joins_again_with_what_it_holds() {
+    const LIFE_S: &str = "10";
+    let (here, flag) = (Place::here(), ["--certificate-lifetime-s", LIFE_S]);
+    let mut cluster = Cluster::made_with("slept", &here, &flag, &flag);
+    cluster.pool(&here, "p1", &["--network-only"]);
+    cluster.node(&here, "n1", &[], &[]);
+    cluster.wait_for_pools(1);
+    let (ops, token) = (cluster.path("ops"), cluster.token("admin"));
+    let controller = cluster.controller.clone();
+    let admin = ["cluster", "join", "--controller", &controller, "--to", &ops];
+    cluster.ok(&[&admin[..], &["--name", "ops", "--join", &token]].concat());
+    cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "1"]);
+    let before = client(&cluster);
+    let written = bytes::Bytes::from(support::block(3, 1));
+    before.write(3 * 4096, written.clone(), true).unwrap();
+    before.stop();
+    for name in ["target", "node", "p1"] {
+        let at = cluster.processes.iter().position(|process| process.name == name).unwrap();
+        cluster.processes.remove(at).stop();
+    }
+    let ran_out = |directory: &str| {
+        Identity::load(Path::new(&cluster.path(directory))).unwrap().has_run_out()
+    };
+    for directory in ["p1", "node", "ops"] {
+        eventually("its certificate runs out", || ran_out(directory).then_some(()));
+    }
+
+    cluster.run(&here, "p1", restarted(&cluster, "p1", ""));
+    cluster.eventually("it says what it needs", || {
+        cluster.log("p1").contains("quoin token create --role pool --name p1").then_some(())
+    });
+    let at = cluster.processes.iter().position(|process| process.name == "p1").unwrap();
+    cluster.processes.remove(at).stop();
+    let said = cluster.quoin(&[&admin[..], &["--name", "ops"]].concat());
+    let said = String::from_utf8_lossy(&said.stderr).into_owned();
+    assert!(said.contains("quoin token create --role admin"), "{said}");
+
+    // Its name is the one that it had.
+    for (name, role) in [("p1", "pool"), ("target", "node")] {
+        let token = cluster.token(role);
+        let mut arguments = restarted(&cluster, name, "");
+        arguments.extend(["--join".into(), token]);
+        cluster.run(&here, name, arguments);
+    }
+    let token = cluster.token("admin");
+    cluster.ok(&[&admin[..], &["--join", &token]].concat());
+    whole(&cluster);
+    let after = client(&cluster);
+    assert_eq!(after.read(3 * 4096, 4096).unwrap(), written);
+    after.stop();
+}
+
+/// Certificates in a file of an identity.
+fn count(cluster: &Cluster, file: &str) -> usize {
+    let text = std::fs::read_to_string(cluster.path(file)).unwrap();
+    text.matches("BEGIN CERTIFICATE").count()
+}
+
+#[test]
+fn replicas_move_under_load_to_pools_of_a_new_authority_from_those_of_the_former_one() {
+    let here = Place::here();
+    let mut cluster = Cluster::start("rotate", &here, &["--replace-after", "off"]);
+    for pool in ["p1", "p2", "p3"] {
+        cluster.pool(&here, pool, &["--network-only"]);
+    }
+    cluster.node(&here, "n1", &[], &[]);
+    cluster.wait_for_pools(3);
+    cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let load = Load::start(client(&cluster), 7);
+    goes_on(&cluster, &load);
+    whole(&cluster);
+
+    // This token knows the controller by the former authority.
+    let earlier = cluster.token("pool");
+    cluster.ok(&["cluster", "rotate-authority"]);
+    goes_on(&cluster, &load);
+    cluster.pool_by(&here, "p4", &earlier, &["--network-only"]);
+    cluster.pool(&here, "p5", &["--network-only"]);
+    cluster.wait_for_pools(5);
+    for (from, to) in [("p1", "p4"), ("p2", "p5")] {
+        cluster.ok(&["replica", "move", "db", from, "--to", to, "--wait", "--timeout", "170"]);
+        goes_on(&cluster, &load);
+        whole(&cluster);
+    }
+    // Nobody renewed meanwhile: certificates of two authorities did meet.
+    for member in ["p1", "p3", "node"] {
+        assert_eq!(count(&cluster, &format!("{member}/ca.pem")), 1, "{member}");
+        assert_eq!(count(&cluster, &format!("{member}/cert.pem")), 1, "{member}");
+    }
+    for newcomer in ["p4", "p5"] {
+        assert_eq!(count(&cluster, &format!("{newcomer}/ca.pem")), 2, "{newcomer}");
+        assert_eq!(count(&cluster, &format!("{newcomer}/cert.pem")), 2, "with a cross certificate");
+    }
+
+    // A target of the former authority starts anew among them, and the new ones have it all.
+    let at = cluster.processes.iter().position(|process| process.name == "target").unwrap();
+    drop(cluster.processes.remove(at));
+    let arguments = restarted(&cluster, "target", "");
+    cluster.run(&here, "target", arguments);
+    goes_on(&cluster, &load);
+    whole(&cluster);
+    assert_eq!(count(&cluster, "node/ca.pem"), 1);
+    let at = cluster.processes.iter().position(|process| process.name == "p3").unwrap();
+    drop(cluster.processes.remove(at));
+    goes_on(&cluster, &load);
+    load.verify();
+}
+
+/// All that passes between a pool and those who come to it, as the network sees it.
+struct Wire {
+    address: String,
+    seen: Arc<Mutex<Vec<u8>>>,
+}
+
+impl Wire {
+    fn to(pool: String) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let all = seen.clone();
+        std::thread::spawn(move || {
+            for caller in listener.incoming().map_while(Result::ok) {
+                let Ok(pool) = TcpStream::connect(&pool) else { continue };
+                let back = (pool.try_clone().unwrap(), caller.try_clone().unwrap());
+                for (from, to) in [(caller, pool), back] {
+                    let seen = all.clone();
+                    std::thread::spawn(move || pass(from, to, &seen));
+                }
+            }
+        });
+        Self { address, seen }
+    }
+
+    fn shows(&self, bytes: &[u8]) -> bool {
+        self.seen.lock().unwrap().windows(bytes.len()).any(|window| window == bytes)
+    }
+}
+
+fn pass(mut from: TcpStream, mut to: TcpStream, seen: &Mutex<Vec<u8>>) {
+    let mut buffer = vec![0; 64 << 10];
+    while let Ok(length @ 1..) = from.read(&mut buffer) {
+        seen.lock().unwrap().extend(&buffer[..length]);
+        if to.write_all(&buffer[..length]).is_err() {
+            break;
+        }
+    }
+    let _ = from.shutdown(Shutdown::Both);
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+/// Shows no certificate.
+#[derive(Debug)]
+struct Nobody;
+
+impl ResolvesClientCert for Nobody {
+    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        None
+    }
+
+    fn has_certs(&self) -> bool {
+        false
+    }
+}
+
+/// Why a pool sends away who connects so; `None`: it does not.
+fn turned_away(address: &str, config: &ClientConfig, protocol: &[u8]) -> Option<String> {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let mut tls = match handshake(stream.try_clone().unwrap(), config, protocol) {
+        Ok(tls) => tls,
+        Err(error) => return Some(error.to_string()),
+    };
+    // In TLS 1.3 a client learns only after its handshake what is thought of its certificate.
+    stream.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    match tls.complete_io(&mut stream) {
+        Err(error) if error.kind() == ErrorKind::WouldBlock => None,
+        Err(error) => Some(error.to_string()),
+        Ok(_) => None,
+    }
+}
+
+/// A write and a read of a volume on one pool, in a cluster that protects its data connections so;
+/// whether the network saw what was written.
+fn is_seen_on_the_network(security: &str) -> bool {
+    let here = Place::here();
+    let mut cluster = Cluster::start(security, &here, &["--data-security", security]);
+    let listen = format!("127.0.0.1:{}", free_port());
+    let wire = Wire::to(listen.clone());
+    cluster.pool(
+        &here,
+        "p1",
+        &["--network-only", "--listen", &listen, "--advertise", &wire.address],
+    );
+    cluster.node(&here, "n1", &[], &[]);
+    cluster.wait_for_pools(1);
+    cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "1"]);
+    let client = client(&cluster);
+    let secret: Vec<u8> =
+        (0u32..1024).flat_map(|n| n.wrapping_mul(0x9e37_79b9).to_be_bytes()).collect();
+    client.write(0, secret.clone().into(), true).unwrap();
+    assert_eq!(client.read(0, 4096).unwrap(), secret);
+    assert!(wire.seen.lock().unwrap().len() > 2 * secret.len(), "another way was taken");
+
+    let node = Identity::load(Path::new(&cluster.path("node"))).unwrap();
+    let known = node.client_config(Expected::Named(Role::Pool, "p1".into())).unwrap();
+    assert_eq!(turned_away(&listen, &known, DATA), None);
+    let reading = turned_away(&listen, &known, b"quoin-data/1+authenticate");
+    assert_eq!(reading.is_some(), security == "encrypt", "{reading:?}");
+    let mut unknown = ClientConfig::clone(&known);
+    unknown.client_auth_cert_resolver = Arc::new(Nobody);
+    let said = turned_away(&listen, &unknown, DATA).expect("it came in without a certificate");
+    assert!(said.contains("CertificateRequired"), "{said}");
+    let stranger = tempfile::tempdir().unwrap();
+    let authority = Authority::create(&stranger.path().join("ca"), Lifetimes::default()).unwrap();
+    let other = authority.issue_identity(&stranger.path().join("n1"), Role::Node, "n1").unwrap();
+    let other = other.client_config(Expected::Role(Role::Pool)).unwrap();
+    unknown.client_auth_cert_resolver = other.client_auth_cert_resolver.clone();
+    let said = turned_away(&listen, &unknown, DATA).expect("another cluster's node came in");
+    assert!(said.contains("UnknownCA") || said.contains("DecryptError"), "{said}");
+    assert_eq!(client.read(0, 4096).unwrap(), secret);
+    client.stop();
+    wire.shows(&secret[..64])
+}
+
+#[test]
+fn data_connections_are_readable_on_the_network_only_where_they_are_to_be_and_prove_who_comes() {
+    assert!(is_seen_on_the_network("authenticate"));
+    assert!(!is_seen_on_the_network("encrypt"));
 }
 
 /// The command line of a member that has joined.
@@ -168,7 +406,7 @@ fn restarted(cluster: &Cluster, name: &str, nbd_address: &str) -> Vec<String> {
             .chain(["--state".into(), path(pool), "--data".into(), path(&format!("{pool}-data"))])
             .collect(),
     };
-    if name == "target" {
+    if name == "target" && !nbd_address.is_empty() {
         arguments.extend(["--nbd-listen".into(), nbd_address.into()]);
     }
     arguments.extend(["--controller".into(), cluster.controller.clone()]);

@@ -338,7 +338,8 @@ async fn wait_for_holder(layout: &Layout, keepers: &[Keeper], began: Instant) ->
     Ok(())
 }
 
-/// Gives a member that has none its certificate, by a token as on any other host.
+/// Gives a member its certificate that has none, or whose own ran out while all of it was off, by a
+/// token as on any other host.
 async fn join(
     cluster: &mut Cluster,
     settings: &Settings,
@@ -346,7 +347,7 @@ async fn join(
     name: &str,
     directory: &Path,
 ) -> Result<()> {
-    if Identity::load(directory).is_ok() {
+    if Identity::load(directory).is_ok_and(|identity| !identity.has_run_out()) {
         return Ok(());
     }
     let request = CreateJoinTokenRequest {

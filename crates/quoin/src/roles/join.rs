@@ -31,6 +31,8 @@ pub async fn join(options: JoinOptions) -> Result<()> {
         Ok(identity) if identity.peer().role != Role::Admin => {
             bail!("{} holds the identity of {}: choose another", to.display(), identity.peer())
         }
+        // Renewed by nobody in time; its holder joins again.
+        Ok(identity) if identity.has_run_out() => false,
         Ok(identity) => {
             identity.renew(&member.controller).await.context("renew the certificate")?;
             true

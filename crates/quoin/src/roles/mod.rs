@@ -120,20 +120,20 @@ impl MemberOptions {
         self.name.clone().or_else(of_identity).unwrap_or_else(host_name)
     }
 
-    /// What is needed to join, if a token was given.
-    pub fn join_request(&self, role: Role) -> Result<Option<JoinRequest>> {
+    /// What is needed to join, or to join again, with the identity in `directory`; if a token was given.
+    pub fn join_request(&self, role: Role, directory: &Path) -> Result<Option<JoinRequest>> {
         let Some(token) = &self.join else { return Ok(None) };
         Ok(Some(JoinRequest {
             controller: self.controller.clone(),
             token: token.parse().context("the join token")?,
             role,
-            name: self.name.clone().unwrap_or_else(host_name),
+            name: self.name_of(directory),
         }))
     }
 
     /// Loads the identity in `directory`, or joins for it.
     pub async fn identity(&self, role: Role, directory: &Path) -> Result<Identity> {
-        Ok(load_or_join(directory, self.join_request(role)?.as_ref()).await?)
+        Ok(load_or_join(directory, self.join_request(role, directory)?.as_ref()).await?)
     }
 }
 

@@ -53,8 +53,8 @@ pub fn run(options: TargetOptions) -> Result<()> {
     super::run(&options.role, source, |shutdown| async move {
         let target = quoin_target::Options {
             node: options.member.name_of(&options.state),
+            join: options.member.join_request(Role::Node, &options.state)?,
             identity: options.state,
-            join: options.member.join_request(Role::Node)?,
             controller: options.member.controller,
             run_dir: options.run,
             shards: options.shards,

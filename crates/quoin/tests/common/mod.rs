@@ -145,14 +145,20 @@ impl Cluster {
 
     /// A pool that joins with a token of its own.
     pub fn pool(&mut self, place: &Place, name: &str, flags: &[&str]) {
-        let token = self.token("pool");
+        self.pool_by(place, name, &self.token("pool"), flags);
+    }
+
+    /// A pool that joins with a token that there is already.
+    pub fn pool_by(&mut self, place: &Place, name: &str, token: &str, flags: &[&str]) {
         let mut arguments: Vec<String> =
             ["pool", "run", "--name", name, "--node", name].into_iter().map(String::from).collect();
-        arguments.extend(["--join".into(), token]);
+        arguments.extend(["--join".into(), token.into()]);
         arguments.extend(["--state".into(), self.path(name)]);
         arguments.extend(["--data".into(), self.path(&format!("{name}-data"))]);
         arguments.extend(["--capacity".into(), "1GiB".into()]);
-        arguments.extend(["--listen".into(), format!("{}:0", place.address)]);
+        if !flags.contains(&"--listen") {
+            arguments.extend(["--listen".into(), format!("{}:0", place.address)]);
+        }
         arguments.extend(["--controller".into(), self.controller.clone()]);
         arguments.extend(flags.iter().map(ToString::to_string));
         self.run(place, name, arguments);
