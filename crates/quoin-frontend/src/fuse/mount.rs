@@ -1,11 +1,11 @@
 //! The kernel's side of a FUSE file system: `/dev/fuse`, mount, unmount. Needs root.
 
 use std::ffi::CString;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const DEVICE: &str = "/dev/fuse";
@@ -19,6 +19,11 @@ pub enum MountError {
              device into this container, or use the volume through its NBD socket"
     )]
     NoFuse,
+    #[error(
+        "/dev/fuse is not the kernel's device: move it away and make it with \
+             `mknod /dev/fuse c 10 229`, or use the volume through its NBD socket"
+    )]
+    NotFuse,
     #[error(
         "mounting needs root (CAP_SYS_ADMIN): run attach as root, or use the volume through \
              its NBD socket"
@@ -51,6 +56,10 @@ impl Mount {
                 Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => MountError::NoFuse,
                 _ => failed(error),
             })?;
+        // Mounting with anything else is refused as well, but with no word about what is wrong.
+        if !is_fuse(&device.metadata().map_err(failed)?) {
+            return Err(MountError::NotFuse);
+        }
         File::create(path).map_err(failed)?;
         let options = format!(
             "fd={},rootmode={:o},user_id=0,group_id=0",
@@ -96,6 +105,11 @@ impl Drop for Mount {
             tracing::warn!(path = %self.path.display(), %error, "cannot unmount");
         }
     }
+}
+
+/// Containers are given other files of that name, or empty ones.
+fn is_fuse(found: &Metadata) -> bool {
+    found.file_type().is_char_device() && found.rdev() == libc::makedev(10, 229)
 }
 
 /// Unmounts and removes the file under the mount.

@@ -113,6 +113,7 @@ pub async fn attach(
         Some(node) => node,
         None => only_node(cluster).await?,
     };
+    let was_here = volume.attachments.iter().any(|attachment| attachment.node == node);
     let request = PublishVolumeRequest {
         volume: Some(id_ref(&volume.id)),
         node: node.clone(),
@@ -150,9 +151,17 @@ pub async fn attach(
         read_only: options.read_only,
         file_only: false,
     };
-    let attached = attach_daemon(client).attach(request).await.context(
-        "the volume is served but is no block device yet; `--nbd` gives its NBD address instead",
-    )?;
+    let attached = match attach_daemon(client).attach(request).await {
+        // It will not pass by itself, so the volume is not left held by what nobody has.
+        Err(AttachError::Refused { kind: Kind::Host, message }) if !was_here => {
+            let request = UnpublishVolumeRequest { volume: Some(id_ref(&volume.id)), node };
+            cluster.unpublish_volume(request).await.map_err(refusal)?;
+            bail!("{message}; the volume is detached again (`--nbd` attaches it without a device)")
+        }
+        answered => answered.context(
+            "the volume is served but is no block device yet; `--nbd` gives its NBD address instead",
+        )?,
+    };
     warn_of_the_dead(&volume, client);
     let view = AttachedView { device: attached.device.display().to_string(), ..view };
     output::print_one(format, &view, || view.device.clone())

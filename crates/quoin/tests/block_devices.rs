@@ -1,0 +1,108 @@
+//! What a block device asks of its host. Needs root, /dev/fuse and loop devices.
+
+#[path = "common/dev.rs"]
+mod running;
+
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use running::{Dev, Scratch, can_attach, eventually, have, run, signal};
+
+/// A process of the test in a table of mounts of its own; killed with the test.
+struct Apart(Child);
+
+impl Apart {
+    /// `quoin attach`, in whose eyes /dev may be changed.
+    fn attach(run: &Path, log: &Path) -> Self {
+        let log = std::fs::File::create(log).unwrap();
+        let mut command = Command::new("unshare");
+        command.args(["--mount", env!("CARGO_BIN_EXE_quoin"), "attach", "--run"]).arg(run);
+        Self(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap())
+    }
+
+    fn sees(&self, command: &[&str]) {
+        let pid = self.0.id().to_string();
+        run("nsenter", &[&["--mount", "--target", &pid], command].concat());
+    }
+
+    fn stop(mut self) {
+        signal(self.0.id(), "TERM");
+        let status = eventually("a clean end", || self.0.try_wait().unwrap());
+        assert!(status.success(), "{status}");
+    }
+}
+
+impl Drop for Apart {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs `quoin attach` where a shell has changed /dev before it.
+fn attach_after(change: &str, run: &Path) -> Output {
+    let script = format!("set -e; {change}; exec \"$0\" attach --run \"$1\"");
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &script, env!("CARGO_BIN_EXE_quoin")]).arg(run);
+    command.stdin(Stdio::null()).output().unwrap()
+}
+
+#[test]
+fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is_half_made() {
+    if !can_attach() || !have("unshare") || !have("nsenter") {
+        return;
+    }
+    let scratch = Scratch::new("nofuse");
+    let elsewhere = scratch.0.join("elsewhere");
+    for (change, way_out) in [
+        ("mount --bind /dev/null /dev/fuse", "mknod /dev/fuse c 10 229"),
+        ("mount -t tmpfs none /dev; mknod /dev/loop-control c 10 237", "modprobe fuse"),
+    ] {
+        let refused = attach_after(change, &elsewhere);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1), "{said}");
+        assert!(said.contains("/dev/fuse") && said.contains(way_out), "{said}");
+        assert!(said.contains("NBD"), "{said}");
+        assert!(!elsewhere.exists(), "sockets are left of what never ran");
+    }
+
+    // It was there when the attach process began.
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    let run_directory = dev.directory.join("run");
+    let attach = Apart::attach(&run_directory, &scratch.0.join("attach.log"));
+    let socket = run_directory.join("attach/attach.sock");
+    eventually("attach listens", || {
+        std::os::unix::net::UnixStream::connect(&socket).is_ok().then_some(())
+    });
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    attach.sees(&["mount", "--bind", "/dev/null", "/dev/fuse"]);
+    let before = entries(&run_directory.join("attach"));
+    let refused = dev.quoin(&["volume", "attach", "db"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("mknod /dev/fuse c 10 229") && said.contains("--nbd"), "{said}");
+    let shown = dev.json(&["volume", "get", "db"]);
+    assert_eq!(shown["nodes"], serde_json::json!([]), "{shown}");
+    assert_eq!(entries(&run_directory.join("attach")), before, "something is half-made");
+
+    // One that is used over NBD stays where it is.
+    dev.ok(&["volume", "attach", "db", "--nbd"]);
+    assert_eq!(dev.quoin(&["volume", "attach", "db"]).status.code(), Some(1));
+    assert_ne!(dev.json(&["volume", "get", "db"])["nodes"], serde_json::json!([]));
+
+    // With the device back, so is everything else.
+    attach.sees(&["umount", "/dev/fuse"]);
+    let device = dev.ok(&["volume", "attach", "db"]);
+    assert!(device.starts_with("/dev/loop"), "{device}");
+    dev.ok(&["volume", "detach", "db"]);
+    attach.stop();
+    dev.stop();
+}
+
+/// What lies in a directory, by name.
+fn entries(directory: &Path) -> Vec<std::ffi::OsString> {
+    let entries = std::fs::read_dir(directory).unwrap().flatten();
+    let mut names: Vec<_> = entries.map(|entry| entry.file_name()).collect();
+    names.sort();
+    names
+}
