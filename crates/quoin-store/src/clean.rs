@@ -424,35 +424,43 @@ pub fn walk<D: Disk>(
     Ok(true)
 }
 
-/// The blocks of the header that starts at `block`, if one does within `room` blocks.
+/// The blocks of the header that starts at `block`, if one does within `room` blocks and can be
+/// read.
 pub fn read_header<D: Disk>(
     core: &Core<D>,
     block: u64,
     room: u32,
 ) -> Result<Option<Vec<u8>>, StoreError> {
-    let mut bytes = vec![0; BLOCK_SIZE];
-    if !readable(core.read(block, &mut bytes))? {
-        return Ok(None);
-    }
-    match header_blocks(&bytes) {
-        Some(count) if count <= room as usize => {
-            if count > 1 {
-                bytes.resize(count * BLOCK_SIZE, 0);
-                if !readable(core.read(block + 1, &mut bytes[BLOCK_SIZE..]))? {
-                    return Ok(None);
-                }
-            }
-            Ok(Some(bytes))
-        }
-        _ => Ok(None),
-    }
+    let mut header = None;
+    readable(header_at(core, block, room).map(|found| header = found))?;
+    Ok(header)
 }
 
-/// An unreadable sector is as good as a rotten one.
+/// The same where a refusal of the disk matters.
+pub fn header_at<D: Disk>(
+    core: &Core<D>,
+    block: u64,
+    room: u32,
+) -> Result<Option<Vec<u8>>, StoreError> {
+    let mut bytes = vec![0; BLOCK_SIZE];
+    core.read(block, &mut bytes)?;
+    let Some(count) = header_blocks(&bytes).filter(|count| *count <= room as usize) else {
+        return Ok(None);
+    };
+    if count > 1 {
+        bytes.resize(count * BLOCK_SIZE, 0);
+        core.read(block + 1, &mut bytes[BLOCK_SIZE..])?;
+    }
+    Ok(Some(bytes))
+}
+
+/// An unreadable sector is as good as a rotten one. Which error says that it is the sector and not
+/// the way to it depends on how it was read: beside the page cache the medium's own is given.
 pub fn readable(read: Result<(), StoreError>) -> Result<bool, StoreError> {
+    const OF_THE_MEDIUM: [i32; 4] = [libc::EIO, libc::ENODATA, libc::EREMOTEIO, libc::EILSEQ];
     match read {
         Ok(()) => Ok(true),
-        Err(StoreError::Io(fault)) if fault.errno == 5 => Ok(false),
+        Err(StoreError::Io(fault)) if OF_THE_MEDIUM.contains(&fault.errno) => Ok(false),
         Err(error) => Err(error),
     }
 }

@@ -153,6 +153,14 @@ impl<D: Disk> Core<D> {
         self.disk.read_media(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
     }
 
+    /// Whether the disk shows at least the superblock, which it has shown before: if not, it is the
+    /// disk that fails and not a sector of it.
+    pub fn check_readable(&self) -> Result<(), StoreError> {
+        let mut bytes = vec![0; BLOCK_SIZE];
+        self.read_media(0, &mut bytes)
+            .or_else(|_| self.read_media(self.superblock.blocks - 1, &mut bytes))
+    }
+
     /// Units to write to, whose space is there: the file system below may be full long before the
     /// pool is. Clients leave some of it to what must go on, here and elsewhere.
     /// The first one, how many, and whether they were written before, which may be preferred.

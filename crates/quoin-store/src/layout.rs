@@ -200,7 +200,8 @@ impl Superblock {
         u32::from(differs(slot)) + u32::from(differs(self.blocks - SUPERBLOCKS + slot))
     }
 
-    /// The newest superblock of either end. A copy that contradicts the disk's size is no copy.
+    /// The newest superblock of either end. A copy that contradicts the disk's size is no copy. A
+    /// slot that the disk refuses to read at both ends may hold the newest.
     pub fn read<D: Disk>(disk: &D) -> Result<Self, PoolError> {
         let blocks = disk.size() / BLOCK_SIZE as u64;
         if blocks < 2 * SUPERBLOCKS {
@@ -208,13 +209,19 @@ impl Superblock {
         }
         let mut newest: Option<Superblock> = None;
         let mut buffer = vec![0; BLOCK_SIZE];
-        for block in [0, 1, blocks - 2, blocks - 1] {
-            let read = disk.read_at(block * BLOCK_SIZE as u64, &mut buffer);
-            if read.is_ok()
-                && let Some(found) = Self::decode(&buffer)?
-                && newest.is_none_or(|n| found.starts > n.starts)
-            {
-                newest = Some(found);
+        for slot in 0..SUPERBLOCKS {
+            let mut shown = false;
+            for (block, is_last) in [(slot, false), (blocks - SUPERBLOCKS + slot, true)] {
+                match disk.read_at(block * BLOCK_SIZE as u64, &mut buffer) {
+                    Err(fault) if is_last && !shown => return Err(fault.into()),
+                    Err(_) => continue,
+                    Ok(()) => shown = true,
+                }
+                if let Some(found) = Self::decode(&buffer)?
+                    && newest.is_none_or(|n| found.starts > n.starts)
+                {
+                    newest = Some(found);
+                }
             }
         }
         match newest {

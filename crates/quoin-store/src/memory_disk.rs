@@ -49,6 +49,9 @@ struct State {
     /// The next syncs fail, and what they would have made durable is lost with the next cut.
     fail_syncs: bool,
     fail_reads: bool,
+    reads: u64,
+    /// These reads fail, counted from the first one.
+    refused_reads: std::ops::Range<u64>,
     /// Blocks that cannot be read until they are written again.
     broken: BTreeSet<u64>,
     /// What is free below it, where it shares that with others.
@@ -143,6 +146,17 @@ impl MemoryDisk {
         self.state().fail_reads = fail;
     }
 
+    /// Of the reads from now on these fail, the next one being number 0.
+    pub fn refuse_reads(&self, numbers: std::ops::Range<u64>) {
+        let mut state = self.state();
+        (state.reads, state.refused_reads) = (0, numbers);
+    }
+
+    /// Number of read calls so far, or since reads were last refused by their numbers.
+    pub fn reads(&self) -> u64 {
+        self.state().reads
+    }
+
     /// Reads that touch this block fail until it is written again: a bad sector.
     pub fn break_block(&self, number: u64) {
         self.state().broken.insert(number);
@@ -223,10 +237,13 @@ impl Disk for MemoryDisk {
 
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         self.check("read", offset, buffer.len())?;
-        let state = self.state();
+        let mut state = self.state();
+        let number = state.reads;
+        state.reads += 1;
         let first = offset / BLOCK_SIZE as u64;
         let blocks = first..first + (buffer.len() / BLOCK_SIZE) as u64;
-        if state.fail_reads || state.broken.range(blocks).next().is_some() {
+        let refused = state.fail_reads || state.refused_reads.contains(&number);
+        if refused || state.broken.range(blocks).next().is_some() {
             return Err(IoFault { operation: "read", offset, errno: EIO });
         }
         for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {

@@ -71,7 +71,7 @@ impl<D: Disk> Pool<D> {
         if !options.overwrite {
             match Superblock::read(disk) {
                 Err(PoolError::Foreign) => {}
-                Err(newer @ PoolError::Newer { .. }) => return Err(newer),
+                Err(known @ (PoolError::Newer { .. } | PoolError::Store(_))) => return Err(known),
                 Ok(_) | Err(_) => return Err(PoolError::NotEmpty),
             }
             let mut first = vec![0; 16 * BLOCK_SIZE];
@@ -104,7 +104,6 @@ impl<D: Disk> Pool<D> {
             _ => PoolError::MetadataLost,
         })?;
         superblock.starts += 1;
-        superblock.write(&disk)?;
         let pool_bytes =
             u64::from(superblock.units()) * u64::from(superblock.unit_blocks) * BLOCK_SIZE as u64;
         let options = PoolOptions {
@@ -131,13 +130,22 @@ impl<D: Disk> Pool<D> {
             found: Vec::new(),
         };
         core.claim_ring();
-        let mut replicas = BTreeMap::new();
+        let (mut replicas, mut wiped) = (BTreeMap::new(), Vec::new());
         let mut corrected = durable;
         for (guid, durable) in &mut corrected.replicas {
-            replicas.insert(*guid, recover(&mut core, durable)?);
+            let (replica, stale) = recover(&mut core, durable)?;
+            replicas.insert(*guid, replica);
+            wiped.extend(stale);
         }
         core.durable = corrected;
         core.restate()?;
+        // What was found is on media. Only now may go what it was found by: stale headers, and the
+        // number of the life that wrote them as the last one.
+        for block in wiped {
+            core.write(block, &[std::io::IoSlice::new(&[0; BLOCK_SIZE])])?;
+        }
+        core.superblock.write(&core.disk)?;
+        core.disk.sync()?;
         core.release(0);
         Ok(Pool { core, replicas, starved: false, victim: Victim::default() })
     }

@@ -12,13 +12,19 @@
 //! ever applied is withdrawn with that. So it is where the log ends at what cannot be read, or
 //! before batches of the pool's last life: a process that dies tears nothing off before its last
 //! write.
+//!
+//! A sector that cannot be read may be a torn one. Where nothing at all can be read behind the
+//! end, nobody can say that what was flushed is still there, and that is damage; where the disk
+//! refuses the superblock as well it is the disk that fails, and the pool is not opened: what
+//! cannot be read now is perhaps whole. Recovery writes nothing before its findings are on media:
+//! a start that is killed and made anew finds what the first one found.
 
 use bytes::{Bytes, BytesMut};
 use quoin_core::replica::store::{BootCookie, StoreError};
 use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
 
 use crate::batch::{Batch, BatchEntry, Stream};
-use crate::clean::{read_header, readable};
+use crate::clean::{header_at, read_header, readable};
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::error::PoolError;
@@ -49,11 +55,12 @@ struct End {
 }
 
 /// Makes the replica that the durable state describes. `durable` is corrected where the log
-/// turned out shorter than it says.
+/// turned out shorter than it says. With it comes the block at the log's end, if that is to be
+/// wiped once the corrected state is on media.
 pub fn recover<D: Disk>(
     core: &mut Core<D>,
     durable: &mut DurableReplica,
-) -> Result<Replica, PoolError> {
+) -> Result<(Replica, Option<u64>), PoolError> {
     let checkpoint = Checkpoint::decode(durable.checkpoint.clone());
     let checkpoint = checkpoint.map_err(|_| PoolError::MetadataLost)?;
     let blocks = checkpoint.head.volume_blocks;
@@ -95,7 +102,7 @@ pub fn recover<D: Disk>(
     segments.sort_unstable_by_key(|s| s.sequence);
     replica.family.log_order = segments.iter().map(|s| (s.sequence, s.unit)).collect();
 
-    let chain = follow(core, &replica, &segments, checkpoint.log)?;
+    let (chain, refused) = follow(core, &replica, &segments, checkpoint.log)?;
     let mut watermark = folded.max(durable.watermark).0;
     for found in &chain {
         if let Some(batch) = Batch::parse(&found.header) {
@@ -104,7 +111,11 @@ pub fn recover<D: Disk>(
     }
     let (end, lost) = replay(core, &mut replica, durable, &chain, checkpoint.log, watermark)?;
     let behind = search(core, &replica, &segments, end)?;
-    if lost || behind.lost {
+    let lost = lost || refused || behind.lost;
+    if lost {
+        core.check_readable()?;
+    }
+    if lost {
         for meta in [&mut replica.meta, &mut durable.meta] {
             (meta.cookie, meta.closed_continuous) = (BootCookie::default(), false);
         }
@@ -112,7 +123,7 @@ pub fn recover<D: Disk>(
     watermark = watermark.max(behind.watermark);
 
     let position = replica.head.position.lsn;
-    if position.0 < watermark && !mutant::is("rot-taken-for-a-torn-tail") {
+    if (position.0 < watermark || behind.unseen) && !mutant::is("rot-taken-for-a-torn-tail") {
         replica.meta.damaged = true;
         durable.meta.damaged = true;
     }
@@ -123,18 +134,19 @@ pub fn recover<D: Disk>(
     for (index, _) in &mut durable.cuts {
         *index = (*index).min(end.index);
     }
-    close(core, &mut replica, durable, &segments, end)?;
-    Ok(replica)
+    let wiped = close(core, &mut replica, durable, &segments, end)?;
+    Ok((replica, wiped))
 }
 
-/// Collects the batches of the chain, as far as it goes.
+/// Collects the batches of the chain, as far as it goes, and says whether it ends at what the
+/// disk refuses to read.
 fn follow<D: Disk>(
     core: &Core<D>,
     replica: &Replica,
     segments: &[SegmentState],
     start: LogStart,
-) -> Result<Vec<Found>, StoreError> {
-    let mut chain = Vec::new();
+) -> Result<(Vec<Found>, bool), StoreError> {
+    let (mut chain, mut refused) = (Vec::new(), false);
     let (mut index, mut previous) = (start.index, start.previous);
     for segment in segments {
         let mut at = match segment.sequence == start.sequence {
@@ -144,7 +156,9 @@ fn follow<D: Disk>(
         let blocks = segment.units * core.superblock.unit_blocks;
         let first = core.superblock.unit_start(segment.unit);
         while at < blocks {
-            let header = read_header(core, first + u64::from(at), blocks - at)?;
+            let mut header = None;
+            let read = header_at(core, first + u64::from(at), blocks - at);
+            refused |= !readable(read.map(|found| header = found))?;
             let valid = header.as_deref().and_then(Batch::parse).is_some();
             if !valid && mutant::is("torn-tail-accepted-behind-a-hole") {
                 at += 1;
@@ -173,10 +187,10 @@ fn follow<D: Disk>(
             bytes.shrink_to_fit();
             let place = first + u64::from(at) + u64::from(header_blocks);
             chain.push(Found { unit: segment.unit, offset_blocks: at, place, header: bytes });
-            at += taken;
+            (at, refused) = (at + taken, false);
         }
     }
-    Ok(chain)
+    Ok((chain, refused))
 }
 
 /// Applies the chain's entries above the folded map and says where the log goes on, and whether
@@ -345,11 +359,11 @@ fn replay_entry<D: Disk>(
     let trusted = mutant::is("torn-data-accepted");
     if raw.lsn > watermark && !entry.crcs.is_empty() && !trusted {
         let mut data = BytesMut::zeroed(entry.crcs.len() * BLOCK_SIZE);
-        let on_media = core.read_media(place, &mut data).is_ok();
+        let on_media = readable(core.read_media(place, &mut data))?;
         entry.data = data.freeze();
         if !on_media || !entry.data_is_good() {
             let mut data = BytesMut::zeroed(entry.crcs.len() * BLOCK_SIZE);
-            let cached = core.read(place, &mut data).is_ok();
+            let cached = readable(core.read(place, &mut data))?;
             entry.data = data.freeze();
             return Ok(match !cached || entry.data_is_good() {
                 true => Replayed::Lost,
@@ -384,6 +398,8 @@ struct Behind {
     watermark: u64,
     /// The log went on when its process died.
     lost: bool,
+    /// Of a whole stretch the disk shows nothing.
+    unseen: bool,
 }
 
 /// Looks behind the end for batches of this log.
@@ -408,12 +424,17 @@ fn search<D: Disk>(
         let mut buffer = vec![0; (until - start) as usize * BLOCK_SIZE];
         if core.read(first + u64::from(start), &mut buffer).is_err() {
             // One that cannot be read, at which the log may just have ended, hides no others.
+            let mut refused = 0;
             for (block, chunk) in (start..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
-                if core.read(first + u64::from(block), chunk).is_err() {
+                if !readable(core.read(first + u64::from(block), chunk))? {
                     chunk.fill(0);
+                    refused += 1;
                     behind.lost |= block == start;
                 }
             }
+            // One sector may be the torn one that the log ended with.
+            let unseen = refused > 1 && refused == until - start;
+            (behind.lost, behind.unseen) = (behind.lost || unseen, behind.unseen || unseen);
         }
         while at < until {
             let chunk = (at - start) as usize * BLOCK_SIZE;
@@ -445,14 +466,15 @@ fn search<D: Disk>(
 
 /// Sets the end of the log. What lies behind it must never be taken for its continuation, also
 /// not where the next batch goes to another place: a stale header at the end is wiped, log
-/// segments behind it are no longer listed (the caller states the metadata anew and syncs).
+/// segments behind it are no longer listed. The caller states the metadata anew, and only when
+/// that is on media wipes the block that this returns: it is what tells of a loss.
 fn close<D: Disk>(
     core: &mut Core<D>,
     replica: &mut Replica,
     durable: &mut DurableReplica,
     segments: &[SegmentState],
     end: End,
-) -> Result<(), PoolError> {
+) -> Result<Option<u64>, PoolError> {
     (replica.next_index, replica.previous) = (end.index, end.previous);
     let position = segments.iter().position(|s| Some(s.unit) == end.unit);
     let stale = &segments[position.map_or(0, |p| p + 1)..];
@@ -469,7 +491,7 @@ fn close<D: Disk>(
         }
     }
     let Some(segment) = end.unit.and_then(|unit| replica.family.segments.get_mut(&unit)) else {
-        return Ok(());
+        return Ok(None);
     };
     let state = &mut segment.state;
     state.used_blocks = end.offset_blocks;
@@ -478,9 +500,8 @@ fn close<D: Disk>(
         let block = core.superblock.unit_start(state.unit) + u64::from(end.offset_blocks);
         let mut bytes = vec![0; BLOCK_SIZE];
         if core.read(block, &mut bytes).is_err() || crate::batch::header_blocks(&bytes).is_some() {
-            bytes.fill(0);
-            core.write(block, &[std::io::IoSlice::new(&bytes)])?;
+            return Ok(Some(block));
         }
     }
-    Ok(())
+    Ok(None)
 }

@@ -4,12 +4,14 @@
 //! A half begins with one record that holds the whole state; what changes is appended behind it.
 //! When a half is full, the whole state is written to the other one under the next generation,
 //! and synced before anything follows. A record is one or more blocks; a block counts if either
-//! copy is good, and the first one that is good in neither ends the half (a torn tail).
+//! copy is good, and the first one that is good in neither ends the half (a torn tail). One that the
+//! disk refuses to read from both copies ends nothing: what it says may be a promise, so the ring is
+//! not opened.
 
 use std::io::IoSlice;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use quoin_core::replica::store::StoreError;
+use quoin_core::replica::store::{IoFault, StoreError};
 use quoin_core::{BLOCK_SIZE, crc32c};
 
 use crate::disk::Disk;
@@ -66,7 +68,7 @@ impl Ring {
         let mut ring = Self::blank(superblock);
         let mut generations = Vec::new();
         for half in 0..2 {
-            if let Some(first) = ring.read_block(disk, half, 0, None) {
+            if let Some(first) = ring.read_block(disk, half, 0, None)? {
                 generations.push(first.generation);
             }
         }
@@ -75,7 +77,7 @@ impl Ring {
         // was appended to it, and the half before it still holds the same.
         while let Some(generation) = generations.pop() {
             ring.generation = generation;
-            let records = ring.read_half(disk);
+            let records = ring.read_half(disk)?;
             if !records.is_empty() {
                 return Ok((ring, records));
             }
@@ -83,12 +85,12 @@ impl Ring {
         Err(PoolError::MetadataLost)
     }
 
-    fn read_half<D: Disk>(&mut self, disk: &D) -> Vec<Bytes> {
+    fn read_half<D: Disk>(&mut self, disk: &D) -> Result<Vec<Bytes>, IoFault> {
         let (mut records, mut open) = (Vec::new(), None::<BytesMut>);
         self.next = 0;
         for index in 0..self.half_blocks {
             let half = self.generation % 2;
-            let Some(block) = self.read_block(disk, half, index, Some(self.generation)) else {
+            let Some(block) = self.read_block(disk, half, index, Some(self.generation))? else {
                 break;
             };
             if block.flags & FIRST != 0 {
@@ -103,7 +105,7 @@ impl Ring {
                 self.next = index + 1;
             }
         }
-        records
+        Ok(records)
     }
 
     fn block_of(&self, copy: usize, half: u64, index: u32) -> u64 {
@@ -116,15 +118,25 @@ impl Ring {
         half: u64,
         index: u32,
         generation: Option<u64>,
-    ) -> Option<RingBlock> {
+    ) -> Result<Option<RingBlock>, IoFault> {
         let mut buffer = vec![0; BLOCK_SIZE];
-        (0..2).find_map(|copy| {
+        let mut refusals = Vec::new();
+        for copy in 0..2 {
             let offset = self.block_of(copy, half, index) * BLOCK_SIZE as u64;
-            disk.read_at(offset, &mut buffer).ok()?;
-            let block = decode(&buffer)?;
+            if let Err(fault) = disk.read_at(offset, &mut buffer) {
+                refusals.push(fault);
+                continue;
+            }
+            let Some(block) = decode(&buffer) else { continue };
             let fits = block.index == index && generation.is_none_or(|g| g == block.generation);
-            (fits && block.generation % 2 == half).then_some(block)
-        })
+            if fits && block.generation % 2 == half {
+                return Ok(Some(block));
+            }
+        }
+        match refusals[..] {
+            [_, fault] => Err(fault),
+            _ => Ok(None),
+        }
     }
 
     /// How many blocks of the records that count are bad in one of their copies.

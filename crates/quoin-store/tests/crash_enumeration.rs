@@ -6,7 +6,9 @@
 //! `QUOIN_CRASH_SUBSETS` writes, 6 if unset), else all, none, each one alone, each one missing and
 //! each prefix of them; and the newest one also torn at 512 bytes, its head or its tail there.
 //! Each image is opened, compared, and opened once more: a crash right after recovery must end at
-//! the same.
+//! the same. Of some of them (`QUOIN_CRASH_OPENS` of a hundred, 8 if unset) the recovery itself is
+//! crashed in the same way, at every event of what it does to the disk, and of some of these the
+//! next recovery too.
 //!
 //! That is many thousands of images a workload. `QUOIN_CRASH_IMAGES=0` recovers all of them; a
 //! number recovers so many, spread over all by a fixed rule (200 if unset, so that the tests take
@@ -203,18 +205,30 @@ impl Allowed {
     }
 }
 
+/// Images of a crash in a recovery that are looked at, of each that is crashed.
+const IMAGES_OF_AN_OPEN: u64 = 12;
+/// Crashes in recoveries, one after the other.
+const CRASHES_IN_A_ROW: u32 = 2;
+
 #[derive(Default)]
 struct Checker {
     contents: HashMap<(u64, u64), ModelPool>,
     images: u64,
     shorter: u64,
+    /// Images that a crash left in the middle of an open, and of an open after such a crash.
+    in_opens: [u64; CRASHES_IN_A_ROW as usize],
 }
 
 impl Checker {
     /// Opens the image as a start after the crash does, and compares it with the model.
     fn check(&mut self, size: u64, image: &Blocks, allowed: &[&Allowed]) {
         self.images += 1;
+        self.check_again(size, image, allowed, CRASHES_IN_A_ROW);
+    }
+
+    fn check_again(&mut self, size: u64, image: &Blocks, allowed: &[&Allowed], crashes: u32) {
         let disk = disk_of(size, image);
+        disk.record();
         let mut pool = Pool::open(disk.clone(), options()).expect("a pool that opens");
         let mut real = pool.replica(GUID).expect("the replica");
         let state = real.state();
@@ -233,11 +247,26 @@ impl Checker {
         let model = self.contents.entry(key).or_insert_with(|| model_of(entries));
         common::assert_same(&mut real, &mut model.replica(GUID).expect("the model's"));
         drop(pool);
+        let events = disk.events();
         // Recovery ended durably: power lost right after it leaves the same.
         disk.power_cut(|| false);
         let mut again = Pool::open(disk, options()).expect("a pool that opens again");
         let again = again.replica(GUID).expect("the replica").state();
         assert_eq!((again.position, again.chain), (state.position, state.chain), "recovered twice");
+        let spread = self.images.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 57;
+        let is_first = crashes == CRASHES_IN_A_ROW;
+        if crashes == 0 || (is_first && (spread * 100) >> 7 >= setting("QUOIN_CRASH_OPENS", 8)) {
+            return;
+        }
+        // What an open that crashes leaves is not less than what it was to recover.
+        let mut sample = Sample { total: 1, budget: 0, seen: 0 };
+        walk(image, &events, &mut sample, &mut |_, _| {});
+        let budget = if is_first { IMAGES_OF_AN_OPEN } else { IMAGES_OF_AN_OPEN / 4 };
+        let mut sample = Sample { total: sample.seen, budget, seen: 0 };
+        walk(image, &events, &mut sample, &mut |_, left| {
+            self.in_opens[(CRASHES_IN_A_ROW - crashes) as usize] += 1;
+            self.check_again(size, left, allowed, crashes - 1);
+        });
     }
 }
 
@@ -293,6 +322,8 @@ fn every_crash_of_appends_truncations_and_syncs_leaves_what_the_model_allows() {
         println!("seed {seed}");
         let checker = enumerate(World::new(seed, 8 << 20), 60, step);
         assert!(checker.images > 150 && checker.shorter > 10, "{} images", checker.images);
+        let [once, twice] = checker.in_opens;
+        assert!(once > 50 && twice > 50, "{once} crashes in opens, {twice} in the next ones");
     }
 }
 
@@ -325,6 +356,8 @@ fn every_crash_of_checkpoints_and_clean_up_leaves_what_the_model_allows() {
         });
         assert!(before > 2 << 20, "the pool was never short of space");
         assert!(checker.images > 100, "{} images", checker.images);
+        let [once, twice] = checker.in_opens;
+        assert!(once > 50 && twice > 50, "{once} crashes in opens, {twice} in the next ones");
     }
 }
 
