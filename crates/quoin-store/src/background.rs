@@ -83,7 +83,7 @@ impl Step {
 
 impl Replica {
     fn may_commit(&self) -> bool {
-        self.commit.is_none() && !self.is_prepared()
+        self.commit.is_none() && !self.commit_waits && !self.is_prepared()
     }
 
     fn has_job(&self) -> bool {
@@ -303,6 +303,7 @@ impl<D: Disk> Pool<D> {
         for replica in self.replicas.values_mut().filter(|r| r.may_pass) {
             (replica.set_aside, replica.may_pass) = (false, false);
         }
+        self.replicas.values_mut().for_each(|r| r.commit_waits = false);
         // Segments that could not be read wait for the next commit. Where they are all that could
         // give room there is none: a full pool takes nothing that would need it.
         let short = self.percent(self.core.allocator.free_for_clients()) < CLEAN_BELOW_PERCENT;

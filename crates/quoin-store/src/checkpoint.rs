@@ -197,7 +197,7 @@ impl Replica {
             self.upper.overlay.forget_through(job.target);
             self.upper.lower = self.folded.root;
         }
-        self.dirty = true;
+        (self.dirty, self.commit_waits) = (true, false);
     }
 
     /// Folds everything up to `target` at once.
@@ -269,7 +269,13 @@ impl Replica {
         synced: u64,
     ) -> Result<(), StoreError> {
         let Some(commit) = self.commit.take_if(|c| c.ticket <= synced) else { return Ok(()) };
-        core.record(Record::Checkpoint(self.identity.guid, commit.record))?;
+        if let Err(error) = core.record(Record::Checkpoint(self.identity.guid, commit.record)) {
+            // The state before it stands, and what that refers to is not free: the next fold's
+            // commit, which may be smaller, frees it too.
+            self.limbo.extend(commit.frees);
+            (self.dirty, self.commit_waits) = (true, true);
+            return Err(error);
+        }
         // What the disk would not read is asked for again: errors pass.
         self.unreadable.clear();
         let ticket = core.tickets.request().0;

@@ -78,6 +78,8 @@ pub struct Replica {
     pub shadow: Option<Shadow>,
     pub checkpoint: Option<CheckpointJob>,
     pub commit: Option<Commit>,
+    /// The metadata ring had no room for the last commit: another one has to wait for a change.
+    pub commit_waits: bool,
     pub clean: Option<CleanJob>,
     /// Segments that no view needs, to be freed with the next commit.
     pub limbo: Vec<(u32, u32)>,
@@ -124,6 +126,7 @@ impl Replica {
             shadow: None,
             checkpoint: None,
             commit: None,
+            commit_waits: false,
             clean: None,
             limbo: Vec::new(),
             unreadable: BTreeSet::new(),

@@ -6,10 +6,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use common::{identity, new_pool, sync};
+use common::{identity, new_pool, options, sync};
+use quoin_core::entry::SharedEntry;
 use quoin_core::message::ReadView;
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid};
+use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId};
 use quoin_store::{Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -548,4 +549,53 @@ fn a_pool_of_which_thousands_of_replicas_were_deleted_still_makes_and_deletes_ot
     drop(pool);
     let mut pool = Pool::open(disk, common::options()).expect("a pool");
     assert!(matches!(again(&mut pool), Err(StoreError::Rule(_))), "nor in the next life");
+}
+
+/// A metadata ring that is too small for what replicas have to say keeps what it said last: no
+/// space is lost over it, and what could not be said is said once there is room.
+#[test]
+fn a_full_metadata_ring_holds_a_commit_up_and_loses_nothing() {
+    let (disk, mut pool) = new_pool(32 << 20);
+    let guids: Vec<ReplicaGuid> = (1..=6).map(ReplicaGuid).collect();
+    let mut last = Lsn::ZERO;
+    for guid in &guids {
+        pool.create(identity(*guid), ReplicaMeta::default(), 64).expect("room");
+        let (mut chain, mut entries) = (Chain::default(), Vec::<SharedEntry>::new());
+        for n in 1..=1000 {
+            let position = Position { epoch: Epoch(1), lsn: Lsn(n) };
+            let id = SnapshotId(u128::from(n));
+            let kind = EntryKind::Snapshot { id, hidden: false };
+            let entry = Entry::after(chain, position, kind, 0, 0, Bytes::new(), false);
+            (chain, last) = (entry.chain, entry.lsn);
+            entries.push(entry.into());
+        }
+        let mut replica = pool.replica(*guid).expect("it");
+        replica.append(&entries).expect("room");
+        replica.set_stable(last);
+    }
+    pool.request_sync();
+    sync(&mut pool);
+    pool.settle().expect("what is not recorded now is recorded later");
+    let recorded = |disk: &MemoryDisk| {
+        let mut pool = Pool::open(disk.fork(), options()).expect("a pool");
+        let states = guids.iter().filter_map(|g| pool.replica(*g).map(|r| r.state()));
+        let states: Vec<_> = states.collect();
+        assert!(states.iter().all(|s| s.position.lsn == last), "nothing is lost");
+        states.iter().filter(|s| s.base == last).count()
+    };
+    let before = recorded(&disk);
+    assert!((1..guids.len()).contains(&before), "the ring had room for {before}");
+    for guid in &guids[..4] {
+        assert!(pool.delete(*guid).expect("room for that"));
+    }
+    pool.look_again();
+    let mut rounds = 0;
+    while pool.background_due() != Due::Idle && rounds < 100 {
+        pool.background(1 << 20).expect("work");
+        pool.request_sync();
+        sync(&mut pool);
+        rounds += 1;
+    }
+    assert!(rounds < 100, "the work ends");
+    assert_eq!(recorded(&disk), 2, "both that are left");
 }
