@@ -1,5 +1,6 @@
-//! The demo as a person runs it, with a mounted file system as root and over NBD without: whole,
-//! and given up in the middle.
+//! The demo as a person runs it as root, with a mounted file system: whole, and given up at each of
+//! its steps, which are those that it tells, so that a new one is among them. Without root:
+//! `unprivileged.rs`.
 
 #[path = "common/dev.rs"]
 mod running;
@@ -8,9 +9,11 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use running::{Scratch, assert_nothing_is_left, can_attach, eventually, have, skipped};
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 const OVER_NBD: &[&str] = &["--user-space"];
 const MOUNTED: &[&str] = &[];
@@ -37,9 +40,25 @@ fn can_mount() -> bool {
     can
 }
 
-/// Runs the demo until a line has these words, presses Ctrl-C, and sees that nothing stays.
-fn interrupt_at(words: &str, under: &Path, how: &[&str]) {
-    let mut child = demo(under, how);
+/// How a person ends it early.
+#[derive(Clone, Copy, PartialEq)]
+enum End {
+    /// Ctrl-C.
+    Once,
+    /// Ctrl-C, and twice more while the first is being obeyed.
+    Impatient,
+    /// `kill` of the demo alone.
+    Terminate,
+    /// Whoever reads what it says goes away.
+    Closed,
+}
+
+const ENDS: [End; 4] = [End::Once, End::Impatient, End::Terminate, End::Closed];
+
+/// Runs the demo until a line has these words, ends it so long after, and sees that nothing stays.
+/// Of the harm it does only that of the line.
+fn interrupt_at(words: &str, under: &Path, how: &[&str], end: End, after: Duration) {
+    let mut child = demo(under, &[how, &["--only", words]].concat());
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
     let mut before = Vec::new();
     let reached = lines.by_ref().any(|line| {
@@ -47,12 +66,73 @@ fn interrupt_at(words: &str, under: &Path, how: &[&str]) {
         before.last().is_some_and(|line| line.contains(words))
     });
     assert!(reached, "it never came to {words:?}: {before:?}");
-    kill_process_group(Pid::from_child(&child), Signal::INT).unwrap();
-    let rest: Vec<_> = lines.collect();
+    std::thread::sleep(after);
+    let group = Pid::from_child(&child);
+    let mut said = Vec::new();
+    match end {
+        End::Once => kill_process_group(group, Signal::INT).unwrap(),
+        End::Terminate => kill_process(group, Signal::TERM).unwrap(),
+        End::Closed => {}
+        End::Impatient => {
+            kill_process_group(group, Signal::INT).unwrap();
+            for answer in ["interrupted: ", "still taking"] {
+                let answered = lines.by_ref().any(|line| {
+                    said.push(line);
+                    said.last().is_some_and(|line| line.starts_with(answer))
+                });
+                // At its very end it may be gone before the second.
+                assert!(answered || said.last().is_some_and(|line| is_over(line)), "{said:?}");
+                let _ = kill_process_group(group, Signal::INT);
+            }
+        }
+    }
+    match end {
+        End::Closed => drop(lines),
+        _ => said.extend(lines),
+    }
     let status = eventually("it ends", || child.try_wait().unwrap());
-    assert_eq!(status.code(), Some(130), "at {words:?}: {rest:?}");
-    assert!(rest.iter().any(|line| line.contains("cleaned up")), "at {words:?}: {rest:?}");
+    let told = |words| said.iter().any(|line: &String| line.contains(words));
+    // What comes as it ends finds all of it done.
+    let came_too_late = status.success() && (told("nothing is left behind") || end == End::Closed);
+    if !came_too_late {
+        assert_eq!(status.code(), Some(130), "at {words:?}: {said:?}");
+        assert!(told("cleaned up") || end == End::Closed, "at {words:?}: {said:?}");
+    }
     assert_clean(under);
+}
+
+fn is_over(line: &str) -> bool {
+    line.contains("cleaned up") || line.contains("nothing is left behind")
+}
+
+/// Ends a demo at each of these steps, one way or another, two beside each other.
+fn interrupt_at_each(steps: &[String], under: &Path, how: &[&str]) {
+    let next = AtomicUsize::new(0);
+    let one_after_another = |under: &Path| {
+        std::fs::create_dir(under).unwrap();
+        while let Some((index, step)) = {
+            let index = next.fetch_add(1, Ordering::SeqCst);
+            steps.get(index).map(|step| (index, step))
+        } {
+            // At once, and in the middle of what the step does.
+            let after = Duration::from_millis([0, 400, 150, 50, 1000][index % 5]);
+            println!("{:?} after {step:?}", after);
+            interrupt_at(step, under, how, ENDS[index % ENDS.len()], after);
+        }
+        std::fs::remove_dir(under).unwrap();
+    };
+    std::thread::scope(|scope| {
+        for lane in ["a", "b"] {
+            let under = under.join(lane);
+            scope.spawn(move || one_after_another(&under));
+        }
+    });
+}
+
+/// The lines by which it says what it does next.
+fn steps(said: &str) -> Vec<String> {
+    let step = |line: &str| Some(line.strip_prefix('[')?.split_once(" s] ")?.1.to_owned());
+    said.lines().filter_map(step).collect()
 }
 
 /// Runs it to its end; what it said.
@@ -78,48 +158,11 @@ fn assert_clean(under: &Path) {
 }
 
 #[test]
-fn the_demo_over_nbd_survives_every_harm_and_leaves_nothing_behind() {
-    let scratch = Scratch::new("demo");
-    let said = run_whole(&scratch.0, OVER_NBD);
-    for words in [
-        "the volume is used over NBD",
-        "kill -9 of a pool",
-        "wiped with its pool",
-        "kill -9 of the target",
-        "kill -9 of the controller",
-        "a replica is added",
-        "one is taken away",
-        "one goes to another pool",
-        "while its pool is down",
-        "cold start",
-        "errors seen by the application: none",
-        "nothing is left behind",
-    ] {
-        assert!(said.contains(words), "it does not say {words:?}: {said}");
-    }
-}
-
-#[test]
-fn a_demo_that_is_interrupted_under_load_cleans_everything_up() {
-    let scratch = Scratch::new("demo-int");
-    interrupt_at("starting the application", &scratch.0, OVER_NBD);
-}
-
-#[test]
-fn the_mounted_demo_works_after_ones_that_were_interrupted_and_none_leaves_anything_behind() {
+fn the_mounted_demo_is_ended_at_each_of_its_steps_and_leaves_nothing_behind() {
     if !can_mount() {
         return;
     }
     let scratch = Scratch::new("demo-mnt");
-    for words in [
-        "starting an all-in-one Quoin",
-        "creating a volume",
-        "published, staged (ext4) and mounted",
-        "kill -9 of a pool",
-        "a replica wiped with its pool",
-    ] {
-        interrupt_at(words, &scratch.0, MOUNTED);
-    }
     let said = run_whole(&scratch.0, MOUNTED);
     for words in [
         "published, staged (ext4) and mounted",
@@ -135,15 +178,35 @@ fn the_mounted_demo_works_after_ones_that_were_interrupted_and_none_leaves_anyth
         assert!(said.contains(words), "it does not say {words:?}: {said}");
     }
     assert!(!said.contains("over NBD"), "it did not mount: {said}");
+    let steps = steps(&said);
+    assert!(steps.len() >= 15, "{steps:?}");
+    interrupt_at_each(&steps, &scratch.0, MOUNTED);
+    let said = run_whole(&scratch.0, &["--only", "the target"]);
+    assert!(said.contains("higher epoch"), "{said}");
 }
 
-/// The worst moment: the mount is there, and all that could take it away was killed.
+/// What is slow to begin, and what is told within a step, is no line of its own.
 #[test]
-fn a_mounted_demo_that_is_interrupted_in_its_cold_start_cleans_up_what_the_crash_left() {
-    if !can_mount() {
-        return;
+fn a_demo_over_nbd_that_is_ended_while_it_starts_or_works_leaves_nothing_behind() {
+    let scratch = Scratch::new("demo-int");
+    for (end, after_ms) in [(End::Once, 20), (End::Impatient, 700), (End::Closed, 1500)] {
+        let after = Duration::from_millis(after_ms);
+        interrupt_at("starting an all-in-one", &scratch.0, OVER_NBD, end, after);
     }
-    let scratch = Scratch::new("demo-cold");
-    interrupt_at("then a cold start", &scratch.0, MOUNTED);
-    interrupt_at("published, staged (ext4) and mounted", &scratch.0, MOUNTED);
+    let now = Duration::ZERO;
+    interrupt_at("undisturbed: ", &scratch.0, OVER_NBD, End::Impatient, now);
+    interrupt_at("served over NBD", &scratch.0, OVER_NBD, End::Terminate, now);
+}
+
+#[test]
+fn a_place_whose_name_is_too_long_for_sockets_is_refused_with_the_way_out() {
+    let scratch = Scratch::new("demo-long");
+    let long = scratch.0.join("x".repeat(60));
+    std::fs::create_dir(&long).unwrap();
+    let mut demo = Command::new(env!("CARGO_BIN_EXE_quoin"));
+    let output = demo.args(["demo", "--under"]).arg(&long).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("too long") && said.contains("--under"), "{said}");
+    assert_clean(&long);
 }

@@ -6,13 +6,14 @@ mod common;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::channel;
 
 use common::{BUDGET, Scratch, eventually, is_root, signal};
 use quoin_core::block::{Operation, Payload};
 use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+use rustix::process::{Pid, Signal, kill_process_group};
 
 const NOBODY: u32 = 65_534;
 
@@ -38,18 +39,24 @@ fn command(program: &Path, home: &Path) -> Command {
     command
 }
 
-#[test]
-fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused_by_name() {
-    let scratch = Scratch::new("nobody");
+/// The program where that user may run it, and a directory that they may write.
+fn settle(scratch: &Scratch) -> (PathBuf, PathBuf) {
     // The build directory may be out of others' reach.
     let program = scratch.0.join("quoin");
     std::fs::copy(env!("CARGO_BIN_EXE_quoin"), &program).unwrap();
     std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let home = scratch.0.join("home");
+    let home = scratch.0.join("h");
     std::fs::create_dir(&home).unwrap();
     if is_root() {
         std::os::unix::fs::chown(&home, Some(NOBODY), Some(NOBODY)).unwrap();
     }
+    (program, home)
+}
+
+#[test]
+fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused_by_name() {
+    let scratch = Scratch::new("nobody");
+    let (program, home) = settle(&scratch);
     let mut dev = command(&program, &home);
     dev.args(["dev", "--dir"]).arg(home.join("c")).stdin(Stdio::null()).stdout(Stdio::piped());
     let mut dev = Dev(dev.spawn().unwrap());
@@ -103,4 +110,65 @@ fn without_root_volumes_are_made_and_used_over_nbd_and_a_block_device_is_refused
     signal(dev.0.id(), "INT");
     let status = eventually("it ends", || dev.0.try_wait().unwrap());
     assert!(status.success(), "{status}");
+}
+
+/// The demo as it is without root, with no flag that says so.
+fn demo(program: &Path, home: &Path) -> Command {
+    let mut demo = command(program, home);
+    demo.args(["demo", "--size", "256MiB"]).env("TMPDIR", home).stdin(Stdio::null());
+    demo.stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    demo
+}
+
+/// No file of the demo's and none of its processes.
+fn assert_clean(home: &Path) {
+    let left: Vec<_> = std::fs::read_dir(home).unwrap().flatten().map(|e| e.path()).collect();
+    assert!(left.is_empty(), "{left:?}");
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).replace('\0', " ");
+        assert!(!line.contains(home.to_str().unwrap()), "{line} is left");
+    }
+}
+
+#[test]
+fn the_demo_without_root_goes_over_nbd_and_says_so_and_survives_every_harm() {
+    let scratch = Scratch::new("nd");
+    let (program, home) = settle(&scratch);
+
+    let mut given_up = demo(&program, &home).spawn().unwrap();
+    let mut lines = BufReader::new(given_up.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let harms = lines.any(|line| line.contains("kill -9 of a pool"));
+    if !harms {
+        let output = given_up.wait_with_output().unwrap();
+        panic!("it never did any harm: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    kill_process_group(Pid::from_child(&given_up), Signal::INT).unwrap();
+    assert!(lines.any(|line| line.contains("cleaned up")), "it did not clean up");
+    let status = eventually("it ends", || given_up.try_wait().unwrap());
+    assert_eq!(status.code(), Some(130));
+    assert_clean(&home);
+
+    let output = demo(&program, &home).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    for words in [
+        "over NBD by a client in this process: attaching a block device needs root",
+        "kill -9 of a pool",
+        "wiped with its pool",
+        "kill -9 of the target",
+        "kill -9 of the controller",
+        "kill -9 of all of them at once",
+        "a replica is added",
+        "one is taken away",
+        "one goes to another pool",
+        "while its pool is down",
+        "cold start",
+        "errors seen by the application: none",
+        "as root the same demo mounts it",
+        "nothing is left behind",
+    ] {
+        assert!(said.contains(words), "it does not say {words:?}: {said}");
+    }
+    assert_clean(&home);
 }

@@ -4,18 +4,18 @@ use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::interrupt;
+use super::{complain, interrupt, tell};
 use crate::dev::layout::Layout;
 
 const START_BUDGET: Duration = Duration::from_secs(120);
 /// One more than the volume has replicas, for one to be added and moved to.
-const POOLS: &str = "4";
+pub const POOL_NAMES: [&str; 4] = ["pool-a", "pool-b", "pool-c", "pool-d"];
 const STOP_BUDGET: Duration = Duration::from_secs(90);
 
 /// A running `quoin dev`; dropping it stops it cleanly, which unmounts and detaches all.
@@ -43,7 +43,7 @@ impl DevCluster {
     ) -> Result<Self> {
         let binary = std::env::current_exe().context("find this program's own file")?;
         let mut command = Command::new(binary);
-        command.args(["dev", "--pools", POOLS, "--dir"]).arg(directory);
+        command.args(["dev", "--pools", &POOL_NAMES.len().to_string(), "--dir"]).arg(directory);
         if !attach {
             command.arg("--no-attach");
         }
@@ -63,7 +63,7 @@ impl DevCluster {
                     let _ = ready.send(());
                 }
                 if line.contains(" ended (") {
-                    println!("          quoin dev: {line}");
+                    tell(&format!("          quoin dev: {line}"));
                 }
             }
         });
@@ -78,6 +78,7 @@ impl DevCluster {
             if let Some(child) = &mut cluster.child
                 && let Some(status) = child.try_wait()?
             {
+                cluster.child = None;
                 bail!("`quoin dev` ended while starting ({status})");
             }
             if began.elapsed() > START_BUDGET {
@@ -86,15 +87,24 @@ impl DevCluster {
         }
     }
 
-    /// Runs `quoin ARGUMENTS` against it, as a person would.
+    /// Runs `quoin ARGUMENTS` against it, as a person would, who gives up when they press Ctrl-C.
     pub fn command(&self, arguments: &[&str]) -> Result<()> {
         let binary = std::env::current_exe().context("find this program's own file")?;
-        let output = Command::new(binary)
+        let mut child = Command::new(binary)
             .args(arguments)
             .env("QUOIN_SOCKET", self.layout.admin_socket())
             .stdin(Stdio::null())
-            .output()
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
             .context("run quoin")?;
+        while child.try_wait()?.is_none() {
+            if interrupt::is_wanted() {
+                child.kill()?;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let output = child.wait_with_output()?;
         if !output.status.success() {
             let said = String::from_utf8_lossy(&output.stderr);
             bail!("quoin {}: {}", arguments.join(" "), said.trim());
@@ -186,7 +196,8 @@ impl DevCluster {
                 let _ = kill_process(Pid::from_child(&child), Signal::TERM);
             }
             if let Some(status) = child.try_wait()? {
-                if !status.success() {
+                // One that ends by the signal itself had not come to where it starts anything.
+                if !status.success() && status.signal() != Some(libc::SIGTERM) {
                     bail!("`quoin dev` did not stop cleanly ({status})");
                 }
                 return Ok(());
@@ -204,7 +215,7 @@ impl DevCluster {
 impl Drop for DevCluster {
     fn drop(&mut self) {
         if let Err(error) = self.stop_child() {
-            eprintln!("stopping the demo's cluster: {error:#}");
+            complain(&format!("stopping the demo's cluster: {error:#}"));
         }
     }
 }

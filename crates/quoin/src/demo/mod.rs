@@ -3,8 +3,9 @@
 //!
 //! It runs a `quoin dev` of its own in a fresh directory and acts as the orchestrator (CSI over
 //! its socket) and as the application. As root the volume is an ext4 file system; without root,
-//! or without FUSE, the application speaks NBD to the target itself. Whatever happens, Ctrl-C
-//! included, nothing stays behind: no process, mount, loop device or directory.
+//! or without FUSE, the application speaks NBD to the target itself. Whatever happens, Ctrl-C at
+//! any moment and as often as one likes included, nothing stays behind: no process, mount, loop
+//! device or directory.
 
 mod cluster;
 mod csi;
@@ -14,11 +15,13 @@ mod load;
 mod script;
 mod surface;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use crate::dev::layout::ROOT_BYTES_MAX;
 use crate::size::{parse_size, show_size};
 
 #[derive(Args)]
@@ -32,8 +35,13 @@ pub struct DemoOptions {
     /// Where the demo's directory is made [default: the system's directory for such].
     #[arg(long, value_name = "DIRECTORY")]
     pub under: Option<PathBuf>,
+    /// Of the harm, only that whose line has these words: for tests of each alone.
+    #[arg(long, value_name = "WORDS", hide = true)]
+    pub only: Option<String>,
 }
 
+/// Of the demo's directory, the one of its `quoin dev`.
+const CLUSTER: &str = "cluster";
 /// Files, the application's pages and the file system's own must fit.
 const SIZE_BYTES_MIN: u64 = 256 << 20;
 
@@ -67,7 +75,7 @@ pub fn run(options: &DemoOptions) -> Result<()> {
     if interrupt::is_wanted() {
         // What was started is stopped already: it belonged to the script.
         drop(directory);
-        println!("interrupted; everything is cleaned up");
+        tell("interrupted; everything is cleaned up");
         std::process::exit(130);
     }
     if outcome.as_ref().is_err_and(|error| !error.is::<Refused>()) {
@@ -75,7 +83,7 @@ pub fn run(options: &DemoOptions) -> Result<()> {
     }
     outcome?;
     drop(directory);
-    println!("nothing is left behind; {:.0} s in all", began.elapsed().as_secs_f64());
+    tell(&format!("nothing is left behind; {:.0} s in all", began.elapsed().as_secs_f64()));
     Ok(())
 }
 
@@ -86,6 +94,15 @@ impl Scratch {
     fn new(under: Option<&Path>) -> Result<Self> {
         let parent = under.map_or_else(std::env::temp_dir, Path::to_path_buf);
         let path = parent.join(format!("quoin-demo-{:06x}", rand::random::<u32>() & 0xff_ffff));
+        let root_bytes = std::path::absolute(path.join(CLUSTER))?.as_os_str().len();
+        if root_bytes > ROOT_BYTES_MAX {
+            bail!(
+                "{} is {} bytes too long for the sockets below it: name a shorter directory with \
+                 --under",
+                parent.display(),
+                root_bytes - ROOT_BYTES_MAX
+            );
+        }
         std::fs::create_dir(&path).with_context(|| {
             format!("cannot make {}: name a directory you may write with --under", path.display())
         })?;
@@ -94,17 +111,13 @@ impl Scratch {
 
     /// The last lines of each process, before the directory is removed.
     fn show_logs(&self) {
-        let Ok(logs) = std::fs::read_dir(self.0.join("cluster/logs")) else { return };
+        let Ok(logs) = std::fs::read_dir(self.0.join(CLUSTER).join("logs")) else { return };
         for path in logs.filter_map(|entry| entry.ok().map(|entry| entry.path())) {
             let text = std::fs::read_to_string(&path).unwrap_or_default();
             let lines: Vec<_> = text.lines().collect();
-            eprintln!(
-                "--- {} (its last lines)",
-                path.file_name().unwrap_or_default().to_string_lossy()
-            );
-            for line in &lines[lines.len().saturating_sub(12)..] {
-                eprintln!("{line}");
-            }
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            complain(&format!("--- {name} (its last lines)"));
+            lines[lines.len().saturating_sub(12)..].iter().for_each(|line| complain(line));
         }
     }
 }
@@ -112,9 +125,23 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_dir_all(&self.0) {
-            eprintln!("could not remove {}: {error}; remove it by hand", self.0.display());
+            complain(&format!("could not remove {}: {error}; remove it by hand", self.0.display()));
         }
     }
+}
+
+/// Says a line to the person in front of the demo. When nobody reads any more, as after a closed
+/// terminal or in `quoin demo | head`, it ends as after Ctrl-C.
+fn tell(line: &str) {
+    let mut output = std::io::stdout().lock();
+    if writeln!(output, "{line}").and_then(|()| output.flush()).is_err() {
+        interrupt::nobody_watches();
+    }
+}
+
+/// The same of what went wrong, which is known to the exit code as well.
+fn complain(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 fn show_bytes(bytes: u64) -> String {

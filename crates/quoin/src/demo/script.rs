@@ -7,12 +7,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::cluster::DevCluster;
+use super::cluster::{DevCluster, POOL_NAMES};
 use super::csi::{Claim, Orchestrator};
 use super::documents::{DOCUMENT_BYTES, Document};
 use super::load::{Load, WORKER_PAGES};
 use super::surface::{DirectFile, PAGE_BYTES, Region, Surface};
-use super::{DemoOptions, interrupt, show_bytes};
+use super::{CLUSTER, DemoOptions, interrupt, show_bytes, tell};
 use crate::client;
 
 const DOCUMENTS: u64 = 8;
@@ -30,12 +30,17 @@ struct Outcome {
 
 pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
     let mounted = can_mount(options);
-    let cluster_directory = directory.join("cluster");
-    say("starting an all-in-one Quoin: controller, four pools, target, attach, node");
+    let cluster_directory = directory.join(CLUSTER);
+    say(&format!(
+        "starting an all-in-one Quoin: controller, four pools, target{}, node",
+        if mounted { ", attach" } else { "" }
+    ));
     let cluster = DevCluster::start(&cluster_directory, mounted)?;
     let orchestrator = Orchestrator::new(&cluster.layout.csi_socket(), directory)?;
     let cluster = Some(cluster);
-    let mut demo = Demo { cluster, orchestrator, mounted, replicas: 3, outcomes: Vec::new() };
+    let only = options.only.clone();
+    let outcomes = Vec::new();
+    let mut demo = Demo { cluster, orchestrator, mounted, only, replicas: 3, outcomes };
     demo.play(options.size, &cluster_directory)
 }
 
@@ -62,6 +67,8 @@ struct Demo {
     cluster: Option<DevCluster>,
     orchestrator: Orchestrator,
     mounted: bool,
+    /// Harm whose line has not these words is left out.
+    only: Option<String>,
     /// How many the volume is to have now.
     replicas: usize,
     outcomes: Vec<Outcome>,
@@ -108,13 +115,15 @@ impl Demo {
             millis(quiet.pause)
         ));
 
-        let pools = self.pools_of(&claim)?;
         self.step(
             "kill -9 of a pool; it comes back and catches up",
             &claim,
             &load,
             &documents,
-            |demo| demo.cluster()?.kill(&[&*pools[1]]),
+            |demo| {
+                let pools = demo.pools_of(&claim)?;
+                demo.cluster()?.kill(&[&*pools[1]])
+            },
         )?;
         self.step(
             "a replica wiped with its pool, and rebuilt",
@@ -122,6 +131,7 @@ impl Demo {
             &load,
             &documents,
             |demo| {
+                let pools = demo.pools_of(&claim)?;
                 let cluster = demo.cluster()?;
                 let before = demo.guid_in(&claim, &pools[2])?;
                 let data = cluster.layout.pool_data(&pools[2]);
@@ -129,19 +139,16 @@ impl Demo {
                 demo.wait_for_another_guid(&claim, &pools[2], &before)
             },
         )?;
+        let step = "kill -9 of the target; IO goes on at a higher epoch";
         let before = self.volume(&claim)?.epoch;
-        self.step(
-            "kill -9 of the target; IO goes on at a higher epoch",
-            &claim,
-            &load,
-            &documents,
-            |demo| demo.cluster()?.kill(&["target"]),
-        )?;
-        let after = self.volume(&claim)?.epoch;
-        if after <= before {
-            bail!("the epoch did not grow: {before}, then {after}");
+        self.step(step, &claim, &load, &documents, |demo| demo.cluster()?.kill(&["target"]))?;
+        if self.wants(step) {
+            let after = self.volume(&claim)?.epoch;
+            if after <= before {
+                bail!("the epoch did not grow: {before}, then {after}");
+            }
+            note(&format!("epoch {before} before, {after} now"));
         }
-        note(&format!("epoch {before} before, {after} now"));
         self.step("kill -9 of the controller", &claim, &load, &documents, |demo| {
             demo.cluster()?.kill(&["controller"])
         })?;
@@ -160,15 +167,8 @@ impl Demo {
             &load,
             &documents,
             |demo| {
-                demo.cluster()?.kill(&[
-                    "controller",
-                    "pool-a",
-                    "pool-b",
-                    "pool-c",
-                    "pool-d",
-                    "target",
-                    "node",
-                ])
+                let others = ["controller", "target", "node"];
+                demo.cluster()?.kill(&[&others[..], &POOL_NAMES[..]].concat())
             },
         )?;
         self.membership(&claim, &load, &documents)?;
@@ -189,30 +189,37 @@ impl Demo {
 
     /// Replicas are added, taken away, moved and replaced under the application.
     fn membership(&mut self, claim: &Claim, load: &Load, documents: &[Document]) -> Result<()> {
-        let pools = self.pools_of(claim)?;
         let volume = &*claim.volume_id;
-        self.replicas = 4;
         let step = "quoin volume scale --replicas 4: a replica is added";
         self.step(step, claim, load, documents, |demo| {
+            demo.replicas = 4;
             demo.cluster()?.command(&["volume", "scale", volume, "--replicas", "4", "--wait"])
         })?;
-        self.replicas = 3;
         let step = "quoin replica remove: one is taken away";
         self.step(step, claim, load, documents, |demo| {
+            let pools = demo.pools_of(claim)?;
+            demo.replicas -= 1;
             demo.cluster()?.command(&["replica", "remove", volume, &pools[0], "--wait"])
         })?;
         let step = "quoin replica move: one goes to another pool";
         self.step(step, claim, load, documents, |demo| {
-            let way = [&*pools[1], "--to", &pools[0]];
+            let pools = demo.pools_of(claim)?;
+            let free = POOL_NAMES.into_iter().find(|name| pools.iter().all(|pool| pool != name));
+            let way = [&*pools[0], "--to", free.context("every pool has a replica")?];
             demo.cluster()?.command(&[&["replica", "move", volume], &way[..], &["--wait"]].concat())
         })?;
         let step = "quoin replica replace, while its pool is down";
         self.step(step, claim, load, documents, |demo| {
+            let pools = demo.pools_of(claim)?;
             let cluster = demo.cluster()?;
-            cluster.kill_and_hold(&pools[2], || {
-                cluster.command(&["replica", "replace", volume, &pools[2], "--wait"])
+            cluster.kill_and_hold(&pools[1], || {
+                cluster.command(&["replica", "replace", volume, &pools[1], "--wait"])
             })
         })
+    }
+
+    fn wants(&self, step: &str) -> bool {
+        self.only.as_ref().is_none_or(|words| step.contains(words.as_str()))
     }
 
     /// The pools that hold the volume's replicas.
@@ -335,9 +342,12 @@ impl Demo {
         claim: &Claim,
         load: &Load,
         documents: &[Document],
-        harm: impl FnOnce(&Self) -> Result<()>,
+        harm: impl FnOnce(&mut Self) -> Result<()>,
     ) -> Result<()> {
         interrupt::check()?;
+        if !self.wants(step) {
+            return Ok(());
+        }
         say(step);
         let operations = load.operations();
         load.read(operations);
@@ -446,24 +456,24 @@ impl Demo {
     }
 
     fn summary(&self) {
-        println!(
+        tell(&format!(
             "\n{:<66} {:>10} {:>12}",
             "all files verified after each of", "IO paused", "whole again"
-        );
+        ));
         for outcome in &self.outcomes {
             let pause = outcome.pause.map_or_else(|| "-".into(), millis);
             let recovered = outcome
                 .recovered
                 .map_or_else(|| "-".into(), |time| format!("{:.1} s", time.as_secs_f64()));
-            println!("{:<66} {pause:>10} {recovered:>12}", outcome.step);
+            tell(&format!("{:<66} {pause:>10} {recovered:>12}", outcome.step));
         }
-        println!("errors seen by the application: none");
+        tell("errors seen by the application: none");
         if !self.mounted {
-            println!(
-                "the application used the volume over NBD; as root the same demo mounts it through CSI"
+            tell(
+                "the application used the volume over NBD; as root the same demo mounts it through CSI",
             );
         }
-        println!();
+        tell("");
     }
 }
 
@@ -483,9 +493,9 @@ fn say(line: &str) {
     use std::sync::OnceLock;
     static BEGAN: OnceLock<Instant> = OnceLock::new();
     let began = BEGAN.get_or_init(Instant::now);
-    println!("[{:>5.1} s] {line}", began.elapsed().as_secs_f64());
+    tell(&format!("[{:>5.1} s] {line}", began.elapsed().as_secs_f64()));
 }
 
 fn note(line: &str) {
-    println!("          {line}");
+    tell(&format!("          {line}"));
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// Socket addresses have 108 bytes; the longest name below the run directory is
 /// `nbd/<32 hex digits>.sock`.
-const ROOT_BYTES_MAX: usize = 107 - "/run/nbd/.sock".len() - 32;
+pub const ROOT_BYTES_MAX: usize = 107 - "/run/nbd/.sock".len() - 32;
 
 /// One directory with everything in it: deleting it is the whole uninstallation.
 #[derive(Clone, Debug)]
