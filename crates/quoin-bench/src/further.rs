@@ -1,5 +1,5 @@
-//! What has no floor to be compared with: what idle volumes cost, how soon a pool that died
-//! answers again, and what is noticed of changes ([`crate::members`]).
+//! What has no floor to be compared with: what idle volumes and full caches cost, how soon a pool
+//! that died answers again, and what is noticed of changes ([`crate::members`]).
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -11,9 +11,11 @@ use crate::product::{Away, Product};
 use crate::{Class, Error, Options, absence, heal, members, usage};
 
 const IDLE_VOLUME_BYTES: u64 = 64 << 20;
-/// What has just been made settles before it counts as idle.
-const SETTLE: Duration = Duration::from_secs(10);
-const IDLE_TIME: Duration = Duration::from_secs(20);
+/// What has just been made settles before it counts as idle, for this share of the time watched.
+const SETTLE_SHARE: f64 = 0.5;
+/// So often is all of it written that a map is folded and written out with it: its log alone is
+/// no node in any cache.
+const FULL_CACHE_WRITES: u64 = 4;
 const RESTART_TIMEOUT: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(2);
 
@@ -30,7 +32,11 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     let mut facts = Vec::new();
     if options.wants("idle") {
         eprintln!("measuring idle with {} attached volumes", options.volumes);
-        facts.extend(idle(quoin, &directory.join("idle"), options.volumes)?);
+        facts.extend(idle(options, quoin, &directory.join("idle"))?);
+    }
+    if options.wants("full-cache") {
+        eprintln!("measuring full-cache with {} GiB", options.cache_gib);
+        facts.push(full_cache(quoin, &directory.join("cache"), options.cache_gib)?);
     }
     if options.wants("cold-start") {
         let (bytes, room) = (options.data_gib << 30, free_bytes(directory)?);
@@ -67,7 +73,8 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
 }
 
 /// CPU and memory of a Quoin whose volumes are attached and not used.
-fn idle(quoin: &Path, directory: &Path, volumes: usize) -> Result<Vec<Fact>, Error> {
+fn idle(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
+    let (volumes, seconds) = (options.volumes, options.idle_seconds);
     let product = Product::start(quoin, directory)?;
     let mut connections = Vec::new();
     for number in 0..volumes {
@@ -77,17 +84,13 @@ fn idle(quoin: &Path, directory: &Path, volumes: usize) -> Result<Vec<Fact>, Err
         generator.read_one()?;
         connections.push(generator);
     }
-    std::thread::sleep(SETTLE);
+    std::thread::sleep(Duration::from_secs_f64(seconds * SETTLE_SHARE));
     let pids = product.pids();
     let before = usage::cpu(&pids);
-    std::thread::sleep(IDLE_TIME);
+    let watched = Instant::now();
+    std::thread::sleep(Duration::from_secs_f64(seconds));
     let used = usage::cpu(&pids).saturating_sub(before);
-    let resident_mib = |pids: &[u32]| {
-        let bytes: u64 = pids.iter().filter_map(|pid| usage::resident_bytes(*pid)).sum();
-        bytes as f64 / f64::from(1 << 20)
-    };
-    let of = |role: &str| product.pids_of(role);
-    let largest_pool = of("pool").iter().map(|pid| resident_mib(&[*pid])).fold(0.0, f64::max);
+    let watched = watched.elapsed();
     let fact = |what: &str, value, unit, goal| Fact {
         name: format!("idle-{volumes}-volumes-{what}"),
         value,
@@ -95,12 +98,36 @@ fn idle(quoin: &Path, directory: &Path, volumes: usize) -> Result<Vec<Fact>, Err
         goal,
     };
     let facts = vec![
-        fact("cpu", used.as_secs_f64() / IDLE_TIME.as_secs_f64() * 100.0, "% of a core", 1.0),
-        fact("memory-pool", largest_pool, "MiB", 300.0),
-        fact("memory-target", resident_mib(&of("target")), "MiB", 300.0),
+        fact("cpu", used.as_secs_f64() / watched.as_secs_f64() * 100.0, "% of a core", 1.0),
+        fact("memory-pool", largest_mib(&product, "pool"), "MiB", 300.0),
+        fact("memory-target", largest_mib(&product, "target"), "MiB", 300.0),
     ];
     drop(connections);
     Ok(facts)
+}
+
+/// Memory of the process of a role that takes the most.
+fn largest_mib(product: &Product, role: &str) -> f64 {
+    let pids = product.pids_of(role);
+    let bytes = pids.iter().filter_map(|pid| usage::resident_bytes(*pid)).max();
+    bytes.unwrap_or_default() as f64 / f64::from(1 << 20)
+}
+
+/// Memory of a pool whose caches are full. What they hold are nodes of maps, and a leaf is a leaf
+/// however few of its blocks were written: so many GiB are mapped with little data.
+fn full_cache(quoin: &Path, directory: &Path, cache_gib: u64) -> Result<Fact, Error> {
+    let pool_size = format!("{}GiB", cache_gib + cache_gib / 2 + 1);
+    let product = Product::start_with(quoin, directory, &["--pool-size", &pool_size])?;
+    let socket = product.volume("cached", Class::Cache, cache_gib << 30)?;
+    let mut generator = Generator::connect(&socket)?;
+    generator.touch_each_mib(true, FULL_CACHE_WRITES)?;
+    generator.touch_each_mib(false, 1)?;
+    Ok(Fact {
+        name: format!("full-cache-{cache_gib}-gib-memory-pool"),
+        value: largest_mib(&product, "pool"),
+        unit: "MiB",
+        goal: 300.0,
+    })
 }
 
 /// Kills all pools, and sees when they are healthy again with nothing of theirs in memory, and when

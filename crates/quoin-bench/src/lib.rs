@@ -17,7 +17,7 @@
 //! | `rebuild` | how fast a lost replica is made whole |
 //! | `security` | what encrypting data connections costs |
 //! | `heal` | many volumes after the loss of a pool |
-//! | `further` | what has no floor: idle cost, cold start |
+//! | `further` | what has no floor: idle cost, memory of full caches, cold start |
 //! | `absence` | what the return of a replica that was away moves |
 
 mod absence;
@@ -99,6 +99,12 @@ pub struct Options {
     /// Volumes of the idle case
     #[arg(long, default_value_t = 100, value_name = "N")]
     pub volumes: usize,
+    /// Seconds that the idle case watches them, after half as many for them to come to rest
+    #[arg(long, default_value_t = 20.0, value_name = "SECONDS", value_parser = seconds)]
+    pub idle_seconds: f64,
+    /// Size of the volume that fills the pools' caches, in GiB; 128 MiB of cache hold 25
+    #[arg(long, default_value_t = 32, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
+    pub cache_gib: u64,
     /// Data of the cold start case, in GiB
     #[arg(long, default_value_t = 10, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub data_gib: u64,

@@ -17,7 +17,12 @@ const NO_LIMIT: Duration = Duration::from_secs(3600);
 pub enum Pattern {
     Random,
     Sequential,
+    /// One block of each MiB, in turn: a leaf of a pool's map each.
+    Sparse,
 }
+
+/// What [`Pattern::Sparse`] takes one block of.
+const SPARSE_BYTES: u64 = 1 << 20;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
@@ -122,6 +127,15 @@ impl Generator {
         self.flush()
     }
 
+    /// Reads or writes a block of each MiB, all of them so many times, and flushes what is written.
+    pub fn touch_each_mib(&mut self, write: bool, times: u64) -> Result<(), Error> {
+        self.sequential = 0;
+        let (pattern, time) = (Pattern::Sparse, NO_LIMIT);
+        let load = Load { write, pattern, block_bytes: 4096, depth: 32, time };
+        self.drive(load, Some(self.size_bytes / SPARSE_BYTES * times))?;
+        self.flush()
+    }
+
     pub fn flush(&mut self) -> Result<(), Error> {
         let request = nbd::Request { command: nbd::FLUSH, handle: 0, offset: 0, length: 0 };
         nbd::ask(&mut self.stream, &request, &[])
@@ -139,6 +153,11 @@ impl Generator {
             Pattern::Random => next(&mut self.random) % blocks * block,
             Pattern::Sequential => {
                 let at = self.sequential % blocks * block;
+                self.sequential += 1;
+                at
+            }
+            Pattern::Sparse => {
+                let at = self.sequential * SPARSE_BYTES % self.size_bytes;
                 self.sequential += 1;
                 at
             }

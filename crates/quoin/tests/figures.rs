@@ -82,6 +82,57 @@ fn what_the_death_of_a_target_does_to_io_is_measured() {
     assert!(table.contains("target-death-pause"), "{table}");
 }
 
+/// The figures of these names, and no others, each of which is something.
+fn assert_figures(figures: &serde_json::Map<String, serde_json::Value>, names: &[&str]) {
+    assert_eq!(figures.len(), names.len(), "{figures:?}");
+    for name in names {
+        let figure = figures.get(*name).unwrap_or_else(|| panic!("no {name}: {figures:?}"));
+        let value = figure["quoin"].as_f64();
+        assert!(value.is_some_and(|value| value.is_finite() && value > 0.0), "{name}: {figure}");
+    }
+}
+
+#[test]
+fn what_idle_volumes_cost_is_measured() {
+    let (mut cases, table) = cases(&["--only", "idle", "--volumes", "2", "--idle-seconds", "1"]);
+    // So few may use less in so short a time than is counted.
+    let cpu = cases.remove("idle-2-volumes-cpu").expect("no CPU time");
+    assert!(cpu["quoin"].as_f64().is_some_and(|cpu| (0.0..10_000.0).contains(&cpu)), "{cpu}");
+    assert_figures(&cases, &["idle-2-volumes-memory-pool", "idle-2-volumes-memory-target"]);
+    assert!(table.contains("idle-2-volumes-memory-pool"), "{table}");
+}
+
+#[test]
+fn the_memory_of_full_caches_is_measured() {
+    let (cases, table) = cases(&["--only", "full-cache", "--cache-gib", "1"]);
+    assert_figures(&cases, &["full-cache-1-gib-memory-pool"]);
+    assert!(table.contains("full-cache-1-gib-memory-pool"), "{table}");
+}
+
+#[test]
+fn what_a_cold_start_takes_is_measured() {
+    let (cases, table) = cases(&["--only", "cold-start", "--data-gib", "1"]);
+    let first = "cold-start-1-gib-first-read";
+    assert_figures(&cases, &["cold-start-1-gib", first, "cold-start-1-gib-memory-pool"]);
+    assert!(table.contains(first), "{table}");
+}
+
+#[test]
+fn rebuilds_whole_and_in_part_are_measured_and_what_one_takes_from_io() {
+    let sizes = ["--rebuild-mib", "256", "--delta-mib", "8", "--absence", "1"];
+    let (mut cases, table) = cases(&[&["--only", "rebuild"], &sizes[..]].concat());
+    let beside_floor = cases.remove("rebuild-128k").expect("no rebuild");
+    assert_complete("rebuild-128k", &beside_floor);
+    for name in ["io-during-rebuild-rate-lost", "io-during-rebuild-rate-lost-worst"] {
+        let lost = cases.remove(name).unwrap_or_else(|| panic!("no {name}"));
+        let share = lost["quoin"].as_f64();
+        assert!(share.is_some_and(|share| (0.0..=100.0).contains(&share)), "{name}: {lost}");
+    }
+    let names = ["delta-rebuild-moved", "delta-rebuild-time", "io-during-rebuild-p99"];
+    assert_figures(&cases, &names);
+    assert!(names.iter().all(|name| table.contains(name)), "{table}");
+}
+
 #[test]
 fn an_interrupted_benchmark_leaves_no_process_and_no_file() {
     let directory = tempfile::tempdir().unwrap();
