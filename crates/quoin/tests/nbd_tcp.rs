@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 
 use common::nbd::{self, FLUSH, FUA, Nbd, TRIM, WRITE, WRITE_ZEROES};
-use common::{Cluster, Place, eventually, free_port, have};
+use common::{Cluster, Place, eventually, free_port, have, signal};
 use quoin_identity::{Authority, Expected, Identity, Lifetimes, Role};
 
 /// A cluster with three pools and a node whose name is one that every host resolves.
@@ -80,6 +80,55 @@ fn a_volume_is_used_over_tls_by_its_node_and_by_admins_and_by_nobody_else() {
     refusals(&cluster, &address);
     foreign_clients(&cluster, port, &ops);
     assert_eq!(own.read(1 << 20, 4096).unwrap(), vec![0x5a; 4096], "IO went on beside all that");
+}
+
+/// Connections come in at one place, whichever shard serves their volume.
+#[test]
+fn clients_over_tls_reach_volumes_of_every_shard_and_again_after_the_target_died() {
+    let (mut cluster, address) = cluster("nbdshards", &["--shards", "3"]);
+    let ops = admin(&cluster);
+    assert_eq!(shards(cluster.process("target").pid()), 3);
+    let volumes = ["v1", "v2", "v3", "v4", "v5", "v6"];
+    for name in volumes {
+        cluster.ok(&["volume", "create", name, "--size", "16MiB"]);
+        cluster.ok(&["volume", "attach", name, "--nbd=tcp"]);
+    }
+    let open = |name: &str| Nbd::connect(&address, Some(client(&ops)), name).unwrap();
+    // Several of each, all at the same time; each has bytes that only it writes.
+    let mut connections: Vec<(u8, Nbd)> =
+        volumes.iter().chain(&volumes).zip(1..).map(|(name, byte)| (byte, open(name))).collect();
+    let at = |byte: u8| u64::from(byte) * 8192;
+    for (byte, connection) in &mut connections {
+        let written = connection.call(WRITE, FUA, at(*byte), 4096, &[*byte; 4096]).unwrap();
+        assert_eq!(written, Ok(()));
+    }
+    for (byte, connection) in &mut connections {
+        assert_eq!(connection.read(at(*byte), 4096).unwrap(), vec![*byte; 4096]);
+    }
+
+    let target = cluster.process("target");
+    let pid = target.pid();
+    signal(pid, "KILL");
+    eventually("the target is gone", || (!target.is_alive()).then_some(()));
+    drop(connections);
+    let arguments = ["target", "--shards", "3", "--nbd-listen", &address, "--name", "localhost"];
+    let mut arguments: Vec<String> = arguments.map(String::from).into();
+    arguments.extend(["--state".into(), cluster.path("node"), "--run".into(), cluster.path("run")]);
+    arguments.extend(["--controller".into(), cluster.controller.clone()]);
+    cluster.run(&Place::here(), "next-target", arguments);
+    for (name, byte) in volumes.iter().chain(&volumes).zip(1u8..) {
+        let mut connection = eventually("the volume is served again", || {
+            Nbd::connect(&address, Some(client(&ops)), name).ok()
+        });
+        assert_eq!(connection.read(at(byte), 4096).unwrap(), vec![byte; 4096], "{name}");
+    }
+}
+
+/// How many threads of a target serve volumes.
+fn shards(pid: u32) -> usize {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    let names = tasks.map(|task| std::fs::read_to_string(task.path().join("comm")));
+    names.filter(|name| name.as_ref().is_ok_and(|name| name.starts_with("shard-"))).count()
 }
 
 /// What every client relies on, through TLS and a quorum of real pools.
