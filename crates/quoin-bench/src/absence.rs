@@ -36,11 +36,7 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     await_phase(&product, |phase| phase == "InSync")?;
     let took = back.elapsed();
     // What the log alone gave it came as entries, which its pool counts since its start.
-    let entries: f64 = product
-        .pids_of_pool(POOL)
-        .iter()
-        .filter_map(|pid| scrape(*pid, "quoin_pool_written_bytes_total"))
-        .sum();
+    let entries = sum(product.pids_of_pool(POOL), "quoin_pool_written_bytes_total")?;
     let moved = copied_bytes(&product)? - copied_before + entries;
     let mib = f64::from(1 << 20);
     let fact =
@@ -54,15 +50,15 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
 }
 
 fn copied_bytes(product: &Product) -> Result<f64, Error> {
-    let targets = product.pids_of("target");
-    let counters = targets
-        .iter()
-        .filter_map(|pid| scrape(*pid, "quoin_target_rebuild_moved_bytes_total"))
-        .collect::<Vec<_>>();
-    if counters.is_empty() {
-        return Err(Error::Failed("no target tells how much its rebuilds copied".into()));
-    }
-    Ok(counters.iter().sum())
+    sum(product.pids_of("target"), "quoin_target_rebuild_moved_bytes_total")
+}
+
+/// A counter of all these processes. One that none of them has is a mistake, and not nothing.
+fn sum(pids: Vec<u32>, counter: &str) -> Result<f64, Error> {
+    let counts = pids.iter().filter_map(|pid| scrape(*pid, counter));
+    counts
+        .reduce(|sum, count| sum + count)
+        .ok_or_else(|| Error::Failed(format!("no process tells its {counter}")))
 }
 
 fn await_phase(product: &Product, is: impl Fn(&str) -> bool) -> Result<(), Error> {

@@ -202,11 +202,18 @@ fn is_healthy(pid: u32) -> bool {
     get(pid, "/healthz").is_some_and(|answer| answer.as_bytes().get(8..12) == Some(b" 200"))
 }
 
-/// One figure of a role's metrics.
+/// One figure of a role's metrics, summed over what its labels tell apart; `None`: it has none.
 pub fn scrape(pid: u32, name: &str) -> Option<f64> {
-    let answer = get(pid, "/metrics")?;
-    let line = answer.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
-    line.trim().parse().ok()
+    sum_of(&get(pid, "/metrics")?, name)
+}
+
+fn sum_of(metrics: &str, name: &str) -> Option<f64> {
+    let value = |line: &str| -> Option<f64> {
+        let rest = line.strip_prefix(name)?;
+        // A longer name is another figure.
+        rest.starts_with([' ', '{']).then(|| rest.rsplit(' ').next()?.parse().ok())?
+    };
+    metrics.lines().filter_map(value).reduce(|sum, value| sum + value)
 }
 
 /// What a role answers on its HTTP port.
@@ -226,4 +233,18 @@ fn free_bytes(directory: &Path) -> Result<u64, Error> {
     let stat = rustix::fs::statvfs(existing)
         .map_err(|error| Error::io(format!("measure {}", existing.display()))(error.into()))?;
     Ok(stat.f_bavail * stat.f_frsize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_figure_is_found_with_labels_and_without_and_never_taken_for_another() {
+        let metrics = "# TYPE written_total counter\nwritten_total{pool=\"a b\"} 4096\n\
+                       written_total{pool=\"c\"} 4\nwritten_total_ever 7\nmoved 12.5\n";
+        assert_eq!(sum_of(metrics, "written_total"), Some(4100.0));
+        assert_eq!(sum_of(metrics, "moved"), Some(12.5));
+        assert_eq!(sum_of(metrics, "written"), None);
+    }
 }

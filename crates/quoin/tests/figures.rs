@@ -130,6 +130,9 @@ fn rebuilds_whole_and_in_part_are_measured_and_what_one_takes_from_io() {
     }
     let names = ["delta-rebuild-moved", "delta-rebuild-time", "io-during-rebuild-p99"];
     assert_figures(&cases, &names);
+    // What changed, and little of the rest.
+    let moved_mib = cases["delta-rebuild-moved"]["quoin"].as_f64().unwrap();
+    assert!((7.9..20.0).contains(&moved_mib), "{moved_mib} MiB for 8 that changed");
     assert!(names.iter().all(|name| table.contains(name)), "{table}");
 }
 

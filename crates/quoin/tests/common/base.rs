@@ -138,6 +138,8 @@ pub fn eventually<T>(what: &str, mut found: impl FnMut() -> Option<T>) -> T {
 
 /// A process that is to stop has stopped when this returns.
 pub fn signal(pid: impl Display, name: &str) {
+    // A group's number, which is negative, some `kill` take for that of all processes there are.
+    assert!(pid.to_string().parse::<u32>().is_ok_and(|pid| pid > 1), "{pid} is no process");
     let status = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
     assert!(status.success(), "kill -{name} {pid}");
     if name == "STOP" {
