@@ -276,11 +276,11 @@ impl Storage for RealStorage {
         }
     }
 
-    /// The pool is opened until the image is older by its counter, also after the start that
-    /// follows: one within a life is found by the boot cookie alone, as a loss of the cache.
-    fn roll_back(&mut self) -> Result<Option<u64>, StoreError> {
+    /// The pool is opened until the image is older by so many starts. One within a life is found
+    /// by the boot cookie alone, as a loss of the cache.
+    fn roll_back(&mut self, more_starts: u64) -> Result<Option<u64>, StoreError> {
         let Some(then) = self.image_starts.take() else { return Ok(None) };
-        while self.starts() <= then + 1 {
+        while self.starts() < then + more_starts {
             self.pool = None;
             self.pool = Some(Pool::open(self.disk.clone(), self.options).map_err(store_error)?);
         }

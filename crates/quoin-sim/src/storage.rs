@@ -77,7 +77,7 @@ pub trait Storage {
     fn keep_image(&mut self) {}
     /// Puts the remembered image back, and says how often the pool had been opened by then. After
     /// an error the pool is closed.
-    fn roll_back(&mut self) -> Result<Option<u64>, StoreError> {
+    fn roll_back(&mut self, _more_starts: u64) -> Result<Option<u64>, StoreError> {
         Ok(None)
     }
     /// An empty disk in the place of one that cannot be read any more.

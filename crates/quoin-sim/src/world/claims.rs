@@ -204,6 +204,7 @@ impl World {
         let answered = there.said.promised;
         let same = there.said.guid == there.member.guid;
         let excused = self.may_be_damaged(pool) && there.hurt;
+        let excused = excused || there.rolled_back == Some(there.member.guid);
         if same && promised < answered && !excused {
             let detail = format!("pool {pool} promised {promised}, and has answered {answered}");
             self.violate("PromiseMonotone", detail);

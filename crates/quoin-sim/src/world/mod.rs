@@ -12,6 +12,7 @@ mod ending;
 mod growth;
 mod members;
 mod pools;
+mod recognition;
 mod setup;
 mod snapshots;
 mod strangers;
@@ -89,6 +90,24 @@ pub(crate) enum Event {
     PoolReport {
         pool: usize,
         life: u32,
+    },
+    /// The controller hears a report of the pool.
+    PoolTold {
+        pool: usize,
+        life: u32,
+    },
+    /// The pool hears what the controller makes of its start.
+    PoolJudged {
+        pool: usize,
+        life: u32,
+        rolled_back: bool,
+    },
+    PoolWaited {
+        pool: usize,
+        life: u32,
+    },
+    PoolWiped {
+        pool: usize,
     },
     PoolIdle {
         pool: usize,
@@ -188,8 +207,7 @@ pub(crate) struct PoolHost {
     pub is_foreign: bool,
     /// Syncs begin and do not end.
     pub stuck: bool,
-    /// How often the pool was opened, as the control plane was told.
-    pub starts_known: u64,
+    pub starts: recognition::Starts,
 }
 
 pub(crate) struct Queue {
@@ -326,6 +344,12 @@ impl World {
             Event::PoolTimer { pool, life, arm } => self.pool_timer(pool, life, arm),
             Event::SyncDone { pool, life, ticket } => self.sync_done(pool, life, ticket),
             Event::PoolReport { pool, life } => self.pool_report(pool, life),
+            Event::PoolTold { pool, life } => self.pool_told(pool, life),
+            Event::PoolJudged { pool, life, rolled_back } => {
+                self.pool_judged(pool, life, rolled_back);
+            }
+            Event::PoolWaited { pool, life } => self.pool_waited(pool, life),
+            Event::PoolWiped { pool } => self.pool_wiped(pool),
             Event::PoolIdle { pool, life } => self.pool_idle(pool, life),
             Event::Asked { target, life, number, question } => {
                 self.asked(target, life, number, &question);

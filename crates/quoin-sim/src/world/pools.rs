@@ -7,11 +7,8 @@ use quoin_core::{Epoch, Member, SessionKey, Time};
 
 use super::{Event, Mutant, World, brief};
 use crate::network::{ConnectionId, Taken, Way};
-use crate::schedule::{MICROSECOND, MILLISECOND, SECOND};
+use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
-
-/// As the product's pools do.
-const REPORT_EVERY: u64 = 2 * SECOND;
 
 /// One life of a pool process.
 pub(crate) struct Process {
@@ -66,16 +63,6 @@ impl World {
         }
         here.outage = Outage::Process;
         here.life += 1;
-        let starts = here.storage.starts();
-        if starts < here.starts_known && !quoin_core::mutant::is("rolled-back-disk-not-noticed") {
-            // The disk is older than what the control plane knows: none of it is believed.
-            let _ = here.storage.delete(here.member.guid);
-            here.gone = true;
-            let delay = self.random.between(500, 4000) * MILLISECOND;
-            self.schedule.after(delay, Event::Recreate { pool });
-        }
-        let here = &mut self.pools[pool];
-        here.starts_known = starts;
         let (life, guid, gone) = (here.life, here.member.guid, here.gone);
         let boot = here.storage.cookie();
         let local = self.local(host);
@@ -90,7 +77,10 @@ impl World {
             });
             if replica.is_some() {
                 self.check_kept_promise(pool, promised);
-            } else if self.pools[pool].said.has_answered(guid) && self.is_needed(pool) {
+            } else if self.pools[pool].said.has_answered(guid)
+                && self.is_needed(pool)
+                && self.pools[pool].rolled_back != Some(guid)
+            {
                 let why = format!("pool {pool} has lost replica {guid} over an outage");
                 self.violate("StableSurvives", why);
                 return;
@@ -112,16 +102,17 @@ impl World {
             short: false,
             syncing: false,
         });
-        self.schedule.after(REPORT_EVERY, Event::PoolReport { pool, life });
+        self.pool_began(pool, life);
     }
 
     /// A pool that cannot be read at all gets a new disk, and makes another replica there.
-    fn replace_disk(&mut self, pool: usize) {
+    pub(super) fn replace_disk(&mut self, pool: usize) {
         let here = &mut self.pools[pool];
         if here.storage.replace(&mut self.random).is_err() {
             return self.violate("Setup", format!("pool {pool}'s new disk cannot be formatted"));
         }
-        here.starts_known = 0;
+        here.starts.of_a_new_disk();
+        here.rolled_back = None;
         here.gone = true;
         self.trace.line(self.schedule.now(), || format!("pool {pool} gets a new disk"));
         let delay = self.random.between(500, 8000) * MILLISECOND;
@@ -147,15 +138,21 @@ impl World {
         }
         self.trace.line(self.schedule.now(), || format!("pool {pool} is dead ({outage:?})"));
         let polite = self.powered[self.pools[pool].host];
-        let ids: Vec<ConnectionId> = self
-            .network
-            .connections
-            .iter()
-            .filter(|(_, c)| c.pool == pool && c.pool_open)
-            .map(|(id, _)| *id)
-            .collect();
-        for id in ids {
+        for id in self.sessions_of(pool) {
             self.end_of_pool_dies(id, polite);
+        }
+    }
+
+    fn sessions_of(&self, pool: usize) -> Vec<ConnectionId> {
+        let connections = self.network.connections.iter();
+        connections.filter(|(_, c)| c.pool == pool && c.pool_open).map(|(id, _)| *id).collect()
+    }
+
+    /// The pool lives on and serves nobody any more.
+    pub(super) fn end_sessions_of(&mut self, pool: usize) {
+        for id in self.sessions_of(pool) {
+            self.pool_closes(id);
+            self.feed_pool(pool, vec![ReplicaEvent::Disconnected { connection: id }]);
         }
     }
 
@@ -461,7 +458,7 @@ impl World {
         }
     }
 
-    fn plan_idle(&mut self, pool: usize) {
+    pub(super) fn plan_idle(&mut self, pool: usize) {
         let here = &mut self.pools[pool];
         let life = here.life;
         if !here.storage.wants_background() {
@@ -471,20 +468,6 @@ impl World {
         if !std::mem::replace(&mut process.idle_planned, true) {
             let delay = self.random.between(50, 5000) * MICROSECOND;
             self.schedule.after(delay, Event::PoolIdle { pool, life });
-        }
-    }
-
-    /// As the product's driver does with each of its reports, whether the controller hears it or
-    /// not: what was set aside because the disk refused to read is worked on again.
-    pub(crate) fn pool_report(&mut self, pool: usize, life: u32) {
-        let here = &mut self.pools[pool];
-        if here.life != life || here.process.is_none() {
-            return;
-        }
-        self.schedule.after(REPORT_EVERY, Event::PoolReport { pool, life });
-        if !self.pools[pool].paused {
-            self.pools[pool].storage.look_again();
-            self.plan_idle(pool);
         }
     }
 

@@ -380,7 +380,7 @@ impl World {
             honoured: None,
             close_heard: false,
             stuck: false,
-            starts_known: 0,
+            starts: super::recognition::Starts::new(self.seed, pool),
         });
         self.schedule.after(0, Event::StartPool { pool });
     }

@@ -427,15 +427,16 @@ impl World {
         self.profile == Profile::Power || in_sync == self.record.membership.known.len()
     }
 
-    /// An old image of the disk is put back. The pool's start counter shows it: the replica is
-    /// given up and made anew under another GUID.
+    /// An old image of the disk is put back. The pool's starts show it to the controller: it serves
+    /// nobody, and its replica is made anew under another GUID on another disk.
     fn roll_back_disk(&mut self) -> bool {
         let pool = self.victim();
         let adopted = self.record.membership.known.contains(&self.pools[pool].member);
         if self.pools.iter().any(|p| p.cache_lost) || self.pools[pool].gone || !adopted {
             return false;
         }
-        let starts = match self.pools[pool].storage.roll_back() {
+        let more = self.pools[pool].starts.more_starts();
+        let starts = match self.pools[pool].storage.roll_back(more) {
             Ok(Some(starts)) => starts,
             Ok(None) => return false,
             Err(_) => {
@@ -443,7 +444,7 @@ impl World {
                 return false;
             }
         };
-        self.pools[pool].starts_known = starts;
+        self.pools[pool].starts.told_before(starts);
         self.kill_pool(pool, Outage::Process, 300 * MILLISECOND);
         let there = &mut self.pools[pool];
         there.cache_lost = true;
@@ -527,7 +528,7 @@ impl World {
         self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
         let blocks = self.setup.config.volume_blocks;
         let here = &mut self.pools[pool];
-        here.starts_known = 0;
+        here.starts.of_a_new_disk();
         here.storage.replace(&mut self.random).is_ok()
             && here.storage.create(identity, meta, blocks).is_ok()
     }

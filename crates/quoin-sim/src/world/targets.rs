@@ -7,6 +7,7 @@ use quoin_core::message::ToReplica;
 use quoin_core::target::{Target, TargetAction, TargetEvent, TargetNote};
 use quoin_core::{Epoch, Lsn, Member, SessionKey, Time};
 
+use super::recognition::Recognition;
 use super::{Event, World, brief};
 use crate::control::Question;
 use crate::network::{Connection, ConnectionId, Stream, Taken, Way};
@@ -241,6 +242,19 @@ impl World {
             let delay = self.network.delay();
             self.schedule.after(delay, Event::Refused { target, life, connection: id });
             return;
+        }
+        match there.starts.recognition() {
+            Recognition::Given => {}
+            // It is dialled, and has not been answered yet.
+            Recognition::Awaited => {
+                self.schedule.after(20 * MILLISECOND, Event::Connecting { connection: id });
+                return;
+            }
+            Recognition::Refused => {
+                let delay = self.random.between(1, 3) * SECOND;
+                self.schedule.after(delay, Event::Refused { target, life, connection: id });
+                return;
+            }
         }
         let pool_life = there.life;
         if self.targets[target].paused {
