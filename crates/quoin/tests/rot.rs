@@ -1,13 +1,16 @@
 //! Rot in pool files under live volumes, on real processes: found, answered by another replica,
 //! repaired and told.
 
+mod common;
 mod support;
 
 use std::path::Path;
 use std::process::Command;
 
 use bytes::Bytes;
-use quoin_frontend::nbd::client::{Client, RequestError};
+use common::{Cluster, Place, free_port};
+use quoin_frontend::nbd::client::{Address, Client, ClientOptions, RequestError};
+use support::stories::ask;
 use support::{Dev, Scratch, block, blocks_of, is_online, rot, signal, test_blocks};
 
 const BLOCK: u64 = 4096;
@@ -132,6 +135,77 @@ fn rot_in_a_pool_file_is_found_answered_by_others_repaired_and_told() {
         .output()
         .unwrap();
     assert!(check.status.success(), "{}", String::from_utf8_lossy(&check.stdout));
+}
+
+/// A figure of a pool among its metrics.
+fn figure(address: &str, pool: &str, name: &str) -> Option<u64> {
+    let name = format!("quoin_pool_{name}_total{{pool=\"{pool}\"}} ");
+    let metrics = ask(address, "/metrics")?;
+    metrics.lines().find_map(|line| line.strip_prefix(&name))?.trim().parse().ok()
+}
+
+/// Proves: rot is found by the schedule of the pool alone, repaired from another replica and told,
+/// and no pool reads more often than it was told to.
+#[test]
+fn rot_is_found_repaired_and_told_by_the_schedule_alone() {
+    const BLOCKS: u64 = 400;
+    let flags = ["--default-spread", "pool"];
+    let mut cluster = Cluster::start("schedule", &Place::here(), &flags);
+    let addresses: Vec<String> = (0..3).map(|_| format!("127.0.0.1:{}", free_port())).collect();
+    let periods = ["never", "1s", "7d"];
+    for ((pool, every), http) in ["p1", "p2", "p3"].into_iter().zip(periods).zip(&addresses) {
+        cluster.pool(&Place::here(), pool, &["--scrub-every", every, "--http", http]);
+    }
+    cluster.node(&Place::here(), "n1", &[], &[]);
+    cluster.wait_for_pools(3);
+    cluster.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
+    let address = cluster.ok(&["volume", "attach", "db", "--nbd"]);
+    let socket = address.split_once("socket=").unwrap().1;
+    let client = cluster.eventually("the volume is served", || {
+        Client::connect(ClientOptions::new(Address::Unix(socket.into()))).ok()
+    });
+    let data: Vec<u8> = (0..BLOCKS).flat_map(|lba| block(lba, 1)).collect();
+    client.write(0, Bytes::from(data), false).unwrap();
+    client.flush().unwrap();
+    cluster.wait_for_volume("db", "online", is_online);
+    let of = |pool: usize, name: &str| figure(&addresses[pool], ["p1", "p2", "p3"][pool], name);
+    cluster.eventually("a pass ends by itself", || (of(1, "scrubs")? > 0).then_some(()));
+    assert_eq!(of(1, "bad_copies_found"), Some(0), "nothing is bad yet");
+
+    let file = cluster.scratch.0.join("p2-data");
+    let places = test_blocks(&file);
+    for n in 0..10 {
+        rot(&file, places[&(n * 40 + 3, 1)][0] + 2000);
+    }
+    cluster.eventually("it is found and repaired", || {
+        (of(1, "bad_copies_found")? >= 10 && of(1, "bad_copies_repaired")? >= 10).then_some(())
+    });
+    cluster.eventually("it is told", || {
+        let told = cluster.ok(&["events"]);
+        let reasons = ["BadBlocks ", "BadBlocksRepaired", "ScrubEnded"];
+        reasons.iter().all(|reason| told.contains(reason)).then_some(())
+    });
+    cluster.eventually("nothing bad is left", || {
+        let replicas = cluster.json(&["replica", "list", "db"]);
+        let replica = replicas.as_array()?.iter().find(|r| r["pool"] == "p2")?.clone();
+        (replica["badBlocks"] == 0 && replica["repaired"].as_u64()? >= 10).then_some(())
+    });
+    let (whole, bytes) = (test_blocks(&file), std::fs::File::open(&file).unwrap());
+    for n in 0..10 {
+        let lba = n * 40 + 3;
+        let good = whole.get(&(lba, 1)).into_iter().flatten().any(|offset| {
+            let mut read = vec![0; BLOCK as usize];
+            std::os::unix::fs::FileExt::read_exact_at(&bytes, &mut read, *offset).unwrap();
+            read == block(lba, 1)
+        });
+        assert!(good, "block {lba} is not whole in the file");
+    }
+    // A later pass finds nothing any more.
+    let (passes, found) = (of(1, "scrubs").unwrap(), of(1, "bad_copies_found").unwrap());
+    cluster.eventually("two more passes end", || (of(1, "scrubs")? >= passes + 2).then_some(()));
+    assert_eq!(of(1, "bad_copies_found"), Some(found));
+    assert_eq!((of(0, "scrubs"), of(2, "scrubs")), (Some(0), Some(0)), "by their own schedules");
+    client.stop();
 }
 
 /// Spots all over the batches of map nodes.

@@ -1,0 +1,189 @@
+//! Rebuilds on a disk that is slow enough to be watched: what `--wait` tells a person of one, and what
+//! is copied where the pool dies in the middle.
+
+mod support;
+
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use rustix::process::{Pid, Signal, kill_process};
+use support::stories::*;
+use support::{Dev, block};
+
+const BLOCK: u64 = 4096;
+const MIB: u64 = 1 << 20;
+
+/// Fills a volume `db` of three replicas in four pools; gives the pool that has none of it.
+fn filled(dev: &Dev, mib: u64) -> String {
+    dev.ok(&["volume", "create", "db", "--size", "256MiB", "--replicas", "3"]);
+    let client = dev.client("db");
+    for first in (0..mib * MIB / BLOCK).step_by(256) {
+        let data: Vec<u8> = (first..first + 256).flat_map(|lba| block(lba, 1)).collect();
+        client.write(first * BLOCK, Bytes::from(data), false).unwrap();
+    }
+    client.flush().unwrap();
+    client.stop();
+    dev.wait_for_volume("db", "whole", whole);
+    let taken: Vec<String> = known(dev).into_iter().map(|(pool, ..)| pool).collect();
+    let pools = ["pool-a", "pool-b", "pool-c", "pool-d"];
+    pools.into_iter().find(|pool| !taken.contains(&(*pool).to_owned())).unwrap().to_owned()
+}
+
+/// A pool whose file takes so many bytes a second and no more: its process stands still meanwhile.
+struct Slow {
+    end: Arc<AtomicBool>,
+    thread: std::thread::JoinHandle<()>,
+}
+
+fn allocated_bytes(file: &PathBuf) -> u64 {
+    std::fs::metadata(file).map_or(0, |data| data.blocks() * 512)
+}
+
+impl Slow {
+    fn down(dev: &Dev, pool: &str, bytes_per_s: u64) -> Self {
+        let end = Arc::new(AtomicBool::new(false));
+        let (ended, file) = (end.clone(), dev.pool_file(pool));
+        let pid = Pid::from_raw(dev.pid(pool).unwrap() as i32).unwrap();
+        let thread = std::thread::spawn(move || {
+            let (began, before) = (Instant::now(), allocated_bytes(&file));
+            while !ended.load(Ordering::Relaxed) {
+                let grown = allocated_bytes(&file).saturating_sub(before);
+                let due = Duration::from_secs_f64(grown as f64 / bytes_per_s as f64);
+                let early = due.saturating_sub(began.elapsed());
+                if early > Duration::from_millis(20) {
+                    // Standing still for long, it would be taken for one that is gone.
+                    let _ = kill_process(pid, Signal::STOP);
+                    std::thread::sleep(early.min(Duration::from_millis(500)));
+                    let _ = kill_process(pid, Signal::CONT);
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        Self { end, thread }
+    }
+
+    /// As fast as it is, from here on.
+    fn end(self) {
+        self.end.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap();
+    }
+}
+
+/// A size as people are told it.
+fn size(text: &str) -> f64 {
+    let (number, unit) = text.trim().split_once(' ').unwrap_or_else(|| panic!("{text:?}"));
+    let powers = ["B", "KiB", "MiB", "GiB"];
+    let power =
+        powers.iter().position(|power| *power == unit).unwrap_or_else(|| panic!("{text:?}"));
+    number.parse::<f64>().unwrap_or_else(|_| panic!("{text:?}")) * 1024f64.powi(power as i32)
+}
+
+/// What one line says of the only pool that is made whole: gone through, of how much, and, where it
+/// is told, how many bytes a second and how many seconds it takes.
+struct Line {
+    done: f64,
+    total: f64,
+    pace: Option<(f64, f64)>,
+}
+
+fn read_line(line: &str, pool: &str) -> Option<Line> {
+    let rest = line.split_once(&format!("; pool {pool}: "))?.1;
+    let (done, rest) = rest.split_once(" of ")?;
+    let (total, rest) = rest.split_once(" gone through")?;
+    let pace = rest.split_once("/s, about ").map(|(rate, rest)| {
+        let takes = rest.split_once(" s left").unwrap_or_else(|| panic!("{line}")).0;
+        (size(rate.trim_start_matches("; ")), takes.parse().unwrap())
+    });
+    Some(Line { done: size(done), total: size(total), pace })
+}
+
+/// Proves: a person who waits is told how far it is, how fast it goes and when it is done, and all
+/// three are so.
+#[test]
+fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_takes() {
+    const RATE: u64 = 8 * MIB;
+    let (_scratch, dev) = cluster("waiting", "4");
+    let pool = filled(&dev, 192);
+    let slow = Slow::down(&dev, &pool, RATE);
+    let began = Instant::now();
+    let child = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["volume", "scale", "db", "--replicas", "4", "--wait"])
+        .env("QUOIN_SOCKET", &dev.admin_socket)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut child = child;
+    let errors = std::io::BufReader::new(child.stderr.take().unwrap());
+    let said: Vec<(Duration, String)> = std::io::BufRead::lines(errors)
+        .map(|line| (began.elapsed(), line.unwrap()))
+        .inspect(|(at, line)| println!("{at:?} {line}"))
+        .collect();
+    let output = child.wait_with_output().unwrap();
+    let took = began.elapsed();
+    slow.end();
+    assert!(output.status.success(), "{said:?}");
+    let last = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(last.trim(), "volume db has 4 replicas; writes need 3 of them");
+
+    assert!(said.iter().all(|(_, line)| line.starts_with("volume db: 1 replica being added")));
+    let lines: Vec<(Duration, Line)> =
+        said.iter().filter_map(|(at, line)| Some((*at, read_line(line, &pool)?))).collect();
+    assert!(lines.len() >= 6, "{said:?}");
+    for pair in lines.windows(2) {
+        assert!(pair[0].1.done <= pair[1].1.done, "it went back: {said:?}");
+    }
+    assert!(lines.iter().all(|(_, line)| line.done <= line.total), "{said:?}");
+    let paced: Vec<(Duration, f64, f64)> = lines
+        .iter()
+        .filter_map(|(at, line)| line.pace.map(|(rate, left)| (*at, rate, left)))
+        .collect();
+    assert!(paced.len() >= 2, "no line says how fast it goes: {said:?}");
+    for (at, rate, left) in paced {
+        let so = rate / RATE as f64;
+        assert!((0.4..2.5).contains(&so), "{rate} bytes a second at {at:?}: {said:?}");
+        let truly = took.saturating_sub(at).as_secs_f64();
+        assert!(
+            (left - truly).abs() <= truly / 2.0 + 6.0,
+            "{left} s, and it took {truly} s: {said:?}"
+        );
+    }
+    dev.stop();
+}
+
+/// Proves: a rebuild whose pool dies in the middle goes on from there, and moves at most 1.2 times
+/// what it must.
+#[test]
+fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_again() {
+    const MIB_OF_DATA: u64 = 128;
+    let (scratch, dev) = cluster("midway", "4");
+    let pool = filled(&dev, MIB_OF_DATA);
+    let slow = Slow::down(&dev, &pool, 16 * MIB);
+    let before = allocated_bytes(&dev.pool_file(&pool));
+    dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
+    dev.eventually("more than half of it is there", || {
+        let grown = allocated_bytes(&dev.pool_file(&pool)).saturating_sub(before);
+        (grown > MIB_OF_DATA * MIB * 6 / 10).then_some(())
+    });
+    slow.end();
+    dev.kill(&pool);
+    assert_eq!(factors(&dev.json(&["volume", "get", "db"])), [3, 2, 4], "it was in the middle");
+    dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [4, 3, 4]);
+    let metrics = ask_target(&dev, "/metrics").expect("the target answers");
+    let name = "quoin_target_rebuild_moved_bytes_total ";
+    let moved = metrics.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+    let moved: u64 = moved.trim().parse().unwrap();
+    let needed = MIB_OF_DATA * MIB;
+    println!("{moved} bytes were copied of {needed}");
+    assert!(moved >= needed, "{moved} bytes were copied of {needed}");
+    assert!(moved * 10 <= needed * 12, "{moved} bytes were copied of {needed}");
+    let told = events(&dev, "ReplicaRebuilt");
+    assert!(!told.is_empty(), "how much was copied is told");
+    compare(&scratch, dev, 4);
+}
