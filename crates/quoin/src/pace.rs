@@ -85,9 +85,12 @@ pub async fn follow<U: UnderWay>(
 struct Pace {
     /// What each part had gone through when it was last seen.
     parts: HashMap<String, u64>,
-    /// All that was gone through since the first look, at each look of the window.
+    /// All that was gone through since the first look, at each look of the window that saw more of
+    /// it: targets report every few seconds, and between their reports nothing is known.
     sums: VecDeque<(Duration, u64)>,
     moved_at: Option<Duration>,
+    began_at: Duration,
+    now: Duration,
 }
 
 impl Pace {
@@ -101,10 +104,16 @@ impl Pace {
             .sum();
         self.parts = parts.into_iter().collect();
         let sum = self.sums.back().map_or(0, |(_, sum)| *sum) + moved;
+        if self.moved_at.is_none() {
+            self.began_at = at;
+        }
         if moved > 0 || self.moved_at.is_none() {
             self.moved_at = Some(at);
         }
-        self.sums.push_back((at, sum));
+        if moved > 0 {
+            self.sums.push_back((at, sum));
+        }
+        self.now = at;
         while self.sums.len() > 2 && self.sums[1].0 + WINDOW <= at {
             self.sums.pop_front();
         }
@@ -112,16 +121,16 @@ impl Pace {
 
     /// Bytes a second, once there is a window.
     fn rate(&self) -> Option<f64> {
-        let ((since, first), (now, last)) = (self.sums.front()?, self.sums.back()?);
-        let took = now.checked_sub(*since).filter(|took| *took >= WINDOW)?;
-        (last > first).then(|| (last - first) as f64 / took.as_secs_f64())
+        let ((since, first), (until, last)) = (self.sums.front()?, self.sums.back()?);
+        let looked = self.now.saturating_sub(self.began_at);
+        (last > first && looked >= WINDOW)
+            .then(|| (last - first) as f64 / (*until - *since).as_secs_f64())
     }
 
     /// The pace, and how long it takes at it, in words that follow others; empty where nothing can
     /// be said.
     fn words(&self, left: u64) -> String {
-        let now = self.sums.back().map_or(Duration::ZERO, |(at, _)| *at);
-        let still = now.saturating_sub(self.moved_at.unwrap_or(now));
+        let still = self.now.saturating_sub(self.moved_at.unwrap_or(self.now));
         if left == 0 {
             return String::new();
         }
@@ -130,6 +139,8 @@ impl Pace {
         }
         let Some(rate) = self.rate() else { return String::new() };
         let takes = Duration::try_from_secs_f64(left as f64 / rate).unwrap_or(Duration::MAX);
+        // What went on since the last report is not in it yet.
+        let takes = takes.saturating_sub(still);
         format!("; {}/s, about {} left", show_size(rate as u64), time(takes))
     }
 }
@@ -201,6 +212,26 @@ mod tests {
         }
         assert_eq!(pace.words(600 * MIB), "; 1.0 MiB/s, about 10 min left");
         assert_eq!(pace.words(0), "", "nothing is left to go through");
+    }
+
+    /// Targets report every few seconds: what was gone through comes in steps.
+    #[test]
+    fn between_two_reports_the_rate_stays_and_the_time_left_grows_shorter() {
+        let mut pace = Pace::default();
+        for look in 0..=160 {
+            let at = Duration::from_millis(250 * look);
+            let reported = at.as_secs() / 5 * 5;
+            pace.saw(vec![part("a", 8 * reported)], at);
+            let words = pace.words(8 * (60 - reported) * MIB);
+            if at >= WINDOW {
+                // Cut to whole seconds, on either side of one.
+                let left = second(60) - at;
+                let near =
+                    [0, 5].map(|more| time(left.saturating_sub(Duration::from_millis(more))));
+                let said = near.map(|left| format!("; 8.0 MiB/s, about {left} left"));
+                assert!(said.contains(&words), "{words} at {at:?}, {said:?}");
+            }
+        }
     }
 
     #[test]

@@ -20,7 +20,8 @@ const MIB: u64 = 1 << 20;
 
 /// Fills a volume `db` of three replicas in four pools; gives the pool that has none of it.
 fn filled(dev: &Dev, mib: u64) -> String {
-    dev.ok(&["volume", "create", "db", "--size", "256MiB", "--replicas", "3"]);
+    let size = format!("{mib}MiB");
+    dev.ok(&["volume", "create", "db", "--size", &size, "--replicas", "3"]);
     let client = dev.client("db");
     for first in (0..mib * MIB / BLOCK).step_by(256) {
         let data: Vec<u8> = (first..first + 256).flat_map(|lba| block(lba, 1)).collect();
