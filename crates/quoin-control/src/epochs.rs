@@ -1,5 +1,6 @@
 //! The compare-and-swaps that targets ask for: epochs, which fence, and changes of membership.
 
+use quoin_core::membership::RETIRED_MAX;
 use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaId, VolumeId};
 use quoin_identity::Grant;
 
@@ -59,6 +60,7 @@ impl Controller {
             let skipped = std::mem::take(&mut volume.epochs_skipped);
             volume.epoch = volume.epoch.max(at_least.0) + skipped + 1;
             volume.incarnation = Text(incarnation);
+            volume.forget_retired();
             Ok(Ok(()))
         };
         let (record, outcome) = match self.update_volume(volume, change).await {
@@ -177,6 +179,11 @@ fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, 
         ..now
     };
     next.retired.extend(removed.iter().map(|m| m.guid));
+    if next.retired.len() > RETIRED_MAX
+        && let Some(full) = volume.is_full_of_retired()
+    {
+        return Err(format!("it waits for {full}"));
+    }
     next.check().map_err(str::to_owned)?;
     volume.membership = MembershipRecord::from(&next);
     let mut news: Vec<News> = Vec::new();
@@ -211,5 +218,71 @@ fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, 
     volume.replicas = stay;
     let gone: Vec<ReplicaRecord> = gone;
     volume.discarded.extend(gone.into_iter().map(Discarded::from));
+    volume.forget_retired();
     Ok(news)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::records::RETIRED_KEPT_MAX;
+    use quoin_core::{Epoch, Incarnation, ReplicaGuid};
+
+    /// Has the first known replica followed by one of this GUID; gives the GUID of the old one.
+    fn replace(volume: &mut VolumeRecord, guid: u128) -> Result<ReplicaGuid, String> {
+        let mut known = Membership::from(&volume.membership).known;
+        let held = volume.replicas.iter().find(|r| r.guid.0 == known[0].guid).unwrap();
+        let mut newcomer = held.clone();
+        newcomer.guid = Text(ReplicaGuid(guid));
+        newcomer.phase = ReplicaPhase::Keep;
+        volume.replicas.push(newcomer);
+        let old = std::mem::replace(&mut known[0].guid, ReplicaGuid(guid));
+        let MembershipRecord { version, rf, cf, .. } = volume.membership;
+        let asked = MembershipSwap {
+            volume: volume.id.0,
+            node: "node-1".to_owned(),
+            epoch: Epoch(volume.epoch),
+            incarnation: Incarnation(volume.incarnation.0.0),
+            version,
+            rf,
+            cf,
+            known,
+        };
+        swap(volume, &asked).map(|_| old)
+    }
+
+    #[test]
+    fn a_volume_is_replaced_without_end_and_forgets_only_what_is_deleted() {
+        let mut volume = crate::recorded::volume();
+        volume.discarded.clear();
+        let kept = replace(&mut volume, 0x1_0000).unwrap();
+        let held = volume.discarded.clone();
+        let mut old = kept;
+        for guid in 0x1_0001..0x1_0001 + 4200 {
+            old = replace(&mut volume, guid).unwrap();
+            // All pools but one delete what they are told to.
+            volume.discarded.clone_from(&held);
+        }
+        let retired = &volume.membership.retired;
+        assert_eq!(retired.len(), RETIRED_KEPT_MAX);
+        assert!(retired.contains(&Text(kept)), "its pool may still have it");
+        assert!(retired.contains(&Text(old)) && !retired.contains(&Text(ReplicaGuid(0x1_0001))));
+        assert_eq!(volume.is_full_of_retired(), None);
+    }
+
+    #[test]
+    fn where_pools_that_are_away_keep_what_was_replaced_it_is_said_which() {
+        let mut volume = crate::recorded::volume();
+        let replaced = (0x1_0000..0x1_0000 + 4200).map(|guid| replace(&mut volume, guid));
+        let refusal = replaced.last().unwrap().unwrap_err();
+        let pool = &volume.discarded[0].pool;
+        assert!(refusal.contains(&**pool) && refusal.contains("quoin pool remove"), "{refusal}");
+        assert_eq!(volume.membership.retired.len(), quoin_core::membership::RETIRED_MAX);
+        // Once they are gone there is room, at the next change or at the next opening.
+        volume.discarded.clear();
+        volume.forget_retired();
+        volume.replicas.retain(|r| r.guid.0.0 < 0x1_0000 + 4096);
+        assert_eq!(volume.is_full_of_retired(), None);
+        replace(&mut volume, 0x2_0000).unwrap();
+    }
 }

@@ -59,7 +59,7 @@ fn replica(n: u128, phase: ReplicaPhase, cause: Cause) -> ReplicaRecord {
 }
 
 /// With a value in every field.
-fn volume() -> VolumeRecord {
+pub(crate) fn volume() -> VolumeRecord {
     let replicas = vec![
         replica(1, ReplicaPhase::Keep, Cause::Asked),
         replica(2, ReplicaPhase::Init, Cause::Asked),

@@ -6,11 +6,11 @@
 //! and of an attachment (RF, CF and the known list are never seen half changed). What pools
 //! and nodes report each second is not here: it is told anew after any restart.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
 use std::str::FromStr;
 
-use quoin_core::membership::default_cf;
+use quoin_core::membership::{REPLICAS_MAX, RETIRED_MAX, default_cf};
 use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -302,12 +302,50 @@ pub struct VolumeRecord {
 const KEEPSAKE_BYTES_MAX: usize = 32 << 10;
 const KEEPSAKE_RETIRED_MAX: usize = 64;
 
+/// Retired GUIDs that a record keeps: as many as a membership may have when the next change, which
+/// retires all its replicas at most, is made.
+pub(crate) const RETIRED_KEPT_MAX: usize = RETIRED_MAX - REPLICAS_MAX;
+
 impl VolumeRecord {
     /// Takes a replica off the record that counts nowhere yet; its pool deletes it.
     pub(crate) fn discard(&mut self, at: usize) -> Discarded {
         let gone = Discarded::from(self.replicas.remove(at));
         self.discarded.push(gone.clone());
         gone
+    }
+
+    /// Forgets the oldest retired GUIDs beyond [`RETIRED_KEPT_MAX`], as far as their pools said that
+    /// what they named is deleted; without it a volume that was replaced often enough could not be
+    /// changed any more. What a forgotten one named is gone, and were it back from an old copy of a
+    /// disk, the records name it nowhere, so that it counts nowhere.
+    pub(crate) fn forget_retired(&mut self) {
+        let retired = &mut self.membership.retired;
+        let mut surplus = retired.len().saturating_sub(RETIRED_KEPT_MAX);
+        if surplus == 0 {
+            return;
+        }
+        let undeleted: HashSet<u128> = self.discarded.iter().map(|d| d.guid.0.0).collect();
+        retired.retain(|guid| {
+            let stays = surplus == 0 || undeleted.contains(&guid.0.0);
+            surplus -= usize::from(!stays);
+            stays
+        });
+    }
+
+    /// What stands in the way of any further change where no retired GUID may be forgotten.
+    pub(crate) fn is_full_of_retired(&self) -> Option<String> {
+        let retired = self.membership.retired.len();
+        if retired <= RETIRED_KEPT_MAX || self.changing().is_empty() {
+            return None;
+        }
+        let mut pools: Vec<&str> = self.discarded.iter().map(|d| d.pool.as_str()).collect();
+        pools.sort_unstable();
+        pools.dedup();
+        Some(format!(
+            "pool {} to delete replicas that were replaced, of which {retired} are remembered and \
+             more cannot be (start the pool, or take it away for good: `quoin pool remove`)",
+            pools.join(", ")
+        ))
     }
 
     /// Whether a replica that was on its way in `before` is not any more, and is not known either.

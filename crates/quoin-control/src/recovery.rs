@@ -212,6 +212,7 @@ fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId], silent: &[ReplicaGuid])
     volume.membership.retired.extend(dropped.iter().map(|member| member.guid));
     let retired = &mut volume.membership.retired;
     retired.extend(silent.iter().filter(|guid| !is_dropped(**guid)));
+    volume.forget_retired();
     volume.membership.known = kept;
     volume.membership.rf = rf;
     volume.membership.cf = volume.cf_of(rf);

@@ -492,6 +492,7 @@ fn waits(
                     _ => {}
                 }
             }
+            waits.extend(volume.is_full_of_retired());
             if let (Some(owner), None) = (volume.owner.as_deref(), serving)
                 && health != "Unknown"
             {
