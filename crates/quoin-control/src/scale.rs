@@ -233,8 +233,10 @@ fn find(
             && !r.leaving
             && volume.replicas.iter().filter(|other| other.id == r.id).count() == 1
     };
-    let exists = candidates.iter().any(|candidate| candidate.name == *from);
-    if exists && volume.replicas.iter().any(|r| settled(&r)) {
+    if candidates.iter().all(|candidate| candidate.name != *from) {
+        return Err(Error::missing("pool", from));
+    }
+    if volume.replicas.iter().any(|r| settled(&r)) {
         return Ok(None);
     }
     let what = format!("on pool {from} of volume {}", volume.spec.name);

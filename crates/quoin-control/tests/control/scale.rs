@@ -315,6 +315,9 @@ async fn a_move_or_a_replacement_that_is_asked_for_again_changes_nothing_whoever
     };
     refused(&cluster, of_pool(&free)).await;
     refused(&cluster, of_pool("p9").to(&other.pool)).await;
+    let asked = of_pool("p9").to(&other.pool);
+    let refusal = cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap_err();
+    assert!(refusal.to_string().contains("pool \"p9\" does not exist"), "{refusal}");
     // On its way, and there.
     let asked = of_pool(&old.pool).to(&free);
     cluster.controller.move_replica(db.as_ref(), &asked).await.unwrap();

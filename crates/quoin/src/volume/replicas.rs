@@ -4,8 +4,8 @@
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
 use quoin_proto::control::{
-    ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest, RemoveReplicasRequest, Replica,
-    ScaleVolumeRequest, Volume,
+    ListPoolsRequest, ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest,
+    RemoveReplicasRequest, Replica, ScaleVolumeRequest, Volume,
 };
 
 use super::view::{ReplicaView, VolumeView};
@@ -145,13 +145,13 @@ pub async fn recover(
     format: Format,
 ) -> Result<()> {
     let volume = get_volume(cluster, &options.volume).await?;
-    let ids = |named: &[String]| -> Result<Vec<String>> {
-        named.iter().map(|replica| find(&volume, replica)).collect()
-    };
     let (keep, destroyed) = match &options.from_pool {
-        None => (ids(&options.keep)?, ids(&options.destroyed)?),
+        None => (
+            meant(cluster, &volume, &options.keep).await?,
+            meant(cluster, &volume, &options.destroyed).await?,
+        ),
         Some(pool) => {
-            let keep = find(&volume, pool)?;
+            let keep = meant(cluster, &volume, std::slice::from_ref(pool)).await?.remove(0);
             let others = volume.replicas.iter().filter(|r| r.known && r.replica_id != keep);
             let others = others.map(|r| r.replica_id.clone()).collect();
             (vec![keep], others)
@@ -192,7 +192,7 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
             let volume = get_volume(cluster, &volume).await?;
             let request = RemoveReplicasRequest {
                 volume: Some(id_ref(&volume.id)),
-                replica_ids: replicas.iter().map(|r| find(&volume, r)).collect::<Result<_>>()?,
+                replica_ids: meant(cluster, &volume, &replicas).await?,
             };
             let volume = cluster.remove_replicas(request).await.map_err(refusal)?.into_inner();
             finish(cluster, volume, &wait, client, format).await
@@ -217,7 +217,9 @@ async fn relocate(
     let (replica_id, from_pool) = match (&found, &pool) {
         (Ok(id), _) => (id.clone(), String::new()),
         (Err(_), Some(_)) => (String::new(), replica.to_owned()),
-        (Err(_), None) => return found.map(drop),
+        (Err(_), None) => {
+            return meant(cluster, &volume, &[replica.to_owned()]).await.map(drop);
+        }
     };
     let request = MoveReplicaRequest {
         volume: Some(id_ref(&volume.id)),
@@ -228,8 +230,8 @@ async fn relocate(
     };
     let volume = match (cluster.move_replica(request).await, found) {
         // Whose names there are is known here.
-        (Err(status), Err(unknown)) if status.code() == tonic::Code::NotFound => {
-            return Err(unknown);
+        (Err(status), Err(_)) if status.code() == tonic::Code::NotFound => {
+            return meant(cluster, &volume, &[replica.to_owned()]).await.map(drop);
         }
         (answer, _) => answer.map_err(refusal)?.into_inner(),
     };
@@ -259,6 +261,29 @@ fn settled(volume: &Volume, id: &str, named: &str, pool: Option<&str>) -> Option
              has it elsewhere)"
         ),
     })
+}
+
+/// The ids of the replicas that a person names, each as in [`find`]; a name that is neither a
+/// replica's nor a pool's is said to be so, with those that there are.
+pub(super) async fn meant(
+    cluster: &mut Cluster,
+    volume: &Volume,
+    named: &[String],
+) -> Result<Vec<String>> {
+    let found: Result<Vec<String>> = named.iter().map(|replica| find(volume, replica)).collect();
+    let Err(unknown) = found else { return found };
+    let pools = cluster.list_pools(ListPoolsRequest {}).await.map_err(refusal)?.into_inner().pools;
+    let pools: Vec<String> = pools.into_iter().map(|pool| pool.name).collect();
+    let is_missing = |name: &&String| find(volume, name).is_err();
+    let named = named.iter().find(is_missing).map_or("", String::as_str);
+    Err(no_pool(named, &pools).map_or(unknown, anyhow::Error::msg))
+}
+
+/// That no pool has this name; `None` where one has, or where it may be the beginning of an id.
+fn no_pool(named: &str, pools: &[String]) -> Option<String> {
+    let is_id = named.len() >= 4 && named.bytes().all(|b| b.is_ascii_hexdigit());
+    let unknown = !is_id && pools.iter().all(|pool| pool != named);
+    unknown.then(|| format!("there is no pool {named}; pools are {}", pools.join(", ")))
 }
 
 /// The id of the replica that a person names by its pool, its id or the beginning of it.
@@ -434,6 +459,15 @@ mod tests {
         assert_eq!(settled(&volume, "aabb01", "aabb01", None), None);
         let text = find(&volume, "ccdd").unwrap_err().to_string();
         assert!(text.contains("aabb01 on pool pool-d, aabb02 on pool pool-b"), "{text}");
+    }
+
+    #[test]
+    fn a_name_that_no_pool_has_is_told_with_those_that_there_are() {
+        let pools = ["pool-a".to_owned(), "pool-b".to_owned()];
+        let said = no_pool("pool-x", &pools);
+        assert_eq!(said.as_deref(), Some("there is no pool pool-x; pools are pool-a, pool-b"));
+        assert_eq!(no_pool("pool-b", &pools), None, "it holds none of the volume");
+        assert_eq!(no_pool("aabb0", &pools), None, "an id");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use quoin_proto::control::{
 };
 use serde::Serialize;
 
-use super::replicas::find;
+use super::replicas::meant;
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::output::{self, Format, fields};
 use crate::size::show_size;
@@ -265,7 +265,8 @@ pub async fn repair(
     format: Format,
 ) -> Result<()> {
     let volume = get_volume(cluster, &options.volume).await?;
-    let from = options.from.map(|from| find(&volume, &from)).transpose()?.unwrap_or_default();
+    let from: Vec<String> = options.from.into_iter().collect();
+    let from = meant(cluster, &volume, &from).await?.pop().unwrap_or_default();
     let volume = ask(cluster, &volume, verify_volume_request::Action::Repair, from).await?;
     finish(cluster, volume, &options.follow, client, format).await
 }
