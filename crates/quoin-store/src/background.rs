@@ -368,6 +368,17 @@ impl<D: Disk> Pool<D> {
         {
             return Some(Step::Fold(guid, 0));
         }
+        // What was trimmed stays held by what is folded until the trim is folded too, and whoever
+        // trims an idle volume writes nothing that would make a fold due.
+        let trimmed = |r: &Replica| {
+            r.log.hole_blocks * BLOCK_SIZE as u64 > self.core.options.log_keep_bytes
+                && r.may_fold(0)
+        };
+        if !self.starved
+            && let Some((guid, _)) = replicas().find(|(_, r)| trimmed(r))
+        {
+            return Some(Step::Fold(guid, 0));
+        }
         let dirty = |r: &Replica| r.dirty && r.may_commit();
         if let Some((guid, _)) = replicas().find(|(_, r)| dirty(r)) {
             return Some(Step::Commit(guid));

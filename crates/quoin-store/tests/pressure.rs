@@ -110,6 +110,34 @@ fn a_full_pool_still_takes_views_promises_and_deletes_and_trim_gives_space_back(
     assert!(gained > 3 << 20, "a trim of 4 MiB gave {gained} bytes back");
 }
 
+/// Whoever trims a volume that rests writes nothing that would make a fold due.
+#[test]
+fn what_was_trimmed_of_a_resting_replica_is_free_again_though_nobody_writes_any_more() {
+    let mut writer = Writer::new(64 << 20, 4000);
+    for lba in (0..4000).step_by(8) {
+        writer.append(EntryKind::Write, lba, 8).expect("room");
+    }
+    let rest = |writer: &mut Writer| {
+        for _ in 0..200 {
+            writer.housekeeping();
+        }
+        assert_eq!(writer.pool.background_due(), Due::Idle, "it does not come to rest");
+        writer.pool.stats().used_bytes
+    };
+    let full = rest(&mut writer);
+    // All that it takes is an entry without data.
+    writer.append(EntryKind::Trim, 0, 3600).expect("a trim");
+    let used = rest(&mut writer);
+    assert!(used < full / 4, "{used} of {full} are still used after a trim of nine tenths");
+    let mut replica = writer.pool.replica(GUID).expect("it");
+    let slots = common::read_all(&mut replica, ReadView::Live, 4000);
+    let (gone, kept) = (0..3600, 3600..4000);
+    for (lba, _, data) in common::flat(&slots) {
+        assert!(!gone.contains(&lba) || data.is_none(), "block {lba} is no hole");
+        assert!(!kept.contains(&lba) || data.is_some(), "block {lba} is lost");
+    }
+}
+
 /// Counted twice, a segment looks fuller than one that is worth emptying, and its room is lost.
 /// Found by the simulator's look at what is used once everything was trimmed.
 #[test]

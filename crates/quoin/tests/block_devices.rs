@@ -1,4 +1,5 @@
-//! What a block device asks of its host. Needs root, /dev/fuse and loop devices.
+//! What a block device asks of its host, and what a file system on it gives back. Needs root,
+//! /dev/fuse and loop devices.
 
 #[path = "common/dev.rs"]
 mod running;
@@ -6,7 +7,7 @@ mod running;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-use running::{Dev, Scratch, can_attach, eventually, have, run, signal};
+use running::{Dev, Scratch, can_attach, eventually, have, is_online, run, signal};
 
 /// A process of the test in a table of mounts of its own; killed with the test.
 struct Apart(Child);
@@ -105,4 +106,51 @@ fn entries(directory: &Path) -> Vec<std::ffi::OsString> {
     let mut names: Vec<_> = entries.map(|entry| entry.file_name()).collect();
     names.sort();
     names
+}
+
+/// Bytes of each pool that hold something.
+fn used(dev: &Dev) -> Vec<u64> {
+    let pools = dev.json(&["pool", "list"]);
+    pools.as_array().unwrap().iter().map(|pool| pool["usedBytes"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn what_a_file_system_deletes_and_trims_is_free_again_in_every_pool() {
+    const FILE: u64 = 96 << 20;
+    /// A sixty-fourth of the pool: trims of so much may wait for more of them.
+    const WAITING: u64 = 16 << 20;
+    if !can_attach() || !have("mkfs.ext4") || !have("fstrim") {
+        return;
+    }
+    let scratch = Scratch::new("trim");
+    let dev = Dev::start(&scratch.cluster(), &["--pool-size", "1GiB"]);
+    dev.ok(&["volume", "create", "db", "--size", "256MiB", "--replicas", "3"]);
+    let device = dev.ok(&["volume", "attach", "db"]);
+    dev.wait_for_volume("db", "online", is_online);
+    let mount = scratch.0.join("mount");
+    std::fs::create_dir(&mount).unwrap();
+    run("mkfs.ext4", &["-q", &device]);
+    run("mount", &[&device, mount.to_str().unwrap()]);
+    let kept: Vec<u8> = (0..4 << 20).map(|at: u32| (at / 4096) as u8 ^ at as u8).collect();
+    std::fs::write(mount.join("kept"), &kept).unwrap();
+    std::fs::write(mount.join("gone"), vec![0xa5; FILE as usize]).unwrap();
+    run("sync", &["-f", mount.to_str().unwrap()]);
+    let full = dev.eventually("every pool tells what it holds", || {
+        let full = used(&dev);
+        full.iter().all(|used| *used >= FILE + kept.len() as u64).then_some(full)
+    });
+
+    std::fs::remove_file(mount.join("gone")).unwrap();
+    // ext4 trims only what its journal has let go of.
+    run("sync", &["-f", mount.to_str().unwrap()]);
+    run("fstrim", &[mount.to_str().unwrap()]);
+    // Nobody writes to the volume any more.
+    dev.eventually("every pool has it free", || {
+        let now = used(&dev);
+        let freed = |(full, now): (&u64, &u64)| now + FILE - WAITING <= *full;
+        full.iter().zip(&now).all(freed).then_some(())
+    });
+    assert!(std::fs::read(mount.join("kept")).unwrap() == kept, "what was kept is another");
+    run("umount", &[mount.to_str().unwrap()]);
+    dev.stop();
 }
