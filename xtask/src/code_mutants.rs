@@ -10,7 +10,8 @@
 //! What came out is kept in the tree ([`LEDGER`]), under names that outlive an edit elsewhere in
 //! the file (equal changes in one function are told apart by their number), and another run goes on where the last one was ended, on whatever machine. A shard is
 //! drawn by these names, so that it is the same sample after such an edit. What was noticed once is
-//! asked again with `--anew` only.
+//! asked again with `--anew` only. Of a change that changes nothing a person writes `same`, a tab
+//! and why: it is not asked about.
 
 use crate::run;
 use anyhow::{Context, Result, bail};
@@ -96,9 +97,10 @@ impl Oracle {
     }
 }
 
-/// `[--shard K/N] [--anew]`: the sample, resumed; ends with what nothing has noticed.
+/// `[--shard K/N] [--anew] [--by TESTS] [--only CHANGE]`: the sample, resumed; ends with what nothing
+/// has noticed.
 pub fn run(arguments: &[String]) -> Result<()> {
-    let (mut shard, mut anew) = (SHARD, false);
+    let (mut shard, mut anew, mut by, mut only) = (SHARD, false, "", "");
     let mut arguments = arguments.iter();
     while let Some(argument) = arguments.next() {
         match (argument.as_str(), arguments.as_slice()) {
@@ -107,9 +109,19 @@ pub fn run(arguments: &[String]) -> Result<()> {
                 shard = value;
                 arguments.next();
             }
+            ("--by", [value, ..]) => {
+                by = value;
+                arguments.next();
+            }
+            ("--only", [value, ..]) => {
+                only = value;
+                arguments.next();
+            }
             _ => bail!(
-                "--code takes --shard K/N (K of N equal parts, as in 3/100) and --anew (asks \
-                 again about what was noticed before), and not {argument}"
+                "--code takes --shard K/N (K of N equal parts, as in 3/100), --anew (asks again \
+                 about what was noticed before), --by TESTS (asks those alone whose name begins \
+                 so, as in `core` or `core edges`) and --only CHANGE (those whose name has that), \
+                 and not {argument}"
             ),
         }
     }
@@ -123,16 +135,28 @@ pub fn run(arguments: &[String]) -> Result<()> {
     let (list, names) = listed(shard, &folder)?;
     // One tree for all shards, so that what is the same is built once.
     let tree = shared.join("tree");
-    let woven = weave(&list, &tree, &shared, &names)?;
-    let oracles = oracles(&woven.executables, &tree)?;
+    let woven = weave(&list, &tree, &shared, &names, by)?;
+    let oracles = oracles(&woven.executables, &tree, by)?;
     let mut ledger = Ledger::read(&run::workspace_root().join(LEDGER))?;
     if anew {
-        names.iter().for_each(|name| drop(ledger.known.remove(name)));
+        let asked = names.iter().filter(|name| name.contains(only));
+        for name in asked {
+            if ledger.known.get(name).is_some_and(|said| !said.starts_with("same")) {
+                ledger.known.remove(name);
+            }
+        }
+    }
+    let is_asked = |n: &u32| usize::try_from(*n).is_ok_and(|n| names[n].contains(only));
+    let asked: Vec<u32> = woven.tried.iter().copied().filter(is_asked).collect();
+    if !by.is_empty() {
+        // Some were asked and others not: what they all miss stays what it was.
+        try_each(&asked, &names, &oracles, &tree, &mut ledger, None)?;
+        return report(&names, &woven, &ledger);
     }
     // All by the quick ones first: a run that is ended has then told the most.
     let (slow, quick): (Vec<_>, Vec<_>) = oracles.into_iter().partition(|o| o.is_slow);
-    try_each(&woven.tried, &names, &quick, &tree, &mut ledger, "open")?;
-    try_each(&woven.tried, &names, &slow, &tree, &mut ledger, "missed")?;
+    try_each(&asked, &names, &quick, &tree, &mut ledger, Some("open"))?;
+    try_each(&asked, &names, &slow, &tree, &mut ledger, Some("missed"))?;
     report(&names, &woven, &ledger)
 }
 
@@ -211,7 +235,7 @@ struct Woven {
 }
 
 /// Weaves and builds; what does not compile is left out, until the rest does.
-fn weave(list: &Path, tree: &Path, shared: &Path, names: &[String]) -> Result<Woven> {
+fn weave(list: &Path, tree: &Path, shared: &Path, names: &[String], by: &str) -> Result<Woven> {
     let manifest = run::workspace_root().join("xtask/weave/Cargo.toml");
     let mut unviable = BTreeSet::new();
     loop {
@@ -233,7 +257,12 @@ fn weave(list: &Path, tree: &Path, shared: &Path, names: &[String]) -> Result<Wo
             .collect();
         let mut build = run::cargo();
         build.current_dir(tree).args(["test", "--no-run", "--lib", "--tests", "--bins"]);
-        build.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
+        let of_those = |package: &&&str| {
+            let short = package.trim_start_matches("quoin-");
+            by.starts_with(short) || short.starts_with(by)
+        };
+        let packages = PACKAGES.iter().filter(of_those);
+        build.args(packages.flat_map(|package| ["--package", package]));
         build.args(["--message-format", "json", "--quiet", "--target-dir"]);
         // Optimised, as a run is ten times the build; with the checks that tests have.
         build.arg(shared.join("target")).env("CARGO_PROFILE_DEV_OPT_LEVEL", "2");
@@ -273,7 +302,7 @@ fn blamed(message: &serde_json::Value, tree: &Path) -> Option<u32> {
 }
 
 /// The quickest first. All must be content with sound code.
-fn oracles(messages: &[serde_json::Value], tree: &Path) -> Result<Vec<Oracle>> {
+fn oracles(messages: &[serde_json::Value], tree: &Path, by: &str) -> Result<Vec<Oracle>> {
     let mut tests = Vec::new();
     let mut simulator = None;
     for message in messages {
@@ -296,13 +325,18 @@ fn oracles(messages: &[serde_json::Value], tree: &Path) -> Result<Vec<Oracle>> {
             _ => {}
         }
     }
-    let simulator = simulator.context("cargo built no simulator")?;
-    let seeds = SEEDS.iter().map(|arguments| {
-        let words = arguments.iter().map(|a| (*a).to_owned()).collect();
-        (format!("sim {}", arguments.join(" ")), simulator.clone(), words)
+    if simulator.is_none() && by.is_empty() {
+        bail!("cargo built no simulator");
+    }
+    let seeds = simulator.iter().flat_map(|simulator| {
+        SEEDS.iter().map(|arguments| {
+            let words = arguments.iter().map(|a| (*a).to_owned()).collect();
+            (format!("sim {}", arguments.join(" ")), simulator.clone(), words)
+        })
     });
     let mut timed = Vec::new();
-    for (name, program, arguments) in tests.into_iter().chain(seeds) {
+    let all = tests.into_iter().chain(seeds).filter(|(name, ..)| name.starts_with(by));
+    for (name, program, arguments) in all {
         let mut oracle = Oracle { name, program, arguments, cpu_seconds: 3600, is_slow: false };
         let start = Instant::now();
         if let Said::Noticed(what) = oracle.ask(None, tree)? {
@@ -353,7 +387,7 @@ fn try_each(
     oracles: &[Oracle],
     tree: &Path,
     ledger: &mut Ledger,
-    otherwise: &str,
+    otherwise: Option<&str>,
 ) -> Result<()> {
     for number in tried {
         let name = &names[usize::try_from(*number)?];
@@ -362,7 +396,8 @@ fn try_each(
         if ledger.known.get(name).is_some_and(|said| !is_open(said)) {
             continue;
         }
-        let mut said = otherwise.to_owned();
+        let before = ledger.known.get(name).map_or("open", String::as_str);
+        let mut said = otherwise.unwrap_or(before).to_owned();
         for oracle in oracles {
             match oracle.ask(Some(*number), tree)? {
                 Said::Nothing => continue,
@@ -388,16 +423,20 @@ fn report(names: &[String], woven: &Woven, ledger: &Ledger) -> Result<()> {
     for (number, why) in &woven.not_tried {
         println!("not tried ({why}): {}", name(*number).context("a listed change")?);
     }
-    for (name, _) in known.iter().filter(|(_, said)| said.starts_with("missed")) {
-        println!("missed: {name}");
+    for (name, said) in &known {
+        if !["caught", "endless", "same"].iter().any(|settled| said.starts_with(settled)) {
+            println!("{said}: {name}");
+        }
     }
     let (caught, endless) = (count("caught"), count("endless"));
     let viable = known.len();
     println!(
-        "{} changes: {caught} caught, {endless} never end, {} missed; {} unviable, {} not tried; \
-         noticed {:.1} % of {viable}",
+        "{} changes: {caught} caught, {endless} never end, {} change nothing, {} missed, {} open; \
+         {} unviable, {} not tried; noticed {:.1} % of {viable}",
         names.len(),
+        count("same"),
         count("missed"),
+        count("open"),
         woven.unviable.len(),
         woven.not_tried.len(),
         100.0 * (caught + endless) as f64 / viable.max(1) as f64,

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use common::{Cluster, config};
 use quoin_core::block::{BlockError, Operation, Payload};
 use quoin_core::step::Step;
-use quoin_core::target::{OnFull, ReplicaStanding, TargetEvent};
+use quoin_core::target::{OnFull, ReplicaStanding, TargetEvent, TargetNote};
 
 const BLOCK: u64 = 4096;
 
@@ -161,6 +161,41 @@ fn a_rebuild_beside_clients_tells_how_far_it_is() {
     assert!(seen.iter().all(|(done, of)| done <= of && *of == total), "{seen:?}");
     let between = seen.iter().filter(|(done, _)| (1..total).contains(done)).count();
     assert!(between > 2, "{seen:?}");
+}
+
+/// Its shadow says how far it came; what it has is not copied again.
+#[test]
+fn a_rebuild_whose_receiver_returns_soon_goes_on_where_it_was() {
+    let mut cluster = filled(0);
+    cluster.hosts[2].cut = true;
+    cluster.disconnect(2);
+    for lba in 0..common::BLOCKS {
+        cluster.write(lba, 1);
+    }
+    cluster.hosts[2].cut = false;
+    let total = common::BLOCKS * BLOCK;
+    let mut before = 0;
+    // Readers make it take its time.
+    for round in 0..3000u64 {
+        cluster.submit(Operation::Read { offset: round % 8 * BLOCK, length: 4096 });
+        cluster.run(Duration::from_millis(1));
+        before = cluster.target.status().replicas[2].rebuilt_bytes;
+        if before > total / 2 {
+            break;
+        }
+    }
+    assert!(before > total / 2 && before < total, "{before}");
+    cluster.disconnect(2);
+    cluster.wait_in_sync(3);
+    let moved = cluster.notes.iter().filter_map(|note| match note {
+        TargetNote::Rebuilt { moved_bytes, .. } => Some(*moved_bytes),
+        _ => None,
+    });
+    let moved: u64 = moved.sum();
+    assert!(moved >= total && moved < total + total / 3, "{moved} of {total}, {before} at first");
+    for lba in (0..common::BLOCKS).step_by(97) {
+        assert_eq!(cluster.hosts[2].look(lba), cluster.hosts[0].look(lba), "block {lba}");
+    }
 }
 
 #[test]

@@ -93,3 +93,84 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
     assert!(c.replies.iter().all(|reply| reply.token != gone || reply.result.is_err()));
     assert_eq!(c.read(5 * 4096, 4096), vec![3; 4096]);
 }
+
+/// One replica without its cache, whose pool has room for nothing but Views; whether what it was
+/// told makes it count, where its session began to be fed at `tip`.
+fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
+    use quoin_core::message::{Ping, ToReplica};
+    use quoin_core::replica::store::{BootCookie, ReplicaIdentity, ReplicaMeta, ReplicaStore};
+    use quoin_core::replica::{LEASE_MS, Replica, ReplicaEvent};
+    use quoin_core::*;
+    use quoin_store::ReplicaPool;
+
+    let own = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
+    let (known, volume) = (vec![own], VolumeId(5));
+    let rule = entry::Rule { membership_version: 1, rf: 1, cf: 1, known: known.clone() };
+    let membership = Membership {
+        version: 1,
+        rf: 1,
+        cf: 1,
+        drf: 1,
+        known: known.clone(),
+        retired: Vec::new(),
+        formed: true,
+    };
+    let identity =
+        ReplicaIdentity { volume, replica: own.id, guid: own.guid, volume_spec: "".into() };
+    let meta = ReplicaMeta { membership: membership.clone(), ..ReplicaMeta::default() };
+    // It lost its cache while it was used.
+    let meta = ReplicaMeta { session_open: true, cookie: BootCookie(99), ..meta };
+    let mut pool = quoin_store::model::ModelPool::new();
+    pool.create(identity, meta, 64).unwrap();
+    let at = |lsn| Position { epoch: Epoch(5), lsn: Lsn(lsn) };
+    let write = |chain, lsn| {
+        let data = vec![1; BLOCK_SIZE].into();
+        Entry::after(chain, at(lsn), EntryKind::Write, 3, 1, data, false)
+    };
+    let before = write(Chain::default(), 1);
+    let chain = before.chain;
+    pool.replica(own.guid).unwrap().append(&[before.into()]).unwrap();
+    let now = Time::from_millis(1000);
+    let mut replica = Replica::new(now, pool.cookie(), &pool.replica(own.guid).unwrap());
+    assert!(!replica.is_continuous());
+
+    let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
+    let view = View { in_sync: known, rule, ..View::default() };
+    let kind = EntryKind::View(Box::new(view));
+    let view = Entry::after(chain, at(2), kind, 0, 0, "".into(), false);
+    let write = write(view.chain, 3);
+    let entries = vec![view.into(), write.into()];
+    let guid = own.guid;
+    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
+    let said = [
+        open,
+        ToReplica::Truncate { keep: Lsn(1), tip: Lsn(tip) },
+        ToReplica::Append { entries, stable: Lsn(0), sync: false, ping: Ping(9) },
+    ];
+    let (mut room, mut reserve) = (Some(0), (0, Epoch::ZERO));
+    for message in said {
+        let mut event = Some(ReplicaEvent::Message { connection: 1, session, message });
+        while let Some(next) = event.take() {
+            let (inner, room, reserve) = (pool.replica(guid).unwrap(), &mut room, &mut reserve);
+            let mut store = Bounded { inner, room, reserve, unreadable: false };
+            replica.on(now, next, &mut store, &mut Vec::new());
+            replica.flush(&mut Vec::new());
+            if let Some(ticket) = pool.sync_wanted() {
+                pool.sync_finished(ticket, Ok(()));
+                event = Some(ReplicaEvent::Synced { ticket, result: Ok(()) });
+            }
+        }
+    }
+    let store = pool.replica(guid).unwrap();
+    assert_eq!(store.state().position.lsn, Lsn(2), "the write found no room");
+    (replica.is_continuous(), store.meta().quorum)
+}
+
+/// A View of this session says that the replica has all before it, though what follows the View in
+/// its message found no room; one from before the session says nothing.
+#[test]
+fn a_view_teaches_a_full_pool_what_it_teaches_any_and_one_of_the_past_teaches_none() {
+    assert_eq!(counts_after_a_view_that_only_just_fit(1), (true, true));
+    assert_eq!(counts_after_a_view_that_only_just_fit(2), (false, false));
+    assert_eq!(counts_after_a_view_that_only_just_fit(3), (false, false));
+}

@@ -116,6 +116,20 @@ fn a_bad_copy_that_nobody_repairs_is_given_up_and_said_to_be_left() {
     assert!(cluster.now.since(began) > Duration::from_secs(10), "it was waited for");
 }
 
+/// What lies behind a bad copy is looked at again and again while that one waits for its repair.
+#[test]
+fn a_block_that_differs_behind_one_that_is_being_repaired_is_counted_once() {
+    let mut cluster = filled(3);
+    cluster.hosts[1].spoil(3);
+    cluster.hosts[2].forge(6, 0xee);
+    begin(&mut cluster, VerifyOrder { repair: true, ..order(1) });
+    cluster.run(Duration::from_secs(1));
+    let (_, version) = cluster.hosts[1].look(3);
+    cluster.found_bad(1, 3, version);
+    let report = end(&mut cluster);
+    assert_eq!((report.bad, report.repaired, report.differing), (1, 1, 1), "{report:?}");
+}
+
 #[test]
 fn good_copies_that_differ_are_told_and_only_the_one_that_a_person_names_wins() {
     let mut cluster = filled(3);

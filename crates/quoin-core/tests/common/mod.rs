@@ -59,11 +59,11 @@ pub struct Host {
 
 /// A store whose pool has so much room and no more (what carries no data always fits), and whose
 /// disk may refuse to read what a session needs.
-struct Bounded<'a, S> {
-    inner: S,
-    room: &'a mut Option<u64>,
-    reserve: &'a mut (u64, Epoch),
-    unreadable: bool,
+pub struct Bounded<'a, S> {
+    pub inner: S,
+    pub room: &'a mut Option<u64>,
+    pub reserve: &'a mut (u64, Epoch),
+    pub unreadable: bool,
 }
 
 impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {

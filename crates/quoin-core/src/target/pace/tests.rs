@@ -237,3 +237,25 @@ fn a_rate_that_clients_bear_is_raised_by_an_eighth_at_a_time_and_only_where_it_i
     let (before, after) = judged(LIMIT_PERCENT + 1, 64 << 20);
     assert!(after < before);
 }
+
+#[test]
+fn a_rate_grows_by_an_eighth_a_judgement_at_most_however_little_io_suffers() {
+    let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
+    run(&FAST, &mut pace, &mut now, SECONDS, true, false);
+    let (began, mut grown) = (now, 0);
+    while now < began + Duration::from_secs(1) {
+        now = now + Duration::from_micros(200);
+        let before = pace.bytes_per_s;
+        if pace.may_copy(now) {
+            pace.copied(now, u64::from(pace.chunk_bytes()));
+        }
+        let arrived = now - Duration::from_micros(100);
+        pace.answered(now, arrived.max(pace.since), Kind::Write, 4096);
+        pace.step(now, Some(1), true);
+        if before != UNLIMITED && pace.bytes_per_s > before {
+            grown += 1;
+            assert!(pace.bytes_per_s <= before + before / 8, "{before} {}", pace.bytes_per_s);
+        }
+    }
+    assert!(grown > 3, "{grown}");
+}
