@@ -4,7 +4,10 @@
 //! and during one in short pauses of it (*probes*), so that it follows what clients do now and
 //! exists where a rebuild begins with the volume's opening. Between probes a rate is paid for each
 //! byte copied. Where IO takes more than [`LIMIT_PERCENT`] of the baseline the rate falls in
-//! proportion, else it grows; never below [`FLOOR_BYTES_PER_S`], so that every rebuild ends, and
+//! proportion, else it grows. A volume that lacks a replica may be faster than its users know it;
+//! what IO took while it was whole is as good a baseline, up to [`HEALTHY_PERCENT_MAX`] of what it
+//! takes now: the sooner the rebuild is over, the less is written meanwhile that it must copy too.
+//! The rate is never below [`FLOOR_BYTES_PER_S`], so that every rebuild ends, and
 //! without a limit as long as no client asks for anything. A rebuild that does not gain on the
 //! writers may take more ([`Pace::step`]).
 //!
@@ -18,6 +21,9 @@ use crate::time::Time;
 
 /// What clients' IO may take while a rebuild copies, of what it takes without.
 const LIMIT_PERCENT: u64 = 130;
+/// What the whole volume's baseline counts at most, of that which is learnt now: clients may by now
+/// do other things.
+const HEALTHY_PERCENT_MAX: u64 = 150;
 /// Nothing slows a rebuild down further.
 const FLOOR_BYTES_PER_S: u64 = 16 << 20;
 /// The rate at which copying begins beside clients.
@@ -83,6 +89,8 @@ pub(super) struct Pace {
     mode: Mode,
     /// 0: not known.
     baseline_ns: [u64; KINDS],
+    /// The same, when the volume was whole last.
+    healthy_ns: [u64; KINDS],
     /// IO that arrived since.
     since: Time,
     sums: [Sum; KINDS],
@@ -106,6 +114,7 @@ impl Pace {
         Self {
             mode: Mode::Quiet,
             baseline_ns: [0; KINDS],
+            healthy_ns: [0; KINDS],
             since: Time::ZERO,
             sums: [Sum::default(); KINDS],
             moved_bytes: 0,
@@ -131,8 +140,15 @@ impl Pace {
     }
 
     /// Once a batch. `copying`: something is to be copied beside clients, and clients' IO may take
-    /// so many times what is usual beside it; `busy`: one of them waits for something.
-    pub fn step(&mut self, now: Time, copying: Option<u64>, busy: bool) {
+    /// so many times what is usual beside it; `busy`: one of them waits for something; `whole`: no
+    /// replica is away or behind.
+    pub fn step(
+        &mut self,
+        now: Time,
+        copying: Option<u64>,
+        busy: bool,
+        whole: impl FnOnce() -> bool,
+    ) {
         if let Some(times) = copying {
             self.limit_percent = LIMIT_PERCENT * times;
         }
@@ -147,6 +163,9 @@ impl Pace {
                 self.begin(now);
             } else if now >= self.since + WINDOW_MAX {
                 self.learn();
+                if whole() {
+                    self.healthy_ns = self.baseline_ns;
+                }
                 self.begin(now);
             }
             return;
@@ -256,10 +275,11 @@ impl Pace {
     /// What IO takes now, in percent of the baseline; nothing where no such IO is known.
     fn burden_percent(&self) -> Option<u64> {
         let (mut took, mut expected) = (0u128, 0u128);
-        for (baseline, sum) in self.baseline_ns.iter().zip(self.sums) {
-            if *baseline > 0 {
+        for ((now, healthy), sum) in self.baseline_ns.iter().zip(self.healthy_ns).zip(self.sums) {
+            if *now > 0 {
+                let baseline = healthy.clamp(*now, now * HEALTHY_PERCENT_MAX / 100);
                 took += u128::from(sum.total_ns);
-                expected += u128::from(sum.count) * u128::from(*baseline);
+                expected += u128::from(sum.count) * u128::from(baseline);
             }
         }
         (took * 100).checked_div(expected).map(|percent| percent as u64)

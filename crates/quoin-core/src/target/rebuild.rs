@@ -119,7 +119,8 @@ impl Target {
         let paced = self.peers.iter().filter(paced).map(|p| p.rounds.patience());
         let copying = paced.max().filter(|_| clients_matter);
         let busy = self.replies_wait();
-        self.pace.step(now, copying, busy);
+        let (known, views) = (&self.membership.known, &self.views);
+        self.pace.step(now, copying, busy, || known.iter().all(|member| views.counts(*member)));
         for index in 0..self.peers.len() {
             if self.peers[index].link != Link::Rebuilding {
                 continue;

@@ -48,7 +48,7 @@ fn run(
             arrived = *now;
             ios += 1;
         }
-        pace.step(*now, copying.then_some(1), client);
+        pace.step(*now, copying.then_some(1), client, || true);
     }
     let seconds = length.as_secs_f64();
     Outcome { rate: ios as f64 / seconds, copied_per_s: copied as f64 / seconds }
@@ -117,9 +117,43 @@ fn where_io_is_slow_whatever_is_done_a_rebuild_still_moves() {
         } else {
             pace.answered(now, (now - Duration::from_micros(200)).max(pace.since), Kind::Write, 1);
         }
-        pace.step(now, Some(1), true);
+        pace.step(now, Some(1), true, || true);
     }
     assert!(copied as f64 / 4.0 >= 0.5 * FLOOR_BYTES_PER_S as f64, "{copied}");
+}
+
+#[test]
+fn a_volume_that_is_faster_without_a_replica_gives_the_rebuild_what_it_gained() {
+    let whole = Machine { alone_us: 280, ..FAST };
+    let kept_beside = |known_whole: bool| {
+        let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
+        let machine = if known_whole { &whole } else { &FAST };
+        run(machine, &mut pace, &mut now, SECONDS, true, false);
+        let beside = run(&FAST, &mut pace, &mut now, SECONDS, true, true);
+        let alone = run(machine, &mut Pace::new(), &mut now, SECONDS, true, false);
+        assert!(beside.rate / alone.rate >= 0.7, "{}", beside.rate / alone.rate);
+        beside.copied_per_s
+    };
+    let (gained, else_copied) = (kept_beside(true), kept_beside(false));
+    assert!(gained > 1.3 * else_copied, "{gained} {else_copied}");
+
+    // What is learnt of a volume that lacks something is not what its users know.
+    let mut pace = Pace::new();
+    pace.healthy_ns = [280; KINDS];
+    pace.step(Time::from_millis(500), None, true, || false);
+    assert_eq!(pace.healthy_ns, [280; KINDS]);
+}
+
+#[test]
+fn what_a_whole_volume_took_counts_up_to_half_more_than_what_is_learnt_now() {
+    let known = index(Kind::Write, 4096);
+    let burden = |healthy: u64| {
+        let mut pace = Pace::new();
+        (pace.baseline_ns[known], pace.healthy_ns[known]) = (1000, healthy);
+        pace.sums[known] = Sum { count: 4, total_ns: 12_000 };
+        pace.burden_percent().unwrap()
+    };
+    assert_eq!([0, 900, 1200, 1500, 4000].map(burden), [300, 300, 250, 200, 200]);
 }
 
 fn write(pace: &mut Pace, now: Time, took: Duration) {
@@ -145,18 +179,18 @@ fn what_arrived_before_a_window_or_took_longer_than_any_load_makes_is_no_sample(
 fn a_probe_lasts_until_it_knows_enough_or_its_time_is_over_and_its_end_is_a_deadline() {
     for samples in [0, SAMPLES_MIN - 1, SAMPLES_MIN] {
         let (mut pace, start) = (Pace::new(), Time::from_millis(10_000));
-        pace.step(start, Some(1), true);
+        pace.step(start, Some(1), true, || true);
         assert!(!pace.may_copy(start), "nothing is known: it begins with a probe");
         let since = start + SETTLE;
         assert_eq!(pace.due(start), Some(since + PROBE_MAX));
         for _ in 0..samples {
             write(&mut pace, since + PROBE - MS, MS);
         }
-        pace.step(since + PROBE - MS, Some(1), true);
+        pace.step(since + PROBE - MS, Some(1), true, || true);
         assert!(!pace.may_copy(since + PROBE - MS), "it is too early");
-        pace.step(since + PROBE, Some(1), true);
+        pace.step(since + PROBE, Some(1), true, || true);
         assert_eq!(pace.may_copy(since + PROBE), samples >= SAMPLES_MIN, "{samples}");
-        pace.step(since + PROBE_MAX, Some(1), true);
+        pace.step(since + PROBE_MAX, Some(1), true, || true);
         assert!(pace.may_copy(since + PROBE_MAX));
         assert_eq!(pace.chunk_bytes(), CHUNK_BYTES_PACED);
         pace.copied(since + PROBE_MAX, 64 << 20);
@@ -217,7 +251,7 @@ fn a_judgement_is_of_four_windows_and_moves_the_rate_by_what_was_copied() {
 /// A window of one second in which IO took exactly as long as it may, and this much was copied.
 fn judged(burden_percent: u64, copied: u64) -> (u64, u64) {
     let mut pace = Pace::new();
-    pace.step(Time::from_millis(0), Some(1), true);
+    pace.step(Time::from_millis(0), Some(1), true, || true);
     pace.baseline_ns = [100_000; KINDS];
     (pace.mode, pace.bytes_per_s, pace.burden) = (Mode::Copy, 64 << 20, burden_percent);
     pace.begin(Time::from_millis(0));
