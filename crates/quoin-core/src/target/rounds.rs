@@ -4,9 +4,10 @@
 //! half of what it copied. After one that did not, clients' IO may take twice as long beside the
 //! rebuild as else; where [`STUBBORN`] rounds in a row did not, the rebuild takes precedence: it
 //! is no longer paced, and the writers are held back so far that the next round must gain. They
-//! may write half of what the rebuild copies, and a share of the window ahead; what is left then
-//! shrinks with each round until it fits the window and plain entries end it. That is no promise:
-//! where writers fill the window faster than an increment's syncs take, a round that gains is
+//! may write half of what the rebuild copies, and a share of what is kept ahead
+//! ([`Target::catch_up_bytes`]); what is left then shrinks with each round until it fits that and
+//! plain entries end it. That is no promise:
+//! where writers fill that faster than an increment's syncs take, a round that gains is
 //! followed by ones that do not, and the hold-back may be used up. This is the one place where a
 //! replica that is no part of any quorum slows the volume, so it has bounds: a replica that does
 //! not move holds nobody, and no hold-back lasts longer than [`HOLD`] of [`HOLD`] and [`REST`]. A
@@ -83,6 +84,7 @@ impl Target {
         self.held_back = None;
         let written = self.history.weight();
         let window = self.config.window_bytes as u64;
+        let catch_up = self.catch_up_bytes() as u64;
         for index in 0..self.peers.len() {
             let counts = self.views.counts(self.peers[index].member);
             let peer = &mut self.peers[index];
@@ -99,7 +101,7 @@ impl Target {
             }
             let (too_far, moved) = match (&peer.rebuild, peer.link) {
                 (Some(rebuild), Link::Rebuilding) => {
-                    let allowed = window * 3 / 4 + rebuild.round_bytes() / 2;
+                    let allowed = catch_up * 3 / 4 + rebuild.round_bytes() / 2;
                     (peer.rounds.ahead(written) > allowed, rebuild.moved())
                 }
                 // As little as lets it return at once, or stay.
