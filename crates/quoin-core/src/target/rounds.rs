@@ -6,12 +6,11 @@
 //! is no longer paced, and the writers are held back so far that the next round must gain. They
 //! may write half of what the rebuild copies, and a share of what is kept ahead
 //! ([`Target::catch_up_bytes`]); what is left then shrinks with each round until it fits that and
-//! plain entries end it. That is no promise:
-//! where writers fill that faster than an increment's syncs take, a round that gains is
-//! followed by ones that do not, and the hold-back may be used up. This is the one place where a
-//! replica that is no part of any quorum slows the volume, so it has bounds: a replica that does
-//! not move holds nobody, and no hold-back lasts longer than [`HOLD`] of [`HOLD`] and [`REST`]. A
-//! replica that is slower than that stays out of sync.
+//! plain entries end it. That is no promise: where writers fill that faster than an increment's
+//! syncs take, a round that gains is followed by ones that do not, and the hold-back may be used
+//! up. This is the one place where a replica that is no part of any quorum slows the volume, so it
+//! has bounds: a replica that does not move holds nobody, and no hold-back lasts longer than
+//! [`HOLD`] of [`HOLD`] and [`REST`]. A replica that is slower than that stays out of sync.
 
 use std::time::Duration;
 
