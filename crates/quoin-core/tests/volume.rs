@@ -166,6 +166,37 @@ fn a_replica_that_was_away_is_moved_what_changed_meanwhile_and_nothing_else() {
 }
 
 #[test]
+fn what_is_written_during_a_rebuild_follows_as_entries_though_it_is_more_than_the_window() {
+    // Nothing is kept because it is not stable.
+    let mut c = Cluster::new(3, TargetConfig { durability: Durability::Media, ..config() });
+    c.crash_replica(1);
+    for block in 0..300 {
+        c.write(block, 1);
+    }
+    c.start_replica(1);
+    let is_rebuilding = |n: &TargetNote| matches!(n, TargetNote::Rebuilding { .. });
+    while !c.notes.iter().any(is_rebuilding) {
+        c.run(Duration::from_millis(1));
+    }
+    // Two windows and more, at once.
+    let writes = (0..150).map(|block| {
+        let data = Bytes::from(vec![2; 4096]);
+        c.submit(Operation::Write { offset: block * 4096, data, fua: false })
+    });
+    let writes: Vec<u64> = writes.collect();
+    assert!(writes.into_iter().all(|token| c.answer(token).unwrap().result.is_ok()));
+    c.wait_in_sync(3);
+    let rounds = c.notes.iter().filter_map(|n| match n {
+        TargetNote::Rebuilt { rounds, .. } => Some(*rounds),
+        _ => None,
+    });
+    assert_eq!(rounds.collect::<Vec<_>>(), [1]);
+    for block in 0..300 {
+        assert_eq!(c.hosts[1].look(block), c.hosts[0].look(block), "block {block}");
+    }
+}
+
+#[test]
 fn below_cf_writes_wait_and_go_on_when_quorum_returns() {
     let mut c = Cluster::new(3, config());
     c.write(0, 1);
