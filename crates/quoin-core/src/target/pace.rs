@@ -23,7 +23,7 @@ use crate::time::Time;
 const LIMIT_PERCENT: u64 = 130;
 /// What the whole volume's baseline counts at most, of that which is learnt now: clients may by now
 /// do other things.
-const HEALTHY_PERCENT_MAX: u64 = 150;
+const HEALTHY_PERCENT_MAX: u64 = 125;
 /// Nothing slows a rebuild down further.
 const FLOOR_BYTES_PER_S: u64 = 16 << 20;
 /// The rate at which copying begins beside clients.

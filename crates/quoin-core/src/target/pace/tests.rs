@@ -135,7 +135,7 @@ fn a_volume_that_is_faster_without_a_replica_gives_the_rebuild_what_it_gained() 
         beside.copied_per_s
     };
     let (gained, else_copied) = (kept_beside(true), kept_beside(false));
-    assert!(gained > 1.3 * else_copied, "{gained} {else_copied}");
+    assert!(gained > 1.2 * else_copied, "{gained} {else_copied}");
 
     // What is learnt of a volume that lacks something is not what its users know.
     let mut pace = Pace::new();
@@ -145,7 +145,7 @@ fn a_volume_that_is_faster_without_a_replica_gives_the_rebuild_what_it_gained() 
 }
 
 #[test]
-fn what_a_whole_volume_took_counts_up_to_half_more_than_what_is_learnt_now() {
+fn what_a_whole_volume_took_counts_up_to_a_quarter_more_than_what_is_learnt_now() {
     let known = index(Kind::Write, 4096);
     let burden = |healthy: u64| {
         let mut pace = Pace::new();
@@ -153,7 +153,7 @@ fn what_a_whole_volume_took_counts_up_to_half_more_than_what_is_learnt_now() {
         pace.sums[known] = Sum { count: 4, total_ns: 12_000 };
         pace.burden_percent().unwrap()
     };
-    assert_eq!([0, 900, 1200, 1500, 4000].map(burden), [300, 300, 250, 200, 200]);
+    assert_eq!([0, 900, 1200, 1250, 4000].map(burden), [300, 300, 250, 240, 240]);
 }
 
 fn write(pace: &mut Pace, now: Time, took: Duration) {

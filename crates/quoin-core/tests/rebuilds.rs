@@ -1,0 +1,99 @@
+//! Rebuilds of replicas that lack more than what is kept of the log: what they move, from whom, and
+//! how they end.
+
+mod common;
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use common::{Cluster, config};
+use quoin_core::Durability;
+use quoin_core::block::Operation;
+use quoin_core::target::{TargetConfig, TargetNote};
+
+#[test]
+fn a_replica_that_missed_more_than_the_window_is_rebuilt_by_increments() {
+    let mut c = Cluster::new(3, config());
+    c.write(500, 7);
+    c.crash_replica(1);
+    for block in 0..300 {
+        c.write(block, 4);
+    }
+    c.do_ok(Operation::Trim { offset: 500 * 4096, length: 4096, fua: false });
+    c.start_replica(1);
+    c.wait_in_sync(3);
+    assert!(c.notes.iter().any(|n| matches!(n, TargetNote::Rebuilt { .. })), "{:?}", c.notes);
+    // It alone must now be able to hold the volume's content with one other.
+    c.crash_replica(0);
+    assert_eq!(c.read(299 * 4096, 4096), vec![4; 4096]);
+    assert_eq!(c.read(500 * 4096, 4096), vec![0; 4096]);
+}
+
+#[test]
+fn a_rebuild_is_copied_from_all_the_others_at_once() {
+    let mut c = Cluster::new(4, config());
+    c.crash_replica(3);
+    for block in 0..1000 {
+        c.write(block, (block % 200) as u8 + 1);
+    }
+    c.start_replica(3);
+    c.wait_in_sync(4);
+    let pulls: Vec<u64> = c.hosts.iter().map(|host| host.pulls).collect();
+    assert!(pulls[..3].iter().all(|n| *n >= 3) && pulls[3] == 0, "{pulls:?}");
+    assert!(c.notes.iter().any(|n| {
+        matches!(n, TargetNote::Rebuilt { moved_bytes, .. } if *moved_bytes == 1000 * 4096)
+    }));
+    for block in 0..1000 {
+        assert_eq!(c.hosts[3].look(block), c.hosts[0].look(block), "block {block}");
+    }
+}
+
+#[test]
+fn a_replica_that_was_away_is_moved_what_changed_meanwhile_and_nothing_else() {
+    let mut c = Cluster::new(3, config());
+    for block in 0..800 {
+        c.write(block, 1);
+    }
+    c.crash_replica(1);
+    for block in 200..300 {
+        c.write(block, 2);
+    }
+    c.start_replica(1);
+    c.wait_in_sync(3);
+    let rebuilt = c.notes.iter().filter_map(|n| match n {
+        TargetNote::Rebuilt { moved_bytes, rounds, .. } => Some((*moved_bytes, *rounds)),
+        _ => None,
+    });
+    assert_eq!(rebuilt.collect::<Vec<_>>(), [(100 * 4096, 1)]);
+}
+
+#[test]
+fn what_is_written_during_a_rebuild_follows_as_entries_though_it_is_more_than_the_window() {
+    // Nothing is kept because it is not stable.
+    let mut c = Cluster::new(3, TargetConfig { durability: Durability::Media, ..config() });
+    c.crash_replica(1);
+    for block in 0..300 {
+        c.write(block, 1);
+    }
+    c.start_replica(1);
+    let is_rebuilding = |n: &TargetNote| matches!(n, TargetNote::Rebuilding { .. });
+    while !c.notes.iter().any(is_rebuilding) {
+        c.run(Duration::from_millis(1));
+    }
+    // Two windows and more, at once.
+    let writes = (0..150).map(|block| {
+        let data = Bytes::from(vec![2; 4096]);
+        c.submit(Operation::Write { offset: block * 4096, data, fua: false })
+    });
+    let writes: Vec<u64> = writes.collect();
+    assert!(writes.into_iter().all(|token| c.answer(token).unwrap().result.is_ok()));
+    c.wait_in_sync(3);
+    let rounds = c.notes.iter().filter_map(|n| match n {
+        TargetNote::Rebuilt { rounds, .. } => Some(*rounds),
+        _ => None,
+    });
+    assert_eq!(rounds.collect::<Vec<_>>(), [1]);
+    for block in 0..300 {
+        assert_eq!(c.hosts[1].look(block), c.hosts[0].look(block), "block {block}");
+    }
+}
