@@ -285,7 +285,7 @@ fn a_rate_grows_by_an_eighth_a_judgement_at_most_however_little_io_suffers() {
         }
         let arrived = now - Duration::from_micros(100);
         pace.answered(now, arrived.max(pace.since), Kind::Write, 4096);
-        pace.step(now, Some(1), true);
+        pace.step(now, Some(1), true, || true);
         if before != UNLIMITED && pace.bytes_per_s > before {
             grown += 1;
             assert!(pace.bytes_per_s <= before + before / 8, "{before} {}", pace.bytes_per_s);
