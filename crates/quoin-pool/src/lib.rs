@@ -213,6 +213,7 @@ where
         metrics,
         scrub,
         recognition: Recognition::Awaited,
+        assignment: assignment::Assignment::default(),
     };
     let trouble = Arc::new(Mutex::new(None));
     let shard_thread = {

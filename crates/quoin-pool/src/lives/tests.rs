@@ -98,8 +98,16 @@ impl Process {
         let notices = Notices::default();
         let scrub = ScrubPlan::default();
         let (kept, counted) = (notices.clone(), metrics.clone());
-        let parts =
-            Parts { reactor, acceptor, inputs: taken, notices, metrics, scrub, recognition };
+        let parts = Parts {
+            reactor,
+            acceptor,
+            inputs: taken,
+            notices,
+            metrics,
+            scrub,
+            recognition,
+            assignment: Assignment::default(),
+        };
         let (stop, stopped) = watch::channel(false);
         let trouble = Arc::new(Mutex::new(None));
         let watch = Watch {
@@ -122,7 +130,7 @@ impl Process {
         self.waker.wake();
     }
 
-    fn create_replica(&self) {
+    fn assign(&self, phase: Phase) {
         self.send(Input::Assign(Assignment(vec![Wanted {
             identity: ReplicaIdentity {
                 volume: VOLUME,
@@ -131,15 +139,22 @@ impl Process {
                 volume_spec: Bytes::new(),
             },
             blocks: 1024,
-            phase: Phase::Init,
+            phase,
             membership: Membership { formed: false, ..membership() },
         }])));
-        eventually("the replica is created", || {
-            let (answer, state) = tokio::sync::oneshot::channel();
-            self.send(Input::State(answer));
-            let state = state.blocking_recv().unwrap();
-            state.replicas.iter().any(|r| r.guid == MEMBER.guid).then_some(())
-        });
+    }
+
+    /// How the pool says that the replica stands; `None` where it says nothing of it.
+    fn replica_state(&self) -> Option<&'static str> {
+        let (answer, state) = tokio::sync::oneshot::channel();
+        self.send(Input::State(answer));
+        let state = state.blocking_recv().ok()?;
+        state.replicas.iter().find(|r| r.guid == MEMBER.guid).map(|r| r.state)
+    }
+
+    fn create_replica(&self) {
+        self.assign(Phase::Init);
+        eventually("the replica is created", || self.replica_state());
     }
 
     /// Opens the replica in `epoch`; `None` if the pool does not let it now.
@@ -329,6 +344,26 @@ fn after_a_disk_error_no_replica_of_the_reopened_pool_claims_to_be_continuous() 
     assert!(!doubt.exists());
     let process = Process::start(&disk, &doubt);
     assert!(!process.open_replica(epoch + 1).unwrap().continuous);
+    process.stop();
+}
+
+#[test]
+fn a_replica_whose_deletion_the_disk_refused_is_deleted_in_the_next_life_and_told_gone_only_then() {
+    let dir = tempfile::tempdir().unwrap();
+    let doubt = dir.path().join(DOUBT_FILE);
+    let disk = FailingDisk::new();
+    let process = Process::start(&disk, &doubt);
+    process.create_replica();
+    disk.fail_next("sync");
+    process.assign(Phase::Delete);
+    assert_ne!(process.replica_state(), Some("gone"), "told before it is on media");
+    // It was asked for once, in the life before.
+    eventually("it is gone", || (process.replica_state()? == "gone").then_some(()));
+    assert!(disk.has_failed());
+    process.stop();
+    // Nothing is left for the process after it, which is told nothing.
+    let process = Process::start(&disk, &doubt);
+    assert_eq!(process.replica_state(), None);
     process.stop();
 }
 

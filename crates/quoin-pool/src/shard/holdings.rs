@@ -41,6 +41,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     }
 
     pub(super) fn assign(&mut self, now: Time, assignment: Assignment) {
+        self.parts.assignment = assignment.clone();
         self.gone.clear();
         for wanted in assignment.0 {
             let held = self.replicas.contains_key(&wanted.identity.guid);
@@ -131,7 +132,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 for key in ending {
                     self.end(key);
                 }
-                self.pool.request_sync();
+                self.deleted = self.pool.request_sync();
                 self.parts.metrics.replicas.set(self.replicas.len() as i64);
                 self.gone.push(gone(wanted));
                 tracing::info!(volume = %wanted.identity.volume, %guid, "replica deleted");
@@ -145,7 +146,11 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn state(&mut self, now: Time) -> PoolState {
         self.tell_repairs(now);
         self.pool.look_again();
-        let mut replicas = self.gone.clone();
+        // Not said before it is on media: until then a failing disk may bring one back.
+        let mut replicas = match self.deleted <= self.synced {
+            true => self.gone.clone(),
+            false => Vec::new(),
+        };
         for (guid, held) in &self.replicas {
             let used_bytes = self.pool.replica_bytes(*guid);
             let Some(store) = self.pool.replica(*guid) else { continue };

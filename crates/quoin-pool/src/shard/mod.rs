@@ -137,6 +137,8 @@ pub struct Parts {
     pub metrics: Metrics,
     pub scrub: ScrubPlan,
     pub recognition: Recognition,
+    /// The last one; it comes only once, and each life of the pool begins with it.
+    pub assignment: Assignment,
 }
 
 pub struct Shard<'a, P> {
@@ -149,6 +151,8 @@ pub struct Shard<'a, P> {
     timers: Timers,
     /// Replicas that were assigned here but are not held.
     gone: Vec<ReplicaState>,
+    /// The last deletion is not on media before this ticket is done.
+    deleted: SyncTicket,
     dirty: Vec<u64>,
     touched: Vec<ReplicaGuid>,
     actions: Vec<ReplicaAction>,
@@ -185,6 +189,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             peers: KeyMap::default(),
             timers: Timers::default(),
             gone: Vec::new(),
+            deleted: SyncTicket(0),
             dirty: Vec::new(),
             touched: Vec::new(),
             actions: Vec::new(),
@@ -211,6 +216,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         for guid in shard.pool.replicas() {
             shard.hold(now, guid, SyncTicket(0));
         }
+        let assignment = shard.parts.assignment.clone();
+        shard.assign(now, assignment);
         Ok(shard)
     }
 

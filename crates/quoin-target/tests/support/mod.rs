@@ -96,6 +96,7 @@ impl RunningPool {
             metrics,
             scrub,
             recognition: Recognition::Given,
+            assignment: Assignment::default(),
         };
         let thread =
             std::thread::spawn(move || PoolShard::new(pool, &mut parts, syncer).unwrap().run());
