@@ -190,10 +190,16 @@ impl Replica {
         self.log.drop_through(job.target);
         let first_needed = self.log_start().index;
         self.family.forget_log_before(first_needed);
-        self.frozen = None;
+        let folded = self.folded.head.position.lsn;
         if self.upper.reverted || self.log.special_from(0).any(|(_, k)| is_revert(k)) {
+            self.frozen = None;
             self.upper = self.upper_at(self.head.position.lsn);
         } else {
+            self.frozen.take_if(|(lsn, _, upper)| *lsn <= folded || upper.reverted);
+            if let Some((_, stands_on, upper)) = &mut self.frozen {
+                *stands_on = folded;
+                upper.overlay.forget_through(job.target);
+            }
             self.upper.overlay.forget_through(job.target);
             self.upper.lower = self.folded.root;
         }

@@ -123,7 +123,7 @@ impl Replica {
     ) -> Result<bool, StoreError> {
         self.merge_shadow(core)?;
         self.io(core).flush()?;
-        self.frozen = None;
+        self.renew_frozen();
         let start = core.superblock.unit_start(segment.unit);
         // Such a log was written past the cache.
         let uncached = self.family.log_waits && segment.stream == Stream::Log;
@@ -315,7 +315,7 @@ impl Replica {
         crcs: &[u32],
     ) -> Result<(), StoreError> {
         // It may have been made anew since the job began, with a root that is about to go.
-        self.frozen = None;
+        self.renew_frozen();
         let mut memo = Memo::new();
         let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
         let mut new = Vec::with_capacity(old.len());

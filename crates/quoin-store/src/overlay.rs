@@ -85,9 +85,9 @@ impl Overlay {
             .map(move |(s, (e, lsn))| ((*s).max(start), (*e).min(end), *lsn))
     }
 
-    /// The first extent that ends after `cursor` and is newer than `from`.
-    pub fn next(&self, cursor: u64, from: u64) -> Option<(u64, u64)> {
-        let newer = self.range(cursor, u64::MAX).find(|(_, _, lsn)| *lsn > from)?;
+    /// The first extent that meets `[cursor, until)` and is newer than `from`.
+    pub fn next(&self, cursor: u64, until: u64, from: u64) -> Option<(u64, u64)> {
+        let newer = self.range(cursor, until).find(|(_, _, lsn)| *lsn > from)?;
         Some((newer.0, newer.1))
     }
 
@@ -318,6 +318,11 @@ mod tests {
             }
             let (from, to) = (from as usize, to as usize);
             prop_assert_eq!(&found[from..to], &plain[from..to]);
+            // Where something newer than half of the entries is next.
+            let old = u64::from(overlay.extents.len() as u32 / 2);
+            let next = (from..to).find(|block| plain[*block] > old).map(|block| block as u64);
+            let (from, to) = (from as u64, to as u64);
+            prop_assert_eq!(overlay.next(from, to, old).map(|(start, _)| start), next);
         }
 
         #[test]

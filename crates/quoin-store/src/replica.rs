@@ -422,14 +422,26 @@ impl Replica {
             ReadView::Snapshot(id) => {
                 let info = *self.snapshots.iter().find(|s| s.id == id)?;
                 let folded = self.folded.head.position.lsn;
-                if info.lsn > folded
-                    && self.frozen.as_ref().is_none_or(|(l, f, _)| (*l, *f) != (info.lsn, folded))
-                {
-                    self.frozen = Some((info.lsn, folded, self.upper_at(info.lsn)));
+                if info.lsn > folded {
+                    match &mut self.frozen {
+                        Some((l, f, upper)) if (*l, *f) == (info.lsn, folded) => {
+                            if !upper.reverted {
+                                upper.lower = self.folded.root;
+                            }
+                        }
+                        _ => self.frozen = Some((info.lsn, folded, self.upper_at(info.lsn))),
+                    }
                 }
                 Some(info.blocks)
             }
         }
+    }
+
+    /// The folded map was written anew: what stands on it goes on with the new one when it is next
+    /// resolved. To make it anew takes a look at all of the log, which a rebuild beside writers and
+    /// clean-up would pay for each time it asks for something.
+    pub fn renew_frozen(&mut self) {
+        self.frozen.take_if(|(.., upper)| upper.reverted);
     }
 
     /// Fills `core.found` with what a view (resolved before) says of a range.

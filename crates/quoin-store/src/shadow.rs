@@ -21,6 +21,8 @@ use crate::tree::{self, Change, Edit, Part, Root};
 const EDITS_PENDING_MAX: usize = 2048;
 /// Windows of a leaf that one pull looks at, whatever it finds.
 const WINDOWS_A_PULL: usize = 4096;
+/// What one window covers at most of a hole.
+const HOLE_BLOCKS_MAX: u64 = 64 * LEAF_BLOCKS as u64;
 
 pub struct Shadow {
     state: ShadowState,
@@ -350,11 +352,12 @@ impl Replica {
             let pin = Pin { root: self.folded.root, head: self.folded.head.clone() };
             self.pins.insert(session, pin);
         }
-        let Some((source, head)) = self.pulled(session, view) else { return Ok(None) };
+        let Some((source, size)) = self.pulled(session, view) else { return Ok(None) };
         let mut chunk = PullChunk::default();
-        let (size, mut at, mut bytes) = (head.volume_blocks, cursor, 0);
+        let (mut at, mut bytes) = (cursor, 0);
         for window in 0.. {
             let Some((start, end)) = self.next_window(core, &source, from, at, size)? else {
+                let Some(head) = self.pulled_head(session, view) else { return Ok(None) };
                 if view == ReadView::Base {
                     self.pins.remove(&session);
                 }
@@ -393,18 +396,23 @@ impl Replica {
         debug_assert!(out.len() >= first.saturating_sub(1));
     }
 
-    fn pulled(&mut self, session: u64, view: ReadView) -> Option<(Source, Head)> {
+    /// Where a view's blocks are found, and how many there are.
+    fn pulled(&mut self, session: u64, view: ReadView) -> Option<(Source, u64)> {
+        if view == ReadView::Base {
+            let pin = self.pins.get(&session)?;
+            return Some((Source::Root(pin.root), pin.head.volume_blocks));
+        }
+        let size = self.view_size(view)?;
+        Some((self.source(view)?, size))
+    }
+
+    /// The history's head as of a view. It may take a look at all of the log, so it is asked for
+    /// once.
+    fn pulled_head(&self, session: u64, view: ReadView) -> Option<Head> {
         match view {
-            ReadView::Live => Some((Source::Live, self.head.clone())),
-            ReadView::Base => {
-                let pin = self.pins.get(&session)?;
-                Some((Source::Root(pin.root), pin.head.clone()))
-            }
-            ReadView::Snapshot(id) => {
-                self.view_size(view)?;
-                let source = self.source(view)?;
-                Some((source, self.snapshot_head(id)?))
-            }
+            ReadView::Live => Some(self.head.clone()),
+            ReadView::Base => self.pins.get(&session).map(|pin| pin.head.clone()),
+            ReadView::Snapshot(id) => self.snapshot_head(id),
         }
     }
 
@@ -449,18 +457,22 @@ impl Replica {
         if at >= size {
             return Ok(None);
         }
+        let root = match source {
+            Source::Root(root) => *root,
+            Source::Live => self.upper.lower,
+            Source::Frozen => self.frozen.as_ref().map_or(Root::default(), |(.., u)| u.lower),
+        };
+        let part = tree::next_part(&mut self.io(core), root, from.0, at)?;
+        let below = part.as_ref().map(|p| p.range().0.max(at));
+        // No further than is used: what is not folded yet may all be older, and is passed over
+        // again for each window.
         let upper = match source {
             Source::Root(_) => None,
             Source::Live => Some(&self.upper),
-            Source::Frozen => self.frozen.as_ref().map(|(_, _, upper)| upper),
+            Source::Frozen => self.frozen.as_ref().map(|(.., upper)| upper),
         };
-        let root = match source {
-            Source::Root(root) => *root,
-            _ => upper.map_or(Root::default(), |u| u.lower),
-        };
-        let above = upper.and_then(|u| u.overlay.next(at, from.0)).map(|(start, _)| start);
-        let part = tree::next_part(&mut self.io(core), root, from.0, at)?;
-        let below = part.as_ref().map(|p| p.range().0.max(at));
+        let until = below.map_or(size, |below| below + HOLE_BLOCKS_MAX);
+        let above = upper.and_then(|u| u.overlay.next(at, until, from.0)).map(|(start, _)| start);
         let Some(start) = above.into_iter().chain(below).min().map(|s| s.max(at)) else {
             return Ok(None);
         };
@@ -468,7 +480,7 @@ impl Replica {
         // Holes that span many leaves come in longer stretches.
         let end = match part {
             Some(Part::Hole { start: s, end, .. }) if s <= start && above.is_none() => {
-                end.min(start + 64 * LEAF_BLOCKS as u64)
+                end.min(start + HOLE_BLOCKS_MAX)
             }
             _ => leaf_end,
         };

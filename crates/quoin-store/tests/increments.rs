@@ -2,10 +2,13 @@
 
 mod common;
 
+use std::sync::Arc;
+
+use bytes::Bytes;
 use common::{BLOCKS, GUID, World, flat, identity, new_pool, options, pull_all, read_all, sync};
 use quoin_core::message::ReadView;
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::{Lsn, ReplicaGuid};
+use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId};
 use quoin_store::{MemoryDisk, Pool, ReplicaPool};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -190,6 +193,75 @@ fn a_copy_rebuilt_through_crashes_is_the_source_snapshots_and_holes_included() {
         interruptions += receiver.interruptions;
     }
     assert!(interruptions > 120, "the test hardly disturbed anything: {interruptions}");
+}
+
+/// Appends one entry of each of these kinds, to the model as well.
+fn append(world: &mut World, kinds: impl Iterator<Item = EntryKind>) {
+    let before = world.history.len();
+    for kind in kinds {
+        let last = world.history.last();
+        let chain = last.map_or(Chain(0), |entry| entry.chain);
+        let position = Position { epoch: Epoch(1), lsn: Lsn(world.history.len() as u64 + 1) };
+        let (lba, data) = match kind {
+            EntryKind::Write => {
+                let bytes = std::array::from_fn::<u8, 16, _>(|_| world.rng.random()).repeat(256);
+                (world.rng.random_range(0..BLOCKS), Bytes::from(bytes))
+            }
+            _ => (0, Bytes::new()),
+        };
+        let blocks = u32::from(!data.is_empty());
+        let entry = Entry::after(chain, position, kind, lba, blocks, data, false);
+        world.history.push(Arc::new(entry));
+    }
+    let entries = &world.history[before..];
+    let pool = world.pool.as_mut().expect("open");
+    pool.replica(GUID).expect("it").append(entries).expect("room");
+    world.model.replica(GUID).expect("it").append(entries).expect("the model takes it");
+}
+
+/// What goes on in a pool beside whoever pulls from it.
+fn go_on(world: &mut World) {
+    let count = world.rng.random_range(1..40);
+    append(world, (0..count).map(|_| EntryKind::Write));
+    match world.rng.random_range(0..4) {
+        0 => world.set_stable(),
+        1 => world.set_stable_at_the_end(),
+        _ => {}
+    }
+    for _ in 0..4 {
+        world.pool().background(1 << 20).expect("background work");
+        sync(world.pool());
+    }
+}
+
+#[test]
+fn a_snapshot_is_pulled_as_it_was_while_writes_folds_and_clean_up_go_on_beneath_it() {
+    let mut chunks = 0;
+    for seed in 0..12 {
+        let mut world = World::new(seed, 24 << 20);
+        (0..150).for_each(|_| go_on(&mut world));
+        let made = SnapshotId(5);
+        append(&mut world, [EntryKind::Snapshot { id: made, hidden: false }].into_iter());
+        let view = ReadView::Snapshot(made);
+        let from = Lsn(world.rng.random_range(0..world.history.len() as u64));
+        let expected = pull_all(&mut world.model.replica(GUID).expect("it"), view, from);
+        let (mut cursor, mut slots) = (0, Vec::new());
+        let end = loop {
+            let mut source = world.pool().replica(GUID).expect("it");
+            let chunk = source.pull(7, view, from, cursor, 30_000).expect("a pull");
+            let chunk = chunk.expect("the snapshot is there");
+            slots.extend(chunk.slots);
+            chunks += 1;
+            match chunk.cursor {
+                Some(next) => cursor = next,
+                None => break chunk.end.expect("the last chunk ends the view"),
+            }
+            go_on(&mut world);
+        };
+        assert_eq!(flat(&slots), flat(&expected.0), "seed {seed}");
+        assert_eq!(*end, expected.1, "seed {seed}");
+    }
+    assert!(chunks > 400, "{chunks} chunks");
 }
 
 #[test]

@@ -3,8 +3,10 @@
 //! What an IO takes while nothing is copied is the baseline. It is learnt while no rebuild runs,
 //! and during one in short pauses of it (*probes*), so that it follows what clients do now and
 //! exists where a rebuild begins with the volume's opening. Between probes a rate is paid for each
-//! byte copied. Where IO takes more than [`LIMIT_PERCENT`] of the baseline the rate falls in
-//! proportion, else it grows. A volume that lacks a replica may be faster than its users know it;
+//! byte copied. Where clients are served so slowly that IO takes more than [`LIMIT_PERCENT`] of the
+//! baseline the rate falls in proportion, else it grows. That is judged by what clients got done
+//! over about [`MEMORY`]: a disk hiccups however little is copied, and a rate that fell to nothing
+//! at each hiccup would never become what clients bear. A volume that lacks a replica may be faster than its users know it;
 //! what IO took while it was whole is as good a baseline, up to [`HEALTHY_PERCENT_MAX`] of what it
 //! takes now: the sooner the rebuild is over, the less is written meanwhile that it must copy too.
 //! The rate is never below [`FLOOR_BYTES_PER_S`], so that every rebuild ends, and
@@ -36,6 +38,10 @@ const IDLE: Duration = Duration::from_millis(100);
 const WINDOW: Duration = Duration::from_millis(40);
 const WINDOW_MAX: Duration = Duration::from_millis(200);
 const SAMPLES_MIN: u64 = 16;
+/// How long a judgement counts.
+const MEMORY: Duration = Duration::from_millis(320);
+/// Clients that are faster for once do not make up for more than this.
+const SPEED_MAX: u64 = 1200;
 /// Between two probes.
 const PROBE_EVERY: Duration = Duration::from_millis(300);
 /// What was under way when a probe began still disturbs.
@@ -91,14 +97,16 @@ pub(super) struct Pace {
     baseline_ns: [u64; KINDS],
     /// The same, when the volume was whole last.
     healthy_ns: [u64; KINDS],
-    /// IO that arrived since.
+    /// IO answered since.
     since: Time,
+    /// IO that arrived since: before, the mode was another one.
+    arrived_since: Time,
     sums: [Sum; KINDS],
     /// Copied since.
     moved_bytes: u64,
     bytes_per_s: u64,
-    /// Of the last windows, in percent of the baseline.
-    burden: u64,
+    /// What clients got done of late beside what they did alone, in thousandths.
+    speed: u64,
     limit_percent: u64,
     /// The rate when clients were last there.
     last_bytes_per_s: u64,
@@ -116,10 +124,11 @@ impl Pace {
             baseline_ns: [0; KINDS],
             healthy_ns: [0; KINDS],
             since: Time::ZERO,
+            arrived_since: Time::ZERO,
             sums: [Sum::default(); KINDS],
             moved_bytes: 0,
             bytes_per_s: UNLIMITED,
-            burden: LIMIT_PERCENT,
+            speed: allowed_speed(LIMIT_PERCENT),
             limit_percent: LIMIT_PERCENT,
             last_bytes_per_s: START_BYTES_PER_S,
             next_at: Time::ZERO,
@@ -132,7 +141,7 @@ impl Pace {
     pub fn answered(&mut self, now: Time, arrived: Time, kind: Kind, bytes: u64) {
         self.busy_at = Some(now);
         let took = now.since(arrived);
-        if arrived >= self.since && took <= SAMPLE_MAX {
+        if now >= self.since && arrived >= self.arrived_since && took <= SAMPLE_MAX {
             let sum = &mut self.sums[index(kind, bytes)];
             sum.count += 1;
             sum.total_ns += took.as_nanos() as u64;
@@ -160,7 +169,7 @@ impl Pace {
         if !copying {
             if self.mode != Mode::Quiet {
                 (self.mode, self.bytes_per_s) = (Mode::Quiet, UNLIMITED);
-                self.begin(now);
+                self.begin_mode(now);
             } else if now >= self.since + WINDOW_MAX {
                 self.learn();
                 if whole() {
@@ -248,15 +257,21 @@ impl Pace {
         self.moved_bytes = 0;
     }
 
+    /// What was under way when the mode changed says nothing of either.
+    fn begin_mode(&mut self, now: Time) {
+        self.arrived_since = now;
+        self.begin(now);
+    }
+
     fn copy(&mut self, now: Time) {
         self.mode = Mode::Copy;
         self.probe_at = now + PROBE_EVERY;
-        self.begin(now);
+        self.begin_mode(now);
     }
 
     fn probe(&mut self, now: Time) {
         self.mode = Mode::Probe;
-        self.begin(now + SETTLE);
+        self.begin_mode(now + SETTLE);
     }
 
     /// Slowly, as a probe is short and what else the hosts do is not even; what a rebuild leaves
@@ -267,13 +282,15 @@ impl Pace {
             *baseline = match *baseline {
                 0 => mean,
                 known if mean < known / 2 => (known + mean) / 2,
-                known => (known * 7 + mean) / 8,
+                // One hiccup in a probe must not be what clients are held to for seconds.
+                known => (known * 7 + mean.min(2 * known)) / 8,
             };
         }
     }
 
-    /// What IO takes now, in percent of the baseline; nothing where no such IO is known.
-    fn burden_percent(&self) -> Option<u64> {
+    /// How fast clients are served now beside the baseline, in thousandths; nothing where no such
+    /// IO is known.
+    fn speed_now(&self) -> Option<u64> {
         let (mut took, mut expected) = (0u128, 0u128);
         for ((now, healthy), sum) in self.baseline_ns.iter().zip(self.healthy_ns).zip(self.sums) {
             if *now > 0 {
@@ -282,29 +299,35 @@ impl Pace {
                 expected += u128::from(sum.count) * u128::from(baseline);
             }
         }
-        (took * 100).checked_div(expected).map(|percent| percent as u64)
+        (expected * 1000).checked_div(took).map(|speed| (speed as u64).min(SPEED_MAX))
     }
 
     fn judge(&mut self, now: Time) {
-        let Some(burden) = self.burden_percent() else { return };
-        let (limit, rate) = (self.limit_percent, self.bytes_per_s);
-        // A single bad window is a hiccup; one that is beyond all measure is not waited for.
-        self.burden = (self.burden * 3 + burden.min(8 * limit)) / 4;
+        let Some(speed_now) = self.speed_now() else { return };
+        let (allowed, rate) = (allowed_speed(self.limit_percent), self.bytes_per_s);
+        let took = now.since(self.since).min(MEMORY / 2).as_micros() as u64;
+        let memory = MEMORY.as_micros() as u64;
+        self.speed = (self.speed * (memory - took) + speed_now * took) / memory;
         let micros = now.since(self.since).as_micros().max(1) as u64;
         let achieved = self.moved_bytes.saturating_mul(1_000_000) / micros;
-        self.bytes_per_s = if self.burden > limit || burden > 3 * limit {
+        self.bytes_per_s = if self.speed.max(speed_now) < allowed {
             // Of what was really copied: a rate that was never reached says nothing.
             let reached = rate.min(achieved.saturating_mul(2));
-            let down = (reached * limit / self.burden.max(limit)).max(reached * 3 / 4);
+            let down = (reached * self.speed / allowed).max(reached * 3 / 4);
             down.max(FLOOR_BYTES_PER_S)
-        } else if achieved >= rate / 2 {
-            let up = rate * limit / self.burden.max(1);
+        } else if self.speed.min(speed_now) >= allowed && achieved >= rate / 2 {
+            let up = rate * self.speed / allowed;
             up.min(rate + rate / 8).min(UNLIMITED / 2)
         } else {
             rate
         };
         self.last_bytes_per_s = self.bytes_per_s;
     }
+}
+
+/// Where IO takes just as long as it may, in thousandths of the speed without copying.
+fn allowed_speed(limit_percent: u64) -> u64 {
+    100_000 / limit_percent
 }
 
 #[cfg(test)]

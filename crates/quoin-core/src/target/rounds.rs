@@ -1,7 +1,8 @@
 //! Whether the rounds of a rebuild gain on the writers.
 //!
-//! What clients write while a round copies is the next round. A round gains if it leaves less than
-//! half of what it copied. After one that did not, clients' IO may take twice as long beside the
+//! What clients write while a round copies is the next round, each block once however often it was
+//! written. A round gains if it copied at most three quarters of what the one before it copied: so
+//! every round leaves less than it found. After one that did not, clients' IO may take twice as long beside the
 //! rebuild as else; where [`STUBBORN`] rounds in a row did not, the rebuild takes precedence: it
 //! is no longer paced, and the writers are held back so far that the next round must gain. They
 //! may write half of what the rebuild copies, and a share of what is kept ahead
@@ -37,6 +38,8 @@ pub(super) struct Rounds {
     mark: u64,
     /// What had ever been copied when the last round began.
     moved_mark: u64,
+    /// What the last round but this one copied.
+    copied_before: u64,
     /// Rounds in a row that did not gain.
     stubborn: u32,
     held_since: Option<Time>,
@@ -48,8 +51,11 @@ impl Rounds {
     pub fn begin(&mut self, written: u64) {
         if self.count > 0 {
             let copied = self.moved_bytes.saturating_sub(self.moved_mark);
-            let gained = self.ahead(written) <= copied / 2;
-            self.stubborn = if gained { 0 } else { self.stubborn + 1 };
+            if self.count > 1 {
+                let gained = copied <= self.copied_before / 4 * 3;
+                self.stubborn = if gained { 0 } else { self.stubborn + 1 };
+            }
+            self.copied_before = copied;
         }
         self.count += 1;
         self.moved_mark = self.moved_bytes;
@@ -131,22 +137,25 @@ impl Target {
 mod tests {
     use super::*;
 
-    fn round(rounds: &mut Rounds, written: &mut u64, copies: u64, lag: u64) -> bool {
+    /// A round that copies so much ends, and another one begins.
+    fn round(rounds: &mut Rounds, copies: u64) -> u64 {
         rounds.moved_bytes += copies;
-        *written += lag;
-        rounds.begin(*written);
-        rounds.takes_precedence()
+        rounds.begin(0);
+        assert_eq!(rounds.takes_precedence(), rounds.patience() > 2);
+        rounds.patience()
     }
 
     #[test]
-    fn rounds_that_leave_less_than_half_never_take_precedence_and_others_do_after_two() {
-        let (mut rounds, mut written) = (Rounds::default(), 1000);
-        rounds.begin(written);
-        for left in [4000, 2000, 1000, 500] {
-            assert!(!round(&mut rounds, &mut written, left * 2, left));
+    fn rounds_that_shrink_by_a_quarter_never_take_precedence_and_others_do_after_two() {
+        let mut rounds = Rounds::default();
+        rounds.begin(0);
+        for copies in [4000, 3000, 2248, 1684] {
+            assert_eq!(round(&mut rounds, copies), 1, "{copies}");
         }
-        assert!(!round(&mut rounds, &mut written, 500, 300));
-        assert!(round(&mut rounds, &mut written, 300, 300));
-        assert!(!round(&mut rounds, &mut written, 300, 100));
+        assert_eq!(round(&mut rounds, 1264), 2);
+        assert_eq!(round(&mut rounds, 948), 1, "it gained");
+        assert_eq!(round(&mut rounds, 900), 2);
+        assert_eq!(round(&mut rounds, 900), 3);
+        assert_eq!(round(&mut rounds, 300), 1);
     }
 }
