@@ -1,5 +1,5 @@
 //! The project's own commands: `cargo xtask demo | test | bench | sim | model | mutants | fuzz |
-//! torture | trace | lint`.
+//! torture | trace | lint | upgrade | record-formats`.
 //!
 //! Each is what a developer, a user who tries Quoin and the CI run alike; nothing here is
 //! known to only one of them. The work lives one module a command: [`demo`], [`test`],
