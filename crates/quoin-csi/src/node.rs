@@ -20,6 +20,9 @@ use crate::{NodeSide, Plugin, context, limits, topology};
 /// Serves Node where the mode has it.
 pub(crate) struct NodeService(pub Plugin);
 
+const CONTROLLER_ONLY: &str = "this process runs in controller mode: nodes run with `--mode node` or \
+     `all`; `quoin dev` runs so where nothing can be attached (no root, no /dev/fuse) and said why \
+     at its start";
 const NOT_ADVERTISED: &str = "the plugin does not advertise it";
 
 const CAPABILITIES: &[rpc::Type] = &[
@@ -34,7 +37,7 @@ impl NodeService {
     fn served(&self, rpc: &'static str) -> Result<(Backend, &NodeSide), Status> {
         match self.0.node() {
             Some(node) => Ok((self.0.backend().clone(), node)),
-            None => Err(not_served(rpc, "this process runs in controller mode")),
+            None => Err(not_served(rpc, CONTROLLER_ONLY)),
         }
     }
 }

@@ -81,6 +81,8 @@ fn refused(error: attach::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use quoin_frontend::attach::protocol::Kind as AttachKind;
+
     use super::*;
     use crate::Kind;
 
@@ -92,5 +94,20 @@ mod tests {
         assert_eq!(error.kind(), Kind::Unavailable);
         let text = error.to_string();
         assert!(text.contains("attach.sock") && text.contains("quoin attach"), "{text}");
+    }
+
+    /// Who orchestrates tries again what is unavailable, and tells a person of what is not.
+    #[test]
+    fn what_the_host_lacks_is_a_failed_precondition_in_its_own_words_and_nothing_to_try_again() {
+        let of = |kind: AttachKind| {
+            let message = "no /dev/fuse: `modprobe fuse`".to_owned();
+            let error = refused(attach::Error::Refused { kind, message });
+            assert!(error.to_string().contains("modprobe fuse"), "{error}");
+            error.kind()
+        };
+        assert_eq!(of(AttachKind::Host), Kind::FailedPrecondition);
+        assert_eq!(of(AttachKind::Conflict), Kind::FailedPrecondition);
+        assert_eq!(of(AttachKind::Unavailable), Kind::Unavailable);
+        assert_eq!(of(AttachKind::Busy), Kind::Unavailable);
     }
 }
