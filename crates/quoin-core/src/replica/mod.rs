@@ -130,6 +130,8 @@ pub struct Replica {
     lease: Option<Lease>,
     pending: Option<PendingOpen>,
     session: Option<Session>,
+    /// Its pool stops; when this is done all that it applied is on media.
+    stopping: Option<SyncTicket>,
     timer: Option<Time>,
     /// The pool is short of room.
     short: bool,
@@ -147,7 +149,7 @@ impl Replica {
             Some((_, ref view)) if view.durability == Durability::Media
         );
         let fresh = store.state().position.lsn == Lsn::ZERO && meta.promised == Epoch::ZERO;
-        let kept = if meta.session_open { meta.cookie == boot } else { meta.closed_continuous };
+        let kept = meta.closed_continuous || (meta.session_open && meta.cookie == boot);
         Self {
             boot,
             continuous: fresh || kept || media || mutant::is("always-continuous"),
@@ -156,6 +158,7 @@ impl Replica {
                 .then(|| Lease { holder: None, until: now + granted_lease(meta.lease_ms) }),
             pending: None,
             session: None,
+            stopping: None,
             timer: None,
             short: false,
             unreadable_since: None,
@@ -231,7 +234,10 @@ impl Replica {
                     session.tell_room(short, actions);
                 }
             }
-            ReplicaEvent::Shutdown => self.end_all(Failure::Stopping, store, actions),
+            ReplicaEvent::Shutdown => {
+                self.end_all(Failure::Stopping, store, actions);
+                self.stopping = Some(store.request_sync());
+            }
         }
     }
 
@@ -355,6 +361,7 @@ impl Replica {
         let monotone = next.promised >= meta.promised || mutant::is("older-epoch-accepted");
         assert!(monotone, "PromiseMonotone");
         assert!(next.membership.version >= meta.membership.version, "MembershipMonotone");
+        self.stopping = None;
         self.end_others(connection, store, actions);
         if mutant::is("lease-forgotten-at-open") {
             self.lease = None;
@@ -444,9 +451,27 @@ impl Replica {
             pending.on_synced(ticket);
             self.answer_open(now, store, actions);
         }
+        if self.stopping.take_if(|all| *all <= ticket).is_some() {
+            self.vouch(store, actions);
+        }
         let Some(session) = &mut self.session else { return };
         let outcome = session.on_synced(ticket, store, actions);
         self.go_on(now, outcome, store, actions);
+    }
+
+    /// Says for the next start that everything it ever applied is on media, whatever becomes of the
+    /// host's caches: those who stop at once do not all hear the target's Close before they end.
+    /// The session stays open, since its lease does.
+    fn vouch(&mut self, store: &mut dyn ReplicaStore, actions: &mut Vec<ReplicaAction>) {
+        let meta = store.meta();
+        if !self.continuous || !meta.session_open || meta.closed_continuous {
+            return;
+        }
+        let meta = ReplicaMeta { closed_continuous: true, ..meta.clone() };
+        match store.put_meta(meta) {
+            Ok(()) => drop(store.request_sync()),
+            Err(error) => self.disk_failed(error, store, actions),
+        }
     }
 
     /// A failed write or sync: what the kernel dropped is unknown, so nothing is continuous any
@@ -459,7 +484,11 @@ impl Replica {
     ) {
         self.continuous = false;
         self.failed = Some(error);
-        let meta = ReplicaMeta { cookie: BootCookie::default(), ..store.meta().clone() };
+        let meta = ReplicaMeta {
+            cookie: BootCookie::default(),
+            closed_continuous: false,
+            ..store.meta().clone()
+        };
         // The disk may refuse this too; a later boot cookie or the reopened pool decides then.
         let _ = store.put_meta(meta);
         actions.push(ReplicaAction::Note(ReplicaNote::DiskFailed(error)));

@@ -255,11 +255,13 @@ impl Session {
 struct FailingDisk {
     inner: MemoryDisk,
     next: Arc<Mutex<Option<&'static str>>>,
+    /// Syncs wait for this.
+    gate: Arc<Mutex<()>>,
 }
 
 impl FailingDisk {
     fn new() -> Self {
-        FailingDisk { inner: new_disk(), next: Arc::default() }
+        FailingDisk { inner: new_disk(), next: Arc::default(), gate: Arc::default() }
     }
 
     fn fail_next(&self, operation: &'static str) {
@@ -296,7 +298,10 @@ impl Disk for FailingDisk {
     }
     fn syncer(&self) -> SyncDisk {
         let (disk, mut inner) = (self.clone(), self.inner.syncer());
-        Box::new(move || disk.pass("sync", 0).and_then(|()| inner()))
+        Box::new(move || {
+            let _open = disk.gate.lock().unwrap();
+            disk.pass("sync", 0).and_then(|()| inner())
+        })
     }
     fn write_out(&self, offset: u64, length: u64) {
         self.inner.write_out(offset, length);
@@ -389,6 +394,30 @@ fn a_pool_that_is_merely_restarted_stays_continuous() {
     process.stop();
     let process = Process::start(&disk, &doubt);
     assert!(process.open_replica(2).unwrap().continuous);
+    process.stop();
+}
+
+/// A target that loses its session dials again at once.
+#[test]
+fn who_comes_while_a_pool_stops_is_not_let_in_and_its_replicas_stay_continuous() {
+    let dir = tempfile::tempdir().unwrap();
+    let doubt = dir.path().join(DOUBT_FILE);
+    let disk = FailingDisk::new();
+    let process = Process::start(&disk, &doubt);
+    process.create_replica();
+    let (mut session, ack) = process.session(1).unwrap();
+    session.feed(&ack);
+    let gate = disk.gate.lock().unwrap();
+    process.send(Input::Shutdown);
+    while session.next().is_some() {}
+    let coming = opening(&process, 2);
+    std::thread::sleep(Duration::from_millis(200));
+    drop(gate);
+    process.stop();
+    assert!(coming.join().unwrap().is_none());
+    disk.inner.power_cut(|| false);
+    let process = Process::start(&disk, &doubt);
+    assert!(process.open_replica(3).unwrap().continuous);
     process.stop();
 }
 

@@ -168,6 +168,8 @@ pub struct Shard<'a, P> {
     /// Before this, relaxed background work waits for a pause of the clients.
     relaxed_from: Time,
     stopping: Option<(SyncTicket, Time)>,
+    /// Stopping, and the replicas know that all they applied is on media.
+    vouched: bool,
     scrub: Scrub,
     /// When targets are to be asked for good copies.
     repair_at: Option<Time>,
@@ -201,6 +203,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             rest_until: Time::default(),
             relaxed_from: Time::default(),
             stopping: None,
+            vouched: false,
             scrub,
             repair_at: None,
             short: false,
@@ -255,7 +258,13 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             if let Some((ticket, deadline)) = self.stopping
                 && (now >= deadline || (self.synced >= ticket && self.queued == 0))
             {
-                break Ended::Stopped;
+                // With the first sync the replicas vouched for what they hold: the second is for that.
+                if now >= deadline || self.vouched {
+                    break Ended::Stopped;
+                }
+                self.stopping = Some((self.pool.request_sync(), deadline));
+                self.vouched = true;
+                self.begin_sync();
             }
         };
         self.scrub.stop(now());
@@ -472,6 +481,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         session: SessionKey,
         message: ToReplica,
     ) {
+        if self.stopping.is_some() {
+            return self.end(connection);
+        }
         let metrics = &self.parts.metrics;
         let timed = match &message {
             ToReplica::Append { entries, .. } => {
@@ -687,7 +699,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
     }
 
+    /// Nobody is let in any more: who opened a replica now would leave it open, and the next start
+    /// would find that it may lack something.
     fn stop(&mut self, now: Time) {
+        for listener in self.parts.acceptor.listeners() {
+            self.parts.reactor.deregister(listener);
+        }
         for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
             self.deliver(now, guid, ReplicaEvent::Shutdown);
         }
