@@ -255,16 +255,8 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             if let Some(failure) = self.failure.take() {
                 break Ended::DiskFailed(failure);
             }
-            if let Some((ticket, deadline)) = self.stopping
-                && (now >= deadline || (self.synced >= ticket && self.queued == 0))
-            {
-                // With the first sync the replicas vouched for what they hold: the second is for that.
-                if now >= deadline || self.vouched {
-                    break Ended::Stopped;
-                }
-                self.stopping = Some((self.pool.request_sync(), deadline));
-                self.vouched = true;
-                self.begin_sync();
+            if self.has_stopped(now) {
+                break Ended::Stopped;
             }
         };
         self.scrub.stop(now());
@@ -697,17 +689,5 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         if let Err(error) = result {
             self.fail(error);
         }
-    }
-
-    /// Nobody is let in any more: who opened a replica now would leave it open, and the next start
-    /// would find that it may lack something.
-    fn stop(&mut self, now: Time) {
-        for listener in self.parts.acceptor.listeners() {
-            self.parts.reactor.deregister(listener);
-        }
-        for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
-            self.deliver(now, guid, ReplicaEvent::Shutdown);
-        }
-        self.stopping = Some((self.pool.request_sync(), now + STOP_MAX));
     }
 }

@@ -15,7 +15,7 @@ use rustix::net::Shutdown;
 
 use super::{
     APPEND_BYTES_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX, QUEUED_MAX,
-    Recognition, Shard,
+    Recognition, STOP_MAX, Shard,
 };
 use crate::facts::PoolFacts;
 
@@ -34,6 +34,33 @@ pub(super) struct Peer {
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
+    /// Nobody is let in any more: who opened a replica now would leave it open, and the next start
+    /// would find that it may lack something.
+    pub(super) fn stop(&mut self, now: Time) {
+        for listener in self.parts.acceptor.listeners() {
+            self.parts.reactor.deregister(listener);
+        }
+        for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
+            self.deliver(now, guid, ReplicaEvent::Shutdown);
+        }
+        self.stopping = Some((self.pool.request_sync(), now + STOP_MAX));
+    }
+
+    /// Whether a stop is complete: with the first sync the replicas vouch for what they hold, and
+    /// the second is for that. It is not waited for without end.
+    pub(super) fn has_stopped(&mut self, now: Time) -> bool {
+        let Some((ticket, deadline)) = self.stopping else { return false };
+        if now >= deadline || (self.vouched && self.synced >= ticket && self.queued == 0) {
+            return true;
+        }
+        if !self.vouched && self.synced >= ticket {
+            self.stopping = Some((self.pool.request_sync(), deadline));
+            self.vouched = true;
+            self.begin_sync();
+        }
+        false
+    }
+
     pub(super) fn admit(&mut self, answered: Answered) {
         let Answered { connection, session, hello, peer_address } = answered;
         let refused = self.parts.recognition == Recognition::Refused;
