@@ -22,6 +22,9 @@ const CLUSTER: &str = "cluster.json";
 
 /// How often a member whose certificate has run out looks for another one on disk.
 const RUN_OUT_LOOK: Duration = Duration::from_secs(10);
+/// How often the calendar is looked at. The timers beneath a sleep stand still while the machine is
+/// suspended, so one long sleep would end after the certificate.
+pub(crate) const CALENDAR_LOOK: Duration = Duration::from_secs(60);
 
 #[derive(Serialize, Deserialize)]
 struct ClusterFile {
@@ -201,24 +204,32 @@ impl Identity {
         Error::RunOut { dir: self.0.dir.clone(), role, name }
     }
 
-    /// Keeps the certificate fresh until `shutdown`: renews at two thirds of its life, and
-    /// tries again ever more slowly while the controller is away. IO does not depend on it.
+    /// How long to sleep before the next look at whether to renew. Never long: see
+    /// [`CALENDAR_LOOK`].
+    fn next_look(&self, is_failing: bool) -> Duration {
+        let (from, until) = self.validity();
+        let wait = if is_failing {
+            until.duration_since(from).unwrap_or_default() / 60
+        } else {
+            self.renew_at().duration_since(SystemTime::now()).unwrap_or_default()
+        };
+        // What is put on disk by a new token is to work at once for all who share it.
+        let longest = if self.has_run_out() { RUN_OUT_LOOK } else { CALENDAR_LOOK };
+        // A floor, so that a clock that jumped does not make this a busy loop.
+        wait.clamp(Duration::from_millis(200), longest)
+    }
+
+    /// Keeps the certificate fresh until `shutdown`: renews at two thirds of its life, and tries
+    /// on while the controller is away. IO does not depend on it.
     pub async fn keep_renewed(&self, controller_addr: String, mut shutdown: watch::Receiver<bool>) {
         let mut failures = 0u32;
         loop {
-            let (from, until) = self.validity();
-            let life = until.duration_since(from).unwrap_or_default();
-            let wait = if failures == 0 {
-                self.renew_at().duration_since(SystemTime::now()).unwrap_or_default()
-            } else {
-                let wait = (life / 60).min(Duration::from_secs(300)) * failures.min(10);
-                // What is put on disk by a new token is to work at once for all who share it.
-                if self.has_run_out() { wait.min(RUN_OUT_LOOK) } else { wait }
-            };
             tokio::select! {
-                // A floor, so that a clock that jumped does not make this a busy loop.
-                () = tokio::time::sleep(wait.max(Duration::from_millis(200))) => {}
+                () = tokio::time::sleep(self.next_look(failures > 0)) => {}
                 _ = shutdown.wait_for(|down| *down) => return,
+            }
+            if failures == 0 && self.renew_at() > SystemTime::now() {
+                continue;
             }
             if self.reload().is_ok() && self.renew_at() > SystemTime::now() {
                 failures = 0;
@@ -235,9 +246,12 @@ impl Identity {
                 }
                 Err(error) => {
                     failures += 1;
-                    let left_s =
-                        until.duration_since(SystemTime::now()).unwrap_or_default().as_secs();
-                    tracing::warn!(%error, left_s, "certificate not renewed yet, trying again");
+                    let left = self.validity().1.duration_since(SystemTime::now());
+                    let left_s = left.unwrap_or_default().as_secs();
+                    // The controller may be away for days.
+                    if failures.is_power_of_two() {
+                        tracing::warn!(%error, left_s, "certificate not renewed yet, trying again");
+                    }
                 }
             }
         }
@@ -315,4 +329,27 @@ pub(crate) fn validity_of(certificate: &CertificateDer<'_>) -> Option<(SystemTim
     let moment = |t: i64| u64::try_from(t).ok().map(|s| UNIX_EPOCH + Duration::from_secs(s));
     let validity = parsed.validity();
     Some((moment(validity.not_before.timestamp())?, moment(validity.not_after.timestamp())?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Authority, Lifetimes, Role};
+
+    #[test]
+    fn a_machine_that_was_suspended_renews_a_minute_after_it_wakes_whatever_its_timers_say() {
+        let dir = tempfile::tempdir().unwrap();
+        let looks = |life: Duration| {
+            let name = format!("{}", life.as_secs());
+            let lifetimes = Lifetimes { holder: life, ..Lifetimes::default() };
+            let authority = Authority::create(&dir.path().join(&name), lifetimes).unwrap();
+            let at = dir.path().join(format!("{name}-pool"));
+            let pool = authority.issue_identity(&at, Role::Pool, "p1").unwrap();
+            [pool.next_look(false), pool.next_look(true)]
+        };
+        assert_eq!(looks(Duration::from_secs(30 * 86_400)), [CALENDAR_LOOK; 2]);
+        let [next, again] = looks(Duration::from_secs(30));
+        assert!(next <= Duration::from_secs(20) && next > Duration::from_secs(10), "{next:?}");
+        assert!(again < Duration::from_secs(1), "{again:?}");
+    }
 }

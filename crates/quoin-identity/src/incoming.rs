@@ -15,12 +15,12 @@ use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
-use crate::identity::validity_of;
+use crate::identity::{CALENDAR_LOOK, validity_of};
 use crate::{Peer, peer_of};
 
 /// Who made a request; every request of a served connection carries it as an extension.
@@ -62,8 +62,9 @@ impl Default for IncomingLimits {
 pub struct PeerStream {
     stream: TlsStream<TcpStream>,
     caller: Caller,
-    /// When the certificate, or a newcomer's time, is over.
-    ends: Pin<Box<Sleep>>,
+    /// When the certificate is over; `None`: at the next look, as a newcomer's time is.
+    ends: Option<SystemTime>,
+    next_look: Pin<Box<Sleep>>,
     _permits: [Option<OwnedSemaphorePermit>; 2],
 }
 
@@ -73,13 +74,22 @@ impl PeerStream {
     }
 
     fn over(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        match self.ends.as_mut().poll(cx) {
-            Poll::Pending => Ok(()),
-            Poll::Ready(()) => {
-                Err(io::Error::new(io::ErrorKind::TimedOut, "the peer's certificate has run out"))
-            }
+        while self.next_look.as_mut().poll(cx).is_ready() {
+            let Some(wait) = self.ends.and_then(until_next_look) else {
+                let text = "the peer's certificate has run out";
+                return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+            };
+            self.next_look.as_mut().reset(Instant::now() + wait);
         }
+        Ok(())
     }
+}
+
+/// How long to sleep before the next look at whether it `ends`; `None`: it has. A sleep does not
+/// count the time for which the machine is suspended, so none is long.
+fn until_next_look(ends: SystemTime) -> Option<Duration> {
+    let left = ends.duration_since(SystemTime::now()).ok()?;
+    (!left.is_zero()).then(|| left.min(CALENDAR_LOOK))
 }
 
 impl Connected for PeerStream {
@@ -167,7 +177,7 @@ async fn accept(
                 Ok(Err(error)) => return tracing::debug!(%address, %error, "handshake failed"),
                 Err(_) => return tracing::debug!(%address, "no handshake in time"),
             };
-            let Some((caller, life)) = caller_of(&stream, &limits) else {
+            let Some((caller, ends)) = caller_of(&stream) else {
                 return tracing::debug!(%address, "certificate unreadable");
             };
             let newcomer = match caller {
@@ -177,18 +187,37 @@ async fn accept(
                 },
                 _ => None,
             };
-            let ends = Box::pin(tokio::time::sleep(life));
+            let first_look = match ends {
+                Some(ends) => until_next_look(ends).unwrap_or_default(),
+                None => Duration::from_millis(limits.newcomer_ms),
+            };
+            let next_look = Box::pin(tokio::time::sleep(first_look));
             let _permits = [Some(connection), newcomer];
-            let _ = ready.send(Ok(PeerStream { stream, caller, ends, _permits })).await;
+            let _ = ready.send(Ok(PeerStream { stream, caller, ends, next_look, _permits })).await;
         });
     }
 }
 
-fn caller_of(stream: &TlsStream<TcpStream>, limits: &IncomingLimits) -> Option<(Caller, Duration)> {
+/// Who has connected, and when a member's certificate is over.
+fn caller_of(stream: &TlsStream<TcpStream>) -> Option<(Caller, Option<SystemTime>)> {
     let Some(leaf) = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first()) else {
-        return Some((Caller::Newcomer, Duration::from_millis(limits.newcomer_ms)));
+        return Some((Caller::Newcomer, None));
     };
     let (_, until) = validity_of(leaf)?;
-    let life = until.duration_since(SystemTime::now()).unwrap_or_default();
-    Some((Caller::Member(peer_of(leaf).ok()?), life))
+    Some((Caller::Member(peer_of(leaf).ok()?), Some(until)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_connection_looks_at_the_calendar_again_soon_and_a_short_one_at_its_end() {
+        let now = SystemTime::now();
+        let month = Duration::from_secs(30 * 86_400);
+        assert_eq!(until_next_look(now + month), Some(CALENDAR_LOOK));
+        assert!(until_next_look(now + CALENDAR_LOOK / 2).unwrap() <= CALENDAR_LOOK / 2);
+        assert_eq!(until_next_look(now), None);
+        assert_eq!(until_next_look(now - month), None);
+    }
 }

@@ -353,6 +353,45 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     assert_nothing_is_left(&scratch.0);
 }
 
+/// Whoever closes the lid on Friday and opens it a month later finds all of it at work.
+#[test]
+fn a_cluster_that_slept_past_its_certificates_awake_or_off_helps_itself_and_has_what_was_written() {
+    const LIFE: Duration = Duration::from_secs(10);
+    let scratch = Scratch::new("lid");
+    let flags = ["--no-attach", "--network-only", "--certificate-lifetime-s", "10"];
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    dev.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    let written = bytes::Bytes::from(vec![7; 4096]);
+    let client = dev.client("db");
+    client.write(0, written.clone(), true).unwrap();
+
+    // The lid: everything stands still, longer than a certificate lives.
+    let all: Vec<i64> = dev.processes().values().filter_map(serde_json::Value::as_i64).collect();
+    let all = [&all[..], &[i64::from(dev.child.id())]].concat();
+    all.iter().for_each(|pid| signal(pid, "STOP"));
+    std::thread::sleep(LIFE + Duration::from_secs(2));
+    all.iter().for_each(|pid| signal(pid, "CONT"));
+    dev.wait_for_line("had run out while this machine slept; it has a new one");
+    dev.wait_for_volume("db", "online after its sleep", is_online);
+    assert_eq!(client.read(0, 4096).unwrap(), written);
+    // New connections are made with new certificates.
+    signal(dev.pid("target").unwrap(), "KILL");
+    let written = bytes::Bytes::from(vec![8; 4096]);
+    client.write(4096, written.clone(), true).unwrap();
+    client.stop();
+    dev.stop();
+
+    // The cupboard.
+    std::thread::sleep(LIFE + Duration::from_secs(2));
+    let node = quoin_identity::Identity::load(&scratch.cluster().join("node")).unwrap();
+    assert!(node.has_run_out());
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    let client = dev.client("db");
+    assert_eq!(client.read(4096, 4096).unwrap(), written);
+    client.stop();
+    dev.stop();
+}
+
 #[test]
 fn a_directory_that_is_foreign_or_cannot_be_made_is_refused_by_name() {
     let scratch = Scratch::new("bad");

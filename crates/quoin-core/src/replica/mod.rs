@@ -347,7 +347,7 @@ impl Replica {
             session_open: true,
             lease_ms: if meta.session_open { meta.lease_ms.max(lease_ms) } else { lease_ms },
             cookie: if self.continuous { self.boot } else { BootCookie::default() },
-            closed_continuous: false,
+            closed_continuous: meta.closed_continuous && mutant::is("word-kept-over-an-open"),
             ..meta.clone()
         };
         if membership.version > meta.membership.version || (fresh && meta.membership.rf == 0) {
@@ -464,7 +464,9 @@ impl Replica {
     /// The session stays open, since its lease does.
     fn vouch(&mut self, store: &mut dyn ReplicaStore, actions: &mut Vec<ReplicaAction>) {
         let meta = store.meta();
-        if !self.continuous || !meta.session_open || meta.closed_continuous {
+        let continuous = self.continuous || mutant::is("vouched-without-its-caches");
+        let said = meta.closed_continuous || mutant::is("stopped-without-its-word");
+        if !continuous || !meta.session_open || said {
             return;
         }
         let meta = ReplicaMeta { closed_continuous: true, ..meta.clone() };

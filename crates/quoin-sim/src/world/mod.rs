@@ -165,6 +165,7 @@ pub(crate) enum Mend {
     ControlPlane,
     ControlRecord,
     KillTarget { target: usize, life: u32 },
+    KillPool { pool: usize, life: u32 },
     Cut(ConnectionId),
 }
 
@@ -189,6 +190,8 @@ pub(crate) struct PoolHost {
     pub slow: u64,
     /// Since when what it holds may be less than it applied; for the check of loss claims.
     pub cache_lost: bool,
+    /// Its process has ended with all on media, and has vouched for it.
+    pub ended_in_order: bool,
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,
     pub said: claims::Said,

@@ -5,7 +5,7 @@ use quoin_core::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_core::{Epoch, Member, SessionKey, Time};
 
-use super::{Event, Mutant, World, brief};
+use super::{Event, Mend, Mutant, World, brief};
 use crate::network::{ConnectionId, Taken, Way};
 use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
@@ -21,9 +21,25 @@ pub(crate) struct Process {
     short: bool,
     /// Its disk is in the middle of a sync: what that makes free is not free yet.
     pub(super) syncing: bool,
+    stopping: Option<Stopping>,
+}
+
+/// A process that was told to end, and lets nobody in any more.
+struct Stopping {
+    /// It goes on when this is on media.
+    all: SyncTicket,
+    /// Its replica has vouched for what it holds, and `all` is that word.
+    vouched: bool,
+    /// Its host is switched off then.
+    then_power: bool,
+    restart_ns: u64,
 }
 
 impl Process {
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.is_some()
+    }
+
     /// What its replica is in the middle of.
     pub fn steps(&self, store: &dyn ReplicaStore) -> Vec<quoin_core::Step> {
         self.replica.as_ref().map(|r| r.steps(store)).unwrap_or_default()
@@ -62,6 +78,7 @@ impl World {
             here.storage.forget();
         }
         here.outage = Outage::Process;
+        here.ended_in_order = false;
         here.life += 1;
         let (life, guid, gone) = (here.life, here.member.guid, here.gone);
         let boot = here.storage.cookie();
@@ -101,6 +118,7 @@ impl World {
             idle_planned: false,
             short: false,
             syncing: false,
+            stopping: None,
         });
         self.pool_began(pool, life);
     }
@@ -126,7 +144,7 @@ impl World {
         if outage == Outage::Power || here.outage == Outage::Process {
             here.outage = outage;
         }
-        if outage != Outage::Process && !here.is_spare() {
+        if outage != Outage::Process && !here.is_spare() && !here.ended_in_order {
             here.cache_lost = true;
         }
         here.paused = false;
@@ -140,6 +158,41 @@ impl World {
         let polite = self.powered[self.pools[pool].host];
         for id in self.sessions_of(pool) {
             self.end_of_pool_dies(id, polite);
+        }
+    }
+
+    /// The process ends as people end it: on media first, and its word for that after it.
+    pub(super) fn stop_pool(&mut self, pool: usize, restart_ns: u64, then_power: bool) {
+        self.feed_pool(pool, vec![ReplicaEvent::Shutdown]);
+        let here = &mut self.pools[pool];
+        let Some(process) = &mut here.process else { return };
+        let mut all = None;
+        here.storage.with(here.member.guid, &mut |store| all = Some(store.request_sync()));
+        let Some(all) = all else { return self.kill_pool(pool, Outage::Process, restart_ns) };
+        process.stopping = Some(Stopping { all, vouched: false, then_power, restart_ns });
+        let life = here.life;
+        self.plan_sync(pool);
+        // A supervisor waits some seconds and then kills.
+        self.lasting(9000, Mend::KillPool { pool, life });
+    }
+
+    fn go_on_stopping(&mut self, pool: usize, synced: SyncTicket) {
+        let here = &mut self.pools[pool];
+        let Some(Process { stopping: Some(stopping), .. }) = &mut here.process else { return };
+        if synced < stopping.all {
+            return;
+        }
+        if !stopping.vouched {
+            stopping.vouched = true;
+            let word = &mut stopping.all;
+            here.storage.with(here.member.guid, &mut |store| *word = store.request_sync());
+            return self.plan_sync(pool);
+        }
+        let (then_power, restart_ns) = (stopping.then_power, stopping.restart_ns);
+        here.ended_in_order = true;
+        self.kill_pool(pool, Outage::Process, restart_ns);
+        if then_power {
+            self.power_cut(&[pool]);
         }
     }
 
@@ -229,6 +282,10 @@ impl World {
         let blocked = self.network.is_blocked(from, to);
         if self.pools[pool].life != life || self.pools[pool].paused || blocked {
             return;
+        }
+        if self.pools[pool].process.as_ref().is_some_and(Process::is_stopping) {
+            self.pool_closes(id);
+            return self.feed_pool(pool, vec![ReplicaEvent::Disconnected { connection: id }]);
         }
         let mut arrived = Vec::new();
         let taken = loop {
@@ -427,6 +484,7 @@ impl World {
             self.trace.line(self.schedule.now(), || format!("pool {pool} sync: {error}"));
         }
         self.feed_pool(pool, vec![ReplicaEvent::Synced { ticket, result }]);
+        self.go_on_stopping(pool, ticket);
     }
 
     pub(crate) fn plan_pool_timer(&mut self, pool: usize) {

@@ -371,6 +371,7 @@ impl World {
             outage: Outage::Process,
             slow: 1,
             cache_lost: false,
+            ended_in_order: false,
             reads_failed: false,
             said: Default::default(),
             rolled_back: None,

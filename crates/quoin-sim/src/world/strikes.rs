@@ -1,7 +1,6 @@
 //! Faults strike, and those that last are mended.
 
 use quoin_core::Step;
-use quoin_core::replica::ReplicaEvent;
 use quoin_core::target::TargetEvent;
 
 use super::{Event, Mend, Mutant, World};
@@ -81,7 +80,7 @@ impl World {
         steps
     }
 
-    fn lasting(&mut self, longest_ms: u64, mend: Mend) {
+    pub(super) fn lasting(&mut self, longest_ms: u64, mend: Mend) {
         let typical = self.random.between(20, longest_ms / 3);
         let lasts = if self.random.percent(30) { longest_ms } else { typical };
         self.schedule.after(lasts * MILLISECOND / self.setup.haste, Event::Mend(mend));
@@ -254,31 +253,48 @@ impl World {
             FaultKind::Wipe => self.wipe(),
             FaultKind::TargetShutdown => {
                 let target = self.a_target();
-                let there = &self.targets[target];
-                if there.process.is_none() || there.paused {
-                    return false;
-                }
-                let life = there.life;
-                self.feed_target(target, vec![TargetEvent::Shutdown]);
-                // A supervisor waits some seconds and then kills.
-                self.lasting(9000, Mend::KillTarget { target, life });
-                true
+                self.stop_target(target)
             }
             FaultKind::ReplicaShutdown => {
                 let pool = self.random.index(self.pools.len());
                 if self.pools[pool].process.is_none() || self.pools[pool].paused {
                     return false;
                 }
-                self.feed_pool(pool, vec![ReplicaEvent::Shutdown]);
                 let restart = self.random.between(20, 3000) * MILLISECOND;
-                self.kill_pool(pool, Outage::Process, restart);
+                let (then_power, all) = (self.random.percent(50), self.random.percent(30));
+                if !all {
+                    self.stop_pool(pool, restart, then_power);
+                    return true;
+                }
+                // A whole machine room is shut down, each part when it is told so.
+                for target in 0..self.targets.len() {
+                    self.stop_target(target);
+                }
+                for pool in 0..self.pools.len() {
+                    if self.pools[pool].process.is_some() && !self.pools[pool].paused {
+                        self.stop_pool(pool, restart, then_power);
+                    }
+                }
                 true
             }
         }
     }
 
+    /// A target process ends as people end it.
+    fn stop_target(&mut self, target: usize) -> bool {
+        let there = &self.targets[target];
+        if there.process.is_none() || there.paused {
+            return false;
+        }
+        let life = there.life;
+        self.feed_target(target, vec![TargetEvent::Shutdown]);
+        // A supervisor waits some seconds and then kills.
+        self.lasting(9000, Mend::KillTarget { target, life });
+        true
+    }
+
     /// These pools' hosts lose their power, with whatever else runs there.
-    fn power_cut(&mut self, pools: &[usize]) {
+    pub(super) fn power_cut(&mut self, pools: &[usize]) {
         for pool in pools {
             let host = self.pools[*pool].host;
             self.powered[host] = false;
@@ -571,6 +587,11 @@ impl World {
             Mend::KillTarget { target, life } => {
                 if self.targets[target].life == life {
                     self.kill_target(target);
+                }
+            }
+            Mend::KillPool { pool, life } => {
+                if self.pools[pool].life == life {
+                    self.kill_pool(pool, Outage::Process, 20 * MILLISECOND);
                 }
             }
             Mend::Cut(id) => self.cut(id),

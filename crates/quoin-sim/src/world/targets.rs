@@ -238,7 +238,7 @@ impl World {
             self.schedule.after(delay, Event::Refused { target, life, connection: id });
             return;
         }
-        if there.process.is_none() {
+        if there.process.as_ref().is_none_or(|process| process.is_stopping()) {
             let delay = self.network.delay();
             self.schedule.after(delay, Event::Refused { target, life, connection: id });
             return;

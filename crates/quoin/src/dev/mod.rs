@@ -12,22 +12,21 @@ mod cleanup;
 mod keeper;
 pub mod layout;
 mod lock;
+mod members;
 mod processes;
 mod settings;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use quoin_identity::{Identity, Role};
-use quoin_proto::control::{
-    CreateJoinTokenRequest, GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Pool,
-};
+use quoin_identity::Role;
+use quoin_proto::control::{GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Pool};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::client::{self, Cluster, refusal};
-use crate::roles::HealingOptions;
+use crate::client::{self, Cluster};
+use crate::roles::{HealingOptions, LifetimeOptions};
 use crate::size::{number_within, parse_pool_size, show_size};
 use blocked::Blocked;
 use cleanup::Dead;
@@ -40,8 +39,6 @@ use settings::{PoolSettings, Settings};
 const START_BUDGET: Duration = Duration::from_secs(90);
 /// A pool that is Failed for so long of a start does not keep the others waiting.
 const FAILED_AFTER: Duration = Duration::from_secs(5);
-/// Between two looks at which pools were removed.
-const MEMBERS_EVERY: Duration = Duration::from_secs(2);
 
 #[derive(Args)]
 pub struct DevOptions {
@@ -71,6 +68,8 @@ pub struct DevOptions {
     pub network_only: bool,
     #[command(flatten)]
     pub healing: HealingOptions,
+    #[command(flatten)]
+    pub lifetime: LifetimeOptions,
 }
 
 /// Says one line to the person in front of `quoin dev`.
@@ -102,6 +101,7 @@ pub fn run(options: DevOptions) -> Result<()> {
         security: options.data_security,
         network_only: options.network_only,
         healing: options.healing,
+        lifetime: options.lifetime,
     };
     tasks.block_on(&runtime, supervise(&layout, &settings, &attaching, &policy))
 }
@@ -111,6 +111,7 @@ pub(crate) struct Policy {
     security: String,
     network_only: bool,
     healing: HealingOptions,
+    lifetime: LifetimeOptions,
 }
 
 /// Whoever wants the cluster to end: Ctrl-C, `kill`, a closed terminal.
@@ -149,7 +150,7 @@ async fn supervise(
                     () = ends.wait() => Ok(()),
                     never = tell_when_over(layout, blocked) => match never {},
                     error = first_that_gave_up(&keepers) => Err(error),
-                    never = end_removed_pools(layout, &keepers) => match never {},
+                    never = members::look_after(layout, settings, &keepers) => match never {},
                 }
             }
             Err(error) => Err(error),
@@ -205,17 +206,17 @@ async fn start(
     tell_of_the_dead(layout)?;
     let start = |process: Process| Keeper::start(process, layout.clone(), roster.clone());
 
-    processes::init_controller(layout).await?;
+    processes::init_controller(layout, policy).await?;
     keepers.push(start(processes::controller(layout, settings, policy))?);
     let mut cluster = wait_for_controller(layout, keepers, began).await?;
 
-    let pools = pools_to_start(&mut cluster, layout, settings).await?;
+    let pools = members::pools_to_start(&mut cluster, layout, settings).await?;
     for pool in &pools {
         let directory = layout.pool(&pool.name);
-        join(&mut cluster, settings, Role::Pool, &pool.name, &directory).await?;
+        members::join(&mut cluster, settings, Role::Pool, &pool.name, &directory).await?;
         keepers.push(start(processes::pool(layout, settings, policy, pool))?);
     }
-    join(&mut cluster, settings, Role::Node, &settings.node, &layout.node()).await?;
+    members::join(&mut cluster, settings, Role::Node, &settings.node, &layout.node()).await?;
     keepers.push(start(processes::target(layout, settings))?);
     if left.is_some() || matches!(attaching, Attaching::Yes) {
         keepers.push(start(processes::holder(layout))?);
@@ -238,66 +239,6 @@ async fn start(
         blocked.tell(&layout.admin_socket(), &settings.node).await;
     }
     Ok((pools.len(), blocked))
-}
-
-/// The pools that are still part of the cluster, or are yet to join it: who was removed may do
-/// nothing any more, and would only fail for ever.
-async fn pools_to_start<'a>(
-    cluster: &mut Cluster,
-    layout: &Layout,
-    settings: &'a Settings,
-) -> Result<Vec<&'a PoolSettings>> {
-    let known = cluster.list_pools(ListPoolsRequest {}).await.map_err(refusal)?.into_inner().pools;
-    let about = cluster.get_cluster_info(GetClusterInfoRequest {}).await.map_err(refusal)?;
-    // Records that were lost name no pool, and are made again from what all of them hold.
-    if known.is_empty() || !about.into_inner().recovery.is_empty() {
-        return Ok(settings.pools.iter().collect());
-    }
-    let mut pools = Vec::new();
-    for pool in &settings.pools {
-        let directory = layout.pool(&pool.name);
-        // A pool's data are made after it joined, and then it reports at once.
-        let was_there = Identity::load(&directory).is_ok() && layout.pool_data(&pool.name).exists();
-        if was_there && !known.iter().any(|known| known.name == pool.name) {
-            tell_of_the_removed(layout, &pool.name, "is not started");
-            continue;
-        }
-        pools.push(pool);
-    }
-    Ok(pools)
-}
-
-fn tell_of_the_removed(layout: &Layout, pool: &str, what: &str) {
-    say(&format!(
-        "{pool} was removed from the cluster and {what}; delete {} to have a new, empty pool of \
-         that name at the next start",
-        layout.pool(pool).display()
-    ));
-}
-
-/// Ends pools that people remove while this runs: who was removed may do nothing any more, and
-/// would be started again for ever.
-async fn end_removed_pools(layout: &Layout, keepers: &[Keeper]) -> std::convert::Infallible {
-    loop {
-        tokio::time::sleep(MEMBERS_EVERY).await;
-        let Ok(mut cluster) = client::connect(&layout.admin_socket()).await else { continue };
-        let Ok(pools) = cluster.list_pools(ListPoolsRequest {}).await else { continue };
-        let Ok(about) = cluster.get_cluster_info(GetClusterInfoRequest {}).await else { continue };
-        // Records that were lost name no pool, and are made again from what all of them hold.
-        if !about.into_inner().recovery.is_empty() {
-            continue;
-        }
-        let known: Vec<String> =
-            pools.into_inner().pools.into_iter().map(|pool| pool.name).collect();
-        // All of them were online before this began.
-        let is_pool = |keeper: &&Keeper| keeper.name.starts_with("pool-") && !keeper.was_let_go();
-        for keeper in keepers.iter().filter(is_pool) {
-            if !known.contains(&keeper.name) && !known.is_empty() {
-                keeper.let_go();
-                tell_of_the_removed(layout, &keeper.name, "is ended");
-            }
-        }
-    }
 }
 
 async fn wait_for_controller(
@@ -336,29 +277,6 @@ async fn wait_for_holder(layout: &Layout, keepers: &[Keeper], began: Instant) ->
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     Ok(())
-}
-
-/// Gives a member its certificate that has none, or whose own ran out while all of it was off, by a
-/// token as on any other host.
-async fn join(
-    cluster: &mut Cluster,
-    settings: &Settings,
-    role: Role,
-    name: &str,
-    directory: &Path,
-) -> Result<()> {
-    if Identity::load(directory).is_ok_and(|identity| !identity.has_run_out()) {
-        return Ok(());
-    }
-    let request = CreateJoinTokenRequest {
-        role: role.to_string(),
-        ttl_s: 300,
-        name: name.into(),
-        // The one node serves CSI's controller service as well.
-        manages_volumes: role == Role::Node,
-    };
-    let token = cluster.create_join_token(request).await.map_err(refusal)?.into_inner().token;
-    processes::join(settings, role, name, directory, &token).await
 }
 
 async fn wait_until_all_are_online(

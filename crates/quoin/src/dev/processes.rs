@@ -29,10 +29,10 @@ impl Attaching {
 }
 
 /// Makes the cluster's records and authority at the first start.
-pub async fn init_controller(layout: &Layout) -> Result<()> {
+pub async fn init_controller(layout: &Layout, policy: &Policy) -> Result<()> {
     let directory = layout.controller();
     if !quoin_control::is_initialised(&directory) {
-        quoin_control::init(&directory, quoin_identity::Lifetimes::default())
+        quoin_control::init(&directory, policy.lifetime.into())
             .await
             .with_context(|| format!("make a cluster in {}", directory.display()))?;
     }
@@ -85,6 +85,7 @@ pub fn controller(layout: &Layout, settings: &Settings, policy: &Policy) -> Proc
         ("--data-security", policy.security.clone()),
     ];
     flags.extend(policy.healing.flags());
+    flags.extend(policy.lifetime.flags());
     process("controller", &["controller", "run"], &flags, Some(settings.controller.http))
 }
 

@@ -4,7 +4,9 @@ use anyhow::{Context, Result, bail};
 use quoin_core::PoolId;
 use quoin_store::PoolError;
 use serde::{Deserialize, Serialize};
+use std::hash::BuildHasher;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::ops::Range;
 
 use super::layout::Layout;
 
@@ -49,6 +51,17 @@ pub struct PoolSettings {
     pub capacity_bytes: u64,
     pub listen: SocketAddr,
     pub http: SocketAddr,
+}
+
+/// Ports of which some are chosen; above are those of outgoing connections.
+const LASTING_PORTS: Range<u16> = 20_000..32_768;
+/// How many of them are tried before the kernel chooses.
+const TRIES: u32 = 100;
+
+fn first_ephemeral_port() -> u16 {
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range");
+    let first = range.ok().and_then(|range| range.split_whitespace().next()?.parse().ok());
+    first.unwrap_or(LASTING_PORTS.end)
 }
 
 impl Settings {
@@ -218,9 +231,21 @@ fn default_pool_bytes(free_bytes: u64, pools: usize) -> u64 {
 struct Ports(Vec<TcpListener>);
 
 impl Ports {
+    /// A free port, and one that the kernel gives to nobody's outgoing connections: they would take
+    /// it while the process it is for restarts.
     fn next(&mut self) -> Result<SocketAddr> {
-        let listener =
-            TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("no free port on loopback")?;
+        let random = std::collections::hash_map::RandomState::new();
+        let lasting = LASTING_PORTS.start..LASTING_PORTS.end.min(first_ephemeral_port());
+        let tries = if lasting.is_empty() { 0 } else { TRIES };
+        let chosen = (0..tries)
+            .map(|attempt| {
+                let offset = random.hash_one(attempt) % lasting.len() as u64;
+                lasting.start + offset as u16
+            })
+            // The kernel's choice where none of those is free.
+            .chain([0])
+            .find_map(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).ok());
+        let listener = chosen.context("no free port on loopback")?;
         let address = listener.local_addr()?;
         self.0.push(listener);
         Ok(address)
@@ -251,6 +276,19 @@ mod tests {
         drop(taken);
         // What was chosen is remembered.
         assert_eq!(Settings::load_or_create(&layout, None, None).unwrap().0, second);
+    }
+
+    #[test]
+    fn ports_are_chosen_where_no_outgoing_connection_takes_them() {
+        if first_ephemeral_port() <= LASTING_PORTS.start {
+            return;
+        }
+        let mut ports = Ports::default();
+        let mut chosen: Vec<u16> = (0..50).map(|_| ports.next().unwrap().port()).collect();
+        assert!(chosen.iter().all(|port| *port < first_ephemeral_port()), "{chosen:?}");
+        chosen.sort_unstable();
+        chosen.dedup();
+        assert_eq!(chosen.len(), 50, "one was chosen twice");
     }
 
     #[test]

@@ -78,6 +78,13 @@ pub struct LifetimeOptions {
     certificate_lifetime_s: u64,
 }
 
+impl LifetimeOptions {
+    /// As arguments of `controller run`.
+    pub fn flags(&self) -> [(&'static str, String); 1] {
+        [("--certificate-lifetime-s", self.certificate_lifetime_s.to_string())]
+    }
+}
+
 impl From<LifetimeOptions> for Lifetimes {
     fn from(options: LifetimeOptions) -> Self {
         let holder = Duration::from_secs(options.certificate_lifetime_s);

@@ -13,7 +13,7 @@ mod pool;
 mod target;
 
 pub use attach::{AttachOptions, HolderOptions, hold, run as attach};
-pub use controller::{ControllerCommand, run as controller};
+pub use controller::{ControllerCommand, LifetimeOptions, run as controller};
 pub use healing::HealingOptions;
 pub use join::{JoinOptions, join};
 pub use node::{NodeOptions, run as node};
