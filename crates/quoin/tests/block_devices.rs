@@ -7,7 +7,16 @@ mod running;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
+use quoin_proto::csi::controller_client::ControllerClient;
+use quoin_proto::csi::node_client::NodeClient;
+use quoin_proto::csi::volume_capability::access_mode::Mode;
+use quoin_proto::csi::volume_capability::{AccessMode, AccessType, MountVolume};
+use quoin_proto::csi::{
+    ControllerPublishVolumeRequest, NodeStageVolumeRequest, NodeUnstageVolumeRequest,
+    VolumeCapability,
+};
 use running::{Dev, Scratch, can_attach, eventually, have, is_online, run, signal};
+use tonic::Code;
 
 /// A process of the test in a table of mounts of its own; killed with the test.
 struct Apart(Child);
@@ -97,6 +106,77 @@ fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is
     assert!(device.starts_with("/dev/loop"), "{device}");
     dev.ok(&["volume", "detach", "db"]);
     attach.stop();
+    dev.stop();
+}
+
+fn capability() -> VolumeCapability {
+    let mount = MountVolume { fs_type: "ext4".into(), ..MountVolume::default() };
+    VolumeCapability {
+        access_mode: Some(AccessMode { mode: Mode::SingleNodeWriter.into() }),
+        access_type: Some(AccessType::Mount(mount)),
+    }
+}
+
+/// The device is taken away under a whole cluster that runs, and given back.
+#[test]
+fn a_volume_is_not_staged_where_dev_fuse_is_missing_and_is_once_it_is_back() {
+    if !can_attach() || !have("unshare") || !have("nsenter") || !have("mkfs.ext4") {
+        return;
+    }
+    let scratch = Scratch::new("stage");
+    let mut apart = Command::new("unshare");
+    apart.args(["--mount", env!("CARGO_BIN_EXE_quoin")]);
+    let dev = Dev::start_by(apart, &scratch.cluster(), &[]);
+    let sees = |command: &[&str]| {
+        let pid = dev.child.id().to_string();
+        run("nsenter", &[&["--mount", "--target", &pid], command].concat());
+    };
+    let id = dev.json(&["volume", "create", "db", "--size", "64MiB"])["id"].clone();
+    let id = id.as_str().unwrap().to_owned();
+    let node_id = dev.json(&["node", "list"])[0]["name"].as_str().unwrap().to_owned();
+    let staging = scratch.0.join("staging");
+    std::fs::create_dir(&staging).unwrap();
+    let staging_path = staging.to_str().unwrap().to_owned();
+
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let channel = {
+        let _context = runtime.enter();
+        quoin_identity::unix_channel(&dev.directory.join("run/csi/csi.sock"))
+    };
+    let publish = ControllerPublishVolumeRequest {
+        volume_id: id.clone(),
+        node_id,
+        volume_capability: Some(capability()),
+        ..ControllerPublishVolumeRequest::default()
+    };
+    let published =
+        runtime.block_on(ControllerClient::new(channel.clone()).controller_publish_volume(publish));
+    let mut node = NodeClient::new(channel);
+    let stage = NodeStageVolumeRequest {
+        volume_id: id.clone(),
+        publish_context: published.unwrap().into_inner().publish_context,
+        staging_target_path: staging_path.clone(),
+        volume_capability: Some(capability()),
+        ..NodeStageVolumeRequest::default()
+    };
+    let unstage =
+        NodeUnstageVolumeRequest { volume_id: id, staging_target_path: staging_path.clone() };
+
+    sees(&["mount", "--bind", "/dev/null", "/dev/fuse"]);
+    let attached = dev.directory.join("run/attach");
+    let before = entries(&attached);
+    let refused = runtime.block_on(node.node_stage_volume(stage.clone())).unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert!(refused.message().contains("mknod /dev/fuse c 10 229"), "{refused}");
+    assert_eq!(entries(&attached), before, "something is half-made");
+    assert_eq!(entries(&staging).len(), 0);
+    // Orchestrators take back what they asked for, also where it was never done.
+    runtime.block_on(node.node_unstage_volume(unstage.clone())).unwrap();
+
+    sees(&["umount", "/dev/fuse"]);
+    runtime.block_on(node.node_stage_volume(stage)).unwrap();
+    sees(&["mountpoint", "-q", &staging_path]);
+    runtime.block_on(node.node_unstage_volume(unstage)).unwrap();
     dev.stop();
 }
 

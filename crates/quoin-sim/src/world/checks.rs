@@ -251,7 +251,10 @@ impl World {
         let mut processes = self.targets.iter().filter_map(|t| t.process.as_ref());
         let Some(process) = processes.find(serving) else { return };
         let (commit, stable) = process.target.reach();
-        let holders = process.target.holders(lsn);
+        // Who is dropped after a reply, in the same batch, was counted for it.
+        let replicas = process.target.status().replicas;
+        let held = |r: &&ReplicaStatus| self.yet_to_drop.contains(&r.member) && r.applied >= lsn;
+        let holders = process.target.holders(lsn) + replicas.iter().filter(held).count();
         let cf = self.cf_in_force();
         if flushed && lsn > stable {
             let detail = format!("op {tag} is at {lsn}, which is not stable: stable is {stable}");
@@ -263,7 +266,6 @@ impl World {
         } else if holders < cf {
             // Which rule let it pass: one that is not counted made up the number, or one that is
             // counted again lacks what was committed while it was away.
-            let replicas = process.target.status().replicas;
             let is_there = |counted: bool, holds: bool| {
                 let is_counted = |r: &ReplicaStatus| r.standing == ReplicaStanding::InSync;
                 replicas.iter().any(|r| is_counted(r) == counted && (r.applied >= lsn) == holds)

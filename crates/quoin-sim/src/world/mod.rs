@@ -270,6 +270,8 @@ pub(crate) struct World {
     pub retired_under: BTreeMap<u128, Epoch>,
     pub tokens: BTreeMap<u64, usize>,
     pub questions: u64,
+    /// Whom the target that acts drops further on in its batch.
+    pub yet_to_drop: Vec<Member>,
     /// Questions to the control plane whose drivers still wait.
     pub unanswered: std::collections::BTreeSet<u64>,
     pub members: members::Members,

@@ -304,6 +304,7 @@ impl World {
             retired_under: Default::default(),
             tokens: Default::default(),
             questions: 0,
+            yet_to_drop: Vec::new(),
             unanswered: Default::default(),
             members: members_plan,
             growth,

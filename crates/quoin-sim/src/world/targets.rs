@@ -109,6 +109,11 @@ impl World {
             process.target.on(now, event, &mut actions);
         }
         process.target.flush(now, &mut actions);
+        let dropped = |action: &TargetAction| match action {
+            TargetAction::Note(TargetNote::Dropped { member, .. }) => Some(*member),
+            _ => None,
+        };
+        self.yet_to_drop = actions.iter().filter_map(dropped).collect();
         for action in actions {
             self.target_action(target, action);
         }
@@ -480,7 +485,10 @@ impl World {
                 process.in_sync.clone_from(&members);
                 self.note_in_sync(&members);
             }
-            TargetNote::Dropped { .. } => self.stats.drops += 1,
+            TargetNote::Dropped { member, .. } => {
+                self.yet_to_drop.retain(|other| *other != member);
+                self.stats.drops += 1;
+            }
             TargetNote::Rebuilt { .. } => self.stats.rebuilds += 1,
             TargetNote::Changed { .. } => self.stats.changes += 1,
             TargetNote::ChangeGivenUp { newcomers } => {
@@ -498,8 +506,11 @@ impl World {
             }
             TargetNote::Snapshot { id, outcome } => self.snapshot_answered(id, outcome),
             TargetNote::BlockLost { lba } => self.block_lost(lba),
-            // One that was granted under an old copy may say so when the newest is back.
-            TargetNote::ControlPlaneBehind { .. } if !self.rolled_back => {
+            // One that was granted under an old copy may say so when the newest is back, and one
+            // whose grant came late when the record has gone on since.
+            TargetNote::ControlPlaneBehind { durable_version }
+                if !self.rolled_back && durable_version > self.record.membership.version =>
+            {
                 self.violate("MembershipMonotone", "the control plane has not gone back");
             }
             _ => {}

@@ -10,6 +10,7 @@ use std::fmt::Display;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 pub use skipped::skipped;
@@ -163,9 +164,14 @@ pub fn run(program: &str, arguments: &[&str]) {
     assert!(output.status.success(), "{program} {arguments:?}: {said}");
 }
 
-/// A port of the loopback that nobody has.
+/// A port of the loopback that nobody has, and that no outgoing connection gets before it is used.
 pub fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    // Apart from other tests' by the process, from `quoin dev`'s by the range.
+    let first = std::process::id().wrapping_mul(101);
+    let next = || 10_000 + (first.wrapping_add(NEXT.fetch_add(1, Relaxed)) % 10_000) as u16;
+    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    std::iter::repeat_with(next).take(10_000).find(is_free).expect("a free port")
 }
 
 pub fn have(program: &str) -> bool {
