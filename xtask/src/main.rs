@@ -32,7 +32,7 @@ Begin with `cargo xtask demo`: half a minute, after the build, that shows what Q
 
 Before you hand something in:
   cargo xtask lint                 seconds, once built
-  cargo xtask test --only unit     while you work; without --only: everything (up to 40 minutes)
+  cargo xtask test --only unit     while you work; without --only: everything (some 15 minutes on two cores)
 
 When you look for something:
   cargo xtask sim --seeds 100                  the protocol under faults, 100 clusters

@@ -81,7 +81,7 @@ const PARTS: [Part; 7] = [
         is_single: true,
     },
     Part {
-        name: "process tests",
+        name: "integration and process tests",
         budget: Duration::from_secs(20 * 60),
         // Most of them wait for processes: more of them than there are cores.
         arguments: &[

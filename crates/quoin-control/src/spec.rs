@@ -16,7 +16,7 @@ use crate::text;
 pub const SIZE_BYTES_MIN: u64 = 1 << 20;
 /// Largest volume.
 pub const SIZE_BYTES_MAX: u64 = VOLUME_BLOCKS_MAX * BLOCK_SIZE as u64;
-/// Most replicas of one volume, unless the controller is told otherwise (decision A39).
+/// Most replicas of one volume, unless the controller is told otherwise.
 pub const REPLICAS_MAX: u32 = 5;
 /// What it can be told: while a membership changes, the old replicas and the new ones stand in one
 /// list, and a list of the protocol has twice as many.

@@ -35,6 +35,10 @@ pub const BLOCK_SHIFT: u32 = 12;
 pub const WRITE_BLOCKS_MAX: u32 = 256;
 /// Largest `Trim` or `Zero` entry (1 GiB).
 pub const HOLE_BLOCKS_MAX: u32 = 1 << 18;
+/// Blocks in one read of a replica, with data; a target asks for fewer.
+pub const READ_BLOCKS_MAX: u32 = 1024;
+/// Blocks in one read that wants no data.
+pub const STATUS_BLOCKS_MAX: u32 = 1 << 16;
 /// Largest volume: 2^44 blocks are 64 PiB, so an LBA always fits 44 bits.
 pub const VOLUME_BLOCKS_MAX: u64 = 1 << 44;
 

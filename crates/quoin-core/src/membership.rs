@@ -80,12 +80,12 @@ pub const REPLICAS_MAX: usize = 16;
 /// Retired GUIDs remembered per volume.
 pub const RETIRED_MAX: usize = 4096;
 
-/// floor(RF/2)+1, the default consistency factor (decision A36).
+/// floor(RF/2)+1, the default consistency factor.
 pub fn default_cf(rf: u8) -> u8 {
     rf / 2 + 1
 }
 
-/// How many known replicas an open needs: max(CF, RF-CF+1) (decision A37).
+/// How many known replicas an open needs: max(CF, RF-CF+1).
 pub fn open_quorum(rf: u8, cf: u8) -> u8 {
     cf.max(rf - cf + 1)
 }

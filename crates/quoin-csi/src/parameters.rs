@@ -15,6 +15,9 @@ use crate::refusal::invalid;
 /// Added by sidecars; theirs, not the user's.
 const FOREIGN_PREFIX: &str = "csi.storage.k8s.io/";
 
+/// No controller allows more (`quoin controller run --max-replicas`).
+const REPLICAS_HARD_MAX: u32 = 8;
+
 /// A key, the aliases under which it is known, and what it does, for the documentation.
 pub struct Parameter {
     pub key: &'static str,
@@ -27,7 +30,7 @@ pub const PARAMETERS: &[Parameter] = &[
     Parameter {
         key: "replicas",
         aliases: &["repl", "numberOfReplicas", "replicaCount"],
-        values: "1 to 5; the cluster's default is 3",
+        values: "1 to as many as the cluster allows (5, at most 8); its default is 3",
     },
     Parameter {
         key: "consistencyFactor",
@@ -84,7 +87,7 @@ pub fn read(given: &HashMap<String, String>) -> Result<VolumeSpec, Status> {
         })?;
         spec.parameters.insert(parameter.key.to_owned(), value.clone());
     }
-    let most = if spec.replicas == 0 { 5 } else { spec.replicas };
+    let most = if spec.replicas == 0 { REPLICAS_HARD_MAX } else { spec.replicas };
     if spec.consistency_factor > most {
         let why = "has a consistencyFactor above replicas";
         return Err(invalid("parameters", why));
@@ -120,8 +123,9 @@ fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Option<()> {
     match key {
         "iopsLimit" => spec.iops_limit = rate(1)?,
         "bandwidthLimit" => spec.bandwidth_limit = rate(4096)?,
-        "replicas" => spec.replicas = number(1, 5)?,
-        "consistencyFactor" => spec.consistency_factor = number(1, 5)?,
+        // How many it allows is the controller's to say.
+        "replicas" => spec.replicas = number(1, REPLICAS_HARD_MAX)?,
+        "consistencyFactor" => spec.consistency_factor = number(1, REPLICAS_HARD_MAX)?,
         "durability" => {
             spec.durability = match value {
                 "cache" => Durability::Cache.into(),
@@ -234,6 +238,13 @@ mod tests {
         let foreign = of(&[("csi.storage.k8s.io/pvc/name", "claim")]);
         assert_eq!(read(&foreign).unwrap(), VolumeSpec::default());
         assert_eq!(read(&HashMap::new()).unwrap(), VolumeSpec::default());
+    }
+
+    #[test]
+    fn more_replicas_than_any_cluster_allows_are_refused_and_others_are_the_controllers_to_judge() {
+        assert_eq!(read(&of(&[("replicas", "7")])).unwrap().replicas, 7);
+        let refused = read(&of(&[("replicas", "9")])).unwrap_err();
+        assert!(refused.message().contains("at most 8"), "{refused}");
     }
 
     #[test]

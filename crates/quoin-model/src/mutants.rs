@@ -6,7 +6,7 @@ use crate::state::{JOINT, REPLICAS, SWAP_DONE, State, count, members};
 
 macro_rules! mutants {
     ($($name:ident, $text:literal, $breaks:literal;)*) => {
-        /// One broken rule. The names are those of the list in `docs/replication.md`.
+        /// One broken rule. The names are those of the list in `docs/proof.md`.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub enum Mutant { $(#[doc = $breaks] $name,)* }
 

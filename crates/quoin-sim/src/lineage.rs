@@ -174,7 +174,7 @@ impl Lineage {
             let EntryKind::View(before) = &record.entry.kind else { continue };
             let now = &view.rule.known;
             let is_from = |rule: &Rule| rule.known == *now;
-            // A removal begins only while all that stay are in sync (decision A39).
+            // A removal begins only while all that stay are in sync.
             let shrinks = |joint: &&Rule| joint.known.len() < now.len();
             if before.joint.is_none()
                 && let Some(joint) = view.joint.as_ref().filter(shrinks)

@@ -25,7 +25,7 @@ const SUPERBLOCKS: u64 = 2;
 const ENCODED_LENGTH: usize = 96;
 const SMALLEST_POOL_UNITS: u64 = 16;
 
-/// Feature words: an unknown bit in `incompat` refuses to open, in `ro_compat` to write.
+/// Feature words: an unknown bit in `incompat` or `ro_compat` refuses to open.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Features {
     /// [`KEEPS_SPACE`]

@@ -22,7 +22,7 @@ const EDITS_PENDING_MAX: usize = 2048;
 /// Windows of a leaf that one pull looks at, whatever it finds.
 const WINDOWS_A_PULL: usize = 4096;
 /// What one window covers at most of a hole.
-const HOLE_BLOCKS_MAX: u64 = 64 * LEAF_BLOCKS as u64;
+const WINDOW_HOLE_BLOCKS_MAX: u64 = 64 * LEAF_BLOCKS as u64;
 
 pub struct Shadow {
     state: ShadowState,
@@ -471,7 +471,7 @@ impl Replica {
             Source::Live => Some(&self.upper),
             Source::Frozen => self.frozen.as_ref().map(|(.., upper)| upper),
         };
-        let until = below.map_or(size, |below| below + HOLE_BLOCKS_MAX);
+        let until = below.map_or(size, |below| below + WINDOW_HOLE_BLOCKS_MAX);
         let above = upper.and_then(|u| u.overlay.next(at, until, from.0)).map(|(start, _)| start);
         let Some(start) = above.into_iter().chain(below).min().map(|s| s.max(at)) else {
             return Ok(None);
@@ -480,7 +480,7 @@ impl Replica {
         // Holes that span many leaves come in longer stretches.
         let end = match part {
             Some(Part::Hole { start: s, end, .. }) if s <= start && above.is_none() => {
-                end.min(start + HOLE_BLOCKS_MAX)
+                end.min(start + WINDOW_HOLE_BLOCKS_MAX)
             }
             _ => leaf_end,
         };

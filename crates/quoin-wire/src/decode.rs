@@ -19,11 +19,9 @@ use quoin_core::message::{
     BadCopy, Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FromReplica, IncrementEnd, OpenAck, Ping,
     ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica, VERIFY_BLOCKS_MAX,
 };
-use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, crc32c};
+use quoin_core::{BLOCK_SIZE, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX, crc32c};
 
-use crate::frame::{
-    FAILURES, HEADER_LEN, Header, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, WireError, kind,
-};
+use crate::frame::{FAILURES, HEADER_LEN, Header, WireError, kind};
 use crate::hello::{Hello, Welcome};
 
 #[derive(Clone, PartialEq, Debug)]

@@ -20,7 +20,7 @@
 
 use quoin_core::ids::{Epoch, Incarnation, SessionKey};
 use quoin_core::message::Failure;
-use quoin_core::{BLOCK_SIZE, crc32c};
+use quoin_core::{BLOCK_SIZE, READ_BLOCKS_MAX, crc32c};
 
 pub const HEADER_LEN: usize = 64;
 pub const MAGIC: [u8; 4] = *b"QuoF";
@@ -35,16 +35,15 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// For sessions: an answer without data about [`STATUS_BLOCKS_MAX`] blocks, and 8 MiB of data.
+    /// For sessions: an answer without data about [`quoin_core::STATUS_BLOCKS_MAX`] blocks, and 8 MiB of data.
     pub const SESSION: Limits = Limits { head_bytes_max: 2 << 20, data_bytes_max: 8 << 20 };
     /// Before a peer has said who it is.
     pub const HELLO: Limits = Limits { head_bytes_max: 20 << 10, data_bytes_max: 0 };
 }
 
-/// Blocks in one `Read`, so that its answer fits [`Limits::SESSION`].
-pub const READ_BLOCKS_MAX: u32 = Limits::SESSION.data_bytes_max / BLOCK_SIZE as u32;
-/// Blocks in one `Read` that wants no data.
-pub const STATUS_BLOCKS_MAX: u32 = 1 << 16;
+// The answer to any read fits.
+const _: () =
+    assert!(READ_BLOCKS_MAX as usize * BLOCK_SIZE <= Limits::SESSION.data_bytes_max as usize);
 /// An `Append` with more data than this is sent as several frames.
 pub const APPEND_DATA_SPLIT: usize = 2 << 20;
 /// And one with more entries than this.

@@ -190,7 +190,15 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
         ),
         (lsn(), ping()).prop_map(|(lsn, ping)| ToReplica::Sync { lsn, ping }),
         (lsn(), ping()).prop_map(|(stable, ping)| ToReplica::Ping { stable, ping }),
-        (any::<u64>(), read_view(), 0..1u64 << 44, 1u32..2048, lsn(), any::<bool>(), ping())
+        (
+            any::<u64>(),
+            read_view(),
+            0..1u64 << 44,
+            1..=quoin_core::READ_BLOCKS_MAX,
+            lsn(),
+            any::<bool>(),
+            ping()
+        )
             .prop_map(|(id, view, lba, blocks, after, want_data, ping)| ToReplica::Read {
                 id,
                 view,

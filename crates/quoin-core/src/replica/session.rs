@@ -14,13 +14,10 @@ use crate::message::{
 use crate::mutant;
 use crate::step::Step;
 use crate::time::Time;
-use crate::{Durability, LSN_MAX, Lsn, VOLUME_BLOCKS_MAX};
+use crate::{Durability, LSN_MAX, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX};
 
 /// Reads that wait for an entry, at most; a target never comes near it.
 const WAITING_READS_MAX: usize = 4096;
-/// Blocks of one read with data, and without.
-const READ_BLOCKS_MAX: u32 = 1024;
-const STATUS_BLOCKS_MAX: u32 = 1 << 16;
 /// Data of one answer about the log or an increment: as much as a target ever asks for, whatever it
 /// says, so that none makes a pool hold a whole volume.
 const ANSWER_BYTES_MAX: u32 = 4 << 20;

@@ -305,7 +305,7 @@ impl Target {
     }
 
     /// Before the swap was sent, the change may be given up: a View without the newcomers ends
-    /// the joint rule. What they hold makes them unlisted with quorum on (decision A34).
+    /// the joint rule. What they hold makes them unlisted with quorum on.
     fn give_up(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let State::Joint { next, .. } = std::mem::take(&mut self.change.state) else { return };
         let newcomers = next.newcomers;

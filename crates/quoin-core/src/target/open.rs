@@ -1,4 +1,4 @@
-//! From an epoch to IO: the six steps of an open (`docs/replication.md`, "Open").
+//! From an epoch to IO: the six steps of an open (`docs/replication.md`, "Opening a volume").
 
 use std::time::Duration;
 

@@ -36,7 +36,7 @@ pub(super) struct Next {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Plan {
     Nothing,
-    /// More newcomers may come: additions that belong together are one change (decision A48).
+    /// More newcomers may come: additions that belong together are one change.
     /// If none does, go there.
     Hold(Box<Next>),
     Go(Box<Next>),
@@ -67,7 +67,7 @@ pub(super) fn plan(
         }
         return go(next, vec![newcomer]);
     }
-    // Entries that are missing are filled before RF is raised (decision A42).
+    // Entries that are missing are filled before RF is raised.
     let missing = usize::from(now.rf).saturating_sub(now.known.len());
     let raise = usize::from(desired.drf.saturating_sub(now.rf));
     let room = if missing > 0 { missing } else { raise };

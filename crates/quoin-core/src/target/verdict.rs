@@ -1,4 +1,4 @@
-//! Step 3 of an open: what the answers so far allow (`docs/replication.md`, "Open").
+//! Step 3 of an open: what the answers so far allow (`docs/replication.md`, "Opening a volume").
 
 use super::{Link, Peer, Target};
 use crate::entry::Rule;
