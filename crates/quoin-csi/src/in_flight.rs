@@ -39,6 +39,11 @@ impl InFlight {
         }
         Ok(Guard { keys: self.keys.clone(), key: format!("{what} {key}") })
     }
+
+    /// No call holds a key.
+    pub fn is_idle(&self) -> bool {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
 }
 
 impl Drop for Guard {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use quoin_node::{Attacher, NodeHost};
 use quoin_proto::csi::controller_server::ControllerServer;
@@ -24,6 +25,9 @@ use crate::identity::IdentityService;
 use crate::in_flight::InFlight;
 use crate::metrics::Metrics;
 use crate::node::NodeService;
+
+/// Between two looks at whether calls are under way while the process ends.
+const IDLE_LOOK: Duration = Duration::from_millis(500);
 
 /// Which services do their work; Identity always does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,29 +176,43 @@ impl Plugin {
         }
     }
 
-    /// Serves on a socket until `shutdown` is true, then lets calls that are under way end.
+    /// Serves on a socket until `shutdown` is true, then lets calls that are under way end. A
+    /// caller that only holds its connection open is not waited for.
     ///
     /// # Errors
     /// If the transport fails.
     pub async fn serve(
         &self,
         listener: UnixListener,
-        mut shutdown: watch::Receiver<bool>,
+        shutdown: watch::Receiver<bool>,
     ) -> Result<(), tonic::transport::Error> {
-        let stopped = async move {
+        let stopped = |mut shutdown: watch::Receiver<bool>| async move {
             // A sender that is gone has nothing to say any more, which is a stop.
             let _ = shutdown.wait_for(|stop| *stop).await;
         };
         let connections =
             UnixListenerStream::new(listener).map(|accepted| accepted.map(Connection::new));
-        Server::builder()
+        let served = Server::builder()
             .layer(self.inner.metrics.clone())
             .add_service(IdentityServer::new(IdentityService(self.clone())))
             .add_service(ControllerServer::new(ControllerService(self.clone())))
             .add_service(NodeServer::new(NodeService(self.clone())))
             .add_service(GroupControllerServer::new(GroupService))
             .add_service(SnapshotMetadataServer::new(MetadataService))
-            .serve_with_incoming_shutdown(connections, stopped)
-            .await
+            .serve_with_incoming_shutdown(connections, stopped(shutdown.clone()));
+        tokio::select! {
+            served = served => served,
+            () = async { stopped(shutdown).await; self.until_idle().await } => Ok(()),
+        }
+    }
+
+    /// Until no call works on a volume, and the last answer had the time to leave.
+    async fn until_idle(&self) {
+        let mut idle_looks = 0;
+        while idle_looks < 2 {
+            tokio::time::sleep(IDLE_LOOK).await;
+            let is_idle = self.inner.controller_calls.is_idle() && self.inner.node_calls.is_idle();
+            idle_looks = if is_idle { idle_looks + 1 } else { 0 };
+        }
     }
 }

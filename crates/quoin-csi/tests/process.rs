@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::io::{Read, Write};
 use std::time::Duration;
 
 use common::*;
@@ -69,6 +70,11 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     assert_eq!(code(&controller.controller_get_volume(get).await), Code::NotFound);
 
     assert!(!process.is_finished(), "it goes on when there is nothing to do");
+    // A caller that does nothing more, and does not hear that the process ends either.
+    let mut silent = std::os::unix::net::UnixStream::connect(&socket).unwrap();
+    silent.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").unwrap();
+    // Its settings come when the connection is served.
+    silent.read_exact(&mut [0; 9]).unwrap();
     stop.send_replace(true);
     let ended = tokio::time::timeout(Duration::from_secs(30), process).await;
     ended.expect("it ends").unwrap().unwrap();
