@@ -1,6 +1,6 @@
 //! Who may connect, and as what: one pure function, [`admit`].
 //!
-//! It is the decision list of the scale-up document in the order that keeps data safe: what is
+//! It is the decision list of the scale-up document (`docs/index.md`) in the order that keeps data safe: what is
 //! wrong or retired first, so that it displaces nobody; then one replica a ReplicaId; then how
 //! many; then who it is. Two kinds of refusal say that too many replicas are connecting, which is
 //! worth an alarm: somebody started what should not be there.

@@ -2,8 +2,8 @@
 //!
 //! A host that is short of memory writes its dirty pages back, and those of a volume's file system
 //! come through the attach process, a target and perhaps a pool on the same host. None of them may
-//! wait for that writeback in order to get memory, or nobody gets on ("Same host, no deadlock" in
-//! the design of the store).
+//! wait for that writeback in order to get memory, or nobody gets on (`docs/operating.md`, "Where
+//! memory is short").
 
 use std::io;
 
