@@ -140,7 +140,8 @@ impl World {
         process.and_then(|p| p.target.lease()).is_some_and(|until| until > now)
     }
 
-    /// When an epoch starts IO, no older target may still hold a lease, whether it uses it or not.
+    /// When an epoch starts IO, no older target may still hold a lease, whether it uses it or not;
+    /// one that has sent Close has given it up, and [`Self::check_reply`] holds it to that.
     fn check_leases(&mut self, target: usize, epoch: Epoch) {
         // Where clocks stop, leases do not end, and reads do not lean on them.
         if self.setup.config.reads == ReadMode::Confirmed {
@@ -150,7 +151,7 @@ impl World {
             let Some(process) = other.process.as_ref().filter(|_| index != target) else {
                 continue;
             };
-            let live = self.holds_lease(index);
+            let live = self.holds_lease(index) && !process.closes;
             if let Some(older) = process.serving.filter(|e| live && *e < epoch) {
                 let detail = format!(
                     "epoch {epoch} starts IO while target {index} holds a lease of {older}"
