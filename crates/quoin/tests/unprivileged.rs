@@ -4,7 +4,7 @@
 mod common;
 
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -43,8 +43,11 @@ fn command(program: &Path, home: &Path) -> Command {
 fn settle(scratch: &Scratch) -> (PathBuf, PathBuf) {
     // The build directory may be out of others' reach.
     let program = scratch.0.join("quoin");
-    std::fs::copy(env!("CARGO_BIN_EXE_quoin"), &program).unwrap();
-    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    // By another process: a file that this one has open to write, and with it whatever another
+    // test starts at that moment, is busy and cannot be run.
+    let mut install = Command::new("install");
+    install.args(["-m", "755", env!("CARGO_BIN_EXE_quoin")]).arg(&program);
+    assert!(install.status().unwrap().success());
     let home = scratch.0.join("h");
     std::fs::create_dir(&home).unwrap();
     if is_root() {

@@ -141,13 +141,16 @@ impl DevCluster {
         }
         for (name, old) in names.iter().zip(&pids) {
             let began = Instant::now();
-            while self.pid(name)? == *old {
-                interrupt::check()?;
+            let old = old.as_raw_nonzero().get();
+            // Ctrl-C waits so long: a supervisor that is stopped before it has noticed would take
+            // the end for a failed stop.
+            while self.processes()?.get(*name) == Some(&old) {
                 if began.elapsed() > START_BUDGET {
                     bail!("{name} was killed and is not started again");
                 }
                 std::thread::sleep(Duration::from_millis(10));
             }
+            self.pid(name)?;
         }
         Ok(())
     }

@@ -4,9 +4,9 @@ use anyhow::{Context, Result, bail};
 use quoin_core::PoolId;
 use quoin_store::PoolError;
 use serde::{Deserialize, Serialize};
-use std::hash::BuildHasher;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::layout::Layout;
 
@@ -55,8 +55,8 @@ pub struct PoolSettings {
 
 /// Ports of which some are chosen; above are those of outgoing connections.
 const LASTING_PORTS: Range<u16> = 20_000..32_768;
-/// How many of them are tried before the kernel chooses.
-const TRIES: u32 = 100;
+/// Those that one process chooses among first: more than a cluster of eight pools has.
+const PORTS_IN_A_ROW: u32 = 32;
 
 fn first_ephemeral_port() -> u16 {
     let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range");
@@ -232,16 +232,16 @@ struct Ports(Vec<TcpListener>);
 
 impl Ports {
     /// A free port, and one that the kernel gives to nobody's outgoing connections: they would take
-    /// it while the process it is for restarts.
+    /// it while the process it is for restarts. Between its choice and the start of that process a
+    /// port looks free to others, so each chooses in a row of its own first.
     fn next(&mut self) -> Result<SocketAddr> {
-        let random = std::collections::hash_map::RandomState::new();
+        static LOOKED_AT: AtomicU32 = AtomicU32::new(0);
         let lasting = LASTING_PORTS.start..LASTING_PORTS.end.min(first_ephemeral_port());
-        let tries = if lasting.is_empty() { 0 } else { TRIES };
-        let chosen = (0..tries)
-            .map(|attempt| {
-                let offset = random.hash_one(attempt) % lasting.len() as u64;
-                lasting.start + offset as u16
-            })
+        let count = lasting.len() as u32;
+        let first = std::process::id().wrapping_mul(PORTS_IN_A_ROW);
+        let chosen = (0..count)
+            .map(|_| first.wrapping_add(LOOKED_AT.fetch_add(1, Ordering::Relaxed)) % count)
+            .map(|offset| lasting.start + offset as u16)
             // The kernel's choice where none of those is free.
             .chain([0])
             .find_map(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).ok());
