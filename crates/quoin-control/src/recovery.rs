@@ -4,8 +4,9 @@
 //! consents to: in one compare-and-swap the epoch and the version grow, the known list becomes
 //! those that are left, RF its length, and the others are retired for good. Nobody can prove that
 //! those that are left hold all that was acknowledged, so the volume's name is typed and the
-//! record says from then on that something may have been lost. DRF stays as it was: the target
-//! raises RF again with new replicas.
+//! record says from then on that something may have been lost. CF is as high as RF until the first
+//! open has heard all that are left: what any of them holds is not lost. DRF stays as it was: the
+//! target raises RF again with new replicas.
 //!
 //! What must not be is that the others serve on somewhere: each must be proven gone, by its pool
 //! that is there without it, or declared destroyed. A lease that one of them granted before is
@@ -20,14 +21,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_core::membership::open_quorum;
-use quoin_core::{ReplicaGuid, ReplicaId};
+use quoin_core::{Membership, ReplicaGuid, ReplicaId};
 use quoin_proto::control::VolumeRef;
 
 use crate::Error;
 use crate::controller::{Controller, about};
 use crate::events::Severity;
 use crate::observed::{ReplicaState, VolumeSeen};
-use crate::records::{Discarded, MemberRecord, Text, VolumePhase, VolumeRecord};
+use crate::records::{Discarded, MembershipRecord, ReplicaRecord, Text, VolumePhase, VolumeRecord};
 use crate::scale::{self, Scale};
 use crate::time::now_ms;
 
@@ -183,39 +184,52 @@ impl Controller {
             ));
         }
         if recovery.accept_loss_of != *name {
+            let further = self.further_than(volume, &recovery.keep);
             return refuse(format!(
                 "{there} of {rf} replicas are left, which may lack acknowledged writes: those are \
-                 lost for good; accept that by the volume's name (--accept-loss-of {name:?})"
+                 lost for good{further}; accept that by the volume's name (--accept-loss-of {name:?})"
             ));
         }
         Ok(())
     }
+
+    /// In words, the newcomers that hold more than those that are kept do: they do not count yet, and
+    /// are copied anew.
+    fn further_than(&self, volume: &VolumeRecord, keep: &[ReplicaId]) -> String {
+        let observed = self.observed();
+        let position = |replica: &ReplicaRecord| {
+            let pool = observed.online_pool(&replica.pool, self.settings.offline_after)?;
+            pool.replicas.get(&replica.guid.0).map(|seen| seen.position)
+        };
+        let (known, newcomers): (Vec<_>, Vec<_>) =
+            volume.replicas.iter().partition(|replica| volume.is_known(replica));
+        let kept = known.iter().filter(|replica| keep.contains(&replica.id.0));
+        let newest = kept.filter_map(|replica| position(replica)).max();
+        let further = newcomers.iter().filter(|replica| position(replica) > newest);
+        further
+            .map(|replica| {
+                format!(
+                    ", also what replica {} on pool {} holds, which is further than they are and on its \
+                     way in (`quoin pool export` saves it)",
+                    replica.id.0, replica.pool
+                )
+            })
+            .collect()
+    }
 }
 
-/// The known list becomes those that are kept; the others are retired, and what they hold is
-/// deleted should it turn up. So is what was waited for; the version passes by the one under which
-/// that may have ruled.
+/// The membership becomes [`Membership::reduced_to`] those that are kept; what the others hold is
+/// deleted should it turn up.
 fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId], silent: &[ReplicaGuid]) {
-    let known = std::mem::take(&mut volume.membership.known);
-    let (kept, dropped): (Vec<MemberRecord>, Vec<MemberRecord>) =
-        known.into_iter().partition(|member| keep.contains(&member.id.0));
-    let rf = kept.len() as u8;
-    let is_dropped = |guid| dropped.iter().any(|member| member.guid == guid);
-    let is_kept = |guid| kept.iter().any(|member| member.guid == guid);
-    let silent: Vec<_> = silent.iter().copied().map(Text).filter(|guid| !is_kept(*guid)).collect();
+    let next =
+        Membership::from(&volume.membership).reduced_to(|member| keep.contains(&member.id), silent);
     let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut volume.replicas)
         .into_iter()
-        .partition(|r| is_dropped(r.guid) || silent.contains(&r.guid));
+        .partition(|replica| next.retired.contains(&replica.guid.0));
     volume.replicas = stay;
     volume.discarded.extend(gone.into_iter().map(Discarded::from));
-    volume.membership.version += 1 + u64::from(!silent.is_empty());
-    volume.membership.retired.extend(dropped.iter().map(|member| member.guid));
-    let retired = &mut volume.membership.retired;
-    retired.extend(silent.iter().filter(|guid| !is_dropped(**guid)));
+    volume.membership = MembershipRecord::from(&next);
     volume.forget_retired();
-    volume.membership.known = kept;
-    volume.membership.rf = rf;
-    volume.membership.cf = volume.cf_of(rf);
     volume.epoch += 1;
     volume.incarnation = Text::default();
     // Whoever has it open finds that it is not his any more, and opens it anew.

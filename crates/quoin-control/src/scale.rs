@@ -70,7 +70,8 @@ impl VolumeRecord {
     /// What a running target is told: 0 leaves the factor to the formula at a change of RF.
     pub fn desired_cf(&self) -> u8 {
         let membership = &self.membership;
-        let settled = membership.drf == membership.rf && !self.replicas.iter().any(|r| r.leaving);
+        // A replica that is asked for and has no pool yet takes RF nowhere.
+        let settled = self.replicas.iter().all(|r| self.is_known(r) && !r.leaving);
         match self.consistency_factor {
             0 if settled && membership.cf != default_cf(membership.rf) => default_cf(membership.rf),
             factor => factor,

@@ -5,6 +5,7 @@ use bytes::{BufMut, BytesMut};
 use crate::codec::{Malformed, Reader, Writer};
 use crate::entry::{decode_members, encode_members};
 use crate::ids::{ReplicaGuid, ReplicaId};
+use crate::mutant;
 
 /// One replica as the known list names it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -99,6 +100,27 @@ impl Membership {
         usize::from(open_quorum(self.rf, self.cf))
     }
 
+    /// The forced change (`docs/replication.md`): the known ones that are kept become the whole list,
+    /// the others are retired, and so are the `silent` ones, which may know of a change that this
+    /// record lacks; the version passes by the one under which that may have ruled.
+    ///
+    /// Nobody knows which of those that are kept holds the most. So the first open has to hear
+    /// all of them, which CF as high as RF says; the target then takes it to what is desired.
+    #[must_use]
+    pub fn reduced_to(&self, keep: impl Fn(&Member) -> bool, silent: &[ReplicaGuid]) -> Self {
+        let (known, dropped): (Vec<Member>, Vec<Member>) = self.known.iter().partition(|m| keep(m));
+        let is_listed = |guid: &ReplicaGuid| self.known.iter().any(|m| m.guid == *guid);
+        let unlisted = silent.iter().copied().filter(|guid| !is_listed(guid));
+        let is_waited_for = silent.iter().any(|guid| !known.iter().any(|m| m.guid == *guid));
+        let mut retired = self.retired.clone();
+        retired.extend(dropped.iter().map(|m| m.guid).chain(unlisted));
+        let rf = known.len() as u8;
+        let loses = mutant::is("recovery-opens-without-some");
+        let cf = if loses { default_cf(rf) } else { rf };
+        let version = self.version + 1 + u64::from(is_waited_for);
+        Self { version, rf, cf, known, retired, ..self.clone() }
+    }
+
     pub fn encode(&self, out: &mut BytesMut) {
         out.put_u64_le(self.version);
         out.put_slice(&[self.rf, self.cf, self.drf]);
@@ -159,6 +181,22 @@ mod tests {
     #[test]
     fn default_consistency_factor_is_half_rounded_down_plus_one() {
         assert_eq!([1, 2, 3, 4, 5].map(default_cf), [1, 2, 2, 3, 3]);
+    }
+
+    #[test]
+    fn after_a_forced_change_an_open_hears_all_that_were_kept_and_nobody_dropped_comes_back() {
+        let member = |n: u128| Member { id: ReplicaId(n), guid: ReplicaGuid(n + 100) };
+        let known: Vec<Member> = (1..=5).map(member).collect();
+        let now = Membership { version: 7, rf: 5, cf: 2, drf: 5, known, ..Membership::default() };
+        let next = now.reduced_to(|m| m.id.0 <= 3, &[]);
+        assert_eq!((next.version, next.rf, next.drf, next.open_quorum()), (8, 3, 5, 3));
+        assert_eq!(next.known, [1, 2, 3].map(member));
+        assert_eq!(next.retired, [104, 105].map(ReplicaGuid));
+        // A newcomer that is waited for, beside one that is dropped and one that is kept.
+        let next = now.reduced_to(|m| m.id.0 <= 3, &[104, 106, 101].map(ReplicaGuid));
+        assert_eq!(next.version, 9);
+        assert_eq!(next.retired, [104, 105, 106].map(ReplicaGuid));
+        next.check().unwrap();
     }
 
     #[test]

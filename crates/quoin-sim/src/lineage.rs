@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
 use quoin_core::entry::{Rule, SharedEntry};
-use quoin_core::{BLOCK_SIZE, Chain, EntryKind, Epoch, Lsn, SnapshotId};
+use quoin_core::{BLOCK_SIZE, Chain, EntryKind, Epoch, Lsn, Position, SnapshotId};
 
 use crate::content::{self, Tag, Tags, ZERO};
 
@@ -208,6 +208,11 @@ impl Lineage {
         self.paths.get(&epoch)
     }
 
+    /// The history that ends in the entry at this position, if it was ever sent.
+    pub fn path_at(&self, at: Position) -> Option<Path> {
+        self.by_position.get(&(at.epoch, at.lsn)).map(|seen| self.path_to(*seen))
+    }
+
     pub fn is_on(&self, path: &Path, seen: Seen) -> bool {
         path.contains(self, seen)
     }
@@ -291,7 +296,7 @@ impl Lineage {
 mod tests {
     use super::*;
     use bytes::Bytes;
-    use quoin_core::{Entry, Member, Position, ReplicaGuid, ReplicaId, View};
+    use quoin_core::{Entry, Member, ReplicaGuid, ReplicaId, View};
     use std::sync::Arc;
 
     fn write(previous: Chain, epoch: u64, lsn: u64, tag: Tag) -> SharedEntry {

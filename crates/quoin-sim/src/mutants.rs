@@ -67,6 +67,7 @@ pub const ALL: &[Defect] = &[
     core("record-not-asked-again", Swarm::Members),
     core("leaves-unhealthy-behind", Swarm::Members),
     core("removed-not-retired", Swarm::Members),
+    core("recovery-opens-without-some", Swarm::Recoveries),
     core("more-known-than-rf", Swarm::Replacements).like("known-above-rf"),
     core("two-replicas-of-one-id", Swarm::Replacements),
     core("guid-born-twice", Swarm::Replacements).like("guid-born-twice"),

@@ -42,6 +42,8 @@ pub struct Stats {
     pub removals: u64,
     pub cf_changes: u64,
     pub taken_back: u64,
+    /// Times that a person went on with the replicas that were left.
+    pub recoveries: u64,
     /// Times that a volume was grown.
     pub growths: u64,
     pub snapshots: u64,
@@ -79,6 +81,7 @@ impl Stats {
         self.replacements += other.replacements;
         self.scale_ups += other.scale_ups;
         self.taken_back += other.taken_back;
+        self.recoveries += other.recoveries;
         self.moves += other.moves;
         self.removals += other.removals;
         self.cf_changes += other.cf_changes;
@@ -144,6 +147,7 @@ impl fmt::Display for Summary {
             "scaled up / taken back / moved / removed / CF / grown  {:>7} / {} / {} / {} / {} / {}",
             s.scale_ups, s.taken_back, s.moves, s.removals, s.cf_changes, s.growths
         )?;
+        writeln!(f, "recovered by hand            {:>12}", s.recoveries)?;
         writeln!(f, "snapshots made or deleted    {:>12}", s.snapshots)?;
         writeln!(f, "changes made / given up      {:>12} / {}", s.changes, s.given_up)?;
         writeln!(f, "bad blocks repaired          {:>12}", s.repairs)?;

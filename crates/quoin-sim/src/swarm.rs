@@ -38,6 +38,8 @@ pub enum Swarm {
     Members,
     /// The same, with replicas at the door that nobody asked for, and lists with an entry missing.
     Strangers,
+    /// More replicas are destroyed than an open can do without, and a person goes on with the rest.
+    Recoveries,
     /// Members that fall out of a small window and are copied anew.
     Rebuilds,
     /// The same, of volumes with snapshots that come and go.
@@ -64,6 +66,7 @@ impl Swarm {
         Swarm::Replacements,
         Swarm::Members,
         Swarm::Strangers,
+        Swarm::Recoveries,
         Swarm::Rebuilds,
         Swarm::Snapshots,
         Swarm::Damage,
@@ -85,6 +88,7 @@ impl Swarm {
             Swarm::Replacements => "replacements",
             Swarm::Members => "members",
             Swarm::Strangers => "strangers",
+            Swarm::Recoveries => "recoveries",
             Swarm::Rebuilds => "rebuilds",
             Swarm::Snapshots => "snapshots",
             Swarm::Damage => "damage",
@@ -296,6 +300,27 @@ impl Swarm {
                     (ControlLate, 4),
                 ],
                 horizon_ms: (6_000, 14_000),
+                ..small
+            },
+            Swarm::Recoveries => Shape {
+                wanted: Wanted::Power,
+                factors: &[(3, 2), (3, 2), (2, 2), (3, 1), (4, 3), (5, 2), (5, 2), (5, 2)],
+                kinds: &[
+                    (OwnerIsolated, 14),
+                    (TargetCrash, 8),
+                    (Failover, 8),
+                    (ControlLost, 6),
+                    (ControlLate, 8),
+                    (TargetPause, 6),
+                    (ReplicaCrash, 10),
+                    (ReplicaPause, 6),
+                    (PowerOne, 4),
+                    (PartitionOneWay, 6),
+                    (Partition, 4),
+                    (ConnectionCut, 4),
+                ],
+                horizon_ms: (6_000, 14_000),
+                apart: true,
                 ..small
             },
             Swarm::Snapshots => Shape {

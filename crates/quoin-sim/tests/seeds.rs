@@ -139,6 +139,16 @@ const FOUND_IN_SWARMS: &[(quoin_sim::Swarm, u64, &str)] = &[
     ),
 ];
 
+/// `quoin volume recover`: what any of those that are left held is there after it, in all the
+/// disorder that there is, and nobody who was given up serves again.
+#[test]
+fn what_is_left_of_a_volume_goes_on_with_all_that_it_holds_when_the_others_are_destroyed() {
+    let options = RunOptions { swarm: quoin_sim::Swarm::Recoveries, ..RunOptions::default() };
+    let summary = run_many(1, 60, options, |_, _| {});
+    assert!(summary.violations.is_empty(), "{summary}");
+    assert!(summary.stats.recoveries >= 30, "{summary}");
+}
+
 #[test]
 fn seeds_that_once_found_something_in_a_swarm_find_nothing_now() {
     for (swarm, seed, what) in FOUND_IN_SWARMS {

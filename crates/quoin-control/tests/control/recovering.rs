@@ -2,8 +2,9 @@
 
 use quoin_control::{Error, Recovery};
 use quoin_core::ReplicaId;
+use quoin_proto::control::VolumeSpec;
 
-use crate::cluster::{Cluster, by_name};
+use crate::cluster::{Cluster, by_name, spec};
 
 async fn refused(cluster: &Cluster, recovery: &Recovery) -> String {
     let before = cluster.volume("db");
@@ -73,4 +74,38 @@ async fn what_is_left_becomes_the_volume_once_the_rest_is_surely_gone_and_the_lo
     // What it was made from is not given up a second time.
     let again = cluster.controller.recover_volume(by_name("db").as_ref(), &accepted).await;
     assert!(matches!(again, Err(Error::NotFound { .. } | Error::Precondition(_))));
+}
+
+/// Proves SCALE-STORY-08: of five with CF 2 three are left, of which any may be the only one that
+/// holds an acknowledged write: two of them are no open.
+#[tokio::test]
+async fn the_first_open_after_a_recovery_hears_all_that_are_left_and_cf_falls_after_it() {
+    let mut cluster = Cluster::of(5).await;
+    let wanted = VolumeSpec {
+        replicas: 5,
+        consistency_factor: 2,
+        allow_loss_on_single_failure: true,
+        ..spec("db")
+    };
+    cluster.controller.create_volume(&wanted, 0).await.unwrap();
+    cluster.settle().await.unwrap();
+    let volume = cluster.volume("db");
+    let ids: Vec<ReplicaId> = volume.replicas.iter().map(|r| r.id.0).collect();
+    for replica in &volume.replicas[3..] {
+        cluster.goes(&replica.pool).await;
+    }
+    let recovery = Recovery {
+        keep: ids[..3].to_vec(),
+        destroyed: ids[3..].to_vec(),
+        accept_loss_of: "db".into(),
+    };
+    let db = by_name("db");
+    let recovered = cluster.controller.recover_volume(db.as_ref(), &recovery).await.unwrap();
+    let membership = quoin_core::Membership::from(&recovered.membership);
+    assert_eq!((membership.rf, membership.cf, membership.drf), (3, 3, 5));
+    assert_eq!(membership.open_quorum(), 3);
+    // No pool has room for others: the target takes CF to what was asked for at once.
+    assert_eq!(recovered.replicas.len(), 3);
+    assert_eq!(recovered.desired_cf(), 2);
+    assert!(recovered.changing().contains("consistency factor 3 to 2"), "{}", recovered.changing());
 }

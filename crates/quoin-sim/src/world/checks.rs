@@ -29,6 +29,7 @@ impl World {
     pub(crate) fn check_serving(&mut self, target: usize, life: u32, epoch: Epoch) {
         self.stats.servings += 1;
         let claimed = self.targets[target].process.as_ref().is_some_and(|p| p.tail_lost);
+        let mut kept = None;
         if epoch < self.served.0 {
             // Acknowledgements that were long on their way let a fenced target see its first View
             // active. It could do harm only if it could answer.
@@ -47,6 +48,9 @@ impl World {
         self.keep_what_rules(target);
         let served_before = self.served.0;
         self.served = (epoch, target, life);
+        if let Some(forced) = self.recovery.takes_effect(epoch) {
+            kept = Some(self.held_by_kept(&forced));
+        }
         if claimed {
             self.stats.tails_lost += 1;
             let lost = |p: &&super::PoolHost| !p.is_spare() && (p.cache_lost || p.gone);
@@ -56,7 +60,7 @@ impl World {
             // A joint View is judged under the rule that a change is on its way to as well.
             let desired = &self.record.desired;
             let cf = self.cf_in_force().min(desired.cf_of(desired.drf.max(1)).into());
-            if lost < cf && !again {
+            if lost < cf && !again && kept.is_none() {
                 self.violate(
                     "CommitSurvives",
                     format!("epoch {epoch} gives up unflushed data after {lost} lost caches"),
@@ -69,7 +73,12 @@ impl World {
         };
         let mut missing: Vec<(Seen, Owed)> = Vec::new();
         for (seen, owed) in &self.owed {
-            if !self.lineage.is_on(path, *seen) && (owed.flushed || !claimed) {
+            let is_held = |path| self.lineage.is_on(path, *seen);
+            let is_due = match &kept {
+                Some(kept) => kept.iter().any(is_held),
+                None => owed.flushed || !claimed,
+            };
+            if is_due && !is_held(path) {
                 missing.push((*seen, *owed));
             }
         }
@@ -109,7 +118,7 @@ impl World {
             there.life != life || there.process.as_ref().is_none_or(|p| p.has_served)
         };
         let over = |op: &crate::history::Op| had_served(op.target) || lineage.was_sent(op.tag);
-        if !claimed {
+        if !claimed && kept.is_none() {
             self.history.settle(serving, over, holds);
             return;
         }
@@ -243,7 +252,8 @@ impl World {
     pub(crate) fn cf_in_force(&self) -> usize {
         let ruling = usize::from(self.record.membership.cf);
         let kept = self.backup.as_ref().map(|record| usize::from(record.membership.cf));
-        kept.map_or(ruling, |cf| cf.min(ruling))
+        let before = self.recovery.cf_before();
+        kept.into_iter().chain(before).fold(ruling, usize::min)
     }
 
     /// What a reply vouches for is where the target must have it at that moment.

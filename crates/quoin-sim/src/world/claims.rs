@@ -189,7 +189,8 @@ impl World {
             );
             return self.violate("PromiseMonotone", detail);
         }
-        if let Some((holder, since)) = there.honoured.filter(|_| leased)
+        // A disk that lied may have lost the session with its promise; the others still hold it off.
+        if let Some((holder, since)) = there.honoured.filter(|_| leased && !excused)
             && holder != session.incarnation
             && now < since + lease
         {

@@ -44,7 +44,7 @@ impl Members {
         let mut random = Random::new(seed ^ 0x6d65_6d62_6572_7368);
         let lies = matches!(profile, Profile::Liar { .. });
         let drawn = random.percent(RUNS_OF_HUNDRED);
-        let always = matches!(swarm, Swarm::Members | Swarm::Strangers);
+        let always = matches!(swarm, Swarm::Members | Swarm::Strangers | Swarm::Recoveries);
         let on = !lies && (always || (swarm == Swarm::Broad && drawn));
         let strangers = Strangers::draw(swarm, &mut random);
         Self { random, on, telling: false, strangers }
@@ -122,7 +122,7 @@ impl World {
         self.clear_retired();
         // An old copy of the records is nobody's to change.
         let busy = self.desires().is_err() && !self.members.random.percent(25);
-        if self.backup.is_some() {
+        if self.backup.is_some() || self.recovery.is_under_way() {
             return;
         }
         if self.members.strangers.on && self.strangers_turn() {
@@ -178,6 +178,12 @@ impl World {
             return false;
         }
         let member = self.members.random.pick(&newcomers).member;
+        self.forget_newcomer(member);
+        self.stats.taken_back += 1;
+        true
+    }
+
+    pub(super) fn forget_newcomer(&mut self, member: Member) {
         let Record { membership, desired, .. } = &mut self.record;
         desired.newcomers.retain(|n| n.member != member);
         let invited = self.members.strangers.forget(member);
@@ -185,9 +191,7 @@ impl World {
             desired.drf -= 1;
         }
         membership.version += 1;
-        self.stats.taken_back += 1;
         self.trace.line(self.schedule.now(), || format!("operators take {member:?} back"));
-        true
     }
 
     fn move_one(&mut self) {

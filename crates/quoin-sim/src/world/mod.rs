@@ -13,6 +13,7 @@ mod growth;
 mod members;
 mod pools;
 mod recognition;
+mod recovery;
 mod setup;
 mod snapshots;
 mod strangers;
@@ -136,6 +137,7 @@ pub(crate) enum Event {
     },
     TellDesired,
     Operate,
+    Recovery,
     Grow,
     Snapshot,
     SaySnapshots,
@@ -275,6 +277,7 @@ pub(crate) struct World {
     /// Questions to the control plane whose drivers still wait.
     pub unanswered: std::collections::BTreeSet<u64>,
     pub members: members::Members,
+    pub recovery: recovery::Recovery,
     pub growth: growth::Growth,
     pub snapshots: snapshots::Snapshots,
 }
@@ -368,6 +371,7 @@ impl World {
             Event::Recreate { pool } => self.recreate(pool),
             Event::TellDesired => self.tell_desired(),
             Event::Operate => self.operate(),
+            Event::Recovery => self.recovery(),
             Event::Grow => self.grow(),
             Event::Snapshot => self.wish_snapshot(),
             Event::SaySnapshots => self.say_snapshots(),

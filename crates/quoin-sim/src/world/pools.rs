@@ -55,7 +55,8 @@ impl World {
     pub(crate) fn start_pool(&mut self, pool: usize) {
         let now = self.schedule.now();
         let host = self.pools[pool].host;
-        if self.pools[pool].process.is_some() || !self.powered[host] {
+        if self.pools[pool].process.is_some() || !self.powered[host] || self.recovery.is_away(pool)
+        {
             return;
         }
         let here = &mut self.pools[pool];
@@ -146,6 +147,7 @@ impl World {
         }
         if outage != Outage::Process && !here.is_spare() && !here.ended_in_order {
             here.cache_lost = true;
+            self.recovery.cache_is_lost(pool);
         }
         here.paused = false;
         let was = here.process.take().is_some();
@@ -432,6 +434,8 @@ impl World {
                     ReplicaNote::InvariantRefused(invariant) => {
                         self.violate(invariant, format!("pool {pool} refused a message"));
                     }
+                    ReplicaNote::Damaged("StableNeverCut")
+                        if self.recovery.may_hold_what_is_lost(self.pools[pool].member) => {}
                     ReplicaNote::Damaged(what) if !self.may_be_damaged(pool) => {
                         let why = format!("pool {pool} is damaged ({what}) without a cause");
                         self.violate("StableNeverCut", why);

@@ -9,6 +9,7 @@ use quoin_core::{
 
 use super::growth::Growth;
 use super::members::Members;
+use super::recovery::Recovery;
 use super::snapshots::Snapshots;
 use super::{Event, PoolHost, Queue, TargetHost, World, ending};
 use crate::clock::HostClock;
@@ -307,6 +308,7 @@ impl World {
             yet_to_drop: Vec::new(),
             unanswered: Default::default(),
             members: members_plan,
+            recovery: Recovery::draw(options.seed, options.swarm),
             growth,
             snapshots,
             random,
@@ -420,6 +422,7 @@ impl World {
         }
         self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);
         self.plan_operators();
+        self.plan_recovery();
         self.plan_growth();
         self.plan_snapshots();
         let setup = &self.setup;

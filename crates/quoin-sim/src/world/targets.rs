@@ -501,6 +501,9 @@ impl World {
             TargetNote::InvariantRefused { invariant: "MembershipMonotone", .. }
                 if self.rolled_back || process.word.membership < self.record.membership.version => {
             }
+            // It knows what was given up; it ends, and another takes its place.
+            TargetNote::InvariantRefused { invariant: "CommitSurvives", .. }
+                if self.recovery.cf_before().is_some() => {}
             TargetNote::InvariantRefused { member, invariant } => {
                 self.violate(invariant, format!("target {target} refused {member:?}"));
             }
