@@ -297,11 +297,15 @@ impl World {
     /// A swap is asked for when the joint View is on the newcomer's media.
     pub(crate) fn check_swap(&mut self, target: usize, next: &Membership) {
         let Some(process) = &mut self.targets[target].process else { return };
-        let word = &mut process.word;
         // It is asked for again until the outcome is known, whatever becomes of the newcomer.
-        // Asking for what is so already changes nothing, and needs no second rule.
+        // Asking for what is so already changes nothing, and needs no second rule; the View that
+        // says so may come after the question.
+        let gone_by = process.target.status().membership;
+        let word = &mut process.word;
         let rule = &word.rule;
-        let same = next.known == rule.known && (next.rf, next.cf) == (rule.rf, rule.cf);
+        let factors = (next.rf, next.cf);
+        let same = (&next.known, factors) == (&rule.known, (rule.rf, rule.cf))
+            || (&next.known, factors) == (&gone_by.known, (gone_by.rf, gone_by.cf));
         if word.swapping.is_some() || same {
             return;
         }

@@ -11,6 +11,7 @@ use quoin_core::replica::granted_lease;
 use quoin_core::{Epoch, Incarnation, Member, Position};
 
 use super::{Event, Mend, World};
+use crate::control::Record;
 use crate::lineage::Path;
 use crate::random::Random;
 use crate::schedule::{MILLISECOND, SECOND};
@@ -196,7 +197,10 @@ impl World {
     }
 
     fn destroy_some(&mut self, version: u64) {
-        if self.record.membership.version != version || self.faults_over {
+        let Record { membership, desired, .. } = &self.record;
+        let stays = |m: &&Member| !self.is_destroyed(m) && !desired.leaving.contains(m);
+        let none_stays = !membership.known.iter().any(|m| stays(&m));
+        if membership.version != version || none_stays || self.faults_over {
             for pool in std::mem::take(&mut self.recovery.away) {
                 self.schedule.after(0, Event::StartPool { pool });
             }
