@@ -203,6 +203,10 @@ fn find(data: &Path) -> Result<PathBuf> {
     })
 }
 
+fn shown(options: &OfflineOptions) -> String {
+    options.data.display().to_string()
+}
+
 fn kept_of(replica: &ReplicaInspection) -> Kept {
     Kept::of(replica.identity.volume, &replica.identity.volume_spec)
 }
@@ -234,7 +238,7 @@ impl From<&ReplicaInspection> for ReplicaView {
 }
 
 pub fn inspect(options: &OfflineOptions, format: Format) -> Result<()> {
-    let found = offline::inspect(open(&options.data)?)?;
+    let found = offline::inspect(open(&options.data)?).with_context(|| shown(options))?;
     let rows: Vec<_> = found.replicas.iter().map(ReplicaView::from).collect();
     if matches!(format, Format::Table | Format::Wide) {
         output::print_line(&format!(
@@ -249,7 +253,7 @@ pub fn inspect(options: &OfflineOptions, format: Format) -> Result<()> {
 }
 
 pub fn check(options: &OfflineOptions, format: Format) -> Result<()> {
-    let report = offline::check(open(&options.data)?, |_| {})?;
+    let report = offline::check(open(&options.data)?, |_| {}).with_context(|| shown(options))?;
     let view = CheckView::of(&report);
     output::print_one(format, &view, || view.text())?;
     if !report.is_sound() {

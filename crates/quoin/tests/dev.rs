@@ -6,6 +6,7 @@ mod running;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use quoin_core::block::{Operation, Payload};
 use running::{BUDGET, Dev, Scratch, assert_nothing_is_left, can_attach, eventually, is_online};
 use running::{run, signal};
 
@@ -87,6 +88,30 @@ fn a_pool_that_was_removed_is_not_started_again_and_comes_back_empty_once_its_fi
     std::fs::remove_dir_all(scratch.cluster().join("pools/pool-c")).unwrap();
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     assert_eq!(dev.json(&["pool", "list"]).as_array().unwrap().len(), 3);
+    dev.stop();
+}
+
+#[test]
+fn a_pool_whose_file_was_cut_short_keeps_no_other_from_coming_up_and_the_volume_is_served() {
+    let scratch = Scratch::new("short");
+    let flags = ["--no-attach", "--pool-size", "256MiB"];
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    dev.ok(&["volume", "create", "db", "--size", "8MiB"]);
+    let file = scratch.cluster().join("pools/pool-b/data");
+    dev.stop();
+    std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(128 << 20).unwrap();
+
+    // Up it comes, though one pool's process ends at each of its starts.
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    let client = dev.client("db");
+    let data = bytes::Bytes::from(vec![3; 4096]);
+    client.call(Operation::Write { offset: 0, data: data.clone(), fua: true }).unwrap();
+    let read = client.call(Operation::Read { offset: 0, length: 4096 }).unwrap();
+    assert!(matches!(read, Payload::Data(pieces) if pieces.concat() == data));
+    let pools = dev.json(&["pool", "list"]);
+    let pool = pools.as_array().unwrap().iter().find(|pool| pool["name"] == "pool-b").unwrap();
+    assert_eq!(pool["state"], "Offline", "{pool}");
+    drop(client);
     dev.stop();
 }
 

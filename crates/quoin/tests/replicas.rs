@@ -478,7 +478,10 @@ fn two_of_three_pools_are_made_anew_and_the_volume_goes_on_from_one_copy_to_thre
     assert!(text.contains("1 of 3 replicas are left"), "{text}");
     assert!(dev.json(&["volume", "get", "db"])["replicationFactor"] == 3);
     let command = ["volume", "recover", "db", "--keep", "pool-a", "--accept-loss-of", "db"];
-    let recovered = dev.json(&command);
+    let output = dev.quoin(&[&command[..], &["-o", "json"]].concat());
+    let warned = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(warned.contains("may count on what is lost"), "{warned}");
+    let recovered: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(factors(&recovered), [1, 1, 3]);
     // DRF is as it was: RF follows by itself.
     dev.wait_for_volume("db", "whole", |volume| whole(volume) && factors(volume) == [3, 2, 3]);

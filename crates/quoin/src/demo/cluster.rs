@@ -140,17 +140,21 @@ impl DevCluster {
             kill_process(*pid, Signal::KILL).context("kill -9")?;
         }
         for (name, old) in names.iter().zip(&pids) {
-            let began = Instant::now();
-            let old = old.as_raw_nonzero().get();
-            // Ctrl-C waits so long: a supervisor that is stopped before it has noticed would take
-            // the end for a failed stop.
-            while self.processes()?.get(*name) == Some(&old) {
-                if began.elapsed() > START_BUDGET {
-                    bail!("{name} was killed and is not started again");
-                }
-                std::thread::sleep(Duration::from_millis(10));
-            }
+            self.wait_until_noticed(name, *old)?;
             self.pid(name)?;
+        }
+        Ok(())
+    }
+
+    /// Ctrl-C waits so long: a supervisor that is stopped before it has noticed the end of a process
+    /// would take it for a failed stop.
+    fn wait_until_noticed(&self, name: &str, old: Pid) -> Result<()> {
+        let began = Instant::now();
+        while self.processes()?.get(name) == Some(&old.as_raw_nonzero().get()) {
+            if began.elapsed() > START_BUDGET {
+                bail!("{name} was killed and is not started again");
+            }
+            std::thread::sleep(Duration::from_millis(10));
         }
         Ok(())
     }
@@ -161,7 +165,8 @@ impl DevCluster {
         std::fs::write(&hold, "").with_context(|| format!("write {}", hold.display()))?;
         let pid = self.pid(name)?;
         kill_process(pid, Signal::KILL).context("kill -9")?;
-        let outcome = wait_until_gone(pid).and_then(|()| meanwhile());
+        let noticed = wait_until_gone(pid).and_then(|()| self.wait_until_noticed(name, pid));
+        let outcome = noticed.and_then(|()| meanwhile());
         std::fs::remove_file(&hold).with_context(|| format!("remove {}", hold.display()))?;
         outcome
     }
@@ -200,7 +205,9 @@ impl DevCluster {
             }
             if let Some(status) = child.try_wait()? {
                 // One that ends by the signal itself had not come to where it starts anything.
-                if !status.success() && status.signal() != Some(libc::SIGTERM) {
+                let by_signal =
+                    [Some(libc::SIGTERM), Some(libc::SIGINT)].contains(&status.signal());
+                if !status.success() && !by_signal {
                     bail!("`quoin dev` did not stop cleanly ({status})");
                 }
                 return Ok(());

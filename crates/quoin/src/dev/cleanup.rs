@@ -110,7 +110,7 @@ async fn unmount_volumes(
     for device in Device::over(&layout.run())? {
         for mount in device.mounts()?.into_iter().rev() {
             match unmount_in_time(layout, &device, &mount, progress).await {
-                Unmounted::Yes => {}
+                Unmounted::Yes => say(&format!("unmounted {}", mount.target.display())),
                 Unmounted::InUse if progress.is_at_standstill(&device, false) => {
                     stuck.push((device.clone(), mount));
                 }

@@ -31,6 +31,8 @@ const BACKOFF_MAX: Duration = Duration::from_secs(5);
 const RAN_WELL: Duration = Duration::from_secs(10);
 /// A clean shutdown drains IO first; after this it is killed and the next start recovers.
 const STOP_BUDGET: Duration = Duration::from_secs(20);
+/// What is waited for longer than this is said.
+const SILENCE: Duration = Duration::from_secs(2);
 /// After a kill -9; only the kernel can hold a process longer than this.
 const KILL_BUDGET: Duration = Duration::from_secs(5);
 /// One that ends so often in a row, soon after its start, does not start by being tried again.
@@ -93,8 +95,12 @@ pub async fn await_the_last(layout: &Layout, going_on: Option<Pid>) {
     };
     let pids = pids.into_values().filter_map(Pid::from_raw);
     let last: Vec<Pid> = pids.filter(|pid| Some(*pid) != going_on && is_ours(pid)).collect();
-    let began = Instant::now();
+    let (began, mut is_told) = (Instant::now(), false);
     while last.iter().any(is_ours) && began.elapsed() < STOP_BUDGET {
+        if !is_told && began.elapsed() > SILENCE {
+            is_told = true;
+            super::say("waiting: processes of the last `quoin dev`, which was killed, are ending");
+        }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }

@@ -230,7 +230,7 @@ async fn start(
         keepers.push(start(processes::attach(layout, settings))?);
     }
     keepers.push(start(processes::node(layout, settings, attaching))?);
-    wait_until_all_are_online(&mut cluster, layout, settings, &pools, began).await?;
+    wait_until_all_are_online(&mut cluster, layout, settings, keepers, &pools, began).await?;
     let blocked = match keepers.iter().find(|keeper| keeper.name == "attach") {
         Some(attach) => blocked::wait(layout, attach).await,
         None => None,
@@ -283,6 +283,7 @@ async fn wait_until_all_are_online(
     cluster: &mut Cluster,
     layout: &Layout,
     settings: &Settings,
+    keepers: &[Keeper],
     started: &[&PoolSettings],
     began: Instant,
 ) -> Result<()> {
@@ -294,12 +295,19 @@ async fn wait_until_all_are_online(
             let (pools, nodes) = (pools.into_inner().pools, nodes.into_inner().nodes);
             // One that is full, or dying, serves what it has.
             let serves = |pool: &Pool| ["Online", "Full", "Dying"].contains(&pool.state.as_str());
+            let cannot_start = |name: &str| {
+                keepers.iter().any(|keeper| keeper.name == name && keeper.cannot_start())
+            };
             for wanted in started {
                 match pools.iter().find(|pool| pool.name == wanted.name) {
                     Some(pool) if serves(pool) => {}
                     // The others may do without it; what it needs is a person's to do.
                     Some(pool) if pool.state == "Failed" && began.elapsed() > FAILED_AFTER => {
                         failed.push(format!("pool {} is not used: {}", pool.name, pool.message));
+                    }
+                    _ if cannot_start(&wanted.name) => {
+                        let why = last_line(&layout.log(&wanted.name));
+                        failed.push(format!("pool {} does not start: {why}", wanted.name));
                     }
                     _ => missing.push(wanted.name.clone()),
                 }

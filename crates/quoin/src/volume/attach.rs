@@ -151,7 +151,17 @@ pub async fn attach(
         read_only: options.read_only,
         file_only: false,
     };
-    let attached = match attach_daemon(client).attach(request).await {
+    let daemon = attach_daemon(client);
+    let Ok(answer) = tokio::time::timeout(client.timeout(), daemon.attach(request)).await else {
+        bail!(
+            "the volume is served, and is no block device after {} s (--timeout): the attach process \
+             waits for the kernel, or for the volume's IO (`quoin volume get {}` says what it waits \
+             for). Run the command again to wait on, or take its NBD address with --nbd",
+            client.timeout,
+            output::quoted(&view.volume)
+        );
+    };
+    let attached = match answer {
         // It will not pass by itself, so the volume is not left held by what nobody has.
         Err(AttachError::Refused { kind: Kind::Host, message }) if !was_here => {
             let request = UnpublishVolumeRequest { volume: Some(id_ref(&volume.id)), node };

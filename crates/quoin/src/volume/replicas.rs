@@ -164,6 +164,14 @@ pub async fn recover(
         accept_loss_of: options.accept_loss_of,
     };
     let volume = cluster.recover_volume(request).await.map_err(refusal)?.into_inner();
+    if !volume.attachments.is_empty() {
+        let nodes: Vec<_> = volume.attachments.iter().map(|a| a.node.as_str()).collect();
+        eprintln!(
+            "warning: it is in use on {}, by programs and file systems that may count on what is lost: \
+             end them, unmount, check the file system (fsck), and mount it again",
+            nodes.join(", ")
+        );
+    }
     finish(cluster, volume, &options.wait, client, format).await
 }
 
@@ -228,21 +236,28 @@ async fn relocate(
         from_pool,
         unless_in_sync,
     };
+    let before = volume;
     let volume = match (cluster.move_replica(request).await, found) {
         // Whose names there are is known here.
         (Err(status), Err(_)) if status.code() == tonic::Code::NotFound => {
-            return meant(cluster, &volume, &[replica.to_owned()]).await.map(drop);
+            return meant(cluster, &before, &[replica.to_owned()]).await.map(drop);
         }
         (answer, _) => answer.map_err(refusal)?.into_inner(),
     };
-    match settled(&volume, &replica_id, replica, pool.as_deref()) {
+    match settled(&before, &volume, &replica_id, replica, pool.as_deref()) {
         Some(said) => output::print_one(format, &VolumeView::from(volume), || said),
         None => finish(cluster, volume, wait, client, format).await,
     }
 }
 
 /// In words where the answer says that nothing is under way: the replica is there once, and known.
-fn settled(volume: &Volume, id: &str, named: &str, pool: Option<&str>) -> Option<String> {
+fn settled(
+    before: &Volume,
+    volume: &Volume,
+    id: &str,
+    named: &str,
+    pool: Option<&str>,
+) -> Option<String> {
     let meant =
         |r: &&Replica| if id.is_empty() { Some(&*r.pool) == pool } else { r.replica_id == id };
     let there = volume.replicas.iter().find(meant)?;
@@ -251,7 +266,9 @@ fn settled(volume: &Volume, id: &str, named: &str, pool: Option<&str>) -> Option
         return None;
     }
     let held = named == *on || id.starts_with(&named.to_ascii_lowercase());
+    let moved = before.replicas.iter().filter(|r| r.replica_id == *id).count() > 1;
     Some(match pool {
+        Some(_) if moved => format!("replica {id} stays on pool {on}: its move is taken back"),
         Some(_) if held => format!("replica {id} is on pool {on} already"),
         Some(_) => format!(
             "pool {named} holds no replica of the volume, and replica {id} is on pool {on} already"
@@ -328,7 +345,11 @@ async fn finish(
         let name = output::quoted(&view.name);
         if view.changing.is_empty() {
             let (have, need) = (view.replication_factor, view.consistency_factor);
-            return format!("volume {} has {have} replicas; writes need {need} of them", view.name);
+            let plural = if have == 1 { "" } else { "s" };
+            let volume = &view.name;
+            return format!(
+                "volume {volume} has {have} replica{plural}; writes need {need} of them"
+            );
         }
         format!(
             "volume {}: {}\nnext: quoin volume get {name}   (how far it is; or --wait)",
@@ -447,16 +468,19 @@ mod tests {
         };
         let mut volume = volume(vec![known("aabb01", "pool-d"), known("aabb02", "pool-b")]);
         for (named, id) in [("aabb01", "aabb01"), ("pool-d", "aabb01"), ("pool-a", "")] {
-            let said = settled(&volume, id, named, Some("pool-d")).unwrap_or_default();
+            let said = settled(&volume, &volume, id, named, Some("pool-d")).unwrap_or_default();
             assert!(said.contains("replica aabb01 is on pool pool-d already"), "{named}: {said}");
             assert_eq!(said.contains("pool pool-a holds no replica"), named == "pool-a", "{said}");
         }
-        assert!(
-            settled(&volume, "aabb01", "aabb01", None).unwrap().contains("in sync on pool pool-d")
-        );
+        let said = settled(&volume, &volume, "aabb01", "aabb01", None).unwrap();
+        assert!(said.contains("in sync on pool pool-d"), "{said}");
+        let back = volume.clone();
         volume.replicas.push(replica("aabb01", "pool-c", 0, 0));
-        assert_eq!(settled(&volume, "aabb01", "aabb01", Some("pool-c")), None, "it is on its way");
-        assert_eq!(settled(&volume, "aabb01", "aabb01", None), None);
+        let on_its_way = settled(&back, &volume, "aabb01", "aabb01", Some("pool-c"));
+        assert_eq!(on_its_way, None);
+        assert_eq!(settled(&back, &volume, "aabb01", "aabb01", None), None);
+        let said = settled(&volume, &back, "aabb01", "pool-d", Some("pool-d")).unwrap();
+        assert_eq!(said, "replica aabb01 stays on pool pool-d: its move is taken back");
         let text = find(&volume, "ccdd").unwrap_err().to_string();
         assert!(text.contains("aabb01 on pool pool-d, aabb02 on pool pool-b"), "{text}");
     }
