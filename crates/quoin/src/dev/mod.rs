@@ -18,7 +18,7 @@ mod settings;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use quoin_identity::Role;
+use quoin_identity::{Identity, Role};
 use quoin_proto::control::{GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Pool};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -213,6 +213,12 @@ async fn start(
     let pools = members::pools_to_start(&mut cluster, layout, settings).await?;
     for pool in &pools {
         let directory = layout.pool(&pool.name);
+        if Identity::load(&directory).is_ok() && !layout.pool_data(&pool.name).exists() {
+            let name = &pool.name;
+            say(&format!(
+                "{name} has no file any more: an empty one is made, and what it held is rebuilt"
+            ));
+        }
         members::join(&mut cluster, settings, Role::Pool, &pool.name, &directory).await?;
         keepers.push(start(processes::pool(layout, settings, policy, pool))?);
     }
