@@ -7,20 +7,50 @@
 //! they are seen until the kernel drops them, which it may at any reopening. What the store asked
 //! to be written with the next sync is lost with the process too, whole or in part.
 
-use std::collections::{BTreeSet, HashMap};
-use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::collections::BTreeSet;
 use std::io::IoSlice;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
 use quoin_core::BLOCK_SIZE;
 use quoin_core::replica::store::{BootCookie, IoFault};
 use quoin_store::disk::{Disk, Syncer};
 
 use crate::content::{SECTOR, SECTORS};
+use crate::map::FixedMap;
 use crate::random::Random;
 
-type Page = Box<[u8; BLOCK_SIZE]>;
-type Map<V> = HashMap<u64, V, BuildHasherDefault<DefaultHasher>>;
+/// One block's bytes, which the cache, the media and an image of the disk share until one changes.
+type Page = Arc<[u8]>;
+
+static ZEROES: LazyLock<Page> = LazyLock::new(|| Arc::from([0; BLOCK_SIZE]));
+
+/// What a disk shows, by page; a page that was never written is zeroes.
+#[derive(Clone, Default)]
+struct Pages(Vec<Option<Page>>);
+
+impl Pages {
+    fn get(&self, number: u64) -> Option<&Page> {
+        self.0.get(number as usize)?.as_ref()
+    }
+
+    /// What was there before.
+    fn set(&mut self, number: u64, page: Option<Page>) -> Option<Page> {
+        let place = number as usize;
+        if self.0.len() <= place {
+            self.0.resize(place + 1, None);
+        }
+        std::mem::replace(&mut self.0[place], page)
+    }
+
+    /// The pages that were written, in order.
+    fn written(&self) -> impl Iterator<Item = (u64, &Page)> {
+        let pages = (0..).zip(&self.0);
+        pages.filter_map(|(number, page)| Some((number, page.as_ref()?)))
+    }
+}
+
+/// Pages that are kept to be written again: the allocator's way takes as long as the copy.
+const SPARE_MAX: usize = 256;
 
 /// `errno` of a failing medium.
 const EIO: i32 = 5;
@@ -34,6 +64,28 @@ struct Dirty {
     writes: Vec<(u64, Page)>,
     /// A sync failed: no later sync writes these any more.
     orphaned: bool,
+}
+
+impl Dirty {
+    /// How many of the writes a sync that began at `mark` puts on the media.
+    fn covered(&self, mark: u64) -> usize {
+        if self.orphaned {
+            return 0;
+        }
+        self.writes.iter().take_while(|(n, _)| *n <= mark).count()
+    }
+
+    /// The first so many writes are on the media; whether that is all of them. What they were
+    /// written over is spare.
+    fn reached_the_media(&mut self, covered: usize, spare: &mut Vec<Page>) -> bool {
+        for (_, page) in self.writes.drain(..covered) {
+            let over = self.media.replace(page);
+            if spare.len() < SPARE_MAX {
+                spare.extend(over);
+            }
+        }
+        self.writes.is_empty()
+    }
 }
 
 /// Which operations fail from now on.
@@ -61,8 +113,8 @@ pub struct DiskCounts {
 
 #[derive(Default)]
 struct State {
-    pages: Map<Page>,
-    dirty: Map<Dirty>,
+    pages: Pages,
+    dirty: FixedMap<u64, Dirty>,
     /// Writes that only the writing process holds: their numbers, and their pages'.
     held: Vec<(u64, u64)>,
     written: u64,
@@ -70,8 +122,23 @@ struct State {
     failing: Failing,
     /// What becomes of the next write, and the chance that says where it goes.
     lie: Option<(Lie, u64)>,
-    image: Option<Map<Page>>,
+    image: Option<Pages>,
+    /// Pages that nobody sees any more, to be written again.
+    spare: Vec<Page>,
     counts: DiskCounts,
+}
+
+impl State {
+    /// A page of these bytes.
+    fn page(&mut self, bytes: &[u8]) -> Page {
+        while let Some(mut page) = self.spare.pop() {
+            if let Some(room) = Arc::get_mut(&mut page) {
+                room.copy_from_slice(bytes);
+                return page;
+            }
+        }
+        Arc::from(bytes)
+    }
 }
 
 /// Clones are the same disk, as two descriptors are.
@@ -126,10 +193,7 @@ impl SimDisk {
         let mut state = self.state();
         let mut image = state.pages.clone();
         for (number, dirty) in &state.dirty {
-            match &dirty.media {
-                Some(page) => drop(image.insert(*number, page.clone())),
-                None => drop(image.remove(number)),
-            }
+            image.set(*number, dirty.media.clone());
         }
         state.image = Some(image);
     }
@@ -157,34 +221,29 @@ impl SimDisk {
         state.held.retain(|(n, _)| *n > mark);
         let wrote_held = state.held.len() < held_before;
         let failed = state.failing.syncs || (state.failing.writes && wrote_held);
-        let mut numbers: Vec<u64> = state.dirty.keys().copied().collect();
-        if failed {
-            // Chance is asked for in an order that does not depend on the map's.
-            numbers.sort_unstable();
+        if !failed {
+            let State { dirty, spare, .. } = &mut *state;
+            dirty.retain(|_, dirty| !dirty.reached_the_media(dirty.covered(mark), spare));
+            return Ok(());
         }
+        // Chance is asked for in an order that does not depend on the map's.
+        let mut numbers: Vec<u64> = state.dirty.keys().copied().collect();
+        numbers.sort_unstable();
+        let state = &mut *state;
         for number in numbers {
             let Some(dirty) = state.dirty.get_mut(&number) else { continue };
-            if dirty.orphaned {
-                continue;
-            }
-            let covered = dirty.writes.iter().take_while(|(n, _)| *n <= mark).count();
+            let covered = dirty.covered(mark);
             if covered == 0 {
                 continue;
             }
-            if failed && random.percent(60) {
+            if random.percent(60) {
                 dirty.orphaned = covered == dirty.writes.len();
-                continue;
-            }
-            dirty.media = dirty.writes.drain(..covered).next_back().map(|(_, page)| page);
-            if dirty.writes.is_empty() {
+            } else if dirty.reached_the_media(covered, &mut state.spare) {
                 state.dirty.remove(&number);
             }
         }
-        if failed {
-            state.counts.errors += 1;
-            return Err(IoFault { operation: "sync", offset: 0, errno: EIO });
-        }
-        Ok(())
+        state.counts.errors += 1;
+        Err(IoFault { operation: "sync", offset: 0, errno: EIO })
     }
 
     /// Power is lost and comes back: a new boot, and of what was not synced whatever chance left.
@@ -213,9 +272,9 @@ impl SimDisk {
                 Survival::Pages => random.index(count + 1),
             };
             let whole = if dirty.orphaned { 0 } else { whole };
-            let media = dirty.media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE]));
+            let media = dirty.media.unwrap_or_else(|| ZEROES.clone());
             let version = |v: usize| if v == 0 { &media } else { &dirty.writes[v - 1].1 };
-            let mut page: Page = Box::new([0; BLOCK_SIZE]);
+            let mut page = [0; BLOCK_SIZE];
             let (mut lost, mut kept) = (0, 0);
             for sector in 0..SECTORS {
                 let chosen = match survival {
@@ -228,7 +287,7 @@ impl SimDisk {
             }
             state.counts.sectors_lost += lost;
             state.counts.pages_torn += u64::from(lost > 0 && kept > 0);
-            state.pages.insert(number, page);
+            state.pages.set(number, Some(Arc::from(page)));
         }
         state.boot += 1;
         state.failing = Failing::default();
@@ -243,7 +302,7 @@ impl SimDisk {
         let survival = random.below(3);
         for number in numbers {
             let Some(dirty) = state.dirty.get_mut(&number) else { continue };
-            let mut page: Page = Box::new([0; BLOCK_SIZE]);
+            let mut page = [0; BLOCK_SIZE];
             let whole = random.index(dirty.writes.len() + 1);
             for sector in 0..SECTORS {
                 let chosen = match survival {
@@ -261,8 +320,9 @@ impl SimDisk {
                 }
             }
             let last = dirty.writes.last().map_or(0, |(n, _)| *n);
+            let page: Page = Arc::from(page);
             dirty.writes = vec![(last, page.clone())];
-            state.pages.insert(number, page);
+            state.pages.set(number, Some(page));
         }
     }
 
@@ -272,8 +332,7 @@ impl SimDisk {
         state.held.clear();
         let dirty = std::mem::take(&mut state.dirty);
         for (number, dirty) in dirty {
-            let page = dirty.media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE]));
-            state.pages.insert(number, page);
+            state.pages.set(number, dirty.media.or_else(|| Some(ZEROES.clone())));
         }
     }
 
@@ -287,7 +346,7 @@ impl SimDisk {
             if all || random.percent(50) {
                 let media = state.dirty.remove(&number).and_then(|d| d.media);
                 state.counts.sectors_lost += SECTORS as u64;
-                state.pages.insert(number, media.unwrap_or_else(|| Box::new([0; BLOCK_SIZE])));
+                state.pages.set(number, media.or_else(|| Some(ZEROES.clone())));
             }
         }
     }
@@ -295,27 +354,24 @@ impl SimDisk {
     /// The pages behind those that `length` says begin a run of so many.
     pub fn runs(&self, length: impl Fn(&[u8]) -> u64) -> BTreeSet<u64> {
         let state = self.state();
-        let runs = state.pages.iter().map(|(number, page)| (*number, length(&page[..])));
+        let runs = state.pages.written().map(|(number, page)| (number, length(page)));
         runs.flat_map(|(number, length)| number + 1..=number + length).collect()
     }
 
     /// Flips one bit of a random written page that passes `choose`; returns its number.
     pub fn rot(&self, random: &mut Random, choose: impl Fn(u64, &[u8]) -> bool) -> Option<u64> {
         let mut state = self.state();
-        let mut numbers: Vec<u64> = state
-            .pages
-            .iter()
-            .filter(|(n, page)| !state.dirty.contains_key(n) && choose(**n, &page[..]))
-            .map(|(n, _)| *n)
-            .collect();
+        let pages = state.pages.written();
+        let clean = pages.filter(|(n, page)| !state.dirty.contains_key(n) && choose(*n, page));
+        let numbers: Vec<u64> = clean.map(|(number, _)| number).collect();
         if numbers.is_empty() {
             return None;
         }
-        numbers.sort_unstable();
         let number = *random.pick(&numbers);
         let bit = random.index(BLOCK_SIZE * 8);
-        let page = state.pages.get_mut(&number).expect("picked among them");
+        let mut page = state.pages.get(number).expect("picked among them").to_vec();
         page[bit / 8] ^= 1 << (bit % 8);
+        state.pages.set(number, Some(Arc::from(page)));
         Some(number)
     }
 
@@ -335,23 +391,32 @@ impl SimDisk {
         let mut parts = parts.iter().map(|p| &p[..]);
         let mut part: &[u8] = &[];
         for number in (offset / BLOCK_SIZE as u64..).take(total / BLOCK_SIZE) {
-            let mut page: Page = Box::new([0; BLOCK_SIZE]);
-            let mut filled = 0;
-            while filled < BLOCK_SIZE {
-                if part.is_empty() {
-                    part = parts.next().expect("the lengths were added up");
-                    continue;
-                }
-                let take = part.len().min(BLOCK_SIZE - filled);
-                page[filled..filled + take].copy_from_slice(&part[..take]);
-                part = &part[take..];
-                filled += take;
+            while part.is_empty() {
+                part = parts.next().expect("the lengths were added up");
             }
+            let page: Page = if let Some((whole, rest)) = part.split_at_checked(BLOCK_SIZE) {
+                part = rest;
+                state.page(whole)
+            } else {
+                let mut page = [0; BLOCK_SIZE];
+                let mut filled = 0;
+                while filled < BLOCK_SIZE {
+                    if part.is_empty() {
+                        part = parts.next().expect("the lengths were added up");
+                        continue;
+                    }
+                    let take = part.len().min(BLOCK_SIZE - filled);
+                    page[filled..filled + take].copy_from_slice(&part[..take]);
+                    part = &part[take..];
+                    filled += take;
+                }
+                state.page(&page)
+            };
             state.written += 1;
             if held {
                 state.held.push((state.written, number));
             }
-            let before = state.pages.insert(number, page.clone());
+            let before = state.pages.set(number, Some(page.clone()));
             let dirty = state.dirty.entry(number).or_insert_with(|| Dirty {
                 media: before,
                 writes: Vec::new(),
@@ -383,8 +448,8 @@ impl Disk for SimDisk {
             return Err(IoFault { operation: "read", offset, errno: EIO });
         }
         for (number, chunk) in (offset / BLOCK_SIZE as u64..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
-            match state.pages.get(&number) {
-                Some(page) => chunk.copy_from_slice(&page[..]),
+            match state.pages.get(number) {
+                Some(page) => chunk.copy_from_slice(page),
                 None => chunk.fill(0),
             }
         }
@@ -437,10 +502,14 @@ impl Disk for SimDisk {
     fn discard(&self, offset: u64, length: u64) {
         let mut state = self.state();
         for number in offset / BLOCK_SIZE as u64..(offset + length) / BLOCK_SIZE as u64 {
-            state.pages.remove(&number);
+            let page = state.pages.set(number, None);
             state.dirty.remove(&number);
-            state.held.retain(|(_, page)| *page != number);
+            if state.spare.len() < SPARE_MAX {
+                state.spare.extend(page);
+            }
         }
+        let pages = offset / BLOCK_SIZE as u64..(offset + length) / BLOCK_SIZE as u64;
+        state.held.retain(|(_, page)| !pages.contains(page));
     }
 
     fn cookie(&self) -> BootCookie {

@@ -31,6 +31,7 @@ pub mod history;
 pub mod hunt;
 pub mod lineage;
 pub mod linear;
+mod map;
 #[cfg(feature = "mutants")]
 pub mod mutants;
 pub mod network;

@@ -5,17 +5,13 @@
 //! entry by entry, with all that was acknowledged, read and flushed before: losses are found even
 //! where no client happens to read the lost block.
 
-use std::collections::HashMap;
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{BuildHasherDefault, DefaultHasher};
 
 use quoin_core::entry::{Rule, SharedEntry};
 use quoin_core::{BLOCK_SIZE, Chain, EntryKind, Epoch, Lsn, Position, SnapshotId};
 
 use crate::content::{self, Tag, Tags, ZERO};
-
-/// A map whose order never depends on the process.
-pub type FixedMap<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
+use crate::map::FixedMap;
 
 /// An entry's number in the order in which entries were first seen.
 pub type Seen = u32;

@@ -16,9 +16,8 @@
 //!   read's answer, and an unanswered zero may be used once or never: of two states that differ
 //!   in that alone, the one that has used fewer can do all that the other can.
 
-use std::collections::HashMap;
-
 use crate::content::{SECTORS, Tag, Tags};
+use crate::map::FixedMap;
 
 /// An answer that never came.
 pub const NEVER: u64 = u64::MAX;
@@ -114,14 +113,14 @@ struct Search {
     /// Unanswered zeroes, by mask: the instants at which they were invoked, in order.
     may: Vec<(u8, Vec<u64>)>,
     /// The reads that show a tag at a sector.
-    readers: HashMap<(Tag, usize), Vec<usize>>,
+    readers: FixedMap<(Tag, usize), Vec<usize>>,
     /// The writes among `must` that put a tag at a sector.
-    writers: HashMap<(Tag, usize), Vec<usize>>,
+    writers: FixedMap<(Tag, usize), Vec<usize>>,
 }
 
 impl Search {
     fn new(ops: &[BlockOp]) -> Self {
-        let mut first_seen: HashMap<Tag, u64> = HashMap::new();
+        let mut first_seen: FixedMap<Tag, u64> = FixedMap::default();
         for op in ops {
             if let Act::Read { mask, tags } = op.act {
                 for i in sectors_of(mask) {
@@ -151,7 +150,7 @@ impl Search {
         }
         must.sort_by_key(|(_, o)| (o.invoked, o.answered));
         may.iter_mut().for_each(|(_, invoked)| invoked.sort_unstable());
-        let (mut readers, mut writers) = (HashMap::new(), HashMap::new());
+        let (mut readers, mut writers) = (FixedMap::default(), FixedMap::default());
         for (at, (_, op)) in must.iter().enumerate() {
             let (mask, tags, by_place) = match op.act {
                 Act::Read { mask, tags } => (mask, tags, &mut readers),
@@ -336,7 +335,7 @@ fn search(initial: Tags, ops: &[BlockOp]) -> Verdict {
         return Verdict::Violated { stuck };
     }
     let mut stack = vec![begin];
-    let mut seen: HashMap<(usize, Vec<u64>, Tags), Vec<Vec<u16>>> = HashMap::new();
+    let mut seen: FixedMap<(usize, Vec<u64>, Tags), Vec<Vec<u16>>> = FixedMap::default();
     let (mut states, mut furthest, mut stuck) = (0, 0, 0);
     while let Some(mut state) = stack.pop() {
         let deadline = search.settle(&mut state);
