@@ -88,7 +88,7 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
         for case in cases {
             eprintln!("measuring {}", case.name);
             let load = Load {
-                write: case.write,
+                writes_percent: if case.write { 100 } else { 0 },
                 pattern: case.pattern,
                 block_bytes: case.block_bytes,
                 depth: case.depth,

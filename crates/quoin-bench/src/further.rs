@@ -54,8 +54,11 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
             facts.extend(cold_start(quoin, &directory.join("cold"), options.data_gib)?);
         }
     }
-    if options.wants(members::REBUILD) {
-        facts.extend(members::during_rebuild(options, quoin, &directory.join("members"))?);
+    for (name, writes_percent) in [(members::MIXED_REBUILD, 30), (members::REBUILD, 100)] {
+        if options.wants(name) {
+            let directory = directory.join(name);
+            facts.extend(members::during_rebuild(name, writes_percent, options, quoin, &directory)?);
+        }
     }
     if options.wants(absence::NAME) {
         facts.extend(absence::run(options, quoin, &directory.join("absence"))?);

@@ -26,7 +26,8 @@ const SPARSE_BYTES: u64 = 1 << 20;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
-    pub write: bool,
+    /// Of a hundred requests; the others are reads.
+    pub writes_percent: u64,
     pub pattern: Pattern,
     pub block_bytes: u32,
     pub depth: usize,
@@ -104,7 +105,7 @@ impl Generator {
     /// Reads a block somewhere; waits for as long as it takes.
     pub fn read_one(&mut self) -> Result<(), Error> {
         let (pattern, time) = (Pattern::Random, NO_LIMIT);
-        let load = Load { write: false, pattern, block_bytes: 4096, depth: 1, time };
+        let load = Load { writes_percent: 0, pattern, block_bytes: 4096, depth: 1, time };
         match self.drive(load, Some(1))?.requests {
             1 => Ok(()),
             _ => Err(Error::Failed("a read was not answered".into())),
@@ -113,7 +114,7 @@ impl Generator {
 
     fn write_over(&mut self, pattern: Pattern, block_bytes: u32) -> Result<(), Error> {
         self.sequential = 0;
-        let load = Load { write: true, pattern, block_bytes, depth: 32, time: NO_LIMIT };
+        let load = Load { writes_percent: 100, pattern, block_bytes, depth: 32, time: NO_LIMIT };
         self.drive(load, Some(self.size_bytes / u64::from(block_bytes)))?;
         self.flush()
     }
@@ -122,7 +123,7 @@ impl Generator {
     pub fn write_first(&mut self, bytes: u64, block_bytes: u32) -> Result<(), Error> {
         self.sequential = 0;
         let (pattern, time) = (Pattern::Sequential, NO_LIMIT);
-        let load = Load { write: true, pattern, block_bytes, depth: 32, time };
+        let load = Load { writes_percent: 100, pattern, block_bytes, depth: 32, time };
         self.drive(load, Some(bytes / u64::from(block_bytes)))?;
         self.flush()
     }
@@ -131,7 +132,8 @@ impl Generator {
     pub fn touch_each_mib(&mut self, write: bool, times: u64) -> Result<(), Error> {
         self.sequential = 0;
         let (pattern, time) = (Pattern::Sparse, NO_LIMIT);
-        let load = Load { write, pattern, block_bytes: 4096, depth: 32, time };
+        let writes_percent = if write { 100 } else { 0 };
+        let load = Load { writes_percent, pattern, block_bytes: 4096, depth: 32, time };
         self.drive(load, Some(self.size_bytes / SPARSE_BYTES * times))?;
         self.flush()
     }
@@ -185,7 +187,7 @@ impl Generator {
         let mut input = vec![0u8; 4 << 20];
         let (mut have, mut stopped) = (0, false);
         let payload = load.block_bytes as usize;
-        let expected = nbd::REPLY_LEN + if load.write { 0 } else { payload };
+        let mut answer_bytes = vec![0; load.depth];
         let mut last = start;
         loop {
             let now = Instant::now();
@@ -193,15 +195,21 @@ impl Generator {
             while !stopped && issued < count && free.last().is_some() {
                 let slot = free.pop().expect("looked at above");
                 let offset = self.next_offset(&load);
-                let command = if load.write { nbd::WRITE } else { nbd::READ };
+                let write = match load.writes_percent {
+                    0 => false,
+                    100 => true,
+                    percent => (next(&mut self.random) >> 32) % 100 < percent,
+                };
+                let (command, answered) =
+                    if write { (nbd::WRITE, 0) } else { (nbd::READ, payload) };
                 let handle = slot as u64;
                 nbd::Request { command, handle, offset, length: load.block_bytes }
                     .encode(&mut output);
-                if load.write {
+                if write {
                     let from = (next(&mut self.random) as usize) % (self.data.len() - payload + 1);
                     output.extend_from_slice(&self.data[from..from + payload]);
                 }
-                sent_at[slot] = now;
+                (sent_at[slot], answer_bytes[slot]) = (now, nbd::REPLY_LEN + answered);
                 issued += 1;
             }
             while written < output.len() {
@@ -227,12 +235,16 @@ impl Generator {
             }
             let now = Instant::now();
             let mut at = 0;
-            while have - at >= expected {
+            while have - at >= nbd::REPLY_LEN {
                 let slot = nbd::decode_reply(&input[at..])? as usize;
-                at += expected;
-                let sent = sent_at.get(slot).ok_or_else(|| {
-                    Error::Failed("the server answered a request that was never sent".into())
-                })?;
+                let (Some(sent), Some(bytes)) = (sent_at.get(slot), answer_bytes.get(slot)) else {
+                    let unasked = "the server answered a request that was never sent";
+                    return Err(Error::Failed(unasked.into()));
+                };
+                if have - at < *bytes {
+                    break;
+                }
+                at += bytes;
                 latencies.push(u32::try_from((now - *sent).as_nanos()).unwrap_or(u32::MAX));
                 free.push(slot);
                 done += 1;

@@ -10,6 +10,7 @@ use crate::product::Product;
 use crate::{Class, Error, Options, usage};
 
 pub const REBUILD: &str = "io-during-rebuild";
+pub const MIXED_REBUILD: &str = "mixed-io-during-rebuild";
 pub const CHANGE: &str = "membership-change";
 pub const DEATH: &str = "target-death";
 const VOLUME: &str = "members";
@@ -20,17 +21,21 @@ const POLL: Duration = Duration::from_millis(5);
 const UNDISTURBED: usize = 5;
 const CHANGE_VOLUME_BYTES: u64 = 256 << 20;
 
-fn load(depth: usize, time: Duration) -> Load {
-    Load { write: true, pattern: Pattern::Random, block_bytes: 4096, depth, time }
+fn load(writes_percent: u64, depth: usize, time: Duration) -> Load {
+    Load { writes_percent, pattern: Pattern::Random, block_bytes: 4096, depth, time }
 }
 
-/// Random writes of 4 KiB at depth 8 before and while a replica is rebuilt.
+/// Random IO of 4 KiB at depth 8 before and while a replica is rebuilt: under `name` so many of a
+/// hundred requests are writes. Writes alone, all over the volume and as fast as they are answered, are
+/// the worst that a rebuild can meet, as each of its rounds leaves nearly as much behind as it copies.
 pub fn during_rebuild(
+    name: &str,
+    writes_percent: u64,
     options: &Options,
     quoin: &Path,
     directory: &Path,
 ) -> Result<Vec<Fact>, Error> {
-    eprintln!("measuring {REBUILD} with {} MiB", options.rebuild_mib);
+    eprintln!("measuring {name} with {} MiB", options.rebuild_mib);
     let product = Product::start(quoin, directory)?;
     let socket = product.volume(VOLUME, Class::Cache, options.rebuild_mib << 20)?;
     let mut generator = Generator::connect(&socket)?;
@@ -38,7 +43,7 @@ pub fn during_rebuild(
     generator.flush()?;
     // A new log knows no clean-up: what is compared with is one in use.
     generator.wear_in()?;
-    let load = load(8, options.time());
+    let load = load(writes_percent, 8, options.time());
     generator.run(load)?;
     let mut undisturbed =
         (0..UNDISTURBED).map(|_| generator.run(load)).collect::<Result<Vec<_>, Error>>()?;
@@ -64,7 +69,7 @@ pub fn during_rebuild(
             break;
         }
         eprintln!(
-            "  {:.0} of {:.0} writes a second, p99 {:.0} of {:.0} µs",
+            "  {:.0} of {:.0} requests a second, p99 {:.0} of {:.0} µs",
             window.per_second(),
             undisturbed.per_second(),
             window.percentile_us(0.99),
@@ -84,7 +89,7 @@ pub fn during_rebuild(
     let all = Outcome::merge(disturbed);
     let slower = all.percentile_us(0.99) / undisturbed.percentile_us(0.99);
     let fact = |what: &str, value, unit, goal| Fact {
-        name: format!("{REBUILD}-{what}"),
+        name: format!("{name}-{what}"),
         value,
         unit,
         goal,
@@ -120,7 +125,7 @@ pub fn change(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> {
         std::thread::scope(|scope| {
             let changed = scope.spawn(|| product.command(command));
             while !changed.is_finished() {
-                let outcome = generator.run(load(1, Duration::from_millis(200)))?;
+                let outcome = generator.run(load(100, 1, Duration::from_millis(200)))?;
                 longest_us = outcome.percentile_us(1.0).max(longest_us);
             }
             changed.join().map_err(|_| Error::Failed("the change panicked".into()))?
@@ -142,7 +147,7 @@ pub fn target_death(quoin: &Path, directory: &Path) -> Result<Vec<Fact>, Error> 
     drop(generator);
     usage::end(&product.pids_of("target"));
     let died = Instant::now();
-    let one = load(1, Duration::from_millis(1));
+    let one = load(100, 1, Duration::from_millis(1));
     // Refused while there is no target, and held up until it may answer.
     while Generator::connect(&socket).and_then(|mut generator| generator.run(one)).is_err() {
         if died.elapsed() > TIMEOUT {

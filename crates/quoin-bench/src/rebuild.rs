@@ -42,7 +42,7 @@ fn sequential_floor(
     let floor = Floor::start(quoin, directory, Class::Cache, size_bytes)?;
     let mut generator = Generator::connect(&floor.socket)?;
     let load = Load {
-        write: true,
+        writes_percent: 100,
         pattern: Pattern::Sequential,
         block_bytes: BLOCK_BYTES,
         depth: 8,

@@ -40,7 +40,7 @@ fn measure(
     quoin_load.fill(128 << 10)?;
     eprintln!("measuring {name}");
     let load = Load {
-        write: true,
+        writes_percent: 100,
         pattern: Pattern::Sequential,
         block_bytes: 128 << 10,
         depth: 8,
