@@ -57,7 +57,13 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
     for (name, writes_percent) in [(members::MIXED_REBUILD, 30), (members::REBUILD, 100)] {
         if options.wants(name) {
             let directory = directory.join(name);
-            facts.extend(members::during_rebuild(name, writes_percent, options, quoin, &directory)?);
+            facts.extend(members::during_rebuild(
+                name,
+                writes_percent,
+                options,
+                quoin,
+                &directory,
+            )?);
         }
     }
     if options.wants(absence::NAME) {

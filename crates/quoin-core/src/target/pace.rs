@@ -6,9 +6,12 @@
 //! byte copied. Where clients are served so slowly that IO takes more than [`LIMIT_PERCENT`] of the
 //! baseline the rate falls in proportion, else it grows. That is judged by what clients got done
 //! over about [`MEMORY`]: a disk hiccups however little is copied, and a rate that fell to nothing
-//! at each hiccup would never become what clients bear. A volume that lacks a replica may be faster than its users know it;
-//! what IO took while it was whole is as good a baseline, up to [`HEALTHY_PERCENT_MAX`] of what it
-//! takes now: the sooner the rebuild is over, the less is written meanwhile that it must copy too.
+//! at each hiccup would never become what clients bear. A volume that lacks a replica may be faster
+//! than its users know it; what IO took while it was whole is as good a baseline, up to
+//! [`HEALTHY_PERCENT_MAX`] of what it takes now: the sooner the rebuild is over, the less is written
+//! meanwhile that it must copy too. It may be slower in a probe as well, since what was copied is
+//! still on its way to disks: where clients ask for as much at a time as when the volume was whole
+//! that is no new baseline, and IO may take no longer than it does in the probe.
 //! The rate is never below [`FLOOR_BYTES_PER_S`], so that every rebuild ends, and
 //! without a limit as long as no client asks for anything. A rebuild that does not gain on the
 //! writers may take more ([`Pace::step`]).
@@ -26,6 +29,10 @@ const LIMIT_PERCENT: u64 = 130;
 /// What the whole volume's baseline counts at most, of that which is learnt now: clients may by now
 /// do other things.
 const HEALTHY_PERCENT_MAX: u64 = 125;
+/// And at least, where clients do what they did: [`LIMIT_PERCENT`] of it is what IO takes in a probe.
+const HEALTHY_PERCENT_MIN: u64 = 77;
+/// IO that takes longer than this beside the whole volume's is slow for another reason than a rebuild.
+const LEFT_OVER_PERCENT_MAX: u64 = 150;
 /// Nothing slows a rebuild down further.
 const FLOOR_BYTES_PER_S: u64 = 16 << 20;
 /// The rate at which copying begins beside clients.
@@ -97,6 +104,8 @@ pub(super) struct Pace {
     baseline_ns: [u64; KINDS],
     /// The same, when the volume was whole last.
     healthy_ns: [u64; KINDS],
+    /// Requests under way at a time then, in thousandths.
+    healthy_depth: u64,
     /// IO answered since.
     since: Time,
     /// IO that arrived since: before, the mode was another one.
@@ -123,6 +132,7 @@ impl Pace {
             mode: Mode::Quiet,
             baseline_ns: [0; KINDS],
             healthy_ns: [0; KINDS],
+            healthy_depth: 0,
             since: Time::ZERO,
             arrived_since: Time::ZERO,
             sums: [Sum::default(); KINDS],
@@ -174,6 +184,7 @@ impl Pace {
                 self.learn();
                 if whole() {
                     self.healthy_ns = self.baseline_ns;
+                    self.healthy_depth = self.depth(now);
                 }
                 self.begin(now);
             }
@@ -251,6 +262,13 @@ impl Pace {
         self.sums.iter().map(|sum| sum.count).sum()
     }
 
+    /// How many requests of clients were under way at a time, in thousandths.
+    fn depth(&self, now: Time) -> u64 {
+        let total_ns: u64 = self.sums.iter().map(|sum| sum.total_ns).sum();
+        let took_us = now.since(self.since).as_micros() as u64;
+        total_ns.checked_div(took_us).unwrap_or(0)
+    }
+
     fn begin(&mut self, now: Time) {
         self.since = now;
         self.sums = [Sum::default(); KINDS];
@@ -288,13 +306,22 @@ impl Pace {
         }
     }
 
+    /// Whether clients ask for about as much at a time as when the volume was whole.
+    fn has_healthy_depth(&self, now: Time) -> bool {
+        let whole = self.healthy_depth;
+        (whole * 3 / 4..=whole * 4 / 3).contains(&self.depth(now))
+    }
+
     /// How fast clients are served now beside the baseline, in thousandths; nothing where no such
     /// IO is known.
-    fn speed_now(&self) -> Option<u64> {
+    fn speed_now(&self, now: Time) -> Option<u64> {
         let (mut took, mut expected) = (0u128, 0u128);
+        let same_depth = self.has_healthy_depth(now);
         for ((now, healthy), sum) in self.baseline_ns.iter().zip(self.healthy_ns).zip(self.sums) {
             if *now > 0 {
-                let baseline = healthy.clamp(*now, now * HEALTHY_PERCENT_MAX / 100);
+                let left_over = same_depth && *now * 100 <= healthy * LEFT_OVER_PERCENT_MAX;
+                let least = if left_over { now * HEALTHY_PERCENT_MIN / 100 } else { *now };
+                let baseline = healthy.clamp(least, now * HEALTHY_PERCENT_MAX / 100);
                 took += u128::from(sum.total_ns);
                 expected += u128::from(sum.count) * u128::from(baseline);
             }
@@ -303,7 +330,7 @@ impl Pace {
     }
 
     fn judge(&mut self, now: Time) {
-        let Some(speed_now) = self.speed_now() else { return };
+        let Some(speed_now) = self.speed_now(now) else { return };
         let (allowed, rate) = (allowed_speed(self.limit_percent), self.bytes_per_s);
         let took = now.since(self.since).min(MEMORY / 2).as_micros() as u64;
         let memory = MEMORY.as_micros() as u64;

@@ -7,6 +7,8 @@ use super::*;
 struct Machine {
     alone_us: u64,
     full_bytes_per_s: u64,
+    /// What was copied burdens it for about so long.
+    burden: Duration,
 }
 
 struct Outcome {
@@ -41,7 +43,7 @@ fn run(
             copied += bytes;
         }
         let wanted = machine.full_bytes_per_s as f64 * STEP.as_secs_f64();
-        share += (bytes as f64 / wanted - share) / 100.0;
+        share += (bytes as f64 / wanted - share) * STEP.div_duration_f64(machine.burden);
         let takes_us = machine.alone_us as f64 / (1.0 - share.clamp(0.0, 0.9));
         if client && now.since(arrived).as_micros() as f64 >= takes_us {
             pace.answered(*now, arrived, Kind::Write, 4096);
@@ -54,7 +56,8 @@ fn run(
     Outcome { rate: ios as f64 / seconds, copied_per_s: copied as f64 / seconds }
 }
 
-const FAST: Machine = Machine { alone_us: 200, full_bytes_per_s: 800 << 20 };
+const FAST: Machine =
+    Machine { alone_us: 200, full_bytes_per_s: 800 << 20, burden: Duration::from_millis(1) };
 const SECONDS: Duration = Duration::from_secs(4);
 
 #[test]
@@ -67,6 +70,19 @@ fn clients_keep_seven_tenths_of_their_rate_and_the_rebuild_goes_on_beside_them()
         let kept = beside.rate / alone.rate;
         assert!(kept >= 0.7, "{alone_us}: {kept}");
         assert!(beside.copied_per_s > 32.0 * f64::from(1 << 20), "{}", beside.copied_per_s);
+    }
+}
+
+#[test]
+fn what_is_still_on_its_way_to_disks_in_a_probe_is_no_new_baseline() {
+    for burden_ms in [5, 20, 100, 1000] {
+        let machine = Machine { burden: Duration::from_millis(burden_ms), ..FAST };
+        let (mut pace, mut now) = (Pace::new(), Time::from_millis(10));
+        let alone = run(&machine, &mut pace, &mut now, SECONDS, true, false);
+        let beside = run(&machine, &mut pace, &mut now, 3 * SECONDS, true, true);
+        let kept = beside.rate / alone.rate;
+        assert!(kept >= 0.7, "{burden_ms} ms: {kept}");
+        assert!(beside.copied_per_s > 0.9 * FLOOR_BYTES_PER_S as f64, "{}", beside.copied_per_s);
     }
 }
 
@@ -151,7 +167,7 @@ fn what_a_whole_volume_took_counts_up_to_a_quarter_more_than_what_is_learnt_now(
         let mut pace = Pace::new();
         (pace.baseline_ns[known], pace.healthy_ns[known]) = (1000, healthy);
         pace.sums[known] = Sum { count: 4, total_ns: 10_000 };
-        pace.speed_now().unwrap()
+        pace.speed_now(Time::from_millis(1)).unwrap()
     };
     assert_eq!([0, 900, 1200, 1250, 4000].map(speed), [400, 400, 480, 500, 500]);
 }
@@ -223,13 +239,13 @@ fn baselines_follow_slowly_upwards_and_io_without_one_burdens_nobody() {
     assert_eq!(learn(800, 200), 500);
     pace.baseline_ns[known] = 1000;
     pace.sums[known] = Sum { count: 4, total_ns: 6000 };
-    assert_eq!(pace.speed_now(), Some(666));
+    assert_eq!(pace.speed_now(Time::from_millis(1)), Some(666));
     pace.sums[unknown] = Sum { count: 4, total_ns: 1 << 40 };
-    assert_eq!(pace.speed_now(), Some(666));
+    assert_eq!(pace.speed_now(Time::from_millis(1)), Some(666));
     pace.sums[known].total_ns = 40;
-    assert_eq!(pace.speed_now(), Some(SPEED_MAX));
+    assert_eq!(pace.speed_now(Time::from_millis(1)), Some(SPEED_MAX));
     pace.sums[known] = Sum::default();
-    assert_eq!(pace.speed_now(), None);
+    assert_eq!(pace.speed_now(Time::from_millis(1)), None);
 }
 
 #[test]
@@ -267,7 +283,7 @@ fn a_disk_that_hiccups_however_little_is_copied_does_not_stop_a_rebuild() {
         run(&hiccup, &mut pace, &mut now, 40 * MS, true, true);
     }
     let smooth = run(&FAST, &mut Pace::new(), &mut now, SECONDS, true, true).copied_per_s;
-    assert!(copied_per_s > 0.6 * smooth, "{copied_per_s} {smooth}");
+    assert!(copied_per_s > 0.5 * smooth, "{copied_per_s} {smooth}");
 }
 
 /// A window in which clients were served as fast as they were of late, and this much was copied.
