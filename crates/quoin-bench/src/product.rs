@@ -224,7 +224,11 @@ impl Away {
 }
 
 impl Drop for Product {
+    /// Its pools go with it: the next measurement has the disk's room and the machine's memory for
+    /// itself.
     fn drop(&mut self) {
         self.stop();
+        // What is left is removed with the whole directory.
+        let _ = std::fs::remove_dir_all(self.dir.join("data"));
     }
 }
