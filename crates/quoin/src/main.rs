@@ -28,13 +28,16 @@ mod volume;
 use std::io::Write;
 use std::process::ExitCode;
 
+/// What a shell makes of a command that Ctrl-C ended.
+const INTERRUPTED: u8 = 130;
+
 fn main() -> ExitCode {
     match cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // What cannot be told is no reason to panic.
             let _ = writeln!(std::io::stderr(), "error: {}", output::sentence(&error));
-            ExitCode::FAILURE
+            if error.is::<pace::Interrupted>() { INTERRUPTED.into() } else { ExitCode::FAILURE }
         }
     }
 }

@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::client::ClientOptions;
 use crate::size::show_size;
@@ -17,6 +18,11 @@ const SAY_EVERY: Duration = Duration::from_secs(2);
 const WINDOW: Duration = Duration::from_secs(10);
 /// Targets report every few seconds, so less than this is no standstill.
 const STANDSTILL: Duration = Duration::from_secs(6);
+
+/// Whoever waited has pressed Ctrl-C.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted: {0}; it goes on by itself, and the same command waits for it again")]
+pub struct Interrupted(String);
 
 /// Something under way in the cluster, as it was seen last.
 pub trait UnderWay {
@@ -41,14 +47,15 @@ pub struct Part<'a> {
 /// Looks until it is done.
 ///
 /// # Errors
-/// Where a look fails, and where nothing moves for as long as the user waits: it goes on all the
-/// same, should it move again.
+/// Where a look fails, and where nothing moves for as long as the user waits, or the user waits no
+/// longer ([`Interrupted`]): it goes on all the same, should it move again.
 pub async fn follow<U: UnderWay>(
     first: U,
     client: &ClientOptions,
     mut look: impl AsyncFnMut() -> Result<U>,
 ) -> Result<U> {
     let mut seen = first;
+    let mut interrupts = signal(SignalKind::interrupt())?;
     let began = Instant::now();
     let mut said = None::<Instant>;
     let (mut pace, mut rounds) = (Pace::default(), Rounds::default());
@@ -74,8 +81,14 @@ pub async fn follow<U: UnderWay>(
                 client.timeout
             );
         }
-        tokio::time::sleep(LOOK_EVERY).await;
-        seen = look().await?;
+        let next = async {
+            tokio::time::sleep(LOOK_EVERY).await;
+            look().await
+        };
+        seen = tokio::select! {
+            found = next => found?,
+            _ = interrupts.recv() => bail!(Interrupted(seen.progress(&words(&pace)))),
+        };
     }
     Ok(seen)
 }

@@ -162,12 +162,26 @@ fn a_person_who_waits_is_told_how_far_it_is_how_fast_it_goes_and_how_long_it_tak
 /// what it must.
 #[test]
 fn a_rebuild_whose_pool_is_killed_midway_copies_what_is_missing_and_not_all_again() {
-    const MIB_OF_DATA: u64 = 128;
+    // A fifth is more than what a pool copies between two of its checkpoints.
+    const MIB_OF_DATA: u64 = 192;
     let (scratch, dev) = cluster("midway", "4");
     let pool = filled(&dev, MIB_OF_DATA);
     let slow = Slow::down(&dev, &pool, 16 * MIB);
     let before = allocated_bytes(&dev.pool_file(&pool));
-    dev.ok(&["volume", "scale", "db", "--replicas", "4"]);
+    let wait = ["volume", "scale", "db", "--replicas", "4", "--wait"];
+    let mut waiting = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(wait)
+        .env("QUOIN_SOCKET", &dev.admin_socket)
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut errors = std::io::BufReader::new(waiting.stderr.take().unwrap());
+    std::io::BufRead::read_line(&mut errors, &mut String::new()).unwrap();
+    kill_process(Pid::from_child(&waiting), Signal::INT).unwrap();
+    let said = std::io::read_to_string(errors).unwrap();
+    assert_eq!(waiting.wait().unwrap().code(), Some(130), "{said}");
+    assert!(said.contains("error: interrupted: volume db: 1 replica being added"), "{said}");
+    assert!(said.contains("it goes on by itself"), "{said}");
     dev.eventually("more than half of it is there", || {
         let grown = allocated_bytes(&dev.pool_file(&pool)).saturating_sub(before);
         (grown > MIB_OF_DATA * MIB * 6 / 10).then_some(())
