@@ -83,6 +83,7 @@ pub fn hunt(defect: &Defect, limits: &Limits) -> Hunt {
                     found.try_seeds(defect, limits);
                 }
             }
+            Book::Model => {}
             Book::Replication => {
                 found.try_seeds(defect, limits);
                 if found.catches.is_empty() {
@@ -252,7 +253,7 @@ fn failed_test(out: &str) -> Option<String> {
 
 fn last_test(out: &str) -> Option<String> {
     let name = |line: &str| Some(line.strip_prefix("test ")?.split(' ').next()?.to_owned());
-    out.lines().filter_map(name).last()
+    out.lines().filter_map(name).next_back()
 }
 
 /// What the first panic said.
