@@ -149,7 +149,8 @@ fn drive(dir: &Path, flags: &[String]) {
         if name.contains(&only) {
             let pattern = if depth == 8 { Pattern::Sequential } else { Pattern::Random };
             let time = Duration::from_secs(seconds);
-            case(name, Load { write, pattern, block_bytes, depth, time });
+            let writes_percent = if write { 100 } else { 0 };
+            case(name, Load { writes_percent, pattern, block_bytes, depth, time });
         }
     }
     drop(generator);
