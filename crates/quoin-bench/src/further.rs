@@ -54,9 +54,11 @@ pub fn run(options: &Options, quoin: &Path, directory: &Path) -> Result<Vec<Fact
             facts.extend(cold_start(quoin, &directory.join("cold"), options.data_gib)?);
         }
     }
-    for (name, writes_percent) in [(members::MIXED_REBUILD, 30), (members::REBUILD, 100)] {
+    // Short names: sockets lie in there, and their paths have a limit.
+    let mixes = [(members::MIXED_REBUILD, 30, "mixed"), (members::REBUILD, 100, "members")];
+    for (name, writes_percent, directory_name) in mixes {
         if options.wants(name) {
-            let directory = directory.join(name);
+            let directory = directory.join(directory_name);
             facts.extend(members::during_rebuild(
                 name,
                 writes_percent,

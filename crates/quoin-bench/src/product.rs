@@ -45,15 +45,18 @@ impl Product {
             .stderr(errors)
             .spawn()
             .map_err(Error::io("start quoin dev"))?;
-        let product = Self { quoin: quoin.to_owned(), dir: dir.to_owned(), dev };
+        let mut product = Self { quoin: quoin.to_owned(), dir: dir.to_owned(), dev };
         let given = flags.iter().position(|flag| *flag == "--pools").map(|at| flags.get(at + 1));
         let pools = given.flatten().and_then(|count| count.parse().ok()).unwrap_or(3);
         let end = Instant::now() + Duration::from_secs(60);
         while product.online("pool") < pools || product.online("node") < 1 {
-            if Instant::now() > end {
+            let ended = !matches!(product.dev.try_wait(), Ok(None));
+            if ended || Instant::now() > end {
+                // The file goes with the directory.
+                let said = std::fs::read_to_string(product.dir.join("dev.log")).unwrap_or_default();
                 return Err(Error::Failed(format!(
-                    "quoin dev did not bring up {pools} pools and a node; see {}",
-                    product.dir.join("dev.log").display()
+                    "quoin dev did not bring up {pools} pools and a node: {}",
+                    said.lines().last().unwrap_or("it says nothing")
                 )));
             }
             std::thread::sleep(Duration::from_millis(200));
