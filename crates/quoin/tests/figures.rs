@@ -123,12 +123,20 @@ fn rebuilds_whole_and_in_part_are_measured_and_what_one_takes_from_io() {
     let (mut cases, table) = cases(&[&["--only", "rebuild"], &sizes[..]].concat());
     let beside_floor = cases.remove("rebuild-128k").expect("no rebuild");
     assert_complete("rebuild-128k", &beside_floor);
-    for name in ["io-during-rebuild-rate-lost", "io-during-rebuild-rate-lost-worst"] {
-        let lost = cases.remove(name).unwrap_or_else(|| panic!("no {name}"));
-        let share = lost["quoin"].as_f64();
-        assert!(share.is_some_and(|share| (0.0..=100.0).contains(&share)), "{name}: {lost}");
+    for load in ["io", "mixed-io"] {
+        for what in ["rate-lost", "rate-lost-worst"] {
+            let name = format!("{load}-during-rebuild-{what}");
+            let lost = cases.remove(name.as_str()).unwrap_or_else(|| panic!("no {name}"));
+            let share = lost["quoin"].as_f64();
+            assert!(share.is_some_and(|share| (0.0..=100.0).contains(&share)), "{name}: {lost}");
+        }
     }
-    let names = ["delta-rebuild-moved", "delta-rebuild-time", "io-during-rebuild-p99"];
+    let names = [
+        "delta-rebuild-moved",
+        "delta-rebuild-time",
+        "io-during-rebuild-p99",
+        "mixed-io-during-rebuild-p99",
+    ];
     assert_figures(&cases, &names);
     // What changed, and little of the rest.
     let moved_mib = cases["delta-rebuild-moved"]["quoin"].as_f64().unwrap();
