@@ -360,8 +360,10 @@ fn a_replica_whose_deletion_the_disk_refused_is_deleted_in_the_next_life_and_tol
     let process = Process::start(&disk, &doubt);
     process.create_replica();
     disk.fail_next("sync");
+    let gate = disk.gate.lock().unwrap();
     process.assign(Phase::Delete);
     assert_ne!(process.replica_state(), Some("gone"), "told before it is on media");
+    drop(gate);
     // It was asked for once, in the life before.
     eventually("it is gone", || (process.replica_state()? == "gone").then_some(()));
     assert!(disk.has_failed());
