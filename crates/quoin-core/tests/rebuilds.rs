@@ -9,7 +9,7 @@ use bytes::Bytes;
 use common::{Cluster, config};
 use quoin_core::Durability;
 use quoin_core::block::Operation;
-use quoin_core::target::{TargetConfig, TargetNote};
+use quoin_core::target::{TargetConfig, TargetEvent, TargetNote};
 
 #[test]
 fn a_replica_that_missed_more_than_the_window_is_rebuilt_by_increments() {
@@ -96,4 +96,53 @@ fn what_is_written_during_a_rebuild_follows_as_entries_though_it_is_more_than_th
     for block in 0..300 {
         assert_eq!(c.hosts[1].look(block), c.hosts[0].look(block), "block {block}");
     }
+}
+
+/// Writes 40 blocks while one of three replicas is away, then has it back; how it was brought back
+/// (the data copied, or nothing), and the bytes that were kept for it.
+fn back_after_forty_blocks(bytes_max: Option<usize>) -> (Option<u64>, usize) {
+    let mut c = Cluster::new(3, TargetConfig { durability: Durability::Media, ..config() });
+    c.write(500, 7);
+    c.crash_replica(1);
+    let write = |c: &mut Cluster, blocks: std::ops::Range<u64>| {
+        for block in blocks {
+            c.do_ok(Operation::Write {
+                offset: block * 4096,
+                data: Bytes::from(vec![4; 4096]),
+                fua: true,
+            });
+        }
+    };
+    write(&mut c, 0..20);
+    if let Some(bytes_max) = bytes_max {
+        c.event(TargetEvent::Retain { bytes_max });
+        c.settle();
+        assert!(c.target.retained_bytes() <= bytes_max, "what is there already goes too");
+    }
+    write(&mut c, 20..40);
+    let kept = c.target.retained_bytes();
+    // What a limit ends up with holds for the way back as well.
+    c.start_replica(1);
+    c.wait_in_sync(3);
+    c.crash_replica(0);
+    for block in 0..40 {
+        assert_eq!(c.read(block * 4096, 4096), vec![4; 4096], "block {block}");
+    }
+    let moved = c.notes.iter().find_map(|n| match n {
+        TargetNote::Rebuilt { moved_bytes, .. } => Some(*moved_bytes),
+        _ => None,
+    });
+    (moved, kept)
+}
+
+#[test]
+fn memory_that_is_limited_is_not_kept_for_a_replica_that_is_away_and_it_is_copied_what_it_lacks() {
+    let (moved, kept) = back_after_forty_blocks(None);
+    assert_eq!(moved, None, "the window holds all of it");
+    assert!(kept >= 40 * 4096, "{kept}");
+    let (moved, kept) = back_after_forty_blocks(Some(32 << 10));
+    assert_eq!(moved, Some(40 * 4096));
+    assert!(kept <= 32 << 10, "{kept}");
+    let (moved, kept) = back_after_forty_blocks(Some(0));
+    assert_eq!((moved, kept), (Some(40 * 4096), 0));
 }

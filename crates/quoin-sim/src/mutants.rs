@@ -105,6 +105,7 @@ pub const ALL: &[Defect] = &[
     core("reads-not-behind-the-reopen", Swarm::Blackouts),
     core("lost-while-one-is-away", Swarm::Damage),
     core("boundary-not-stable", Swarm::Rebuilds),
+    core("last-increment-without-room", Swarm::Memory),
     core("increment-from-above", Swarm::Rebuilds),
     core("boundaries-of-others-kept", Swarm::Members),
     core("grown-behind-the-backlog", Swarm::Churn),

@@ -42,7 +42,9 @@ pub enum Swarm {
     Recoveries,
     /// Members that fall out of a small window and are copied anew.
     Rebuilds,
-    /// The same, of volumes with snapshots that come and go.
+    /// The same, with targets that may keep now much, now nothing in memory for them.
+    Memory,
+    /// Rebuilds of volumes with snapshots that come and go.
     Snapshots,
     /// Rot, unreadable disks, disks that are rolled back.
     Damage,
@@ -68,6 +70,7 @@ impl Swarm {
         Swarm::Strangers,
         Swarm::Recoveries,
         Swarm::Rebuilds,
+        Swarm::Memory,
         Swarm::Snapshots,
         Swarm::Damage,
         Swarm::Liars,
@@ -90,6 +93,7 @@ impl Swarm {
             Swarm::Strangers => "strangers",
             Swarm::Recoveries => "recoveries",
             Swarm::Rebuilds => "rebuilds",
+            Swarm::Memory => "memory",
             Swarm::Snapshots => "snapshots",
             Swarm::Damage => "damage",
             Swarm::Liars => "liars",
@@ -323,6 +327,7 @@ impl Swarm {
                 apart: true,
                 ..small
             },
+            Swarm::Memory => Swarm::Rebuilds.shape(random)?,
             Swarm::Snapshots => Shape {
                 factors: &[(3, 2), (3, 2), (2, 2), (4, 3), (3, 1)],
                 ..Swarm::Rebuilds.shape(random)?

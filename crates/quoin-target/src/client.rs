@@ -123,6 +123,7 @@ impl Client {
             return;
         }
         let taken = self.frontend.receive(&mut self.input.bytes, requests, &mut self.pieces);
+        self.input.rest();
         self.sated = !self.frontend.wants_input();
         self.queue_pieces();
         if let Err(Closed(why)) = taken {

@@ -50,6 +50,8 @@ pub struct Options {
     pub run_dir: PathBuf,
     /// Threads that serve volumes; 0: one per two cores, at least one.
     pub shards: usize,
+    /// What all volumes together may keep in memory for replicas that are away or behind.
+    pub catch_up_bytes: u64,
     /// Serve the volumes over TCP too.
     pub nbd: Option<door::NbdOptions>,
     /// Made by the caller, who shows it.
@@ -99,7 +101,8 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         let reach =
             Reach::Tls { identity: identity.clone(), mode: Mode::remembered(identity.dir()) };
         let metrics = options.metrics.clone();
-        let (shard, handle) = Shard::new(reach, asks.clone(), notices.clone(), metrics)?;
+        let budget = usize::try_from(options.catch_up_bytes).unwrap_or(usize::MAX) / count;
+        let (shard, handle) = Shard::new(reach, budget, asks.clone(), notices.clone(), metrics)?;
         spawn_shard(n, ends.clone(), move || shard.run())?;
         shards.push(handle);
     }

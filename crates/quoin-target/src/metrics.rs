@@ -34,6 +34,8 @@ pub struct Metrics {
     registry: Arc<Registry>,
     pub volumes: Gauge,
     pub clients: Gauge,
+    /// By all shards, for replicas that are away or behind and until all is on media.
+    pub retained: Gauge,
     requests: [Counter; 6],
     read: Counter,
     written: Counter,
@@ -62,9 +64,12 @@ impl Metrics {
         let requests = kinds.map(|operation| by_kind.get_or_create(&Kind { operation }).clone());
         let mut registry = Registry::with_prefix("quoin_target");
         let (volumes, clients) = (Gauge::default(), Gauge::default());
+        let retained = Gauge::default();
         let (read, written, failed) = (Counter::default(), Counter::default(), Counter::default());
         registry.register("volumes", "Volumes served here", volumes.clone());
         registry.register("clients", "Connections of clients", clients.clone());
+        let help = "Entries kept in memory: not on media yet, or for replicas away or behind";
+        registry.register_with_unit("retained", help, Unit::Bytes, retained.clone());
         registry.register("requests", "Requests taken", by_kind);
         registry.register_with_unit("read", "Bytes asked for", Unit::Bytes, read.clone());
         registry.register_with_unit("written", "Bytes to write", Unit::Bytes, written.clone());
@@ -94,6 +99,7 @@ impl Metrics {
             registry,
             volumes,
             clients,
+            retained,
             requests,
             read,
             written,

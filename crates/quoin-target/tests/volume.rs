@@ -179,6 +179,38 @@ fn a_pool_that_goes_away_and_returns_catches_up_while_io_goes_on() {
     }
 }
 
+/// What is kept of 16 MiB that were written and flushed while one of three pools was away.
+fn kept_for_one_that_is_away(catch_up_bytes: usize) -> i64 {
+    let volume = Plain::new(3, 2, 2);
+    let (control, membership) = (volume.control.clone(), volume.membership.clone());
+    let reach = Reach::PlainLoopback;
+    let target =
+        RunningTarget::start_keeping(catch_up_bytes, &control, membership, reach, |_, _| {
+            Bytes::new()
+        });
+    target.open(&volume.socket(), volume.places(), BLOCKS, false);
+    let mut client = Nbd::connect(&volume.socket());
+    for n in 0..16 {
+        client.write(n << 20, &[n as u8 + 1; 1 << 20]);
+        client.flush();
+    }
+    // Whatever is over the budget now and then is looked at again after a while.
+    std::thread::sleep(Duration::from_millis(150));
+    client.write(0, &[1; 4096]);
+    client.flush();
+    let kept = target.metrics.retained.get();
+    assert_eq!(client.read(15 << 20, 4096), [16; 4096]);
+    target.stop();
+    kept
+}
+
+#[test]
+fn what_is_kept_in_memory_for_replicas_that_are_away_is_as_much_as_the_target_was_told() {
+    assert!(kept_for_one_that_is_away(usize::MAX) > 15 << 20);
+    let kept = kept_for_one_that_is_away(4 << 20);
+    assert!(kept <= 4 << 20, "{kept}");
+}
+
 #[test]
 fn a_replica_that_takes_connections_and_never_answers_does_not_hold_up_the_volume() {
     let volume = Plain::new(3, 2, 2);

@@ -100,6 +100,7 @@ impl Connection {
             Some(header) => header,
             None => {
                 let Some(bytes) = self.input.bytes.first_chunk::<HEADER_LEN>() else {
+                    self.input.rest();
                     // Garbage is refused by its first bytes, not after 64 of them came.
                     return match self.input.bytes.first_chunk::<4>() {
                         Some(first) if *first != crate::frame::MAGIC && first[0] != 0x15 => {

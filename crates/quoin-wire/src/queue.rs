@@ -155,11 +155,13 @@ pub enum Filled {
 pub struct ReceiveQueue {
     pub bytes: BytesMut,
     chunk: usize,
+    /// Of the memory that `bytes` is a part of.
+    taken: usize,
 }
 
 impl Default for ReceiveQueue {
     fn default() -> Self {
-        Self { bytes: BytesMut::new(), chunk: CHUNK_MIN }
+        Self { bytes: BytesMut::new(), chunk: CHUNK_MIN, taken: 0 }
     }
 }
 
@@ -169,6 +171,7 @@ impl ReceiveQueue {
         let bytes = &mut self.bytes;
         if bytes.capacity() - bytes.len() < ROOM_MIN.max(expect) {
             bytes.reserve(self.chunk.max(expect));
+            self.taken = bytes.capacity();
         }
         let room = bytes.spare_capacity_mut();
         let room_len = room.len();
@@ -196,6 +199,14 @@ impl ReceiveQueue {
             self.chunk = (self.chunk / 2).max(CHUNK_MIN);
         }
         Ok(Filled::Drained)
+    }
+
+    /// All that was read was taken: a chunk that large messages made is given back, as each of
+    /// hundreds of connections would else keep one. (The allocator has it at hand for the next.)
+    pub fn rest(&mut self) {
+        if self.bytes.is_empty() && self.taken > CHUNK_MIN {
+            (self.bytes, self.taken) = (BytesMut::new(), 0);
+        }
     }
 }
 
@@ -255,13 +266,16 @@ mod tests {
         assert!(received == sent);
         assert!(chunk_max > CHUNK_MIN && chunk_max <= CHUNK_MAX);
         let mut writer = thread.join().unwrap();
+        queue.rest();
+        assert_eq!((queue.taken, queue.bytes.capacity()), (0, 0), "nothing stays of large chunks");
         for _ in 0..200 {
             use std::io::Write;
             writer.write_all(b"little").unwrap();
             assert_eq!(queue.fill(&reader, 0).unwrap(), Filled::Drained);
             queue.bytes.clear();
+            queue.rest();
         }
-        assert_eq!(queue.chunk, CHUNK_MIN);
+        assert_eq!((queue.chunk, queue.taken), (CHUNK_MIN, CHUNK_MIN), "the least chunk stays");
     }
 
     #[test]

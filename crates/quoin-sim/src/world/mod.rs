@@ -11,6 +11,7 @@ mod door;
 mod ending;
 mod growth;
 mod members;
+mod memory;
 mod pools;
 mod recognition;
 mod recovery;
@@ -140,6 +141,7 @@ pub(crate) enum Event {
     Operate,
     Recovery,
     Grow,
+    LimitMemory,
     Snapshot,
     SaySnapshots,
     LookAtSize,
@@ -280,6 +282,7 @@ pub(crate) struct World {
     pub members: members::Members,
     pub recovery: recovery::Recovery,
     pub growth: growth::Growth,
+    pub memory: memory::Memory,
     pub snapshots: snapshots::Snapshots,
 }
 
@@ -374,6 +377,7 @@ impl World {
             Event::Operate => self.operate(),
             Event::Recovery => self.recovery(),
             Event::Grow => self.grow(),
+            Event::LimitMemory => self.limit_memory(),
             Event::Snapshot => self.wish_snapshot(),
             Event::SaySnapshots => self.say_snapshots(),
             Event::LookAtSize => self.look_at_size(),

@@ -9,6 +9,7 @@ use quoin_core::{
 
 use super::growth::Growth;
 use super::members::Members;
+use super::memory::Memory;
 use super::recovery::Recovery;
 use super::snapshots::Snapshots;
 use super::{Event, PoolHost, Queue, TargetHost, World, ending};
@@ -310,6 +311,7 @@ impl World {
             members: members_plan,
             recovery: Recovery::draw(options.seed, options.swarm),
             growth,
+            memory: Memory::draw(options.seed, options.swarm),
             snapshots,
             random,
         };
@@ -424,6 +426,7 @@ impl World {
         self.plan_operators();
         self.plan_recovery();
         self.plan_growth();
+        self.plan_memory();
         self.plan_snapshots();
         let setup = &self.setup;
         let words = format!(

@@ -66,7 +66,8 @@ impl World {
             sessions: BTreeMap::new(),
         });
         let desired = self.desired_now();
-        self.feed_target(target, vec![TargetEvent::Timer, desired]);
+        let events = [TargetEvent::Timer, desired].into_iter().chain(self.memory_limit());
+        self.feed_target(target, events.collect());
     }
 
     /// The process ends at once; its peers learn of it as their networks let them.

@@ -8,6 +8,7 @@
 
 mod clients;
 mod links;
+mod memory;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -35,6 +36,7 @@ pub use crate::throttle::Limits;
 use crate::throttle::Throttle;
 use crate::tokens::Tokens;
 use links::Link;
+use memory::Memory;
 
 /// What other threads tell a shard.
 pub enum Input {
@@ -151,6 +153,8 @@ struct Volume {
     served: bool,
     stopped: bool,
     touched: bool,
+    /// Entries it kept when its shard counted last.
+    retained_bytes: usize,
     /// Pools that could not be reached, so that it is said once and not each try.
     unreachable: Vec<String>,
 }
@@ -201,6 +205,7 @@ pub struct Shard {
     dirty_links: Vec<u64>,
     dirty_clients: Vec<u64>,
     crowd: clients::Crowd,
+    memory: Memory,
     actions: Vec<TargetAction>,
     requests: Vec<Request>,
     stopping: bool,
@@ -209,8 +214,11 @@ pub struct Shard {
 }
 
 impl Shard {
+    /// `catch_up_bytes`: what all its volumes may keep in memory for replicas that are away or
+    /// behind.
     pub fn new(
         reach: Reach,
+        catch_up_bytes: usize,
         asks: tokio::sync::mpsc::UnboundedSender<Ask>,
         notices: Notices,
         metrics: Metrics,
@@ -235,6 +243,7 @@ impl Shard {
             dirty_links: Vec::new(),
             dirty_clients: Vec::new(),
             crowd: clients::Crowd::default(),
+            memory: Memory::new(catch_up_bytes),
             actions: Vec::new(),
             requests: Vec::new(),
             stopping: false,
@@ -377,6 +386,7 @@ impl Shard {
             served: false,
             stopped: false,
             touched: false,
+            retained_bytes: 0,
             unreachable: Vec::new(),
         };
         self.volumes.insert(id, volume);
@@ -531,10 +541,12 @@ impl Shard {
                 if let Some(volume) = self.volumes.get_mut(&id) {
                     volume.touched = false;
                     volume.target.flush(now, &mut self.actions);
+                    self.count_retained(id);
                     self.act(id);
                 }
                 self.remove_stopped(id);
             }
+            self.share_memory(now);
             while let Some(key) = self.dirty_links.pop() {
                 if let Some(Slot::Link(link)) = self.slots.get_mut(&key) {
                     link.dirty = false;
@@ -579,6 +591,7 @@ impl Shard {
             }
         }
         self.metrics.volumes.dec();
+        self.memory.gone(volume.retained_bytes, &self.metrics);
         let _ = self.asks.send(Ask::Stopped { volume: id, fenced: volume.fenced });
     }
 

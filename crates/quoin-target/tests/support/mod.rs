@@ -163,6 +163,7 @@ pub struct Control {
 pub struct RunningTarget {
     pub handle: ShardHandle,
     pub notices: Notices,
+    pub metrics: Metrics,
     thread: JoinHandle<std::io::Result<()>>,
 }
 
@@ -173,9 +174,22 @@ impl RunningTarget {
         reach: Reach,
         sign: impl Fn(quoin_core::Incarnation, Epoch) -> Bytes + Send + 'static,
     ) -> Self {
+        Self::start_keeping(usize::MAX, control, membership, reach, sign)
+    }
+
+    /// One that may keep so much for replicas that are away or behind.
+    pub fn start_keeping(
+        catch_up_bytes: usize,
+        control: &Control,
+        membership: Membership,
+        reach: Reach,
+        sign: impl Fn(quoin_core::Incarnation, Epoch) -> Bytes + Send + 'static,
+    ) -> Self {
+        let metrics = Metrics::new();
         let (asks, mut asked) = tokio::sync::mpsc::unbounded_channel();
         let notices = Notices::default();
-        let (shard, handle) = Shard::new(reach, asks, notices.clone(), Metrics::new()).unwrap();
+        let shard = Shard::new(reach, catch_up_bytes, asks, notices.clone(), metrics.clone());
+        let (shard, handle) = shard.unwrap();
         let (answers, control) = (handle.clone(), control.clone());
         std::thread::spawn(move || {
             while let Some(ask) = asked.blocking_recv() {
@@ -197,7 +211,7 @@ impl RunningTarget {
             }
         });
         let thread = std::thread::spawn(move || shard.run());
-        RunningTarget { handle, notices, thread }
+        RunningTarget { handle, notices, metrics, thread }
     }
 
     pub fn open(&self, socket: &Path, places: Vec<ReplicaPlace>, blocks: u64, media: bool) {

@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use super::{MemberOptions, RoleOptions};
-use crate::size::number_within;
+use crate::size::{number_within, parse_memory};
 
 #[derive(Args)]
 pub struct TargetOptions {
@@ -25,6 +25,11 @@ pub struct TargetOptions {
           allow_hyphen_values = true, value_parser = number_within::<usize>(0..=64,
           "a target runs 1 to 64 threads; 0 lets it choose by the machine's cores"))]
     shards: usize,
+    /// Memory for what volumes were written while a replica was away or behind. Beyond it those
+    /// replicas are brought back by copying.
+    #[arg(long, value_name = "SIZE", env = "QUOIN_TARGET_CATCH_UP_MEMORY", default_value = "1GiB",
+          allow_hyphen_values = true, value_parser = parse_memory)]
+    catch_up_memory: u64,
     /// Serve the volumes over TCP too, by name, to clients with a certificate of this cluster:
     /// this node's or an admin's (`quoin cluster join`).
     #[arg(long, value_name = "ADDRESS:PORT")]
@@ -58,6 +63,7 @@ pub fn run(options: TargetOptions) -> Result<()> {
             controller: options.member.controller,
             run_dir: options.run,
             shards: options.shards,
+            catch_up_bytes: options.catch_up_memory,
             nbd: options.nbd_listen.map(|listen| NbdOptions {
                 listen,
                 advertise: options.nbd_advertise,
