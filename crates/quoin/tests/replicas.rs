@@ -461,9 +461,7 @@ fn two_of_three_pools_are_made_anew_and_the_volume_goes_on_from_one_copy_to_thre
     for pool in ["pool-b", "pool-c"] {
         std::fs::remove_file(dev.pool_file(pool)).unwrap();
     }
-    for pool in ["pool-b", "pool-c"] {
-        dev.kill(pool);
-    }
+    dev.kill_together(&["pool-b", "pool-c"]);
     dev.eventually("both are known to be lost", || {
         let lost = events(&dev, "ReplicaGone").len();
         (lost >= 2).then_some(())
