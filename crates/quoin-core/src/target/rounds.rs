@@ -77,9 +77,10 @@ impl Rounds {
         self.stubborn >= STUBBORN
     }
 
-    /// Written since the round began.
-    fn ahead(&self, written: u64) -> u64 {
-        written.saturating_sub(self.mark)
+    /// Whether writers are further ahead than lets the round gain: of what can be fed as entries in
+    /// the end a share, and half of what this round `copied`. All in bytes.
+    fn is_outrun(&self, written: u64, catch_up: u64, copied: u64) -> bool {
+        written.saturating_sub(self.mark) > catch_up * 3 / 4 + copied / 2
     }
 }
 
@@ -106,8 +107,8 @@ impl Target {
             }
             let (too_far, moved) = match (&peer.rebuild, peer.link) {
                 (Some(rebuild), Link::Rebuilding) => {
-                    let allowed = catch_up * 3 / 4 + rebuild.round_bytes() / 2;
-                    (peer.rounds.ahead(written) > allowed, rebuild.moved())
+                    let copied = rebuild.round_bytes();
+                    (peer.rounds.is_outrun(written, catch_up, copied), rebuild.moved())
                 }
                 // As little as lets it return at once, or stay.
                 (_, Link::Fed) => {
@@ -157,5 +158,15 @@ mod tests {
         assert_eq!(round(&mut rounds, 900), 2);
         assert_eq!(round(&mut rounds, 900), 3);
         assert_eq!(round(&mut rounds, 300), 1);
+    }
+
+    #[test]
+    fn writers_may_be_ahead_by_three_quarters_of_the_catch_up_and_half_of_what_was_copied() {
+        let mut rounds = Rounds::default();
+        rounds.begin(1000);
+        for (copied, most) in [(0, 1300), (200, 1400), (2000, 2300)] {
+            assert!(!rounds.is_outrun(most, 400, copied), "{copied}");
+            assert!(rounds.is_outrun(most + 1, 400, copied), "{copied}");
+        }
     }
 }

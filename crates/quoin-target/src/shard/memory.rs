@@ -28,6 +28,11 @@ impl Memory {
         Self { budget_bytes, retained_bytes: 0, limit_bytes: usize::MAX, next_at: Time::ZERO }
     }
 
+    /// What each volume may keep, also one that is opened now.
+    pub fn limit_bytes(&self) -> usize {
+        self.limit_bytes
+    }
+
     fn count(&mut self, before: &mut usize, now: usize, metrics: &Metrics) {
         let change = now as i64 - *before as i64;
         if change != 0 {

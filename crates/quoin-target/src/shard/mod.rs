@@ -367,8 +367,11 @@ impl Shard {
         let timer_key = self.insert(Slot::Timer(id));
         let throttle = Throttle::new(now, limits);
         let throttle = throttle.map(|throttle| (throttle, self.insert(Slot::Throttle(id))));
+        let mut target = Target::new(now, config, seed);
+        let retain = TargetEvent::Retain { bytes_max: self.memory.limit_bytes() };
+        target.on(now, retain, &mut self.actions);
         let volume = Volume {
-            target: Target::new(now, config, seed),
+            target,
             info,
             listener,
             timer_key,
