@@ -222,6 +222,9 @@ impl std::fmt::Display for Bounds {
     }
 }
 
+/// Where the membership of three changes and no host loses its power.
+const STEADY: Bounds = Bounds::GOAL.attempts(2).writes(1).flushes(0).power_cuts(0);
+
 /// Worlds of an ordinary run, those first that end soonest.
 pub const WORLDS: &[Bounds] = &[
     Bounds::GOAL.attempts(2).writes(1).named("two-epochs"),
@@ -233,14 +236,7 @@ pub const WORLDS: &[Bounds] = &[
     Bounds::GOAL.attempts(2).media().named("media"),
     Bounds::GOAL.attempts(2).writes(1).power_cuts(2).named("two-cuts"),
     Bounds::GOAL.attempts(3).writes(1).flushes(0).forced(1).named("forced"),
-    Bounds::GOAL
-        .attempts(2)
-        .writes(1)
-        .flushes(0)
-        .power_cuts(0)
-        .replace(1)
-        .rollbacks(1)
-        .named("rollback"),
+    STEADY.replace(1).rollbacks(1).named("rollback"),
     Bounds::GOAL.rf(1, 1).attempts(2).writes(1).flushes(0).replace(1).named("move-one"),
     Bounds::GOAL.rf(1, 1).attempts(2).writes(1).flushes(0).pair(1).named("one-to-three"),
     Bounds::GOAL
@@ -297,14 +293,14 @@ pub const WORLDS: &[Bounds] = &[
         .rollbacks(1)
         .named("move-two-taken-back"),
     Bounds::GOAL.attempts(2).writes(1).flushes(0).factor(1).named("factor"),
-    Bounds::GOAL
-        .attempts(2)
-        .writes(1)
-        .flushes(0)
-        .power_cuts(0)
-        .factor(1)
-        .rollbacks(1)
-        .named("factor-rollback"),
+    STEADY.factor(1).rollbacks(1).named("factor-rollback"),
+    STEADY.rf(2, 2).add(2).remove(2).named("add-and-remove"),
+    STEADY.add(1).rollbacks(1).named("add-rollback"),
+    STEADY.add(1).flushes(1).named("add-flushed"),
+    STEADY.add(1).deaths(1).named("add-death"),
+    STEADY.add(1).writes(2).named("add-two-writes"),
+    STEADY.replace(1).flushes(1).named("replace-flushed"),
+    STEADY.replace(1).deaths(1).named("replace-death"),
     Bounds::GOAL.attempts(2).writes(1).damages(1).named("damage"),
     Bounds::GOAL.attempts(2).writes(1).sync_failures(1).named("sync-failure"),
     Bounds::GOAL.attempts(2).writes(1).deaths(1).views(1).named("death"),
@@ -324,6 +320,11 @@ pub const LARGE_WORLDS: &[Bounds] = &[
         .factor(1)
         .rollbacks(1)
         .named("factor-rollback-cut"),
+    STEADY.add(1).attempts(3).named("add-three-epochs"),
+    STEADY.replace(1).attempts(3).named("replace-three-epochs"),
+    STEADY.replace(1).drops(1).named("replace-taken-back"),
+    STEADY.replace(1).writes(2).named("replace-two-writes"),
+    STEADY.add(2).remove(2).named("three-four-three"),
     Bounds::GOAL.views(1).named("goal-views"),
     Bounds::GOAL.rf(4, 3).named("rf4-goal"),
     Bounds::GOAL.rf(4, 2).power_cuts(2).views(2).named("rf4-cf2"),

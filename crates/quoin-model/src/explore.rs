@@ -1,6 +1,7 @@
 //! Breadth-first search over all states within bounds, and random walks beyond them.
 
 use crate::bounds::Model;
+use crate::frontier::{Chunk, Packed, Room, Spill};
 use crate::mutants::Mutant;
 use crate::settle::Violation;
 use crate::state::State;
@@ -9,7 +10,7 @@ use crate::visited::{Visited, fingerprint};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::IntoBytes;
 
 /// One step and where it leads.
 pub struct Next {
@@ -67,15 +68,22 @@ impl Model {
     }
 }
 
-/// How much to explore.
+/// How much to explore, and with what.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    pub states: usize,
+    /// For the states that were visited and those that wait to be looked at; what waits beyond it
+    /// lies in a file.
+    pub memory_bytes: usize,
     pub time: Duration,
     pub threads: usize,
     /// Remember how each state was reached, which doubles the memory.
     pub traces: bool,
+    /// Told every [`TOLD_EVERY`] how far it is, and how many states wait.
+    pub progress: Option<fn(&Explored, usize)>,
 }
+
+/// How often a long search says how far it is.
+pub const TOLD_EVERY: Duration = Duration::from_secs(15);
 
 /// A violation and the way to it.
 #[derive(Clone, Debug)]
@@ -97,54 +105,28 @@ pub struct Explored {
 
 const CHUNK_STATES: usize = 2048;
 const CHUNKS_A_ROUND: usize = 32;
-
-/// States, packed one behind the other.
-#[derive(Default)]
-struct Chunk {
-    bytes: Vec<u8>,
-    states: usize,
-}
-
-impl Chunk {
-    /// A state is mostly zeroes: each eight bytes become a mask and those that are none.
-    fn push(&mut self, state: &State) {
-        for word in state.as_bytes().chunks(8) {
-            let at = self.bytes.len();
-            self.bytes.push(0);
-            for (bit, byte) in word.iter().enumerate().filter(|(_, byte)| **byte != 0) {
-                self.bytes[at] |= 1 << bit;
-                self.bytes.push(*byte);
-            }
-        }
-        self.states += 1;
-    }
-
-    fn read(&self, at: &mut usize) -> State {
-        let mut raw = [0u8; size_of::<State>()];
-        for word in raw.chunks_mut(8) {
-            let mask = self.bytes[*at];
-            *at += 1;
-            for (bit, byte) in word.iter_mut().enumerate() {
-                if mask & (1 << bit) != 0 {
-                    *byte = self.bytes[*at];
-                    *at += 1;
-                }
-            }
-        }
-        State::read_from_bytes(&raw).expect("as long as a state")
-    }
-}
+/// More states than one round can come to: a state has some ten successors.
+const ROUND_STATES_MAX: usize = CHUNK_STATES * CHUNKS_A_ROUND * 8;
 
 /// What the threads of one search share.
-struct Shared<'a> {
+struct Shared<'a, 'room> {
     model: &'a Model,
     visited: &'a Visited,
     goal: Option<fn(&State) -> bool>,
+    room: &'room Room,
+    spill: &'a Spill,
     transitions: AtomicUsize,
     next_chunk: AtomicUsize,
     /// The violation, the state it was stepped from and, for a goal, that state itself.
     found: Mutex<Option<(Violation, u64)>>,
-    out: Mutex<Vec<Chunk>>,
+    out: Mutex<Vec<Chunk<'room>>>,
+}
+
+impl Shared<'_, '_> {
+    fn keep(&self, packed: Packed) {
+        let chunk = self.room.put(packed, self.spill);
+        self.out.lock().expect("no thread panics").push(chunk);
+    }
 }
 
 /// What [`explore`] calls the state that it was asked to find.
@@ -159,79 +141,80 @@ pub fn explore(
     goal: Option<fn(&State) -> bool>,
 ) -> Explored {
     let began = Instant::now();
-    let mut visited = Visited::new(1 << 16, limits.traces);
+    let mut told = began;
+    // An eighth for what waits.
+    let room = Room::new(limits.memory_bytes / 8);
+    let mut visited = Visited::new(1 << 16, limits.memory_bytes / 8 * 7, limits.traces);
     let (first, first_key) = model.key(from);
     visited.insert(first_key, 0);
-    let mut frontier = vec![Chunk::default()];
-    frontier[0].push(&first);
+    let mut packed = Packed::default();
+    packed.push(&first);
     let mut explored = Explored {
         states: 1,
         transitions: 0,
         depth: 0,
-        complete: true,
+        complete: false,
         time: Duration::ZERO,
         found: None,
     };
+    let Ok(spill) = Spill::new() else { return explored };
+    let mut frontier = vec![room.put(packed, &spill)];
     'levels: while !frontier.is_empty() {
         let mut next_frontier = Vec::new();
-        let mut rest = frontier.as_mut_slice();
-        while !rest.is_empty() {
-            let (round, later) = rest.split_at_mut(rest.len().min(CHUNKS_A_ROUND));
-            rest = later;
-            while visited.len() * 10 > visited.capacity() * 6 {
-                visited.grow();
-            }
-            // A state has some ten successors; more than the table's rest cannot come of a round.
-            while visited.capacity() - visited.len() < CHUNK_STATES * CHUNKS_A_ROUND * 8 {
-                visited.grow();
+        let Ok(spill) = Spill::new() else { break };
+        while !frontier.is_empty() {
+            let round = frontier.split_off(frontier.len().saturating_sub(CHUNKS_A_ROUND));
+            if !visited.make_room(ROUND_STATES_MAX) {
+                break 'levels;
             }
             let shared = Shared {
                 model,
                 visited: &visited,
                 goal,
+                room: &room,
+                spill: &spill,
                 transitions: AtomicUsize::new(0),
                 next_chunk: AtomicUsize::new(0),
                 found: Mutex::new(None),
                 out: Mutex::new(Vec::new()),
             };
-            let chunks: &[Chunk] = round;
             std::thread::scope(|scope| {
                 for _ in 1..limits.threads {
-                    scope.spawn(|| expand(&shared, chunks));
+                    scope.spawn(|| expand(&shared, &round));
                 }
-                expand(&shared, chunks);
+                expand(&shared, &round);
             });
             explored.transitions += shared.transitions.into_inner();
             next_frontier.append(&mut shared.out.into_inner().unwrap_or_default());
-            let found = shared.found.into_inner().unwrap_or_default();
-            round.iter_mut().for_each(|chunk| *chunk = Chunk::default());
-            if let Some((invariant, key)) = found {
+            explored.states = visited.len();
+            explored.time = began.elapsed();
+            if let Some((invariant, key)) = shared.found.into_inner().unwrap_or_default() {
                 let steps = trace(model, from, &visited, key, invariant, goal);
                 explored.found = Some(Found { invariant, steps });
-                explored.complete = false;
                 break 'levels;
             }
-            if visited.len() >= limits.states || began.elapsed() >= limits.time {
-                explored.complete = false;
+            if explored.time >= limits.time {
                 break 'levels;
+            }
+            if let Some(progress) = limits.progress.filter(|_| told.elapsed() >= TOLD_EVERY) {
+                told = Instant::now();
+                let waiting = frontier.iter().chain(&next_frontier).map(|chunk| chunk.states);
+                progress(&explored, waiting.sum());
             }
         }
         frontier = next_frontier;
         explored.depth += usize::from(!frontier.is_empty());
+        explored.complete = frontier.is_empty();
     }
-    explored.states = visited.len();
-    explored.time = began.elapsed();
     explored
 }
 
 fn expand(shared: &Shared, chunks: &[Chunk]) {
     let mut steps = Steps::default();
-    let mut out = Chunk::default();
+    let mut out = Packed::default();
     let mut transitions = 0;
     while let Some(chunk) = chunks.get(shared.next_chunk.fetch_add(1, Ordering::Relaxed)) {
-        let mut at = 0;
-        for _ in 0..chunk.states {
-            let state = chunk.read(&mut at);
+        for state in chunk.states() {
             let key = fingerprint(state.as_bytes());
             if let Some(goal) = shared.goal
                 && goal(&state)
@@ -250,8 +233,7 @@ fn expand(shared: &Shared, chunks: &[Chunk]) {
                 if shared.visited.insert(next_key, key) {
                     out.push(&canonical);
                     if out.states == CHUNK_STATES {
-                        let full = std::mem::take(&mut out);
-                        shared.out.lock().expect("no thread panics").push(full);
+                        shared.keep(std::mem::take(&mut out));
                     }
                 }
             }
@@ -259,7 +241,7 @@ fn expand(shared: &Shared, chunks: &[Chunk]) {
     }
     shared.transitions.fetch_add(transitions, Ordering::Relaxed);
     if out.states > 0 {
-        shared.out.lock().expect("no thread panics").push(out);
+        shared.keep(out);
     }
 }
 

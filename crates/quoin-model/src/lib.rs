@@ -19,6 +19,7 @@ pub mod bounds;
 mod change;
 pub mod explore;
 mod faults;
+mod frontier;
 mod history;
 mod io;
 pub mod mutants;
@@ -57,10 +58,11 @@ pub fn check_mutant(name: &str) -> Option<Caught> {
     let mutant = Mutant::named(name)?;
     let model = Model { bounds: mutant.bounds(), mutant: Some(mutant) };
     let limits = Limits {
-        states: 60_000_000,
+        memory_bytes: 4 << 30,
         time: Duration::from_secs(900),
         threads: threads(),
         traces: true,
+        progress: None,
     };
     if let Some(stuck) = mutant.stuck() {
         let (states, way, goes_on) = progress(&model, stuck, limits)?;
@@ -114,8 +116,13 @@ mod tests {
     use super::*;
     use bounds::{Bounds, WORLDS};
 
-    const LIMITS: Limits =
-        Limits { states: 3_000_000, time: Duration::from_secs(300), threads: 2, traces: true };
+    const LIMITS: Limits = Limits {
+        memory_bytes: 1 << 30,
+        time: Duration::from_secs(300),
+        threads: 2,
+        traces: true,
+        progress: None,
+    };
 
     #[test]
     fn every_mutant_is_caught_and_its_trace_ends_in_the_harm() {

@@ -25,7 +25,8 @@ struct Arguments {
     /// List worlds and mutants.
     #[arg(long)]
     list: bool,
-    /// Memory for visited states, in GiB.
+    /// Memory for visited states and those that wait, in GiB; what waits beyond it lies in a file in
+    /// the directory for temporary ones.
     #[arg(long, default_value_t = 8)]
     memory_gib: usize,
     /// Ends a world after so many seconds, and says how far it came.
@@ -102,8 +103,6 @@ fn show_worlds(arguments: &Arguments) -> bool {
         eprintln!("error: no world of that name; --list shows them");
         return false;
     }
-    // 8 bytes a state, and a table may be half empty after it grew.
-    let states = (arguments.memory_gib << 30) / 16;
     let each = arguments.seconds.unwrap_or(match (arguments.full, arguments.quick) {
         (true, _) => 4 * 3600,
         (_, true) => 20,
@@ -120,10 +119,11 @@ fn show_worlds(arguments: &Arguments) -> bool {
         // Each world may use half of what is left, and the last all of it.
         let share = if index + 1 == worlds.len() { left } else { left / 2 };
         let limits = Limits {
-            states,
+            memory_bytes: arguments.memory_gib << 30,
             time: share.min(Duration::from_secs(each)),
             threads: quoin_model::threads(),
             traces: false,
+            progress: Some(tell),
         };
         let model = Model { bounds: *world, mutant: None };
         println!("{}: {world}", world.name);
@@ -133,8 +133,8 @@ fn show_worlds(arguments: &Arguments) -> bool {
     if arguments.world.is_none() {
         let each = Duration::from_secs(match (arguments.full, arguments.quick) {
             (true, _) => 1800,
-            (_, true) => 4,
-            _ => 20,
+            (_, true) => 2,
+            _ => 10,
         });
         for world in LARGE_WORLDS {
             let model = Model { bounds: *world, mutant: None };
@@ -149,6 +149,14 @@ fn show_worlds(arguments: &Arguments) -> bool {
         }
     }
     sound
+}
+
+fn tell(explored: &Explored, waiting: usize) {
+    let Explored { states, depth, time, .. } = explored;
+    let (seconds, pace) = (time.as_secs(), *states as f64 / time.as_secs_f64().max(1e-6));
+    eprintln!(
+        "  {seconds} s: depth {depth}, {states} visited, {waiting} wait ({pace:.0} states/s)"
+    );
 }
 
 fn report(model: &Model, explored: &Explored, limits: Limits) -> bool {

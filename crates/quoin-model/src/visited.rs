@@ -2,6 +2,7 @@
 //! share without locks.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use zerocopy::FromZeros;
 
 /// Mixes 16 bytes at a time through a 128-bit product; what is left is padded with zeroes (all
 /// keys have one length, so padding confuses nothing).
@@ -30,14 +31,23 @@ pub struct Visited {
     /// From which state each was reached first; empty where no trace is wanted.
     parents: Vec<AtomicU64>,
     count: AtomicUsize,
+    slots_max: usize,
 }
 
 impl Visited {
-    pub fn new(slots: usize, with_parents: bool) -> Self {
+    /// `slots` and more as they are needed (a power of two), in `memory_bytes` at most.
+    pub fn new(slots: usize, memory_bytes: usize, with_parents: bool) -> Self {
+        let each = if with_parents { 16 } else { 8 };
+        let most = (memory_bytes / each).max(slots);
+        Self::with(slots, 1 << most.ilog2(), with_parents)
+    }
+
+    fn with(slots: usize, slots_max: usize, with_parents: bool) -> Self {
         Self {
             slots: zeroed(slots),
             parents: if with_parents { zeroed(slots) } else { Vec::new() },
             count: AtomicUsize::new(0),
+            slots_max,
         }
     }
 
@@ -82,10 +92,28 @@ impl Visited {
         }
     }
 
-    /// Twice the room. Nobody else may use it meanwhile.
-    pub fn grow(&mut self) {
-        let old =
-            std::mem::replace(self, Visited::new(self.slots.len() * 2, !self.parents.is_empty()));
+    /// Room for so many more, with slots left free for the search to be short. False: there is
+    /// none.
+    pub fn make_room(&mut self, more: usize) -> bool {
+        loop {
+            let (full, slots) = (self.len() + more, self.capacity());
+            if full * 10 <= slots * 6 || (slots == self.slots_max && full * 20 <= slots * 17) {
+                return true;
+            }
+            if slots == self.slots_max {
+                return false;
+            }
+            self.grow();
+        }
+    }
+
+    /// To twice the size; from an eighth of all that there may be at once to all of it, as the
+    /// old table is there until the new one is filled. Nobody else may use it meanwhile.
+    fn grow(&mut self) {
+        let twice = self.slots.len() * 2;
+        let slots = if twice > self.slots_max / 8 { self.slots_max } else { twice };
+        let new = Self::with(slots, self.slots_max, !self.parents.is_empty());
+        let old = std::mem::replace(self, new);
         for (at, slot) in old.slots.iter().enumerate() {
             let key = slot.load(Ordering::Relaxed);
             if key != 0 {
@@ -97,7 +125,8 @@ impl Visited {
 }
 
 fn zeroed(slots: usize) -> Vec<AtomicU64> {
-    (0..slots).map(|_| AtomicU64::new(0)).collect()
+    // Memory that was never written to is the system's to give when it is.
+    AtomicU64::new_vec_zeroed(slots).expect("there is memory for the table")
 }
 
 #[cfg(test)]
@@ -106,16 +135,19 @@ mod tests {
 
     #[test]
     fn a_key_is_new_once_and_keeps_its_parent_when_the_table_grows() {
-        let mut visited = Visited::new(1 << 4, true);
+        let mut visited = Visited::new(1 << 4, 1 << 10, true);
+        assert!(visited.make_room(9));
         for key in 1..=12 {
             assert!(visited.insert(key * 0x1234_5677, key));
         }
-        visited.grow();
-        assert_eq!((visited.len(), visited.capacity()), (12, 32));
+        assert!(visited.make_room(7));
+        assert_eq!((visited.len(), visited.capacity()), (12, 64), "all that there may be");
         for key in 1..=12 {
             assert!(!visited.insert(key * 0x1234_5677, 0));
             assert_eq!(visited.parent(key * 0x1234_5677), Some(key));
         }
+        assert!(visited.make_room(42));
+        assert!(!visited.make_room(43), "the search for a free slot would be long");
     }
 
     #[test]
