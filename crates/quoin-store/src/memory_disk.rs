@@ -141,6 +141,13 @@ impl MemoryDisk {
         self.state().fail_syncs = true;
     }
 
+    /// The system writes these blocks out by itself, as it may at any time.
+    pub fn write_out(&self, wanted: impl Fn(&[u8; BLOCK_SIZE]) -> bool) {
+        let mut state = self.state();
+        let State { cached, unsynced, held, .. } = &mut *state;
+        unsynced.retain(|number, _| held.contains(number) || !wanted(&cached[number]));
+    }
+
     /// Makes every read fail, until told otherwise; what is on the media is not touched.
     pub fn fail_reads(&self, fail: bool) {
         self.state().fail_reads = fail;

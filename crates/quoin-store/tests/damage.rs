@@ -496,55 +496,77 @@ fn rot_in_superblock_ring_and_segment_headers_is_written_again_by_the_scrub() {
     assert_eq!(done.headers, 0);
 }
 
-/// A sync failed and the process was killed before it could write that down: the same boot, the
-/// pages still in the cache, and nothing of them on the media.
+/// What the media hold of two entries after the sync that was to make them durable.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum OnMedia {
+    All,
+    Nothing,
+    /// The kernel wrote all but the second one's data by itself.
+    AllButData,
+}
+
+/// A View and a write are appended, in one batch or in two, and a sync follows. Then the process is killed
+/// before it could write down what became of that: the same boot, the pages still in the cache.
+fn killed_after_a_sync(held: OnMedia, batches: usize) {
+    let mut world = World::without_reverts(3, 32 << 20);
+    let claim = ReplicaMeta {
+        session_open: true,
+        cookie: world.disk.cookie(),
+        closed_continuous: true,
+        ..ReplicaMeta::default()
+    };
+    world.pool().replica(GUID).expect("it").put_meta(claim.clone()).expect("room");
+    while world.history.len() < 20 {
+        world.append();
+    }
+    world.begin_sync();
+    world.finish_sync();
+    let synced = world.history.len() as u64;
+    // Under durability cache, so that the kernel holds everything at once.
+    let view = quoin_core::EntryKind::View(Box::new(common::some_view()));
+    let last = world.history.last().expect("entries");
+    let next = quoin_core::Position { epoch: last.epoch, lsn: Lsn(synced + 1) };
+    let view = quoin_core::Entry::after(last.chain, next, view, 0, 0, Bytes::new(), false);
+    let data = Bytes::from(vec![7; 8 * 4096]);
+    let after = quoin_core::Position { epoch: view.epoch, lsn: Lsn(synced + 2) };
+    let kind = quoin_core::EntryKind::Write;
+    let write = quoin_core::Entry::after(view.chain, after, kind, 0, 8, data, false);
+    let entries = [view.into(), write.into()];
+    let mut replica = world.pool().replica(GUID).expect("it");
+    for batch in entries.chunks(entries.len() / batches) {
+        replica.append(batch).expect("room");
+    }
+    if held == OnMedia::AllButData {
+        world.disk.write_out(|block| *block != [7; 4096]);
+    }
+    if held != OnMedia::All {
+        world.disk.fail_syncs();
+        assert!(world.disk.sync().is_err());
+    }
+    world.pool = None;
+    world.disk.process_crash(|| true);
+    let mut pool = Pool::open(world.disk.clone(), options()).expect("a pool");
+    let replica = pool.replica(GUID).expect("it");
+    let (lsn, meta) = (replica.state().position.lsn.0, replica.meta());
+    let claims = meta.cookie == claim.cookie && meta.closed_continuous;
+    let expected = match held {
+        OnMedia::All => synced + 2,
+        OnMedia::AllButData => synced + 1,
+        OnMedia::Nothing => synced,
+    };
+    assert_eq!((lsn, claims), (expected, held == OnMedia::All), "{held:?}, {batches}");
+    drop(pool);
+    let mut again = Pool::open(world.disk.clone(), options()).expect("a pool");
+    let replica = again.replica(GUID).expect("it");
+    let claims = replica.meta().cookie == claim.cookie;
+    assert_eq!(claims, held == OnMedia::All, "and it stays withdrawn");
+    assert_eq!(replica.state().position.lsn.0, lsn);
+}
+
 #[test]
 fn what_a_failed_sync_left_in_the_cache_is_not_taken_for_held_after_a_kill() {
-    for failed in [false, true] {
-        let mut world = World::without_reverts(3, 32 << 20);
-        let claim = ReplicaMeta {
-            session_open: true,
-            cookie: world.disk.cookie(),
-            closed_continuous: true,
-            ..ReplicaMeta::default()
-        };
-        world.pool().replica(GUID).expect("it").put_meta(claim.clone()).expect("room");
-        while world.history.len() < 20 {
-            world.append();
-        }
-        world.begin_sync();
-        world.finish_sync();
-        let synced = world.history.len() as u64;
-        // Under durability cache, so that the kernel holds everything at once.
-        let view = quoin_core::EntryKind::View(Box::new(common::some_view()));
-        let last = world.history.last().expect("entries");
-        let next = quoin_core::Position { epoch: last.epoch, lsn: Lsn(synced + 1) };
-        let view = quoin_core::Entry::after(last.chain, next, view, 0, 0, Bytes::new(), false);
-        let data = Bytes::from(vec![7; 8 * 4096]);
-        let after = quoin_core::Position { epoch: view.epoch, lsn: Lsn(synced + 2) };
-        let kind = quoin_core::EntryKind::Write;
-        let write = quoin_core::Entry::after(view.chain, after, kind, 0, 8, data, false);
-        let mut replica = world.pool().replica(GUID).expect("it");
-        replica.append(&[view.into()]).expect("room");
-        replica.append(&[write.into()]).expect("room");
-        if failed {
-            world.disk.fail_syncs();
-            assert!(world.disk.sync().is_err());
-        }
-        world.pool = None;
-        world.disk.process_crash(|| true);
-        let mut pool = Pool::open(world.disk.clone(), options()).expect("a pool");
-        let replica = pool.replica(GUID).expect("it");
-        let (lsn, meta) = (replica.state().position.lsn.0, replica.meta());
-        let claims = meta.cookie == claim.cookie && meta.closed_continuous;
-        match failed {
-            true => assert_eq!((lsn, claims), (synced, false)),
-            false => assert_eq!((lsn, claims), (synced + 2, true)),
-        }
-        drop(pool);
-        let mut again = Pool::open(world.disk.clone(), options()).expect("a pool");
-        let replica = again.replica(GUID).expect("it");
-        assert_eq!(replica.meta().cookie == claim.cookie, !failed, "and it stays withdrawn");
-        assert_eq!(replica.state().position.lsn.0, lsn);
+    for held in [OnMedia::All, OnMedia::Nothing, OnMedia::AllButData] {
+        killed_after_a_sync(held, 1);
+        killed_after_a_sync(held, 2);
     }
 }
