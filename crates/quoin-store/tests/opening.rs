@@ -31,17 +31,22 @@ fn log_headers(disk: &MemoryDisk) -> Vec<u64> {
 /// A log of many batches, each synced and stable before the next, whose replica claims to hold all
 /// that it ever applied.
 fn flushed_log() -> (World, ReplicaMeta) {
+    flushed_log_of(10, 1)
+}
+
+fn flushed_log_of(batches: u64, blocks_each: u32) -> (World, ReplicaMeta) {
     let mut world = World::without_reverts(5, 32 << 20);
     let claim =
         ReplicaMeta { session_open: true, cookie: world.disk.cookie(), ..ReplicaMeta::default() };
     world.pool().replica(GUID).expect("it").put_meta(claim.clone()).expect("room");
-    for lba in 0..10 {
+    for lba in 0..batches {
         let before = world.history.last().map_or(Default::default(), |e| (e.chain, e.position()));
         let position =
             quoin_core::Position { epoch: quoin_core::Epoch(1), lsn: before.1.lsn.next() };
-        let data = Bytes::from(vec![lba as u8; 4096]);
+        let data = Bytes::from(vec![lba as u8; 4096 * blocks_each as usize]);
         let kind = quoin_core::EntryKind::Write;
-        let entry = quoin_core::Entry::after(before.0, position, kind, lba, 1, data, false);
+        let entry =
+            quoin_core::Entry::after(before.0, position, kind, lba, blocks_each, data, false);
         world.history.push(entry.into());
         let last = &world.history[world.history.len() - 1..];
         world.pool.as_mut().expect("open").replica(GUID).expect("it").append(last).expect("room");
@@ -65,6 +70,24 @@ fn a_header_that_cannot_be_read_below_what_was_flushed_is_damage_and_no_torn_tai
     for block in &headers[..headers.len() - 1] {
         let disk = world.disk.fork();
         disk.break_block(*block);
+        let mut pool = Pool::open(disk, options()).expect("a pool");
+        let replica = pool.replica(GUID).expect("it");
+        let position = replica.state().position.lsn.0;
+        let damaged = replica.meta().damaged;
+        assert!(damaged || position == flushed, "{position} of {flushed} flushed entries are left");
+    }
+}
+
+/// At the end of a segment as well, where what is behind lies in another one.
+#[test]
+fn a_rotten_header_anywhere_in_a_log_of_several_segments_hides_no_flushed_batch_behind_it() {
+    let (world, _) = flushed_log_of(12, 24);
+    let (flushed, headers) = (world.history.len() as u64, log_headers(&world.disk));
+    let firsts = headers.windows(2).filter(|pair| pair[1] != pair[0] + 25).count();
+    assert!(headers.len() == 12 && firsts > 2, "{headers:?}");
+    for block in &headers[..headers.len() - 1] {
+        let disk = world.disk.fork();
+        disk.rot(block * 4096 + 90, 1);
         let mut pool = Pool::open(disk, options()).expect("a pool");
         let replica = pool.replica(GUID).expect("it");
         let position = replica.state().position.lsn.0;
