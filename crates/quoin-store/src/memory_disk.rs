@@ -142,7 +142,7 @@ impl MemoryDisk {
     }
 
     /// The system writes these blocks out by itself, as it may at any time.
-    pub fn write_out(&self, wanted: impl Fn(&[u8; BLOCK_SIZE]) -> bool) {
+    pub fn write_back(&self, wanted: impl Fn(&[u8; BLOCK_SIZE]) -> bool) {
         let mut state = self.state();
         let State { cached, unsynced, held, .. } = &mut *state;
         unsynced.retain(|number, _| held.contains(number) || !wanted(&cached[number]));

@@ -537,7 +537,7 @@ fn killed_after_a_sync(held: OnMedia, batches: usize) {
         replica.append(batch).expect("room");
     }
     if held == OnMedia::AllButData {
-        world.disk.write_out(|block| *block != [7; 4096]);
+        world.disk.write_back(|block| *block != [7; 4096]);
     }
     if held != OnMedia::All {
         world.disk.fail_syncs();
