@@ -241,8 +241,8 @@ mod tests {
     #[test]
     fn the_register_of_the_project_is_read_whole() {
         let register = read_register().unwrap();
-        assert_eq!(register.len(), 1042);
-        assert_eq!(register.iter().filter(|row| row.binds()).count(), 645);
+        assert_eq!(register.len(), 1197);
+        assert_eq!(register.iter().filter(|row| row.binds()).count(), 800);
         let ids: BTreeSet<_> = register.iter().map(|row| &row.id).collect();
         assert_eq!(ids.len(), register.len(), "an id stands twice");
     }
