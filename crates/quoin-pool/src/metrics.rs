@@ -35,12 +35,21 @@ pub struct Metrics {
     pub append_duration: Histogram,
     pub sync_duration: Histogram,
     pub read_duration: Histogram,
+    pub turn: Histogram,
     pub health: Health,
 }
 
 /// From 2 µs to ten seconds.
 fn latency() -> Histogram {
     Histogram::new(exponential_buckets(2e-6, 2.0, 23))
+}
+
+/// In which everybody waits whose replicas are here: a turn longer than 20 ms is one too long.
+fn turns() -> Histogram {
+    Histogram::new([
+        1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
+        2.0, 5.0, 10.0,
+    ])
 }
 
 /// Its numbers are for `/metrics`.
@@ -77,6 +86,7 @@ impl Metrics {
             append_duration: latency(),
             sync_duration: latency(),
             read_duration: latency(),
+            turn: turns(),
             health: Health::starting(&["controller"]),
         };
         let r = &mut registry;
@@ -125,6 +135,11 @@ impl Metrics {
             ("append_duration", "Taking one batch into a log", &metrics.append_duration),
             ("sync_duration", "One group sync of the disk", &metrics.sync_duration),
             ("read_duration", "Answering one read", &metrics.read_duration),
+            (
+                "turn",
+                "One turn of the pool's thread, in which nobody else is served",
+                &metrics.turn,
+            ),
         ] {
             r.register_with_unit(name, help, Unit::Seconds, histogram.clone());
         }
@@ -171,10 +186,13 @@ mod tests {
         let metrics = Metrics::new("p1");
         metrics.written.inc_by(4096);
         metrics.scrubbed.inc_by(512);
+        metrics.turn.observe(0.015);
         let text = metrics.render();
         assert!(text.contains("quoin_pool_written_bytes_total{pool=\"p1\"} 4096"), "{text}");
         assert!(text.contains("quoin_pool_scrubbed_bytes_total{pool=\"p1\"} 512"), "{text}");
         assert!(text.contains("quoin_pool_sync_duration_seconds_count{pool=\"p1\"} 0"), "{text}");
+        let turn = |le, n| format!("quoin_pool_turn_seconds_bucket{{pool=\"p1\",le=\"{le}\"}} {n}");
+        assert!(text.contains(&turn("0.01", 0)) && text.contains(&turn("0.02", 1)), "{text}");
     }
 
     #[test]

@@ -228,12 +228,16 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
     pub fn run(mut self) -> Ended {
         let mut ready = Vec::new();
         let mut last_work = now();
+        let mut began = last_work;
         let ended = loop {
             let timeout = self.timeout(now());
+            let turn = now().since(began);
+            self.parts.metrics.turn.observe(turn.as_secs_f64());
             if let Err(error) = self.parts.reactor.wait(timeout, &mut ready) {
                 break Ended::LoopFailed(error);
             }
             let now = now();
+            began = now;
             let mut worked = !ready.is_empty();
             while let Ok(input) = self.parts.inputs.try_recv() {
                 self.input(now, input);
