@@ -125,6 +125,7 @@ pub const ALL: &[Defect] = &[
     store("torn-data-accepted", Swarm::PowerCuts),
     store("stale-segment-replayed", Swarm::Pressure),
     store("rot-taken-for-a-torn-tail", Swarm::Damage),
+    store("large-batches-not-looked-behind", Swarm::Damage),
     store("cut-not-recorded", Swarm::PowerCuts),
     store("block-checksum-not-checked", Swarm::Damage),
     store("node-checksum-not-checked", Swarm::Damage),

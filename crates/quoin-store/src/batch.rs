@@ -15,6 +15,13 @@ const BATCH_FORMAT: u16 = 1;
 /// No batch header is longer; what claims to be is damage.
 const HEADER_BLOCKS_MAX: usize = 64;
 
+/// Blocks of the longest batch, its header included: each fits into a small segment, wherever there
+/// is room for it. Recovery looks so far behind a header that is no more, for the one that says
+/// whether it was flushed.
+pub fn batch_blocks_max(unit_blocks: u32) -> u32 {
+    unit_blocks - 1
+}
+
 /// The three open segments of a family, and the kinds of batches in them.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Stream {

@@ -23,7 +23,7 @@ use bytes::{Bytes, BytesMut};
 use quoin_core::replica::store::{BootCookie, StoreError};
 use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
 
-use crate::batch::{Batch, BatchEntry, Stream};
+use crate::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
 use crate::clean::{header_at, read_header, readable};
 use crate::core::Core;
 use crate::disk::Disk;
@@ -34,8 +34,9 @@ use crate::replica::{Image, Replica, Upper};
 use crate::segments::Segment;
 use crate::shadow::Shadow;
 
-/// Blocks behind the end of a log that are searched for a later batch: more than a whole one.
-const SEARCHED_BLOCKS: u32 = 384;
+/// Blocks that are read at once behind the end of a log. Where the disk shows nothing of the first
+/// so many, it shows nothing of the log's end.
+const PIECE_BLOCKS: u32 = 384;
 
 /// A batch of the chain, its header without padding.
 struct Found {
@@ -402,6 +403,52 @@ struct Behind {
     unseen: bool,
 }
 
+/// Blocks behind the end of a log that are searched for a later batch: the longest one, whose header
+/// is no more, and the first block of what follows it.
+fn searched_blocks(unit_blocks: u32) -> u32 {
+    match mutant::is("large-batches-not-looked-behind") {
+        true => PIECE_BLOCKS,
+        false => batch_blocks_max(unit_blocks) + 1,
+    }
+}
+
+/// What was read of a segment at once.
+struct Piece {
+    start: u32,
+    blocks: u32,
+    bytes: Vec<u8>,
+}
+
+impl Piece {
+    /// Reads `from..until` of the segment that begins at `first`. One block that cannot be read hides
+    /// no others: it is taken for zeroes. Returns which ones the disk refuses.
+    fn read<D: Disk>(
+        &mut self,
+        core: &Core<D>,
+        first: u64,
+        from: u32,
+        until: u32,
+    ) -> Result<Vec<u32>, StoreError> {
+        (self.start, self.blocks) = (from, until - from);
+        self.bytes.resize(self.blocks as usize * BLOCK_SIZE, 0);
+        let mut refused = Vec::new();
+        if core.read(first + u64::from(from), &mut self.bytes).is_err() {
+            for (block, chunk) in (from..).zip(self.bytes.chunks_mut(BLOCK_SIZE)) {
+                if !readable(core.read(first + u64::from(block), chunk))? {
+                    chunk.fill(0);
+                    refused.push(block);
+                }
+            }
+        }
+        Ok(refused)
+    }
+
+    fn block(&self, number: u32) -> &[u8] {
+        let at = (number - self.start) as usize * BLOCK_SIZE;
+        &self.bytes[at..at + BLOCK_SIZE]
+    }
+}
+
 /// Looks behind the end for batches of this log.
 fn search<D: Disk>(
     core: &Core<D>,
@@ -412,6 +459,7 @@ fn search<D: Disk>(
     let sequence_at_end =
         end.unit.and_then(|unit| segments.iter().find(|s| s.unit == unit).map(|s| s.sequence));
     let mut behind = Behind::default();
+    let searched = searched_blocks(core.superblock.unit_blocks);
     for segment in segments.iter().filter(|s| sequence_at_end.is_none_or(|q| s.sequence >= q)) {
         let blocks = segment.units * core.superblock.unit_blocks;
         let first = core.superblock.unit_start(segment.unit);
@@ -419,29 +467,20 @@ fn search<D: Disk>(
             true => end.offset_blocks.min(blocks),
             false => 1,
         };
-        let mut until = blocks.min(start + SEARCHED_BLOCKS);
+        let mut until = blocks.min(start.saturating_add(searched));
         let mut at = start;
-        let mut buffer = vec![0; (until - start) as usize * BLOCK_SIZE];
-        if core.read(first + u64::from(start), &mut buffer).is_err() {
-            // One that cannot be read, at which the log may just have ended, hides no others.
-            let mut refused = 0;
-            for (block, chunk) in (start..).zip(buffer.chunks_mut(BLOCK_SIZE)) {
-                if !readable(core.read(first + u64::from(block), chunk))? {
-                    chunk.fill(0);
-                    refused += 1;
-                    behind.lost |= block == start;
+        let mut piece = Piece { start, blocks: 0, bytes: Vec::new() };
+        while at < until {
+            if at >= piece.start + piece.blocks {
+                let refused = piece.read(core, first, at, blocks.min(at + PIECE_BLOCKS))?;
+                if at == start && !refused.is_empty() {
+                    // One sector may be the torn one that the log ended with.
+                    let unseen = refused.len() > 1 && refused.len() as u32 == piece.blocks;
+                    behind.lost |= unseen || refused[0] == start;
+                    behind.unseen |= unseen;
                 }
             }
-            // One sector may be the torn one that the log ended with.
-            let unseen = refused > 1 && refused == until - start;
-            (behind.lost, behind.unseen) = (behind.lost || unseen, behind.unseen || unseen);
-        }
-        while at < until {
-            let chunk = (at - start) as usize * BLOCK_SIZE;
-            let looks_like = match buffer.get(chunk..chunk + BLOCK_SIZE) {
-                Some(block) => crate::batch::header_blocks(block).is_some(),
-                None => true,
-            };
+            let looks_like = crate::batch::header_blocks(piece.block(at)).is_some();
             let header = match looks_like {
                 true => read_header(core, first + u64::from(at), blocks - at)?,
                 false => None,
@@ -455,7 +494,7 @@ fn search<D: Disk>(
                     behind.watermark = behind.watermark.max(batch.header.watermark);
                     behind.lost |= batch.header.starts + 1 == core.superblock.starts;
                     at = at.saturating_add(batch.blocks());
-                    until = blocks.min(at.saturating_add(SEARCHED_BLOCKS));
+                    until = blocks.min(at.saturating_add(searched));
                 }
                 None => at += 1,
             }

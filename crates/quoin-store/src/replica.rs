@@ -9,7 +9,7 @@ use quoin_core::message::{Content, ReadView, Slot, SnapshotInfo};
 use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
 use quoin_core::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
 
-use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, entry_length};
+use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, batch_blocks_max, entry_length};
 use crate::checkpoint::{CheckpointJob, Commit};
 use crate::clean::{CleanJob, Recount};
 use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
@@ -181,9 +181,9 @@ impl Replica {
                 _ => owed && e.epoch < self.owed_before,
             };
             let room = self.family.room(&core.superblock, Stream::Log);
-            let largest = core.superblock.unit_blocks - 1;
-            let (count, blocks) = match fitting(rest, room) {
-                (0, _) => fitting(rest, largest),
+            let longest = batch_blocks_max(core.superblock.unit_blocks);
+            let (count, blocks) = match fitting(rest, room.min(longest)) {
+                (0, _) => fitting(rest, longest),
                 fits => fits,
             };
             let (now, later) = rest.split_at(count.max(1));

@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use quoin_core::replica::store::StoreError;
 use quoin_core::{BLOCK_SIZE, ReplicaGuid};
 
-use crate::batch::Stream;
+use crate::batch::{Stream, batch_blocks_max};
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::layout::{FORMAT_VERSION, LARGE_UNITS, Superblock};
@@ -295,7 +295,7 @@ impl Family {
         from_reserve: bool,
     ) -> Result<&mut Segment, StoreError> {
         let unit_blocks = core.superblock.unit_blocks;
-        if blocks >= unit_blocks {
+        if blocks > batch_blocks_max(unit_blocks) {
             return Err(StoreError::Rule("a batch larger than a segment of this pool"));
         }
         let reserve_only =

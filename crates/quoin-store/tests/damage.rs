@@ -570,3 +570,80 @@ fn what_a_failed_sync_left_in_the_cache_is_not_taken_for_held_after_a_kill() {
         killed_after_a_sync(held, 2);
     }
 }
+
+/// A log that ends with one large batch and a small one behind it: that one says that the large one
+/// was flushed.
+fn log_with_a_large_batch(volume_blocks: u64, entries: u64) -> (MemoryDisk, Lsn) {
+    common::break_a_rule();
+    let disk = MemoryDisk::new(512 << 20);
+    let format = quoin_store::FormatOptions::new(quoin_core::PoolId(77));
+    Pool::format(&disk, &format).expect("a fit disk");
+    let mut pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a fresh pool");
+    pool.create(common::identity(GUID), ReplicaMeta::default(), volume_blocks).expect("room");
+    let (mut chain, mut lsn) = (quoin_core::Chain::default(), Lsn::ZERO);
+    for (count, blocks) in [(1, 1), (entries, 256), (1, 1)] {
+        let batch: Vec<quoin_core::entry::SharedEntry> = (0..count)
+            .map(|i| {
+                let position =
+                    quoin_core::Position { epoch: quoin_core::Epoch(1), lsn: lsn.next() };
+                let data = Bytes::from(vec![i as u8 + 1; blocks * 4096]);
+                let (kind, lba) = (quoin_core::EntryKind::Write, i * 256);
+                let entry = quoin_core::Entry::after(
+                    chain,
+                    position,
+                    kind,
+                    lba,
+                    blocks as u32,
+                    data,
+                    false,
+                );
+                (chain, lsn) = (entry.chain, entry.lsn);
+                entry.into()
+            })
+            .collect();
+        pool.replica(GUID).expect("it").append(&batch).expect("room");
+        pool.request_sync();
+        common::sync(&mut pool);
+        pool.replica(GUID).expect("it").set_stable(lsn);
+    }
+    (disk, lsn)
+}
+
+/// First blocks of the log's batches that have so many data blocks or more.
+fn large_headers(disk: &MemoryDisk, data_blocks: u32) -> Vec<u64> {
+    let is_large = |block: &u64| {
+        let mut head = vec![0; 4096];
+        disk.read_at(block * 4096, &mut head).expect("a read");
+        let blocks = u32::from_le_bytes(head[72..76].try_into().expect("four bytes"));
+        head.starts_with(b"QBAT") && head[18] == 0 && blocks >= data_blocks
+    };
+    disk.written_blocks().into_iter().filter(is_large).collect()
+}
+
+/// However many blocks of data lie between it and what says that it was flushed.
+#[test]
+fn a_rotten_header_of_a_batch_of_any_size_is_damage_and_no_torn_tail() {
+    let large = 1 << 22;
+    for (volume_blocks, entries) in [(2048, 1), (2048, 2), (2048, 3), (large, 6), (large, 30)] {
+        let (disk, flushed) = log_with_a_large_batch(volume_blocks, entries);
+        let headers = large_headers(&disk, 256);
+        assert!(!headers.is_empty(), "a batch of {entries} entries");
+        for header in headers {
+            let disk = disk.fork();
+            disk.rot(header * 4096 + 90, 1);
+            let mut pool = Pool::open(disk, PoolOptions::default()).expect("a pool");
+            let replica = pool.replica(GUID).expect("it");
+            let position = replica.state().position.lsn;
+            assert!(position < flushed, "the header at {header} is not read");
+            let damaged = replica.meta().damaged;
+            assert!(damaged, "{position} of {flushed} entries are left of {entries} in a batch");
+        }
+    }
+}
+
+#[test]
+fn entries_of_many_small_segments_in_one_call_are_taken_by_a_volume_of_large_ones() {
+    let (disk, all) = log_with_a_large_batch(1 << 22, 30);
+    let mut pool = Pool::open(disk, PoolOptions::default()).expect("a pool");
+    assert_eq!(pool.replica(GUID).expect("it").state().position.lsn, all);
+}
