@@ -2,8 +2,9 @@
 //!
 //! A part that overruns its budget is ended and counts as failed: a test that hangs must not
 //! hang the person who waits for it. A test that this machine does not let prove what it says (no
-//! root, no /dev/fuse) says so in a list, and is not counted as passed. The last line is
-//! `N passed, N failed` over all parts.
+//! root, no /dev/fuse) says so in a list, and is not counted as passed. `--repeat` runs all of it
+//! several times, and says which test failed how often: one that fails by chance is a defect of
+//! the test or of the product. The last line is `N passed, N failed` over all parts and runs.
 
 use crate::{packages, python, run};
 use anyhow::{Context, Result, bail};
@@ -12,7 +13,9 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
@@ -26,6 +29,12 @@ pub struct Options {
     /// What cannot be prepared here is a failure, and so is a test that is skipped (for CI).
     #[arg(long, conflicts_with = "no_install")]
     complete: bool,
+    /// Run everything so many times, and list the tests that failed with how often each did.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repeat: u32,
+    /// Keep every core busy meanwhile; each part has twice its time.
+    #[arg(long)]
+    under_load: bool,
 }
 
 /// One part of the whole.
@@ -108,6 +117,39 @@ const PARTS: [Part; 7] = [
 struct Tally {
     passed: u64,
     failed: u64,
+    /// Names of the tests that failed, as far as they were told.
+    names: Vec<String>,
+}
+
+/// Threads that keep every core busy until this is dropped.
+struct Load {
+    is_over: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Load {
+    fn new() -> Result<Self> {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let spin = || {
+            let is_over = is_over.clone();
+            std::thread::spawn(move || {
+                while !is_over.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            })
+        };
+        let threads = (0..std::thread::available_parallelism()?.get()).map(|_| spin()).collect();
+        Ok(Self { is_over, threads })
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
 }
 
 pub fn run(options: &Options) -> Result<()> {
@@ -121,16 +163,59 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let python = if options.no_install { None } else { prepare(options.complete)? };
     let skips = Skips::new()?;
+    let load = options.under_load.then(Load::new).transpose()?;
+    let mut all = Tally::default();
+    let mut failures: BTreeMap<String, u32> = BTreeMap::new();
+    for round in 1..=options.repeat {
+        if options.repeat > 1 {
+            println!("\n=== run {round} of {} ===", options.repeat);
+        }
+        for name in run_parts(&chosen, python.as_deref(), &skips, load.is_some(), &mut all)? {
+            *failures.entry(name).or_default() += 1;
+        }
+    }
+    drop(load);
+    let skipped = skips.read()?;
+    drop(skips);
+    for line in &skipped {
+        println!("skipped: {line}");
+    }
+    let skips = u64::from(options.repeat) * skipped.len() as u64;
+    all.passed = all.passed.saturating_sub(skips);
+    if options.complete {
+        all.failed += skips;
+    }
+    if options.repeat > 1 {
+        for (name, times) in &failures {
+            println!("failed {times} of {} times: {name}", options.repeat);
+        }
+    }
+    println!("{} passed, {} failed", all.passed, all.failed);
+    if all.failed > 0 {
+        // The counts are the message and must stay the last line.
+        std::process::exit(1);
+    }
+    Ok(())
+}
+
+/// Runs each part once, prints how each went and adds it to `all`; the names of what failed.
+fn run_parts(
+    parts: &[&Part],
+    python: Option<&Path>,
+    skips: &Skips,
+    is_loaded: bool,
+    all: &mut Tally,
+) -> Result<BTreeSet<String>> {
     let mut rows = Vec::new();
-    for part in chosen {
+    for part in parts {
         println!("\n=== {} ===", part.name);
         let began = Instant::now();
-        let (tally, problem) = run_part(part, python.as_deref(), &skips)?;
+        let (tally, problem) = run_part(part, python, skips, is_loaded)?;
         rows.push((part.name, tally, problem, began.elapsed()));
     }
     println!("\n=== summary ===");
-    let mut all = Tally::default();
-    for (name, tally, problem, took) in &rows {
+    let mut failed = BTreeSet::new();
+    for (name, tally, problem, took) in rows {
         println!(
             "{name:<26} {:>5} passed {:>3} failed {:>6.1} s  {}",
             tally.passed,
@@ -140,22 +225,12 @@ pub fn run(options: &Options) -> Result<()> {
         );
         all.passed += tally.passed;
         all.failed += tally.failed;
+        if tally.failed > 0 && tally.names.is_empty() {
+            failed.insert(format!("({name})"));
+        }
+        failed.extend(tally.names);
     }
-    let skipped = skips.read()?;
-    drop(skips);
-    for line in &skipped {
-        println!("skipped: {line}");
-    }
-    all.passed = all.passed.saturating_sub(skipped.len() as u64);
-    if options.complete {
-        all.failed += skipped.len() as u64;
-    }
-    println!("{} passed, {} failed", all.passed, all.failed);
-    if all.failed > 0 {
-        // The counts are the message and must stay the last line.
-        std::process::exit(1);
-    }
-    Ok(())
+    Ok(failed)
 }
 
 /// Brings what the tests need of the machine; gives the Python that CSI clients run in.
@@ -207,23 +282,27 @@ impl Drop for Skips {
     }
 }
 
-fn run_part(part: &Part, python: Option<&Path>, skips: &Skips) -> Result<(Tally, Option<String>)> {
+fn run_part(
+    part: &Part,
+    python: Option<&Path>,
+    skips: &Skips,
+    is_loaded: bool,
+) -> Result<(Tally, Option<String>)> {
+    let budget = part.budget * if is_loaded { 2 } else { 1 };
     let mut command = run::cargo();
     command.env("QUOIN_SKIPPED", &skips.0);
     if let Some(python) = python {
         command.env(python::VARIABLE, python);
     }
     command.args(part.arguments);
-    let (mut tally, status) = watch(&mut command, part.budget)?;
+    let (mut tally, status) = watch(&mut command, budget)?;
     if part.is_single {
-        tally = Tally { passed: u64::from(status == Ending::Success), failed: 0 };
+        tally = Tally { passed: u64::from(status == Ending::Success), ..Tally::default() };
     }
     let problem = match status {
         Ending::Success => None,
         Ending::Failure => Some(format!("`{}` failed", run::show(&command))),
-        Ending::OverBudget => {
-            Some(format!("ended after its budget of {} s", part.budget.as_secs()))
-        }
+        Ending::OverBudget => Some(format!("ended after its budget of {} s", budget.as_secs())),
     };
     if problem.is_some() && tally.failed == 0 {
         // A build that fails or a test that hangs prints no count of its own.
@@ -265,10 +344,11 @@ fn watch(command: &mut Command, budget: Duration) -> Result<(Tally, Ending)> {
         match lines.recv_timeout(left) {
             Ok(line) => {
                 println!("{line}");
-                if let Some(result) = result_line(&line) {
-                    tally.passed += result.passed;
-                    tally.failed += result.failed;
+                if let Some((passed, failed)) = result_line(&line) {
+                    tally.passed += passed;
+                    tally.failed += failed;
                 }
+                tally.names.extend(failed_test(&line).map(str::to_owned));
             }
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => {
@@ -287,13 +367,19 @@ fn end_group(child: &mut Child) {
     let _ = child.wait();
 }
 
-/// Reads `test result: ok. 12 passed; 0 failed; …`.
-fn result_line(line: &str) -> Option<Tally> {
+/// Reads `test a::b ... FAILED`: the name.
+fn failed_test(line: &str) -> Option<&str> {
+    let name = line.strip_suffix(" ... FAILED")?.strip_prefix("test ")?;
+    Some(name.split(" - should panic").next().unwrap_or(name))
+}
+
+/// Reads `test result: ok. 12 passed; 0 failed; …`: how many passed and failed.
+fn result_line(line: &str) -> Option<(u64, u64)> {
     let counts = line.strip_prefix("test result: ")?.split_once(". ")?.1;
     let count = |word: &str| {
         counts.split(';').find_map(|part| part.trim().strip_suffix(word)?.trim().parse().ok())
     };
-    Some(Tally { passed: count("passed")?, failed: count("failed")? })
+    Some((count("passed")?, count("failed")?))
 }
 
 #[cfg(test)]
@@ -314,7 +400,7 @@ mod tests {
     fn cargo_tests_result_line_is_counted_and_other_lines_are_not() {
         let line =
             "test result: FAILED. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
-        assert_eq!(result_line(line), Some(Tally { passed: 12, failed: 3 }));
+        assert_eq!(result_line(line), Some((12, 3)));
         assert_eq!(result_line("test a::b ... ok"), None);
         assert_eq!(result_line("test result: ok"), None);
     }
@@ -324,7 +410,29 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "echo 'test result: ok. 2 passed; 0 failed;'; sleep 600 & wait"]);
         let (tally, ending) = watch(&mut command, Duration::from_millis(300)).unwrap();
-        assert_eq!((tally, ending), (Tally { passed: 2, failed: 0 }, Ending::OverBudget));
+        assert_eq!((tally.passed, tally.failed, ending), (2, 0, Ending::OverBudget));
+    }
+
+    #[test]
+    fn tests_that_fail_are_known_by_their_names() {
+        let mut command = Command::new("printf");
+        command.arg(
+            "test a::b ... ok\ntest a::c ... FAILED\ntest d - should panic ... FAILED\n\
+             failures:\n    a::c\ntest result: FAILED. 1 passed; 2 failed;\n",
+        );
+        let (tally, _) = watch(&mut command, Duration::from_secs(60)).unwrap();
+        let names = ["a::c", "d"].map(str::to_owned).to_vec();
+        assert_eq!(tally, Tally { passed: 1, failed: 2, names });
+    }
+
+    #[test]
+    fn load_ends_when_it_is_dropped() {
+        let load = Load::new().unwrap();
+        let ended = load.is_over.clone();
+        assert!(!load.threads.is_empty());
+        drop(load);
+        assert!(ended.load(Ordering::Relaxed));
+        assert_eq!(Arc::strong_count(&ended), 1, "a thread goes on");
     }
 
     #[test]
