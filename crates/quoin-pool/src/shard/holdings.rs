@@ -127,8 +127,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     self.timers.set(held.timer_key, None);
                     self.by_timer.remove(&held.timer_key);
                 }
-                let ending: Vec<u64> =
-                    self.peers.iter().filter(|(_, p)| p.guid == guid).map(|(k, _)| *k).collect();
+                let ending: Vec<u64> = self
+                    .peers
+                    .iter()
+                    .filter(|(_, p)| p.claim.guid == guid)
+                    .map(|(k, _)| *k)
+                    .collect();
                 for key in ending {
                     self.end(key);
                 }

@@ -249,7 +249,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             while let Some(key) = self.timers.pop(now) {
                 self.timer(now, key);
             }
-            self.copy(now);
+            self.copy();
             self.finish_round(now);
             if worked {
                 last_work = now;
@@ -418,7 +418,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             self.write(now, ready.key);
         }
         if ready.readable {
-            self.read(now, ready.key);
+            self.read(ready.key);
         }
     }
 
@@ -459,11 +459,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         view.map_or(0, |(_, view)| view.in_sync.len().saturating_sub(view.rule.cf.into()))
     }
 
-    /// One step of the rebuilds that wait.
-    fn copy(&mut self, now: Time) {
+    /// One step of the rebuilds that wait. It renews the lease too, from after its receipt.
+    fn copy(&mut self) {
+        let now = now();
         let Some((connection, message)) = self.copying.next(now) else { return };
         let Some(peer) = self.peers.get(&connection).filter(|peer| !peer.ending) else { return };
-        let (guid, session) = (peer.guid, peer.session);
+        let (guid, session) = (peer.claim.guid, peer.session);
         let began = std::time::Instant::now();
         self.message(now, connection, guid, session, message);
         self.copying.served(now, began.elapsed());

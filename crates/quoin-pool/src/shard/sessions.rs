@@ -3,14 +3,14 @@
 
 use quoin_core::entry::SharedEntry;
 use quoin_core::ids::SessionKey;
-use quoin_core::message::{FromReplica, Ping, ToReplica};
+use quoin_core::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_core::replica::ReplicaEvent;
-use quoin_core::{Lsn, ReplicaGuid, Time};
+use quoin_core::{Epoch, Lsn, ReplicaGuid, ReplicaId, Time, VolumeId};
 use quoin_store::ReplicaPool;
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
-use quoin_wire::reactor::Interest;
-use quoin_wire::{Connection, Frame, ReadOutcome};
+use quoin_wire::reactor::{Interest, now};
+use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
 
 use super::{
@@ -19,11 +19,31 @@ use super::{
 };
 use crate::facts::PoolFacts;
 
+/// The replica that a connection was believed for. Only that one is opened by it: the grant was
+/// held against the Hello, so an Open for anything else was granted by nobody.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Claim {
+    volume: VolumeId,
+    replica: ReplicaId,
+    pub(super) guid: ReplicaGuid,
+}
+
+impl Claim {
+    fn of(hello: &Hello) -> Self {
+        Self { volume: hello.volume, replica: hello.replica, guid: hello.guid }
+    }
+
+    pub(super) fn allows(&self, message: &ToReplica) -> bool {
+        let ToReplica::Open { volume, replica, guid, .. } = message else { return true };
+        *self == Self { volume: *volume, replica: *replica, guid: *guid }
+    }
+}
+
 /// One believed connection.
 pub(super) struct Peer {
     pub(super) connection: Connection,
     pub(super) session: SessionKey,
-    pub(super) guid: ReplicaGuid,
+    pub(super) claim: Claim,
     pub(super) interest: Interest,
     /// Whole frames may wait in its buffer: its answers were not taken fast enough.
     pub(super) stalled: bool,
@@ -75,7 +95,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let peer = Peer {
             connection,
             session,
-            guid: hello.guid,
+            claim: Claim::of(&hello),
             interest: Interest::READ,
             stalled: false,
             ending: false,
@@ -85,14 +105,15 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.parts.metrics.sessions.set(self.peers.len() as i64);
     }
 
-    pub(super) fn read(&mut self, now: Time, key: u64) {
+    pub(super) fn read(&mut self, key: u64) {
         let Some(peer) = self.peers.get_mut(&key) else { return };
         let outcome = peer.connection.receive();
         if peer.ending {
             peer.connection.discard_input();
         } else {
-            self.take_frames(now, key);
+            self.take_frames(key);
         }
+        let now = now();
         match outcome {
             Ok(ReadOutcome::End) => self.lost(now, key, &WireError::Closed),
             Ok(_) => {}
@@ -101,7 +122,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     }
 
     /// Handles the whole frames that a connection has read, as long as its answers are taken.
-    fn take_frames(&mut self, now: Time, key: u64) {
+    ///
+    /// They renew leases from now, which is after their receipt, and not from the start of the
+    /// round: what came earlier in the round may have kept the disk busy for longer than a lease
+    /// has to spare, and the target trusts its lease from when it sent.
+    fn take_frames(&mut self, key: u64) {
+        let now = now();
         let mut appends = Appends::default();
         let mut takes_more = true;
         loop {
@@ -114,7 +140,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             if peer.stalled {
                 break;
             }
-            let (guid, session) = (peer.guid, peer.session);
+            let (claim, session) = (peer.claim, peer.session);
             let message = match peer.connection.next_frame() {
                 Ok(Some(incoming)) => match incoming.frame {
                     Frame::ToReplica(message) if incoming.session == session => message,
@@ -128,7 +154,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             };
             let ToReplica::Append { entries, stable, sync, ping } = message else {
                 self.append(now, key, &mut appends);
-                self.take(now, key, guid, session, message);
+                if !claim.allows(&message) {
+                    return self.refuse_claim(key, session, claim);
+                }
+                self.take(now, key, claim.guid, session, message);
                 takes_more = takes_more && self.write_early(now, key);
                 continue;
             };
@@ -139,6 +168,17 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
         self.append(now, key, &mut appends);
         self.watch(key);
+    }
+
+    /// Ends a session that opens another replica than its Hello named.
+    fn refuse_claim(&mut self, key: u64, session: SessionKey, claim: Claim) {
+        tracing::error!(
+            volume = %claim.volume, guid = %claim.guid,
+            "a target asked to open another replica than it was let in for; its session was ended"
+        );
+        let failure = Failure::Protocol;
+        self.send(key, session, &FromReplica::Refuse { promised: Epoch::ZERO, failure });
+        self.end(key);
     }
 
     /// Answers that make a good piece go out while the next are being made, so that the target works
@@ -164,7 +204,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     fn append(&mut self, now: Time, key: u64, appends: &mut Appends) {
         let Some(message) = appends.take() else { return };
         let Some(peer) = self.peers.get(&key) else { return };
-        let (guid, session) = (peer.guid, peer.session);
+        let (guid, session) = (peer.claim.guid, peer.session);
         self.take(now, key, guid, session, message);
     }
 
@@ -215,7 +255,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Ok(_) => {}
         }
         if peer.stalled && peer.connection.queued_bytes() <= QUEUED_MAX / 2 {
-            self.take_frames(now, key);
+            self.take_frames(key);
         }
         self.watch(key);
     }
@@ -243,9 +283,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.queued -= peer.connection.queued_bytes();
         self.parts.metrics.sessions.set(self.peers.len() as i64);
         if !peer.ending && !matches!(why, WireError::Closed) {
-            tracing::warn!(error = %why, guid = %peer.guid, "a session's connection failed");
+            tracing::warn!(error = %why, guid = %peer.claim.guid, "a session's connection failed");
         }
-        self.deliver(now, peer.guid, ReplicaEvent::Disconnected { connection: key });
+        self.deliver(now, peer.claim.guid, ReplicaEvent::Disconnected { connection: key });
     }
 }
 

@@ -1,0 +1,347 @@
+//! Sessions played by hand against a real pool: what a grant opens, and how long a lease lasts.
+
+#[allow(dead_code)]
+mod support;
+
+use std::io::IoSlice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use quoin_core::ids::{Incarnation, SessionKey};
+use quoin_core::membership::{Member, Membership};
+use quoin_core::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
+use quoin_core::replica::store::{BootCookie, IoFault, ReplicaIdentity};
+use quoin_core::{
+    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, VolumeId,
+};
+use quoin_identity::{Authority, Expected, Grant, Identity, Lifetimes, Role};
+use quoin_pool::accept::Belief;
+use quoin_pool::assignment::{Assignment, Phase, Wanted};
+use quoin_pool::shard::Input as PoolInput;
+use quoin_store::disk::Syncer as SyncDisk;
+use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions};
+use quoin_wire::establish::{EstablishError, dial};
+use quoin_wire::handshake::{ClientSecurity, ServerSecurity};
+use quoin_wire::{Connection, Frame, Hello, Mode, ReadOutcome};
+use support::*;
+
+const OURS: VolumeId = VolumeId(7);
+const OTHERS: VolumeId = VolumeId(8);
+const IN_OURS: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(101) };
+const IN_OTHERS: Member = Member { id: ReplicaId(2), guid: ReplicaGuid(202) };
+const BLOCKS: u64 = 4096;
+
+/// One session, a message at a time.
+struct Session {
+    connection: Connection,
+    key: SessionKey,
+}
+
+impl Session {
+    fn send(&mut self, message: &ToReplica) {
+        self.connection.send_to_replica(self.key, message).unwrap();
+        while !self.connection.flush().unwrap() {}
+    }
+
+    /// The next message; `None` at the session's end.
+    fn next(&mut self) -> Option<FromReplica> {
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(60) {
+            if let Some(incoming) = self.connection.next_frame().ok()? {
+                let Frame::FromReplica(message) = incoming.frame else { return None };
+                return Some(message);
+            }
+            match self.connection.receive() {
+                Ok(ReadOutcome::End) if self.connection.buffered_bytes() == 0 => return None,
+                Ok(_) => {}
+                Err(_) => return None,
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        panic!("no answer");
+    }
+}
+
+fn key(epoch: u64, nonce: u64) -> SessionKey {
+    SessionKey { epoch: Epoch(epoch), incarnation: Incarnation(u128::from(epoch)), nonce }
+}
+
+fn open_of(volume: VolumeId, member: Member, lease_ms: u32) -> ToReplica {
+    ToReplica::Open {
+        volume,
+        replica: member.id,
+        guid: member.guid,
+        membership: membership(&[member], 1),
+        lease_ms,
+    }
+}
+
+/// A pool with a replica of each of two volumes.
+fn pool_of_both(
+    disk: impl Disk + 'static,
+    security: ServerSecurity,
+    belief: Belief,
+) -> RunningPool {
+    let pool = Pool::open(disk, PoolOptions::default()).unwrap();
+    let syncer = pool.syncer();
+    let pool = RunningPool::start(pool, syncer, "127.0.0.1:0", security, belief);
+    let wanted = [(OURS, IN_OURS), (OTHERS, IN_OTHERS)].map(|(volume, member)| Wanted {
+        identity: ReplicaIdentity {
+            volume,
+            replica: member.id,
+            guid: member.guid,
+            volume_spec: Bytes::new(),
+        },
+        blocks: BLOCKS,
+        phase: Phase::Init,
+        membership: Membership { formed: false, ..membership(&[member], 1) },
+    });
+    pool.send(PoolInput::Assign(Assignment(wanted.to_vec())));
+    eventually("the replicas are created", || pool.state().replicas.len() == 2);
+    pool
+}
+
+fn formatted() -> MemoryDisk {
+    let disk = MemoryDisk::new(256 << 20);
+    Pool::format(&disk, &FormatOptions::new(PoolId(1))).unwrap();
+    disk
+}
+
+/// A cluster's authority, a pool that believes grants alone, and who asks.
+struct Guarded {
+    pool: RunningPool,
+    controller: Identity,
+    stranger: Identity,
+    node: Identity,
+    pool_of_stranger: Identity,
+    _dir: tempfile::TempDir,
+}
+
+impl Guarded {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let authority =
+            |name: &str| Authority::create(&dir.path().join(name), Lifetimes::default()).unwrap();
+        let (ours, theirs) = (authority("ours"), authority("theirs"));
+        let issue = |authority: &Authority, role: Role, name: &str| {
+            let id = authority.cluster();
+            let path = dir.path().join(format!("{id}-{}-{name}", role.as_str()));
+            authority.issue_identity(&path, role, name).unwrap()
+        };
+        let identity = issue(&ours, Role::Pool, "p");
+        let config = identity.server_config().unwrap();
+        let security = ServerSecurity::Tls { config, least: Mode::Authenticate };
+        let pool = pool_of_both(formatted(), security, Belief::Grants(identity));
+        Guarded {
+            pool,
+            controller: issue(&ours, Role::Controller, "c"),
+            stranger: issue(&theirs, Role::Controller, "c"),
+            node: issue(&ours, Role::Node, "n1"),
+            pool_of_stranger: issue(&ours, Role::Pool, "p2"),
+            _dir: dir,
+        }
+    }
+
+    fn dial(
+        &self,
+        by: &Identity,
+        key: SessionKey,
+        hello: &Hello,
+    ) -> Result<Session, EstablishError> {
+        let security = ClientSecurity::Tls {
+            config: by.client_config(Expected::Named(Role::Pool, "p".into())).unwrap(),
+            server_name: "quoin".try_into().unwrap(),
+            mode: Mode::Authenticate,
+        };
+        let address = self.pool.address.parse().unwrap();
+        let connection = dial("p", address, &security, key, hello)?;
+        Ok(Session { connection, key })
+    }
+}
+
+fn good_grant(key: SessionKey) -> Grant {
+    Grant { volume: OURS, epoch: key.epoch, incarnation: key.incarnation, node: "n1".into() }
+}
+
+#[test]
+fn a_grant_opens_nothing_when_any_one_of_its_fields_is_wrong() {
+    let guarded = Guarded::new();
+    let key = key(1_000, 1);
+    let with = |change: fn(&mut Grant)| {
+        let mut grant = good_grant(key);
+        change(&mut grant);
+        guarded.controller.sign_grant(&grant).unwrap()
+    };
+    let good = with(|_| {});
+    let mut forged = good.clone();
+    *forged.last_mut().unwrap() ^= 1;
+    let (node, pool) = (&guarded.node, &guarded.pool_of_stranger);
+    let refused: [(&str, &Identity, Vec<u8>); 10] = [
+        ("of another volume", node, with(|g| g.volume = OTHERS)),
+        ("of an older epoch", node, with(|g| g.epoch = Epoch(999))),
+        ("of a newer epoch", node, with(|g| g.epoch = Epoch(1_001))),
+        ("of another incarnation", node, with(|g| g.incarnation = Incarnation(1))),
+        ("of another node", node, with(|g| g.node = "n2".into())),
+        ("shown by a pool of that name", pool, with(|g| g.node = "p2".into())),
+        ("of another cluster", node, guarded.stranger.sign_grant(&good_grant(key)).unwrap()),
+        ("signed by a node", node, guarded.node.sign_grant(&good_grant(key)).unwrap()),
+        ("with a changed signature", node, forged),
+        ("missing", node, Vec::new()),
+    ];
+    for (what, by, grant) in refused {
+        let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, grant.into());
+        let refusal = guarded.dial(by, key, &hello).err();
+        assert!(matches!(refusal, Some(EstablishError::Refused(_))), "a grant {what}: {refusal:?}");
+    }
+    let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, good.into());
+    let mut session = guarded.dial(node, key, &hello).unwrap();
+    session.send(&open_of(OURS, IN_OURS, 500));
+    assert!(matches!(session.next(), Some(FromReplica::OpenAck(_))));
+}
+
+#[test]
+fn a_grant_for_one_volume_opens_no_replica_of_another() {
+    let guarded = Guarded::new();
+    let member = |id: Member, guid: Member| Member { id: id.id, guid: guid.guid };
+    let cases = [
+        ("volume", OURS, IN_OURS, OTHERS, IN_OURS),
+        ("replica", OURS, IN_OURS, OURS, member(IN_OTHERS, IN_OURS)),
+        ("guid", OURS, IN_OURS, OURS, member(IN_OURS, IN_OTHERS)),
+        ("all but the guid", OURS, member(IN_OURS, IN_OTHERS), OTHERS, IN_OTHERS),
+        ("volume, with all that the Hello could name", OURS, IN_OTHERS, OTHERS, IN_OTHERS),
+        (
+            "none, and the Hello names a replica that is another volume's",
+            OURS,
+            IN_OTHERS,
+            OURS,
+            IN_OTHERS,
+        ),
+    ];
+    for (n, (differs, volume, member, opened, opened_member)) in (1..).zip(cases) {
+        let key = key(1_000, n);
+        let grant = guarded.controller.sign_grant(&good_grant(key)).unwrap();
+        let hello = Hello::new(volume, member.id, member.guid, grant.into());
+        let mut session = guarded.dial(&guarded.node, key, &hello).unwrap();
+        session.send(&open_of(opened, opened_member, 500));
+        let answer = session.next();
+        let failure = match answer {
+            Some(FromReplica::Refuse { failure, promised: Epoch::ZERO }) => failure,
+            other => panic!("an Open that differs in {differs}: {other:?}"),
+        };
+        assert!(matches!(failure, Failure::Protocol | Failure::Unknown), "{differs}: {failure}");
+        assert_eq!(session.next(), None, "the session goes on");
+    }
+    let state = guarded.pool.state();
+    assert!(state.replicas.iter().all(|r| r.state == "created"), "one was opened");
+}
+
+/// A disk whose next writes take a second each.
+struct SlowDisk {
+    inner: MemoryDisk,
+    slow: Arc<AtomicU32>,
+}
+
+impl Disk for SlowDisk {
+    fn size(&self) -> u64 {
+        self.inner.size()
+    }
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
+        self.inner.read_at(offset, buffer)
+    }
+    fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault> {
+        let take = |left: u32| left.checked_sub(1);
+        if self.slow.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
+            std::thread::sleep(Duration::from_secs(1));
+        }
+        self.inner.write_at(offset, parts)
+    }
+    fn sync(&self) -> Result<(), IoFault> {
+        self.inner.sync()
+    }
+    fn syncer(&self) -> SyncDisk {
+        self.inner.syncer()
+    }
+    fn write_out(&self, offset: u64, length: u64) {
+        self.inner.write_out(offset, length);
+    }
+    fn discard(&self, offset: u64, length: u64) {
+        self.inner.discard(offset, length);
+    }
+    fn cookie(&self) -> BootCookie {
+        self.inner.cookie()
+    }
+}
+
+fn open(
+    pool: &RunningPool,
+    volume: VolumeId,
+    member: Member,
+    key: SessionKey,
+    lease_ms: u32,
+) -> (Session, OpenAck) {
+    let hello = Hello::new(volume, member.id, member.guid, Bytes::new());
+    let address = pool.address.parse().unwrap();
+    let connection = dial("p", address, &ClientSecurity::PlainLoopback, key, &hello).unwrap();
+    let mut session = Session { connection, key };
+    session.send(&open_of(volume, member, lease_ms));
+    match session.next() {
+        Some(FromReplica::OpenAck(ack)) => (session, *ack),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Appends one block after `at`; the position and chain that it makes.
+fn append(session: &mut Session, at: Position, chain: Chain) -> (Position, Chain) {
+    let at = Position { epoch: session.key.epoch, lsn: at.lsn.next() };
+    let data = Bytes::from(vec![7; 4096]);
+    let entry = Entry::after(chain, at, EntryKind::Write, 0, 1, data, false);
+    let chain = entry.chain;
+    let (entries, stable) = (vec![Arc::new(entry)], Lsn::ZERO);
+    session.send(&ToReplica::Append { entries, stable, sync: false, ping: Ping(0) });
+    (at, chain)
+}
+
+/// Waits for the answer to a ping.
+fn answered(session: &mut Session, wanted: Ping) {
+    loop {
+        match session.next() {
+            Some(FromReplica::Applied { ping, .. }) if ping == wanted => return,
+            Some(_) => {}
+            None => panic!("the session ended"),
+        }
+    }
+}
+
+#[test]
+fn a_lease_lasts_from_the_receipt_of_what_renews_it_however_long_the_round_was() {
+    const LEASE_MS: u32 = 2000;
+    let slow = Arc::new(AtomicU32::new(0));
+    let disk = SlowDisk { inner: formatted(), slow: slow.clone() };
+    let pool = pool_of_both(disk, ServerSecurity::PlainLoopback, Belief::Everybody);
+    let (mut busy, ack) = open(&pool, OTHERS, IN_OTHERS, key(1, 1), LEASE_MS);
+    let (mut quiet, _) = open(&pool, OURS, IN_OURS, key(1, 2), LEASE_MS);
+    busy.send(&ToReplica::Truncate { keep: Lsn::ZERO, tip: Lsn::ZERO });
+    assert!(matches!(busy.next(), Some(FromReplica::Truncated { .. })));
+    // The segment is begun before, so that the slow writes are those of the entries.
+    let (at, chain) = append(&mut busy, ack.position, ack.chain);
+    busy.send(&ToReplica::Ping { ping: Ping(1), stable: Lsn::ZERO });
+    answered(&mut busy, Ping(1));
+
+    // The first slow write keeps the pool's thread until both sockets are readable in one round;
+    // the second makes that round long, and what renews the lease is read behind it.
+    slow.store(2, Ordering::SeqCst);
+    let (at, chain) = append(&mut busy, at, chain);
+    std::thread::sleep(Duration::from_millis(300));
+    append(&mut busy, at, chain);
+    quiet.send(&ToReplica::Ping { ping: Ping(2), stable: Lsn::ZERO });
+    std::thread::sleep(Duration::from_millis(1200));
+    let renewed = Instant::now();
+    quiet.send(&ToReplica::Ping { ping: Ping(3), stable: Lsn::ZERO });
+    answered(&mut quiet, Ping(3));
+    // The target trusts its lease for 0.95 L from the sending: nobody else is let in before.
+    let _newer = open(&pool, OURS, IN_OURS, key(2, 1), LEASE_MS);
+    let took = renewed.elapsed();
+    assert!(took >= Duration::from_millis(1900), "another one was let in after {took:?}");
+}
