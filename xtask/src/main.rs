@@ -36,6 +36,7 @@ Before you hand something in:
 
 When you look for something:
   cargo xtask sim --seeds 100                  the protocol under faults, 100 clusters
+  cargo xtask sim --fresh 1000                 the same with seeds that were never run before
   cargo xtask sim --seed 17 --trace            one of them again, step by step
   cargo xtask bench --quick                    speed beside the same work without a product
   cargo xtask trace --open --source healer     what no test proves yet
@@ -115,6 +116,18 @@ fn torture(arguments: Vec<String>) -> anyhow::Result<()> {
     run::replace_with(&torture, quoin.into_iter().chain(arguments))
 }
 
+/// Fresh seeds that find something are kept in the tree.
+fn sim(mut arguments: Vec<String>) -> anyhow::Result<()> {
+    let simulator = run::release_binary("quoin-sim", "quoin-sim")?;
+    let has =
+        |flag: &str| arguments.iter().any(|argument| argument.split('=').next() == Some(flag));
+    if has("--fresh") && !has("--keep") {
+        let list = run::workspace_root().join("crates/quoin-sim/kept-seeds.txt");
+        arguments.extend(["--keep".into(), list.display().to_string()]);
+    }
+    run::replace_with(&simulator, arguments)
+}
+
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().command {
         Command::Demo(options) => demo::run(options),
@@ -122,8 +135,7 @@ fn main() -> ExitCode {
         Command::Bench { arguments } => run::release_binary("quoin", "quoin").and_then(|quoin| {
             run::replace_with(&quoin, ["bench".into()].into_iter().chain(arguments))
         }),
-        Command::Sim { arguments } => run::release_binary("quoin-sim", "quoin-sim")
-            .and_then(|simulator| run::replace_with(&simulator, arguments)),
+        Command::Sim { arguments } => sim(arguments),
         Command::Model { arguments } => run::release_binary("quoin-model", "quoin-model")
             .and_then(|model| run::replace_with(&model, arguments)),
         Command::Mutants { arguments } => mutants::run(arguments),

@@ -26,9 +26,11 @@ pub mod control;
 pub mod coverage;
 pub mod disk;
 pub mod faults;
+pub mod fresh;
 pub mod history;
 #[cfg(feature = "mutants")]
 pub mod hunt;
+pub mod kept;
 pub mod lineage;
 pub mod linear;
 mod map;

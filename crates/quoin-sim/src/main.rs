@@ -1,9 +1,13 @@
 //! `quoin-sim`: run seeds, or replay one with its trace.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
-use quoin_sim::{RunOptions, StoreKind, Swarm, run, run_many};
+use quoin_sim::fresh::{self, Fresh};
+use quoin_sim::kept::{self, KeptSeed};
+use quoin_sim::{RunOptions, StoreKind, Summary, Swarm, run, run_many};
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Store {
@@ -39,12 +43,24 @@ struct Arguments {
     #[arg(long)]
     coverage: bool,
     /// Small worlds in which few kinds of faults strike often, by name (`--swarm few`); `all`
-    /// runs the seeds in each of them.
-    #[arg(long, default_value = "broad")]
-    swarm: String,
+    /// runs the seeds in each of them. Default: `broad`; `all` with --fresh.
+    #[arg(long)]
+    swarm: Option<String>,
     /// Stop at the first violation.
     #[arg(long)]
     stop: bool,
+    /// Run N seeds that were never run before, over all swarms (or those of --swarm), on all cores.
+    #[arg(long, value_name = "N", conflicts_with_all = ["seeds", "first_seed", "seed", "stop"])]
+    fresh: Option<u64>,
+    /// Repeat the fresh seeds that follow from this base (each run prints its own).
+    #[arg(long, value_name = "BASE", requires = "fresh")]
+    fresh_base: Option<u64>,
+    /// Add fresh seeds that find something to this list.
+    #[arg(long, value_name = "FILE", requires = "fresh")]
+    keep: Option<PathBuf>,
+    /// Run the kept seeds, which once found something.
+    #[arg(long, conflicts_with_all = ["seeds", "first_seed", "seed", "stop", "fresh", "swarm"])]
+    kept: bool,
 }
 
 fn swarms_named(name: &str) -> Result<Vec<Swarm>, String> {
@@ -56,13 +72,61 @@ fn swarms_named(name: &str) -> Result<Vec<Swarm>, String> {
     found.ok_or_else(|| format!("no swarm of the name {name}; there are {}, all", names()))
 }
 
+/// Runs fresh seeds, and says how far it is every ten seconds.
+fn run_fresh(fresh: &Fresh, keep: Option<PathBuf>) -> ExitCode {
+    let names = fresh.swarms.iter().map(|s| s.name()).collect::<Vec<_>>().join(", ");
+    println!("{} fresh seeds from --fresh-base {} of: {names}", fresh.count, fresh.base);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let found = |seed: &KeptSeed| {
+        println!("--swarm {} --seed {}: {}", seed.swarm.name(), seed.seed, seed.finding);
+        if let Some(Err(error)) = keep.as_ref().map(|path| seed.append_to(path)) {
+            eprintln!("error: {error}");
+        }
+    };
+    let began = Instant::now();
+    let told = std::sync::Mutex::new(began);
+    let ran = |count: u64| {
+        let Ok(mut told) = told.try_lock() else { return };
+        if told.elapsed() < Duration::from_secs(10) {
+            return;
+        }
+        *told = Instant::now();
+        let left = began.elapsed().mul_f64((fresh.count - count) as f64 / count as f64);
+        eprintln!("{count} of {} seeds, {} s left", fresh.count, left.as_secs());
+    };
+    let summary = fresh.run(threads, found, ran);
+    print!("{summary}");
+    if summary.violations.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Repeats the kept seeds.
+fn run_kept() -> ExitCode {
+    let seeds = match KeptSeed::parse(kept::LIST) {
+        Ok(seeds) => seeds,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let mut failed = 0;
+    for seed in &seeds {
+        if let Some(violation) = seed.run().violation {
+            println!("{seed}: now {}: {}", violation.rule, violation.detail);
+            failed += 1;
+        }
+    }
+    println!("{} kept seeds, {failed} violations", seeds.len());
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let store = match arguments.store {
         Store::Model => StoreKind::Model,
         Store::Real => StoreKind::Real,
     };
-    let swarms = match swarms_named(&arguments.swarm) {
+    let all_by_default = if arguments.fresh.is_some() { "all" } else { "broad" };
+    let swarms = match swarms_named(arguments.swarm.as_deref().unwrap_or(all_by_default)) {
         Ok(swarms) => swarms,
         Err(error) => {
             eprintln!("error: {error}");
@@ -73,6 +137,19 @@ fn main() -> ExitCode {
     let options = RunOptions { store, swarm, trace: arguments.trace, ..RunOptions::default() };
     // A panic in the core is reported as a violation with its seed; its place helps to find it.
     std::panic::set_hook(Box::new(|info| eprintln!("{info}")));
+    if arguments.kept {
+        return run_kept();
+    }
+    if let Some(count) = arguments.fresh {
+        let base = match arguments.fresh_base.map_or_else(fresh::draw_base, Ok) {
+            Ok(base) => base,
+            Err(error) => {
+                eprintln!("error: cannot draw a base for fresh seeds from /dev/urandom: {error}");
+                return ExitCode::FAILURE;
+            }
+        };
+        return run_fresh(&Fresh { base, count, swarms, store }, arguments.keep);
+    }
     let (first, count) = match arguments.seed {
         Some(seed) => (seed, 1),
         None => (arguments.first_seed, arguments.seeds),
@@ -103,7 +180,7 @@ fn main() -> ExitCode {
         };
     }
     let step = if arguments.stop { 1 } else { count };
-    let mut summary = quoin_sim::Summary::default();
+    let mut summary = Summary::default();
     let mut failed = None;
     'all: for swarm in swarms {
         let mut next = first;

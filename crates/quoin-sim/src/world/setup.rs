@@ -28,9 +28,9 @@ use crate::swarm::{PoolShape, Shape, Swarm, Wanted};
 use crate::trace::Trace;
 use crate::workload::{Habit, Workload};
 
-/// Events after which a run is taken for a message loop.
 /// Faults of one run at most, so that a mask names them.
 pub const FAULTS_MAX: usize = 32;
+/// Events after which a run is taken for a message loop.
 pub const EVENTS_MAX: u64 = 5_000_000;
 /// Answered operations that every run reaches.
 pub const IOS_MIN: u64 = 1_000;
@@ -41,6 +41,19 @@ pub enum StoreKind {
     Model,
     #[default]
     Real,
+}
+
+impl StoreKind {
+    pub fn name(self) -> &'static str {
+        match self {
+            StoreKind::Model => "model",
+            StoreKind::Real => "real",
+        }
+    }
+
+    pub fn named(name: &str) -> Option<Self> {
+        [Self::Model, Self::Real].into_iter().find(|kind| kind.name() == name)
+    }
 }
 
 /// A deliberate defect in what surrounds the core, to show that the simulator finds defects.
