@@ -1,11 +1,12 @@
 //! `cargo xtask mutants --code`: the code is broken, and not the rules.
 //!
-//! cargo-mutants lists its changes to functions and operators of the core and of the store's
-//! recovery; what it would try one build each, which takes days for all 2,700, is woven into one
-//! copy of the tree behind a switch (`xtask/weave`), so that a shard is one build. Then the tests
-//! of core and store must notice each, and what they miss the simulator's seeds must find. Changes
-//! that do not compile are unviable; the few that the compiler evaluates (constants) have no
-//! switch and are named as not tried.
+//! cargo-mutants lists its changes to functions and operators of one [`Subject`]: the core with the
+//! store's recovery, or the drivers around them. One build for each of thousands of changes would
+//! take days, so a shard of them is woven into one copy of the tree, each behind a switch
+//! (`xtask/weave`), and is one build. Then the tests of the subject's crates must notice each, those
+//! of the changed crate first; the simulator's seeds must find the changes of the core that the
+//! tests miss. Changes that do not compile are unviable; the few that the compiler evaluates
+//! (constants) have no switch and are named as not tried.
 //!
 //! What came out is kept in the tree ([`LEDGER`]), under names that outlive an edit elsewhere in
 //! the file (equal changes in one function are told apart by their number), and another run goes on where the last one was ended, on whatever machine. A shard is
@@ -20,25 +21,65 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// The code that is broken.
-const CODE: [&str; 6] = [
-    "crates/quoin-core/src/**/*.rs",
-    "crates/quoin-store/src/recover.rs",
-    "crates/quoin-store/src/ring.rs",
-    "crates/quoin-store/src/records.rs",
-    "crates/quoin-store/src/history.rs",
-    "crates/quoin-store/src/batch.rs",
+/// A part of the code that is broken, and the tests that must notice.
+struct Subject {
+    name: &'static str,
+    /// Files, as cargo-mutants takes them.
+    code: &'static [&'static str],
+    /// Crates whose tests are asked.
+    packages: &'static [&'static str],
+    /// A sample of about two hundred.
+    shard: &'static str,
+    /// Whether the simulator's seeds are asked as well.
+    has_seeds: bool,
+}
+
+const SUBJECTS: [Subject; 2] = [
+    Subject {
+        name: "core",
+        code: &[
+            "crates/quoin-core/src/**/*.rs",
+            "crates/quoin-store/src/recover.rs",
+            "crates/quoin-store/src/ring.rs",
+            "crates/quoin-store/src/records.rs",
+            "crates/quoin-store/src/history.rs",
+            "crates/quoin-store/src/batch.rs",
+        ],
+        packages: &["quoin-core", "quoin-store", "quoin-sim"],
+        shard: "0/13",
+        has_seeds: true,
+    },
+    Subject {
+        name: "drivers",
+        code: &[
+            "crates/quoin-pool/src/**/*.rs",
+            "crates/quoin-target/src/**/*.rs",
+            "crates/quoin-wire/src/**/*.rs",
+            "crates/quoin-frontend/src/**/*.rs",
+            "crates/quoin-identity/src/**/*.rs",
+            "crates/quoin-node/src/**/*.rs",
+            "crates/quoin-control/src/epochs.rs",
+            "crates/quoin-control/src/records.rs",
+            "crates/quoin-control/src/attach.rs",
+        ],
+        packages: &[
+            "quoin-pool",
+            "quoin-target",
+            "quoin-wire",
+            "quoin-frontend",
+            "quoin-identity",
+            "quoin-node",
+            "quoin-control",
+            "quoin-csi",
+        ],
+        shard: "0/19",
+        has_seeds: false,
+    },
 ];
 /// The switches of the other kind of mutants are no product's.
 const NOT_CODE: &str = "crates/quoin-core/src/mutant.rs";
-/// Where weaving puts the switch.
-const HOME: &str = "crates/quoin-core/src/lib.rs";
 /// What is known of each change that was tried.
 const LEDGER: &str = "docs/code-mutants.tsv";
-/// A sample of about two hundred.
-const SHARD: &str = "0/13";
-/// Whose tests must notice.
-const PACKAGES: [&str; 3] = ["quoin-core", "quoin-store", "quoin-sim"];
 /// The simulator is an oracle of its own by its seeds, and one test needs the machine's device.
 const NOT_ASKED: [&str; 4] = ["device", "seeds", "mutants", "quoin_sim"];
 /// What the simulator is asked: a hundred seeds of the swarms, which find most for their time, then
@@ -48,6 +89,8 @@ const SEEDS: [&[&str]; 2] =
 /// A change that lets a test run for ever, or take memory without end, is noticed as such: a
 /// multiple of what the sound code takes, and at least so many seconds of CPU.
 const CPU_SECONDS_MIN: u64 = 20;
+/// A test that waits for ever uses no CPU.
+const WALL_SECONDS_MIN: u64 = 60;
 const MEMORY_KIB: u64 = 8 << 20;
 /// Tests that take longer are asked after the others have been asked about every change.
 const QUICK_SECONDS: u64 = 6;
@@ -57,6 +100,7 @@ struct Oracle {
     program: PathBuf,
     arguments: Vec<String>,
     cpu_seconds: u64,
+    wall_seconds: u64,
     is_slow: bool,
 }
 
@@ -68,12 +112,16 @@ enum Said {
 
 impl Oracle {
     fn ask(&self, woven: Option<u32>, tree: &Path) -> Result<Said> {
-        let limits = format!("ulimit -t {}; ulimit -v {MEMORY_KIB}; exec \"$@\"", self.cpu_seconds);
+        let limits = format!(
+            "ulimit -t {}; ulimit -v {MEMORY_KIB}; exec timeout --signal=KILL {} \"$@\"",
+            self.cpu_seconds, self.wall_seconds
+        );
         let mut command = Command::new("sh");
         command.args(["-c", &limits, "sh"]).arg(&self.program).args(&self.arguments);
         // Tests find their data from their crate.
-        let package = if self.name.starts_with("store") { "quoin-store" } else { "quoin-core" };
-        command.current_dir(tree.join("crates").join(package)).stdin(Stdio::null());
+        let package = self.name.split(' ').next().unwrap_or_default();
+        command.current_dir(tree.join("crates").join(format!("quoin-{package}")));
+        command.stdin(Stdio::null());
         if let Some(number) = woven {
             command.env("QUOIN_WOVEN", number.to_string());
         }
@@ -82,8 +130,8 @@ impl Oracle {
             return Ok(Said::Nothing);
         }
         use std::os::unix::process::ExitStatusExt;
-        // SIGXCPU and SIGKILL: the limit of CPU time.
-        if matches!(output.status.signal(), Some(9 | 24)) {
+        // SIGXCPU and SIGKILL: the limit of CPU time. 137: that of `timeout`.
+        if matches!(output.status.signal(), Some(9 | 24)) || output.status.code() == Some(137) {
             return Ok(Said::EndsNot);
         }
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -97,16 +145,25 @@ impl Oracle {
     }
 }
 
-/// `[--shard K/N] [--anew] [--by TESTS] [--only CHANGE]`: the sample, resumed; ends with what nothing
-/// has noticed.
+/// `[--of SUBJECT] [--shard K/N] [--anew] [--by TESTS] [--only CHANGE]`: the sample, resumed; ends
+/// with the changes that no test has noticed.
 pub fn run(arguments: &[String]) -> Result<()> {
-    let (mut shard, mut anew, mut by, mut only) = (SHARD, false, "", "");
+    let mut subject = &SUBJECTS[0];
+    let (mut shard, mut anew, mut by, mut only) = (None, false, "", "");
     let mut arguments = arguments.iter();
     while let Some(argument) = arguments.next() {
         match (argument.as_str(), arguments.as_slice()) {
             ("--anew", _) => anew = true,
+            ("--of", [value, ..]) => {
+                let named = SUBJECTS.iter().find(|subject| subject.name == value);
+                subject = named.with_context(|| {
+                    let names: Vec<_> = SUBJECTS.iter().map(|subject| subject.name).collect();
+                    format!("--of {value}: there are {}", names.join(", "))
+                })?;
+                arguments.next();
+            }
             ("--shard", [value, ..]) => {
-                shard = value;
+                shard = Some(value.as_str());
                 arguments.next();
             }
             ("--by", [value, ..]) => {
@@ -118,7 +175,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
                 arguments.next();
             }
             _ => bail!(
-                "--code takes --shard K/N (K of N equal parts, as in 3/100), --anew (asks again \
+                "--code takes --of SUBJECT (core, drivers), --shard K/N (K of N equal parts, as in 3/100), --anew (asks again \
                  about what was noticed before), --by TESTS (asks those alone whose name begins \
                  so, as in `core` or `core edges`) and --only CHANGE (those whose name has that), \
                  and not {argument}"
@@ -129,14 +186,15 @@ pub fn run(arguments: &[String]) -> Result<()> {
     if !there.is_ok_and(|output| output.status.success()) {
         run::check(run::cargo().args(["install", "--locked", "--quiet", "cargo-mutants"]))?;
     }
+    let shard = shard.unwrap_or(subject.shard);
     let shared = run::target_directory()?.join("code-mutants");
-    let folder = shared.join(shard.replace('/', "-of-"));
+    let folder = shared.join(format!("{}-{}", subject.name, shard.replace('/', "-of-")));
     std::fs::create_dir_all(&folder)?;
-    let (list, names) = listed(shard, &folder)?;
+    let (list, names) = listed(subject, shard, &folder)?;
     // One tree for all shards, so that what is the same is built once.
     let tree = shared.join("tree");
-    let woven = weave(&list, &tree, &shared, &names, by)?;
-    let oracles = oracles(&woven.executables, &tree, by)?;
+    let woven = weave(subject, &list, &tree, &shared, &names, by)?;
+    let oracles = oracles(subject, &woven.executables, &tree, by)?;
     let mut ledger = Ledger::read(&run::workspace_root().join(LEDGER))?;
     if anew {
         let asked = names.iter().filter(|name| name.contains(only));
@@ -161,14 +219,14 @@ pub fn run(arguments: &[String]) -> Result<()> {
 }
 
 /// What cargo-mutants would do of a shard: its list, and a name of each.
-fn listed(shard: &str, folder: &Path) -> Result<(PathBuf, Vec<String>)> {
+fn listed(subject: &Subject, shard: &str, folder: &Path) -> Result<(PathBuf, Vec<String>)> {
     let parts = shard.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
     let Some((part, parts)) = parts.filter(|(k, n): &(u64, u64)| k < n) else {
         bail!("--shard {shard}: it is K/N with K below N, as in 3/100");
     };
     let mut cargo = run::cargo();
     cargo.args(["mutants", "--list", "--json", "--no-shuffle", "--exclude", NOT_CODE]);
-    cargo.args(CODE.iter().flat_map(|file| ["--file", file]));
+    cargo.args(subject.code.iter().flat_map(|file| ["--file", file]));
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot start cargo mutants")?;
     if !output.status.success() {
         bail!("`{}` failed ({})", run::show(&cargo), output.status);
@@ -207,8 +265,10 @@ fn fnv(name: &str) -> u64 {
 /// The files that git knows, as they are now, but those that weaving writes.
 fn copy(tree: &Path, list: &Path) -> Result<()> {
     let list: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(list)?)?;
-    let mut woven: BTreeSet<&str> = list.iter().filter_map(|m| m["file"].as_str()).collect();
-    woven.insert(HOME);
+    let changed = || list.iter().filter_map(|m| m["file"].as_str());
+    // A crate with a change has the switch in the file that it begins with.
+    let roots = changed().filter_map(|f| Some(format!("{}/src/lib.rs", f.split_once("/src/")?.0)));
+    let woven: BTreeSet<String> = changed().map(str::to_owned).chain(roots).collect();
     let output = Command::new("git")
         .args(["ls-files", "-z"])
         .current_dir(run::workspace_root())
@@ -235,7 +295,14 @@ struct Woven {
 }
 
 /// Weaves and builds; what does not compile is left out, until the rest does.
-fn weave(list: &Path, tree: &Path, shared: &Path, names: &[String], by: &str) -> Result<Woven> {
+fn weave(
+    subject: &Subject,
+    list: &Path,
+    tree: &Path,
+    shared: &Path,
+    names: &[String],
+    by: &str,
+) -> Result<Woven> {
     let manifest = run::workspace_root().join("xtask/weave/Cargo.toml");
     let mut unviable = BTreeSet::new();
     loop {
@@ -261,7 +328,7 @@ fn weave(list: &Path, tree: &Path, shared: &Path, names: &[String], by: &str) ->
             let short = package.trim_start_matches("quoin-");
             by.starts_with(short) || short.starts_with(by)
         };
-        let packages = PACKAGES.iter().filter(of_those);
+        let packages = subject.packages.iter().filter(of_those);
         build.args(packages.flat_map(|package| ["--package", package]));
         build.args(["--message-format", "json", "--quiet", "--target-dir"]);
         // Optimised, as a run is ten times the build; with the checks that tests have.
@@ -302,7 +369,12 @@ fn blamed(message: &serde_json::Value, tree: &Path) -> Option<u32> {
 }
 
 /// The quickest first. All must be content with sound code.
-fn oracles(messages: &[serde_json::Value], tree: &Path, by: &str) -> Result<Vec<Oracle>> {
+fn oracles(
+    subject: &Subject,
+    messages: &[serde_json::Value],
+    tree: &Path,
+    by: &str,
+) -> Result<Vec<Oracle>> {
     let mut tests = Vec::new();
     let mut simulator = None;
     for message in messages {
@@ -310,7 +382,7 @@ fn oracles(messages: &[serde_json::Value], tree: &Path, by: &str) -> Result<Vec<
         let target = &message["target"];
         let name = target["name"].as_str().unwrap_or_default();
         let home = message["manifest_path"].as_str().unwrap_or_default();
-        let package = PACKAGES.iter().find(|p| home.contains(&format!("/{p}/")));
+        let package = subject.packages.iter().find(|p| home.contains(&format!("/{p}/")));
         match (package, target["kind"][0].as_str()) {
             // Of the two that cargo builds, the program and not its tests.
             (Some(&"quoin-sim"), Some("bin"))
@@ -325,7 +397,7 @@ fn oracles(messages: &[serde_json::Value], tree: &Path, by: &str) -> Result<Vec<
             _ => {}
         }
     }
-    if simulator.is_none() && by.is_empty() {
+    if subject.has_seeds && simulator.is_none() && by.is_empty() {
         bail!("cargo built no simulator");
     }
     let seeds = simulator.iter().flat_map(|simulator| {
@@ -337,7 +409,14 @@ fn oracles(messages: &[serde_json::Value], tree: &Path, by: &str) -> Result<Vec<
     let mut timed = Vec::new();
     let all = tests.into_iter().chain(seeds).filter(|(name, ..)| name.starts_with(by));
     for (name, program, arguments) in all {
-        let mut oracle = Oracle { name, program, arguments, cpu_seconds: 3600, is_slow: false };
+        let mut oracle = Oracle {
+            name,
+            program,
+            arguments,
+            cpu_seconds: 3600,
+            wall_seconds: 3600,
+            is_slow: false,
+        };
         let start = Instant::now();
         if let Said::Noticed(what) = oracle.ask(None, tree)? {
             bail!("{} is not content with sound code: {what}", oracle.name);
@@ -345,6 +424,7 @@ fn oracles(messages: &[serde_json::Value], tree: &Path, by: &str) -> Result<Vec<
         let seconds = start.elapsed().as_secs();
         println!("{}: {seconds} s on sound code", oracle.name);
         oracle.cpu_seconds = CPU_SECONDS_MIN + 4 * seconds;
+        oracle.wall_seconds = WALL_SECONDS_MIN + 4 * seconds;
         oracle.is_slow = oracle.name.starts_with("sim") || seconds > QUICK_SECONDS;
         timed.push((seconds, oracle));
     }
@@ -398,7 +478,12 @@ fn try_each(
         }
         let before = ledger.known.get(name).map_or("open", String::as_str);
         let mut said = otherwise.unwrap_or(before).to_owned();
-        for oracle in oracles {
+        let own = |oracle: &&Oracle| {
+            let package = oracle.name.split(' ').next().unwrap_or_default();
+            name.starts_with(&format!("crates/quoin-{package}/"))
+        };
+        let (first, others): (Vec<_>, Vec<_>) = oracles.iter().partition(own);
+        for oracle in first.into_iter().chain(others) {
             match oracle.ask(Some(*number), tree)? {
                 Said::Nothing => continue,
                 Said::Noticed(what) => said = format!("caught\t{}: {what}", oracle.name),

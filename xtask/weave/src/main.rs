@@ -14,7 +14,7 @@ use syn::spanned::Spanned;
 use syn::visit_mut::{self, VisitMut};
 use syn::{Expr, parse_quote};
 
-/// What is put into the core, where every other crate finds it.
+/// The module that is put into each crate that has a change.
 const SWITCH: &str = r#"
 /// Which broken variant this process runs.
 pub mod woven {
@@ -27,7 +27,12 @@ pub mod woven {
     }
 }
 "#;
-const HOME: &str = "crates/quoin-core/";
+
+/// The file that a crate begins with, of any file of its sources.
+fn crate_root(file: &str) -> Option<String> {
+    let (home, _) = file.split_once("/src/")?;
+    Some(format!("{home}/src/lib.rs"))
+}
 
 struct Mutant {
     number: u32,
@@ -238,13 +243,17 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         rest.iter().flat_map(|l| l.split(',')).filter_map(|n| n.parse().ok()).collect();
     let list: Vec<serde_json::Value> = serde_json::from_slice(&std::fs::read(list)?)?;
     let mut files: BTreeMap<String, BTreeMap<Place, Vec<Mutant>>> = BTreeMap::new();
-    files.entry(format!("{HOME}src/lib.rs")).or_default();
     for (number, mutant) in (0_u32..).zip(&list) {
         let text = |key: &str| mutant[key].as_str().unwrap_or_default().to_owned();
         let Some(start) = place(&mutant["span"]["start"]) else {
             println!("{number} no place");
             continue;
         };
+        let Some(root) = crate_root(&text("file")) else {
+            println!("{number} in no crate's sources");
+            continue;
+        };
+        files.entry(root).or_default();
         let changes = files.entry(text("file")).or_default().entry(start).or_default();
         if !without.contains(&number) {
             let (genre, replacement) = (text("genre"), text("replacement"));
@@ -254,12 +263,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (file, wanted) in files {
         let path = Path::new(root).join(&file);
         let mut source = syn::parse_file(&std::fs::read_to_string(&path)?)?;
-        let at_home = file.starts_with(HOME);
-        let switch = if at_home {
-            parse_quote!(crate::woven::on)
-        } else {
-            parse_quote!(::quoin_core::woven::on)
-        };
+        let switch = parse_quote!(crate::woven::on);
         let mut weaver = Weaver { switch, wanted, constant: 0, left_out: Vec::new() };
         weaver.visit_file_mut(&mut source);
         let lost = weaver.wanted.into_values().flatten().map(|m| (m.number, "not found"));
@@ -267,7 +271,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             println!("{number} {why}");
         }
         let mut woven = prettyplease::unparse(&source);
-        if file == format!("{HOME}src/lib.rs") {
+        if crate_root(&file).as_ref() == Some(&file) {
             woven.push_str(SWITCH);
         }
         let path = Path::new(tree).join(&file);
