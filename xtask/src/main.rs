@@ -13,6 +13,7 @@ mod house;
 mod invariants;
 mod lint;
 mod mutants;
+mod package;
 mod packages;
 mod python;
 mod run;
@@ -101,6 +102,8 @@ enum Command {
     Upgrade(upgrade::Options),
     /// Keep what this build writes to disks, peers and records, for later builds to read.
     RecordFormats(formats::Options),
+    /// Build a Debian package: the binary, systemd units, configuration and documents.
+    Package(package::Options),
     /// Which requirements of docs/requirements.csv a test names, and which are open.
     Trace(trace::Options),
     /// Format, clippy, dependency direction and the other rules of the tree.
@@ -144,6 +147,7 @@ fn main() -> ExitCode {
         Command::Torture { arguments } => torture(arguments),
         Command::Upgrade(options) => upgrade::run(options),
         Command::RecordFormats(options) => formats::run(&options),
+        Command::Package(options) => package::run(&options),
         Command::Trace(options) => trace::run(&options),
         Command::Lint(options) => lint::run(&options),
     };

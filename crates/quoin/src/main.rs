@@ -13,6 +13,7 @@ mod dev;
 mod document;
 mod events;
 mod host;
+mod kept_backups;
 mod listing;
 mod offline;
 mod output;

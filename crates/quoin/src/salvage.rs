@@ -14,13 +14,22 @@ use std::path::{Path, PathBuf};
 
 use crate::client::{ClientOptions, refusal};
 use crate::events::show_time;
+use crate::kept_backups;
 use crate::output::{self, Format, Row};
 use crate::size::show_size;
 
 #[derive(Args)]
 pub struct BackupOptions {
     /// The file to write; must not exist.
-    file: PathBuf,
+    #[arg(required_unless_present = "into")]
+    file: Option<PathBuf>,
+    /// Write a file named after the time into this directory instead, for runs by a timer.
+    #[arg(long, value_name = "DIRECTORY", conflicts_with = "file")]
+    into: Option<PathBuf>,
+    /// Keep so many backups in that directory, the newest, and delete older ones.
+    #[arg(long, value_name = "NUMBER", requires = "into",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    keep: Option<u32>,
     /// Leave the cluster's authority out. Such a backup is restored only where `authority.json` of
     /// the controller is.
     #[arg(long)]
@@ -64,6 +73,9 @@ struct BackupView {
     size_bytes: u64,
     /// Whether the authority's private key is in it.
     authority: bool,
+    /// Older backups that went (`--keep`).
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    deleted: Vec<String>,
 }
 
 /// What was made of a backup.
@@ -98,7 +110,12 @@ fn check_place(file: &Path) -> Result<()> {
 }
 
 pub async fn backup(options: &BackupOptions, client: &ClientOptions, format: Format) -> Result<()> {
-    check_place(&options.file)?;
+    let file = match (&options.file, &options.into) {
+        (Some(file), _) => file.clone(),
+        (None, Some(directory)) => kept_backups::file_of(directory, now_seconds()),
+        (None, None) => bail!("name the file to write, or a directory by --into"),
+    };
+    check_place(&file)?;
     let mut cluster = client.connect().await?;
     let request = BackupRequest { without_authority: options.without_authority };
     let mut pieces = cluster.backup(request).await.map_err(refusal)?.into_inner();
@@ -111,9 +128,14 @@ pub async fn backup(options: &BackupOptions, client: &ClientOptions, format: For
     }
     // What cannot be restored is no backup.
     let backup = Backup::parse(&bytes).context("check what the controller sent")?;
-    write_private(&options.file, &bytes)?;
+    write_private(&file, &bytes)?;
+    let old = match (&options.into, options.keep) {
+        (Some(directory), Some(keep)) => kept_backups::rotate(directory, keep as usize)?,
+        _ => Vec::new(),
+    };
     let view = BackupView {
-        file: options.file.display().to_string(),
+        file: file.display().to_string(),
+        deleted: old.iter().map(|path| path.display().to_string()).collect(),
         cluster_id: backup.cluster_id().to_owned(),
         volumes: backup.volumes(),
         size_bytes: bytes.len() as u64,
@@ -126,8 +148,17 @@ pub async fn backup(options: &BackupOptions, client: &ClientOptions, format: For
     output::print_one(format, &view, || {
         let BackupView { file, cluster_id, volumes, size_bytes, .. } = &view;
         let size = show_size(*size_bytes);
-        format!("{file}: {volumes} volumes of cluster {cluster_id}, {size}, {key}")
+        let mut shown = format!("{file}: {volumes} volumes of cluster {cluster_id}, {size}, {key}");
+        for old in &view.deleted {
+            shown.push_str(&format!("\n{old}: deleted (--keep)"));
+        }
+        shown
     })
+}
+
+fn now_seconds() -> i64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |since| i64::try_from(since.as_secs()).unwrap_or(i64::MAX))
 }
 
 pub async fn restore(options: &RestoreOptions, format: Format) -> Result<()> {

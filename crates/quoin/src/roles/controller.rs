@@ -42,7 +42,12 @@ pub enum ControllerCommand {
     Run(Box<ControllerOptions>),
     /// Write all records, and the cluster's authority with its private key, into a file (mode
     /// 0600), while the controller serves. Keep it as you keep the key.
-    #[command(after_help = "Example:\n  quoin controller backup /backup/quoin-$(date +%F)")]
+    #[command(
+        after_help = concat!(
+            "Examples:\n  quoin controller backup /backup/quoin-$(date +%F)\n",
+            "  quoin controller backup --into /backup --keep 14"
+        )
+    )]
     Backup(salvage::BackupOptions),
     /// Make a controller's directory from a backup. The controller must be stopped; afterwards its
     /// records do not rule before `recover`.

@@ -1,0 +1,99 @@
+//! A directory of backups of the records: each run adds one, and the oldest ones go.
+//!
+//! Only files of the names that this module makes are ever deleted, and only after the new backup
+//! is complete.
+
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+
+const PREFIX: &str = "quoin-records-";
+
+/// The file of a backup that is made at `seconds` since 1970. Names sort by time.
+pub fn file_of(directory: &Path, seconds: i64) -> PathBuf {
+    let time = crate::events::show_time(&prost_types::Timestamp { seconds, nanos: 0 });
+    let digits: String = time.chars().filter(|c| !matches!(c, '-' | ':')).collect();
+    directory.join(format!("{PREFIX}{digits}"))
+}
+
+/// Whether this module made the name: the prefix and `YYYYMMDDTHHMMSSZ`.
+fn is_ours(name: &str) -> bool {
+    let Some(time) = name.strip_prefix(PREFIX) else { return false };
+    let form = b"DDDDDDDDTDDDDDDZ";
+    time.len() == form.len()
+        && time.bytes().zip(form).all(|(byte, form)| match form {
+            b'D' => byte.is_ascii_digit(),
+            letter => byte == *letter,
+        })
+}
+
+/// Deletes the oldest backups beyond `keep`; says which.
+pub fn rotate(directory: &Path, keep: usize) -> Result<Vec<PathBuf>> {
+    if keep == 0 {
+        bail!("--keep 0 would delete the backup that was just made: keep at least 1");
+    }
+    let shown = directory.display();
+    let entries = std::fs::read_dir(directory).with_context(|| format!("list {shown}"))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.with_context(|| format!("list {shown}"))?;
+        let name = entry.file_name().into_string().unwrap_or_default();
+        if is_ours(&name) && entry.file_type().is_ok_and(|kind| kind.is_file()) {
+            names.push(name);
+        }
+    }
+    names.sort_unstable();
+    let old = names.len().saturating_sub(keep);
+    let mut deleted = Vec::new();
+    for name in names.drain(..old) {
+        let path = directory.join(name);
+        std::fs::remove_file(&path)
+            .with_context(|| format!("delete the old backup {}", path.display()))?;
+        deleted.push(path);
+    }
+    Ok(deleted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_backup_is_named_after_its_time_and_later_names_sort_later() {
+        let at = |seconds| file_of(Path::new("/b"), seconds).display().to_string();
+        assert_eq!(at(1_700_000_000), "/b/quoin-records-20231114T221320Z");
+        assert!(at(1_700_000_000) < at(1_700_000_001));
+        assert!(at(1_700_000_000) < at(1_900_000_000));
+    }
+
+    #[test]
+    fn the_newest_backups_stay_and_foreign_files_are_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let foreign = [
+            "quoin-records-",
+            "quoin-records-2023111-T221320Z",
+            "quoin-records-20231114T221320Z.old",
+            "authority.json",
+        ];
+        for name in foreign {
+            std::fs::write(path.join(name), "x").unwrap();
+        }
+        let backups: Vec<_> = (0..5).map(|n| file_of(path, 1_700_000_000 + n * 86_400)).collect();
+        for backup in &backups {
+            std::fs::write(backup, "x").unwrap();
+        }
+        assert_eq!(rotate(path, 2).unwrap(), backups[..3]);
+        assert_eq!(rotate(path, 2).unwrap(), Vec::<PathBuf>::new());
+        assert!(backups[3..].iter().all(|backup| backup.exists()));
+        assert!(foreign.iter().all(|name| path.join(name).exists()));
+    }
+
+    #[test]
+    fn nothing_is_deleted_where_nothing_would_be_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let backup = file_of(directory.path(), 1_700_000_000);
+        std::fs::write(&backup, "x").unwrap();
+        assert!(rotate(directory.path(), 0).unwrap_err().to_string().contains("at least 1"));
+        assert!(backup.exists());
+    }
+}
