@@ -63,6 +63,7 @@ impl Target {
             // Under `durability: media` nothing above stable was acknowledged or read, and a disk
             // that failed may have dropped it.
             let owed = if self.is_media() { self.stable } else { self.commit };
+            self.reads.owed = self.reads.owed.max(owed);
             let epoch = self.history.get(owed).map(|e| e.epoch);
             if let Some(epoch) = epoch {
                 self.committed = Position { epoch, lsn: owed };
@@ -575,6 +576,7 @@ impl Target {
         for waiting in self.waiting_commit.iter_mut().chain(&mut self.waiting_stable) {
             waiting.lsn = find(waiting.lsn);
         }
+        self.reads.owed = find(self.reads.owed);
     }
 }
 

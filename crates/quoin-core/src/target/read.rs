@@ -80,6 +80,9 @@ pub(super) struct Reads {
     asked: VecDeque<(Time, RequestId)>,
     /// The member that small reads are asked of, and how many more.
     run: Option<(Member, u32)>,
+    /// Up to here a client may have been answered by what it wrote or read, in this epoch or in
+    /// an older one of this target. After a loss of caches it is above commit for a while.
+    pub owed: Lsn,
 }
 
 impl Reads {
@@ -178,7 +181,7 @@ impl Target {
         self.reads.generation = self.reads.generation.wrapping_add(1);
         let stuck = self.peers.iter().any(|p| p.stuck);
         let after = match purpose {
-            Purpose::Client { .. } if stuck => self.commit,
+            Purpose::Client { .. } if stuck => self.owed_to_clients(),
             _ => self.history.last.lsn,
         };
         let read = Read {
@@ -442,12 +445,23 @@ impl Target {
         }
     }
 
+    /// What a client's answer must show at least: all that was acknowledged or read. That includes
+    /// what an older epoch acknowledged and its replicas lost, which is sequenced again above
+    /// commit.
+    fn owed_to_clients(&self) -> Lsn {
+        if mutant::is("owed-forgotten-beside-a-full-pool") {
+            return self.commit;
+        }
+        self.commit.max(self.reads.owed)
+    }
+
     /// A member's pool is full: what it was asked beyond its position is asked of others. Where
     /// no member can apply what was sequenced last, a client is owed what was acknowledged.
     pub(super) fn read_from_others(&mut self, from: usize) {
+        let owed = self.owed_to_clients();
         for (_, read) in self.reads.open.iter_mut() {
             if let Purpose::Client { .. } = read.purpose {
-                read.after = read.after.min(self.commit);
+                read.after = read.after.min(owed);
             }
         }
         self.reads.take_from(self.peers[from].member);
