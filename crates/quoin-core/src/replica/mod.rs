@@ -6,6 +6,7 @@
 //! The driver calls [`Replica::on`] for each event and [`Replica::flush`] after each batch of
 //! events: acknowledgements are cumulative, one a batch.
 
+mod refused;
 mod session;
 pub mod store;
 
@@ -15,6 +16,7 @@ use crate::message::{BadCopy, Failure, FromReplica, OpenAck, ToReplica};
 use crate::mutant;
 use crate::time::Time;
 use crate::{Durability, Epoch, Incarnation, Lsn};
+use refused::{Place, RefusedReads};
 use session::{PendingOpen, Session};
 use std::time::Duration;
 use store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
@@ -109,8 +111,6 @@ pub fn granted_lease(lease_ms: u32) -> Duration {
     lease + lease / CLOCK_SKEW_DIVISOR
 }
 
-/// How long the disk may refuse to read what a session needs before the replica counts as damaged.
-const READ_PATIENCE: Duration = Duration::from_secs(15);
 const UNREADABLE: &str = "what its disk refuses to read";
 
 /// The lease that keeps a newer incarnation's `OpenAck` back.
@@ -135,8 +135,7 @@ pub struct Replica {
     timer: Option<Time>,
     /// The pool is short of room.
     short: bool,
-    /// Since when the disk refuses to read what sessions ask for.
-    unreadable_since: Option<Time>,
+    refused_reads: RefusedReads,
 }
 
 impl Replica {
@@ -161,7 +160,7 @@ impl Replica {
             stopping: None,
             timer: None,
             short: false,
-            unreadable_since: None,
+            refused_reads: RefusedReads::default(),
         }
     }
 
@@ -265,21 +264,19 @@ impl Replica {
             return;
         }
         session.renew(now, &mut self.lease);
-        let was_asked = matches!(
-            message,
-            ToReplica::Fetch { .. } | ToReplica::Pull { .. } | ToReplica::IncrementCommit { .. }
-        );
+        let place = Place::of(&message);
         let outcome = session.on_message(message, self.boot, &mut self.continuous, store, actions);
-        if was_asked && outcome.is_ok() {
-            self.unreadable_since = None;
+        if outcome.is_ok() {
+            self.refused_reads.answered(place);
         }
-        self.go_on(now, outcome, store, actions);
+        self.go_on(now, place, outcome, store, actions);
     }
 
     /// The session stays, is closed by its target, or failed.
     fn go_on(
         &mut self,
         now: Time,
+        place: Place,
         outcome: Result<session::Next, session::Fault>,
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
@@ -291,7 +288,7 @@ impl Replica {
                 self.lease = None;
                 actions.push(ReplicaAction::Note(ReplicaNote::Closed));
             }
-            Err(failure) => self.fail(now, failure, store, actions),
+            Err(failure) => self.fail(now, place, failure, store, actions),
         }
     }
 
@@ -456,7 +453,7 @@ impl Replica {
         }
         let Some(session) = &mut self.session else { return };
         let outcome = session.on_synced(ticket, store, actions);
-        self.go_on(now, outcome, store, actions);
+        self.go_on(now, Place::Elsewhere, outcome, store, actions);
     }
 
     /// Says for the next start that everything it ever applied is on media, whatever becomes of the
@@ -501,6 +498,7 @@ impl Replica {
     fn fail(
         &mut self,
         now: Time,
+        place: Place,
         failure: session::Fault,
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
@@ -520,8 +518,7 @@ impl Replica {
             session::Fault::Store(error) if error.is_refused_read() => {
                 // Nothing is lost by a read that fails, and it may pass: the target asks again.
                 // What stays unreadable is as good as gone, and must not keep others waiting.
-                let since = *self.unreadable_since.get_or_insert(now);
-                if now >= since + READ_PATIENCE {
+                if self.refused_reads.refused(now, place) {
                     return self.damaged(UNREADABLE, store, actions);
                 }
                 actions.push(ReplicaAction::Note(ReplicaNote::Unreadable(error)));
