@@ -59,6 +59,8 @@ pub(crate) struct Word {
     pub heard: u64,
     /// A swap was sent, and its outcome is not known: the LSN it had sent by then.
     pub swapping: Option<Lsn>,
+    /// The last swap that it heard of: its version, and the record in the answer.
+    pub swapped: Option<(u64, Membership)>,
     /// The newest LSN it has sent.
     pub sent: Lsn,
     /// Those that have answered its present open and may count in it.

@@ -14,6 +14,7 @@ impl World {
         let here = self.targets[target].host;
         let timeout = self.random.between(1, 3) * SECOND;
         let question = Box::new(question);
+        self.answer_again_behind(target, &question);
         self.questions += 1;
         let number = self.questions;
         self.unanswered.insert(number);
@@ -124,6 +125,9 @@ impl World {
         }
         if let Answer::Swapped { version, membership } = &answer {
             self.hear_record(target, *version, membership);
+            if let Some(process) = &mut self.targets[target].process {
+                process.word.swapped = Some((*version, membership.clone()));
+            }
         }
         let event = match answer {
             Answer::Granted { incarnation, epoch, membership } => {
@@ -135,6 +139,31 @@ impl World {
             }
         };
         self.feed_target(target, vec![event]);
+    }
+
+    /// A driver asks each swap in a task of its own: the answer to the one before comes once more
+    /// while the next is under way, as that of a request which was sent twice does.
+    fn answer_again_behind(&mut self, target: usize, question: &Question) {
+        let Question::Swap { version: next, .. } = question else { return };
+        let life = self.targets[target].life;
+        let Some(process) = &mut self.targets[target].process else { return };
+        let Some((version, membership)) = process.word.swapped.take_if(|(v, _)| *v < *next) else {
+            return;
+        };
+        // Without a chance of its own, so that the run stays what it was.
+        let answer = Box::new(Answer::Swapped { version, membership });
+        self.schedule.after(1, Event::SwappedAgain { target, life, answer });
+    }
+
+    pub(crate) fn swapped_again(&mut self, target: usize, life: u32, answer: Answer) {
+        let there = &self.targets[target];
+        if there.life != life || there.paused {
+            return;
+        }
+        if let Answer::Swapped { version, membership } = answer {
+            let event = TargetEvent::Swapped { version, membership: Some(membership) };
+            self.feed_target(target, vec![event]);
+        }
     }
 
     /// IO starts under what an old copy of the record said. Nobody who answered knew of anything

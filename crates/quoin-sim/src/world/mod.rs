@@ -128,6 +128,12 @@ pub(crate) enum Event {
         number: u64,
         answer: Box<Answer>,
     },
+    /// The answer to a swap comes once more, after the next swap was asked for.
+    SwappedAgain {
+        target: usize,
+        life: u32,
+        answer: Box<Answer>,
+    },
     AnswerTimeout {
         target: usize,
         life: u32,
@@ -368,6 +374,9 @@ impl World {
             }
             Event::Answered { target, life, number, answer } => {
                 self.answered(target, life, number, *answer);
+            }
+            Event::SwappedAgain { target, life, answer } => {
+                self.swapped_again(target, life, *answer);
             }
             Event::AnswerTimeout { target, life, number, question } => {
                 self.answer_timeout(target, life, number, &question);
