@@ -176,7 +176,7 @@ fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, 
         rf: asked.rf,
         cf: asked.cf,
         known: asked.known.clone(),
-        ..now
+        ..now.clone()
     };
     next.retired.extend(removed.iter().map(|m| m.guid));
     if next.retired.len() > RETIRED_MAX
@@ -211,9 +211,10 @@ fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, 
             news.push(("ReplicaRemoved", member.id, message));
         }
     }
-    // Nobody needs what the removed ones hold any more.
+    // Nobody needs what the removed ones hold any more, nor what was to follow them.
     let (gone, stay) = std::mem::take(&mut volume.replicas).into_iter().partition(|replica| {
-        removed.iter().any(|m| (m.id, m.guid) == (replica.id.0, replica.guid.0))
+        let member = Member { id: replica.id.0, guid: replica.guid.0 };
+        removed.contains(&member) || now.withdraws(&next, member)
     });
     volume.replicas = stay;
     let gone: Vec<ReplicaRecord> = gone;
@@ -249,6 +250,34 @@ mod tests {
             known,
         };
         swap(volume, &asked).map(|_| old)
+    }
+
+    /// Nothing has room for it once its place is gone, and nothing else would take it back.
+    #[test]
+    fn what_was_to_follow_a_replica_goes_with_it_when_that_leaves_for_good() {
+        let mut volume = crate::recorded::volume();
+        let known = Membership::from(&volume.membership).known;
+        let at = volume.replicas.iter().position(|r| r.id.0 == known[2].id).unwrap();
+        let mut follower = volume.replicas[at].clone();
+        (follower.guid, follower.phase) = (Text(ReplicaGuid(0x333)), ReplicaPhase::Keep);
+        volume.replicas[at].leaving = true;
+        volume.replicas.push(follower);
+        let MembershipRecord { version, .. } = volume.membership;
+        let asked = MembershipSwap {
+            volume: volume.id.0,
+            node: "node-1".to_owned(),
+            epoch: Epoch(volume.epoch),
+            incarnation: Incarnation(volume.incarnation.0.0),
+            version,
+            rf: 2,
+            cf: 2,
+            known: known[..2].to_vec(),
+        };
+        swap(&mut volume, &asked).unwrap();
+        assert!(volume.replicas.iter().all(|r| r.id.0 != known[2].id), "{:?}", volume.replicas);
+        for guid in [known[2].guid, ReplicaGuid(0x333)] {
+            assert!(volume.discarded.iter().any(|gone| gone.guid.0 == guid), "its pool deletes it");
+        }
     }
 
     #[test]

@@ -100,6 +100,14 @@ impl Membership {
         usize::from(open_quorum(self.rf, self.cf))
     }
 
+    /// Whether the change from this membership to the next one withdraws a newcomer: it was to take
+    /// the place of a replica that leaves without a successor. Nothing has room for it then, and
+    /// nothing else would ever take it off the records.
+    pub fn withdraws(&self, next: &Self, newcomer: Member) -> bool {
+        let has_place = |m: &Self| m.known.iter().any(|known| known.id == newcomer.id);
+        has_place(self) && !has_place(next) && !mutant::is("newcomer-kept-without-a-place")
+    }
+
     /// The forced change (`docs/replication.md`): the known ones that are kept become the whole list,
     /// the others are retired, and so are the `silent` ones, which may know of a change that this
     /// record lacks; the version passes by the one under which that may have ruled.
@@ -181,6 +189,24 @@ mod tests {
     #[test]
     fn default_consistency_factor_is_half_rounded_down_plus_one() {
         assert_eq!([1, 2, 3, 4, 5].map(default_cf), [1, 2, 2, 3, 3]);
+    }
+
+    #[test]
+    fn a_change_withdraws_who_was_to_follow_one_that_leaves_and_nobody_else() {
+        let member = |id: u128, guid: u128| Member { id: ReplicaId(id), guid: ReplicaGuid(guid) };
+        let known = vec![member(1, 101), member(2, 102), member(3, 103)];
+        let now = Membership { rf: 3, cf: 2, known, ..Membership::default() };
+        let without = |id: u128| {
+            let mut next = now.clone();
+            next.known.retain(|m| m.id.0 != id);
+            next
+        };
+        let mut replaced = now.clone();
+        replaced.known[0] = member(1, 201);
+        assert!(now.withdraws(&without(1), member(1, 201)));
+        assert!(!now.withdraws(&without(2), member(1, 201)), "its place is still there");
+        assert!(!now.withdraws(&replaced, member(1, 201)), "it is known");
+        assert!(!now.withdraws(&without(1), member(4, 204)), "an addition");
     }
 
     #[test]

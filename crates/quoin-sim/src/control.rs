@@ -69,8 +69,10 @@ impl Record {
                     {
                         return Err("who left the list is not retired (RetiredNeverBack)");
                     }
-                    self.membership = next.clone();
-                    self.desired.newcomers.retain(|n| !next.known.contains(&n.member));
+                    let before = std::mem::replace(&mut self.membership, next.clone());
+                    self.desired.newcomers.retain(|n| {
+                        !next.known.contains(&n.member) && !before.withdraws(next, n.member)
+                    });
                     self.desired.leaving.retain(|m| next.known.contains(m));
                 }
                 Ok(Answer::Swapped { version: *version, membership: self.membership.clone() })

@@ -59,7 +59,10 @@ pub(super) fn plan(
     };
     let newcomers = || desired.newcomers.iter().map(|n| n.member).filter(fresh);
     let listed = |m: &Member| now.known.iter().any(|k| k.id == m.id);
-    let replacing = newcomers().filter(listed).find(|m| standing(*m) == Standing::Ready);
+    // One that leaves is followed by nobody, or it would be listed under the new GUID and stay.
+    let leaves = |m: &Member| desired.leaving.iter().any(|l| l.id == m.id);
+    let mut replacing = newcomers().filter(|m| listed(m) && !leaves(m));
+    let replacing = replacing.find(|m| standing(*m) == Standing::Ready);
     if let Some(newcomer) = replacing.filter(|_| !full) {
         replace(&mut next, newcomer);
         if desired.cf != 0 {
@@ -236,6 +239,19 @@ mod tests {
         gone_to(plan(&three, &desired, others_away));
         let survivor_lags = |m: Member| if leaving.contains(&m) { InSync } else { Coming };
         assert_eq!(plan(&three, &desired, survivor_lags), Plan::Nothing);
+    }
+
+    /// Two people ask at once, or a record is put back: the one that is to leave has a newcomer.
+    #[test]
+    fn one_that_leaves_is_followed_by_nobody_though_a_newcomer_is_ready_in_its_place() {
+        let three = membership(3);
+        let new = member(2, 202);
+        let leaving = vec![three.known[1]];
+        let desired = Desired { leaving, ..coming(&[new], 2) };
+        let ready = |m: Member| if m == new { Ready } else { InSync };
+        let next = gone_to(plan(&three, &desired, ready));
+        assert_eq!(next.membership.known, [three.known[0], three.known[2]]);
+        assert!(three.withdraws(&next.membership, new));
     }
 
     #[test]
