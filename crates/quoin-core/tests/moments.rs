@@ -153,6 +153,9 @@ fn a_known_replica_that_claims_a_membership_of_nobody_s_making_is_shut_out_by_na
     let refused =
         TargetNote::InvariantRefused { member: member(3), invariant: "MembershipMonotone" };
     assert!(hand.notes.contains(&refused), "{:?}", hand.notes);
+    // It accepted the epoch, so the record is an old copy: a person must know.
+    let behind = TargetNote::ControlPlaneBehind { durable_version: 2 };
+    assert!(hand.notes.contains(&behind), "{:?}", hand.notes);
     assert!(hand.session(3).is_none());
 }
 

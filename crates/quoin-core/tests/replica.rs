@@ -574,3 +574,49 @@ fn a_replica_that_waits_for_nothing_is_in_the_middle_of_nothing() {
     one.send(session, read);
     assert!(waits(&mut one));
 }
+
+/// The target has grown the volume, and this replica's pool is too full to apply that.
+#[test]
+fn a_read_behind_the_end_that_a_replica_knows_finds_a_hole_and_ends_no_session() {
+    use quoin_core::message::{Content, ReadView, Slot};
+    let mut one = One::new();
+    let session = key(5, 1, 1);
+    one.opened(session);
+    one.feed(session);
+    let covered = |slots: &[Slot]| {
+        let hole = slots.iter().all(|s| s.content == Content::Hole && s.version == Lsn(0));
+        let rows = slots.iter().map(|s| (s.lba, u64::from(s.blocks)));
+        rows.fold(Some(None), |end: Option<Option<u64>>, (lba, blocks)| {
+            end.filter(|end| end.is_none_or(|end| end == lba)).map(|_| Some(lba + blocks))
+        })
+        .flatten()
+        .filter(|_| hole)
+        .map(|end| (slots[0].lba, end))
+    };
+    // The volume has 64 blocks.
+    for (lba, blocks) in [(60, 8), (64, 4), (1000, 1), (0, 128)] {
+        let view = ReadView::Live;
+        let (after, ping) = (Lsn(0), Ping(3));
+        let read = ToReplica::Read { id: 1, view, lba, blocks, after, want_data: true, ping };
+        let verify = ToReplica::Verify {
+            id: 2,
+            lba,
+            blocks,
+            bytes_max: 1 << 20,
+            after,
+            repair: false,
+            ping,
+        };
+        for message in [read, verify] {
+            let sent = one.send(session, message);
+            let slots = sent.iter().find_map(|m| match m {
+                FromReplica::Data { slots, .. } | FromReplica::Verified { slots, .. } => {
+                    Some(slots)
+                }
+                _ => None,
+            });
+            let slots = slots.unwrap_or_else(|| panic!("{lba} {blocks}: {sent:?}"));
+            assert_eq!(covered(slots), Some((lba, lba + u64::from(blocks))), "{slots:?}");
+        }
+    }
+}

@@ -8,8 +8,8 @@ use crate::entry::{EntryKind, SharedEntry, View};
 use crate::ids::SessionKey;
 use crate::membership::Member;
 use crate::message::{
-    BadCopy, FromReplica, IncrementEnd, Ping, ReadView, RequestId, ToReplica, VERIFY_BLOCKS_MAX,
-    covers,
+    BadCopy, Content, FromReplica, IncrementEnd, Ping, ReadView, RequestId, Slot, ToReplica,
+    VERIFY_BLOCKS_MAX, covers,
 };
 use crate::mutant;
 use crate::step::Step;
@@ -69,6 +69,53 @@ struct WaitingRead {
     blocks: u32,
     after: Lsn,
     ping: Ping,
+}
+
+impl WaitingRead {
+    /// What its first blocks hold.
+    fn look(
+        &self,
+        blocks: u32,
+        store: &mut dyn ReplicaStore,
+        slots: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        match self.what {
+            Looked::Blocks { view, want_data } => {
+                store.read(view, self.lba, blocks, want_data, slots)
+            }
+            Looked::Verified { bytes_max, repair } => {
+                store.verify(self.lba, blocks, bytes_max, repair, slots)
+            }
+        }
+    }
+
+    /// A target that has grown the volume may ask for the new blocks before this replica has
+    /// applied that (its pool is full, say). Nothing was written there up to its position, so they
+    /// are a hole that was never written.
+    fn look_over_the_end(
+        &self,
+        rule: &'static str,
+        store: &mut dyn ReplicaStore,
+        slots: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        let size = store.state().volume_blocks;
+        let blocks = size.saturating_sub(self.lba).min(self.blocks.into()) as u32;
+        let live = !matches!(self.what, Looked::Blocks { view, .. } if view != ReadView::Live);
+        if !live || blocks == self.blocks {
+            return Err(StoreError::Rule(rule));
+        }
+        if blocks > 0 {
+            self.look(blocks, store, slots)?;
+        }
+        let lba = self.lba + u64::from(blocks);
+        // A verification may end earlier.
+        let whole = slots.last().is_none_or(|s| s.lba + u64::from(s.blocks) == lba);
+        if whole {
+            let (blocks, version) = (self.blocks - blocks, Lsn::ZERO);
+            slots.push(Slot { lba, blocks, version, content: Content::Hole });
+        }
+        Ok(())
+    }
 }
 
 /// What a read is to tell.
@@ -575,15 +622,16 @@ impl Session {
     ) -> Result<(), Fault> {
         let mut slots = Vec::with_capacity(read.blocks.min(64) as usize);
         let (id, at, ping) = (read.id, self.applied, read.ping);
+        match read.look(read.blocks, store, &mut slots) {
+            Err(StoreError::Rule(rule)) => {
+                slots.clear();
+                read.look_over_the_end(rule, store, &mut slots)?;
+            }
+            other => other?,
+        }
         let message = match read.what {
-            Looked::Blocks { view, want_data } => {
-                store.read(view, read.lba, read.blocks, want_data, &mut slots)?;
-                FromReplica::Data { id, at, slots, ping }
-            }
-            Looked::Verified { bytes_max, repair } => {
-                store.verify(read.lba, read.blocks, bytes_max, repair, &mut slots)?;
-                FromReplica::Verified { id, at, slots, ping }
-            }
+            Looked::Blocks { .. } => FromReplica::Data { id, at, slots, ping },
+            Looked::Verified { .. } => FromReplica::Verified { id, at, slots, ping },
         };
         self.send(message, actions);
         Ok(())

@@ -454,6 +454,10 @@ impl Target {
                 // of a newer target, which will fence this one.
                 return self.hang_up(now, index, actions);
             }
+            // Its promise allows this epoch, so no newer target taught it that: the record that
+            // granted the epoch is an older copy than the one which had the change.
+            let durable_version = ack.membership_version;
+            actions.push(TargetAction::Note(TargetNote::ControlPlaneBehind { durable_version }));
             return self.shut_out(now, index, "MembershipMonotone", actions);
         }
         let (keep, reached) = match self.history.common_prefix(ack) {
