@@ -1,7 +1,7 @@
 //! The compare-and-swaps that targets ask for: epochs, which fence, and changes of membership.
 
 use quoin_core::membership::RETIRED_MAX;
-use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaId, VolumeId};
+use quoin_core::{EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, ReplicaId, VolumeId};
 use quoin_identity::Grant;
 
 use crate::Error;
@@ -10,10 +10,6 @@ use crate::events::{Object, Severity};
 use crate::records::{
     Discarded, MembershipRecord, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord,
 };
-
-/// Promises that replicas have seen can be ahead of records restored from a backup, but never
-/// by more openings than anybody made; a hostile node must not use up the numbers.
-const EPOCHS_AHEAD_MAX: u64 = 1 << 20;
 
 /// Leave to open a volume.
 #[derive(Clone, Debug)]

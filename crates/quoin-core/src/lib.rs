@@ -46,6 +46,10 @@ pub const VOLUME_BLOCKS_MAX: u64 = 1 << 44;
 pub const LSN_MAX: Lsn = Lsn(1 << 62);
 /// Largest epoch that anyone may name.
 pub const EPOCH_MAX: Epoch = Epoch(1 << 62);
+/// So far above its own epoch a record lets a target ask for one. Promises that replicas have made
+/// can be ahead of records restored from a backup, but never by more openings than anybody made; a
+/// hostile node must not use up the numbers.
+pub const EPOCHS_AHEAD_MAX: u64 = 1 << 20;
 
 /// CRC32C (Castagnoli), the checksum of every block.
 pub fn crc32c(bytes: &[u8]) -> u32 {

@@ -11,6 +11,7 @@
 //! | `events` | what it is told, what it asks for, what it notes |
 //! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); what the answers allow |
 //! | `history` | the tail of entries, the epoch table, common prefixes |
+//! | `past`, `refusals` | writers that came after this one; replicas that say they promised more |
 //! | `peer`, `quorum` | a session's bookkeeping; commit, stable, lease, active View |
 //! | `write`, `read` | requests of the client |
 //! | `serve` | what goes out in `flush`; drop and return; timers |
@@ -33,11 +34,13 @@ mod history;
 mod lanes;
 mod open;
 mod pace;
+mod past;
 mod peer;
 mod plan;
 mod quorum;
 mod read;
 mod rebuild;
+mod refusals;
 mod repair;
 mod retention;
 mod room;
@@ -167,7 +170,7 @@ pub struct Target {
     random: u64,
     epoch: Epoch,
     incarnation: Incarnation,
-    highest_refused: Epoch,
+    refusals: refusals::Refusals,
     membership: Membership,
     granted: Membership,
     attempts: u32,
@@ -176,8 +179,7 @@ pub struct Target {
     desired: Desired,
     history: History,
     views: Views,
-    /// Epochs under which this target has appended anything.
-    own_epochs: Vec<Epoch>,
+    past: past::Past,
     /// Entries after this must be at hand before IO can start.
     fetch_floor: Lsn,
     /// LSN of this epoch's first View.
@@ -236,7 +238,7 @@ impl Target {
             random: seed,
             epoch: Epoch::ZERO,
             incarnation: Incarnation(0),
-            highest_refused: Epoch::ZERO,
+            refusals: refusals::Refusals::default(),
             membership: Membership::default(),
             granted: Membership::default(),
             attempts: 0,
@@ -245,7 +247,7 @@ impl Target {
             desired: Desired::default(),
             history: History::empty(config.volume_blocks),
             views: Views::default(),
-            own_epochs: Vec::new(),
+            past: past::Past::default(),
             fetch_floor: Lsn::ZERO,
             first_view: Lsn::ZERO,
             commit: Lsn::ZERO,
@@ -295,7 +297,7 @@ impl Target {
             TargetEvent::NotOwner { incarnation } => {
                 if self.phase == Phase::Acquiring && incarnation == self.incarnation {
                     actions.push(TargetAction::Note(TargetNote::Fenced {
-                        by: self.highest_refused.max(self.epoch),
+                        by: self.refusals.newest().max(self.epoch),
                     }));
                     self.stop(actions);
                 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::quorum::{Views, rules_of};
+use super::refusals::Judged;
 use super::serve::PATIENCE;
 use super::verdict::Verdict;
 use super::{History, Link, Peer, Phase, Target, TargetAction, TargetNote};
@@ -37,7 +38,7 @@ impl Target {
         self.phase = Phase::Acquiring;
         actions.push(TargetAction::AcquireEpoch {
             incarnation: self.incarnation,
-            at_least: self.highest_refused,
+            at_least: self.refusals.at_least(),
         });
     }
 
@@ -93,10 +94,18 @@ impl Target {
         }
         if epoch <= self.epoch {
             self.wait_for("the control plane: it granted an epoch that was used before", actions);
-            self.highest_refused = self.highest_refused.max(self.epoch);
+            self.refusals.ask_above(self.epoch);
             return self.rest(now);
         }
+        let judged = self.refusals.judge(now, self.epoch, epoch);
         self.epoch = epoch;
+        if !self.backlog.is_empty() {
+            self.past.waits(epoch);
+        }
+        if judged == Judged::AskAgain {
+            self.wait_for("the control plane: a replica has promised more than it grants", actions);
+            return self.rest(now);
+        }
         if !membership.formed {
             self.wait_for("the pools: not all replicas have been created yet", actions);
             return self.rest(now);
@@ -151,7 +160,9 @@ impl Target {
             return self.shut_out(now, index, "an impossible epoch", actions);
         }
         if failure == Failure::Fenced && promised >= self.epoch {
-            self.highest_refused = self.highest_refused.max(promised);
+            if !self.refusals.hear(now, self.peers[index].member, promised) {
+                return self.shut_out(now, index, "PromiseMonotone", actions);
+            }
             actions.push(TargetAction::Note(TargetNote::Fenced { by: promised }));
             // Whoever owns the volume now may go on; the record decides who that is.
             return self.reopen(now, actions);
@@ -293,10 +304,7 @@ impl Target {
             actions.push(TargetAction::Note(TargetNote::UnflushedTailMayBeLost));
         }
         let theirs = ack.position.epoch;
-        if !mutant::is("overtaken-target-writes-again")
-            && self.own_epochs.first().is_some_and(|own| *own < theirs)
-            && !self.own_epochs.contains(&theirs)
-        {
+        if !mutant::is("overtaken-target-writes-again") && self.past.is_overtaken_by(theirs) {
             // Another target has been the writer since: what still waits here is from before,
             // and must never overwrite what was written there. Only a new target may go on.
             actions.push(TargetAction::Note(TargetNote::Fenced { by: theirs }));
@@ -408,7 +416,7 @@ impl Target {
             return self.reopen(now, actions);
         }
         self.phase = Phase::Recovering;
-        self.own_epochs.push(self.epoch);
+        self.past.appends(self.epoch);
         let first = self.history.last.lsn.next();
         self.append_view(in_sync, None);
         self.first_view = first;
@@ -531,6 +539,7 @@ impl Target {
         self.reads_after_reopen();
         let all = if self.waiting_stable.is_empty() { Lsn::ZERO } else { self.history.last.lsn };
         self.sync_wanted = all;
+        self.past.nothing_waits();
         let backlog = std::mem::take(&mut self.backlog);
         for request in backlog {
             self.submit(now, request, actions);

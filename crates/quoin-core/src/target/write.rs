@@ -88,6 +88,7 @@ impl Target {
             return;
         }
         if self.phase != Phase::Serving {
+            self.past.waits(self.epoch);
             return self.backlog.push_back(request);
         }
         if let Err(error) = self.check(&request.operation) {
@@ -121,6 +122,9 @@ impl Target {
         for queue in [&mut self.backlog, &mut self.held_for_room, &mut self.writes.blocked] {
             dropped.extend(queue.iter().filter(|request| is_gone(request)).map(|r| r.token));
             queue.retain(|request| !is_gone(request));
+        }
+        if self.backlog.is_empty() {
+            self.past.nothing_waits();
         }
         for token in dropped {
             self.reply(token, Err(BlockError::Stopped), actions);

@@ -230,13 +230,14 @@ impl Hand {
         assert!(self.target.status().serving);
     }
 
-    /// Another incarnation was promised more, as a late epoch of this very target would.
+    /// Another incarnation was granted the next epoch, and this replica promised it.
     pub fn overtaken(&mut self, id: u128) {
         let session = self.session(id).unwrap();
         self.on(TargetEvent::Disconnected { session });
         self.sessions.retain(|(s, _)| *s != session);
         self.pass(200);
         let promised = self.epoch.next();
+        self.epoch = promised;
         self.say(id, FromReplica::Refuse { promised, failure: Failure::Fenced });
         self.pass(1000);
     }
