@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use hand::*;
-use quoin_core::block::{Operation, Request};
+use quoin_core::block::{BlockError, Operation, Request};
 use quoin_core::message::{
     Content, Failure, FromReplica, OpenAck, Ping, Slot, SnapshotInfo, ToReplica,
 };
@@ -400,6 +400,64 @@ fn a_request_that_changes_nothing_is_answered_under_a_live_lease_too() {
         hand.applied(id, true);
     }
     assert_eq!(hand.replies.iter().map(|r| r.token).collect::<Vec<_>>(), [1]);
+}
+
+/// A newer target may have grown the volume, or written the block that is lost here.
+#[test]
+fn an_error_is_answered_under_a_live_lease_too() {
+    let lapsed = || {
+        let mut hand = Hand::new(TargetConfig { read_only: true, ..config() });
+        hand.serve(&[row(5, 1, 10, 55)], 10);
+        for id in 1..=3 {
+            hand.applied(id, true);
+        }
+        hand.pass(2100);
+        hand.sent.clear();
+        hand
+    };
+    let told = |hand: &Hand| hand.replies.iter().map(|r| r.result.clone().unwrap_err()).collect();
+    let end = 1024 * 4096;
+    let refused = [
+        (Operation::Read { offset: end, length: 4096 }, BlockError::OutOfRange),
+        (Operation::Read { offset: 1, length: 512 }, BlockError::Misaligned),
+        (Operation::Trim { offset: 0, length: 4096, fua: false }, BlockError::ReadOnly),
+    ];
+    for (operation, error) in refused {
+        let mut hand = lapsed();
+        hand.submit(1, operation);
+        assert_eq!(hand.replies, []);
+        // The lease is renewed for it.
+        assert!(hand.sent.iter().any(|(_, m)| matches!(m, ToReplica::Ping { .. })));
+        let applied = hand.target.status().last.lsn;
+        for id in 1..=2 {
+            let ping = Ping(hand.now.0);
+            hand.say(id, FromReplica::Applied { applied, durable: applied, ping });
+        }
+        let told: Vec<BlockError> = told(&hand);
+        assert_eq!(told, [error]);
+    }
+    // No good copy is left.
+    let mut hand = lapsed();
+    hand.submit(1, Operation::Read { offset: 0, length: 4096 });
+    for _ in 0..3 {
+        let asked = hand.sent.iter().rev().find_map(|(m, message)| match message {
+            ToReplica::Read { id, .. } => Some((m.id.0, *id)),
+            _ => None,
+        });
+        let (from, id) = asked.expect("a member is asked");
+        let slots = vec![Slot { lba: 0, blocks: 1, version: Lsn(0), content: Content::Bad }];
+        let at = hand.target.status().last.lsn;
+        hand.say(from, FromReplica::Data { id, at, slots, ping: Ping(0) });
+    }
+    assert!(hand.notes.contains(&TargetNote::BlockLost { lba: 0 }));
+    assert_eq!(hand.replies, []);
+    let applied = hand.target.status().last.lsn;
+    for id in 1..=2 {
+        let ping = Ping(hand.now.0);
+        hand.say(id, FromReplica::Applied { applied, durable: applied, ping });
+    }
+    let told: Vec<BlockError> = told(&hand);
+    assert_eq!(told, [BlockError::Damaged]);
 }
 
 /// Two of three are enough: the third being gone ends nothing.

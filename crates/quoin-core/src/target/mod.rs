@@ -198,6 +198,8 @@ pub struct Target {
     orphans: Vec<crate::entry::SharedEntry>,
     waiting_commit: VecDeque<Waiting>,
     waiting_stable: VecDeque<Waiting>,
+    /// Requests whose answer is an error and waits for a lease.
+    refused: Vec<(Token, BlockError)>,
     writes: write::Unaligned,
     reads: read::Reads,
     change: change::Change,
@@ -260,6 +262,7 @@ impl Target {
             orphans: Vec::new(),
             waiting_commit: VecDeque::new(),
             waiting_stable: VecDeque::new(),
+            refused: Vec::new(),
             writes: write::Unaligned::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
@@ -330,7 +333,7 @@ impl Target {
                     self.grow();
                 }
             }
-            TargetEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish, actions),
+            TargetEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
             TargetEvent::Desired(desired) => self.desired = desired,
             TargetEvent::Verify(order) => self.order_verify(now, order),
             TargetEvent::Retain { bytes_max } => self.retain_bytes_max = bytes_max,

@@ -63,8 +63,16 @@ pub(super) struct Read {
     pub bad: Vec<(Member, u64, Lsn)>,
     sent: Time,
     generation: u32,
-    /// The answer, kept until everything it shows is committed.
-    ready: Option<(Lsn, Vec<Slot>)>,
+    /// The answer, kept until it may be given.
+    ready: Option<Ready>,
+}
+
+enum Ready {
+    /// Everything that the slots show is committed once this LSN is.
+    Slots(Lsn, Vec<Slot>),
+    /// No good copy is left. A newer target may have written the block since: that is no more to
+    /// be told without a lease than its content is.
+    Lost,
 }
 
 #[derive(Default)]
@@ -204,11 +212,14 @@ impl Target {
 
     /// Sends what waits for a member to ask. Entries up to `after` were sent before, on the same
     /// connection, so a member answers without waiting.
-    pub(super) fn ask_reads(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
+    /// True: for one of them no good copy is left.
+    pub(super) fn ask_reads(&mut self, now: Time, actions: &mut Vec<TargetAction>) -> bool {
+        let held = self.reads.held.len();
         let mut unasked = std::mem::take(&mut self.reads.unasked);
         unasked.retain(|&index| !self.ask(now, index, actions));
         unasked.append(&mut self.reads.unasked);
         self.reads.unasked = unasked;
+        self.reads.held.len() > held
     }
 
     /// True if the read needs no asking any more.
@@ -268,7 +279,14 @@ impl Target {
             if any && lost && !read.bad.is_empty() {
                 let lba = read.bad[0].1;
                 actions.push(TargetAction::Note(TargetNote::BlockLost { lba }));
-                self.finish(now, index, Err(BlockError::Damaged), actions);
+                if mutant::is("error-without-a-lease") {
+                    self.finish(now, index, Err(BlockError::Damaged), actions);
+                    return true;
+                }
+                if let Some(read) = self.reads.open.get_mut(index) {
+                    read.ready = Some(Ready::Lost);
+                }
+                self.reads.held.push(index);
                 return true;
             }
             // All were asked and none answered in time: ask them again.
@@ -371,7 +389,7 @@ impl Target {
             .filter(|_| !mutant::is("read-before-commit"))
             .unwrap_or_default();
         if let Some(read) = self.reads.open.get_mut(index) {
-            read.ready = Some((need, slots));
+            read.ready = Some(Ready::Slots(need, slots));
         }
         self.reads.held.push(index);
     }
@@ -397,8 +415,8 @@ impl Target {
         let mut held = std::mem::take(&mut self.reads.held);
         held.retain(|&index| {
             let Some(read) = self.reads.open.get_mut(index) else { return false };
-            let Some((need, _)) = &read.ready else { return false };
-            if *need > settled {
+            let Some(ready) = &read.ready else { return false };
+            if matches!(ready, Ready::Slots(need, _) if *need > settled) {
                 return true;
             }
             if confirm && let Purpose::Client { group, .. } = read.purpose {
@@ -407,8 +425,11 @@ impl Target {
                     return true;
                 }
             }
-            let (_, slots) = read.ready.take().expect("looked at above");
-            self.finish(now, index, Ok(slots), actions);
+            let result = match read.ready.take().expect("looked at above") {
+                Ready::Slots(_, slots) => Ok(slots),
+                Ready::Lost => Err(BlockError::Damaged),
+            };
+            self.finish(now, index, result, actions);
             false
         });
         held.append(&mut self.reads.held);

@@ -88,7 +88,7 @@ impl Target {
             return Some(request);
         }
         if self.refuses_for_room(now) {
-            self.reply(request.token, Err(BlockError::NoSpace), actions);
+            self.refuse(request.token, BlockError::NoSpace, actions);
         } else {
             self.held_for_room.push_back(request);
         }
@@ -125,7 +125,7 @@ impl Target {
         }
         if self.refuses_for_room(now) {
             for request in std::mem::take(&mut self.held_for_room) {
-                self.reply(request.token, Err(BlockError::NoSpace), actions);
+                self.refuse(request.token, BlockError::NoSpace, actions);
             }
         }
         if self.held {

@@ -59,6 +59,9 @@ impl Target {
                 self.mind_room(now, actions);
                 self.mind_rounds(now);
                 self.take_backlog(now, actions);
+                if !self.refused.is_empty() {
+                    self.release(now, actions);
+                }
                 self.step_change(now, actions);
                 self.step_verify(now, actions);
             }
@@ -72,8 +75,8 @@ impl Target {
             self.step_drain(now, actions);
             if !self.is_closing() {
                 self.ask_syncs(now, actions);
-                if self.phase != Phase::Recovering {
-                    self.ask_reads(now, actions);
+                if self.phase != Phase::Recovering && self.ask_reads(now, actions) {
+                    self.release(now, actions);
                 }
                 self.send_pings(now, actions);
                 self.trim_history(now, actions);
@@ -242,8 +245,9 @@ impl Target {
         if self.config.on_quorum_loss == OnQuorumLoss::Fail && now >= since + grace {
             let waiting: Vec<_> =
                 self.waiting_commit.drain(..).chain(self.waiting_stable.drain(..)).collect();
-            for w in waiting {
-                self.reply(w.token, Err(BlockError::NoQuorum), actions);
+            let refused = std::mem::take(&mut self.refused).into_iter().map(|(token, _)| token);
+            for token in waiting.into_iter().map(|w| w.token).chain(refused) {
+                self.reply(token, Err(BlockError::NoQuorum), actions);
             }
             self.fail_reads(now, BlockError::NoQuorum, actions);
             self.fail_backlog(BlockError::NoQuorum, actions);
@@ -286,6 +290,9 @@ impl Target {
             return;
         }
         quorum::assert_answerable(&self.views, &self.peers, self.commit, now, self.config.lease_ms);
+        for (token, error) in std::mem::take(&mut self.refused) {
+            self.reply(token, Err(error), actions);
+        }
         while self.waiting_commit.front().is_some_and(|w| w.lsn <= self.commit) {
             let w = self.waiting_commit.pop_front().expect("looked at above");
             self.measured(now, w, Kind::Write);
@@ -314,6 +321,7 @@ impl Target {
         !self.waiting_commit.is_empty()
             || !self.waiting_stable.is_empty()
             || !self.reads.is_empty()
+            || !self.refused.is_empty()
             || !self.wished.is_empty()
     }
 

@@ -39,28 +39,26 @@ pub(super) struct Wished {
     wish: SnapshotWish,
     /// Where the snapshot is, or what must be on media before its deletion counts.
     lsn: Lsn,
+    /// There is no place for it, as far as this target knows.
+    too_many: bool,
 }
 
 impl Target {
-    pub(super) fn wish_snapshot(
-        &mut self,
-        id: SnapshotId,
-        wish: SnapshotWish,
-        actions: &mut Vec<TargetAction>,
-    ) {
+    pub(super) fn wish_snapshot(&mut self, id: SnapshotId, wish: SnapshotWish) {
         let is_known = self.wished.iter().any(|w| (w.id, w.wish) == (id, wish));
         if self.phase != Phase::Serving || self.drain_requested || is_known {
             return;
         }
         let existing = self.history.snapshots.iter().find(|s| s.id == id).copied();
+        let mut too_many = false;
         let users = self.history.snapshots.iter().filter(|s| !s.hidden).count();
         let lsn = match (wish, existing) {
             // The boundary of a rebuild is nobody else's.
             (_, Some(snapshot)) if snapshot.hidden => return,
             (SnapshotWish::Make, Some(snapshot)) => snapshot.lsn,
             (SnapshotWish::Make, None) if users >= USER_SNAPSHOTS_MAX => {
-                let outcome = SnapshotOutcome::TooMany;
-                return actions.push(TargetAction::Note(TargetNote::Snapshot { id, outcome }));
+                too_many = true;
+                Lsn::ZERO
             }
             (SnapshotWish::Make, None) => {
                 let kind = EntryKind::Snapshot { id, hidden: false };
@@ -72,16 +70,17 @@ impl Target {
             (SnapshotWish::Delete, None) => self.history.last.lsn,
         };
         self.sync_wanted = self.sync_wanted.max(lsn);
-        self.wished.push(Wished { id, wish, lsn });
+        self.wished.push(Wished { id, wish, lsn, too_many });
     }
 
     /// Tells of what is on media now. The caller has looked at the lease.
     pub(super) fn tell_snapshots(&mut self, actions: &mut Vec<TargetAction>) {
         let stable = self.stable;
         self.wished.retain(|wished| {
-            let Wished { id, wish, lsn } = *wished;
+            let Wished { id, wish, lsn, too_many } = *wished;
             if lsn <= stable {
                 let outcome = match wish {
+                    SnapshotWish::Make if too_many => SnapshotOutcome::TooMany,
                     SnapshotWish::Make => SnapshotOutcome::Made { lsn },
                     SnapshotWish::Delete => SnapshotOutcome::Deleted,
                 };

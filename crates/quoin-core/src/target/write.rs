@@ -92,7 +92,7 @@ impl Target {
             return self.backlog.push_back(request);
         }
         if let Err(error) = self.check(&request.operation) {
-            return self.reply(token, Err(error), actions);
+            return self.refuse(token, error, actions);
         }
         let Some(request) = self.admit_by_room(now, request, actions) else { return };
         if Self::is_write(&request.operation) && (!self.backlog.is_empty() || self.window_full()) {
@@ -123,6 +123,8 @@ impl Target {
             dropped.extend(queue.iter().filter(|request| is_gone(request)).map(|r| r.token));
             queue.retain(|request| !is_gone(request));
         }
+        dropped.extend(self.refused.iter().map(|(token, _)| *token).filter(|t| tokens.contains(t)));
+        self.refused.retain(|(token, _)| !tokens.contains(token));
         if self.backlog.is_empty() {
             self.past.nothing_waits();
         }
@@ -136,6 +138,20 @@ impl Target {
         for request in std::mem::take(&mut self.writes.blocked).into_iter().rev() {
             self.backlog.push_front(request);
         }
+    }
+
+    /// Answers with an error once there is a lease: what a request is refused for may not be so any
+    /// more under a newer target.
+    pub(super) fn refuse(
+        &mut self,
+        token: Token,
+        error: BlockError,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        if mutant::is("error-without-a-lease") {
+            return self.reply(token, Err(error), actions);
+        }
+        self.refused.push((token, error));
     }
 
     /// Writes that wait for the window, which will not move (`onQuorumLoss: fail`).
@@ -158,7 +174,7 @@ impl Target {
                         self.execute(now, request);
                     }
                 }
-                Err(error) => self.reply(request.token, Err(error), actions),
+                Err(error) => self.refuse(request.token, error, actions),
             }
         }
     }
