@@ -132,6 +132,7 @@ pub const ALL: &[Defect] = &[
     store("reserve-given-to-clients", Swarm::Pressure),
     store("trim-frees-nothing", Swarm::Pressure),
     store("log-counted-twice-at-a-start", Swarm::Pressure),
+    store("space-given-back-in-one-step", Swarm::Pressure),
     store("rolled-back-disk-not-noticed", Swarm::Damage),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),

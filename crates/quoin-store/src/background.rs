@@ -62,6 +62,10 @@ pub(crate) type Victim = Cell<Option<(VictimKey, Option<(ReplicaGuid, SegmentSta
 
 /// What a pool does next.
 enum Step {
+    /// Makes free what finished syncs allow.
+    Release,
+    /// Gives space back to what is below.
+    Discard,
     /// Goes on with the job that a replica has begun.
     GoOn(ReplicaGuid),
     Commit(ReplicaGuid),
@@ -71,13 +75,16 @@ enum Step {
 }
 
 impl Step {
-    fn replica(&self) -> ReplicaGuid {
-        let (Step::GoOn(guid)
-        | Step::Commit(guid)
-        | Step::Fold(guid, _)
-        | Step::Empty(guid, _)
-        | Step::Recount(guid)) = self;
-        *guid
+    /// The replica that it is done on; what is free belongs to none.
+    fn replica(&self) -> Option<ReplicaGuid> {
+        match self {
+            Step::Release | Step::Discard => None,
+            Step::GoOn(guid)
+            | Step::Commit(guid)
+            | Step::Fold(guid, _)
+            | Step::Empty(guid, _)
+            | Step::Recount(guid) => Some(*guid),
+        }
     }
 }
 
@@ -134,8 +141,7 @@ impl<D: Disk> Pool<D> {
 
     /// Units that the next commits and syncs make free.
     fn coming_units(&self) -> u32 {
-        let freeing: u32 = self.core.freeing.iter().map(|(_, _, units)| *units).sum();
-        freeing
+        self.core.freed.units()
             + self.replicas.values().map(|r| r.limbo_units() + r.committing_units()).sum::<u32>()
     }
 
@@ -246,14 +252,16 @@ impl<D: Disk> Pool<D> {
             match self.step(step) {
                 // One replica's damage must not keep the others' logs from being folded.
                 Err(StoreError::Damaged(what)) => {
-                    if let Some(replica) = self.replicas.get_mut(&guid) {
+                    if let Some(guid) = guid
+                        && let Some(replica) = self.replicas.get_mut(&guid)
+                    {
                         (replica.set_aside, replica.may_pass) = (true, false);
                         self.core.damaged.push((guid, what));
                     }
                 }
                 // Nobody's data is lost by waiting.
                 Err(error) if error.is_refused_read() => {
-                    if let Some(replica) = self.replicas.get_mut(&guid) {
+                    if let Some(replica) = guid.and_then(|g| self.replicas.get_mut(&g)) {
                         (replica.set_aside, replica.may_pass) = (true, true);
                     }
                 }
@@ -268,6 +276,13 @@ impl<D: Disk> Pool<D> {
             left -= STEP_BYTES as i64;
         }
         Ok(self.due() > Due::Idle)
+    }
+
+    /// Makes free some of what finished syncs allow.
+    pub(crate) fn release_some(&mut self) {
+        let free = self.core.allocator.free_units();
+        self.core.release(self.core.tickets.synced);
+        self.starved &= self.core.allocator.free_units() == free;
     }
 
     /// Whether the pool can take little more: next to nothing is free, and nothing that is done
@@ -320,6 +335,9 @@ impl<D: Disk> Pool<D> {
     fn next_step(&self) -> Option<Step> {
         let allocator = &self.core.allocator;
         let replicas = || self.workable();
+        if self.core.freed.is_due(self.core.tickets.synced) {
+            return Some(Step::Release);
+        }
         // What was begun is finished first.
         if let Some((guid, _)) = replicas().find(|(_, r)| r.has_job()) {
             return Some(Step::GoOn(guid));
@@ -355,6 +373,9 @@ impl<D: Disk> Pool<D> {
                 return Some(Step::Fold(guid, 0));
             }
         }
+        if !short && self.core.discard_due() {
+            return Some(Step::Discard);
+        }
         // Counts that are too high hide what can be gained.
         if short && let Some((guid, _)) = replicas().find(|(_, r)| r.recount) {
             return Some(Step::Recount(guid));
@@ -383,6 +404,9 @@ impl<D: Disk> Pool<D> {
         if let Some((guid, _)) = replicas().find(|(_, r)| dirty(r)) {
             return Some(Step::Commit(guid));
         }
+        if self.core.discard_due() {
+            return Some(Step::Discard);
+        }
         replicas().find(|(_, r)| r.recount).map(|(guid, _)| Step::Recount(guid))
     }
 
@@ -396,10 +420,18 @@ impl<D: Disk> Pool<D> {
     }
 
     fn step(&mut self, step: Step) -> Result<(), StoreError> {
-        let guid = step.replica();
         let core = &mut self.core;
-        let Some(replica) = self.replicas.get_mut(&guid) else { return Ok(()) };
+        let replica = step.replica().and_then(|guid| self.replicas.get_mut(&guid));
+        let Some(replica) = replica else {
+            match step {
+                Step::Release => self.release_some(),
+                Step::Discard => core.discard_some(),
+                _ => {}
+            }
+            return Ok(());
+        };
         let done = match step {
+            Step::Release | Step::Discard => Ok(()),
             Step::GoOn(_) if replica.checkpoint.is_some() => {
                 replica.step_checkpoint(core).map(drop)
             }

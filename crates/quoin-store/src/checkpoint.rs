@@ -255,7 +255,7 @@ impl Replica {
         let mut frees = std::mem::take(&mut self.limbo);
         if mutant::is("freed-before-its-checkpoint") {
             for (unit, units) in frees.drain(..) {
-                core.freeing.push((0, unit, units));
+                core.freed.add(0, unit, units);
             }
             core.release(0);
         }
@@ -285,7 +285,7 @@ impl Replica {
         // What the disk would not read is asked for again: errors pass.
         self.unreadable.clear();
         let ticket = core.tickets.request().0;
-        core.freeing.extend(commit.frees.iter().map(|(unit, units)| (ticket, *unit, *units)));
+        commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
         Ok(())
     }
 }

@@ -13,6 +13,7 @@ use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
 use crate::api::Tickets;
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::disk::Disk;
+use crate::freed::Freed;
 use crate::layout::{KEEPS_SPACE, Superblock};
 use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
 use crate::records::{DurableState, Record};
@@ -85,8 +86,7 @@ pub struct Core<D> {
     pub failed: Option<IoFault>,
     /// Sequence number of the newest segment.
     pub sequence: u64,
-    /// Segments whose removal is recorded, and the ticket that makes the record durable.
-    pub freeing: Vec<(u64, u32, u32)>,
+    pub freed: Freed,
     pub bad: Vec<BadBlock>,
     /// Replicas that background work found damaged, and what.
     pub damaged: Vec<(ReplicaGuid, &'static str)>,
@@ -198,7 +198,7 @@ impl<D: Disk> Core<D> {
     }
 
     /// All of its space was taken when it was made.
-    fn keeps_space(&self) -> bool {
+    pub fn keeps_space(&self) -> bool {
         self.superblock.features.compat & KEEPS_SPACE != 0
     }
 
@@ -240,24 +240,6 @@ impl<D: Disk> Core<D> {
         self.allocator.full_below = room < spare;
         // It does not hop.
         self.allocator.short_below = room < spare * if self.allocator.short_below { 3 } else { 2 };
-    }
-
-    /// Releases what the finished sync made free.
-    pub fn release(&mut self, ticket: u64) {
-        let unit_bytes = u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;
-        let (done, later) = self.freeing.drain(..).partition(|(t, ..)| *t <= ticket);
-        self.freeing = later;
-        let done: Vec<(u64, u32, u32)> = done;
-        for (_, unit, units) in done {
-            self.allocator.give_warm(unit, units);
-        }
-        if self.keeps_space() {
-            return;
-        }
-        while let Some(unit) = self.allocator.cool_one() {
-            let offset = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;
-            self.disk.discard(offset, unit_bytes);
-        }
     }
 
     /// Whether a node can be read from its media, whatever is cached.

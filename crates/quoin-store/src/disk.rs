@@ -66,6 +66,17 @@ pub trait Disk: Send {
     /// as afterwards is not defined; failures are of no consequence.
     fn discard(&self, offset: u64, length: u64);
 
+    /// Whether [`Disk::discard`] gives space back.
+    fn gives_back(&self) -> bool {
+        true
+    }
+
+    /// The first place from `offset` on that takes space of what is below; `None`: there is none,
+    /// or that is not known.
+    fn next_space(&self, _offset: u64) -> Option<u64> {
+        None
+    }
+
     /// Takes the space for a range that is about to be written for the first time, where the disk
     /// shares what is below it with others: `false` where less than `spare_bytes` would be left
     /// for them, or it has no room at all. What was claimed can be written.

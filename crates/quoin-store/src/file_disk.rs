@@ -462,6 +462,18 @@ impl Disk for FileDisk {
         let _ = rustix::fs::fallocate(&self.files.file, flags, offset, length);
     }
 
+    fn gives_back(&self) -> bool {
+        !self.is_device && !self.read_only
+    }
+
+    fn next_space(&self, offset: u64) -> Option<u64> {
+        if !self.gives_back() {
+            return None;
+        }
+        // All reads and writes name their place, so nobody else uses that of the descriptor.
+        rustix::fs::seek(&self.files.file, rustix::fs::SeekFrom::Data(offset)).ok()
+    }
+
     fn claim(&self, offset: u64, length: u64, spare_bytes: u64) -> bool {
         if self.is_device || self.read_only {
             return true;
@@ -635,6 +647,19 @@ mod tests {
         assert!(disk.make_ready(32 << 20, 4 << 20));
         drop(disk);
         FileDisk::open(&path).expect("nobody has it any more");
+    }
+
+    #[test]
+    fn space_that_was_not_given_back_is_found_and_gone_once_it_was() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let disk = FileDisk::create(&folder.path().join("pool"), 64 << 20, true).expect("a file");
+        assert_eq!(disk.next_space(0), None);
+        disk.write_at(16 << 20, &[IoSlice::new(&[1; BLOCK_SIZE])]).expect("a write");
+        disk.sync().expect("a sync");
+        let found = disk.next_space(8 << 20).expect("what was written takes space");
+        assert!(disk.gives_back() && (8 << 20..=16 << 20).contains(&found), "{found}");
+        disk.discard(8 << 20, 16 << 20);
+        assert_eq!(disk.next_space(0), None);
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod checkpoint;
 mod clean;
 mod core;
 mod fill;
+mod freed;
 mod held;
 mod layout;
 mod moved;

@@ -50,6 +50,7 @@ struct State {
     fail_syncs: bool,
     fail_reads: bool,
     reads: u64,
+    discarded_bytes: u64,
     /// These reads fail, counted from the first one.
     refused_reads: std::ops::Range<u64>,
     /// Blocks that cannot be read until they are written again.
@@ -187,6 +188,11 @@ impl MemoryDisk {
     /// Number of write calls so far.
     pub fn writes(&self) -> u64 {
         self.state().writes
+    }
+
+    /// Bytes whose space was given back so far.
+    pub fn discarded_bytes(&self) -> u64 {
+        self.state().discarded_bytes
     }
 
     /// Bytes written so far.
@@ -371,6 +377,7 @@ impl Disk for MemoryDisk {
     fn discard(&self, offset: u64, length: u64) {
         let mut state = self.state();
         state.room_below = state.room_below.map(|room| room + length);
+        state.discarded_bytes += length;
         let blocks = offset / BLOCK_SIZE as u64..(offset + length) / BLOCK_SIZE as u64;
         if let Some(events) = &mut state.events {
             events.push(DiskEvent::Discard { offset, length });
@@ -381,6 +388,11 @@ impl Disk for MemoryDisk {
             state.held.remove(&number);
             state.orphans.remove(&number);
         }
+    }
+
+    fn next_space(&self, offset: u64) -> Option<u64> {
+        let state = self.state();
+        state.cached.range(offset / BLOCK_SIZE as u64..).next().map(|(n, _)| n * BLOCK_SIZE as u64)
     }
 
     fn cookie(&self) -> BootCookie {

@@ -16,6 +16,7 @@ use crate::background::Victim;
 use crate::core::{BadBlock, Cache, Core, PoolOptions};
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
+use crate::freed::Freed;
 use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
 use crate::records::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
 use crate::recover::recover;
@@ -111,6 +112,9 @@ impl<D: Disk> Pool<D> {
             log_keep_bytes: options.log_keep_bytes.min(pool_bytes / 64),
             ..options
         };
+        // What an earlier life left behind in free units is given back again.
+        let swept = disk.next_space(superblock.unit_start(0) * BLOCK_SIZE as u64);
+        let freed = Freed::new(if swept.is_some() { 0 } else { superblock.units() });
         let mut core = Core {
             disk,
             allocator: Allocator::new(superblock.units()),
@@ -122,7 +126,7 @@ impl<D: Disk> Pool<D> {
             durable: DurableState::default(),
             tickets: Tickets::default(),
             failed: None,
-            freeing: Vec::new(),
+            freed,
             bad: Vec::new(),
             damaged: Vec::new(),
             readying: None,
@@ -146,7 +150,7 @@ impl<D: Disk> Pool<D> {
         }
         core.superblock.write(&core.disk)?;
         core.disk.sync()?;
-        core.release(0);
+        while core.release(0) {}
         Ok(Pool { core, replicas, starved: false, victim: Victim::default() })
     }
 
@@ -303,7 +307,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             let segments = replica.family.segments.values().map(|s| (s.state.unit, s.state.units));
             let waiting = replica.commit.into_iter().flat_map(|c| c.frees);
             let all = segments.chain(replica.limbo).chain(waiting);
-            self.core.freeing.extend(all.map(|(unit, units)| (ticket, unit, units)));
+            all.for_each(|(unit, units)| self.core.freed.add(ticket, unit, units));
         }
         Ok(true)
     }
@@ -346,9 +350,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         if result.is_err() {
             return;
         }
-        let free = self.core.allocator.free_units();
-        self.core.release(ticket.0);
-        self.starved &= self.core.allocator.free_units() == free;
+        self.release_some();
         for replica in self.replicas.values_mut() {
             replica.durable = replica.durable.max(replica.syncing);
             if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {

@@ -526,7 +526,7 @@ fn close<D: Disk>(
         durable.log_segments.retain(listed);
         for segment in stale {
             replica.family.segments.remove(&segment.unit);
-            core.freeing.push((0, segment.unit, segment.units));
+            core.freed.add(0, segment.unit, segment.units);
         }
     }
     let Some(segment) = end.unit.and_then(|unit| replica.family.segments.get_mut(&unit)) else {

@@ -179,11 +179,18 @@ impl Allocator {
     /// The last unit of more than may stay warm: its space is to be given back. The first ones are
     /// used again first, so these stay warm for good while as much is in use.
     pub fn cool_one(&mut self) -> Option<u32> {
+        if self.is_too_warm() { self.warm.pop_last() } else { None }
+    }
+
+    /// Whether more is warm than may stay so.
+    pub fn is_too_warm(&self) -> bool {
         let in_use = self.units() - self.free_units;
-        if self.warm.len() <= in_use.min(self.units() / WARM_PART) as usize {
-            return None;
-        }
-        self.warm.pop_last()
+        self.warm.len() > in_use.min(self.units() / WARM_PART) as usize
+    }
+
+    /// Whether a unit is free and was not used since the start, as far as is known.
+    pub fn is_cold(&self, unit: u32) -> bool {
+        self.free.get(unit as usize).is_some_and(|free| *free) && !self.warm.contains(&unit)
     }
 
     /// First unit, units, and whether all of them are warm.

@@ -310,7 +310,7 @@ impl Replica {
         let ticket = core.tickets.request().0;
         for unit in dead {
             if let Some(segment) = self.family.segments.remove(&unit) {
-                core.freeing.push((ticket, unit, segment.state.units));
+                core.freed.add(ticket, unit, segment.state.units);
             }
         }
         let open = self.family.open;

@@ -1,0 +1,129 @@
+//! What becomes of space that no replica needs any more: it is free once the record that gives it
+//! up is on media, and later goes back to the file system below.
+//!
+//! Both are done a bounded number of units at a time. A file system takes about half a millisecond
+//! to give up a unit of 4 MiB, a large replica has tens of thousands of them, and the thread that
+//! does it serves every volume of the pool.
+
+use std::collections::VecDeque;
+
+use quoin_core::{BLOCK_SIZE, mutant};
+
+use crate::core::Core;
+use crate::disk::Disk;
+
+/// Units that become free in one step.
+const FREED_A_STEP: u32 = 4096;
+/// Units whose space goes back in one step.
+const DISCARDED_A_STEP: usize = 8;
+/// Units that one step passes over on its way to space that an earlier life left behind.
+const SWEPT_A_STEP: u32 = 4096;
+/// Free units of which one step asks the disk whether they hold space.
+const ASKED_A_STEP: usize = 64;
+
+/// Segments on their way to be free units, and how far the pool was looked through for space that
+/// an earlier life did not give back.
+pub struct Freed {
+    /// The sync that makes the removal durable, the first unit, and how many; in the order of the
+    /// syncs.
+    waiting: VecDeque<(u64, u32, u32)>,
+    /// Free units below this one hold no space but what is warm.
+    swept_units: u32,
+}
+
+impl Freed {
+    /// `swept_units`: where the disk may hold space of an earlier life.
+    pub fn new(swept_units: u32) -> Self {
+        Freed { waiting: VecDeque::new(), swept_units }
+    }
+
+    /// These units are free once the sync of `ticket` is done.
+    pub fn add(&mut self, ticket: u64, unit: u32, units: u32) {
+        let at = self.waiting.partition_point(|(t, ..)| *t <= ticket);
+        self.waiting.insert(at, (ticket, unit, units));
+    }
+
+    /// Whether something is free by the syncs up to `ticket` that was not made so yet.
+    pub fn is_due(&self, ticket: u64) -> bool {
+        self.waiting.front().is_some_and(|(t, ..)| *t <= ticket)
+    }
+
+    /// Units that wait for their sync, or to be made free after it.
+    pub fn units(&self) -> u32 {
+        self.waiting.iter().map(|(_, _, units)| *units).sum()
+    }
+}
+
+impl<D: Disk> Core<D> {
+    /// Frees some of what the finished syncs allow; whether more is left of it.
+    pub fn release(&mut self, ticket: u64) -> bool {
+        let mut freed = 0;
+        while freed < FREED_A_STEP && self.freed.is_due(ticket) {
+            let Some((_, unit, units)) = self.freed.waiting.pop_front() else { break };
+            self.allocator.give_warm(unit, units);
+            freed += units;
+        }
+        self.freed.is_due(ticket)
+    }
+
+    fn gives_back(&self) -> bool {
+        !self.keeps_space() && self.disk.gives_back()
+    }
+
+    /// Whether free units hold more space than stays warm, or may hold some of an earlier life.
+    pub fn discard_due(&self) -> bool {
+        self.gives_back()
+            && (self.allocator.is_too_warm() || self.freed.swept_units < self.allocator.units())
+    }
+
+    /// Gives the space of a few free units back.
+    pub fn discard_some(&mut self) {
+        if !self.gives_back() {
+            return;
+        }
+        let all = mutant::is("space-given-back-in-one-step");
+        let most = if all { usize::MAX } else { DISCARDED_A_STEP };
+        // The last ones first, so in descending order.
+        let mut units = Vec::new();
+        while units.len() < most
+            && let Some(unit) = self.allocator.cool_one()
+        {
+            units.push(unit);
+        }
+        units.reverse();
+        if units.is_empty() {
+            self.sweep(&mut units);
+        }
+        let unit_bytes = u64::from(self.superblock.unit_blocks) * BLOCK_SIZE as u64;
+        for run in units.chunk_by(|a, b| a + 1 == *b) {
+            let offset = self.superblock.unit_start(run[0]) * BLOCK_SIZE as u64;
+            self.disk.discard(offset, run.len() as u64 * unit_bytes);
+        }
+    }
+
+    /// Looks on for free units with space that was not given back before the last start. They are
+    /// not warm: a start may have been cut off in the middle of giving them back.
+    fn sweep(&mut self, found: &mut Vec<u32>) {
+        let units = self.allocator.units();
+        let until = self.freed.swept_units.saturating_add(SWEPT_A_STEP).min(units);
+        let mut asked = 0;
+        while self.freed.swept_units < until
+            && found.len() < DISCARDED_A_STEP
+            && asked < ASKED_A_STEP
+        {
+            let unit = self.freed.swept_units;
+            self.freed.swept_units += 1;
+            if !self.allocator.is_cold(unit) {
+                continue;
+            }
+            asked += 1;
+            let start = self.superblock.unit_start(unit) * BLOCK_SIZE as u64;
+            let next = self.disk.next_space(start);
+            match next.map(|offset| self.superblock.unit_of(offset / BLOCK_SIZE as u64)) {
+                Some(Some(at)) if at == unit => found.push(unit),
+                Some(Some(at)) => self.freed.swept_units = at.max(unit + 1),
+                _ => self.freed.swept_units = units,
+            }
+        }
+    }
+}
