@@ -5,14 +5,18 @@
 //! When a half is full, the whole state is written to the other one under the next generation,
 //! and synced before anything follows. A record is one or more blocks; a block counts if either
 //! copy is good, and the first one that is good in neither ends the half (a torn tail). One that the
-//! disk refuses to read from both copies ends nothing: what it says may be a promise, so the ring is
-//! not opened.
+//! disk refuses to read ends nothing where the other copy is not good either: what it says may be a
+//! promise, so the ring is not opened.
+//!
+//! A half whose first record is broken was being written when the power went, and the half before it
+//! holds the same. Records behind that one tell otherwise: they were appended after the sync, so it
+//! was whole once, and what the older half says is no longer true. Then the metadata are lost.
 
 use std::io::IoSlice;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use quoin_core::replica::store::{IoFault, StoreError};
-use quoin_core::{BLOCK_SIZE, crc32c};
+use quoin_core::{BLOCK_SIZE, crc32c, mutant};
 
 use crate::disk::Disk;
 use crate::error::PoolError;
@@ -66,23 +70,49 @@ impl Ring {
         superblock: &Superblock,
     ) -> Result<(Self, Vec<Bytes>), PoolError> {
         let mut ring = Self::blank(superblock);
-        let mut generations = Vec::new();
-        for half in 0..2 {
-            if let Some(first) = ring.read_block(disk, half, 0, None)? {
-                generations.push(first.generation);
-            }
+        let mut firsts = [None; 2];
+        for (first, half) in firsts.iter_mut().zip(0..) {
+            *first = ring.read_block(disk, half, 0, None)?.map(|block| block.generation);
         }
+        let mut generations: Vec<u64> = firsts.into_iter().flatten().collect();
         generations.sort_unstable();
-        // A half whose whole state is incomplete was being written when the power went: nothing
-        // was appended to it, and the half before it still holds the same.
         while let Some(generation) = generations.pop() {
             ring.generation = generation;
             let records = ring.read_half(disk)?;
-            if !records.is_empty() {
-                return Ok((ring, records));
+            if records.is_empty() {
+                continue;
             }
+            let other = 1 - generation % 2;
+            let is_older = firsts[other as usize].is_some_and(|first| first < generation);
+            if !is_older && ring.was_appended_to(disk, other)? {
+                return Err(PoolError::MetadataLost);
+            }
+            return Ok((ring, records));
         }
         Err(PoolError::MetadataLost)
+    }
+
+    /// Whether a half holds a record behind its first one that is newer than this generation.
+    fn was_appended_to<D: Disk>(&self, disk: &D, half: u64) -> Result<bool, IoFault> {
+        if mutant::is("newer-half-of-the-ring-forgotten") {
+            return Ok(false);
+        }
+        let mut buffer = vec![0; BLOCK_SIZE];
+        let mut refused = None;
+        for (index, copy) in (1..self.half_blocks).flat_map(|index| [(index, 0), (index, 1)]) {
+            let offset = self.block_of(copy, half, index) * BLOCK_SIZE as u64;
+            if let Err(fault) = disk.read_at(offset, &mut buffer) {
+                refused = Some(fault);
+                continue;
+            }
+            let newer = decode(&buffer).filter(|b| {
+                b.generation > self.generation && b.generation % 2 == half && b.index == index
+            });
+            if newer.is_some_and(|block| block.flags & FIRST != 0) {
+                return Ok(true);
+            }
+        }
+        refused.map_or(Ok(false), Err)
     }
 
     fn read_half<D: Disk>(&mut self, disk: &D) -> Result<Vec<Bytes>, IoFault> {
@@ -120,21 +150,28 @@ impl Ring {
         generation: Option<u64>,
     ) -> Result<Option<RingBlock>, IoFault> {
         let mut buffer = vec![0; BLOCK_SIZE];
-        let mut refusals = Vec::new();
+        let (mut refused, mut is_older) = (None, false);
         for copy in 0..2 {
             let offset = self.block_of(copy, half, index) * BLOCK_SIZE as u64;
             if let Err(fault) = disk.read_at(offset, &mut buffer) {
-                refusals.push(fault);
+                refused = Some(fault);
                 continue;
             }
-            let Some(block) = decode(&buffer) else { continue };
-            let fits = block.index == index && generation.is_none_or(|g| g == block.generation);
-            if fits && block.generation % 2 == half {
+            let Some(block) = decode(&buffer) else {
+                is_older |= buffer.iter().all(|byte| *byte == 0);
+                continue;
+            };
+            if block.index != index || block.generation % 2 != half {
+                continue;
+            }
+            if generation.is_none_or(|g| g == block.generation) {
                 return Ok(Some(block));
             }
+            is_older = true;
         }
-        match refusals[..] {
-            [_, fault] => Err(fault),
+        // A copy that shows what was there before says that nothing was written.
+        match refused {
+            Some(fault) if !is_older && !mutant::is("refused-copy-ends-the-ring") => Err(fault),
             _ => Ok(None),
         }
     }

@@ -1,0 +1,94 @@
+//! Rot and refusals in the metadata ring: what it said last is there, or the pool is not opened.
+
+mod common;
+
+use common::{BLOCKS, GUID, options};
+use quoin_core::Epoch;
+use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
+use quoin_store::{Disk, MemoryDisk, Pool, PoolError, ReplicaPool};
+
+/// Where the blocks of the metadata ring lie, as what they say of themselves: (generation, index,
+/// block), each in two places.
+fn ring_blocks(disk: &MemoryDisk) -> Vec<(u64, u32, u64)> {
+    let mut found = Vec::new();
+    for block in disk.written_blocks() {
+        let mut bytes = vec![0; 4096];
+        disk.read_at(block * 4096, &mut bytes).expect("a read");
+        if bytes.starts_with(b"QRNG") {
+            let generation = u64::from_le_bytes(bytes[8..16].try_into().expect("8 bytes"));
+            let index = u32::from_le_bytes(bytes[16..20].try_into().expect("4 bytes"));
+            found.push((generation, index, block));
+        }
+    }
+    found.sort_unstable();
+    found
+}
+
+/// A pool whose ring was stated anew, and then a promise was appended to it.
+fn promised() -> MemoryDisk {
+    let (disk, mut pool) = common::new_pool(8 << 20);
+    pool.create(common::identity(GUID), ReplicaMeta::default(), BLOCKS).expect("room");
+    drop(pool);
+    let mut pool = Pool::open(disk.clone(), options()).expect("a pool");
+    let mut replica = pool.replica(GUID).expect("it");
+    let meta = ReplicaMeta { promised: Epoch(9), ..replica.meta().clone() };
+    replica.put_meta(meta).expect("a promise");
+    pool.request_sync();
+    common::sync(&mut pool);
+    disk
+}
+
+/// A state of before a promise is no state to go on with: a second writer would be let in.
+#[test]
+fn rot_in_a_ring_that_was_added_to_never_brings_back_what_stood_before() {
+    let disk = promised();
+    let newest = ring_blocks(&disk).last().expect("a ring").0;
+    let of = |wanted: u32| {
+        let all = ring_blocks(&disk).into_iter();
+        all.filter(move |(generation, index, _)| (*generation, *index) == (newest, wanted))
+            .map(|(.., block)| block)
+    };
+    let promised = |disk: MemoryDisk| {
+        Pool::open(disk, options()).map(|mut pool| pool.replica(GUID).expect("it").meta().promised)
+    };
+    assert_eq!(promised(disk.fork()).ok(), Some(Epoch(9)));
+    assert_eq!(of(0).count(), 2);
+    // One copy alone.
+    for block in of(0) {
+        let one = disk.fork();
+        one.rot(block * 4096 + 100, 1);
+        assert_eq!(promised(one).ok(), Some(Epoch(9)));
+    }
+    let both = disk.fork();
+    of(0).for_each(|block| both.rot(block * 4096 + 100, 1));
+    let before = both.writes();
+    assert!(matches!(promised(both.clone()), Err(PoolError::MetadataLost)));
+    assert_eq!(both.writes(), before, "nothing was changed in it");
+}
+
+/// What cannot be read now may be read later; what was taken for its end is lost for good.
+#[test]
+fn a_record_of_the_ring_that_one_copy_refuses_and_the_other_lost_is_an_error_and_no_end() {
+    let disk = promised();
+    let ring = ring_blocks(&disk);
+    let (newest, last, _) = *ring.last().expect("a ring");
+    let copies: Vec<u64> = ring
+        .iter()
+        .filter(|(generation, index, _)| (*generation, *index) == (newest, last))
+        .map(|(.., block)| *block)
+        .collect();
+    let [first, second] = copies[..] else { panic!("{copies:?}") };
+    for (refused, rotten) in [(first, second), (second, first)] {
+        let disk = disk.fork();
+        disk.break_block(refused);
+        let mut pool = Pool::open(disk.fork(), options()).expect("the other copy");
+        assert_eq!(pool.replica(GUID).expect("it").meta().promised, Epoch(9));
+        disk.rot(rotten * 4096 + 50, 1);
+        assert!(matches!(Pool::open(disk, options()), Err(PoolError::Store(_))));
+    }
+    // Behind the end nothing was written: there a bad sector says nothing.
+    let disk = disk.fork();
+    disk.break_block(first + 1);
+    let mut pool = Pool::open(disk, options()).expect("a sound ring");
+    assert_eq!(pool.replica(GUID).expect("it").meta().promised, Epoch(9));
+}
