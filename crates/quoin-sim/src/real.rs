@@ -55,6 +55,8 @@ impl RealStorage {
             cache_bytes: *random.pick(&[64 << 10, 1 << 20, 16 << 20]),
             checkpoint_bytes: *random.pick(&[128 << 10, 1 << 20, 4 << 20]),
             log_keep_bytes: *random.pick(&[64 << 10, 512 << 10, 4 << 20]),
+            // Small volumes have few nodes: half of the pools stop in the middle of them.
+            step_nodes: if format.pool.0.is_multiple_of(2) { 4 } else { 64 },
             ..PoolOptions::default()
         };
         if let Some(shape) = shape {

@@ -17,7 +17,7 @@
 use std::cell::Cell;
 
 use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, ReplicaGuid};
+use quoin_core::{BLOCK_SIZE, ReplicaGuid, mutant};
 
 use crate::api::Due;
 use crate::disk::Disk;
@@ -94,7 +94,12 @@ impl Replica {
     }
 
     fn has_job(&self) -> bool {
-        self.checkpoint.is_some() || self.clean.is_some() || self.recount_job.is_some()
+        self.checkpoint.is_some() || self.clean.is_some()
+    }
+
+    /// Whether its segments are to be counted, or are being counted.
+    fn counts(&self) -> bool {
+        self.recount || self.recount_job.is_some()
     }
 
     fn limbo_units(&self) -> u32 {
@@ -248,6 +253,7 @@ impl<D: Disk> Pool<D> {
         while left > 0 {
             let Some(step) = self.next_step() else { return Ok(false) };
             let guid = step.replica();
+            self.counts_next = !matches!(step, Step::Recount(_));
             self.victim.set(None);
             match self.step(step) {
                 // One replica's damage must not keep the others' logs from being folded.
@@ -338,7 +344,17 @@ impl<D: Disk> Pool<D> {
         if self.core.freed.is_due(self.core.tickets.synced) {
             return Some(Step::Release);
         }
-        // What was begun is finished first.
+        let live_limit = self.live_limit_percent();
+        let short = live_limit > EAGER_LIVE_PERCENT;
+        // Counts that are too high hide what can be gained, and clean-up need not wait for them.
+        let recount = || replicas().find(|(_, r)| r.counts()).map(|(guid, _)| Step::Recount(guid));
+        let first = short && self.counts_next && replicas().all(|(_, r)| r.checkpoint.is_none());
+        if (first || mutant::is("count-before-all-else"))
+            && let Some(step) = recount()
+        {
+            return Some(step);
+        }
+        // What was begun is finished before anything else is.
         if let Some((guid, _)) = replicas().find(|(_, r)| r.has_job()) {
             return Some(Step::GoOn(guid));
         }
@@ -355,8 +371,6 @@ impl<D: Disk> Pool<D> {
             return Some(Step::Commit(guid));
         }
         let unit_blocks = u64::from(self.core.superblock.unit_blocks);
-        let live_limit = self.live_limit_percent();
-        let short = live_limit > EAGER_LIVE_PERCENT;
         if !self.starved {
             let keep = if short { 0 } else { self.core.options.log_keep_bytes };
             let much = self.log_bytes() > self.core.options.checkpoint_bytes;
@@ -375,10 +389,6 @@ impl<D: Disk> Pool<D> {
         }
         if !short && self.core.discard_due() {
             return Some(Step::Discard);
-        }
-        // Counts that are too high hide what can be gained.
-        if short && let Some((guid, _)) = replicas().find(|(_, r)| r.recount) {
-            return Some(Step::Recount(guid));
         }
         if let Some((guid, segment)) = self.best_victim(live_limit) {
             return Some(Step::Empty(guid, segment));
@@ -407,7 +417,7 @@ impl<D: Disk> Pool<D> {
         if self.core.discard_due() {
             return Some(Step::Discard);
         }
-        replicas().find(|(_, r)| r.recount).map(|(guid, _)| Step::Recount(guid))
+        recount()
     }
 
     /// The replica whose fold lets the most be gained, if that is at least so many units.
@@ -435,8 +445,7 @@ impl<D: Disk> Pool<D> {
             Step::GoOn(_) if replica.checkpoint.is_some() => {
                 replica.step_checkpoint(core).map(drop)
             }
-            Step::GoOn(_) if replica.clean.is_some() => replica.step_clean(core).map(drop),
-            Step::GoOn(_) => replica.step_recount(core).map(drop),
+            Step::GoOn(_) => replica.step_clean(core).map(drop),
             Step::Commit(_) => replica.begin_commit(core),
             Step::Fold(_, keep) => {
                 replica.begin_checkpoint(keep);
@@ -448,14 +457,11 @@ impl<D: Disk> Pool<D> {
                     replica.unreadable.insert(segment.unit);
                 }
             }),
-            Step::Recount(_) => {
-                replica.begin_recount(core);
-                Ok(())
-            }
+            Step::Recount(_) => replica.step_recount(core).map(drop),
         };
         if done.is_err() {
             // What was counted on the way to a result that is dropped counts wrongly.
-            replica.recount = true;
+            (replica.recount, replica.recount_job) = (true, None);
         }
         done
     }

@@ -11,25 +11,39 @@ use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
+use crate::node::LEAF_SHIFT;
 use crate::overlay::Overlay;
 use crate::records::{Checkpoint, LogStart, Record, SnapshotState};
 use crate::replica::{Image, Replica};
 use crate::tree::{self, Change, Edit};
 
-/// Edits folded between two looks at the budget.
+/// Entries of the log that one step collects.
+const ENTRIES_A_STEP: u64 = 4096;
+/// Edits that one step takes up; how many of them it comes to is counted in nodes.
 const EDITS_A_STEP: usize = 1024;
 
-/// A fold under way.
+/// A fold under way. It goes in stages: the entries up to the next one that changes the views are
+/// collected, what is newest of them is folded in the order of its LBAs, then that one entry.
 pub struct CheckpointJob {
     target: u64,
     work: Image,
-    /// The first entry that is not in `work` or in `edits`.
+    /// The first entry that is not in `work` or in `newest`.
     next: u64,
+    /// The first entry that is no part of the stage.
+    stage_end: u64,
+    /// The stage's entries, and the LBA from which on they are not in `work` yet.
+    newest: Overlay,
+    cursor: u64,
+    /// The entry that ends the stage.
+    special: Option<u64>,
+}
+
+/// Part of a stage on its way into the map.
+#[derive(Default)]
+struct Edits {
     edits: Vec<Edit>,
     crcs: Vec<u32>,
-    edited: usize,
-    /// Blocks of each LSN of the stage that its own later entries replaced, settled at its end.
-    special: Option<u64>,
+    end: u64,
 }
 
 /// A state on its way to the ring.
@@ -54,8 +68,17 @@ impl Replica {
         let work = self.folded.clone();
         let next = self.log.first_lsn();
         if self.checkpoint.is_none() && target >= next {
-            let (edits, crcs) = (Vec::new(), Vec::new());
-            let job = CheckpointJob { target, work, next, edits, crcs, edited: 0, special: None };
+            let newest = Overlay::default();
+            let mut job = CheckpointJob {
+                target,
+                work,
+                next,
+                stage_end: next,
+                newest,
+                cursor: u64::MAX,
+                special: None,
+            };
+            self.begin_stage(&mut job);
             self.checkpoint = Some(job);
         }
     }
@@ -83,27 +106,26 @@ impl Replica {
         core: &mut Core<D>,
         job: &mut CheckpointJob,
     ) -> Result<bool, StoreError> {
-        if job.edited < job.edits.len() {
-            let until = (job.edited + EDITS_A_STEP).min(job.edits.len());
-            let edits = &job.edits[job.edited..until];
-            let mut io = self.io(core);
-            job.work.root = tree::update(&mut io, job.work.root, edits, &job.crcs, None)?;
-            job.edited = until;
+        if job.next == job.stage_end && job.cursor < u64::MAX {
+            self.fold_some(core, job)?;
+        } else if job.next < job.stage_end {
+            self.gather(core, job);
+        }
+        if job.next < job.stage_end || job.cursor < u64::MAX {
             return Ok(false);
         }
         if let Some(lsn) = job.special.take() {
             self.fold_special(job, lsn);
-            return Ok(false);
+            job.next = lsn + 1;
         }
         if job.next > job.target {
             return Ok(true);
         }
-        self.gather(core, job);
+        self.begin_stage(job);
         Ok(false)
     }
 
-    /// Collects the entries up to the next one that changes the views.
-    fn gather<D: Disk>(&mut self, core: &mut Core<D>, job: &mut CheckpointJob) {
+    fn begin_stage(&self, job: &mut CheckpointJob) {
         let special = self.log.special_from(job.next).find(|(_, kind)| {
             matches!(
                 kind,
@@ -112,26 +134,70 @@ impl Replica {
                     | EntryKind::Revert { .. }
             )
         });
-        let special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
-        let end = special.unwrap_or(job.target + 1);
-        let mut ranges = Vec::new();
+        job.special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
+        job.stage_end = job.special.unwrap_or(job.target + 1);
+        (job.newest, job.cursor) = (Overlay::default(), 0);
+    }
+
+    /// Collects some of the stage's entries.
+    fn gather<D: Disk>(&mut self, core: &Core<D>, job: &mut CheckpointJob) {
+        let end = job.stage_end.min(job.next + ENTRIES_A_STEP);
         for lsn in job.next..end {
             let Some(record) = self.log.get(lsn).copied() else { continue };
             let kind = self.log.kind(lsn, &record);
             job.work.head.apply(record.position(lsn), quoin_core::Chain(record.chain), &kind);
             if record.has_range() {
-                ranges.push((record.lba, record.end(), lsn));
+                job.newest.insert(record.lba, record.end(), lsn);
             }
             if record.place != 0 {
                 let bytes = u64::from(record.blocks) * BLOCK_SIZE as u64;
                 self.family.sub_live(&core.superblock, record.place, bytes);
             }
         }
-        let overlay = Overlay::of(ranges);
-        job.edits.clear();
-        job.crcs.clear();
-        job.edited = 0;
-        for (start, end, lsn) in overlay.range(0, u64::MAX) {
+        job.next = end;
+    }
+
+    /// Folds some of what was collected, up to where the nodes end that a step may look at.
+    fn fold_some<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut CheckpointJob,
+    ) -> Result<(), StoreError> {
+        let all = mutant::is("fold-in-one-step");
+        let nodes_max = if all { usize::MAX } else { core.options.step_nodes.max(1) };
+        let part = self.edits_from(job, nodes_max);
+        let kept_through = job.work.snapshots.iter().map(|s| s.info.lsn.0).max().unwrap_or(0);
+        let mut io = self.io(core);
+        io.kept_through = kept_through;
+        let (root, stopped) =
+            tree::update_some(&mut io, job.work.root, &part.edits, &part.crcs, None, nodes_max)?;
+        job.work.root = root;
+        let until = match mutant::is("fold-goes-on-behind-where-it-stopped") {
+            true => part.end,
+            false => stopped.unwrap_or(part.end),
+        };
+        for edit in part.edits.iter().filter(|edit| edit.lba < until) {
+            if let Change::Data { place, .. } = edit.change {
+                let blocks = u64::from(edit.blocks).min(until - edit.lba);
+                self.family.add_live(&core.superblock, place, blocks * BLOCK_SIZE as u64);
+            }
+        }
+        job.cursor = until;
+        Ok(())
+    }
+
+    /// What comes next of a stage, about as much as a step can do.
+    fn edits_from(&self, job: &CheckpointJob, nodes_max: usize) -> Edits {
+        let mut part = Edits { end: u64::MAX, ..Edits::default() };
+        let (mut leaves, mut last_leaf) = (0, u64::MAX);
+        for (start, end, lsn) in job.newest.range(job.cursor, u64::MAX) {
+            if part.edits.len() >= EDITS_A_STEP || leaves > nodes_max as u64 {
+                part.end = start;
+                break;
+            }
+            let (first, last) = (start >> LEAF_SHIFT, (end - 1) >> LEAF_SHIFT);
+            leaves += last - first + u64::from(first != last_leaf);
+            last_leaf = last;
             let Some(record) = self.log.get(lsn) else { continue };
             // Longer holes than an edit can say do not occur: entries are shorter.
             let blocks = (end - start) as u32;
@@ -139,20 +205,16 @@ impl Replica {
                 0 if mutant::is("trim-without-version") => Change::Hole { version: 0 },
                 0 => Change::Hole { version: lsn },
                 place => {
-                    let crc_at = job.crcs.len() as u32;
+                    let crc_at = part.crcs.len() as u32;
                     let offset = start - record.lba;
                     let crcs = self.log.crcs(record).skip(offset as usize).take(blocks as usize);
-                    job.crcs.extend(crcs);
-                    let place = place + offset;
-                    let bytes = u64::from(blocks) * BLOCK_SIZE as u64;
-                    self.family.add_live(&core.superblock, place, bytes);
-                    Change::Data { version: lsn, place, crc_at }
+                    part.crcs.extend(crcs);
+                    Change::Data { version: lsn, place: place + offset, crc_at }
                 }
             };
-            job.edits.push(Edit { lba: start, blocks, change });
+            part.edits.push(Edit { lba: start, blocks, change });
         }
-        job.next = special.map_or(end, |lsn| lsn + 1);
-        job.special = special;
+        part
     }
 
     fn fold_special(&mut self, job: &mut CheckpointJob, lsn: u64) {

@@ -16,17 +16,15 @@ use crate::batch::{Batch, Stream, header_blocks};
 use crate::core::{BadBlock, Core};
 use crate::disk::Disk;
 use crate::moved::MovedBlock;
-use crate::node::{LEAF_BLOCKS, Node};
+use crate::node::LEAF_BLOCKS;
 use crate::records::SegmentState;
 use crate::replica::Replica;
-use crate::tree::{self, BlockAt, Change, Edit, Memo, Nodes, Part, Root};
+use crate::tree::{self, BlockAt, Change, Edit, Memo, Root};
 
 /// Blocks looked at in one step.
 const BLOCKS_A_STEP: usize = 256;
 /// Blocks read at once of a segment that is in no cache.
 const PIECE_BLOCKS: u64 = 64;
-/// Leaves counted in one step.
-const LEAVES_A_STEP: usize = 64;
 
 #[derive(Clone, Copy)]
 struct Candidate {
@@ -76,18 +74,6 @@ impl SegmentData {
     }
 }
 
-/// A count of what is live, by segment, over all views.
-pub struct Recount {
-    views: Vec<(Root, u64)>,
-    view: usize,
-    cursor: u64,
-    live: BTreeMap<u32, u64>,
-    through_sequence: u64,
-    folded: u64,
-    /// Log before it is kept for nobody, whatever LSNs it holds: they may have been cut away.
-    first_needed: u64,
-}
-
 impl CleanJob {
     /// Something was written in place: what was read before may be older.
     pub fn read_again(&mut self) {
@@ -99,9 +85,8 @@ impl Replica {
     /// Segments that may be cleaned now: closed, and no part of the log that is kept.
     pub fn victims(&self) -> impl Iterator<Item = SegmentState> + '_ {
         let first_needed = self.log_start().index;
-        let blocked = self.checkpoint.is_some()
-            || self.recount_job.is_some()
-            || self.shadow.as_ref().is_some_and(|s| s.prepared.is_some());
+        let blocked =
+            self.checkpoint.is_some() || self.shadow.as_ref().is_some_and(|s| s.prepared.is_some());
         self.family
             .segments
             .values()
@@ -190,7 +175,9 @@ impl Replica {
         }
         let mut views: Vec<(Root, u64)> =
             self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
-        views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
+        if !mutant::is("pinned-base-forgotten-by-clean-up") {
+            views.extend(self.pins.values().map(|p| (p.root, p.head.position.lsn.0)));
+        }
         views.push((self.folded.root, u64::MAX));
         if self.upper.reverted {
             views.push((self.upper.lower, u64::MAX));
@@ -329,72 +316,6 @@ impl Replica {
             *root = new;
         }
         Ok(())
-    }
-
-    pub fn begin_recount<D: Disk>(&mut self, core: &Core<D>) {
-        let mut views = self.views();
-        views.sort_by_key(|(_, newest)| *newest);
-        self.recount = false;
-        self.recount_job = Some(Recount {
-            views,
-            view: 0,
-            cursor: 0,
-            live: BTreeMap::new(),
-            through_sequence: core.sequence,
-            folded: self.folded.head.position.lsn.0,
-            first_needed: self.log_start().index,
-        });
-    }
-
-    /// Counts on; true when the estimates have been replaced.
-    pub fn step_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        let Some(mut job) = self.recount_job.take() else { return Ok(true) };
-        for _ in 0..LEAVES_A_STEP {
-            let Some((root, newest)) = job.views.get(job.view).copied() else {
-                self.finish_recount(job);
-                return Ok(true);
-            };
-            // What an older view holds as well was counted there.
-            let from = match job.view.checked_sub(1).map(|v| job.views[v].1) {
-                Some(before) if before < newest => before,
-                _ => 0,
-            };
-            let mut io = self.io(core);
-            match tree::next_part(&mut io, root, from, job.cursor)? {
-                None => (job.view, job.cursor) = (job.view + 1, 0),
-                Some(part) => {
-                    job.cursor = part.range().1;
-                    let Part::Leaf { node, .. } = part else { continue };
-                    let Some(loaded) = io.load(0, &node)? else { continue };
-                    let Node::Leaf(leaf) = &*loaded else { continue };
-                    let superblock = core.superblock;
-                    let mut count = |block: u64, bytes: u64| {
-                        if let Some(segment) = self.family.segment_of(&superblock, block) {
-                            *job.live.entry(segment.state.unit).or_default() += bytes;
-                        }
-                    };
-                    count(node.place / BLOCK_SIZE as u64, node.length.into());
-                    for i in (0..LEAF_BLOCKS).filter(|i| leaf.blocks[*i].place != 0) {
-                        if leaf.blocks[i].version > from {
-                            count(leaf.blocks[i].place, BLOCK_SIZE as u64);
-                        }
-                    }
-                }
-            }
-        }
-        self.recount_job = Some(job);
-        Ok(false)
-    }
-
-    fn finish_recount(&mut self, job: Recount) {
-        for (unit, segment) in &mut self.family.segments {
-            let state = &mut segment.state;
-            let past = state.stream == Stream::Log && state.last_index < job.first_needed;
-            let folded = past || state.last_lsn <= job.folded;
-            if state.sequence <= job.through_sequence && folded {
-                state.live_bytes = job.live.get(unit).copied().unwrap_or(0);
-            }
-        }
     }
 }
 

@@ -17,6 +17,7 @@ use crate::freed::Freed;
 use crate::layout::{KEEPS_SPACE, Superblock};
 use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
 use crate::records::{DurableState, Record};
+use crate::recount::Recount;
 use crate::ring::Ring;
 use crate::segments::{Allocator, Family};
 use crate::tree::{BAD_PLACE, BlockAt, LOST_PLACE, Nodes};
@@ -32,6 +33,8 @@ pub struct PoolOptions {
     pub log_keep_bytes: u64,
     /// Written bytes after which the disk is told to begin writing them out.
     pub write_out_bytes: u64,
+    /// Nodes of a map that one step of background work looks at: each may be a read of the disk.
+    pub step_nodes: usize,
 }
 
 impl Default for PoolOptions {
@@ -41,6 +44,7 @@ impl Default for PoolOptions {
             checkpoint_bytes: 256 << 20,
             log_keep_bytes: 64 << 20,
             write_out_bytes: 1 << 20,
+            step_nodes: 64,
         }
     }
 }
@@ -329,6 +333,8 @@ pub struct NodeIo<'a, D> {
     pub core: &'a mut Core<D>,
     pub family: &'a mut Family,
     pub batch: &'a mut NodeBatch,
+    /// The count that goes on beside an update of the map.
+    pub recount: Option<&'a mut Recount>,
     /// Blocks that left the map are counted as dead unless a view as new as this may keep them.
     pub kept_through: u64,
     /// Nodes that cannot be read are taken as lost: a peer's copy is at hand.
@@ -453,19 +459,27 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         Err(StoreError::Io(IoFault { operation: "read", offset: node.place, errno: EIO }))
     }
 
-    fn replaced(&mut self, place: u64, version: u64) {
+    fn replaced(&mut self, lba: u64, place: u64, version: u64) {
         if quoin_core::mutant::is("trim-frees-nothing") {
             return;
         }
         if version > self.kept_through {
-            self.family.sub_live(&self.core.superblock, place, BLOCK_SIZE as u64);
+            let bytes = BLOCK_SIZE as u64;
+            let unit = self.family.sub_live(&self.core.superblock, place, bytes);
+            if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
+                recount.gone(unit, lba, version, bytes);
+            }
         }
     }
 
-    fn node_replaced(&mut self, node: &NodeRef) {
+    fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef) {
         if node.newest > self.kept_through {
-            let block = node.place / BLOCK_SIZE as u64;
-            self.family.sub_live(&self.core.superblock, block, node.length.into());
+            let (block, bytes) = (node.place / BLOCK_SIZE as u64, node.length.into());
+            let unit = self.family.sub_live(&self.core.superblock, block, bytes);
+            // Nodes above the leaves are not counted.
+            if let (Some(unit), Some(recount), 0) = (unit, &mut self.recount, level) {
+                recount.gone(unit, base, node.newest, bytes);
+            }
         }
     }
 }

@@ -24,6 +24,7 @@ mod ready;
 #[cfg(test)]
 mod recorded;
 mod records;
+mod recount;
 mod recover;
 mod replica;
 mod ring;

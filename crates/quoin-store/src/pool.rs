@@ -20,12 +20,15 @@ use crate::freed::Freed;
 use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
 use crate::records::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
 use crate::recover::recover;
-use crate::replica::Replica;
+use crate::replica::{Replica, payload};
 use crate::ring::Ring;
 use crate::segments::Allocator;
 
 /// What a step of a checkpoint or a count is taken to cost, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
+/// Bytes of what Views and the like carry in one answer to a fetch: a frame's head, which has room
+/// for twice as many, takes them beside what every entry has there.
+const FETCHED_PAYLOADS_MAX: usize = 512 << 10;
 /// Part of the metadata ring that the whole state may take before no replica is added, in
 /// percent: the rest is for what changes.
 const RING_FULL_PERCENT: usize = 40;
@@ -64,6 +67,8 @@ pub struct Pool<D> {
     pub(crate) starved: bool,
     /// The segment to empty next, as it was chosen last.
     pub(crate) victim: Victim,
+    /// Something else was done since the last step of a count.
+    pub(crate) counts_next: bool,
 }
 
 impl<D: Disk> Pool<D> {
@@ -151,7 +156,7 @@ impl<D: Disk> Pool<D> {
         core.superblock.write(&core.disk)?;
         core.disk.sync()?;
         while core.release(0) {}
-        Ok(Pool { core, replicas, starved: false, victim: Victim::default() })
+        Ok(Pool { core, replicas, starved: false, victim: Victim::default(), counts_next: true })
     }
 
     /// Whose pool a disk holds, without opening it.
@@ -458,11 +463,13 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
         if after.0 + 1 < self.replica.log.first_lsn() {
             return Ok(None);
         }
-        let (mut entries, mut bytes) = (Vec::new(), 0);
+        let (mut entries, mut bytes, mut payloads) = (Vec::new(), 0, 0);
         for lsn in after.0 + 1..self.replica.log.next_lsn() {
             let entry = self.replica.entry(self.core, lsn)?;
             bytes += entry.weight();
-            if bytes > bytes_max as usize && !entries.is_empty() {
+            payloads += payload(&entry).len();
+            let is_full = bytes > bytes_max as usize || payloads > FETCHED_PAYLOADS_MAX;
+            if is_full && !entries.is_empty() {
                 break;
             }
             entries.push(entry);

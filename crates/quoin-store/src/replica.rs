@@ -11,7 +11,7 @@ use quoin_core::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
 
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, batch_blocks_max, entry_length};
 use crate::checkpoint::{CheckpointJob, Commit};
-use crate::clean::{CleanJob, Recount};
+use crate::clean::CleanJob;
 use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
 use crate::disk::Disk;
 use crate::history::Head;
@@ -19,6 +19,7 @@ use crate::model::push_slot;
 use crate::overlay::{Log, Overlay};
 use crate::read_buffer::ReadBuffer;
 use crate::records::{LogStart, Record, SnapshotState};
+use crate::recount::Recount;
 use crate::segments::Family;
 use crate::shadow::Shadow;
 use crate::tree::{self, BAD_PLACE, BlockAt, LOST_PLACE, Root};
@@ -157,6 +158,7 @@ impl Replica {
             core,
             family: &mut self.family,
             batch: &mut self.nodes,
+            recount: self.recount_job.as_mut(),
             kept_through,
             gives_up: false,
         }
@@ -470,7 +472,8 @@ impl Replica {
         let shadow = self.shadow.as_ref().and_then(|s| s.roots().next());
         let Replica { family, nodes, upper, frozen, log, .. } = self;
         let kept_through = u64::MAX;
-        let mut io = NodeIo { core, family, batch: nodes, kept_through, gives_up: false };
+        let (recount, gives_up) = (None, false);
+        let mut io = NodeIo { core, family, batch: nodes, recount, kept_through, gives_up };
         if let (Some(root), Source::Live) = (shadow, view)
             && mutant::is("increment-visible-before-the-flip")
         {
@@ -648,7 +651,7 @@ pub enum Source {
     Root(Root),
 }
 
-fn payload(entry: &quoin_core::Entry) -> Bytes {
+pub fn payload(entry: &quoin_core::Entry) -> Bytes {
     match entry.kind {
         EntryKind::Write | EntryKind::Trim => Bytes::new(),
         _ => entry.kind.encode_payload(),

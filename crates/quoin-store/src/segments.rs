@@ -391,11 +391,12 @@ impl Family {
         self.changes += 1;
     }
 
-    pub fn sub_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) {
+    /// The segment that this was in, by its first unit.
+    pub fn sub_live(&mut self, superblock: &Superblock, block: u64, bytes: u64) -> Option<u32> {
         self.changes += 1;
-        if let Some(segment) = self.segment_of(superblock, block) {
-            segment.state.live_bytes = segment.state.live_bytes.saturating_sub(bytes);
-        }
+        let segment = self.segment_of(superblock, block)?;
+        segment.state.live_bytes = segment.state.live_bytes.saturating_sub(bytes);
+        Some(segment.state.unit)
     }
 }
 

@@ -15,12 +15,18 @@ use crate::node::LEAF_BLOCKS;
 use crate::overlay::Log;
 use crate::records::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
 use crate::replica::{Image, Pin, Replica, Source, Upper};
-use crate::tree::{self, Change, Edit, Part, Root};
+use crate::tree::{self, BlockAt, Change, Edit, Part, Root};
 
 /// Edits that wait in memory to be merged into the shadow's map.
 const EDITS_PENDING_MAX: usize = 2048;
-/// Windows of a leaf that one pull looks at, whatever it finds.
-const WINDOWS_A_PULL: usize = 4096;
+/// Windows of a leaf, and blocks, that one pull looks at, whatever it finds.
+const WINDOWS_A_PULL: usize = 256;
+const BLOCKS_A_PULL: u64 = (WINDOWS_A_PULL * LEAF_BLOCKS) as u64;
+/// What a slot counts for beside its data. In a frame it takes less than half of that, so the
+/// longest answer that may be asked for fits into one.
+const SLOT_BYTES: usize = 64;
+/// Slots of one pull, whatever was asked for.
+const SLOTS_A_PULL: usize = 1 << 16;
 /// What one window covers at most of a hole.
 const WINDOW_HOLE_BLOCKS_MAX: u64 = 64 * LEAF_BLOCKS as u64;
 
@@ -54,6 +60,25 @@ impl Shadow {
         let snapshots = self.state.snapshots.iter_mut().map(|s| &mut s.root);
         std::iter::once(&mut self.state.root).chain(snapshots)
     }
+}
+
+/// How many of these blocks an answer has room for that is `bytes_max` away from its end, at
+/// least one, and what they take of it.
+fn affordable(found: &[BlockAt], from: Lsn, bytes_max: usize) -> (usize, usize) {
+    let mut cost = 0;
+    for (i, block) in found.iter().enumerate() {
+        if cost >= bytes_max && i > 0 {
+            return (i, cost);
+        }
+        let goes_on = i > 0 && block.place == 0 && found[i - 1] == *block;
+        if block.version <= from.0 || goes_on {
+            continue;
+        }
+        let counted = block.place != 0 || !mutant::is("holes-of-a-pull-not-counted");
+        cost += if counted { SLOT_BYTES } else { 0 };
+        cost += if block.place == 0 { 0 } else { BLOCK_SIZE };
+    }
+    (found.len(), cost)
 }
 
 impl Replica {
@@ -308,6 +333,7 @@ impl Replica {
         core.record(Record::Checkpoint(self.identity.guid, checkpoint.encode()))?;
 
         let ticket = core.tickets.request().0;
+        let ticket = if mutant::is("flip-frees-by-an-older-sync") { 0 } else { ticket };
         for unit in dead {
             if let Some(segment) = self.family.segments.remove(&unit) {
                 core.freed.add(ticket, unit, segment.state.units);
@@ -325,7 +351,7 @@ impl Replica {
         self.clean = None;
         self.set_aside = false;
         self.shadow = None;
-        self.recount = true;
+        (self.recount, self.recount_job) = (true, None);
         self.dirty = true;
         self.frozen = None;
         self.stable = head.position.lsn;
@@ -354,7 +380,7 @@ impl Replica {
         }
         let Some((source, size)) = self.pulled(session, view) else { return Ok(None) };
         let mut chunk = PullChunk::default();
-        let (mut at, mut bytes) = (cursor, 0);
+        let (mut at, mut bytes, mut looked) = (cursor, 0, 0);
         for window in 0.. {
             let Some((start, end)) = self.next_window(core, &source, from, at, size)? else {
                 let Some(head) = self.pulled_head(session, view) else { return Ok(None) };
@@ -364,22 +390,23 @@ impl Replica {
                 chunk.end = Some(Box::new(head.increment_end(self.snapshots.iter().copied())));
                 return Ok(Some(chunk));
             };
-            if bytes >= bytes_max as usize || window == WINDOWS_A_PULL {
+            let is_full = bytes >= bytes_max as usize || chunk.slots.len() >= SLOTS_A_PULL;
+            if is_full || window == WINDOWS_A_PULL || looked >= BLOCKS_A_PULL {
                 chunk.cursor = Some(start);
                 return Ok(Some(chunk));
             }
-            // As many blocks as the rest of the budget pays for, at least one.
-            let affordable = ((bytes_max as usize - bytes) / BLOCK_SIZE).max(1) as u64;
-            let end = end.min(start + affordable);
             self.find(core, &source, start, (end - start) as u32)?;
+            // As many blocks as the rest of the budget pays for, at least one.
+            let (blocks, cost) = affordable(&core.found, from, bytes_max as usize - bytes);
+            core.found.truncate(blocks);
+            let end = start + blocks as u64;
+            (looked, bytes) = (looked + end - start, bytes + cost);
             if from == Lsn::ZERO {
                 // Version 0 is "never written": not a change.
                 self.slots_written(core, start, &mut chunk.slots);
             } else {
                 self.slots(core, start, from, true, &mut chunk.slots);
             }
-            let data = core.found.iter().filter(|b| b.version > from.0 && b.place != 0).count();
-            bytes += data * BLOCK_SIZE + 32;
             at = end;
         }
         Ok(None)

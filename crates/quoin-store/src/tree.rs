@@ -22,9 +22,9 @@ pub trait Nodes {
     fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError>;
     fn write(&mut self, level: u8, base: u64, node: Node) -> Result<NodeRef, StoreError>;
     /// A data block is no longer at this place in the tree that was updated.
-    fn replaced(&mut self, place: u64, version: u64);
-    /// A node is no longer part of the tree that was updated.
-    fn node_replaced(&mut self, node: &NodeRef);
+    fn replaced(&mut self, lba: u64, place: u64, version: u64);
+    /// A node over the LBAs from `base` on is no longer part of the tree that was updated.
+    fn node_replaced(&mut self, level: u8, base: u64, node: &NodeRef);
 }
 
 /// A version of the map.
@@ -116,9 +116,23 @@ pub fn update(
     root: Root,
     edits: &[Edit],
     crcs: &[u32],
-    mut memo: Option<&mut Memo>,
+    memo: Option<&mut Memo>,
 ) -> Result<Root, StoreError> {
-    let Some(last) = edits.last() else { return Ok(root) };
+    update_some(nodes, root, edits, crcs, memo, usize::MAX).map(|(root, _)| root)
+}
+
+/// The same, but it stops once it has looked at about `nodes_max` nodes: with the root comes the
+/// LBA below which everything was done, and from which on nothing was. There it can be gone on
+/// with, and it came to at least one LBA more.
+pub fn update_some(
+    nodes: &mut impl Nodes,
+    root: Root,
+    edits: &[Edit],
+    crcs: &[u32],
+    mut memo: Option<&mut Memo>,
+    nodes_max: usize,
+) -> Result<(Root, Option<u64>), StoreError> {
+    let Some(last) = edits.last() else { return Ok((root, None)) };
     let (mut level, mut child) = (root.level, root.child);
     let sets = |e: &Edit| matches!(e.change, Change::Hole { .. } | Change::Data { .. });
     let grows = edits.iter().any(sets);
@@ -134,15 +148,21 @@ pub fn update(
             child = Child::Node(nodes.write(level, 0, Node::Interior(children))?);
         }
     }
-    let mut walk = Walk { nodes, edits, crcs };
+    let mut walk = Walk { nodes, edits, crcs, left: nodes_max, moved: false, stopped: None };
     let child = walk.update(child, level, 0, 0..edits.len(), &mut memo)?;
-    Ok(Root { level, child })
+    Ok((Root { level, child }, walk.stopped))
 }
 
 struct Walk<'a, N> {
     nodes: &'a mut N,
     edits: &'a [Edit],
     crcs: &'a [u32],
+    /// Nodes that it may still look at.
+    left: usize,
+    /// Whether some LBA was done.
+    moved: bool,
+    /// The first LBA that was left for another time.
+    stopped: Option<u64>,
 }
 
 impl<N: Nodes> Walk<'_, N> {
@@ -155,6 +175,7 @@ impl<N: Nodes> Walk<'_, N> {
         memo: &mut Option<&mut Memo>,
     ) -> Result<Child, StoreError> {
         let mut is_lost = false;
+        self.left = self.left.saturating_sub(1);
         let old = match child {
             Child::Hole(_) => None,
             Child::Node(node) => {
@@ -186,6 +207,7 @@ impl<N: Nodes> Walk<'_, N> {
                 _ => Leaf::hole(version),
             };
             let changed = self.update_leaf(&mut leaf, base, range);
+            self.moved = true;
             match (changed, leaf.as_hole()) {
                 (false, _) if !renew => child,
                 (_, Some(version)) => Child::Hole(version),
@@ -207,7 +229,7 @@ impl<N: Nodes> Walk<'_, N> {
         };
         if let Some((node, _)) = old {
             if new != child {
-                self.nodes.node_replaced(&node);
+                self.nodes.node_replaced(level, base, &node);
             }
             if let Some(memo) = memo {
                 memo.insert(node.place, new);
@@ -237,6 +259,10 @@ impl<N: Nodes> Walk<'_, N> {
             }
             let start = base + index as u64 * child_span;
             let end = start + child_span;
+            if self.left == 0 && self.moved {
+                self.stopped = Some(edit.lba.max(start));
+                break;
+            }
             let until = at + self.edits[at..range.end].partition_point(|e| e.lba < end);
             let whole_hole = match edit.change {
                 Change::Hole { version } if edit.lba <= start && edit.end() >= end => Some(version),
@@ -244,11 +270,17 @@ impl<N: Nodes> Walk<'_, N> {
             };
             let old = children[index];
             let new = match (whole_hole, old) {
-                (Some(version), Child::Hole(_)) => Child::Hole(version),
+                (Some(version), Child::Hole(_)) => {
+                    self.moved = true;
+                    Child::Hole(version)
+                }
                 _ => self.update(old, level - 1, start, at..until.max(at + 1), memo)?,
             };
             changed |= new != old;
             children[index] = new;
+            if self.stopped.is_some() {
+                break;
+            }
             next_child = index + 1;
             // The last edit may reach into the next child.
             at = until.max(at + 1);
@@ -281,7 +313,7 @@ impl<N: Nodes> Walk<'_, N> {
                     Change::Move { .. } | Change::Renew { .. } => continue,
                 };
                 if block.place != 0 && block.place != new.place {
-                    self.nodes.replaced(block.place, block.version);
+                    self.nodes.replaced(lba, block.place, block.version);
                 }
                 changed |= *block != new;
                 *block = new;
@@ -441,10 +473,12 @@ mod tests {
         nodes: Vec<Arc<Node>>,
         replaced: Vec<u64>,
         damaged: Vec<u64>,
+        loaded: usize,
     }
 
     impl Nodes for InMemory {
         fn load(&mut self, _: u8, node: &NodeRef) -> Result<Option<Arc<Node>>, StoreError> {
+            self.loaded += 1;
             Ok(self.nodes.get(node.place as usize).cloned())
         }
         fn damaged(&mut self, _: u8, base: u64, _: &NodeRef) -> Result<(), StoreError> {
@@ -457,10 +491,10 @@ mod tests {
             let place = self.nodes.len() as u64 - 1;
             Ok(NodeRef { place, length: 1, crc: 0, newest })
         }
-        fn replaced(&mut self, place: u64, _: u64) {
+        fn replaced(&mut self, _: u64, place: u64, _: u64) {
             self.replaced.push(place);
         }
-        fn node_replaced(&mut self, _: &NodeRef) {}
+        fn node_replaced(&mut self, _: u8, _: u64, _: &NodeRef) {}
     }
 
     fn edits() -> impl Strategy<Value = Vec<(u64, u32, bool)>> {
@@ -528,6 +562,67 @@ mod tests {
                 }
                 prop_assert_eq!(seen, plain.values().filter(|v| v.0 > from).count());
             }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+        #[test]
+        fn an_update_in_parts_is_the_update_at_once(
+            rounds in prop::collection::vec((edits(), 1usize..6), 1..5),
+        ) {
+            let (mut once, mut in_parts) = (InMemory::default(), InMemory::default());
+            let (mut whole, mut root) = (Root::default(), Root::default());
+            let crcs = vec![5u32; 70_000];
+            for ((raw, nodes_max), version) in rounds.into_iter().zip(1u64..) {
+                let edit = |(lba, blocks, hole): (u64, u32, bool)| {
+                    let blocks = if hole { blocks } else { blocks.min(600) };
+                    let place = (version << 32) + lba + 1;
+                    let change = match hole {
+                        true => Change::Hole { version },
+                        false => Change::Data { version, place, crc_at: 0 },
+                    };
+                    Edit { lba, blocks, change }
+                };
+                let all: Vec<Edit> = disjoint(raw).into_iter().map(edit).collect();
+                whole = update(&mut once, whole, &all, &crcs, None).expect("an update");
+                let mut rest = all;
+                loop {
+                    let before = in_parts.loaded;
+                    let (new, stopped) =
+                        update_some(&mut in_parts, root, &rest, &crcs, None, nodes_max)
+                            .expect("an update");
+                    root = new;
+                    // The way down to the first leaf, and the siblings on the way back.
+                    let loaded = in_parts.loaded - before;
+                    prop_assert!(loaded <= nodes_max + usize::from(LEVEL_MAX), "{} nodes", loaded);
+                    let Some(at) = stopped else { break };
+                    let left = rest.iter().filter(|edit| edit.end() > at).map(|edit| {
+                        let done = at.saturating_sub(edit.lba);
+                        let change = match edit.change {
+                            Change::Data { version, place, crc_at } => {
+                                Change::Data { version, place: place + done, crc_at }
+                            }
+                            other => other,
+                        };
+                        let blocks = edit.blocks - done as u32;
+                        Edit { lba: edit.lba + done, blocks, change }
+                    });
+                    let left: Vec<Edit> = left.collect();
+                    let size = |edits: &[Edit]| edits.iter().map(|e| u64::from(e.blocks)).sum::<u64>();
+                    prop_assert!(size(&left) < size(&rest), "it came no further");
+                    rest = left;
+                }
+            }
+            let (mut a, mut b) = (vec![BlockAt::default(); 1000], vec![BlockAt::default(); 1000]);
+            for start in (0..300_000u64).step_by(1000) {
+                blocks(&mut once, whole, start, &mut a).expect("a walk");
+                blocks(&mut in_parts, root, start, &mut b).expect("a walk");
+                prop_assert_eq!(&a, &b);
+            }
+            once.replaced.sort_unstable();
+            in_parts.replaced.sort_unstable();
+            prop_assert_eq!(once.replaced, in_parts.replaced, "each block is given up once");
         }
     }
 

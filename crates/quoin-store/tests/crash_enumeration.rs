@@ -501,6 +501,70 @@ fn every_crash_of_an_increment_leaves_the_copy_before_it_or_after_it() {
     }
 }
 
+/// A sync that began before the flip makes nothing of the flip durable, so what the flip gives up
+/// must outlive its end: else the next writes land in what the state before it still needs.
+#[test]
+fn every_crash_behind_a_flip_that_a_sync_was_under_way_for_leaves_a_whole_copy() {
+    const OTHER: ReplicaGuid = ReplicaGuid(0x07e4);
+    for seed in seeds() {
+        println!("seed {seed}");
+        let mut old = World::without_reverts(700 + seed, 16 << 20);
+        (0..40).for_each(|_| old.append());
+        let mut source = World::without_reverts(800 + seed, 32 << 20);
+        (0..90).for_each(|_| source.append());
+        source.set_stable_at_the_end();
+        source.pool().settle().expect("a checkpoint of everything");
+        let mut from = source.pool().replica(GUID).expect("it");
+        let (slots, mut end) = pull_all(&mut from, ReadView::Base, Lsn::ZERO);
+        end.snapshots.clear();
+        let new = flat(&read_all(&mut from, ReadView::Base, BLOCKS));
+
+        let (disk, mut pool) = common::new_pool(16 << 20);
+        for guid in [GUID, OTHER] {
+            pool.create(identity(guid), ReplicaMeta::default(), BLOCKS).expect("room");
+        }
+        let mut copy = pool.replica(GUID).expect("the copy");
+        copy.append(&old.history).expect("room");
+        copy.set_stable(Lsn(old.history.len() as u64));
+        pool.settle().expect("recorded");
+        let before = flat(&read_all(&mut pool.replica(GUID).expect("it"), ReadView::Live, BLOCKS));
+        let mut copy = pool.replica(GUID).expect("the copy");
+        copy.increment_begin(1, Lsn::ZERO).expect("a start");
+        copy.increment_feed(1, &slots, BLOCKS).expect("fed");
+        copy.increment_prepare(1, &end).expect("prepared");
+        sync_all(&mut pool);
+        let start = image_of(&disk);
+        disk.record();
+        pool.request_sync();
+        let under_way = pool.sync_wanted().expect("a sync");
+        disk.sync().expect("a sync");
+        pool.replica(GUID).expect("the copy").increment_flip(1).expect("the flip");
+        pool.sync_finished(under_way, Ok(()));
+        // Into what is free now.
+        let mut other = pool.replica(OTHER).expect("the other one");
+        other.append(&source.history[..60.min(source.history.len())]).expect("room");
+        let unsynced = disk.event_count();
+        let free = pool.stats().free_bytes;
+        sync_all(&mut pool);
+        sync_all(&mut pool);
+        let gained = pool.stats().free_bytes.saturating_sub(free);
+
+        let mut seen = [0, 0];
+        crash_everywhere(&start, &disk.events(), |at, image| {
+            let mut pool = Pool::open(disk_of(disk.size(), image), options()).expect("a pool");
+            let mut copy = pool.replica(GUID).expect("the copy");
+            assert!(!copy.meta().damaged);
+            let is_new = copy.state().position == end.position;
+            assert!(is_new || at <= unsynced, "the flip was durable");
+            let expected = if is_new { &new } else { &before };
+            assert!(flat(&read_all(&mut copy, ReadView::Live, BLOCKS)) == *expected);
+            seen[usize::from(is_new)] += 1;
+        });
+        assert!(seen.iter().all(|n| *n > 5), "{seen:?} before and after the flip");
+        assert!(gained > 0, "the old state is given up in the end");
+    }
+}
+
 fn sync_all(pool: &mut Pool<MemoryDisk>) {
     pool.request_sync();
     sync(pool);

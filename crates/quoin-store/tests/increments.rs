@@ -264,6 +264,47 @@ fn a_snapshot_is_pulled_as_it_was_while_writes_folds_and_clean_up_go_on_beneath_
     assert!(chunks > 400, "{chunks} chunks");
 }
 
+/// A base that is being sent is no view of the replica's own: only the transfer holds on to it.
+#[test]
+fn a_pinned_base_is_pulled_as_it_was_though_every_segment_was_emptied_meanwhile() {
+    for seed in 0..6 {
+        let mut world = World::without_reverts(900 + seed, 12 << 20);
+        append(&mut world, (0..900).map(|_| EntryKind::Write));
+        world.set_stable_at_the_end();
+        world.pool().settle().expect("folded");
+        let mut source = world.pool().replica(GUID).expect("it");
+        let expected = flat(&read_all(&mut source, ReadView::Base, BLOCKS));
+        let chunk = source.pull(7, ReadView::Base, Lsn::ZERO, 0, 600_000).expect("a pull");
+        let chunk = chunk.expect("the base is there");
+        let (mut cursor, mut slots) = (chunk.cursor.expect("more to come"), chunk.slots);
+        let held = world.pool().replica_stats(GUID).expect("it").allocated_bytes;
+        let mut moved = 0;
+        for _ in 0..60 {
+            append(&mut world, (0..40).map(|_| EntryKind::Write));
+            world.set_stable_at_the_end();
+            let before = world.disk.written_bytes();
+            while world.pool().background(1 << 20).expect("background work") {
+                sync(world.pool());
+            }
+            sync(world.pool());
+            moved += world.disk.written_bytes() - before;
+        }
+        assert!(moved > held, "{moved} bytes were moved of {held}");
+        loop {
+            let mut source = world.pool().replica(GUID).expect("it");
+            let chunk = source.pull(7, ReadView::Base, Lsn::ZERO, cursor, 200_000);
+            let chunk = chunk.expect("a pull").expect("the pin");
+            slots.extend(chunk.slots);
+            match chunk.cursor {
+                Some(next) => cursor = next,
+                None => break,
+            }
+        }
+        let written = expected.into_iter().filter(|(_, version, _)| *version > 0);
+        assert!(flat(&slots) == written.collect::<Vec<_>>(), "seed {seed}");
+    }
+}
+
 #[test]
 fn an_interrupted_shadow_resumes_where_its_last_commit_stood() {
     let mut world = World::without_reverts(3, 32 << 20);

@@ -6,15 +6,26 @@ mod common;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use common::{identity, new_pool, options, sync};
+use common::{identity, new_pool_with, options, sync};
+use quoin_core::entry::Rule;
 use quoin_core::entry::SharedEntry;
+use quoin_core::membership::Member;
+use quoin_core::message::ReadView;
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
-use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid};
-use quoin_store::{Disk, Due, MemoryDisk, Pool, ReplicaPool};
+use quoin_core::{
+    BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId,
+    View,
+};
+use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
 const GUID: ReplicaGuid = ReplicaGuid(0x57);
 /// Bytes of a unit of these pools.
 const UNIT_BYTES: u64 = 32 * BLOCK_SIZE as u64;
+
+/// Next to no node is cached, so that reads tell of all that are looked at.
+fn uncached() -> PoolOptions {
+    PoolOptions { cache_bytes: 0, ..options() }
+}
 
 /// A pool with one replica that is written to and is stable at once.
 struct Volume {
@@ -26,23 +37,28 @@ struct Volume {
 
 impl Volume {
     fn new(pool_bytes: u64, blocks: u64) -> Self {
-        let (disk, mut pool) = new_pool(pool_bytes);
+        let (disk, mut pool) = new_pool_with(pool_bytes, uncached());
         pool.create(identity(GUID), ReplicaMeta::default(), blocks).expect("room");
         Volume { disk, pool, chain: Chain(0), lsn: 0 }
     }
 
-    fn append(&mut self, kind: EntryKind, lba: u64, blocks: u32) {
-        let position = Position { epoch: Epoch(1), lsn: Lsn(self.lsn + 1) };
-        let data = match kind {
-            EntryKind::Write => Bytes::from(vec![self.lsn as u8 | 1; blocks as usize * BLOCK_SIZE]),
-            _ => Bytes::new(),
-        };
-        let entry: SharedEntry =
-            Arc::new(Entry::after(self.chain, position, kind, lba, blocks, data, false));
+    /// Appends entries of a kind, each `blocks` long, to these LBAs.
+    fn append(&mut self, kind: &EntryKind, lbas: impl IntoIterator<Item = u64>, blocks: u32) {
+        let mut entries = Vec::<SharedEntry>::new();
+        for lba in lbas {
+            let position = Position { epoch: Epoch(1), lsn: Lsn(self.lsn + 1) };
+            let data = match kind {
+                EntryKind::Write => vec![self.lsn as u8 | 1; blocks as usize * BLOCK_SIZE],
+                _ => Vec::new(),
+            };
+            let (kind, data) = (kind.clone(), Bytes::from(data));
+            let entry = Entry::after(self.chain, position, kind, lba, blocks, data, false);
+            (self.chain, self.lsn) = (entry.chain, entry.lsn.0);
+            entries.push(Arc::new(entry));
+        }
         let mut replica = self.pool.replica(GUID).expect("it");
-        replica.append(std::slice::from_ref(&entry)).expect("room");
-        replica.set_stable(entry.lsn);
-        (self.chain, self.lsn) = (entry.chain, entry.lsn.0);
+        replica.append(&entries).expect("room");
+        replica.set_stable(Lsn(self.lsn));
     }
 
     /// Does what there is to do, step by step, and gives each to `each`.
@@ -71,9 +87,7 @@ impl Volume {
 fn a_large_replica_that_is_deleted_gives_its_space_back_a_few_units_at_a_time() {
     for restarts in [false, true] {
         let mut volume = Volume::new(64 << 20, 16_000);
-        for lba in (0..10_500).step_by(30) {
-            volume.append(EntryKind::Write, lba, 30);
-        }
+        volume.append(&EntryKind::Write, (0..10_500).step_by(30), 30);
         sync(&mut volume.pool);
         let (held, given) = (volume.disk.allocated_bytes(), volume.disk.discarded_bytes());
         assert!(held > 300 * UNIT_BYTES && given == 0, "{held} held, {given} given back");
@@ -85,7 +99,7 @@ fn a_large_replica_that_is_deleted_gives_its_space_back_a_few_units_at_a_time() 
         assert!(free > 50 << 20, "clients have the room at once, not {free}");
         if restarts {
             volume.pool.background(1).expect("a step");
-            volume.pool = Pool::open(volume.disk.clone(), options()).expect("a sound pool");
+            volume.pool = Pool::open(volume.disk.clone(), uncached()).expect("a sound pool");
         }
         let mut before = volume.disk.discarded_bytes();
         let mut most = before - given;
@@ -97,5 +111,174 @@ fn a_large_replica_that_is_deleted_gives_its_space_back_a_few_units_at_a_time() 
         assert!(most <= 8 * UNIT_BYTES, "one step gave {} units back", most / UNIT_BYTES);
         let left = volume.disk.allocated_bytes();
         assert!(left < held / 20, "{left} of {held} are still taken, restarts: {restarts}");
+    }
+}
+
+/// One block in each of many leaves: nothing to speak of is written, and all of the map is.
+#[test]
+fn a_fold_of_a_large_trim_looks_at_a_bounded_number_of_nodes_at_a_time() {
+    const LEAVES: u64 = 1000;
+    let mut volume = Volume::new(64 << 20, LEAVES * 256);
+    volume.append(&EntryKind::Write, (0..LEAVES).map(|leaf| leaf * 256 + leaf % 256), 1);
+    let (mut reads, mut written) = (volume.disk.reads(), volume.disk.written_bytes());
+    let mut most = (0, 0);
+    let step = |pool: &mut Pool<MemoryDisk>| {
+        let now = (pool.disk().reads(), pool.disk().written_bytes());
+        most = (most.0.max(now.0 - reads), most.1.max(now.1 - written));
+        (reads, written) = now;
+    };
+    let mut step = step;
+    // What waits in the log is folded once it is as much as a checkpoint's.
+    volume.append(&EntryKind::Trim, [0], 1);
+    volume.append(&EntryKind::Trim, (0..5000).map(|i| i % 7), 1);
+    volume.work(&mut step);
+    let base = volume.pool.replica(GUID).expect("it").state().base;
+    assert!(base > Lsn(LEAVES), "{base:?} is all that was folded");
+    volume.append(&EntryKind::Trim, [0], (LEAVES * 256) as u32);
+    volume.work(&mut step);
+    assert_eq!(volume.pool.replica(GUID).expect("it").state().base, Lsn(volume.lsn));
+    // Beside the nodes themselves those above them, and what a commit writes.
+    assert!(most.0 < 100, "one step made {} reads", most.0);
+    assert!(most.1 < 1 << 20, "one step wrote {} bytes", most.1);
+    let live = volume.pool.replica_stats(GUID).expect("it").live_bytes;
+    assert!(live < 64 << 10, "{live} bytes are taken for live of what was trimmed");
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    let chunk = replica.pull(1, ReadView::Live, Lsn(0), 0, 1 << 20).expect("a pull");
+    let slots = chunk.expect("the view exists").slots;
+    assert!(slots.iter().all(|s| s.version == Lsn(volume.lsn)), "{:?}", &slots[..1]);
+}
+
+/// A volume whose snapshot was just deleted, with so many leaves to count.
+fn to_be_counted(leaves: u64) -> Volume {
+    let (disk, mut pool) = new_pool_with(64 << 20, PoolOptions { step_nodes: 1, ..uncached() });
+    pool.create(identity(GUID), ReplicaMeta::default(), leaves * 256).expect("room");
+    let mut volume = Volume { disk, pool, chain: Chain(0), lsn: 0 };
+    let blocks = |leaf: u64| leaf * 256..leaf * 256 + 4;
+    volume.append(&EntryKind::Write, (0..leaves).flat_map(blocks), 1);
+    let id = SnapshotId(1);
+    volume.append(&EntryKind::Snapshot { id, hidden: false }, [0], 0);
+    volume.append(&EntryKind::DeleteSnapshot { id }, [0], 0);
+    volume.pool.settle().expect("folded and recorded");
+    volume
+}
+
+/// A count of a large volume takes minutes; the log has a bound, and a short pool wants its room.
+#[test]
+fn a_count_of_what_is_live_keeps_no_fold_and_no_clean_up_waiting() {
+    let leaves = 2000;
+    let mut volume = to_be_counted(leaves);
+    let step = |volume: &mut Volume, reads: &mut u64| {
+        volume.pool.background(1).expect("background work");
+        sync(&mut volume.pool);
+        *reads = volume.disk.reads();
+    };
+    let (mut before, mut reads) = (volume.disk.reads(), 0);
+    (0..20).for_each(|_| step(&mut volume, &mut reads));
+    assert!(reads >= before + 10, "it counts: {} reads", reads - before);
+
+    // So much log that it is to be folded at once.
+    volume.append(&EntryKind::Trim, (0..6000).map(|_| 0), 2);
+    let end = Lsn(volume.lsn);
+    let steps = (0..100).position(|_| {
+        step(&mut volume, &mut reads);
+        volume.pool.replica(GUID).expect("it").state().base >= Lsn(end.0 - 1000)
+    });
+    assert!(steps.is_some(), "the count goes before the fold");
+
+    // All but empty segments give their room back.
+    let used = volume.pool.stats().used_bytes;
+    volume.append(&EntryKind::Trim, [0], (leaves / 2 * 256) as u32);
+    volume.append(&EntryKind::Trim, (0..6000).map(|_| 0), 2);
+    before = volume.disk.reads();
+    let steps = (0..2 * leaves).position(|_| {
+        step(&mut volume, &mut reads);
+        volume.pool.stats().used_bytes < used - (2 << 20)
+    });
+    let (steps, reads) = (steps.expect("the count goes before clean-up"), reads - before);
+    println!("{steps} steps, {reads} reads");
+    volume.work(|_| {});
+}
+
+/// A count must not bring back what died behind its back, or segments look full that are empty.
+#[test]
+fn what_dies_beside_a_count_is_not_counted_as_live() {
+    let leaves = 1000;
+    let mut volume = to_be_counted(leaves);
+    for _ in 0..leaves * 3 / 4 {
+        volume.pool.background(1).expect("background work");
+        sync(&mut volume.pool);
+    }
+    // One block in four where the count was, so that no segment is worth emptying for it.
+    volume.append(&EntryKind::Trim, (0..leaves / 2).map(|leaf| leaf * 256), 1);
+    volume.append(&EntryKind::Trim, (0..6000).map(|_| 0), 1);
+    volume.work(|_| {});
+    let counted_beside = volume.pool.replica_stats(GUID).expect("it").live_bytes;
+    // The same once more, with nothing beside it.
+    let id = SnapshotId(2);
+    volume.append(&EntryKind::Snapshot { id, hidden: false }, [0], 0);
+    volume.append(&EntryKind::DeleteSnapshot { id }, [0], 0);
+    volume.pool.settle().expect("folded and recorded");
+    volume.work(|_| {});
+    let counted_alone = volume.pool.replica_stats(GUID).expect("it").live_bytes;
+    let apart = counted_beside.abs_diff(counted_alone);
+    assert!(apart < counted_alone / 20, "{counted_beside} beside, {counted_alone} alone");
+}
+
+/// Bytes of a slot in a frame, at most, and what the head of a session's frame may take.
+const SLOT_BYTES: usize = 25;
+const HEAD_BYTES_MAX: usize = 2 << 20;
+
+/// Many holes of different versions are many slots without a block between them: an answer that
+/// counts blocks alone fits no frame, and is asked for again and again.
+#[test]
+fn an_answer_to_a_pull_of_many_holes_fits_a_frame_whatever_was_asked_for() {
+    const BLOCKS: u64 = 1 << 18;
+    let mut volume = Volume::new(256 << 20, BLOCKS);
+    let holes = 200_000u64;
+    // Each block once, here and there.
+    volume.append(&EntryKind::Trim, (0..holes).map(|i| i * 40_503 % BLOCKS), 1);
+    for folded in [false, true] {
+        if folded {
+            volume.pool.settle().expect("folded");
+        }
+        let mut replica = volume.pool.replica(GUID).expect("it");
+        for bytes_max in [1, 4096, 128 << 10, 256 << 10, 1 << 20, 4 << 20, u32::MAX] {
+            let (mut cursor, mut seen) = (0, 0);
+            // The smallest answers are many: some of them tell.
+            for _ in 0..2000 {
+                let chunk = replica.pull(1, ReadView::Live, Lsn(0), cursor, bytes_max);
+                let chunk = chunk.expect("a pull").expect("the view exists");
+                let head = chunk.slots.len() * SLOT_BYTES;
+                assert!(head < HEAD_BYTES_MAX / 10 * 9, "{head} bytes of {bytes_max}");
+                assert!(head <= bytes_max as usize + 2 * SLOT_BYTES, "{head} of {bytes_max}");
+                seen += chunk.slots.iter().map(|slot| u64::from(slot.blocks)).sum::<u64>();
+                let Some(next) = chunk.cursor else {
+                    assert_eq!(seen, holes, "{bytes_max} at once");
+                    break;
+                };
+                assert!(next > cursor);
+                cursor = next;
+            }
+        }
+    }
+}
+
+/// Views carry their members, which no count of data sees.
+#[test]
+fn an_answer_to_a_fetch_of_many_views_fits_a_frame() {
+    let mut volume = Volume::new(64 << 20, 64);
+    let member = |id: u128| Member { id: ReplicaId(id), guid: ReplicaGuid(id) };
+    let known: Vec<_> = (1..=7).map(member).collect();
+    let rule = Rule { known: known.clone(), ..common::some_view().rule };
+    let view = View { in_sync: known, joint: Some(rule.clone()), rule, ..common::some_view() };
+    volume.append(&EntryKind::View(Box::new(view)), (0..20_000).map(|_| 0), 0);
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    let mut after = Lsn(0);
+    while after < Lsn(20_000) {
+        let entries = replica.fetch(after, 4 << 20).expect("a fetch").expect("all is in the log");
+        let head = |e: &SharedEntry| 48 + e.kind.encode_payload().len() + 4 * e.crcs.len();
+        let head: usize = entries.iter().map(head).sum();
+        assert!(head < HEAD_BYTES_MAX, "{head} bytes in {} entries", entries.len());
+        after = entries.last().expect("one at least").lsn;
     }
 }

@@ -32,6 +32,11 @@ pub fn options() -> PoolOptions {
     PoolOptions { cache_bytes: 1 << 20, log_keep_bytes: 64 << 10, ..PoolOptions::default() }
 }
 
+/// Small volumes have few leaves: a step ends between any two of them.
+pub fn short_steps() -> PoolOptions {
+    PoolOptions { step_nodes: 1, ..options() }
+}
+
 /// Breaks the rule that `cargo xtask mutants` named for this run, on this test's thread.
 pub fn break_a_rule() {
     #[cfg(feature = "mutants")]
@@ -41,10 +46,14 @@ pub fn break_a_rule() {
 }
 
 pub fn new_pool(size: u64) -> (MemoryDisk, Pool<MemoryDisk>) {
+    new_pool_with(size, options())
+}
+
+pub fn new_pool_with(size: u64, options: PoolOptions) -> (MemoryDisk, Pool<MemoryDisk>) {
     break_a_rule();
     let disk = MemoryDisk::new(size);
     Pool::format(&disk, &format_options()).expect("a fit disk");
-    let pool = Pool::open(disk.clone(), options()).expect("a fresh pool");
+    let pool = Pool::open(disk.clone(), options).expect("a fresh pool");
     (disk, pool)
 }
 
@@ -146,7 +155,7 @@ pub struct World {
 
 impl World {
     pub fn new(seed: u64, pool_bytes: u64) -> Self {
-        let (disk, mut pool) = new_pool(pool_bytes);
+        let (disk, mut pool) = new_pool_with(pool_bytes, short_steps());
         pool.create(identity(GUID), ReplicaMeta::default(), BLOCKS).expect("room for a replica");
         pool.request_sync();
         sync(&mut pool);
@@ -363,7 +372,7 @@ impl World {
         let odds = [0.0, 0.5, 1.0][self.rng.random_range(0..3)];
         let (rng, before) = (&mut self.rng, self.history.len() as u64);
         self.disk.process_crash(|| rng.random_bool(odds));
-        self.pool = Some(Pool::open(self.disk.clone(), options()).expect("a pool"));
+        self.pool = Some(Pool::open(self.disk.clone(), short_steps()).expect("a pool"));
         let kept = self.pool().replica(GUID).expect("it").state().position.lsn.0;
         let least = self.waits_from.map_or(before, |from| before.min(from - 1));
         assert!((least..=before).contains(&kept), "{kept} of {before}, at least {least}");
@@ -376,7 +385,7 @@ impl World {
         let odds = [0.0, 0.2, 0.5, 0.9, 1.0][self.rng.random_range(0..5)];
         let rng = &mut self.rng;
         self.disk.power_cut(|| rng.random_bool(odds));
-        self.pool = Some(Pool::open(self.disk.clone(), options()).expect("a pool"));
+        self.pool = Some(Pool::open(self.disk.clone(), short_steps()).expect("a pool"));
         self.after_start();
     }
 

@@ -1,0 +1,180 @@
+//! Counting anew how much of each segment is live, after what only such a count can tell: a view
+//! went away, or a step failed on its way.
+//!
+//! It walks every leaf of every view, which takes minutes where there are millions. So it is the
+//! last of all background work and is left at any leaf: folds, commits and clean-up go on beside it
+//! and find its result right, by two rules.
+//!
+//! * Only segments that nothing is added to any more are counted: closed, and of the log only what
+//!   was folded as the count began. Whatever is written meanwhile lies in others, whose counters
+//!   are kept as ever.
+//! * Such a segment only loses. What a view gives up behind the place where the count is
+//!   ([`Recount::gone`]) is taken off again; before that place it is not met any more.
+//!
+//! Each version of a block belongs to the oldest view that shows it, and is counted there: the views
+//! are walked in the order of the newest version that each can hold, and of each only what is newer
+//! than the one before can hold. Snapshots that are taken meanwhile come before the folded map, which
+//! they were when it was walked. One that is deleted makes another count due, as ever.
+
+use std::collections::BTreeMap;
+
+use quoin_core::replica::store::StoreError;
+use quoin_core::{BLOCK_SIZE, mutant};
+
+use crate::batch::Stream;
+use crate::core::Core;
+use crate::disk::Disk;
+use crate::node::{LEAF_BLOCKS, Node};
+use crate::replica::Replica;
+use crate::tree::{self, Nodes, Part, Root};
+
+/// A view among those that are counted: the newest version that it can hold, and which of the views
+/// with the same one it is.
+type ViewKey = (u64, usize);
+
+/// A count of what is live, by segment, over all views.
+pub struct Recount {
+    /// The last view that was walked to its end.
+    done: Option<ViewKey>,
+    /// The one that is walked, and how far.
+    at: Option<ViewKey>,
+    cursor: u64,
+    live: BTreeMap<u32, u64>,
+    through_sequence: u64,
+    /// Segments that were written to as it began.
+    open: [Option<u32>; 3],
+    folded: u64,
+    /// Log before it is kept for nobody, whatever LSNs it holds: they may have been cut away.
+    first_needed: u64,
+}
+
+impl Recount {
+    /// Bytes of this segment that held this version at this LBA are no longer part of the live map.
+    pub fn gone(&mut self, unit: u32, lba: u64, version: u64, bytes: u64) {
+        let in_done = self.done.is_some_and(|(newest, _)| version <= newest);
+        let behind = self.at.is_some_and(|(newest, _)| version <= newest) && lba < self.cursor;
+        if (in_done || behind)
+            && !mutant::is("what-dies-beside-a-count-is-counted")
+            && let Some(live) = self.live.get_mut(&unit)
+        {
+            *live = live.saturating_sub(bytes);
+        }
+    }
+
+    /// The view to go on with, and above which version.
+    fn next(&mut self, views: &[(ViewKey, Root)]) -> Option<(ViewKey, Root, u64)> {
+        let done = self.done;
+        let (key, root) = *views.iter().find(|(key, _)| done.is_none_or(|done| *key > done))?;
+        // The one that was walked is gone: what it shared with this one may be counted twice.
+        if self.at.is_some_and(|at| at < key) {
+            self.cursor = 0;
+        }
+        self.at = Some(key);
+        let from = done.map_or(0, |(newest, _)| if newest < key.0 { newest } else { 0 });
+        Some((key, root, from))
+    }
+}
+
+impl Replica {
+    /// The views whose blocks count as live, oldest first. What only a transfer holds on to dies
+    /// with it.
+    fn counted_views(&self) -> Vec<(ViewKey, Root)> {
+        let mut views: Vec<(Root, u64)> =
+            self.folded.snapshots.iter().map(|s| (s.root, s.info.lsn.0)).collect();
+        views.push((self.folded.root, u64::MAX));
+        if self.upper.reverted {
+            views.push((self.upper.lower, u64::MAX));
+        }
+        if let Some(shadow) = &self.shadow {
+            views.extend(shadow.roots().map(|r| (r, u64::MAX)));
+        }
+        views.sort_by_key(|(_, newest)| *newest);
+        let (mut keyed, mut before) = (Vec::<(ViewKey, Root)>::with_capacity(views.len()), None);
+        for (root, newest) in views {
+            let key = match before {
+                Some((same, index)) if same == newest => (newest, index + 1),
+                _ => (newest, 0),
+            };
+            keyed.push((key, root));
+            before = Some(key);
+        }
+        keyed
+    }
+
+    fn begin_recount<D: Disk>(&mut self, core: &Core<D>) -> Recount {
+        self.recount = false;
+        Recount {
+            done: None,
+            at: None,
+            cursor: 0,
+            live: BTreeMap::new(),
+            through_sequence: core.sequence,
+            open: self.family.open,
+            folded: self.folded.head.position.lsn.0,
+            first_needed: self.log_start().index,
+        }
+    }
+
+    /// Counts on; true when the estimates have been replaced.
+    pub fn step_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
+        let mut job = match self.recount_job.take() {
+            Some(job) => job,
+            None => self.begin_recount(core),
+        };
+        let views = self.counted_views();
+        for _ in 0..core.options.step_nodes.max(1) {
+            if !self.count_part(core, &mut job, &views)? {
+                self.finish_recount(&job);
+                return Ok(true);
+            }
+        }
+        self.recount_job = Some(job);
+        Ok(false)
+    }
+
+    /// Counts the next leaf; false: there is none.
+    fn count_part<D: Disk>(
+        &mut self,
+        core: &mut Core<D>,
+        job: &mut Recount,
+        views: &[(ViewKey, Root)],
+    ) -> Result<bool, StoreError> {
+        let Some((key, root, from)) = job.next(views) else { return Ok(false) };
+        let mut io = self.io(core);
+        let Some(part) = tree::next_part(&mut io, root, from, job.cursor)? else {
+            (job.done, job.at, job.cursor) = (Some(key), None, 0);
+            return Ok(true);
+        };
+        job.cursor = part.range().1;
+        let Part::Leaf { node, .. } = part else { return Ok(true) };
+        let Some(loaded) = io.load(0, &node)? else { return Ok(true) };
+        let Node::Leaf(leaf) = &*loaded else { return Ok(true) };
+        let superblock = core.superblock;
+        let mut count = |block: u64, bytes: u64| {
+            if let Some(segment) = self.family.segment_of(&superblock, block) {
+                *job.live.entry(segment.state.unit).or_default() += bytes;
+            }
+        };
+        count(node.place / BLOCK_SIZE as u64, node.length.into());
+        for i in (0..LEAF_BLOCKS).filter(|i| leaf.blocks[*i].place != 0) {
+            if leaf.blocks[i].version > from {
+                count(leaf.blocks[i].place, BLOCK_SIZE as u64);
+            }
+        }
+        Ok(true)
+    }
+
+    fn finish_recount(&mut self, job: &Recount) {
+        for (unit, segment) in &mut self.family.segments {
+            let state = &mut segment.state;
+            let is_closed = match state.stream {
+                Stream::Log => state.last_index < job.first_needed || state.last_lsn <= job.folded,
+                _ => !job.open.contains(&Some(*unit)),
+            };
+            if state.sequence <= job.through_sequence && is_closed {
+                state.live_bytes = job.live.get(unit).copied().unwrap_or(0);
+            }
+        }
+        self.family.changes += 1;
+    }
+}
