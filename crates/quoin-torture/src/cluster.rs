@@ -79,6 +79,7 @@ impl Cluster {
             let token = cluster.token("pool", pool)?;
             let listen = format!("{}:{}", cluster.address(pool), 7401 + index);
             let data = cluster.pool_file(pool).display().to_string();
+            let http = crate::turns::address(index).to_string();
             cluster.add(
                 pool,
                 pool,
@@ -97,6 +98,8 @@ impl Cluster {
                     pool,
                     "--listen",
                     &listen,
+                    "--http",
+                    &http,
                     "--controller",
                     &controller,
                     "--join",

@@ -4,7 +4,8 @@
 //! attach process. On them a raw volume whose clients record a history that is judged, and, as
 //! root with FUSE, an ext4 and an xfs file system on which fio writes and verifies and which are
 //! checked at each stop. Faults are drawn from a seed. At the end: what was done, what was
-//! checked, the longest pause that a client felt, and what was lost (nothing, or it fails).
+//! checked, the longest turn of each pool's thread, the longest pause that a client felt, and what
+//! was lost (nothing, or it fails).
 //!
 //! With `--upgrade-from` the same cluster and clients live through upgrades and the way back instead
 //! of faults.
@@ -15,6 +16,7 @@ mod disk;
 mod faults;
 mod files;
 mod network;
+mod turns;
 mod upgrade;
 
 use std::path::{Path, PathBuf};
@@ -31,6 +33,7 @@ use crate::client::Clients;
 use crate::cluster::Cluster;
 use crate::faults::{Fault, Injected};
 use crate::files::Files;
+use crate::turns::Turns;
 
 /// Tortures real Quoin processes and checks every byte
 #[derive(Parser)]
@@ -126,12 +129,17 @@ fn torture(options: &Options, directory: &Path) -> Result<()> {
         files.push(Files::make(&cluster, "ext4", false)?);
         files.push(Files::make(&cluster, "xfs", true)?);
     }
-    let mut injected = Injected::default();
+    let (mut injected, mut turns) = (Injected::default(), Turns::default());
     let done = match &older {
         Some(older) => upgrade::run(&mut cluster, &clients, &mut files, older, &quoin),
-        None => rounds(options, &mut cluster, &clients, &mut files, &mut injected, &mut rng),
+        None => {
+            let drawn = (&mut injected, &mut rng);
+            rounds(options, &mut cluster, &clients, &mut files, &mut turns, drawn)
+        }
     };
     let outcome = done.and_then(|()| end(&mut cluster, clients, &mut files));
+    turns.look(&cluster);
+    turns.print();
     let file_rounds: u64 = files.iter().map(|f| f.rounds).sum();
     let file_checks: u64 = files.iter().map(|f| f.checks).sum();
     for one in &injected.0 {
@@ -161,13 +169,14 @@ fn rounds(
     cluster: &mut Cluster,
     clients: &Clients,
     files: &mut [Files],
-    injected: &mut Injected,
-    rng: &mut ChaCha8Rng,
+    turns: &mut Turns,
+    (injected, rng): (&mut Injected, &mut ChaCha8Rng),
 ) -> Result<()> {
     let (began, mut stopped) = (Instant::now(), Instant::now());
     let lasts = Duration::from_secs_f64(options.minutes * 60.0);
     while began.elapsed() < lasts && !INTERRUPTED.load(Ordering::SeqCst) {
         files.iter_mut().try_for_each(Files::tend)?;
+        turns.look(cluster);
         let fault = faults::draw(rng, cluster, &options.only)?;
         println!(
             "[{:>6.1} s] {fault:?}; {} IOs checked",

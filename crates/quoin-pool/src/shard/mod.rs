@@ -8,6 +8,7 @@
 //! that owes answers once the pool as a whole holds [`POOL_QUEUED_MAX`]. Input is handled as it
 //! is read, so it never piles up.
 
+mod background;
 mod copying;
 mod holdings;
 mod repairs;
@@ -51,15 +52,8 @@ const EARLY_BYTES: usize = 64 << 10;
 const CONNECTIONS_MAX: usize = 8192;
 /// Entries that become one call of the store.
 const APPEND_BYTES_MAX: usize = 4 << 20;
-/// Background work between two looks at the sockets.
-const BACKGROUND_STEP_BYTES: u64 = 1 << 20;
 /// How long nothing must have come in before relaxed background work is done without a rest.
 const QUIET: Duration = Duration::from_millis(2);
-/// Beside clients who never pause, relaxed work takes one part of so many: what they overwrite
-/// would pile up for as long as they go on.
-const RELAXED_PART: u32 = 8;
-/// Between attempts at background work that found nothing it could do.
-const BACKGROUND_REST: Duration = Duration::from_millis(20);
 /// How long a stopping pool waits for its last sync and for answers to be taken.
 const STOP_MAX: Duration = Duration::from_secs(10);
 
@@ -285,40 +279,6 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         };
         let copying = self.copying.due_in(now);
         [next, stop, background, copying, self.health_due_in(now)].into_iter().flatten().min()
-    }
-
-    fn background(&mut self, now: Time, quiet: bool) {
-        if now < self.rest_until {
-            return;
-        }
-        let step = match self.pool.background_due() {
-            Due::Idle => return,
-            Due::Relaxed if !quiet && now < self.relaxed_from => return,
-            _ => self.timed_background_step(),
-        };
-        match step {
-            Ok(true) => {}
-            // A full pool is what clients are told when they write; nothing is broken.
-            Ok(false) | Err(StoreError::Full) => self.rest_until = now + BACKGROUND_REST,
-            Err(error @ StoreError::Io(_)) => return self.fail(error),
-            // Not the disk's failure: the sessions go on, the store tries again later.
-            Err(error @ (StoreError::Damaged(_) | StoreError::Rule(_))) => {
-                tracing::error!(%error, "background work failed");
-                self.rest_until = now + STOP_MAX;
-            }
-        }
-        for (guid, what) in self.pool.take_damaged() {
-            self.deliver(now, guid, ReplicaEvent::Damaged(what));
-        }
-        self.begin_sync();
-    }
-
-    fn timed_background_step(&mut self) -> Result<bool, StoreError> {
-        let began = now();
-        let step = self.pool.background(BACKGROUND_STEP_BYTES);
-        let ended = now();
-        self.relaxed_from = ended + ended.since(began) * (RELAXED_PART - 1);
-        step
     }
 
     fn took(&self, duration: Duration) {

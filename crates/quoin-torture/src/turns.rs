@@ -1,0 +1,122 @@
+//! How long a pool's thread served nobody: its histogram of turns, as `/metrics` shows it.
+//!
+//! A killed pool begins to count anew, so its numbers are taken again and again.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use crate::cluster::{Cluster, POOLS};
+
+const PATIENCE: Duration = Duration::from_secs(2);
+const BUCKET: &str = "quoin_pool_turn_seconds_bucket{";
+/// A turn longer than this is one too long, paused pools aside.
+const LONG_SECONDS: f64 = 0.02;
+
+/// Where a pool shows its metrics, on its own host.
+pub fn address(index: u16) -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, 7501 + index).into()
+}
+
+/// What one life of a pool showed: turns up to each bound, in seconds.
+type Histogram = Vec<(f64, u64)>;
+
+/// The longest turn of each pool, over all of its lives.
+#[derive(Default)]
+pub struct Turns(BTreeMap<&'static str, Longest>);
+
+#[derive(Clone, Copy, Default)]
+struct Longest {
+    turns: u64,
+    /// The bound of the bucket that it is in.
+    at_most_seconds: f64,
+    /// Of the last life that was looked at, longer than [`LONG_SECONDS`].
+    long: u64,
+}
+
+impl Turns {
+    /// Looks at all pools; one that does not answer is looked at the next time.
+    pub fn look(&mut self, cluster: &Cluster) {
+        for (index, pool) in (0..).zip(POOLS) {
+            let Ok(histogram) = read(cluster, pool, address(index)) else { continue };
+            let Some((_, turns)) = histogram.last().copied() else { continue };
+            let longest = self.0.entry(pool).or_default();
+            longest.turns = turns;
+            longest.at_most_seconds = longest.at_most_seconds.max(bound(&histogram, turns));
+            let short = histogram.iter().rfind(|(le, _)| *le <= LONG_SECONDS);
+            longest.long = turns - short.map_or(0, |(_, count)| *count);
+        }
+    }
+
+    pub fn print(&self) {
+        for pool in POOLS {
+            match self.0.get(pool) {
+                None => println!("{pool}: its turns could not be read"),
+                Some(longest) => println!(
+                    "{pool}: longest turn of its thread within {:.3} s; of the {} turns since its \
+                     last start {} were over {LONG_SECONDS} s",
+                    longest.at_most_seconds, longest.turns, longest.long,
+                ),
+            }
+        }
+    }
+}
+
+/// The lowest bound that no turn passed.
+fn bound(histogram: &Histogram, turns: u64) -> f64 {
+    histogram.iter().find(|(_, count)| *count == turns).map_or(0.0, |(le, _)| *le)
+}
+
+fn read(cluster: &Cluster, pool: &str, address: SocketAddr) -> Result<Histogram> {
+    let host = cluster.network.as_ref().map(|network| network.namespace(pool));
+    // A thread of its own: it goes to that host and does not come back.
+    let thread = std::thread::spawn(move || -> Result<String> {
+        if let Some(host) = host {
+            use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+            use std::os::fd::AsFd;
+            let namespace = std::fs::File::open(format!("/run/netns/{host}"))?;
+            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
+        }
+        let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: pool\r\nConnection: close\r\n\r\n")?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text)?;
+        Ok(text)
+    });
+    let text = thread.join().ok().context("the thread that reads metrics")??;
+    Ok(parse(&text))
+}
+
+fn parse(text: &str) -> Histogram {
+    let bucket = |line: &str| {
+        let (labels, count) = line.strip_prefix(BUCKET)?.rsplit_once("} ")?;
+        let bound = labels.split(',').find_map(|label| label.strip_prefix("le=\""))?;
+        let bound = bound.strip_suffix('"')?;
+        let bound = if bound == "+Inf" { f64::INFINITY } else { bound.parse().ok()? };
+        Some((bound, count.trim().parse().ok()?))
+    };
+    text.lines().filter_map(bucket).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_longest_turn_is_within_the_first_bound_that_none_passed() {
+        let text = "HTTP/1.1 200 OK\r\n\r\n# TYPE quoin_pool_turn_seconds histogram\n\
+                    quoin_pool_turn_seconds_bucket{pool=\"a\",le=\"0.01\"} 7\n\
+                    quoin_pool_turn_seconds_bucket{pool=\"a\",le=\"0.02\"} 9\n\
+                    quoin_pool_turn_seconds_bucket{pool=\"a\",le=\"0.05\"} 9\n\
+                    quoin_pool_turn_seconds_bucket{pool=\"a\",le=\"+Inf\"} 9\n\
+                    quoin_pool_turn_seconds_count{pool=\"a\"} 9\n";
+        let histogram = parse(text);
+        assert_eq!(histogram.len(), 4);
+        assert_eq!(bound(&histogram, 9), 0.02);
+        assert_eq!(bound(&parse(""), 0), 0.0);
+    }
+}
