@@ -179,6 +179,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         topology: words(&[("zone", "a")]),
         start_counter: 5,
         start_nonce: 0,
+        mark: 0,
         rolled_back: true,
         scrub_request: 2,
     };

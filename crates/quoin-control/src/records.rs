@@ -44,6 +44,11 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync
     fn key(&self) -> String {
         Self::key_of(&self.name())
     }
+    /// Whether assignments or a status may differ from those by the record `before`, which is
+    /// another one.
+    fn is_news(&self, _before: &Self) -> bool {
+        true
+    }
     /// The key of the one with this name.
     fn key_of(name: &str) -> String {
         format!("{}{name}", Self::PREFIX)
@@ -458,6 +463,9 @@ pub struct PoolRecord {
     /// Of the start with that counter; 0: it told none. Another one means the same.
     #[serde(default)]
     pub start_nonce: u64,
+    /// The highest mark that it told: a count that moves with what it promises and acknowledges.
+    #[serde(default)]
+    pub mark: u64,
     pub rolled_back: bool,
     /// Grows with every request for a scrub.
     #[serde(default)]
@@ -468,6 +476,9 @@ impl Record for PoolRecord {
     const PREFIX: &'static str = "pool/";
     fn name(&self) -> String {
         self.name.clone()
+    }
+    fn is_news(&self, before: &Self) -> bool {
+        *before != PoolRecord { mark: before.mark, ..self.clone() }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use quoin_core::recognition::PoolCounts;
 use quoin_core::{Epoch, Lsn, Position, VolumeId};
 use quoin_identity::convert;
 use quoin_proto::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
@@ -43,6 +44,10 @@ pub(crate) fn id<T: std::str::FromStr>(field: &'static str, text: &str) -> Resul
         return Err(Error::invalid(field, "32 hex digits are needed"));
     }
     text.parse().map_err(|_| Error::invalid(field, "32 hex digits are needed"))
+}
+
+fn counts(pool: &PoolRecord) -> PoolCounts {
+    PoolCounts { starts: pool.start_counter, nonce: pool.start_nonce, mark: pool.mark }
 }
 
 impl Controller {
@@ -129,6 +134,7 @@ impl Controller {
             topology: topology(&report.topology)?,
             start_counter: report.start_counter,
             start_nonce: report.start_nonce,
+            mark: report.mark,
             rolled_back: false,
             scrub_request: 0,
         };
@@ -142,36 +148,38 @@ impl Controller {
         }
         let change = |pool: &mut PoolRecord| {
             let replaced = pool.pool_id != record.pool_id;
-            // A pool that is opening or leaving does not tell its counter.
+            // A pool that is opening or leaving does not tell its starts.
             let told = record.start_counter != 0 && !report.leaving;
-            let same_start = record.start_counter == pool.start_counter;
-            let nonces = [record.start_nonce, pool.start_nonce];
-            let another = same_start && nonces[0] != nonces[1] && !nonces.contains(&0);
-            let older = another || record.start_counter < pool.start_counter;
-            let rolled_back = !replaced && told && older;
+            let (now, known) = (counts(&record), counts(pool));
+            let rolled_back = !replaced && told && now.are_older_than(&known);
             let news = match (replaced, rolled_back && !pool.rolled_back) {
                 (true, _) => Some(("PoolReplaced", format!("it was {}", pool.pool_id))),
                 (_, true) => {
-                    let (now, then) = (record.start_counter, pool.start_counter);
                     let message = format!(
-                        "an older state of its disk came back (start {now}, after {then}): its \
-                         replicas are not used, for they may lack acknowledged writes; wipe the \
-                         pool to have them rebuilt"
+                        "an older state of its disk came back (start {}, mark {}, after start {}, \
+                         mark {}): its replicas are not used, for they may lack acknowledged \
+                         writes; wipe the pool to have them rebuilt",
+                        now.starts, now.mark, known.starts, known.mark
                     );
                     Some(("PoolRolledBack", message))
                 }
                 _ => None,
             };
             let rolled_back = !replaced && (rolled_back || pool.rolled_back);
-            let (start_counter, start_nonce) = match rolled_back || !told {
-                true => (pool.start_counter, pool.start_nonce),
-                false => (record.start_counter, record.start_nonce),
+            // The last report of a process whose starts are known tells what it did since.
+            let ends = report.leaving && now.nonce != 0 && now.nonce == known.nonce;
+            let counts = match (rolled_back, told, ends) {
+                _ if replaced => now,
+                (false, true, _) => now.after(&known),
+                (false, false, true) => PoolCounts { starts: known.starts, ..now.after(&known) },
+                _ => known,
             };
             let scrub_request = pool.scrub_request;
             *pool = PoolRecord {
                 rolled_back,
-                start_counter,
-                start_nonce,
+                start_counter: counts.starts,
+                start_nonce: counts.nonce,
+                mark: counts.mark,
                 scrub_request,
                 ..record.clone()
             };

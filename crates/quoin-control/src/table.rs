@@ -147,11 +147,17 @@ impl<R: Record> Table<R> {
         if records.get(name).is_some_and(|(known, _)| *known > revision) {
             return;
         }
-        match record {
-            Some(record) => records.insert(name.to_owned(), (revision, record)),
+        let record = record.map(|record| (revision, record));
+        let before = match record.clone() {
+            Some(record) => records.insert(name.to_owned(), record),
             None => records.remove(name),
         };
         drop(records);
+        if let (Some((_, before)), Some((_, after))) = (&before, &record)
+            && !after.is_news(before)
+        {
+            return;
+        }
         self.changed.send_modify(|count| *count += 1);
     }
 }

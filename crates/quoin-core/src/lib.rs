@@ -13,6 +13,7 @@ pub mod key_map;
 pub mod membership;
 pub mod message;
 pub mod mutant;
+pub mod recognition;
 pub mod replica;
 pub mod step;
 pub mod target;

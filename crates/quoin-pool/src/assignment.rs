@@ -6,6 +6,7 @@
 
 use bytes::Bytes;
 use prost::Message;
+use quoin_core::recognition::PoolCounts;
 use quoin_core::replica::store::ReplicaIdentity;
 use quoin_core::{
     BLOCK_SIZE, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
@@ -70,9 +71,10 @@ pub struct PoolState {
     pub space: Space,
     /// What keeps it from taking more, and the way out; empty: nothing.
     pub warning: &'static str,
-    pub start_counter: u64,
-    /// Drawn at each start.
-    pub start_nonce: u64,
+    /// By which the controller tells an older state of the disk.
+    pub counts: PoolCounts,
+    /// The next mark is on its way to the media: there will be a report to make.
+    pub mark_rises: bool,
     pub scrub: ScrubState,
     pub replicas: Vec<ReplicaState>,
 }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use quoin_core::recognition::PoolCounts;
 use quoin_identity::{Contact, Identity};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{AgentEvent, PoolReport, Scrub, WatchPoolRequest};
@@ -46,6 +47,8 @@ pub(crate) struct Control {
     pub changed: Arc<Notify>,
     /// Why the pool is not served at this moment, if so.
     pub trouble: Arc<Mutex<Option<String>>>,
+    /// The pool's counts when its shard ended.
+    pub counts: Arc<Mutex<PoolCounts>>,
     /// The last request for all holdings that was answered.
     pub told_holdings: AtomicU64,
 }
@@ -117,7 +120,7 @@ impl Control {
         let mut last = Vec::new();
         loop {
             let state = self.state().await;
-            let unsettled = state.replicas != last || state.scrub.running;
+            let unsettled = state.replicas != last || state.scrub.running || state.mark_rises;
             last.clone_from(&state.replicas);
             self.report_once(state, false).await;
             let pause = if unsettled { REPORT_EVERY / 8 } else { REPORT_EVERY };
@@ -142,7 +145,10 @@ impl Control {
 
     /// The last words of a pool that was shut down.
     pub async fn leave(&self) {
-        self.report_once(PoolState::default(), true).await;
+        let counts = *self.counts.lock().expect("never held across a panic");
+        // What it holds is told while it serves; so is the count of starts.
+        let counts = PoolCounts { starts: 0, ..counts };
+        self.report_once(PoolState { counts, ..PoolState::default() }, true).await;
     }
 
     async fn report_once(&self, state: PoolState, leaving: bool) {
@@ -157,8 +163,9 @@ impl Control {
             used_bytes: state.space.used_bytes,
             free_bytes: state.space.free_bytes,
             warning: state.warning.to_owned(),
-            start_counter: state.start_counter,
-            start_nonce: state.start_nonce,
+            start_counter: state.counts.starts,
+            start_nonce: state.counts.nonce,
+            mark: state.counts.mark,
             replicas: state.replicas.iter().map(ReplicaState::to_message).collect(),
             topology: self.options.topology.clone().into_iter().collect(),
             error: trouble.unwrap_or_default(),
@@ -172,9 +179,9 @@ impl Control {
         let mut client = AgentClient::new(self.channel.clone());
         match client.report_pool(request).await {
             // A pool that is opening has told no start that could be judged.
-            Ok(answer) if state.start_counter != 0 && !leaving => {
+            Ok(answer) if state.counts.starts != 0 && !leaving => {
                 let rolled_back = answer.into_inner().rolled_back;
-                self.shard.send(Input::Judged { rolled_back });
+                self.shard.send(Input::Judged { rolled_back, mark: state.counts.mark });
             }
             Ok(_) => {}
             Err(error) => {

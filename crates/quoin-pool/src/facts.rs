@@ -20,6 +20,22 @@ pub trait PoolFacts {
     fn replica_bytes(&self, guid: ReplicaGuid) -> u64;
     /// Times the pool was opened.
     fn start_counter(&self) -> u64;
+    /// The highest mark that is on media ([`quoin_core::recognition`]).
+    fn mark(&self) -> u64 {
+        0
+    }
+    /// Whether something was promised or acknowledged since the mark was raised last.
+    fn has_changed_since_mark(&self) -> bool {
+        false
+    }
+    /// Whether the next mark was asked for and is not on media yet.
+    fn is_mark_rising(&self) -> bool {
+        false
+    }
+    /// Has the next mark recorded behind all that is there now, with the next syncs.
+    fn raise_mark(&mut self) -> Result<(), StoreError> {
+        Ok(())
+    }
     /// Blocks found bad since the last call.
     fn take_bad_blocks(&mut self) -> Vec<BadBlock>;
     /// Replicas that background work found damaged since the last call, and what of them.
@@ -88,6 +104,18 @@ impl<D: quoin_store::Disk> PoolFacts for quoin_store::Pool<D> {
     }
     fn start_counter(&self) -> u64 {
         self.starts()
+    }
+    fn mark(&self) -> u64 {
+        self.mark()
+    }
+    fn has_changed_since_mark(&self) -> bool {
+        self.has_changed_since_mark()
+    }
+    fn is_mark_rising(&self) -> bool {
+        self.is_mark_rising()
+    }
+    fn raise_mark(&mut self) -> Result<(), StoreError> {
+        self.raise_mark()
     }
     fn take_bad_blocks(&mut self) -> Vec<BadBlock> {
         self.take_bad_blocks()

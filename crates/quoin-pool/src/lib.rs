@@ -33,6 +33,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use quoin_core::recognition::PoolCounts;
 use quoin_identity::{Contact, JoinRequest};
 use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
@@ -205,6 +206,7 @@ where
         period: options.scrub_period,
         file: Some(identity.dir().join(scrub::STATE_FILE)),
     };
+    let counts = Arc::new(Mutex::new(PoolCounts::default()));
     let parts = Parts {
         reactor,
         acceptor,
@@ -213,6 +215,7 @@ where
         metrics,
         scrub,
         recognition: Recognition::Awaited,
+        counts: counts.clone(),
         assignment: assignment::Assignment::default(),
     };
     let trouble = Arc::new(Mutex::new(None));
@@ -240,6 +243,7 @@ where
         notices,
         changed: Arc::new(Notify::new()),
         trouble,
+        counts,
         told_holdings: AtomicU64::new(0),
     });
     let mut tasks = tokio::task::JoinSet::new();

@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use quoin_core::entry::SharedEntry;
+use quoin_core::recognition::PoolCounts;
 use quoin_core::replica::store::{
     BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
 };
@@ -33,14 +34,14 @@ pub struct RealStorage {
     options: PoolOptions,
     pool: Option<Pool<SimDisk>>,
     /// Where the sync under way began.
-    mark: u64,
+    sync_from: u64,
     faults: Faults,
     /// Other volumes' replicas take all the room there is.
     full: bool,
     filled: bool,
     ballasts: u128,
-    /// Starts that the kept image knows of.
-    image_starts: Option<u64>,
+    /// Counts of the kept image.
+    image: Option<PoolCounts>,
     chance: Random,
 }
 
@@ -71,12 +72,12 @@ impl RealStorage {
             shape,
             options,
             pool: Some(pool),
-            mark: 0,
+            sync_from: 0,
             faults: Faults::default(),
             full: false,
             filled: false,
             ballasts: 0,
-            image_starts: None,
+            image: None,
             chance: random.fork(),
         })
     }
@@ -195,12 +196,12 @@ impl Storage for RealStorage {
 
     fn sync_begin(&mut self) -> Option<SyncTicket> {
         let ticket = self.pool.as_mut()?.sync_wanted()?;
-        self.mark = self.disk.begin_sync();
+        self.sync_from = self.disk.begin_sync();
         Some(ticket)
     }
 
     fn sync_end(&mut self, ticket: SyncTicket, random: &mut Random) -> Result<(), StoreError> {
-        let result = self.disk.end_sync(self.mark, random);
+        let result = self.disk.end_sync(self.sync_from, random);
         self.pool()?.sync_finished(ticket, result);
         result.map_err(StoreError::Io)
     }
@@ -272,22 +273,31 @@ impl Storage for RealStorage {
     }
 
     fn keep_image(&mut self) {
-        if let Some(pool) = &self.pool {
-            self.image_starts = Some(pool.starts());
+        if let Some(pool) = self.pool.as_ref().filter(|pool| !pool.is_mark_rising()) {
+            let (starts, mark) = (pool.starts(), pool.mark());
+            self.image = Some(PoolCounts { starts, nonce: 0, mark });
             self.disk.keep_image();
         }
     }
 
-    /// The pool is opened until the image is older by so many starts. One within a life is found
-    /// by the boot cookie alone, as a loss of the cache.
-    fn roll_back(&mut self, more_starts: u64) -> Result<Option<u64>, StoreError> {
-        let Some(then) = self.image_starts.take() else { return Ok(None) };
-        while self.starts() < then + more_starts {
+    /// The last mark is raised as a report to the controller would have it raised.
+    fn roll_back(&mut self, more_starts: u64) -> Result<Option<PoolCounts>, StoreError> {
+        let Some(then) = self.image.take() else { return Ok(None) };
+        while self.starts() < then.starts + more_starts {
             self.pool = None;
             self.pool = Some(Pool::open(self.disk.clone(), self.options).map_err(store_error)?);
         }
-        let starts = self.starts();
-        Ok(self.disk.roll_back().then_some(starts))
+        let pool = self.pool()?;
+        if pool.has_changed_since_mark() {
+            pool.raise_mark()?;
+        }
+        while let Some(ticket) = pool.sync_wanted() {
+            let result = quoin_store::Disk::sync(pool.disk());
+            pool.sync_finished(ticket, result);
+            result.map_err(StoreError::Io)?;
+        }
+        let now = PoolCounts { starts: pool.starts(), nonce: 0, mark: pool.mark() };
+        Ok((now != then && self.disk.roll_back()).then_some(now))
     }
 
     fn replace(&mut self, random: &mut Random) -> Result<(), StoreError> {
@@ -326,6 +336,22 @@ impl Storage for RealStorage {
 
     fn starts(&self) -> u64 {
         self.pool.as_ref().map_or(0, Pool::starts)
+    }
+
+    fn mark(&self) -> u64 {
+        self.pool.as_ref().map_or(0, Pool::mark)
+    }
+
+    fn has_changed_since_mark(&self) -> bool {
+        self.pool.as_ref().is_some_and(Pool::has_changed_since_mark)
+    }
+
+    fn is_mark_rising(&self) -> bool {
+        self.pool.as_ref().is_some_and(Pool::is_mark_rising)
+    }
+
+    fn raise_mark(&mut self) -> Result<(), StoreError> {
+        self.pool()?.raise_mark()
     }
 
     /// Spoils one page of clients' data; now and then any page, the store's own included.

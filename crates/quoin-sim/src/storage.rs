@@ -6,6 +6,7 @@
 use bytes::Bytes;
 use quoin_core::entry::SharedEntry;
 use quoin_core::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_core::recognition::PoolCounts;
 use quoin_core::replica::store::{
     BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
@@ -75,9 +76,10 @@ pub trait Storage {
     }
     /// Remembers the disk as it is now, to be rolled back to.
     fn keep_image(&mut self) {}
-    /// Puts the remembered image back, and says how often the pool had been opened by then. After
-    /// an error the pool is closed.
-    fn roll_back(&mut self, _more_starts: u64) -> Result<Option<u64>, StoreError> {
+    /// Puts the remembered image back after the pool was opened so often more, and tells the
+    /// counts of the state that is gone. `None`: there is no image, or nothing changed since.
+    /// After an error the pool is closed.
+    fn roll_back(&mut self, _more_starts: u64) -> Result<Option<PoolCounts>, StoreError> {
         Ok(None)
     }
     /// An empty disk in the place of one that cannot be read any more.
@@ -96,6 +98,21 @@ pub trait Storage {
     /// How often the pool was opened, as its disk says.
     fn starts(&self) -> u64 {
         0
+    }
+    /// The highest mark that is on the media of the pool.
+    fn mark(&self) -> u64 {
+        0
+    }
+    /// Whether something was promised or acknowledged since the mark was raised last.
+    fn has_changed_since_mark(&self) -> bool {
+        false
+    }
+    /// Whether the next mark was asked for and is not on media yet.
+    fn is_mark_rising(&self) -> bool {
+        false
+    }
+    fn raise_mark(&mut self) -> Result<(), StoreError> {
+        Ok(())
     }
     /// A rule of the store that was broken at the trait since the last call.
     fn take_broken(&mut self) -> Option<(&'static str, String)> {

@@ -15,6 +15,7 @@ use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::disk::Disk;
 use crate::freed::Freed;
 use crate::layout::{KEEPS_SPACE, Superblock};
+use crate::mark::Mark;
 use crate::node::{FANOUT, LEAF_BLOCKS, NODE_LENGTH_MAX, Node, NodeRef};
 use crate::records::{DurableState, Record};
 use crate::recount::Recount;
@@ -84,6 +85,7 @@ pub struct Core<D> {
     pub allocator: Allocator,
     pub ring: Ring,
     pub durable: DurableState,
+    pub mark: Mark,
     pub cache: Cache,
     pub tickets: Tickets,
     /// The last sync failed: nothing is written any more.
@@ -113,6 +115,15 @@ impl<D: Disk> Core<D> {
 
     /// The same for records that are there together after a crash, or not at all.
     pub fn record_all<const N: usize>(&mut self, records: [Record; N]) -> Result<(), StoreError> {
+        self.mark.change();
+        self.append_records(records)
+    }
+
+    /// The same for what the mark stands for without it.
+    pub fn append_records<const N: usize>(
+        &mut self,
+        records: [Record; N],
+    ) -> Result<(), StoreError> {
         self.check_usable()?;
         let mut bytes = BytesMut::new();
         records.iter().for_each(|record| record.encode(&mut bytes));

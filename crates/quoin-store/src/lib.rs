@@ -15,6 +15,7 @@ mod fill;
 mod freed;
 mod held;
 mod layout;
+mod mark;
 mod moved;
 mod node;
 mod overlay;

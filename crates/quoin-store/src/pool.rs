@@ -18,6 +18,7 @@ use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
 use crate::freed::Freed;
 use crate::layout::{FORMAT_VERSION, FormatOptions, Superblock};
+use crate::mark::Mark;
 use crate::records::{Checkpoint, DurableState, Record, UNKNOWN_RECORD};
 use crate::recover::recover;
 use crate::replica::{Replica, payload};
@@ -128,6 +129,7 @@ impl<D: Disk> Pool<D> {
             cache: Cache::new(options.cache_bytes),
             options,
             ring,
+            mark: Mark::found(durable.mark),
             durable: DurableState::default(),
             tickets: Tickets::default(),
             failed: None,
@@ -172,6 +174,39 @@ impl<D: Disk> Pool<D> {
     /// disk was rolled back.
     pub fn starts(&self) -> u64 {
         self.core.superblock.starts
+    }
+
+    /// The highest mark that is on media ([`quoin_core::recognition`]).
+    pub fn mark(&self) -> u64 {
+        self.core.mark.on_media
+    }
+
+    /// Whether something was promised or acknowledged since the mark was raised last.
+    pub fn has_changed_since_mark(&self) -> bool {
+        self.core.mark.has_changed()
+    }
+
+    /// Whether the next mark was asked for and is not on media yet.
+    pub fn is_mark_rising(&self) -> bool {
+        self.core.mark.is_rising()
+    }
+
+    /// Has the next mark recorded behind all that is there now: by a sync, the record, and
+    /// another sync.
+    pub fn raise_mark(&mut self) -> Result<(), StoreError> {
+        self.core.check_usable()?;
+        if !self.core.mark.is_rising() {
+            let ticket = self.core.tickets.request();
+            self.core.mark.covers(ticket);
+        }
+        Ok(())
+    }
+
+    fn record_mark(&mut self) -> Result<(), StoreError> {
+        self.core.append_records([Record::Mark(self.core.mark.on_media + 1)])?;
+        let ticket = self.core.tickets.request();
+        self.core.mark.recorded(ticket);
+        Ok(())
     }
 
     pub fn syncer(&self) -> Syncer {
@@ -353,6 +388,12 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             return;
         }
         if result.is_err() {
+            return;
+        }
+        if self.core.mark.synced(ticket)
+            && let Err(StoreError::Io(fault)) = self.record_mark()
+        {
+            self.core.failed = Some(fault);
             return;
         }
         self.release_some();

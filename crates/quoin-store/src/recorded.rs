@@ -169,6 +169,7 @@ fn records() -> Vec<(&'static str, Record)> {
         ("ring-6-cut", Record::Cut { guid, index: 12, keep: Lsn(99) }),
         ("ring-7-delete", Record::Delete(guid)),
         ("ring-8-describe", Record::Describe(guid, Bytes::from_static(b"name: db, larger"))),
+        ("ring-9-mark", Record::Mark(7)),
     ]
 }
 
@@ -199,7 +200,7 @@ fn every_record_of_the_ring_has_the_bytes_that_were_recorded_and_every_version_i
         let bytes = [&[code][..], &[0; 20]].concat();
         Record::decode(&mut Reader::new(bytes.into())) == Err(UNKNOWN_RECORD)
     };
-    assert!((1..=8).all(|code| !unknown(code)) && unknown(9));
+    assert!((1..=9).all(|code| !unknown(code)) && unknown(10));
 }
 
 #[test]

@@ -125,6 +125,9 @@ pub enum Record {
         keep: Lsn,
     },
     Delete(ReplicaGuid),
+    /// The mark of the pool. Written first when it is raised first: builds of before know no
+    /// such record and refuse the pool.
+    Mark(u64),
 }
 
 /// What the ring says of one replica.
@@ -143,6 +146,8 @@ pub struct DurableReplica {
 pub struct DurableState {
     pub replicas: BTreeMap<ReplicaGuid, DurableReplica>,
     pub retired: BTreeSet<ReplicaGuid>,
+    /// 0: it was never raised.
+    pub mark: u64,
 }
 
 impl DurableState {
@@ -166,6 +171,7 @@ impl DurableState {
                 self.replicas.remove(&guid);
                 self.retired.insert(guid);
             }
+            Record::Mark(mark) => self.mark = self.mark.max(mark),
             Record::Describe(guid, spec) => self.with(guid, |r| r.identity.volume_spec = spec),
             Record::Meta(guid, meta, watermark) => self.with(guid, |r| {
                 r.meta = *meta;
@@ -207,6 +213,9 @@ impl DurableState {
     /// The records that make this state from nothing.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = BytesMut::new();
+        if self.mark != 0 {
+            Record::Mark(self.mark).encode(&mut out);
+        }
         for guid in &self.retired {
             Record::Retired(*guid).encode(&mut out);
         }
@@ -236,7 +245,8 @@ impl DurableState {
             let segments = replica.log_segments.len() * (RECORD_HEAD + SEGMENT_LENGTH);
             3 * RECORD_HEAD + bodies + segments + replica.cuts.len() * (RECORD_HEAD + 16)
         };
-        self.retired.len() * RECORD_HEAD + self.replicas.values().map(of).sum::<usize>()
+        let mark = if self.mark == 0 { 0 } else { RECORD_HEAD + 8 };
+        mark + self.retired.len() * RECORD_HEAD + self.replicas.values().map(of).sum::<usize>()
     }
 
     pub fn decode(records: Vec<Bytes>) -> Result<Self, Malformed> {
@@ -286,6 +296,10 @@ impl Record {
                 body.put_slice(spec);
                 (8, guid)
             }
+            Record::Mark(mark) => {
+                body.put_u64_le(*mark);
+                (9, &ReplicaGuid::default())
+            }
         };
         out.put_u8(code);
         out.put_u128_le(guid.0);
@@ -311,6 +325,7 @@ impl Record {
             6 => Record::Cut { guid, index: r.u64("cut")?, keep: Lsn(r.u64("cut")?) },
             7 => Record::Delete(guid),
             8 => Record::Describe(guid, r.take(r.remaining(), "volume spec")?),
+            9 => Record::Mark(r.u64("mark")?),
             _ => return Err(UNKNOWN_RECORD),
         };
         r.end("ring record")?;

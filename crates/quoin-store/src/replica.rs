@@ -174,6 +174,7 @@ impl Replica {
         core.check_usable()?;
         self.head.check_append(self.snapshots.len(), entries)?;
         self.abandon_shadow();
+        core.mark.change();
         let mut rest = entries;
         while !rest.is_empty() {
             let (trims, owed) = (core.allocator.takes_trims(), core.allocator.takes_owed());

@@ -60,3 +60,56 @@ fn an_older_state_of_a_pools_disk_serves_nobody_and_nothing_older_is_read() {
     dev.ok(&["volume", "detach", "db"]);
     dev.stop();
 }
+
+/// The image is of the present life of the pool: it counts its starts on like any restart. Its
+/// replica was closed in order then, and the boot is the same, so nothing in the image itself
+/// tells that it lacks what was acknowledged since.
+#[test]
+fn an_image_of_a_pools_present_life_serves_nobody_and_nothing_older_is_read() {
+    let scratch = Scratch::new("present-life");
+    let flags = ["--no-attach", "--pool-size", "256MiB", "--replace-after", "off"];
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    let create = ["volume", "create", "db", "--size", "64MiB", "--replicas", "3"];
+    dev.ok(&[&create[..], &["--durability", "media"]].concat());
+    let client = dev.client("db");
+    client.write(0, Bytes::from(block(0, 1)), true).unwrap();
+    client.stop();
+    dev.ok(&["volume", "detach", "db"]);
+    let file = dev.pool_file("pool-b");
+    let image = scratch.0.join("image");
+    std::fs::copy(&file, &image).unwrap();
+
+    let client = dev.client("db");
+    dev.wait_for_volume("db", "whole", |volume| {
+        volume["replicas"].as_array().unwrap().iter().all(|r| r["phase"] == "InSync")
+    });
+    let away = dev.pid("pool-c").unwrap();
+    signal(away, "STOP");
+    client.write(0, Bytes::from(block(0, 2)), true).unwrap();
+    client.stop();
+    dev.ok(&["volume", "detach", "db"]);
+    // Marks are raised and told with the pool's reports.
+    std::thread::sleep(Duration::from_secs(9));
+    signal(dev.child.id(), "KILL");
+    for pid in dev.processes().values().filter_map(serde_json::Value::as_i64) {
+        signal(pid, "KILL");
+    }
+    drop(dev);
+    std::fs::copy(&image, &file).unwrap();
+
+    let dev = Dev::start(&scratch.cluster(), &flags);
+    let whole = dev.pid("pool-a").unwrap();
+    signal(whole, "STOP");
+    dev.eventually("it is found out", || {
+        dev.ok(&["events"]).contains("PoolRolledBack").then_some(())
+    });
+    let client = dev.client("db");
+    let reading = std::thread::spawn(move || client.read(0, BLOCK as u32).unwrap());
+    std::thread::sleep(Duration::from_secs(4));
+    assert!(!reading.is_finished(), "read from replicas that lack what was acknowledged");
+    signal(whole, "CONT");
+    dev.eventually("the read goes on", || reading.is_finished().then_some(()));
+    assert!(reading.join().unwrap() == block(0, 2), "the second version was acknowledged");
+    dev.ok(&["volume", "detach", "db"]);
+    dev.stop();
+}

@@ -177,6 +177,7 @@ pub struct SimPool {
     pub id: String,
     pub start_counter: u64,
     pub start_nonce: u64,
+    pub mark: u64,
     /// Beside its replicas, and by each of them.
     pub used_bytes: u64,
     pub replica_bytes: u64,
@@ -195,6 +196,7 @@ impl SimPool {
             id: format!("{name}-1"),
             start_counter: 1,
             start_nonce: 1,
+            mark: 0,
             used_bytes: 0,
             replica_bytes: 0,
             online: true,
@@ -272,6 +274,7 @@ impl SimPool {
             free_bytes: 100 * GIB - used,
             start_counter: self.start_counter,
             start_nonce: self.start_nonce,
+            mark: self.mark,
             replicas,
             ..PoolReport::default()
         }

@@ -256,6 +256,65 @@ async fn another_start_of_the_same_count_is_an_older_state_of_the_disk() {
     assert!(!cluster.controller.is_rolled_back(&name));
 }
 
+/// An image of the pool's present life counts its starts on, and its mark does not reach what the
+/// pool has told since.
+#[tokio::test]
+async fn a_new_start_with_a_lower_mark_is_an_older_state_of_the_disk() {
+    let mut cluster = Cluster::new().await;
+    let name = cluster.pools[0].name.clone();
+    let mut tell = async |starts: u64, nonce: u64, mark: u64| {
+        let pool = &mut cluster.pools[0];
+        (pool.start_counter, pool.start_nonce, pool.mark) = (starts, nonce, mark);
+        let report = pool.report();
+        cluster.controller.report_pool(&report).await.unwrap();
+        cluster.controller.is_rolled_back(&name)
+    };
+    for (starts, nonce, mark) in [(5, 50, 0), (5, 50, 1), (6, 60, 1), (6, 60, 3), (6, 60, 2)] {
+        assert!(!tell(starts, nonce, mark).await, "{starts} {nonce} {mark}");
+    }
+    assert!(tell(7, 70, 2).await, "a report that was overtaken takes nothing back");
+    assert!(tell(9, 90, 9).await, "only a person can take it back");
+    let message =
+        cluster.controller.events().after(0).into_iter().find(|e| e.reason == "PoolRolledBack");
+    assert!(message.is_some_and(|e| e.message.contains("mark 2") && e.message.contains("mark 3")));
+}
+
+/// The last report of a process that ends in order tells the mark and no start.
+#[tokio::test]
+async fn the_mark_of_a_pools_last_report_is_kept() {
+    let mut cluster = Cluster::new().await;
+    for (index, mark, is_older) in [(0, 2, false), (1, 1, true)] {
+        let pool = &mut cluster.pools[index];
+        (pool.start_counter, pool.start_nonce, pool.mark) = (5, 50, 1);
+        let report = pool.report();
+        let leaving = PoolReport { leaving: true, start_counter: 0, mark: 2, ..report.clone() };
+        let of_another = PoolReport { start_nonce: 51, mark: 9, ..leaving.clone() };
+        let next = PoolReport { start_counter: 6, start_nonce: 60, mark, ..report.clone() };
+        for report in [&report, &leaving, &of_another, &next] {
+            cluster.controller.report_pool(report).await.unwrap();
+        }
+        assert_eq!(cluster.controller.is_rolled_back(&report.pool), is_older, "mark {mark}");
+    }
+}
+
+/// What the replaced storage had counted is nothing to the new one, even where that reports
+/// first while it opens.
+#[tokio::test]
+async fn the_counts_of_a_replaced_pool_are_not_held_against_the_new_one() {
+    let mut cluster = Cluster::new().await;
+    let name = cluster.pools[0].name.clone();
+    let pool = &mut cluster.pools[0];
+    (pool.start_counter, pool.mark) = (9, 9);
+    let report = pool.report();
+    let new = PoolReport { pool_id: "another".into(), mark: 0, ..report.clone() };
+    let opening = PoolReport { start_counter: 0, start_nonce: 0, ..new.clone() };
+    let opened = PoolReport { start_counter: 2, start_nonce: 2, ..new };
+    for report in [&report, &opening, &opened] {
+        cluster.controller.report_pool(report).await.unwrap();
+        assert!(!cluster.controller.is_rolled_back(&name));
+    }
+}
+
 #[tokio::test]
 async fn replicas_that_no_record_names_are_kept_and_told_of_once() {
     let mut cluster = Cluster::new().await;

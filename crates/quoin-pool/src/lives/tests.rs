@@ -10,6 +10,7 @@ use quoin_core::entry::{Entry, EntryKind};
 use quoin_core::ids::{Epoch, Incarnation, SessionKey};
 use quoin_core::membership::{Member, Membership};
 use quoin_core::message::{Content, Failure, FromReplica, OpenAck, Ping, ReadView, ToReplica};
+use quoin_core::recognition::PoolCounts;
 use quoin_core::replica::store::{BootCookie, IoFault, ReplicaIdentity};
 use quoin_core::{Lsn, PoolId, Position, ReplicaGuid, ReplicaId, VolumeId};
 use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions};
@@ -64,6 +65,7 @@ struct Process {
     waker: Waker,
     stop: watch::Sender<bool>,
     trouble: Arc<Mutex<Option<String>>>,
+    counts: Arc<Mutex<PoolCounts>>,
     notices: Notices,
     metrics: Metrics,
     thread: JoinHandle<Result<(), Error>>,
@@ -97,6 +99,7 @@ impl Process {
         .unwrap();
         let notices = Notices::default();
         let scrub = ScrubPlan::default();
+        let counts = Arc::new(Mutex::new(PoolCounts::default()));
         let (kept, counted) = (notices.clone(), metrics.clone());
         let parts = Parts {
             reactor,
@@ -106,6 +109,7 @@ impl Process {
             metrics,
             scrub,
             recognition,
+            counts: counts.clone(),
             assignment: Assignment::default(),
         };
         let (stop, stopped) = watch::channel(false);
@@ -122,7 +126,7 @@ impl Process {
             keep_serving(first, &|| open(&disk), parts, &sender, &watch)
         });
         let (notices, metrics) = (kept, counted);
-        Process { address, inputs, waker, stop, trouble, notices, metrics, thread }
+        Process { address, inputs, waker, stop, trouble, counts, notices, metrics, thread }
     }
 
     fn send(&self, input: Input) {
@@ -525,15 +529,15 @@ fn a_start_serves_once_it_is_recognised_and_an_older_state_of_the_disk_serves_no
     let waiting = opening(&process, 1);
     std::thread::sleep(Duration::from_millis(300));
     assert!(!waiting.is_finished(), "the controller may know more");
-    process.send(Input::Judged { rolled_back: false });
+    process.send(Input::Judged { rolled_back: false, mark: 0 });
     let (mut session, _) = waiting.join().unwrap().expect("it is recognised");
 
-    process.send(Input::Judged { rolled_back: true });
+    process.send(Input::Judged { rolled_back: true, mark: 0 });
     assert!(session.next().is_none(), "its sessions end");
     let again = opening(&process, 2);
     std::thread::sleep(Duration::from_millis(300));
     assert!(!again.is_finished(), "nobody gets in");
-    process.send(Input::Judged { rolled_back: false });
+    process.send(Input::Judged { rolled_back: false, mark: 0 });
     assert!(again.join().unwrap().is_some(), "the controller took it back");
     process.stop();
 }
@@ -550,4 +554,44 @@ fn where_no_controller_answers_a_start_serves_after_a_while() {
     eventually("it serves", || process.open_replica(1));
     assert!(began.elapsed() >= Duration::from_secs(2), "the controller was not waited for");
     process.stop();
+}
+
+fn mark(process: &Process) -> u64 {
+    let (answer, state) = tokio::sync::oneshot::channel();
+    process.send(Input::State(answer));
+    state.blocking_recv().unwrap().counts.mark
+}
+
+#[test]
+fn the_mark_rises_after_promises_where_the_controller_knows_it_and_with_an_orderly_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let doubt = dir.path().join(DOUBT_FILE);
+    let disk = MemoryDisk::new(128 << 20);
+    Pool::format(&disk, &FormatOptions::new(PoolId(3))).unwrap();
+    let process = Process::start(&disk, &doubt);
+    process.create_replica();
+    for epoch in 1..4 {
+        process.open_replica(epoch).unwrap();
+        assert_eq!(mark(&process), 0, "no controller has heard of mark 0");
+    }
+    process.send(Input::Judged { rolled_back: true, mark: 0 });
+    process.send(Input::Judged { rolled_back: false, mark: 0 });
+    eventually("the mark rises", || (mark(&process) == 1).then_some(()));
+    process.send(Input::Judged { rolled_back: false, mark: 1 });
+    std::thread::sleep(Duration::from_millis(100));
+    process.open_replica(4).unwrap();
+    let counts = process.counts.clone();
+    process.stop();
+    let last = *counts.lock().unwrap();
+    assert_eq!(last.mark, 2, "its end covers what it promised last");
+    assert_eq!(open(&disk).unwrap().pool.mark(), 2);
+
+    // A disk that was put back cannot count up to what the controller knows.
+    for _ in 0..3 {
+        let process = Process::start(&disk, &doubt);
+        eventually("it is opened", || process.open_replica(9).or(process.open_replica(10)));
+        assert_eq!(mark(&process), 2);
+        process.stop();
+    }
+    assert_eq!(open(&disk).unwrap().pool.mark(), 2);
 }

@@ -186,14 +186,14 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
         let space = self.pool.space();
         self.parts.metrics.filled(space);
-        let (start_counter, start_nonce) = (self.pool.start_counter(), self.start_nonce);
         let scrub = self.scrub_state();
         let warning = match (self.short, self.pool.is_short_below()) {
             (_, true) => FULL_BELOW,
             (true, false) => FULL,
             (false, false) => "",
         };
-        PoolState { space, warning, start_counter, start_nonce, scrub, replicas }
+        let (counts, mark_rises) = (self.tell_counts(), self.pool.is_mark_rising());
+        PoolState { space, warning, counts, mark_rises, scrub, replicas }
     }
 }
 

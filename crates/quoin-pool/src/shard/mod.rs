@@ -11,17 +11,20 @@
 mod background;
 mod copying;
 mod holdings;
+mod recognition;
 mod repairs;
 mod scrubbing;
 mod sessions;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use quoin_core::ids::SessionKey;
 use quoin_core::key_map::KeyMap;
 use quoin_core::message::{Failure, FromReplica, ToReplica};
+use quoin_core::recognition::PoolCounts;
 use quoin_core::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
 use quoin_core::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_core::{Epoch, ReplicaGuid, Time};
@@ -29,7 +32,7 @@ use quoin_store::{Due, ReplicaPool};
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
 use quoin_wire::notices::{Notices, Severity};
-use quoin_wire::reactor::{Interest, Reactor, Ready, Timers, now};
+use quoin_wire::reactor::{Reactor, Ready, Timers, now};
 
 use crate::accept::Acceptor;
 use crate::assignment::{Assignment, PoolState, ReplicaState};
@@ -40,6 +43,8 @@ use crate::scrub::{Scrub, ScrubPlan};
 use crate::syncer::Syncer;
 use copying::Copying;
 use holdings::Held;
+pub use recognition::Recognition;
+use recognition::Start;
 use sessions::Peer;
 
 /// Answers one connection may owe before it is not read from.
@@ -91,24 +96,12 @@ pub enum Input {
     },
     State(tokio::sync::oneshot::Sender<PoolState>),
     Holdings(tokio::sync::oneshot::Sender<Holdings>),
-    /// What the controller made of the report of this start.
+    /// The controller's answer to a report of this start, which told this mark.
     Judged {
         rolled_back: bool,
+        mark: u64,
     },
     Shutdown,
-}
-
-/// Whether targets may open replicas here. A pool cannot see that its disk was put back to an
-/// older state, in which its replicas lack what they acknowledged; the controller can, by the
-/// count of starts. So nobody is let in before it has seen this start, or could not be reached
-/// for [`RECOGNISED_AFTER`]: its absence must not keep a volume from its replicas.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Recognition {
-    Awaited,
-    /// Also of pools that no controller knows, in tests and benchmarks.
-    Given,
-    /// An older state of the disk: what is here must not be read.
-    Refused,
 }
 
 /// Why the shard ended.
@@ -131,6 +124,8 @@ pub struct Parts {
     pub metrics: Metrics,
     pub scrub: ScrubPlan,
     pub recognition: Recognition,
+    /// Counts of the pool as of its last report or the end of its process.
+    pub counts: Arc<Mutex<PoolCounts>>,
     /// The last one; it comes only once, and each life of the pool begins with it.
     pub assignment: Assignment,
 }
@@ -170,7 +165,7 @@ pub struct Shard<'a, P> {
     /// What the targets were told of the pool's room.
     short: bool,
     copying: Copying,
-    start_nonce: u64,
+    start: Start,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
@@ -202,7 +197,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             repair_at: None,
             short: false,
             copying: Copying::default(),
-            start_nonce: rand::random(),
+            start: Start::new(),
         };
         let now = now();
         match shard.parts.recognition {
@@ -258,6 +253,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
         };
         self.scrub.stop(now());
+        self.tell_counts();
         for listener in self.parts.acceptor.listeners() {
             self.parts.reactor.deregister(listener);
         }
@@ -313,55 +309,15 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             Input::State(answer) => {
                 self.pool.look_below();
                 self.mind_room(now);
+                self.raise_mark(now);
                 let state = self.state(now);
                 // The asker may have given up waiting.
                 let _ = answer.send(state);
             }
             Input::Holdings(answer) => drop(answer.send(self.holdings())),
             Input::Scrub { request } => self.ask_for_scrub(now, request),
-            Input::Judged { rolled_back } => self.judged(now, rolled_back),
+            Input::Judged { rolled_back, mark } => self.answered(now, rolled_back, mark),
             Input::Shutdown => self.stop(now),
-        }
-    }
-
-    fn let_in(&mut self) -> std::io::Result<()> {
-        for listener in self.parts.acceptor.listeners() {
-            self.parts.reactor.register(listener, LISTENERS, Interest::READ)?;
-        }
-        self.parts.recognition = Recognition::Given;
-        Ok(())
-    }
-
-    /// The controller's word on this start: first the doors, or an end to all sessions.
-    fn judged(&mut self, now: Time, rolled_back: bool) {
-        match (self.parts.recognition, rolled_back) {
-            (Recognition::Given, false) | (Recognition::Refused, true) => {}
-            (_, false) => {
-                self.timers.set(LISTENERS, None);
-                if let Err(error) = self.let_in() {
-                    self.fail(StoreError::Io(IoFault {
-                        operation: "listen",
-                        offset: 0,
-                        errno: error.raw_os_error().unwrap_or_default(),
-                    }));
-                }
-            }
-            (before, true) => {
-                tracing::error!(
-                    "an older state of this pool's disk came back: it serves nobody; wipe it to \
-                     have its replicas rebuilt"
-                );
-                if before == Recognition::Given {
-                    for listener in self.parts.acceptor.listeners() {
-                        self.parts.reactor.deregister(listener);
-                    }
-                }
-                self.timers.set(LISTENERS, None);
-                self.parts.recognition = Recognition::Refused;
-                for key in self.peers.keys().copied().collect::<Vec<_>>() {
-                    self.lost(now, key, &WireError::Closed);
-                }
-            }
         }
     }
 

@@ -63,6 +63,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
             self.deliver(now, guid, ReplicaEvent::Shutdown);
         }
+        self.raise_last_mark();
         self.stopping = Some((self.pool.request_sync(), now + STOP_MAX));
     }
 

@@ -25,6 +25,7 @@ mod verified;
 use std::collections::BTreeMap;
 
 use quoin_core::message::FromReplica;
+use quoin_core::recognition::PoolCounts;
 use quoin_core::{Epoch, Lsn, Member, Time};
 
 use crate::clock::HostClock;
@@ -98,12 +99,14 @@ pub(crate) enum Event {
     PoolTold {
         pool: usize,
         life: u32,
+        counts: PoolCounts,
     },
     /// The pool hears what the controller makes of its start.
     PoolJudged {
         pool: usize,
         life: u32,
         rolled_back: bool,
+        mark: u64,
     },
     PoolWaited {
         pool: usize,
@@ -362,9 +365,9 @@ impl World {
             Event::PoolTimer { pool, life, arm } => self.pool_timer(pool, life, arm),
             Event::SyncDone { pool, life, ticket } => self.sync_done(pool, life, ticket),
             Event::PoolReport { pool, life } => self.pool_report(pool, life),
-            Event::PoolTold { pool, life } => self.pool_told(pool, life),
-            Event::PoolJudged { pool, life, rolled_back } => {
-                self.pool_judged(pool, life, rolled_back);
+            Event::PoolTold { pool, life, counts } => self.pool_told(pool, life, counts),
+            Event::PoolJudged { pool, life, rolled_back, mark } => {
+                self.pool_judged(pool, life, rolled_back, mark);
             }
             Event::PoolWaited { pool, life } => self.pool_waited(pool, life),
             Event::PoolWiped { pool } => self.pool_wiped(pool),

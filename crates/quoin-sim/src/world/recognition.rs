@@ -1,12 +1,15 @@
 //! Whether a pool may serve, as in the product: each start is told to the controller, with a number
-//! drawn for it, and nobody is let in before the controller has seen it or could not be reached for
-//! a while. The controller alone notices that an older state of a disk came back; such a pool
-//! serves nobody until a person has given it an empty disk.
+//! drawn for it and with the pool's mark, and nobody is let in before the controller has seen it or
+//! could not be reached for a while. The controller alone notices that an older state of a disk
+//! came back; such a pool serves nobody until a person has given it an empty disk. How the counts
+//! are compared, and when a mark is raised, is the product's ([`quoin_core::recognition`]).
 //!
 //! A pool that cannot reach the controller for so long serves what it has. Where its disk is an
 //! older one that is no promise of the contract, so no run asks it: the word of such a pool, and the
 //! answer, come through. What the controller knows of pools is not put back with an old copy of the
 //! volume's record, for the same reason.
+
+use quoin_core::recognition::{MarkSchedule, PoolCounts};
 
 use super::{Event, World};
 use crate::random::Random;
@@ -24,21 +27,15 @@ pub(crate) enum Recognition {
     Refused,
 }
 
-/// A start of a pool: what its disk counts, and a number drawn for it.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub(crate) struct Start {
-    counter: u64,
-    nonce: u64,
-}
-
 /// How the controller and a pool's starts stand.
 pub(crate) struct Starts {
     random: Random,
-    /// The newest start that the controller was told.
-    known: Start,
+    /// The newest that the controller was told.
+    known: PoolCounts,
     is_rolled_back: bool,
-    /// The present one.
-    now: Start,
+    /// Of the present start.
+    nonce: u64,
+    marks: MarkSchedule,
     recognition: Recognition,
 }
 
@@ -46,9 +43,10 @@ impl Starts {
     pub fn new(seed: u64, pool: usize) -> Self {
         Starts {
             random: Random::new(seed ^ 0x7265_636f_676e_6973 ^ (pool as u64) << 56),
-            known: Start::default(),
+            known: PoolCounts::default(),
             is_rolled_back: false,
-            now: Start::default(),
+            nonce: 0,
+            marks: MarkSchedule::default(),
             recognition: Recognition::Awaited,
         }
     }
@@ -59,29 +57,24 @@ impl Starts {
 
     /// How often a disk is opened between its image and the day that this is put back.
     pub fn more_starts(&mut self) -> u64 {
-        self.random.between(1, 3)
+        self.random.between(0, 3)
     }
 
-    /// Starts that the controller was told before a disk was put back.
-    pub fn told_before(&mut self, counter: u64) {
-        self.known = Start { counter, nonce: self.random.draw() | 1 };
+    /// Counts that the controller was told before a disk was put back.
+    pub fn told_before(&mut self, counts: PoolCounts) {
+        self.known = PoolCounts { nonce: self.random.draw() | 1, ..counts };
     }
 
     /// Another pool by its disk: the controller makes a new record.
     pub fn of_a_new_disk(&mut self) {
-        (self.known, self.is_rolled_back) = (Start::default(), false);
+        (self.known, self.is_rolled_back) = (PoolCounts::default(), false);
     }
 
     /// The controller's part.
-    fn judge(&mut self, told: Start) -> bool {
-        let known = self.known;
-        let another = told.counter == known.counter
-            && told.nonce != known.nonce
-            && ![told.nonce, known.nonce].contains(&0);
-        let older = told.counter != 0 && (another || told.counter < known.counter);
-        self.is_rolled_back |= older && !quoin_core::mutant::is("rolled-back-disk-not-noticed");
-        if !self.is_rolled_back && told.counter != 0 {
-            self.known = told;
+    fn judge(&mut self, told: PoolCounts) -> bool {
+        self.is_rolled_back |= told.are_older_than(&self.known);
+        if !self.is_rolled_back && told.starts != 0 {
+            self.known = told.after(&self.known);
         }
         self.is_rolled_back
     }
@@ -90,9 +83,8 @@ impl Starts {
 impl World {
     /// A pool's process is there: it says so, and waits to be recognised.
     pub(super) fn pool_began(&mut self, pool: usize, life: u32) {
-        let counter = self.pools[pool].storage.starts();
         let starts = &mut self.pools[pool].starts;
-        starts.now = Start { counter, nonce: starts.random.draw() | 1 };
+        (starts.nonce, starts.marks) = (starts.random.draw() | 1, MarkSchedule::default());
         starts.recognition = Recognition::Awaited;
         self.schedule.after(RECOGNISED_AFTER, Event::PoolWaited { pool, life });
         self.pool_report(pool, life);
@@ -104,14 +96,31 @@ impl World {
         if !self.is_life(pool, life) {
             return;
         }
-        self.schedule.after(REPORT_EVERY, Event::PoolReport { pool, life });
         if self.pools[pool].paused {
-            return;
+            return self.schedule.after(REPORT_EVERY, Event::PoolReport { pool, life });
         }
         self.pools[pool].storage.look_again();
         self.plan_idle(pool);
+        self.raise_mark(pool);
+        let here = &self.pools[pool];
+        let pause = if here.storage.is_mark_rising() { REPORT_EVERY / 8 } else { REPORT_EVERY };
+        let (starts, mark) = (here.storage.starts(), here.storage.mark());
+        let counts = PoolCounts { starts, nonce: here.starts.nonce, mark };
+        self.schedule.after(pause, Event::PoolReport { pool, life });
         if let Some(delay) = self.way_to_the_controller(pool, true) {
-            self.schedule.after(delay, Event::PoolTold { pool, life });
+            self.schedule.after(delay, Event::PoolTold { pool, life, counts });
+        }
+    }
+
+    fn raise_mark(&mut self, pool: usize) {
+        let now = self.local(self.pools[pool].host);
+        let here = &mut self.pools[pool];
+        let changed = here.storage.has_changed_since_mark();
+        if here.starts.marks.is_due(now, here.storage.mark(), changed) {
+            here.starts.marks.raised(now);
+            // A disk that fails is found by whoever uses it next.
+            let _ = here.storage.raise_mark();
+            self.plan_sync(pool);
         }
     }
 
@@ -133,26 +142,29 @@ impl World {
         (!blocked && !lost).then_some(delay)
     }
 
-    pub(crate) fn pool_told(&mut self, pool: usize, life: u32) {
+    pub(crate) fn pool_told(&mut self, pool: usize, life: u32, counts: PoolCounts) {
         if !self.is_life(pool, life) {
             return;
         }
-        let starts = &mut self.pools[pool].starts;
-        let rolled_back = starts.judge(starts.now);
+        let rolled_back = self.pools[pool].starts.judge(counts);
         if let Some(delay) = self.way_to_the_controller(pool, false) {
-            self.schedule.after(delay, Event::PoolJudged { pool, life, rolled_back });
+            let judged = Event::PoolJudged { pool, life, rolled_back, mark: counts.mark };
+            self.schedule.after(delay, judged);
         }
     }
 
-    pub(crate) fn pool_judged(&mut self, pool: usize, life: u32, rolled_back: bool) {
+    pub(crate) fn pool_judged(&mut self, pool: usize, life: u32, rolled_back: bool, mark: u64) {
         if !self.is_life(pool, life) {
             return;
         }
         if self.pools[pool].paused {
-            let again = Event::PoolJudged { pool, life, rolled_back };
+            let again = Event::PoolJudged { pool, life, rolled_back, mark };
             return self.schedule.after(20 * MILLISECOND, again);
         }
         let starts = &mut self.pools[pool].starts;
+        if !rolled_back {
+            starts.marks.heard(mark);
+        }
         match (starts.recognition, rolled_back) {
             (Recognition::Refused, true) => {}
             (_, false) => starts.recognition = Recognition::Given,

@@ -443,8 +443,8 @@ impl World {
         self.profile == Profile::Power || in_sync == self.record.membership.known.len()
     }
 
-    /// An old image of the disk is put back. The pool's starts show it to the controller: it serves
-    /// nobody, and its replica is made anew under another GUID on another disk.
+    /// An old image of the disk is put back, of an older life of the pool or of the present one. Its
+    /// counts show it to the controller: it serves nobody, and its replica is made anew under another GUID on another disk.
     fn roll_back_disk(&mut self) -> bool {
         let pool = self.victim();
         let adopted = self.record.membership.known.contains(&self.pools[pool].member);
@@ -452,15 +452,15 @@ impl World {
             return false;
         }
         let more = self.pools[pool].starts.more_starts();
-        let starts = match self.pools[pool].storage.roll_back(more) {
-            Ok(Some(starts)) => starts,
+        let counts = match self.pools[pool].storage.roll_back(more) {
+            Ok(Some(counts)) => counts,
             Ok(None) => return false,
             Err(_) => {
                 self.kill_pool(pool, Outage::DiskFailed, 300 * MILLISECOND);
                 return false;
             }
         };
-        self.pools[pool].starts.told_before(starts);
+        self.pools[pool].starts.told_before(counts);
         self.kill_pool(pool, Outage::Process, 300 * MILLISECOND);
         let there = &mut self.pools[pool];
         there.cache_lost = true;

@@ -96,6 +96,7 @@ impl RunningPool {
             metrics,
             scrub,
             recognition: Recognition::Given,
+            counts: Default::default(),
             assignment: Assignment::default(),
         };
         let thread =
