@@ -212,6 +212,33 @@ impl History {
         if common < replica.stable { Err("StableNeverCut") } else { Ok(common) }
     }
 
+    /// The last entry here of the newest epoch that a replica has entries of too.
+    pub fn newest_common_epoch(&self, replica: &OpenAck) -> Lsn {
+        let theirs = |row: &&EpochEnd| replica.epoch_table.iter().any(|r| r.epoch == row.epoch);
+        self.epochs.iter().rev().find(theirs).map_or(Lsn::ZERO, |row| row.last)
+    }
+
+    /// Whether this history may go on where a replica ends at `keep` with this chain. Where neither
+    /// that end nor the entry behind it is known any more, it may.
+    pub fn may_follow(&self, keep: Lsn, chain: Chain) -> bool {
+        let known = if keep == Lsn::ZERO {
+            Some(Chain::default())
+        } else if keep == self.last.lsn {
+            Some(self.chain)
+        } else {
+            self.epochs.iter().find(|row| row.last == keep).map(|row| row.chain)
+        };
+        let next = self.get(keep.next());
+        known.is_none_or(|own| own == chain)
+            && next.is_none_or(|entry| entry.chain == entry.chain_after(chain))
+    }
+
+    /// Where the epoch begins that an entry is of: what is up to there is of older ones.
+    pub fn before_epoch_of(&self, lsn: Lsn) -> Lsn {
+        let row = self.epochs.iter().find(|row| row.first <= lsn && lsn <= row.last);
+        row.map_or(Lsn::ZERO, |row| Lsn(row.first.0 - 1))
+    }
+
     /// The state that a replica is in when it has everything up to now.
     pub fn end(&self, snapshots: Vec<SnapshotInfo>) -> IncrementEnd {
         IncrementEnd {

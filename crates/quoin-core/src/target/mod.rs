@@ -400,8 +400,8 @@ impl Target {
             FromReplica::Refuse { promised, failure } => {
                 self.on_refused(now, index, promised, failure, actions);
             }
-            FromReplica::Truncated { position, chain: _ } => {
-                self.on_truncated(now, index, position, actions);
+            FromReplica::Truncated { position, chain } => {
+                self.on_truncated(now, index, position, chain, actions);
             }
             FromReplica::Applied { applied, durable, ping } => {
                 self.saw_ping(now, index, ping);

@@ -8,7 +8,7 @@ use super::serve::PATIENCE;
 use super::verdict::Verdict;
 use super::{History, Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::EPOCH_MAX;
-use crate::entry::{EntryKind, Rule, SharedEntry, View};
+use crate::entry::{Chain, EntryKind, Rule, SharedEntry, View};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
 use crate::membership::{Member, Membership};
 use crate::message::{Failure, OpenAck, ToReplica};
@@ -468,14 +468,23 @@ impl Target {
             actions.push(TargetAction::Note(TargetNote::ControlPlaneBehind { durable_version }));
             return self.shut_out(now, index, "MembershipMonotone", actions);
         }
-        let (keep, reached) = match self.history.common_prefix(ack) {
+        let common = match (self.history.common_prefix(ack), peer.parts_at) {
+            (Ok(common), Some(parts_at)) => Ok(common.min(parts_at)),
+            (Err("OneContent"), Some(parts_at)) => Ok(parts_at.min(ack.position.lsn)),
+            (common, _) => common,
+        };
+        let (keep, reached) = match common {
             // Nothing of it counts until all of it was replaced, so nothing is cut either.
             _ if ack.damaged => (ack.position.lsn, Lsn::ZERO),
+            Ok(keep) if keep < ack.stable => (Lsn::ZERO, Lsn::ZERO),
             Ok(keep) => (keep, keep),
             // The cut is asked for and never executed (R3): the replica finds itself damaged,
             // does not vote any more, and is rebuilt from nothing when it is opened again.
             Err("StableNeverCut") => (Lsn::ZERO, Lsn::ZERO),
-            Err(invariant) => return self.shut_out(now, index, invariant, actions),
+            Err(_) => {
+                let parts_in = self.history.newest_common_epoch(ack);
+                return self.of_another_history(now, index, parts_in, actions);
+            }
         };
         let tip = if self.phase == Phase::Recovering {
             Lsn(self.first_view.0 - 1)
@@ -500,6 +509,7 @@ impl Target {
         now: Time,
         index: usize,
         position: Position,
+        chain: Chain,
         actions: &mut Vec<TargetAction>,
     ) {
         let held_from = self.history.first();
@@ -510,14 +520,37 @@ impl Target {
         if position.lsn.0.checked_add(1) != Some(peer.next.0) {
             return self.shut_out(now, index, "PrefixAlways", actions);
         }
-        peer.durable = peer.applied;
         let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
+        let follows = self.history.may_follow(position.lsn, chain);
+        if !damaged && !follows && !mutant::is("chain-of-a-cut-not-compared") {
+            return self.of_another_history(now, index, position.lsn, actions);
+        }
+        peer.durable = peer.applied;
         if peer.next >= held_from && !damaged {
             peer.link = Link::Fed;
         } else {
             peer.link = Link::Rebuilding;
         }
         self.progress(now, actions);
+    }
+
+    /// A replica holds something else at `lsn`, under an epoch of this history: its number was used
+    /// twice, by a control plane that had forgotten the first use. While IO is served the history is
+    /// that of a quorum, and the replica is cut back to before that epoch when it comes again, and
+    /// further where that is not enough; below its stable it finds itself damaged and is rebuilt.
+    /// An open cuts nothing for it: none can say yet which of the two histories holds what was
+    /// acknowledged.
+    fn of_another_history(
+        &mut self,
+        now: Time,
+        index: usize,
+        lsn: Lsn,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        if self.phase == Phase::Serving {
+            self.peers[index].parts_at = Some(self.history.before_epoch_of(lsn));
+        }
+        self.shut_out(now, index, "OneContent", actions);
     }
 
     /// The first View is active: everything before it is committed again. IO starts.

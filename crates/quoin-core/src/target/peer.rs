@@ -60,6 +60,8 @@ pub(super) struct Peer {
     pub behind_since: Option<Time>,
     /// Dropped for slowness: no return before this.
     pub return_at: Time,
+    /// Above this it holds another history than the one that is served.
+    pub parts_at: Option<Lsn>,
     pub rebuild: Option<Rebuild>,
     pub rounds: Rounds,
     /// Its pool is short of room.
@@ -101,6 +103,7 @@ impl Peer {
             retry: RETRY_FIRST,
             behind_since: None,
             return_at: Time::ZERO,
+            parts_at: None,
             rebuild: None,
             rounds: Rounds::default(),
             short: false,
@@ -131,10 +134,11 @@ impl Peer {
     /// The session is over; the next attempt waits longer than the last one did.
     pub fn down(&mut self, now: Time) {
         let fresh = Peer::new(self.member, now);
-        let (retry, return_at) = (self.retry, self.return_at);
+        let (retry, return_at, parts_at) = (self.retry, self.return_at, self.parts_at);
         let rounds = std::mem::take(&mut self.rounds);
         *self = fresh;
         self.rounds = rounds;
+        self.parts_at = parts_at;
         self.retry_at = now + retry;
         self.retry = (retry * 2).min(RETRY_LAST);
         self.return_at = return_at;

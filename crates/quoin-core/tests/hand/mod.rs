@@ -27,6 +27,8 @@ pub struct Hand {
     pub replies: Vec<Reply>,
     pub notes: Vec<TargetNote>,
     pub timer: Option<Time>,
+    /// Epochs that replicas have answered with.
+    pub answered: Vec<EpochEnd>,
 }
 
 pub fn member(id: u128) -> Member {
@@ -108,6 +110,7 @@ impl Hand {
             replies: Vec::new(),
             notes: Vec::new(),
             timer: None,
+            answered: Vec::new(),
         };
         hand.on(TargetEvent::Timer);
         hand
@@ -172,6 +175,7 @@ impl Hand {
     }
 
     pub fn answer(&mut self, id: u128, ack: OpenAck) {
+        self.answered.extend(&ack.epoch_table);
         self.say(id, FromReplica::OpenAck(Box::new(ack)));
     }
 
@@ -186,7 +190,9 @@ impl Hand {
     pub fn truncated(&mut self, id: u128) {
         let lsn = self.truncate_sent(id).expect("it was told to truncate");
         let position = Position { epoch: Epoch(0), lsn };
-        self.say(id, FromReplica::Truncated { position, chain: Chain(0) });
+        let row = self.answered.iter().rev().find(|row| row.last == lsn);
+        let chain = row.map_or(Chain(0), |row| row.chain);
+        self.say(id, FromReplica::Truncated { position, chain });
     }
 
     pub fn entries_of(&self, id: u128) -> Vec<entry::SharedEntry> {
