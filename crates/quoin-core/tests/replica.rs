@@ -583,15 +583,11 @@ fn a_read_behind_the_end_that_a_replica_knows_finds_a_hole_and_ends_no_session()
     let session = key(5, 1, 1);
     one.opened(session);
     one.feed(session);
+    let hole = |slot: &Slot| slot.content == Content::Hole && slot.version == Lsn(0);
     let covered = |slots: &[Slot]| {
-        let hole = slots.iter().all(|s| s.content == Content::Hole && s.version == Lsn(0));
-        let rows = slots.iter().map(|s| (s.lba, u64::from(s.blocks)));
-        rows.fold(Some(None), |end: Option<Option<u64>>, (lba, blocks)| {
-            end.filter(|end| end.is_none_or(|end| end == lba)).map(|_| Some(lba + blocks))
-        })
-        .flatten()
-        .filter(|_| hole)
-        .map(|end| (slots[0].lba, end))
+        let joined = slots.windows(2).all(|w| w[0].lba + u64::from(w[0].blocks) == w[1].lba);
+        let end = slots.last().map(|last| last.lba + u64::from(last.blocks))?;
+        (joined && slots.iter().all(hole)).then_some((slots[0].lba, end))
     };
     // The volume has 64 blocks.
     for (lba, blocks) in [(60, 8), (64, 4), (1000, 1), (0, 128)] {
