@@ -54,6 +54,9 @@ kinds! {
     MisdirectedWrite = "write misdirected by the disk",
     DiskRolledBack = "disk rolled back",
     FullPool = "full pool",
+    /// The power fails everywhere, pools are full once they are back, and the owner changes and
+    /// changes back meanwhile.
+    PowerAllFull = "power cut, full pools, owner changes twice",
     /// The controller names another owner while the old target still runs.
     Failover = "failover, old target alive",
     /// The owner's host is cut off from everybody, and the volume is given to the other one.
@@ -154,6 +157,7 @@ fn weight(kind: FaultKind, profile: Profile, clocks_stop: bool) -> u32 {
         F::Failover => 10,
         // A partition and a failover come together often enough; swarms aim at it.
         F::OwnerIsolated => 0,
+        F::PowerAllFull => 0,
         F::ControlLost | F::ControlLate => 4,
         F::TargetShutdown | F::ReplicaShutdown => 4,
     }
@@ -210,7 +214,8 @@ fn narrow(weights: &mut [u32], kinds: &[(FaultKind, u32)], random: &mut Random) 
     }
     for (kind, weight) in weights.iter_mut().enumerate() {
         let wanted = kinds.iter().find(|(k, _)| *k as usize == kind).map_or(0, |(_, w)| *w);
-        let allowed = *weight > 0 || FaultKind::ALL[kind] == FaultKind::OwnerIsolated;
+        let aimed = [FaultKind::OwnerIsolated, FaultKind::PowerAllFull];
+        let allowed = *weight > 0 || aimed.contains(&FaultKind::ALL[kind]);
         *weight = if allowed { wanted } else { 0 };
     }
 }

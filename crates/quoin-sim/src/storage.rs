@@ -129,6 +129,8 @@ pub trait Storage {
 pub(crate) struct Faults {
     pub failing: Failing,
     pub full: bool,
+    /// What a session's target had to feed from older epochs.
+    pub owed_before: Epoch,
     pub errors: u64,
     /// What the store did that its rules forbid.
     pub broken: Option<(&'static str, String)>,
@@ -178,12 +180,17 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
         self.inner.snapshots()
     }
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
-        // The reserve takes Views and deletes of snapshots in a full pool.
-        let small = entries.iter().all(|e| e.data.is_empty());
-        self.write(!small)?;
-        self.inner.append(entries)
+        // The reserve takes Views and deletes of snapshots in a full pool, and what was owed to it
+        // before its session began.
+        let (full, owed) = (self.faults.full, self.faults.owed_before);
+        let fits = |e: &&SharedEntry| !full || e.data.is_empty() || e.epoch < owed;
+        let taken = entries.iter().take_while(fits).count();
+        self.write(false)?;
+        self.inner.append(&entries[..taken])?;
+        self.write(taken < entries.len())
     }
     fn owe_before(&mut self, epoch: Epoch) {
+        self.faults.owed_before = epoch;
         self.inner.owe_before(epoch);
     }
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {

@@ -52,6 +52,8 @@ pub enum Swarm {
     Liars,
     /// Little room, much that is written over and given back.
     Pressure,
+    /// Pools without room while caches are lost, and the targets live.
+    FullPools,
 }
 
 impl Swarm {
@@ -75,6 +77,7 @@ impl Swarm {
         Swarm::Damage,
         Swarm::Liars,
         Swarm::Pressure,
+        Swarm::FullPools,
     ];
 
     pub fn name(self) -> &'static str {
@@ -98,6 +101,7 @@ impl Swarm {
             Swarm::Damage => "damage",
             Swarm::Liars => "liars",
             Swarm::Pressure => "pressure",
+            Swarm::FullPools => "full-pools",
         }
     }
 
@@ -223,6 +227,12 @@ impl Swarm {
                 think_ns: (MILLISECOND, 4 * MILLISECOND),
                 apart: true,
                 ..small
+            },
+            Swarm::FullPools => Shape {
+                kinds: &[(PowerAllFull, 20), (FullPool, 3), (ConnectionCut, 2), (ReplicaCrash, 2)],
+                sync_ns: &[30 * MILLISECOND, 60 * MILLISECOND],
+                full_to_the_block: true,
+                ..Swarm::Blackouts.shape(random)?
             },
             Swarm::PowerCuts => Shape {
                 wanted: Wanted::Power,
@@ -471,6 +481,9 @@ pub struct Shape {
     pub fua_percent: u64,
     pub long_blocks: u64,
     pub pool: Option<PoolShape>,
+    /// The store in memory: in a full pool it takes no block more, while the real one has what is
+    /// left of its segment.
+    pub full_to_the_block: bool,
     pub ios_min: u64,
     /// By how much faults and outages are shorter than in a broad run.
     pub haste: u64,
@@ -498,6 +511,7 @@ impl Shape {
             fua_percent: 0,
             long_blocks: 8,
             pool: random.percent(70).then_some(PoolShape::TIGHT),
+            full_to_the_block: false,
             ios_min: 250,
             haste: 4,
         }

@@ -47,6 +47,9 @@ impl World {
         self.check_record(target, epoch);
         self.keep_what_rules(target);
         let served_before = self.served.0;
+        // Nothing that this very process acknowledged since it served last is lost: what is not on
+        // media is in its memory, and it writes that again before it answers anything.
+        let lives_on = self.served == (served_before, target, life);
         self.served = (epoch, target, life);
         if let Some(forced) = self.recovery.takes_effect(epoch) {
             kept = Some(self.held_by_kept(&forced));
@@ -118,8 +121,9 @@ impl World {
             there.life != life || there.process.as_ref().is_none_or(|p| p.has_served)
         };
         let over = |op: &crate::history::Op| had_served(op.target) || lineage.was_sent(op.tag);
-        if !claimed && kept.is_none() {
+        if kept.is_none() && (!claimed || lives_on) {
             self.history.settle(serving, over, holds);
+            self.owed.retain(|seen, _| lineage.is_on(path, *seen));
             return;
         }
         let image = lineage.image(self.seed, path, Lsn(u64::MAX));
@@ -170,16 +174,17 @@ impl World {
         }
     }
 
-    /// A good answer: is it the serving target's, and are a read's bytes what someone wrote?
-    pub(crate) fn check_reply(&mut self, target: usize, life: u32, tag: Tag, data: &[Bytes]) {
+    /// The epoch that an answer is of, if the serving target gives it.
+    pub(crate) fn check_answers(&mut self, target: usize, life: u32, tag: Tag) -> Option<Epoch> {
         let serving = self.targets[target].process.as_ref().and_then(|p| p.serving);
         let Some(epoch) = serving else {
             self.violate("LeaseExcludes", format!("target {target} answers and does not serve"));
-            return;
+            return None;
         };
         if self.targets[target].process.as_ref().is_some_and(|p| p.closes) {
             let detail = format!("target {target} answers though it gave its lease up by a Close");
-            return self.violate("LeaseExcludes", detail);
+            self.violate("LeaseExcludes", detail);
+            return None;
         }
         if (epoch, target, life) != self.served {
             let (newest, by, _) = self.served;
@@ -187,8 +192,14 @@ impl World {
                 "LeaseExcludes",
                 format!("op {tag} answered in epoch {epoch} after {newest} (target {by}) began IO"),
             );
-            return;
+            return None;
         }
+        Some(epoch)
+    }
+
+    /// A good answer: is it the serving target's, and are a read's bytes what someone wrote?
+    pub(crate) fn check_reply(&mut self, target: usize, life: u32, tag: Tag, data: &[Bytes]) {
+        let Some(epoch) = self.check_answers(target, life, tag) else { return };
         self.check_known_connected(target);
         let op = self.history.op(tag);
         let (draft, invoked) = (op.draft, op.invoked);

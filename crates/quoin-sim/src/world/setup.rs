@@ -175,7 +175,9 @@ impl World {
             None => factors(&mut random),
         };
         let replicas = usize::from(rf);
-        let profile = profile(rf, cf, options.store, shape.as_ref(), &mut random);
+        let in_memory = shape.as_ref().is_some_and(|s| s.full_to_the_block);
+        let store = if in_memory { StoreKind::Model } else { options.store };
+        let profile = profile(rf, cf, store, shape.as_ref(), &mut random);
         let apart = shape.as_ref().is_some_and(|s| s.apart);
         let shared_hosts = random.percent(40) && !apart;
         let target_hosts: [usize; 2] =
@@ -219,7 +221,7 @@ impl World {
             local: local_wanted.then(|| members[0]),
         };
         let setup = Setup {
-            store: options.store,
+            store,
             config,
             volume_blocks,
             rf,

@@ -138,6 +138,7 @@ impl World {
                 self.power_cut(&pools);
                 true
             }
+            FaultKind::PowerAllFull => self.power_cut_and_full(),
             FaultKind::Partition | FaultKind::PartitionOneWay => {
                 self.partition(kind == FaultKind::PartitionOneWay)
             }
@@ -308,6 +309,24 @@ impl World {
             }
             self.schedule.after(off.saturating_sub(1), Event::Mend(Mend::Clock(host)));
         }
+    }
+
+    /// All pools lose their power, and other volumes have taken their room when they are back.
+    /// Meanwhile the owner changes and changes back: the target that lives opens again, and what it
+    /// had acknowledged is in its memory alone.
+    fn power_cut_and_full(&mut self) -> bool {
+        let pools: Vec<usize> = (0..self.pools.len()).collect();
+        self.power_cut(&pools);
+        for pool in pools {
+            self.set_full(pool, true);
+            self.lasting(40_000, Mend::Disk(pool));
+        }
+        self.failover();
+        let (back, seed) = (self.random.between(100, 1500) * MILLISECOND, self.random.draw());
+        let kind = FaultKind::Failover;
+        let again = Planned { at: 0, kind, countdown: 0, aim: None, seed };
+        self.schedule.after(back, Event::Fault(again));
+        true
     }
 
     fn partition(&mut self, one_way: bool) -> bool {

@@ -543,6 +543,10 @@ impl World {
                 if error == BlockError::OutOfRange || error == BlockError::Misaligned {
                     self.violate("Requests", format!("a good request was refused: {error}"));
                 }
+                // Without a quorum there is no lease, and one that is not wanted is told to nobody.
+                if !matches!(error, BlockError::NoQuorum | BlockError::Stopped) {
+                    self.check_answers(target, life, token as u32);
+                }
                 self.check_failed(token as u32, error);
                 if error == BlockError::NoQuorum {
                     self.check_no_quorum(target);
