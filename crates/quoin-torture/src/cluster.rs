@@ -233,6 +233,18 @@ impl Cluster {
         self.ensure(name)
     }
 
+    /// Stops these together, and starts them again when the last one has ended: a target takes
+    /// some seconds to end where the pools of its volumes are away.
+    pub fn restart(&mut self, names: &[&str]) -> Result<()> {
+        for name in names {
+            self.signal(name, Signal::TERM)?;
+        }
+        for name in names {
+            self.end(name, Signal::TERM)?;
+        }
+        self.tend()
+    }
+
     /// Ends one that may be paused, by force where it does not obey.
     fn end(&mut self, name: &str, signal: Signal) -> Result<()> {
         let process = self.processes.get_mut(name).context("a process of this name")?;

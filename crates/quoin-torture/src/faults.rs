@@ -119,13 +119,7 @@ impl Injected {
                 std::thread::sleep(lasts);
                 disk.relieve()
             }
-            Fault::RestartCleanly => {
-                for name in [pool, "target"] {
-                    cluster.signal(name, Signal::TERM)?;
-                }
-                std::thread::sleep(Duration::from_millis(500));
-                cluster.tend()
-            }
+            Fault::RestartCleanly => cluster.restart(&[pool, "target"]),
         }
     }
 }
