@@ -149,8 +149,9 @@ impl Reactor {
                 let mut count = [0u8; 8];
                 let _ = rustix::io::read(&self.waker.0.event, &mut count);
                 // Cleared after the read: a wake from here on writes again, and one before is
-                // seen by the caller, which looks at its queues after this returns.
-                self.waker.0.pending.store(false, Ordering::Release);
+                // seen by the caller, which looks at its queues after this returns. A plain store
+                // could become visible after that look, and a wake between both would be lost.
+                self.waker.0.pending.swap(false, Ordering::AcqRel);
                 continue;
             }
             let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP);
