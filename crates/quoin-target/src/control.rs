@@ -26,7 +26,7 @@ use tonic::transport::Channel;
 
 use crate::Options;
 use crate::assignment::{self, Assigned};
-use crate::dial::Reach;
+use crate::dial::{Dials, Reach};
 use crate::door::{Door, NewClient};
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
 use crate::verification::verification;
@@ -38,6 +38,8 @@ const GATHER: Duration = Duration::from_millis(100);
 /// Between attempts to reach a controller that is away.
 const RETRY: Duration = Duration::from_millis(250);
 const CALL_MAX: Duration = Duration::from_secs(5);
+/// For a shard's word at the end of its process.
+const STATUS_MAX: Duration = Duration::from_millis(500);
 /// A volume that stopped but is still assigned is opened again after this.
 const REOPEN: Duration = Duration::from_secs(1);
 
@@ -47,6 +49,7 @@ pub(crate) struct Control {
     pub channel: Channel,
     pub contact: Contact,
     pub shards: Vec<ShardHandle>,
+    pub dials: Dials,
     pub notices: Notices,
     pub served: Mutex<Served>,
     /// Something worth a report soon.
@@ -95,9 +98,7 @@ impl Control {
         {
             served.reach = Some(mode);
             mode.remember(self.identity.dir());
-            for shard in &self.shards {
-                shard.set_reach(Reach::Tls { identity: self.identity.clone(), mode });
-            }
+            self.dials.set_reach(Reach::Tls { identity: self.identity.clone(), mode });
         }
         let (wanted, refused) = assignment::parse(message);
         for reason in refused {
@@ -352,6 +353,21 @@ impl Control {
         }
         // Of volumes that are not served any more; told with another's report.
         self.notices.restore(notices);
+    }
+
+    /// What is still open, for people: the volumes of each shard that answers.
+    pub async fn unclosed(&self) -> Vec<String> {
+        let mut unclosed = Vec::new();
+        for (n, shard) in self.shards.iter().enumerate() {
+            let (answer, status) = oneshot::channel();
+            shard.send(Input::Status(answer));
+            match tokio::time::timeout(STATUS_MAX, status).await {
+                Ok(Ok(volumes)) => unclosed.extend(volumes.iter().map(|(id, _)| self.name_of(*id))),
+                Ok(Err(_)) => {}
+                Err(_) => unclosed.push(format!("all of shard {n}, which hangs")),
+            }
+        }
+        unclosed
     }
 
     /// What people call the volume.

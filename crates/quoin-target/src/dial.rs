@@ -1,9 +1,18 @@
 //! Connections to replicas, made on helper threads and handed to the shard when they are proven.
+//!
+//! A host that drops packets holds each dial up for seconds, and every volume with a replica there
+//! dials it again and again. So each address has a limit of dials under way, which is one where the
+//! last dial was not answered; such addresses together have a limit too. A dial that waits for its
+//! turn goes away with its session.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use prometheus_client::metrics::gauge::Gauge;
 
 use quoin_core::VolumeId;
 use quoin_core::ids::SessionKey;
@@ -16,8 +25,14 @@ use rustls::pki_types::ServerName;
 
 use crate::shard::Input;
 
-/// Handshakes under way at once; further ones wait their turn.
-const DIALS_MAX: usize = 64;
+/// Dials under way at once, of all shards.
+const DIALS_MAX: usize = 128;
+/// Of those, at addresses where the last dial was not answered.
+const UNPROVEN_MAX: usize = 96;
+/// Dials under way at one address. A pool takes four times as many from one host.
+const DIALS_PER_ADDRESS: usize = 4;
+/// A dial that took longer was held up by the network or a process that hangs.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
 const STACK_BYTES: usize = 256 << 10;
 
 /// How replicas are reached.
@@ -55,87 +70,156 @@ pub struct Dial {
     pub address: String,
 }
 
+/// The dials of a process.
 #[derive(Clone)]
-pub struct Dialler(Arc<Inner>);
+pub struct Dials(Arc<Inner>);
 
 struct Inner {
     reach: Mutex<Reach>,
     queue: Mutex<Queue>,
+    /// Dials under way or waiting, for `/metrics`.
+    count: Gauge,
+}
+
+/// The dials of one shard.
+#[derive(Clone)]
+pub struct Dialler {
+    dials: Dials,
+    outcomes: Outcomes,
+}
+
+/// Where the outcome of a dial goes.
+#[derive(Clone)]
+struct Outcomes {
     inputs: Sender<Input>,
     waker: Waker,
 }
 
-#[derive(Default)]
-struct Queue {
-    waiting: VecDeque<Dial>,
-    threads: usize,
+struct Waiting {
+    dial: Dial,
+    outcomes: Outcomes,
 }
 
-impl Dialler {
-    pub fn new(reach: Reach, inputs: Sender<Input>, waker: Waker) -> Self {
-        Dialler(Arc::new(Inner {
-            reach: Mutex::new(reach),
-            queue: Mutex::default(),
-            inputs,
-            waker,
-        }))
+/// Dials by their address; one at which there are none is not kept.
+#[derive(Default)]
+struct Queue {
+    addresses: BTreeMap<String, Address>,
+    /// The address at which the last dial began: addresses take turns.
+    last: String,
+}
+
+#[derive(Default)]
+struct Address {
+    waiting: VecDeque<Waiting>,
+    under_way: usize,
+    /// The last dial was answered, with whatever answer.
+    proven: bool,
+}
+
+impl Address {
+    fn may_begin(&self, unproven: usize) -> bool {
+        let limit = match self.proven {
+            true => DIALS_PER_ADDRESS,
+            false if unproven < UNPROVEN_MAX => 1,
+            false => 0,
+        };
+        !self.waiting.is_empty() && self.under_way < limit
+    }
+}
+
+impl Queue {
+    fn len(&self) -> usize {
+        self.addresses.values().map(|a| a.waiting.len() + a.under_way).sum()
+    }
+
+    /// The next dial that may begin; it is under way from now on.
+    fn next(&mut self) -> Option<Waiting> {
+        let under_way = |of: &Address| of.under_way;
+        if self.addresses.values().map(under_way).sum::<usize>() >= DIALS_MAX {
+            return None;
+        }
+        let unproven = self.addresses.values().filter(|a| !a.proven).map(under_way).sum();
+        let later = self.addresses.range::<str, _>((Excluded(self.last.as_str()), Unbounded));
+        let mut in_turn = later.chain(&self.addresses);
+        let (name, _) = in_turn.find(|(_, address)| address.may_begin(unproven))?;
+        self.last = name.clone();
+        let address = self.addresses.get_mut(&self.last)?;
+        address.under_way += 1;
+        address.waiting.pop_front()
+    }
+
+    fn ended(&mut self, address: &str, proven: bool) {
+        if let Some(of) = self.addresses.get_mut(address) {
+            of.under_way -= 1;
+            of.proven = proven;
+        }
+        self.forget_empty();
+    }
+
+    /// Takes out what waits and is not wanted any more.
+    fn retain(&mut self, wanted: impl Fn(&Dial) -> bool) {
+        for address in self.addresses.values_mut() {
+            address.waiting.retain(|waiting| wanted(&waiting.dial));
+        }
+        self.forget_empty();
+    }
+
+    fn forget_empty(&mut self) {
+        self.addresses.retain(|_, a| a.under_way > 0 || !a.waiting.is_empty());
+    }
+}
+
+impl Dials {
+    /// `count` shows how many are under way or wait.
+    pub fn new(reach: Reach, count: Gauge) -> Self {
+        Dials(Arc::new(Inner { reach: Mutex::new(reach), queue: Mutex::default(), count }))
     }
 
     /// Connections from now on are protected like this.
     pub fn set_reach(&self, reach: Reach) {
-        *self.0.reach.lock().expect("never held across a panic") = reach;
+        *self.0.reach.lock().unwrap_or_else(PoisonError::into_inner) = reach;
     }
 
-    /// Says at once that a connection cannot be made.
-    pub fn fail(&self, volume: VolumeId, session: SessionKey, why: String) {
-        let failed = Input::Dialled { volume, session, pool: String::new(), outcome: Err(why) };
-        // Fails only when the shard is gone.
-        let _ = self.0.inputs.send(failed);
-        self.0.waker.wake();
+    /// For a shard that is told the outcomes as its inputs.
+    pub(crate) fn of_shard(&self, inputs: Sender<Input>, waker: Waker) -> Dialler {
+        Dialler { dials: self.clone(), outcomes: Outcomes { inputs, waker } }
     }
 
-    /// The outcome comes as [`Input::Dialled`].
-    pub fn start(&self, dial: Dial) {
-        let mut queue = self.0.queue.lock().expect("never held across a panic");
-        queue.waiting.push_back(dial);
-        if queue.threads == DIALS_MAX {
-            return;
-        }
-        let inner = self.0.clone();
-        let spawned = std::thread::Builder::new()
-            .name("dial".into())
-            .stack_size(STACK_BYTES)
-            .spawn(move || inner.work());
-        match spawned {
-            Ok(_) => queue.threads += 1,
-            Err(error) if queue.threads == 0 => {
-                let dial = queue.waiting.pop_back().expect("pushed above");
-                drop(queue);
-                self.0.done(dial, Err(format!("no thread to connect with: {error}")));
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.0.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins what may begin after `change`, each dial on a thread of its own.
+    fn change(&self, change: impl FnOnce(&mut Queue)) {
+        let mut queue = self.queue();
+        change(&mut queue);
+        while let Some(waiting) = queue.next() {
+            let (dials, outcomes) = (self.clone(), waiting.outcomes.clone());
+            let Dial { volume, session, pool, address, .. } = &waiting.dial;
+            let (volume, session) = (*volume, *session);
+            let (pool, address) = (pool.clone(), address.clone());
+            let thread = std::thread::Builder::new().name("dial".into()).stack_size(STACK_BYTES);
+            if let Err(error) = thread.spawn(move || dials.make(waiting)) {
+                queue.ended(&address, false);
+                let why = format!("no thread to connect with: {error}");
+                outcomes.tell(volume, session, pool, Err(why));
             }
-            // A running thread takes it later.
-            Err(_) => {}
         }
+        self.0.count.set(queue.len() as i64);
     }
-}
 
-impl Inner {
-    fn work(&self) {
-        loop {
-            let mut queue = self.queue.lock().expect("never held across a panic");
-            let Some(dial) = queue.waiting.pop_front() else {
-                queue.threads -= 1;
-                return;
-            };
-            drop(queue);
-            let outcome = self.connect(&dial);
-            self.done(dial, outcome);
-        }
+    fn make(&self, Waiting { dial, outcomes }: Waiting) {
+        let began = Instant::now();
+        let outcome = self.connect(&dial);
+        let Dial { volume, session, pool, address, .. } = dial;
+        let proven = outcome.is_ok() || began.elapsed() < ANSWERS_WITHIN;
+        self.change(|queue| queue.ended(&address, proven));
+        outcomes.tell(volume, session, pool, outcome);
     }
 
     fn connect(&self, to: &Dial) -> Result<Connection, String> {
-        let security =
-            self.reach.lock().expect("never held across a panic").clone().security(&to.pool)?;
+        let reach = self.0.reach.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let security = reach.security(&to.pool)?;
         let addresses: Vec<SocketAddr> = to
             .address
             .to_socket_addrs()
@@ -150,12 +234,183 @@ impl Inner {
         }
         Err(last)
     }
+}
 
-    fn done(&self, dial: Dial, outcome: Result<Connection, String>) {
-        let Dial { volume, session, pool, .. } = dial;
-        // Fails only when the shard is gone.
+impl Dialler {
+    /// The outcome comes as [`Input::Dialled`].
+    pub(crate) fn start(&self, dial: Dial) {
+        let (address, outcomes) = (dial.address.clone(), self.outcomes.clone());
+        self.dials.change(|queue| {
+            let of = queue.addresses.entry(address).or_default();
+            of.waiting.push_back(Waiting { dial, outcomes });
+        });
+    }
+
+    /// Says at once that a connection cannot be made.
+    pub(crate) fn fail(&self, volume: VolumeId, session: SessionKey, why: String) {
+        self.outcomes.tell(volume, session, String::new(), Err(why));
+    }
+
+    /// A session is given up: its dial is not made any more if it waits.
+    pub(crate) fn give_up(&self, volume: VolumeId, session: SessionKey) {
+        let is_it = |dial: &Dial| dial.volume == volume && dial.session == session;
+        self.dials.change(|queue| queue.retain(|dial| !is_it(dial)));
+    }
+
+    /// A volume is not served any more.
+    pub(crate) fn give_up_all(&self, volume: VolumeId) {
+        self.dials.change(|queue| queue.retain(|dial| dial.volume != volume));
+    }
+}
+
+impl Outcomes {
+    fn tell(
+        &self,
+        volume: VolumeId,
+        session: SessionKey,
+        pool: String,
+        outcome: Result<Connection, String>,
+    ) {
         let outcome = outcome.map(Box::new);
+        // Fails only when the shard is gone.
         let _ = self.inputs.send(Input::Dialled { volume, session, pool, outcome });
         self.waker.wake();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::sync::mpsc::{Receiver, channel};
+
+    use bytes::Bytes;
+    use quoin_core::ids::{Epoch, Incarnation};
+    use quoin_core::{ReplicaGuid, ReplicaId};
+    use quoin_wire::establish::answer;
+    use quoin_wire::handshake::ServerSecurity;
+    use quoin_wire::reactor::Reactor;
+    use quoin_wire::same_host::{PeerAddress, Stream};
+
+    use super::*;
+
+    /// Addresses of hosts that drop packets, as far as a client can tell: what asks to be connected
+    /// to a listener whose queue is full is not answered.
+    struct BlackHole {
+        listener: TcpListener,
+        _filling: Vec<rustix::fd::OwnedFd>,
+    }
+
+    impl BlackHole {
+        fn new() -> Self {
+            use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            rustix::net::listen(&listener, 0).unwrap();
+            let address = listener.local_addr().unwrap();
+            let fill = |_| {
+                let (family, flags) = (AddressFamily::INET, SocketFlags::NONBLOCK);
+                let socket = socket_with(family, SocketType::STREAM, flags, None).unwrap();
+                let _ = connect(&socket, &address);
+                socket
+            };
+            let filling = (0..4).map(fill).collect();
+            Self { listener, _filling: filling }
+        }
+
+        fn address(&self) -> String {
+            self.listener.local_addr().unwrap().to_string()
+        }
+    }
+
+    /// A pool, as far as a dial sees it.
+    fn answering() -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        std::thread::spawn(move || {
+            while let Ok((tcp, from)) = listener.accept() {
+                let from = PeerAddress::Network(from);
+                let security = ServerSecurity::PlainLoopback;
+                let _ = answer(Stream::Tcp(tcp), from, &security, |_, _, _| Ok(()));
+            }
+        });
+        address
+    }
+
+    fn dialler() -> (Dialler, Receiver<Input>, Gauge, Reactor) {
+        let (sender, inputs) = channel();
+        let (reactor, count) = (Reactor::new().unwrap(), Gauge::default());
+        let dials = Dials::new(Reach::PlainLoopback, count.clone());
+        (dials.of_shard(sender, reactor.waker()), inputs, count, reactor)
+    }
+
+    fn session(nonce: u64) -> SessionKey {
+        SessionKey { epoch: Epoch(1), incarnation: Incarnation(1), nonce }
+    }
+
+    fn to(address: &str, n: u64) -> Dial {
+        let volume = VolumeId(n.into());
+        Dial {
+            volume,
+            session: session(n),
+            hello: Hello::new(volume, ReplicaId(1), ReplicaGuid(1), Bytes::new()),
+            pool: format!("p of {address}"),
+            address: address.to_owned(),
+        }
+    }
+
+    fn outcome(inputs: &Receiver<Input>) -> bool {
+        match inputs.recv_timeout(Duration::from_secs(60)).expect("an outcome") {
+            Input::Dialled { outcome, .. } => outcome.is_ok(),
+            _ => panic!("something else than an outcome"),
+        }
+    }
+
+    #[test]
+    fn a_host_that_answers_is_dialled_at_once_however_many_dials_one_that_does_not_has() {
+        let (dialler, inputs, count, _reactor) = dialler();
+        let (hole, healthy) = (BlackHole::new(), answering());
+        (0..150).for_each(|n| dialler.start(to(&hole.address(), n)));
+        // The first of them has failed: from now on the host is known not to answer.
+        assert!(!outcome(&inputs));
+        (150..300).for_each(|n| dialler.start(to(&healthy, n)));
+        let failed = (0..150).filter(|_| !outcome(&inputs)).count();
+        assert!(failed <= 3, "{failed} dials to the host that does not answer came first");
+        assert!(count.get() >= 140, "{}", count.get());
+    }
+
+    #[test]
+    fn a_dial_that_waits_goes_away_with_its_session_or_its_volume() {
+        let (dialler, inputs, count, _reactor) = dialler();
+        let hole = BlackHole::new();
+        (0..150).for_each(|n| dialler.start(to(&hole.address(), n)));
+        assert_eq!(count.get(), 150);
+        dialler.give_up(VolumeId(7), session(8));
+        assert_eq!(count.get(), 150, "no dial has both");
+        (1..149).for_each(|n| dialler.give_up(VolumeId(n.into()), session(n)));
+        dialler.give_up_all(VolumeId(149));
+        assert_eq!(count.get(), 1);
+        assert!(!outcome(&inputs));
+        assert!(inputs.recv_timeout(Duration::from_millis(200)).is_err(), "another one was made");
+    }
+
+    #[test]
+    fn an_address_that_answered_is_dialled_for_several_sessions_at_a_time_and_others_for_one() {
+        let mut queue = Queue::default();
+        let (_, _, _, reactor) = dialler();
+        let outcomes = Outcomes { inputs: channel().0, waker: reactor.waker() };
+        for n in 0..200 {
+            let waiting = |at: &str| Waiting { dial: to(at, n), outcomes: outcomes.clone() };
+            queue.addresses.entry("a".into()).or_default().waiting.push_back(waiting("a"));
+            queue.addresses.entry("b".into()).or_default().waiting.push_back(waiting("b"));
+            let dead = format!("dead {n}");
+            queue.addresses.entry(dead.clone()).or_default().waiting.push_back(waiting(&dead));
+        }
+        let begun = |queue: &mut Queue| std::iter::from_fn(|| queue.next()).count();
+        assert_eq!(begun(&mut queue), UNPROVEN_MAX);
+        assert_eq!((queue.addresses["a"].under_way, queue.addresses["b"].under_way), (1, 1));
+        queue.ended("a", true);
+        assert_eq!(begun(&mut queue), DIALS_PER_ADDRESS + 1, "its own, and one that waited");
+        assert_eq!(queue.addresses["a"].under_way, DIALS_PER_ADDRESS);
+        queue.ended("a", false);
+        assert_eq!(begun(&mut queue), 0, "three are under way at an address that hangs");
     }
 }

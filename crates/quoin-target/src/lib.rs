@@ -30,7 +30,7 @@ use quoin_wire::notices::Notices;
 use tokio::sync::{mpsc, watch};
 
 use control::Control;
-use dial::Reach;
+use dial::{Dials, Reach};
 use door::Door;
 use metrics::Metrics;
 use shard::{Input, Shard};
@@ -77,7 +77,7 @@ pub enum Error {
 }
 
 /// How long a stopping target may take to drain and close its volumes.
-const STOP_MAX: Duration = Duration::from_secs(20);
+const STOP_MAX: Duration = Duration::from_secs(15);
 
 /// Serves until `shutdown`, then drains, syncs and closes every volume.
 pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Result<(), Error> {
@@ -97,12 +97,12 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     let mut shards = Vec::new();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let count = if options.shards == 0 { (cores / 2).max(1) } else { options.shards };
+    let reach = Reach::Tls { identity: identity.clone(), mode: Mode::remembered(identity.dir()) };
+    let dials = Dials::new(reach, options.metrics.dials.clone());
     for n in 0..count {
-        let reach =
-            Reach::Tls { identity: identity.clone(), mode: Mode::remembered(identity.dir()) };
         let metrics = options.metrics.clone();
         let budget = usize::try_from(options.catch_up_bytes).unwrap_or(usize::MAX) / count;
-        let (shard, handle) = Shard::new(reach, budget, asks.clone(), notices.clone(), metrics)?;
+        let (shard, handle) = Shard::new(&dials, budget, asks.clone(), notices.clone(), metrics)?;
         spawn_shard(n, ends.clone(), move || shard.run())?;
         shards.push(handle);
     }
@@ -119,6 +119,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         options,
         identity,
         shards: shards.clone(),
+        dials,
         notices,
         served: Default::default(),
         changed: Arc::default(),
@@ -156,15 +157,13 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
             "a shard ended by itself",
         )))),
     };
+    if ended.is_none() {
+        let volumes = control.unclosed().await.join(", ");
+        tracing::warn!(volumes, "ends without closing these: their replicas wait out its lease");
+    }
     tasks.shutdown().await;
     answering.abort();
-    match ended {
-        Some(result) => result.map_err(Error::System),
-        None => {
-            tracing::warn!("not every volume could be closed in time");
-            Ok(())
-        }
-    }
+    ended.unwrap_or(Ok(())).map_err(Error::System)
 }
 
 type End = std::io::Result<()>;

@@ -6,8 +6,10 @@
 use std::fs::Permissions;
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
@@ -30,10 +32,11 @@ impl Socket {
             let path = path.to_owned();
             move |source| ListenError::Io { operation, path, source }
         };
-        match UnixStream::connect(path) {
-            Ok(_) => return Err(ListenError::InUse(path.to_owned())),
-            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {}
-            Err(source) => return Err(failed("look at", path)(source)),
+        match knock(path) {
+            // A full queue is one that somebody listens behind.
+            Ok(()) | Err(Errno::AGAIN) => return Err(ListenError::InUse(path.to_owned())),
+            Err(Errno::NOENT | Errno::CONNREFUSED) => {}
+            Err(errno) => return Err(failed("look at", path)(errno.into())),
         }
         let temporary = path.with_extension("new");
         match std::fs::remove_file(&temporary) {
@@ -51,6 +54,14 @@ impl Socket {
     }
 }
 
+/// Whether somebody listens there, without waiting for them: the shard that asks serves volumes.
+fn knock(path: &Path) -> rustix::io::Result<()> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
+}
+
 impl Drop for Socket {
     fn drop(&mut self) {
         // Left behind it is stale, and the next bind replaces it.
@@ -60,6 +71,8 @@ impl Drop for Socket {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     #[test]
@@ -83,5 +96,22 @@ mod tests {
         let _other = UnixListener::bind(&path).unwrap();
         assert!(matches!(Socket::bind(&path), Err(ListenError::InUse(_))));
         UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn a_path_whose_listener_takes_nobody_in_is_refused_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("v.sock");
+        let hung = UnixListener::bind(&path).unwrap();
+        rustix::net::listen(&hung, 0).unwrap();
+        let mut waiting = Vec::new();
+        while knock(&path).is_ok() {
+            // Not accepted, it waits in the queue as long as the listener lives.
+            waiting.push(());
+            assert!(waiting.len() < 100, "the queue has no end");
+        }
+        assert!(matches!(Socket::bind(&path), Err(ListenError::InUse(_))));
+        drop(hung);
+        Socket::bind(&path).unwrap();
     }
 }

@@ -43,6 +43,8 @@ pub struct Metrics {
     clients_refused: Counter,
     latency: [Histogram; 6],
     replicas: Family<State, Gauge>,
+    /// Connections to replicas that are being made or wait for their turn.
+    pub dials: Gauge,
     waiting: Gauge,
     rebuilt: Gauge,
     to_rebuild: Gauge,
@@ -84,6 +86,9 @@ impl Metrics {
         registry.register_with_unit("request_duration", help, Unit::Seconds, latencies);
         let replicas = Family::<State, Gauge>::default();
         registry.register("replicas", "Replicas of the volumes served here", replicas.clone());
+        let dials = Gauge::default();
+        let help = "Connections to replicas that are being made or wait for their turn";
+        registry.register("dials", help, dials.clone());
         let (waiting, rebuilt, to_rebuild) = (Gauge::default(), Gauge::default(), Gauge::default());
         registry.register("volumes_waiting", "Volumes whose IO waits", waiting.clone());
         let help = "Copied so far by the rebuilds that are under way";
@@ -107,6 +112,7 @@ impl Metrics {
             clients_refused,
             latency,
             replicas,
+            dials,
             waiting,
             rebuilt,
             to_rebuild,

@@ -99,7 +99,9 @@ impl Shard {
 
     pub(super) fn disconnect(&mut self, id: VolumeId, session: SessionKey) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        let Some(at) = volume.links.iter().position(|(s, _)| *s == session) else { return };
+        let Some(at) = volume.links.iter().position(|(s, _)| *s == session) else {
+            return self.dialler.give_up(id, session);
+        };
         let (_, key) = volume.links.swap_remove(at);
         if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
             // What was said before (a Close) goes out as far as the socket takes it.

@@ -28,7 +28,7 @@ use quoin_wire::notices::{Notices, Severity};
 use quoin_wire::reactor::{Reactor, Ready, Timers, Waker, now};
 
 use crate::client::Client;
-use crate::dial::{Dialler, Reach};
+use crate::dial::{Dialler, Dials};
 use crate::door::NewClient;
 use crate::listen::Socket;
 use crate::metrics::Metrics;
@@ -174,7 +174,6 @@ type Slots = KeyMap<Slot>;
 pub struct ShardHandle {
     inputs: Sender<Input>,
     waker: Waker,
-    dialler: Dialler,
 }
 
 impl ShardHandle {
@@ -182,11 +181,6 @@ impl ShardHandle {
         // Fails only after the shard ended.
         let _ = self.inputs.send(input);
         self.waker.wake();
-    }
-
-    /// Connections to replicas from now on are protected like this.
-    pub fn set_reach(&self, reach: Reach) {
-        self.dialler.set_reach(reach);
     }
 }
 
@@ -217,7 +211,7 @@ impl Shard {
     /// `catch_up_bytes`: what all its volumes may keep in memory for replicas that are away or
     /// behind.
     pub fn new(
-        reach: Reach,
+        dials: &Dials,
         catch_up_bytes: usize,
         asks: tokio::sync::mpsc::UnboundedSender<Ask>,
         notices: Notices,
@@ -225,9 +219,8 @@ impl Shard {
     ) -> std::io::Result<(Self, ShardHandle)> {
         let reactor = Reactor::new()?;
         let (sender, inputs) = channel();
-        let dialler = Dialler::new(reach, sender.clone(), reactor.waker());
-        let handle =
-            ShardHandle { inputs: sender, waker: reactor.waker(), dialler: dialler.clone() };
+        let dialler = dials.of_shard(sender.clone(), reactor.waker());
+        let handle = ShardHandle { inputs: sender, waker: reactor.waker() };
         let shard = Shard {
             reactor,
             inputs,
@@ -593,6 +586,7 @@ impl Shard {
                 self.reactor.deregister(link.connection.socket());
             }
         }
+        self.dialler.give_up_all(id);
         self.metrics.volumes.dec();
         self.memory.gone(volume.retained_bytes, &self.metrics);
         let _ = self.asks.send(Ask::Stopped { volume: id, fenced: volume.fenced });

@@ -26,7 +26,7 @@ use quoin_pool::shard::{Ended, Input as PoolInput, Parts, Recognition, Shard as 
 use quoin_pool::syncer::Syncer;
 use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
-use quoin_target::dial::Reach;
+use quoin_target::dial::{Dials, Reach};
 use quoin_target::metrics::Metrics;
 use quoin_target::shard::{
     Ask, Grant, Input, Limits, ReplicaPlace, Shard, ShardHandle, VolumeSetup,
@@ -189,7 +189,8 @@ impl RunningTarget {
         let metrics = Metrics::new();
         let (asks, mut asked) = tokio::sync::mpsc::unbounded_channel();
         let notices = Notices::default();
-        let shard = Shard::new(reach, catch_up_bytes, asks, notices.clone(), metrics.clone());
+        let dials = Dials::new(reach, metrics.dials.clone());
+        let shard = Shard::new(&dials, catch_up_bytes, asks, notices.clone(), metrics.clone());
         let (shard, handle) = shard.unwrap();
         let (answers, control) = (handle.clone(), control.clone());
         std::thread::spawn(move || {
