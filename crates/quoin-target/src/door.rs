@@ -5,8 +5,9 @@
 //! to be a member is told why not by name; whoever cannot learns nothing. A plain port has to be
 //! asked for and is opened on loopback alone, where a host's own users already meet.
 //!
-//! Negotiation happens on helper threads, a bounded number at a time and each with a deadline, so
-//! nobody who dawdles or talks nonsense costs a volume anything. A client that has opened its
+//! Negotiation happens on helper threads, a bounded number at a time, shared out by source address,
+//! and each with a deadline, so nobody who dawdles or talks nonsense costs a volume anything, or
+//! another client its turn. A client that has opened its
 //! export is handed to the volume's shard, and from there on is like one of the unix socket. Its
 //! connection ends when its certificate does.
 
@@ -20,12 +21,16 @@ use bytes::BytesMut;
 use quoin_core::block::{DeviceInfo, Frontend, Request};
 use quoin_frontend::nbd::{Exports, Limits, Refused, Session, TlsPolicy};
 use quoin_identity::{Identity, Peer, Role, peer_of, valid_until};
+use quoin_wire::descriptors::{LISTENER_REST, Shortage};
+use quoin_wire::handshake;
+use quoin_wire::places::Places;
+use quoin_wire::same_host::PeerAddress;
 use rustls::pki_types::CertificateDer;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
 use crate::control::Control;
 
-/// Negotiations under way at once; the rest waits in the kernel's bounded queue.
+/// Negotiations under way at once; a client for whom there is no place is closed unheard.
 const NEGOTIATIONS_MAX: usize = 64;
 /// From the first byte to an open export.
 const NEGOTIATION_MAX: Duration = Duration::from_secs(20);
@@ -121,25 +126,31 @@ impl Door {
         mut shutdown: watch::Receiver<bool>,
     ) -> std::io::Result<()> {
         let listener = tokio::net::TcpListener::from_std(self.listener.try_clone()?)?;
-        let negotiations = Arc::new(Semaphore::new(NEGOTIATIONS_MAX));
+        let negotiations = Places::new(NEGOTIATIONS_MAX);
+        let mut shortage = Shortage::default();
         loop {
-            // The semaphore is never closed.
-            let Ok(permit) = negotiations.clone().acquire_owned().await else { return Ok(()) };
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 _ = shutdown.wait_for(|down| *down) => return Ok(()),
             };
             let (socket, from) = match accepted {
                 Ok(accepted) => accepted,
+                Err(error) if shortage.is_behind(&error) => {
+                    tokio::time::sleep(LISTENER_REST).await;
+                    continue;
+                }
                 Err(error) => {
                     tracing::warn!(%error, "an NBD client was not accepted");
-                    tokio::time::sleep(Duration::from_millis(50)).await;
                     continue;
                 }
             };
+            let Some(place) = negotiations.take(PeerAddress::Network(from)) else {
+                control.options.metrics.refused_client();
+                continue;
+            };
             let (control, policy) = (control.clone(), self.policy.clone());
             tokio::task::spawn_blocking(move || {
-                let _permit = permit;
+                let _place = place;
                 if let Err(why) = hear(socket.into_std(), policy, &control) {
                     control.options.metrics.refused_client();
                     tracing::info!(%from, why, "an NBD client was turned away");
@@ -171,7 +182,7 @@ fn hear(
     let until = guest.until.clone();
     let mut session = Session::over(Box::new(guest), policy, Limits::default());
     let (mut input, mut requests, mut output) = (BytesMut::new(), Vec::new(), Vec::new());
-    let deadline = Instant::now() + NEGOTIATION_MAX;
+    let (deadline, mut heard) = (Instant::now() + NEGOTIATION_MAX, false);
     loop {
         let taken = session.receive(&mut input, &mut requests, &mut output);
         let left = deadline.saturating_duration_since(Instant::now());
@@ -186,11 +197,16 @@ fn hear(
         if session.device().is_some() {
             break;
         }
-        socket.set_read_timeout(Some(left)).map_err(failed)?;
+        // A client answers the greeting at once; one that does not costs its place no longer.
+        let patience = if heard { left } else { left.min(handshake::SILENCE_MAX) };
+        socket.set_read_timeout(Some(patience)).map_err(failed)?;
         let mut piece = [0; 16 << 10];
         match socket.read(&mut piece).map_err(failed)? {
             0 => return Err("it closed the connection".to_owned()),
-            read => input.extend_from_slice(&piece[..read]),
+            read => {
+                heard = true;
+                input.extend_from_slice(&piece[..read]);
+            }
         }
     }
     socket.set_nonblocking(true).map_err(failed)?;

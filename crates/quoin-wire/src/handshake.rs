@@ -16,14 +16,19 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustls::{ClientConfig, ClientConnection, Connection as Tls, ServerConfig, ServerConnection};
 use rustls_pki_types::{CertificateDer, ServerName};
 
+use crate::establish::timespec;
 use crate::same_host::{PeerAddress, Stream};
 use crate::security::{Mode, Opener, SECRET_LEN, Sealer};
 
 /// A whole handshake, connecting included.
 pub const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
+/// Until an accepted peer says anything: one lost packet of it is sent again within a second.
+pub const SILENCE_MAX: Duration = Duration::from_secs(2);
 /// Bytes a peer may send before it is authenticated.
 const HANDSHAKE_BYTES_MAX: usize = 128 << 10;
 const EXPORTER_LABEL: &[u8] = b"EXPORTER-quoin-data-v1";
@@ -34,6 +39,8 @@ pub enum HandshakeError {
     Connect { address: SocketAddr, source: std::io::Error },
     #[error("the peer did not finish the handshake within {HANDSHAKE_MAX:?}")]
     Deadline,
+    #[error("the peer said nothing within {SILENCE_MAX:?}")]
+    Silent,
     #[error("the peer closed the connection during the handshake")]
     Closed,
     #[error("the peer sent something that is not a TLS handshake")]
@@ -118,7 +125,8 @@ fn prove(
     }
 }
 
-/// Proves both sides of an accepted connection. Blocks for [`HANDSHAKE_MAX`] at most.
+/// Proves both sides of an accepted connection. Blocks for [`HANDSHAKE_MAX`] at most, and for
+/// [`SILENCE_MAX`] where the peer says nothing.
 pub fn accept(
     stream: Stream,
     peer: PeerAddress,
@@ -137,6 +145,7 @@ pub fn accept(
             };
             config.send_tls13_tickets = 0;
             let tls = ServerConnection::new(Arc::new(config))?;
+            hear_something(&stream)?;
             handshake(stream, peer, tls.into(), deadline)
         }
     }
@@ -226,6 +235,20 @@ fn handshake(
         sealer: Sealer::new(mode, send),
         opener: Opener::new(mode, receive),
     })
+}
+
+/// Waits for a peer's first bytes. Whoever connects begins at once, so one that does not costs
+/// its place no longer than that.
+fn hear_something(stream: &Stream) -> Result<(), HandshakeError> {
+    let until = Instant::now() + SILENCE_MAX;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        match poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&timespec(left))) {
+            Ok(0) => return Err(HandshakeError::Silent),
+            Err(Errno::INTR) => {}
+            outcome => return Ok(outcome.map(drop).map_err(std::io::Error::from)?),
+        }
+    }
 }
 
 /// One TLS record, whole, and not a byte more.

@@ -12,6 +12,8 @@
 //! * [`reactor`] is the epoll loop, its timers and its waker, [`spin`] when it looks again before
 //!   it sleeps; [`connection`] ties a socket, its protection and its queues together for the shards
 //!   of both roles.
+//! * [`places`] shares out what unproven connections may take, [`descriptors`] is about the limit of
+//!   open files.
 //! * [`notices`] carries what operators want to know from shards to reports.
 //!
 //! Peers are hostile until proven otherwise: no input makes this crate panic or hold more memory
@@ -20,6 +22,7 @@
 
 pub mod connection;
 pub mod decode;
+pub mod descriptors;
 pub mod encode;
 pub mod establish;
 pub mod frame;
@@ -27,6 +30,7 @@ pub mod handshake;
 pub mod health;
 pub mod hello;
 pub mod notices;
+pub mod places;
 pub mod queue;
 pub mod reactor;
 pub mod same_host;

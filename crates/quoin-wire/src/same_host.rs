@@ -14,7 +14,7 @@
 use std::fmt;
 use std::io::{Read, Result, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
 use std::time::Duration;
@@ -137,6 +137,15 @@ impl Write for Stream {
 
     fn flush(&mut self) -> Result<()> {
         Ok(())
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Stream::Tcp(tcp) => tcp.as_fd(),
+            Stream::SameHost(unix) => unix.as_fd(),
+        }
     }
 }
 
