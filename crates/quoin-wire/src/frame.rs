@@ -256,6 +256,39 @@ mod tests {
         assert!(matches!(refused, Err(WireError::TooLong { .. })));
     }
 
+    /// With a good checksum, so that what is wrong is judged by itself.
+    #[test]
+    fn a_header_with_any_one_field_wrong_is_refused_by_the_rule_of_that_field() {
+        let (max, limits) = (Limits::SESSION, Limits::SESSION);
+        let at_most =
+            Header { head_len: max.head_bytes_max, data_len: max.data_bytes_max, ..header() };
+        assert_eq!(Header::decode(&at_most.encode(), &limits).unwrap(), at_most);
+        type IsIt = fn(&WireError) -> bool;
+        let rows: [(&str, usize, &[u8], IsIt); 9] = [
+            ("magic", 0, b"QuoG", |e| matches!(e, WireError::Magic)),
+            ("alert of another protocol", 0, &[0x15, 2], |e| matches!(e, WireError::Magic)),
+            ("version", 4, &[FRAME_VERSION + 1], |e| matches!(e, WireError::Version(2))),
+            ("flags", 6, &[1], |e| matches!(e, WireError::Malformed("reserved header bytes"))),
+            ("flags", 7, &[1], |e| matches!(e, WireError::Malformed("reserved header bytes"))),
+            ("reserved", 52, &[1], |e| matches!(e, WireError::Malformed("reserved header bytes"))),
+            ("reserved", 59, &[1], |e| matches!(e, WireError::Malformed("reserved header bytes"))),
+            ("data length", 12, &[1], |e| matches!(e, WireError::Malformed("data length"))),
+            ("head length", 8, &[0xff; 4], |e| matches!(e, WireError::TooLong { .. })),
+        ];
+        for (what, at, wrong, is_it) in rows {
+            let mut bytes = header().encode();
+            bytes[at..at + wrong.len()].copy_from_slice(wrong);
+            let crc = crc32c(&bytes[..60]);
+            bytes[60..].copy_from_slice(&crc.to_le_bytes());
+            let refusal = Header::decode(&bytes, &limits).unwrap_err();
+            assert!(is_it(&refusal), "{what} at {at}: {refusal}");
+        }
+        let mut bytes = header().encode();
+        bytes[63] ^= 1;
+        let refusal = Header::decode(&bytes, &limits).unwrap_err();
+        assert!(matches!(refusal, WireError::Checksum("header")), "{refusal}");
+    }
+
     #[test]
     fn a_tls_alert_in_place_of_a_frame_is_named_as_a_refused_certificate() {
         let mut bytes = [0u8; HEADER_LEN];

@@ -6,16 +6,16 @@ use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use common::{session, through};
-use quoin_core::message::FromReplica;
+use quoin_core::message::{FromReplica, ToReplica};
 use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
 use quoin_wire::handshake::{
     ClientSecurity, Established, HandshakeError, ServerSecurity, accept, connect, connect_same_host,
 };
 use quoin_wire::same_host::{PeerAddress, Stream};
 use quoin_wire::security::Mode;
-use quoin_wire::{Connection, Frame, Hello, Spoken, Welcome};
+use quoin_wire::{Connection, Frame, Hello, Opener, Sealer, Spoken, Welcome, WireError};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
@@ -116,6 +116,56 @@ fn proven_peers_talk_in_both_directions_in_the_mode_the_client_asked_for() {
         b.send_from_replica(session(), &FromReplica::Closed).unwrap();
         assert_eq!(through(&mut b, &mut a), [Frame::FromReplica(FromReplica::Closed)]);
     }
+}
+
+/// The bytes by which a side protects its first frame.
+fn first_frame_of(sealer: Sealer) -> Vec<u8> {
+    use std::io::Read;
+    let (here, mut there) = UnixStream::pair().unwrap();
+    here.set_nonblocking(true).unwrap();
+    let mut connection = Connection::new(here.into(), sealer, Opener::plain());
+    connection.authenticated(0);
+    connection.send_to_replica(session(), &ToReplica::Close).unwrap();
+    assert!(connection.flush().unwrap());
+    drop(connection);
+    let mut bytes = Vec::new();
+    there.read_to_end(&mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn each_direction_of_each_connection_has_a_key_of_its_own_and_a_reflected_frame_fails_its_tag() {
+    let authority = authority();
+    for mode in [Mode::Authenticate, Mode::Encrypt] {
+        let server = server(&authority, Mode::Authenticate);
+        let (a, b) = both(&client(&authority, &authority, mode), &server);
+        let (c, _) = both(&client(&authority, &authority, mode), &server);
+        let (mut a, mut b) = (a.unwrap(), b.unwrap());
+        let [of_client, of_server, of_next] =
+            [a.sealer, b.sealer, c.unwrap().sealer].map(first_frame_of);
+        assert_ne!(of_client, of_server, "{mode:?}: both directions have one key");
+        assert_ne!(of_client, of_next, "{mode:?}: two connections have one key");
+        let reflected = a.opener.open(BytesMut::from(&of_client[..]));
+        assert!(matches!(reflected, Err(WireError::Tag)), "{mode:?}: {reflected:?}");
+        let reflected = b.opener.open(BytesMut::from(&of_server[..]));
+        assert!(matches!(reflected, Err(WireError::Tag)), "{mode:?}: {reflected:?}");
+        // A refused frame has used up its count, so these are of a connection of their own.
+        let (a, b) = both(&client(&authority, &authority, mode), &server);
+        let (mut a, mut b) = (a.unwrap(), b.unwrap());
+        b.opener.open(BytesMut::from(&first_frame_of(a.sealer)[..])).unwrap();
+        a.opener.open(BytesMut::from(&first_frame_of(b.sealer)[..])).unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_connects_and_says_nothing_is_given_up_before_one_that_is_slow() {
+    let authority = authority();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let _silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (accepted, from) = listener.accept().unwrap();
+    let from = PeerAddress::Network(from);
+    let refused = accept(Stream::Tcp(accepted), from, &server(&authority, Mode::Encrypt));
+    assert!(matches!(refused, Err(HandshakeError::Silent)), "{:?}", refused.err());
 }
 
 #[test]

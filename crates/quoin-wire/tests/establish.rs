@@ -1,0 +1,187 @@
+//! Every way in which two sides do not come to a session, by what the other one says or leaves out.
+
+#[allow(dead_code)]
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+
+use bytes::Bytes;
+use common::session;
+use quoin_core::ids::SessionKey;
+use quoin_core::message::{Failure, FromReplica, ToReplica};
+use quoin_core::{Epoch, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_wire::establish::{EstablishError, answer, dial};
+use quoin_wire::handshake::{ClientSecurity, HandshakeError, ServerSecurity};
+use quoin_wire::same_host::{PeerAddress, Stream};
+use quoin_wire::{Connection, Hello, Opener, Sealer, Welcome, WireError};
+
+fn hello() -> Hello {
+    Hello::new(VolumeId(1), ReplicaId(2), ReplicaGuid(3), Bytes::new())
+}
+
+fn other_session() -> SessionKey {
+    SessionKey { nonce: session().nonce + 1, ..session() }
+}
+
+/// A plain connection that says whatever a row of a table wants.
+struct Raw(Connection);
+
+impl Raw {
+    fn over(tcp: TcpStream) -> Self {
+        tcp.set_nonblocking(true).unwrap();
+        let mut connection = Connection::new(tcp.into(), Sealer::plain(), Opener::plain());
+        connection.authenticated(u64::MAX);
+        Raw(connection)
+    }
+
+    fn flush(&mut self) {
+        // The other side may have hung up after the first byte that it did not like.
+        while matches!(self.0.flush(), Ok(false)) {}
+    }
+}
+
+type Said = fn(TcpStream) -> Option<Raw>;
+/// Whether it is the refusal that belongs to what was said.
+type IsIt = fn(&EstablishError) -> bool;
+
+fn raw(say: fn(&mut Connection)) -> impl Fn(TcpStream) -> Option<Raw> {
+    move |tcp| {
+        let mut raw = Raw::over(tcp);
+        say(&mut raw.0);
+        raw.flush();
+        Some(raw)
+    }
+}
+
+/// What a pool makes of a target that says this.
+fn heard(say: impl Fn(TcpStream) -> Option<Raw>) -> EstablishError {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let target = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (tcp, from) = listener.accept().unwrap();
+    let _open = say(target);
+    let security = ServerSecurity::PlainLoopback;
+    let believe = |_: &[_], _: &SessionKey, _: &Hello| Err("not believed".to_owned());
+    answer(Stream::Tcp(tcp), PeerAddress::Network(from), &security, believe).err().unwrap()
+}
+
+#[test]
+fn a_pool_refuses_whatever_a_target_begins_with_other_than_a_hello_that_it_believes() {
+    let rows: [(&str, Said, IsIt); 6] = [
+        (
+            "a message of a session",
+            |tcp| raw(|c| c.send_to_replica(session(), &ToReplica::Close).unwrap())(tcp),
+            |e| matches!(e, EstablishError::Unexpected),
+        ),
+        (
+            "an answer of a pool",
+            |tcp| raw(|c| c.send_from_replica(session(), &FromReplica::Closed).unwrap())(tcp),
+            |e| matches!(e, EstablishError::Unexpected),
+        ),
+        (
+            "a Hello that is not believed",
+            |tcp| raw(|c| c.send_hello(session(), &hello()).unwrap())(tcp),
+            |e| matches!(e, EstablishError::Disbelieved(why) if why == "not believed"),
+        ),
+        (
+            "nothing, and the end",
+            |tcp| tcp.shutdown(Shutdown::Both).map(|()| None).unwrap(),
+            |e| matches!(e, EstablishError::Wire(WireError::Closed)),
+        ),
+        (
+            "half a frame, and the end",
+            |mut tcp| {
+                tcp.write_all(b"QuoF\x01").unwrap();
+                tcp.shutdown(Shutdown::Write).unwrap();
+                None
+            },
+            |e| matches!(e, EstablishError::Wire(WireError::Closed)),
+        ),
+        (
+            "something of another protocol",
+            |mut tcp| {
+                tcp.write_all(&[b'x'; 64]).unwrap();
+                Some(Raw::over(tcp))
+            },
+            |e| matches!(e, EstablishError::Wire(WireError::Magic)),
+        ),
+    ];
+    for (what, say, is_it) in rows {
+        let refusal = heard(say);
+        assert!(is_it(&refusal), "{what}: {refusal:?}");
+    }
+}
+
+/// What a target makes of a pool that answers its Hello with this.
+fn met(say: impl Fn(TcpStream) -> Option<Raw> + Send) -> EstablishError {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        let pool = scope.spawn(move || {
+            let (mut tcp, _) = listener.accept().unwrap();
+            // Whatever the Hello says.
+            let _ = tcp.read(&mut [0; 4096]).unwrap();
+            say(tcp)
+        });
+        let security = ClientSecurity::PlainLoopback;
+        let refusal = dial("nobody's pool", address, &security, session(), &hello()).err();
+        drop(pool.join().unwrap());
+        refusal.unwrap()
+    })
+}
+
+#[test]
+fn a_target_takes_no_answer_to_its_hello_but_a_welcome_to_its_own_session() {
+    fn refuse(failure: Failure) -> FromReplica {
+        FromReplica::Refuse { promised: Epoch::ZERO, failure }
+    }
+    let rows: [(&str, Said, IsIt); 5] = [
+        (
+            "a refusal",
+            |tcp| raw(|c| c.send_from_replica(session(), &refuse(Failure::Retired)).unwrap())(tcp),
+            |e| matches!(e, EstablishError::Refused(Failure::Retired)),
+        ),
+        (
+            "a welcome to another session",
+            |tcp| {
+                raw(|c| {
+                    c.send_welcome(other_session(), &Welcome { protocol: 1, features: 0 }).unwrap()
+                })(tcp)
+            },
+            |e| matches!(e, EstablishError::Unexpected),
+        ),
+        (
+            "an answer to nothing",
+            |tcp| raw(|c| c.send_from_replica(session(), &FromReplica::Closed).unwrap())(tcp),
+            |e| matches!(e, EstablishError::Unexpected),
+        ),
+        (
+            "a Hello of its own",
+            |tcp| raw(|c| c.send_hello(session(), &hello()).unwrap())(tcp),
+            |e| matches!(e, EstablishError::Unexpected),
+        ),
+        (
+            "the end",
+            |tcp| tcp.shutdown(Shutdown::Both).map(|()| None).unwrap(),
+            |e| matches!(e, EstablishError::Wire(WireError::Closed)),
+        ),
+    ];
+    for (what, say, is_it) in rows {
+        let refusal = met(say);
+        assert!(is_it(&refusal), "{what}: {refusal:?}");
+    }
+}
+
+#[test]
+fn a_pool_that_takes_a_connection_and_says_nothing_is_given_up() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let security = ClientSecurity::PlainLoopback;
+    let refusal = dial("nobody's pool", address, &security, session(), &hello()).err();
+    assert!(matches!(refusal, Some(EstablishError::Deadline)), "{refusal:?}");
+    drop(listener);
+    let refusal = dial("nobody's pool", address, &security, session(), &hello()).err();
+    let refused =
+        |e: &EstablishError| matches!(e, EstablishError::Handshake(HandshakeError::Connect { .. }));
+    assert!(refusal.as_ref().is_some_and(refused), "{refusal:?}");
+}
