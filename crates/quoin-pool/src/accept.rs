@@ -1,18 +1,20 @@
 //! Who gets in, by the network or from this host: accepted sockets are proven and heard on helper
-//! threads, a bounded number at a time, and handed to the shard as believed sessions.
+//! threads, a bounded number at a time and shared out by source, and handed to the shard as believed
+//! sessions.
 
 use std::io::ErrorKind::WouldBlock;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 
 use quoin_core::ids::SessionKey;
 use quoin_identity::{Identity, Role, peer_of};
+use quoin_wire::descriptors::Shortage;
 use quoin_wire::establish::{EstablishError, answer};
 use quoin_wire::handshake::ServerSecurity;
+use quoin_wire::places::Places;
 use quoin_wire::reactor::Waker;
 use quoin_wire::same_host::{self, PeerAddress, Stream};
 use quoin_wire::{ConnectionKind, Hello};
@@ -75,7 +77,8 @@ pub struct Acceptor {
     same_host: Option<UnixListener>,
     security: Arc<std::sync::Mutex<ServerSecurity>>,
     belief: Belief,
-    under_way: Arc<AtomicUsize>,
+    places: Places,
+    shortage: Shortage,
     inputs: Sender<Input>,
     waker: Waker,
     metrics: Metrics,
@@ -102,8 +105,18 @@ impl Acceptor {
                 })
                 .ok()
         });
-        let under_way = Arc::default();
-        Ok(Acceptor { network, same_host, security, belief, under_way, inputs, waker, metrics })
+        let (places, shortage) = (Places::new(HANDSHAKES_MAX), Shortage::default());
+        Ok(Acceptor {
+            network,
+            same_host,
+            security,
+            belief,
+            places,
+            shortage,
+            inputs,
+            waker,
+            metrics,
+        })
     }
 
     /// What is readable when somebody waits at the door.
@@ -111,44 +124,42 @@ impl Acceptor {
         [Some(self.network.as_fd()), self.same_host.as_ref().map(AsFd::as_fd)].into_iter().flatten()
     }
 
-    /// Takes what waits at the door; called when a listener is readable.
-    pub fn accept(&self) {
-        self.accept_from(|| {
-            let (tcp, from) = self.network.accept()?;
-            Ok(Some((Stream::Tcp(tcp), PeerAddress::Network(from))))
-        });
-        let Some(same_host) = &self.same_host else { return };
-        self.accept_from(|| {
-            let (unix, _) = same_host.accept()?;
-            // Others are told by the closed connection to come by the network.
-            Ok(same_host::is_of_this_user(&unix)?
-                .then_some((Stream::SameHost(unix), PeerAddress::SameHost)))
-        });
-    }
-
-    fn accept_from(&self, next: impl Fn() -> std::io::Result<Option<(Stream, PeerAddress)>>) {
-        // A bounded turn: the shard's sessions come first.
+    /// Takes what waits at the door; called when a listener is readable. False: the system has no
+    /// descriptor for it, and the listeners are to rest.
+    pub fn accept(&mut self) -> bool {
+        // A bounded turn for each: the shard's sessions come first.
         for _ in 0..16 {
-            match next() {
-                Ok(Some((stream, from))) => self.hear(stream, from),
-                Ok(None) => drop(self.metrics.connections_refused.inc()),
-                Err(error) if error.kind() == WouldBlock => return,
-                Err(error) => {
-                    tracing::warn!(%error, "cannot accept a data connection");
-                    return;
-                }
+            match self.network.accept() {
+                Ok((tcp, from)) => self.hear(Stream::Tcp(tcp), PeerAddress::Network(from)),
+                Err(error) if error.kind() == WouldBlock => break,
+                Err(error) if self.shortage.is_behind(&error) => return false,
+                Err(error) => cannot_accept(&error),
             }
         }
+        for _ in 0..16 {
+            let Some(same_host) = &self.same_host else { return true };
+            match same_host.accept() {
+                // Others are told by the closed connection to come by the network.
+                Ok((unix, _)) => match same_host::is_of_this_user(&unix) {
+                    Ok(true) => self.hear(Stream::SameHost(unix), PeerAddress::SameHost),
+                    Ok(false) => drop(self.metrics.connections_refused.inc()),
+                    Err(error) => cannot_accept(&error),
+                },
+                Err(error) if error.kind() == WouldBlock => break,
+                Err(error) if self.shortage.is_behind(&error) => return false,
+                Err(error) => cannot_accept(&error),
+            }
+        }
+        true
     }
 
     fn hear(&self, stream: Stream, from: PeerAddress) {
-        if self.under_way.fetch_add(1, Ordering::AcqRel) >= HANDSHAKES_MAX {
-            self.under_way.fetch_sub(1, Ordering::AcqRel);
+        let Some(place) = self.places.take(from) else {
             self.metrics.connections_refused.inc();
             return;
-        }
+        };
         let security = self.security.lock().expect("never held across a panic").clone();
-        let (belief, under_way) = (self.belief.clone(), self.under_way.clone());
+        let belief = self.belief.clone();
         let (inputs, waker) = (self.inputs.clone(), self.waker.clone());
         let metrics = self.metrics.clone();
         let spawned = std::thread::Builder::new()
@@ -158,7 +169,7 @@ impl Acceptor {
                 let heard = answer(stream, from, &security, |certificates, session, hello| {
                     belief.judge(certificates, session, hello)
                 });
-                under_way.fetch_sub(1, Ordering::AcqRel);
+                drop(place);
                 match heard {
                     Ok(answered) => {
                         // Fails only when the shard is gone, and the connection with it.
@@ -172,10 +183,13 @@ impl Acceptor {
                 }
             });
         if let Err(error) = spawned {
-            self.under_way.fetch_sub(1, Ordering::AcqRel);
             tracing::warn!(%error, "no thread for a handshake");
         }
     }
+}
+
+fn cannot_accept(error: &std::io::Error) {
+    tracing::warn!(%error, "cannot accept a data connection");
 }
 
 fn refused(from: PeerAddress, error: &EstablishError) {

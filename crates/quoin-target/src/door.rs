@@ -23,15 +23,20 @@ use quoin_frontend::nbd::{Exports, Limits, Refused, Session, TlsPolicy};
 use quoin_identity::{Identity, Peer, Role, peer_of, valid_until};
 use quoin_wire::descriptors::{LISTENER_REST, Shortage};
 use quoin_wire::handshake;
-use quoin_wire::places::Places;
+use quoin_wire::places::{Place, Places};
 use quoin_wire::same_host::PeerAddress;
 use rustls::pki_types::CertificateDer;
 use tokio::sync::watch;
 
 use crate::control::Control;
 
-/// Negotiations under way at once; a client for whom there is no place is closed unheard.
+/// Negotiations under way at once.
 const NEGOTIATIONS_MAX: usize = 64;
+/// Clients that wait for theirs, as all those of a host do when a target has started; one for whom
+/// there is no place is closed unheard.
+const WAITING_MAX: usize = 256;
+/// Between two looks for a place.
+const LOOK: Duration = Duration::from_millis(10);
 /// From the first byte to an open export.
 const NEGOTIATION_MAX: Duration = Duration::from_secs(20);
 /// A client whose host is gone is noticed after this and a few probes.
@@ -126,7 +131,7 @@ impl Door {
         mut shutdown: watch::Receiver<bool>,
     ) -> std::io::Result<()> {
         let listener = tokio::net::TcpListener::from_std(self.listener.try_clone()?)?;
-        let negotiations = Places::new(NEGOTIATIONS_MAX);
+        let (waiting, negotiations) = (Places::new(WAITING_MAX), Places::new(NEGOTIATIONS_MAX));
         let mut shortage = Shortage::default();
         loop {
             let accepted = tokio::select! {
@@ -135,28 +140,45 @@ impl Door {
             };
             let (socket, from) = match accepted {
                 Ok(accepted) => accepted,
-                Err(error) if shortage.is_behind(&error) => {
+                Err(error) => {
+                    if !shortage.is_behind(&error) {
+                        tracing::warn!(%error, "an NBD client was not accepted");
+                    }
                     tokio::time::sleep(LISTENER_REST).await;
                     continue;
                 }
-                Err(error) => {
-                    tracing::warn!(%error, "an NBD client was not accepted");
-                    continue;
-                }
             };
-            let Some(place) = negotiations.take(PeerAddress::Network(from)) else {
+            let Some(wait) = waiting.take(PeerAddress::Network(from)) else {
                 control.options.metrics.refused_client();
                 continue;
             };
             let (control, policy) = (control.clone(), self.policy.clone());
-            tokio::task::spawn_blocking(move || {
-                let _place = place;
-                if let Err(why) = hear(socket.into_std(), policy, &control) {
-                    control.options.metrics.refused_client();
-                    tracing::info!(%from, why, "an NBD client was turned away");
-                }
+            let negotiations = negotiations.clone();
+            tokio::spawn(async move {
+                let place = place(&negotiations, from).await;
+                drop(wait);
+                let Some(place) = place else { return control.options.metrics.refused_client() };
+                tokio::task::spawn_blocking(move || {
+                    let _place = place;
+                    if let Err(why) = hear(socket.into_std(), policy, &control) {
+                        control.options.metrics.refused_client();
+                        tracing::info!(%from, why, "an NBD client was turned away");
+                    }
+                });
             });
         }
+    }
+}
+
+/// A place to negotiate in, for which a client waits no longer than it may be silent.
+async fn place(negotiations: &Places, from: SocketAddr) -> Option<Place> {
+    let until = Instant::now() + handshake::SILENCE_MAX;
+    loop {
+        let place = negotiations.take(PeerAddress::Network(from));
+        if place.is_some() || Instant::now() >= until {
+            return place;
+        }
+        tokio::time::sleep(LOOK).await;
     }
 }
 

@@ -3,9 +3,11 @@
 #[allow(dead_code)]
 mod support;
 
+use std::collections::VecDeque;
 use std::io::IoSlice;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -150,13 +152,24 @@ impl Guarded {
         key: SessionKey,
         hello: &Hello,
     ) -> Result<Session, EstablishError> {
+        self.dial_as("p", by, key, hello)
+    }
+
+    /// Within the host if the pool is looked for by its name, else by the network.
+    fn dial_as(
+        &self,
+        looked_for: &str,
+        by: &Identity,
+        key: SessionKey,
+        hello: &Hello,
+    ) -> Result<Session, EstablishError> {
         let security = ClientSecurity::Tls {
             config: by.client_config(Expected::Named(Role::Pool, "p".into())).unwrap(),
             server_name: "quoin".try_into().unwrap(),
             mode: Mode::Authenticate,
         };
         let address = self.pool.address.parse().unwrap();
-        let connection = dial("p", address, &security, key, hello)?;
+        let connection = dial(looked_for, address, &security, key, hello)?;
         Ok(Session { connection, key })
     }
 }
@@ -344,4 +357,77 @@ fn a_lease_lasts_from_the_receipt_of_what_renews_it_however_long_the_round_was()
     let _newer = open(&pool, OURS, IN_OURS, key(2, 1), LEASE_MS);
     let took = renewed.elapsed();
     assert!(took >= Duration::from_millis(1900), "another one was let in after {took:?}");
+}
+
+/// Connects from an address of the loopback that stands for another host, and says nothing.
+fn silent(from: [u8; 4], to: std::net::SocketAddr) -> Option<OwnedFd> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+    let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+    let socket = socket_with(family, kind, SocketFlags::CLOEXEC, None).ok()?;
+    rustix::net::bind(&socket, &std::net::SocketAddr::from((from, 0))).ok()?;
+    rustix::net::connect(&socket, &to).ok()?;
+    Some(socket)
+}
+
+#[test]
+fn hosts_that_connect_without_end_and_say_nothing_keep_no_target_from_its_pool() {
+    let guarded = Guarded::new();
+    let address: std::net::SocketAddr = guarded.pool.address.parse().unwrap();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for host in [[127, 0, 0, 8], [127, 0, 0, 9]] {
+            let over = &over;
+            scope.spawn(move || {
+                let mut held = VecDeque::new();
+                while !over.load(Ordering::SeqCst) {
+                    held.extend(silent(host, address));
+                    if held.len() > 200 {
+                        held.pop_front();
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            });
+        }
+        let refused = || guarded.pool.metrics.connections_refused.get();
+        eventually("they have what they get", || refused() > 100);
+        for n in 1..=20 {
+            let key = key(1_000, n);
+            let grant = guarded.controller.sign_grant(&good_grant(key)).unwrap();
+            let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, grant.into());
+            let opened = guarded.dial_as("by the network", &guarded.node, key, &hello);
+            if let Err(error) = &opened {
+                over.store(true, Ordering::SeqCst);
+                panic!("attempt {n}: {error}");
+            }
+        }
+        over.store(true, Ordering::SeqCst);
+    });
+}
+
+#[test]
+fn sessions_that_open_nothing_are_limited_in_number_and_time_and_those_that_did_stay() {
+    let security = ServerSecurity::PlainLoopback;
+    let pool = pool_of_both(formatted(), security, Belief::Everybody);
+    let dialled = |n: u64| {
+        let (key, address) = (key(1_000, n), pool.address.parse().unwrap());
+        let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, Bytes::new());
+        let security = ClientSecurity::PlainLoopback;
+        let connection = dial("by the network", address, &security, key, &hello).unwrap();
+        Session { connection, key }
+    };
+    let mut opened = dialled(1);
+    opened.send(&open_of(OURS, IN_OURS, 500));
+    assert!(matches!(opened.next(), Some(FromReplica::OpenAck(_))));
+    let mut idle: Vec<Session> = (2..200).map(dialled).collect();
+    let ended = |idle: &mut Vec<Session>| {
+        let at_end = |s: &mut Session| matches!(s.connection.receive(), Ok(ReadOutcome::End));
+        idle.iter_mut().filter_map(|s| at_end(s).then_some(())).count()
+    };
+    let refused = || pool.metrics.connections_refused.get();
+    eventually("those beyond a quarter of the places are refused", || refused() == 198 - 128);
+    eventually("the others are closed when their time is over", || ended(&mut idle) == 198);
+    let ping = Ping(77);
+    opened.send(&ToReplica::Ping { stable: Lsn(0), ping });
+    answered(&mut opened, ping);
+    pool.stop();
 }

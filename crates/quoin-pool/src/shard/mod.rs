@@ -10,6 +10,7 @@
 
 mod background;
 mod copying;
+mod doors;
 mod holdings;
 mod recognition;
 mod repairs;
@@ -32,6 +33,7 @@ use quoin_store::{Due, ReplicaPool};
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
 use quoin_wire::notices::{Notices, Severity};
+use quoin_wire::places::Places;
 use quoin_wire::reactor::{Reactor, Ready, Timers, now};
 
 use crate::accept::Acceptor;
@@ -74,7 +76,7 @@ const LINGER: Duration = Duration::from_secs(2);
 /// How long a start waits for the controller's word: less than a target waits for a connection.
 const RECOGNISED_AFTER: Duration = Duration::from_secs(3);
 
-/// Names the listeners, and the timer that ends the wait for recognition.
+/// Names the listeners, and the timer that ends their rest or the wait for recognition.
 const LISTENERS: u64 = 0;
 /// Why a pool is short of room.
 const FULL: &str =
@@ -166,6 +168,8 @@ pub struct Shard<'a, P> {
     short: bool,
     copying: Copying,
     start: Start,
+    /// Of sessions that have opened nothing yet.
+    unopened: Places,
 }
 
 impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
@@ -198,6 +202,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             short: false,
             copying: Copying::default(),
             start: Start::new(),
+            unopened: Places::new(sessions::UNOPENED_MAX),
         };
         let now = now();
         match shard.parts.recognition {
@@ -254,9 +259,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         };
         self.scrub.stop(now());
         self.tell_counts();
-        for listener in self.parts.acceptor.listeners() {
-            self.parts.reactor.deregister(listener);
-        }
+        self.shut();
         self.parts.metrics.sessions.set(0);
         ended
     }
@@ -303,7 +306,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn input(&mut self, now: Time, input: Input) {
         match input {
-            Input::Answered(answered) => self.admit(*answered),
+            Input::Answered(answered) => self.admit(now, *answered),
             Input::Synced { ticket, result } => self.sync_ended(now, ticket, result),
             Input::Assign(assignment) => self.assign(now, assignment),
             Input::State(answer) => {
@@ -328,7 +331,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn ready(&mut self, now: Time, ready: Ready) {
         if ready.key == LISTENERS {
-            return self.parts.acceptor.accept();
+            return self.accept(now);
         }
         if ready.writable {
             self.write(now, ready.key);
@@ -530,10 +533,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn timer(&mut self, now: Time, key: u64) {
         if key == LISTENERS {
-            tracing::warn!(
-                "no controller says whether this pool's disk is as it was left: it is taken to be"
-            );
-            return self.judged(now, false);
+            return self.listen_again(now);
         }
         match self.by_timer.get(&key).copied() {
             Some(guid) => self.deliver(now, guid, ReplicaEvent::Timer),

@@ -1,6 +1,8 @@
 //! The shard's connections: what comes in becomes messages for replicas, what they answer goes
 //! out. Nothing piles up: who does not take answers is not read from.
 
+use std::time::Duration;
+
 use quoin_core::entry::SharedEntry;
 use quoin_core::ids::SessionKey;
 use quoin_core::message::{Failure, FromReplica, Ping, ToReplica};
@@ -9,6 +11,7 @@ use quoin_core::{Epoch, Lsn, ReplicaGuid, ReplicaId, Time, VolumeId};
 use quoin_store::ReplicaPool;
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
+use quoin_wire::places::Place;
 use quoin_wire::reactor::{Interest, now};
 use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
@@ -18,6 +21,12 @@ use super::{
     Recognition, STOP_MAX, Shard,
 };
 use crate::facts::PoolFacts;
+
+/// Sessions that have opened nothing yet. A Hello costs its sender nothing, so one source has a
+/// quarter of these at most.
+pub(super) const UNOPENED_MAX: usize = 512;
+/// From a Hello to its Open. A target sends both together.
+const OPEN_MAX: Duration = Duration::from_secs(10);
 
 /// The replica that a connection was believed for. Only that one is opened by it: the grant was
 /// held against the Hello, so an Open for anything else was granted by nobody.
@@ -51,15 +60,15 @@ pub(super) struct Peer {
     pub(super) ending: bool,
     /// Listed in `dirty`.
     pub(super) dirty: bool,
+    /// Until its Open.
+    unopened: Option<Place>,
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     /// Nobody is let in any more: who opened a replica now would leave it open, and the next start
     /// would find that it may lack something.
     pub(super) fn stop(&mut self, now: Time) {
-        for listener in self.parts.acceptor.listeners() {
-            self.parts.reactor.deregister(listener);
-        }
+        self.shut();
         for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
             self.deliver(now, guid, ReplicaEvent::Shutdown);
         }
@@ -82,12 +91,17 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         false
     }
 
-    pub(super) fn admit(&mut self, answered: Answered) {
+    pub(super) fn admit(&mut self, now: Time, answered: Answered) {
         let Answered { connection, session, hello, peer_address } = answered;
         let refused = self.parts.recognition == Recognition::Refused;
         if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() || refused {
             return;
         }
+        let Some(place) = self.unopened.take(peer_address) else {
+            tracing::warn!(%peer_address, "opens nothing in too many sessions: one more is refused");
+            self.parts.metrics.connections_refused.inc();
+            return;
+        };
         let key = self.key();
         if let Err(error) = self.parts.reactor.register(connection.socket(), key, Interest::READ) {
             tracing::warn!(%error, %peer_address, "cannot watch a data connection");
@@ -101,8 +115,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             stalled: false,
             ending: false,
             dirty: false,
+            unopened: Some(place),
         };
         self.peers.insert(key, peer);
+        self.timers.set(key, Some(now + OPEN_MAX));
         self.parts.metrics.sessions.set(self.peers.len() as i64);
     }
 
@@ -158,6 +174,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 if !claim.allows(&message) {
                     return self.refuse_claim(key, session, claim);
                 }
+                if let ToReplica::Open { .. } = message {
+                    self.has_opened(key);
+                }
                 self.take(now, key, claim.guid, session, message);
                 takes_more = takes_more && self.write_early(now, key);
                 continue;
@@ -169,6 +188,15 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
         self.append(now, key, &mut appends);
         self.watch(key);
+    }
+
+    /// It has a place of its own from now on, for as long as it likes.
+    fn has_opened(&mut self, key: u64) {
+        if let Some(peer) = self.peers.get_mut(&key)
+            && peer.unopened.take().is_some()
+        {
+            self.timers.set(key, None);
+        }
     }
 
     /// Ends a session that opens another replica than its Hello named.

@@ -6,8 +6,9 @@ use quoin_core::block::{Frontend, Reply, Request};
 use quoin_core::target::{TargetAction, TargetEvent};
 use quoin_core::{Time, VolumeId};
 use quoin_frontend::nbd::{Session, TlsPolicy};
+use quoin_wire::descriptors::LISTENER_REST;
 use quoin_wire::notices::Severity;
-use quoin_wire::reactor::{Interest, now};
+use quoin_wire::reactor::{Interest, Reactor, now};
 
 use super::{Shard, Slot, Volume};
 use crate::client::{Client, Turn};
@@ -35,6 +36,12 @@ pub(super) struct Crowd {
 impl Crowd {
     fn is_dense(&self) -> bool {
         self.held_bytes >= HELD_MAX
+    }
+}
+
+fn watch(reactor: &Reactor, socket: &Socket, key: u64, interest: Interest) {
+    if let Err(error) = reactor.modify(&socket.listener, key, interest) {
+        tracing::warn!(%error, "cannot watch for clients");
     }
 }
 
@@ -96,7 +103,7 @@ impl Shard {
 
     pub(super) fn accept(&mut self, id: VolumeId) {
         let Some(volume) = self.volumes.get(&id) else { return };
-        let Some((socket, _)) = &volume.listener else { return };
+        let Some((socket, key)) = &volume.listener else { return };
         let accepted = match socket.listener.accept() {
             Ok((socket, _)) => socket.set_nonblocking(true).map(|()| socket),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
@@ -105,6 +112,12 @@ impl Shard {
         let socket = match accepted {
             Ok(socket) if volume.clients.len() < CLIENTS_MAX && !volume.stopped => socket,
             Ok(_) => return,
+            // It stays readable: the loop would do nothing but fail.
+            Err(error) if self.shortage.is_behind(&error) => {
+                self.timers.set(*key, Some(now() + LISTENER_REST));
+                let rest = Interest { read: false, write: false };
+                return watch(&self.reactor, socket, *key, rest);
+            }
             Err(error) => {
                 tracing::warn!(volume = %id, %error, "cannot accept a client");
                 return;
@@ -120,6 +133,13 @@ impl Shard {
         if let Some(key) = self.settle(client) {
             // A session may have something to say first (NBD greets).
             self.take_client(now(), key);
+        }
+    }
+
+    /// A listener has rested.
+    pub(super) fn listen_again(&mut self, id: VolumeId) {
+        if let Some((socket, key)) = self.volumes.get(&id).and_then(|v| v.listener.as_ref()) {
+            watch(&self.reactor, socket, *key, Interest::READ);
         }
     }
 

@@ -24,6 +24,7 @@ use quoin_core::target::{
 };
 use quoin_core::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
+use quoin_wire::descriptors::Shortage;
 use quoin_wire::notices::{Notices, Severity};
 use quoin_wire::reactor::{Reactor, Ready, Timers, Waker, now};
 
@@ -199,6 +200,7 @@ pub struct Shard {
     dirty_links: Vec<u64>,
     dirty_clients: Vec<u64>,
     crowd: clients::Crowd,
+    shortage: Shortage,
     memory: Memory,
     actions: Vec<TargetAction>,
     requests: Vec<Request>,
@@ -236,6 +238,7 @@ impl Shard {
             dirty_links: Vec::new(),
             dirty_clients: Vec::new(),
             crowd: clients::Crowd::default(),
+            shortage: Shortage::default(),
             memory: Memory::new(catch_up_bytes),
             actions: Vec::new(),
             requests: Vec::new(),
@@ -278,6 +281,10 @@ impl Shard {
                     }
                     // Its certificate has run out.
                     Some(Slot::Client(_)) => self.client_lost(key),
+                    Some(Slot::Listener(volume)) => {
+                        let volume = *volume;
+                        self.listen_again(volume);
+                    }
                     _ => {}
                 }
             }

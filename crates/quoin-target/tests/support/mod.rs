@@ -51,6 +51,7 @@ pub struct RunningPool {
     pub address: String,
     pub inputs: Sender<PoolInput>,
     pub waker: Waker,
+    pub metrics: quoin_pool::metrics::Metrics,
     thread: JoinHandle<Ended>,
 }
 
@@ -86,6 +87,7 @@ impl RunningPool {
             metrics.clone(),
         )
         .unwrap();
+        let counted = metrics.clone();
         let syncer = Syncer::start(disk, sender.clone(), waker.clone()).unwrap();
         let (notices, scrub) = (Notices::default(), ScrubPlan::default());
         let mut parts = Parts {
@@ -101,7 +103,7 @@ impl RunningPool {
         };
         let thread =
             std::thread::spawn(move || PoolShard::new(pool, &mut parts, syncer).unwrap().run());
-        RunningPool { address, inputs: sender, waker, thread }
+        RunningPool { address, inputs: sender, waker, metrics: counted, thread }
     }
 
     pub fn send(&self, input: PoolInput) {

@@ -1,0 +1,82 @@
+//! The pool's listeners: open once the pool is recognised, at rest while the system has no
+//! descriptors, shut at the end.
+
+use quoin_core::Time;
+use quoin_core::replica::store::{IoFault, StoreError};
+use quoin_store::ReplicaPool;
+use quoin_wire::descriptors::LISTENER_REST;
+use quoin_wire::frame::WireError;
+use quoin_wire::reactor::Interest;
+
+use super::{LISTENERS, Recognition, Shard};
+use crate::facts::PoolFacts;
+
+impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
+    pub(super) fn let_in(&mut self) -> std::io::Result<()> {
+        for listener in self.parts.acceptor.listeners() {
+            self.parts.reactor.register(listener, LISTENERS, Interest::READ)?;
+        }
+        self.parts.recognition = Recognition::Given;
+        Ok(())
+    }
+
+    /// The controller's word on this start: first the doors, or an end to all sessions.
+    pub(super) fn judged(&mut self, now: Time, rolled_back: bool) {
+        match (self.parts.recognition, rolled_back) {
+            (Recognition::Given, false) | (Recognition::Refused, true) => {}
+            (_, false) => {
+                self.timers.set(LISTENERS, None);
+                if let Err(error) = self.let_in() {
+                    self.fail(StoreError::Io(IoFault {
+                        operation: "listen",
+                        offset: 0,
+                        errno: error.raw_os_error().unwrap_or_default(),
+                    }));
+                }
+            }
+            (_, true) => {
+                tracing::error!(
+                    "an older state of this pool's disk came back: it serves nobody; wipe it to \
+                     have its replicas rebuilt"
+                );
+                self.shut();
+                self.parts.recognition = Recognition::Refused;
+                for key in self.peers.keys().copied().collect::<Vec<_>>() {
+                    self.lost(now, key, &WireError::Closed);
+                }
+            }
+        }
+    }
+
+    /// Takes who waits. Where the system has no descriptors the listeners stay readable, and this
+    /// thread would do nothing but fail: they rest.
+    pub(super) fn accept(&mut self, now: Time) {
+        if !self.parts.acceptor.accept() {
+            self.shut();
+            self.timers.set(LISTENERS, Some(now + LISTENER_REST));
+        }
+    }
+
+    /// After a rest, or when the controller's word is not waited for any longer.
+    pub(super) fn listen_again(&mut self, now: Time) {
+        if self.parts.recognition == Recognition::Awaited {
+            tracing::warn!(
+                "no controller says whether this pool's disk is as it was left: it is taken to be"
+            );
+            return self.judged(now, false);
+        }
+        // One of them may listen already, where the other could not.
+        self.shut();
+        if let Err(error) = self.let_in() {
+            tracing::warn!(%error, "cannot listen yet");
+            self.timers.set(LISTENERS, Some(now + LISTENER_REST));
+        }
+    }
+
+    pub(super) fn shut(&mut self) {
+        for listener in self.parts.acceptor.listeners() {
+            self.parts.reactor.deregister(listener);
+        }
+        self.timers.set(LISTENERS, None);
+    }
+}
