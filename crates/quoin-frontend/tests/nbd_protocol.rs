@@ -218,6 +218,39 @@ fn a_write_takes_its_payload_from_the_receive_buffer_without_copying() {
 }
 
 #[test]
+fn each_command_that_changes_blocks_is_durable_first_where_its_client_asked_for_it_and_only_there()
+{
+    for command in [command::WRITE, command::TRIM, command::WRITE_ZEROES] {
+        for asked in [false, true] {
+            for other in [0, command::FLAG_NO_HOLE] {
+                if other != 0 && command != command::WRITE_ZEROES {
+                    continue;
+                }
+                let mut peer = Peer::ready(device(), false);
+                let flags = if asked { command::FLAG_FUA | other } else { other };
+                let header = RequestHeader { flags, command, cookie: 77, offset: 0, length: 4096 };
+                peer.give(&header.encode()).unwrap();
+                if command == command::WRITE {
+                    peer.give(&[7; 4096]).unwrap();
+                }
+                let taken = peer.requests.pop().map(|request| request.operation);
+                let fua = match taken {
+                    Some(Operation::Write { fua, .. }) if command == command::WRITE => fua,
+                    Some(Operation::Trim { fua, .. }) if command == command::TRIM => fua,
+                    Some(Operation::WriteZeroes { fua, .. })
+                        if command == command::WRITE_ZEROES =>
+                    {
+                        fua
+                    }
+                    other => panic!("command {command} became {other:?}"),
+                };
+                assert_eq!(fua, asked, "command {command} with flags {flags}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_structured_read_is_one_chunk_and_its_error_is_a_chunk_too() {
     let mut peer = Peer::ready(device(), true);
     peer.request(command::READ, command::FLAG_DF, 8192, 8192).unwrap();

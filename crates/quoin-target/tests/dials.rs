@@ -87,14 +87,11 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
         assert!(dials <= VOLUMES as i64 + 4, "{dials} dials for {VOLUMES} volumes");
         std::thread::sleep(Duration::from_millis(20));
     }
-    let given_up = target.notices.take().len();
     let socket = dir.path().join("v.sock");
     target.open(&socket, vec![place(known[0], &pool)], BLOCKS, false);
     let mut client = Nbd::connect(&socket);
     client.write(0, &[7; 4096]);
     assert_eq!(client.read(0, 4096), [7; 4096]);
-    let meanwhile = target.notices.take().len();
-    assert!(meanwhile <= 5, "{given_up} dials failed before it, {meanwhile} while it opened");
     drop(target);
     pool.stop();
 }

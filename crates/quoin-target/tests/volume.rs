@@ -296,6 +296,26 @@ fn a_volume_with_limits_slows_its_clients_and_gives_them_no_error() {
     target.stop();
 }
 
+#[test]
+fn a_client_that_is_gone_leaves_no_write_behind_that_its_volumes_limits_held_back() {
+    let volume = Plain::new(1, 1, 1);
+    let (target, socket) = (volume.target(), volume.socket());
+    let limits = Limits { ios_per_s: 1, bytes_per_s: 0 };
+    target.open_limited(&socket, volume.places(), BLOCKS, false, limits);
+    let (mut gone, mut stays) = (Nbd::connect(&socket), Nbd::connect(&socket));
+    // The first one goes at once, the others one a second.
+    for n in 0..6 {
+        gone.send(0, 1, n * 4096, 4096, &[1; 4096]);
+    }
+    assert_eq!(gone.reply().1, 0);
+    drop(gone);
+    eventually("it is noticed that the client is gone", || target.metrics.clients.get() == 1);
+    // It has its turn after what waits already.
+    let is_untouched = stays.read(5 * 4096, 4096) == [0; 4096];
+    assert!(is_untouched, "a write of a client that was gone came");
+    target.stop();
+}
+
 struct Cluster {
     dir: tempfile::TempDir,
     authority: Authority,

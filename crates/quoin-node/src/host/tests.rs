@@ -227,6 +227,28 @@ async fn a_volume_is_staged_published_used_and_taken_back_and_keeps_its_files() 
 }
 
 #[tokio::test]
+async fn a_volume_in_use_is_not_unstaged_and_goes_when_its_last_file_is_closed() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    let mut held = File::create(world.path("stage/held")).unwrap();
+    let device = world.attacher.find(VOLUME);
+    let records = || fs::read_dir(world.path("state/volumes")).unwrap().count();
+    for _ in 0..2 {
+        let error = node.unstage(VOLUME, &world.path("stage")).await.unwrap_err();
+        assert!(matches!(&error, Error::Busy { path } if *path == world.path("stage")), "{error}");
+        assert_eq!(world.mounts_within(), [world.path("stage")], "it is mounted as before");
+        assert_eq!(world.attacher.find(VOLUME), device, "its device is there as before");
+        assert_eq!(records(), 1, "and is known to the next process");
+        std::io::Write::write_all(&mut held, b"goes on").unwrap();
+        held.sync_all().unwrap();
+    }
+    drop(held);
+    assert!(world.node().unstage(VOLUME, &world.path("stage")).await.unwrap());
+    world.assert_clean();
+}
+
+#[tokio::test]
 async fn xfs_is_made_mounted_and_grown_while_in_use() {
     let Some(world) = World::new() else { return };
     let node = world.node();
