@@ -82,6 +82,53 @@ fn a_volume_is_used_over_tls_by_its_node_and_by_admins_and_by_nobody_else() {
     assert_eq!(own.read(1 << 20, 4096).unwrap(), vec![0x5a; 4096], "IO went on beside all that");
 }
 
+/// Connects from an address of the loopback that stands for another host, and says nothing.
+fn silent(to: std::net::SocketAddr) -> Option<std::os::fd::OwnedFd> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with};
+    let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+    let socket = socket_with(family, kind, SocketFlags::CLOEXEC, None).ok()?;
+    bind(&socket, &std::net::SocketAddr::from(([127, 0, 0, 9], 0))).ok()?;
+    connect(&socket, &to).ok()?;
+    Some(socket)
+}
+
+#[test]
+fn a_host_that_connects_without_end_and_says_nothing_keeps_no_client_from_its_volume() {
+    let (cluster, address) = cluster("nbdflood", &[]);
+    cluster.ok(&["volume", "create", "db", "--size", "16MiB"]);
+    cluster.ok(&["volume", "attach", "db", "--nbd=tcp"]);
+    let open = || Nbd::connect(&address, Some(client(&cluster.path("node"))), "db");
+    eventually("the volume is served", || open().ok());
+    let (to, over) = (address.parse().unwrap(), std::sync::atomic::AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let over = &over;
+        let flood = scope.spawn(move || {
+            let mut held = std::collections::VecDeque::new();
+            let mut made = 0;
+            while !over.load(std::sync::atomic::Ordering::SeqCst) {
+                held.extend(silent(to));
+                made += 1;
+                if held.len() > 200 {
+                    held.pop_front();
+                }
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
+            made
+        });
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        let failed: Vec<_> = (0..10).filter_map(|_| open().err()).collect();
+        over.store(true, std::sync::atomic::Ordering::SeqCst);
+        let made = flood.join().unwrap();
+        assert!(failed.is_empty(), "beside {made} silent connections: {failed:?}");
+    });
+    // All clients of one host come at once when a target has started.
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..40).map(|_| scope.spawn(|| open().map(drop))).collect();
+        let failed: Vec<_> = all.into_iter().filter_map(|one| one.join().unwrap().err()).collect();
+        assert!(failed.is_empty(), "of 40 clients: {failed:?}");
+    });
+}
+
 /// Connections come in at one place, whichever shard serves their volume.
 #[test]
 fn clients_over_tls_reach_volumes_of_every_shard_and_again_after_the_target_died() {

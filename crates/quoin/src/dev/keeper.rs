@@ -30,7 +30,7 @@ const BACKOFF_MAX: Duration = Duration::from_secs(5);
 /// A process that lived this long is taken to have started well.
 const RAN_WELL: Duration = Duration::from_secs(10);
 /// A clean shutdown drains IO first; after this it is killed and the next start recovers.
-const STOP_BUDGET: Duration = Duration::from_secs(20);
+const STOP_BUDGET: Duration = Duration::from_secs(30);
 /// What is waited for longer than this is said.
 const SILENCE: Duration = Duration::from_secs(2);
 /// After a kill -9; only the kernel can hold a process longer than this.

@@ -43,6 +43,7 @@ pub struct HolderOptions {
 pub fn hold(options: &HolderOptions) -> Result<()> {
     super::start_logs(options.log_json);
     super::data_path::prepare();
+    super::raise_open_files();
     let directory = options.run.join("attach");
     match quoin_frontend::attach::holder::serve(&directory.join("holder.sock"))? {}
 }
@@ -58,7 +59,8 @@ pub fn run(options: AttachOptions) -> Result<()> {
     let metrics = Metrics::default();
     let (shown, health) = (metrics.clone(), metrics.clone());
     let source = Source::new(move || shown.render(), move || health.health());
-    super::run(&options.role, source, |shutdown| async move {
+    let within = super::ending::WITHIN + Duration::from_secs(options.drain);
+    super::run_ending_within(within, &options.role, source, |shutdown| async move {
         let mut attach = quoin_frontend::attach::Options::new(options.run.join("attach"));
         attach.drain_timeout = Duration::from_secs(options.drain);
         attach.at_shutdown = match (options.keep, options.detach) {

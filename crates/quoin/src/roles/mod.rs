@@ -1,11 +1,12 @@
 //! The processes of a cluster: flags to a role crate's `Options`, signals to its shutdown.
 //!
-//! All roles are run alike: logs on stderr, SIGTERM or SIGINT is a clean shutdown, `--http`
-//! serves the role's metrics and health.
+//! All roles are run alike: logs on stderr, SIGTERM or SIGINT is a clean shutdown that ends within a
+//! bound ([`ending`]), `--http` serves the role's metrics and health.
 
 mod attach;
 mod controller;
 mod data_path;
+mod ending;
 mod healing;
 mod join;
 mod node;
@@ -27,7 +28,7 @@ use quoin_identity::{Identity, JoinRequest, Role, load_or_join};
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::Path;
-use tokio::signal::unix::{SignalKind, signal};
+use std::time::Duration;
 use tokio::sync::watch;
 use tracing_subscriber::EnvFilter;
 
@@ -43,7 +44,7 @@ pub struct RoleOptions {
     pub log_json: bool,
 }
 
-/// Runs a role until it ends or a signal asks it to.
+/// Runs a role until it ends or a signal asks it to, and then for [`ending::WITHIN`] at most.
 pub fn run<F>(
     options: &RoleOptions,
     source: Source,
@@ -52,40 +53,44 @@ pub fn run<F>(
 where
     F: Future<Output = Result<()>>,
 {
+    run_ending_within(ending::WITHIN, options, source, role)
+}
+
+/// As [`run`], of a role that may need longer for its end.
+pub fn run_ending_within<F>(
+    within: Duration,
+    options: &RoleOptions,
+    source: Source,
+    role: impl FnOnce(watch::Receiver<bool>) -> F,
+) -> Result<()>
+where
+    F: Future<Output = Result<()>>,
+{
     start_logs(options.log_json);
+    raise_open_files();
+    let shutdown = ending::on_signal(within)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .context("start the control threads")?;
-    runtime.block_on(async {
-        let (stop, shutdown) = watch::channel(false);
-        let http = match options.http {
-            None => None,
-            Some(address) => {
-                let listener = quoin_console::listen(address).await?;
-                Some(tokio::spawn(quoin_console::serve(listener, source, shutdown.clone())))
-            }
-        };
-        let mut terminate = signal(SignalKind::terminate())?;
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let signals = tokio::spawn(async move {
-            tokio::select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-            }
-            tracing::info!("asked to stop");
-            let _ = stop.send(true);
-            // Held open: a closed channel would end a role that outlives this task's select.
-            std::future::pending::<()>().await;
-        });
-        let outcome = role(shutdown).await;
-        signals.abort();
-        if let Some(http) = http {
-            http.abort();
+    let outcome = runtime.block_on(async {
+        if let Some(address) = options.http {
+            let listener = quoin_console::listen(address).await?;
+            tokio::spawn(quoin_console::serve(listener, source, shutdown.clone()));
         }
-        outcome
-    })
+        role(shutdown).await
+    });
+    ending::leave_behind(runtime);
+    outcome
+}
+
+/// A pool needs a descriptor for each session, a target some for each volume.
+fn raise_open_files() {
+    match quoin_wire::descriptors::raise_limit() {
+        Ok(limit) => tracing::debug!(?limit, "open files"),
+        Err(error) => tracing::warn!(%error, "the limit of open files stays as it is"),
+    }
 }
 
 /// Logs go to stderr; QUOIN_LOG sets what is logged, as in `QUOIN_LOG=debug`.
