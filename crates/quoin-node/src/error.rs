@@ -78,6 +78,13 @@ pub enum Error {
         "{tool} is not installed on this node; install {package} (it was looked for in {looked})"
     )]
     MissingTool { tool: &'static str, package: &'static str, looked: String },
+    #[error(
+        "the file system of volume {volume} is made in a sparse file of the volume's size, \
+         {size_bytes} bytes, and the file system under {} takes no file that large (ext4: 16 TiB); \
+         put the node's --state directory on xfs, or make the file system on the device by hand",
+        scratch.display()
+    )]
+    ImageTooLarge { volume: String, size_bytes: u64, scratch: PathBuf },
     #[error("{tool} failed on volume {volume}: {output}")]
     Tool { tool: &'static str, volume: String, output: String },
     #[error(
@@ -151,6 +158,7 @@ impl Error {
             | Self::ReadOnlyGrow { .. }
             | Self::GrowNotPermitted { .. }
             | Self::MissingTool { .. }
+            | Self::ImageTooLarge { .. }
             | Self::NotPermitted { .. }
             | Self::AttachImpossible(_)
             | Self::Damaged { .. } => Kind::FailedPrecondition,

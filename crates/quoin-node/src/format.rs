@@ -87,7 +87,7 @@ pub async fn format(
     let image = job.scratch.join(format!("{}.image", job.volume));
     let removal = Removal(image.clone());
     let file = File::create(&image).map_err(Error::io("creating", &image))?;
-    file.set_len(job.size_bytes).map_err(Error::io("sizing", &image))?;
+    file.set_len(job.size_bytes).map_err(|error| unsized_image(error, &job, &image))?;
     drop(file);
 
     let sector = format!("size={}", job.block_size);
@@ -113,6 +113,18 @@ pub async fn format(
     crate::blocking(move || copy(&image, &device, size_bytes, was_interrupted)).await?;
     drop(removal);
     Ok(())
+}
+
+/// A file system has a largest file, which a volume may well be beyond.
+fn unsized_image(error: std::io::Error, job: &Job<'_>, image: &Path) -> Error {
+    if error.kind() != std::io::ErrorKind::FileTooLarge {
+        return Error::io("sizing", image)(error);
+    }
+    Error::ImageTooLarge {
+        volume: job.volume.to_owned(),
+        size_bytes: job.size_bytes,
+        scratch: job.scratch.to_owned(),
+    }
 }
 
 /// Removes the image whatever happens; one that a crash left is truncated by the next format.
@@ -262,4 +274,33 @@ pub(crate) fn may_resize_ext4() -> bool {
         .find_map(|line| line.strip_prefix("CapEff:"))
         .and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok())
         .is_some_and(|capabilities| capabilities >> CAP_SYS_RESOURCE & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    /// Where the file system of the scratch directory ends below 8 EiB, as ext4 does at 16 TiB.
+    #[test]
+    fn a_volume_that_is_larger_than_any_file_of_the_host_says_so_and_where_to_go() {
+        let scratch = tempfile::tempdir().unwrap();
+        let job = Job {
+            volume: "db",
+            device: Path::new("/dev/null"),
+            size_bytes: i64::MAX as u64 - 4095,
+            block_size: 4096,
+            scratch: scratch.path(),
+        };
+        let refused = |error: std::io::Error| unsized_image(error, &job, scratch.path());
+        let error = refused(std::io::Error::from_raw_os_error(libc::EFBIG));
+        assert_eq!(error.kind(), Kind::FailedPrecondition);
+        let text = error.to_string();
+        assert!(text.contains("db") && text.contains("16 TiB") && text.contains("xfs"), "{text}");
+        assert_eq!(refused(std::io::Error::from_raw_os_error(libc::EIO)).kind(), Kind::Internal);
+        let file = File::create(scratch.path().join("probe")).unwrap();
+        if let Err(error) = file.set_len(job.size_bytes) {
+            assert_eq!(error.kind(), std::io::ErrorKind::FileTooLarge);
+        }
+    }
 }
