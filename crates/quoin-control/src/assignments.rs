@@ -39,6 +39,8 @@ impl Controller {
                 // Filled in where the pool has not been told it: see `tell_records`.
                 record: Vec::new(),
                 generation: volume.generation,
+                fence_epoch: volume.fenced,
+                fence_at_once: volume.fenced_at_once,
             };
             let held = volume.replicas.iter().filter(|replica| replica.pool == pool);
             let held = held.map(|r| assignment(r.id.0.to_string(), r.guid.0.to_string(), r.phase));

@@ -1,8 +1,9 @@
 //! Attachments: which node uses a volume, and so whose target may open it.
 //!
-//! An attachment is one idempotent change of the volume's record. Detaching never waits for
-//! the old node: the next owner's target takes a higher epoch, which fences whatever the old
-//! one still does. A volume is served on one node at a time.
+//! An attachment is one idempotent change of the volume's record. Detaching never waits for the old
+//! node and needs nothing of it: the pools are told to open nothing any more by the grants that it
+//! may keep ([`VolumeRecord::fence`]). A session that is open then has a bounded time in which it can
+//! be closed, so that a clean end is one. A volume is served on one node at a time.
 
 use std::sync::Arc;
 
@@ -65,6 +66,17 @@ impl Controller {
         reference: Option<&VolumeRef>,
         node: &str,
     ) -> Result<(), Error> {
+        self.detach_volume(reference, node, false).await
+    }
+
+    /// As [`Self::unpublish_volume`]. `at_once`: what is open is cut rather than given time to close,
+    /// also where the volume was detached before.
+    pub async fn detach_volume(
+        &self,
+        reference: Option<&VolumeRef>,
+        node: &str,
+        at_once: bool,
+    ) -> Result<(), Error> {
         // Publications live in the volume's record, so none is left of an unknown volume.
         let volume = match self.volume(reference) {
             Err(Error::NotFound { .. }) => return Ok(()),
@@ -75,6 +87,9 @@ impl Controller {
             volume.attachments.retain(|a| !node.is_empty() && a.node != node);
             if volume.owner.as_deref().is_some_and(|owner| node.is_empty() || owner == node) {
                 volume.owner = volume.attachments.first().map(|a| a.node.clone());
+            }
+            if at_once && volume.owner.is_none() {
+                volume.fence(true);
             }
             Ok(before != volume.attachments.len())
         };

@@ -14,6 +14,7 @@ use rand::RngCore;
 use tokio::sync::watch;
 
 use crate::Error;
+use crate::admission::Replaced;
 use crate::dying::{DyingLimits, DyingPolicy};
 use crate::events::{Events, Object};
 use crate::observed::Observed;
@@ -57,6 +58,7 @@ pub struct Controller {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) identity: Identity,
     pub(crate) authority: Mutex<Authority>,
+    pub(crate) replaced: Replaced,
     pub(crate) volumes: Table<VolumeRecord>,
     pub(crate) names: Table<NameRecord>,
     pub(crate) pools: Table<PoolRecord>,
@@ -105,6 +107,7 @@ impl Controller {
             creating: tokio::sync::Mutex::new(()),
             writes,
             authority: Mutex::new(authority),
+            replaced: Replaced::default(),
             identity,
             settings,
             changed,
@@ -142,13 +145,13 @@ impl Controller {
         };
         // What is missing in records that do not rule may exist all the same.
         self.check_ruling()?;
-        let shown = |text: &str| text.chars().take(160).collect::<String>();
+        let missing = || missing(Some(reference));
         if !reference.id.is_empty() {
             // Ids are written in one way only, so that equal text and equal id are the same.
             match self.volumes.get(&reference.id) {
                 Some(volume) => return Ok(volume),
                 None if reference.name.is_empty() => {
-                    return Err(Error::missing("volume", shown(&reference.id)));
+                    return Err(missing());
                 }
                 None => {}
             }
@@ -159,10 +162,11 @@ impl Controller {
         self.names
             .get(&reference.name)
             .and_then(|name| self.volumes.get(&name.volume_id.0.to_string()))
-            .ok_or_else(|| Error::missing("volume", shown(&reference.name)))
+            .ok_or_else(missing)
     }
 
-    /// Changes a volume's record. Where that takes a newcomer off it, the membership goes to its
+    /// Changes a volume's record. Where that takes it from the node that owned it, that node's grants
+    /// are taken back. Where that takes a newcomer off it, the membership goes to its
     /// next version: a joint View that names the newcomer can never come to rule then, so nobody
     /// who opens the volume waits for what is being deleted. Not so where nothing has confirmed yet
     /// that the record is no old copy: there that View may have ruled for long.
@@ -180,6 +184,9 @@ impl Controller {
         let change = |volume: &mut VolumeRecord| {
             let before = volume.clone();
             let value = change(volume)?;
+            if before.owner.is_some() && before.owner != volume.owner {
+                volume.fence(false);
+            }
             volume.membership.version += u64::from(is_confirmed && volume.takes_back(&before));
             volume.generation += u64::from(volume.differs(&before));
             Ok(value)
@@ -198,6 +205,13 @@ impl Controller {
         }
         Ok(())
     }
+}
+
+/// What a reference is answered that leads to no volume: with the reference itself.
+pub(crate) fn missing(reference: Option<&VolumeRef>) -> Error {
+    let VolumeRef { id, name } = reference.cloned().unwrap_or_default();
+    let text = if name.is_empty() { id } else { name };
+    Error::missing("volume", text.chars().take(160).collect::<String>())
 }
 
 pub(crate) fn random_id() -> u128 {

@@ -45,6 +45,10 @@ impl Controller {
         incarnation: Incarnation,
         at_least: Epoch,
     ) -> Result<Result<Granted, String>, Error> {
+        if incarnation == Incarnation(0) {
+            let rule = "it must not be zero, which stands for no target";
+            return Err(Error::invalid("incarnation", rule));
+        }
         let change = |volume: &mut VolumeRecord| {
             if let Err(why) = owned(volume, node) {
                 return Ok(Err(why));
@@ -56,6 +60,7 @@ impl Controller {
             let skipped = std::mem::take(&mut volume.epochs_skipped);
             volume.epoch = volume.epoch.max(at_least.0) + skipped + 1;
             volume.incarnation = Text(incarnation);
+            node.clone_into(&mut volume.holder);
             volume.forget_retired();
             Ok(Ok(()))
         };

@@ -97,6 +97,7 @@ fn shown_by(what: &str) -> &'static str {
         "volume" => ": `quoin volume list` shows those that do",
         "pool" => ": `quoin pool list` shows those that do",
         "node" => ": `quoin node list` shows those that do",
+        "admin" => ": `quoin admin list` shows those that do",
         "replica" | "known replica" => ": `quoin replica list` shows those that do",
         "join token" => ": `quoin token list` shows those that do",
         _ => "",

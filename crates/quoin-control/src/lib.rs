@@ -11,6 +11,7 @@
 //!
 //! IO goes on while the controller is down: nothing here is asked for a read or a write.
 
+mod admission;
 mod assignments;
 mod attach;
 pub mod backup;
@@ -22,6 +23,7 @@ pub mod dying;
 mod epochs;
 mod error;
 pub mod events;
+mod fencing;
 mod heal;
 mod members;
 mod metrics;

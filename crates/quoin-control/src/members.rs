@@ -7,8 +7,7 @@
 
 use std::time::Duration;
 
-use quoin_identity::{Issued, JoinToken, Peer, Role, check_name};
-use sha::sha256_hex;
+use quoin_identity::{Issued, JoinToken, Member, Peer, Role, check_name, key_hash_of_request};
 
 use crate::Error;
 use crate::controller::Controller;
@@ -23,14 +22,6 @@ const TOKEN_TTL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 const TOKEN_ID_DIGITS: usize = 12;
 /// Unused tokens at a time.
 const TOKENS_MAX: usize = 4096;
-
-mod sha {
-    /// Hex of SHA-256.
-    pub fn sha256_hex(bytes: &[u8]) -> String {
-        let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, bytes);
-        hex::encode(digest)
-    }
-}
 
 impl Controller {
     /// A new token for `role` ("pool", "node", "admin"; empty: pool or node) and, where it is
@@ -142,7 +133,7 @@ impl Controller {
             )
         };
         let peer = Peer::new(self.identity.cluster(), role, holder)?;
-        let key_hash = sha256_hex(&public_key(csr_der)?);
+        let key_hash = key_hash_of_request(csr_der)?;
         let user = (format!("{role}/{holder}"), key_hash.clone());
         let check = |record: &TokenRecord| {
             if record.expires_ms <= now_ms() {
@@ -172,17 +163,27 @@ impl Controller {
             role: role.to_string(),
             holder: holder.to_owned(),
             key_hash,
+            next_key_hash: String::new(),
             joined_ms: now_ms(),
             removed: false,
             manages_volumes: record.manages_volumes,
         };
-        self.take_name(&member, !record.holder.is_empty()).await?;
+        // The token first: of two that join with one token, one leaves nothing behind.
         let using = |record: &mut TokenRecord| {
             check(record)?;
-            record.used_by = Some(user.clone());
-            Ok(())
+            Ok(record.used_by.replace(user.clone()).is_none())
         };
-        self.tokens.update(&name, using).await?.ok_or_else(refused)?;
+        let (_, first_use) = self.tokens.update(&name, using).await?.ok_or_else(refused)?;
+        if let Err(error) = self.take_name(&member, !record.holder.is_empty()).await {
+            let unused = |record: &mut TokenRecord| {
+                if first_use && record.used_by.as_ref() == Some(&user) {
+                    record.used_by = None;
+                }
+                Ok(())
+            };
+            self.tokens.update(&name, unused).await?;
+            return Err(error);
+        }
         let issued = self.authority().issue(csr_der, &peer)?;
         let about = Object::new(role.as_str(), holder, holder);
         self.events.record(Severity::Normal, about, "Joined", format!("{role} {holder}"));
@@ -190,8 +191,10 @@ impl Controller {
     }
 
     /// A member's next certificate: same role, same name, whatever the request says.
-    pub fn renew(&self, peer: &Peer, csr_der: &[u8]) -> Result<Issued, Error> {
-        Ok(self.authority().issue(csr_der, peer)?)
+    pub async fn renew(&self, member: &Member, csr_der: &[u8]) -> Result<Issued, Error> {
+        let issued = self.authority().issue(csr_der, &member.peer)?;
+        self.expect_key(member, &key_hash_of_request(csr_der)?).await?;
+        Ok(issued)
     }
 
     /// Makes a new authority; everybody comes over to it by renewing, with IO running.
@@ -201,6 +204,27 @@ impl Controller {
         let message = "every certificate moves to the new authority when it is renewed; the \
                        former one is trusted until the last of its certificates has run out";
         self.events.record(Severity::Normal, cluster(), "AuthorityRotated", message);
+        Ok(message.to_owned())
+    }
+
+    /// Makes a new authority where the former one's key is in foreign hands: no certificate that it
+    /// signed is taken any more, and no token that names it.
+    pub async fn replace_authority(&self) -> Result<String, Error> {
+        self.authority().rotate_at_once()?;
+        self.renew_own()?;
+        self.authority_was_replaced();
+        for token in self.tokens.list() {
+            self.tokens.remove(&token.secret_hash, |_| true).await?;
+        }
+        let message = "no certificate and no join token of the former authority is taken any more; \
+                       until they have joined again, pools and nodes go on with each other and hear \
+                       nothing from the controller. For each pool, node and admin: make a token \
+                       (`quoin token create --role ROLE --name NAME`), stop it, remove cert.pem from \
+                       its identity directory (the key stays), and start it with --join and the \
+                       token; pools first, one after the other, then nodes. A volume is out of reach \
+                       of a node while one of them has joined again and a majority of its pools has \
+                       not, or the other way round";
+        self.events.record(Severity::Warning, cluster(), "AuthorityReplaced", message);
         Ok(message.to_owned())
     }
 
@@ -241,7 +265,11 @@ impl Controller {
             Ok(())
         };
         let name = format!("{}/{}", member.role, member.holder);
-        self.members.update(&name, replace).await.map(drop)
+        self.members.update(&name, replace).await?;
+        if member.role == Role::Node.as_str() {
+            self.fence_node(&member.holder, false).await?;
+        }
+        Ok(())
     }
 
     async fn drop_expired_tokens(&self) -> Result<(), Error> {
@@ -264,9 +292,4 @@ pub(crate) fn token_id(token: &TokenRecord) -> &str {
 
 fn cluster() -> Object {
     Object::new("cluster", "", "")
-}
-
-/// The key that a request is for; the request's own signature is checked when it is issued.
-fn public_key(csr_der: &[u8]) -> Result<Vec<u8>, Error> {
-    quoin_identity::public_key_of(csr_der).map_err(Error::from)
 }

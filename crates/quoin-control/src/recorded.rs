@@ -96,6 +96,9 @@ pub(crate) fn volume() -> VolumeRecord {
         may_have_lost_ms: 1_700_000_000_001,
         generation: 12,
         epochs_skipped: 3,
+        holder: String::new(),
+        fenced: 0,
+        fenced_at_once: false,
     }
 }
 
@@ -214,6 +217,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         role: "pool".into(),
         holder: "pool-1".into(),
         key_hash: "4a54".into(),
+        next_key_hash: String::new(),
         joined_ms: 1_700_000_000_000,
         removed: true,
         manages_volumes: true,

@@ -301,6 +301,19 @@ pub struct VolumeRecord {
     /// epochs that were given and never shown to a pool.
     #[serde(default)]
     pub epochs_skipped: u64,
+    /// The node that acquired `epoch`; empty: not known.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub holder: String,
+    /// Sessions up to this epoch are opened by no pool any more: see [`VolumeRecord::fence`].
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub fenced: u64,
+    /// Those that are open do not get time to close either.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fenced_at_once: bool,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// The largest record that pools are given to keep, and retired GUIDs in it.
@@ -389,20 +402,39 @@ impl VolumeRecord {
             may_have_lost_ms: 0,
             generation: 0,
             epochs_skipped: 0,
+            holder: String::new(),
+            fenced: 0,
+            fenced_at_once: false,
         }
     }
 
     /// Without what an opening changes, which pools know themselves.
     fn unopened(&self) -> Self {
-        let incarnation = Text(Incarnation(0));
-        Self { epoch: 0, incarnation, owner: None, epochs_skipped: 0, ..self.clone() }
+        Self {
+            epoch: 0,
+            incarnation: Text(Incarnation(0)),
+            owner: None,
+            epochs_skipped: 0,
+            holder: String::new(),
+            fenced: 0,
+            fenced_at_once: false,
+            ..self.clone()
+        }
     }
 
     /// Whether they differ in more than by openings.
     pub(crate) fn differs(&self, other: &Self) -> bool {
-        let (epoch, incarnation) = (self.epoch, self.incarnation);
-        let (owner, epochs_skipped) = (self.owner.clone(), self.epochs_skipped);
-        *self != Self { epoch, incarnation, owner, epochs_skipped, ..other.clone() }
+        let opened = Self {
+            epoch: self.epoch,
+            incarnation: self.incarnation,
+            owner: self.owner.clone(),
+            epochs_skipped: self.epochs_skipped,
+            holder: self.holder.clone(),
+            fenced: self.fenced,
+            fenced_at_once: self.fenced_at_once,
+            ..other.clone()
+        };
+        *self != opened
     }
 
     /// The record as pools keep it beside its replicas; empty where it is too large for that.
@@ -553,12 +585,17 @@ impl Record for TokenRecord {
     }
 }
 
-/// Somebody who joined with a token; keeps a second one from taking the name.
+/// A holder of a certificate, known by its key; keeps a second one from taking the name.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MemberOfCluster {
     pub role: String,
     pub holder: String,
+    /// Empty: not known, as after a recovery of the records. The first call tells it.
     pub key_hash: String,
+    /// Of the key that a certificate was renewed for; it takes the place of the present one with its
+    /// first call, since the answer to the renewal can get lost.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub next_key_hash: String,
     pub joined_ms: u64,
     /// His certificate lets him do nothing any more; the name is free.
     #[serde(default)]

@@ -28,7 +28,7 @@ use crate::Error;
 use crate::controller::{Controller, about};
 use crate::events::Severity;
 use crate::observed::{ReplicaState, VolumeSeen};
-use crate::records::{Discarded, MembershipRecord, ReplicaRecord, Text, VolumePhase, VolumeRecord};
+use crate::records::{Discarded, MembershipRecord, ReplicaRecord, VolumePhase, VolumeRecord};
 use crate::scale::{self, Scale};
 use crate::time::now_ms;
 
@@ -230,8 +230,7 @@ fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId], silent: &[ReplicaGuid])
     volume.discarded.extend(gone.into_iter().map(Discarded::from));
     volume.membership = MembershipRecord::from(&next);
     volume.forget_retired();
-    volume.epoch += 1;
-    volume.incarnation = Text::default();
+    volume.fence(false);
     // Whoever has it open finds that it is not his any more, and opens it anew.
     volume.owner = None;
     volume.may_have_lost_ms = now_ms();

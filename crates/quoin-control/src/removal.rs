@@ -11,7 +11,6 @@ use crate::Error;
 use crate::controller::Controller;
 use crate::events::{Object, Severity};
 use crate::records::{MemberOfCluster, VolumePhase, VolumeRecord};
-use crate::time::now_ms;
 
 /// Names of volumes in one message; the others are counted.
 const NAMES_MAX: usize = 5;
@@ -102,6 +101,7 @@ impl Controller {
             )));
         }
         self.expel(Role::Node, name).await?;
+        self.fence_node(name, true).await?;
         self.cordons.remove(&format!("node/{name}"), |_| true).await?;
         self.nodes.remove(name, |_| true).await?;
         {
@@ -113,38 +113,6 @@ impl Controller {
         self.events.record(Severity::Normal, about, "NodeRemoved", "it is no member any more");
         self.announce();
         Ok(())
-    }
-
-    /// Remembered rather than forgotten: a member that the records do not know may have joined
-    /// after the backup that they were restored from.
-    async fn expel(&self, role: Role, name: &str) -> Result<(), Error> {
-        let record = MemberOfCluster {
-            role: role.to_string(),
-            holder: name.to_owned(),
-            key_hash: String::new(),
-            joined_ms: now_ms(),
-            removed: true,
-            manages_volumes: false,
-        };
-        if self.members.create(record).await?.is_ok() {
-            return Ok(());
-        }
-        let remove = |record: &mut MemberOfCluster| {
-            (record.removed, record.manages_volumes) = (true, false);
-            Ok(())
-        };
-        self.members.update(&format!("{role}/{name}"), remove).await.map(drop)
-    }
-
-    /// Whether somebody with a valid certificate still belongs to the cluster.
-    pub(crate) fn is_member(&self, role: Role, name: &str) -> bool {
-        !self.members.get(&format!("{role}/{name}")).is_some_and(|member| member.removed)
-    }
-
-    /// Whether this node may manage volumes that are not attached to it.
-    pub(crate) fn manages_volumes(&self, node: &str) -> bool {
-        let member = self.members.get(&format!("{}/{node}", Role::Node));
-        member.is_some_and(|member| member.manages_volumes && !member.removed)
     }
 
     /// Lets a node manage volumes, or no more; it counts from its next call on.

@@ -77,7 +77,10 @@ impl Controller {
             scrub: report.scrub.unwrap_or_default(),
         };
         let about = Object::new("pool", &report.pool_id, &report.pool);
-        self.agent_events(&report.events, &about);
+        self.agent_events(&report.events, &about, |volume| {
+            let here = volume.replicas.iter().map(|replica| &replica.pool);
+            here.chain(volume.discarded.iter().map(|gone| &gone.pool)).any(|p| *p == report.pool)
+        });
         let (changed, back) = {
             let mut observed = self.observed();
             let was_online =
@@ -213,7 +216,11 @@ impl Controller {
             Ok(())
         };
         self.nodes.update(&report.node, change).await?;
-        self.agent_events(&report.events, &about);
+        self.agent_events(&report.events, &about, |volume| {
+            let used = volume.attachments.iter().any(|a| a.node == report.node);
+            let holds = volume.owner.as_deref() == Some(report.node.as_str());
+            used || holds || volume.holder == report.node
+        });
         let seen = NodeSeen { last: Instant::now(), leaving: report.leaving };
         let back = {
             let mut observed = self.observed();
@@ -237,6 +244,9 @@ impl Controller {
             .volumes
             .get(&volume.to_string())
             .ok_or_else(|| Error::missing("volume", &report.volume_id))?;
+        if report.epoch != 0 && report.epoch < record.epoch && report.state != "stopped" {
+            self.fence_stale(volume, &report.node).await?;
+        }
         // A fenced target's last words must not pass for the present state.
         if record.owner.as_deref() != Some(report.node.as_str()) || report.epoch != record.epoch {
             return Ok(Vec::new());
@@ -278,7 +288,7 @@ impl Controller {
         let confirms = (report.epoch, report.membership_version)
             == (record.epoch, record.membership.version)
             && report.state == "serving";
-        self.agent_events(&report.events, &about(&record));
+        self.agent_events(&report.events, &about(&record), |volume| volume.id == record.id);
         {
             let mut observed = self.observed();
             observed.volumes.insert(volume, seen);
@@ -296,9 +306,16 @@ impl Controller {
         Ok(self.fresh_grant(&record, &report.node, report.epoch))
     }
 
-    fn agent_events(&self, events: &[api::AgentEvent], reporter: &Object) {
+    /// Takes events in that an agent tells. One about a volume that it has nothing to do with is
+    /// told of the agent itself, so that it speaks for no other.
+    fn agent_events(
+        &self,
+        events: &[api::AgentEvent],
+        reporter: &Object,
+        concerns: impl Fn(&VolumeRecord) -> bool,
+    ) {
         for event in events.iter().take(EVENTS_MAX) {
-            let volume = self.volumes.get(&event.volume_id);
+            let volume = self.volumes.get(&event.volume_id).filter(|volume| concerns(volume));
             let object = match (&volume, event.replica_id.len()) {
                 (Some(volume), 0) => about(volume),
                 (Some(volume), 32) => Object::new("replica", &event.replica_id, &volume.spec.name),

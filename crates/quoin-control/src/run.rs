@@ -7,11 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_identity::{
-    Authority, Identity, IncomingLimits, JoinToken, Lifetimes, Role, serve_incoming, unix_incoming,
+    Authority, Identity, IncomingLimits, JoinToken, Lifetimes, Role, Shares, serve_incoming,
+    unix_incoming,
 };
 use tokio::net::{TcpListener, UnixListener, UnixStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
+use tonic::service::Routes;
 use tonic::transport::Server;
+use tower::Layer;
+use tower::layer::layer_fn;
 
 use crate::Error;
 use crate::backup::doubted_records;
@@ -20,12 +24,13 @@ use crate::dying::{DyingLimits, DyingPolicy};
 use crate::metrics::Metrics;
 use crate::policy::{RebalanceAt, ReplaceAfter};
 use crate::records::Spread;
-use crate::service::Services;
+use crate::service::{Gate, Services};
 use crate::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
 use crate::store::Embedded;
 
-/// Streams that agents and followers hold open, all together.
+/// Streams that agents and followers hold open, all together and each.
 const STREAMS_MAX: usize = 4096;
+const STREAMS_A_MEMBER_MAX: usize = 128;
 /// Calls at a time on one connection.
 const CALLS_MAX: u32 = 256;
 /// How often what is due by time is looked after.
@@ -285,12 +290,12 @@ pub async fn serve(
     let services = Services {
         controller: controller.clone(),
         shutdown: shutdown.clone(),
-        streams: Arc::new(Semaphore::new(STREAMS_MAX)),
+        streams: Shares::new(STREAMS_MAX, STREAMS_A_MEMBER_MAX),
     };
     let down = |mut shutdown: watch::Receiver<bool>| async move {
         let _ = shutdown.wait_for(|down| *down).await;
     };
-    let local = server()
+    let local = server(&controller)
         .add_routes(services.routes())
         .serve_with_incoming_shutdown(unix_incoming(admin), down(shutdown.clone()));
     let remote = async {
@@ -300,7 +305,7 @@ pub async fn serve(
         };
         let config = controller.identity().controller_config()?;
         let incoming = serve_incoming(listener, config, IncomingLimits::default());
-        let served = server()
+        let served = server(&controller)
             .add_routes(services.routes())
             .serve_with_incoming_shutdown(incoming, down(shutdown.clone()));
         served.await.map_err(Error::from)
@@ -314,8 +319,13 @@ pub async fn serve(
     }
 }
 
-fn server() -> Server {
+fn server(
+    controller: &Arc<Controller>,
+) -> Server<impl Layer<Routes, Service = Gate<Routes>> + Clone> {
+    let controller = controller.clone();
+    let gate = layer_fn(move |inner| Gate { controller: controller.clone(), inner });
     Server::builder()
+        .layer(gate)
         .concurrency_limit_per_connection(CALLS_MAX as usize)
         .max_concurrent_streams(CALLS_MAX)
         .http2_keepalive_interval(Some(Duration::from_secs(10)))
@@ -333,10 +343,12 @@ async fn tend(controller: Arc<Controller>) {
         // Reports bring on what follows from them; this is for what an error left over.
         let now = tokio::time::Instant::now();
         let reconciled = if ticks % 10 == 0 { controller.reconcile().await } else { Ok(()) };
+        let fenced = if ticks % 10 == 0 { controller.fence_left_over().await } else { Ok(()) };
         // Tending first: what healing begins, this look does not know yet.
         let ready = controller.standings();
         for (what, done) in [
             ("reconcile", reconciled),
+            ("fence", fenced),
             ("tend volumes", controller.tend_unused_of(&ready, now).await),
             ("heal", controller.heal_those(&ready, now).await),
             ("certificates", controller.tend_certificates().await),

@@ -136,7 +136,11 @@ impl Backend {
         if !is_id(id) {
             return Ok(());
         }
-        let wanted = api::UnpublishVolumeRequest { volume: by_id(id), node: node.to_owned() };
+        let wanted = api::UnpublishVolumeRequest {
+            volume: by_id(id),
+            node: node.to_owned(),
+            at_once: false,
+        };
         match self.client.clone().unpublish_volume(Self::request(wanted)).await {
             Ok(_) => Ok(()),
             Err(status) if status.code() == Code::NotFound => Ok(()),

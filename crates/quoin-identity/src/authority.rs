@@ -200,6 +200,24 @@ impl Authority {
         self.save().inspect_err(|_| self.file = before)
     }
 
+    /// A new authority at once: nothing that a former one signed is trusted any more.
+    pub fn rotate_at_once(&mut self) -> Result<(), Error> {
+        let generation = self.file.generation + 1;
+        let key = KeyPair::generate().map_err(Error::certificate)?;
+        let params = authority_params(self.cluster, generation, self.lifetimes.authority);
+        let certificate = params.self_signed(&key).map_err(Error::certificate)?;
+        let next = File {
+            format: FORMAT,
+            cluster_id: self.cluster.to_string(),
+            generation,
+            key_pem: key.serialize_pem(),
+            certificate_pem: certificate.pem(),
+            former: None,
+        };
+        let before = std::mem::replace(&mut self.file, next);
+        self.save().inspect_err(|_| self.file = before)
+    }
+
     /// Drops the former authority once its time is over; true if it did.
     pub fn forget_former(&mut self) -> Result<bool, Error> {
         if self.file.former.as_ref().is_none_or(|former| former.trusted_until_s > now_s()) {
@@ -320,13 +338,25 @@ fn holder_params(holder: &Peer, life: Duration) -> Result<CertificateParams, Err
     Ok(params)
 }
 
-/// The public key (SubjectPublicKeyInfo, DER) of a request, so that a repeated request can be
-/// told from somebody else's.
-pub fn public_key_of(csr_der: &[u8]) -> Result<Vec<u8>, Error> {
+/// SHA-256 of a public key (SubjectPublicKeyInfo, DER) in hex, by which members are known.
+fn key_hash(public_key: &[u8]) -> String {
+    hex::encode(digest::digest(&digest::SHA256, public_key))
+}
+
+/// The hash of the key that a certificate is for.
+pub fn key_hash_of(certificate: &CertificateDer<'_>) -> Result<String, Error> {
+    let (_, parsed) =
+        x509_parser::parse_x509_certificate(certificate).map_err(Error::certificate)?;
+    Ok(key_hash(parsed.public_key().raw))
+}
+
+/// The hash of the key that a request is for, so that a repeated request can be told from somebody
+/// else's. The request's own signature is checked when it is issued.
+pub fn key_hash_of_request(csr_der: &[u8]) -> Result<String, Error> {
     use x509_parser::prelude::{FromDer, X509CertificationRequest};
     if csr_der.len() > REQUEST_BYTES_MAX {
         return Err(Error::certificate("the request is larger than any request is"));
     }
     let (_, request) = X509CertificationRequest::from_der(csr_der).map_err(Error::certificate)?;
-    Ok(request.certification_request_info.subject_pki.raw.to_vec())
+    Ok(key_hash(request.certification_request_info.subject_pki.raw))
 }

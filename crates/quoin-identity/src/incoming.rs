@@ -1,27 +1,34 @@
 //! Authenticated connections for tonic: one TCP listener in, a stream of TLS streams out.
 //!
-//! Whatever arrives on the port, a slow or nonsensical client costs a bounded amount: its
-//! handshake has a deadline, handshakes and connections are counted, those without a
-//! certificate are few and short-lived, and nobody waits for anybody else's handshake. A
+//! A slow or nonsensical client costs a bounded amount. A connection that says nothing is closed
+//! after [`IncomingLimits::first_bytes_ms`], or earlier where there are too many: the one that has
+//! been silent for longest makes room for the next, so silence never keeps others out. A handshake
+//! has a deadline. Handshakes and connections without a certificate are counted for each source
+//! address, connections with one for each member, and none gets more than a share of the places. A
 //! connection ends when its certificate does, so a peer must show a renewed one to stay.
 
+use std::collections::{HashMap, VecDeque};
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
 use rustls::ServerConfig;
+use rustls::server::Acceptor;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::AbortHandle;
 use tokio::time::{Instant, Sleep};
-use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
+use tokio_rustls::{LazyConfigAcceptor, StartHandshake};
 use tonic::transport::server::Connected;
 
 use crate::identity::{CALENDAR_LOOK, validity_of};
-use crate::{Peer, peer_of};
+use crate::shares::{Place, Shares, source_of};
+use crate::{Peer, key_hash_of, peer_of};
 
 /// Who made a request; every request of a served connection carries it as an extension.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,19 +36,37 @@ pub enum Caller {
     /// Over a unix socket: the file's permissions let them in.
     Local,
     /// Over TLS with a verified certificate of this cluster.
-    Member(Peer),
+    Member(Member),
     /// Over TLS without a certificate.
     Newcomer,
+}
+
+/// The holder of a verified certificate. Several certificates may name one holder: the key tells
+/// them apart.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Member {
+    pub peer: Peer,
+    /// See [`key_hash_of`].
+    pub key_hash: String,
+    /// When its connection was begun: what was trusted later did not let it in.
+    pub connected: std::time::Instant,
 }
 
 /// What one port bears.
 #[derive(Clone, Copy, Debug)]
 pub struct IncomingLimits {
     pub connections_max: usize,
-    /// Of these, without a certificate.
+    /// Of these, of one member.
+    pub connections_a_member_max: usize,
+    /// Of these, without a certificate; a quarter of them of one address.
     pub newcomers_max: usize,
+    /// Connections whose handshake has not begun; a quarter of them of one address.
+    pub unheard_max: usize,
+    /// Handshakes under way; a quarter of them of one address.
     pub handshakes_max: usize,
     pub handshake_ms: u64,
+    /// How long a connection may say nothing at all.
+    pub first_bytes_ms: u64,
     /// How long a connection without a certificate may last.
     pub newcomer_ms: u64,
 }
@@ -50,9 +75,12 @@ impl Default for IncomingLimits {
     fn default() -> Self {
         Self {
             connections_max: 4096,
-            newcomers_max: 64,
-            handshakes_max: 128,
+            connections_a_member_max: 64,
+            newcomers_max: 128,
+            unheard_max: 2048,
+            handshakes_max: 512,
             handshake_ms: 10_000,
+            first_bytes_ms: 2_000,
             newcomer_ms: 30_000,
         }
     }
@@ -65,7 +93,15 @@ pub struct PeerStream {
     /// When the certificate is over; `None`: at the next look, as a newcomer's time is.
     ends: Option<SystemTime>,
     next_look: Pin<Box<Sleep>>,
-    _permits: [Option<OwnedSemaphorePermit>; 2],
+    /// Kept for as long as the connection lasts.
+    _place: Place<Holder>,
+}
+
+/// To whom a connection is counted.
+#[derive(Clone, PartialEq, Eq, Hash)]
+enum Holder {
+    Member(Peer),
+    Newcomer(IpAddr),
 }
 
 impl PeerStream {
@@ -134,23 +170,56 @@ pub fn serve_incoming(
     limits: IncomingLimits,
 ) -> impl futures::Stream<Item = io::Result<PeerStream>> + Send {
     let (ready, streams) = mpsc::channel(16);
-    tokio::spawn(accept(listener, TlsAcceptor::from(config), limits, ready));
+    tokio::spawn(accept(listener, config, limits, ready));
     tokio_stream::wrappers::ReceiverStream::new(streams)
+}
+
+/// The places of one port.
+struct Places {
+    config: Arc<ServerConfig>,
+    limits: IncomingLimits,
+    unheard: Shares<IpAddr>,
+    handshakes: Arc<Semaphore>,
+    handshakes_by_source: Mutex<HashMap<IpAddr, Arc<Semaphore>>>,
+    members: Shares<Holder>,
+    newcomers: Shares<Holder>,
+}
+
+/// The connections that have said nothing yet, the oldest first.
+#[derive(Default)]
+struct Silent(VecDeque<AbortHandle>);
+
+impl Silent {
+    /// Ends the oldest where there are too many with the one that comes.
+    fn make_room(&mut self, max: usize) {
+        if self.0.len() >= max {
+            self.0.retain(|task| !task.is_finished());
+        }
+        if self.0.len() >= max
+            && let Some(oldest) = self.0.pop_front()
+        {
+            oldest.abort();
+        }
+    }
 }
 
 async fn accept(
     listener: TcpListener,
-    acceptor: TlsAcceptor,
+    config: Arc<ServerConfig>,
     limits: IncomingLimits,
     ready: mpsc::Sender<io::Result<PeerStream>>,
 ) {
-    let semaphore = |permits: usize| Arc::new(Semaphore::new(permits));
-    let handshakes = semaphore(limits.handshakes_max);
-    let connections = semaphore(limits.connections_max);
-    let newcomers = semaphore(limits.newcomers_max);
+    let places = Arc::new(Places {
+        config,
+        limits,
+        unheard: Shares::quarters(limits.unheard_max),
+        handshakes: Arc::new(Semaphore::new(limits.handshakes_max)),
+        handshakes_by_source: Mutex::default(),
+        members: Shares::new(limits.connections_max, limits.connections_a_member_max),
+        newcomers: Shares::quarters(limits.newcomers_max),
+    });
+    let mut silent = Silent::default();
     loop {
-        // Waiting here leaves the rest in the kernel's queue, which is bounded too.
-        let Ok(handshake) = handshakes.clone().acquire_owned().await else { return };
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             () = ready.closed() => return,
@@ -163,48 +232,101 @@ async fn accept(
                 continue;
             }
         };
-        let (acceptor, ready) = (acceptor.clone(), ready.clone());
-        let (connections, newcomers) = (connections.clone(), newcomers.clone());
-        tokio::spawn(async move {
-            let _handshake = handshake;
-            let Ok(connection) = connections.try_acquire_owned() else {
-                return tracing::warn!(%address, "too many connections, one more was refused");
-            };
-            let _ = tcp.set_nodelay(true);
-            let limit = Duration::from_millis(limits.handshake_ms);
-            let stream = match tokio::time::timeout(limit, acceptor.accept(tcp)).await {
-                Ok(Ok(stream)) => stream,
-                Ok(Err(error)) => return tracing::debug!(%address, %error, "handshake failed"),
-                Err(_) => return tracing::debug!(%address, "no handshake in time"),
-            };
-            let Some((caller, ends)) = caller_of(&stream) else {
-                return tracing::debug!(%address, "certificate unreadable");
-            };
-            let newcomer = match caller {
-                Caller::Newcomer => match newcomers.try_acquire_owned() {
-                    Ok(permit) => Some(permit),
-                    Err(_) => return tracing::warn!(%address, "too many newcomers at once"),
-                },
-                _ => None,
-            };
-            let first_look = match ends {
-                Some(ends) => until_next_look(ends).unwrap_or_default(),
-                None => Duration::from_millis(limits.newcomer_ms),
-            };
-            let next_look = Box::pin(tokio::time::sleep(first_look));
-            let _permits = [Some(connection), newcomer];
-            let _ = ready.send(Ok(PeerStream { stream, caller, ends, next_look, _permits })).await;
+        // Half of the places is for those that have said something and wait for their handshake.
+        silent.make_room(limits.unheard_max.div_ceil(2));
+        let Ok(place) = places.unheard.take(source_of(address.ip())) else {
+            tracing::debug!(%address, "too many connections wait to be heard");
+            continue;
+        };
+        let (places, ready) = (places.clone(), ready.clone());
+        let waiting = tokio::spawn(async move {
+            if let Some(begun) = places.speaks(tcp).await {
+                // A task of its own: from here on it gives way to nobody.
+                tokio::spawn(async move { places.hear(begun, address, place, ready).await });
+            }
         });
+        silent.0.push_back(waiting.abort_handle());
+    }
+}
+
+impl Places {
+    /// The client's first message, whole.
+    async fn speaks(&self, tcp: TcpStream) -> Option<StartHandshake<TcpStream>> {
+        let _ = tcp.set_nodelay(true);
+        let limit = Duration::from_millis(self.limits.first_bytes_ms);
+        let hello = LazyConfigAcceptor::new(Acceptor::default(), tcp);
+        tokio::time::timeout(limit, hello).await.ok()?.ok()
+    }
+
+    /// Shakes hands in its turn among those of its address, and hands over.
+    async fn hear(
+        &self,
+        begun: StartHandshake<TcpStream>,
+        address: SocketAddr,
+        unheard: Place<IpAddr>,
+        ready: mpsc::Sender<io::Result<PeerStream>>,
+    ) {
+        let limit = Duration::from_millis(self.limits.handshake_ms);
+        let connected = std::time::Instant::now();
+        let shaking_hands = async {
+            // The turn of the address first: its others do not wait for a place meanwhile.
+            let turn = self.turn_of(source_of(address.ip()));
+            let _turn = turn.acquire_owned().await.ok()?;
+            let _place = self.handshakes.acquire().await.ok()?;
+            let shaken = begun.into_stream(self.config.clone()).await;
+            shaken.inspect_err(|error| tracing::debug!(%address, %error, "handshake failed")).ok()
+        };
+        let stream = match tokio::time::timeout(limit, shaking_hands).await {
+            Ok(Some(stream)) => stream,
+            Ok(None) => return,
+            Err(_) => return tracing::debug!(%address, "no handshake in time"),
+        };
+        drop(unheard);
+        let Some((caller, ends)) = caller_of(&stream, connected) else {
+            return tracing::debug!(%address, "certificate unreadable");
+        };
+        let place = match &caller {
+            Caller::Member(member) => self.members.take(Holder::Member(member.peer.clone())),
+            _ => self.newcomers.take(Holder::Newcomer(source_of(address.ip()))),
+        };
+        let place = match place {
+            Ok(place) => place,
+            Err(why) => {
+                return tracing::warn!(%address, ?caller, ?why, "one connection more was refused");
+            }
+        };
+        let first_look = match ends {
+            Some(ends) => until_next_look(ends).unwrap_or_default(),
+            None => Duration::from_millis(self.limits.newcomer_ms),
+        };
+        let next_look = Box::pin(tokio::time::sleep(first_look));
+        let _ = ready.send(Ok(PeerStream { stream, caller, ends, next_look, _place: place })).await;
+    }
+
+    /// The handshakes of one address. Those that nobody waits for are forgotten when many came.
+    fn turn_of(&self, source: IpAddr) -> Arc<Semaphore> {
+        const KEPT_MAX: usize = 1024;
+        let mut turns = self.handshakes_by_source.lock().expect("no holder of this lock panics");
+        if turns.len() >= KEPT_MAX {
+            turns.retain(|_, turn| Arc::strong_count(turn) > 1);
+        }
+        let share = self.limits.handshakes_max.div_ceil(4);
+        turns.entry(source).or_insert_with(|| Arc::new(Semaphore::new(share))).clone()
     }
 }
 
 /// Who has connected, and when a member's certificate is over.
-fn caller_of(stream: &TlsStream<TcpStream>) -> Option<(Caller, Option<SystemTime>)> {
+fn caller_of(
+    stream: &TlsStream<TcpStream>,
+    connected: std::time::Instant,
+) -> Option<(Caller, Option<SystemTime>)> {
     let Some(leaf) = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first()) else {
         return Some((Caller::Newcomer, None));
     };
     let (_, until) = validity_of(leaf)?;
-    Some((Caller::Member(peer_of(leaf).ok()?), Some(until)))
+    let (peer, key_hash) = (peer_of(leaf).ok()?, key_hash_of(leaf).ok()?);
+    let member = Member { peer, key_hash, connected };
+    Some((Caller::Member(member), Some(until)))
 }
 
 #[cfg(test)]

@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use quoin_identity::{
-    Authority, Caller, Expected, Identity, IncomingLimits, Lifetimes, Role, serve_incoming,
+    Authority, Caller, Expected, Identity, IncomingLimits, Lifetimes, PeerStream, Role,
+    serve_incoming,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 fn authority(dir: &Path, holder_s: u64) -> Authority {
@@ -101,6 +103,24 @@ async fn while_the_authority_is_rotated_old_and_new_certificates_meet_in_every_p
             meet(pool, node, Expected::Role(Role::Pool)).await.unwrap();
         }
     }
+}
+
+#[tokio::test]
+async fn an_authority_that_is_replaced_at_once_leaves_nothing_that_the_former_one_signed() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut authority = authority(dir.path(), 3600);
+    let old_node = authority.issue_identity(&dir.path().join("n1"), Role::Node, "n1").unwrap();
+    // Also in the middle of a rotation that goes on.
+    authority.rotate().unwrap();
+    let middle = authority.issue_identity(&dir.path().join("n3"), Role::Node, "n3").unwrap();
+    authority.rotate_at_once().unwrap();
+    let authority = Authority::load(dir.path(), Lifetimes::default()).unwrap();
+    assert_eq!(authority.authorities_pem().matches("BEGIN").count(), 1);
+    let pool = authority.issue_identity(&dir.path().join("p2"), Role::Pool, "p2").unwrap();
+    let node = authority.issue_identity(&dir.path().join("n2"), Role::Node, "n2").unwrap();
+    meet(&pool, &old_node, Expected::Role(Role::Pool)).await.unwrap_err();
+    meet(&pool, &middle, Expected::Role(Role::Pool)).await.unwrap_err();
+    meet(&pool, &node, Expected::Role(Role::Pool)).await.unwrap();
 }
 
 #[tokio::test]
@@ -232,9 +252,110 @@ async fn garbage_and_silence_on_the_port_hold_up_nobody() {
         tls
     });
     let mut stream = incoming.next().await.unwrap().unwrap();
-    assert_eq!(*stream.caller(), Caller::Member(node.peer().clone()));
+    let Caller::Member(member) = stream.caller() else { panic!("{:?}", stream.caller()) };
+    assert_eq!(&member.peer, node.peer());
     assert_eq!(stream.read_u8().await.unwrap(), 7);
     calling.await.unwrap();
+}
+
+/// A port whose waits are far longer than a test, so that only its limits let anybody in.
+struct Port {
+    _dir: tempfile::TempDir,
+    node: Identity,
+    address: std::net::SocketAddr,
+    incoming: std::pin::Pin<Box<dyn futures::Stream<Item = std::io::Result<PeerStream>> + Send>>,
+}
+
+impl Port {
+    async fn with(limits: IncomingLimits) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = authority(dir.path(), 3600);
+        let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p1").unwrap();
+        let node = authority.issue_identity(&dir.path().join("n"), Role::Node, "n1").unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let incoming = Box::pin(serve_incoming(listener, pool.server_config().unwrap(), limits));
+        Self { _dir: dir, node, address, incoming }
+    }
+
+    /// A connection from one of the addresses of the loopback.
+    async fn dial(&self, from: u8) -> TcpStream {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind(([127, 0, 0, from], 0).into()).unwrap();
+        socket.connect(self.address).await.unwrap()
+    }
+
+    /// The member's connection as both sides have it; `None`: it was not let in.
+    async fn member(&mut self, from: u8) -> Option<(TlsStream<TcpStream>, PeerStream)> {
+        let config = self.node.client_config(Expected::Role(Role::Pool)).unwrap();
+        let tcp = self.dial(from).await;
+        let connected = TlsConnector::from(config).connect("quoin".try_into().unwrap(), tcp);
+        let both = async { tokio::join!(connected, self.incoming.next()) };
+        let (client, server) = tokio::time::timeout(Duration::from_secs(5), both).await.ok()?;
+        Some((client.ok()?, server?.ok()?))
+    }
+}
+
+const LONG_MS: u64 = 600_000;
+
+#[tokio::test]
+async fn connections_that_say_nothing_keep_nobody_out_however_many_addresses_they_come_from() {
+    let limits = IncomingLimits {
+        unheard_max: 16,
+        first_bytes_ms: LONG_MS,
+        handshake_ms: LONG_MS,
+        ..Default::default()
+    };
+    let mut port = Port::with(limits).await;
+    let mut silent = Vec::new();
+    for from in (2..=60).cycle().take(177) {
+        silent.push(port.dial(from).await);
+    }
+    assert!(port.member(1).await.is_some());
+    // Beginning to say something is not enough.
+    for tcp in &mut silent {
+        let _ = tcp.write_all(&[0x16]).await;
+    }
+    assert!(port.member(1).await.is_some());
+}
+
+#[tokio::test]
+async fn handshakes_of_one_address_that_never_end_leave_the_places_of_the_others() {
+    let limits = IncomingLimits {
+        handshakes_max: 8,
+        first_bytes_ms: LONG_MS,
+        handshake_ms: LONG_MS,
+        ..Default::default()
+    };
+    let mut port = Port::with(limits).await;
+    let config = port.node.client_config(Expected::Role(Role::Pool)).unwrap();
+    let mut begun = Vec::new();
+    for _ in 0..40 {
+        let name = "quoin".try_into().unwrap();
+        let mut client = rustls::ClientConnection::new(config.clone(), name).unwrap();
+        let mut hello = Vec::new();
+        client.write_tls(&mut hello).unwrap();
+        let mut tcp = port.dial(2).await;
+        tcp.write_all(&hello).await.unwrap();
+        begun.push(tcp);
+    }
+    assert!(port.member(1).await.is_some());
+    assert!(port.member(2).await.is_none(), "the share of this address is taken");
+    begun.clear();
+    assert!(port.member(2).await.is_some());
+}
+
+#[tokio::test]
+async fn a_member_gets_no_more_than_its_share_of_the_connections() {
+    let limits = IncomingLimits { connections_a_member_max: 3, ..Default::default() };
+    let mut port = Port::with(limits).await;
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        held.push(port.member(1).await.unwrap());
+    }
+    assert!(port.member(1).await.is_none());
+    held.pop();
+    assert!(port.member(1).await.is_some());
 }
 
 #[tokio::test]

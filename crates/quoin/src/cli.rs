@@ -9,7 +9,9 @@ use std::future::Future;
 use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
-use crate::{declare, demo, dev, events, listing, offline, roles, scrub, target, tokens, volume};
+use crate::{
+    admins, declare, demo, dev, events, listing, offline, roles, scrub, target, tokens, volume,
+};
 
 /// Replicated block storage for containers.
 ///
@@ -67,6 +69,9 @@ enum Command {
     /// The hosts that use volumes: list them, run one.
     #[command(subcommand)]
     Node(listing::NodeCommand),
+    /// The people and tools that govern the cluster from afar: list and remove them.
+    #[command(subcommand)]
+    Admin(admins::AdminCommand),
     /// What happened, and with -w what happens.
     Events(events::EventOptions),
     /// The cluster as a whole.
@@ -218,6 +223,7 @@ impl Cli {
             Command::Node(listing::NodeCommand::Set { node, manages_volumes }) => {
                 wait_for(listing::set_node(&node, manages_volumes, &client, format))
             }
+            Command::Admin(command) => wait_for(admins::run(command, &client, format)),
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
             Command::Token(command) => wait_for(tokens::run(command, &client, format)),

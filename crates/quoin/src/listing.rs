@@ -104,7 +104,12 @@ pub enum ClusterCommand {
         nbdinfo \"nbds://node-1:10809/db?tls-certificates=$HOME/.quoin\"")]
     Join(crate::roles::JoinOptions),
     /// Make a new certificate authority and let every part change over to it, with IO running.
-    RotateAuthority,
+    RotateAuthority {
+        /// For an authority whose key, or a backup with it, is in foreign hands: nothing that it
+        /// signed is trusted from now on. Every pool, node and admin joins again with a new token.
+        #[arg(long)]
+        at_once: bool,
+    },
 }
 
 pub async fn pools(client: &ClientOptions, format: Format) -> Result<()> {
@@ -155,8 +160,8 @@ pub async fn cluster(
                 ])
             })
         }
-        ClusterCommand::RotateAuthority => {
-            let request = RotateAuthorityRequest {};
+        ClusterCommand::RotateAuthority { at_once } => {
+            let request = RotateAuthorityRequest { at_once };
             let answer = cluster.rotate_authority(request).await.map_err(refusal)?.into_inner();
             let view = ToldView { message: answer.message };
             output::print_one(format, &view, || view.message.clone())
@@ -172,10 +177,10 @@ struct ToldView {
 
 /// A member that was taken out.
 #[derive(Serialize)]
-struct RemovedView<'a> {
-    kind: &'static str,
-    name: &'a str,
-    state: &'static str,
+pub struct RemovedView<'a> {
+    pub kind: &'static str,
+    pub name: &'a str,
+    pub state: &'static str,
 }
 
 pub async fn remove_pool(pool: &str, client: &ClientOptions, format: Format) -> Result<()> {

@@ -4,6 +4,7 @@
 //! `run`. Commands talk to the controller's admin socket ([`client`]) and print through
 //! [`output`]; `quoin dev` ([`dev`]) supervises one process a role.
 
+mod admins;
 mod cli;
 mod client;
 mod cordon;

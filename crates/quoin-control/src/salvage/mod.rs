@@ -385,6 +385,7 @@ impl Controller {
                 role: role.to_string(),
                 holder,
                 key_hash: String::new(),
+                next_key_hash: String::new(),
                 joined_ms: now_ms(),
                 removed: false,
                 // Who could is not known any more, and a person's to say.

@@ -6,8 +6,8 @@ use std::pin::Pin;
 use futures::Stream;
 use quoin_core::membership::REPLICAS_MAX;
 use quoin_core::{Epoch, Member};
-use quoin_identity::Role;
 use quoin_identity::convert::membership_message;
+use quoin_identity::{Caller, NoPlace, Peer, Place, Role};
 use quoin_proto::control::acquire_epoch_response::Outcome as Acquired;
 use quoin_proto::control::agent_server::Agent;
 use quoin_proto::control::swap_membership_response::Outcome as Swapped;
@@ -32,17 +32,23 @@ impl Services {
     /// `make` now, and again whenever it comes out differently; `finish` sees what is told.
     fn follow<T: PartialEq + Clone + Send + 'static>(
         &self,
+        caller: Caller,
         make: impl Fn(&Controller) -> T + Send + 'static,
         mut finish: impl FnMut(&Controller, &mut T) + Send + 'static,
     ) -> Result<Response<Assignments<T>>, Status> {
-        let permit = self.stream_permit()?;
+        let place = self.stream_place(&caller)?;
+        let services = self.clone();
         let (controller, mut shutdown) = (self.controller.clone(), self.shutdown.clone());
         let stream = async_stream::stream! {
-            let _permit = permit;
+            let _place = place;
             let mut changes = controller.changes();
             let mut last: Option<T> = None;
             loop {
                 changes.mark_unchanged();
+                if let Err(error) = services.still(&caller) {
+                    yield Err(error.into());
+                    break;
+                }
                 let mut next = make(&controller);
                 if last.as_ref() != Some(&next) {
                     last = Some(next.clone());
@@ -58,11 +64,16 @@ impl Services {
         Ok(Response::new(Box::pin(stream)))
     }
 
-    pub(super) fn stream_permit(&self) -> Result<tokio::sync::OwnedSemaphorePermit, Error> {
-        self.streams
-            .clone()
-            .try_acquire_owned()
-            .map_err(|_| Error::Exhausted("too many streams are open".to_owned()))
+    /// A place for one stream, of the share that a member has.
+    pub(super) fn stream_place(&self, caller: &Caller) -> Result<Option<Place<Peer>>, Error> {
+        let Caller::Member(member) = caller else { return Ok(None) };
+        let place = self.streams.take(member.peer.clone()).map_err(|why| {
+            Error::Exhausted(match why {
+                NoPlace::Full => "too many streams are open".to_owned(),
+                NoPlace::ShareTaken => format!("{} has too many streams open", member.peer),
+            })
+        })?;
+        Ok(Some(place))
     }
 }
 
@@ -79,6 +90,7 @@ impl Agent for Services {
         self.act(&request, Role::Pool, &name)?;
         let mut told = HashMap::new();
         self.follow(
+            self.caller(&request)?,
             move |controller| controller.pool_assignment(&name),
             move |controller, assignment| controller.tell_records(assignment, &mut told),
         )
@@ -90,7 +102,8 @@ impl Agent for Services {
     ) -> Result<Response<Self::WatchNodeStream>, Status> {
         let name = request.get_ref().node.clone();
         self.act(&request, Role::Node, &name)?;
-        self.follow(move |controller| controller.node_assignment(&name), |_, _| {})
+        let caller = self.caller(&request)?;
+        self.follow(caller, move |controller| controller.node_assignment(&name), |_, _| {})
     }
 
     async fn report_pool(
@@ -109,10 +122,14 @@ impl Agent for Services {
         request: Request<Streaming<PoolHoldings>>,
     ) -> Result<Response<ReportAnswer>, Status> {
         let (metadata, extensions, mut pieces) = request.into_parts();
+        let caller = Request::from_parts(metadata, extensions, ());
+        // Before any piece is read: a member that is no pool has nothing to tell.
+        let of_pool = self.pool(&caller)?;
         let first = pieces.message().await?;
         let first = first.ok_or_else(|| Error::invalid("holdings", "there is no piece"))?;
-        let caller = Request::from_parts(metadata, extensions, ());
-        self.act(&caller, Role::Pool, &first.pool)?;
+        if of_pool.is_some_and(|pool| pool != first.pool) {
+            self.act(&caller, Role::Pool, &first.pool)?;
+        }
         let (pool, request) = (first.pool.clone(), first.request);
         let mut told = Told::default();
         told.add(&first)?;

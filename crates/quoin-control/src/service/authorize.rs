@@ -1,10 +1,15 @@
 //! The table of the module above, as code. Everything that is not allowed is refused.
+//!
+//! [`super::gate`] has let the caller's role through before; here is what a request itself decides.
 
-use quoin_identity::{Caller, Peer, Role};
-use tonic::Request;
+use quoin_identity::{Caller, Member, Peer, Role};
+use quoin_proto::control::VolumeRef;
+use std::sync::Arc;
+use tonic::{Extensions, Request};
 
 use super::Services;
 use crate::Error;
+use crate::controller::{Controller, missing};
 use crate::records::VolumeRecord;
 
 /// How far a caller of the Cluster service may go.
@@ -16,39 +21,41 @@ pub(super) enum Scope {
 }
 
 /// Whoever no transport has named is nobody.
-fn named<T>(request: &Request<T>) -> Caller {
-    request.extensions().get::<Caller>().cloned().unwrap_or(Caller::Newcomer)
+fn named(extensions: &Extensions) -> Caller {
+    extensions.get::<Caller>().cloned().unwrap_or(Caller::Newcomer)
 }
 
-fn denied(caller: &Caller, what: &str) -> Error {
+pub(super) fn denied(caller: &Caller, what: &str) -> Error {
     match caller {
         Caller::Newcomer => {
             Error::Unauthenticated(format!("{what} needs a certificate of this cluster; join it"))
         }
-        Caller::Member(peer) => Error::Denied(format!("{what} is not for {peer}")),
+        Caller::Member(member) => Error::Denied(format!("{what} is not for {}", member.peer)),
         Caller::Local => Error::Denied(format!("{what} is not for a local caller")),
     }
 }
 
 impl Services {
-    /// Who calls, if he is still a member.
-    fn caller<T>(&self, request: &Request<T>) -> Result<Caller, Error> {
-        match named(request) {
-            Caller::Member(peer) if !self.controller.is_member(peer.role, &peer.name) => {
-                Err(Error::Denied(format!(
-                    "{peer} was removed from the cluster: to come back, it joins with a new token \
-                     and an empty --state directory"
-                )))
-            }
-            caller => Ok(caller),
+    /// The caller, if it is still a member.
+    pub(super) fn caller<T>(&self, request: &Request<T>) -> Result<Caller, Error> {
+        let caller = named(request.extensions());
+        self.still(&caller)?;
+        Ok(caller)
+    }
+
+    /// Also asked while a stream goes on.
+    pub(super) fn still(&self, caller: &Caller) -> Result<(), Error> {
+        match caller {
+            Caller::Member(member) => self.controller.check_member(member),
+            Caller::Local | Caller::Newcomer => Ok(()),
         }
     }
 
     pub(super) fn look<T>(&self, request: &Request<T>) -> Result<Scope, Error> {
         match self.caller(request)? {
             Caller::Local => Ok(Scope::All),
-            Caller::Member(Peer { role: Role::Admin, .. }) => Ok(Scope::All),
-            Caller::Member(Peer { role: Role::Node, name, .. }) => {
+            Caller::Member(Member { peer: Peer { role: Role::Admin, .. }, .. }) => Ok(Scope::All),
+            Caller::Member(Member { peer: Peer { role: Role::Node, name, .. }, .. }) => {
                 Ok(if self.controller.manages_volumes(&name) {
                     Scope::All
                 } else {
@@ -72,7 +79,8 @@ impl Services {
     /// Tokens and authorities make members, so no member but an admin may.
     pub(super) fn govern<T>(&self, request: &Request<T>) -> Result<(), Error> {
         match self.caller(request)? {
-            Caller::Local | Caller::Member(Peer { role: Role::Admin, .. }) => Ok(()),
+            Caller::Local => Ok(()),
+            Caller::Member(member) if member.peer.role == Role::Admin => Ok(()),
             other => Err(denied(&other, "governing the cluster")),
         }
     }
@@ -89,11 +97,22 @@ impl Services {
     pub(super) fn act<T>(&self, request: &Request<T>, role: Role, name: &str) -> Result<(), Error> {
         match self.caller(request)? {
             Caller::Local => Ok(()),
-            Caller::Member(peer) if peer.role == role && peer.name == name => Ok(()),
+            Caller::Member(member) if member.peer.role == role && member.peer.name == name => {
+                Ok(())
+            }
             other => {
                 let shown: String = name.chars().take(80).collect();
                 Err(denied(&other, &format!("acting as {role} {shown:?}")))
             }
+        }
+    }
+
+    /// The pool that calls; `None`: somebody on this host, for any pool.
+    pub(super) fn pool<T>(&self, request: &Request<T>) -> Result<Option<String>, Error> {
+        match self.caller(request)? {
+            Caller::Local => Ok(None),
+            Caller::Member(member) if member.peer.role == Role::Pool => Ok(Some(member.peer.name)),
+            other => Err(denied(&other, "acting as a pool")),
         }
     }
 
@@ -104,9 +123,9 @@ impl Services {
         }
     }
 
-    pub(super) fn member<T>(&self, request: &Request<T>) -> Result<Peer, Error> {
+    pub(super) fn member<T>(&self, request: &Request<T>) -> Result<Member, Error> {
         match self.caller(request)? {
-            Caller::Member(peer) => Ok(peer),
+            Caller::Member(member) => Ok(member),
             other => Err(denied(&other, "renewing")),
         }
     }
@@ -120,11 +139,17 @@ impl Scope {
         }
     }
 
-    /// One that is out of sight does not exist.
-    pub(super) fn check(&self, volume: &VolumeRecord) -> Result<(), Error> {
-        match self.sees(volume) {
-            true => Ok(()),
-            false => Err(Error::missing("volume", volume.id.0.to_string())),
+    /// The volume of a reference. One that is out of sight does not exist: it is answered as a name
+    /// that is nobody's is, so that nothing is told of it.
+    pub(super) fn volume(
+        &self,
+        controller: &Controller,
+        reference: Option<&VolumeRef>,
+    ) -> Result<Arc<VolumeRecord>, Error> {
+        let volume = controller.get_volume(reference)?;
+        if self.sees(&volume) {
+            return Ok(volume);
         }
+        Err(missing(reference))
     }
 }

@@ -115,8 +115,7 @@ impl Cluster for Services {
         request: Request<GetVolumeRequest>,
     ) -> Result<Response<Volume>, Status> {
         let scope = self.look(&request)?;
-        let volume = self.controller.get_volume(request.get_ref().volume.as_ref())?;
-        scope.check(&volume)?;
+        let volume = scope.volume(&self.controller, request.get_ref().volume.as_ref())?;
         Ok(Response::new(self.controller.volume_message(&volume)))
     }
 
@@ -309,8 +308,8 @@ impl Cluster for Services {
         request: Request<UnpublishVolumeRequest>,
     ) -> Result<Response<UnpublishVolumeResponse>, Status> {
         self.manage(&request)?;
-        let UnpublishVolumeRequest { volume, node } = request.into_inner();
-        self.controller.unpublish_volume(volume.as_ref(), &node).await?;
+        let UnpublishVolumeRequest { volume, node, at_once } = request.into_inner();
+        self.controller.detach_volume(volume.as_ref(), &node, at_once).await?;
         Ok(Response::new(UnpublishVolumeResponse {}))
     }
 
@@ -346,9 +345,7 @@ impl Cluster for Services {
         let scope = self.look(&request)?;
         let volumes = match &request.get_ref().volume {
             Some(reference) => {
-                let volume = self.controller.get_volume(Some(reference))?;
-                scope.check(&volume)?;
-                vec![volume]
+                vec![scope.volume(&self.controller, Some(reference))?]
             }
             None => self.controller.volumes.list(),
         };
@@ -362,8 +359,7 @@ impl Cluster for Services {
         request: Request<GetTargetConfigRequest>,
     ) -> Result<Response<TargetConfig>, Status> {
         let scope = self.look(&request)?;
-        let volume = self.controller.get_volume(request.get_ref().volume.as_ref())?;
-        scope.check(&volume)?;
+        let volume = scope.volume(&self.controller, request.get_ref().volume.as_ref())?;
         Ok(Response::new(self.controller.target_config(&volume)?))
     }
 
@@ -388,6 +384,7 @@ impl Cluster for Services {
         request: Request<WatchEventsRequest>,
     ) -> Result<Response<Self::WatchEventsStream>, Status> {
         let scope = self.look(&request)?;
+        let caller = self.caller(&request)?;
         let WatchEventsRequest { follow, after_sequence, volume } = request.into_inner();
         if scope != super::authorize::Scope::All {
             return Err(Error::Denied("events are for those who manage volumes".into()).into());
@@ -396,14 +393,19 @@ impl Cluster for Services {
             Some(reference) => Some(self.controller.get_volume(Some(reference))?),
             None => None,
         };
-        let permit = self.stream_permit()?;
+        let place = self.stream_place(&caller)?;
+        let services = self.clone();
         let (controller, mut shutdown) = (self.controller.clone(), self.shutdown.clone());
         let stream = async_stream::stream! {
-            let _permit = permit;
+            let _place = place;
             let mut latest = controller.events().latest();
             let mut after = after_sequence;
             loop {
                 latest.mark_unchanged();
+                if let Err(error) = services.still(&caller) {
+                    yield Err(error.into());
+                    break;
+                }
                 for event in controller.events().after(after) {
                     after = event.sequence;
                     let wanted = only.as_ref().is_none_or(|volume| {
@@ -475,6 +477,29 @@ impl Cluster for Services {
         Ok(Response::new(RemoveNodeResponse {}))
     }
 
+    async fn list_admins(
+        &self,
+        request: Request<ListAdminsRequest>,
+    ) -> Result<Response<ListAdminsResponse>, Status> {
+        self.govern(&request)?;
+        let admins = self.controller.admins();
+        let admins = admins.iter().map(|admin| Admin {
+            name: admin.holder.clone(),
+            joined_at: Some(timestamp(admin.joined_ms)),
+            key_hash: admin.key_hash.clone(),
+        });
+        Ok(Response::new(ListAdminsResponse { admins: admins.collect() }))
+    }
+
+    async fn remove_admin(
+        &self,
+        request: Request<RemoveAdminRequest>,
+    ) -> Result<Response<RemoveAdminResponse>, Status> {
+        self.govern(&request)?;
+        self.controller.remove_admin(&request.get_ref().admin).await?;
+        Ok(Response::new(RemoveAdminResponse {}))
+    }
+
     async fn set_node(
         &self,
         request: Request<SetNodeRequest>,
@@ -490,7 +515,10 @@ impl Cluster for Services {
         request: Request<RotateAuthorityRequest>,
     ) -> Result<Response<RotateAuthorityResponse>, Status> {
         self.govern(&request)?;
-        let message = self.controller.rotate_authority()?;
+        let message = match request.get_ref().at_once {
+            true => self.controller.replace_authority().await?,
+            false => self.controller.rotate_authority()?,
+        };
         Ok(Response::new(RotateAuthorityResponse { message }))
     }
 

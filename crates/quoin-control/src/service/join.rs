@@ -24,7 +24,7 @@ impl Join for Services {
     }
 
     async fn renew(&self, request: Request<RenewRequest>) -> Result<Response<Certificate>, Status> {
-        let peer = self.member(&request)?;
-        Ok(message(self.controller.renew(&peer, &request.into_inner().csr_der)?))
+        let member = self.member(&request)?;
+        Ok(message(self.controller.renew(&member, &request.into_inner().csr_der).await?))
     }
 }

@@ -7,15 +7,17 @@
 //! |---|---|---|---|---|---|
 //! | Cluster: get, list, capacity, events | yes | yes | yes | – | – |
 //! | Cluster: create, delete, resize, scale, apply, publish, unpublish, cordon, drain | yes | yes | with leave to manage volumes (for CSI), else – | – | – |
-//! | Cluster: join tokens, removals, rotation, recovery by hand and of records, backup without the key | yes | yes | – | – | – |
+//! | Cluster: join tokens, admins, removals, rotation, recovery by hand and of records, backup without the key | yes | yes | – | – | – |
 //! | Cluster: backup with the authority's key | yes | – | – | – | – |
 //! | Agent: WatchPool, ReportPool, ReportHoldings | yes | – | – | its own name | – |
 //! | Agent: WatchNode, ReportNode | yes | – | its own name | – | – |
-//! | Agent: AcquireEpoch, ReplaceMember, ReportVolume | yes | – | its own name, and the record must name it as owner | – | – |
+//! | Agent: AcquireEpoch, SwapMembership, ReportVolume | yes | – | its own name, and the record must name it as owner | – | – |
 //! | Join.Join | – | – | – | – | with a token |
 //! | Join.Renew | – | yes | yes | yes | – |
 //!
-//! A certificate whose holder was removed is worth as much as none.
+//! Roles are held against paths before a body is read ([`gate`]), and bodies against limits while
+//! they come in ([`counted`]). A certificate whose holder was removed, or whose name belongs to another
+//! key, is worth as much as none.
 //!
 //! Without leave to manage volumes, which comes with its join token or from an admin, a node sees
 //! the volumes attached to it and no others.
@@ -23,10 +25,13 @@
 mod agent;
 mod authorize;
 mod cluster;
+mod counted;
+mod gate;
 mod join;
 
 use std::sync::Arc;
 
+use quoin_identity::{Peer, Shares};
 use quoin_proto::control::agent_server::AgentServer;
 use quoin_proto::control::cluster_server::ClusterServer;
 use quoin_proto::control::join_server::JoinServer;
@@ -35,8 +40,7 @@ use tonic::service::Routes;
 
 use crate::controller::Controller;
 
-/// Largest request and answer, in bytes: a report of a pool with very many replicas.
-const MESSAGE_BYTES_MAX: usize = 16 << 20;
+pub(crate) use gate::Gate;
 
 /// What all services share.
 #[derive(Clone)]
@@ -44,13 +48,14 @@ pub(crate) struct Services {
     pub controller: Arc<Controller>,
     /// Ends the streams, so that a shutdown waits for nobody.
     pub shutdown: watch::Receiver<bool>,
-    /// Streams at a time; each costs memory on both sides.
-    pub streams: Arc<tokio::sync::Semaphore>,
+    /// Streams of members at a time. Each costs memory on both sides.
+    pub streams: Shares<Peer>,
 }
 
 impl Services {
     pub fn routes(&self) -> Routes {
-        let limit = MESSAGE_BYTES_MAX;
+        // Each call has a limit of its own before these.
+        let limit = gate::MESSAGE_BYTES_MAX;
         let cluster = ClusterServer::new(self.clone())
             .max_decoding_message_size(1 << 20)
             .max_encoding_message_size(usize::MAX);

@@ -225,6 +225,30 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     };
     assert_eq!(code(cluster.get_volume(get(&ids[0])).await), Code::Ok);
     assert_eq!(code(cluster.get_volume(get(&ids[1])).await), Code::NotFound);
+    // What is out of sight is answered as what is nowhere: not even its id is told.
+    let named = |name: &str| GetVolumeRequest {
+        volume: Some(VolumeRef { id: String::new(), name: name.into() }),
+    };
+    let hidden = cluster.get_volume(named("other")).await.unwrap_err();
+    let nowhere = cluster.get_volume(named("nothing")).await.unwrap_err();
+    assert_eq!(hidden.message().replace("other", "nothing"), nowhere.message());
+    // Nor is anything believed of it that this node tells.
+    let event = |id: &String, reason: &str| AgentEvent {
+        severity: "Error".into(),
+        volume_id: id.clone(),
+        reason: reason.into(),
+        ..AgentEvent::default()
+    };
+    let events = vec![event(&ids[0], "OfMine"), event(&ids[1], "OfAnother")];
+    let report = NodeReport { node: "n1".into(), events, ..NodeReport::default() };
+    AgentClient::new(channel.clone()).report_node(report).await.unwrap();
+    let told = server.controller.events().after(0);
+    let about = |reason: &str| {
+        let event = told.iter().find(|event| event.reason == reason).unwrap();
+        (event.object_kind.clone(), event.object_name.clone())
+    };
+    assert_eq!(about("OfMine"), ("volume".into(), "mine".into()));
+    assert_eq!(about("OfAnother"), ("node".into(), "n1".into()));
     let refused = cluster.publish_volume(publish.clone()).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
     assert!(refused.message().contains("quoin node set n1 --manages-volumes true"), "{refused}");
@@ -424,7 +448,7 @@ async fn the_authority_is_rotated_with_members_connected_old_ones_renewing_and_n
     let mut agent = AgentClient::new(old.channel(&server.address).unwrap());
     let report = NodeReport { node: "n1".into(), ..NodeReport::default() };
     agent.report_node(report.clone()).await.unwrap();
-    server.admin().rotate_authority(RotateAuthorityRequest {}).await.unwrap();
+    server.admin().rotate_authority(RotateAuthorityRequest::default()).await.unwrap();
     agent.report_node(report.clone()).await.unwrap();
     // A new connection with the old certificate, to the controller's new one.
     let mut again = AgentClient::new(old.channel(&server.address).unwrap());
@@ -438,7 +462,8 @@ async fn the_authority_is_rotated_with_members_connected_old_ones_renewing_and_n
         let mut agent = AgentClient::new(identity.channel(&server.address).unwrap());
         agent.report_node(NodeReport { node: name.into(), ..report.clone() }).await.unwrap();
     }
-    let twice = server.admin().rotate_authority(RotateAuthorityRequest {}).await.unwrap_err();
+    let twice =
+        server.admin().rotate_authority(RotateAuthorityRequest::default()).await.unwrap_err();
     assert_eq!(twice.code(), Code::FailedPrecondition);
     server.stop().await;
 }

@@ -3,13 +3,17 @@
 mod access;
 mod backing_up;
 mod balancing;
+mod by_key;
 mod cluster;
 mod crash;
 mod crash_changes;
 mod declaring;
 mod draining;
 mod dying;
+mod fencing;
+mod gate;
 mod healing;
+mod late_calls;
 mod leaving;
 mod lifecycle;
 mod recovering;

@@ -81,6 +81,10 @@ pub struct DetachOptions {
     /// The node to detach it from [default: every one].
     #[arg(long)]
     node: Option<String>,
+    /// Cut what the node has open, at once, rather than give it time to close: for one that is not
+    /// trusted any more. What it has not flushed yet may be lost.
+    #[arg(long)]
+    at_once: bool,
     #[command(flatten)]
     host: HostOptions,
 }
@@ -164,7 +168,11 @@ pub async fn attach(
     let attached = match answer {
         // It will not pass by itself, so the volume is not left held by what nobody has.
         Err(AttachError::Refused { kind: Kind::Host, message }) if !was_here => {
-            let request = UnpublishVolumeRequest { volume: Some(id_ref(&volume.id)), node };
+            let request = UnpublishVolumeRequest {
+                volume: Some(id_ref(&volume.id)),
+                node,
+                at_once: false,
+            };
             cluster.unpublish_volume(request).await.map_err(refusal)?;
             bail!("{message}; the volume is detached again (`--nbd` attaches it without a device)")
         }
@@ -335,6 +343,7 @@ pub async fn detach(
     let request = UnpublishVolumeRequest {
         volume: Some(id_ref(&volume.id)),
         node: options.node.unwrap_or_default(),
+        at_once: options.at_once,
     };
     cluster.unpublish_volume(request).await.map_err(refusal)?;
     let began = Instant::now();

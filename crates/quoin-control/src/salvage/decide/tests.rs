@@ -65,6 +65,9 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
         may_have_lost_ms: 0,
         generation,
         epochs_skipped: 0,
+        holder: String::new(),
+        fenced: 0,
+        fenced_at_once: false,
     }
 }
 

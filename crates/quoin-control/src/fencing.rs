@@ -1,0 +1,146 @@
+//! Taking back what nodes were granted, without their cooperation.
+
+use quoin_core::VolumeId;
+
+use crate::Error;
+use crate::controller::Controller;
+use crate::records::{Text, VolumePhase, VolumeRecord};
+
+impl VolumeRecord {
+    /// Takes back every grant that was given so far. An epoch is used up for it that is granted to
+    /// no target: pools promise it, and open nothing any more by a grant that was kept. A session
+    /// that is open may still be closed in a bounded time, unless it is to be cut `at_once`.
+    pub(crate) fn fence(&mut self, at_once: bool) {
+        if self.epoch == 0 {
+            return;
+        }
+        if self.fenced == self.epoch {
+            self.fenced_at_once |= at_once;
+            return;
+        }
+        self.epoch += std::mem::take(&mut self.epochs_skipped) + 1;
+        self.incarnation = Text::default();
+        (self.fenced, self.fenced_at_once) = (self.epoch, at_once);
+    }
+
+    /// Whether a grant is out that its holder may still use.
+    pub(crate) fn is_granted(&self) -> bool {
+        self.fenced < self.epoch
+    }
+}
+
+impl Controller {
+    /// Takes back all that a node was granted, at once: its sessions are cut. `leaves`: it also loses
+    /// the volumes that were only lent to it.
+    pub(crate) async fn fence_node(&self, node: &str, leaves: bool) -> Result<(), Error> {
+        let concerned = |volume: &VolumeRecord| {
+            let owns = volume.owner.as_deref() == Some(node);
+            owns || volume.holder == node
+        };
+        for volume in self.volumes.list().iter().filter(|volume| concerned(volume)) {
+            let fence = |volume: &mut VolumeRecord| {
+                let owns = volume.owner.as_deref() == Some(node);
+                if leaves && owns && volume.attachments.is_empty() {
+                    volume.owner = None;
+                }
+                // Records of former versions do not say who holds the epoch.
+                if volume.holder == node || (owns && volume.holder.is_empty()) {
+                    volume.fence(true);
+                }
+                Ok(())
+            };
+            self.change_if_there(volume.id.0, fence).await?;
+        }
+        Ok(())
+    }
+
+    /// Takes back the grants of volumes that have no owner: those that were detached by a version
+    /// that left them their grants, and those of records that were recovered.
+    pub(crate) async fn fence_left_over(&self) -> Result<(), Error> {
+        if self.check_ruling().is_err() {
+            return Ok(());
+        }
+        let left_over = |volume: &VolumeRecord| {
+            volume.phase == VolumePhase::Ready && volume.owner.is_none() && volume.is_granted()
+        };
+        for volume in self.volumes.list().iter().filter(|volume| left_over(volume)) {
+            let fence = |volume: &mut VolumeRecord| {
+                if left_over(volume) {
+                    volume.fence(false);
+                }
+                Ok(())
+            };
+            self.change_if_there(volume.id.0, fence).await?;
+        }
+        Ok(())
+    }
+
+    /// A target that goes on under an epoch that was taken back has missed that its volume was
+    /// detached and attached again: it is cut, and finds the epoch that it may have now.
+    pub(crate) async fn fence_stale(&self, id: VolumeId, node: &str) -> Result<(), Error> {
+        let stale = |volume: &VolumeRecord| {
+            volume.owner.as_deref() == Some(node) && volume.holder == node && !volume.is_granted()
+        };
+        let is_open = |volume: &VolumeRecord| stale(volume) && !volume.fenced_at_once;
+        if self.volumes.get(&id.to_string()).is_none_or(|volume| !is_open(&volume)) {
+            return Ok(());
+        }
+        let fence = |volume: &mut VolumeRecord| {
+            if is_open(volume) {
+                volume.fence(true);
+            }
+            Ok(())
+        };
+        self.change_if_there(id, fence).await
+    }
+
+    async fn change_if_there(
+        &self,
+        id: VolumeId,
+        change: impl FnMut(&mut VolumeRecord) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        match self.update_volume(id, change).await {
+            Err(Error::NotFound { .. }) => Ok(()),
+            outcome => outcome.map(drop),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quoin_core::Incarnation;
+
+    use crate::records::{Text, VolumeRecord};
+
+    fn granted(epoch: u64) -> VolumeRecord {
+        let mut volume = crate::recorded::volume();
+        (volume.epoch, volume.epochs_skipped, volume.fenced) = (epoch, 0, 0);
+        volume.incarnation = Text(Incarnation(9));
+        volume
+    }
+
+    #[test]
+    fn a_fence_uses_up_an_epoch_that_is_nobodys_and_only_where_a_grant_is_out() {
+        let mut volume = granted(7);
+        volume.fence(false);
+        assert_eq!((volume.epoch, volume.fenced, volume.incarnation.0.0), (8, 8, 0));
+        volume.fence(false);
+        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (8, 8, false));
+        volume.fence(true);
+        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (8, 8, true));
+        // Granted again, and taken back once more: sessions may be closed again.
+        volume.epoch = 9;
+        volume.fence(false);
+        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (10, 10, false));
+
+        let mut never_opened = granted(0);
+        never_opened.fence(true);
+        assert_eq!((never_opened.epoch, never_opened.fenced), (0, 0));
+
+        // Epochs that records made from pools cannot know of are fenced too.
+        let mut recovered = granted(7);
+        recovered.epochs_skipped = 1000;
+        recovered.fence(false);
+        assert_eq!((recovered.epoch, recovered.fenced, recovered.epochs_skipped), (1008, 1008, 0));
+    }
+}

@@ -1,0 +1,186 @@
+//! What a node was granted is taken back from it when it loses a volume, without its cooperation.
+
+use quoin_core::{Epoch, Incarnation};
+use quoin_identity::Role;
+use quoin_proto::control::agent_client::AgentClient;
+use quoin_proto::control::*;
+use tonic::Code;
+
+use crate::cluster::{Cluster, by_name};
+use crate::server::Server;
+
+/// What every pool is told of the volume's epochs; the same for all of them.
+fn told(cluster: &Cluster) -> (u64, bool) {
+    let told = |pool: &crate::cluster::SimPool| {
+        let assignment = cluster.controller.pool_assignment(&pool.name);
+        let fences = assignment.replicas.iter().map(|r| (r.fence_epoch, r.fence_at_once));
+        fences.collect::<Vec<_>>()
+    };
+    let all: Vec<_> = cluster.pools.iter().flat_map(told).collect();
+    assert_eq!(all.len(), 3);
+    assert!(all.iter().all(|fence| *fence == all[0]), "{all:?}");
+    all[0]
+}
+
+async fn opened() -> (Cluster, Epoch) {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    let epoch = cluster.open_volume(volume.id.0, "n1", 9).await;
+    assert_eq!(told(&cluster), (0, false));
+    (cluster, epoch)
+}
+
+#[tokio::test]
+async fn a_detach_fences_all_that_was_granted_and_the_next_grant_is_above() {
+    let (mut cluster, epoch) = opened().await;
+    let db = by_name("db");
+    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    let (fence, at_once) = told(&cluster);
+    assert!(fence > epoch.0 && !at_once);
+    // Repeated, it takes nothing more.
+    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    assert_eq!(told(&cluster), (fence, false));
+    cluster.restart().await;
+    assert_eq!(told(&cluster), (fence, false), "a fence outlives the controller's process");
+
+    cluster.settle().await.unwrap();
+    cluster.attach("db", "n2").await.unwrap();
+    let id = cluster.volume("db").id.0;
+    let next = cluster.open_volume(id, "n2", 10).await;
+    assert!(next.0 > fence);
+    assert_eq!(told(&cluster), (fence, false), "the new owner is not fenced");
+
+    // One that is not trusted any more is given no time.
+    cluster.controller.detach_volume(db.as_ref(), "", true).await.unwrap();
+    let (second, at_once) = told(&cluster);
+    assert!(second > next.0 && at_once);
+}
+
+#[tokio::test]
+async fn a_volume_that_was_never_opened_needs_no_fence() {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    assert_eq!(told(&cluster), (0, false));
+    cluster.attach("db", "n2").await.unwrap();
+    assert_eq!(cluster.open_volume(volume.id.0, "n2", 1).await, Epoch(1));
+}
+
+#[tokio::test]
+async fn a_detach_that_came_later_than_a_detach_cuts_what_is_still_open() {
+    let (cluster, _) = opened().await;
+    let db = by_name("db");
+    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    let (fence, _) = told(&cluster);
+    cluster.controller.detach_volume(db.as_ref(), "n1", true).await.unwrap();
+    assert_eq!(told(&cluster), (fence, true));
+}
+
+#[tokio::test]
+async fn a_node_that_is_removed_is_cut_off_from_all_that_it_ever_opened_last() {
+    let (cluster, _) = opened().await;
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    let (fence, _) = told(&cluster);
+    let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
+    cluster.controller.report_node(&last_words).await.unwrap();
+    cluster.controller.remove_node("n1").await.unwrap();
+    assert_eq!(told(&cluster), (fence, true));
+}
+
+#[tokio::test]
+async fn a_target_that_missed_its_detach_is_cut_once_it_reports_the_epoch_that_was_taken_back() {
+    let (cluster, epoch) = opened().await;
+    let old = cluster.report_of("db", "serving");
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
+    cluster.controller.report_volume(&old).await.unwrap();
+    let (fence, at_once) = told(&cluster);
+    assert!(!at_once, "it has lost the volume, and may be closing it");
+    cluster.attach("db", "n1").await.unwrap();
+    assert!(cluster.controller.report_volume(&old).await.unwrap().is_empty());
+    assert_eq!(told(&cluster), (fence, true));
+    let id = cluster.volume("db").id.0;
+    assert!(cluster.open_volume(id, "n1", 9).await > epoch);
+    let now = cluster.report_of("db", "serving");
+    assert!(!cluster.controller.report_volume(&now).await.unwrap().is_empty());
+    // What came late of before it changes nothing.
+    cluster.controller.report_volume(&old).await.unwrap();
+    assert_eq!(cluster.volume("db").epoch, now.epoch);
+}
+
+#[tokio::test]
+async fn no_target_gets_an_epoch_as_the_incarnation_that_stands_for_none() {
+    let (cluster, _) = opened().await;
+    let id = cluster.volume("db").id.0;
+    let asked = cluster.controller.acquire_epoch(id, "n1", Incarnation(0), Epoch(0)).await;
+    assert_eq!(asked.unwrap_err().code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_node_whose_name_is_given_to_another_key_keeps_no_grant() {
+    let server = Server::start().await;
+    let first = server.member(Role::Node, "n1").await;
+    let mut local = server.local_agent();
+    let report = |n: u32, replicas: Vec<ReplicaReport>| PoolReport {
+        pool: format!("p{n}"),
+        pool_id: format!("id{n}"),
+        node: format!("h{n}"),
+        capacity_bytes: 1 << 40,
+        free_bytes: 1 << 40,
+        replicas,
+        ..PoolReport::default()
+    };
+    for n in 1..=3 {
+        local.report_pool(report(n, Vec::new())).await.unwrap();
+    }
+    let spec = VolumeSpec { name: "db".into(), size_bytes: 1 << 30, ..Default::default() };
+    let mut creating = server.admin();
+    let created = tokio::spawn(async move {
+        let spec = Some(spec);
+        creating.create_volume(CreateVolumeRequest { spec, ..Default::default() }).await
+    });
+    while !created.is_finished() {
+        for n in 1..=3 {
+            let told = server.controller.pool_assignment(&format!("p{n}")).replicas;
+            let made = told.into_iter().map(|told| ReplicaReport {
+                replica_id: told.replica_id,
+                guid: told.guid,
+                volume_id: told.volume_id,
+                state: "created".into(),
+                ..ReplicaReport::default()
+            });
+            local.report_pool(report(n, made.collect())).await.unwrap();
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    let volume = created.await.unwrap().unwrap().into_inner();
+    let report = NodeReport { node: "n1".into(), ..NodeReport::default() };
+    let mut agent = AgentClient::new(first.channel(&server.address).unwrap());
+    agent.report_node(report).await.unwrap();
+    let publish = PublishVolumeRequest {
+        volume: Some(VolumeRef { id: volume.id.clone(), name: String::new() }),
+        node: "n1".into(),
+        ..PublishVolumeRequest::default()
+    };
+    server.admin().publish_volume(publish).await.unwrap();
+    let acquire = AcquireEpochRequest {
+        volume_id: volume.id.clone(),
+        node: "n1".into(),
+        incarnation: "1".repeat(32),
+        at_least: 0,
+    };
+    let granted = agent.acquire_epoch(acquire.clone()).await.unwrap().into_inner();
+
+    let token = server.token("node", "n1", 60).await;
+    let home = server.home("second");
+    let second =
+        quoin_identity::join(&server.address, &token, Role::Node, "n1", &home).await.unwrap();
+    let told = server.controller.pool_assignment("p1").replicas.remove(0);
+    assert!(told.fence_epoch > granted.epoch && told.fence_at_once);
+    // The volume is still attached to the node of that name, which is another one now.
+    let mut agent = AgentClient::new(second.channel(&server.address).unwrap());
+    let next = agent.acquire_epoch(acquire).await.unwrap().into_inner();
+    assert!(next.epoch > told.fence_epoch);
+    server.stop().await;
+}

@@ -1,0 +1,130 @@
+//! A limited number of places of which no holder gets more than a share.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Places, and how many of them one holder may have. Cheap to clone; clones share the places.
+pub struct Shares<K> {
+    places_max: usize,
+    share_max: usize,
+    taken: Arc<Mutex<Taken<K>>>,
+}
+
+impl<K> Clone for Shares<K> {
+    fn clone(&self) -> Self {
+        let Self { places_max, share_max, ref taken } = *self;
+        Self { places_max, share_max, taken: taken.clone() }
+    }
+}
+
+/// An entry is there only while its holder has a place, so the map is never larger than the places.
+struct Taken<K> {
+    all: usize,
+    by_holder: HashMap<K, usize>,
+}
+
+/// One place; it is free again when this is dropped.
+pub struct Place<K: Hash + Eq> {
+    holder: K,
+    taken: Arc<Mutex<Taken<K>>>,
+}
+
+/// Why there is no place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NoPlace {
+    /// All places are taken.
+    Full,
+    /// The holder has its share.
+    ShareTaken,
+}
+
+impl<K: Hash + Eq + Clone> Shares<K> {
+    pub fn new(places_max: usize, share_max: usize) -> Self {
+        let taken = Taken { all: 0, by_holder: HashMap::new() };
+        Self { places_max, share_max, taken: Arc::new(Mutex::new(taken)) }
+    }
+
+    /// A quarter of the places is one holder's share.
+    pub fn quarters(places_max: usize) -> Self {
+        Self::new(places_max, places_max.div_ceil(4))
+    }
+
+    pub fn take(&self, holder: K) -> Result<Place<K>, NoPlace> {
+        let mut taken = locked(&self.taken);
+        let has = taken.by_holder.get(&holder).copied().unwrap_or(0);
+        if has >= self.share_max {
+            return Err(NoPlace::ShareTaken);
+        }
+        if taken.all >= self.places_max {
+            return Err(NoPlace::Full);
+        }
+        taken.all += 1;
+        taken.by_holder.insert(holder.clone(), has + 1);
+        drop(taken);
+        Ok(Place { holder, taken: self.taken.clone() })
+    }
+
+    pub fn taken(&self) -> usize {
+        locked(&self.taken).all
+    }
+}
+
+impl<K: Hash + Eq> Drop for Place<K> {
+    fn drop(&mut self) {
+        let mut taken = locked(&self.taken);
+        taken.all -= 1;
+        if let Some(has) = taken.by_holder.get_mut(&self.holder) {
+            *has -= 1;
+            if *has == 0 {
+                taken.by_holder.remove(&self.holder);
+            }
+        }
+    }
+}
+
+fn locked<K>(taken: &Mutex<Taken<K>>) -> MutexGuard<'_, Taken<K>> {
+    taken.lock().expect("no holder of this lock panics")
+}
+
+/// The address that counts as one source: a host has a whole /64 of IPv6 to choose from.
+pub fn source_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V4(address) => IpAddr::V4(address),
+        IpAddr::V6(address) => {
+            IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_holder_gets_its_share_and_the_others_get_the_rest() {
+        let shares = Shares::quarters(8);
+        let of_one: Vec<_> = (0..2).map(|_| shares.take("one").ok().unwrap()).collect();
+        assert_eq!(shares.take("one").err(), Some(NoPlace::ShareTaken));
+        let others = ["two", "three", "four"];
+        let of_others: Vec<_> =
+            others.iter().flat_map(|other| [*other; 2]).map(|o| shares.take(o).ok()).collect();
+        assert!(of_others.iter().all(Option::is_some));
+        assert_eq!((shares.taken(), shares.take("five").err()), (8, Some(NoPlace::Full)));
+        drop(of_one);
+        assert!(shares.take("one").is_ok());
+        drop(of_others);
+        assert_eq!(shares.taken(), 0);
+        assert!(locked(&shares.taken).by_holder.is_empty(), "holders that left are forgotten");
+    }
+
+    #[test]
+    fn a_network_of_ipv6_is_one_source_and_so_is_an_address_of_ipv4_however_it_is_written() {
+        let source = |text: &str| source_of(text.parse().unwrap());
+        assert_eq!(source("2001:db8:1:2:3:4:5:6"), source("2001:db8:1:2:ffff::1"));
+        assert_ne!(source("2001:db8:1:2::1"), source("2001:db8:1:3::1"));
+        assert_eq!(source("::ffff:192.0.2.7"), source("192.0.2.7"));
+        assert_ne!(source("192.0.2.7"), source("192.0.2.8"));
+    }
+}
