@@ -9,7 +9,7 @@ use prost::Message;
 use quoin_core::recognition::PoolCounts;
 use quoin_core::replica::store::ReplicaIdentity;
 use quoin_core::{
-    BLOCK_SIZE, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
+    BLOCK_SIZE, Epoch, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
 };
 use quoin_identity::convert::{id, membership};
 use quoin_proto::control;
@@ -33,6 +33,16 @@ pub struct Wanted {
     pub blocks: u64,
     pub phase: Phase,
     pub membership: Membership,
+    /// What is not to be opened any more.
+    pub fence: Fence,
+}
+
+/// Sessions up to this epoch have lost their grants; zero: none has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Fence {
+    pub epoch: Epoch,
+    /// Those that are open are cut rather than given time to close.
+    pub at_once: bool,
 }
 
 /// A larger record is not kept; a controller sends none.
@@ -111,6 +121,7 @@ fn wanted(message: &control::ReplicaAssignment) -> Result<Wanted, String> {
             None if phase == Phase::Delete => Membership::default(),
             None => return Err("the membership is missing".into()),
         },
+        fence: Fence { epoch: Epoch(message.fence_epoch), at_once: message.fence_at_once },
     })
 }
 
@@ -185,6 +196,11 @@ mod tests {
         let wanted = &assignment.0[0];
         assert_eq!((wanted.identity.guid, wanted.blocks), (ReplicaGuid(3), 256));
         assert_eq!(wanted.membership.known[0].id, ReplicaId(2));
+        assert_eq!(wanted.fence, Fence::default());
+        let fenced =
+            control::ReplicaAssignment { fence_epoch: 7, fence_at_once: true, ..message() };
+        let fenced = super::wanted(&fenced).unwrap().fence;
+        assert_eq!(fenced, Fence { epoch: Epoch(7), at_once: true });
     }
 
     #[test]

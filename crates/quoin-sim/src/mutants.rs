@@ -56,6 +56,8 @@ pub const ALL: &[Defect] = &[
     core("epoch-reused", Swarm::Takeovers).like("epoch-reused"),
     core("lease-from-the-receipt", Swarm::Takeovers).like("lease-from-receipt"),
     core("lease-forgotten-at-restart", Swarm::Takeovers).like("lease-forgotten-by-restart"),
+    core("fence-not-promised", Swarm::Detaches),
+    core("fenced-session-goes-on", Swarm::Detaches),
     core("lease-forgotten-at-open", Swarm::Takeovers).like("lease-forgotten-by-open"),
     core("answer-before-the-lease-ended", Swarm::Takeovers).like("lease-forgotten-by-open"),
     core("answer-before-the-promise-is-on-media", Swarm::PowerCuts),

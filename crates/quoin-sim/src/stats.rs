@@ -29,6 +29,8 @@ pub struct Stats {
     pub ios_open: u64,
     pub ios_failed: u64,
     pub epochs: u64,
+    /// Words of the control plane that epochs were taken back, as pools heard them.
+    pub fences: u64,
     pub servings: u64,
     /// Opens that said that unflushed data may be lost.
     pub tails_lost: u64,
@@ -73,6 +75,7 @@ impl Stats {
         self.ios_open += other.ios_open;
         self.ios_failed += other.ios_failed;
         self.epochs += other.epochs;
+        self.fences += other.fences;
         self.servings += other.servings;
         self.tails_lost += other.tails_lost;
         self.rebuilds += other.rebuilds;
@@ -136,6 +139,7 @@ impl fmt::Display for Summary {
         writeln!(f, "IOs left open / failed       {:>12} / {}", s.ios_open, s.ios_failed)?;
         writeln!(f, "checked IOs per CPU second   {rate:>12.0}")?;
         writeln!(f, "epochs granted / served      {:>12} / {}", s.epochs, s.servings)?;
+        writeln!(f, "epochs taken back, as heard  {:>12}", s.fences)?;
         writeln!(f, "unflushed tails lost         {:>12}", s.tails_lost)?;
         writeln!(
             f,

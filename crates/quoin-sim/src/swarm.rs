@@ -54,6 +54,8 @@ pub enum Swarm {
     Pressure,
     /// Pools without room while caches are lost, and the targets live.
     FullPools,
+    /// Owners that lose the volume and what they were granted, and live on with it.
+    Detaches,
 }
 
 impl Swarm {
@@ -78,6 +80,7 @@ impl Swarm {
         Swarm::Liars,
         Swarm::Pressure,
         Swarm::FullPools,
+        Swarm::Detaches,
     ];
 
     pub fn name(self) -> &'static str {
@@ -102,6 +105,7 @@ impl Swarm {
             Swarm::Liars => "liars",
             Swarm::Pressure => "pressure",
             Swarm::FullPools => "full-pools",
+            Swarm::Detaches => "detaches",
         }
     }
 
@@ -133,6 +137,25 @@ impl Swarm {
                 ],
                 lease_ms: &[500, 500, 1000],
                 delay_ns: &[200 * MICROSECOND, 5 * MILLISECOND, 5 * MILLISECOND],
+                apart: true,
+                ..small
+            },
+            Swarm::Detaches => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (Failover, 30),
+                    (ConnectionCut, 12),
+                    (ReplicaCrash, 8),
+                    (TargetShutdown, 8),
+                    (ControlLate, 6),
+                    (ControlLost, 3),
+                    (OwnerIsolated, 6),
+                    (Partition, 4),
+                    (TargetPause, 4),
+                    (PowerOne, 4),
+                    (PowerSome, 3),
+                ],
+                lease_ms: &[500, 1000],
                 apart: true,
                 ..small
             },

@@ -20,7 +20,7 @@ use quoin_core::{
 };
 use quoin_identity::{Authority, Expected, Grant, Identity, Lifetimes, Role};
 use quoin_pool::accept::Belief;
-use quoin_pool::assignment::{Assignment, Phase, Wanted};
+use quoin_pool::assignment::{Assignment, Fence, Phase, Wanted};
 use quoin_pool::shard::Input as PoolInput;
 use quoin_store::disk::Syncer as SyncDisk;
 use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions};
@@ -80,6 +80,24 @@ fn open_of(volume: VolumeId, member: Member, lease_ms: u32) -> ToReplica {
     }
 }
 
+/// What a controller tells a pool of both volumes, of which ours is fenced.
+fn assigned(phase: Phase, fence: Fence) -> PoolInput {
+    let wanted = [(OURS, IN_OURS, fence), (OTHERS, IN_OTHERS, Fence::default())];
+    let wanted = wanted.map(|(volume, member, fence)| Wanted {
+        identity: ReplicaIdentity {
+            volume,
+            replica: member.id,
+            guid: member.guid,
+            volume_spec: Bytes::new(),
+        },
+        blocks: BLOCKS,
+        phase,
+        fence,
+        membership: Membership { formed: false, ..membership(&[member], 1) },
+    });
+    PoolInput::Assign(Assignment(wanted.to_vec()))
+}
+
 /// A pool with a replica of each of two volumes.
 fn pool_of_both(
     disk: impl Disk + 'static,
@@ -89,18 +107,7 @@ fn pool_of_both(
     let pool = Pool::open(disk, PoolOptions::default()).unwrap();
     let syncer = pool.syncer();
     let pool = RunningPool::start(pool, syncer, "127.0.0.1:0", security, belief);
-    let wanted = [(OURS, IN_OURS), (OTHERS, IN_OTHERS)].map(|(volume, member)| Wanted {
-        identity: ReplicaIdentity {
-            volume,
-            replica: member.id,
-            guid: member.guid,
-            volume_spec: Bytes::new(),
-        },
-        blocks: BLOCKS,
-        phase: Phase::Init,
-        membership: Membership { formed: false, ..membership(&[member], 1) },
-    });
-    pool.send(PoolInput::Assign(Assignment(wanted.to_vec())));
+    pool.send(assigned(Phase::Init, Fence::default()));
     eventually("the replicas are created", || pool.state().replicas.len() == 2);
     pool
 }
@@ -430,4 +437,73 @@ fn sessions_that_open_nothing_are_limited_in_number_and_time_and_those_that_did_
     opened.send(&ToReplica::Ping { stable: Lsn(0), ping });
     answered(&mut opened, ping);
     pool.stop();
+}
+
+fn refused(pool: &RunningPool, key: SessionKey) -> (Epoch, Failure) {
+    let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, Bytes::new());
+    let address = pool.address.parse().unwrap();
+    let connection = dial("p", address, &ClientSecurity::PlainLoopback, key, &hello).unwrap();
+    let mut session = Session { connection, key };
+    session.send(&open_of(OURS, IN_OURS, 500));
+    match session.next() {
+        Some(FromReplica::Refuse { promised, failure }) => (promised, failure),
+        other => panic!("a grant that was taken back was answered {other:?}"),
+    }
+}
+
+fn fence(epoch: u64, at_once: bool) -> Fence {
+    Fence { epoch: Epoch(epoch), at_once }
+}
+
+#[test]
+fn a_grant_that_was_kept_opens_nothing_after_the_detach_nor_after_a_restart_of_the_pool() {
+    let disk = formatted();
+    let pool = pool_of_both(disk.clone(), ServerSecurity::PlainLoopback, Belief::Everybody);
+    let (mut session, _) = open(&pool, OURS, IN_OURS, key(5, 1), 500);
+    session.send(&ToReplica::Close);
+    assert_eq!(session.next(), Some(FromReplica::Closed));
+    pool.send(assigned(Phase::Keep, fence(6, false)));
+    assert_eq!(refused(&pool, key(5, 2)), (Epoch(6), Failure::Fenced));
+    pool.stop();
+
+    // With no word of the controller since its start.
+    let again = Pool::open(disk, PoolOptions::default()).unwrap();
+    let (syncer, security) = (again.syncer(), ServerSecurity::PlainLoopback);
+    let pool = RunningPool::start(again, syncer, "127.0.0.1:0", security, Belief::Everybody);
+    assert_eq!(refused(&pool, key(5, 3)), (Epoch(6), Failure::Fenced));
+    let (_, ack) = open(&pool, OURS, IN_OURS, key(7, 1), 500);
+    assert!(ack.continuous, "what was closed before the detach was told is complete");
+}
+
+#[test]
+fn a_detach_lets_an_open_session_write_sync_and_close_and_a_removal_cuts_it() {
+    for at_once in [false, true] {
+        let disk = formatted();
+        let pool = pool_of_both(disk, ServerSecurity::PlainLoopback, Belief::Everybody);
+        let (mut session, ack) = open(&pool, OURS, IN_OURS, key(5, 1), 500);
+        session.send(&ToReplica::Truncate { keep: Lsn::ZERO, tip: Lsn::ZERO });
+        assert!(matches!(session.next(), Some(FromReplica::Truncated { .. })));
+        pool.send(assigned(Phase::Keep, fence(6, at_once)));
+        assert_eq!(refused(&pool, key(5, 2)), (Epoch(6), Failure::Fenced));
+        if at_once {
+            // What it was told before is still on its way.
+            while let Some(message) = session.next() {
+                assert!(matches!(message, FromReplica::Applied { .. }), "{message:?}");
+            }
+            continue;
+        }
+        append(&mut session, ack.position, ack.chain);
+        session.send(&ToReplica::Sync { lsn: Lsn(1), ping: Ping(1) });
+        answered(&mut session, Ping(1));
+        session.send(&ToReplica::Close);
+        loop {
+            match session.next() {
+                Some(FromReplica::Closed) => break,
+                Some(_) => {}
+                None => panic!("the session was cut"),
+            }
+        }
+        let (_, ack) = open(&pool, OURS, IN_OURS, key(7, 1), 500);
+        assert_eq!((ack.position.lsn, ack.durable, ack.continuous), (Lsn(1), Lsn(1), true));
+    }
 }

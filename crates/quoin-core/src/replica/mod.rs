@@ -7,6 +7,7 @@
 //! events: acknowledgements are cumulative, one a batch.
 
 mod refused;
+mod fence;
 mod session;
 pub mod store;
 
@@ -17,6 +18,7 @@ use crate::mutant;
 use crate::time::Time;
 use crate::{Durability, Epoch, Incarnation, Lsn};
 use refused::{Place, RefusedReads};
+pub use fence::FENCED_SESSION;
 use session::{PendingOpen, Session};
 use std::time::Duration;
 use store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
@@ -48,6 +50,12 @@ pub enum ReplicaEvent {
     /// The pool has become short of room, or has room again. Told once more for each session.
     Room {
         short: bool,
+    },
+    /// Nothing up to this epoch is to be opened any more, by the control plane's word: its grants were
+    /// taken back. A session that is open may be closed for [`FENCED_SESSION`], or not at all.
+    Fence {
+        epoch: Epoch,
+        at_once: bool,
     },
     /// The pool is going down: say so to the target and take nothing more.
     Shutdown,
@@ -133,6 +141,8 @@ pub struct Replica {
     /// Its pool stops; when this is done all that it applied is on media.
     stopping: Option<SyncTicket>,
     timer: Option<Time>,
+    /// When the session is ended whose epoch was taken back.
+    fenced_until: Option<Time>,
     /// The pool is short of room.
     short: bool,
     refused_reads: RefusedReads,
@@ -159,6 +169,7 @@ impl Replica {
             session: None,
             stopping: None,
             timer: None,
+            fenced_until: None,
             short: false,
             refused_reads: RefusedReads::default(),
         }
@@ -219,6 +230,7 @@ impl Replica {
             }
             ReplicaEvent::Timer => {
                 self.timer = None;
+                self.end_fenced(now, store, actions);
                 self.answer_open(now, store, actions);
             }
             ReplicaEvent::Damaged(what) => self.damaged(what, store, actions),
@@ -232,6 +244,9 @@ impl Replica {
                 if let Some(session) = &self.session {
                     session.tell_room(short, actions);
                 }
+            }
+            ReplicaEvent::Fence { epoch, at_once } => {
+                self.fence(now, epoch, at_once, store, actions);
             }
             ReplicaEvent::Shutdown => {
                 self.end_all(Failure::Stopping, store, actions);
@@ -337,7 +352,6 @@ impl Replica {
         }) {
             return actions.push(ReplicaAction::Disconnect { connection });
         }
-        let fresh = promised.0 == Epoch::ZERO;
         let mut next = ReplicaMeta {
             promised: key.epoch,
             promised_incarnation: key.incarnation,
@@ -347,7 +361,7 @@ impl Replica {
             closed_continuous: meta.closed_continuous && mutant::is("word-kept-over-an-open"),
             ..meta.clone()
         };
-        if membership.version > meta.membership.version || (fresh && meta.membership.rf == 0) {
+        if membership.version > meta.membership.version || meta.membership.rf == 0 {
             let mut retired = membership.retired.clone();
             retired.extend(&meta.membership.retired);
             retired.sort_unstable();
@@ -373,6 +387,14 @@ impl Replica {
         self.answer_open(now, store, actions);
     }
 
+    /// Asks for a call at this time, unless an earlier one is due.
+    fn wake(&mut self, at: Time, actions: &mut Vec<ReplicaAction>) {
+        if self.timer.is_none_or(|set| at < set) {
+            self.timer = Some(at);
+            actions.push(ReplicaAction::Timer { at: self.timer });
+        }
+    }
+
     /// Answers the pending open once its promise is on media and other leases ran out.
     fn answer_open(
         &mut self,
@@ -388,11 +410,7 @@ impl Replica {
             && now < lease.until
             && !mutant::is("answer-before-the-lease-ended")
         {
-            if self.timer != Some(lease.until) {
-                self.timer = Some(lease.until);
-                actions.push(ReplicaAction::Timer { at: self.timer });
-            }
-            return;
+            return self.wake(lease.until, actions);
         }
         let pending = self.pending.take().expect("checked above");
         self.lease = Some(Lease { holder: Some(holder), until: now });
@@ -427,6 +445,7 @@ impl Replica {
         }
         actions.push(ReplicaAction::Note(ReplicaNote::Opened { session: pending.key }));
         self.session = Some(session);
+        self.fenced_until = None;
     }
 
     fn on_synced(

@@ -144,6 +144,7 @@ impl Process {
             },
             blocks: 1024,
             phase,
+            fence: Default::default(),
             membership: Membership { formed: false, ..membership() },
         }])));
     }

@@ -8,7 +8,7 @@ use quoin_wire::notices::Severity;
 
 use super::repairs::Repairs;
 use super::{FULL, FULL_BELOW, Shard};
-use crate::assignment::{Assignment, Phase, PoolState, ReplicaState, Wanted, is_news};
+use crate::assignment::{Assignment, Fence, Phase, PoolState, ReplicaState, Wanted, is_news};
 use crate::facts::PoolFacts;
 use crate::held::{Held as HeldReplica, Holdings};
 
@@ -44,7 +44,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.parts.assignment = assignment.clone();
         self.gone.clear();
         for wanted in assignment.0 {
-            let held = self.replicas.contains_key(&wanted.identity.guid);
+            let (guid, fence) = (wanted.identity.guid, wanted.fence);
+            let held = self.replicas.contains_key(&guid);
             match (wanted.phase, held) {
                 (Phase::Delete, true) => self.delete(now, &wanted),
                 (Phase::Init | Phase::Recreate, false)
@@ -55,6 +56,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 (_, true) => self.describe(&wanted),
                 (_, false) => self.gone.push(gone(&wanted)),
             }
+            self.fence(now, guid, fence);
         }
     }
 
@@ -82,6 +84,15 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     message,
                 );
             }
+        }
+    }
+
+    /// Has a replica open nothing any more by grants that were taken back. What it has promised
+    /// already costs nothing here, since the same is told again with each assignment.
+    fn fence(&mut self, now: Time, guid: ReplicaGuid, fence: Fence) {
+        let Fence { epoch, at_once } = fence;
+        if epoch != Epoch::ZERO {
+            self.deliver(now, guid, ReplicaEvent::Fence { epoch, at_once });
         }
     }
 

@@ -9,6 +9,7 @@ mod clocks;
 mod control;
 mod door;
 mod ending;
+mod fences;
 mod growth;
 mod members;
 mod memory;
@@ -151,6 +152,10 @@ pub(crate) enum Event {
     Recovery,
     Grow,
     LimitMemory,
+    /// A pool hears of what was taken back.
+    TellFence {
+        pool: usize,
+    },
     Snapshot,
     SaySnapshots,
     LookAtSize,
@@ -292,6 +297,7 @@ pub(crate) struct World {
     pub recovery: recovery::Recovery,
     pub growth: growth::Growth,
     pub memory: memory::Memory,
+    pub fences: fences::Fences,
     pub snapshots: snapshots::Snapshots,
 }
 
@@ -390,6 +396,7 @@ impl World {
             Event::Recovery => self.recovery(),
             Event::Grow => self.grow(),
             Event::LimitMemory => self.limit_memory(),
+            Event::TellFence { pool } => self.tell_fence(pool),
             Event::Snapshot => self.wish_snapshot(),
             Event::SaySnapshots => self.say_snapshots(),
             Event::LookAtSize => self.look_at_size(),

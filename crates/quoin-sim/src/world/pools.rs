@@ -122,6 +122,7 @@ impl World {
             stopping: None,
         });
         self.pool_began(pool, life);
+        self.fences_after_start(pool);
     }
 
     /// A pool that cannot be read at all gets a new disk, and makes another replica there.
@@ -242,6 +243,7 @@ impl World {
         let now = self.schedule.now();
         if let Some(pool) = self.network.connections.get(&id).map(|c| c.pool) {
             self.check_said(pool, session, message);
+            self.check_fenced(pool, session, message);
         }
         match self.network.send_to_target(now, id, session, message) {
             Ok(Some(due)) => self.schedule.at(due, Event::ToTarget { connection: id }),

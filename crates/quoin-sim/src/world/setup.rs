@@ -7,6 +7,7 @@ use quoin_core::{
     ReplicaId, VolumeId,
 };
 
+use super::fences::Fences;
 use super::growth::Growth;
 use super::members::Members;
 use super::memory::Memory;
@@ -327,6 +328,7 @@ impl World {
             recovery: Recovery::draw(options.seed, options.swarm),
             growth,
             memory: Memory::draw(options.seed, options.swarm),
+            fences: Fences::draw(options.seed, options.swarm),
             snapshots,
             random,
         };

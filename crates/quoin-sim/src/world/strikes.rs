@@ -417,6 +417,7 @@ impl World {
         let old = self.record.owner;
         let new = 1 - old;
         self.record.owner = new;
+        self.fence_former_owner();
         self.trace.line(self.schedule.now(), || format!("target {new} is to own the volume"));
         let delay = self.random.between(1, 500) * MILLISECOND;
         self.schedule.after(delay, Event::StartTarget { target: new });

@@ -149,6 +149,7 @@ pub fn create_replica(pool: &RunningPool, member: Member, membership: &Membershi
         },
         blocks,
         phase: Phase::Init,
+        fence: Default::default(),
         membership: Membership { formed: false, ..membership.clone() },
     }])));
     eventually("the replica is created", || {
