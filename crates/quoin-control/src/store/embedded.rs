@@ -53,11 +53,12 @@ impl Embedded {
             let reason = "its structure makes no sense".to_owned();
             StoreError::Damaged { path: path.to_owned(), reason }
         })?;
-        let inner = Inner {
-            path: path.to_owned(),
-            database: opened.map_err(failed)?,
-            changes: broadcast::channel(WATCH_CHANGES).0,
-        };
+        Self::over(path, opened.map_err(failed)?)
+    }
+
+    fn over(path: &Path, database: Database) -> Result<Self, StoreError> {
+        let changes = broadcast::channel(WATCH_CHANGES).0;
+        let inner = Inner { path: path.to_owned(), database, changes };
         inner.check_format()?;
         Ok(Self(Arc::new(inner)))
     }
@@ -210,6 +211,9 @@ impl Store for Embedded {
         self.0.changes.subscribe()
     }
 }
+
+#[cfg(test)]
+mod outages;
 
 #[cfg(test)]
 mod tests {
