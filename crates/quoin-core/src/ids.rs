@@ -81,3 +81,11 @@ pub struct SessionKey {
     /// Chosen by the target for each connection, never repeated within an incarnation.
     pub nonce: u64,
 }
+
+/// Names one bulk connection of a session. Of two, the later one has the higher number.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+pub struct BulkKey {
+    pub session: SessionKey,
+    /// Chosen by the target, never repeated within a session.
+    pub number: u64,
+}

@@ -21,8 +21,8 @@ pub mod time;
 
 pub use entry::{Chain, Entry, EntryKind, View};
 pub use ids::{
-    Epoch, GroupId, Incarnation, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, SessionKey,
-    SnapshotId, VolumeId,
+    BulkKey, Epoch, GroupId, Incarnation, Lsn, PoolId, Position, ReplicaGuid, ReplicaId,
+    SessionKey, SnapshotId, VolumeId,
 };
 pub use membership::{Desired, Durability, Member, Membership, Newcomer};
 pub use step::Step;

@@ -1,7 +1,9 @@
 //! The data-plane messages between a target and one replica.
 //!
 //! They are plain values; `quoin-wire` gives them bytes. A replica handles the messages of one
-//! session strictly in order, so an `Append` sent before a `Read` is applied before it.
+//! connection strictly in order, so an `Append` sent before a `Read` is applied before it. What
+//! rebuilds copy goes by a second connection of the session, the bulk connection; between the two
+//! nothing is ordered but by what the messages themselves say (`docs/replication.md`).
 
 use bytes::Bytes;
 
@@ -50,6 +52,34 @@ impl Slot {
         };
         let end = self.lba.checked_add(self.blocks.into());
         whole && self.version <= newest && end.is_some_and(|end| end <= VOLUME_BLOCKS_MAX)
+    }
+}
+
+/// What an increment was fed so far, so that its end can say how much that must be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct FedSum {
+    pub slots: u64,
+    /// CRC32C over all of them in order; of blocks their checksums.
+    pub checksum: u32,
+}
+
+impl FedSum {
+    pub fn add(&mut self, slots: &[Slot]) {
+        for slot in slots {
+            let (is_data, crc) = match &slot.content {
+                Content::Data { crc, .. } => (1, *crc),
+                Content::Hole | Content::Bad => (0, 0),
+            };
+            let mut bytes = [0; 29];
+            bytes[..4].copy_from_slice(&self.checksum.to_le_bytes());
+            bytes[4..12].copy_from_slice(&slot.lba.to_le_bytes());
+            bytes[12..16].copy_from_slice(&slot.blocks.to_le_bytes());
+            bytes[16..24].copy_from_slice(&slot.version.0.to_le_bytes());
+            bytes[24] = is_data;
+            bytes[25..].copy_from_slice(&crc.to_le_bytes());
+            self.checksum = crc32c(&bytes);
+            self.slots += 1;
+        }
     }
 }
 
@@ -121,6 +151,20 @@ pub struct SnapshotInfo {
 /// Snapshots of one volume at most.
 pub const SNAPSHOTS_MAX: usize = 1024;
 
+impl ToReplica {
+    /// Whether it is a part of a rebuild: what a bulk connection carries.
+    pub fn is_copying(&self) -> bool {
+        matches!(
+            self,
+            ToReplica::Pull { .. }
+                | ToReplica::IncrementBegin { .. }
+                | ToReplica::IncrementFeed { .. }
+                | ToReplica::IncrementCut { .. }
+                | ToReplica::IncrementCommit { .. }
+        )
+    }
+}
+
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum ToReplica {
     /// First message of a session.
@@ -167,18 +211,30 @@ pub enum ToReplica {
     Fetch { id: RequestId, after: Lsn, bytes_max: u32 },
     /// Slots of `view` with `from < version`, from LBA `cursor` on.
     Pull { id: RequestId, view: ReadView, from: Lsn, cursor: u64, bytes_max: u32 },
-    /// Start (or, with the same `rebuild` id, resume) a shadow whose start is `from`.
+    /// First message of a bulk connection: what rebuilds ask of this session comes by it from now
+    /// on, and not by one of a lower number any more. Only to a replica whose session's connection
+    /// has the feature.
+    OpenBulk { number: u64 },
+    /// Start (or, with the same `rebuild` id, resume) a shadow whose start is `from`. By a bulk
+    /// connection it says too that all up to `from` is stable, and is answered.
     IncrementBegin { rebuild: u64, from: Lsn },
     IncrementFeed {
         rebuild: u64,
         slots: Vec<Slot>,
         /// How far the shadow is complete within the view being fed: the next LBA.
         cursor: u64,
+        /// How far it must be complete before; by a bulk connection only.
+        after: Option<u64>,
     },
     /// What was fed since the last cut is the whole of this snapshot.
     IncrementCut { rebuild: u64, snapshot: SnapshotInfo },
     /// Verify, sync, and flip atomically to this state.
-    IncrementCommit { rebuild: u64, to: Box<IncrementEnd> },
+    IncrementCommit {
+        rebuild: u64,
+        to: Box<IncrementEnd>,
+        /// All that was fed since the shadow was last begun or resumed; by a bulk connection only.
+        fed: Option<FedSum>,
+    },
     /// Replace the bad copy of a block, only if the replica holds the same version.
     Repair { lba: u64, version: Lsn, crc: u32, data: Bytes },
     /// Another member's live slots for a stretch whose map is damaged, as of its LSN `at`. A
@@ -382,6 +438,13 @@ pub enum FromReplica {
         rebuild: u64,
         cursor: u64,
     },
+    /// Answers [`ToReplica::IncrementBegin`] on a bulk connection: how far the shadow is complete
+    /// within the view that is being fed.
+    IncrementBegun {
+        rebuild: u64,
+        cursor: u64,
+    },
+    /// Always by the session's own connection: what follows the flip goes there.
     IncrementDone {
         rebuild: u64,
         position: Position,

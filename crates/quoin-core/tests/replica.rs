@@ -511,8 +511,8 @@ fn an_increment_that_cannot_be_true_ends_the_session() {
     };
     let begin = || ToReplica::IncrementBegin { rebuild: 1, from: Lsn(0) };
     let hostile = [
-        ToReplica::IncrementFeed { rebuild: 1, slots: vec![slot], cursor: 1 },
-        ToReplica::IncrementCommit { rebuild: 1, to: Box::new(end) },
+        ToReplica::IncrementFeed { rebuild: 1, slots: vec![slot], cursor: 1, after: None },
+        ToReplica::IncrementCommit { rebuild: 1, to: Box::new(end), fed: None },
     ];
     for (nonce, message) in (1..).zip(hostile) {
         let mut one = One::new();

@@ -191,7 +191,7 @@ fn a_replica_that_is_away_is_left_out_and_said_so() {
 #[test]
 fn pools_of_an_older_version_are_never_asked_and_the_verification_fails_with_that_word() {
     let mut cluster = Cluster::new(3, config());
-    cluster.verifies = false;
+    cluster.knows.verify = false;
     cluster.wait_in_sync(3);
     let report = verify(&mut cluster, order(1));
     assert!(report.failed.contains("version"), "{report:?}");

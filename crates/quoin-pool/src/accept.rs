@@ -11,13 +11,13 @@ use std::sync::mpsc::Sender;
 
 use quoin_core::ids::SessionKey;
 use quoin_identity::{Identity, Role, peer_of};
+use quoin_wire::Hello;
 use quoin_wire::descriptors::Shortage;
 use quoin_wire::establish::{EstablishError, answer};
 use quoin_wire::handshake::ServerSecurity;
 use quoin_wire::places::Places;
 use quoin_wire::reactor::Waker;
 use quoin_wire::same_host::{self, PeerAddress, Stream};
-use quoin_wire::{ConnectionKind, Hello};
 use rustls::pki_types::CertificateDer;
 
 use crate::metrics::Metrics;
@@ -46,9 +46,6 @@ impl Belief {
         session: &SessionKey,
         hello: &Hello,
     ) -> Result<(), String> {
-        if hello.kind == ConnectionKind::Bulk {
-            return Err("bulk connections are not served by this version".into());
-        }
         let Belief::Grants(identity) = self else { return Ok(()) };
         let certificate = certificates.first().ok_or("the peer showed no certificate")?;
         let peer = peer_of(certificate).map_err(|e| e.to_string())?;

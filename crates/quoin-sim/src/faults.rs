@@ -39,6 +39,8 @@ kinds! {
     PartitionOneWay = "partition, one way",
     DelayStorm = "delay storm",
     ConnectionCut = "connection cut",
+    BulkCut = "bulk connection cut alone",
+    BulkSlow = "bulk connection slow alone",
     ClockDrift = "clock drift",
     ClockJump = "clock jump",
     ClockStop = "clock stop",
@@ -141,7 +143,7 @@ fn weight(kind: FaultKind, profile: Profile, clocks_stop: bool) -> u32 {
         F::PowerSome | F::DiskWriteError | F::DiskSyncError => 4,
         F::DiskReadError => 3,
         F::Partition | F::PartitionOneWay | F::ConnectionCut => 8,
-        F::DelayStorm | F::SlowDisk => 4,
+        F::DelayStorm | F::SlowDisk | F::BulkCut | F::BulkSlow => 4,
         F::ClockDrift => 3,
         // A lease cannot be right on clocks that stop; `reads: confirmed` is made for them.
         F::ClockStop if !clocks_stop => 0,

@@ -93,7 +93,8 @@ mod tests {
 
     #[test]
     fn all_swarms_take_turns() {
-        let swarms: Vec<_> = (0..19).map(|turn| fresh(1, 19).drawn(turn).0).collect();
+        let turns = Swarm::ALL.len() as u64;
+        let swarms: Vec<_> = (0..turns).map(|turn| fresh(1, turns).drawn(turn).0).collect();
         assert_eq!(swarms, Swarm::ALL);
     }
 

@@ -1,7 +1,7 @@
 //! Connections between targets and pools, and the faults of the network.
 //!
 //! A connection keeps its messages in order in each direction, as a stream does; between
-//! connections nothing is ordered. A blocked direction holds what was sent (the kernel would
+//! connections nothing is ordered, a session's own and its bulk connection included. A blocked direction holds what was sent (the kernel would
 //! retransmit) until it heals or the connection is cut; a cut loses the tail of what is under way
 //! in both directions, perhaps from the middle of a frame, and each end learns of it in its own
 //! time. What travels are the bytes of real frames ([`crate::wire`]).
@@ -135,6 +135,8 @@ pub struct Connection {
     pub pool_life: u32,
     pub member: Member,
     pub session: SessionKey,
+    /// The bulk connection of that number, not the session's own.
+    pub bulk: Option<u64>,
     pub established: bool,
     pub to_pool: Stream,
     pub to_target: Stream,
@@ -164,6 +166,8 @@ pub struct Network {
     typical_delay: u64,
     /// A delay storm multiplies every delay by this.
     pub storm: u64,
+    /// The same of bulk connections alone.
+    pub bulk_storm: u64,
     pub counts: NetworkCounts,
     random: Random,
     frame: FrameBuffer,
@@ -179,6 +183,7 @@ impl Network {
             blocked: vec![vec![0; hosts]; hosts],
             typical_delay: typical_delay.max(MICROSECOND),
             storm: 1,
+            bulk_storm: 1,
             counts: NetworkCounts::default(),
             random,
             frame: FrameBuffer::default(),
@@ -206,7 +211,7 @@ impl Network {
 
     pub fn unblock_all(&mut self) {
         self.blocked.iter_mut().flatten().for_each(|b| *b = 0);
-        self.storm = 1;
+        (self.storm, self.bulk_storm) = (1, 1);
     }
 
     pub fn is_blocked(&self, from: usize, to: usize) -> bool {
@@ -220,11 +225,14 @@ impl Network {
         id: ConnectionId,
         item: Item,
     ) -> Option<Instant> {
-        let delay = self.delay();
+        let mut delay = self.delay();
         self.sent += 1;
         self.counts.messages += 1;
         let sent = self.sent;
         let connection = self.connections.get_mut(&id)?;
+        if connection.bulk.is_some() {
+            delay *= self.bulk_storm;
+        }
         let stream = match way {
             Way::ToPool => &mut connection.to_pool,
             Way::ToTarget => &mut connection.to_target,
@@ -342,6 +350,7 @@ mod tests {
             pool_life: 0,
             member: Member::default(),
             session: SessionKey { epoch: Epoch(1), ..Default::default() },
+            bulk: None,
             established: true,
             to_pool: Stream::default(),
             to_target: Stream::default(),

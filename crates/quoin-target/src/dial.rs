@@ -64,6 +64,8 @@ impl Reach {
 pub struct Dial {
     pub volume: VolumeId,
     pub session: SessionKey,
+    /// The bulk connection of that number, not the session's own.
+    pub bulk: Option<u64>,
     pub hello: Hello,
     pub pool: String,
     /// host:port
@@ -195,14 +197,14 @@ impl Dials {
         change(&mut queue);
         while let Some(waiting) = queue.next() {
             let (dials, outcomes) = (self.clone(), waiting.outcomes.clone());
-            let Dial { volume, session, pool, address, .. } = &waiting.dial;
-            let (volume, session) = (*volume, *session);
+            let Dial { volume, session, bulk, pool, address, .. } = &waiting.dial;
+            let (volume, session, bulk) = (*volume, *session, *bulk);
             let (pool, address) = (pool.clone(), address.clone());
             let thread = std::thread::Builder::new().name("dial".into()).stack_size(STACK_BYTES);
             if let Err(error) = thread.spawn(move || dials.make(waiting)) {
                 queue.ended(&address, false);
                 let why = format!("no thread to connect with: {error}");
-                outcomes.tell(volume, session, pool, Err(why));
+                outcomes.tell(volume, session, bulk, pool, Err(why));
             }
         }
         self.0.count.set(queue.len() as i64);
@@ -211,10 +213,10 @@ impl Dials {
     fn make(&self, Waiting { dial, outcomes }: Waiting) {
         let began = Instant::now();
         let outcome = self.connect(&dial);
-        let Dial { volume, session, pool, address, .. } = dial;
+        let Dial { volume, session, bulk, pool, address, .. } = dial;
         let proven = outcome.is_ok() || began.elapsed() < ANSWERS_WITHIN;
         self.change(|queue| queue.ended(&address, proven));
-        outcomes.tell(volume, session, pool, outcome);
+        outcomes.tell(volume, session, bulk, pool, outcome);
     }
 
     fn connect(&self, to: &Dial) -> Result<Connection, String> {
@@ -247,19 +249,30 @@ impl Dialler {
     }
 
     /// Says at once that a connection cannot be made.
-    pub(crate) fn fail(&self, volume: VolumeId, session: SessionKey, why: String) {
-        self.outcomes.tell(volume, session, String::new(), Err(why));
+    pub(crate) fn fail(
+        &self,
+        volume: VolumeId,
+        session: SessionKey,
+        bulk: Option<u64>,
+        why: String,
+    ) {
+        self.outcomes.tell(volume, session, bulk, String::new(), Err(why));
     }
 
-    /// A session is given up: its dial is not made any more if it waits.
-    pub(crate) fn give_up(&self, volume: VolumeId, session: SessionKey) {
-        let is_it = |dial: &Dial| dial.volume == volume && dial.session == session;
-        self.dials.change(|queue| queue.retain(|dial| !is_it(dial)));
+    /// Connections are given up: their dials are not made any more if they wait. A connection is
+    /// a session's own, or the bulk connection of a number.
+    pub(crate) fn give_up(
+        &self,
+        volume: VolumeId,
+        which: impl Fn(SessionKey, Option<u64>) -> bool,
+    ) {
+        let is_one = |dial: &Dial| dial.volume == volume && which(dial.session, dial.bulk);
+        self.dials.change(|queue| queue.retain(|dial| !is_one(dial)));
     }
 
     /// A volume is not served any more.
     pub(crate) fn give_up_all(&self, volume: VolumeId) {
-        self.dials.change(|queue| queue.retain(|dial| dial.volume != volume));
+        self.give_up(volume, |_, _| true);
     }
 }
 
@@ -268,12 +281,13 @@ impl Outcomes {
         &self,
         volume: VolumeId,
         session: SessionKey,
+        bulk: Option<u64>,
         pool: String,
         outcome: Result<Connection, String>,
     ) {
         let outcome = outcome.map(Box::new);
         // Fails only when the shard is gone.
-        let _ = self.inputs.send(Input::Dialled { volume, session, pool, outcome });
+        let _ = self.inputs.send(Input::Dialled { volume, session, bulk, pool, outcome });
         self.waker.wake();
     }
 }
@@ -351,6 +365,7 @@ mod tests {
         Dial {
             volume,
             session: session(n),
+            bulk: None,
             hello: Hello::new(volume, ReplicaId(1), ReplicaGuid(1), Bytes::new()),
             pool: format!("p of {address}"),
             address: address.to_owned(),
@@ -383,9 +398,9 @@ mod tests {
         let hole = BlackHole::new();
         (0..150).for_each(|n| dialler.start(to(&hole.address(), n)));
         assert_eq!(count.get(), 150);
-        dialler.give_up(VolumeId(7), session(8));
+        dialler.give_up(VolumeId(7), |of, _| of == session(8));
         assert_eq!(count.get(), 150, "no dial has both");
-        (1..149).for_each(|n| dialler.give_up(VolumeId(n.into()), session(n)));
+        (1..149).for_each(|n| dialler.give_up(VolumeId(n.into()), |of, _| of == session(n)));
         dialler.give_up_all(VolumeId(149));
         assert_eq!(count.get(), 1);
         assert!(!outcome(&inputs));

@@ -26,7 +26,7 @@ use quoin_store::disk::Syncer as SyncDisk;
 use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions};
 use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::{ClientSecurity, ServerSecurity};
-use quoin_wire::{Connection, Frame, Hello, Mode, ReadOutcome};
+use quoin_wire::{Connection, ConnectionKind, Frame, Hello, Mode, ReadOutcome};
 use support::*;
 
 const OURS: VolumeId = VolumeId(7);
@@ -211,9 +211,13 @@ fn a_grant_opens_nothing_when_any_one_of_its_fields_is_wrong() {
         ("missing", node, Vec::new()),
     ];
     for (what, by, grant) in refused {
-        let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, grant.into());
-        let refusal = guarded.dial(by, key, &hello).err();
-        assert!(matches!(refusal, Some(EstablishError::Refused(_))), "a grant {what}: {refusal:?}");
+        let log = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, grant.into());
+        let bulk = Hello { kind: ConnectionKind::Bulk, ..log.clone() };
+        for hello in [log, bulk] {
+            let refusal = guarded.dial(by, key, &hello).err();
+            let refused = matches!(refusal, Some(EstablishError::Refused(_)));
+            assert!(refused, "a grant {what}: {refusal:?}");
+        }
     }
     let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, good.into());
     let mut session = guarded.dial(node, key, &hello).unwrap();

@@ -16,8 +16,8 @@ use quoin_core::ids::{
 };
 use quoin_core::membership::Membership;
 use quoin_core::message::{
-    BadCopy, Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FromReplica, IncrementEnd, OpenAck, Ping,
-    ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica, VERIFY_BLOCKS_MAX,
+    BadCopy, Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FedSum, FromReplica, IncrementEnd,
+    OpenAck, Ping, ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica, VERIFY_BLOCKS_MAX,
 };
 use quoin_core::{BLOCK_SIZE, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX, crc32c};
 
@@ -71,8 +71,10 @@ impl Body {
         Ok(match kind {
             kind::HELLO => Frame::Hello(Hello::decode(&mut self.head)?),
             kind::WELCOME => Frame::Welcome(Welcome::decode(&mut self.head)?),
-            kind::OPEN..=kind::VERIFY => Frame::ToReplica(self.message_to_replica(kind)?),
-            kind::OPEN_ACK..=kind::VERIFIED => Frame::FromReplica(self.message_from_replica(kind)?),
+            kind::OPEN..=kind::OPEN_BULK => Frame::ToReplica(self.message_to_replica(kind)?),
+            kind::OPEN_ACK..=kind::INCREMENT_BEGUN => {
+                Frame::FromReplica(self.message_from_replica(kind)?)
+            }
             _ => return Err(WireError::Kind(kind)),
         })
     }
@@ -133,7 +135,9 @@ impl Body {
                 rebuild: self.head.u64("increment")?,
                 cursor: self.cursor()?,
                 slots: self.slots()?,
+                after: self.said_more().then(|| self.cursor()).transpose()?,
             },
+            kind::OPEN_BULK => ToReplica::OpenBulk { number: self.head.u64("bulk number")? },
             kind::INCREMENT_CUT => ToReplica::IncrementCut {
                 rebuild: self.head.u64("increment")?,
                 snapshot: self.snapshot()?,
@@ -141,6 +145,7 @@ impl Body {
             kind::INCREMENT_COMMIT => ToReplica::IncrementCommit {
                 rebuild: self.head.u64("increment")?,
                 to: Box::new(self.increment_end()?),
+                fed: self.said_more().then(|| self.fed_sum()).transpose()?,
             },
             kind::REPAIR => {
                 let (lba, version) = (self.lba()?, self.lsn()?);
@@ -249,6 +254,10 @@ impl Body {
                 rebuild: self.head.u64("increment")?,
                 cursor: self.cursor()?,
             },
+            kind::INCREMENT_BEGUN => FromReplica::IncrementBegun {
+                rebuild: self.head.u64("increment")?,
+                cursor: self.cursor()?,
+            },
             kind::INCREMENT_DONE => FromReplica::IncrementDone {
                 rebuild: self.head.u64("increment")?,
                 position: self.position()?,
@@ -274,6 +283,15 @@ impl Body {
             kind::FAILED => FromReplica::Failed(self.failure()?),
             _ => return Err(WireError::Kind(kind)),
         })
+    }
+
+    /// Whether the head goes on where that of the first version ended.
+    fn said_more(&self) -> bool {
+        self.head.remaining() > 0
+    }
+
+    fn fed_sum(&mut self) -> Result<FedSum, Malformed> {
+        Ok(FedSum { slots: self.head.u64("fed slots")?, checksum: self.head.u32("fed slots")? })
     }
 
     fn lsn(&mut self) -> Result<Lsn, Malformed> {

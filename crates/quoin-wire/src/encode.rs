@@ -247,10 +247,18 @@ pub fn to_replica(
             out.put_u64_le(from.0);
             kind::INCREMENT_BEGIN
         }
-        ToReplica::IncrementFeed { rebuild, slots, cursor } => {
+        ToReplica::OpenBulk { number } => {
+            out.put_u64_le(*number);
+            kind::OPEN_BULK
+        }
+        ToReplica::IncrementFeed { rebuild, slots, cursor, after } => {
             out.put_u64_le(*rebuild);
             out.put_u64_le(*cursor);
             frame.slots(slots);
+            // Versions that know no bulk connection end the frame here.
+            if let Some(after) = after {
+                frame.head.put_u64_le(*after);
+            }
             kind::INCREMENT_FEED
         }
         ToReplica::IncrementCut { rebuild, snapshot: info } => {
@@ -258,9 +266,14 @@ pub fn to_replica(
             snapshot(out, info);
             kind::INCREMENT_CUT
         }
-        ToReplica::IncrementCommit { rebuild, to } => {
+        ToReplica::IncrementCommit { rebuild, to, fed } => {
             out.put_u64_le(*rebuild);
             increment_end(out, to);
+            // As above.
+            if let Some(fed) = fed {
+                out.put_u64_le(fed.slots);
+                out.put_u32_le(fed.checksum);
+            }
             kind::INCREMENT_COMMIT
         }
         ToReplica::Repair { lba, version, crc, data } => {
@@ -379,6 +392,11 @@ pub fn from_replica(
             out.put_u64_le(*rebuild);
             out.put_u64_le(*cursor);
             kind::INCREMENT_FED
+        }
+        FromReplica::IncrementBegun { rebuild, cursor } => {
+            out.put_u64_le(*rebuild);
+            out.put_u64_le(*cursor);
+            kind::INCREMENT_BEGUN
         }
         FromReplica::IncrementDone { rebuild, position } => {
             out.put_u64_le(*rebuild);

@@ -181,6 +181,7 @@ pub mod kind {
     pub const CLOSE: u8 = 14;
     pub const MEND: u8 = 15;
     pub const VERIFY: u8 = 16;
+    pub const OPEN_BULK: u8 = 17;
 
     pub const OPEN_ACK: u8 = 65;
     pub const REFUSE: u8 = 66;
@@ -199,6 +200,7 @@ pub mod kind {
     pub const NO_ROOM: u8 = 79;
     pub const ROOM: u8 = 80;
     pub const VERIFIED: u8 = 81;
+    pub const INCREMENT_BEGUN: u8 = 82;
 
     pub const HELLO: u8 = 128;
     pub const WELCOME: u8 = 129;

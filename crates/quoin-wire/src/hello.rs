@@ -18,8 +18,10 @@ pub const PROTOCOL_MIN: u16 = 1;
 pub const PROTOCOL_MAX: u16 = 1;
 /// The replica can be verified ([`quoin_core::message::ToReplica::Verify`]).
 pub const FEATURE_VERIFY: u64 = 1;
+/// The pool takes bulk connections, and the target uses them: what rebuilds copy goes there, counted.
+pub const FEATURE_BULK: u64 = 2;
 /// Feature bits this build knows.
-pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY;
+pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY | FEATURE_BULK;
 /// A grant is a signed statement of a few ids, with the certificates of who signed it.
 pub const GRANT_BYTES_MAX: usize = 16 << 10;
 

@@ -158,6 +158,8 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         ping,
     };
     let append = ToReplica::Append { entries: entries(), stable: Lsn(99), sync: true, ping };
+    let feed = |after| ToReplica::IncrementFeed { rebuild: 77, slots: slots(), cursor: 504, after };
+    let commit = |fed| ToReplica::IncrementCommit { rebuild: 77, to: Box::new(end()), fed };
     vec![
         ("open", open),
         ("truncate", ToReplica::Truncate { keep: Lsn(98), tip: Lsn(107) }),
@@ -170,9 +172,12 @@ fn to_replica() -> Vec<(&'static str, ToReplica)> {
         ("fetch", ToReplica::Fetch { id: 10, after: Lsn(50), bytes_max: 1 << 20 }),
         ("pull", ToReplica::Pull { id: 11, view, from: Lsn(5), cursor: 512, bytes_max: 1 << 20 }),
         ("increment-begin", ToReplica::IncrementBegin { rebuild: 77, from: Lsn(5) }),
-        ("increment-feed", ToReplica::IncrementFeed { rebuild: 77, slots: slots(), cursor: 504 }),
+        ("increment-feed", feed(None)),
+        ("increment-feed-after", feed(Some(7))),
+        ("open-bulk", ToReplica::OpenBulk { number: 6 }),
         ("increment-cut", ToReplica::IncrementCut { rebuild: 77, snapshot: snapshot() }),
-        ("increment-commit", ToReplica::IncrementCommit { rebuild: 77, to: Box::new(end()) }),
+        ("increment-commit", commit(None)),
+        ("increment-commit-counted", commit(Some(FedSum { slots: 4, checksum: 0xfed }))),
         ("repair", ToReplica::Repair { lba: 8, version: Lsn(90), crc: 77, data: block(8) }),
         ("mend", ToReplica::Mend { lba: 1, blocks: 503, at: Lsn(107), slots: slots() }),
         ("verify", verify),
@@ -222,6 +227,7 @@ fn from_replica() -> Vec<(&'static str, FromReplica)> {
         ("pulled", pulled(Some(504), None)),
         ("pulled-end", pulled(None, Some(end()))),
         ("increment-fed", FromReplica::IncrementFed { rebuild: 77, cursor: 504 }),
+        ("increment-begun", FromReplica::IncrementBegun { rebuild: 77, cursor: 504 }),
         ("increment-done", FromReplica::IncrementDone { rebuild: 77, position }),
         ("repaired", FromReplica::Repaired { lba: 8, version: Lsn(90), done: true }),
         ("mended", FromReplica::Mended { lba: 1, blocks: 503, done: true }),

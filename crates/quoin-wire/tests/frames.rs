@@ -224,13 +224,23 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
         ),
         (any::<u64>(), lsn())
             .prop_map(|(rebuild, from)| ToReplica::IncrementBegin { rebuild, from }),
-        (any::<u64>(), slots(), cursor()).prop_map(|(rebuild, slots, cursor)| {
-            ToReplica::IncrementFeed { rebuild, slots, cursor }
-        }),
+        (any::<u64>(), slots(), cursor(), proptest::option::of(cursor())).prop_map(
+            |(rebuild, slots, cursor, after)| ToReplica::IncrementFeed {
+                rebuild,
+                slots,
+                cursor,
+                after
+            }
+        ),
+        any::<u64>().prop_map(|number| ToReplica::OpenBulk { number }),
         (any::<u64>(), snapshot())
             .prop_map(|(rebuild, snapshot)| ToReplica::IncrementCut { rebuild, snapshot }),
-        (any::<u64>(), increment_end())
-            .prop_map(|(rebuild, to)| ToReplica::IncrementCommit { rebuild, to }),
+        (any::<u64>(), increment_end(), proptest::option::of(any::<(u64, u32)>())).prop_map(
+            |(rebuild, to, fed)| {
+                let fed = fed.map(|(slots, checksum)| FedSum { slots, checksum });
+                ToReplica::IncrementCommit { rebuild, to, fed }
+            }
+        ),
         (0..1u64 << 44, lsn(), block()).prop_map(|(lba, version, data)| ToReplica::Repair {
             lba,
             version,
@@ -307,6 +317,8 @@ fn from_replica() -> impl Strategy<Value = FromReplica> {
             }),
         (any::<u64>(), cursor())
             .prop_map(|(rebuild, cursor)| FromReplica::IncrementFed { rebuild, cursor }),
+        (any::<u64>(), cursor())
+            .prop_map(|(rebuild, cursor)| FromReplica::IncrementBegun { rebuild, cursor }),
         (any::<u64>(), position())
             .prop_map(|(rebuild, position)| FromReplica::IncrementDone { rebuild, position }),
         (0..1u64 << 44, lsn(), any::<bool>())

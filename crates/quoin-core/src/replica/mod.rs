@@ -6,8 +6,9 @@
 //! The driver calls [`Replica::on`] for each event and [`Replica::flush`] after each batch of
 //! events: acknowledgements are cumulative, one a batch.
 
-mod refused;
+mod copying;
 mod fence;
+mod refused;
 mod session;
 pub mod store;
 
@@ -17,8 +18,9 @@ use crate::message::{BadCopy, Failure, FromReplica, OpenAck, ToReplica};
 use crate::mutant;
 use crate::time::Time;
 use crate::{Durability, Epoch, Incarnation, Lsn};
-use refused::{Place, RefusedReads};
+use copying::Way;
 pub use fence::FENCED_SESSION;
+use refused::{Place, RefusedReads};
 use session::{PendingOpen, Session};
 use std::time::Duration;
 use store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
@@ -180,6 +182,11 @@ impl Replica {
         self.session.is_some()
     }
 
+    /// The session that is open, and its own connection.
+    pub fn session(&self) -> Option<(ConnectionId, SessionKey)> {
+        self.session.as_ref().map(|s| (s.connection, s.key))
+    }
+
     /// Whether a target feeds it now, so that it can be asked for good copies.
     pub fn is_fed(&self) -> bool {
         self.session.as_ref().is_some_and(Session::is_fed)
@@ -224,7 +231,7 @@ impl Replica {
             ReplicaEvent::Message { connection, session, message } => {
                 self.on_message(now, connection, session, message, store, actions);
             }
-            ReplicaEvent::Disconnected { connection } => self.forget(connection, store),
+            ReplicaEvent::Disconnected { connection } => self.forget(connection, store, actions),
             ReplicaEvent::Synced { ticket, result } => {
                 self.on_synced(now, ticket, result, store, actions);
             }
@@ -274,17 +281,35 @@ impl Replica {
         if let ToReplica::Open { .. } = message {
             return self.on_open(now, connection, key, message, store, actions);
         }
-        let Some(session) = &mut self.session else { return };
-        if session.connection != connection || session.key != key {
-            return;
+        if let ToReplica::OpenBulk { number } = message {
+            return self.on_open_bulk(connection, key, number, actions);
         }
-        session.renew(now, &mut self.lease);
+        let Some(session) = &mut self.session else { return };
+        match session.way(connection, key) {
+            Some(Way::Own) => session.renew(now, &mut self.lease),
+            Some(way) => return self.on_bulk(now, way, message, store, actions),
+            None => return,
+        }
         let place = Place::of(&message);
         let outcome = session.on_message(message, self.boot, &mut self.continuous, store, actions);
         if outcome.is_ok() {
             self.refused_reads.answered(place);
         }
         self.go_on(now, place, outcome, store, actions);
+    }
+
+    /// The session is over, and with it what it had pinned and its bulk connection.
+    fn take_session(
+        &mut self,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Option<Session> {
+        let mut session = self.session.take()?;
+        store.unpin(session.key.nonce);
+        if let Some(connection) = session.copying.take_bulk() {
+            actions.push(ReplicaAction::Disconnect { connection });
+        }
+        Some(session)
     }
 
     /// The session stays, is closed by its target, or failed.
@@ -299,7 +324,7 @@ impl Replica {
         match outcome {
             Ok(session::Next::Stay) => {}
             Ok(session::Next::Closed) => {
-                self.session = None;
+                self.take_session(store, actions);
                 self.lease = None;
                 actions.push(ReplicaAction::Note(ReplicaNote::Closed));
             }
@@ -572,8 +597,7 @@ impl Replica {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) {
-        if let Some(session) = self.session.take() {
-            store.unpin(session.key.nonce);
+        if let Some(session) = self.take_session(store, actions) {
             let message = FromReplica::Failed(failure);
             let (connection, session) = (session.connection, session.key);
             actions.push(ReplicaAction::Send { connection, session, message });
@@ -595,7 +619,7 @@ impl Replica {
         actions: &mut Vec<ReplicaAction>,
     ) {
         let ended = [
-            self.session.take().map(|s| (s.connection, s.key.nonce)),
+            self.take_session(store, actions).map(|s| (s.connection, s.key.nonce)),
             self.pending.take().map(|p| (p.connection, p.key.nonce)),
         ];
         for (connection, nonce) in ended.into_iter().flatten() {
@@ -606,10 +630,16 @@ impl Replica {
         }
     }
 
-    fn forget(&mut self, connection: ConnectionId, store: &mut dyn ReplicaStore) {
-        if self.session.as_ref().is_some_and(|s| s.connection == connection) {
-            let session = self.session.take().expect("checked above");
-            store.unpin(session.key.nonce);
+    fn forget(
+        &mut self,
+        connection: ConnectionId,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let bulk = self.session.as_mut().is_some_and(|s| s.lost_bulk(connection));
+        let ends = bulk && mutant::is("bulk-failure-ends-the-session");
+        if ends || self.session.as_ref().is_some_and(|s| s.connection == connection) {
+            self.take_session(store, actions);
         }
         if self.pending.as_ref().is_some_and(|p| p.connection == connection) {
             self.pending = None;

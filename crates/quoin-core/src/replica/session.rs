@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use super::copying::{ANSWER_BYTES_MAX, Copying, Way};
 use super::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
 use crate::entry::{EntryKind, SharedEntry, View};
@@ -14,13 +15,10 @@ use crate::message::{
 use crate::mutant;
 use crate::step::Step;
 use crate::time::Time;
-use crate::{Durability, LSN_MAX, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX};
+use crate::{Durability, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX};
 
 /// Reads that wait for an entry, at most; a target never comes near it.
 const WAITING_READS_MAX: usize = 4096;
-/// Data of one answer about the log or an increment: as much as a target ever asks for, whatever it
-/// says, so that none makes a pool hold a whole volume.
-const ANSWER_BYTES_MAX: u32 = 4 << 20;
 /// Data that one verification reads at most: others wait for it.
 const VERIFY_BYTES_MAX: u32 = 1 << 20;
 
@@ -159,6 +157,7 @@ pub(super) struct Session {
     closing: bool,
     /// The last entries found no room.
     full: bool,
+    pub(super) copying: Copying,
 }
 
 impl Session {
@@ -178,6 +177,7 @@ impl Session {
             acknowledgement_due: false,
             closing: false,
             full: false,
+            copying: Copying::default(),
         }
     }
 
@@ -241,45 +241,13 @@ impl Session {
                 let entries = fetched.unwrap_or_default();
                 self.send(FromReplica::Fetched { id, entries, gone }, actions);
             }
-            ToReplica::Pull { id, view, from, cursor, bytes_max } => {
-                let bytes_max = bytes_max.min(ANSWER_BYTES_MAX);
-                let message = match store.pull(self.key.nonce, view, from, cursor, bytes_max)? {
-                    Some(chunk) => FromReplica::Pulled {
-                        id,
-                        slots: chunk.slots,
-                        cursor: chunk.cursor,
-                        end: chunk.end,
-                        gone: false,
-                    },
-                    None => FromReplica::Pulled {
-                        id,
-                        slots: Vec::new(),
-                        cursor: None,
-                        end: None,
-                        gone: true,
-                    },
-                };
-                self.send(message, actions);
-            }
-            ToReplica::IncrementBegin { rebuild, from } => {
-                if self.tip.is_none() {
-                    return Err(Fault::Protocol("increment before truncate"));
-                }
-                store.increment_begin(rebuild, from)?;
-            }
-            ToReplica::IncrementFeed { rebuild, slots, cursor } => {
-                if !slots.iter().all(|slot| slot.is_good(LSN_MAX)) {
-                    return Err(Fault::Protocol("a bad slot in an increment"));
-                }
-                store.increment_feed(rebuild, &slots, cursor)?;
-                self.send(FromReplica::IncrementFed { rebuild, cursor }, actions);
-            }
-            ToReplica::IncrementCut { rebuild, snapshot } => {
-                store.increment_cut(rebuild, snapshot)?;
-            }
-            ToReplica::IncrementCommit { rebuild, to } => {
-                to.check(self.key.epoch).map_err(Fault::Protocol)?;
-                self.prepare(rebuild, &to, store)?;
+            message @ (ToReplica::Pull { .. }
+            | ToReplica::IncrementBegin { .. }
+            | ToReplica::IncrementFeed { .. }
+            | ToReplica::IncrementCut { .. }
+            | ToReplica::IncrementCommit { .. }) => self.copy(Way::Own, message, store, actions)?,
+            ToReplica::OpenBulk { .. } => {
+                return Err(Fault::Protocol("a bulk connection that is the session's own"));
             }
             ToReplica::Repair { lba, version, crc, data } => {
                 let good = data.len() == crate::BLOCK_SIZE && crate::crc32c(&data) == crc;
@@ -341,6 +309,7 @@ impl Session {
                     self.applied = position.lsn;
                     self.durable = position.lsn;
                     self.barriers.clear();
+                    self.copying.flipped(rebuild, position);
                     self.send(FromReplica::IncrementDone { rebuild, position }, actions);
                     actions.push(ReplicaAction::Note(ReplicaNote::Rebuilt { position }));
                 }
@@ -381,7 +350,7 @@ impl Session {
         self.send(FromReplica::Applied { applied, durable, ping: self.ping }, actions);
     }
 
-    fn send(&self, message: FromReplica, actions: &mut Vec<ReplicaAction>) {
+    pub(super) fn send(&self, message: FromReplica, actions: &mut Vec<ReplicaAction>) {
         let (connection, session) = (self.connection, self.key);
         actions.push(ReplicaAction::Send { connection, session, message });
     }
@@ -389,6 +358,11 @@ impl Session {
     /// The first Truncate was handled: what comes now is one history.
     pub fn is_fed(&self) -> bool {
         self.tip.is_some() && !self.closing
+    }
+
+    /// Close was taken.
+    pub fn is_closing(&self) -> bool {
+        self.closing
     }
 
     pub fn ask_for(&self, copy: BadCopy, actions: &mut Vec<ReplicaAction>) {
@@ -420,7 +394,7 @@ impl Session {
         self.syncs.push_back((ticket, AfterSync::Durable(self.applied)));
     }
 
-    fn set_stable(&mut self, stable: Lsn, store: &mut dyn ReplicaStore) {
+    pub(super) fn set_stable(&mut self, stable: Lsn, store: &mut dyn ReplicaStore) {
         let stable = stable.min(self.applied);
         if stable > self.stable {
             self.stable = stable;
@@ -637,7 +611,7 @@ impl Session {
         Ok(())
     }
 
-    fn prepare(
+    pub(super) fn prepare(
         &mut self,
         rebuild: u64,
         end: &IncrementEnd,

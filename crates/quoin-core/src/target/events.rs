@@ -2,10 +2,24 @@
 
 use super::{SnapshotOutcome, SnapshotWish, VerifyOrder, admission};
 use crate::block::{Reply, Request, Token};
-use crate::ids::{Epoch, Incarnation, Position, SessionKey, SnapshotId};
+use crate::ids::{BulkKey, Epoch, Incarnation, Position, SessionKey, SnapshotId};
 use crate::membership::{Desired, Member, Membership};
 use crate::message::{FromReplica, ToReplica};
 use crate::time::Time;
+
+/// What the other side of a session knows beside the first version's messages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Knows {
+    /// [`ToReplica::Verify`].
+    pub verify: bool,
+    /// Bulk connections, and with them how increments are counted.
+    pub bulk: bool,
+}
+
+impl Knows {
+    /// All that this version does.
+    pub const ALL: Knows = Knows { verify: true, bulk: true };
+}
 
 #[derive(Clone, Debug)]
 pub enum TargetEvent {
@@ -25,8 +39,7 @@ pub enum TargetEvent {
     },
     Connected {
         session: SessionKey,
-        /// Whether the other side knows [`ToReplica::Verify`].
-        verifies: bool,
+        knows: Knows,
     },
     /// The transport ended, or could not be made.
     Disconnected {
@@ -34,6 +47,17 @@ pub enum TargetEvent {
     },
     Message {
         session: SessionKey,
+        message: FromReplica,
+    },
+    BulkConnected {
+        bulk: BulkKey,
+    },
+    /// The transport ended, or could not be made; the session's own connection is there still.
+    BulkDisconnected {
+        bulk: BulkKey,
+    },
+    BulkMessage {
+        bulk: BulkKey,
         message: FromReplica,
     },
     /// `request.token` is unique among those not yet replied to.
@@ -88,11 +112,24 @@ pub enum TargetAction {
         version: u64,
         next: Membership,
     },
+    /// Its bulk connection ends with it.
     Disconnect {
         session: SessionKey,
     },
     Send {
         session: SessionKey,
+        message: ToReplica,
+    },
+    /// Make a bulk connection to this replica for a session that it has open.
+    ConnectBulk {
+        member: Member,
+        bulk: BulkKey,
+    },
+    DisconnectBulk {
+        bulk: BulkKey,
+    },
+    SendBulk {
+        bulk: BulkKey,
         message: ToReplica,
     },
     Reply(Reply),

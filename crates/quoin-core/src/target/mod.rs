@@ -19,6 +19,7 @@
 //! | `room` | pools that run full |
 //! | `verify` | all members compared while in use |
 //! | `rebuild`, `lanes` | increments, and how they are copied from several sources |
+//! | `bulk` | the connections that they are copied by |
 //! | `pace` | how fast they copy beside clients |
 //! | `rounds` | whether they gain on the writers, and what is done where they do not |
 //! | `snapshots` | those that users make |
@@ -27,6 +28,7 @@
 //! | `status`, `steps` | how it stands, for reports; what is under way, by name |
 
 pub mod admission;
+mod bulk;
 mod change;
 mod events;
 mod gather;
@@ -62,7 +64,7 @@ use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, VolumeId};
 use crate::membership::{Desired, Durability, Member, Membership};
 use crate::message::{Failure, FromReplica, Ping, ToReplica};
 use crate::time::Time;
-pub use events::{TargetAction, TargetEvent, TargetNote};
+pub use events::{Knows, TargetAction, TargetEvent, TargetNote};
 use history::History;
 use peer::{Link, Peer};
 use quorum::Views;
@@ -311,8 +313,13 @@ impl Target {
                     self.rest(now);
                 }
             }
-            TargetEvent::Connected { session, verifies } => {
-                self.connected(now, session, verifies, actions);
+            TargetEvent::Connected { session, knows } => {
+                self.connected(now, session, knows, actions);
+            }
+            TargetEvent::BulkConnected { bulk } => self.bulk_connected(bulk, actions),
+            TargetEvent::BulkDisconnected { bulk } => self.bulk_disconnected(now, bulk, actions),
+            TargetEvent::BulkMessage { bulk, message } => {
+                self.on_bulk_message(now, bulk, message, actions);
             }
             TargetEvent::Disconnected { session } => {
                 if let Some(index) = self.peer_of(session) {
@@ -426,6 +433,8 @@ impl Target {
             FromReplica::IncrementFed { rebuild, cursor } => {
                 self.on_increment_fed(index, rebuild, cursor);
             }
+            // It has its place on a bulk connection.
+            FromReplica::IncrementBegun { .. } => {}
             FromReplica::IncrementDone { rebuild, position } => {
                 self.on_increment_done(now, index, rebuild, position, actions);
             }
@@ -491,6 +500,7 @@ impl Target {
 
     fn peer_lost(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
         let was = self.peers[index].link;
+        self.end_bulk(index, actions);
         self.cancel_rebuilds_from(index);
         self.reissue_reads(index);
         self.peers[index].down(now);

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use super::bulk::Bulk;
 use super::quorum::{Views, rules_of};
 use super::refusals::Judged;
 use super::serve::PATIENCE;
 use super::verdict::Verdict;
-use super::{History, Link, Peer, Phase, Target, TargetAction, TargetNote};
+use super::{History, Knows, Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::EPOCH_MAX;
 use crate::entry::{Chain, EntryKind, Rule, SharedEntry, View};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
@@ -124,7 +125,7 @@ impl Target {
         &mut self,
         now: Time,
         session: SessionKey,
-        verifies: bool,
+        knows: Knows,
         actions: &mut Vec<TargetAction>,
     ) {
         let Some(index) = self.peer_of(session) else {
@@ -134,7 +135,8 @@ impl Target {
         if peer.link != Link::Connecting {
             return;
         }
-        peer.verifies = verifies;
+        peer.verifies = knows.verify;
+        peer.bulk = Bulk::new(knows.bulk);
         peer.link = Link::Opening;
         peer.since = now;
         let message = ToReplica::Open {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::bulk::Bulk;
 use super::rebuild::Rebuild;
 use super::rounds::Rounds;
 use crate::ids::Lsn;
@@ -72,6 +73,7 @@ pub(super) struct Peer {
     pub full_until: Option<Time>,
     /// It knows how to be verified.
     pub verifies: bool,
+    pub bulk: Bulk,
 }
 
 impl Peer {
@@ -110,6 +112,7 @@ impl Peer {
             stuck: false,
             full_until: None,
             verifies: false,
+            bulk: Bulk::new(false),
         }
     }
 

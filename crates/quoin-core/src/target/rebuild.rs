@@ -7,25 +7,30 @@
 //! shadow, which flips at the end. Until then the receiver stays what it was. A base is its
 //! source's own: it comes from that one alone, or begins anew.
 
-use std::collections::{BTreeSet, VecDeque};
+mod parked;
+
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::lanes::{Chunk, Lanes};
 use super::{Link, Peer, Phase, Target, TargetAction, TargetNote};
 use crate::BLOCK_SIZE;
-use crate::entry::{EntryKind, SharedEntry};
+use crate::entry::EntryKind;
 use crate::ids::{Lsn, Position, SnapshotId};
 use crate::membership::Member;
-use crate::message::{IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica};
+use crate::message::{
+    FedSum, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica,
+};
 use crate::mutant;
 use crate::time::Time;
 
 /// A rebuild that does not move for so long is given a new session.
 const STALL: Duration = Duration::from_secs(20);
+/// The same where it goes by a bulk connection, which is made anew before: nothing else asks
+/// whether the session of one that is only rebuilt still lives.
+const STALL_APART: Duration = Duration::from_secs(60);
 /// The receiver writes back all that its kernel still caches of the increment.
 const COMMIT_PATIENCE: Duration = Duration::from_secs(600);
-/// How long a rebuild whose receiver went away is kept for its return.
-const PARKED_FOR: Duration = Duration::from_secs(600);
 /// Chunks on their way to the receiver.
 const FEEDS_MAX: u32 = 4;
 
@@ -33,6 +38,8 @@ const FEEDS_MAX: u32 = 4;
 pub(super) enum Stage {
     /// Waits for the boundary to become stable.
     Boundary,
+    /// Waits for the bulk connection, and for the receiver to say how far its shadow is complete.
+    Beginning,
     Moving,
     Committing,
 }
@@ -57,12 +64,54 @@ pub(super) struct Rebuild {
     /// Sources that have not got what is to be pulled, and will not get it.
     without: Vec<Member>,
     feeds: u32,
+    fed: Fed,
+    /// The receiver is to be asked where it stands, once it can be.
+    ask: bool,
     moved: Time,
     /// Data that was copied in this round.
     round_bytes: u64,
 }
 
+/// What the receiver was sent since its shadow was begun or resumed.
+#[derive(Default)]
+struct Fed {
+    sum: FedSum,
+    /// Up to where, within the present view.
+    upto: u64,
+}
+
 impl Rebuild {
+    /// The receiver's bulk connection is lost: what was on its way may have come or not.
+    pub fn lost_receiver(&mut self) {
+        if self.stage == Stage::Moving {
+            self.stage = Stage::Beginning;
+        }
+        self.ask = self.stage != Stage::Boundary;
+        self.lanes = Lanes::from(self.fed.upto, 0);
+        self.feeds = 0;
+    }
+
+    /// What comes next of the view; `apart`: by a bulk connection, where it is counted.
+    fn feed(&mut self, slots: Vec<Slot>, cursor: Option<u64>, apart: bool) -> ToReplica {
+        let cursor = cursor.unwrap_or(u64::MAX);
+        let after = apart.then_some(self.fed.upto);
+        if apart {
+            self.fed.sum.add(&slots);
+        }
+        self.fed.upto = cursor;
+        ToReplica::IncrementFeed { rebuild: self.id, slots, cursor, after }
+    }
+
+    /// What this source was asked for does not come.
+    pub fn lost_source(&mut self, source: Member) {
+        self.lanes.lost(source);
+    }
+
+    /// Whether this one is, or may become, a source of it.
+    pub fn may_copy_from(&self, member: Member) -> bool {
+        self.stage != Stage::Committing && self.base_source.is_none_or(|source| source == member)
+    }
+
     pub fn round_bytes(&self) -> u64 {
         self.round_bytes
     }
@@ -83,8 +132,10 @@ impl Rebuild {
         let total = volume_blocks * BLOCK_SIZE as u64;
         match self.stage {
             Stage::Boundary => (0, total),
-            Stage::Moving if views > 1 => (0, total),
-            Stage::Moving => (self.lanes.cursor().min(volume_blocks) * BLOCK_SIZE as u64, total),
+            Stage::Moving | Stage::Beginning if views > 1 => (0, total),
+            Stage::Moving | Stage::Beginning => {
+                (self.lanes.cursor().min(volume_blocks) * BLOCK_SIZE as u64, total)
+            }
             Stage::Committing => (total, total),
         }
     }
@@ -98,10 +149,12 @@ impl Rebuild {
     }
 
     /// When the rebuild counts as dead unless something moves.
-    pub fn dead_at(&self) -> Option<Time> {
+    /// `apart`: it goes by a bulk connection.
+    pub fn dead_at(&self, apart: bool) -> Option<Time> {
         match self.stage {
             Stage::Boundary => None,
-            Stage::Moving => Some(self.moved + STALL),
+            Stage::Moving | Stage::Beginning if apart => Some(self.moved + STALL_APART),
+            Stage::Moving | Stage::Beginning => Some(self.moved + STALL),
             Stage::Committing => Some(self.moved + COMMIT_PATIENCE),
         }
     }
@@ -134,19 +187,74 @@ impl Target {
             if rebuild.stage == Stage::Boundary
                 && rebuild.boundary.is_none_or(|(_, lsn)| lsn <= settled)
             {
-                rebuild.stage = Stage::Moving;
                 rebuild.moved = now;
-                let (rebuild, from) = (rebuild.id, rebuild.start);
-                // No more than `from`: told of a later one, it would fold its base beyond the
-                // point that the shadow starts from.
-                self.send(index, ToReplica::Ping { stable: from, ping: Ping(now.0) }, actions);
-                self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
+                self.begin_moving(now, index, actions);
             }
+            self.ask_receiver(now, index, actions);
             self.pull_next(now, index, actions);
             if index >= self.peers.len() {
                 // The epoch ended by what a source said.
                 return;
             }
+        }
+    }
+
+    /// The boundary is there: what is below it can be copied.
+    fn begin_moving(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
+        let apart = self.peers[index].bulk.is_offered();
+        let Some(rebuild) = &mut self.peers[index].rebuild else { return };
+        if apart {
+            (rebuild.stage, rebuild.ask) = (Stage::Beginning, true);
+            return;
+        }
+        rebuild.stage = Stage::Moving;
+        let (rebuild, from) = (rebuild.id, rebuild.start);
+        // No more than `from`: told of a later one, it would fold its base beyond the point that
+        // the shadow starts from.
+        self.send(index, ToReplica::Ping { stable: from, ping: Ping(now.0) }, actions);
+        self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
+    }
+
+    /// Begins the shadow by the bulk connection, or asks what became of it and of its commit.
+    fn ask_receiver(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
+        let peer = &mut self.peers[index];
+        let carries = peer.bulk.carries();
+        let Some(rebuild) = peer.rebuild.as_mut().filter(|r| r.ask && carries) else { return };
+        rebuild.ask = false;
+        let begin = ToReplica::IncrementBegin { rebuild: rebuild.id, from: rebuild.start };
+        self.send_copying(now, index, true, begin, actions);
+    }
+
+    /// The receiver's shadow is complete up to `cursor` within the view that it was being fed.
+    pub(super) fn on_increment_begun(
+        &mut self,
+        now: Time,
+        index: usize,
+        id: u64,
+        cursor: u64,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        let blocks = self.history.blocks;
+        let Some(rebuild) = self.peers[index].rebuild.as_mut().filter(|r| r.id == id) else {
+            return;
+        };
+        if rebuild.ask || !matches!(rebuild.stage, Stage::Beginning | Stage::Committing) {
+            return;
+        }
+        // Behind a cut that may have been lost with the connection: which view the cursor is in is
+        // not known. Nor can it be complete beyond what it was ever fed.
+        let unknown = rebuild.from != rebuild.start && !mutant::is("shadow-resumed-behind-a-cut");
+        if unknown || cursor > rebuild.fed.upto {
+            let rebuild = self.peers[index].rebuild.take().expect("found above");
+            return self.end_boundary(&rebuild);
+        }
+        rebuild.stage = Stage::Moving;
+        rebuild.moved = now;
+        rebuild.lanes = Lanes::from(cursor, blocks);
+        rebuild.fed = Fed { sum: FedSum::default(), upto: cursor };
+        if cursor == u64::MAX {
+            // All of the view was fed, and its end did not come.
+            self.end_view(now, index, actions);
         }
     }
 
@@ -257,6 +365,8 @@ impl Target {
             base_source: base.map(|(source, _)| source),
             without: Vec::new(),
             feeds: 0,
+            fed: Fed::default(),
+            ask: false,
             moved: now,
             round_bytes: 0,
         });
@@ -286,7 +396,8 @@ impl Target {
             let (from, bytes_max) = (rebuild.from, self.pace.chunk_bytes());
             let asked = self.peers.iter().position(|p| p.member == source);
             let message = ToReplica::Pull { id, view, from, cursor, bytes_max };
-            self.send(asked.expect("it is a source"), message, actions);
+            let asked = asked.expect("it is a source");
+            self.send_copying(now, asked, true, message, actions);
         }
         if self.is_boundary_lost(index) {
             // Another one is chosen in the next step.
@@ -306,7 +417,7 @@ impl Target {
         let mut sources: Vec<&Peer> = self
             .peers
             .iter()
-            .filter(|p| p.link == Link::Fed && self.views.counts(p.member))
+            .filter(|p| p.link == Link::Fed && self.views.counts(p.member) && p.bulk.carries())
             .filter(|p| view != ReadView::Base || rebuild.base_source == Some(p.member))
             .filter(|p| p.applied >= needed && !rebuild.without.contains(&p.member))
             .collect();
@@ -432,9 +543,10 @@ impl Target {
             rebuild.round_bytes += bytes;
             peer.rounds.moved_bytes += bytes;
             rebuild.feeds += 1;
-            let (id, upto) = (rebuild.id, cursor.unwrap_or(u64::MAX));
-            let feed = ToReplica::IncrementFeed { rebuild: id, slots, cursor: upto };
-            self.send(index, feed, actions);
+            let feed = rebuild.feed(slots, cursor, peer.bulk.is_offered());
+            if !mutant::is("feed-swallowed") || cursor.is_none() {
+                self.send_copying(now, index, true, feed, actions);
+            }
             if cursor.is_none() && !self.end_view(now, index, actions) {
                 return false;
             }
@@ -444,12 +556,16 @@ impl Target {
     /// A view was fed as a whole: the next one begins, or the increment ends. False: its state
     /// cannot be true.
     fn end_view(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
-        let rebuild = self.peers[index].rebuild.as_mut().expect("it is being fed");
-        let (_, snapshot) = rebuild.views.pop_front().expect("a view was being pulled");
+        let peer = &mut self.peers[index];
+        let rebuild = peer.rebuild.as_mut().expect("it is being fed");
+        let (_, snapshot) = *rebuild.views.front().expect("a view was being pulled");
         rebuild.lanes = Lanes::from(0, self.history.blocks);
         let (id, from, base_source) = (rebuild.id, rebuild.from, rebuild.base_source);
+        let (fed, apart) = (rebuild.fed.sum, peer.bulk.is_offered());
         let message = match snapshot {
             Some(snapshot) => {
+                rebuild.views.pop_front();
+                rebuild.fed.upto = 0;
                 rebuild.from = rebuild.from.max(snapshot.lsn);
                 ToReplica::IncrementCut { rebuild: id, snapshot }
             }
@@ -470,10 +586,11 @@ impl Target {
                 let rebuild = self.peers[index].rebuild.as_mut().expect("it is being fed");
                 rebuild.end = Some(to.clone());
                 rebuild.stage = Stage::Committing;
-                ToReplica::IncrementCommit { rebuild: id, to }
+                ToReplica::IncrementCommit { rebuild: id, to, fed: apart.then_some(fed) }
             }
         };
-        self.send(index, message, actions);
+        let answered = snapshot.is_none();
+        self.send_copying(now, index, answered, message, actions);
         true
     }
 
@@ -519,116 +636,5 @@ impl Target {
         }
         self.end_boundary(&r);
         self.progress(now, actions);
-    }
-
-    /// A boundary that no rebuild needs any more is deleted, in every history.
-    fn end_boundary(&mut self, rebuild: &Rebuild) {
-        if let Some((id, _)) = rebuild.boundary
-            && matches!(self.phase, Phase::Serving | Phase::Draining { closing: false, .. })
-        {
-            let kind = EntryKind::DeleteSnapshot { id };
-            self.history.append_bare(self.epoch, kind);
-        }
-    }
-
-    /// A session ended: rebuilds fed from it look for another source; its own is parked, so that
-    /// the same shadow can go on when it returns soon.
-    pub(super) fn cancel_rebuilds_from(&mut self, index: usize) {
-        let member = self.peers[index].member;
-        if let Some(mut rebuild) = self.peers[index].rebuild.take() {
-            rebuild.lanes = Lanes::from(0, 0);
-            rebuild.feeds = 0;
-            self.parked.push((member, rebuild));
-        }
-        for peer in &mut self.peers {
-            if let Some(rebuild) = &mut peer.rebuild {
-                rebuild.lanes.lost(member);
-            }
-            // Its base went with its session.
-            peer.rebuild.take_if(|rebuild| {
-                rebuild.base_source == Some(member) && rebuild.stage != Stage::Committing
-            });
-        }
-    }
-
-    /// Continues an interrupted rebuild where the receiver's shadow says it stands.
-    fn take_parked(&mut self, now: Time, index: usize) -> Option<Rebuild> {
-        let member = self.peers[index].member;
-        let at = self.parked.iter().position(|(m, _)| *m == member)?;
-        let (_, mut rebuild) = self.parked.remove(at);
-        let shadow = self.peers[index].ack.as_ref().and_then(|a| a.shadow);
-        match shadow {
-            Some((id, start, cursor))
-                if (id, start) == (rebuild.id, rebuild.start)
-                    // Behind a cut that may have been lost with the receiver's cache, or at the end
-                    // of a view without its cut: which view the cursor is in is not known.
-                    && (rebuild.from == rebuild.start
-                        || mutant::is("shadow-resumed-behind-a-cut"))
-                    && cursor != u64::MAX
-                    && rebuild.boundary.is_some()
-                    && rebuild.stage == Stage::Moving =>
-            {
-                rebuild.lanes = Lanes::from(cursor, self.history.blocks);
-                rebuild.stage = Stage::Boundary;
-                rebuild.moved = now;
-                Some(rebuild)
-            }
-            _ => {
-                self.end_boundary(&rebuild);
-                None
-            }
-        }
-    }
-
-    /// Parked rebuilds pin a boundary, and with it what is overwritten: they are given up after a
-    /// while, and at once where nobody expects their receiver any more.
-    fn drop_parked(&mut self, now: Time) {
-        let mut index = 0;
-        while index < self.parked.len() {
-            let (member, rebuild) = &self.parked[index];
-            let expected = self.peers.iter().any(|p| p.member == *member);
-            if !expected || now >= rebuild.moved + PARKED_FOR {
-                let (_, rebuild) = self.parked.remove(index);
-                self.end_boundary(&rebuild);
-            } else {
-                index += 1;
-            }
-        }
-    }
-
-    pub(super) fn parked_until(&self) -> Option<Time> {
-        self.parked.iter().map(|(_, rebuild)| rebuild.moved + PARKED_FOR).min()
-    }
-
-    /// Boundaries of rebuilds that an older epoch did not finish. The authority need not have
-    /// them: one that was rebuilt itself got none but its own.
-    pub(super) fn forget_hidden_snapshots(&mut self) {
-        self.parked.clear();
-        let theirs = !mutant::is("boundaries-of-others-kept");
-        let acks = self.peers.iter().filter_map(|p| p.ack.as_deref()).filter(|_| theirs);
-        let all = self.history.snapshots.iter().chain(acks.flat_map(|ack| &ack.snapshots));
-        let hidden: BTreeSet<SnapshotId> = all.filter(|s| s.hidden).map(|s| s.id).collect();
-        self.delete_boundaries(hidden);
-    }
-
-    /// The same of a replica that comes later, as far as neither the history nor what it is about
-    /// to be fed knows of them.
-    pub(super) fn forget_boundaries_of(&mut self, index: usize, keep: Lsn) {
-        let Some(ack) = self.peers[index].ack.as_deref() else { return };
-        let known = |id: SnapshotId| {
-            let deletes = |e: &SharedEntry| e.kind == EntryKind::DeleteSnapshot { id };
-            let history = &self.history;
-            history.snapshots.iter().any(|s| s.id == id) || history.after(keep).any(deletes)
-        };
-        let kept = ack.snapshots.iter().filter(|s| s.hidden && s.lsn <= keep);
-        let stale = kept.map(|s| s.id).filter(|id| !known(*id)).collect();
-        self.delete_boundaries(stale);
-    }
-
-    fn delete_boundaries(&mut self, boundaries: BTreeSet<SnapshotId>) {
-        for id in boundaries {
-            let kind = EntryKind::DeleteSnapshot { id };
-            self.history.append_bare(self.epoch, kind);
-        }
     }
 }

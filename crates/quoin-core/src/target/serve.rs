@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use super::pace::Kind;
 use super::quorum::{self, Views, rules_of};
-use super::rebuild::Rebuild;
 use super::{Link, Peer, Phase, Target, TargetAction, TargetNote, Waiting};
 use crate::block::{BlockError, Payload};
 use crate::entry::EntryKind;
@@ -70,6 +69,7 @@ impl Target {
                     self.reconsider_views(now, actions);
                 }
                 self.step_rebuilds(now, actions);
+                self.step_bulk(now, actions);
                 self.send_entries(now, actions);
             }
             self.step_drain(now, actions);
@@ -149,7 +149,10 @@ impl Target {
                 let hung = peer.behind_since.filter(|_| self.phase == Phase::Recovering);
                 [unanswered, hung.map(|t| t + age.max(PATIENCE * 2))].into_iter().flatten().min()
             }
-            Link::Rebuilding => peer.rebuild.as_ref().and_then(Rebuild::dead_at),
+            Link::Rebuilding => {
+                let apart = peer.bulk.is_offered();
+                peer.rebuild.as_ref().and_then(|rebuild| rebuild.dead_at(apart))
+            }
             Link::Down | Link::Answered => None,
         }
     }
@@ -562,6 +565,7 @@ impl Target {
         self.phase = Phase::Draining { closing: true, until: now + DRAIN_PATIENCE };
         for index in 0..self.peers.len() {
             if self.peers[index].link == Link::Fed {
+                self.end_bulk(index, actions);
                 self.send(index, ToReplica::Close, actions);
             } else if self.peers[index].link != Link::Down {
                 let session = self.key(self.peers[index].nonce);
@@ -591,6 +595,7 @@ impl Target {
                 soonest(Some(banned.map_or(peer.retry_at, |b| b.max(peer.retry_at))));
             }
             soonest(self.silent_at(index));
+            soonest(peer.bulk.due().filter(|_| !self.is_closing()));
             if peer.link == Link::Fed && self.views.counts(peer.member) {
                 let age = Duration::from_millis(self.config.drop_after_ms.into());
                 soonest(

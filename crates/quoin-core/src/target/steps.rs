@@ -57,7 +57,7 @@ impl Target {
         let behind = self.peers.iter().any(|p| p.link == Link::Fed && p.applied < p.tip);
         add(behind && !recovering, Step::CatchingUp);
         add(stage(Stage::Boundary), Step::RebuildBoundary);
-        add(stage(Stage::Moving), Step::RebuildMoving);
+        add(stage(Stage::Moving) || stage(Stage::Beginning), Step::RebuildMoving);
         add(stage(Stage::Committing), Step::RebuildCommitting);
         add(self.change.is_joint(), Step::Joint);
         add(self.change.is_swapping(), Step::Swapping);

@@ -4,6 +4,7 @@
 
 #![allow(dead_code)] // Each of the tests uses a part of it.
 
+mod bounded;
 #[path = "../broken/mod.rs"]
 mod broken;
 pub mod filled;
@@ -11,20 +12,18 @@ pub mod filled;
 use std::collections::VecDeque;
 use std::time::Duration;
 
+pub use bounded::Bounded;
 use bytes::Bytes;
 use quoin_core::block::{Operation, Payload, Reply, Request};
-use quoin_core::entry::SharedEntry;
 use quoin_core::membership::default_cf;
-use quoin_core::message::{
-    BadCopy, Content, EpochEnd, FromReplica, IncrementEnd, ReadView, Slot, SnapshotInfo, ToReplica,
-};
+use quoin_core::message::{BadCopy, Content, FromReplica, ReadView, ToReplica};
 use quoin_core::replica::store::{
-    IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
-    SyncTicket,
+    ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreState, SyncTicket,
 };
 use quoin_core::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
 use quoin_core::target::{
-    OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent, TargetNote,
+    Knows, OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent,
+    TargetNote,
 };
 use quoin_core::*;
 use quoin_store::ReplicaPool;
@@ -33,8 +32,12 @@ use quoin_store::model::ModelPool;
 pub const BLOCKS: u64 = 1024;
 const VOLUME: VolumeId = VolumeId(7);
 
-/// A read that the disk refuses loses nothing, and it may pass.
-const REFUSED: StoreError = StoreError::Io(IoFault { operation: "read", offset: 0, errno: 5 });
+/// Marks the connections that are bulk connections.
+const BULK: u64 = 1 << 63;
+
+fn bulk_connection(bulk: BulkKey) -> u64 {
+    BULK | bulk.number
+}
 
 pub struct Host {
     pub pool: ModelPool,
@@ -55,131 +58,6 @@ pub struct Host {
     pub read_takes: Duration,
     /// Parts of increments that it was asked for.
     pub pulls: u64,
-}
-
-/// A store whose pool has so much room and no more (what carries no data always fits), and whose
-/// disk may refuse to read what a session needs.
-pub struct Bounded<'a, S> {
-    pub inner: S,
-    pub room: &'a mut Option<u64>,
-    pub reserve: &'a mut (u64, Epoch),
-    pub unreadable: bool,
-}
-
-impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
-    fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError> {
-        for entry in entries {
-            let blocks = entry.crcs.len() as u64;
-            let (reserve, owed) = &mut *self.reserve;
-            match self.room {
-                Some(room) if *room < blocks && entry.epoch < *owed && *reserve >= blocks => {
-                    *reserve -= blocks;
-                }
-                Some(room) if *room < blocks => return Err(StoreError::Full),
-                Some(room) => *room -= blocks,
-                None => {}
-            }
-            self.inner.append(std::slice::from_ref(entry))?;
-        }
-        Ok(())
-    }
-    fn owe_before(&mut self, epoch: Epoch) {
-        self.reserve.1 = epoch;
-        self.inner.owe_before(epoch);
-    }
-    fn identity(&self) -> &ReplicaIdentity {
-        self.inner.identity()
-    }
-    fn meta(&self) -> &ReplicaMeta {
-        self.inner.meta()
-    }
-    fn put_meta(&mut self, meta: ReplicaMeta) -> Result<(), StoreError> {
-        self.inner.put_meta(meta)
-    }
-    fn state(&self) -> StoreState {
-        self.inner.state()
-    }
-    fn epoch_table(&self) -> Vec<EpochEnd> {
-        self.inner.epoch_table()
-    }
-    fn snapshots(&self) -> Vec<SnapshotInfo> {
-        self.inner.snapshots()
-    }
-    fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {
-        self.inner.truncate(keep)
-    }
-    fn set_stable(&mut self, stable: Lsn) {
-        self.inner.set_stable(stable);
-    }
-    fn request_sync(&mut self) -> SyncTicket {
-        self.inner.request_sync()
-    }
-    fn read(
-        &mut self,
-        view: ReadView,
-        lba: u64,
-        blocks: u32,
-        want_data: bool,
-        out: &mut Vec<Slot>,
-    ) -> Result<(), StoreError> {
-        self.inner.read(view, lba, blocks, want_data, out)
-    }
-    fn fetch(&mut self, after: Lsn, max: u32) -> Result<Option<Vec<SharedEntry>>, StoreError> {
-        if self.unreadable {
-            return Err(REFUSED);
-        }
-        self.inner.fetch(after, max)
-    }
-    fn pull(
-        &mut self,
-        session: u64,
-        view: ReadView,
-        from: Lsn,
-        cursor: u64,
-        bytes_max: u32,
-    ) -> Result<Option<PullChunk>, StoreError> {
-        if self.unreadable {
-            return Err(REFUSED);
-        }
-        self.inner.pull(session, view, from, cursor, bytes_max)
-    }
-    fn unpin(&mut self, session: u64) {
-        self.inner.unpin(session);
-    }
-    fn shadow(&self) -> Option<(u64, Lsn, u64)> {
-        self.inner.shadow()
-    }
-    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<(), StoreError> {
-        self.inner.increment_begin(rebuild, from)
-    }
-    fn increment_feed(&mut self, id: u64, slots: &[Slot], at: u64) -> Result<(), StoreError> {
-        self.inner.increment_feed(id, slots, at)
-    }
-    fn increment_cut(&mut self, id: u64, snapshot: SnapshotInfo) -> Result<(), StoreError> {
-        self.inner.increment_cut(id, snapshot)
-    }
-    fn increment_prepare(&mut self, id: u64, end: &IncrementEnd) -> Result<(), StoreError> {
-        self.inner.increment_prepare(id, end)
-    }
-    fn increment_flip(&mut self, id: u64) -> Result<(), StoreError> {
-        self.inner.increment_flip(id)
-    }
-    fn repair(&mut self, lba: u64, v: Lsn, crc: u32, data: &Bytes) -> Result<bool, StoreError> {
-        self.inner.repair(lba, v, crc, data)
-    }
-    fn verify(
-        &mut self,
-        lba: u64,
-        blocks: u32,
-        bytes_max: u32,
-        note: bool,
-        out: &mut Vec<Slot>,
-    ) -> Result<(), StoreError> {
-        self.inner.verify(lba, blocks, bytes_max, note, out)
-    }
-    fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError> {
-        self.inner.mend(lba, slots)
-    }
 }
 
 /// What becomes of a compare-and-swap that a target asked for.
@@ -212,7 +90,14 @@ pub struct Cluster {
     pub swaps: VecDeque<SwapFate>,
     pub desired: Desired,
     /// Pools know how to be verified.
-    pub verifies: bool,
+    /// What the pools know.
+    pub knows: Knows,
+    /// Open bulk connections, and to whom.
+    bulks: Vec<(BulkKey, usize)>,
+    /// Bulk connections cannot be made.
+    pub bulk_cut: bool,
+    /// What goes by bulk connections is lost, and they with it, where this says so.
+    pub lose_bulk: fn(&ToReplica) -> bool,
     sessions: Vec<(SessionKey, usize)>,
     queue: VecDeque<Event>,
     target_timer: Option<Time>,
@@ -359,7 +244,10 @@ impl Cluster {
             cut_at_swap: None,
             swaps: VecDeque::new(),
             desired: Desired { drf: rf, ..Desired::default() },
-            verifies: true,
+            knows: Knows::ALL,
+            bulks: Vec::new(),
+            bulk_cut: false,
+            lose_bulk: |_| false,
             sessions: Vec::new(),
             queue: VecDeque::new(),
             target_timer: Some(now),
@@ -371,6 +259,9 @@ impl Cluster {
 
     /// The target process dies and another one starts.
     pub fn replace_target(&mut self, config: TargetConfig) {
+        for (bulk, host) in std::mem::take(&mut self.bulks) {
+            self.bulk_ends_at(host, bulk);
+        }
         for (session, host) in std::mem::take(&mut self.sessions) {
             let event = ReplicaEvent::Disconnected { connection: session.nonce };
             self.queue.push_back(Event::ToReplica(host, event));
@@ -395,7 +286,34 @@ impl Cluster {
         self.hosts[host].start(now);
     }
 
+    fn bulk_ends_at(&mut self, host: usize, bulk: BulkKey) {
+        let event = ReplicaEvent::Disconnected { connection: bulk_connection(bulk) };
+        self.queue.push_back(Event::ToReplica(host, event));
+    }
+
+    /// The bulk connections of this one are lost; its session goes on. How many there were.
+    pub fn disconnect_bulk(&mut self, host: usize) -> usize {
+        let (gone, kept) = self.bulks.iter().partition(|(_, h)| *h == host);
+        self.bulks = kept;
+        let gone: Vec<(BulkKey, usize)> = gone;
+        for (bulk, _) in &gone {
+            self.queue.push_back(Event::ToTarget(TargetEvent::BulkDisconnected { bulk: *bulk }));
+            self.bulk_ends_at(host, *bulk);
+        }
+        gone.len()
+    }
+
+    /// The sessions that are open with this one.
+    pub fn sessions_with(&self, host: usize) -> Vec<SessionKey> {
+        self.sessions.iter().filter(|(_, h)| *h == host).map(|(s, _)| *s).collect()
+    }
+
+    pub fn bulks_with(&self, host: usize) -> usize {
+        self.bulks.iter().filter(|(_, h)| *h == host).count()
+    }
+
     pub fn disconnect(&mut self, host: usize) {
+        self.disconnect_bulk(host);
         let (gone, kept) = self.sessions.iter().partition(|(_, h)| *h == host);
         self.sessions = kept;
         let gone: Vec<(SessionKey, usize)> = gone;
@@ -634,12 +552,40 @@ impl Cluster {
                     match host.filter(|h| !self.hosts[*h].cut && self.hosts[*h].replica.is_some()) {
                         Some(host) => {
                             self.sessions.push((session, host));
-                            self.event(TargetEvent::Connected { session, verifies: self.verifies });
+                            self.event(TargetEvent::Connected { session, knows: self.knows });
                         }
                         None => self.event(TargetEvent::Disconnected { session }),
                     }
                 }
+                TargetAction::ConnectBulk { member, bulk } => {
+                    let open = self.sessions.iter().find(|(s, _)| *s == bulk.session);
+                    match open.map(|(_, host)| *host).filter(|_| !self.bulk_cut) {
+                        Some(host) => {
+                            assert_eq!(self.hosts[host].member, member);
+                            self.bulks.push((bulk, host));
+                            self.event(TargetEvent::BulkConnected { bulk });
+                        }
+                        None => self.event(TargetEvent::BulkDisconnected { bulk }),
+                    }
+                }
+                TargetAction::DisconnectBulk { bulk } => self.close_bulks(|of| *of == bulk),
+                TargetAction::SendBulk { bulk, message } => {
+                    let to = self.bulks.iter().find(|(b, _)| *b == bulk).map(|(_, h)| *h);
+                    match to {
+                        Some(host) if (self.lose_bulk)(&message) => {
+                            self.lose_bulk = |_| false;
+                            self.disconnect_bulk(host);
+                        }
+                        Some(host) => {
+                            let (connection, session) = (bulk_connection(bulk), bulk.session);
+                            let event = ReplicaEvent::Message { connection, session, message };
+                            self.queue.push_back(Event::ToReplica(host, event));
+                        }
+                        None => {}
+                    }
+                }
                 TargetAction::Disconnect { session } => {
+                    self.close_bulks(|of| of.session == session);
                     if let Some(i) = self.sessions.iter().position(|(s, _)| *s == session) {
                         let (_, host) = self.sessions.remove(i);
                         let event = ReplicaEvent::Disconnected { connection: session.nonce };
@@ -661,9 +607,32 @@ impl Cluster {
         }
     }
 
+    /// The target closes them: what it had sent still arrives.
+    fn close_bulks(&mut self, which: impl Fn(&BulkKey) -> bool) {
+        let (gone, kept) = self.bulks.iter().partition(|(bulk, _)| which(bulk));
+        self.bulks = kept;
+        let gone: Vec<(BulkKey, usize)> = gone;
+        for (bulk, host) in gone {
+            self.bulk_ends_at(host, bulk);
+        }
+    }
+
     fn replica_actions(&mut self, host: usize, actions: Vec<ReplicaAction>) {
         for action in actions {
             match action {
+                ReplicaAction::Send { connection, message, .. } if connection & BULK != 0 => {
+                    let open = self.bulks.iter().find(|(b, _)| bulk_connection(*b) == connection);
+                    if let Some((bulk, _)) = open {
+                        self.event(TargetEvent::BulkMessage { bulk: *bulk, message });
+                    }
+                }
+                ReplicaAction::Disconnect { connection } if connection & BULK != 0 => {
+                    let is_it = |(b, _): &(BulkKey, usize)| bulk_connection(*b) == connection;
+                    if let Some(i) = self.bulks.iter().position(is_it) {
+                        let (bulk, _) = self.bulks.remove(i);
+                        self.event(TargetEvent::BulkDisconnected { bulk });
+                    }
+                }
                 ReplicaAction::Send { connection: _, session, message } => {
                     let open = self.sessions.iter().any(|(s, h)| *s == session && *h == host);
                     if open {

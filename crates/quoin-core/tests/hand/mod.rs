@@ -12,7 +12,8 @@ use quoin_core::block::{Operation, Reply, Request};
 use quoin_core::message::{EpochEnd, Failure, FromReplica, OpenAck, Ping, ToReplica};
 use quoin_core::replica::LEASE_MS;
 use quoin_core::target::{
-    OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent, TargetNote,
+    Knows, OnFull, OnQuorumLoss, ReadMode, Target, TargetAction, TargetConfig, TargetEvent,
+    TargetNote,
 };
 use quoin_core::*;
 pub struct Hand {
@@ -29,6 +30,13 @@ pub struct Hand {
     pub timer: Option<Time>,
     /// Epochs that replicas have answered with.
     pub answered: Vec<EpochEnd>,
+    /// What the pools know: bulk connections are for those who ask for them.
+    pub knows: Knows,
+    /// Open bulk connections, newest last.
+    pub bulks: Vec<(BulkKey, Member)>,
+    /// Bulk connections cannot be made.
+    pub bulk_cut: bool,
+    pub sent_bulk: Vec<(Member, ToReplica)>,
 }
 
 pub fn member(id: u128) -> Member {
@@ -87,7 +95,16 @@ pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
 }
 
 impl Hand {
+    /// Pools of the first version: what is copied goes by the session's own connection.
     pub fn new(config: TargetConfig) -> Self {
+        Self::with(config, false)
+    }
+
+    pub fn with_bulk(config: TargetConfig) -> Self {
+        Self::with(config, true)
+    }
+
+    fn with(config: TargetConfig, bulk: bool) -> Self {
         broken::break_a_rule();
         let now = Time::from_millis(1_000_000);
         let membership = Membership {
@@ -111,6 +128,10 @@ impl Hand {
             notes: Vec::new(),
             timer: None,
             answered: Vec::new(),
+            knows: Knows { bulk, ..Knows::ALL },
+            bulks: Vec::new(),
+            bulk_cut: false,
+            sent_bulk: Vec::new(),
         };
         hand.on(TargetEvent::Timer);
         hand
@@ -135,7 +156,7 @@ impl Hand {
                     }
                     TargetAction::Connect { member, session } => {
                         self.sessions.push((session, member));
-                        events.push(TargetEvent::Connected { session, verifies: true });
+                        events.push(TargetEvent::Connected { session, knows: self.knows });
                     }
                     TargetAction::Disconnect { session } => {
                         self.sessions.retain(|(s, _)| *s != session);
@@ -144,6 +165,23 @@ impl Hand {
                         if let Some((_, member)) = self.sessions.iter().find(|(s, _)| *s == session)
                         {
                             self.sent.push((*member, message));
+                        }
+                    }
+                    TargetAction::ConnectBulk { member, bulk } if self.bulk_cut => {
+                        assert!(self.sessions.contains(&(bulk.session, member)));
+                        events.push(TargetEvent::BulkDisconnected { bulk });
+                    }
+                    TargetAction::ConnectBulk { member, bulk } => {
+                        assert!(self.sessions.contains(&(bulk.session, member)));
+                        self.bulks.push((bulk, member));
+                        events.push(TargetEvent::BulkConnected { bulk });
+                    }
+                    TargetAction::DisconnectBulk { bulk } => {
+                        self.bulks.retain(|(b, _)| *b != bulk);
+                    }
+                    TargetAction::SendBulk { bulk, message } => {
+                        if let Some((_, member)) = self.bulks.iter().find(|(b, _)| *b == bulk) {
+                            self.sent_bulk.push((*member, message));
                         }
                     }
                     TargetAction::Reply(reply) => self.replies.push(reply),
@@ -167,6 +205,21 @@ impl Hand {
 
     pub fn session(&self, id: u128) -> Option<SessionKey> {
         self.sessions.iter().rev().find(|(_, m)| *m == member(id)).map(|(s, _)| *s)
+    }
+
+    pub fn bulk(&self, id: u128) -> Option<BulkKey> {
+        self.bulks.iter().rev().find(|(_, m)| *m == member(id)).map(|(b, _)| *b)
+    }
+
+    pub fn say_bulk(&mut self, id: u128, message: FromReplica) {
+        let bulk = self.bulk(id).expect("it has a bulk connection");
+        self.on(TargetEvent::BulkMessage { bulk, message });
+    }
+
+    pub fn lose_bulk(&mut self, id: u128) {
+        let bulk = self.bulk(id).expect("it has a bulk connection");
+        self.bulks.retain(|(b, _)| *b != bulk);
+        self.on(TargetEvent::BulkDisconnected { bulk });
     }
 
     pub fn say(&mut self, id: u128, message: FromReplica) {

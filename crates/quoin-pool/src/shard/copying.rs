@@ -11,8 +11,14 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
-use quoin_core::Time;
 use quoin_core::message::ToReplica;
+use quoin_core::replica::store::ReplicaStore;
+use quoin_core::{ReplicaGuid, Time};
+use quoin_store::ReplicaPool;
+use quoin_wire::reactor::now;
+
+use super::Shard;
+use crate::facts::PoolFacts;
 
 /// How much longer than a chunk took clients have the thread for themselves.
 const REST_SHARE: u32 = 1;
@@ -39,18 +45,6 @@ pub struct Copying {
 }
 
 impl Copying {
-    /// Whether a message is a part of a rebuild, which waits.
-    pub fn is_copying(message: &ToReplica) -> bool {
-        matches!(
-            message,
-            ToReplica::Pull { .. }
-                | ToReplica::IncrementBegin { .. }
-                | ToReplica::IncrementFeed { .. }
-                | ToReplica::IncrementCut { .. }
-                | ToReplica::IncrementCommit { .. }
-        )
-    }
-
     /// A client's IO came in.
     pub fn client(&mut self, now: Time) {
         self.clients_at = Some(now);
@@ -108,6 +102,27 @@ impl Copying {
     /// How long until something is to be served.
     pub fn due_in(&self, now: Time) -> Option<Duration> {
         (!self.order.is_empty()).then(|| self.rest_until.since(now))
+    }
+}
+
+impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
+    /// Copies of this replica's volume that it could lose: those that its last View lists, but
+    /// for a quorum.
+    pub(super) fn spare(&mut self, guid: ReplicaGuid) -> usize {
+        let Some(store) = self.pool.replica(guid) else { return 0 };
+        let view = store.state().last_view;
+        view.map_or(0, |(_, view)| view.in_sync.len().saturating_sub(view.rule.cf.into()))
+    }
+
+    /// One step of the rebuilds that wait. It renews the lease too, from after its receipt.
+    pub(super) fn copy(&mut self) {
+        let now = now();
+        let Some((connection, message)) = self.copying.next(now) else { return };
+        let Some(peer) = self.peers.get(&connection).filter(|peer| !peer.ending) else { return };
+        let (guid, session) = (peer.claim.guid, peer.session);
+        let began = std::time::Instant::now();
+        self.message(now, connection, guid, session, message);
+        self.copying.served(now, began.elapsed());
     }
 }
 

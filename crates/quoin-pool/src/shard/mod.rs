@@ -10,8 +10,8 @@
 
 mod background;
 mod copying;
-mod doors;
 mod holdings;
+mod listeners;
 mod recognition;
 mod repairs;
 mod scrubbing;
@@ -57,6 +57,8 @@ const POOL_QUEUED_MAX: usize = 256 << 20;
 const EARLY_BYTES: usize = 64 << 10;
 /// Sessions of all replicas together.
 const CONNECTIONS_MAX: usize = 8192;
+/// Bulk connections of one session, those that it is just done with included.
+const BULKS_MAX: usize = 4;
 /// Entries that become one call of the store.
 const APPEND_BYTES_MAX: usize = 4 << 20;
 /// How long nothing must have come in before relaxed background work is done without a rest.
@@ -76,6 +78,8 @@ const LINGER: Duration = Duration::from_secs(2);
 /// How long a start waits for the controller's word: less than a target waits for a connection.
 const RECOGNISED_AFTER: Duration = Duration::from_secs(3);
 
+/// Marks the keys of bulk connections: what they carry waits for all else that a round has to do.
+const BULK: u64 = 1 << 62;
 /// Names the listeners, and the timer that ends their rest or the wait for recognition.
 const LISTENERS: u64 = 0;
 /// Why a pool is short of room.
@@ -237,7 +241,11 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 self.input(now, input);
                 worked = true;
             }
-            for ready in &ready {
+            let copying = |ready: &&Ready| ready.key & BULK != 0;
+            for ready in ready.iter().filter(|r| !copying(r)) {
+                self.ready(now, *ready);
+            }
+            for ready in ready.iter().filter(copying) {
                 self.ready(now, *ready);
             }
             while let Some(key) = self.timers.pop(now) {
@@ -351,7 +359,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         message: ToReplica,
     ) {
         let message = match message {
-            message if Copying::is_copying(&message) => {
+            message if message.is_copying() => {
                 let spare = self.spare(guid);
                 let Some(oldest) = self.copying.wait(connection, spare, message) else { return };
                 oldest
@@ -368,25 +376,6 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
         };
         self.message(now, connection, guid, session, message);
-    }
-
-    /// Copies of this replica's volume that it could lose: those that its last View lists, but
-    /// for a quorum.
-    fn spare(&mut self, guid: ReplicaGuid) -> usize {
-        let Some(store) = self.pool.replica(guid) else { return 0 };
-        let view = store.state().last_view;
-        view.map_or(0, |(_, view)| view.in_sync.len().saturating_sub(view.rule.cf.into()))
-    }
-
-    /// One step of the rebuilds that wait. It renews the lease too, from after its receipt.
-    fn copy(&mut self) {
-        let now = now();
-        let Some((connection, message)) = self.copying.next(now) else { return };
-        let Some(peer) = self.peers.get(&connection).filter(|peer| !peer.ending) else { return };
-        let (guid, session) = (peer.claim.guid, peer.session);
-        let began = std::time::Instant::now();
-        self.message(now, connection, guid, session, message);
-        self.copying.served(now, began.elapsed());
     }
 
     fn message(
@@ -553,7 +542,18 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
         }
         // The disk works while the answers are written.
         self.begin_sync();
+        let mut copying = Vec::new();
         while let Some(key) = self.dirty.pop() {
+            if key & BULK != 0 {
+                copying.push(key);
+                continue;
+            }
+            if let Some(peer) = self.peers.get_mut(&key) {
+                peer.dirty = false;
+            }
+            self.write(now, key);
+        }
+        for key in copying {
             if let Some(peer) = self.peers.get_mut(&key) {
                 peer.dirty = false;
             }

@@ -6,7 +6,6 @@ use quoin_core::recognition::{MarkSchedule, PoolCounts};
 use quoin_core::replica::store::{IoFault, StoreError};
 use quoin_store::ReplicaPool;
 use quoin_wire::frame::WireError;
-use quoin_wire::reactor::Interest;
 
 use super::{LISTENERS, Shard};
 use crate::facts::PoolFacts;
@@ -38,14 +37,6 @@ impl Start {
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
-    pub(super) fn let_in(&mut self) -> std::io::Result<()> {
-        for listener in self.parts.acceptor.listeners() {
-            self.parts.reactor.register(listener, LISTENERS, Interest::READ)?;
-        }
-        self.parts.recognition = Recognition::Given;
-        Ok(())
-    }
-
     /// The controller's answer to a report with this mark.
     pub(super) fn answered(&mut self, now: Time, rolled_back: bool, mark: u64) {
         if !rolled_back {
@@ -68,17 +59,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     }));
                 }
             }
-            (before, true) => {
+            (_, true) => {
                 tracing::error!(
                     "an older state of this pool's disk came back: it serves nobody; wipe it to \
                      have its replicas rebuilt"
                 );
-                if before == Recognition::Given {
-                    for listener in self.parts.acceptor.listeners() {
-                        self.parts.reactor.deregister(listener);
-                    }
-                }
-                self.timers.set(LISTENERS, None);
+                self.shut();
                 self.parts.recognition = Recognition::Refused;
                 for key in self.peers.keys().copied().collect::<Vec<_>>() {
                     self.lost(now, key, &WireError::Closed);

@@ -13,12 +13,12 @@ use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
 use quoin_wire::places::Place;
 use quoin_wire::reactor::{Interest, now};
-use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
+use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
 
 use super::{
-    APPEND_BYTES_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX, QUEUED_MAX,
-    Recognition, STOP_MAX, Shard,
+    APPEND_BYTES_MAX, BULK, BULKS_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX,
+    QUEUED_MAX, Recognition, STOP_MAX, Shard,
 };
 use crate::facts::PoolFacts;
 
@@ -53,6 +53,7 @@ pub(super) struct Peer {
     pub(super) connection: Connection,
     pub(super) session: SessionKey,
     pub(super) claim: Claim,
+    pub(super) kind: ConnectionKind,
     pub(super) interest: Interest,
     /// Whole frames may wait in its buffer: its answers were not taken fast enough.
     pub(super) stalled: bool,
@@ -97,12 +98,30 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() || refused {
             return;
         }
-        let Some(place) = self.unopened.take(peer_address) else {
-            tracing::warn!(%peer_address, "opens nothing in too many sessions: one more is refused");
-            self.parts.metrics.connections_refused.inc();
-            return;
+        let (kind, claim) = (hello.kind, Claim::of(&hello));
+        let mut key = self.key();
+        let unopened = match kind {
+            ConnectionKind::Bulk if !self.takes_bulk(session, claim) => {
+                // Its target comes again if the session does.
+                return tracing::info!(%peer_address, "a bulk connection of no open session");
+            }
+            ConnectionKind::Bulk => {
+                key |= BULK;
+                None
+            }
+            _ => {
+                let place = self.unopened.take(peer_address);
+                if place.is_none() {
+                    tracing::warn!(
+                        %peer_address,
+                        "opens nothing in too many sessions: one more is refused"
+                    );
+                    self.parts.metrics.connections_refused.inc();
+                    return;
+                }
+                place
+            }
         };
-        let key = self.key();
         if let Err(error) = self.parts.reactor.register(connection.socket(), key, Interest::READ) {
             tracing::warn!(%error, %peer_address, "cannot watch a data connection");
             return;
@@ -110,16 +129,35 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let peer = Peer {
             connection,
             session,
-            claim: Claim::of(&hello),
+            claim,
+            kind,
             interest: Interest::READ,
             stalled: false,
             ending: false,
             dirty: false,
-            unopened: Some(place),
+            unopened,
         };
         self.peers.insert(key, peer);
-        self.timers.set(key, Some(now + OPEN_MAX));
-        self.parts.metrics.sessions.set(self.peers.len() as i64);
+        if kind != ConnectionKind::Bulk {
+            self.timers.set(key, Some(now + OPEN_MAX));
+        }
+        self.count_sessions();
+    }
+
+    fn count_sessions(&self) {
+        let sessions = self.peers.keys().filter(|key| *key & BULK == 0).count();
+        self.parts.metrics.sessions.set(sessions as i64);
+    }
+
+    /// A bulk connection is one of a session that is open, for the same replica and so by the same
+    /// grant. Those of before may not have ended yet.
+    fn takes_bulk(&self, session: SessionKey, claim: Claim) -> bool {
+        let held = self.replicas.get(&claim.guid).and_then(|held| held.replica.session());
+        let own = held.filter(|(_, open)| *open == session);
+        let own = own.and_then(|(connection, _)| self.peers.get(&connection));
+        let of_it = |peer: &&Peer| peer.kind == ConnectionKind::Bulk && peer.session == session;
+        own.is_some_and(|peer| peer.claim == claim && !peer.ending)
+            && self.peers.values().filter(of_it).count() < BULKS_MAX
     }
 
     pub(super) fn read(&mut self, key: u64) {
@@ -157,7 +195,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             if peer.stalled {
                 break;
             }
-            let (claim, session) = (peer.claim, peer.session);
+            let (claim, session, kind) = (peer.claim, peer.session, peer.kind);
             let message = match peer.connection.next_frame() {
                 Ok(Some(incoming)) => match incoming.frame {
                     Frame::ToReplica(message) if incoming.session == session => message,
@@ -171,6 +209,13 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             };
             let ToReplica::Append { entries, stable, sync, ping } = message else {
                 self.append(now, key, &mut appends);
+                if !belongs(kind, &message) {
+                    return self.lost(
+                        now,
+                        key,
+                        &WireError::Malformed("connection for its message"),
+                    );
+                }
                 if !claim.allows(&message) {
                     return self.refuse_claim(key, session, claim);
                 }
@@ -181,6 +226,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                 takes_more = takes_more && self.write_early(now, key);
                 continue;
             };
+            if kind == ConnectionKind::Bulk {
+                return self.lost(now, key, &WireError::Malformed("connection for its message"));
+            }
             appends.add(entries, stable, sync, ping);
             if appends.bytes >= APPEND_BYTES_MAX {
                 self.append(now, key, &mut appends);
@@ -245,7 +293,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         let before = peer.connection.queued_bytes();
         if let Err(error) = peer.connection.send_from_replica(session, message) {
             tracing::error!(%error, "an answer could not be framed");
-            return self.end(connection);
+            // Never silently less: a smaller answer says how far it goes, and what has no smaller
+            // one ends the connection.
+            return match smaller(message) {
+                Some(message) => self.send(connection, session, &message),
+                None => self.end(connection),
+            };
         }
         self.queued += peer.connection.queued_bytes() - before;
         self.mark_dirty(connection);
@@ -310,11 +363,42 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.timers.set(key, None);
         self.copying.forget(key);
         self.queued -= peer.connection.queued_bytes();
-        self.parts.metrics.sessions.set(self.peers.len() as i64);
+        self.count_sessions();
         if !peer.ending && !matches!(why, WireError::Closed) {
             tracing::warn!(error = %why, guid = %peer.claim.guid, "a session's connection failed");
         }
         self.deliver(now, peer.claim.guid, ReplicaEvent::Disconnected { connection: key });
+    }
+}
+
+/// An answer about half of what this one is about, if there is one: the asker goes on behind it.
+fn smaller(message: &FromReplica) -> Option<FromReplica> {
+    match message {
+        FromReplica::Pulled { id, slots, .. } if slots.len() > 1 => {
+            let (first, rest) = slots.split_at(slots.len() / 2);
+            let (id, slots, cursor) = (*id, first.to_vec(), Some(rest[0].lba));
+            Some(FromReplica::Pulled { id, slots, cursor, end: None, gone: false })
+        }
+        // It must be its state that is too long: this one cannot be copied from.
+        FromReplica::Pulled { id, gone: false, .. } => {
+            let (id, slots) = (*id, Vec::new());
+            Some(FromReplica::Pulled { id, slots, cursor: None, end: None, gone: true })
+        }
+        FromReplica::Fetched { id, entries, gone } if entries.len() > 1 => {
+            let entries = entries[..entries.len() / 2].to_vec();
+            Some(FromReplica::Fetched { id: *id, entries, gone: *gone })
+        }
+        _ => None,
+    }
+}
+
+/// Whether a message may come by a connection of this kind. Former targets rebuild by the session's
+/// own connection.
+fn belongs(kind: ConnectionKind, message: &ToReplica) -> bool {
+    let opens = matches!(message, ToReplica::OpenBulk { .. });
+    match kind {
+        ConnectionKind::Log => !opens,
+        ConnectionKind::Bulk => opens || message.is_copying(),
     }
 }
 

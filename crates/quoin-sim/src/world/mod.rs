@@ -2,6 +2,7 @@
 //! clients under one scheduler. Everything that happens is an [`Event`]; everything that is drawn
 //! is drawn from the seed.
 
+mod bulk;
 mod checks;
 mod claims;
 mod clients;
@@ -177,6 +178,7 @@ pub(crate) enum Event {
 pub(crate) enum Mend {
     Unblock(Vec<(usize, usize)>),
     Storm,
+    BulkStorm,
     ResumeTarget(usize),
     ResumePool(usize),
     Disk(usize),

@@ -260,6 +260,7 @@ impl World {
             return;
         }
         let (pool, life) = (connection.pool, connection.pool_life);
+        let is_bulk = connection.bulk.is_some();
         if self.pools[pool].life == life && self.pools[pool].paused {
             self.schedule.after(20 * MILLISECOND, Event::PoolEndLost { connection: id });
             return;
@@ -268,7 +269,12 @@ impl World {
         connection.to_pool.deaf = true;
         self.network.forget_closed(id);
         if self.pools[pool].life == life {
+            let before = self.session_at(pool);
             self.feed_pool(pool, vec![ReplicaEvent::Disconnected { connection: id }]);
+            if is_bulk && before != self.session_at(pool) {
+                let detail = format!("pool {pool} ends a session for its bulk connection");
+                self.violate("BulkApart", detail);
+            }
         }
     }
 

@@ -148,6 +148,8 @@ impl World {
                 true
             }
             FaultKind::ConnectionCut => self.cut_some(),
+            FaultKind::BulkCut => self.cut_bulk(),
+            FaultKind::BulkSlow => self.slow_bulk(),
             FaultKind::ClockDrift => {
                 let host = self.random.index(self.clocks.len());
                 let rate = self.random.between(976_000, 1_024_000);
@@ -396,7 +398,7 @@ impl World {
     }
 
     /// A tail of what is under way is lost, and each end learns of it in its own time.
-    fn cut(&mut self, id: ConnectionId) {
+    pub(super) fn cut(&mut self, id: ConnectionId) {
         self.network.lose_tail(id);
         let Some(connection) = self.network.connections.get_mut(&id) else { return };
         connection.to_pool.deaf = true;
@@ -614,6 +616,7 @@ impl World {
                     self.kill_pool(pool, Outage::Process, 20 * MILLISECOND);
                 }
             }
+            Mend::BulkStorm => self.network.bulk_storm = 1,
             Mend::Cut(id) => self.cut(id),
         }
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use quoin_core::block::{BlockError, Payload, Reply};
 use quoin_core::message::ToReplica;
 use quoin_core::target::{Target, TargetAction, TargetEvent, TargetNote};
-use quoin_core::{Epoch, Lsn, Member, SessionKey, Time};
+use quoin_core::{BulkKey, Epoch, Lsn, Member, SessionKey, Time};
 
 use super::recognition::Recognition;
 use super::{Event, World, brief};
@@ -31,11 +31,24 @@ pub(crate) struct Process {
     pub told_blocks: u64,
     pub word: super::claims::Word,
     pub door: super::door::Door,
-    sessions: BTreeMap<(u128, u64), ConnectionId>,
+    sessions: BTreeMap<Name, ConnectionId>,
 }
 
-fn name(key: SessionKey) -> (u128, u64) {
-    (key.incarnation.0, key.nonce)
+/// Incarnation and nonce of a session, and the number of a bulk connection of it.
+type Name = (u128, u64, Option<u64>);
+
+fn name(key: SessionKey, bulk: Option<u64>) -> Name {
+    (key.incarnation.0, key.nonce, bulk)
+}
+
+impl Process {
+    pub(super) fn has_session(&self, session: SessionKey) -> bool {
+        self.sessions.contains_key(&name(session, None))
+    }
+
+    pub(super) fn is_due(&self, now: Time) -> bool {
+        self.timer.is_some_and(|at| at <= now)
+    }
 }
 
 impl World {
@@ -138,15 +151,27 @@ impl World {
                 self.check_swap(target, &next);
                 self.ask(target, Question::Swap { epoch, version, next });
             }
-            TargetAction::Connect { member, session } => self.connect(target, member, session),
+            TargetAction::Connect { member, session } => {
+                self.check_dialled(target, member);
+                self.connect(target, member, session, None);
+            }
+            TargetAction::ConnectBulk { member, bulk } => {
+                self.connect(target, member, bulk.session, Some(bulk.number));
+            }
             TargetAction::Disconnect { session } => {
                 self.leaves_the_door(target, session);
-                let Some(process) = &mut self.targets[target].process else { return };
-                if let Some(id) = process.sessions.remove(&name(session)) {
-                    self.target_closes(id);
-                }
+                self.target_hangs_up(target, |of| of.session == session);
             }
-            TargetAction::Send { session, message } => self.target_sends(target, session, message),
+            TargetAction::DisconnectBulk { bulk } => {
+                let number = Some(bulk.number);
+                self.target_hangs_up(target, |of| of.session == bulk.session && of.bulk == number);
+            }
+            TargetAction::Send { session, message } => {
+                self.target_sends(target, session, None, message);
+            }
+            TargetAction::SendBulk { bulk, message } => {
+                self.target_sends(target, bulk.session, Some(bulk.number), message);
+            }
             TargetAction::Reply(reply) => self.target_replies(target, life, reply),
             TargetAction::Timer { at } => {
                 if let Some(process) = &mut self.targets[target].process {
@@ -196,7 +221,19 @@ impl World {
         }
     }
 
-    fn connect(&mut self, target: usize, member: Member, session: SessionKey) {
+    /// Closes this target's connections of which this is so.
+    fn target_hangs_up(&mut self, target: usize, which: impl Fn(&Connection) -> bool) {
+        let Some(process) = &mut self.targets[target].process else { return };
+        let connections = &self.network.connections;
+        let is_it = |id: &ConnectionId| connections.get(id).is_some_and(&which);
+        let ids: Vec<ConnectionId> = process.sessions.values().copied().filter(is_it).collect();
+        process.sessions.retain(|_, id| !ids.contains(id));
+        for id in ids {
+            self.target_closes(id);
+        }
+    }
+
+    fn connect(&mut self, target: usize, member: Member, session: SessionKey, bulk: Option<u64>) {
         let life = self.targets[target].life;
         if let Some(since) = self.retired_under.get(&member.guid.0)
             && session.epoch > *since
@@ -204,7 +241,6 @@ impl World {
             let detail = format!("target {target} connects to {member:?}, retired under {since}");
             self.violate("RetiredNeverBack", detail);
         }
-        self.check_dialled(target, member);
         let pool = self.pool_of(member);
         let id = self.network.add(Connection {
             target,
@@ -213,6 +249,7 @@ impl World {
             pool_life: 0,
             member,
             session,
+            bulk,
             established: false,
             to_pool: Stream::default(),
             to_target: Stream::default(),
@@ -220,7 +257,7 @@ impl World {
             pool_open: false,
         });
         if let Some(process) = &mut self.targets[target].process {
-            process.sessions.insert(name(session), id);
+            process.sessions.insert(name(session, bulk), id);
         }
         let delay = self.network.delay() * 2;
         self.schedule.after(delay, Event::Connecting { connection: id });
@@ -230,7 +267,7 @@ impl World {
     pub(crate) fn connecting(&mut self, id: ConnectionId) {
         let Some(connection) = self.network.connections.get(&id) else { return };
         let (target, life, pool) = (connection.target, connection.target_life, connection.pool);
-        let session = connection.session;
+        let (session, bulk) = (connection.session, connection.bulk);
         if !connection.target_open || self.targets[target].life != life {
             self.network.connections.remove(&id);
             return;
@@ -263,6 +300,14 @@ impl World {
             }
         }
         let pool_life = there.life;
+        let replica = there.process.as_ref().and_then(|process| process.replica.as_ref());
+        let open = replica.and_then(|replica| replica.session()).map(|(_, open)| open);
+        if bulk.is_some() && open != Some(session) {
+            // The pool takes one for a session that is open, and for no other.
+            let delay = self.network.delay();
+            self.schedule.after(delay, Event::Refused { target, life, connection: id });
+            return;
+        }
         if self.targets[target].paused {
             self.schedule.after(10 * MILLISECOND, Event::Connecting { connection: id });
             return;
@@ -271,7 +316,11 @@ impl World {
         connection.pool_life = pool_life;
         connection.established = true;
         connection.pool_open = true;
-        self.feed_target(target, vec![TargetEvent::Connected { session, verifies: true }]);
+        let event = match bulk {
+            None => TargetEvent::Connected { session, knows: self.known_by(pool) },
+            Some(number) => TargetEvent::BulkConnected { bulk: BulkKey { session, number } },
+        };
+        self.feed_target(target, vec![event]);
     }
 
     pub(crate) fn refused(&mut self, target: usize, life: u32, id: ConnectionId) {
@@ -293,13 +342,16 @@ impl World {
         }
         connection.target_open = false;
         connection.to_target.deaf = true;
-        let session = connection.session;
+        let (session, bulk) = (connection.session, connection.bulk);
         self.network.forget_closed(id);
         if self.targets[target].life != life {
             return;
         }
         let Some(process) = &mut self.targets[target].process else { return };
-        if process.sessions.remove(&name(session)).is_some() {
+        let was_there = process.sessions.remove(&name(session, bulk)).is_some();
+        if let Some(number) = bulk.filter(|_| was_there) {
+            self.target_loses_bulk(target, BulkKey { session, number });
+        } else if was_there {
             let off = self.quorum_is_off(target, session);
             self.leaves_the_door(target, session);
             self.feed_target(target, vec![TargetEvent::Disconnected { session }]);
@@ -336,10 +388,16 @@ impl World {
         }
     }
 
-    fn target_sends(&mut self, target: usize, session: SessionKey, message: ToReplica) {
+    fn target_sends(
+        &mut self,
+        target: usize,
+        session: SessionKey,
+        bulk: Option<u64>,
+        message: ToReplica,
+    ) {
         let now = self.schedule.now();
         let Some(process) = &self.targets[target].process else { return };
-        let Some(id) = process.sessions.get(&name(session)).copied() else { return };
+        let Some(id) = process.sessions.get(&name(session, bulk)).copied() else { return };
         if let ToReplica::Append { entries, .. } = &message {
             for entry in entries {
                 self.max_lsn_sent = self.max_lsn_sent.max(entry.lsn);
@@ -359,7 +417,8 @@ impl World {
         if self.trace.is_on() {
             let pool = self.network.connections.get(&id).map_or(usize::MAX, |c| c.pool);
             let text = describe(&message);
-            self.trace.line(now, || format!("  target {target} -> pool {pool}: {text}"));
+            let arrow = if bulk.is_some() { "=>" } else { "->" };
+            self.trace.line(now, || format!("  target {target} {arrow} pool {pool}: {text}"));
         }
         match self.network.send_to_pool(now, id, session, &message) {
             Ok(Some(due)) => self.schedule.at(due, Event::ToPool { connection: id }),
@@ -398,10 +457,17 @@ impl World {
                 continue;
             }
             let (member, foreign) = (connection.member, there.is_foreign);
+            let bulk = connection.bulk;
             let first = events.len();
             let taken = loop {
                 let each = |session, message| {
-                    events.push(TargetEvent::Message { session, message });
+                    events.push(match bulk {
+                        None => TargetEvent::Message { session, message },
+                        Some(number) => {
+                            let bulk = BulkKey { session, number };
+                            TargetEvent::BulkMessage { bulk, message }
+                        }
+                    });
                 };
                 match self.network.take_for_target(now, id, each) {
                     Taken::Some => {}
@@ -409,7 +475,14 @@ impl World {
                 }
             };
             for event in &events[first..] {
-                let TargetEvent::Message { session, message } = event else { continue };
+                let TargetEvent::Message { session, message } = event else {
+                    if let TargetEvent::BulkMessage { message, .. } = event {
+                        let text = brief(message);
+                        self.trace
+                            .line(now, || format!("  pool {pool} => target {target}: {text}"));
+                    }
+                    continue;
+                };
                 if let Some(process) = &mut self.targets[target].process {
                     let seen = &mut self.stats.situations;
                     let heard = process.door.hear(member, *session, foreign, message, seen);

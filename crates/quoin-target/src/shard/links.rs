@@ -1,35 +1,80 @@
 //! A shard's connections to replicas.
 
-use quoin_core::ids::SessionKey;
+use quoin_core::ids::{BulkKey, SessionKey};
 use quoin_core::membership::Member;
-use quoin_core::message::ToReplica;
-use quoin_core::target::TargetEvent;
+use quoin_core::message::{FromReplica, ToReplica};
+use quoin_core::target::{Knows, TargetEvent};
 use quoin_core::{Time, VolumeId};
 use quoin_wire::frame::WireError;
-use quoin_wire::hello::FEATURE_VERIFY;
+use quoin_wire::hello::{FEATURE_BULK, FEATURE_VERIFY};
 use quoin_wire::notices::Severity;
 use quoin_wire::reactor::Interest;
-use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
+use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 
 use super::{Shard, Slot};
 use crate::dial::Dial;
 
+/// Names a connection to a replica: a session's own, or the bulk connection of that number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct LinkName {
+    pub(super) session: SessionKey,
+    pub(super) bulk: Option<u64>,
+}
+
+impl LinkName {
+    pub(super) fn own(session: SessionKey) -> Self {
+        Self { session, bulk: None }
+    }
+
+    pub(super) fn bulk(bulk: BulkKey) -> Self {
+        Self { session: bulk.session, bulk: Some(bulk.number) }
+    }
+
+    fn connected(self, knows: Knows) -> TargetEvent {
+        let session = self.session;
+        match self.bulk {
+            None => TargetEvent::Connected { session, knows },
+            Some(number) => TargetEvent::BulkConnected { bulk: BulkKey { session, number } },
+        }
+    }
+
+    fn disconnected(self) -> TargetEvent {
+        let session = self.session;
+        match self.bulk {
+            None => TargetEvent::Disconnected { session },
+            Some(number) => TargetEvent::BulkDisconnected { bulk: BulkKey { session, number } },
+        }
+    }
+
+    fn message(self, message: FromReplica) -> TargetEvent {
+        let session = self.session;
+        match self.bulk {
+            None => TargetEvent::Message { session, message },
+            Some(number) => TargetEvent::BulkMessage { bulk: BulkKey { session, number }, message },
+        }
+    }
+}
+
 pub(super) struct Link {
     pub(super) connection: Connection,
-    pub(super) session: SessionKey,
+    pub(super) name: LinkName,
     pub(super) volume: VolumeId,
     pub(super) interest: Interest,
     pub(super) dirty: bool,
 }
 
 impl Shard {
-    pub(super) fn send(&mut self, id: VolumeId, session: SessionKey, message: &ToReplica) {
+    pub(super) fn send(&mut self, id: VolumeId, name: LinkName, message: &ToReplica) {
         let Some(volume) = self.volumes.get(&id) else { return };
-        let Some((_, key)) = volume.links.iter().find(|(s, _)| *s == session) else { return };
+        let Some((_, key)) = volume.links.iter().find(|(n, _)| *n == name) else { return };
         let key = *key;
         let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
-        if let Err(error) = link.connection.send_to_replica(session, message) {
+        if let Err(error) = link.connection.send_to_replica(name.session, message) {
+            // The state machine counts on what it sent, so the connection is over, as if it were
+            // cut here. It is told in the next round: it is in the middle of this one.
             tracing::error!(volume = %id, %error, "a message could not be framed");
+            self.disconnect(id, |of| of == name);
+            self.dialler.fail(id, name.session, name.bulk, error.to_string());
             return;
         }
         if !link.dirty {
@@ -38,17 +83,25 @@ impl Shard {
         }
     }
 
-    pub(super) fn connect(&mut self, id: VolumeId, member: Member, session: SessionKey) {
+    pub(super) fn connect(&mut self, id: VolumeId, member: Member, name: LinkName) {
         let Some(volume) = self.volumes.get(&id) else { return };
+        let session = name.session;
         let Some(place) = volume.places.iter().find(|p| p.member == member) else {
             // Reported on the next round, since the state machine is in the middle of this one.
-            self.dialler.fail(id, session, "no address is known for this replica".into());
+            let why = "no address is known for this replica".into();
+            self.dialler.fail(id, session, name.bulk, why);
             return;
         };
+        let kind = match name.bulk {
+            None => ConnectionKind::Log,
+            Some(_) => ConnectionKind::Bulk,
+        };
+        let hello = Hello::new(id, member.id, member.guid, volume.grant.clone());
         self.dialler.start(Dial {
             volume: id,
             session,
-            hello: Hello::new(id, member.id, member.guid, volume.grant.clone()),
+            bulk: name.bulk,
+            hello: Hello { kind, ..hello },
             pool: place.pool.clone(),
             address: place.address.clone(),
         });
@@ -58,7 +111,7 @@ impl Shard {
         &mut self,
         now: Time,
         id: VolumeId,
-        session: SessionKey,
+        name: LinkName,
         pool: String,
         outcome: Result<Box<Connection>, String>,
     ) {
@@ -70,71 +123,78 @@ impl Shard {
                     let message = format!("pool {pool} answers again");
                     self.notices.push(Severity::Normal, id, "", "PoolReachable", message);
                 }
-                let key = self.next_key + 1;
+                let key = self.key(name.bulk.is_some());
                 if let Err(error) = self.reactor.register(connection.socket(), key, Interest::READ)
                 {
                     tracing::warn!(%error, "cannot watch a connection");
-                    return self.event(now, id, TargetEvent::Disconnected { session });
+                    return self.event(now, id, name.disconnected());
                 }
                 let interest = Interest::READ;
-                let verifies = connection.has(FEATURE_VERIFY);
+                let knows = Knows {
+                    verify: connection.has(FEATURE_VERIFY),
+                    bulk: connection.has(FEATURE_BULK),
+                };
                 let link =
-                    Link { connection: *connection, session, volume: id, interest, dirty: false };
-                let key = self.insert(Slot::Link(Box::new(link)));
+                    Link { connection: *connection, name, volume: id, interest, dirty: false };
+                self.slots.insert(key, Slot::Link(Box::new(link)));
                 if let Some(volume) = self.volumes.get_mut(&id) {
-                    volume.links.push((session, key));
+                    volume.links.push((name, key));
                 }
-                self.event(now, id, TargetEvent::Connected { session, verifies });
+                self.event(now, id, name.connected(knows));
             }
             Err(why) => {
-                if !pool.is_empty() && !volume.unreachable.contains(&pool) {
+                if name.bulk.is_some() {
+                    // The session's own connection says whether the pool can be reached.
+                    tracing::info!(volume = %id, %pool, why, "no bulk connection");
+                } else if !pool.is_empty() && !volume.unreachable.contains(&pool) {
                     let message = format!("pool {pool}: {why}");
                     volume.unreachable.push(pool);
                     self.notices.push(Severity::Warning, id, "", "PoolUnreachable", message);
                 }
-                self.event(now, id, TargetEvent::Disconnected { session });
+                self.event(now, id, name.disconnected());
             }
         }
     }
 
-    pub(super) fn disconnect(&mut self, id: VolumeId, session: SessionKey) {
+    /// Closes the connections of which this is so.
+    pub(super) fn disconnect(&mut self, id: VolumeId, which: impl Fn(LinkName) -> bool) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
-        let Some(at) = volume.links.iter().position(|(s, _)| *s == session) else {
-            return self.dialler.give_up(id, session);
-        };
-        let (_, key) = volume.links.swap_remove(at);
-        if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
-            // What was said before (a Close) goes out as far as the socket takes it.
-            let _ = link.connection.flush();
-            self.reactor.deregister(link.connection.socket());
+        self.dialler.give_up(id, |session, bulk| which(LinkName { session, bulk }));
+        let closed: Vec<u64> =
+            volume.links.extract_if(.., |(n, _)| which(*n)).map(|l| l.1).collect();
+        for key in closed {
+            if let Some(Slot::Link(mut link)) = self.slots.remove(&key) {
+                // What was said before (a Close) goes out as far as the socket takes it.
+                let _ = link.connection.flush();
+                self.reactor.deregister(link.connection.socket());
+            }
         }
     }
 
     fn link_lost(&mut self, now: Time, key: u64, why: &WireError) {
         let Some(Slot::Link(link)) = self.slots.remove(&key) else { return };
         self.reactor.deregister(link.connection.socket());
-        let (id, session) = (link.volume, link.session);
+        let (id, name) = (link.volume, link.name);
         if let Some(volume) = self.volumes.get_mut(&id) {
             volume.links.retain(|(_, k)| *k != key);
         }
         if !matches!(why, WireError::Closed) {
             tracing::warn!(volume = %id, error = %why, "the connection to a replica failed");
         }
-        self.event(now, id, TargetEvent::Disconnected { session });
+        self.event(now, id, name.disconnected());
     }
 
     pub(super) fn read_link(&mut self, now: Time, key: u64) {
         let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
-        let (id, session) = (link.volume, link.session);
+        let (id, name) = (link.volume, link.name);
         let outcome = link.connection.receive();
         loop {
             let Some(Slot::Link(link)) = self.slots.get_mut(&key) else { return };
             match link.connection.next_frame() {
                 Ok(Some(incoming)) => match incoming.frame {
-                    Frame::FromReplica(message) if incoming.session == session => {
+                    Frame::FromReplica(message) if incoming.session == name.session => {
                         if let Some(volume) = self.volumes.get_mut(&id) {
-                            let event = TargetEvent::Message { session, message };
-                            volume.target.on(now, event, &mut self.actions);
+                            volume.target.on(now, name.message(message), &mut self.actions);
                         }
                         self.touch(id);
                         self.act(id);
@@ -163,6 +223,94 @@ impl Shard {
             if let Err(error) = self.reactor.modify(link.connection.socket(), key, interest) {
                 tracing::warn!(%error, "cannot watch a connection");
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use quoin_core::Lsn;
+    use quoin_core::block::DeviceInfo;
+    use quoin_core::message::{Content, Slot as BlockSlot};
+    use quoin_wire::notices::Notices;
+    use quoin_wire::security::{Opener, Sealer};
+
+    use super::*;
+    use crate::dial::{Dials, Reach};
+    use crate::metrics::Metrics;
+    use crate::shard::{Input, Limits, VolumeSetup};
+
+    const VOLUME: VolumeId = VolumeId(7);
+
+    fn setup() -> VolumeSetup {
+        use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
+        let config = TargetConfig {
+            volume: VOLUME,
+            volume_blocks: 64,
+            logical_block_size: 512,
+            durability: quoin_core::Durability::Cache,
+            on_quorum_loss: OnQuorumLoss::Wait,
+            on_full: OnFull::Wait,
+            reads: ReadMode::Leased,
+            read_only: false,
+            lease_ms: 1000,
+            open_grace_ms: 500,
+            drop_after_ms: 2000,
+            window_bytes: 1 << 20,
+            sync_bytes: 1 << 20,
+            sync_after_ms: 1000,
+            local: None,
+        };
+        let name = "db".into();
+        let info = DeviceInfo { name, size_bytes: 64 << 12, block_size: 512, read_only: false };
+        VolumeSetup {
+            config,
+            info,
+            limits: Limits::default(),
+            socket: None,
+            replicas: Vec::new(),
+            desired: Default::default(),
+            verify: None,
+            seed: 1,
+        }
+    }
+
+    #[test]
+    fn a_message_that_cannot_be_framed_ends_its_connection_and_the_state_machine_is_told() {
+        for bulk in [None, Some(3)] {
+            let (asks, _asked) = tokio::sync::mpsc::unbounded_channel();
+            let (notices, metrics) = (Notices::default(), Metrics::new());
+            let dials = Dials::new(Reach::PlainLoopback, metrics.dials.clone());
+            let (mut shard, _handle) = Shard::new(&dials, 1 << 20, asks, notices, metrics).unwrap();
+            shard.open(Time::default(), setup());
+            let name = LinkName { session: SessionKey::default(), bulk };
+            let (here, there) = UnixStream::pair().unwrap();
+            here.set_nonblocking(true).unwrap();
+            there.set_nonblocking(true).unwrap();
+            let connection = Connection::new(here.into(), Sealer::plain(), Opener::plain());
+            let key = shard.key(bulk.is_some());
+            shard.reactor.register(connection.socket(), key, Interest::READ).unwrap();
+            let interest = Interest::READ;
+            let link = Link { connection, name, volume: VOLUME, interest, dirty: false };
+            shard.slots.insert(key, Slot::Link(Box::new(link)));
+            shard.volumes.get_mut(&VOLUME).unwrap().links.push((name, key));
+
+            let hole = |lba| BlockSlot { lba, blocks: 1, version: Lsn(1), content: Content::Hole };
+            let slots: Vec<BlockSlot> = (0..200_000).map(hole).collect();
+            let feed = ToReplica::IncrementFeed { rebuild: 1, slots, cursor: 200_000, after: None };
+            shard.send(VOLUME, name, &feed);
+            shard.send(VOLUME, name, &ToReplica::Close);
+            assert!(!shard.slots.contains_key(&key));
+            let told = shard.inputs.try_recv();
+            assert!(
+                matches!(&told, Ok(Input::Dialled { bulk: of, outcome: Err(_), .. }) if *of == bulk)
+            );
+            // Nothing that was sent behind it arrives without it.
+            let mut to = Connection::new(there.into(), Sealer::plain(), Opener::plain());
+            assert!(matches!(to.receive(), Ok(ReadOutcome::End)));
+            assert_eq!(to.buffered_bytes(), 0);
         }
     }
 }

@@ -36,7 +36,7 @@ use crate::metrics::Metrics;
 pub use crate::throttle::Limits;
 use crate::throttle::Throttle;
 use crate::tokens::Tokens;
-use links::Link;
+use links::{Link, LinkName};
 use memory::Memory;
 
 /// What other threads tell a shard.
@@ -50,6 +50,8 @@ pub enum Input {
     Dialled {
         volume: VolumeId,
         session: SessionKey,
+        /// The bulk connection of that number, not the session's own.
+        bulk: Option<u64>,
         pool: String,
         outcome: Result<Box<Connection>, String>,
     },
@@ -140,7 +142,7 @@ struct Volume {
     /// With the key of the timer that lets go what waits.
     throttle: Option<(Throttle, u64)>,
     clients: Vec<u64>,
-    links: Vec<(SessionKey, u64)>,
+    links: Vec<(LinkName, u64)>,
     places: Vec<ReplicaPlace>,
     desired: Desired,
     verify: Option<VerifyOrder>,
@@ -167,6 +169,9 @@ enum Slot {
     Client(Box<Client>),
     Link(Box<Link>),
 }
+
+/// Marks the keys of bulk connections: what they carry waits for all else that a round has to do.
+const BULK: u64 = 1 << 62;
 
 type Slots = KeyMap<Slot>;
 
@@ -266,7 +271,11 @@ impl Shard {
                     self.input(now, input);
                 }
             }
-            for ready in &ready {
+            let copying = |ready: &&Ready| ready.key & BULK != 0;
+            for ready in ready.iter().filter(|r| !copying(r)) {
+                self.ready(now, *ready);
+            }
+            for ready in ready.iter().filter(copying) {
                 self.ready(now, *ready);
             }
             while let Some(key) = self.timers.pop(now) {
@@ -296,9 +305,14 @@ impl Shard {
     }
 
     fn insert(&mut self, slot: Slot) -> u64 {
+        let key = self.key(false);
+        self.slots.insert(key, slot);
+        key
+    }
+
+    fn key(&mut self, bulk: bool) -> u64 {
         self.next_key += 1;
-        self.slots.insert(self.next_key, slot);
-        self.next_key
+        if bulk { self.next_key | BULK } else { self.next_key }
     }
 
     fn input(&mut self, now: Time, input: Input) {
@@ -307,8 +321,8 @@ impl Shard {
             Input::Client(volume, client) => self.adopt(now, volume, *client),
             Input::Update(update) => self.update(now, *update),
             Input::Close(volume) => self.event(now, volume, TargetEvent::Shutdown),
-            Input::Dialled { volume, session, pool, outcome } => {
-                self.dialled(now, volume, session, pool, outcome);
+            Input::Dialled { volume, session, bulk, pool, outcome } => {
+                self.dialled(now, volume, LinkName { session, bulk }, pool, outcome);
             }
             Input::Granted(volume, incarnation, grant) => {
                 let event = match grant {
@@ -468,15 +482,30 @@ impl Shard {
         let mut actions = std::mem::take(&mut self.actions);
         for action in actions.drain(..) {
             match action {
-                TargetAction::Send { session, message } => self.send(id, session, &message),
+                TargetAction::Send { session, message } => {
+                    self.send(id, LinkName::own(session), &message);
+                }
+                TargetAction::SendBulk { bulk, message } => {
+                    self.send(id, LinkName::bulk(bulk), &message);
+                }
                 TargetAction::Reply(reply) => self.reply(id, reply),
                 TargetAction::Timer { at } => {
                     if let Some(volume) = self.volumes.get(&id) {
                         self.timers.set(volume.timer_key, at);
                     }
                 }
-                TargetAction::Connect { member, session } => self.connect(id, member, session),
-                TargetAction::Disconnect { session } => self.disconnect(id, session),
+                TargetAction::Connect { member, session } => {
+                    self.connect(id, member, LinkName::own(session));
+                }
+                TargetAction::ConnectBulk { member, bulk } => {
+                    self.connect(id, member, LinkName::bulk(bulk));
+                }
+                TargetAction::Disconnect { session } => {
+                    self.disconnect(id, |of| of.session == session);
+                }
+                TargetAction::DisconnectBulk { bulk } => {
+                    self.disconnect(id, |of| of == LinkName::bulk(bulk));
+                }
                 TargetAction::AcquireEpoch { incarnation, at_least } => {
                     if let Some(volume) = self.volumes.get_mut(&id) {
                         volume.incarnation = incarnation;
@@ -550,8 +579,11 @@ impl Shard {
                 self.remove_stopped(id);
             }
             self.share_memory(now);
+            let mut copying = Vec::new();
             while let Some(key) = self.dirty_links.pop() {
-                if let Some(Slot::Link(link)) = self.slots.get_mut(&key) {
+                if key & BULK != 0 {
+                    copying.push(key);
+                } else if let Some(Slot::Link(link)) = self.slots.get_mut(&key) {
                     link.dirty = false;
                     self.write_link(now, key);
                 }
@@ -560,6 +592,12 @@ impl Shard {
                 if let Some(Slot::Client(client)) = self.slots.get_mut(&key) {
                     client.dirty = false;
                     self.write_client(now, key);
+                }
+            }
+            for key in copying {
+                if let Some(Slot::Link(link)) = self.slots.get_mut(&key) {
+                    link.dirty = false;
+                    self.write_link(now, key);
                 }
             }
         }

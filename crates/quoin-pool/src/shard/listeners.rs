@@ -2,10 +2,8 @@
 //! descriptors, shut at the end.
 
 use quoin_core::Time;
-use quoin_core::replica::store::{IoFault, StoreError};
 use quoin_store::ReplicaPool;
 use quoin_wire::descriptors::LISTENER_REST;
-use quoin_wire::frame::WireError;
 use quoin_wire::reactor::Interest;
 
 use super::{LISTENERS, Recognition, Shard};
@@ -18,34 +16,6 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
         self.parts.recognition = Recognition::Given;
         Ok(())
-    }
-
-    /// The controller's word on this start: first the doors, or an end to all sessions.
-    pub(super) fn judged(&mut self, now: Time, rolled_back: bool) {
-        match (self.parts.recognition, rolled_back) {
-            (Recognition::Given, false) | (Recognition::Refused, true) => {}
-            (_, false) => {
-                self.timers.set(LISTENERS, None);
-                if let Err(error) = self.let_in() {
-                    self.fail(StoreError::Io(IoFault {
-                        operation: "listen",
-                        offset: 0,
-                        errno: error.raw_os_error().unwrap_or_default(),
-                    }));
-                }
-            }
-            (_, true) => {
-                tracing::error!(
-                    "an older state of this pool's disk came back: it serves nobody; wipe it to \
-                     have its replicas rebuilt"
-                );
-                self.shut();
-                self.parts.recognition = Recognition::Refused;
-                for key in self.peers.keys().copied().collect::<Vec<_>>() {
-                    self.lost(now, key, &WireError::Closed);
-                }
-            }
-        }
     }
 
     /// Takes who waits. Where the system has no descriptors the listeners stay readable, and this
