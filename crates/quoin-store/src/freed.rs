@@ -27,6 +27,8 @@ pub struct Freed {
     /// The sync that makes the removal durable, the first unit, and how many; in the order of the
     /// syncs.
     waiting: VecDeque<(u64, u32, u32)>,
+    /// Units of all of them: asked for at every turn.
+    waiting_units: u32,
     /// Free units below this one hold no space but what is warm.
     swept_units: u32,
 }
@@ -34,13 +36,14 @@ pub struct Freed {
 impl Freed {
     /// `swept_units`: where the disk may hold space of an earlier life.
     pub fn new(swept_units: u32) -> Self {
-        Freed { waiting: VecDeque::new(), swept_units }
+        Freed { waiting: VecDeque::new(), waiting_units: 0, swept_units }
     }
 
     /// These units are free once the sync of `ticket` is done.
     pub fn add(&mut self, ticket: u64, unit: u32, units: u32) {
         let at = self.waiting.partition_point(|(t, ..)| *t <= ticket);
         self.waiting.insert(at, (ticket, unit, units));
+        self.waiting_units += units;
     }
 
     /// Whether something is free by the syncs up to `ticket` that was not made so yet.
@@ -48,9 +51,16 @@ impl Freed {
         self.waiting.front().is_some_and(|(t, ..)| *t <= ticket)
     }
 
+    /// The next segment that is free by the syncs up to `ticket`.
+    fn next(&mut self, ticket: u64) -> Option<(u32, u32)> {
+        let (_, unit, units) = self.waiting.pop_front_if(|(t, ..)| *t <= ticket)?;
+        self.waiting_units -= units;
+        Some((unit, units))
+    }
+
     /// Units that wait for their sync, or to be made free after it.
     pub fn units(&self) -> u32 {
-        self.waiting.iter().map(|(_, _, units)| *units).sum()
+        self.waiting_units
     }
 }
 
@@ -58,8 +68,9 @@ impl<D: Disk> Core<D> {
     /// Frees some of what the finished syncs allow; whether more is left of it.
     pub fn release(&mut self, ticket: u64) -> bool {
         let mut freed = 0;
-        while freed < FREED_A_STEP && self.freed.is_due(ticket) {
-            let Some((_, unit, units)) = self.freed.waiting.pop_front() else { break };
+        while freed < FREED_A_STEP
+            && let Some((unit, units)) = self.freed.next(ticket)
+        {
             self.allocator.give_warm(unit, units);
             freed += units;
         }

@@ -1,6 +1,8 @@
 //! Increments. Receiving: a shadow is a map of its own in the same family, fed slot by slot and
 //! no part of the replica's state until the flip. Sending: slots of a pinned view above an LSN.
 
+use std::collections::BTreeSet;
+
 use bytes::Bytes;
 use quoin_core::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_core::replica::store::{PullChunk, StoreError};
@@ -11,14 +13,14 @@ use crate::core::Core;
 use crate::disk::Disk;
 use crate::history::Head;
 use crate::moved::MovedBlock;
-use crate::node::LEAF_BLOCKS;
+use crate::node::{LEAF_BLOCKS, LEAF_SHIFT};
 use crate::overlay::Log;
 use crate::records::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
 use crate::replica::{Image, Pin, Replica, Source, Upper};
 use crate::tree::{self, BlockAt, Change, Edit, Part, Root};
 
-/// Edits that wait in memory to be merged into the shadow's map.
-const EDITS_PENDING_MAX: usize = 2048;
+/// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
+const EDITS_PENDING_MAX: usize = 8192;
 /// Windows of a leaf, and blocks, that one pull looks at, whatever it finds.
 const WINDOWS_A_PULL: usize = 256;
 const BLOCKS_A_PULL: u64 = (WINDOWS_A_PULL * LEAF_BLOCKS) as u64;
@@ -34,13 +36,24 @@ pub struct Shadow {
     state: ShadowState,
     edits: Vec<Edit>,
     crcs: Vec<u32>,
+    /// Leaves that the edits are in: each is looked at when they are merged.
+    leaves: u64,
     /// The end it was prepared for, and the sync that must be over before the flip.
     pub prepared: Option<(Box<IncrementEnd>, u64)>,
 }
 
 impl Shadow {
     pub fn restored(state: ShadowState) -> Self {
-        Shadow { state, edits: Vec::new(), crcs: Vec::new(), prepared: None }
+        Shadow { state, edits: Vec::new(), crcs: Vec::new(), leaves: 0, prepared: None }
+    }
+
+    fn push(&mut self, edit: Edit) {
+        let last_of =
+            |edit: &Edit| edit.lba.saturating_add(u64::from(edit.blocks) - 1) >> LEAF_SHIFT;
+        let first = edit.lba >> LEAF_SHIFT;
+        let is_other = self.edits.last().is_none_or(|before| last_of(before) != first);
+        self.leaves += last_of(&edit) - first + u64::from(is_other);
+        self.edits.push(edit);
     }
 
     /// Without the edits that were not merged: a commit merges them first.
@@ -196,7 +209,7 @@ impl Replica {
                     Change::Data { version, place, crc_at: shadow.crcs.len() as u32 - 1 }
                 }
             };
-            shadow.edits.push(Edit { lba: slot.lba, blocks: slot.blocks, change });
+            shadow.push(Edit { lba: slot.lba, blocks: slot.blocks, change });
         }
         self.shadow_of(rebuild)?.state.cursor = cursor;
         self.dirty = true;
@@ -211,7 +224,9 @@ impl Replica {
     ) -> Result<(), StoreError> {
         let Some(shadow) = &self.shadow else { return Ok(()) };
         let end = shadow.edits.last().map_or(0, |e| e.lba + u64::from(e.blocks));
-        if shadow.edits.len() >= EDITS_PENDING_MAX || lba < end {
+        let is_much = shadow.edits.len() >= EDITS_PENDING_MAX
+            || shadow.leaves >= core.options.step_nodes as u64;
+        if is_much || lba < end {
             self.merge_shadow(core)?;
         }
         Ok(())
@@ -225,6 +240,7 @@ impl Replica {
             shadow.state.root = root;
             shadow.edits.clear();
             shadow.crcs.clear();
+            shadow.leaves = 0;
         }
         self.shadow = Some(shadow);
         merged.map(|_| ())
@@ -310,12 +326,12 @@ impl Replica {
         let (root, first_sequence, empty_start) =
             (state.root, state.first_sequence, state.from == Lsn::ZERO);
         // A shadow that began empty shares nothing with what was there before.
-        let dead: Vec<u32> = match empty_start && self.pins.is_empty() {
+        let dead: BTreeSet<u32> = match empty_start && self.pins.is_empty() {
             true => {
                 let older = self.family.segments.values();
                 older.filter(|s| s.state.sequence < first_sequence).map(|s| s.state.unit).collect()
             }
-            false => Vec::new(),
+            false => BTreeSet::new(),
         };
         let segments = self.family.segments.values().filter(|s| !dead.contains(&s.state.unit));
         let log =

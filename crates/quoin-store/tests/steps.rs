@@ -10,7 +10,7 @@ use common::{identity, new_pool_with, options, sync};
 use quoin_core::entry::Rule;
 use quoin_core::entry::SharedEntry;
 use quoin_core::membership::Member;
-use quoin_core::message::ReadView;
+use quoin_core::message::{Content, IncrementEnd, ReadView, Slot};
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
 use quoin_core::{
     BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId,
@@ -146,6 +146,51 @@ fn a_fold_of_a_large_trim_looks_at_a_bounded_number_of_nodes_at_a_time() {
     let chunk = replica.pull(1, ReadView::Live, Lsn(0), 0, 1 << 20).expect("a pull");
     let slots = chunk.expect("the view exists").slots;
     assert!(slots.iter().all(|s| s.version == Lsn(volume.lsn)), "{:?}", &slots[..1]);
+}
+
+/// What a rebuild brings lies in a leaf of its own each time, where clients write at random.
+#[test]
+fn an_increment_is_merged_a_bounded_number_of_leaves_at_a_time() {
+    const LEAVES: u64 = 1000;
+    let mut volume = Volume::new(64 << 20, LEAVES * 256);
+    volume.append(&EntryKind::Write, (0..LEAVES).map(|leaf| leaf * 256), 1);
+    volume.pool.settle().expect("folded");
+    let from = Lsn(volume.lsn);
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.increment_begin(1, from).expect("a start at the base");
+    let version = Lsn(from.0 + 1);
+    let slot = |leaf| Slot { lba: leaf * 256 + 7, blocks: 1, version, content: Content::Hole };
+    let slots: Vec<Slot> = (0..LEAVES).map(slot).collect();
+    let (mut before, mut most) = (volume.disk.reads(), 0);
+    let mut look = || {
+        let now = volume.disk.reads();
+        most = most.max(now - before);
+        before = now;
+    };
+    for part in slots.chunks(60) {
+        let cursor = part.last().expect("a part").lba + 1;
+        replica.increment_feed(1, part, cursor).expect("fed");
+        look();
+    }
+    let state = replica.state();
+    let position = Position { epoch: Epoch(1), lsn: version };
+    let end = IncrementEnd {
+        position,
+        chain: Chain(7),
+        epoch_table: Vec::new(),
+        last_view: None,
+        volume_blocks: state.volume_blocks,
+        snapshots: Vec::new(),
+    };
+    replica.increment_prepare(1, &end).expect("prepared");
+    look();
+    assert!(most < 150, "one call made {most} reads");
+    sync(&mut volume.pool);
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.increment_flip(1).expect("the flip");
+    let mut found = Vec::new();
+    replica.read(ReadView::Live, 256, 8, false, &mut found).expect("a read");
+    assert_eq!(found.last().map(|slot| slot.version), Some(version));
 }
 
 /// A volume whose snapshot was just deleted, with so many leaves to count.
