@@ -16,6 +16,7 @@
 pub mod accept;
 pub mod assignment;
 mod control;
+mod doubt;
 pub mod facts;
 pub mod held;
 mod lives;
@@ -45,6 +46,7 @@ use tokio::sync::{Notify, watch};
 
 use accept::{Acceptor, Belief};
 use control::Control;
+use doubt::Doubt;
 use facts::PoolFacts;
 use lives::Watch;
 use metrics::Metrics;
@@ -171,10 +173,12 @@ where
         let open = open.clone();
         tokio::task::spawn_blocking(move || open()).await.map_err(std::io::Error::other)?
     };
-    // A kernel tells of a failed write-out once: the next start would hear nothing of it, find
-    // the same boot and take the pool's caches for whole.
-    let first =
-        first.inspect_err(|_| lives::begin_doubt(&identity.dir().join(lives::DOUBT_FILE)))?;
+    let doubt = Doubt::beside(identity.dir());
+    let first = first.inspect_err(|_| {
+        if let Err(refused) = doubt.begin() {
+            tracing::error!("it cannot be noted that the pool did not open: {refused}");
+        }
+    })?;
     let pool_id = first.id.clone();
     tracing::info!(
         pool = options.name,
@@ -224,7 +228,7 @@ where
             trouble: trouble.clone(),
             health: options.metrics.health.clone(),
             stop: shutdown.clone(),
-            doubt: identity.dir().join(lives::DOUBT_FILE),
+            doubt,
         };
         std::thread::Builder::new()
             .name("shard".into())

@@ -3,10 +3,9 @@
 //! **After a disk error no replica is continuous.** What the kernel dropped is unknown, the boot
 //! cookie is the same as before, and the failing disk may have refused to take the replicas' own
 //! word for it. So before a pool whose disk failed answers anything again, every replica's claim
-//! is withdrawn on media. The doubt outlives the process, as a file beside the pool's identity:
-//! who restarts a pool because its disk failed must not get the claims back.
+//! is withdrawn on media. The doubt outlives the process ([`crate::doubt`]): a restart of a pool
+//! because its disk failed must not bring the claims back.
 
-use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -18,6 +17,7 @@ use quoin_wire::health::Health;
 use quoin_wire::notices::Severity;
 use tokio::sync::watch;
 
+use crate::doubt::Doubt;
 use crate::facts::PoolFacts;
 use crate::shard::{Ended, Input, Parts, Shard};
 use crate::syncer::Syncer;
@@ -25,8 +25,6 @@ use crate::{Error, Opened};
 
 /// Between attempts to open a pool whose disk failed.
 const REOPEN: Duration = Duration::from_secs(1);
-/// Exists from a disk failure until every claim was withdrawn.
-pub(crate) const DOUBT_FILE: &str = "disk-failed";
 
 /// What the serving thread shares with the others.
 pub(crate) struct Watch {
@@ -34,8 +32,7 @@ pub(crate) struct Watch {
     pub trouble: Arc<Mutex<Option<String>>>,
     pub health: Health,
     pub stop: watch::Receiver<bool>,
-    /// Path of the doubt file.
-    pub doubt: PathBuf,
+    pub doubt: Doubt,
 }
 
 impl Watch {
@@ -74,7 +71,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
                 std::thread::sleep(REOPEN);
                 continue;
             }
-            settle_doubt(&watch.doubt);
+            watch.doubt.settle();
         }
         watch.say(None);
         let syncer = Syncer::start(syncer, inputs.clone(), parts.reactor.waker())?;
@@ -83,8 +80,13 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
             Ended::LoopFailed(error) => return Err(error.into()),
             Ended::DiskFailed(error) => {
                 doubtful = true;
-                begin_doubt(&watch.doubt);
-                let message = format!("{error}: the pool is opened anew from its media");
+                let message = match watch.doubt.begin() {
+                    Ok(()) => format!("{error}: the pool is opened anew from its media"),
+                    Err(refused) => format!(
+                        "{error}: the pool is opened anew from its media; do not end its process \
+                         before that is done, for it cannot be noted that the disk failed ({refused})"
+                    ),
+                };
                 parts.notices.push(Severity::Error, "", "", "DiskFailed", message);
                 watch.say(Some(error.to_string()));
                 // Results of the failed life must not be taken for the next one's; an assignment
@@ -114,22 +116,6 @@ fn withdraw_claims<P: ReplicaPool>(pool: &mut P, sync: &mut SyncDisk) -> Result<
         if ticket >= wanted {
             return Ok(());
         }
-    }
-}
-
-/// Remembers, for whatever process comes next, that the disk failed.
-pub(crate) fn begin_doubt(path: &Path) {
-    if let Err(error) = std::fs::write(path, "") {
-        tracing::error!(path = %path.display(), %error, "cannot remember that the disk failed");
-    }
-}
-
-fn settle_doubt(path: &Path) {
-    match std::fs::remove_file(path) {
-        Ok(()) => {}
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        // Costs the replicas' claims once more at the next start, nothing else.
-        Err(error) => tracing::warn!(path = %path.display(), %error, "cannot be removed"),
     }
 }
 

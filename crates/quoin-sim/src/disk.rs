@@ -14,6 +14,7 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use quoin_core::BLOCK_SIZE;
 use quoin_core::replica::store::{BootCookie, IoFault};
 use quoin_store::disk::{Disk, Syncer};
+use quoin_store::{CacheIdentity, Mounted};
 
 use crate::content::{SECTOR, SECTORS};
 use crate::map::FixedMap;
@@ -119,6 +120,8 @@ struct State {
     held: Vec<(u64, u64)>,
     written: u64,
     boot: u128,
+    /// Times that the cache was lost.
+    mount: u64,
     failing: Failing,
     /// What becomes of the next write, and the chance that says where it goes.
     lie: Option<(Lie, u64)>,
@@ -246,7 +249,9 @@ impl SimDisk {
         Err(IoFault { operation: "sync", offset: 0, errno: EIO })
     }
 
-    /// Power is lost and comes back: a new boot, and of what was not synced whatever chance left.
+    /// The cache is lost, and of what was not synced whatever chance left is there: the power went,
+    /// or, every other time, the device was detached and attached and its file system mounted anew
+    /// within one boot.
     pub fn power_cut(&self, random: &mut Random) {
         let mut state = self.state();
         state.held.clear();
@@ -289,7 +294,8 @@ impl SimDisk {
             state.counts.pages_torn += u64::from(lost > 0 && kept > 0);
             state.pages.set(number, Some(Arc::from(page)));
         }
-        state.boot += 1;
+        state.mount += 1;
+        state.boot += u128::from(state.mount % 2);
         state.failing = Failing::default();
     }
 
@@ -513,7 +519,9 @@ impl Disk for SimDisk {
     }
 
     fn cookie(&self) -> BootCookie {
-        BootCookie(self.state().boot)
+        let state = self.state();
+        let mount = Some(Mounted::Numbered(state.mount));
+        CacheIdentity { boot: state.boot, mount, ..CacheIdentity::default() }.cookie()
     }
 }
 

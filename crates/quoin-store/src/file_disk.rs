@@ -9,7 +9,7 @@
 use std::fs::File;
 use std::io::IoSlice;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,6 +18,7 @@ use quoin_core::replica::store::{BootCookie, IoFault};
 use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
+use crate::cache_identity::{CacheIdentity, cookie_of_this_open};
 use crate::disk::{Disk, Syncer};
 use crate::fill::Filling;
 use crate::held::{Held, Piece, stretches, zeros};
@@ -163,10 +164,8 @@ impl FileDisk {
             }
             false => metadata.len(),
         };
-        let identity = match is_device {
-            true => (metadata.rdev(), disk_sequence(metadata.rdev())),
-            false => (metadata.dev(), metadata.ino()),
-        };
+        let cookie = CacheIdentity::of(&file, &metadata)
+            .map_or_else(cookie_of_this_open, |identity| identity.cookie());
         let size = size & !(BLOCK_SIZE as u64 - 1);
         let files = Files {
             direct: open_direct(&file, access).map(Arc::new),
@@ -180,7 +179,7 @@ impl FileDisk {
             size,
             is_device,
             read_only: access == OFlags::RDONLY,
-            cookie: cookie(identity),
+            cookie,
         })
     }
 
@@ -200,37 +199,6 @@ fn explain(operation: &'static str, path: &Path, source: std::io::Error) -> File
         }
         _ => FileDiskError::System { operation, path, source },
     }
-}
-
-/// The kernel's number of this life of a device; 0 where it has none.
-fn disk_sequence(device: u64) -> u64 {
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/diskseq"))
-        .ok()
-        .and_then(|text| text.trim().parse().ok())
-        .unwrap_or(0)
-}
-
-/// This boot of the kernel and this identity of the device, as one number. Without a boot id
-/// nothing may be taken to have survived: the cookie is then never that of another open.
-fn cookie(identity: (u64, u64)) -> BootCookie {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
-    let boot = boot.and_then(|text| u128::from_str_radix(&text.trim().replace('-', ""), 16).ok());
-    let mut bytes = boot.unwrap_or(0).to_le_bytes().to_vec();
-    bytes.extend_from_slice(&identity.0.to_le_bytes());
-    bytes.extend_from_slice(&identity.1.to_le_bytes());
-    if boot.is_none() {
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-        bytes.extend_from_slice(&now.tv_sec.to_le_bytes());
-        bytes.extend_from_slice(&now.tv_nsec.to_le_bytes());
-    }
-    let check = |salt: u8| {
-        let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc64Nvme);
-        digest.update(&[salt]);
-        digest.update(&bytes);
-        u128::from(digest.finalize())
-    };
-    BootCookie(check(1) << 64 | check(2))
 }
 
 fn fault(operation: &'static str, offset: u64, errno: Errno) -> IoFault {

@@ -8,6 +8,7 @@
 
 mod background;
 mod batch;
+mod cache_identity;
 mod checkpoint;
 mod clean;
 mod core;
@@ -45,6 +46,7 @@ pub mod offline;
 
 pub use api::{Due, ReplicaPool, give_up_continuity};
 pub use core::{BadBlock, PoolOptions};
+pub use cache_identity::{CacheIdentity, Mounted};
 pub use disk::Disk;
 pub use error::PoolError;
 pub use file_disk::{FileDisk, FileDiskError};

@@ -96,3 +96,79 @@ fn a_pool_on_a_block_device_comes_back_whole_and_is_locked_while_open() {
     common::assert_same(&mut real, &mut model.replica(GUID).expect("the model's"));
     assert!(!read_all(&mut real, ReadView::Live, common::BLOCKS).is_empty());
 }
+
+/// A mounted file system, unmounted when dropped.
+struct Mount(PathBuf);
+
+impl Mount {
+    fn make(arguments: &[&str], at: &Path) -> Result<Self, String> {
+        std::fs::create_dir_all(at).map_err(|error| error.to_string())?;
+        run("mount", &[arguments, &[at.to_str().expect("a name")]].concat())?;
+        Ok(Self(at.to_owned()))
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
+    let done = Command::new(program).args(arguments).output();
+    let done = done.map_err(|error| format!("{program}: {error}"))?;
+    let said = || format!("{program}: {}", String::from_utf8_lossy(&done.stderr));
+    if done.status.success() { Ok(()) } else { Err(said()) }
+}
+
+/// A loop device with an empty ext4, mounted.
+fn ext4(folder: &Path) -> Result<(LoopDevice, Mount), String> {
+    let backing = folder.join("backing");
+    let file = std::fs::File::create(&backing).expect("a file");
+    file.set_len(96 << 20).expect("a size");
+    let device = LoopDevice::attach(&backing)?;
+    let name = device.0.to_str().expect("a name").to_owned();
+    run("mkfs.ext4", &["-q", &name])?;
+    let mount = Mount::make(&[&name], &folder.join("mounted"))?;
+    Ok((device, mount))
+}
+
+/// Whether the replica of the pool at `path` claims, in this open, to hold all that it ever
+/// applied.
+fn is_continuous(path: &Path) -> bool {
+    let disk = FileDisk::open(path).expect("the pool's file");
+    let cookie = disk.cookie();
+    let mut pool = Pool::open(disk, options()).expect("the pool");
+    let store = pool.replica(GUID).expect("its replica");
+    quoin_core::replica::Replica::new(quoin_core::Time::default(), cookie, &store).is_continuous()
+}
+
+#[test]
+fn a_pool_file_is_continuous_over_a_restart_and_not_over_an_unmounting_within_one_boot() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (device, mount) = match ext4(folder.path()) {
+        Ok(made) => made,
+        Err(reason) => return skipped(&format!("no file system can be mounted here: {reason}")),
+    };
+    let path = mount.0.join("pool");
+    let disk = FileDisk::create(&path, 32 << 20, true).expect("a file");
+    Pool::format(&disk, &format_options()).expect("a pool");
+    let meta = ReplicaMeta { session_open: true, cookie: disk.cookie(), ..ReplicaMeta::default() };
+    let mut pool = Pool::open(disk, options()).expect("a fresh pool");
+    pool.create(identity(GUID), meta, common::BLOCKS).expect("room");
+    sync(&mut pool);
+    // Held by the page cache alone.
+    pool.replica(GUID).expect("it").append(&history()[..10]).expect("an append");
+    drop(pool);
+    assert!(is_continuous(&path), "the same mount");
+    let bound =
+        Mount::make(&["--bind", mount.0.to_str().expect("a name")], &folder.path().join("b"))
+            .expect("a second mount of the same file system");
+    assert!(is_continuous(&bound.0.join("pool")), "a container that starts anew");
+    drop(bound);
+
+    drop(mount);
+    let name = device.0.to_str().expect("a name");
+    let mount = Mount::make(&[name], &folder.path().join("mounted")).expect("it is mounted again");
+    assert!(!is_continuous(&mount.0.join("pool")), "what the cache held may be gone");
+}

@@ -1,6 +1,7 @@
 //! What a pool does when its disk fails it, through its real driver.
 
 use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -26,6 +27,7 @@ use crate::metrics::Metrics;
 use crate::scrub::ScrubPlan;
 use crate::shard::Recognition;
 
+const DOUBT_FILE: &str = "disk-failed";
 const VOLUME: VolumeId = VolumeId(7);
 const MEMBER: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(101) };
 
@@ -118,7 +120,7 @@ impl Process {
             trouble: trouble.clone(),
             health: Health::default(),
             stop: stopped,
-            doubt: doubt.to_owned(),
+            doubt: Doubt::in_places(&[doubt]),
         };
         let (disk, sender) = (disk.clone(), inputs.clone());
         let first = open(&disk).unwrap();
