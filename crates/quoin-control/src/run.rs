@@ -207,6 +207,7 @@ async fn make(dir: &Path, lifetimes: Lifetimes, records_lost: bool) -> Result<In
         let failed = |source| Error::File { path: dir.to_owned(), source };
         std::fs::rename(made, dir.join(RECORDS_FILE)).map_err(failed)?;
     }
+    close_to_others(dir)?;
     let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
     let settings = Options::new(dir).settings();
     let controller = Controller::open(store, identity, authority, settings).await?;
@@ -233,6 +234,21 @@ pub(crate) fn refuse_foreign(dir: &Path) -> Result<(), Error> {
     Ok(())
 }
 
+/// Takes a controller's directory from other users of the host, who might read what is written
+/// there with a mode that some tool or backup chose.
+fn close_to_others(dir: &Path) -> Result<(), Error> {
+    use std::os::unix::fs::PermissionsExt;
+    let failed = |source| Error::File { path: dir.to_owned(), source };
+    let mode = std::fs::metadata(dir).map_err(failed)?.permissions().mode() & 0o7777;
+    if mode & 0o077 != 0 {
+        let closed = std::fs::Permissions::from_mode(mode & 0o7700);
+        std::fs::set_permissions(dir, closed).map_err(failed)?;
+        let dir = dir.display();
+        tracing::warn!("other users could enter {dir} (mode {mode:o}); they cannot any more");
+    }
+    Ok(())
+}
+
 /// Opens what [`init`] made.
 pub async fn open(options: &Options) -> Result<Controller, Error> {
     options.check()?;
@@ -242,6 +258,7 @@ pub async fn open(options: &Options) -> Result<Controller, Error> {
     }
     // The records first: a second controller must change nothing of the first one's.
     let store = Arc::new(Embedded::open(&dir.join(RECORDS_FILE))?);
+    close_to_others(dir)?;
     let authority = Authority::load(dir, options.lifetimes)?;
     let identity = match Identity::load(&identity_dir(dir)) {
         Err(quoin_identity::Error::NotJoined { .. }) => {

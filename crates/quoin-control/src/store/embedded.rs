@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use redb::backends::FileBackend;
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, StorageError};
 use redb::{TableDefinition, TableError};
 use tokio::sync::broadcast;
@@ -48,8 +49,14 @@ impl Embedded {
             let reason = "it is empty".to_owned();
             return Err(StoreError::Damaged { path: path.to_owned(), reason });
         }
+        let file = private_file(path)
+            .map_err(|source| StoreError::File { path: path.to_owned(), source })?;
         // A damaged file must become an error here, whatever the library makes of it.
-        let opened = std::panic::catch_unwind(|| Database::create(path)).map_err(|_| {
+        let opened = std::panic::catch_unwind(|| {
+            let backend = FileBackend::new(file)?;
+            Database::builder().create_with_backend(backend)
+        })
+        .map_err(|_| {
             let reason = "its structure makes no sense".to_owned();
             StoreError::Damaged { path: path.to_owned(), reason }
         })?;
@@ -76,6 +83,22 @@ impl Embedded {
 
 fn failed(error: impl Into<redb::Error>) -> StoreError {
     StoreError::Failed(error.into().to_string())
+}
+
+/// Opens or makes the file of the records, its owner's alone: they have the hashes of join tokens
+/// and all that the cluster knows.
+fn private_file(path: &Path) -> std::io::Result<std::fs::File> {
+    use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+    let mut options = std::fs::File::options();
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
+    let file = options.open(path)?;
+    let mode = file.metadata()?.permissions().mode() & 0o7777;
+    if mode & 0o077 != 0 {
+        file.set_permissions(std::fs::Permissions::from_mode(mode & 0o700))?;
+        let path = path.display();
+        tracing::warn!("other users could open {path} (mode {mode:o}); they cannot any more");
+    }
+    Ok(file)
 }
 
 impl Inner {
@@ -251,6 +274,19 @@ mod tests {
             store.compare_and_swap("event/4", 0, Some(vec![])).await.unwrap(),
             Swap::Done(7)
         );
+    }
+
+    #[test]
+    fn the_records_are_their_owners_alone_and_those_of_before_are_closed_to_others() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let mode = || std::fs::metadata(path(&dir)).unwrap().permissions().mode() & 0o777;
+        drop(Embedded::open(&path(&dir)).unwrap());
+        assert_eq!(mode(), 0o600);
+        let wide = std::fs::Permissions::from_mode(0o644);
+        std::fs::set_permissions(path(&dir), wide).unwrap();
+        drop(Embedded::open(&path(&dir)).unwrap());
+        assert_eq!(mode(), 0o600);
     }
 
     #[tokio::test]
