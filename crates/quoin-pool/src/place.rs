@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 
 use quoin_core::replica::store::StoreError;
 use quoin_core::{BLOCK_SIZE, PoolId};
-use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolError, PoolOptions};
+use quoin_store::contents::{Content, content_of};
+use quoin_store::{
+    Disk, Exposed, FileDisk, FileDiskError, FormatOptions, Pool, PoolError, PoolOptions,
+};
 
 use crate::{Error, Opened};
 
@@ -59,7 +62,7 @@ impl Place {
         match (std::fs::metadata(&path), self.size_bytes) {
             (Ok(_), _) => {
                 let disk = FileDisk::open(&path).map_err(|error| self.refused(&error))?;
-                if self.format && is_blank(&disk) {
+                if self.is_to_be_made(&disk)? {
                     let shape = FormatOptions::new(PoolId(0));
                     return shape.check(disk.size()).map_err(|error| self.refused(&error));
                 }
@@ -91,7 +94,8 @@ impl Place {
             }
             (opened, _) => (opened.map_err(|error| self.refused(&error))?, false),
         };
-        if empty || (self.format && is_blank(&disk)) {
+        self.tell_exposed(&disk);
+        if empty || self.is_to_be_made(&disk)? {
             if !self.may_make_another() {
                 return Err(self.other("blank"));
             }
@@ -127,6 +131,34 @@ impl Place {
         let pool = Pool::open(disk, options).map_err(|error| self.refused(&error))?;
         self.check_served(&pool.id().to_string())?;
         Ok(Opened { id: pool.id().to_string(), syncer: pool.syncer(), pool })
+    }
+
+    /// Whether a pool is to be made on a disk that is there: it was asked for, and the disk is
+    /// blank. One that holds something else than a pool is refused, with the name of that.
+    fn is_to_be_made(&self, disk: &FileDisk) -> Result<bool, Error> {
+        if !self.format || !matches!(Pool::peek(disk), Err(PoolError::Foreign)) {
+            return Ok(false);
+        }
+        let found = content_of(disk).map_err(|fault| self.refused(&PoolError::from(fault)))?;
+        match found {
+            Content::Blank => Ok(true),
+            content => Err(self.refused(&PoolError::Holds(content.words()))),
+        }
+    }
+
+    fn tell_exposed(&self, disk: &FileDisk) {
+        let Some(Exposed { mode, is_closed }) = disk.exposed() else { return };
+        let path = data_path(&self.path);
+        let path = path.display();
+        match is_closed {
+            true => tracing::warn!(
+                "other users of this host could open {path} (mode {mode:o}); they cannot any more"
+            ),
+            false => tracing::error!(
+                "other users of this host can open {path} (mode {mode:o}), which holds the data of \
+                 all volumes, and the system does not let its mode be changed: chmod 600 it"
+            ),
+        }
     }
 
     /// A directory in which a pool is to be made holds nothing of anybody else.
@@ -185,12 +217,6 @@ impl Place {
             .and_then(|()| std::fs::rename(&beside, &path))
             .map_err(|error| self.failed(format!("cannot write {}: {error}", path.display())))
     }
-}
-
-/// Whether the start of a disk is all zeroes: neither a pool nor anybody else's.
-fn is_blank(disk: &FileDisk) -> bool {
-    let mut first = [0; BLOCK_SIZE];
-    disk.read_at(0, &mut first).is_ok() && first.iter().all(|b| *b == 0)
 }
 
 #[cfg(test)]
@@ -254,6 +280,33 @@ mod tests {
         let replacing = Place { replace: true, ..place(&second, identity.path()) };
         assert_eq!(replacing.open().unwrap().id, other);
         assert_eq!(place(&second, identity.path()).open().unwrap().id, other, "remembered");
+    }
+
+    #[test]
+    fn what_is_to_be_formatted_and_holds_something_is_refused_by_its_name_and_left_as_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("data");
+        let last = SIZE - 512;
+        for (at, bytes, name) in [
+            (65_600, &b"_BHRfS_M"[..], "btrfs"),
+            (512, b"EFI PART", "GPT"),
+            (last, b"EFI PART", "GPT"),
+            (SIZE - 8192, b"\xfc\x4e\x2b\xa9", "RAID"),
+            (last, b"x", "unknown kind"),
+        ] {
+            let file = std::fs::File::create(&path).unwrap();
+            file.set_len(SIZE).unwrap();
+            std::os::unix::fs::FileExt::write_all_at(&file, bytes, at).unwrap();
+            let place = Place { format: true, ..place(&path, folder.path()) };
+            for said in [refusal(place.check()), refusal(place.open())] {
+                assert!(said.contains(name) && said.contains("blkdiscard"), "{said}");
+            }
+            let content = std::fs::read(&path).unwrap();
+            let written = content.iter().filter(|byte| **byte != 0).count();
+            assert_eq!(written, bytes.iter().filter(|byte| **byte != 0).count(), "{name}");
+        }
+        std::fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
+        Place { format: true, ..place(&path, folder.path()) }.open().unwrap();
     }
 
     #[test]

@@ -6,14 +6,19 @@ use quoin_core::replica::store::{IoFault, StoreError};
 pub enum PoolError {
     #[error(
         "this is not a Quoin pool: name one. To make a pool here, if nothing on it is needed, wipe \
-         it (`wipefs -a`, or remove the file) and start with --format"
+         it (`blkdiscard -z`, or remove the file) and start with --format"
     )]
     Foreign,
     #[error(
-        "this holds something already; if nothing on it is needed, wipe it (`wipefs -a`, or \
+        "this holds a pool already; if nothing on it is needed, wipe it (`blkdiscard -z`, or \
          remove the file) and make a pool again"
     )]
     NotEmpty,
+    #[error(
+        "this holds {0}; if nothing on it is needed, wipe it (`blkdiscard -z`, or remove the file) \
+         and make a pool again"
+    )]
+    Holds(&'static str),
     #[error(
         "the pool is of format {version} with features that a newer Quoin gave it; start that one: \
          nothing was changed here"

@@ -9,7 +9,7 @@
 use std::fs::File;
 use std::io::IoSlice;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -37,6 +37,11 @@ pub enum FileDiskError {
     Exists { path: PathBuf },
     #[error("the pool {path} is in use by another process; stop that process first")]
     Locked { path: PathBuf },
+    #[error(
+        "the device {path} is in use: a file system on it is mounted, it is part of LVM, RAID or \
+         device-mapper, it is swapped to, or another pool serves it; `lsblk {path}` shows by what"
+    )]
+    DeviceInUse { path: PathBuf },
     #[error("{path} may not be written; check its permissions and that its mount is read-write")]
     ReadOnly { path: PathBuf },
     #[error(
@@ -63,6 +68,7 @@ pub struct FileDisk {
     is_device: bool,
     read_only: bool,
     cookie: BootCookie,
+    exposed: Option<Exposed>,
 }
 
 /// The descriptors of a disk and what waits to be written through them.
@@ -103,7 +109,9 @@ impl FileDisk {
     /// it is written; otherwise all of it is taken now.
     pub fn create(path: &Path, size: u64, sparse: bool) -> Result<Self, FileDiskError> {
         let size = size & !(BLOCK_SIZE as u64 - 1);
-        let made = File::options().read(true).write(true).create_new(true).open(path);
+        let mut options = File::options();
+        options.read(true).write(true).create_new(true).mode(0o600);
+        let made = options.open(path);
         let file = made.map_err(|e| explain("creation", path, e))?;
         if let Err(error) = fill(&file, path, size, sparse) {
             // Nothing half-made stays behind.
@@ -144,7 +152,8 @@ impl FileDisk {
     }
 
     fn open_with(path: &Path, access: OFlags, lock: FlockOperation) -> Result<Self, FileDiskError> {
-        let opened = rustix::fs::open(path, access | OFlags::CLOEXEC, Mode::empty());
+        let flags = access | OFlags::CLOEXEC | claim(path, access);
+        let opened = rustix::fs::open(path, flags, Mode::empty());
         let file = File::from(opened.map_err(|e| explain("opening", path, e.into()))?);
         let system = |source| explain("inspection", path, source);
         let metadata = file.metadata().map_err(system)?;
@@ -157,6 +166,9 @@ impl FileDisk {
             Err(Errno::WOULDBLOCK) => return Err(FileDiskError::Locked { path: path.into() }),
             Err(error) => return Err(explain("locking", path, error.into())),
         }
+        // The mode of a device is the system's.
+        let is_ours = !is_device && access != OFlags::RDONLY;
+        let exposed = is_ours.then(|| close_to_others(&file, &metadata)).flatten();
         let size = match is_device {
             true => {
                 let end = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0));
@@ -180,12 +192,45 @@ impl FileDisk {
             is_device,
             read_only: access == OFlags::RDONLY,
             cookie,
+            exposed,
         })
     }
 
     pub fn is_device(&self) -> bool {
         self.is_device
     }
+
+    /// Whether other users of the host could open the file when it was opened.
+    pub fn exposed(&self) -> Option<Exposed> {
+        self.exposed
+    }
+}
+
+/// With this flag the kernel refuses a block device that is mounted, swapped to or part of
+/// something, and lets none of these begin while it is open.
+fn claim(path: &Path, access: OFlags) -> OFlags {
+    let found = std::fs::metadata(path);
+    match access != OFlags::RDONLY && found.is_ok_and(|m| m.file_type().is_block_device()) {
+        true => OFlags::EXCL,
+        false => OFlags::empty(),
+    }
+}
+
+/// A pool's file that other users of the host could open: it holds the data of all volumes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Exposed {
+    /// The mode that was found.
+    pub mode: u32,
+    /// It is the owner's alone now; else the system refused to change it.
+    pub is_closed: bool,
+}
+
+/// Takes a file from all users but its owner.
+fn close_to_others(file: &File, metadata: &std::fs::Metadata) -> Option<Exposed> {
+    let mode = metadata.permissions().mode() & 0o7777;
+    let closed = std::fs::Permissions::from_mode(mode & 0o700);
+    let change = || Exposed { mode, is_closed: file.set_permissions(closed).is_ok() };
+    (mode & 0o077 != 0).then(change)
 }
 
 fn explain(operation: &'static str, path: &Path, source: std::io::Error) -> FileDiskError {
@@ -194,6 +239,7 @@ fn explain(operation: &'static str, path: &Path, source: std::io::Error) -> File
     match source.kind() {
         ErrorKind::NotFound => FileDiskError::Missing { path },
         ErrorKind::AlreadyExists => FileDiskError::Exists { path },
+        ErrorKind::ResourceBusy => FileDiskError::DeviceInUse { path },
         ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
             FileDiskError::ReadOnly { path }
         }
@@ -519,6 +565,23 @@ mod tests {
         drop(pool);
         let disk = FileDisk::open(&path).expect("unlocked again");
         assert_eq!(disk.cookie(), cookie, "the same boot, the same file");
+    }
+
+    #[test]
+    fn a_pool_file_is_its_owners_alone_and_one_of_before_is_closed_to_others() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("pool");
+        let mode = || std::fs::metadata(&path).expect("the file").permissions().mode() & 0o777;
+        let disk = FileDisk::create(&path, 64 << 20, true).expect("a file");
+        assert!(mode() == 0o600 && disk.exposed().is_none());
+        drop(disk);
+        let wide = std::fs::Permissions::from_mode(0o644);
+        std::fs::set_permissions(&path, wide).expect("it is ours");
+        drop(FileDisk::open_read_only(&path).expect("a tool changes nothing"));
+        assert_eq!(mode(), 0o644);
+        let disk = FileDisk::open(&path).expect("the file");
+        assert_eq!(disk.exposed(), Some(Exposed { mode: 0o644, is_closed: true }));
+        assert_eq!(mode(), 0o600);
     }
 
     #[test]

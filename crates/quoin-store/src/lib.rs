@@ -36,6 +36,7 @@ mod shadow;
 mod tree;
 
 pub mod api;
+pub mod contents;
 pub mod disk;
 pub mod error;
 pub mod file_disk;
@@ -45,11 +46,11 @@ pub mod model;
 pub mod offline;
 
 pub use api::{Due, ReplicaPool, give_up_continuity};
-pub use core::{BadBlock, PoolOptions};
 pub use cache_identity::{CacheIdentity, Mounted};
+pub use core::{BadBlock, PoolOptions};
 pub use disk::Disk;
 pub use error::PoolError;
-pub use file_disk::{FileDisk, FileDiskError};
+pub use file_disk::{Exposed, FileDisk, FileDiskError};
 pub use layout::FormatOptions;
 pub use memory_disk::MemoryDisk;
 pub use pool::{Handle, Pool, PoolStats, ReplicaStats};

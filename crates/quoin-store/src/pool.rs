@@ -13,6 +13,7 @@ use quoin_core::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool, Tickets};
 use crate::background::Victim;
+use crate::contents::Content;
 use crate::core::{BadBlock, Cache, Core, PoolOptions};
 use crate::disk::{Disk, Syncer};
 use crate::error::PoolError;
@@ -81,12 +82,9 @@ impl<D: Disk> Pool<D> {
                 Err(known @ (PoolError::Newer { .. } | PoolError::Store(_))) => return Err(known),
                 Ok(_) | Err(_) => return Err(PoolError::NotEmpty),
             }
-            let mut first = vec![0; 16 * BLOCK_SIZE];
-            if disk.size() >= first.len() as u64 {
-                disk.read_at(0, &mut first)?;
-            }
-            if first.iter().any(|b| *b != 0) {
-                return Err(PoolError::NotEmpty);
+            match crate::contents::content_of(disk)? {
+                Content::Blank => {}
+                content => return Err(PoolError::Holds(content.words())),
             }
         }
         let superblock = Superblock::new(disk.size(), options)?;

@@ -172,3 +172,21 @@ fn a_pool_file_is_continuous_over_a_restart_and_not_over_an_unmounting_within_on
     let mount = Mount::make(&[name], &folder.path().join("mounted")).expect("it is mounted again");
     assert!(!is_continuous(&mount.0.join("pool")), "what the cache held may be gone");
 }
+
+#[test]
+fn a_device_that_is_mounted_is_no_place_for_a_pool_and_what_is_on_it_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (device, mount) = match ext4(folder.path()) {
+        Ok(made) => made,
+        Err(reason) => return skipped(&format!("no file system can be mounted here: {reason}")),
+    };
+    let refused = FileDisk::open(&device.0).expect_err("it is mounted");
+    assert!(matches!(refused, quoin_store::FileDiskError::DeviceInUse { .. }), "{refused}");
+    drop(mount);
+    let disk = FileDisk::open(&device.0).expect("it is free");
+    let name = device.0.to_str().expect("a name");
+    let mounting = Mount::make(&[name], &folder.path().join("mounted"));
+    assert!(mounting.is_err(), "the pool's device cannot be mounted");
+    let refused = Pool::format(&disk, &format_options()).expect_err("it holds something");
+    assert!(matches!(refused, PoolError::Holds("ext4")), "{refused}");
+}
