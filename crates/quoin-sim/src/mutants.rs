@@ -158,6 +158,8 @@ pub const ALL: &[Defect] = &[
     store("refused-copy-ends-the-ring", Swarm::Damage),
     store("holes-of-a-pull-not-counted", Swarm::Rebuilds),
     store("rolled-back-disk-not-noticed", Swarm::Damage),
+    store("mark-of-a-pool-not-compared", Swarm::Damage),
+    store("cookie-without-its-mount", Swarm::PowerCuts),
     // Where all that this forced change asks for has answered, a target can open without it.
     model("forced-without-old"),
     model("forced-without-quorum"),
