@@ -199,3 +199,36 @@ fn refused(from: PeerAddress, error: &EstablishError) {
         _ => tracing::info!(%from, %error, "data connection refused"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use quoin_core::ids::{Epoch, Incarnation};
+    use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
+    use quoin_identity::{Authority, Lifetimes};
+
+    use super::*;
+
+    #[test]
+    fn a_peer_without_a_certificate_that_can_be_read_and_a_bulk_connection_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(&dir.path().join("ca"), Lifetimes::default()).unwrap();
+        let pool = authority.issue_identity(&dir.path().join("p"), Role::Pool, "p").unwrap();
+        let session = SessionKey { epoch: Epoch(1), incarnation: Incarnation(1), nonce: 1 };
+        let hello = Hello::new(VolumeId(1), ReplicaId(1), ReplicaGuid(1), Bytes::new());
+        let bulk = Hello { kind: ConnectionKind::Bulk, ..hello.clone() };
+        let (all, grants) = (Belief::Everybody, Belief::Grants(pool));
+        let unreadable = [CertificateDer::from(vec![0x30, 3, 1, 2, 3])];
+        let rows: [(&Belief, &[CertificateDer<'static>], &Hello, &str); 4] = [
+            (&all, &[], &bulk, "bulk"),
+            (&grants, &unreadable, &bulk, "bulk"),
+            (&grants, &[], &hello, "no certificate"),
+            (&grants, &unreadable, &hello, ""),
+        ];
+        for (belief, certificates, hello, why) in rows {
+            let refusal = belief.judge(certificates, &session, hello).unwrap_err();
+            assert!(refusal.contains(why), "{refusal}");
+        }
+        assert_eq!(all.judge(&[], &session, &hello), Ok(()));
+    }
+}

@@ -331,4 +331,33 @@ mod tests {
             assert!(why.contains(name) && why.contains("node n1"), "{why}");
         }
     }
+
+    #[test]
+    fn a_port_that_would_be_open_to_everybody_or_is_taken_is_refused_with_the_way_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = quoin_identity::Authority::create(
+            &dir.path().join("ca"),
+            quoin_identity::Lifetimes::default(),
+        );
+        let identity = authority.unwrap().issue_identity(&dir.path().join("n"), Role::Node, "n1");
+        let identity = identity.unwrap();
+        let open = |listen: SocketAddr, plain| {
+            Door::open(&NbdOptions { listen, advertise: None, plain }, &identity)
+        };
+        for beyond in ["0.0.0.0:0", "[::]:0", "192.0.2.7:10809"] {
+            let refused = open(beyond.parse().unwrap(), true).err().unwrap();
+            assert!(matches!(refused, DoorError::PlainBeyondLoopback(_)), "{refused}");
+        }
+        let first = open("127.0.0.1:0".parse().unwrap(), true).unwrap();
+        let taken = first.listener.local_addr().unwrap();
+        assert_eq!(first.uri("a/b"), format!("nbd://{taken}/a%2Fb"));
+        let refused = open(taken, false).err().unwrap().to_string();
+        assert!(
+            refused.contains(&taken.to_string()) && refused.contains("--nbd-listen"),
+            "{refused}"
+        );
+        let second = open("127.0.0.1:0".parse().unwrap(), false).unwrap();
+        let port = second.listener.local_addr().unwrap().port();
+        assert_eq!(second.uri("db 1"), format!("nbds://n1:{port}/db%201"));
+    }
 }
