@@ -15,8 +15,8 @@ pub enum PoolError {
     )]
     NotEmpty,
     #[error(
-        "this holds {0}; if nothing on it is needed, wipe it (`blkdiscard -z`, or remove the file) \
-         and make a pool again"
+        "this is not a Quoin pool: it holds {0}; if nothing on it is needed, wipe it (`blkdiscard \
+         -z`, or remove the file) and make a pool again"
     )]
     Holds(&'static str),
     #[error(
