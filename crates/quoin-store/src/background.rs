@@ -97,11 +97,6 @@ impl Replica {
         self.checkpoint.is_some() || self.clean.is_some()
     }
 
-    /// Whether its segments are to be counted, or are being counted.
-    fn counts(&self) -> bool {
-        self.recount || self.recount_job.is_some()
-    }
-
     fn limbo_units(&self) -> u32 {
         self.limbo.iter().map(|(_, units)| *units).sum()
     }
@@ -347,7 +342,8 @@ impl<D: Disk> Pool<D> {
         let live_limit = self.live_limit_percent();
         let short = live_limit > EAGER_LIVE_PERCENT;
         // Counts that are too high hide what can be gained, and clean-up need not wait for them.
-        let recount = || replicas().find(|(_, r)| r.counts()).map(|(guid, _)| Step::Recount(guid));
+        let recount =
+            || replicas().find(|(_, r)| r.is_count_due()).map(|(guid, _)| Step::Recount(guid));
         let first = short && self.counts_next && replicas().all(|(_, r)| r.checkpoint.is_none());
         if (first || mutant::is("count-before-all-else"))
             && let Some(step) = recount()

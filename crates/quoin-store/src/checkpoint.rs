@@ -292,7 +292,7 @@ impl Replica {
     }
 
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
-        let too_high = self.recount || self.recount_job.is_some();
+        let too_high = self.recount || self.recount_job.is_some() || self.recount_after.is_some();
         let segments = self.family.segments.values().map(|s| s.state.recorded(too_high)).collect();
         Checkpoint {
             root: self.folded.root,

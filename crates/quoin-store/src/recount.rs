@@ -15,6 +15,9 @@
 //! are walked in the order of the newest version that each can hold, and of each only what is newer
 //! than the one before can hold. Snapshots that are taken meanwhile come before the folded map, which
 //! they were when it was walked. One that is deleted makes another count due, as ever.
+//!
+//! Log that was not folded yet as the count began is left out with the counters that it had. Another
+//! count follows once all of it is folded.
 
 use std::collections::BTreeMap;
 
@@ -46,6 +49,8 @@ pub struct Recount {
     folded: u64,
     /// Log before it is kept for nobody, whatever LSNs it holds: they may have been cut away.
     first_needed: u64,
+    /// It was asked for, and does not follow another one.
+    is_first: bool,
 }
 
 impl Recount {
@@ -101,9 +106,30 @@ impl Replica {
         keyed
     }
 
+    /// Whether its segments are to be counted, or are being counted.
+    pub fn is_count_due(&self) -> bool {
+        let follows = || {
+            self.recount_after.is_some_and(|sequence| {
+                let folded = self.folded.head.position.lsn.0;
+                !self.has_log_above(sequence, folded, self.log_start().index)
+            })
+        };
+        self.recount || self.recount_job.is_some() || follows()
+    }
+
+    /// Whether a segment of the log up to this sequence number holds what is not folded.
+    fn has_log_above(&self, sequence: u64, folded: u64, first_needed: u64) -> bool {
+        self.family.segments.values().map(|segment| &segment.state).any(|state| {
+            let is_old = state.sequence <= sequence && matches!(state.stream, Stream::Log);
+            is_old && state.last_index >= first_needed && state.last_lsn > folded
+        })
+    }
+
     fn begin_recount<D: Disk>(&mut self, core: &Core<D>) -> Recount {
-        self.recount = false;
+        let is_first = std::mem::take(&mut self.recount);
+        self.recount_after = None;
         Recount {
+            is_first,
             done: None,
             at: None,
             cursor: 0,
@@ -174,6 +200,9 @@ impl Replica {
             if state.sequence <= job.through_sequence && is_closed {
                 state.live_bytes = job.live.get(unit).copied().unwrap_or(0);
             }
+        }
+        if job.is_first && self.has_log_above(job.through_sequence, job.folded, job.first_needed) {
+            self.recount_after = Some(job.through_sequence);
         }
         self.family.changes += 1;
     }

@@ -90,6 +90,8 @@ pub struct Replica {
     /// Live estimates are too high since a view went away.
     pub recount: bool,
     pub recount_job: Option<Recount>,
+    /// Another count is due once the log up to this segment sequence number is folded.
+    pub recount_after: Option<u64>,
     /// The durable record is older than the maps in memory (blocks moved, a view dropped).
     pub dirty: bool,
     /// Its own data is damaged: no background work until it was rebuilt.
@@ -133,6 +135,7 @@ impl Replica {
             unreadable: BTreeSet::new(),
             recount: false,
             recount_job: None,
+            recount_after: None,
             dirty: false,
             set_aside: false,
             may_pass: false,
