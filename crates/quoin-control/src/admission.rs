@@ -31,7 +31,7 @@ impl Replaced {
     }
 }
 
-/// What a member's certificate is worth by its record.
+/// Standing of a member's certificate by its record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Worth {
     /// It is the member's.

@@ -207,7 +207,7 @@ impl Controller {
     }
 }
 
-/// What a reference is answered that leads to no volume: with the reference itself.
+/// Answer for a reference that leads to no volume: it repeats the reference.
 pub(crate) fn missing(reference: Option<&VolumeRef>) -> Error {
     let VolumeRef { id, name } = reference.cloned().unwrap_or_default();
     let text = if name.is_empty() { id } else { name };
