@@ -16,7 +16,6 @@
 pub mod accept;
 pub mod assignment;
 mod control;
-mod doubt;
 pub mod facts;
 pub mod held;
 mod lives;
@@ -25,6 +24,7 @@ mod place;
 pub mod scrub;
 pub mod shard;
 pub mod syncer;
+mod witness;
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
@@ -46,7 +46,6 @@ use tokio::sync::{Notify, watch};
 
 use accept::{Acceptor, Belief};
 use control::Control;
-use doubt::Doubt;
 use facts::PoolFacts;
 use lives::Watch;
 use metrics::Metrics;
@@ -54,6 +53,7 @@ use place::Place;
 pub use place::{POOL_FILE, data_path};
 use scrub::ScrubPlan;
 use shard::{Input, Parts, Recognition};
+use witness::Witness;
 
 /// How a pool is run.
 #[derive(Clone, Debug)]
@@ -169,14 +169,14 @@ where
         .map_err(|source| Error::Listen { address: options.listen, source })?;
     let bound = listener.local_addr()?;
     let open = Arc::new(open);
+    let mut witness = Witness::of(identity.dir());
     let first = {
         let open = open.clone();
         tokio::task::spawn_blocking(move || open()).await.map_err(std::io::Error::other)?
     };
-    let doubt = Doubt::beside(identity.dir());
     let first = first.inspect_err(|_| {
-        if let Err(refused) = doubt.begin() {
-            tracing::error!("it cannot be noted that the pool did not open: {refused}");
+        if let Err(refused) = witness.end() {
+            tracing::error!("the next process will not know that the pool did not open: {refused}");
         }
     })?;
     let pool_id = first.id.clone();
@@ -221,6 +221,7 @@ where
         recognition: Recognition::Awaited,
         counts: counts.clone(),
         assignment: assignment::Assignment::default(),
+        witness,
     };
     let trouble = Arc::new(Mutex::new(None));
     let shard_thread = {
@@ -228,7 +229,6 @@ where
             trouble: trouble.clone(),
             health: options.metrics.health.clone(),
             stop: shutdown.clone(),
-            doubt,
         };
         std::thread::Builder::new()
             .name("shard".into())

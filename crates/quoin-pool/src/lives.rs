@@ -3,8 +3,8 @@
 //! **After a disk error no replica is continuous.** What the kernel dropped is unknown, the boot
 //! cookie is the same as before, and the failing disk may have refused to take the replicas' own
 //! word for it. So before a pool whose disk failed answers anything again, every replica's claim
-//! is withdrawn on media. The doubt outlives the process ([`crate::doubt`]): a restart of a pool
-//! because its disk failed must not bring the claims back.
+//! is withdrawn on media. Until then the pool has no witness ([`crate::witness`]): a process that
+//! ends because its disk failed must not leave the claims to the next one.
 
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
@@ -17,7 +17,6 @@ use quoin_wire::health::Health;
 use quoin_wire::notices::Severity;
 use tokio::sync::watch;
 
-use crate::doubt::Doubt;
 use crate::facts::PoolFacts;
 use crate::shard::{Ended, Input, Parts, Shard};
 use crate::syncer::Syncer;
@@ -32,7 +31,6 @@ pub(crate) struct Watch {
     pub trouble: Arc<Mutex<Option<String>>>,
     pub health: Health,
     pub stop: watch::Receiver<bool>,
-    pub doubt: Doubt,
 }
 
 impl Watch {
@@ -50,7 +48,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
     inputs: &Sender<Input>,
     watch: &Watch,
 ) -> Result<(), Error> {
-    let mut doubtful = watch.doubt.exists();
+    let mut doubtful = false;
     let mut opened = Some(first);
     loop {
         let Opened { mut pool, mut syncer, .. } = match opened.take() {
@@ -71,7 +69,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
                 std::thread::sleep(REOPEN);
                 continue;
             }
-            watch.doubt.settle();
+            parts.witness.keep();
         }
         watch.say(None);
         let syncer = Syncer::start(syncer, inputs.clone(), parts.reactor.waker())?;
@@ -80,11 +78,11 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
             Ended::LoopFailed(error) => return Err(error.into()),
             Ended::DiskFailed(error) => {
                 doubtful = true;
-                let message = match watch.doubt.begin() {
+                let message = match parts.witness.end() {
                     Ok(()) => format!("{error}: the pool is opened anew from its media"),
                     Err(refused) => format!(
                         "{error}: the pool is opened anew from its media; do not end its process \
-                         before that is done, for it cannot be noted that the disk failed ({refused})"
+                         before that is done, for the next one would not know that the disk failed ({refused})"
                     ),
                 };
                 parts.notices.push(Severity::Error, "", "", "DiskFailed", message);

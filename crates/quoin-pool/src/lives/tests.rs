@@ -26,8 +26,9 @@ use crate::assignment::{Assignment, Phase, Wanted};
 use crate::metrics::Metrics;
 use crate::scrub::ScrubPlan;
 use crate::shard::Recognition;
+use crate::witness::Witness;
 
-const DOUBT_FILE: &str = "disk-failed";
+const WITNESS_FILE: &str = "witness";
 const VOLUME: VolumeId = VolumeId(7);
 const MEMBER: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(101) };
 
@@ -74,13 +75,13 @@ struct Process {
 }
 
 impl Process {
-    fn start<D: Disk + Clone + Sync + 'static>(disk: &D, doubt: &Path) -> Self {
-        Self::recognised(disk, doubt, Recognition::Given)
+    fn start<D: Disk + Clone + Sync + 'static>(disk: &D, witness: &Path) -> Self {
+        Self::recognised(disk, witness, Recognition::Given)
     }
 
     fn recognised<D: Disk + Clone + Sync + 'static>(
         disk: &D,
-        doubt: &Path,
+        witness: &Path,
         recognition: Recognition,
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -113,15 +114,11 @@ impl Process {
             recognition,
             counts: counts.clone(),
             assignment: Assignment::default(),
+            witness: Witness::in_places(vec![witness.to_owned()]),
         };
         let (stop, stopped) = watch::channel(false);
         let trouble = Arc::new(Mutex::new(None));
-        let watch = Watch {
-            trouble: trouble.clone(),
-            health: Health::default(),
-            stop: stopped,
-            doubt: Doubt::in_places(&[doubt]),
-        };
+        let watch = Watch { trouble: trouble.clone(), health: Health::default(), stop: stopped };
         let (disk, sender) = (disk.clone(), inputs.clone());
         let first = open(&disk).unwrap();
         let thread = std::thread::spawn(move || {
@@ -328,8 +325,8 @@ fn new_disk() -> MemoryDisk {
 }
 
 /// A process whose replica claims to be continuous, and whose disk fails then.
-fn fail(disk: &MemoryDisk, doubt: &Path) -> Process {
-    let process = Process::start(disk, doubt);
+fn fail(disk: &MemoryDisk, witness: &Path) -> Process {
+    let process = Process::start(disk, witness);
     process.create_replica();
     assert!(process.open_replica(1).unwrap().continuous);
     disk.fail_after(Some(0));
@@ -341,8 +338,8 @@ fn fail(disk: &MemoryDisk, doubt: &Path) -> Process {
 #[test]
 fn after_a_disk_error_no_replica_of_the_reopened_pool_claims_to_be_continuous() {
     let dir = tempfile::tempdir().unwrap();
-    let (disk, doubt) = (new_disk(), dir.path().join(DOUBT_FILE));
-    let process = fail(&disk, &doubt);
+    let (disk, witness) = (new_disk(), dir.path().join(WITNESS_FILE));
+    let process = fail(&disk, &witness);
     disk.fail_after(None);
     let mut epoch = 2;
     let ack = eventually("the mended pool answers", || {
@@ -352,9 +349,9 @@ fn after_a_disk_error_no_replica_of_the_reopened_pool_claims_to_be_continuous() 
     assert!(!ack.continuous);
     assert_eq!(*process.trouble.lock().unwrap(), None);
     process.stop();
-    // On media, too: the next process asks nothing but that.
-    assert!(!doubt.exists());
-    let process = Process::start(&disk, &doubt);
+    // On media, too: the next process finds the witness of this one.
+    assert!(witness.exists());
+    let process = Process::start(&disk, &witness);
     assert!(!process.open_replica(epoch + 1).unwrap().continuous);
     process.stop();
 }
@@ -362,9 +359,9 @@ fn after_a_disk_error_no_replica_of_the_reopened_pool_claims_to_be_continuous() 
 #[test]
 fn a_replica_whose_deletion_the_disk_refused_is_deleted_in_the_next_life_and_told_gone_only_then() {
     let dir = tempfile::tempdir().unwrap();
-    let doubt = dir.path().join(DOUBT_FILE);
+    let witness = dir.path().join(WITNESS_FILE);
     let disk = FailingDisk::new();
-    let process = Process::start(&disk, &doubt);
+    let process = Process::start(&disk, &witness);
     process.create_replica();
     disk.fail_next("sync");
     let gate = disk.gate.lock().unwrap();
@@ -376,32 +373,56 @@ fn a_replica_whose_deletion_the_disk_refused_is_deleted_in_the_next_life_and_tol
     assert!(disk.has_failed());
     process.stop();
     // Nothing is left for the process after it, which is told nothing.
-    let process = Process::start(&disk, &doubt);
+    let process = Process::start(&disk, &witness);
     assert_eq!(process.replica_state(), None);
     process.stop();
 }
 
 #[test]
-fn a_process_that_ends_with_its_disk_failed_leaves_the_doubt_to_the_next_one() {
+fn a_process_that_ends_with_its_disk_failed_leaves_no_witness_to_the_next_one() {
     let dir = tempfile::tempdir().unwrap();
-    let (disk, doubt) = (new_disk(), dir.path().join(DOUBT_FILE));
-    fail(&disk, &doubt).stop();
+    let (disk, witness) = (new_disk(), dir.path().join(WITNESS_FILE));
+    let process = Process::start(&disk, &witness);
+    assert!(witness.exists());
+    process.stop();
+    fail(&disk, &witness).stop();
+    assert!(!witness.exists());
     disk.fail_after(None);
-    let process = Process::start(&disk, &doubt);
+    let process = Process::start(&disk, &witness);
     assert!(!process.open_replica(3).unwrap().continuous);
     process.stop();
-    assert!(!doubt.exists());
+    assert!(witness.exists());
+}
+
+#[test]
+fn a_process_that_is_killed_leaves_its_caches_to_the_next_one_where_a_witness_could_be_kept() {
+    for kept in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let name = if kept { WITNESS_FILE } else { "gone/witness" };
+        let (disk, witness) = (new_disk(), dir.path().join(name));
+        let process = Process::start(&disk, &witness);
+        process.create_replica();
+        let (mut session, ack) = process.session(1).unwrap();
+        session.feed(&ack);
+        // Nothing of the end of a process comes to the copy, as after a kill.
+        let copy = disk.fork();
+        let next = Process::start(&copy, &witness);
+        assert_eq!(next.open_replica(2).unwrap().continuous, kept);
+        next.stop();
+        drop(session);
+        process.stop();
+    }
 }
 
 #[test]
 fn a_pool_that_is_merely_restarted_stays_continuous() {
     let dir = tempfile::tempdir().unwrap();
-    let (disk, doubt) = (new_disk(), dir.path().join(DOUBT_FILE));
-    let process = Process::start(&disk, &doubt);
+    let (disk, witness) = (new_disk(), dir.path().join(WITNESS_FILE));
+    let process = Process::start(&disk, &witness);
     process.create_replica();
     assert!(process.open_replica(1).unwrap().continuous);
     process.stop();
-    let process = Process::start(&disk, &doubt);
+    let process = Process::start(&disk, &witness);
     assert!(process.open_replica(2).unwrap().continuous);
     process.stop();
 }
@@ -410,9 +431,9 @@ fn a_pool_that_is_merely_restarted_stays_continuous() {
 #[test]
 fn who_comes_while_a_pool_stops_is_not_let_in_and_its_replicas_stay_continuous() {
     let dir = tempfile::tempdir().unwrap();
-    let doubt = dir.path().join(DOUBT_FILE);
+    let witness = dir.path().join(WITNESS_FILE);
     let disk = FailingDisk::new();
-    let process = Process::start(&disk, &doubt);
+    let process = Process::start(&disk, &witness);
     process.create_replica();
     let (mut session, ack) = process.session(1).unwrap();
     session.feed(&ack);
@@ -425,7 +446,7 @@ fn who_comes_while_a_pool_stops_is_not_let_in_and_its_replicas_stay_continuous()
     process.stop();
     assert!(coming.join().unwrap().is_none());
     disk.inner.power_cut(|| false);
-    let process = Process::start(&disk, &doubt);
+    let process = Process::start(&disk, &witness);
     assert!(process.open_replica(3).unwrap().continuous);
     process.stop();
 }
@@ -436,9 +457,9 @@ fn who_comes_while_a_pool_stops_is_not_let_in_and_its_replicas_stay_continuous()
 fn a_write_whose_sync_or_append_failed_is_never_acknowledged_and_never_tried_again() {
     for operation in ["sync", "write"] {
         let dir = tempfile::tempdir().unwrap();
-        let doubt = dir.path().join(DOUBT_FILE);
+        let witness = dir.path().join(WITNESS_FILE);
         let disk = FailingDisk::new();
-        let process = Process::start(&disk, &doubt);
+        let process = Process::start(&disk, &witness);
         process.create_replica();
         let (mut session, ack) = process.session(1).unwrap();
         session.feed(&ack);
@@ -480,7 +501,7 @@ fn a_write_whose_sync_or_append_failed_is_never_acknowledged_and_never_tried_aga
 fn a_read_error_costs_the_block_and_not_the_pool() {
     let dir = tempfile::tempdir().unwrap();
     let disk = FailingDisk::new();
-    let process = Process::start(&disk, &dir.path().join(DOUBT_FILE));
+    let process = Process::start(&disk, &dir.path().join(WITNESS_FILE));
     process.create_replica();
     let (mut session, ack) = process.session(1).unwrap();
     session.feed(&ack);
@@ -524,10 +545,10 @@ fn opening(process: &Process, epoch: u64) -> JoinHandle<Option<(Session, OpenAck
 #[test]
 fn a_start_serves_once_it_is_recognised_and_an_older_state_of_the_disk_serves_nobody() {
     let dir = tempfile::tempdir().unwrap();
-    let doubt = dir.path().join(DOUBT_FILE);
+    let witness = dir.path().join(WITNESS_FILE);
     let disk = MemoryDisk::new(128 << 20);
     Pool::format(&disk, &FormatOptions::new(PoolId(3))).unwrap();
-    let process = Process::recognised(&disk, &doubt, Recognition::Awaited);
+    let process = Process::recognised(&disk, &witness, Recognition::Awaited);
     process.create_replica();
     let waiting = opening(&process, 1);
     std::thread::sleep(Duration::from_millis(300));
@@ -548,10 +569,10 @@ fn a_start_serves_once_it_is_recognised_and_an_older_state_of_the_disk_serves_no
 #[test]
 fn where_no_controller_answers_a_start_serves_after_a_while() {
     let dir = tempfile::tempdir().unwrap();
-    let doubt = dir.path().join(DOUBT_FILE);
+    let witness = dir.path().join(WITNESS_FILE);
     let disk = MemoryDisk::new(128 << 20);
     Pool::format(&disk, &FormatOptions::new(PoolId(3))).unwrap();
-    let process = Process::recognised(&disk, &doubt, Recognition::Awaited);
+    let process = Process::recognised(&disk, &witness, Recognition::Awaited);
     process.create_replica();
     let began = Instant::now();
     eventually("it serves", || process.open_replica(1));
@@ -568,10 +589,10 @@ fn mark(process: &Process) -> u64 {
 #[test]
 fn the_mark_rises_after_promises_where_the_controller_knows_it_and_with_an_orderly_end() {
     let dir = tempfile::tempdir().unwrap();
-    let doubt = dir.path().join(DOUBT_FILE);
+    let witness = dir.path().join(WITNESS_FILE);
     let disk = MemoryDisk::new(128 << 20);
     Pool::format(&disk, &FormatOptions::new(PoolId(3))).unwrap();
-    let process = Process::start(&disk, &doubt);
+    let process = Process::start(&disk, &witness);
     process.create_replica();
     for epoch in 1..4 {
         process.open_replica(epoch).unwrap();
@@ -591,7 +612,7 @@ fn the_mark_rises_after_promises_where_the_controller_knows_it_and_with_an_order
 
     // A disk that was put back cannot count up to what the controller knows.
     for _ in 0..3 {
-        let process = Process::start(&disk, &doubt);
+        let process = Process::start(&disk, &witness);
         eventually("it is opened", || process.open_replica(9).or(process.open_replica(10)));
         assert_eq!(mark(&process), 2);
         process.stop();

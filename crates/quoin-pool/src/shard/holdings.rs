@@ -26,7 +26,7 @@ pub(super) struct Held {
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     pub(super) fn hold(&mut self, now: Time, guid: ReplicaGuid, born: SyncTicket) {
-        let cookie = self.pool.cookie();
+        let cookie = self.parts.witness.cookie(self.pool.cookie());
         let Some(store) = self.pool.replica(guid) else { return };
         let replica = Replica::new(now, cookie, &store);
         drop(store);

@@ -43,6 +43,7 @@ use crate::held::Holdings;
 use crate::metrics::Metrics;
 use crate::scrub::{Scrub, ScrubPlan};
 use crate::syncer::Syncer;
+use crate::witness::Witness;
 use copying::Copying;
 use holdings::Held;
 pub use recognition::Recognition;
@@ -134,6 +135,8 @@ pub struct Parts {
     pub counts: Arc<Mutex<PoolCounts>>,
     /// The last one; it comes only once, and each life of the pool begins with it.
     pub assignment: Assignment,
+    /// Part of every cookie.
+    pub witness: Witness,
 }
 
 pub struct Shard<'a, P> {

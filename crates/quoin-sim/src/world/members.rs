@@ -240,6 +240,19 @@ impl World {
         self.profile == Profile::Power || rf > open_quorum(rf, cf)
     }
 
+    /// Whether one replica may be lost at this moment, also while those that leave are off the list
+    /// and those that fill it are not yet on it.
+    pub(crate) fn is_one_dispensable(&self) -> bool {
+        let Record { membership, desired, .. } = &self.record;
+        match desired.leaving.len() as u8 {
+            0 => self.is_promised(membership.rf, membership.cf),
+            leaving => {
+                let rf = membership.rf.saturating_sub(leaving);
+                rf > 0 && self.is_promised(rf, desired.cf_of(rf))
+            }
+        }
+    }
+
     /// A spare pool makes a replica, quorum off, and the records name it.
     fn make_newcomer(&mut self, id: ReplicaId, beside: bool) -> bool {
         let spare: Vec<usize> = (0..self.pools.len())

@@ -470,7 +470,11 @@ impl World {
     fn roll_back_disk(&mut self) -> bool {
         let pool = self.victim();
         let adopted = self.record.membership.known.contains(&self.pools[pool].member);
-        if self.pools.iter().any(|p| p.cache_lost) || self.pools[pool].gone || !adopted {
+        if !self.is_one_dispensable()
+            || self.pools.iter().any(|p| p.cache_lost)
+            || self.pools[pool].gone
+            || !adopted
+        {
             return false;
         }
         let more = self.pools[pool].starts.more_starts();
@@ -540,7 +544,7 @@ impl World {
     /// The replica's disk is replaced by an empty one; the pool says so from now on.
     fn wipe(&mut self) -> bool {
         let pool = self.victim();
-        if self.pools.iter().any(|p| p.cache_lost) {
+        if !self.is_one_dispensable() || self.pools.iter().any(|p| p.cache_lost) {
             return false;
         }
         if quoin_core::mutant::is("guid-born-twice") {
