@@ -155,6 +155,8 @@ pub const ALL: &[Defect] = &[
     store("fold-in-one-step", Swarm::Pressure),
     store("fold-goes-on-behind-where-it-stopped", Swarm::Pressure),
     store("newer-half-of-the-ring-forgotten", Swarm::Damage),
+    store("state-ahead-counts", Swarm::PowerCuts),
+    store("records-behind-a-state-ahead-left-out", Swarm::PowerCuts),
     store("refused-copy-ends-the-ring", Swarm::Damage),
     store("holes-of-a-pull-not-counted", Swarm::Rebuilds),
     store("rolled-back-disk-not-noticed", Swarm::Damage),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use bytes::BytesMut;
 use quoin_core::key_map::KeyMap;
-use quoin_core::replica::store::{IoFault, StoreError};
+use quoin_core::replica::store::{IoFault, StoreError, SyncTicket};
 use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
 use crate::api::Tickets;
@@ -129,6 +129,9 @@ impl<D: Disk> Core<D> {
         records.iter().for_each(|record| record.encode(&mut bytes));
         if self.ring.append(&self.disk, &bytes)? {
             records.into_iter().for_each(|record| self.durable.apply(record));
+            if self.ring.is_restatement_due() {
+                self.restate_ahead();
+            }
             return Ok(());
         }
         let before = self.durable.clone();
@@ -138,6 +141,24 @@ impl<D: Disk> Core<D> {
             self.durable = before;
         }
         written
+    }
+
+    /// Begins to write the whole durable state anew. The records before are written whatever
+    /// becomes of it; a disk that refuses it fails.
+    fn restate_ahead(&mut self) {
+        let (state, with) = (self.durable.encode(), self.tickets.request());
+        self.disk_did(|core| core.ring.restate_ahead(&core.disk, &state, with));
+    }
+
+    /// Everything up to this ticket is on media.
+    pub fn ring_synced(&mut self, ticket: SyncTicket) {
+        self.disk_did(|core| core.ring.synced(&core.disk, ticket, || core.tickets.request()));
+    }
+
+    fn disk_did(&mut self, work: impl FnOnce(&mut Self) -> Result<(), StoreError>) {
+        if let Err(StoreError::Io(fault)) = work(self) {
+            self.failed = Some(fault);
+        }
     }
 
     /// Writes the whole durable state anew.

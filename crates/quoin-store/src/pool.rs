@@ -388,6 +388,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         if result.is_err() {
             return;
         }
+        self.core.ring_synced(ticket);
         if self.core.mark.synced(ticket)
             && let Err(StoreError::Io(fault)) = self.record_mark()
         {

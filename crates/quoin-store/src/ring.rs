@@ -2,8 +2,12 @@
 //! pool. It is mirrored at both ends of the pool and has two halves.
 //!
 //! A half begins with one record that holds the whole state; what changes is appended behind it.
-//! When a half is full, the whole state is written to the other one under the next generation,
-//! and synced before anything follows. A record is one or more blocks; a block counts if either
+//! When half of it is used, the whole state is written ahead to the other one under the next
+//! generation, while records go on to the former; once that is synced, the records that came since
+//! are appended behind it, and the other half is in use. So no request waits for that sync. A state
+//! that was written ahead counts only with a record behind it: the former half has all that it
+//! says, and perhaps more. Where a half is full before, and when a pool is opened, the state is
+//! written and synced before anything follows. A record is one or more blocks; a block counts if either
 //! copy is good, and the first one that is good in neither ends the half (a torn tail). One that the
 //! disk refuses to read ends nothing where the other copy is not good either: what it says may be a
 //! promise, so the ring is not opened.
@@ -15,7 +19,7 @@
 use std::io::IoSlice;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use quoin_core::replica::store::{IoFault, StoreError};
+use quoin_core::replica::store::{IoFault, StoreError, SyncTicket};
 use quoin_core::{BLOCK_SIZE, crc32c, mutant};
 
 use crate::disk::Disk;
@@ -27,12 +31,45 @@ const HEAD: usize = 24;
 const PAYLOAD: usize = BLOCK_SIZE - HEAD;
 const FIRST: u8 = 1;
 const LAST: u8 = 2;
+/// Of a state that was not on media yet when the half before it was still in use.
+const AHEAD: u8 = 4;
 
 pub struct Ring {
     starts: [u64; 2],
     half_blocks: u32,
     generation: u64,
     next: u32,
+    /// Blocks of the state that the half in use begins with.
+    state_blocks: u32,
+    /// Of which a block may be on the disk.
+    generation_max: u64,
+    /// Where the other half may hold records behind a state that does not count.
+    leftovers_from: Option<u32>,
+    ahead: Option<Ahead>,
+    /// What came since a state was written ahead did not fit behind it.
+    ahead_failed: bool,
+    /// What makes the half in use count is on media with this ticket; until then the other one is
+    /// left as it is.
+    counts_with: Option<SyncTicket>,
+}
+
+/// The state in the other half, which is not in use yet.
+struct Ahead {
+    generation: u64,
+    next: u32,
+    /// It is on media with this ticket.
+    with: SyncTicket,
+    /// Records that were appended to the half in use since.
+    since: Vec<u8>,
+}
+
+/// What a half holds.
+#[derive(Default)]
+struct Half {
+    records: Vec<Bytes>,
+    next: u32,
+    state_blocks: u32,
+    is_ahead: bool,
 }
 
 struct RingBlock {
@@ -45,7 +82,18 @@ struct RingBlock {
 impl Ring {
     fn blank(superblock: &Superblock) -> Self {
         let half_blocks = superblock.ring_blocks / 2;
-        Ring { starts: superblock.rings(), half_blocks, generation: 0, next: half_blocks }
+        Ring {
+            starts: superblock.rings(),
+            half_blocks,
+            generation: 0,
+            next: half_blocks,
+            state_blocks: half_blocks,
+            generation_max: 0,
+            leftovers_from: None,
+            ahead: None,
+            ahead_failed: false,
+            counts_with: None,
+        }
     }
 
     /// A ring without records: the first [`Ring::restate`] makes it one.
@@ -76,20 +124,35 @@ impl Ring {
         }
         let mut generations: Vec<u64> = firsts.into_iter().flatten().collect();
         generations.sort_unstable();
+        ring.generation_max = generations.last().copied().unwrap_or_default();
+        let mut ahead = None;
         while let Some(generation) = generations.pop() {
             ring.generation = generation;
-            let records = ring.read_half(disk)?;
-            if records.is_empty() {
+            let half = ring.read_half(disk)?;
+            if half.records.is_empty() {
+                continue;
+            }
+            if half.is_ahead && half.records.len() == 1 && !mutant::is("state-ahead-counts") {
+                ahead = Some((generation, half));
                 continue;
             }
             let other = 1 - generation % 2;
             let is_older = firsts[other as usize].is_some_and(|first| first < generation);
-            if !is_older && ring.was_appended_to(disk, other)? {
+            if ahead.is_none() && !is_older && ring.was_appended_to(disk, other)? {
                 return Err(PoolError::MetadataLost);
             }
-            return Ok((ring, records));
+            ring.leftovers_from = ahead.map(|(_, half): (u64, Half)| half.next);
+            return Ok(ring.found(half));
         }
-        Err(PoolError::MetadataLost)
+        // The half before it is lost, and had nothing that is known to be newer.
+        let (generation, half) = ahead.ok_or(PoolError::MetadataLost)?;
+        ring.generation = generation;
+        Ok(ring.found(half))
+    }
+
+    fn found(mut self, half: Half) -> (Self, Vec<Bytes>) {
+        (self.next, self.state_blocks) = (half.next, half.state_blocks);
+        (self, half.records)
     }
 
     /// Whether a half holds a record behind its first one that is newer than this generation.
@@ -115,9 +178,8 @@ impl Ring {
         refused.map_or(Ok(false), Err)
     }
 
-    fn read_half<D: Disk>(&mut self, disk: &D) -> Result<Vec<Bytes>, IoFault> {
-        let (mut records, mut open) = (Vec::new(), None::<BytesMut>);
-        self.next = 0;
+    fn read_half<D: Disk>(&self, disk: &D) -> Result<Half, IoFault> {
+        let (mut found, mut open) = (Half::default(), None::<BytesMut>);
         for index in 0..self.half_blocks {
             let half = self.generation % 2;
             let Some(block) = self.read_block(disk, half, index, Some(self.generation))? else {
@@ -131,11 +193,15 @@ impl Ring {
             if block.flags & LAST != 0
                 && let Some(record) = open.take()
             {
-                records.push(record.freeze());
-                self.next = index + 1;
+                found.records.push(record.freeze());
+                found.next = index + 1;
+                if found.records.len() == 1 {
+                    found.state_blocks = found.next;
+                    found.is_ahead = block.flags & AHEAD != 0;
+                }
             }
         }
-        Ok(records)
+        Ok(found)
     }
 
     fn block_of(&self, copy: usize, half: u64, index: u32) -> u64 {
@@ -193,16 +259,36 @@ impl Ring {
 
     /// Appends a record to both copies; `Ok(false)`: no room, restate first.
     pub fn append<D: Disk>(&mut self, disk: &D, record: &[u8]) -> Result<bool, StoreError> {
-        let blocks = record.len().div_ceil(PAYLOAD).max(1) as u32;
+        let blocks = blocks_of(record);
         if self.next + blocks > self.half_blocks {
             return Ok(false);
         }
-        let bytes = encode(record, self.generation, self.next);
-        for copy in 0..2 {
-            write(disk, self.block_of(copy, self.generation % 2, self.next), &bytes)?;
-        }
+        self.put(disk, (self.generation, self.next), record, 0)?;
         self.next += blocks;
+        if let Some(ahead) = &mut self.ahead {
+            ahead.since.extend_from_slice(record);
+        }
         Ok(true)
+    }
+
+    fn put<D: Disk>(
+        &self,
+        disk: &D,
+        (generation, first): (u64, u32),
+        record: &[u8],
+        flags: u8,
+    ) -> Result<(), StoreError> {
+        let bytes = encode(record, generation, first, flags);
+        for copy in 0..2 {
+            write(disk, self.block_of(copy, generation % 2, first), &bytes)?;
+        }
+        Ok(())
+    }
+
+    /// A generation above all, of the half that is not in use.
+    fn next_generation(&self) -> u64 {
+        let next = self.generation_max.max(self.generation) + 1;
+        if next % 2 == self.generation % 2 { next + 1 } else { next }
     }
 
     /// Writes the whole state to the other half, durably.
@@ -210,21 +296,96 @@ impl Ring {
         if state.len() > self.capacity() {
             return Err(StoreError::Full);
         }
-        let before = (self.generation, self.next);
-        (self.generation, self.next) = (self.generation + 1, 0);
-        let written = self.append(disk, state).and_then(|_| disk.sync().map_err(StoreError::Io));
-        if written.is_err() {
-            (self.generation, self.next) = before;
+        let generation = self.next_generation();
+        if self.counts_with.is_some() {
+            disk.sync().map_err(StoreError::Io)?;
         }
-        written
+        if let Some(from) = self.leftovers_from {
+            self.remove_leftovers(disk, generation % 2, from)?;
+        }
+        (self.generation_max, self.ahead) = (generation, None);
+        self.put(disk, (generation, 0), state, 0)?;
+        disk.sync().map_err(StoreError::Io)?;
+        self.in_use(generation, blocks_of(state), 0);
+        Ok(())
     }
+
+    fn in_use(&mut self, generation: u64, state_blocks: u32, more_blocks: u32) {
+        (self.generation, self.next) = (generation, state_blocks + more_blocks);
+        (self.state_blocks, self.ahead_failed) = (state_blocks, false);
+        (self.leftovers_from, self.counts_with) = (None, None);
+    }
+
+    /// Whether the state is to be written ahead now: half of the room behind the state is used.
+    pub fn is_restatement_due(&self) -> bool {
+        let (room, left) = (self.half_blocks - self.state_blocks, self.half_blocks - self.next);
+        let may = self.ahead.is_none() && !self.ahead_failed && self.leftovers_from.is_none();
+        may && self.counts_with.is_none() && left < room / 2
+    }
+
+    /// Writes the whole state to the other half, which is in use once [`Ring::synced`] is told of
+    /// the ticket `with`.
+    pub fn restate_ahead<D: Disk>(
+        &mut self,
+        disk: &D,
+        state: &[u8],
+        with: SyncTicket,
+    ) -> Result<(), StoreError> {
+        let (generation, next) = (self.next_generation(), blocks_of(state));
+        if next >= self.half_blocks {
+            self.ahead_failed = true;
+            return Ok(());
+        }
+        self.generation_max = generation;
+        self.put(disk, (generation, 0), state, AHEAD)?;
+        self.ahead = Some(Ahead { generation, next, with, since: Vec::new() });
+        Ok(())
+    }
+
+    /// Everything up to this ticket is on media. `request` makes a ticket for what is written then.
+    pub fn synced<D: Disk>(
+        &mut self,
+        disk: &D,
+        ticket: SyncTicket,
+        request: impl FnOnce() -> SyncTicket,
+    ) -> Result<(), StoreError> {
+        self.counts_with = self.counts_with.filter(|with| *with > ticket);
+        let Some(ahead) = self.ahead.take_if(|ahead| ahead.with <= ticket) else { return Ok(()) };
+        let mut since = &ahead.since[..];
+        if mutant::is("records-behind-a-state-ahead-left-out") {
+            since = &[];
+        }
+        let more = blocks_of(since);
+        if ahead.next + more > self.half_blocks {
+            self.ahead_failed = true;
+            return Ok(());
+        }
+        self.put(disk, (ahead.generation, ahead.next), since, 0)?;
+        self.in_use(ahead.generation, ahead.next, more);
+        self.counts_with = Some(request());
+        Ok(())
+    }
+
+    /// Takes away records behind a state that does not count: once another state is written before
+    /// them, they would tell that it was whole. The state itself stays whole until they are gone.
+    fn remove_leftovers<D: Disk>(&self, disk: &D, half: u64, from: u32) -> Result<(), StoreError> {
+        let zeroes = vec![0; BLOCK_SIZE];
+        for (index, copy) in (from..self.half_blocks).flat_map(|index| [(index, 0), (index, 1)]) {
+            write(disk, self.block_of(copy, half, index), &zeroes)?;
+        }
+        disk.sync().map_err(StoreError::Io)
+    }
+}
+
+fn blocks_of(record: &[u8]) -> u32 {
+    record.len().div_ceil(PAYLOAD).max(1) as u32
 }
 
 fn write<D: Disk>(disk: &D, block: u64, bytes: &[u8]) -> Result<(), StoreError> {
     disk.write_at(block * BLOCK_SIZE as u64, &[IoSlice::new(bytes)]).map_err(StoreError::Io)
 }
 
-fn encode(record: &[u8], generation: u64, first: u32) -> Vec<u8> {
+fn encode(record: &[u8], generation: u64, first: u32, flags: u8) -> Vec<u8> {
     let chunks: Vec<&[u8]> =
         if record.is_empty() { vec![record] } else { record.chunks(PAYLOAD).collect() };
     let mut out = Vec::with_capacity(chunks.len() * BLOCK_SIZE);
@@ -236,7 +397,7 @@ fn encode(record: &[u8], generation: u64, first: u32) -> Vec<u8> {
         out.put_u64_le(generation);
         out.put_u32_le(first + i as u32);
         out.put_u16_le(chunk.len() as u16);
-        out.put_u8(last | if i == 0 { FIRST } else { 0 });
+        out.put_u8(flags | last | if i == 0 { FIRST } else { 0 });
         out.put_u8(0);
         out.extend_from_slice(chunk);
         out.resize(start + BLOCK_SIZE, 0);
@@ -296,6 +457,99 @@ mod tests {
         }
         let (_, found) = Ring::open(&disk, &superblock).expect("the mirror");
         assert_eq!(found, expected);
+    }
+
+    /// A state that says how many records there were, in three blocks.
+    fn counted(count: u64) -> Vec<u8> {
+        count.to_le_bytes().repeat(1200)
+    }
+
+    /// How many records a ring holds, which are numbered: states and records must continue each
+    /// other.
+    fn count(found: &[Bytes]) -> u64 {
+        let numbers = |bytes: &Bytes| -> Vec<u64> {
+            bytes.chunks(8).map(|b| u64::from_le_bytes(b.try_into().expect("8 bytes"))).collect()
+        };
+        let state = numbers(&found[0]);
+        assert!(state.len() == 1200 && state.iter().all(|n| *n == state[0]), "a whole state");
+        let all = found[1..].iter().flat_map(numbers);
+        all.fold(state[0], |count, number| {
+            assert_eq!(number, count + 1, "a record is missing or stands twice");
+            number
+        })
+    }
+
+    fn write_and_cut_power(seed: u64) {
+        let mut state = seed;
+        let mut below = |limit: u64| {
+            // SplitMix64.
+            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            (mixed ^ (mixed >> 31)) % limit
+        };
+        let (disk, superblock, mut ring) = ring();
+        ring.restate(&disk, &counted(0)).expect("a restatement");
+        let (mut last, mut acknowledged, mut tickets) = (0, 0, 0);
+        let mut under_way = None;
+        for _ in 0..400 {
+            match below(100) {
+                // What is appended while a sync is under way is not acknowledged with it.
+                0..=19 => match under_way.take() {
+                    None => {
+                        disk.sync().expect("a sync");
+                        under_way = Some((last, SyncTicket(tickets)));
+                    }
+                    Some((began, ticket)) => {
+                        acknowledged = began.max(acknowledged);
+                        tickets += 1;
+                        let with = SyncTicket(tickets);
+                        ring.synced(&disk, ticket, || with).expect("a write");
+                    }
+                },
+                20..=25 => {
+                    under_way = None;
+                    // An open restates what it finds, and may be cut off at any write of that.
+                    loop {
+                        disk.power_cut(|| below(2) == 0);
+                        let (found, records) = Ring::open(&disk, &superblock).expect("a ring");
+                        let back = count(&records);
+                        assert!(
+                            back >= acknowledged && back <= last,
+                            "{back} are back of {acknowledged} to {last}"
+                        );
+                        (ring, last) = (found, back);
+                        disk.fail_after((below(2) == 0).then_some(below(10)));
+                        if ring.restate(&disk, &counted(last)).is_ok() {
+                            break;
+                        }
+                    }
+                    disk.fail_after(None);
+                    acknowledged = last;
+                }
+                _ => {
+                    let many = if below(4) == 0 { 1 + below(6000) } else { 1 };
+                    let record: Vec<u8> =
+                        (last + 1..=last + many).flat_map(u64::to_le_bytes).collect();
+                    last += many;
+                    if !ring.append(&disk, &record).expect("a write") {
+                        ring.restate(&disk, &counted(last)).expect("a restatement");
+                        acknowledged = last;
+                    } else if ring.is_restatement_due() {
+                        tickets += 1;
+                        let with = SyncTicket(tickets);
+                        ring.restate_ahead(&disk, &counted(last), with).expect("a write");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_power_cut_at_any_moment_of_a_restatement_loses_nothing_that_was_synced() {
+        for seed in 0..300 {
+            write_and_cut_power(seed);
+        }
     }
 
     #[test]

@@ -6,6 +6,8 @@ use common::{BLOCKS, GUID, options};
 use quoin_core::Epoch;
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
 use quoin_store::{Disk, MemoryDisk, Pool, PoolError, ReplicaPool};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 /// Where the blocks of the metadata ring lie, as what they say of themselves: (generation, index,
 /// block), each in two places.
@@ -91,4 +93,55 @@ fn a_record_of_the_ring_that_one_copy_refuses_and_the_other_lost_is_an_error_and
     disk.break_block(first + 1);
     let mut pool = Pool::open(disk, options()).expect("a sound ring");
     assert_eq!(pool.replica(GUID).expect("it").meta().promised, Epoch(9));
+}
+
+/// Promises of a replica through many turns of the ring, with power cuts at any moment.
+fn promise_and_cut_power(seed: u64) {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let (disk, mut pool) = common::new_pool(8 << 20);
+    pool.create(common::identity(GUID), ReplicaMeta::default(), BLOCKS).expect("room");
+    pool.request_sync();
+    common::sync(&mut pool);
+    let (mut promised, mut acknowledged) = (0, 0);
+    let mut under_way = None;
+    for _ in 0..1500 {
+        match random.random_range(0..100) {
+            0..10 => match under_way.take() {
+                None => {
+                    under_way = pool.sync_wanted().map(|ticket| (ticket, promised));
+                    disk.sync().expect("a sync");
+                }
+                Some((ticket, before)) => {
+                    pool.sync_finished(ticket, Ok(()));
+                    acknowledged = before;
+                }
+            },
+            10..12 => {
+                under_way = None;
+                disk.power_cut(|| random.random_bool(0.5));
+                pool = Pool::open(disk.clone(), options()).expect("a pool");
+                let found = pool.replica(GUID).expect("it").meta().promised.0;
+                assert!(
+                    (acknowledged..=promised).contains(&found),
+                    "epoch {found} of {acknowledged} to {promised}"
+                );
+                (promised, acknowledged) = (found, found);
+            }
+            _ => {
+                promised += 1;
+                let mut replica = pool.replica(GUID).expect("it");
+                let meta = ReplicaMeta { promised: Epoch(promised), ..replica.meta().clone() };
+                replica.put_meta(meta).expect("a promise");
+                pool.request_sync();
+            }
+        }
+    }
+}
+
+/// Records that come while the state is written to the other half are in neither half alone.
+#[test]
+fn no_promise_is_lost_by_a_power_cut_while_the_ring_is_stated_anew() {
+    for seed in 0..40 {
+        promise_and_cut_power(seed);
+    }
 }
