@@ -5,7 +5,7 @@
 //! that directory would be against the interface's rules.
 
 use std::io::ErrorKind;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use tokio::net::UnixListener;
@@ -69,7 +69,8 @@ impl Drop for Socket {
     }
 }
 
-/// Binds and listens. Readable and writable for its owner and group.
+/// Binds and listens; the directory is made where it is missing, as after a restart of the host where
+/// it is in memory. Readable and writable for its owner and group.
 ///
 /// # Errors
 /// See [`EndpointError`].
@@ -77,6 +78,13 @@ pub async fn listen(path: &Path) -> Result<(UnixListener, Socket), EndpointError
     let failed = |operation: &'static str| {
         move |source| EndpointError::Io { operation, path: path.to_owned(), source }
     };
+    if let Some(directory) = path.parent() {
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o750)
+            .create(directory)
+            .map_err(failed("making the directory of"))?;
+    }
     match std::fs::symlink_metadata(path) {
         Ok(present) if !present.file_type().is_socket() => {
             return Err(EndpointError::NotASocket(path.to_owned()));
@@ -143,7 +151,16 @@ mod tests {
         std::fs::write(&path, "precious").unwrap();
         assert!(matches!(listen(&path).await, Err(EndpointError::NotASocket(_))));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
-        let missing = directory.path().join("none/csi.sock");
-        assert!(matches!(listen(&missing).await, Err(EndpointError::Io { .. })));
+        let below_a_file = path.join("csi.sock");
+        assert!(matches!(listen(&below_a_file).await, Err(EndpointError::Io { .. })));
+    }
+
+    #[tokio::test]
+    async fn the_sockets_directory_is_made_where_it_is_missing_and_closed_to_other_users() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("run/csi/csi.sock");
+        let _served = listen(&path).await.unwrap();
+        let mode = std::fs::metadata(path.parent().unwrap()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o007, 0, "{mode:o}");
     }
 }
