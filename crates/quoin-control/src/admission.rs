@@ -106,7 +106,7 @@ impl Controller {
         }
         let record = self.members.get(&name_of(peer.role, &peer.name));
         match worth(record.as_deref(), &member.key_hash) {
-            Worth::Removed => Err(Error::Denied(format!(
+            Worth::Removed => Err(Error::Removed(format!(
                 "{peer} was removed from the cluster: to come back, it joins with a new token and an \
                  empty --state directory"
             ))),

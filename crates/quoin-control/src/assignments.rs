@@ -115,6 +115,7 @@ impl Controller {
             maintenance: volume.attachments.is_empty(),
             verify: self.verify_order(volume.id.0),
             membership_version: volume.membership.version,
+            device: volume.attachments.iter().any(|a| a.node == node && a.device),
         };
         // What is served is served on until the records rule again.
         let rules = self.check_ruling().is_ok();

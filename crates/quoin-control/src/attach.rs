@@ -22,6 +22,8 @@ pub struct Publish {
     /// Whether the publisher would share it with other nodes.
     pub multi_node: bool,
     pub usage: String,
+    /// The node is to make a block device of it.
+    pub device: bool,
 }
 
 impl Controller {
@@ -125,9 +127,13 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish) -> Result<bool, Error> {
         node: publish.node.clone(),
         read_only: publish.read_only,
         usage: publish.usage.clone(),
+        device: publish.device,
     };
-    if let Some(has) = volume.attachments.iter().find(|a| a.node == publish.node) {
-        if *has == wanted {
+    if let Some(has) = volume.attachments.iter_mut().find(|a| a.node == publish.node) {
+        // A device may be asked for later, and is not taken away by being asked for no more.
+        let with_device = has.device || wanted.device;
+        if (AttachmentRecord { device: wanted.device, ..has.clone() }) == wanted {
+            has.device = with_device;
             return Ok(false);
         }
         let name = format!("{} on node {}", volume.spec.name, publish.node);

@@ -48,6 +48,10 @@ pub enum Error {
     #[error("{0}")]
     Denied(String),
 
+    /// The caller was a member once and is to end.
+    #[error("{0}")]
+    Removed(String),
+
     #[error("{0}")]
     Unauthenticated(String),
 
@@ -124,7 +128,7 @@ impl Error {
             Self::Exhausted(_) => Code::ResourceExhausted,
             Self::Busy(_) => Code::Unavailable,
             Self::Aborted(_) => Code::Aborted,
-            Self::Denied(_) => Code::PermissionDenied,
+            Self::Denied(_) | Self::Removed(_) => Code::PermissionDenied,
             Self::Unauthenticated(_) => Code::Unauthenticated,
             Self::Identity(error) => match error {
                 quoin_identity::Error::RotationUnderWay(_) => Code::FailedPrecondition,
@@ -150,6 +154,10 @@ impl Error {
 
 impl From<Error> for Status {
     fn from(error: Error) -> Self {
-        Status::new(error.code(), error.to_string())
+        let mut status = Status::new(error.code(), error.to_string());
+        if let Error::Removed(_) = error {
+            quoin_identity::mark_removed(&mut status);
+        }
+        status
     }
 }

@@ -30,6 +30,7 @@ mod metrics;
 mod observed;
 pub mod placement;
 pub mod policy;
+mod reach;
 mod rebalance;
 mod reconcile;
 #[cfg(test)]

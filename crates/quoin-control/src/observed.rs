@@ -11,6 +11,7 @@ use tokio::time::Instant;
 
 use crate::dying::Wear;
 use crate::heal::Looks;
+use crate::reach::Reach;
 
 /// What a pool says of a replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -88,6 +89,15 @@ pub struct VolumeSeen {
     pub membership_version: u64,
     /// What it was given and holds; `None`: it did not say.
     pub goes_by: Option<Arc<GoesBy>>,
+    pub device: DeviceSeen,
+}
+
+/// The block device that its node made of it, where one was asked for.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct DeviceSeen {
+    pub path: String,
+    pub message: String,
+    pub refused: bool,
 }
 
 /// All of it.
@@ -113,6 +123,8 @@ pub struct Observed {
     pub verifying: HashMap<VolumeId, Verification>,
     /// What self-healing remembers.
     pub looks: Looks,
+    /// Which pools are reached where they say they are.
+    pub reach: Reach,
 }
 
 impl Observed {
@@ -130,13 +142,27 @@ impl Observed {
             wear: HashMap::new(),
             verifying: HashMap::new(),
             looks: Looks::default(),
+            reach: Reach::default(),
         }
     }
 
-    /// The pool, if it is heard of and well.
+    /// The pool, if it is heard of, well, and reached where it says it is.
     pub fn online_pool(&self, name: &str, offline_after: Duration) -> Option<&PoolSeen> {
+        let starting = self.starting(offline_after);
+        self.heard_pool(name, offline_after)
+            .filter(|_| self.reach.why_not(name, starting).is_none())
+    }
+
+    /// The pool, if it is heard of and well, whether or not anybody reaches it.
+    pub fn heard_pool(&self, name: &str, offline_after: Duration) -> Option<&PoolSeen> {
         let alive = |seen: &&PoolSeen| !seen.leaving && seen.last.elapsed() < offline_after;
         self.pools.get(name).filter(alive).filter(|seen| seen.error.is_empty())
+    }
+
+    /// Why a pool that is heard of is of no use; `None`: it is, or it is not heard of.
+    pub fn unreachable(&self, name: &str, offline_after: Duration) -> Option<&str> {
+        self.heard_pool(name, offline_after)?;
+        self.reach.why_not(name, self.starting(offline_after))
     }
 
     pub fn node_online(&self, name: &str, offline_after: Duration) -> bool {

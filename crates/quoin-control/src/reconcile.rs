@@ -158,7 +158,7 @@ impl Controller {
                 return;
             }
             for pool in self.pools.list() {
-                if observed.online_pool(&pool.name, after).is_none()
+                if observed.heard_pool(&pool.name, after).is_none()
                     && observed.absent.insert(("pool", pool.name.clone()))
                 {
                     absent.push((Object::new("pool", &pool.pool_id, &pool.name), "PoolOffline"));

@@ -88,6 +88,7 @@ pub(crate) fn volume() -> VolumeRecord {
             node: "node-1".into(),
             read_only: false,
             usage: "mount".into(),
+            device: false,
         }],
         owner: Some("node-1".into()),
         epoch: 7,

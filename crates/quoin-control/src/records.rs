@@ -268,6 +268,9 @@ pub struct AttachmentRecord {
     pub read_only: bool,
     /// As the publisher gave it.
     pub usage: String,
+    /// The node is to make a block device of it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub device: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

@@ -16,8 +16,9 @@ use crate::records::{MemberOfCluster, VolumePhase, VolumeRecord};
 const NAMES_MAX: usize = 5;
 
 impl Controller {
-    /// Removes a pool that is offline and that no volume needs.
-    pub async fn remove_pool(&self, name: &str) -> Result<(), Error> {
+    /// Removes a pool that is offline and that no volume needs; with `force` also one that may be
+    /// online still.
+    pub async fn remove_pool(&self, name: &str, force: bool) -> Result<(), Error> {
         self.check_ruling()?;
         // No volume is placed on it meanwhile.
         let _one_at_a_time = self.creating.lock().await;
@@ -26,11 +27,12 @@ impl Controller {
         let online = {
             let observed = self.observed();
             observed.starting(self.settings.offline_after) && !observed.pools.contains_key(name)
-                || observed.online_pool(name, self.settings.offline_after).is_some()
+                || observed.heard_pool(name, self.settings.offline_after).is_some()
         };
-        if online {
+        if online && !force {
             return Err(Error::Precondition(format!(
-                "pool {name:?} is online, or may be: stop its process first"
+                "pool {name:?} is online, or may be: stop its process first; one that has ended is \
+                 removed with --wait, as soon as it is known to be offline, or at once with --force"
             )));
         }
         let volumes = self.volumes.list();
@@ -65,6 +67,7 @@ impl Controller {
             let mut observed = self.observed();
             observed.pools.remove(name);
             observed.absent.remove(&("pool", name.to_owned()));
+            observed.reach.forget(name);
         }
         let about = Object::new("pool", &pool.pool_id, name);
         self.events.record(Severity::Normal, about, "PoolRemoved", "it is no member any more");
@@ -72,8 +75,8 @@ impl Controller {
         self.reconcile().await
     }
 
-    /// Removes a node that is offline and has no volume attached.
-    pub async fn remove_node(&self, name: &str) -> Result<(), Error> {
+    /// Removes a node that is offline and has no volume attached; `force` as of a pool.
+    pub async fn remove_node(&self, name: &str, force: bool) -> Result<(), Error> {
         self.check_ruling()?;
         let shown: String = name.chars().take(160).collect();
         self.nodes.get(name).ok_or_else(|| Error::missing("node", shown))?;
@@ -95,9 +98,11 @@ impl Controller {
             observed.starting(self.settings.offline_after) && !observed.nodes.contains_key(name)
                 || observed.node_online(name, self.settings.offline_after)
         };
-        if online {
+        if online && !force {
             return Err(Error::Precondition(format!(
-                "node {name:?} is online, or may be: stop its processes (node and target) first"
+                "node {name:?} is online, or may be: stop its processes (target and node) first; one \
+                 whose processes have ended is removed with --wait, as soon as it is known to be \
+                 offline, or at once with --force"
             )));
         }
         self.expel(Role::Node, name).await?;

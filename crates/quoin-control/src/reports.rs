@@ -12,7 +12,9 @@ use tokio::time::Instant;
 use crate::Error;
 use crate::controller::{Controller, about};
 use crate::events::{Object, Severity};
-use crate::observed::{NodeSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen};
+use crate::observed::{
+    DeviceSeen, NodeSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
+};
 use crate::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 
 /// Replicas in one pool, and so in one report.
@@ -84,7 +86,10 @@ impl Controller {
         let (changed, back) = {
             let mut observed = self.observed();
             let was_online =
-                observed.online_pool(&report.pool, self.settings.offline_after).is_some();
+                observed.heard_pool(&report.pool, self.settings.offline_after).is_some();
+            if !report.leaving {
+                observed.reach.told(&report.pool, &report.address);
+            }
             let back = observed.absent.remove(&("pool", report.pool.clone()));
             // A pool that is busy opening says that it lives, and nothing of what it holds.
             if report.start_counter == 0
@@ -184,6 +189,11 @@ impl Controller {
                 start_nonce: counts.nonce,
                 mark: counts.mark,
                 scrub_request,
+                // One that leaves before it reached the controller does not know its own.
+                address: match record.address.is_empty() {
+                    true => std::mem::take(&mut pool.address),
+                    false => record.address.clone(),
+                },
                 ..record.clone()
             };
             Ok(news)
@@ -212,7 +222,12 @@ impl Controller {
             self.events.record(Severity::Normal, about.clone(), "NodeAdded", "it reports");
         }
         let change = |node: &mut NodeRecord| {
-            *node = record.clone();
+            // CSI knows none; the target does.
+            let address = match record.address.is_empty() {
+                true => std::mem::take(&mut node.address),
+                false => record.address.clone(),
+            };
+            *node = NodeRecord { address, ..record.clone() };
             Ok(())
         };
         self.nodes.update(&report.node, change).await?;
@@ -221,16 +236,51 @@ impl Controller {
             let holds = volume.owner.as_deref() == Some(report.node.as_str());
             used || holds || volume.holder == report.node
         });
-        let seen = NodeSeen { last: Instant::now(), leaving: report.leaving };
+        self.node_lives(about, report.leaving);
+        Ok(())
+    }
+
+    /// A target lives: its node is one that volumes can be attached to, and online. What CSI tells of
+    /// the node beside that stays as it was told.
+    pub async fn report_target(&self, report: &api::TargetReport) -> Result<(), Error> {
+        quoin_identity::check_name("node", &report.node)?;
+        short("address", &report.address)?;
+        short("version", &report.version)?;
+        let record = NodeRecord {
+            name: report.node.clone(),
+            address: report.address.clone(),
+            topology: BTreeMap::new(),
+            volumes_max: 0,
+            version: report.version.clone(),
+        };
+        let about = Object::new("node", &report.node, &report.node);
+        if self.nodes.get(&report.node).is_none()
+            && self.nodes.create(record.clone()).await?.is_ok()
+        {
+            self.events.record(Severity::Normal, about.clone(), "NodeAdded", "its target reports");
+        }
+        let change = |node: &mut NodeRecord| {
+            if !record.address.is_empty() {
+                node.address.clone_from(&record.address);
+            }
+            node.version.clone_from(&record.version);
+            Ok(())
+        };
+        self.nodes.update(&report.node, change).await?;
+        self.node_lives(about, false);
+        Ok(())
+    }
+
+    fn node_lives(&self, about: Object, leaving: bool) {
+        let seen = NodeSeen { last: Instant::now(), leaving };
         let back = {
             let mut observed = self.observed();
-            observed.nodes.insert(report.node.clone(), seen);
-            observed.absent.remove(&("node", report.node.clone()))
+            observed.nodes.insert(about.name.clone(), seen);
+            observed.absent.remove(&("node", about.name.clone()))
         };
-        if back && !report.leaving {
+        if back && !leaving {
             self.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
         }
-        Ok(())
     }
 
     /// Takes a target's report in; the answer is a fresh grant where the target may have one.
@@ -239,6 +289,8 @@ impl Controller {
         quoin_identity::check_name("node", &report.node)?;
         short("state", &report.state)?;
         short("waiting_for", &report.waiting_for)?;
+        short("device", &report.device)?;
+        short("device_message", &report.device_message)?;
         self.check_ruling()?;
         let record = self
             .volumes
@@ -259,6 +311,9 @@ impl Controller {
         }
         if !report.nbd_uri.is_empty() && !is_nbd_uri(&report.nbd_uri) {
             return Err(Error::invalid("nbd_uri", "an nbd:// or nbds:// address of printed ASCII"));
+        }
+        if !report.device.is_empty() && !is_device(&report.device) {
+            return Err(Error::invalid("device", "an absolute path of printed ASCII"));
         }
         let goes_by = report.goes_by.as_ref().map(goes_by).transpose()?;
         let progress = |progress: &api::ReplicaProgress| {
@@ -284,6 +339,11 @@ impl Controller {
                 .map(|guid| id("silent", guid))
                 .collect::<Result<_, Error>>()?,
             goes_by,
+            device: DeviceSeen {
+                path: report.device.clone(),
+                message: report.device_message.clone(),
+                refused: report.device_refused,
+            },
         };
         let confirms = (report.epoch, report.membership_version)
             == (record.epoch, record.membership.version)
@@ -299,6 +359,7 @@ impl Controller {
             let alive = NodeSeen { last: Instant::now(), leaving: false };
             observed.nodes.insert(report.node.clone(), alive);
         }
+        self.pools_are_served(connected(&record, report));
         self.announce_health(&record);
         if let Some(verification) = &report.verification {
             self.verification_reported(&record, verification).await?;
@@ -371,6 +432,20 @@ impl Controller {
     }
 }
 
+/// The pools of the replicas to which a target has a connection.
+fn connected<'a>(
+    volume: &'a VolumeRecord,
+    report: &'a VolumeReport,
+) -> impl Iterator<Item = &'a str> {
+    let is_there = |progress: &&api::ReplicaProgress| {
+        ["in-sync", "catching-up", "rebuilding"].contains(&progress.state.as_str())
+    };
+    report.replicas.iter().filter(is_there).filter_map(|progress| {
+        let of_it = |replica: &&ReplicaRecord| replica.guid.0.to_string() == progress.guid;
+        volume.replicas.iter().find(of_it).map(|replica| replica.pool.as_str())
+    })
+}
+
 /// What a target tells of pools that it does not reach any more.
 const LETS_GO: [&str; 2] = ["Waiting", "ReplicaDropped"];
 
@@ -422,6 +497,11 @@ fn goes_by(told: &api::GoesBy) -> Result<Arc<api::GoesBy>, Error> {
 fn is_nbd_uri(text: &str) -> bool {
     let scheme = text.starts_with("nbd://") || text.starts_with("nbds://");
     scheme && text.len() <= 1024 && text.bytes().all(|byte| byte.is_ascii_graphic())
+}
+
+/// As of [`is_nbd_uri`]: file systems are made on what it names.
+fn is_device(text: &str) -> bool {
+    text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
 fn replica_seen(report: &ReplicaReport) -> Result<(quoin_core::ReplicaGuid, ReplicaSeen), Error> {

@@ -291,7 +291,9 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         agents = agents.as_ref().and_then(|agents| agents.local_addr().ok()).map(tracing::field::display),
         "serving; pools and nodes connect to the address `agents`, if there is one"
     );
+    let dialling = tokio::spawn(controller.clone().keep_dialling(shutdown.clone()));
     let served = serve(controller.clone(), admin, agents, shutdown).await;
+    dialling.abort();
     let _ = std::fs::remove_file(&options.admin_socket);
     controller.events().flush().await?;
     served

@@ -94,7 +94,7 @@ impl Controller {
             };
             ReplicaStatus { phase, message, known, bad_blocks, gone: false, lags: false }
         };
-        let gone = |message| ReplicaStatus { gone: true, ..status("Offline", message) };
+        let gone = |message: &str| ReplicaStatus { gone: true, ..status("Offline", message) };
         let lags = |phase, message| ReplicaStatus { lags: true, ..status(phase, message) };
         let pool = &replica.pool;
         let progress = serving.and_then(|serving| serving.replicas.get(&replica.guid.0));
@@ -109,9 +109,13 @@ impl Controller {
             // It may only be the pool's reports that do not come, or not yet.
             let reached = progress.is_some_and(|progress| progress.state != "disconnected");
             let unheard = observed.starting(after) && !observed.pools.contains_key(pool);
+            let message = match observed.unreachable(pool, after) {
+                Some(why) => format!("its pool is unreachable: {why}"),
+                None => "its pool is offline".to_owned(),
+            };
             return match reached || unheard {
-                true => status("Offline", "its pool is offline"),
-                false => gone("its pool is offline"),
+                true => status("Offline", &message),
+                false => gone(&message),
             };
         };
         let held = seen.replicas.get(&replica.guid.0);
@@ -251,6 +255,8 @@ impl Controller {
             None if online => ("Attaching", "the node's target opens it".to_owned()),
             None => ("Attaching", format!("node {} is offline", attachment.node)),
         };
+        let of_node = serving.filter(|seen| seen.node == attachment.node && attachment.device);
+        let device = of_node.map(|seen| seen.device.clone()).unwrap_or_default();
         let context = [("volumeId", volume.id.0.to_string()), ("node", attachment.node.clone())];
         api::Attachment {
             volume_id: volume.id.0.to_string(),
@@ -264,6 +270,9 @@ impl Controller {
                 .filter(|seen| seen.node == attachment.node)
                 .map(|seen| seen.nbd_uri.clone())
                 .unwrap_or_default(),
+            device: device.path,
+            device_message: device.message,
+            device_refused: device.refused,
         }
     }
 
@@ -361,6 +370,7 @@ impl Controller {
         let message = |pool: &PoolRecord| {
             let seen = observed.pools.get(&pool.name);
             let online = observed.online_pool(&pool.name, self.settings.offline_after).is_some();
+            let unreachable = observed.unreachable(&pool.name, self.settings.offline_after);
             let (capacity, used) = seen.map_or((0, 0), |s| (s.capacity_bytes, s.used_bytes));
             let dying = self.why_dying(&pool.name).unwrap_or_default();
             let (state, message) = match seen {
@@ -369,6 +379,9 @@ impl Controller {
                 }
                 Some(seen) if !seen.error.is_empty() => ("Failed", seen.error.as_str()),
                 Some(seen) if seen.leaving => ("Offline", "it was shut down"),
+                Some(_) if unreachable.is_some() => {
+                    ("Unreachable", unreachable.unwrap_or_default())
+                }
                 Some(_) if !online => ("Offline", "it has not reported for a while"),
                 Some(seen) if seen.free_bytes == 0 => match seen.warning.as_str() {
                     "" => ("Full", "no bytes are free"),

@@ -280,6 +280,12 @@ impl Controller {
                 _ if pool.rolled_back => "an older state of its disk came back".to_owned(),
                 (_, Some(_)) => cordon.to_owned(),
                 (Some(seen), None) if !seen.error.is_empty() => format!("failed: {}", seen.error),
+                (Some(_), None) if observed.unreachable(&pool.name, after).is_some() => {
+                    format!(
+                        "unreachable: {}",
+                        observed.unreachable(&pool.name, after).unwrap_or("")
+                    )
+                }
                 _ => "offline".to_owned(),
             };
             // A pool that is opening has told nothing of its room yet.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_identity::Identity;
+use quoin_identity::{Identity, is_of_removed};
 use quoin_node::{AttachProcess, Attacher, HostOptions, NodeHost};
 use quoin_proto::control::NodeReport;
 use quoin_proto::control::agent_client::AgentClient;
@@ -97,6 +97,9 @@ pub enum Error {
     Node(#[from] quoin_node::Error),
     #[error("serving CSI: {0}")]
     Serve(#[from] tonic::transport::Error),
+    /// The controller's word, with the way back.
+    #[error("{0}")]
+    Removed(String),
     #[error("{path} cannot be made absolute: {source}")]
     Path { path: PathBuf, source: std::io::Error },
 }
@@ -150,28 +153,31 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     let controller = options.controller;
     let stop = shutdown.clone();
     let renewal = tokio::spawn(async move { identity.keep_renewed(controller, stop).await });
-    let heartbeat = tokio::spawn(keep_reporting(
+    let mut heartbeat = tokio::spawn(keep_reporting(
         channel,
         report,
         plugin.clone(),
         options.metrics,
         shutdown.clone(),
     ));
-    let served = plugin.serve(listener, shutdown).await;
+    let ended = tokio::select! {
+        served = plugin.serve(listener, shutdown) => served.map_err(Error::from),
+        Some(why) = async { (&mut heartbeat).await.ok().flatten() } => Err(Error::Removed(why)),
+    };
     renewal.abort();
     heartbeat.abort();
-    Ok(served?)
+    ended
 }
 
 /// Says that the node is there, until `shutdown`. One that cannot be told is told again with
-/// the next beat; its loss is logged once.
+/// the next beat; its loss is logged once. Gives the controller's word that the node was removed.
 async fn keep_reporting(
     channel: Channel,
     report: NodeReport,
     plugin: Plugin,
     metrics: Metrics,
     mut shutdown: watch::Receiver<bool>,
-) {
+) -> Option<String> {
     let mut client = AgentClient::new(channel);
     let mut was_heard = true;
     loop {
@@ -188,6 +194,7 @@ async fn keep_reporting(
                 was_heard = true;
             }
             Ok(_) => {}
+            Err(status) if is_of_removed(&status) => return Some(status.message().to_owned()),
             Err(status) if was_heard => {
                 let (code, message) = (status.code(), status.message());
                 tracing::warn!(?code, message, "the controller does not hear this node; trying on");
@@ -197,7 +204,7 @@ async fn keep_reporting(
         }
         tokio::select! {
             () = tokio::time::sleep(REPORT_EVERY) => {}
-            _ = shutdown.wait_for(|stop| *stop) => return,
+            _ = shutdown.wait_for(|stop| *stop) => return None,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! gRPC channels: to the controller over mutual TLS, and over unix sockets without.
 
 use std::io;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixListener, UnixStream};
+use tokio::sync::watch;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::server::Connected;
@@ -31,12 +33,69 @@ impl Identity {
         self.channel_to(controller_addr, Expected::Role(Role::Controller))
     }
 
+    /// As [`Identity::channel`], and the address of this host that its connection comes from:
+    /// `None` until the first connection.
+    pub fn channel_with_source(
+        &self,
+        controller_addr: &str,
+    ) -> Result<(Channel, watch::Receiver<Option<IpAddr>>), Error> {
+        let (source, known) = watch::channel(None);
+        let expected = Expected::Role(Role::Controller);
+        Ok((self.channel_telling(controller_addr, expected, source)?, known))
+    }
+
     /// As [`Identity::channel`], to any member.
     pub fn channel_to(&self, address: &str, expected: Expected) -> Result<Channel, Error> {
+        self.channel_telling(address, expected, watch::channel(None).0)
+    }
+
+    fn channel_telling(
+        &self,
+        address: &str,
+        expected: Expected,
+        source: watch::Sender<Option<IpAddr>>,
+    ) -> Result<Channel, Error> {
+        let connect = connector(self.grpc_config(expected)?, address, source);
+        Ok(endpoint(address)?.connect_with_connector_lazy(service_fn(move |_| connect())))
+    }
+
+    /// As [`Identity::channel`], connected at once: a controller that is away, or another than is
+    /// meant, is told now.
+    pub async fn connect(&self, controller_addr: &str) -> Result<Channel, Error> {
+        let config = self.grpc_config(Expected::Role(Role::Controller))?;
+        tls_channel(endpoint(controller_addr)?, config, controller_addr)
+            .await
+            .map_err(|error| Error::unreachable(controller_addr, &error))
+    }
+
+    fn grpc_config(&self, expected: Expected) -> Result<ClientConfig, Error> {
         let mut config = ClientConfig::clone(&*self.client_config(expected)?);
         config.alpn_protocols = vec![b"h2".to_vec()];
-        let connect = connector(config, address);
-        Ok(endpoint(address)?.connect_with_connector_lazy(service_fn(move |_| connect())))
+        Ok(config)
+    }
+
+    /// Connects to a member's data port at `host:port`, has both sides prove themselves, and closes
+    /// the connection again, within `within`. The error says in words what is in the way.
+    pub async fn reaches(
+        &self,
+        address: &str,
+        expected: Expected,
+        within: Duration,
+    ) -> Result<(), String> {
+        // Without a protocol: it is no data connection.
+        let config = self.client_config(expected).map_err(|error| error.to_string())?;
+        let prove = async {
+            let tcp = TcpStream::connect(address).await?;
+            TlsConnector::from(config).connect(tls::server_name(), tcp).await.map(drop)
+        };
+        match tokio::time::timeout(within, prove).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) if error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) => {
+                Err("another process than this member answers there".to_owned())
+            }
+            Ok(Err(error)) => Err(crate::error::root(&error)),
+            Err(_) => Err(format!("no answer within {} s", within.as_secs())),
+        }
     }
 }
 
@@ -60,14 +119,17 @@ type Connecting = Pin<Box<dyn Future<Output = io::Result<TokioIo<TlsStream<TcpSt
 fn connector(
     config: ClientConfig,
     address: &str,
+    source: watch::Sender<Option<IpAddr>>,
 ) -> impl Fn() -> Connecting + Clone + Send + use<> {
     let (connector, address) = (TlsConnector::from(Arc::new(config)), address.to_owned());
     move || {
-        let (connector, address) = (connector.clone(), address.clone());
+        let (connector, address, source) = (connector.clone(), address.clone(), source.clone());
         Box::pin(async move {
             let connect = async {
                 let tcp = TcpStream::connect(&address).await?;
                 tcp.set_nodelay(true)?;
+                let own = tcp.local_addr()?.ip().to_canonical();
+                source.send_if_modified(|known| known.replace(own) != Some(own));
                 connector.connect(tls::server_name(), tcp).await
             };
             let stream = tokio::time::timeout(CONNECT_TIME, connect).await;
@@ -83,7 +145,7 @@ pub(crate) async fn tls_channel(
     address: &str,
 ) -> Result<Channel, tonic::transport::Error> {
     config.alpn_protocols = vec![b"h2".to_vec()];
-    let connect = connector(config, address);
+    let connect = connector(config, address, watch::channel(None).0);
     endpoint.connect_with_connector(service_fn(move |_| connect())).await
 }
 

@@ -3,24 +3,52 @@
 
 use std::fmt::Display;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
+use tonic::Status;
+use tonic::metadata::MetadataValue;
 
 /// A controller that stays away is complained about this often.
 const AGAIN: Duration = Duration::from_secs(60);
+
+/// Goes with a refusal of a member that was removed, so that it ends and does not ask again.
+const REMOVED: &str = "quoin-member-removed";
+
+/// Marks a controller's answer as one to a member that was removed.
+pub fn mark_removed(status: &mut Status) {
+    status.metadata_mut().insert(REMOVED, MetadataValue::from_static("yes"));
+}
+
+/// Whether a controller refused its caller for having been removed.
+pub fn is_of_removed(status: &Status) -> bool {
+    status.metadata().contains_key(REMOVED)
+}
 
 /// One member's memory of its controller.
 #[derive(Debug)]
 pub struct Contact {
     controller: String,
+    /// Some IO waits for the controller, rather than going on without it.
+    io_waits: AtomicBool,
     /// When its absence was last told; `None` while it is heard.
     told: Mutex<Option<Instant>>,
 }
 
 impl Contact {
     pub fn new(controller: &str) -> Self {
-        Self { controller: controller.to_owned(), told: Mutex::new(None) }
+        Self {
+            controller: controller.to_owned(),
+            io_waits: AtomicBool::new(false),
+            told: Mutex::new(None),
+        }
+    }
+
+    /// Whether some IO waits for the controller, as that of a target which has just started and does
+    /// not know its volumes.
+    pub fn set_io_waits(&self, waits: bool) {
+        self.io_waits.store(waits, Ordering::Relaxed);
     }
 
     /// It has answered.
@@ -37,37 +65,63 @@ impl Contact {
             return false;
         }
         *told = Some(Instant::now());
-        tracing::warn!(
-            controller = self.controller,
-            %why,
-            "no word from the controller; IO goes on, and it is asked again"
-        );
+        let controller = &self.controller;
+        match self.io_waits.load(Ordering::Relaxed) {
+            true => tracing::warn!(
+                controller,
+                %why,
+                "no word from the controller since this process was started; the IO of its volumes \
+                 waits until it answers, and it is asked again"
+            ),
+            false => tracing::warn!(
+                controller,
+                %why,
+                "no word from the controller; IO goes on, and it is asked again"
+            ),
+        }
         true
     }
 
     /// Runs `follow_once`, which hears the controller until their connection ends, again and again
     /// until `shutdown`, with a pause of `retry`. `tell` learns why it is not heard.
+    ///
+    /// # Errors
+    /// The controller's word that this member was removed from the cluster.
     pub async fn follow<F>(
         &self,
         mut shutdown: watch::Receiver<bool>,
         retry: Duration,
         mut follow_once: impl FnMut() -> F,
         tell: impl Fn(String),
-    ) where
-        F: Future<Output = Result<(), tonic::Status>>,
+    ) -> Result<(), String>
+    where
+        F: Future<Output = Result<(), Status>>,
     {
         loop {
             tokio::select! {
                 ended = follow_once() => tell(match ended {
                     Ok(()) => "the connection ended".to_owned(),
+                    Err(status) if is_of_removed(&status) => {
+                        return Err(status.message().to_owned());
+                    }
                     Err(status) => {
                         self.missed(status.message());
-                        format!("out of reach ({})", status.message())
+                        self.words(status.message())
                     }
                 }),
-                _ = shutdown.wait_for(|down| *down) => return,
+                _ = shutdown.wait_for(|down| *down) => return Ok(()),
             }
             tokio::time::sleep(retry).await;
+        }
+    }
+
+    fn words(&self, why: &str) -> String {
+        match self.io_waits.load(Ordering::Relaxed) {
+            true => format!(
+                "out of reach ({why}) since this process was started, and the IO of its volumes waits \
+                 for it"
+            ),
+            false => format!("out of reach ({why})"),
         }
     }
 
@@ -97,9 +151,30 @@ mod tests {
             }
         };
         let tell = |why| reasons.lock().unwrap().push(why);
-        contact.follow(stopped, Duration::from_millis(1), once, tell).await;
+        contact.follow(stopped, Duration::from_millis(1), once, tell).await.unwrap();
         let ended = "the connection ended";
         assert_eq!(*reasons.lock().unwrap(), ["out of reach (refused)", ended, ended]);
+    }
+
+    #[tokio::test]
+    async fn a_member_that_was_removed_asks_no_more() {
+        let contact = Contact::new("control:7400");
+        let (_stop, stopped) = watch::channel(false);
+        let once = || async {
+            let mut status = Status::permission_denied("pool p was removed");
+            mark_removed(&mut status);
+            Err(status)
+        };
+        let ended = contact.follow(stopped, Duration::from_millis(1), once, |_| {}).await;
+        assert_eq!(ended.unwrap_err(), "pool p was removed");
+    }
+
+    #[tokio::test]
+    async fn where_io_waits_for_the_controller_that_is_what_is_told() {
+        let contact = Contact::new("control:7400");
+        assert_eq!(contact.words("refused"), "out of reach (refused)");
+        contact.set_io_waits(true);
+        assert!(contact.words("refused").contains("the IO of its volumes waits"));
     }
 
     #[test]

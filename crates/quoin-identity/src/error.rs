@@ -84,4 +84,8 @@ impl Error {
     pub(crate) fn certificate(reason: impl std::fmt::Display) -> Self {
         Self::Certificate(reason.to_string())
     }
+
+    pub(crate) fn unreachable(address: &str, error: &tonic::transport::Error) -> Self {
+        Self::Unreachable { address: address.to_owned(), reason: root(error) }
+    }
 }

@@ -70,10 +70,7 @@ pub async fn join(
 pub async fn newcomer_channel(controller_addr: &str, token: &JoinToken) -> Result<Channel, Error> {
     let config = tls::pinned(token.cluster, token.fingerprint)?;
     let endpoint = crate::channel::endpoint(controller_addr)?;
-    let unreachable = |error: tonic::transport::Error| Error::Unreachable {
-        address: controller_addr.to_owned(),
-        reason: crate::error::root(&error),
-    };
+    let unreachable = |error| Error::unreachable(controller_addr, &error);
     tls_channel(endpoint, config, controller_addr).await.map_err(unreachable)
 }
 

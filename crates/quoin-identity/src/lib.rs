@@ -39,7 +39,7 @@ mod token;
 
 pub use authority::{Authority, Issued, Lifetimes, key_hash_of, key_hash_of_request};
 pub use channel::{unix_channel, unix_incoming};
-pub use contact::Contact;
+pub use contact::{Contact, is_of_removed, mark_removed};
 pub use error::Error;
 pub use files::{make_dir, write_private};
 pub use grant::Grant;

@@ -14,7 +14,7 @@ use quoin_identity::{Identity, Role, peer_of};
 use quoin_wire::Hello;
 use quoin_wire::descriptors::Shortage;
 use quoin_wire::establish::{EstablishError, answer};
-use quoin_wire::handshake::ServerSecurity;
+use quoin_wire::handshake::{HandshakeError, ServerSecurity};
 use quoin_wire::places::Places;
 use quoin_wire::reactor::Waker;
 use quoin_wire::same_host::{self, PeerAddress, Stream};
@@ -173,6 +173,8 @@ impl Acceptor {
                         let _ = inputs.send(Input::Answered(Box::new(answered)));
                         waker.wake();
                     }
+                    // A member that looks whether this pool is reached here, as the controller does.
+                    Err(EstablishError::Handshake(HandshakeError::NoModeAsked)) => {}
                     Err(error) => {
                         metrics.connections_refused.inc();
                         refused(from, &error);

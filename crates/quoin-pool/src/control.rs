@@ -18,6 +18,7 @@ use quoin_wire::notices::{Notice, Notices, Severity};
 use tokio::sync::{Notify, oneshot, watch};
 use tonic::transport::Channel;
 
+use crate::address::Advertised;
 use crate::assignment::{Assignment, PoolState, ReplicaState};
 use crate::scrub::ScrubState;
 use crate::shard::Input;
@@ -37,7 +38,7 @@ pub(crate) struct Control {
     pub options: Options,
     pub identity: Identity,
     pub pool_id: String,
-    pub address: String,
+    pub address: Advertised,
     pub channel: Channel,
     pub contact: Contact,
     pub shard: ShardHandle,
@@ -55,9 +56,12 @@ pub(crate) struct Control {
 
 impl Control {
     /// Follows the assignments until `shutdown`; reconnects for ever.
-    pub async fn follow(&self, shutdown: watch::Receiver<bool>) {
+    ///
+    /// # Errors
+    /// The controller's word that the pool was removed.
+    pub async fn follow(&self, shutdown: watch::Receiver<bool>) -> Result<(), String> {
         let tell = |why| self.options.metrics.health.set("controller", Some(why));
-        self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await;
+        self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await
     }
 
     async fn follow_once(&self) -> Result<(), tonic::Status> {
@@ -118,6 +122,11 @@ impl Control {
     /// Reports until `shutdown`, then once more that the pool is leaving.
     pub async fn report(&self, mut shutdown: watch::Receiver<bool>) {
         let mut last = Vec::new();
+        // A pool whose address is not known is of use to nobody.
+        tokio::select! {
+            () = self.address.settle() => {}
+            _ = shutdown.wait_for(|down| *down) => return,
+        }
         loop {
             let state = self.state().await;
             let unsettled = state.replicas != last || state.scrub.running || state.mark_rises;
@@ -158,7 +167,7 @@ impl Control {
             pool: self.options.name.clone(),
             pool_id: self.pool_id.clone(),
             node: self.options.node.clone(),
-            address: self.address.clone(),
+            address: self.address.known().unwrap_or_default(),
             capacity_bytes: state.space.capacity_bytes,
             used_bytes: state.space.used_bytes,
             free_bytes: state.space.free_bytes,

@@ -14,6 +14,7 @@
 //! Connections are proven on short-lived helper threads ([`accept`]) before the shard sees them.
 
 pub mod accept;
+mod address;
 pub mod assignment;
 mod control;
 pub mod facts;
@@ -27,7 +28,7 @@ pub mod syncer;
 mod witness;
 
 use std::collections::BTreeMap;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Sender, channel};
@@ -45,6 +46,8 @@ use quoin_wire::reactor::{Reactor, Waker};
 use tokio::sync::{Notify, watch};
 
 use accept::{Acceptor, Belief};
+use address::Advertised;
+pub use address::check_advertised;
 use control::Control;
 use facts::PoolFacts;
 use lives::Watch;
@@ -78,9 +81,10 @@ pub struct Options {
     pub join: Option<JoinRequest>,
     /// host:port of the controller's agent service.
     pub controller: String,
-    /// Where targets connect to; port 0 takes any.
+    /// Where targets connect to; port 0 takes any, and the same one at the next start.
     pub listen: SocketAddr,
-    /// host:port that targets are told; `None`: what `listen` became.
+    /// host:port that targets are told; `None`: what `listen` became, or where that is every address
+    /// of the host, the one that the connection to the controller comes from.
     pub advertise: Option<String>,
     /// Targets of this host come by the network too.
     pub network_only: bool,
@@ -101,10 +105,15 @@ pub enum Error {
         "the identity in {dir} is of {holder}, not of pool {name}: give --state another directory, or the pool its old name"
     )]
     OtherIdentity { dir: PathBuf, holder: String, name: String },
-    #[error("cannot listen on {address} ({source}): choose another --listen address")]
+    #[error(
+        "cannot listen on {address} ({source}): choose another with --listen ADDRESS:PORT; each pool of a host has a port of its own"
+    )]
     Listen { address: SocketAddr, source: std::io::Error },
     #[error("the pool at {path}: {reason}")]
     Open { path: PathBuf, reason: String },
+    /// The controller's word, with the way back.
+    #[error("{0}")]
+    Removed(String),
     #[error("the system refused what a pool needs: {0}")]
     System(#[from] std::io::Error),
 }
@@ -165,8 +174,7 @@ where
             name: options.name.clone(),
         });
     }
-    let listener = TcpListener::bind(options.listen)
-        .map_err(|source| Error::Listen { address: options.listen, source })?;
+    let listener = address::listen(options.listen, identity.dir())?;
     let bound = listener.local_addr()?;
     let open = Arc::new(open);
     let mut witness = Witness::of(identity.dir());
@@ -235,10 +243,11 @@ where
             .spawn(move || lives::keep_serving(first, &*open, parts, &sender, &watch))?
     };
 
+    let (channel, source) = identity.channel_with_source(&options.controller)?;
     let control = Arc::new(Control {
-        channel: identity.channel(&options.controller)?,
+        channel,
         contact: Contact::new(&options.controller),
-        address: options.advertise.clone().unwrap_or_else(|| bound.to_string()),
+        address: Advertised::new(options.advertise.clone(), bound, source),
         options,
         identity,
         pool_id,
@@ -252,7 +261,7 @@ where
     });
     let mut tasks = tokio::task::JoinSet::new();
     let (c, s) = (control.clone(), shutdown.clone());
-    tasks.spawn(async move { c.follow(s).await });
+    let mut following = tokio::spawn(async move { c.follow(s).await });
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move { c.report(s).await });
     let (c, s) = (control.clone(), shutdown.clone());
@@ -260,12 +269,21 @@ where
         c.identity.keep_renewed(c.options.controller.clone(), s).await;
     });
 
-    // An error means that the sender is gone: nobody can ask for a shutdown any more.
-    let _ = shutdown.wait_for(|down| *down).await;
+    let removed = tokio::select! {
+        followed = &mut following => followed.ok().and_then(Result::err),
+        // An error means that the sender is gone: nobody can ask for a shutdown any more.
+        _ = shutdown.wait_for(|down| *down) => None,
+    };
     handle.send(Input::Shutdown);
     let ended = tokio::task::spawn_blocking(move || shard_thread.join()).await;
-    control.leave().await;
+    following.abort();
+    if removed.is_none() {
+        control.leave().await;
+    }
     tasks.shutdown().await;
+    if let Some(why) = removed {
+        return Err(Error::Removed(why));
+    }
     match ended {
         Ok(Ok(result)) => result,
         _ => Err(Error::System(std::io::Error::other("the pool's shard panicked"))),

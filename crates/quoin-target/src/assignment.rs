@@ -33,6 +33,8 @@ pub struct Assigned {
     pub maintenance: bool,
     /// All replicas are to be compared.
     pub verify: Option<VerifyOrder>,
+    /// A block device is to be made of it here.
+    pub device: bool,
 }
 
 impl Assigned {
@@ -169,6 +171,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         desired,
         maintenance: target.maintenance,
         verify: target.verify.as_ref().map(verify).transpose()?,
+        device: target.device && !target.maintenance,
     })
 }
 
@@ -195,6 +198,7 @@ mod tests {
             name: "db".into(),
             size_bytes: 1 << 30,
             read_only: false,
+            device: false,
             maintenance: false,
             spec: Some(VolumeSpec::default()),
             replicas: vec![address(1, false), address(2, true)],

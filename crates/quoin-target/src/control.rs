@@ -4,6 +4,7 @@
 //! needs an epoch, and asks until it gets one.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,11 +13,12 @@ use quoin_core::VolumeId;
 use quoin_core::block::DeviceInfo;
 use quoin_core::membership::Member;
 use quoin_core::target::{ReplicaStanding, TargetStatus};
+use quoin_frontend::attach::protocol::AttachVolume;
 use quoin_identity::{Contact, Identity, convert};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{
     AcquireEpochRequest, AgentEvent, GoesBy, NodeAssignment, ReplicaProgress,
-    SwapMembershipRequest, VolumeReport, WatchNodeRequest, acquire_epoch_response,
+    SwapMembershipRequest, TargetReport, VolumeReport, WatchNodeRequest, acquire_epoch_response,
     swap_membership_response,
 };
 use quoin_wire::Mode;
@@ -26,6 +28,7 @@ use tonic::transport::Channel;
 
 use crate::Options;
 use crate::assignment::{self, Assigned};
+use crate::devices::Devices;
 use crate::dial::{Dials, Reach};
 use crate::door::{Door, NewClient};
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
@@ -33,6 +36,8 @@ use crate::verification::verification;
 
 /// All volumes are reported this often, each change sooner.
 const REPORT_EVERY: Duration = Duration::from_secs(5);
+/// That the target lives is told this often.
+const LIVES_EVERY: Duration = Duration::from_secs(2);
 /// Changes that come together are one report.
 const GATHER: Duration = Duration::from_millis(100);
 /// Between attempts to reach a controller that is away.
@@ -47,6 +52,9 @@ pub(crate) struct Control {
     pub options: Options,
     pub identity: Identity,
     pub channel: Channel,
+    /// The address of this host by which the controller is reached.
+    pub source: watch::Receiver<Option<IpAddr>>,
+    pub devices: Devices,
     pub contact: Contact,
     pub shards: Vec<ShardHandle>,
     pub dials: Dials,
@@ -72,9 +80,14 @@ pub(crate) struct Served {
 
 impl Control {
     /// Follows the assignments until `shutdown`; reconnects for ever.
-    pub async fn follow(&self, shutdown: watch::Receiver<bool>) {
+    ///
+    /// # Errors
+    /// The controller's word that the node was removed.
+    pub async fn follow(&self, shutdown: watch::Receiver<bool>) -> Result<(), String> {
+        // Until it answers, nobody here knows which volumes are to be served.
+        self.contact.set_io_waits(true);
         let tell = |why| self.options.metrics.health.set("controller", Some(why));
-        self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await;
+        self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await
     }
 
     async fn follow_once(&self) -> Result<(), tonic::Status> {
@@ -86,6 +99,7 @@ impl Control {
         self.changed.notify_one();
         while let Some(message) = assignments.message().await? {
             self.contact.heard();
+            self.contact.set_io_waits(false);
             self.assign(&message);
         }
         Ok(())
@@ -117,7 +131,10 @@ impl Control {
         let Served { wanted, open, closing, read_only, .. } = served;
         for (id, shard) in open.iter() {
             match wanted.get(id) {
-                None if closing.insert(*id) => self.shards[*shard].send(Input::Close(*id)),
+                None if closing.insert(*id) => {
+                    let (shard, id) = (self.shards[*shard].clone(), *id);
+                    self.devices.release(id, move || shard.send(Input::Close(id)));
+                }
                 None => {}
                 // It cannot be made writable while it is open: closed, it is opened anew.
                 Some(assigned) if read_only.contains(id) && !assigned.config.read_only => {
@@ -138,6 +155,9 @@ impl Control {
             }
         }
         for (id, assigned) in wanted.iter() {
+            if let Some(device) = self.device(*id, assigned) {
+                self.devices.want(*id, device);
+            }
             if open.contains_key(id) {
                 continue;
             }
@@ -157,6 +177,40 @@ impl Control {
     fn socket(&self, id: VolumeId, assigned: &Assigned) -> Option<PathBuf> {
         let path = || self.options.run_dir.join("nbd").join(format!("{id}.sock"));
         (!assigned.maintenance).then(path)
+    }
+
+    /// The block device that is to be made of a volume.
+    fn device(&self, id: VolumeId, assigned: &Assigned) -> Option<AttachVolume> {
+        let nbd_socket = self.socket(id, assigned).filter(|_| assigned.device)?;
+        Some(AttachVolume {
+            volume: id.to_string(),
+            nbd_socket: std::path::absolute(&nbd_socket).unwrap_or(nbd_socket),
+            size: assigned.info.size_bytes,
+            block_size: assigned.config.logical_block_size,
+            read_only: assigned.info.read_only,
+            file_only: false,
+        })
+    }
+
+    /// Tells that this target lives, until `shutdown`.
+    pub async fn live(&self, mut shutdown: watch::Receiver<bool>) {
+        loop {
+            let mut request = tonic::Request::new(TargetReport {
+                node: self.options.node.clone(),
+                address: self.source.borrow().map(|ip| ip.to_string()).unwrap_or_default(),
+                version: env!("CARGO_PKG_VERSION").into(),
+            });
+            request.set_timeout(CALL_MAX);
+            // One of a build that does not know the call refuses it, and goes by CSI's word alone.
+            if let Err(status) = AgentClient::new(self.channel.clone()).report_target(request).await
+            {
+                tracing::debug!(%status, "a sign of life did not reach the controller");
+            }
+            tokio::select! {
+                () = tokio::time::sleep(LIVES_EVERY) => {}
+                _ = shutdown.wait_for(|down| *down) => return,
+            }
+        }
     }
 
     /// Does what the shards ask for, until they are gone.
@@ -387,6 +441,7 @@ impl Control {
 
     async fn report_one(&self, id: VolumeId, status: &TargetStatus, notices: Vec<Notice>) {
         let epoch = status.epoch;
+        let device = self.devices.state(id);
         let mut request = tonic::Request::new(VolumeReport {
             volume_id: id.to_string(),
             node: self.options.node.clone(),
@@ -412,6 +467,9 @@ impl Control {
             verification: status.verify.as_ref().map(verification),
             membership_version: status.membership.version,
             silent: guids(status.silent.iter().copied()),
+            device: device.path,
+            device_message: device.message,
+            device_refused: device.refused,
             goes_by: (status.membership.rf > 0).then(|| GoesBy {
                 granted: Some(convert::membership_message(&status.granted)),
                 held: Some(convert::membership_message(&status.membership)),

@@ -10,6 +10,7 @@
 pub mod assignment;
 pub mod client;
 mod control;
+mod devices;
 pub mod dial;
 pub mod door;
 pub mod listen;
@@ -30,6 +31,7 @@ use quoin_wire::notices::Notices;
 use tokio::sync::{mpsc, watch};
 
 use control::Control;
+use devices::Devices;
 use dial::{Dials, Reach};
 use door::Door;
 use metrics::Metrics;
@@ -72,6 +74,9 @@ pub enum Error {
     RunDir { path: PathBuf, source: std::io::Error },
     #[error("another target serves in {path}: one node has one target")]
     Locked { path: PathBuf },
+    /// The controller's word, with the way back.
+    #[error("{0}")]
+    Removed(String),
     #[error("the system refused what a target needs: {0}")]
     System(#[from] std::io::Error),
 }
@@ -113,8 +118,12 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         controller = options.controller,
         "serving"
     );
+    let (channel, source) = identity.channel_with_source(&options.controller)?;
+    let changed = Arc::default();
     let control = Arc::new(Control {
-        channel: identity.channel(&options.controller)?,
+        channel,
+        source,
+        devices: Devices::new(&options.run_dir, Arc::clone(&changed)),
         contact: Contact::new(&options.controller),
         options,
         identity,
@@ -122,15 +131,17 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         dials,
         notices,
         served: Default::default(),
-        changed: Arc::default(),
+        changed,
         door,
     });
     let mut tasks = tokio::task::JoinSet::new();
     let answering = tokio::spawn(control.clone().answer(asked));
     let (c, s) = (control.clone(), shutdown.clone());
-    tasks.spawn(async move { c.follow(s).await });
+    let mut following = tokio::spawn(async move { c.follow(s).await });
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move { c.report(s).await });
+    let (c, s) = (control.clone(), shutdown.clone());
+    tasks.spawn(async move { c.live(s).await });
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
         c.identity.keep_renewed(c.options.controller.clone(), s).await;
@@ -144,7 +155,15 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         }
     });
 
+    let mut removed = None;
     let ended = tokio::select! {
+        Some(why) = async { (&mut following).await.ok().and_then(Result::err) } => {
+            removed = Some(why);
+            for shard in &shards {
+                shard.send(Input::Shutdown);
+            }
+            tokio::time::timeout(STOP_MAX, all_ended(&mut ended)).await.ok()
+        }
         _ = shutdown.wait_for(|down| *down) => {
             for shard in &shards {
                 shard.send(Input::Shutdown);
@@ -162,7 +181,11 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         tracing::warn!(volumes, "ends without closing these: their replicas wait out its lease");
     }
     tasks.shutdown().await;
+    following.abort();
     answering.abort();
+    if let Some(why) = removed {
+        return Err(Error::Removed(why));
+    }
     ended.unwrap_or(Ok(())).map_err(Error::System)
 }
 
@@ -205,10 +228,22 @@ fn prepare_run_dir(options: &Options) -> Result<std::fs::File, Error> {
     let lock = std::fs::File::create(&lock_path)
         .map_err(|source| Error::RunDir { path: path.clone(), source })?;
     match lock.try_lock() {
-        Ok(()) => Ok(lock),
+        Ok(()) => {
+            name_host(options)?;
+            Ok(lock)
+        }
         Err(std::fs::TryLockError::WouldBlock) => Err(Error::Locked { path }),
         Err(std::fs::TryLockError::Error(source)) => Err(Error::RunDir { path, source }),
     }
+}
+
+/// Holds the name of the node that a host is, in the directory of its sockets.
+pub const NODE_FILE: &str = "node-name";
+
+/// Lets the commands on this host know which node it is.
+fn name_host(options: &Options) -> Result<(), Error> {
+    let path = options.run_dir.join(NODE_FILE);
+    std::fs::write(&path, &options.node).map_err(|source| Error::RunDir { path, source })
 }
 
 #[cfg(test)]

@@ -49,6 +49,8 @@ pub enum HandshakeError {
     Tls(#[from] rustls::Error),
     #[error("the peer and this side do not agree on how data connections are protected")]
     NoCommonMode,
+    #[error("the peer proved itself and asked for no data connection")]
+    NoModeAsked,
     #[error("plain data connections are for the loopback only, not for {0}")]
     PlainBeyondLoopback(SocketAddr),
     #[error("the connection failed during the handshake: {0}")]
@@ -211,6 +213,7 @@ fn handshake(
         Some(p) if p == alpn(Mode::Authenticate) => Mode::Authenticate,
         // Offered and taken within a host only.
         Some(p) if p == alpn(Mode::Plain) && peer == PeerAddress::SameHost => Mode::Plain,
+        None => return Err(HandshakeError::NoModeAsked),
         _ => return Err(HandshakeError::NoCommonMode),
     };
     let mut secrets = [0u8; 2 * SECRET_LEN];

@@ -214,11 +214,11 @@ impl Cli {
             Command::Node(listing::NodeCommand::Drain(options)) => {
                 wait_for(cordon::drain(Scope::Node, options, &client, format))
             }
-            Command::Pool(listing::PoolCommand::Remove { pool }) => {
-                wait_for(listing::remove_pool(&pool, &client, format))
+            Command::Pool(listing::PoolCommand::Remove { pool, leaving }) => {
+                wait_for(listing::remove_pool(&pool, &leaving, &client, format))
             }
-            Command::Node(listing::NodeCommand::Remove { node }) => {
-                wait_for(listing::remove_node(&node, &client, format))
+            Command::Node(listing::NodeCommand::Remove { node, leaving }) => {
+                wait_for(listing::remove_node(&node, &leaving, &client, format))
             }
             Command::Node(listing::NodeCommand::Set { node, manages_volumes }) => {
                 wait_for(listing::set_node(&node, manages_volumes, &client, format))

@@ -43,6 +43,8 @@ pub enum PoolCommand {
     Remove {
         /// Its name, as `quoin pool list` shows it.
         pool: String,
+        #[command(flatten)]
+        leaving: LeavingOptions,
     },
     /// What a pool holds, read with nothing of Quoin running.
     #[command(after_help = "Example:\n  quoin pool inspect /var/lib/quoin/shelf-3/data")]
@@ -77,6 +79,8 @@ pub enum NodeCommand {
     Remove {
         /// Its name, as `quoin node list` shows it.
         node: String,
+        #[command(flatten)]
+        leaving: LeavingOptions,
     },
     /// Change what a node may do.
     #[command(after_help = "Example:\n  quoin node set host-1 --manages-volumes true")]
@@ -183,20 +187,85 @@ pub struct RemovedView<'a> {
     pub state: &'static str,
 }
 
-pub async fn remove_pool(pool: &str, client: &ClientOptions, format: Format) -> Result<()> {
-    let mut cluster = client.connect().await?;
-    let request = RemovePoolRequest { pool: pool.into() };
-    cluster.remove_pool(request).await.map_err(refusal)?;
+/// What is done about a member that may be online still.
+#[derive(clap::Args)]
+pub struct LeavingOptions {
+    /// Wait until it is known to be offline, which takes some seconds after its process has ended;
+    /// --timeout is for how long.
+    #[arg(long, conflicts_with = "force")]
+    wait: bool,
+    /// Do not wait for that: its process has ended. One that has not is shut out all the same.
+    #[arg(long)]
+    force: bool,
+}
+
+impl LeavingOptions {
+    /// Asks to remove it until that is done, where that is waited for.
+    async fn remove(
+        &self,
+        client: &ClientOptions,
+        mut ask: impl AsyncFnMut(bool) -> Result<(), tonic::Status>,
+        mut is_online: impl AsyncFnMut() -> Result<bool>,
+    ) -> Result<()> {
+        let began = std::time::Instant::now();
+        loop {
+            let refused = match ask(self.force).await {
+                Ok(()) => return Ok(()),
+                Err(status) => status,
+            };
+            let may_pass = refused.code() == tonic::Code::FailedPrecondition && self.wait;
+            if !may_pass || began.elapsed() > client.timeout() {
+                return Err(refusal(refused));
+            }
+            if !is_online().await? {
+                // The last word: it may have turned since it was asked.
+                return ask(self.force).await.map_err(refusal);
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(250)).await;
+        }
+    }
+}
+
+pub async fn remove_pool(
+    pool: &str,
+    leaving: &LeavingOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let cluster = client.connect().await?;
+    let ask = async |force| {
+        let request = RemovePoolRequest { pool: pool.into(), force };
+        cluster.clone().remove_pool(request).await.map(drop)
+    };
+    let is_online = async || {
+        let pools = cluster.clone().list_pools(ListPoolsRequest {}).await.map_err(refusal)?;
+        let mut pools = pools.into_inner().pools.into_iter();
+        Ok(pools.any(|found| found.name == pool && found.state != "Offline"))
+    };
+    leaving.remove(client, ask, is_online).await?;
     let view = RemovedView { kind: "pool", name: pool, state: "removed" };
     output::print_one(format, &view, || {
         format!("pool {pool} is removed: what lies on its disk is not touched, and not used again")
     })
 }
 
-pub async fn remove_node(node: &str, client: &ClientOptions, format: Format) -> Result<()> {
-    let mut cluster = client.connect().await?;
-    let request = RemoveNodeRequest { node: node.into() };
-    cluster.remove_node(request).await.map_err(refusal)?;
+pub async fn remove_node(
+    node: &str,
+    leaving: &LeavingOptions,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let cluster = client.connect().await?;
+    let ask = async |force| {
+        let request = RemoveNodeRequest { node: node.into(), force };
+        cluster.clone().remove_node(request).await.map(drop)
+    };
+    let is_online = async || {
+        let nodes = cluster.clone().list_nodes(ListNodesRequest {}).await.map_err(refusal)?;
+        let mut nodes = nodes.into_inner().nodes.into_iter();
+        Ok(nodes.any(|found| found.name == node && found.state != "Offline"))
+    };
+    leaving.remove(client, ask, is_online).await?;
     let view = RemovedView { kind: "node", name: node, state: "removed" };
     output::print_one(format, &view, || format!("node {node} is removed"))
 }

@@ -33,13 +33,29 @@ use std::process::ExitCode;
 /// What a shell makes of a command that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
 
+/// A pool or a node that was removed from its cluster: started again, it would end again, so a
+/// supervisor is to leave it (EX_CONFIG; of systemd, `RestartPreventExitStatus=78`).
+const REMOVED: u8 = 78;
+
+fn is_removed(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(quoin_pool::Error::Removed(_)))
+        || matches!(error.downcast_ref(), Some(quoin_target::Error::Removed(_)))
+        || matches!(error.downcast_ref(), Some(quoin_csi::Error::Removed(_)))
+}
+
 fn main() -> ExitCode {
     match cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // What cannot be told is no reason to panic.
             let _ = writeln!(std::io::stderr(), "error: {}", output::sentence(&error));
-            if error.is::<pace::Interrupted>() { INTERRUPTED.into() } else { ExitCode::FAILURE }
+            if error.is::<pace::Interrupted>() {
+                INTERRUPTED.into()
+            } else if is_removed(&error) {
+                REMOVED.into()
+            } else {
+                ExitCode::FAILURE
+            }
         }
     }
 }

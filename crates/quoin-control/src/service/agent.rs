@@ -14,7 +14,7 @@ use quoin_proto::control::swap_membership_response::Outcome as Swapped;
 use quoin_proto::control::{
     AcquireEpochRequest, AcquireEpochResponse, NodeAssignment, NodeReport, PoolAssignment,
     PoolHoldings, PoolReport, ReportAnswer, SwapMembershipRequest, SwapMembershipResponse,
-    VolumeReport, WatchNodeRequest, WatchPoolRequest,
+    TargetReport, VolumeReport, WatchNodeRequest, WatchPoolRequest,
 };
 use tonic::{Request, Response, Status, Streaming, async_trait};
 
@@ -149,6 +149,15 @@ impl Agent for Services {
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
         self.controller.report_node(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer::default()))
+    }
+
+    async fn report_target(
+        &self,
+        request: Request<TargetReport>,
+    ) -> Result<Response<ReportAnswer>, Status> {
+        self.act(&request, Role::Node, &request.get_ref().node)?;
+        self.controller.report_target(request.get_ref()).await?;
         Ok(Response::new(ReportAnswer::default()))
     }
 

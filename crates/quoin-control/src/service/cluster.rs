@@ -295,6 +295,7 @@ impl Cluster for Services {
             read_only: asked.read_only,
             multi_node: asked.multi_node,
             usage: asked.usage,
+            device: asked.device,
         };
         let volume = self.controller.publish_volume(asked.volume.as_ref(), &publish).await?;
         let attachment = volume.attachments.iter().find(|a| a.node == publish.node);
@@ -464,7 +465,8 @@ impl Cluster for Services {
         request: Request<RemovePoolRequest>,
     ) -> Result<Response<RemovePoolResponse>, Status> {
         self.govern(&request)?;
-        self.controller.remove_pool(&request.get_ref().pool).await?;
+        let RemovePoolRequest { pool, force } = request.get_ref();
+        self.controller.remove_pool(pool, *force).await?;
         Ok(Response::new(RemovePoolResponse {}))
     }
 
@@ -473,7 +475,8 @@ impl Cluster for Services {
         request: Request<RemoveNodeRequest>,
     ) -> Result<Response<RemoveNodeResponse>, Status> {
         self.govern(&request)?;
-        self.controller.remove_node(&request.get_ref().node).await?;
+        let RemoveNodeRequest { node, force } = request.get_ref();
+        self.controller.remove_node(node, *force).await?;
         Ok(Response::new(RemoveNodeResponse {}))
     }
 

@@ -100,6 +100,7 @@ const CALLS: &[(&str, OpenTo, Limits)] = &[
     ("Agent/ReportHoldings", OpenTo::Pools, HELD),
     ("Agent/WatchNode", OpenTo::Nodes, SMALL),
     ("Agent/ReportNode", OpenTo::Nodes, TOLD),
+    ("Agent/ReportTarget", OpenTo::Nodes, SMALL),
     ("Agent/AcquireEpoch", OpenTo::Nodes, SMALL),
     ("Agent/SwapMembership", OpenTo::Nodes, SMALL),
     ("Agent/ReportVolume", OpenTo::Nodes, TOLD),

@@ -10,7 +10,7 @@
 //! | Cluster: join tokens, admins, removals, rotation, recovery by hand and of records, backup without the key | yes | yes | – | – | – |
 //! | Cluster: backup with the authority's key | yes | – | – | – | – |
 //! | Agent: WatchPool, ReportPool, ReportHoldings | yes | – | – | its own name | – |
-//! | Agent: WatchNode, ReportNode | yes | – | its own name | – | – |
+//! | Agent: WatchNode, ReportNode, ReportTarget | yes | – | its own name | – | – |
 //! | Agent: AcquireEpoch, SwapMembership, ReportVolume | yes | – | its own name, and the record must name it as owner | – | – |
 //! | Join.Join | – | – | – | – | with a token |
 //! | Join.Renew | – | yes | yes | yes | – |

@@ -64,7 +64,11 @@ async fn a_removed_node_stays_removed_when_its_name_is_used_again() {
     let first = server.member(Role::Node, "n1").await;
     let leaving = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
     server.local_agent().report_node(leaving).await.unwrap();
-    server.admin().remove_node(RemoveNodeRequest { node: "n1".into() }).await.unwrap();
+    server
+        .admin()
+        .remove_node(RemoveNodeRequest { node: "n1".into(), force: false })
+        .await
+        .unwrap();
     is_refused(reports(&server, &first).await, "was removed");
     let token = server.token("node", "", 60).await;
     let home = server.home("second");

@@ -85,7 +85,7 @@ async fn a_node_that_is_removed_is_cut_off_from_all_that_it_ever_opened_last() {
     let (fence, _) = told(&cluster);
     let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
     cluster.controller.report_node(&last_words).await.unwrap();
-    cluster.controller.remove_node("n1").await.unwrap();
+    cluster.controller.remove_node("n1", false).await.unwrap();
     assert_eq!(told(&cluster), (fence, true));
 }
 

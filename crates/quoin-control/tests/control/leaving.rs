@@ -13,12 +13,12 @@ use crate::server::Server;
 async fn a_pool_leaves_only_when_it_is_away_and_no_volume_needs_it() {
     let mut cluster = Cluster::new().await;
     cluster.create("db").await;
-    let online = cluster.controller.remove_pool("p1").await.unwrap_err();
+    let online = cluster.controller.remove_pool("p1", false).await.unwrap_err();
     assert_eq!(online.code(), Code::FailedPrecondition);
     assert!(online.to_string().contains("online"), "{online}");
 
     cluster.goes("p1").await;
-    let needed = cluster.controller.remove_pool("p1").await.unwrap_err();
+    let needed = cluster.controller.remove_pool("p1", false).await.unwrap_err();
     assert_eq!(needed.code(), Code::FailedPrecondition);
     assert!(needed.to_string().contains("\"db\""), "{needed}");
 
@@ -26,12 +26,12 @@ async fn a_pool_leaves_only_when_it_is_away_and_no_volume_needs_it() {
     cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
     cluster.settle().await.unwrap();
     assert_eq!(cluster.store.keys("volume/").len(), 1, "it waits for p1");
-    cluster.controller.remove_pool("p1").await.unwrap();
+    cluster.controller.remove_pool("p1", false).await.unwrap();
     assert_eq!(cluster.store.keys("volume/").len(), 0);
     let names: Vec<_> =
         cluster.controller.pool_messages().into_iter().map(|pool| pool.name).collect();
     assert_eq!(names, ["p2", "p3"]);
-    let again = cluster.controller.remove_pool("p1").await.unwrap_err();
+    let again = cluster.controller.remove_pool("p1", false).await.unwrap_err();
     assert_eq!(again.code(), Code::NotFound);
     cluster.restart().await;
     assert_eq!(cluster.controller.pool_messages().len(), 2, "it is gone for good");
@@ -44,13 +44,16 @@ async fn a_node_leaves_only_when_it_is_away_and_has_nothing_attached() {
     cluster.attach("db", "n1").await.unwrap();
     let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
     cluster.controller.report_node(&last_words).await.unwrap();
-    let attached = cluster.controller.remove_node("n1").await.unwrap_err();
+    let attached = cluster.controller.remove_node("n1", false).await.unwrap_err();
     assert!(attached.to_string().contains("\"db\""), "{attached}");
     cluster.controller.unpublish_volume(by_name("db").as_ref(), "n1").await.unwrap();
-    let online = cluster.controller.remove_node("n2").await.unwrap_err();
+    let online = cluster.controller.remove_node("n2", false).await.unwrap_err();
     assert!(online.to_string().contains("online"), "{online}");
-    cluster.controller.remove_node("n1").await.unwrap();
+    cluster.controller.remove_node("n1", false).await.unwrap();
     assert_eq!(cluster.controller.node_messages().len(), 1);
+    // Somebody's word that its processes have ended is taken.
+    cluster.controller.remove_node("n2", true).await.unwrap();
+    assert!(cluster.controller.node_messages().is_empty());
 }
 
 #[tokio::test]
@@ -62,7 +65,7 @@ async fn who_was_removed_may_do_nothing_and_his_name_is_free_for_another_key() {
     let leaving = PoolReport { leaving: true, ..report.clone() };
     agent.report_pool(leaving).await.unwrap();
     let mut admin = server.admin();
-    admin.remove_pool(RemovePoolRequest { pool: "p1".into() }).await.unwrap();
+    admin.remove_pool(RemovePoolRequest { pool: "p1".into(), force: false }).await.unwrap();
     let refused = agent.report_pool(report.clone()).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied);
     assert!(refused.message().contains("was removed"), "{}", refused.message());

@@ -132,6 +132,8 @@ impl Controller for ControllerService {
                     read_only: request.readonly || capability.is_reader_only(),
                     multi_node: false,
                     usage: capability.usage(request.readonly),
+                    // Its node service makes the device.
+                    device: false,
                 })
                 .await?;
             let publish_context = attachment.publish_context;

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::RoleOptions;
+use super::data_path::Part;
 
 #[derive(Args)]
 pub struct AttachOptions {
@@ -42,7 +43,7 @@ pub struct HolderOptions {
 /// Holds until it is ended; nothing is lost then while the attach process lives.
 pub fn hold(options: &HolderOptions) -> Result<()> {
     super::start_logs(options.log_json);
-    super::data_path::prepare();
+    super::data_path::prepare(Part::Other);
     super::raise_open_files();
     let directory = options.run.join("attach");
     match quoin_frontend::attach::holder::serve(&directory.join("holder.sock"))? {}
@@ -54,7 +55,7 @@ pub fn run(options: AttachOptions) -> Result<()> {
         bail!("{reason}; without block devices, volumes are used over NBD");
     }
     super::start_logs(options.role.log_json);
-    super::data_path::prepare();
+    super::data_path::prepare(Part::Attach);
     super::check_run_directory(&options.run)?;
     let metrics = Metrics::default();
     let (shown, health) = (metrics.clone(), metrics.clone());

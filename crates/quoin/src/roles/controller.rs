@@ -23,7 +23,7 @@ pub enum ControllerCommand {
     /// Make a cluster: its records, its certificate authority and a first join token.
     #[command(
         after_help = "Example:\n  quoin controller init --state /var/lib/quoin/controller\n  \
-        quoin controller run --state /var/lib/quoin/controller --listen 0.0.0.0:7400"
+        quoin controller run --state /var/lib/quoin/controller"
     )]
     Init {
         /// An empty or missing directory; it will hold the authority's key, so keep it private. Or
@@ -105,9 +105,10 @@ pub struct ControllerOptions {
     /// The admin socket; who may open it may do everything.
     #[arg(long, value_name = "PATH", default_value = "/run/quoin/admin.sock")]
     admin_socket: PathBuf,
-    /// Where pools and nodes connect (mutual TLS) [default: nowhere, the admin socket only].
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    listen: Option<SocketAddr>,
+    /// Where pools, nodes and admins connect (mutual TLS); `none`: the admin socket only.
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:7400",
+          value_parser = parse_listen)]
+    listen: Listen,
     /// What data connections do beside proving who is there: `encrypt` hides what they carry and
     /// costs little more than `authenticate`, which is for those who must look into the traffic.
     /// Neither is needed within a host, where a unix socket takes TCP's place.
@@ -135,6 +136,18 @@ pub struct ControllerOptions {
     lifetime: LifetimeOptions,
     #[command(flatten)]
     role: RoleOptions,
+}
+
+/// `None`: on no port.
+#[derive(Clone, Copy, Debug)]
+struct Listen(Option<SocketAddr>);
+
+fn parse_listen(text: &str) -> Result<Listen, String> {
+    if text == "none" {
+        return Ok(Listen(None));
+    }
+    let address = text.parse().map(|address| Listen(Some(address)));
+    address.map_err(|_| "write ADDRESS:PORT as in 0.0.0.0:7400, or `none`".into())
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -219,7 +232,7 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
         ControllerCommand::Run(options) => {
             let mut control = quoin_control::Options::new(&options.state);
             control.admin_socket = options.admin_socket;
-            control.listen = options.listen;
+            control.listen = options.listen.0;
             control.data_security = options.data_security;
             control.default_replicas = options.default_replicas;
             control.default_spread = match options.default_spread {

@@ -13,16 +13,35 @@ use rustix::thread::CapabilitySet;
 
 /// To be called before the first thread starts: threads inherit what is asked of the kernel.
 ///
-/// Where rights are missing the process works all the same, and says what may happen.
-pub fn prepare() {
+/// Where rights are missing the process works all the same. The attach process tells of it for
+/// its host, since writeback goes through Quoin only where there are block devices; the others
+/// tell of it in their debug logs.
+pub fn prepare(part: Part) {
     keep_freed_memory();
     // Needs CAP_SYS_RESOURCE; without it the kernel treats this process as any other.
     if let Err(error) = rustix::process::configure_io_flusher_behavior(true) {
-        tracing::info!(%error, "this process may wait for its own volumes where memory is short");
+        let message = "Quoin's processes may wait for their own volumes where memory is short: \
+                       run them as root, or give them CAP_SYS_RESOURCE";
+        match part {
+            Part::Attach => tracing::info!(%error, "{message}"),
+            Part::Other => tracing::debug!(%error, "{message}"),
+        }
     }
     if let Err(error) = lock_memory() {
-        tracing::info!(%error, "memory cannot be locked; volumes may stall where it is short");
+        let message = "memory cannot be locked, and volumes may stall where it is short: allow it \
+                       with CAP_IPC_LOCK or LimitMEMLOCK=infinity";
+        match part {
+            Part::Attach => tracing::info!(%error, "{message}"),
+            Part::Other => tracing::debug!(%error, "{message}"),
+        }
     }
+}
+
+/// Which process asks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    Attach,
+    Other,
 }
 
 /// Memory that was freed is kept for the next use: the data path takes and frees buffers all the

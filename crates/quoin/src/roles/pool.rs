@@ -5,11 +5,14 @@ use clap::Args;
 use quoin_console::Source;
 use quoin_identity::Role;
 use quoin_pool::metrics::Metrics;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::data_path::Part;
 use super::{MemberOptions, RoleOptions};
+use crate::host::ports;
 use crate::size::{parse_memory, parse_pool_size};
 
 #[derive(Args)]
@@ -36,11 +39,13 @@ pub struct PoolOptions {
     /// The host that the pool is on: replicas spread over hosts never share one.
     #[arg(long, default_value_t = super::host_name())]
     node: String,
-    /// Where targets connect; port 0 takes any.
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:0")]
+    /// Where targets connect. Each pool of a host has a port of its own; port 0 takes any, and the
+    /// same one at the next start.
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:7401")]
     listen: SocketAddr,
-    /// `host:port` that targets are told [default: what --listen became].
-    #[arg(long, value_name = "HOST:PORT")]
+    /// `host:port` that targets are told [default: what --listen says; where that is every address
+    /// of the host, the one by which it reaches the controller].
+    #[arg(long, value_name = "HOST:PORT", value_parser = quoin_pool::check_advertised)]
     advertise: Option<String>,
     /// Meet targets of this host by TCP as well, as those of others, and not by a unix socket.
     #[arg(long)]
@@ -79,9 +84,24 @@ fn parse_period(text: &str) -> Result<ScrubPeriod, String> {
     Ok(ScrubPeriod(Some(Duration::from_secs(total))))
 }
 
+/// Names who has the port that was asked for.
+fn in_flags(error: quoin_pool::Error) -> anyhow::Error {
+    match &error {
+        quoin_pool::Error::Listen { address, source } if source.kind() == ErrorKind::AddrInUse => {
+            let who = ports::listener(*address);
+            anyhow::anyhow!(
+                "{address} is in use by {}: end that, or choose another port with --listen (each \
+                 pool of a host has a port of its own)",
+                who.as_deref().unwrap_or("another program")
+            )
+        }
+        _ => error.into(),
+    }
+}
+
 pub fn run(options: PoolOptions) -> Result<()> {
     super::start_logs(options.role.log_json);
-    super::data_path::prepare();
+    super::data_path::prepare(Part::Other);
     let name = options.member.name_of(&options.state);
     let metrics = Metrics::new(&name);
     let shown = metrics.clone();
@@ -107,7 +127,7 @@ pub fn run(options: PoolOptions) -> Result<()> {
             scrub_period: options.scrub_every.0,
             metrics,
         };
-        Ok(quoin_pool::run(pool, shutdown).await?)
+        quoin_pool::run(pool, shutdown).await.map_err(in_flags)
     })
 }
 

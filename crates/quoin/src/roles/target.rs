@@ -9,6 +9,7 @@ use quoin_target::metrics::Metrics;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use super::data_path::Part;
 use super::{MemberOptions, RoleOptions};
 use crate::size::{number_within, parse_memory};
 
@@ -49,7 +50,7 @@ pub struct TargetOptions {
 
 pub fn run(options: TargetOptions) -> Result<()> {
     super::start_logs(options.role.log_json);
-    super::data_path::prepare();
+    super::data_path::prepare(Part::Other);
     super::check_run_directory(&options.run)?;
     let metrics = Metrics::new();
     let shown = metrics.clone();

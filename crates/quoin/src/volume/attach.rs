@@ -30,7 +30,8 @@ pub struct AttachOptions {
     /// Let nobody on this host write to it.
     #[arg(long)]
     read_only: bool,
-    /// The node that this host is [default: the one node of the cluster].
+    /// The node that is to use the volume [default: this host, or else the one node of the cluster].
+    /// Where that is another host, its own attach process makes the device there.
     #[arg(long)]
     node: Option<String>,
     #[command(flatten)]
@@ -55,18 +56,21 @@ impl HostOptions {
 /// How a volume is to be reached on this host now.
 #[derive(Serialize, Clone)]
 #[serde(rename_all = "camelCase")]
-struct AttachedView {
-    volume: String,
-    id: String,
-    node: String,
+pub struct AttachedView {
+    pub volume: String,
+    pub id: String,
+    pub node: String,
     /// The block device.
     #[serde(skip_serializing_if = "String::is_empty")]
-    device: String,
+    pub device: String,
     /// The NBD address that was asked for instead.
     #[serde(skip_serializing_if = "String::is_empty")]
-    nbd_uri: String,
-    read_only: bool,
+    pub nbd_uri: String,
+    pub read_only: bool,
 }
+
+/// How a command's attachments are told from others'.
+pub const USAGE: &str = "command";
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Nbd {
@@ -109,21 +113,38 @@ pub async fn attach(
 ) -> Result<()> {
     let client = &options.host.client(client);
     let volume = get_volume(cluster, &options.volume).await?;
+    let here = node_here(client);
+    let node = match options.node.or_else(|| here.clone()) {
+        Some(node) => node,
+        None => only_node(cluster, client).await?,
+    };
+    let is_elsewhere = match &here {
+        Some(here) => *here != node,
+        // A host with neither a target nor an attach process only asks.
+        None => options.nbd.is_none() && attach_daemon(client).list().await.is_err(),
+    };
+    if is_elsewhere && options.nbd == Some(Nbd::Unix) {
+        bail!(
+            "--nbd is a unix socket of this host, and {node} is another: --nbd=tcp is for other \
+             hosts, and without --nbd it gets a block device there"
+        );
+    }
+    if is_elsewhere && options.nbd.is_none() {
+        let request = super::remote::Request { volume, node, read_only: options.read_only };
+        return super::remote::attach(cluster, request, client, format).await;
+    }
     if options.nbd.is_none() {
         // Before anything is changed: without it the volume would be left half attached.
         check_daemon(client).await?;
     }
-    let node = match options.node {
-        Some(node) => node,
-        None => only_node(cluster).await?,
-    };
     let was_here = volume.attachments.iter().any(|attachment| attachment.node == node);
     let request = PublishVolumeRequest {
         volume: Some(id_ref(&volume.id)),
         node: node.clone(),
         read_only: options.read_only,
         multi_node: false,
-        usage: "command".into(),
+        usage: USAGE.into(),
+        device: false,
     };
     cluster.publish_volume(request).await.map_err(refusal)?;
     let view = AttachedView {
@@ -378,15 +399,30 @@ fn nbd_socket(client: &ClientOptions, volume_id: &str) -> PathBuf {
     client.run_directory().join("nbd").join(format!("{volume_id}.sock"))
 }
 
-/// The node to attach to when none is named: unambiguous in `quoin dev`, asked for elsewhere.
-async fn only_node(cluster: &mut Cluster) -> Result<String> {
+/// The node that this host is, as its target says.
+fn node_here(client: &ClientOptions) -> Option<String> {
+    let path = client.run_directory().join(quoin_target::NODE_FILE);
+    let name = std::fs::read_to_string(path).ok()?;
+    Some(name.trim().to_owned()).filter(|name| !name.is_empty())
+}
+
+/// The node to attach to when none is named and this host is none: the only one, or it is asked for.
+async fn only_node(cluster: &mut Cluster, client: &ClientOptions) -> Result<String> {
     let nodes = cluster.list_nodes(ListNodesRequest {}).await.map_err(refusal)?.into_inner().nodes;
     match nodes.as_slice() {
         [node] => Ok(node.name.clone()),
-        [] => bail!("no node has joined yet: start one with `quoin node run --join TOKEN`"),
+        [] => bail!(
+            "no node has joined yet: a host that uses volumes runs `quoin target`, started the first \
+             time with a token of `quoin token create --role node`"
+        ),
         several => {
             let names: Vec<_> = several.iter().map(|node| node.name.as_str()).collect();
-            bail!("which of the nodes is this host? Name it with --node: {}", names.join(", "))
+            bail!(
+                "no `quoin target` of this host serves {}: name the node that is to use the volume \
+                 with --node ({}), or this host's directory with --run",
+                client.run_directory().display(),
+                names.join(", ")
+            )
         }
     }
 }

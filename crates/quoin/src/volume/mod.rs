@@ -1,6 +1,7 @@
 //! `quoin volume …`: create, look at, attach, resize and delete volumes.
 
 mod attach;
+mod remote;
 mod replicas;
 mod verify;
 mod view;

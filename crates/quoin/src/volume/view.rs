@@ -23,6 +23,8 @@ pub struct VolumeView {
     pub nodes: Vec<String>,
     /// Where targets serve it over TCP.
     pub nbd: Vec<String>,
+    /// Block devices that nodes made when another host asked for them.
+    pub devices: Vec<String>,
     pub epoch: u64,
     pub replication_factor: u32,
     pub consistency_factor: u32,
@@ -102,6 +104,12 @@ impl From<Volume> for VolumeView {
                 .filter(|attachment| !attachment.nbd_uri.is_empty())
                 .map(|attachment| attachment.nbd_uri.clone())
                 .collect(),
+            devices: volume
+                .attachments
+                .iter()
+                .filter(|attachment| !attachment.device.is_empty())
+                .map(|attachment| format!("{} on node {}", attachment.device, attachment.node))
+                .collect(),
             epoch: volume.epoch,
             replication_factor: membership.rf,
             consistency_factor: membership.cf,
@@ -135,7 +143,13 @@ impl VolumeView {
             ("health", self.health.clone()),
             ("use", [self.usage.as_str(), &self.nodes.join(", ")].join(" ").trim().into()),
             ("nbd", self.nbd.join(", ")),
-            ("device", self.here.as_ref().map(HereView::device).unwrap_or_default()),
+            (
+                "device",
+                match &self.here {
+                    Some(here) => here.device(),
+                    None => self.devices.join(", "),
+                },
+            ),
             ("blocked", self.here.as_ref().map(|here| here.blocked.clone()).unwrap_or_default()),
             ("dead mounts", self.here.as_ref().map(HereView::dead).unwrap_or_default()),
             ("changing", self.changing.clone()),

@@ -5,6 +5,7 @@
 
 mod base;
 pub mod nbd;
+pub mod network;
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -71,6 +72,11 @@ impl Process {
 
     pub fn is_alive(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
+    }
+
+    /// How it ended, if it has.
+    pub fn ended(&mut self) -> Option<std::process::ExitStatus> {
+        self.child.try_wait().unwrap()
     }
 
     /// SIGTERM, and a clean end.

@@ -1,0 +1,314 @@
+//! Block devices that were asked for from another host.
+//!
+//! Who attaches a volume on its own host asks the attach process there. Who does so from elsewhere
+//! asks the controller, whose word comes to this target with the volume: it then asks the attach
+//! process of its host in their place, and tells what became of it. A device that is wanted is made
+//! anew where it is gone, as after a restart of the host; one that is not wanted any more is taken
+//! away before its volume is closed, while what the kernel still holds for it can be written.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use quoin_core::VolumeId;
+use quoin_frontend::attach::protocol::{AttachVolume, Kind};
+use quoin_frontend::attach::{AttachClient, Error};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+
+/// Between two attempts.
+const RETRY: Duration = Duration::from_millis(500);
+/// After a refusal that waiting does not change by itself.
+const REFUSED: Duration = Duration::from_secs(15);
+/// How often a device that was made is looked at.
+const LOOK: Duration = Duration::from_secs(10);
+/// For one answer of the attach process, which waits for the volume itself.
+const CALL_MAX: Duration = Duration::from_secs(60);
+/// For taking a device away before its volume is closed.
+const DETACH_MAX: Duration = Duration::from_secs(10);
+
+/// How one device stands, as it is told to the controller.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct DeviceState {
+    /// Empty: there is none.
+    pub path: String,
+    /// What it waits for, or why there is none.
+    pub message: String,
+    /// This host cannot make one.
+    pub refused: bool,
+}
+
+impl DeviceState {
+    fn waits(message: impl Into<String>) -> Self {
+        Self { message: message.into(), ..Self::default() }
+    }
+}
+
+struct Wanted {
+    volume: watch::Sender<AttachVolume>,
+    task: JoinHandle<()>,
+}
+
+/// The devices of one host.
+pub(crate) struct Devices {
+    daemon: AttachClient,
+    socket: PathBuf,
+    wanted: Mutex<BTreeMap<VolumeId, Wanted>>,
+    states: Arc<Mutex<BTreeMap<VolumeId, DeviceState>>>,
+    /// Told of every change.
+    changed: Arc<Notify>,
+}
+
+impl Devices {
+    pub fn new(run_dir: &Path, changed: Arc<Notify>) -> Self {
+        let socket = run_dir.join("attach").join("attach.sock");
+        let daemon = AttachClient::new(&socket);
+        Self { daemon, socket, wanted: Mutex::default(), states: Arc::default(), changed }
+    }
+
+    /// How the device of a volume stands; nothing where none is wanted.
+    pub fn state(&self, volume: VolumeId) -> DeviceState {
+        let states = self.states.lock().expect("never held across a panic");
+        states.get(&volume).cloned().unwrap_or_default()
+    }
+
+    /// Has a device made, or grown to a new size.
+    pub fn want(&self, id: VolumeId, asked: AttachVolume) {
+        let mut wanted = self.wanted.lock().expect("never held across a panic");
+        if let Some(known) = wanted.get(&id) {
+            let is_news = |known: &mut AttachVolume| {
+                let differs = *known != asked;
+                *known = asked;
+                differs
+            };
+            known.volume.send_if_modified(is_news);
+            return;
+        }
+        let (volume, asked) = watch::channel(asked);
+        let keeper = Keeper {
+            id,
+            daemon: self.daemon.clone(),
+            socket: self.socket.clone(),
+            states: self.states.clone(),
+            changed: self.changed.clone(),
+        };
+        let task = tokio::spawn(keeper.keep(asked));
+        wanted.insert(id, Wanted { volume, task });
+    }
+
+    /// Takes the device away, where one was wanted, and then does `closed`. IO that the kernel holds
+    /// for it is written meanwhile, within a bound.
+    pub fn release(&self, id: VolumeId, closed: impl FnOnce() + Send + 'static) {
+        let mut all = self.wanted.lock().expect("never held across a panic");
+        let Some(wanted) = all.remove(&id) else { return closed() };
+        drop(all);
+        self.states.lock().expect("never held across a panic").remove(&id);
+        wanted.task.abort();
+        let daemon = self.daemon.clone();
+        tokio::spawn(async move {
+            // The last request of the task, if it was in one, is answered first.
+            let _ = wanted.task.await;
+            let detached = tokio::time::timeout(DETACH_MAX, daemon.detach(&id.to_string())).await;
+            match detached {
+                Ok(Ok(()) | Err(Error::Daemon { .. })) => {}
+                Ok(Err(error)) => {
+                    tracing::warn!(volume = %id, %error, "detached, and its device is still there");
+                }
+                Err(_) => {
+                    tracing::warn!(volume = %id, "detached, and its device does not go away");
+                }
+            }
+            closed();
+        });
+    }
+
+    #[cfg(test)]
+    fn has(&self, id: VolumeId) -> bool {
+        self.wanted.lock().unwrap().contains_key(&id)
+    }
+}
+
+/// Keeps one device.
+struct Keeper {
+    id: VolumeId,
+    daemon: AttachClient,
+    socket: PathBuf,
+    states: Arc<Mutex<BTreeMap<VolumeId, DeviceState>>>,
+    changed: Arc<Notify>,
+}
+
+impl Keeper {
+    async fn keep(self, mut asked: watch::Receiver<AttachVolume>) {
+        self.tell(DeviceState::waits("its target opens the volume"));
+        loop {
+            let volume = asked.borrow_and_update().clone();
+            // A killed target leaves the file behind.
+            let serves = tokio::net::UnixStream::connect(&volume.nbd_socket).await.is_ok();
+            let pause = match serves {
+                true => self.make(volume).await,
+                false => RETRY,
+            };
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                changed = asked.changed() => if changed.is_err() { return },
+            }
+        }
+    }
+
+    /// Makes the device, or looks at the one that is there; how long to rest afterwards.
+    async fn make(&self, volume: AttachVolume) -> Duration {
+        let (size, name) = (volume.size, volume.volume.clone());
+        let Ok(answer) = tokio::time::timeout(CALL_MAX, self.daemon.attach(volume)).await else {
+            self.tell(DeviceState::waits(
+                "the attach process waits for the kernel, or for the volume's IO",
+            ));
+            return RETRY;
+        };
+        match answer {
+            Ok(attached) => {
+                let path = attached.device.display().to_string();
+                self.tell(DeviceState { path, ..DeviceState::default() });
+                if attached.size < size && self.daemon.resize(&name, size).await.is_err() {
+                    return RETRY;
+                }
+                LOOK
+            }
+            Err(Error::Refused { kind, message }) => {
+                let refused = matches!(kind, Kind::Host | Kind::Invalid | Kind::Conflict);
+                self.tell(DeviceState { path: String::new(), message, refused });
+                if refused { REFUSED } else { RETRY }
+            }
+            Err(Error::Daemon { .. }) => {
+                self.tell(DeviceState::waits(format!(
+                    "no `quoin attach` serves {} on that host: start it there",
+                    self.socket.display()
+                )));
+                RETRY
+            }
+            Err(error) => {
+                self.tell(DeviceState::waits(error.to_string()));
+                RETRY
+            }
+        }
+    }
+
+    fn tell(&self, state: DeviceState) {
+        let mut states = self.states.lock().expect("never held across a panic");
+        if states.insert(self.id, state.clone()) != Some(state) {
+            self.changed.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quoin_frontend::attach::protocol::{Attached, Request, Response};
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::UnixListener;
+
+    /// An attach process that answers each request as the test says, and notes what it was asked.
+    fn attach_process(
+        run: &Path,
+        answer: impl Fn(&Request) -> Response + Send + 'static,
+    ) -> Arc<Mutex<Vec<Request>>> {
+        std::fs::create_dir_all(run.join("attach")).unwrap();
+        let listener = UnixListener::bind(run.join("attach/attach.sock")).unwrap();
+        let asked: Arc<Mutex<Vec<Request>>> = Arc::default();
+        let noted = asked.clone();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let mut stream = BufReader::new(stream);
+                let mut line = String::new();
+                stream.read_line(&mut line).await.unwrap();
+                let request: Request = serde_json::from_str(&line).unwrap();
+                let mut text = serde_json::to_string(&answer(&request)).unwrap();
+                noted.lock().unwrap().push(request);
+                text.push('\n');
+                let _ = stream.get_mut().write_all(text.as_bytes()).await;
+            }
+        });
+        asked
+    }
+
+    fn volume(run: &Path) -> AttachVolume {
+        AttachVolume {
+            volume: VolumeId(7).to_string(),
+            nbd_socket: run.join("7.sock"),
+            size: 1 << 20,
+            block_size: 4096,
+            read_only: false,
+            file_only: false,
+        }
+    }
+
+    fn attached(asked: &AttachVolume) -> Response {
+        Response::Ok(Attached {
+            volume: asked.volume.clone(),
+            device: "/dev/loop7".into(),
+            nbd_socket: asked.nbd_socket.clone(),
+            size: asked.size,
+            block_size: asked.block_size,
+            read_only: false,
+            file_only: false,
+            connected: true,
+            in_flight: 0,
+        })
+    }
+
+    async fn until(devices: &Devices, is_so: impl Fn(&DeviceState) -> bool) {
+        let waited = async {
+            while !is_so(&devices.state(VolumeId(7))) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let waited = tokio::time::timeout(Duration::from_secs(30), waited).await;
+        waited.unwrap_or_else(|_| panic!("{:?}", devices.state(VolumeId(7))));
+    }
+
+    #[tokio::test]
+    async fn a_device_is_made_once_the_volume_is_served_and_taken_away_before_it_is_closed() {
+        let run = tempfile::tempdir().unwrap();
+        let asked = attach_process(run.path(), |request| match request {
+            Request::Attach(volume) => attached(volume),
+            _ => Response::Detached {},
+        });
+        let devices = Devices::new(run.path(), Arc::default());
+        devices.want(VolumeId(7), volume(run.path()));
+        until(&devices, |state| state.message.contains("opens")).await;
+        let _served = UnixListener::bind(run.path().join("7.sock")).unwrap();
+        until(&devices, |state| state.path == "/dev/loop7").await;
+        let (closed, is_closed) = tokio::sync::oneshot::channel();
+        devices.release(VolumeId(7), move || closed.send(()).unwrap());
+        is_closed.await.unwrap();
+        assert!(!devices.has(VolumeId(7)));
+        let asked = asked.lock().unwrap();
+        assert!(matches!(asked.last(), Some(Request::Detach { .. })), "{asked:?}");
+    }
+
+    #[tokio::test]
+    async fn a_host_that_can_make_none_says_so_and_one_without_an_attach_process_what_to_start() {
+        let run = tempfile::tempdir().unwrap();
+        let _served = UnixListener::bind(run.path().join("7.sock")).unwrap();
+        let devices = Devices::new(run.path(), Arc::default());
+        devices.want(VolumeId(7), volume(run.path()));
+        until(&devices, |state| state.message.contains("quoin attach")).await;
+        assert!(!devices.state(VolumeId(7)).refused);
+        let refusal = |_: &Request| Response::Error {
+            kind: Kind::Host,
+            message: "there is no /dev/fuse".into(),
+        };
+        attach_process(run.path(), refusal);
+        until(&devices, |state| state.refused && state.message.contains("/dev/fuse")).await;
+    }
+
+    #[tokio::test]
+    async fn a_volume_without_a_device_is_closed_at_once() {
+        let run = tempfile::tempdir().unwrap();
+        let devices = Devices::new(run.path(), Arc::default());
+        let (closed, is_closed) = std::sync::mpsc::channel();
+        devices.release(VolumeId(7), move || closed.send(()).unwrap());
+        is_closed.try_recv().expect("nothing was waited for");
+    }
+}

@@ -1,0 +1,130 @@
+//! `quoin volume attach --node`: a volume as a block device of another host.
+//!
+//! The controller tells that host's target, which has its attach process make the device. This
+//! command asks for it, looks how far it is, and says where it is; interrupted, it goes on.
+
+use anyhow::{Result, bail};
+use quoin_proto::control::{Attachment, PublishVolumeRequest, UnpublishVolumeRequest, Volume};
+use std::time::{Duration, Instant};
+
+use super::attach::{AttachedView, USAGE};
+use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
+use crate::output::{self, Format};
+
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Between two lines about the same.
+const SAY_EVERY: Duration = Duration::from_secs(5);
+
+pub struct Request {
+    pub volume: Volume,
+    pub node: String,
+    pub read_only: bool,
+}
+
+pub async fn attach(
+    cluster: &mut Cluster,
+    asked: Request,
+    client: &ClientOptions,
+    format: Format,
+) -> Result<()> {
+    let Request { volume, node, read_only } = asked;
+    let name = volume.spec.as_ref().map(|spec| spec.name.clone()).unwrap_or_default();
+    let was_there = volume.attachments.iter().any(|attachment| attachment.node == node);
+    let request = PublishVolumeRequest {
+        volume: Some(id_ref(&volume.id)),
+        node: node.clone(),
+        read_only,
+        multi_node: false,
+        usage: USAGE.into(),
+        device: true,
+    };
+    cluster.publish_volume(request).await.map_err(refusal)?;
+    let device = match follow(cluster, &volume.id, &name, &node, client).await? {
+        Ok(device) => device,
+        Err(message) if was_there => bail!("node {node}: {message}"),
+        // It will not pass by itself, so the volume is not left held by what nobody has.
+        Err(message) => {
+            let volume = Some(id_ref(&volume.id));
+            let request = UnpublishVolumeRequest { volume, node: node.clone(), at_once: false };
+            cluster.unpublish_volume(request).await.map_err(refusal)?;
+            bail!("node {node}: {message}; the volume is detached again")
+        }
+    };
+    let view = AttachedView {
+        volume: name,
+        id: volume.id,
+        node,
+        device,
+        nbd_uri: String::new(),
+        read_only,
+    };
+    output::print_one(format, &view, || view.device.clone())
+}
+
+/// Looks until the device is there; the inner error is a refusal that waiting does not change.
+async fn follow(
+    cluster: &mut Cluster,
+    id: &str,
+    name: &str,
+    node: &str,
+    client: &ClientOptions,
+) -> Result<Result<String, String>> {
+    let began = Instant::now();
+    let mut said = (String::new(), Instant::now());
+    loop {
+        let now = get_volume(cluster, id).await?;
+        let Some(attachment) = now.attachments.iter().find(|found| found.node == node) else {
+            bail!("volume {name} was detached from node {node} meanwhile");
+        };
+        if !attachment.device.is_empty() {
+            return Ok(Ok(attachment.device.clone()));
+        }
+        if attachment.device_refused {
+            return Ok(Err(attachment.device_message.clone()));
+        }
+        let waits = waits(&now, attachment);
+        if began.elapsed() > client.timeout() {
+            bail!(
+                "the volume is attached to node {node}, and is no block device there after {} s \
+                 (--timeout): {waits}. Run the command again to wait on, or give it up with `quoin \
+                 volume detach {} --node {node}`",
+                client.timeout,
+                output::quoted(name)
+            );
+        }
+        if began.elapsed() > SAY_EVERY && (said.0 != waits || said.1.elapsed() > SAY_EVERY) {
+            eprintln!("node {node}: {waits}");
+            said = (waits, Instant::now());
+        }
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// What keeps the device from being there, the nearest cause first.
+fn waits(volume: &Volume, attachment: &Attachment) -> String {
+    let causes = [&attachment.device_message, &attachment.message, &volume.waiting_for];
+    match causes.into_iter().find(|cause| !cause.is_empty()) {
+        Some(cause) => cause.clone(),
+        None => {
+            "its target has not told of the device yet; one of an older version never does".into()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_cause_is_named_and_an_old_target_is_suspected_where_there_is_none() {
+        let mut attachment = Attachment::default();
+        let mut volume = Volume::default();
+        assert!(waits(&volume, &attachment).contains("older version"));
+        volume.waiting_for = "pool a to come online".into();
+        assert_eq!(waits(&volume, &attachment), "pool a to come online");
+        attachment.message = "node h2 is offline".into();
+        assert_eq!(waits(&volume, &attachment), "node h2 is offline");
+        attachment.device_message = "no `quoin attach`".into();
+        assert_eq!(waits(&volume, &attachment), "no `quoin attach`");
+    }
+}

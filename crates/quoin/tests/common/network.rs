@@ -1,0 +1,84 @@
+//! Hosts with addresses of their own: network namespaces on a bridge. Needs root and iproute2.
+
+use std::process::{Command, Output};
+
+use super::{Place, have, is_root, skipped};
+
+fn ip(arguments: &str) -> Output {
+    Command::new("ip").args(arguments.split(' ')).output().unwrap()
+}
+
+fn must(arguments: &str) {
+    let output = ip(arguments);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "ip {arguments}: {said}");
+}
+
+/// A bridge on this host and a namespace a host, gone with the test however it ends. One a process.
+pub struct Network {
+    bridge: String,
+    names: Vec<String>,
+    subnet: String,
+}
+
+impl Network {
+    /// `None` where namespaces cannot be had; says why.
+    pub fn new(hosts: &[&str]) -> Option<Self> {
+        if !is_root() || !have("ip") {
+            skipped("network namespaces need root and iproute2");
+            return None;
+        }
+        let id = std::process::id() % 10_000;
+        let bridge = format!("qb{id}");
+        let probe = ip(&format!("link add {bridge} type bridge"));
+        if !probe.status.success() {
+            let why = String::from_utf8_lossy(&probe.stderr).into_owned();
+            skipped(&format!("no bridge can be made here: {why}"));
+            return None;
+        }
+        // From here on dropping it cleans up, whatever has been made of it.
+        let mut network = Self {
+            bridge,
+            names: Vec::new(),
+            subnet: format!("10.{}.{}", 64 + id % 128, id / 128),
+        };
+        must(&format!("addr add {}.254/24 dev {}", network.subnet, network.bridge));
+        must(&format!("link set {} up", network.bridge));
+        for (index, host) in hosts.iter().enumerate() {
+            let name = format!("qt{id}-{host}");
+            must(&format!("netns add {name}"));
+            network.names.push(name.clone());
+            let (outer, inner) = (format!("qv{id}-{index}"), format!("qi{id}-{index}"));
+            must(&format!("link add {outer} type veth peer name {inner}"));
+            must(&format!("link set {outer} master {} up", network.bridge));
+            must(&format!("link set {inner} netns {name}"));
+            let address = format!("{}.{}", network.subnet, index + 1);
+            must(&format!("-n {name} addr add {address}/24 dev {inner}"));
+            must(&format!("-n {name} link set {inner} up"));
+            must(&format!("-n {name} link set lo up"));
+        }
+        Some(network)
+    }
+
+    pub fn place(&self, index: usize) -> Place {
+        Place {
+            namespace: Some(self.names[index].clone()),
+            address: format!("{}.{}", self.subnet, index + 1),
+        }
+    }
+
+    /// Cuts or restores the link of a host, with no word to either side.
+    pub fn link(&self, index: usize, state: &str) {
+        let id = std::process::id() % 10_000;
+        must(&format!("link set qv{id}-{index} {state}"));
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        for name in &self.names {
+            ip(&format!("netns del {name}"));
+        }
+        ip(&format!("link del {}", self.bridge));
+    }
+}
