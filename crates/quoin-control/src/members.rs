@@ -74,8 +74,8 @@ impl Controller {
         if self.tokens.create(record).await?.is_err() {
             return Err(Error::Busy("a token was drawn twice; try again".to_owned()));
         }
-        let what = if role.is_empty() { "pool or node" } else { role };
-        let message = format!("for a {what}, good for {} s", ttl.as_secs());
+        let what = if role.is_empty() { "a pool or node".into() } else { with_article(role) };
+        let message = format!("for {what}, good for {} s", ttl.as_secs());
         self.events.record(Severity::Normal, cluster(), "JoinTokenCreated", message);
         Ok((token, expires_ms))
     }
@@ -147,7 +147,12 @@ impl Controller {
                 only => only == role.as_str(),
             };
             if !right {
-                let rule = format!("the join token is for a {}, not a {role}", record.role);
+                let meant = match record.role.as_str() {
+                    "" => "a pool or a node".to_owned(),
+                    role => with_article(role),
+                };
+                let rule =
+                    format!("the join token is for {meant}, not {}", with_article(role.as_str()));
                 return Err(Error::Denied(rule));
             }
             if !record.holder.is_empty() && record.holder != holder {
@@ -288,6 +293,10 @@ impl Controller {
 /// A token's name among people: the beginning of its secret's hash.
 pub(crate) fn token_id(token: &TokenRecord) -> &str {
     token.secret_hash.get(..TOKEN_ID_DIGITS).unwrap_or(&token.secret_hash)
+}
+
+fn with_article(role: &str) -> String {
+    format!("{} {role}", if role.starts_with('a') { "an" } else { "a" })
 }
 
 fn cluster() -> Object {

@@ -10,7 +10,8 @@ use crate::client::ClientOptions;
 use crate::cordon::{self, Scope};
 use crate::output::{self, Format};
 use crate::{
-    admins, declare, demo, dev, events, listing, offline, roles, scrub, target, tokens, volume,
+    admins, contexts, declare, demo, dev, events, listing, offline, roles, scrub, target, tokens,
+    volume,
 };
 
 /// Replicated block storage for containers.
@@ -72,6 +73,9 @@ enum Command {
     /// The people and tools that govern the cluster from afar: list and remove them.
     #[command(subcommand)]
     Admin(admins::AdminCommand),
+    /// The controllers on other hosts that commands talk to, by name.
+    #[command(subcommand)]
+    Context(contexts::ContextCommand),
     /// What happened, and with -w what happens.
     Events(events::EventOptions),
     /// The cluster as a whole.
@@ -224,6 +228,7 @@ impl Cli {
                 wait_for(listing::set_node(&node, manages_volumes, &client, format))
             }
             Command::Admin(command) => wait_for(admins::run(command, &client, format)),
+            Command::Context(command) => contexts::run(command, format),
             Command::Events(options) => wait_for(events::run(options, &client, format)),
             Command::Cluster(command) => wait_for(listing::cluster(command, &client, format)),
             Command::Token(command) => wait_for(tokens::run(command, &client, format)),

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tonic::transport::Channel;
 
+use crate::contexts::{self, Contexts};
 use crate::output::plain;
 
 /// A client of the admin socket.
@@ -20,7 +21,7 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 #[derive(clap::Args, Clone, Debug)]
 pub struct ClientOptions {
     /// The controller's admin socket [default: that of `quoin dev`, or of a controller on this
-    /// host].
+    /// host; where there is none, the current context].
     #[arg(
         long,
         global = true,
@@ -30,6 +31,16 @@ pub struct ClientOptions {
         help_heading = "Everywhere"
     )]
     pub socket: Option<PathBuf>,
+    /// The context that leads to the controller, as `quoin context list` shows it; QUOIN_CONTEXT
+    /// names one too, where no socket is named. `quoin cluster join` makes one.
+    #[arg(
+        long,
+        global = true,
+        value_name = "NAME",
+        hide_short_help = true,
+        help_heading = "Everywhere"
+    )]
+    pub context: Option<String>,
     /// How long to wait for what a command starts, in seconds; where it says how far that is, only
     /// time in which nothing moves counts.
     #[arg(
@@ -46,15 +57,35 @@ pub struct ClientOptions {
     pub run: Option<PathBuf>,
 }
 
+/// How a command comes to its controller.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Way {
+    Socket(PathBuf),
+    Context(String),
+    /// Neither was named, and there is none.
+    Unknown,
+}
+
 impl ClientOptions {
-    /// The socket named, or the first that exists of the usual ones.
-    pub fn socket(&self) -> PathBuf {
-        if let Some(socket) = &self.socket {
-            return socket.clone();
+    /// What is named on the command line comes first, a socket of this host before a context.
+    fn way(&self) -> Way {
+        if let Some(context) = &self.context {
+            return Way::Context(context.clone());
         }
-        let usual = usual_admin_sockets();
-        let present = usual.iter().find(|path| path.exists());
-        present.or(usual.first()).cloned().unwrap_or_default()
+        if let Some(socket) = &self.socket {
+            return match context_of_address(socket) {
+                Some(context) => Way::Context(context),
+                None => Way::Socket(socket.clone()),
+            };
+        }
+        if let Some(context) = std::env::var("QUOIN_CONTEXT").ok().filter(|name| !name.is_empty()) {
+            return Way::Context(context);
+        }
+        if let Some(present) = usual_admin_sockets().into_iter().find(|path| path.exists()) {
+            return Way::Socket(present);
+        }
+        let current = Contexts::of_user().ok().and_then(|contexts| contexts.current());
+        current.map_or(Way::Unknown, Way::Context)
     }
 
     /// Where the processes of this host keep their sockets: as named, or beside the admin socket.
@@ -62,7 +93,11 @@ impl ClientOptions {
         if let Some(run) = &self.run {
             return run.clone();
         }
-        self.socket().parent().map(Path::to_path_buf).unwrap_or_default()
+        match self.way() {
+            Way::Socket(socket) => socket.parent().map(Path::to_path_buf).unwrap_or_default(),
+            Way::Context(_) => PACKAGED_RUN.into(),
+            Way::Unknown => default_root().join("run"),
+        }
     }
 
     pub fn timeout(&self) -> Duration {
@@ -71,8 +106,44 @@ impl ClientOptions {
 
     /// Connects, or says which of the usual reasons it fails for.
     pub async fn connect(&self) -> Result<Cluster> {
-        connect(&self.socket()).await
+        match self.way() {
+            Way::Socket(socket) => connect(&socket).await,
+            Way::Context(name) => {
+                let cluster = contexts::connect(&name).await?;
+                Ok(cluster.max_decoding_message_size(MESSAGE_BYTES_MAX))
+            }
+            Way::Unknown => {
+                let usual = usual_admin_sockets();
+                let usual: Vec<_> = usual.iter().map(|path| path.display().to_string()).collect();
+                bail!(
+                    "no controller at {}, and no context: start one with `quoin dev`, name its \
+                     socket with --socket or QUOIN_SOCKET, or, for a controller on another host, \
+                     make a token there (`quoin token create --role admin`) and a context here: \
+                     quoin cluster join --role admin --controller HOST:7400 --token TOKEN",
+                    usual.join(" or ")
+                )
+            }
+        }
     }
+}
+
+/// Where the processes of a host keep their sockets that nobody told another place.
+const PACKAGED_RUN: &str = "/run/quoin";
+
+/// The context of a controller whose address was given for a socket.
+fn context_of_address(socket: &Path) -> Option<String> {
+    let address = address_in(socket)?;
+    let contexts = Contexts::of_user().ok()?;
+    let leads_there =
+        |name: &String| contexts.load(name).is_ok_and(|context| context.controller == address);
+    contexts.names().ok()?.into_iter().find(leads_there)
+}
+
+/// `host:port` where that is what was given, and not a path.
+fn address_in(socket: &Path) -> Option<&str> {
+    let text = socket.to_str().filter(|text| !text.contains('/'))?;
+    let (host, port) = text.rsplit_once(':')?;
+    (!host.is_empty() && port.parse::<u16>().is_ok() && !socket.exists()).then_some(text)
 }
 
 /// The directory of `quoin dev` where none is named.
@@ -89,12 +160,20 @@ pub fn default_root() -> PathBuf {
 
 /// Where commands look for a controller, the likeliest first.
 fn usual_admin_sockets() -> Vec<PathBuf> {
-    vec![default_root().join("run/admin.sock"), "/run/quoin/admin.sock".into()]
+    vec![default_root().join("run/admin.sock"), Path::new(PACKAGED_RUN).join("admin.sock")]
 }
 
 /// Connects to the admin socket at `path`.
 pub async fn connect(path: &Path) -> Result<Cluster> {
-    let way_out = "start one with `quoin dev`, or name its socket with --socket or QUOIN_SOCKET";
+    let way_out = "start one with `quoin dev`, name its socket with --socket or QUOIN_SOCKET, or the \
+                   context of one on another host with --context (`quoin context list`)";
+    if let Some(address) = address_in(path) {
+        bail!(
+            "{address} is an address, and a controller speaks there with those who have a \
+             certificate: make a token where it runs (`quoin token create --role admin`), and a \
+             context here: quoin cluster join --role admin --controller {address} --token TOKEN"
+        );
+    }
     if let Err(error) = tokio::net::UnixStream::connect(path).await {
         let shown = path.display();
         let is_socket = || std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
@@ -173,6 +252,20 @@ mod tests {
         let id = "0123456789ABCDEF0123456789abcdef";
         assert_eq!(volume_ref(id).id, id.to_ascii_lowercase());
         assert_eq!(volume_ref("0123").name, "0123");
+    }
+
+    #[tokio::test]
+    async fn an_address_in_place_of_a_socket_is_told_from_a_path_and_says_how_to_join() {
+        assert_eq!(address_in(Path::new("h1:7400")), Some("h1:7400"));
+        assert_eq!(address_in(Path::new("[fd00::1]:7400")), Some("[fd00::1]:7400"));
+        for path in ["/run/h1:7400", "./h1:7400", "h1", "h1:x", ":7400", "admin.sock"] {
+            assert_eq!(address_in(Path::new(path)), None, "{path}");
+        }
+        let said = connect(Path::new("no-such-host:7400")).await.unwrap_err().to_string();
+        assert!(
+            said.contains("quoin cluster join") && said.contains("no-such-host:7400"),
+            "{said}"
+        );
     }
 
     #[tokio::test]

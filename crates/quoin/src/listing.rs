@@ -100,11 +100,16 @@ pub enum NodeCommand {
 pub enum ClusterCommand {
     /// The cluster's id, version and how its data connections are secured.
     Info,
-    /// Get a certificate of this cluster for a person or a tool, as NBD over TCP asks for one.
-    /// Again later, it renews the one that is there.
-    #[command(after_help = "Example:\n  \
-        QUOIN_JOIN_TOKEN=$(quoin token create --role admin) \\\n    \
-        quoin cluster join --controller control:7400 --name ops --to ~/.quoin\n  \
+    /// Join as an admin: govern the cluster from this host, by a certificate.
+    ///
+    /// Makes a context, which commands use where no controller runs on their own host; --context
+    /// names it. With --to, the certificate alone goes into a directory, for tools such as NBD over
+    /// TCP. Again later, it renews the one that is there.
+    #[command(after_help = "Examples:\n  \
+        quoin token create --role admin                  where the controller runs\n  \
+        QUOIN_JOIN_TOKEN=… quoin cluster join --role admin --controller control:7400 --name ops\n  \
+        quoin volume list                                on this host from now on\n\n  \
+        QUOIN_JOIN_TOKEN=… quoin cluster join --controller control:7400 --name ops --to ~/.quoin\n  \
         nbdinfo \"nbds://node-1:10809/db?tls-certificates=$HOME/.quoin\"")]
     Join(crate::roles::JoinOptions),
     /// Make a new certificate authority and let every part change over to it, with IO running.
@@ -137,7 +142,7 @@ pub async fn cluster(
 ) -> Result<()> {
     // A newcomer has no admin socket to ask.
     if let ClusterCommand::Join(options) = command {
-        return crate::roles::join(options).await;
+        return crate::roles::join(options, client, format).await;
     }
     let mut cluster = client.connect().await?;
     match command {

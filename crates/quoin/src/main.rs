@@ -7,6 +7,7 @@
 mod admins;
 mod cli;
 mod client;
+mod contexts;
 mod cordon;
 mod declare;
 mod demo;

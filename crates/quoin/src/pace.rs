@@ -306,7 +306,7 @@ mod tests {
     }
 
     fn patience(timeout: u64) -> ClientOptions {
-        ClientOptions { socket: None, timeout, run: None }
+        ClientOptions { socket: None, context: None, timeout, run: None }
     }
 
     #[tokio::test]

@@ -111,7 +111,13 @@ pub struct MemberOptions {
     pub controller: String,
     /// A join token (`quoin token create`); needed only the first time. Better in the
     /// environment than on the command line, which everybody can read.
-    #[arg(long, env = "QUOIN_JOIN_TOKEN", hide_env_values = true, value_name = "TOKEN")]
+    #[arg(
+        long,
+        visible_alias = "token",
+        env = "QUOIN_JOIN_TOKEN",
+        hide_env_values = true,
+        value_name = "TOKEN"
+    )]
     pub join: Option<String>,
     /// The member's name: letters, digits, `-` and `.` [default: the host's].
     #[arg(long)]
