@@ -174,7 +174,12 @@ fn left(replica: &DrainedReplica) -> u64 {
 fn progress(scope: &Scope, status: &CordonStatus, pace: &str) -> String {
     let (kind, name) = scope.words();
     let count = |state: &str| status.replicas.iter().filter(|r| r.state == state).count();
-    let mut text = format!("{kind} {name}: {} replicas left", status.replicas.len());
+    let count_words = match status.replicas.len() {
+        1 => "1 replica".to_owned(),
+        many => format!("{many} replicas"),
+    };
+    let bytes = show_size(status.replicas.iter().map(left).sum());
+    let mut text = format!("{kind} {name}: {count_words} and {bytes} left");
     for (state, words) in [("moving", "moving"), ("waits", "waiting"), ("stuck", "stuck")] {
         if count(state) > 0 {
             text += &format!(", {} {words}", count(state));
@@ -314,8 +319,8 @@ mod tests {
         let text = progress(&Scope::Pool("a".into()), &status, "; 1.0 MiB/s, about 4 s left");
         assert_eq!(
             text,
-            "pool a: 3 replicas left, 1 moving, 1 waiting, 1 stuck; 1.0 MiB/s, about 4 s left; \
-             volume db: no room"
+            "pool a: 3 replicas and 21 B left, 1 moving, 1 waiting, 1 stuck; 1.0 MiB/s, about 4 s \
+             left; volume db: no room"
         );
         let half =
             DrainedReplica { rebuilt_bytes: 60, rebuild_total_bytes: 100, ..replica("", "") };

@@ -66,8 +66,8 @@ pub async fn follow<U: UnderWay>(
             (standing, moved) = (now, Instant::now());
         }
         let mut parts = seen.parts();
-        let done = parts.iter().map(|part| (part.name.clone(), *part.done_bytes)).collect();
-        pace.saw(done, began.elapsed());
+        let known = parts.iter().map(Seen::of).collect();
+        pace.saw(known, began.elapsed());
         rounds.join(&mut parts);
         let words = |pace: &Pace| pace.words(seen.left_bytes());
         if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
@@ -93,11 +93,27 @@ pub async fn follow<U: UnderWay>(
     Ok(seen)
 }
 
+/// A part as it was at one look.
+struct Seen {
+    name: String,
+    done: u64,
+    /// 0: not known yet.
+    total: u64,
+}
+
+impl Seen {
+    fn of(part: &Part) -> Self {
+        Self { name: part.name.clone(), done: *part.done_bytes, total: *part.total_bytes }
+    }
+}
+
 /// How fast bytes are gone through: over the last while, whatever part they are of.
 #[derive(Default)]
 struct Pace {
-    /// What each part had gone through when it was last seen.
-    parts: HashMap<String, u64>,
+    /// What each part had gone through when it was last seen, of how much.
+    parts: HashMap<String, (u64, u64)>,
+    /// Parts that ended since the first look.
+    ended: u64,
     /// All that was gone through since the first look, at each look of the window that saw more of
     /// it: targets report every few seconds, and between their reports nothing is known.
     sums: VecDeque<(Duration, u64)>,
@@ -107,20 +123,25 @@ struct Pace {
 }
 
 impl Pace {
-    fn saw(&mut self, parts: Vec<(String, u64)>, at: Duration) {
-        let before = std::mem::take(&mut self.parts);
-        // A part that is new may have gone on before it was looked at, and one that is gone is done;
-        // one that begins anew goes through more.
-        let moved: u64 = parts
-            .iter()
-            .map(|(part, now)| before.get(part).map_or(0, |then| now.saturating_sub(*then)))
-            .sum();
-        self.parts = parts.into_iter().collect();
+    fn saw(&mut self, parts: Vec<Seen>, at: Duration) {
+        let mut before = std::mem::take(&mut self.parts);
+        // A part that is new may have gone on before it was looked at; one that begins anew goes
+        // through more.
+        let mut moved: u64 = 0;
+        for Seen { name, done, total } in parts {
+            let (then, _) = before.remove(&name).unwrap_or((done, total));
+            moved += done.saturating_sub(then);
+            self.parts.insert(name, (done, total));
+        }
+        // One that is gone is done.
+        let ended = before.len() as u64;
+        moved += before.values().map(|(done, total)| total.saturating_sub(*done)).sum::<u64>();
+        self.ended += ended;
         let sum = self.sums.back().map_or(0, |(_, sum)| *sum) + moved;
         if self.moved_at.is_none() {
             self.began_at = at;
         }
-        if moved > 0 || self.moved_at.is_none() {
+        if moved > 0 || ended > 0 || self.moved_at.is_none() {
             self.moved_at = Some(at);
         }
         if moved > 0 {
@@ -150,11 +171,21 @@ impl Pace {
         if still >= STANDSTILL {
             return format!("; nothing moved for {}", time(still));
         }
-        let Some(rate) = self.rate() else { return String::new() };
+        let Some(rate) = self.rate() else { return self.words_by_parts() };
         let takes = Duration::try_from_secs_f64(left as f64 / rate).unwrap_or(Duration::MAX);
         // What went on since the last report is not in it yet.
         let takes = takes.saturating_sub(still);
         format!("; {}/s, about {} left", show_size(rate as u64), time(takes))
+    }
+
+    /// Where parts end before anything is known of their bytes, their number is the pace.
+    fn words_by_parts(&self) -> String {
+        let looked = self.now.saturating_sub(self.began_at);
+        if self.ended == 0 || looked < WINDOW {
+            return String::new();
+        }
+        let takes = looked.mul_f64(self.parts.len() as f64 / self.ended as f64);
+        format!("; about {} left", time(takes))
     }
 }
 
@@ -203,8 +234,28 @@ mod tests {
         Duration::from_secs(n)
     }
 
-    fn part(name: &str, mib: u64) -> (String, u64) {
-        (name.to_owned(), mib * MIB)
+    fn part(name: &str, mib: u64) -> Seen {
+        Seen { name: name.to_owned(), done: mib * MIB, total: 0 }
+    }
+
+    #[test]
+    fn parts_that_end_are_progress_whether_or_not_their_bytes_were_ever_seen() {
+        let mut pace = Pace::default();
+        let left = |from: u64| (from..25).map(|n| part(&n.to_string(), 0)).collect();
+        for n in 0..=20 {
+            pace.saw(left(n), second(n));
+            let words = pace.words(MIB);
+            assert!(!words.contains("nothing moved"), "{words} after {n} s");
+        }
+        assert_eq!(pace.words(MIB), "; about 5 s left");
+        // What a part that ended had still to go through when it was last seen was gone through.
+        let mut pace = Pace::default();
+        for n in 0..=10 {
+            let known = |n| Seen { total: 8 * MIB, ..part(&format!("p{n}"), 0) };
+            pace.saw(vec![known(n)], second(n));
+        }
+        let words = pace.words(80 * MIB);
+        assert!(words.starts_with("; 8.") && words.contains("MiB/s"), "{words}");
     }
 
     #[test]
