@@ -99,6 +99,14 @@ fn volumes(controller: &Controller, registry: &mut Registry) {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfVolume {
+    volume: String,
+    pool: String,
+}
+
+type Seconds = Gauge<f64, std::sync::atomic::AtomicU64>;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Phase {
     phase: String,
 }
@@ -108,6 +116,8 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
     for phase in ["Creating", "InSync", "CatchingUp", "Rebuilding", "Offline", "Gone", "Deleting"] {
         family.get_or_create(&Phase { phase: phase.to_owned() }).set(0);
     }
+    let (slow, took) =
+        (Family::<OfVolume, Gauge>::default(), Family::<OfVolume, Seconds>::default());
     let (mut rebuilt, mut total) = (0u64, 0u64);
     for volume in controller.volumes.list() {
         for replica in controller.replicas_of(&volume) {
@@ -115,10 +125,21 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
                 rebuilt += replica.rebuilt_bytes;
                 total += replica.rebuild_total_bytes;
             }
+            // Those alone that somebody is to look at: others would be a number for every replica.
+            if replica.slow {
+                let label =
+                    OfVolume { volume: volume.spec.name.clone(), pool: replica.pool.clone() };
+                slow.get_or_create(&label).set(1);
+                took.get_or_create(&label).set(replica.write_us as f64 / 1e6);
+            }
             family.get_or_create(&Phase { phase: replica.phase }).inc();
         }
     }
     registry.register("replicas", "Replicas by phase", family);
+    let help = "1 for each replica that takes writes much later than the others of its volume";
+    registry.register("replica_slow", help, slow);
+    let help = "What a write takes to be applied there, of the replicas that are slow";
+    registry.register_with_unit("replica_write", help, Unit::Seconds, took);
     let gauge = |value: u64| {
         let gauge = Gauge::<i64>::default();
         gauge.set(i64::try_from(value).unwrap_or(i64::MAX));

@@ -72,6 +72,9 @@ pub struct Progress {
     pub applied_lsn: u64,
     pub rebuilt_bytes: u64,
     pub rebuild_total_bytes: u64,
+    /// What it takes to apply a write, in microseconds; 0: not known.
+    pub write_us: u64,
+    pub slow: bool,
 }
 
 #[derive(Clone, PartialEq, Debug)]

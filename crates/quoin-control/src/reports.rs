@@ -322,6 +322,8 @@ impl Controller {
                 applied_lsn: progress.applied_lsn,
                 rebuilt_bytes: progress.rebuilt_bytes,
                 rebuild_total_bytes: progress.rebuild_total_bytes,
+                write_us: progress.write_us,
+                slow: progress.slow,
             };
             Ok((id("guid", &progress.guid)?, seen))
         };

@@ -308,6 +308,8 @@ impl Controller {
                     .unwrap_or(0),
                 rebuilt_bytes: progress.map_or(0, |progress| progress.rebuilt_bytes),
                 rebuild_total_bytes: progress.map_or(0, |progress| progress.rebuild_total_bytes),
+                write_us: progress.map_or(0, |progress| progress.write_us),
+                slow: progress.is_some_and(|progress| progress.slow),
                 message: status.message.clone(),
                 used_bytes: held.map_or(0, |held| held.used_bytes),
                 bad_blocks: status.bad_blocks,

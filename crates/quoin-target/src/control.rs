@@ -459,6 +459,8 @@ impl Control {
                     durable_lsn: r.durable.0,
                     rebuilt_bytes: r.rebuilt_bytes,
                     rebuild_total_bytes: r.rebuild_total_bytes,
+                    write_us: r.write_took.map_or(0, |took| took.as_micros() as u64),
+                    slow: r.slow,
                 })
                 .collect(),
             size_bytes: status.volume_blocks * quoin_core::BLOCK_SIZE as u64,

@@ -43,6 +43,7 @@ pub struct Metrics {
     clients_refused: Counter,
     latency: [Histogram; 6],
     replicas: Family<State, Gauge>,
+    replicas_slow: Gauge,
     /// Connections to replicas that are being made or wait for their turn.
     pub dials: Gauge,
     waiting: Gauge,
@@ -86,6 +87,9 @@ impl Metrics {
         registry.register_with_unit("request_duration", help, Unit::Seconds, latencies);
         let replicas = Family::<State, Gauge>::default();
         registry.register("replicas", "Replicas of the volumes served here", replicas.clone());
+        let replicas_slow = Gauge::default();
+        let help = "Replicas that take writes much later than the others of their volume";
+        registry.register("replicas_slow", help, replicas_slow.clone());
         let dials = Gauge::default();
         let help = "Connections to replicas that are being made or wait for their turn";
         registry.register("dials", help, dials.clone());
@@ -112,6 +116,7 @@ impl Metrics {
             clients_refused,
             latency,
             replicas,
+            replicas_slow,
             dials,
             waiting,
             rebuilt,
@@ -162,6 +167,7 @@ impl Metrics {
             let count = replicas().filter(|replica| standings.contains(&replica.standing)).count();
             self.replicas.get_or_create(&State { state }).set(count as i64);
         }
+        self.replicas_slow.set(replicas().filter(|replica| replica.slow).count() as i64);
         let rebuilding = || replicas().filter(|r| r.standing == ReplicaStanding::Rebuilding);
         let bytes = |sum: u64| i64::try_from(sum).unwrap_or(i64::MAX);
         self.rebuilt.set(bytes(rebuilding().map(|replica| replica.rebuilt_bytes).sum()));

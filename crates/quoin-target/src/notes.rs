@@ -45,6 +45,21 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
             replica = member.id.to_string();
             (Warning, "ReplicaDropped", format!("out of sync: {reason}"))
         }
+        TargetNote::Slow { member, took, others } => {
+            replica = member.id.to_string();
+            let message = format!(
+                "it takes writes after {} on average, the others after {}: look at the network and \
+                 the disk of its host",
+                milliseconds(took),
+                milliseconds(others)
+            );
+            (Warning, "ReplicaSlow", message)
+        }
+        TargetNote::NoLongerSlow { member, took } => {
+            replica = member.id.to_string();
+            let message = format!("it takes writes after {}, as the others do", milliseconds(took));
+            (Normal, "ReplicaNoLongerSlow", message)
+        }
         TargetNote::Rebuilt { member, moved_bytes, rounds } => {
             replica = member.id.to_string();
             let mib = moved_bytes.div_ceil(1 << 20);
@@ -125,6 +140,10 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
         }
     };
     notices.push(severity, volume, replica, reason, message);
+}
+
+fn milliseconds(time: std::time::Duration) -> String {
+    format!("{:.1} ms", time.as_secs_f64() * 1000.0)
 }
 
 #[cfg(test)]

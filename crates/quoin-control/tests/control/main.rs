@@ -21,4 +21,5 @@ mod replacement;
 mod scale;
 mod server;
 mod taking_back;
+mod targets;
 mod tending;

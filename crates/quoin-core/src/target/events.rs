@@ -6,6 +6,7 @@ use crate::ids::{BulkKey, Epoch, Incarnation, Position, SessionKey, SnapshotId};
 use crate::membership::{Desired, Member, Membership};
 use crate::message::{FromReplica, ToReplica};
 use crate::time::Time;
+use std::time::Duration;
 
 /// What the other side of a session knows beside the first version's messages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -162,6 +163,17 @@ pub enum TargetNote {
     Dropped {
         member: Member,
         reason: &'static str,
+    },
+    /// It takes writes much later than the others, for a while already.
+    Slow {
+        member: Member,
+        took: Duration,
+        others: Duration,
+    },
+    /// It takes them when the others do, again.
+    NoLongerSlow {
+        member: Member,
+        took: Duration,
     },
     Rebuilding {
         member: Member,

@@ -22,6 +22,7 @@
 //! | `bulk` | the connections that they are copied by |
 //! | `pace` | how fast they copy beside clients |
 //! | `rounds` | whether they gain on the writers, and what is done where they do not |
+//! | `slow` | replicas that take writes later than the others |
 //! | `snapshots` | those that users make |
 //! | `admission` | who may connect, and as what |
 //! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
@@ -49,6 +50,7 @@ mod room;
 mod rounds;
 mod serve;
 mod slab;
+mod slow;
 mod snapshots;
 mod status;
 mod steps;
@@ -225,6 +227,7 @@ pub struct Target {
     /// Rebuilds whose receiver went away.
     parked: Vec<(Member, rebuild::Rebuild)>,
     pace: pace::Pace,
+    slow: slow::Slowness,
     /// Writes are held back for a rebuild that does not gain on them; looked at again then.
     held_back: Option<Time>,
     /// Entries kept for replicas that are away or behind, at most.
@@ -280,6 +283,7 @@ impl Target {
             banned: Vec::new(),
             parked: Vec::new(),
             pace: pace::Pace::new(),
+            slow: slow::Slowness::default(),
             held_back: None,
             retain_bytes_max: usize::MAX,
             drain_requested: false,
@@ -412,6 +416,7 @@ impl Target {
             }
             FromReplica::Applied { applied, durable, ping } => {
                 self.saw_ping(now, index, ping);
+                self.compare_writes(now, index, applied, ping, actions);
                 self.on_applied(now, index, applied, durable, actions);
             }
             FromReplica::Data { id, at, slots, ping } => {
@@ -503,6 +508,7 @@ impl Target {
         self.end_bulk(index, actions);
         self.cancel_rebuilds_from(index);
         self.reissue_reads(index);
+        self.slow.forget(self.peers[index].member);
         self.peers[index].down(now);
         match self.phase {
             // Someone this open may count on is gone: back to step 1 with whoever answers now.

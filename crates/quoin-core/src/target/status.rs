@@ -1,5 +1,7 @@
 //! How a target and its replicas stand, for reports.
 
+use std::time::Duration;
+
 use super::verdict::Verdict;
 use super::verify::VerifyReport;
 use super::{Link, Peer, Phase, Target, quorum};
@@ -25,6 +27,10 @@ pub struct ReplicaStatus {
     pub durable: Lsn,
     pub rebuilt_bytes: u64,
     pub rebuild_total_bytes: u64,
+    /// What it takes to apply a write, on average; `None`: not known.
+    pub write_took: Option<Duration>,
+    /// That is much longer than the others take.
+    pub slow: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -94,6 +100,7 @@ impl Target {
         let replicas = self.peers.iter().map(|peer| {
             let (rebuilt_bytes, rebuild_total_bytes) =
                 peer.rebuild.as_ref().map_or((0, 0), |r| r.progress(self.history.blocks));
+            let writes = self.slow.of(peer.member);
             ReplicaStatus {
                 member: peer.member,
                 standing: match peer.link {
@@ -107,6 +114,8 @@ impl Target {
                 durable: peer.durable,
                 rebuilt_bytes,
                 rebuild_total_bytes,
+                write_took: writes.map(|(took, _)| took),
+                slow: writes.is_some_and(|(_, slow)| slow),
             }
         });
         TargetStatus {

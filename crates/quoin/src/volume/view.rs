@@ -133,6 +133,12 @@ impl VolumeView {
         self.replicas.iter().filter(|replica| replica.known && replica.phase == "InSync").count()
     }
 
+    /// Pools whose replicas take writes much later than the others.
+    fn slow_pools(&self) -> String {
+        let slow = self.replicas.iter().filter(|replica| replica.slow);
+        slow.map(|replica| replica.pool.as_str()).collect::<Vec<_>>().join(",")
+    }
+
     /// The volume whole, for people.
     pub fn text(&self) -> String {
         let mut text = fields(&[
@@ -183,6 +189,7 @@ impl Row for VolumeView {
         "IN SYNC",
         "NODE",
         "WAITS FOR",
+        "SLOW",
         "PHASE",
         "EPOCH",
         "CONTRACT",
@@ -199,6 +206,7 @@ impl Row for VolumeView {
             format!("{}/{}", self.in_sync(), self.replication_factor),
             self.nodes.join(","),
             self.waiting_for.clone(),
+            self.slow_pools(),
             self.phase.clone(),
             self.epoch.to_string(),
             self.contract.clone(),
@@ -233,6 +241,10 @@ pub struct ReplicaView {
     /// Why it is made here, where nobody asked for that: healing or drain.
     pub cause: String,
     pub message: String,
+    /// What it takes to apply a write, on average; 0: not known.
+    pub write_us: u64,
+    /// That is much longer than the others take.
+    pub slow: bool,
 }
 
 impl From<Replica> for ReplicaView {
@@ -255,6 +267,8 @@ impl From<Replica> for ReplicaView {
             leaving: replica.leaving,
             cause: replica.cause,
             message: replica.message,
+            write_us: replica.write_us,
+            slow: replica.slow,
         }
     }
 }
@@ -269,9 +283,21 @@ impl ReplicaView {
         format!("{percent}% of {}", show_size(self.rebuild_total_bytes))
     }
 
+    /// What a write takes there; empty where that is not known.
+    fn writes(&self) -> String {
+        match self.write_us {
+            0 => String::new(),
+            us => format!("writes take {:.1} ms", us as f64 / 1000.0),
+        }
+    }
+
     fn sentence(&self) -> String {
         let leaving = if self.leaving { "leaving" } else { "" };
-        let more = [self.progress(), leaving.into(), self.message.clone()];
+        let slow = match self.slow {
+            true => format!("slow, {}", self.writes()),
+            false => String::new(),
+        };
+        let more = [self.progress(), leaving.into(), slow, self.message.clone()];
         let more: Vec<_> =
             more.iter().filter(|part| !part.is_empty()).map(String::as_str).collect();
         let more = if more.is_empty() { String::new() } else { format!(" ({})", more.join("; ")) };
@@ -281,8 +307,8 @@ impl ReplicaView {
 
 impl Row for ReplicaView {
     const HEADER: &'static [&'static str] = &[
-        "VOLUME", "POOL", "NODE", "PHASE", "QUORUM", "USED", "PROGRESS", "MESSAGE", "POSITION",
-        "REPLICA", "GUID",
+        "VOLUME", "POOL", "NODE", "PHASE", "QUORUM", "USED", "PROGRESS", "MESSAGE", "WRITES",
+        "POSITION", "REPLICA", "GUID",
     ];
     const NARROW: usize = 8;
 
@@ -296,6 +322,7 @@ impl Row for ReplicaView {
             show_size(self.used_bytes),
             self.progress(),
             self.message.clone(),
+            [if self.slow { "slow, " } else { "" }, &self.writes()].concat(),
             self.position.clone(),
             self.id.clone(),
             self.guid.clone(),
