@@ -25,6 +25,7 @@ mod error;
 pub mod events;
 mod fencing;
 mod heal;
+pub mod kept_backups;
 mod members;
 mod metrics;
 mod observed;
@@ -42,6 +43,7 @@ mod reports;
 mod run;
 pub mod salvage;
 mod scale;
+mod scheduled_backup;
 mod service;
 pub mod spec;
 mod status;
@@ -68,3 +70,4 @@ pub use run::{
     run, serve,
 };
 pub use scale::{Move, Scale, Which};
+pub use scheduled_backup::BackupSchedule;

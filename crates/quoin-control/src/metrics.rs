@@ -11,6 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::controller::Controller;
+use crate::scheduled_backup::BackupRecord;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Named {
@@ -24,7 +25,10 @@ struct Health {
 
 /// A handle that can be made before the controller runs and asked while it does.
 #[derive(Clone, Default)]
-pub struct Metrics(Arc<Mutex<Weak<Controller>>>);
+pub struct Metrics {
+    controller: Arc<Mutex<Weak<Controller>>>,
+    backups: Arc<BackupRecord>,
+}
 
 impl std::fmt::Debug for Metrics {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -38,11 +42,17 @@ impl Metrics {
     }
 
     pub(crate) fn watch(&self, controller: &Arc<Controller>) {
-        *self.0.lock().expect("no holder of this lock panics") = Arc::downgrade(controller);
+        *self.controller.lock().expect("no holder of this lock panics") =
+            Arc::downgrade(controller);
+    }
+
+    /// Where scheduled backups leave what became of them.
+    pub(crate) fn backups(&self) -> Arc<BackupRecord> {
+        self.backups.clone()
     }
 
     fn controller(&self) -> Option<Arc<Controller>> {
-        self.0.lock().expect("no holder of this lock panics").upgrade()
+        self.controller.lock().expect("no holder of this lock panics").upgrade()
     }
 
     /// Whether the controller serves and can write its records.
@@ -74,11 +84,24 @@ impl Metrics {
             pools(&controller, &mut registry);
             nodes(&controller, &mut registry);
         }
+        if self.backups.is_scheduled() {
+            backups(&self.backups, &mut registry);
+        }
         let mut text = String::new();
         // Writing into a string does not fail.
         let _ = encode(&mut text, &registry);
         text
     }
+}
+
+fn backups(record: &BackupRecord, registry: &mut Registry) {
+    let (last, failures) = (Gauge::<i64>::default(), Counter::<u64>::default());
+    last.set(record.last_seconds());
+    failures.inc_by(record.failures());
+    let help = "When the newest scheduled backup was made, since 1970; 0: there is none";
+    registry.register_with_unit("last_backup_timestamp", help, Unit::Seconds, last);
+    let help = "Scheduled backups that failed since the start";
+    registry.register("backup_failures", help, failures);
 }
 
 fn volumes(controller: &Controller, registry: &mut Registry) {

@@ -24,6 +24,7 @@ use crate::dying::{DyingLimits, DyingPolicy};
 use crate::metrics::Metrics;
 use crate::policy::{RebalanceAt, ReplaceAfter};
 use crate::records::Spread;
+use crate::scheduled_backup::BackupSchedule;
 use crate::service::{Gate, Services};
 use crate::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
 use crate::store::Embedded;
@@ -67,6 +68,8 @@ pub struct Options {
     /// Replicas of one volume at most: up to [`crate::spec::REPLICAS_HARD_MAX`].
     pub replicas_max: u32,
     pub lifetimes: Lifetimes,
+    /// Backups that the controller makes by itself.
+    pub backups: Option<BackupSchedule>,
     /// Asked by whoever serves `/metrics` and `/healthz`.
     pub metrics: Metrics,
 }
@@ -96,6 +99,7 @@ impl Options {
             rebalance_at: RebalanceAt::DEFAULT,
             replicas_max: REPLICAS_MAX,
             lifetimes: Lifetimes::default(),
+            backups: None,
             metrics: Metrics::new(),
         }
     }
@@ -113,6 +117,7 @@ impl Options {
             ));
         }
         self.dying_limits.check()?;
+        self.backups.as_ref().map_or(Ok(()), BackupSchedule::check)?;
         if !(1..=REPLICAS_HARD_MAX).contains(&self.replicas_max) {
             let rule = format!("1 to {REPLICAS_HARD_MAX}");
             return Err(Error::invalid("most replicas", rule));
@@ -285,6 +290,10 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
         None => None,
     };
     options.metrics.watch(&controller);
+    if let Some(schedule) = &options.backups {
+        let record = options.metrics.backups();
+        tokio::spawn(schedule.clone().keep(controller.clone(), record, shutdown.clone()));
+    }
     tracing::info!(
         cluster = %controller.identity().cluster(),
         admin_socket = %options.admin_socket.display(),

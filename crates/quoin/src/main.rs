@@ -15,7 +15,6 @@ mod dev;
 mod document;
 mod events;
 mod host;
-mod kept_backups;
 mod listing;
 mod offline;
 mod output;

@@ -5,6 +5,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use prost_types::Timestamp;
 use quoin_control::backup::{BACKUP_BYTES_MAX, Backup};
+use quoin_control::kept_backups;
 use quoin_identity::write_private;
 use quoin_proto::control::{
     BackupRequest, FoundReplica, RecoverRecordsRequest, RecoverRecordsResponse, RecoveredVolume,
@@ -14,7 +15,6 @@ use std::path::{Path, PathBuf};
 
 use crate::client::{ClientOptions, refusal};
 use crate::events::show_time;
-use crate::kept_backups;
 use crate::output::{self, Format, Row};
 use crate::size::show_size;
 

@@ -2,10 +2,11 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-use common::{Cluster, Place, eventually, free_port, signal};
+use common::{Cluster, Place, Scratch, eventually, free_port, signal};
 
 /// The code and the body.
 fn get(address: &str, path: &str) -> Option<(u16, String)> {
@@ -38,7 +39,9 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
     let ports: Vec<String> = (0..6).map(|_| format!("127.0.0.1:{}", free_port())).collect();
     let [controller, target, node] = [&ports[0], &ports[1], &ports[2]];
     let pools = &ports[3..];
-    let flags = ["--default-spread", "pool", "--http", controller];
+    let backups = Scratch::new("health-backups");
+    let into = backups.0.to_str().unwrap();
+    let flags = ["--default-spread", "pool", "--http", controller, "--backup-into", into];
     let mut cluster = Cluster::start("health", &Place::here(), &flags);
     for (name, http) in ["p1", "p2", "p3"].into_iter().zip(pools) {
         cluster.pool(&Place::here(), name, &["--http", http]);
@@ -123,6 +126,18 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
         }
     }
 
+    eventually("the controller made a backup by itself", || {
+        get(controller, "/metrics")?
+            .1
+            .contains("quoin_last_backup_timestamp_seconds 1")
+            .then_some(())
+    });
+    let mut shown = quoin_frontend::attach::Metrics::default().render();
+    for address in &ports {
+        shown += &get(address, "/metrics").unwrap().1;
+    }
+    every_alert_is_on_metrics_that_there_are(&shown);
+
     // Without a majority IO waits, and the target says which volume and for what.
     for pool in ["p2", "p3"] {
         signal(cluster.process(pool).pid(), "KILL");
@@ -134,5 +149,28 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
     for (name, address) in [("pool", &pools[0]), ("node", node)] {
         let what = format!("the {name} misses the controller");
         assert!(wait_for_health(address, &what, 503).contains("controller: "));
+    }
+}
+
+/// The example of alert rules, against what all roles show.
+fn every_alert_is_on_metrics_that_there_are(shown: &str) {
+    let is_of_name = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
+    let there: BTreeSet<&str> =
+        shown.lines().filter_map(|line| line.split(|letter| !is_of_name(letter)).next()).collect();
+    let rules = include_str!("../../../packaging/prometheus/quoin.rules.yml");
+    let rules: serde_yaml_ng::Value = serde_yaml_ng::from_str(rules).unwrap();
+    let rules = rules["groups"][0]["rules"].as_sequence().unwrap();
+    assert!(rules.len() > 10);
+    for rule in rules {
+        let expression = rule["expr"].as_str().unwrap();
+        let mut names = expression
+            .split(|letter| !is_of_name(letter))
+            .filter(|word| word.starts_with("quoin_"))
+            .peekable();
+        assert!(names.peek().is_some(), "{expression} is on no metric");
+        for name in names {
+            assert!(there.contains(name), "{expression}: there is no {name}");
+        }
+        assert!(rule["annotations"]["summary"].is_string(), "{expression} says nothing");
     }
 }

@@ -3,6 +3,8 @@
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
 use quoin_console::Source;
+use quoin_control::BackupSchedule;
+use quoin_control::policy::Within;
 use quoin_control::records::Spread;
 use quoin_identity::Lifetimes;
 use serde::Serialize;
@@ -131,6 +133,8 @@ pub struct ControllerOptions {
     #[arg(long, value_enum, default_value = "host")]
     default_spread: SpreadDefault,
     #[command(flatten)]
+    backups: BackupScheduleOptions,
+    #[command(flatten)]
     healing: HealingOptions,
     #[command(flatten)]
     lifetime: LifetimeOptions,
@@ -148,6 +152,31 @@ fn parse_listen(text: &str) -> Result<Listen, String> {
     }
     let address = text.parse().map(|address| Listen(Some(address)));
     address.map_err(|_| "write ADDRESS:PORT as in 0.0.0.0:7400, or `none`".into())
+}
+
+/// Backups of the records that the controller makes by itself.
+#[derive(Args)]
+struct BackupScheduleOptions {
+    /// Write a backup of the records into this directory every --backup-every, with the authority's
+    /// private key in it. An event tells of one that fails.
+    #[arg(long, value_name = "DIRECTORY", env = "QUOIN_BACKUP_INTO")]
+    backup_into: Option<PathBuf>,
+    /// From one backup to the next, as in 30m, 6h or 1d.
+    #[arg(long, value_name = "TIME", env = "QUOIN_BACKUP_EVERY", default_value = "6h")]
+    backup_every: Within,
+    /// Keep so many of them, the newest.
+    #[arg(long, value_name = "NUMBER", env = "QUOIN_BACKUPS_KEPT", default_value_t = 60,
+          allow_hyphen_values = true,
+          value_parser = number_within::<usize>(1..=100_000, "1 to 100000 backups are kept"))]
+    backups_kept: usize,
+}
+
+impl BackupScheduleOptions {
+    fn schedule(self) -> Option<BackupSchedule> {
+        // A configuration file turns them off by an empty name.
+        let into = self.backup_into.filter(|into| !into.as_os_str().is_empty())?;
+        Some(BackupSchedule { into, every: self.backup_every.0, keep: self.backups_kept })
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -241,6 +270,7 @@ pub fn run(command: ControllerCommand, client: &ClientOptions, format: Format) -
             };
             control.replicas_max = options.max_replicas;
             control.lifetimes = options.lifetime.into();
+            control.backups = options.backups.schedule();
             options.healing.tell(&mut control);
             let metrics = control.metrics.clone();
             let health = control.metrics.clone();

@@ -3,14 +3,17 @@
 //! Only files of the names that this module makes are ever deleted, and only after the new backup
 //! is complete.
 
-use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
+
+use prost_types::Timestamp;
+
+use crate::Error;
 
 const PREFIX: &str = "quoin-records-";
 
 /// The file of a backup that is made at `seconds` since 1970. Names sort by time.
 pub fn file_of(directory: &Path, seconds: i64) -> PathBuf {
-    let time = crate::events::show_time(&prost_types::Timestamp { seconds, nanos: 0 });
+    let time = Timestamp { seconds, nanos: 0 }.to_string();
     let digits: String = time.chars().filter(|c| !matches!(c, '-' | ':')).collect();
     directory.join(format!("{PREFIX}{digits}"))
 }
@@ -26,28 +29,54 @@ fn is_ours(name: &str) -> bool {
         })
 }
 
-/// Deletes the oldest backups beyond `keep`; says which.
-pub fn rotate(directory: &Path, keep: usize) -> Result<Vec<PathBuf>> {
-    if keep == 0 {
-        bail!("--keep 0 would delete the backup that was just made: keep at least 1");
-    }
-    let shown = directory.display();
-    let entries = std::fs::read_dir(directory).with_context(|| format!("list {shown}"))?;
+/// When a backup of this name was made, in seconds since 1970.
+fn time_of(name: &str) -> Option<i64> {
+    let digits = name.strip_prefix(PREFIX).filter(|_| is_ours(name))?;
+    let part = |range: std::ops::Range<usize>| &digits[range];
+    let (year, month, day) = (part(0..4), part(4..6), part(6..8));
+    let (hour, minute, second) = (part(9..11), part(11..13), part(13..15));
+    let time: Timestamp = format!("{year}-{month}-{day}T{hour}:{minute}:{second}Z").parse().ok()?;
+    Some(time.seconds)
+}
+
+/// The names of the backups in a directory, the oldest first.
+fn names_in(directory: &Path) -> Result<Vec<String>, Error> {
+    let failed = |source| Error::File { path: directory.to_owned(), source };
     let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry.with_context(|| format!("list {shown}"))?;
+    for entry in std::fs::read_dir(directory).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
         let name = entry.file_name().into_string().unwrap_or_default();
         if is_ours(&name) && entry.file_type().is_ok_and(|kind| kind.is_file()) {
             names.push(name);
         }
     }
     names.sort_unstable();
+    Ok(names)
+}
+
+/// When the newest backup of a directory was made, in seconds since 1970. `None`: there is none.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn newest(directory: &Path) -> Result<Option<i64>, Error> {
+    Ok(names_in(directory)?.iter().rev().find_map(|name| time_of(name)))
+}
+
+/// Deletes the oldest backups beyond `keep`; says which.
+///
+/// # Errors
+/// The directory cannot be read, or an old backup cannot be deleted.
+pub fn rotate(directory: &Path, keep: usize) -> Result<Vec<PathBuf>, Error> {
+    if keep == 0 {
+        let rule = "0 would delete the backup that was just made: keep at least 1";
+        return Err(Error::invalid("kept backups", rule));
+    }
+    let mut names = names_in(directory)?;
     let old = names.len().saturating_sub(keep);
     let mut deleted = Vec::new();
     for name in names.drain(..old) {
         let path = directory.join(name);
-        std::fs::remove_file(&path)
-            .with_context(|| format!("delete the old backup {}", path.display()))?;
+        std::fs::remove_file(&path).map_err(|source| Error::File { path: path.clone(), source })?;
         deleted.push(path);
     }
     Ok(deleted)
@@ -63,6 +92,8 @@ mod tests {
         assert_eq!(at(1_700_000_000), "/b/quoin-records-20231114T221320Z");
         assert!(at(1_700_000_000) < at(1_700_000_001));
         assert!(at(1_700_000_000) < at(1_900_000_000));
+        assert_eq!(time_of("quoin-records-20231114T221320Z"), Some(1_700_000_000));
+        assert_eq!(time_of("quoin-records-20239914T221320Z"), None);
     }
 
     #[test]
@@ -82,6 +113,7 @@ mod tests {
         for backup in &backups {
             std::fs::write(backup, "x").unwrap();
         }
+        assert_eq!(newest(path).unwrap(), Some(1_700_000_000 + 4 * 86_400));
         assert_eq!(rotate(path, 2).unwrap(), backups[..3]);
         assert_eq!(rotate(path, 2).unwrap(), Vec::<PathBuf>::new());
         assert!(backups[3..].iter().all(|backup| backup.exists()));
