@@ -1,5 +1,6 @@
 //! What this host has: the kernel's devices that attaching needs, and what stands on them.
 
+pub mod at_boot;
 pub mod attacher;
 pub mod devices;
 pub mod lost;

@@ -133,7 +133,10 @@ impl MemberOptions {
 
     /// What is needed to join, or to join again, with the identity in `directory`; if a token was given.
     pub fn join_request(&self, role: Role, directory: &Path) -> Result<Option<JoinRequest>> {
-        let Some(token) = &self.join else { return Ok(None) };
+        // An empty one is what a configuration file leaves of a token that was taken out.
+        let Some(token) = self.join.as_deref().filter(|token| !token.is_empty()) else {
+            return Ok(None);
+        };
         Ok(Some(JoinRequest {
             controller: self.controller.clone(),
             token: token.parse().context("the join token")?,

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::HereView;
+use super::at_boot::{self, AtBootOptions};
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::host::attacher::Attacher;
 use crate::host::{devices, lost};
@@ -34,6 +35,8 @@ pub struct AttachOptions {
     /// Where that is another host, its own attach process makes the device there.
     #[arg(long)]
     node: Option<String>,
+    #[command(flatten)]
+    boot: AtBootOptions,
     #[command(flatten)]
     host: HostOptions,
 }
@@ -113,6 +116,7 @@ pub async fn attach(
 ) -> Result<()> {
     let client = &options.host.client(client);
     let volume = get_volume(cluster, &options.volume).await?;
+    options.boot.check(&volume)?;
     let here = node_here(client);
     let node = match options.node.or_else(|| here.clone()) {
         Some(node) => node,
@@ -128,6 +132,9 @@ pub async fn attach(
             "--nbd is a unix socket of this host, and {node} is another: --nbd=tcp is for other \
              hosts, and without --nbd it gets a block device there"
         );
+    }
+    if is_elsewhere && options.boot.changes() {
+        bail!("what happens at boot is a host's own: run the command on {node}");
     }
     if is_elsewhere && options.nbd.is_none() {
         let request = super::remote::Request { volume, node, read_only: options.read_only };
@@ -202,6 +209,8 @@ pub async fn attach(
         )?,
     };
     warn_of_the_dead(&volume, client);
+    let after = options.boot.apply(&volume, options.read_only, &attached.device);
+    after.with_context(|| format!("the volume is attached as {}", attached.device.display()))?;
     let view = AttachedView { device: attached.device.display().to_string(), ..view };
     output::print_one(format, &view, || view.device.clone())
 }
@@ -371,6 +380,7 @@ pub async fn detach(
     loop {
         let now = get_volume(cluster, &volume.id).await?;
         if now.attachments.is_empty() {
+            at_boot::forget(&volume)?;
             let view = GoneView {
                 volume: options.volume,
                 id: volume.id,

@@ -1,5 +1,6 @@
 //! `quoin volume …`: create, look at, attach, resize and delete volumes.
 
+mod at_boot;
 mod attach;
 mod remote;
 mod replicas;
@@ -45,8 +46,12 @@ pub enum VolumeCommand {
     List,
     /// Make a volume a block device of this host and print the device.
     #[command(after_help = "Examples:\n  quoin volume attach db          prints /dev/loopN\n  \
-                            quoin volume attach db --nbd    prints an NBD address; needs no root")]
+                            quoin volume attach db --nbd    prints an NBD address; needs no root\n  \
+                            quoin volume attach db --at-boot --mount /srv/db    at each boot too")]
     Attach(attach::AttachOptions),
+    /// Attach and mount again what this host has at boot; run by quoin-volume@.service.
+    #[command(hide = true)]
+    AttachAtBoot(at_boot::AttachAtBootOptions),
     /// Take the block device away. Unmount its file system first.
     Detach(attach::DetachOptions),
     /// Make a volume larger, attached or not. (Volumes never shrink.)
@@ -208,8 +213,13 @@ impl CreateOptions {
 }
 
 pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format) -> Result<()> {
+    if let VolumeCommand::AttachAtBoot(options) = command {
+        // A boot asks no controller.
+        return at_boot::attach_at_boot(options, client).await;
+    }
     let mut cluster = client.connect().await?;
     match command {
+        VolumeCommand::AttachAtBoot(options) => at_boot::attach_at_boot(options, client).await,
         VolumeCommand::Create(options) => create(&mut cluster, *options, client, format).await,
         VolumeCommand::Get { volume, manifest: true, .. } => {
             let document = Document::of(get_volume(&mut cluster, &volume).await?)?;

@@ -1,0 +1,147 @@
+//! `quoin volume attach --at-boot` and what its unit runs at a boot: [`crate::host::at_boot`] has the
+//! files.
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use quoin_frontend::attach::AttachClient;
+use quoin_frontend::attach::protocol::AttachVolume;
+use quoin_frontend::nbd::client::{Address, ClientOptions as NbdOptions, Pipe};
+use quoin_proto::control::Volume;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::attach::HostOptions;
+use crate::client::ClientOptions;
+use crate::host::at_boot::{AtBoot, Etc, mount, tell_systemd};
+use crate::output;
+
+/// What a host is to have of a volume after a boot.
+#[derive(Args)]
+pub struct AtBootOptions {
+    /// Attach it at each boot of this host as well (systemd); says what it writes for that.
+    /// `quoin volume detach`, or --not-at-boot, takes it back.
+    #[arg(long, conflicts_with = "nbd")]
+    at_boot: bool,
+    /// Mount its file system here, now and at each boot: by a line in /etc/fstab.
+    #[arg(long, value_name = "PATH", requires = "at_boot")]
+    mount: Option<PathBuf>,
+    /// Do not attach it at boot any more.
+    #[arg(long, conflicts_with_all = ["at_boot", "nbd"])]
+    not_at_boot: bool,
+}
+
+#[derive(Args)]
+pub struct AttachAtBootOptions {
+    /// Its name, as `--at-boot` was given it.
+    volume: String,
+    #[command(flatten)]
+    host: HostOptions,
+}
+
+fn record_of(volume: &Volume, read_only: bool) -> AtBoot {
+    let spec = volume.spec.as_ref();
+    let name = spec.map(|spec| spec.name.as_str()).unwrap_or_default();
+    AtBoot::new(name, &volume.id, spec.map_or(0, |spec| spec.block_size), read_only)
+}
+
+impl AtBootOptions {
+    /// Whether anything of the next boot is asked for.
+    pub fn changes(&self) -> bool {
+        self.at_boot || self.not_at_boot
+    }
+
+    /// Refuses what could not be written later, before anything is changed.
+    pub fn check(&self, volume: &Volume) -> Result<()> {
+        if self.changes() && !rustix::process::geteuid().is_root() {
+            bail!(
+                "what happens at boot is written to /etc, which needs root: run the command with sudo"
+            );
+        }
+        match &self.mount {
+            Some(path) => Etc::default().check_mount(&record_of(volume, false), path),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes, or takes back, what the next boot needs. `device`: where the volume is now.
+    pub fn apply(&self, volume: &Volume, read_only: bool, device: &Path) -> Result<()> {
+        if self.not_at_boot {
+            return forget(volume);
+        }
+        if !self.at_boot {
+            return Ok(());
+        }
+        let record = AtBoot { mount: self.mount.clone(), ..record_of(volume, read_only) };
+        for path in Etc::default().add(&record, device)? {
+            eprintln!("wrote {path}");
+        }
+        tell_systemd(&record, true)?;
+        match &record.mount {
+            Some(path) => mount(path),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Takes back what `--at-boot` wrote on this host; nothing where it wrote nothing.
+pub fn forget(volume: &Volume) -> Result<()> {
+    let record = record_of(volume, false);
+    let etc = Etc::default();
+    if etc.find(&record.volume, &record.id)?.is_none_or(|found| found.id != record.id) {
+        return Ok(());
+    }
+    for path in etc.remove(&record)? {
+        eprintln!("removed {path}");
+    }
+    tell_systemd(&record, false)
+}
+
+/// What `quoin-volume@.service` runs. The records have the volume attached to this host, so its target
+/// serves it, and only the device and the mount are missing.
+pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions) -> Result<()> {
+    let client = &options.host.client(client);
+    let name = output::quoted(&options.volume);
+    let Some(record) = Etc::default().find(&options.volume, &options.volume)? else {
+        bail!(
+            "{name} is not attached at boot here: `quoin volume attach {name} --at-boot` has it so"
+        );
+    };
+    let run = client.run_directory();
+    let socket = run.join("nbd").join(format!("{}.sock", record.id));
+    let daemon = AttachClient::new(run.join("attach").join("attach.sock"));
+    let began = Instant::now();
+    let attached = loop {
+        let attempt = async {
+            // The volume may have grown since.
+            let size =
+                Pipe::connect(&NbdOptions::new(Address::Unix(socket.clone())))?.info().size_bytes;
+            let request = AttachVolume {
+                volume: record.id.clone(),
+                nbd_socket: socket.clone(),
+                size,
+                block_size: record.block_size,
+                read_only: record.read_only,
+                file_only: false,
+            };
+            anyhow::Ok(daemon.attach(request).await?)
+        };
+        match attempt.await {
+            Ok(attached) => break attached,
+            Err(error) if began.elapsed() > client.timeout() => {
+                return Err(error).with_context(|| {
+                    format!(
+                        "volume {name} is no device here after {} s. Its target serves it where the \
+                         records have it attached to this host: `quoin volume get {name}` says to \
+                         which it is, `quoin volume attach {name}` attaches it here",
+                        client.timeout
+                    )
+                });
+            }
+            Err(_) => tokio::time::sleep(Duration::from_millis(200)).await,
+        }
+    };
+    if let Some(path) = &record.mount {
+        mount(path)?;
+    }
+    output::print_line(&attached.device.display().to_string())
+}
