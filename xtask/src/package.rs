@@ -87,6 +87,14 @@ fn items(root: &Path, binary: &Path) -> Result<Vec<Item>> {
         let from = packaging.join("systemd").join(&unit);
         items.push(item(from, format!("lib/systemd/system/{unit}"), 0o644));
     }
+    for generator in names_in(&packaging.join("systemd-generators"))? {
+        let from = packaging.join("systemd-generators").join(&generator);
+        items.push(item(from, format!("lib/systemd/system-generators/{generator}"), 0o755));
+    }
+    for rules in names_in(&packaging.join("prometheus"))? {
+        let from = packaging.join("prometheus").join(&rules);
+        items.push(item(from, format!("usr/share/doc/quoin/prometheus/{rules}"), 0o644));
+    }
     for script in names_in(&packaging.join("debian"))? {
         let from = packaging.join("debian").join(&script);
         items.push(item(from, format!("DEBIAN/{script}"), 0o755));
@@ -183,12 +191,19 @@ mod tests {
         let units = run::workspace_root().join("packaging/systemd");
         for name in names_in(&units).unwrap() {
             let text = fs::read_to_string(units.join(&name)).unwrap();
-            if name == "quoin.target" || name.starts_with("quoin-backup") {
+            if name == "quoin.target" {
                 continue;
             }
             assert!(text.contains("\nConditionPathExists="), "{name} starts on every host");
             assert!(text.contains("\nWantedBy=quoin.target"), "{name} is started by nothing");
-            assert!(text.contains("\nRestart=always"), "{name} stays down");
+            // systemd gives a unit up that failed five times within ten seconds, unless told otherwise.
+            assert!(text.contains("\nStartLimitIntervalSec=0"), "{name} is given up");
+            let is_volume = name.starts_with("quoin-volume@");
+            let restart = if is_volume { "\nRestart=on-failure" } else { "\nRestart=always" };
+            assert!(text.contains(restart), "{name} stays down");
+            // What keeps devices and mounts is not stopped with the rest.
+            let is_part = !is_volume && name != "quoin-attach-holder.service";
+            assert_eq!(text.contains("\nPartOf=quoin.target"), is_part, "{name}");
         }
     }
 }

@@ -1,307 +1,200 @@
-//! The Debian package on a machine of its own: installed, used by its units' own command lines,
-//! upgraded under a mounted volume, refused removal while that is mounted, removed and installed
-//! again. The machine is an overlay over this one's root file system, with its own network. Needs
-//! root.
+//! The Debian package on a machine of its own: installed, used by its units, upgraded under a mounted
+//! volume, refused removal while that is mounted, removed, installed again and purged. Needs root.
 
 mod common;
+mod machines;
 
-use std::collections::BTreeMap;
-use std::fs;
-use std::io::{BufRead, BufReader};
-use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use common::Scratch;
+use machines::{Machine, build_package};
 
-use common::{Scratch, can_attach, eventually, have, is_root, signal, skipped};
+const PARTS: [&str; 6] = [
+    "quoin-attach-holder.service",
+    "quoin-attach.service",
+    "quoin-controller.service",
+    "quoin-node.service",
+    "quoin-pool@a.service",
+    "quoin-target.service",
+];
 
-/// A copy-on-write machine; all that it changes is gone with the test.
-struct Machine {
-    holder: Child,
-    /// The table of mounts and the network of the machine belong to this process.
-    pid: u32,
-}
-
-const SET_UP: &str = r#"
-set -e
-mount -t tmpfs none "$1"
-mkdir "$1/upper" "$1/work" "$1/root"
-mount -t overlay overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/root"
-mount -t tmpfs none "$1/root/run"
-mount -t tmpfs none "$1/root/tmp"
-for shared in proc sys dev; do mount --rbind /$shared "$1/root/$shared"; done
-ip link set lo up
-echo ready
-exec chroot "$1/root" sh -c 'read line'
-"#;
-
-impl Machine {
-    fn new(scratch: &Path) -> Self {
-        let base = scratch.join("machine");
-        fs::create_dir_all(&base).unwrap();
-        let mut holder = Command::new("unshare")
-            .args(["--mount", "--net", "sh", "-c", SET_UP, "sh"])
-            .arg(&base)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(holder.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert_eq!(line.trim(), "ready", "the machine could not be set up");
-        // `unshare` without a fork becomes the shell, and that becomes `chroot`.
-        let pid = holder.id();
-        eventually("the machine's root is in its place", || {
-            let root = fs::read_link(format!("/proc/{pid}/root")).ok()?;
-            (root != Path::new("/")).then_some(())
-        });
-        Self { holder, pid }
+fn wait_until_online(machine: &Machine) {
+    for member in ["pool", "node"] {
+        let listed = format!("quoin {member} list | grep -q Online");
+        machine.eventually_ok(&format!("the {member} is online"), &listed);
     }
-
-    fn command(&self, program: &str) -> Command {
-        let mut command = Command::new("nsenter");
-        command.args(["--target", &self.pid.to_string(), "--mount", "--net", "--root", "--wd=/"]);
-        command.arg(program).stdin(Stdio::null());
-        command
-    }
-
-    fn run(&self, line: &str) -> Output {
-        self.command("sh").args(["-c", line]).output().unwrap()
-    }
-
-    fn ok(&self, line: &str) -> String {
-        let output = self.run(line);
-        let said = String::from_utf8_lossy(&output.stderr);
-        let printed = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        assert!(output.status.success(), "{line}: {printed}\n{said}");
-        printed
-    }
-
-    fn refused(&self, line: &str) -> String {
-        let output = self.run(line);
-        assert!(!output.status.success(), "{line} succeeded");
-        String::from_utf8_lossy(&output.stderr).into_owned()
-    }
-
-    /// Starts the command line of an installed unit, with its environment files, as systemd would.
-    fn start(&self, unit: &str, instance: &str, log: &Path) -> Child {
-        let text = self.ok(&format!("cat /lib/systemd/system/{unit}")).replace("%i", instance);
-        let values = |key: &str| -> Vec<String> {
-            let lines = text.lines().filter_map(|line| line.strip_prefix(&format!("{key}=")));
-            lines.map(str::to_owned).collect()
-        };
-        for condition in values("ConditionPathExists") {
-            self.ok(&format!("test -e {condition}"));
-        }
-        for directories in values("RuntimeDirectory") {
-            for directory in directories.split(' ') {
-                self.ok(&format!("mkdir -p /run/{directory}"));
-            }
-        }
-        let mut environment = BTreeMap::new();
-        for file in values("EnvironmentFile") {
-            let content = self.ok(&format!("cat {}", file.trim_start_matches('-')));
-            for line in content.lines().filter(|line| !line.starts_with('#')) {
-                let Some((key, value)) = line.split_once('=') else { continue };
-                environment.insert(key.to_owned(), value.trim_matches('"').to_owned());
-            }
-        }
-        let [exec] = &values("ExecStart")[..] else { panic!("{unit} has one command") };
-        // `${NAME}` is one word, `$NAME` as many as it holds: the shell's rules but for quotes.
-        let line = exec.replace("${", "\"${").replace('}', "}\"");
-        let log = fs::File::options().create(true).append(true).open(log).unwrap();
-        self.command("sh")
-            .args(["-c", &format!("exec {line}")])
-            .envs(environment)
-            .stdout(log.try_clone().unwrap())
-            .stderr(log)
-            .spawn()
-            .unwrap()
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        // Its end ends `read`, and with the last process the mounts go.
-        drop(self.holder.stdin.take());
-        let _ = self.holder.wait();
-    }
-}
-
-/// Units that run, in the order of their start.
-struct Units<'a> {
-    machine: &'a Machine,
-    logs: PathBuf,
-    running: Vec<(String, Child)>,
-}
-
-impl Units<'_> {
-    fn start(&mut self, unit: &str, instance: &str) {
-        let child = self.machine.start(unit, instance, &self.logs.join(format!("{unit}.log")));
-        self.running.push((unit.to_owned(), child));
-    }
-
-    fn stop(&mut self, unit: &str) {
-        let index = self.running.iter().position(|(name, _)| name == unit).unwrap();
-        let (_, mut child) = self.running.remove(index);
-        signal(child.id(), "TERM");
-        let status = child.wait().unwrap();
-        // As systemd has it: an end by the signal that was asked for is clean.
-        assert!(status.success() || status.signal() == Some(15), "{unit}: {status}");
-    }
-}
-
-impl Drop for Units<'_> {
-    fn drop(&mut self) {
-        for (unit, mut child) in self.running.drain(..).rev() {
-            if std::thread::panicking() {
-                let log = fs::read_to_string(self.logs.join(format!("{unit}.log")));
-                let log = log.unwrap_or_default();
-                let tail: Vec<_> = log.lines().rev().take(10).collect();
-                eprintln!("{unit}:\n{}", tail.into_iter().rev().collect::<Vec<_>>().join("\n"));
-            }
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-/// Builds the package in a revision around the binary under test.
-fn build(output: &Path, revision: u32) -> PathBuf {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let built = Command::new(cargo)
-        .current_dir(root)
-        .args(["run", "--quiet", "--package", "xtask", "--", "package"])
-        .args(["--binary", env!("CARGO_BIN_EXE_quoin"), "--revision", &revision.to_string()])
-        .arg("--output")
-        .arg(output)
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&built.stderr);
-    assert!(built.status.success(), "{said}");
-    PathBuf::from(String::from_utf8_lossy(&built.stdout).trim())
 }
 
 #[test]
 fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
-    if !is_root() || !have("dpkg-deb") || !have("nsenter") || !have("ip") || !can_attach() {
-        return skipped("the package's machine needs root, dpkg, iproute2, FUSE and loop devices");
+    if !machines::possible() {
+        return;
     }
     let scratch = Scratch::new("package");
     let packages = scratch.0.join("packages");
-    let (first, second) = (build(&packages, 1), build(&packages, 2));
-    let machine = Machine::new(&scratch.0);
-    let install = |package: &Path| {
-        let mut dpkg = machine.command("sh");
-        let package = fs::File::open(package).unwrap();
-        let line = "cat > /tmp/quoin.deb && dpkg -i /tmp/quoin.deb";
-        let output = dpkg.args(["-c", line]).stdin(package).output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "dpkg: {said}");
-    };
-    install(&first);
+    let (first, second) = (build_package(&packages, 1), build_package(&packages, 2));
+    let mut machine = Machine::new(&scratch.0, "host-a");
+    machine.install(&first);
     assert!(machine.ok("quoin version").contains(env!("CARGO_PKG_VERSION")));
     if machine.run("command -v systemd-analyze").status.success() {
-        let said = machine.ok("systemd-analyze verify /lib/systemd/system/quoin* 2>&1");
+        let units = "/lib/systemd/system/quoin*.service /lib/systemd/system/quoin.target";
+        let said = machine.ok(&format!("systemd-analyze verify --man=no {units} 2>&1"));
         assert!(!said.contains("quoin"), "{said}");
     }
 
-    // A host that is everything: controller, one pool, a node.
-    let logs = scratch.0.join("logs");
-    fs::create_dir_all(&logs).unwrap();
-    let mut units = Units { machine: &machine, logs, running: Vec::new() };
+    // A host that is everything: controller, one pool, a node. Examples are filled in as they say.
     machine.ok("quoin controller init --state /var/lib/quoin/controller");
-    units.start("quoin-controller.service", "");
-    eventually("the controller answers", || {
-        machine.run("quoin cluster info").status.success().then_some(())
-    });
-    let configure = |example: &str, to: &str, role: &str, options: &str| {
+    machine.systemctl("enable --now quoin.target");
+    assert_eq!(machine.active(), ["quoin-controller.service", "quoin.target"]);
+    machine.eventually_ok("the controller answers", "quoin cluster info");
+    let fill_in = |machine: &Machine, example: &str, role: &str| {
         let token = machine.ok(&format!("quoin token create --role {role}"));
         machine.ok(&format!(
-            "umask 077; sed -e 's/^NAME=.*/NAME=host-a/' -e 's/^CONTROLLER=.*/CONTROLLER=127.0.0.1:7400/' \
-             -e 's/^QUOIN_JOIN_TOKEN=.*/QUOIN_JOIN_TOKEN={token}/' -e 's|^OPTIONS=.*|OPTIONS=\"{options}\"|' \
-             /usr/share/doc/quoin/{example} > /etc/quoin/{to}"
+            "umask 077; sed -e 's/^CONTROLLER=.*/CONTROLLER=127.0.0.1:7400/' \
+             -e 's/^QUOIN_JOIN_TOKEN=.*/QUOIN_JOIN_TOKEN={token}/' \
+             -e 's/100GiB/1GiB/' -e 's/HOST:7401/127.0.0.1:7401/' \
+             /usr/share/doc/quoin/{example}.conf.example > /etc/quoin/{}",
+            if role == "pool" { "pool-a.conf" } else { "node.conf" }
         ));
     };
-    let pool = "--capacity 1GiB --listen 127.0.0.1:7401 --node host-a";
-    configure("pool.conf.example", "pool-a.conf", "pool", pool);
-    configure("node.conf.example", "node.conf", "node", "");
-    let node = ["quoin-target.service", "quoin-attach-holder.service", "quoin-attach.service"];
-    let start_all = |units: &mut Units<'_>| {
-        units.start("quoin-pool@.service", "a");
-        for unit in node {
-            units.start(unit, "");
-        }
-        eventually("the node has joined", || {
-            machine.run("test -e /var/lib/quoin/node/cert.pem").status.success().then_some(())
-        });
-        units.start("quoin-node.service", "");
-        eventually("the pool is online", || {
-            machine.ok("quoin pool list").contains("Online").then_some(())
-        });
-        eventually("the node is online", || {
-            machine.ok("quoin node list").contains("Online").then_some(())
-        });
-    };
-    start_all(&mut units);
+    fill_in(&machine, "pool", "pool");
+    fill_in(&machine, "node", "node");
+    machine.systemctl("daemon-reload");
+    machine.systemctl("start quoin.target");
+    wait_until_online(&machine);
+    // Names are those of the host, and a token that was taken out of the file is not missed.
+    assert!(machine.ok("quoin pool list").contains("host-a-a"));
+    machine.ok("sed -i 's/^QUOIN_JOIN_TOKEN=.*/QUOIN_JOIN_TOKEN=/' /etc/quoin/*.conf");
     machine.ok("quoin volume create db --size 64MiB --replicas 1");
-    let attach = "quoin volume attach db --node host-a";
+    let attach = "quoin volume attach db";
     let device = machine.ok(attach);
     machine.ok(&format!("mkfs.ext4 -q {device} && mkdir /srv/db && mount {device} /srv/db"));
     machine.ok("echo before > /srv/db/file && sync /srv/db/file");
 
-    // The timer's command, three times with two kept.
-    machine.ok("install -d -m 0700 /var/lib/quoin/backups");
-    for _ in 0..3 {
-        machine.ok("quoin controller backup --into /var/lib/quoin/backups --keep 2");
-        machine.ok("sleep 1.1");
-    }
-    assert_eq!(machine.ok("ls /var/lib/quoin/backups | wc -l"), "2");
+    // Everything at once is restarted below a mounted volume, all but the holder.
+    machine.systemctl("restart quoin.target");
+    machine.ok("echo restarted >> /srv/db/file && sync /srv/db/file");
 
-    // The upgrade: everything but the holder is restarted under the mounted volume.
-    install(&second);
+    // The upgrade, by what the package's own script asks of systemd.
+    machine.listen_to_scripts();
+    machine.install(&second);
     assert!(machine.ok("dpkg-query -W quoin").ends_with("-2"));
-    for (unit, instance) in [
-        ("quoin-controller.service", ""),
-        ("quoin-pool@.service", "a"),
-        ("quoin-target.service", ""),
-        ("quoin-attach.service", ""),
-        ("quoin-node.service", ""),
-    ] {
-        units.stop(unit);
-        units.start(unit, instance);
-    }
+    let calls = machine.carry_out();
+    let restarted: Vec<&str> = calls
+        .iter()
+        .filter_map(|call| call.strip_prefix("try-restart quoin-")?.strip_suffix(".service"))
+        .collect();
+    assert_eq!(restarted, ["controller", "pool@a", "target", "attach", "node"]);
+    assert_eq!(calls[0], "daemon-reload");
+    let mut active = machine.active();
+    active.retain(|unit| unit != "quoin.target");
+    active.sort();
+    assert_eq!(active, PARTS);
     machine.ok("echo after >> /srv/db/file && sync /srv/db/file");
-    assert_eq!(machine.ok("cat /srv/db/file"), "before\nafter");
+    let content = "before\nrestarted\nafter";
+    assert_eq!(machine.ok("cat /srv/db/file"), content);
 
     // A mounted volume keeps the package.
     let said = machine.refused("dpkg -r quoin");
     assert!(said.contains(&format!("{device} is mounted")), "{said}");
-    machine.ok("quoin volume list");
+    machine.eventually_ok("the controller answers", "quoin volume list");
     machine.ok("umount /srv/db && quoin volume detach db");
-    for unit in ["quoin-node.service", "quoin-attach.service", "quoin-attach-holder.service"] {
-        units.stop(unit);
-    }
-    for unit in ["quoin-target.service", "quoin-pool@.service", "quoin-controller.service"] {
-        units.stop(unit);
-    }
     machine.ok("dpkg -r quoin");
+    machine.carry_out();
+    assert_eq!(machine.active(), ["quoin.target"], "removal stops all that ran");
     assert!(!machine.run("quoin version").status.success());
     machine.ok("test -e /var/lib/quoin/controller/records.redb");
 
     // All that the package served is there again with it.
-    install(&second);
-    units.start("quoin-controller.service", "");
-    eventually("the controller answers", || {
-        machine.run("quoin cluster info").status.success().then_some(())
-    });
-    start_all(&mut units);
+    machine.install(&second);
+    machine.carry_out();
+    machine.systemctl("start quoin.target");
+    machine.eventually_ok("the controller answers", "quoin cluster info");
+    wait_until_online(&machine);
     let device = machine.ok(attach);
     machine.ok(&format!("mount {device} /srv/db"));
-    assert_eq!(machine.ok("cat /srv/db/file"), "before\nafter");
+    assert_eq!(machine.ok("cat /srv/db/file"), content);
     machine.ok("umount /srv/db && quoin volume detach db");
-    drop(units);
+    machine.systemctl("stop quoin.target");
+    machine.systemctl("stop quoin-attach-holder");
     let said = machine.ok("dpkg -P quoin");
     assert!(said.contains("/var/lib/quoin"), "{said}");
     machine.ok("test ! -e /etc/quoin && test -e /var/lib/quoin/controller/records.redb");
+}
+
+/// A controller, a pool and a node on one machine, online.
+fn host_of_all(machine: &mut Machine) {
+    machine.ok("quoin controller init --state /var/lib/quoin/controller");
+    machine.systemctl("enable --now quoin.target");
+    machine.eventually_ok("the controller answers", "quoin cluster info");
+    for (role, file) in [("pool", "pool-a"), ("node", "node")] {
+        let token = machine.ok(&format!("quoin token create --role {role}"));
+        let options = "--capacity 1GiB --listen 127.0.0.1:7401";
+        machine.write(
+            &format!("/etc/quoin/{file}.conf"),
+            &format!(
+                "CONTROLLER=127.0.0.1:7400\nDATA=/srv/pool\nOPTIONS=\"{options}\"\n\
+                 QUOIN_JOIN_TOKEN={token}\n"
+            ),
+        );
+    }
+    machine.systemctl("daemon-reload");
+    machine.systemctl("start quoin.target");
+    wait_until_online(machine);
+}
+
+#[test]
+fn a_volume_is_attached_and_mounted_again_after_the_host_was_killed_and_booted() {
+    if !machines::possible() {
+        return;
+    }
+    let scratch = Scratch::new("at-boot");
+    let package = build_package(&scratch.0.join("package"), 1);
+    let mut machine = Machine::new(&scratch.0, "host-b");
+    machine.install(&package);
+    machine.ok("echo '# as it was' > /etc/fstab");
+    host_of_all(&mut machine);
+    machine.ok("quoin volume create my-db --size 64MiB --replicas 1");
+
+    // Without a file system there is nothing to mount, and nothing is written.
+    let at_boot = "quoin volume attach my-db --at-boot --mount '/srv/my db'";
+    let said = machine.refused(at_boot);
+    assert!(said.contains("no file system") && said.contains("mkfs.ext4 /dev/loop"), "{said}");
+    assert_eq!(machine.ok("cat /etc/fstab"), "# as it was");
+    machine.ok("test ! -e /etc/quoin/volumes");
+    let device = machine.ok("quoin volume attach my-db");
+    machine.ok(&format!("mkfs.ext4 -q {device}"));
+
+    // Each thing that is written is said.
+    let said = machine.ok(&format!("{at_boot} 2>&1"));
+    let unit = "quoin-volume@my\\x2ddb.service";
+    for path in [
+        "/etc/quoin/volumes/my\\x2ddb.json",
+        "/etc/systemd/system/quoin.target.wants/",
+        "/etc/fstab",
+    ] {
+        assert!(said.contains(&format!("wrote {path}")), "{path}: {said}");
+    }
+    let line = machine.ok("grep 'srv/my.040db' /etc/fstab");
+    let options = "ext4 nofail,_netdev,x-systemd.requires=quoin-volume@my\\134x2ddb.service,";
+    assert!(line.starts_with("UUID=") && line.contains(options), "{line}");
+    machine.ok(&format!("test -L '/etc/systemd/system/quoin.target.wants/{unit}'"));
+    machine.ok("echo before > '/srv/my db/file' && sync '/srv/my db/file'");
+    // Again, it is the same.
+    machine.ok(at_boot);
+    assert_eq!(machine.ok("wc -l < /etc/fstab"), "2");
+
+    // The records say that the volume is this host's, so its target serves it.
+    machine.crash();
+    machine.boot();
+    machine.eventually_ok("it is mounted again", "mountpoint -q '/srv/my db'");
+    assert_eq!(machine.ok("cat '/srv/my db/file'"), "before");
+
+    // In use it is not taken away. Detached, nothing of it is left for the next boot.
+    let said = machine.refused("quoin volume detach my-db");
+    assert!(said.contains("unmount"), "{said}");
+    machine.ok("umount '/srv/my db'");
+    let said = machine.ok("quoin volume detach my-db 2>&1");
+    assert!(said.contains("removed /etc/fstab: its line"), "{said}");
+    assert_eq!(machine.ok("cat /etc/fstab"), "# as it was");
+    let left = "find /etc/quoin/volumes /etc/systemd/system/quoin.target.wants -mindepth 1";
+    assert_eq!(machine.ok(left), "");
 }
