@@ -91,7 +91,8 @@ enum Command {
         arguments: Vec<String>,
     },
     /// Real processes on hosts of their own under faults that never stop (arguments go to
-    /// `quoin-torture`), as in `torture --minutes 10`.
+    /// `quoin-torture`), as in `torture --minutes 10`. `torture --hosts`: hosts that are lost and
+    /// return, and a controller that moves.
     #[command(disable_help_flag = true)]
     Torture {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

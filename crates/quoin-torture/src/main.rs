@@ -8,13 +8,14 @@
 //! was lost (nothing, or it fails).
 //!
 //! With `--upgrade-from` the same cluster and clients live through upgrades and the way back instead
-//! of faults.
+//! of faults. With `--hosts` another cluster lives through hosts that are lost and return ([`hosts`]).
 
 mod client;
 mod cluster;
 mod disk;
 mod faults;
 mod files;
+mod hosts;
 mod network;
 mod turns;
 mod upgrade;
@@ -33,6 +34,7 @@ use crate::client::Clients;
 use crate::cluster::Cluster;
 use crate::faults::{Fault, Injected};
 use crate::files::Files;
+use crate::hosts::HostOptions;
 use crate::turns::Turns;
 
 /// Tortures real Quoin processes and checks every byte
@@ -57,6 +59,8 @@ struct Options {
     /// No file systems, only the raw volume
     #[arg(long)]
     no_files: bool,
+    #[command(flatten)]
+    hosts: HostOptions,
     /// Where the cluster's directory is made
     #[arg(long, value_name = "DIR")]
     under: Option<PathBuf>,
@@ -101,6 +105,10 @@ fn catch_interrupts() {
 fn torture(options: &Options, directory: &Path) -> Result<()> {
     let seed = options.seed.unwrap_or_else(rand::random);
     println!("seed {seed}");
+    if options.hosts.hosts {
+        let quoin = options.quoin.canonicalize().context("--quoin")?;
+        return hosts::torture(&options.hosts, options.minutes, seed, &quoin, directory);
+    }
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let files_possible = match files::possible() {
         _ if options.no_files => false,
