@@ -16,6 +16,7 @@ use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -101,15 +102,24 @@ impl Site {
         for number in 1..=4 {
             let machine = Machine::new(scratch, &format!("h{number}"));
             switch.plug(&machine, number);
-            let names = (1..=4).map(|n| format!("10.80.0.{n} h{n}\n")).collect::<String>();
-            std::fs::write(machine.path("/etc/hosts"), format!("127.0.0.1 localhost\n{names}"))
-                .unwrap();
             machines.insert(machine.name.clone(), machine);
         }
-        // It uses no volumes. The devices that it would see are those of the other machines.
+        // They use no volumes. The devices that they would see are those of the other machines.
         machines["h1"].hide_devices();
+        machines["h4"].hide_devices();
         let (token, devices) = (String::new(), BTreeMap::new());
-        Self { machines, switch, package, token, devices, forwards: Vec::new() }
+        let site = Self { machines, switch, package, token, devices, forwards: Vec::new() };
+        site.name_control("10.80.0.1");
+        site
+    }
+
+    /// Lets the name of the controller lead to this address, on every host.
+    fn name_control(&self, address: &str) {
+        let names: String = (1..=4).map(|n| format!("10.80.0.{n} h{n}\n")).collect();
+        let table = format!("127.0.0.1 localhost\n{names}{address} control\n");
+        for machine in self.machines.values() {
+            std::fs::write(machine.path("/etc/hosts"), &table).unwrap();
+        }
     }
 
     /// Runs a command as the page has it.
@@ -134,6 +144,17 @@ impl Site {
         }
         if let Some(arguments) = command.strip_prefix("ssh -fN -L ") {
             return self.forward(host, arguments);
+        }
+        if let Some(copied) = command.strip_prefix("scp control:") {
+            let machine = &self.machines[host];
+            let (from, to) = copied.split_once(' ').expect("FROM TO");
+            let from = self.machines["h1"].path(from);
+            let copied = Command::new("sh")
+                .arg("-c")
+                .arg(format!("cp {} {}", from.display(), machine.path(to).display()))
+                .status();
+            assert!(copied.unwrap().success(), "{command}");
+            return;
         }
         if command.starts_with("e2fsck -p") {
             // By 1 it says that it corrected something, as what the journal holds.
@@ -165,7 +186,8 @@ impl Site {
     fn forward(&mut self, host: &str, arguments: &str) {
         let (sockets, to) = arguments.split_once(' ').expect("LOCAL:REMOTE HOST");
         let (local, remote) = sockets.split_once(':').expect("LOCAL:REMOTE");
-        let (local, remote) = (self.machines[host].path(local), self.machines[to].path(remote));
+        assert_eq!(to, "control");
+        let (local, remote) = (self.machines[host].path(local), self.machines["h1"].path(remote));
         let listener = UnixListener::bind(&local).unwrap();
         let is_over = Arc::new(AtomicBool::new(false));
         self.forwards.push(is_over.clone());
@@ -263,7 +285,8 @@ fn the_page_on_hosts_is_followed_from_nothing_to_a_volume_that_outlives_its_host
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/hosts.md");
     let page = std::fs::read_to_string(page).unwrap();
     let (before, after) = page.split_once("### A host is lost").expect("the section");
-    let (lost, back) = after.split_once("### A host is back").expect("the section");
+    let (lost, after) = after.split_once("### A host is back").expect("the section");
+    let (back, moved) = after.split_once("### The controller's host is lost").expect("the section");
     let scratch = Scratch::new("hosts");
     let mut site = Site::new(&scratch.0);
     steps(before).iter().for_each(|step| site.follow(step));
@@ -292,6 +315,19 @@ fn the_page_on_hosts_is_followed_from_nothing_to_a_volume_that_outlives_its_host
     eventually("the former writer ended", || first.thread.is_finished().then_some(()));
     assert!(first.thread.join().unwrap().is_err(), "the former host's writes ended well");
 
+    // The backup is older than the volume. Its writer goes on all the time.
+    site.switch.link(&site.machines["h1"], "down");
+    site.machines.get_mut("h1").unwrap().crash();
+    let count = second.count.load(Ordering::Relaxed);
+    second.wait_for_writes(count + 20);
+    site.name_control("10.80.0.4");
+    steps(moved).iter().for_each(|step| site.follow(step));
+    let used = site.machines["h4"].ok("quoin volume get db -o json");
+    let used: serde_json::Value = serde_json::from_str(&used).unwrap();
+    assert_eq!(used["nodes"], serde_json::json!(["h3"]), "{used}");
+    let count = second.count.load(Ordering::Relaxed);
+    second.wait_for_writes(count + 20);
+
     second.stop.store(true, Ordering::Relaxed);
     let written = second.acknowledged();
     second.thread.join().unwrap().unwrap();
@@ -302,10 +338,9 @@ fn the_page_on_hosts_is_followed_from_nothing_to_a_volume_that_outlives_its_host
     h3.ok(&format!("mount {device} /srv/db"));
     verify(&db(&site, "h3"), &acknowledged);
     verify(&db(&site, "h3"), &written);
-    let verified = site.machines["h1"].ok("quoin volume verify db");
-    println!("{verified}");
+    site.machines["h4"].ok("quoin volume verify db");
     h3.ok("umount /srv/db");
-    site.machines["h1"].ok("quoin volume detach db --node h3");
+    site.machines["h4"].ok("quoin volume detach db --node h3");
 }
 
 #[test]

@@ -148,25 +148,31 @@ impl Machine {
     /// volume outlives it, and `/run` is empty.
     pub fn crash(&mut self) {
         self.services.crash();
-        let devices = self.ok("losetup --list --noheadings --output NAME,BACK-FILE");
-        let devices: Vec<&str> = devices
+        self.free_devices();
+        self.ok("find /run -mindepth 1 -delete");
+    }
+
+    /// Unmounts volumes and what is below `/run`, and frees block devices that nobody serves any more.
+    fn free_devices(&self) {
+        let listed = self.run("losetup --list --noheadings --output NAME,BACK-FILE").stdout;
+        let listed = String::from_utf8_lossy(&listed);
+        let devices: Vec<&str> = listed
             .lines()
             .filter_map(|line| line.split_once(' '))
             .filter(|(_, file)| file.trim().starts_with("/run/quoin/"))
             .map(|(device, _)| device)
             .collect();
-        let mounts = fs::read_to_string(format!("/proc/{}/mounts", self.pid)).unwrap();
+        let mounts = fs::read_to_string(format!("/proc/{}/mounts", self.pid)).unwrap_or_default();
         for mount in mounts.lines().rev() {
-            let mut words = mount.split(' ');
-            let (from, at) = (words.next().unwrap(), words.next().unwrap().replace("\\040", " "));
-            if devices.contains(&from) || at.starts_with("/run/") {
-                self.ok(&format!("umount --lazy '{at}'"));
+            let mut words = mount.split(' ').map(|word| word.replace("\\040", " "));
+            let (Some(from), Some(at)) = (words.next(), words.next()) else { continue };
+            if devices.contains(&from.as_str()) || at.starts_with("/run/") {
+                self.run(&format!("umount --lazy '{at}'"));
             }
         }
         for device in devices {
-            self.ok(&format!("losetup -d {device}"));
+            self.run(&format!("losetup -d {device}"));
         }
-        self.ok("find /run -mindepth 1 -delete");
     }
 
     /// Starts what is enabled.
@@ -190,6 +196,8 @@ impl Machine {
 impl Drop for Machine {
     fn drop(&mut self) {
         self.services.end(std::thread::panicking());
+        // The kernel would keep them after the machine.
+        self.free_devices();
         // Its end ends `read`, and with the last process the mounts go.
         drop(self.holder.stdin.take());
         let _ = self.holder.wait();
