@@ -77,9 +77,15 @@ struct Config {
 }
 
 /// A loop device that stays until [`LoopDevice::detach`]; dropping the value leaves it.
+///
+/// The kernel gives a device another sequence number each time it is put on a file. A value that
+/// knows its number is that one life of the device: once somebody else has the device, every call
+/// finds its own one gone and touches nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoopDevice {
     path: PathBuf,
+    /// `None`: not known (before Linux 5.15), or whatever is there.
+    sequence: Option<u64>,
 }
 
 impl LoopDevice {
@@ -96,9 +102,14 @@ impl LoopDevice {
             let number = ioctl(control.as_raw_fd(), CTL_GET_FREE, 0)
                 .map_err(|error| failed("ask for a free device of", Path::new(CONTROL), error))?;
             let path = PathBuf::from(format!("/dev/loop{number}"));
-            open_device(&path, number as u32)?;
+            // While it is open here, nobody can end the life that begins now.
+            let held = open_device(&path, number as u32)?;
             match configure(&path, file, block_size, read_only) {
-                Ok(()) => return Ok(Self { path }),
+                Ok(()) => {
+                    let sequence = sequence_of(&path);
+                    drop(held);
+                    return Ok(Self { path, sequence });
+                }
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
                 Err(error) => return Err(failed("configure", &path, error)),
             }
@@ -108,7 +119,34 @@ impl LoopDevice {
 
     /// The device under this path, whatever it is on.
     pub fn at(path: PathBuf) -> Self {
-        Self { path }
+        Self { path, sequence: None }
+    }
+
+    /// The life of the device under this path that has this number.
+    pub fn of(path: PathBuf, sequence: Option<u64>) -> Self {
+        Self { path, sequence }
+    }
+
+    pub fn sequence(&self) -> Option<u64> {
+        self.sequence
+    }
+
+    /// Whether this life of the device goes on, on `file`.
+    pub fn is_on(&self, file: &Path) -> bool {
+        self.lives() && self.backing_file().as_deref() == Some(file)
+    }
+
+    fn lives(&self) -> bool {
+        self.sequence.is_none() || self.sequence == sequence_of(&self.path)
+    }
+
+    /// Opens the device; `None`: this life of it is over. While it is open, no other can begin.
+    fn open(&self, options: &OpenOptions) -> io::Result<Option<File>> {
+        match options.open(&self.path) {
+            Ok(file) => Ok(self.lives().then_some(file)),
+            Err(error) if gone(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     pub fn path(&self) -> &Path {
@@ -117,17 +155,19 @@ impl LoopDevice {
 
     /// Whether somebody holds it: a mount, a device mapper, a swap.
     pub fn in_use(&self) -> Result<bool, LoopError> {
-        let exclusive = OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(&self.path);
-        match exclusive {
+        match self.open(OpenOptions::new().read(true).custom_flags(libc::O_EXCL)) {
             Ok(_) => Ok(false),
-            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(true),
-            Err(error) if gone(&error) => Ok(false),
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(self.lives()),
             Err(error) => Err(failed("open", &self.path, error)),
         }
     }
 
     /// Takes over the backing file's new size.
     pub fn update_size(&self) -> Result<(), LoopError> {
+        let held = self.open(OpenOptions::new().read(true));
+        let Some(_held) = held.map_err(|error| failed("open", &self.path, error))? else {
+            return Ok(());
+        };
         let failed = |error| failed("resize", &self.path, error);
         let path = c_string(&self.path).map_err(failed)?;
         let act = || {
@@ -147,9 +187,9 @@ impl LoopDevice {
 
     /// Detaches now, or, where somebody still has it open, as soon as the last one closes it.
     pub fn release(&self) -> Result<(), LoopError> {
-        let device = match File::open(&self.path) {
-            Err(error) if gone(&error) => return Ok(()),
-            other => other.map_err(|error| failed("open", &self.path, error))?,
+        let device = self.open(OpenOptions::new().read(true));
+        let Some(device) = device.map_err(|error| failed("open", &self.path, error))? else {
+            return Ok(());
         };
         match ioctl(device.as_raw_fd(), CLR_FD, 0) {
             Err(error) if !gone(&error) => Err(failed("detach", &self.path, error)),
@@ -168,11 +208,13 @@ impl LoopDevice {
         }
         self.release()?;
         let until = Instant::now() + timeout;
-        while self.backing_file().is_some() {
+        while self.lives() && self.backing_file().is_some() {
             if Instant::now() >= until {
                 return match self.stay() {
                     Ok(()) => Err(LoopError::Busy { device: self.path.clone() }),
-                    Err(error) if gone(&error) => Ok(self.backing_file().is_none()),
+                    Err(error) if gone(&error) => {
+                        Ok(!self.lives() || self.backing_file().is_none())
+                    }
                     Err(error) => Err(failed("keep", &self.path, error)),
                 };
             }
@@ -184,7 +226,8 @@ impl LoopDevice {
     /// Takes back a [`LoopDevice::release`] that waits for the last one to close the device; it
     /// is "gone" if there is none.
     fn stay(&self) -> io::Result<()> {
-        let device = File::open(&self.path)?;
+        let device = self.open(OpenOptions::new().read(true))?;
+        let device = device.ok_or_else(|| io::Error::from_raw_os_error(libc::ENXIO))?;
         let mut info = EMPTY;
         ioctl(device.as_raw_fd(), GET_STATUS64, std::ptr::from_mut(&mut info) as usize)?;
         info.flags &= !FLAG_AUTOCLEAR;
@@ -200,13 +243,16 @@ impl LoopDevice {
         Some(PathBuf::from(text.strip_suffix(" (deleted)").unwrap_or(text)))
     }
 
-    /// All loop devices whose files lie under `directory`.
+    /// All loop devices whose files lie under `directory` by their names. Names are of one table
+    /// of mounts: a device that is found may be that of another table, and is shown, not touched.
     pub fn all_under(directory: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir("/sys/block")? {
             let name = entry?.file_name();
             if name.to_string_lossy().starts_with("loop") {
-                let device = Self { path: Path::new("/dev").join(name) };
+                let path = Path::new("/dev").join(name);
+                let sequence = sequence_of(&path);
+                let device = Self { path, sequence };
                 if device.backing_file().is_some_and(|file| file.starts_with(directory)) {
                     found.push(device);
                 }
@@ -273,6 +319,12 @@ fn ioctl(fd: RawFd, request: libc::c_ulong, argument: usize) -> io::Result<i32> 
     // request of the loop driver reads or fills.
     let result = unsafe { libc::ioctl(fd, request as _, argument) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// Which life of the device goes on, as the kernel tells it without touching the device.
+fn sequence_of(path: &Path) -> Option<u64> {
+    let attribute = Path::new("/sys/block").join(path.file_name()?).join("diskseq");
+    std::fs::read_to_string(attribute).ok()?.trim().parse().ok()
 }
 
 fn gone(error: &io::Error) -> bool {

@@ -6,85 +6,19 @@ mod common;
 use std::fs::OpenOptions;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::{Server, ServerOptions, have, skipped, volume};
+use common::daemon::{Daemon, SIZE, asked, blocking, possible, sh};
+use common::{Server, ServerOptions, have, volume};
 use quoin_frontend::attach::protocol::{AttachVolume, Kind};
 use quoin_frontend::attach::{AttachClient, Error, Options, run};
 use quoin_frontend::fuse::mount::mounts_under;
 use quoin_frontend::loopdev::LoopDevice;
 use tokio::sync::watch;
-
-const SIZE: u64 = 64 << 20;
-
-fn possible() -> bool {
-    let root = rustix::process::geteuid().is_root();
-    let devices = ["/dev/fuse", "/dev/loop-control"].iter().all(|path| Path::new(path).exists());
-    if !root || !devices {
-        skipped("needs root, /dev/fuse and /dev/loop-control");
-    }
-    root && devices
-}
-
-/// A daemon in this process.
-struct Daemon {
-    directory: PathBuf,
-    client: AttachClient,
-    shutdown: watch::Sender<bool>,
-    task: tokio::task::JoinHandle<Result<(), Error>>,
-}
-
-impl Daemon {
-    async fn start(directory: &Path) -> Self {
-        let options = Options::new(directory);
-        let client = AttachClient::new(&options.socket);
-        let (shutdown, watched) = watch::channel(false);
-        let task = tokio::spawn(run(options, watched));
-        while client.list().await.is_err() {
-            assert!(!task.is_finished(), "{:?}", task.await);
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        let directory = directory.canonicalize().unwrap();
-        Self { directory, client, shutdown, task }
-    }
-
-    async fn stop(self) -> Result<(), Error> {
-        self.shutdown.send(true).unwrap();
-        let result = self.task.await.unwrap();
-        assert!(mounts_under(&self.directory).unwrap().is_empty(), "a mount was left");
-        result
-    }
-}
-
-fn asked(volume: &str, socket: &Path) -> AttachVolume {
-    AttachVolume {
-        volume: volume.into(),
-        nbd_socket: socket.to_owned(),
-        size: SIZE,
-        block_size: 4096,
-        read_only: false,
-        file_only: false,
-    }
-}
-
-fn sh(command: &str) -> String {
-    let output = Command::new("sh").args(["-ec", command]).output().unwrap();
-    let said = format!(
-        "{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    );
-    assert!(output.status.success(), "{command}: {said}");
-    said
-}
-
-async fn blocking<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
-    tokio::task::spawn_blocking(act).await.unwrap()
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn attach_is_idempotent_and_everything_is_gone_after_detach() {

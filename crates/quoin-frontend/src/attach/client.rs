@@ -6,7 +6,9 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
 use super::Error;
-use super::protocol::{AttachVolume, Attached, LINE_BYTES_MAX, Request, Response};
+use super::protocol::{
+    AttachVolume, Attached, LINE_BYTES_MAX, Request, Response, ServedElsewhere, Usage,
+};
 
 /// A connection a call: the daemon may be restarted between any two.
 #[derive(Clone, Debug)]
@@ -46,6 +48,38 @@ impl AttachClient {
     pub async fn list(&self) -> Result<Vec<Attached>, Error> {
         match self.call(&Request::List {}).await? {
             Response::List(list) => Ok(list),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Links an attached volume's device under the volume's name.
+    pub async fn link(&self, volume: &str, name: &str) -> Result<Attached, Error> {
+        let request = Request::Link { volume: volume.to_owned(), name: name.to_owned() };
+        match self.call(&request).await? {
+            Response::Ok(attached) => Ok(attached),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Ends a volume's device whoever uses it; what was done, in words.
+    pub async fn end(&self, volume: &str) -> Result<Vec<String>, Error> {
+        match self.call(&Request::End { volume: volume.to_owned() }).await? {
+            Response::Ended { did } => Ok(did),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    /// Lets all IO of a device fail that is of an earlier use than another node's.
+    pub async fn served_elsewhere(&self, served: ServedElsewhere) -> Result<(), Error> {
+        match self.call(&Request::ServedElsewhere(served)).await? {
+            Response::Ended { .. } => Ok(()),
+            other => Err(unexpected(other)),
+        }
+    }
+
+    pub async fn usage(&self) -> Result<Vec<Usage>, Error> {
+        match self.call(&Request::Usage {}).await? {
+            Response::Usage(usage) => Ok(usage),
             other => Err(unexpected(other)),
         }
     }

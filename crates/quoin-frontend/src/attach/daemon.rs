@@ -12,16 +12,20 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Mutex, watch};
 
-use super::device::{Device, check, check_name};
+use super::device::{Device, Host, check, check_name};
+use super::fate::{self, Fates};
 use super::holder::Holder;
-use super::metrics::Metrics;
-use super::protocol::{AttachVolume, Attached, Kind, LINE_BYTES_MAX, Request, Response};
+use super::made::Made;
+use super::protocol::{
+    AttachVolume, Attached, Kind, LINE_BYTES_MAX, Request, Response, ServedElsewhere, Usage,
+};
 use super::{AtShutdown, Error, Options};
 use crate::fuse::mount;
-use crate::loopdev::LoopDevice;
 
 const DRAIN_POLL: Duration = Duration::from_millis(100);
 const CLIENTS_MAX: usize = 64;
+/// A volume's name at its longest.
+const LINK_NAME_BYTES_MAX: usize = 128;
 
 /// One slot a volume, locked while something is done to it, so that volumes do not wait for each
 /// other.
@@ -29,9 +33,7 @@ type Slot = Arc<Mutex<Option<Device>>>;
 
 #[derive(Clone)]
 struct Daemon {
-    mounts: PathBuf,
-    holder: Arc<Holder>,
-    metrics: Metrics,
+    host: Host,
     slots: Arc<std::sync::Mutex<BTreeMap<String, Slot>>>,
 }
 
@@ -51,7 +53,10 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
     }
     let holder = Holder::find(&options.holder, &options.metrics)
         .map_err(io("start a thread for", &options.holder))?;
-    let daemon = Daemon { mounts, holder, metrics: options.metrics.clone(), slots: Arc::default() };
+    let made = Arc::new(Made::open(&options.directory, &options.links));
+    let (metrics, fates) = (options.metrics.clone(), Fates::default());
+    let host = Host { mounts, holder, metrics, made, fates };
+    let daemon = Daemon { host, slots: Arc::default() };
     daemon.take_over().await;
     daemon.clean_up()?;
     match std::fs::remove_file(&options.socket) {
@@ -106,19 +111,17 @@ impl Daemon {
         let this = self.clone();
         let taken = tokio::task::spawn_blocking(move || {
             let mut devices = Vec::new();
-            for (held, connection) in this.holder.take() {
+            for (held, connection) in this.host.holder.take() {
                 let volume = held.asked.volume.clone();
-                let device =
-                    Device::take_over(&this.mounts, held, connection, &this.holder, &this.metrics);
-                match device {
+                match Device::take_over(&this.host, held, connection) {
                     Ok(device) => {
                         tracing::info!(volume, "taken over; its IO goes on");
-                        this.metrics.taken_over.inc();
+                        this.host.metrics.taken_over.inc();
                         devices.push((volume, device));
                     }
                     Err(error) => {
                         tracing::warn!(volume, %error, "cannot be taken over; its IO fails");
-                        this.holder.release(&volume);
+                        this.host.holder.release(&volume);
                     }
                 }
             }
@@ -130,23 +133,26 @@ impl Daemon {
         }
     }
 
-    /// Removes the loop devices and mounts that a daemon which died left here and nobody held.
-    /// Their IO has failed when it died; a loop device that is still in use goes with its last
-    /// user.
+    /// Removes the loop devices, links and mounts that a daemon which died made here and nobody
+    /// held. Their IO has failed when it died; a loop device that is still in use goes with its last
+    /// user. What it did not make is left alone, whatever its path.
     fn clean_up(&self) -> Result<(), Error> {
-        let mounts = &self.mounts;
+        let Host { mounts, made, .. } = &self.host;
         let failed = |source| Error::Io { doing: "clean up", path: mounts.clone(), source };
-        let ours: Vec<PathBuf> = {
+        let volumes: Vec<String> = {
             let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            slots.keys().map(|volume| mounts.join(volume)).collect()
+            slots.keys().cloned().collect()
         };
-        for device in LoopDevice::all_under(mounts).map_err(failed)? {
-            if device.backing_file().is_some_and(|file| ours.contains(&file)) {
+        let ours: Vec<PathBuf> = volumes.iter().map(|volume| mounts.join(volume)).collect();
+        for device in made.devices(mounts).map_err(failed)? {
+            let file = device.backing_file().unwrap_or_default();
+            if ours.contains(&file) || !device.is_on(&file) {
                 continue;
             }
             tracing::warn!(device = %device.path().display(), "left by a daemon that died: detaching");
             device.release()?;
         }
+        made.keep_only(&volumes);
         for path in mount::mounts_under(mounts).map_err(failed)? {
             if !ours.contains(&path) {
                 tracing::warn!(path = %path.display(), "left by a daemon that died: unmounting");
@@ -194,6 +200,10 @@ impl Daemon {
             Request::Detach { volume } => self.detach(volume).await.map(|()| Response::Detached {}),
             Request::Resize { volume, size } => self.resize(volume, size).await.map(Response::Ok),
             Request::List {} => Ok(Response::List(self.list().await)),
+            Request::Link { volume, name } => self.link(volume, name).await.map(Response::Ok),
+            Request::End { volume } => self.end(volume).await.map(|did| Response::Ended { did }),
+            Request::ServedElsewhere(served) => self.served_elsewhere(served).await,
+            Request::Usage {} => Ok(Response::Usage(self.usage().await)),
         };
         result.unwrap_or_else(|error| Response::Error {
             kind: kind(&error),
@@ -205,18 +215,25 @@ impl Daemon {
         check(&asked)?;
         let this = self.clone();
         self.on(asked.volume.clone(), move |slot| {
+            // A dead one that nobody uses is no use to anybody.
+            if let Some(why) = slot.as_ref().and_then(Device::dead)
+                && let Some(dead) = slot.take()
+                && let Err((dead, _)) = dead.detach()
+            {
+                *slot = Some(*dead);
+                return Err(Error::Dead { volume: asked.volume, why });
+            }
             let device = match slot.take() {
                 Some(device) => {
                     let device = slot.insert(device);
                     device.check_same(&asked)?;
+                    device.mend()?;
                     if asked.size > device.size() {
                         device.resize(asked.size)?;
                     }
                     device
                 }
-                None => {
-                    slot.insert(Device::attach(&this.mounts, asked, &this.holder, &this.metrics)?)
-                }
+                None => slot.insert(Device::attach(&this.host, asked)?),
             };
             Ok(device.show())
         })
@@ -250,9 +267,71 @@ impl Daemon {
     async fn list(&self) -> Vec<Attached> {
         let mut list = Vec::new();
         for slot in self.slots() {
-            list.extend(slot.lock().await.as_ref().map(Device::show));
+            let slot = slot.lock().await;
+            // A device that somebody else has by now is none of this volume.
+            list.extend(slot.as_ref().filter(|device| device.is_whole()).map(Device::show));
         }
         list
+    }
+
+    async fn link(&self, volume: String, name: String) -> Result<Attached, Error> {
+        check_name(&volume)?;
+        if name.is_empty() || name.len() > LINK_NAME_BYTES_MAX {
+            return Err(Error::Invalid(format!(
+                "the name of volume {volume} is not one of 1 to {LINK_NAME_BYTES_MAX} bytes"
+            )));
+        }
+        self.on(volume.clone(), move |slot| {
+            let device = slot.as_mut().ok_or_else(|| {
+                Error::Invalid(format!("volume {volume} is not attached: attach it first"))
+            })?;
+            device.link(&name);
+            Ok(device.show())
+        })
+        .await
+    }
+
+    /// Ends a device whoever uses it. Its IO fails first, so that nothing waits for it that this
+    /// would wait for.
+    async fn end(&self, volume: String) -> Result<Vec<String>, Error> {
+        check_name(&volume)?;
+        self.host.fates.end(&volume, "it was ended by `quoin volume detach --force`");
+        self.on(volume, |slot| Ok(slot.take().map(Device::force).unwrap_or_default())).await
+    }
+
+    async fn served_elsewhere(&self, served: ServedElsewhere) -> Result<Response, Error> {
+        check_name(&served.volume)?;
+        let ServedElsewhere { volume, name, node, since_epoch } = served;
+        let why = fate::served_elsewhere(&node, since_epoch);
+        // One of a later use was made when this word was on its way.
+        if self.host.fates.end_before(&volume, since_epoch, &why) {
+            tracing::error!(volume = name, id = volume, why, "its IO fails from now on");
+            self.host.metrics.call(&volume, &name);
+        }
+        Ok(Response::Ended { did: Vec::new() })
+    }
+
+    /// What is attached and whether it is used; waits for nobody.
+    async fn usage(&self) -> Vec<Usage> {
+        let slots: Vec<(String, Slot)> = {
+            let slots = self.slots.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            slots.iter().map(|(volume, slot)| (volume.clone(), slot.clone())).collect()
+        };
+        let look = move || {
+            let usage = |(volume, slot): (String, Slot)| match slot.try_lock() {
+                Ok(slot) => slot.as_ref().map(Device::usage),
+                // Something is being done to it, which may wait for its IO.
+                Err(_) => Some(Usage {
+                    volume,
+                    device: PathBuf::new(),
+                    in_use: true,
+                    since_epoch: 0,
+                    dead: String::new(),
+                }),
+            };
+            slots.into_iter().filter_map(usage).collect()
+        };
+        tokio::task::spawn_blocking(look).await.unwrap_or_default()
     }
 
     /// Ends everything as [`AtShutdown`] says; what is to be idle first gets `drain_timeout`.
@@ -334,7 +413,7 @@ fn end(device: Device, how: AtShutdown) -> Option<String> {
 fn kind(error: &Error) -> Kind {
     match error {
         Error::Conflict { .. } => Kind::Conflict,
-        Error::Busy { .. } => Kind::Busy,
+        Error::Busy { .. } | Error::Dead { .. } => Kind::Busy,
         Error::Size { .. } | Error::Client(_) => Kind::Unavailable,
         Error::Mount(_) | Error::Loop(_) | Error::Io { .. } => Kind::Host,
         _ => Kind::Invalid,

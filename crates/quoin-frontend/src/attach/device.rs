@@ -1,14 +1,17 @@
 //! One attached volume: link, FUSE file, loop device. Everything here may block.
 
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::Duration;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::Error;
+use super::fate::Fates;
 use super::holder::{Held, Holder};
+use super::made::Made;
 use super::metrics::Metrics;
-use super::protocol::{AttachVolume, Attached};
+use super::protocol::{AttachVolume, Attached, Usage};
 use crate::fuse::Server;
 use crate::fuse::server::Shape;
 use crate::loopdev::{LoopDevice, LoopError};
@@ -16,23 +19,39 @@ use crate::nbd::client::{Address, ClientOptions, ExportInfo, Link, Pipe};
 
 /// How long a device may take to go before its IO is failed, and again after that.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long ago the last IO may be of what is said to be used.
+const RECENT: Duration = Duration::from_secs(2);
+/// How long the kernel may take to say who has a device.
+const ASK_MAX: Duration = Duration::from_millis(500);
+
+/// What all devices of a daemon share.
+#[derive(Clone)]
+pub(super) struct Host {
+    /// Where the files lie.
+    pub mounts: PathBuf,
+    pub holder: Arc<Holder>,
+    pub metrics: Metrics,
+    pub made: Arc<Made>,
+    pub fates: Fates,
+}
 
 pub(super) struct Device {
     asked: AttachVolume,
     server: Server,
     /// `None`: only the file.
     device: Option<LoopDevice>,
-    holder: Arc<Holder>,
+    /// What people call the volume; empty: nobody said.
+    name: String,
+    /// What the kernel had asked for when somebody looked last, and when that was less.
+    active: Mutex<(u64, Option<Instant>)>,
+    /// Somebody asks the kernel who has the device.
+    asking: Arc<AtomicBool>,
+    host: Host,
 }
 
 impl Device {
     /// Makes the whole stack, or nothing.
-    pub(super) fn attach(
-        mounts: &Path,
-        asked: AttachVolume,
-        holder: &Arc<Holder>,
-        metrics: &Metrics,
-    ) -> Result<Self, Error> {
+    pub(super) fn attach(host: &Host, asked: AttachVolume) -> Result<Self, Error> {
         let link = Link::connect(client_options(&asked))?;
         let info = link.info();
         if info.size_bytes < asked.size {
@@ -51,17 +70,26 @@ impl Device {
                 asked.volume
             )));
         }
-        let path = mounts.join(&asked.volume);
-        let server = Server::start(&path, &asked.volume, &shape(&asked), link, metrics)?;
-        let device = if asked.file_only {
-            None
-        } else {
-            // A failure here drops the server, which unmounts.
-            Some(LoopDevice::attach(&path, asked.block_size, asked.read_only)?)
+        let path = host.mounts.join(&asked.volume);
+        let server = Server::start(&path, &asked.volume, &shape(&asked), link, &host.metrics)?;
+        host.fates.add(&asked.volume, server.ending());
+        let mut device = Self {
+            asked,
+            server,
+            device: None,
+            name: String::new(),
+            active: Mutex::default(),
+            asking: Arc::default(),
+            host: host.clone(),
         };
+        if !device.asked.file_only
+            && let Err(error) = device.put_on_loop()
+        {
+            device.stop();
+            return Err(error);
+        }
         // The kernel has told by now whether it can send again: it was asked for the file's size.
-        let _ = crate::apart::look(&path, asked.size);
-        let device = Self { asked, server, device, holder: holder.clone() };
+        let _ = crate::apart::look(&path, device.asked.size);
         // Before anybody is told of it: from then on its IO must not depend on this process.
         if device.server.connection().is_none() {
             tracing::warn!(
@@ -82,16 +110,10 @@ impl Device {
     /// Serves again what an earlier daemon left; its IO goes on.
     ///
     /// The mount and the loop device must be as they were left: a half of them is of no use.
-    pub(super) fn take_over(
-        mounts: &Path,
-        held: Held,
-        connection: OwnedFd,
-        holder: &Arc<Holder>,
-        metrics: &Metrics,
-    ) -> Result<Self, Error> {
-        let Held { asked, device } = held;
+    pub(super) fn take_over(host: &Host, held: Held, connection: OwnedFd) -> Result<Self, Error> {
+        let Held { asked, device, sequence, name, since_epoch } = held;
         check(&asked)?;
-        let path = mounts.join(&asked.volume);
+        let path = host.mounts.join(&asked.volume);
         let gone = |what: &str| {
             Error::Invalid(format!("the {what} of volume {} is not there any more", asked.volume))
         };
@@ -103,14 +125,32 @@ impl Device {
         if mounted.is_empty() {
             return Err(gone("mount"));
         }
-        let device = device.map(LoopDevice::at);
-        if device.as_ref().is_some_and(|d| d.backing_file().as_ref() != Some(&path)) {
+        let device = device.map(|path| LoopDevice::of(path, sequence));
+        if device.as_ref().is_some_and(|device| !device.is_on(&path)) {
             return Err(gone("loop device"));
         }
-        let link = Link::resume(client_options(&asked), ExportInfo::of_size(asked.size));
-        let server =
-            Server::take_over(&path, connection, &asked.volume, &shape(&asked), link, metrics)?;
-        let device = Self { asked, server, device, holder: holder.clone() };
+        let known = ExportInfo { since_epoch, ..ExportInfo::of_size(asked.size) };
+        let link = Link::resume(client_options(&asked), known);
+        let (volume, metrics) = (&asked.volume, &host.metrics);
+        let server = Server::take_over(&path, connection, volume, &shape(&asked), link, metrics)?;
+        host.fates.add(volume, server.ending());
+        let device = Self {
+            asked,
+            server,
+            device,
+            name,
+            active: Mutex::default(),
+            asking: Arc::default(),
+            host: host.clone(),
+        };
+        if !device.name.is_empty() {
+            device.host.metrics.call(&device.asked.volume, &device.name);
+        }
+        if let Some(loop_device) = &device.device
+            && let Err(error) = device.host.made.add(&device.asked.volume, loop_device)
+        {
+            tracing::warn!(volume = %device.asked.volume, %error, "cannot be written down as made here");
+        }
         device.hold();
         // The last daemon may have died when the file had grown and the loop device not yet.
         if let Some(loop_device) = &device.device
@@ -122,12 +162,130 @@ impl Device {
         Ok(device)
     }
 
+    /// Makes the block device, and writes it down as made here before anybody is told of it.
+    fn put_on_loop(&mut self) -> Result<(), Error> {
+        let path = self.server.path().to_owned();
+        let written = |source| Error::Io {
+            doing: "write down what is made over",
+            path: path.clone(),
+            source,
+        };
+        self.host.made.intend(&self.asked.volume).map_err(written)?;
+        let device = LoopDevice::attach(&path, self.asked.block_size, self.asked.read_only)?;
+        if let Err(error) = self.host.made.add(&self.asked.volume, &device) {
+            device.release()?;
+            return Err(written(error));
+        }
+        self.device = Some(device);
+        Ok(())
+    }
+
+    /// Sees to it that the block device is this attachment's. Somebody may have freed it behind its
+    /// back, and another may have it since: that one is none of ours.
+    pub(super) fn mend(&mut self) -> Result<(), Error> {
+        if self.is_whole() {
+            return Ok(());
+        }
+        let lost = self.path();
+        self.put_on_loop()?;
+        tracing::warn!(
+            volume = %self.asked.volume, lost = %lost.display(), device = %self.path().display(),
+            "the device was freed by somebody else; another one is made"
+        );
+        self.hold();
+        if !self.name.is_empty() {
+            self.link(&self.name.clone());
+        }
+        Ok(())
+    }
+
+    /// Whether the device that was made here is still there.
+    pub(super) fn is_whole(&self) -> bool {
+        self.device.as_ref().is_none_or(|device| device.is_on(self.server.path()))
+    }
+
+    /// Links the device under the volume's name, where nothing is in the way.
+    pub(super) fn link(&mut self, name: &str) {
+        self.name = name.to_owned();
+        self.host.metrics.call(&self.asked.volume, name);
+        if let Some(device) = &self.device
+            && let Err(why) = self.host.made.link(&self.asked.volume, name, device.path())
+        {
+            tracing::warn!(volume = %self.asked.volume, why, "its device has no link under its name");
+        }
+        self.hold();
+    }
+
+    /// Why all its IO fails, where it does.
+    pub(super) fn dead(&self) -> Option<String> {
+        self.server.dead()
+    }
+
+    /// The first epoch of the use of the volume that this was made for; 0: not known.
+    pub(super) fn since_epoch(&self) -> u64 {
+        self.server.since_epoch()
+    }
+
+    pub(super) fn usage(&self) -> Usage {
+        Usage {
+            volume: self.asked.volume.clone(),
+            device: self.path(),
+            in_use: self.is_busy(),
+            since_epoch: self.since_epoch(),
+            dead: self.server.dead().unwrap_or_default(),
+        }
+    }
+
+    /// Whether somebody holds the device or has used it within the last moments. Waits for nothing:
+    /// a kernel that does not say at once who has the device is busy with it.
+    fn is_busy(&self) -> bool {
+        if self.server.in_flight() > 0 {
+            return true;
+        }
+        let (activity, now) = (self.server.activity(), Instant::now());
+        {
+            let mut active = self.active.lock().unwrap_or_else(PoisonError::into_inner);
+            if active.0 != activity {
+                *active = (activity, Some(now));
+            }
+            if active.1.is_some_and(|at| now.duration_since(at) < RECENT) {
+                return true;
+            }
+        }
+        let Some(device) = self.device.clone() else { return false };
+        if self.asking.swap(true, Ordering::AcqRel) {
+            return true;
+        }
+        let asking = self.asking.clone();
+        let (answer, answered) = std::sync::mpsc::sync_channel(1);
+        let asked = std::thread::Builder::new().name("attach-usage".into()).spawn(move || {
+            let in_use = device.in_use().unwrap_or(true);
+            asking.store(false, Ordering::Release);
+            // Who asked may have given up.
+            let _ = answer.send(in_use);
+        });
+        match asked {
+            Ok(_) => answered.recv_timeout(ASK_MAX).unwrap_or(true),
+            Err(_) => {
+                self.asking.store(false, Ordering::Release);
+                true
+            }
+        }
+    }
+
     /// Gives the kernel's side to the holder, so that it outlives this process. Whether it does.
     fn hold(&self) -> bool {
         match self.server.connection() {
             Some(Ok(connection)) => {
-                let device = self.device.as_ref().map(|device| device.path().to_owned());
-                self.holder.hold(Held { asked: self.asked.clone(), device }, connection)
+                let device = self.device.as_ref();
+                let held = Held {
+                    asked: self.asked.clone(),
+                    device: device.map(|device| device.path().to_owned()),
+                    sequence: device.and_then(LoopDevice::sequence),
+                    name: self.name.clone(),
+                    since_epoch: self.since_epoch(),
+                };
+                self.host.holder.hold(held, connection)
             }
             Some(Err(error)) => {
                 tracing::warn!(volume = %self.asked.volume, %error, "cannot be held");
@@ -144,6 +302,7 @@ impl Device {
         if !self.hold() {
             return Err(Box::new(self));
         }
+        self.host.fates.forget(&self.asked.volume);
         self.server.leave();
         Ok(())
     }
@@ -179,6 +338,8 @@ impl Device {
             file_only: self.asked.file_only,
             connected: self.server.connected(),
             in_flight: self.server.in_flight(),
+            link: self.host.made.link_of(&self.asked.volume, &self.path()),
+            dead: self.server.dead().unwrap_or_default(),
         }
     }
 
@@ -228,7 +389,7 @@ impl Device {
                     // Nobody has it open any more, and IO of a target that is away holds it.
                     tracing::warn!(volume = %self.asked.volume, in_flight = self.server.in_flight(),
                         "detaching with IO that waits for the target: it fails");
-                    self.server.abort();
+                    self.server.abort("it was detached while its target was away");
                     match device.detach(DETACH_TIMEOUT) {
                         Ok(true) => {}
                         _ => {
@@ -248,20 +409,35 @@ impl Device {
         Ok(())
     }
 
-    /// Ends the stack whoever uses it: IO fails, the loop device goes with its last user.
-    pub(super) fn force(self) {
-        if let Some(device) = &self.device
-            && let Err(error) = device.release()
-        {
-            tracing::warn!(volume = %self.asked.volume, %error, "cannot release");
+    /// Ends the stack whoever uses it: IO fails, the loop device goes with its last user. What was
+    /// done, in words.
+    pub(super) fn force(self) -> Vec<String> {
+        let mut did = vec!["its IO fails from now on".to_owned()];
+        if let Some(device) = &self.device {
+            let path = device.path().display().to_string();
+            match device.release() {
+                Err(error) => {
+                    tracing::warn!(volume = %self.asked.volume, %error, "cannot release");
+                    did.push(format!("{path} is not freed: {error}"));
+                }
+                Ok(()) if device.is_on(self.server.path()) => {
+                    did.push(format!(
+                        "{path} goes when its last user does: unmount it, end its users"
+                    ));
+                }
+                Ok(()) => did.push(format!("{path} is freed")),
+            }
         }
         self.stop();
+        did
     }
 
     fn stop(self) {
-        let Self { asked, server, holder, .. } = self;
+        let Self { asked, server, host, .. } = self;
         let stopped = server.stop();
-        holder.release(&asked.volume);
+        host.fates.forget(&asked.volume);
+        host.holder.release(&asked.volume);
+        host.made.remove(&asked.volume);
         if let Err(error) = stopped {
             tracing::warn!(volume = %asked.volume, %error, "cannot unmount");
         }

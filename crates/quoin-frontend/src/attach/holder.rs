@@ -48,6 +48,15 @@ pub struct Held {
     pub asked: AttachVolume,
     /// The loop device on its file.
     pub device: Option<PathBuf>,
+    /// Which life of it; absent: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sequence: Option<u64>,
+    /// What people call the volume; empty: nobody said.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
+    /// The first epoch of the node's use of the volume that it was made for; 0: not known.
+    #[serde(default)]
+    pub since_epoch: u64,
 }
 
 /// What a daemon says.
@@ -387,7 +396,13 @@ mod tests {
             read_only: false,
             file_only: false,
         };
-        Held { asked, device: Some("/dev/loop7".into()) }
+        Held {
+            asked,
+            device: Some("/dev/loop7".into()),
+            sequence: Some(3),
+            name: "db".into(),
+            since_epoch: 5,
+        }
     }
 
     fn find(path: &Path) -> io::Result<Arc<Holder>> {

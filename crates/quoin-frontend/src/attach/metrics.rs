@@ -21,9 +21,17 @@ fn duration() -> Histogram {
     Histogram::new(exponential_buckets(16e-6, 2.0, 21))
 }
 
-/// What one volume says of itself when asked: whether its target answers, and how many requests
-/// of the kernel wait for it.
-pub(crate) type Standing = Arc<dyn Fn() -> (bool, u64) + Send + Sync>;
+/// What one volume says of itself when asked.
+pub(crate) struct Standing {
+    /// Whether its target answers.
+    pub connected: bool,
+    /// Requests of the kernel that wait for it.
+    pub in_flight: u64,
+    /// Why all its IO fails, where it does.
+    pub dead: Option<String>,
+}
+
+type Ask = Arc<dyn Fn() -> Standing + Send + Sync>;
 
 /// Cheap to clone; all clones count together.
 #[derive(Clone)]
@@ -39,7 +47,9 @@ pub struct Metrics {
     in_flight: Gauge,
     pub(crate) taken_over: Counter,
     pub(crate) holder_up: Gauge,
-    standing: Arc<Mutex<BTreeMap<String, Standing>>>,
+    standing: Arc<Mutex<BTreeMap<String, Ask>>>,
+    /// What people call the volumes.
+    names: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
 impl std::fmt::Debug for Metrics {
@@ -80,6 +90,7 @@ impl Default for Metrics {
             taken_over: Counter::default(),
             holder_up: Gauge::default(),
             standing: Arc::default(),
+            names: Arc::default(),
         };
         let r = &mut registry;
         r.register_with_unit("read", "Bytes read", Unit::Bytes, metrics.read.clone());
@@ -103,11 +114,11 @@ impl Metrics {
     #[must_use]
     pub fn render(&self) -> String {
         let (mut volumes, mut connected, mut in_flight) = (0, 0, 0);
-        for standing in self.standing().values() {
-            let (up, waiting) = standing();
+        for ask in self.standing().values() {
+            let standing = ask();
             volumes += 1;
-            connected += i64::from(up);
-            in_flight += i64::try_from(waiting).unwrap_or(i64::MAX);
+            connected += i64::from(standing.connected);
+            in_flight += i64::try_from(standing.in_flight).unwrap_or(i64::MAX);
         }
         self.volumes.set(volumes);
         self.connected.set(connected);
@@ -123,22 +134,36 @@ impl Metrics {
     /// # Errors
     /// The volumes whose IO waits.
     pub fn health(&self) -> Result<(), String> {
-        let waits = |(volume, standing): (&String, &Standing)| match standing() {
-            (true, _) => None,
-            (false, waiting) => Some(format!(
-                "volume {volume}: its target does not answer, {waiting} requests wait"
-            )),
+        let names = self.names().clone();
+        let waits = |(volume, ask): (&String, &Ask)| {
+            let named = names.get(volume).unwrap_or(volume);
+            match ask() {
+                Standing { dead: Some(why), .. } => Some(format!("volume {named}: {why}")),
+                Standing { connected: true, .. } => None,
+                Standing { in_flight, .. } => Some(format!(
+                    "volume {named}: no target serves it here at this moment, {in_flight} requests \
+                     wait"
+                )),
+            }
         };
         let problems: Vec<_> = self.standing().iter().filter_map(waits).collect();
         if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }
     }
 
-    pub(crate) fn serve(&self, volume: &str, standing: Standing) {
-        self.standing().insert(volume.to_owned(), standing);
+    pub(crate) fn serve(&self, volume: &str, ask: Ask) {
+        self.standing().insert(volume.to_owned(), ask);
     }
 
     pub(crate) fn forget(&self, volume: &str) {
         self.standing().remove(volume);
+        self.names().remove(volume);
+    }
+
+    /// What people call a volume that is served.
+    pub(crate) fn call(&self, volume: &str, name: &str) {
+        if self.standing().contains_key(volume) {
+            self.names().insert(volume.to_owned(), name.to_owned());
+        }
     }
 
     pub(crate) fn answered(&self, asked: Asked, took: Duration, is_good: bool) {
@@ -161,8 +186,12 @@ impl Metrics {
         }
     }
 
-    fn standing(&self) -> MutexGuard<'_, BTreeMap<String, Standing>> {
+    fn standing(&self) -> MutexGuard<'_, BTreeMap<String, Ask>> {
         self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn names(&self) -> MutexGuard<'_, BTreeMap<String, String>> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -174,8 +203,14 @@ mod tests {
     fn a_daemon_is_well_while_every_target_answers_and_counts_what_it_answered() {
         let metrics = Metrics::default();
         assert_eq!(metrics.health(), Ok(()));
-        metrics.serve("db", Arc::new(|| (false, 3)));
-        assert!(metrics.health().unwrap_err().contains("db"));
+        let waits = || Standing { connected: false, in_flight: 3, dead: None };
+        metrics.serve("17", Arc::new(waits));
+        metrics.call("17", "db");
+        assert!(metrics.health().unwrap_err().contains("volume db: no target"));
+        let dead = move || Standing { dead: Some("served by h2".into()), ..waits() };
+        metrics.serve("17", Arc::new(dead));
+        assert_eq!(metrics.health(), Err("volume db: served by h2".into()));
+        metrics.serve("17", Arc::new(waits));
         metrics.answered(Asked::Write { bytes: 4096 }, Duration::from_micros(20), true);
         let text = metrics.render();
         for line in [
@@ -187,7 +222,7 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line} in {text}");
         }
-        metrics.forget("db");
+        metrics.forget("17");
         assert_eq!(metrics.health(), Ok(()));
     }
 }

@@ -6,6 +6,11 @@
 //! asked over a unix control socket ([`protocol`]; [`AttachClient`] speaks it).
 //!
 //! * Attach, detach and resize are idempotent; there is one attachment a volume.
+//! * A volume that another node used after this device was made is not the one that the host's
+//!   caches know: the device is dead for good, and all its IO fails ([`fate`]). A volume whose
+//!   target is only away is waited for.
+//! * A device is this daemon's where it wrote down that it made it (`made.json`); what it did not
+//!   make it neither shows nor takes away.
 //! * A clean shutdown detaches what is idle. What is in use is waited for (`drain_timeout`) and
 //!   then left to the next daemon ([`AtShutdown`] has the other ways).
 //! * A daemon that dies or leaves its devices only pauses IO where a [`holder`] keeps the kernel's
@@ -23,7 +28,9 @@
 mod client;
 mod daemon;
 mod device;
+pub(crate) mod fate;
 pub mod holder;
+mod made;
 pub(crate) mod metrics;
 pub mod protocol;
 
@@ -32,6 +39,7 @@ use std::time::Duration;
 
 pub use client::AttachClient;
 pub use daemon::run;
+pub use made::file_name;
 pub use metrics::Metrics;
 
 use crate::fuse::MountError;
@@ -50,6 +58,8 @@ pub struct Options {
     /// Where the holder listens, if there is one.
     pub holder: PathBuf,
     pub at_shutdown: AtShutdown,
+    /// Where devices are linked under their volumes' names.
+    pub links: PathBuf,
     /// Made by the caller, who shows it.
     pub metrics: Metrics,
 }
@@ -80,6 +90,7 @@ impl Options {
             drain_timeout: Duration::ZERO,
             holder,
             at_shutdown: AtShutdown::default(),
+            links: PathBuf::from("/dev/quoin"),
             metrics: Metrics::default(),
         }
     }
@@ -98,6 +109,11 @@ pub enum Error {
     Invalid(String),
     #[error("volume {volume} is attached already with {what}: detach it first")]
     Conflict { volume: String, what: String },
+    #[error(
+        "volume {volume} cannot be attached: what is left here of an earlier use is dead ({why}). \
+             Unmount it, or end it with `quoin volume detach --force`"
+    )]
+    Dead { volume: String, why: String },
     #[error("volume {volume} is in use as {device}: unmount it and close it first")]
     Busy { volume: String, device: PathBuf },
     #[error("these devices were still in use at shutdown, and their IO fails now: {0:?}")]

@@ -27,6 +27,31 @@ pub enum Request {
         size: u64,
     },
     List {},
+    /// Links an attached volume's device under its name.
+    Link {
+        volume: String,
+        name: String,
+    },
+    /// Ends the device whoever uses it: its IO fails.
+    End {
+        volume: String,
+    },
+    /// The volume was written by another node: what is attached here of an earlier use is dead.
+    ServedElsewhere(ServedElsewhere),
+    /// What is attached, and whether it is used.
+    Usage {},
+}
+
+/// That another node has a volume, and since when.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ServedElsewhere {
+    pub volume: String,
+    /// As people call it.
+    pub name: String,
+    pub node: String,
+    /// The first epoch of that node's use. A device of a later use is left alone.
+    pub since_epoch: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +79,12 @@ pub enum Response {
     List(Vec<Attached>),
     /// Of detach, whether or not it was attached.
     Detached {},
+    /// Of end: what was done, in words; empty where nothing was attached. Of word that the volume is
+    /// served elsewhere: empty.
+    Ended {
+        did: Vec<String>,
+    },
+    Usage(Vec<Usage>),
     Error {
         kind: Kind,
         message: String,
@@ -76,6 +107,27 @@ pub struct Attached {
     pub connected: bool,
     /// Requests of the kernel that wait for the target.
     pub in_flight: u64,
+    /// The link to the device under the volume's name, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link: Option<PathBuf>,
+    /// Why all IO fails for good; empty: it does not.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub dead: String,
+}
+
+/// An attached volume, as far as others must know of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    pub volume: String,
+    pub device: PathBuf,
+    /// Somebody holds it (a mount, a device mapper), or IO was done within the last moments.
+    pub in_use: bool,
+    /// The first epoch of the node's use that it was made for; 0: the target did not say.
+    #[serde(default)]
+    pub since_epoch: u64,
+    /// As in [`Attached::dead`].
+    #[serde(default)]
+    pub dead: String,
 }
 
 /// What a caller does about a failure.

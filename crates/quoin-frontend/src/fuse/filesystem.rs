@@ -115,6 +115,11 @@ impl Filesystem {
         self.size_bytes
     }
 
+    /// How many operations were asked for so far.
+    pub fn submitted(&self) -> u64 {
+        self.next_token
+    }
+
     /// The kernel learns of it at its next look at the attributes, which it never caches.
     pub fn resize(&mut self, size_bytes: u64) {
         self.size_bytes = size_bytes;

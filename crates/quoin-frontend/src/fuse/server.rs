@@ -4,7 +4,7 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -18,6 +18,7 @@ use super::mount::{Mount, MountError};
 use super::wire::{NOTIFY_RESEND, WRITE_HEADER_BYTES, notification};
 use crate::apart;
 use crate::attach::Metrics;
+use crate::attach::metrics::Standing;
 use crate::nbd::client::{Done, Link};
 
 /// Messages taken from the kernel before the target is looked at again.
@@ -47,17 +48,39 @@ pub struct Server {
     thread: Option<JoinHandle<()>>,
 }
 
+/// What ends a volume's IO, for good.
+#[derive(Clone)]
+pub(crate) struct Ending(Weak<Shared>);
+
+impl Ending {
+    /// Fails what waits and all that comes. Whether that is news.
+    pub(crate) fn end(&self, why: &str) -> bool {
+        self.0.upgrade().is_some_and(|shared| shared.abort(why))
+    }
+
+    pub(crate) fn since_epoch(&self) -> u64 {
+        self.0.upgrade().map_or(u64::MAX, |shared| shared.since_epoch.load(Ordering::Relaxed))
+    }
+}
+
 struct Shared {
     commands: Mutex<Commands>,
     wake: OwnedFd,
     connected: AtomicBool,
     in_flight: AtomicU64,
     resends: AtomicBool,
+    /// The first epoch of the use of the volume that this is; 0: not known.
+    since_epoch: AtomicU64,
+    /// Turns on which the kernel asked for IO.
+    active: AtomicU64,
+    /// Why all IO fails; unset: it does not.
+    dead: OnceLock<String>,
 }
 
 #[derive(Default)]
 struct Commands {
     resize: Option<u64>,
+    /// Fails what waits and all that comes.
     abort: bool,
     stop: bool,
     /// Ends the thread with nothing answered.
@@ -114,6 +137,9 @@ impl Server {
             connected: AtomicBool::new(link.connected()),
             in_flight: AtomicU64::new(0),
             resends: AtomicBool::new(false),
+            since_epoch: AtomicU64::new(link.info().since_epoch),
+            active: AtomicU64::new(0),
+            dead: OnceLock::new(),
         });
         let filesystem = Filesystem::new(shape.size_bytes, shape.block_size, shape.read_only)
             .counted_by(metrics.clone());
@@ -125,8 +151,10 @@ impl Server {
             .spawn(move || Turn::new(name, device, filesystem, link, theirs, buffer).run())
             .map_err(failed)?;
         let seen = shared.clone();
-        let standing = move || {
-            (seen.connected.load(Ordering::Relaxed), seen.in_flight.load(Ordering::Relaxed))
+        let standing = move || Standing {
+            connected: seen.connected.load(Ordering::Relaxed),
+            in_flight: seen.in_flight.load(Ordering::Relaxed),
+            dead: seen.dead.get().cloned(),
         };
         metrics.serve(volume, Arc::new(standing));
         Ok(Self {
@@ -184,9 +212,29 @@ impl Server {
     }
 
     /// Fails what waits and all that comes: the only way to get rid of a device whose target will
-    /// not come back.
-    pub fn abort(&self) {
-        self.shared.command(|commands| commands.abort = true);
+    /// not come back. `why` is for people.
+    pub fn abort(&self, why: &str) {
+        self.shared.abort(why);
+    }
+
+    /// [`Server::abort`] for those who may not wait for the owner of this.
+    pub(crate) fn ending(&self) -> Ending {
+        Ending(Arc::downgrade(&self.shared))
+    }
+
+    /// Why all IO fails, where it does.
+    pub fn dead(&self) -> Option<String> {
+        self.shared.dead.get().cloned()
+    }
+
+    /// The first epoch of the use of the volume that this is; 0: not known.
+    pub fn since_epoch(&self) -> u64 {
+        self.shared.since_epoch.load(Ordering::Relaxed)
+    }
+
+    /// Grows while the kernel asks for IO.
+    pub fn activity(&self) -> u64 {
+        self.shared.active.load(Ordering::Relaxed)
     }
 
     /// Unmounts and ends the thread. Requests that wait for the target fail.
@@ -221,6 +269,14 @@ impl Drop for Server {
 }
 
 impl Shared {
+    /// Whether that is news.
+    fn abort(&self, why: &str) -> bool {
+        // The first reason is the one that people look for.
+        let is_news = self.dead.set(why.to_owned()).is_ok();
+        self.command(|commands| commands.abort = true);
+        is_news
+    }
+
     fn command(&self, change: impl FnOnce(&mut Commands)) {
         change(&mut self.commands.lock().unwrap_or_else(PoisonError::into_inner));
         // Full means that the thread has been woken already.
@@ -271,11 +327,17 @@ impl Turn {
                     }
                 }
             }
+            let mut overtaken = None;
             if let Some(link) = &mut self.link {
                 if ready.target {
                     link.drive(Instant::now(), &mut done);
                 }
                 link.send();
+                self.shared.since_epoch.store(link.info().since_epoch, Ordering::Relaxed);
+                overtaken = link.overtaken().map(str::to_owned);
+            }
+            if let Some(why) = overtaken {
+                self.fail(why, &mut done);
             }
             self.answer(&mut done);
             self.report();
@@ -306,7 +368,24 @@ impl Turn {
         !commands.stop
     }
 
+    /// Fails what waits and all that comes.
+    fn fail(&mut self, why: String, done: &mut Vec<Done>) {
+        tracing::error!(volume = %self.volume, why, "mounts here are dead: their IO fails now");
+        let _ = self.shared.dead.set(why);
+        if let Some(link) = self.link.take() {
+            done.extend(link.stop());
+        }
+    }
+
     fn messages(&mut self) -> Result<(), Errno> {
+        let before = self.filesystem.submitted();
+        let taken = self.take_messages();
+        let is_io = self.filesystem.submitted() != before;
+        self.shared.active.fetch_add(u64::from(is_io), Ordering::Relaxed);
+        taken
+    }
+
+    fn take_messages(&mut self) -> Result<(), Errno> {
         for _ in 0..MESSAGES_PER_TURN {
             match rustix::io::read(&self.device, &mut *self.buffer) {
                 Ok(read) => {

@@ -23,5 +23,5 @@ mod secure;
 mod session;
 mod transmission;
 
-pub use exports::{Exports, Refused};
+pub use exports::{Description, Exports, Refused, Used};
 pub use session::{Limits, Session, TlsPolicy};

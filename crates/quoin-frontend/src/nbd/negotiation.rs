@@ -21,7 +21,6 @@ const OPTION_SKIP_MAX: usize = 1 << 20;
 /// More options than any client needs.
 const OPTIONS_MAX: usize = 256;
 const OPTION_HEADER_BYTES: usize = 16;
-const DESCRIPTION: &str = "Quoin volume";
 
 /// What the session does next.
 #[derive(Debug)]
@@ -236,7 +235,8 @@ impl Negotiation {
         body.put_u32(PREFERRED_BLOCK_SIZE.max(device.block_size));
         body.put_u32(PAYLOAD_BYTES_MAX);
         answer(output, code, reply::INFO, &body);
-        for (kind, text) in [(info::NAME, device.name.as_str()), (info::DESCRIPTION, DESCRIPTION)] {
+        let description = exports.description();
+        for (kind, text) in [(info::NAME, &device.name), (info::DESCRIPTION, &description)] {
             if wanted.chunks_exact(2).any(|pair| be16(pair, 0) == kind) {
                 let mut body = BytesMut::with_capacity(2 + text.len());
                 body.put_u16(kind);

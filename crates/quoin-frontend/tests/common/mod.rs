@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // Each test binary uses its own part.
 
+pub mod daemon;
 #[path = "../../../../tests/skipped.rs"]
 mod skipped;
 
@@ -16,7 +17,7 @@ use bytes::{Bytes, BytesMut};
 use quoin_core::block::{
     BlockError, DeviceInfo, Frontend, Operation, Payload, Reply, Request, StatusExtent,
 };
-use quoin_frontend::nbd::{Session, TlsPolicy};
+use quoin_frontend::nbd::{Description, Limits, Session, TlsPolicy, Used};
 pub use skipped::skipped;
 
 const BLOCK: usize = 4096;
@@ -130,6 +131,8 @@ pub struct ServerOptions {
     pub block_size: u32,
     pub read_only: bool,
     pub policy: TlsPolicy,
+    /// Which use of the volume this is.
+    pub since_epoch: u64,
     /// Every n-th batch of replies is swallowed and the connection cut; 0: never.
     pub cut_every: u64,
 }
@@ -141,6 +144,7 @@ impl Default for ServerOptions {
             block_size: 4096,
             read_only: false,
             policy: TlsPolicy::Plain,
+            since_epoch: 0,
             cut_every: 0,
         }
     }
@@ -221,7 +225,9 @@ pub fn serve<S: Read + Write>(
         block_size: options.block_size,
         read_only: options.read_only,
     };
-    let mut session = Session::new(info, options.policy.clone());
+    let description = Description { since_epoch: options.since_epoch };
+    let used = Used { device: info, description };
+    let mut session = Session::over(Box::new(used), options.policy.clone(), Limits::default());
     let (mut input, mut output) = (BytesMut::new(), Vec::new());
     let mut buffer = vec![0; 256 << 10];
     loop {

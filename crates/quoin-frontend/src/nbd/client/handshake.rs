@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use super::{Address, ClientError, ClientOptions};
+use crate::nbd::exports::Description;
 use crate::nbd::protocol::{
     BASE_ALLOCATION, FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC,
     PAYLOAD_BYTES_MAX, be16, be32, be64, export, info, option, reply,
@@ -30,6 +31,8 @@ pub struct ExportInfo {
     pub structured: bool,
     /// The id under which the server answers about allocation.
     pub base_allocation: Option<u32>,
+    /// Which use of the volume this is: the first epoch of it. 0: the server did not say.
+    pub since_epoch: u64,
 }
 
 impl ExportInfo {
@@ -43,6 +46,7 @@ impl ExportInfo {
             payload_bytes_max: PAYLOAD_BYTES_MAX,
             structured: false,
             base_allocation: None,
+            since_epoch: 0,
         }
     }
 
@@ -139,11 +143,12 @@ impl Haggling<'_> {
                 Ok(())
             })?;
         }
-        let mut found = None;
+        let (mut found, mut description) = (None, Description::default());
         let (mut minimum, mut preferred, mut maximum) = (1, 4096, PAYLOAD_BYTES_MAX);
         let mut go = self.name();
-        go.extend(1u16.to_be_bytes());
+        go.extend(2u16.to_be_bytes());
         go.extend(info::BLOCK_SIZE.to_be_bytes());
+        go.extend(info::DESCRIPTION.to_be_bytes());
         let answer = self.ask(option::GO, &go, |kind, body| {
             if kind != reply::INFO || body.len() < 2 {
                 return Ok(());
@@ -153,6 +158,7 @@ impl Haggling<'_> {
                 (info::BLOCK_SIZE, 14) => {
                     (minimum, preferred, maximum) = (be32(body, 2), be32(body, 6), be32(body, 10));
                 }
+                (info::DESCRIPTION, _) => description = Description::parse(&body[2..]),
                 (info::EXPORT | info::BLOCK_SIZE, length) => {
                     return Err(protocol(format!("an information of {length} bytes")));
                 }
@@ -173,6 +179,7 @@ impl Haggling<'_> {
             payload_bytes_max: maximum.min(PAYLOAD_BYTES_MAX),
             structured,
             base_allocation,
+            since_epoch: description.since_epoch,
         })
     }
 

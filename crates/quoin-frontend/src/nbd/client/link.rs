@@ -22,6 +22,8 @@ pub struct Link {
     held: VecDeque<(u64, Operation)>,
     info: ExportInfo,
     reconnects: u64,
+    /// Why nothing of what was submitted may be sent any more.
+    overtaken: Option<String>,
 }
 
 enum State {
@@ -43,19 +45,32 @@ impl Link {
     pub fn connect(options: ClientOptions) -> Result<Self, ClientError> {
         let pipe = Pipe::connect(&options)?.hold_on_shutdown(options.reconnect);
         let info = pipe.info();
-        Ok(Self { options, state: State::Up(pipe), held: VecDeque::new(), info, reconnects: 0 })
+        Ok(Self {
+            options,
+            state: State::Up(pipe),
+            held: VecDeque::new(),
+            info,
+            reconnects: 0,
+            overtaken: None,
+        })
     }
 
     /// Goes on where an earlier process had a connection to an export like `info`: it need not
     /// be there at this moment.
     pub fn resume(options: ClientOptions, info: ExportInfo) -> Self {
         let state = State::Down { next: Instant::now(), backoff: BACKOFF_MIN };
-        Self { options, state, held: VecDeque::new(), info, reconnects: 0 }
+        Self { options, state, held: VecDeque::new(), info, reconnects: 0, overtaken: None }
     }
 
     /// The export as it was at the last connection.
     pub fn info(&self) -> ExportInfo {
         self.info
+    }
+
+    /// Why the server's volume is not the one that this link was made for: another node used it
+    /// meanwhile, so what is held here must never be sent. The owner stops the link.
+    pub fn overtaken(&self) -> Option<&str> {
+        self.overtaken.as_deref()
     }
 
     /// How often the connection was made again.
@@ -206,7 +221,11 @@ impl Link {
             Ok(mut pipe) => {
                 tracing::info!(address = %self.options.address, resubmitted = self.held.len(),
                     "the NBD connection is back");
+                let known = self.info.since_epoch;
                 self.info = pipe.info();
+                if self.info.since_epoch == 0 {
+                    self.info.since_epoch = known;
+                }
                 self.reconnects += 1;
                 for (token, operation) in self.held.drain(..) {
                     pipe.submit(token, operation);
@@ -214,10 +233,13 @@ impl Link {
                 self.state = State::Up(pipe);
             }
             Err(error) => {
+                if let ClientError::OtherUse { .. } = error {
+                    self.overtaken = Some(error.to_string());
+                }
                 if backoff >= BACKOFF_MAX {
-                    tracing::debug!(%error, "still no NBD server");
+                    tracing::debug!(%error, "IO still waits");
                 } else {
-                    tracing::info!(%error, held = self.held.len(), "IO waits for the NBD server");
+                    tracing::info!(%error, held = self.held.len(), "IO waits");
                 }
                 let next = now + backoff;
                 self.state = State::Down { next, backoff: (backoff * 2).min(BACKOFF_MAX) };
@@ -230,6 +252,10 @@ impl Link {
         let (was, is) = (self.info.size_bytes, pipe.info().size_bytes);
         if is < was {
             return Err(ClientError::Shrunk { address: self.options.address.clone(), was, is });
+        }
+        let (was, is) = (self.info.since_epoch, pipe.info().since_epoch);
+        if was != 0 && is != 0 && was != is {
+            return Err(ClientError::OtherUse { address: self.options.address.clone(), was, is });
         }
         Ok(pipe)
     }

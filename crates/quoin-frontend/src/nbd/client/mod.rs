@@ -65,12 +65,20 @@ impl ClientOptions {
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    #[error("cannot connect to the NBD server at {address}: {source}; is the target running?")]
+    #[error(
+        "no target serves {address} at this moment ({source}): it is being restarted, or the \
+             volume was detached from this node"
+    )]
     Connect { address: Address, source: std::io::Error },
     #[error("the NBD negotiation with {address} failed: {reason}")]
     Negotiation { address: Address, reason: String },
     #[error("the export at {address} changed from {was} to {is} bytes: not the same volume")]
     Shrunk { address: Address, was: u64, is: u64 },
+    #[error(
+        "{address} serves another use of the volume, since epoch {is}, than the one since epoch \
+             {was}: another node had it meanwhile"
+    )]
+    OtherUse { address: Address, was: u64, is: u64 },
     #[error("cannot start the client's thread: {0}")]
     Thread(std::io::Error),
 }

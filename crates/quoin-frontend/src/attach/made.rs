@@ -1,0 +1,313 @@
+//! What the attach process has made on its host: loop devices, and links to them under their
+//! volumes' names.
+//!
+//! Paths prove nothing. Two attach processes may live on one kernel in different tables of mounts,
+//! with the same paths in each, and anybody may free a loop device and take it for something else.
+//! So each device is written down with the number of its life before anybody is told of it, in a
+//! file of this process's own directory. Only what is written there is taken away again.
+//!
+//! Links lie in one directory (`/dev/quoin`) that such processes may share. A link is made, replaced
+//! and removed only where it is this process's own, or leads to a loop device that is free.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::loopdev::LoopDevice;
+
+/// The longest name of a file.
+const NAME_BYTES_MAX: usize = 255;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct MadeDevice {
+    volume: String,
+    path: PathBuf,
+    sequence: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct MadeLink {
+    volume: String,
+    link: PathBuf,
+    device: PathBuf,
+}
+
+/// The file's content. Devices end with the kernel that has them.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Content {
+    #[serde(default)]
+    boot: String,
+    #[serde(default)]
+    devices: Vec<MadeDevice>,
+    /// Volumes whose device is just being made, and has no number yet.
+    #[serde(default)]
+    intended: Vec<String>,
+    #[serde(default)]
+    links: Vec<MadeLink>,
+}
+
+/// The list of what was made, on disk with every change.
+pub(super) struct Made {
+    file: PathBuf,
+    /// Where links are made.
+    directory: PathBuf,
+    content: Mutex<Content>,
+}
+
+impl Made {
+    /// What the file in `own` says of this boot. One that cannot be read names nothing.
+    pub(super) fn open(own: &Path, links: &Path) -> Self {
+        let file = own.join("made.json");
+        let boot = boot();
+        let found = fs::read(&file).ok().and_then(|text| serde_json::from_slice(&text).ok());
+        let found = found.filter(|content: &Content| content.boot == boot).unwrap_or_default();
+        let content = Mutex::new(Content { boot, ..found });
+        Self { file, directory: links.to_owned(), content }
+    }
+
+    /// The devices that this process, or one before it, has made and not taken away; `mounts` is
+    /// where their files lie.
+    pub(super) fn devices(&self, mounts: &Path) -> io::Result<Vec<LoopDevice>> {
+        let content = self.lock();
+        let known = |made: &MadeDevice| LoopDevice::of(made.path.clone(), Some(made.sequence));
+        let mut devices: Vec<_> = content.devices.iter().map(known).collect();
+        // Of a process that was killed while it made one, only the path is known.
+        if !content.intended.is_empty() {
+            let files: Vec<_> = content.intended.iter().map(|volume| mounts.join(volume)).collect();
+            let found = LoopDevice::all_under(mounts)?;
+            let is_it =
+                |found: &LoopDevice| found.backing_file().is_some_and(|f| files.contains(&f));
+            devices.extend(found.into_iter().filter(is_it));
+        }
+        Ok(devices)
+    }
+
+    /// Writes down that a device is about to be made.
+    pub(super) fn intend(&self, volume: &str) -> io::Result<()> {
+        let mut content = self.lock();
+        content.intended.push(volume.to_owned());
+        self.write(&content)
+    }
+
+    /// Writes a device down as made here.
+    pub(super) fn add(&self, volume: &str, device: &LoopDevice) -> io::Result<()> {
+        // A kernel that does not count lives (before Linux 5.15) leaves the path as all there is.
+        let Some(sequence) = device.sequence() else { return Ok(()) };
+        let made =
+            MadeDevice { volume: volume.to_owned(), path: device.path().to_owned(), sequence };
+        let mut content = self.lock();
+        content.intended.retain(|intended| intended != volume);
+        content.devices.retain(|known| known.volume != volume && known.path != made.path);
+        content.devices.push(made);
+        self.write(&content)
+    }
+
+    /// Forgets a volume's device, and removes its link.
+    pub(super) fn remove(&self, volume: &str) {
+        let mut content = self.lock();
+        content.devices.retain(|known| known.volume != volume);
+        content.intended.retain(|intended| intended != volume);
+        let (gone, stay) =
+            std::mem::take(&mut content.links).into_iter().partition(|made| made.volume == volume);
+        content.links = stay;
+        let gone: Vec<MadeLink> = gone;
+        gone.iter().for_each(remove_link);
+        if let Err(error) = self.write(&content) {
+            tracing::warn!(file = %self.file.display(), %error, "cannot be written");
+        }
+    }
+
+    /// Removes links that no device has any more, of volumes that are not among `attached`.
+    pub(super) fn keep_only(&self, attached: &[String]) {
+        let gone: Vec<String> = {
+            let content = self.lock();
+            let devices = content.devices.iter().map(|made| &made.volume);
+            let all = devices.chain(&content.intended);
+            let all = all.chain(content.links.iter().map(|made| &made.volume));
+            all.filter(|volume| !attached.contains(volume)).cloned().collect()
+        };
+        gone.iter().for_each(|volume| self.remove(volume));
+    }
+
+    /// Makes a link of the volume's name lead to its device.
+    ///
+    /// # Errors
+    /// What is in the way, in words.
+    pub(super) fn link(&self, volume: &str, name: &str, device: &Path) -> Result<PathBuf, String> {
+        let file_name = file_name(name).ok_or_else(|| {
+            format!("the name of volume {volume} is too long for a file's: it has no link")
+        })?;
+        let link = self.directory.join(file_name);
+        let wanted =
+            MadeLink { volume: volume.to_owned(), link: link.clone(), device: device.to_owned() };
+        let mut content = self.lock();
+        if content.links.contains(&wanted) && leads_to(&link, device) {
+            return Ok(link);
+        }
+        let failed = |error: io::Error| format!("cannot make {}: {error}", link.display());
+        fs::create_dir_all(&self.directory).map_err(failed)?;
+        let is_ours = |found: &Path| {
+            let known = |made: &MadeLink| made.link == link && made.device == found;
+            content.links.iter().any(known)
+        };
+        match fs::read_link(&link) {
+            Ok(found) if found == device || is_ours(&found) || is_free(&found) => {}
+            Ok(found) => {
+                let (link, found) = (link.display(), found.display());
+                return Err(format!("{link} leads to {found}, which is in use: it stays"));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(_) => return Err(format!("{} is no link: it stays", link.display())),
+        }
+        // Under another name first, so that the link is there at every moment.
+        let beside = self.directory.join(format!(".{volume}.{}", std::process::id()));
+        let _ = fs::remove_file(&beside);
+        std::os::unix::fs::symlink(device, &beside)
+            .and_then(|()| fs::rename(&beside, &link))
+            .map_err(failed)?;
+        let former: Vec<MadeLink> = {
+            let all = std::mem::take(&mut content.links);
+            let (of_it, others) = all.into_iter().partition(|made| made.volume == volume);
+            content.links = others;
+            of_it
+        };
+        former.iter().filter(|made| made.link != link).for_each(remove_link);
+        content.links.retain(|made| made.link != link);
+        content.links.push(wanted);
+        self.write(&content).map_err(failed)?;
+        Ok(link)
+    }
+
+    /// The link of a volume to this device, if it is there.
+    pub(super) fn link_of(&self, volume: &str, device: &Path) -> Option<PathBuf> {
+        let content = self.lock();
+        let made = content.links.iter().find(|made| made.volume == volume)?;
+        leads_to(&made.link, device).then(|| made.link.clone())
+    }
+
+    fn write(&self, content: &Content) -> io::Result<()> {
+        let text = serde_json::to_vec(content)?;
+        let beside = self.file.with_extension("json.new");
+        fs::write(&beside, text)?;
+        fs::rename(&beside, &self.file)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Content> {
+        self.content.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn boot() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+fn leads_to(link: &Path, device: &Path) -> bool {
+    fs::read_link(link).is_ok_and(|found| found == device)
+}
+
+fn remove_link(made: &MadeLink) {
+    if leads_to(&made.link, &made.device) {
+        // A link that stays is replaced by the next one.
+        let _ = fs::remove_file(&made.link);
+    }
+}
+
+/// Whether `device` is a loop device that is on no file: what once led to it is stale.
+fn is_free(device: &Path) -> bool {
+    let name = device.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let is_loop = name
+        .strip_prefix("loop")
+        .is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
+    is_loop
+        && device.parent() == Some(Path::new("/dev"))
+        && LoopDevice::at(device.to_owned()).backing_file().is_none()
+}
+
+/// A volume's name as that of a file. What could be mistaken for a path, or needs quoting in a
+/// shell, is written as `%` and two hex digits; `None` where that is too long.
+pub fn file_name(name: &str) -> Option<String> {
+    let mut plain = String::with_capacity(name.len());
+    for (at, byte) in name.bytes().enumerate() {
+        match byte {
+            b'.' if at == 0 => plain.push_str("%2E"),
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'.' | b'_' | b'-' | b'+' | b':' | b'@' => {
+                plain.push(char::from(byte));
+            }
+            other => plain.push_str(&format!("%{other:02X}")),
+        }
+    }
+    (1..=NAME_BYTES_MAX).contains(&plain.len()).then_some(plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_are_no_file_names_become_some_and_no_two_become_one() {
+        assert_eq!(file_name("db-1.x").as_deref(), Some("db-1.x"));
+        assert_eq!(file_name("../etc/passwd").as_deref(), Some("%2E.%2Fetc%2Fpasswd"));
+        assert_eq!(file_name(".").as_deref(), Some("%2E"));
+        assert_eq!(file_name("a b").as_deref(), Some("a%20b"));
+        assert_eq!(file_name("a%20b").as_deref(), Some("a%2520b"));
+        assert_eq!(file_name("größe").as_deref(), Some("gr%C3%B6%C3%9Fe"));
+        assert_eq!(file_name(""), None);
+        assert_eq!(file_name(&"ü".repeat(64)), None);
+    }
+
+    #[test]
+    fn a_link_is_made_replaced_and_removed_only_where_it_is_ours_or_stale() {
+        let directory = tempfile::tempdir().unwrap();
+        let links = directory.path().join("links");
+        let made = Made::open(directory.path(), &links);
+        let free = Path::new("/dev/loop4000001");
+        let link = made.link("1", "db", free).unwrap();
+        assert_eq!(link, links.join("db"));
+        assert_eq!(made.link_of("1", free), Some(link.clone()));
+
+        // The next process knows it for its own, with another device.
+        let made = Made::open(directory.path(), &links);
+        let next = Path::new("/dev/loop4000002");
+        assert_eq!(made.link("1", "db", next), Ok(link.clone()));
+        assert_eq!(fs::read_link(&link).unwrap(), next);
+        // Under another name the former link goes.
+        let renamed = made.link("1", "db2", next).unwrap();
+        assert!(!link.exists() && fs::symlink_metadata(&link).is_err());
+        made.remove("1");
+        assert!(fs::symlink_metadata(&renamed).is_err());
+
+        // What is no link, and a link to something that is there, stay.
+        fs::write(links.join("file"), "kept").unwrap();
+        assert!(made.link("2", "file", free).unwrap_err().contains("no link"));
+        std::os::unix::fs::symlink("/dev/null", links.join("null")).unwrap();
+        assert!(made.link("2", "null", free).unwrap_err().contains("stays"));
+        assert_eq!(fs::read_link(links.join("null")).unwrap(), Path::new("/dev/null"));
+        // One that leads to a free loop device was left by an earlier life.
+        std::os::unix::fs::symlink(next, links.join("stale")).unwrap();
+        made.link("2", "stale", free).unwrap();
+        // One that was changed by somebody else meanwhile is not removed.
+        fs::remove_file(links.join("stale")).unwrap();
+        std::os::unix::fs::symlink("/dev/null", links.join("stale")).unwrap();
+        made.remove("2");
+        assert!(fs::symlink_metadata(links.join("stale")).is_ok());
+    }
+
+    #[test]
+    fn what_another_boot_made_is_not_there_any_more() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("made.json");
+        let mounts = directory.path();
+        let text =
+            r#"{"boot":"another","devices":[{"volume":"1","path":"/dev/loop0","sequence":1}]}"#;
+        fs::write(&file, text).unwrap();
+        let found = || Made::open(mounts, Path::new("/dev/quoin")).devices(mounts).unwrap().len();
+        assert_eq!(found(), 0);
+        fs::write(&file, text.replace("another", &boot())).unwrap();
+        assert_eq!(found(), 1);
+        fs::write(&file, "{").unwrap();
+        assert_eq!(found(), 0);
+    }
+}
