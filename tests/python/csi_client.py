@@ -27,16 +27,17 @@ UNKNOWN = "fake-vol-id-0123456789"
 
 
 def load_stubs():
-    """Makes the stubs in a temporary directory and imports them."""
-    directory = tempfile.mkdtemp(prefix="quoin-csi-stubs-")
+    """Makes the stubs in a temporary directory and imports them; what is imported needs no files."""
     sys.path.insert(0, str(HERE))
     import make_stubs
 
-    make_stubs.make(directory)
-    sys.path.insert(0, directory)
-    import csi_pb2
-    import csi_pb2_grpc
+    with tempfile.TemporaryDirectory(prefix="quoin-csi-stubs-") as directory:
+        make_stubs.make(directory)
+        sys.path.insert(0, directory)
+        import csi_pb2
+        import csi_pb2_grpc
 
+        sys.path.remove(directory)
     return csi_pb2, csi_pb2_grpc
 
 
