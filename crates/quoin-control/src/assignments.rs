@@ -116,6 +116,7 @@ impl Controller {
             verify: self.verify_order(volume.id.0),
             membership_version: volume.membership.version,
             device: volume.attachments.iter().any(|a| a.node == node && a.device),
+            used_since_epoch: volume.used.since_of(node),
         };
         // What is served is served on until the records rule again.
         let rules = self.check_ruling().is_ok();
@@ -123,6 +124,7 @@ impl Controller {
             targets: served.filter(|_| rules).map(target).collect(),
             complete: rules,
             data_security: self.settings.data_security.clone(),
+            served_elsewhere: self.served_elsewhere(node),
         }
     }
 

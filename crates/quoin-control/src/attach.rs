@@ -56,6 +56,7 @@ impl Controller {
             other => other?,
         };
         if new {
+            self.opening_begins(volume.id.0);
             let message = format!("to node {node}");
             self.events.record(Severity::Normal, about(&volume), "VolumeAttached", message);
         }
@@ -79,13 +80,24 @@ impl Controller {
         node: &str,
         at_once: bool,
     ) -> Result<(), Error> {
+        self.detach_volume_by(reference, node, at_once, None).await
+    }
+
+    /// As [`Self::detach_volume`]. `by_force`: who takes it away from a node that may use it.
+    pub(crate) async fn detach_volume_by(
+        &self,
+        reference: Option<&VolumeRef>,
+        node: &str,
+        at_once: bool,
+        by_force: Option<&str>,
+    ) -> Result<(), Error> {
         // Publications live in the volume's record, so none is left of an unknown volume.
         let volume = match self.volume(reference) {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
         let change = |volume: &mut VolumeRecord| {
-            let before = volume.attachments.len();
+            let before = volume.attachments.clone();
             volume.attachments.retain(|a| !node.is_empty() && a.node != node);
             if volume.owner.as_deref().is_some_and(|owner| node.is_empty() || owner == node) {
                 volume.owner = volume.attachments.first().map(|a| a.node.clone());
@@ -93,13 +105,17 @@ impl Controller {
             if at_once && volume.owner.is_none() {
                 volume.fence(true);
             }
-            Ok(before != volume.attachments.len())
+            let gone = before.into_iter().filter(|a| !volume.attachments.contains(a));
+            Ok(gone.map(|attachment| attachment.node).collect::<Vec<_>>())
         };
-        let (volume, removed) = match self.update_volume(volume.id.0, change).await {
+        let (volume, from_nodes) = match self.update_volume(volume.id.0, change).await {
             Err(Error::NotFound { .. }) => return Ok(()),
             other => other?,
         };
-        if removed {
+        if !from_nodes.is_empty() {
+            if let Some(who) = by_force {
+                self.tell_of_force(&volume, &from_nodes, who);
+            }
             let from = if node.is_empty() { "everywhere" } else { node };
             let message = format!("from {from}");
             self.events.record(Severity::Normal, about(&volume), "VolumeDetached", message);
@@ -156,5 +172,6 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish) -> Result<bool, Error> {
     }
     volume.attachments.push(wanted);
     volume.owner = Some(publish.node.clone());
+    volume.used.begin(&publish.node, volume.epoch);
     Ok(true)
 }

@@ -71,6 +71,7 @@ impl Controller {
         if let Err(why) = outcome {
             return Ok(Err(why));
         }
+        self.opening_begins(volume);
         let grant = Grant { volume, epoch: record.epoch(), incarnation, node: node.to_owned() };
         Ok(Ok(Granted {
             epoch: record.epoch(),

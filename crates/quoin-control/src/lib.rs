@@ -19,6 +19,7 @@ mod balance;
 mod controller;
 mod cordon;
 mod declare;
+mod devices;
 pub mod dying;
 mod epochs;
 mod error;

@@ -106,12 +106,12 @@ fn backups(record: &BackupRecord, registry: &mut Registry) {
 
 fn volumes(controller: &Controller, registry: &mut Registry) {
     let family = Family::<Health, Gauge>::default();
-    for health in ["Online", "Degraded", "Faulted", "Unknown"] {
+    for health in ["Online", "Opening", "Degraded", "Faulted", "Unknown"] {
         family.get_or_create(&Health { health: health.to_owned() }).set(0);
     }
     let (attached, bytes) = (Gauge::<i64>::default(), Gauge::<i64>::default());
     for volume in controller.volumes.list() {
-        let health = controller.status(&volume).health.to_owned();
+        let health = controller.shown_status(&volume).health.to_owned();
         family.get_or_create(&Health { health }).inc();
         attached.inc_by(i64::from(!volume.attachments.is_empty()));
         bytes.inc_by(i64::try_from(volume.size_bytes).unwrap_or(i64::MAX));

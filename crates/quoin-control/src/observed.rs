@@ -9,6 +9,7 @@ use quoin_core::{Position, ReplicaGuid, VolumeId};
 use quoin_proto::control::{GoesBy, Scrub, Verification};
 use tokio::time::Instant;
 
+use crate::devices::DeviceSeen;
 use crate::dying::Wear;
 use crate::heal::Looks;
 use crate::reach::Reach;
@@ -63,6 +64,8 @@ impl PoolSeen {
 pub struct NodeSeen {
     pub last: Instant,
     pub leaving: bool,
+    /// Devices of volumes there; `None`: it does not say.
+    pub devices: Option<Vec<DeviceSeen>>,
 }
 
 /// What a target says about the replicas of a volume.
@@ -92,15 +95,25 @@ pub struct VolumeSeen {
     pub membership_version: u64,
     /// What it was given and holds; `None`: it did not say.
     pub goes_by: Option<Arc<GoesBy>>,
-    pub device: DeviceSeen,
+    pub device: DeviceMade,
 }
 
 /// The block device that its node made of it, where one was asked for.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct DeviceSeen {
+pub struct DeviceMade {
     pub path: String,
     pub message: String,
     pub refused: bool,
+}
+
+impl VolumeSeen {
+    /// Whether the target serves with every replica that it goes by.
+    pub fn is_whole(&self) -> bool {
+        let mut all = self.replicas.values();
+        self.state == "serving"
+            && !self.replicas.is_empty()
+            && all.all(|replica| replica.state == "in-sync")
+    }
 }
 
 /// All of it.
@@ -128,6 +141,10 @@ pub struct Observed {
     pub looks: Looks,
     /// Which pools are reached where they say they are.
     pub reach: Reach,
+    /// Devices whose volume another node used since, told once: node, volume and its use.
+    pub dead_devices: HashSet<(String, VolumeId, u64)>,
+    /// When targets began to open volumes.
+    pub openings: HashMap<VolumeId, Instant>,
 }
 
 impl Observed {
@@ -146,6 +163,8 @@ impl Observed {
             verifying: HashMap::new(),
             looks: Looks::default(),
             reach: Reach::default(),
+            dead_devices: HashSet::new(),
+            openings: HashMap::new(),
         }
     }
 
@@ -171,6 +190,17 @@ impl Observed {
     pub fn node_online(&self, name: &str, offline_after: Duration) -> bool {
         let seen = self.nodes.get(name);
         seen.is_some_and(|seen| !seen.leaving && seen.last.elapsed() < offline_after)
+    }
+
+    /// Takes a sign of life of a node in; what is known of its devices stays.
+    pub fn node_lives(&mut self, name: &str) {
+        let seen = self.nodes.entry(name.to_owned());
+        let now = Instant::now();
+        seen.and_modify(|seen| (seen.last, seen.leaving) = (now, false)).or_insert(NodeSeen {
+            last: now,
+            leaving: false,
+            devices: None,
+        });
     }
 
     /// Soon after a start nothing can be said about who has not spoken yet.

@@ -96,15 +96,16 @@ impl Controller {
         observed.volumes.remove(&volume.id.0);
         observed.confirmed.remove(&volume.id.0);
         observed.health.remove(&volume.id.0);
+        observed.openings.remove(&volume.id.0);
     }
 
     /// An event when a volume's health turns.
     pub(crate) fn announce_health(&self, volume: &VolumeRecord) {
-        let status = self.status(volume);
+        let status = self.shown_status(volume);
         let now = status.health;
         // Who was taken in since the target's last report is not in that: the next one tells.
         let is_passing = || is_tended(volume, &status) || self.is_not_yet_told(volume, &status);
-        if now == "Unknown" || (now == "Degraded" && is_passing()) {
+        if matches!(now, "Unknown" | "Opening") || (now == "Degraded" && is_passing()) {
             return;
         }
         let before = self.observed().health.insert(volume.id.0, now);

@@ -100,6 +100,7 @@ pub(crate) fn volume() -> VolumeRecord {
         holder: String::new(),
         fenced: 0,
         fenced_at_once: false,
+        used: Default::default(),
     }
 }
 

@@ -15,6 +15,7 @@ use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId,
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use crate::devices::{Use, is_zero};
 use crate::policy::ReplaceAfter;
 use crate::time::now_ms;
 
@@ -313,10 +314,8 @@ pub struct VolumeRecord {
     /// Those that are open do not get time to close either.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub fenced_at_once: bool,
-}
-
-fn is_zero(number: &u64) -> bool {
-    *number == 0
+    #[serde(flatten)]
+    pub used: Use,
 }
 
 /// The largest record that pools are given to keep, and retired GUIDs in it.
@@ -408,6 +407,7 @@ impl VolumeRecord {
             holder: String::new(),
             fenced: 0,
             fenced_at_once: false,
+            used: Use::default(),
         }
     }
 

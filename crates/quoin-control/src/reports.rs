@@ -11,10 +11,9 @@ use tokio::time::Instant;
 
 use crate::Error;
 use crate::controller::{Controller, about};
+use crate::devices;
 use crate::events::{Object, Severity};
-use crate::observed::{
-    DeviceSeen, NodeSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
-};
+use crate::observed::{DeviceMade, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen};
 use crate::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 
 /// Replicas in one pool, and so in one report.
@@ -23,7 +22,7 @@ const EVENTS_MAX: usize = 64;
 const TEXT_BYTES_MAX: usize = 1024;
 const TOPOLOGY_MAX: usize = 64;
 
-fn short(field: &'static str, text: &str) -> Result<(), Error> {
+pub(crate) fn short(field: &'static str, text: &str) -> Result<(), Error> {
     if text.len() > TEXT_BYTES_MAX {
         return Err(Error::invalid(field, format!("at most {TEXT_BYTES_MAX} bytes")));
     }
@@ -204,7 +203,11 @@ impl Controller {
         Ok(())
     }
 
-    pub async fn report_node(&self, report: &NodeReport) -> Result<(), Error> {
+    /// Takes a node's report in; the answer names its devices whose volumes others have used since.
+    pub async fn report_node(
+        &self,
+        report: &NodeReport,
+    ) -> Result<Vec<api::ServedElsewhere>, Error> {
         quoin_identity::check_name("node", &report.node)?;
         short("address", &report.address)?;
         short("version", &report.version)?;
@@ -236,8 +239,9 @@ impl Controller {
             let holds = volume.owner.as_deref() == Some(report.node.as_str());
             used || holds || volume.holder == report.node
         });
-        self.node_lives(about, report.leaving);
-        Ok(())
+        let devices = report.knows_devices.then(|| devices::seen(&report.devices)).transpose()?;
+        self.node_lives(about, report.leaving, devices);
+        Ok(self.announce_dead_devices(&report.node))
     }
 
     /// A target lives: its node is one that volumes can be attached to, and online. What CSI tells of
@@ -267,15 +271,19 @@ impl Controller {
             Ok(())
         };
         self.nodes.update(&report.node, change).await?;
-        self.node_lives(about, false);
+        self.node_lives(about, false, None);
         Ok(())
     }
 
-    fn node_lives(&self, about: Object, leaving: bool) {
-        let seen = NodeSeen { last: Instant::now(), leaving };
+    /// `devices`: what it has now, where it says so.
+    fn node_lives(&self, about: Object, leaving: bool, devices: Option<Vec<devices::DeviceSeen>>) {
         let back = {
             let mut observed = self.observed();
-            observed.nodes.insert(about.name.clone(), seen);
+            observed.node_lives(&about.name);
+            if let Some(seen) = observed.nodes.get_mut(&about.name) {
+                seen.leaving = leaving;
+                seen.devices = devices.or(seen.devices.take());
+            }
             observed.absent.remove(&("node", about.name.clone()))
         };
         if back && !leaving {
@@ -341,7 +349,7 @@ impl Controller {
                 .map(|guid| id("silent", guid))
                 .collect::<Result<_, Error>>()?,
             goes_by,
-            device: DeviceSeen {
+            device: DeviceMade {
                 path: report.device.clone(),
                 message: report.device_message.clone(),
                 refused: report.device_refused,
@@ -353,13 +361,15 @@ impl Controller {
         self.agent_events(&report.events, &about(&record), |volume| volume.id == record.id);
         {
             let mut observed = self.observed();
+            if seen.is_whole() {
+                observed.openings.remove(&volume);
+            }
             observed.volumes.insert(volume, seen);
             if confirms {
                 observed.confirmed.insert(volume);
             }
             // A target that speaks proves its host alive, whatever became of the CSI process.
-            let alive = NodeSeen { last: Instant::now(), leaving: false };
-            observed.nodes.insert(report.node.clone(), alive);
+            observed.node_lives(&report.node);
         }
         self.pools_are_served(connected(&record, report));
         self.announce_health(&record);

@@ -1,9 +1,12 @@
 //! Records and observations as people see them: phase, health, use, and what is waited for.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use quoin_core::VolumeId;
 use quoin_core::membership::open_quorum;
 use quoin_proto::control as api;
+use tokio::time::Instant;
 
 use crate::assignments;
 use crate::controller::Controller;
@@ -13,6 +16,9 @@ use crate::records::{
     VolumePhase, VolumeRecord,
 };
 use crate::time::timestamp;
+
+/// A target that has not opened a volume after so long has met with something.
+const OPENING_MAX: Duration = Duration::from_secs(8);
 
 /// What can be said of one replica.
 pub(crate) struct ReplicaStatus {
@@ -55,11 +61,41 @@ impl Controller {
     pub(crate) fn status(&self, volume: &VolumeRecord) -> VolumeStatus {
         let observed = self.observed();
         let serving = self.serving(&observed, volume);
-        let replica = |r| self.replica_status(&observed, volume, r, serving);
+        self.status_by(&observed, volume, serving)
+    }
+
+    /// As people are shown it. A target that has just begun to open a volume has reached nobody yet,
+    /// which says nothing about the replicas; their pools do. Nothing is decided by this.
+    pub(crate) fn shown_status(&self, volume: &VolumeRecord) -> VolumeStatus {
+        let observed = self.observed();
+        let serving = self.serving(&observed, volume);
+        if is_opening(&observed, volume, serving) {
+            let status = self.status_by(&observed, volume, None);
+            if status.health == "Online" {
+                let waits = serving.is_none_or(|seen| seen.state != "serving");
+                let waiting_for = if waits { status.waiting_for } else { String::new() };
+                return VolumeStatus { health: "Opening", waiting_for, ..status };
+            }
+        }
+        self.status_by(&observed, volume, serving)
+    }
+
+    fn status_by(
+        &self,
+        observed: &Observed,
+        volume: &VolumeRecord,
+        serving: Option<&VolumeSeen>,
+    ) -> VolumeStatus {
+        let replica = |r| self.replica_status(observed, volume, r, serving);
         let replicas: Vec<_> = volume.replicas.iter().map(replica).collect();
-        let health = self.health(&observed, volume, &replicas, serving);
+        let health = self.health(observed, volume, &replicas, serving);
         let waiting_for = waits(volume, &replicas, serving, health);
         VolumeStatus { health, waiting_for, replicas }
+    }
+
+    /// A target begins to open a volume.
+    pub(crate) fn opening_begins(&self, id: VolumeId) {
+        self.observed().openings.insert(id, Instant::now());
     }
 
     /// The report of the target that owns the volume now.
@@ -201,7 +237,7 @@ impl Controller {
     }
 
     pub fn volume_message(&self, volume: &VolumeRecord) -> api::Volume {
-        let status = self.status(volume);
+        let status = self.shown_status(volume);
         let revision = self.volumes.versioned(&volume.id.0.to_string()).map_or(0, |v| v.0);
         let phase = match volume.phase {
             VolumePhase::Pending => "Pending",
@@ -238,6 +274,7 @@ impl Controller {
             desired_consistency_factor: volume.consistency_factor.into(),
             replace_after: self.replace_after(volume).to_string(),
             verification: self.verification_message(volume),
+            devices: self.devices_of(volume),
         }
     }
 
@@ -277,7 +314,7 @@ impl Controller {
     }
 
     pub fn replicas_of(&self, volume: &VolumeRecord) -> Vec<api::Replica> {
-        let status = self.status(volume);
+        let status = self.shown_status(volume);
         self.replica_messages(volume, &status.replicas)
     }
 
@@ -440,6 +477,25 @@ impl Controller {
         };
         self.nodes.list().iter().map(|node| message(node)).collect()
     }
+}
+
+/// Whether a target has just begun to open the volume for its users, and has not come to its replicas
+/// yet. One that waits for a person, or changes its replicas, has more to tell.
+fn is_opening(observed: &Observed, volume: &VolumeRecord, serving: Option<&VolumeSeen>) -> bool {
+    let began = observed.openings.get(&volume.id.0);
+    let is_new = began.is_some_and(|began| began.elapsed() < OPENING_MAX);
+    let has = |state| {
+        let mut all = serving.iter().flat_map(|seen| seen.replicas.values());
+        all.any(|progress| progress.state == state)
+    };
+    let is_done = serving.is_some_and(|seen| seen.state == "serving")
+        && (has("disconnected") || !has("catching-up"));
+    let waits_for_a_person = serving.is_some_and(|seen| !seen.silent.is_empty());
+    is_new
+        && !is_done
+        && !waits_for_a_person
+        && !volume.attachments.is_empty()
+        && volume.changing().is_empty()
 }
 
 fn blocks(count: u64) -> String {

@@ -57,12 +57,18 @@ impl<R: Record> Table<R> {
         self.records.read().expect("no holder of this lock panics").len()
     }
 
-    /// Up to `count` of them whose names come after `after`.
-    pub fn page(&self, after: &str, count: usize) -> Vec<Arc<R>> {
+    /// Up to `count` of those that `is_listed`, whose names come after `after`.
+    pub fn page_of(
+        &self,
+        after: &str,
+        count: usize,
+        is_listed: impl Fn(&R) -> bool,
+    ) -> Vec<Arc<R>> {
         use std::ops::Bound;
         let records = self.records.read().expect("no holder of this lock panics");
         let from = (Bound::Excluded(after), Bound::Unbounded);
-        records.range::<str, _>(from).take(count).map(|(_, (_, r))| r.clone()).collect()
+        let listed = records.range::<str, _>(from).map(|(_, (_, record))| record);
+        listed.filter(|record| is_listed(record)).take(count).cloned().collect()
     }
 
     /// Creates the record; the one that is there already where there is one.

@@ -237,6 +237,16 @@ impl Controller {
         max_entries: u32,
         starting_token: &str,
     ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
+        self.list_volumes_with(max_entries, starting_token, false)
+    }
+
+    /// As [`Self::list_volumes`], with those too that are deleted and still being cleared away.
+    pub(crate) fn list_volumes_with(
+        &self,
+        max_entries: u32,
+        starting_token: &str,
+        include_deleting: bool,
+    ) -> Result<(Vec<Arc<VolumeRecord>>, String), Error> {
         // A list that lacks volumes would be taken for their absence.
         self.check_ruling()?;
         let after = starting_token.get(..32).unwrap_or_default();
@@ -248,9 +258,11 @@ impl Controller {
             0 => usize::MAX,
             n => n as usize,
         };
-        let page = self.volumes.page(after, count);
+        let is_listed =
+            |volume: &VolumeRecord| include_deleting || volume.phase != VolumePhase::Deleting;
+        let page = self.volumes.page_of(after, count, is_listed);
         let last = page.last().map(|volume| volume.id.0.to_string()).unwrap_or_default();
-        let more = !last.is_empty() && !self.volumes.page(&last, 1).is_empty();
+        let more = !last.is_empty() && !self.volumes.page_of(&last, 1, is_listed).is_empty();
         Ok((page, if more { self.token_after(&last) } else { String::new() }))
     }
 

@@ -108,7 +108,7 @@ impl Backend {
     ) -> Result<(Vec<api::Volume>, String), Status> {
         let starting_token = starting_token.to_owned();
         let is_first = starting_token.is_empty();
-        let wanted = api::ListVolumesRequest { max_entries, starting_token };
+        let wanted = api::ListVolumesRequest { max_entries, starting_token, ..Default::default() };
         let answer = self.client.clone().list_volumes(Self::request(wanted)).await;
         let page = answer
             .map_err(|status| match status.code() {
@@ -139,7 +139,8 @@ impl Backend {
         let wanted = api::UnpublishVolumeRequest {
             volume: by_id(id),
             node: node.to_owned(),
-            at_once: false,
+            // The caller has unstaged the volume there, or takes the node for gone.
+            ..Default::default()
         };
         match self.client.clone().unpublish_volume(Self::request(wanted)).await {
             Ok(_) => Ok(()),

@@ -35,6 +35,11 @@ pub trait Attacher: Send + Sync {
     async fn resize(&self, volume: &str, size_bytes: u64) -> Result<(), Error>;
     /// The device of the volume, if it is attached.
     async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error>;
+    /// Why all IO of the volume's device fails for good: another node has used the volume since it
+    /// was made. `None`: it does not.
+    async fn dead(&self, _volume: &str) -> Result<Option<String>, Error> {
+        Ok(None)
+    }
 }
 
 /// Waits until a target listens on `socket`.

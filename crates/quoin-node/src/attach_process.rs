@@ -66,6 +66,12 @@ impl Attacher for AttachProcess {
         let attached = self.client.list().await.map_err(refused)?;
         Ok(attached.into_iter().find(|one| one.volume == volume).map(|one| one.device))
     }
+
+    async fn dead(&self, volume: &str) -> Result<Option<String>, Error> {
+        let attached = self.client.list().await.map_err(refused)?;
+        let dead = attached.into_iter().find(|one| one.volume == volume).map(|one| one.dead);
+        Ok(dead.filter(|why| !why.is_empty()))
+    }
 }
 
 fn refused(error: attach::Error) -> Error {

@@ -120,6 +120,12 @@ pub enum Error {
     AboveLimit { volume: String, has_bytes: u64, limit_bytes: u64 },
     #[error("waited {waited_ms} ms for {what}; {way_out}")]
     Waiting { what: String, waited_ms: u64, way_out: &'static str },
+    #[error(
+        "what is staged of volume {volume} at {} is of an earlier use ({why}): unpublish and unstage \
+         it, then stage it anew",
+        path.display()
+    )]
+    DeadStaging { volume: String, path: PathBuf, why: String },
     #[error("{0}")]
     Attach(String),
     #[error("{0}")]
@@ -166,6 +172,7 @@ impl Error {
             Self::Path { .. } | Self::MountFlag { .. } => Kind::InvalidArgument,
             Self::TooSmall { .. } | Self::AboveLimit { .. } => Kind::OutOfRange,
             Self::Busy { .. } | Self::Waiting { .. } | Self::Attach(_) => Kind::Unavailable,
+            Self::DeadStaging { .. } => Kind::FailedPrecondition,
             Self::Tool { .. } | Self::Io { .. } | Self::Record { .. } | Self::Stopped(_) => {
                 Kind::Internal
             }

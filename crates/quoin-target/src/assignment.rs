@@ -26,6 +26,8 @@ const SYNC_AFTER_MS: u32 = 1000;
 pub struct Assigned {
     pub config: TargetConfig,
     pub info: DeviceInfo,
+    /// The first epoch of this node's use of the volume; 0: not known.
+    pub since_epoch: u64,
     pub limits: Limits,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
@@ -43,6 +45,7 @@ impl Assigned {
         VolumeSetup {
             config: self.config.clone(),
             info: self.info.clone(),
+            since_epoch: self.since_epoch,
             limits: self.limits,
             socket,
             replicas: self.replicas.clone(),
@@ -166,6 +169,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             block_size,
             read_only: target.read_only,
         },
+        since_epoch: target.used_since_epoch,
         limits: Limits { ios_per_s: spec.iops_limit, bytes_per_s: spec.bandwidth_limit },
         replicas,
         desired,
@@ -206,6 +210,7 @@ mod tests {
             consistency_factor: 0,
             verify: None,
             membership_version: 7,
+            used_since_epoch: 5,
         }
     }
 

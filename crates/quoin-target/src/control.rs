@@ -114,6 +114,7 @@ impl Control {
             mode.remember(self.identity.dir());
             self.dials.set_reach(Reach::Tls { identity: self.identity.clone(), mode });
         }
+        self.options.metrics.lost(&message.served_elsewhere);
         let (wanted, refused) = assignment::parse(message);
         for reason in refused {
             self.notices.push(Severity::Error, "", "", "AssignmentRefused", reason);
@@ -147,6 +148,7 @@ impl Control {
                     volume: *id,
                     socket: self.socket(*id, assigned),
                     read_only: assigned.info.read_only,
+                    since_epoch: assigned.since_epoch,
                     size_bytes: assigned.info.size_bytes,
                     replicas: assigned.replicas.clone(),
                     desired: assigned.desired.clone(),

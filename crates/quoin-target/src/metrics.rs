@@ -11,6 +11,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use quoin_core::block::{Operation, Reply, Request};
 use quoin_core::target::{ReplicaStanding, TargetStatus};
+use quoin_proto::control::ServedElsewhere;
 use quoin_wire::health::Health;
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
@@ -178,6 +179,16 @@ impl Metrics {
             (name.clone(), format!("IO waits for {}", status.waiting))
         };
         self.health.replace("volume ", waiting.map(problem));
+    }
+
+    /// Volumes that other nodes serve, and of which this host still has devices.
+    pub fn lost(&self, served: &[ServedElsewhere]) {
+        let problem = |served: &ServedElsewhere| {
+            let ServedElsewhere { name, node, since_epoch, .. } = served;
+            let why = format!("served by {node} since epoch {since_epoch}; mounts here are dead");
+            (name.clone(), why)
+        };
+        self.health.replace("devices of volume ", served.iter().map(problem));
     }
 
     pub fn refused_client(&self) {

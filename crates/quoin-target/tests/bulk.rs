@@ -257,6 +257,7 @@ fn a_replica_that_missed_very_many_holes_is_rebuilt_while_clients_write_as_befor
     target.handle.send(Input::Open(Box::new(VolumeSetup {
         config: TargetConfig { window_bytes: 1 << 20, ..config(BLOCKS, false) },
         info: DeviceInfo { name, size_bytes, block_size: 512, read_only: false },
+        since_epoch: 0,
         limits: Limits::default(),
         socket: Some(socket.clone()),
         replicas: places,

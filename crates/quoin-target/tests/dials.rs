@@ -66,6 +66,7 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
                 block_size: 512,
                 read_only: false,
             },
+            since_epoch: 0,
             limits: Limits::default(),
             socket: None,
             replicas: vec![ReplicaPlace {

@@ -102,7 +102,7 @@ fn without_dev_fuse_attaching_is_refused_by_name_with_the_way_out_and_nothing_is
 
     // With the device back, so is everything else.
     attach.sees(&["umount", "/dev/fuse"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     assert!(device.starts_with("/dev/loop"), "{device}");
     dev.ok(&["volume", "detach", "db"]);
     attach.stop();
@@ -205,7 +205,7 @@ fn what_a_file_system_deletes_and_trims_is_free_again_in_every_pool() {
     let scratch = Scratch::new("trim");
     let dev = Dev::start(&scratch.cluster(), &["--pool-size", "1GiB"]);
     dev.ok(&["volume", "create", "db", "--size", "256MiB", "--replicas", "3"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     dev.wait_for_volume("db", "online", is_online);
     let mount = scratch.0.join("mount");
     std::fs::create_dir(&mount).unwrap();

@@ -3,6 +3,7 @@
 #[path = "common/dev.rs"]
 mod running;
 
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -129,8 +130,11 @@ fn as_root_a_volume_is_a_block_device_and_ctrl_c_leaves_no_mount_and_no_loop_dev
     let scratch = Scratch::new("root");
     let dev = Dev::start(&scratch.cluster(), &[]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     assert!(device.starts_with("/dev/loop"), "{device}");
+    // The link that is printed leads to it, where no other cluster of this host has that name.
+    let printed = dev.ok(&["volume", "attach", "db"]);
+    assert_eq!(std::fs::canonicalize(printed).unwrap(), Path::new(&device));
     let mount = scratch.0.join("mount");
     std::fs::create_dir(&mount).unwrap();
     run("mkfs.ext4", &["-q", &device]);
@@ -141,7 +145,7 @@ fn as_root_a_volume_is_a_block_device_and_ctrl_c_leaves_no_mount_and_no_loop_dev
     assert_nothing_is_left(&scratch.0);
 
     let dev = Dev::start(&scratch.cluster(), &[]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     run("mount", &[&device, mount.to_str().unwrap()]);
     assert_eq!(std::fs::read_to_string(mount.join("letter")).unwrap(), "kept");
     run("umount", &[mount.to_str().unwrap()]);
@@ -153,7 +157,7 @@ fn as_root_a_volume_is_a_block_device_and_ctrl_c_leaves_no_mount_and_no_loop_dev
 /// A volume as a mounted ext4 file system.
 fn mounted(dev: &Dev, scratch: &Scratch) -> (String, std::path::PathBuf) {
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     let mount = scratch.0.join("mount");
     std::fs::create_dir(&mount).unwrap();
     run("mkfs.ext4", &["-q", &device]);
@@ -196,7 +200,7 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     assert_nothing_is_left(&scratch.0);
 
     let dev = Dev::start(&scratch.cluster(), &[]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     run("mount", &[&device, mount.to_str().unwrap()]);
     let letter = std::fs::read_to_string(mount.join("letter")).unwrap();
     assert_eq!(letter, "not synced by its writer");
@@ -218,7 +222,7 @@ fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_
     let scratch = Scratch::new("bare");
     let mut dev = Dev::start(&scratch.cluster(), &[]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB", "--replicas", "3"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     let pools = ["pool-a", "pool-b"].map(|name| dev.pid(name).unwrap());
     pools.iter().for_each(|pid| signal(pid, "STOP"));
     let to = format!("of={device}");
@@ -348,7 +352,7 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     let mut dev = Dev::start(&scratch.cluster(), &[]);
     assert!(dev.greeting.starts_with("Quoin is up: 3 pools"), "{}", dev.greeting);
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     let attach = dev.pid("attach").unwrap();
     dev.child.kill().unwrap();
     dev.child.wait().unwrap();
@@ -372,7 +376,7 @@ fn an_attach_process_that_is_stuck_is_named_with_its_volume_until_it_goes_on() {
     assert!(said.contains(&in_the_way) && said.contains("--nbd"), "{said}");
     signal(attach, "CONT");
     dev.wait_for_line("block devices can be made again");
-    assert_eq!(dev.ok(&["volume", "attach", "db"]), device);
+    assert_eq!(dev.device("db"), device);
     assert!(dev.json(&["volume", "get", "db"])["here"].get("blocked").is_none());
     dev.stop();
     assert_nothing_is_left(&scratch.0);

@@ -174,7 +174,7 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
     let scratch = Scratch::new("handover");
     let dev = Dev::start(&scratch.cluster(), &[]);
     dev.ok(&["volume", "create", "db", "--size", "256MiB"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     let mount = mounted(&scratch, &device);
     // Several at once, so that the kernel has more than one request to send again.
     let others: Vec<_> =
@@ -207,7 +207,7 @@ fn the_attach_process_is_killed_again_and_again_and_no_application_sees_an_error
     }
 
     // What was taken over is used and ended like any other.
-    let same = dev.ok(&["volume", "attach", "db"]);
+    let same = dev.device("db");
     assert_eq!(same, device);
     dev.ok(&["volume", "resize", "db", "--size", "384MiB"]);
     let shown = Path::new("/sys/block").join(device.trim_start_matches("/dev/")).join("size");
@@ -232,7 +232,7 @@ fn kills_at_any_moment_of_a_takeover_are_seen_by_no_application() {
     let dev = &attaching.dev;
     let mut attach = attaching.attach(&[]);
     dev.ok(&["volume", "create", "db", "--size", "256MiB"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     let mount = mounted(&attaching.scratch, &device);
     let loads = ["a", "b", "c", "d"].map(|name| Load::start(&mount, name));
     loads[0].goes_on(8);
@@ -271,7 +271,7 @@ fn an_attach_process_that_is_told_to_end_leaves_what_is_in_use_and_detaches_the_
     let dev = Dev::start(&scratch.cluster(), &[]);
     let [device, raw, _] = ["db", "raw", "idle"].map(|volume| {
         dev.ok(&["volume", "create", volume, "--size", "128MiB"]);
-        dev.ok(&["volume", "attach", volume])
+        dev.device(volume)
     });
     let mount = mounted(&scratch, &device);
     let load = Load::start(&mount, "load");
@@ -305,7 +305,7 @@ fn an_attach_process_that_is_told_to_detach_fails_what_is_in_use_and_leaves_noth
     let dev = &attaching.dev;
     let mut attach = attaching.attach(&["--detach"]);
     dev.ok(&["volume", "create", "db", "--size", "128MiB"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     let mount = mounted(&attaching.scratch, &device);
     let load = Load::start(&mount, "load");
     load.goes_on(8);
@@ -329,7 +329,7 @@ fn an_update_of_the_attach_process_leaves_its_devices_and_the_next_one_goes_on()
     let first = attaching.attach(&["--keep"]);
     let [device, idle] = ["db", "idle"].map(|volume| {
         dev.ok(&["volume", "create", volume, "--size", "128MiB"]);
-        dev.ok(&["volume", "attach", volume])
+        dev.device(volume)
     });
     let mount = mounted(&attaching.scratch, &device);
     let load = Load::start(&mount, "load");
@@ -343,7 +343,7 @@ fn an_update_of_the_attach_process_leaves_its_devices_and_the_next_one_goes_on()
     let next = attaching.attach(&[]);
     load.goes_on(8);
     load.end();
-    assert_eq!(dev.ok(&["volume", "attach", "idle"]), idle);
+    assert_eq!(dev.device("idle"), idle);
     unmount(&mount);
     dev.ok(&["volume", "detach", "db"]);
     next.stop();

@@ -179,7 +179,7 @@ fn twice_the_memory_that_is_allowed_is_written_through_quoin_into_pools_of_the_s
     let quoin = of_quoin.command(env!("CARGO_BIN_EXE_quoin"));
     let dev = Dev::start_by(quoin, &scratch.cluster(), &["--pool-size", "5GiB"]);
     dev.ok(&["volume", "create", "db", "--size", "3GiB", "--replicas", "2"]);
-    let device = dev.ok(&["volume", "attach", "db"]);
+    let device = dev.device("db");
     dev.wait_for_volume("db", "online", is_online);
     for name in ["pool-a", "pool-b", "pool-c", "target", "attach", "attach-holder"] {
         let pid = dev.pid(name).unwrap_or_else(|| panic!("{name} in {:?}", dev.processes()));

@@ -148,8 +148,8 @@ impl Agent for Services {
         request: Request<NodeReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
-        self.controller.report_node(request.get_ref()).await?;
-        Ok(Response::new(ReportAnswer::default()))
+        let served_elsewhere = self.controller.report_node(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer { served_elsewhere, ..ReportAnswer::default() }))
     }
 
     async fn report_target(

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
+use quoin_identity::Caller;
 use quoin_proto::control::cluster_server::Cluster;
 use quoin_proto::control::*;
 use tonic::{Request, Response, Status, async_trait};
@@ -124,9 +125,11 @@ impl Cluster for Services {
         request: Request<ListVolumesRequest>,
     ) -> Result<Response<ListVolumesResponse>, Status> {
         let scope = self.look(&request)?;
-        let ListVolumesRequest { max_entries, starting_token } = request.into_inner();
+        let ListVolumesRequest { max_entries, starting_token, include_deleting } =
+            request.into_inner();
         let max_entries = if max_entries == 0 { LIST_MAX } else { max_entries.min(LIST_MAX) };
-        let (page, next_token) = self.controller.list_volumes(max_entries, &starting_token)?;
+        let (page, next_token) =
+            self.controller.list_volumes_with(max_entries, &starting_token, include_deleting)?;
         let seen = page.iter().filter(|volume| scope.sees(volume));
         let volumes = seen.map(|volume| self.controller.volume_message(volume)).collect();
         Ok(Response::new(ListVolumesResponse { volumes, next_token }))
@@ -309,8 +312,17 @@ impl Cluster for Services {
         request: Request<UnpublishVolumeRequest>,
     ) -> Result<Response<UnpublishVolumeResponse>, Status> {
         self.manage(&request)?;
-        let UnpublishVolumeRequest { volume, node, at_once } = request.into_inner();
-        self.controller.detach_volume(volume.as_ref(), &node, at_once).await?;
+        let who = match self.caller(&request)? {
+            Caller::Member(member) => member.peer.to_string(),
+            _ => "the admin socket".to_owned(),
+        };
+        let asked = request.into_inner();
+        let UnpublishVolumeRequest { volume, node, at_once, unless_in_use, forced } = asked;
+        if unless_in_use {
+            self.controller.check_unused(volume.as_ref(), &node)?;
+        }
+        let by_force = forced.then_some(who.as_str());
+        self.controller.detach_volume_by(volume.as_ref(), &node, at_once, by_force).await?;
         Ok(Response::new(UnpublishVolumeResponse {}))
     }
 

@@ -8,6 +8,7 @@ mod cluster;
 mod crash;
 mod crash_changes;
 mod declaring;
+mod devices;
 mod draining;
 mod dying;
 mod fencing;

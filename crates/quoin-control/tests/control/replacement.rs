@@ -173,7 +173,7 @@ async fn a_known_replica_that_returns_before_it_is_replaced_is_taken_back() {
     assert!(!pool.holds.contains_key(&asked.new.to_string()));
     let (_, outcome) = cluster.controller.swap_membership(&asked.swap).await.unwrap();
     assert!(outcome.is_err());
-    assert_eq!(cluster.shown("db").health, "Online");
+    assert_eq!(cluster.shown("db").health, "Opening");
 }
 
 /// Proves SCALE-SHORT-01.

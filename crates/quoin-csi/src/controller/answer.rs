@@ -38,7 +38,8 @@ pub fn nodes(volume: &api::Volume) -> Vec<String> {
 
 /// The controller's view: replicas and quorum, not mounts.
 pub fn condition(volume: &api::Volume) -> VolumeCondition {
-    let abnormal = volume.health != "Online" || volume.phase != "Ready";
+    let is_well = matches!(volume.health.as_str(), "Online" | "Opening");
+    let abnormal = !is_well || volume.phase != "Ready";
     let mut message = format!("{}, {}", volume.phase, volume.health);
     for more in [&volume.contract, &volume.waiting_for] {
         if !more.is_empty() {
@@ -100,14 +101,15 @@ mod tests {
     #[test]
     fn only_a_ready_and_online_volume_is_normal_and_a_condition_always_says_something() {
         for phase in ["Pending", "Ready", "Deleting"] {
-            for health in ["Online", "Degraded", "Faulted", "Unknown"] {
+            for health in ["Online", "Opening", "Degraded", "Faulted", "Unknown"] {
                 let volume = api::Volume {
                     phase: phase.to_owned(),
                     health: health.to_owned(),
                     ..Default::default()
                 };
                 let condition = condition(&volume);
-                assert_eq!(condition.abnormal, (phase, health) != ("Ready", "Online"));
+                let is_well = phase == "Ready" && ["Online", "Opening"].contains(&health);
+                assert_eq!(condition.abnormal, !is_well, "{phase}, {health}");
                 assert!(condition.message.contains(health));
             }
         }

@@ -121,7 +121,15 @@ impl NodeHost {
         };
         let mut record = self.records.load(volume)?.unwrap_or_else(|| Record::new(volume));
         if let Some(present) = record.staging.clone() {
-            let live = self.staging_is_live(volume, &present).await?;
+            let mut live = self.staging_is_live(volume, &present).await?;
+            // A mount of an earlier use looks like one that is there, and gives nothing but errors.
+            if live && let Some(why) = self.attacher.dead(volume).await? {
+                if let Access::Mount { .. } = present.access {
+                    let volume = volume.clone();
+                    return Err(Error::DeadStaging { volume, path: present.path, why });
+                }
+                live = false;
+            }
             if live && present.path != path {
                 return Err(Error::StagedElsewhere { volume: volume.clone(), path: present.path });
             }

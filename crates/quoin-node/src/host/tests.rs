@@ -26,6 +26,8 @@ struct LoopAttacher {
     directory: PathBuf,
     /// How often a device was made.
     made: Mutex<Vec<String>>,
+    /// Why its devices are dead.
+    dead: Mutex<Option<String>>,
 }
 
 impl LoopAttacher {
@@ -86,6 +88,9 @@ impl Attacher for LoopAttacher {
     async fn device(&self, volume: &str) -> Result<Option<PathBuf>, Error> {
         Ok(self.find(volume))
     }
+    async fn dead(&self, _volume: &str) -> Result<Option<String>, Error> {
+        Ok(self.dead.lock().unwrap().clone())
+    }
 }
 
 /// A node in a temporary directory; everything it mounts is taken away at the end.
@@ -111,7 +116,8 @@ impl World {
         let socket = root.path().join(format!("run/nbd/{VOLUME}.sock"));
         let target = tokio::net::UnixListener::bind(socket).unwrap();
         let directory = root.path().join("devices");
-        let attacher = Arc::new(LoopAttacher { directory, made: Mutex::default() });
+        let attacher =
+            Arc::new(LoopAttacher { directory, made: Mutex::default(), dead: Mutex::default() });
         Some(Self { root, attacher, _target: target })
     }
 
@@ -191,6 +197,27 @@ fn write_through(device: &Path) -> std::io::Result<()> {
     let file = File::options().write(true).open(device)?;
     file.write_all_at(&[0x5a; 4096], 4096)?;
     file.sync_all()
+}
+
+/// Proves CSI-CONDITION-01: a mount whose volume another node has used since is abnormal.
+#[tokio::test]
+async fn a_dead_mount_of_an_earlier_use_is_abnormal_and_is_not_taken_for_a_staged_volume() {
+    let Some(world) = World::new() else { return };
+    let node = world.node();
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    assert_eq!(node.stats(VOLUME, &world.path("stage")).await.unwrap().abnormal, None);
+    *world.attacher.dead.lock().unwrap() = Some("served by h2 since epoch 31".into());
+    let abnormal = node.stats(VOLUME, &world.path("stage")).await.unwrap().abnormal.unwrap();
+    assert!(abnormal.contains("served by h2"), "{abnormal}");
+    let refused = node.stage(&world.stage_request(ext4())).await.unwrap_err();
+    assert_eq!(refused.kind(), crate::Kind::FailedPrecondition);
+    assert!(refused.to_string().contains("unstage"), "{refused}");
+    // Taking it back works as ever, and then it is staged anew.
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    *world.attacher.dead.lock().unwrap() = None;
+    node.stage(&world.stage_request(ext4())).await.unwrap();
+    node.unstage(VOLUME, &world.path("stage")).await.unwrap();
+    world.assert_clean();
 }
 
 #[tokio::test]

@@ -34,6 +34,7 @@ impl NodeHost {
         let device = self.attacher.device(volume).await?;
         let missing = || Error::NotThere { volume: volume.to_owned(), path: place.path.clone() };
         let device = device.ok_or_else(missing)?;
+        let dead = self.attacher.dead(volume).await?;
         if place.access == Access::Block {
             let total_bytes = {
                 let device = device.clone();
@@ -44,7 +45,7 @@ impl NodeHost {
                 used_bytes: None,
                 available_bytes: None,
                 inodes: None,
-                abnormal: None,
+                abnormal: dead,
             });
         }
         let mounts = mountinfo::read()?;
@@ -75,7 +76,7 @@ impl NodeHost {
                 let used = figures.f_files.saturating_sub(figures.f_ffree);
                 (figures.f_files, used, figures.f_ffree)
             }),
-            abnormal,
+            abnormal: dead.or(abnormal),
         })
     }
 

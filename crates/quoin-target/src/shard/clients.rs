@@ -5,7 +5,7 @@ use std::path::Path;
 use quoin_core::block::{Frontend, Reply, Request};
 use quoin_core::target::{TargetAction, TargetEvent};
 use quoin_core::{Time, VolumeId};
-use quoin_frontend::nbd::{Session, TlsPolicy};
+use quoin_frontend::nbd::{Description, Limits, Session, TlsPolicy, Used};
 use quoin_wire::descriptors::LISTENER_REST;
 use quoin_wire::notices::Severity;
 use quoin_wire::reactor::{Interest, Reactor, now};
@@ -128,7 +128,9 @@ impl Shard {
         {
             tracing::debug!(volume = %id, %error, "a client keeps the kernel's send buffer");
         }
-        let session = Session::new(volume.info.clone(), TlsPolicy::Plain);
+        let description = Description { since_epoch: volume.since_epoch };
+        let used = Used { device: volume.info.clone(), description };
+        let session = Session::over(Box::new(used), TlsPolicy::Plain, Limits::default());
         let client = Client::new(socket.into(), id, Box::new(session));
         if let Some(key) = self.settle(client) {
             // A session may have something to say first (NBD greets).

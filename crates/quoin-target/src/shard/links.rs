@@ -268,6 +268,7 @@ mod tests {
         VolumeSetup {
             config,
             info,
+            since_epoch: 0,
             limits: Limits::default(),
             socket: None,
             replicas: Vec::new(),

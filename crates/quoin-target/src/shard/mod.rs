@@ -79,6 +79,8 @@ pub enum Grant {
 pub struct VolumeSetup {
     pub config: TargetConfig,
     pub info: DeviceInfo,
+    /// The first epoch of this node's use of the volume; 0: not known.
+    pub since_epoch: u64,
     pub limits: Limits,
     /// `None`: no client gets in.
     pub socket: Option<PathBuf>,
@@ -103,6 +105,7 @@ pub struct VolumeUpdate {
     pub volume: VolumeId,
     pub socket: Option<PathBuf>,
     pub read_only: bool,
+    pub since_epoch: u64,
     pub size_bytes: u64,
     pub replicas: Vec<ReplicaPlace>,
     pub desired: Desired,
@@ -136,6 +139,8 @@ pub enum Ask {
 struct Volume {
     target: Target,
     info: DeviceInfo,
+    /// As in [`VolumeSetup`].
+    since_epoch: u64,
     /// With its key; `None`: no client gets in.
     listener: Option<(Socket, u64)>,
     timer_key: u64,
@@ -365,7 +370,8 @@ impl Shard {
     }
 
     fn open(&mut self, now: Time, setup: VolumeSetup) {
-        let VolumeSetup { config, info, limits, socket, replicas, desired, verify, seed } = setup;
+        let VolumeSetup { config, info, since_epoch, limits, socket, .. } = setup;
+        let VolumeSetup { replicas, desired, verify, seed, .. } = setup;
         let id = config.volume;
         if self.stopping || self.volumes.contains_key(&id) {
             return;
@@ -387,6 +393,7 @@ impl Shard {
         let volume = Volume {
             target,
             info,
+            since_epoch,
             listener,
             timer_key,
             throttle,
@@ -422,6 +429,7 @@ impl Shard {
         if let Some(volume) = self.volumes.get_mut(&id) {
             // Of clients that come from now on: it changes only where none is there.
             volume.info.read_only = read_only;
+            volume.since_epoch = update.since_epoch;
         }
         self.serve(id, socket.as_deref());
         let Some(volume) = self.volumes.get_mut(&id) else { return };

@@ -239,6 +239,7 @@ impl RunningTarget {
                 block_size: 512,
                 read_only: false,
             },
+            since_epoch: 0,
             limits,
             socket: Some(socket.to_owned()),
             replicas: places,

@@ -131,6 +131,7 @@ async fn tell(admin_socket: &Path, name: &str, events: Vec<AgentEvent>) -> Optio
         version: node.version,
         leaving: false,
         events,
+        ..NodeReport::default()
     };
     let mut agent = AgentClient::new(quoin_identity::unix_channel(admin_socket));
     agent.report_node(report).await.ok().map(drop)

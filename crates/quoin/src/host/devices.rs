@@ -66,6 +66,13 @@ impl Device {
         is_bound && sequence(name) == Some(self.sequence)
     }
 
+    /// Whether its file lies on a mount of this table of mounts.
+    pub fn is_mounted_here(&self) -> bool {
+        let is_it =
+            |mount: &Mount| mount.target == self.file && mount.filesystem.starts_with("fuse");
+        mounts().is_ok_and(|mounts| mounts.iter().any(is_it))
+    }
+
     /// Whether nobody serves its file any more, so that all IO fails for ever.
     pub fn is_dead(&self) -> bool {
         is_dead(&self.file)

@@ -2,12 +2,13 @@
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use quoin_frontend::attach::protocol::{AttachVolume, Kind};
+use quoin_frontend::attach::protocol::{AttachVolume, Attached, Kind};
 use quoin_frontend::attach::{AttachClient, Error as AttachError};
 use quoin_proto::control::{
     ListNodesRequest, PublishVolumeRequest, UnpublishVolumeRequest, Volume,
 };
 use serde::Serialize;
+use std::io::{BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -63,9 +64,12 @@ pub struct AttachedView {
     pub volume: String,
     pub id: String,
     pub node: String,
-    /// The block device.
+    /// The block device, as the kernel calls it.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub device: String,
+    /// The link to it under the volume's name, which another attachment has too.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub link: String,
     /// The NBD address that was asked for instead.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub nbd_uri: String,
@@ -88,6 +92,10 @@ pub struct DetachOptions {
     /// The node to detach it from [default: every one].
     #[arg(long)]
     node: Option<String>,
+    /// Detach it though a node uses it, or is silent so that nobody knows; end this host's device
+    /// whatever is mounted on it. What uses it loses what it has not synced, and fails from then on.
+    #[arg(long)]
+    force: bool,
     /// Cut what the node has open, at once, rather than give it time to close: for one that is not
     /// trusted any more. What it has not flushed yet may be lost.
     #[arg(long)]
@@ -102,7 +110,8 @@ pub struct DetachOptions {
 pub struct GoneView {
     pub volume: String,
     pub id: String,
-    /// "detached", "deleted" or, where a pool is still waited for, "deleting".
+    /// "detached", "deleted" or, where a pool is still waited for, "deleting"; "removed": of this
+    /// host's device of an earlier use.
     pub state: &'static str,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub waiting_for: String,
@@ -159,6 +168,7 @@ pub async fn attach(
         id: volume.id.clone(),
         node: node.clone(),
         device: String::new(),
+        link: String::new(),
         nbd_uri: String::new(),
         read_only: options.read_only,
     };
@@ -199,7 +209,7 @@ pub async fn attach(
             let request = UnpublishVolumeRequest {
                 volume: Some(id_ref(&volume.id)),
                 node,
-                at_once: false,
+                ..UnpublishVolumeRequest::default()
             };
             cluster.unpublish_volume(request).await.map_err(refusal)?;
             bail!("{message}; the volume is detached again (`--nbd` attaches it without a device)")
@@ -211,8 +221,19 @@ pub async fn attach(
     warn_of_the_dead(&volume, client);
     let after = options.boot.apply(&volume, options.read_only, &attached.device);
     after.with_context(|| format!("the volume is attached as {}", attached.device.display()))?;
-    let view = AttachedView { device: attached.device.display().to_string(), ..view };
-    output::print_one(format, &view, || view.device.clone())
+    // A device without a link is one all the same: an older attach process makes none, and where
+    // something is in the way of it, that process says so in its log.
+    let linked = daemon.link(&volume.id, &view.volume).await.ok().and_then(|linked| linked.link);
+    let shown = |path: &Path| path.display().to_string();
+    let view = AttachedView {
+        device: shown(&attached.device),
+        link: linked.as_deref().map(shown).unwrap_or_default(),
+        ..view
+    };
+    output::print_one(format, &view, || match view.link.as_str() {
+        "" => view.device.clone(),
+        link => link.to_owned(),
+    })
 }
 
 fn attach_daemon(client: &ClientOptions) -> AttachClient {
@@ -246,16 +267,23 @@ async fn check_daemon(client: &ClientOptions) -> Result<()> {
 
 /// The block device that this host has of the volume.
 async fn device_here(volume: &Volume, client: &ClientOptions) -> Option<PathBuf> {
+    attached_here(volume, client).await.map(|attached| attached.device)
+}
+
+async fn attached_here(volume: &Volume, client: &ClientOptions) -> Option<Attached> {
     // Without a daemon there is no device.
     let attached = attach_daemon(client).list().await.ok()?;
-    attached.into_iter().find(|attached| attached.volume == volume.id).map(|found| found.device)
+    attached.into_iter().find(|attached| attached.volume == volume.id)
 }
 
 /// What this host has of a volume; nothing to tell where it has nothing.
 pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
     // The daemon is busy with the volume itself for as long as an attach takes.
-    let asked = tokio::time::timeout(Duration::from_secs(2), device_here(volume, client));
-    let mut device = asked.await.ok().flatten();
+    let asked = tokio::time::timeout(Duration::from_secs(2), attached_here(volume, client));
+    let attached = asked.await.ok().flatten();
+    let link = attached.as_ref().and_then(|attached| attached.link.clone());
+    let ended = attached.as_ref().map(|attached| attached.dead.clone()).unwrap_or_default();
+    let mut device = attached.map(|attached| attached.device);
     let stuck = Attacher::of(&client.run_directory()).filter(Attacher::is_stuck);
     if device.is_none() && stuck.is_some() {
         // The kernel knows what it holds.
@@ -271,6 +299,8 @@ pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
     }
     Some(HereView {
         device: device.map(|device| device.display().to_string()).unwrap_or_default(),
+        link: link.map(|link| link.display().to_string()).unwrap_or_default(),
+        ended,
         mounts: mounts.iter().map(shown).collect(),
         blocked: stuck.map(|stuck| format!("{stuck}: {}", stuck.way_out())).unwrap_or_default(),
         dead_mounts: dead.iter().map(|(_, mount)| shown(mount)).collect(),
@@ -294,7 +324,10 @@ fn elsewhere(volume: &Volume, client: &ClientOptions) -> Result<Option<devices::
     let run = std::path::absolute(client.run_directory()).context("find the run directory")?;
     let run = std::fs::canonicalize(&run).unwrap_or(run);
     let all = devices::Device::over(Path::new("/"))?;
-    let alive = |device: &devices::Device| device.volume == volume.id && !device.is_dead();
+    // Paths alone do not tell: a device of another table of mounts is not this host's.
+    let alive = |device: &devices::Device| {
+        device.volume == volume.id && device.is_mounted_here() && !device.is_dead()
+    };
     Ok(all.into_iter().find(|device| alive(device) && !device.is_below(&run)))
 }
 
@@ -355,52 +388,168 @@ pub async fn detach(
         );
     }
     // The device first: it must not be left over a socket that nobody serves.
-    match attach_daemon(client).detach(&volume.id).await {
+    let here = take_down_here(&volume, &options, client).await?;
+    warn_of_the_dead(&volume, client);
+    let gone = |state| GoneView {
+        volume: options.volume.clone(),
+        id: volume.id.clone(),
+        state,
+        waiting_for: String::new(),
+    };
+    if here == Here::WasDead && options.node.is_none() && !volume.attachments.is_empty() {
+        let view = gone("removed");
+        let nodes: Vec<_> = volume.attachments.iter().map(|on| on.node.as_str()).collect();
+        return output::print_one(format, &view, || {
+            format!(
+                "what this host had of volume {} from an earlier use is removed; it stays attached \
+                 to {}",
+                view.volume,
+                nodes.join(", ")
+            )
+        });
+    }
+    let request = UnpublishVolumeRequest {
+        volume: Some(id_ref(&volume.id)),
+        node: options.node.clone().unwrap_or_default(),
+        at_once: options.at_once,
+        // Who has just taken its device down knows that nobody uses it.
+        unless_in_use: here != Here::TakenDown && !options.force && !options.at_once,
+        forced: options.force,
+    };
+    unpublish(cluster, request, &options.volume).await?;
+    let began = Instant::now();
+    loop {
+        let now = get_volume(cluster, &volume.id).await?;
+        let still = now.attachments.iter().find(|on| match &options.node {
+            Some(node) => on.node == *node,
+            None => true,
+        });
+        let Some(still) = still else {
+            at_boot::forget(&volume)?;
+            let view = gone("detached");
+            return output::print_one(format, &view, || {
+                format!("volume {} is detached", view.volume)
+            });
+        };
+        if began.elapsed() > client.timeout() {
+            bail!(
+                "volume {} is still {} on {}: {}",
+                options.volume,
+                still.phase.to_lowercase(),
+                still.node,
+                still.message
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// What became of the device of this host.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Here {
+    /// There was none.
+    Nothing,
+    TakenDown,
+    /// It was of an earlier use of the volume, which another node has since.
+    WasDead,
+}
+
+/// Takes this host's device of the volume away, with force whatever uses it.
+async fn take_down_here(
+    volume: &Volume,
+    options: &DetachOptions,
+    client: &ClientOptions,
+) -> Result<Here> {
+    let daemon = attach_daemon(client);
+    let answer_max = client.timeout().min(Duration::from_secs(2));
+    let asked = tokio::time::timeout(answer_max, attached_here(volume, client)).await;
+    let before = match asked.ok().flatten() {
+        Some(attached) if attached.dead.is_empty() => Here::TakenDown,
+        Some(_) => Here::WasDead,
+        None => Here::Nothing,
+    };
+    if options.force {
+        let did = match tokio::time::timeout(client.timeout(), daemon.end(&volume.id)).await {
+            Ok(Ok(did)) => did,
+            // A process that is away or stuck ends nothing; the kernel does.
+            Ok(Err(_)) | Err(_) => cut_off(volume, client)?,
+        };
+        // On stderr: what became of the volume is the command's answer.
+        did.iter().for_each(|did| eprintln!("this host's device: {did}"));
+        return Ok(if did.is_empty() { Here::Nothing } else { before });
+    }
+    match daemon.detach(&volume.id).await {
+        Ok(()) => Ok(before),
         // No daemon, no device.
-        Ok(()) | Err(AttachError::Daemon { .. }) => {}
+        Err(AttachError::Daemon { .. }) => Ok(Here::Nothing),
         Err(AttachError::Refused { kind: Kind::Busy, .. }) => {
-            let here = here(&volume, client).await;
+            let here = here(volume, client).await;
             let (device, mounts) = here.map(|here| (here.device, here.mounts)).unwrap_or_default();
             let mounted = match mounts.as_slice() {
                 [] => "close it".into(),
                 mounts => format!("unmount {}", mounts.join(" and ")),
             };
-            bail!("volume {} is in use as {device}: {mounted} first", options.volume);
-        }
-        Err(error) => return Err(error.into()),
-    }
-    warn_of_the_dead(&volume, client);
-    let request = UnpublishVolumeRequest {
-        volume: Some(id_ref(&volume.id)),
-        node: options.node.unwrap_or_default(),
-        at_once: options.at_once,
-    };
-    cluster.unpublish_volume(request).await.map_err(refusal)?;
-    let began = Instant::now();
-    loop {
-        let now = get_volume(cluster, &volume.id).await?;
-        if now.attachments.is_empty() {
-            at_boot::forget(&volume)?;
-            let view = GoneView {
-                volume: options.volume,
-                id: volume.id,
-                state: "detached",
-                waiting_for: String::new(),
-            };
-            return output::print_one(format, &view, || {
-                format!("volume {} is detached", view.volume)
-            });
-        }
-        if began.elapsed() > client.timeout() {
             bail!(
-                "volume {} is still {} on {}: {}",
-                options.volume,
-                now.attachments[0].phase.to_lowercase(),
-                now.attachments[0].node,
-                now.attachments[0].message
+                "volume {} is in use as {device}: {mounted} first (--force ends it all the same: its \
+                 IO fails)",
+                options.volume
             );
         }
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Ends the volume's devices of this host without the attach process; what was done, in words.
+fn cut_off(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
+    let run = std::fs::canonicalize(client.run_directory()).unwrap_or_default();
+    let mut did = Vec::new();
+    for device in devices::Device::over(&run)?.into_iter().filter(|d| d.volume == volume.id) {
+        let path = device.path.display().to_string();
+        device.cut_off()?;
+        did.push(format!("the connection below {path} is aborted, its IO fails from now on"));
+        device.free()?;
+        did.push(match device.still_there() {
+            true => format!("{path} goes when its last user does: unmount it, end its users"),
+            false => format!("{path} is freed"),
+        });
+    }
+    Ok(did)
+}
+
+/// Nodes report what they use every two seconds: what was let go a moment ago is known after this.
+const REPORTED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Takes the volume from its nodes. Where one of them may use it, a person at a terminal is asked.
+async fn unpublish(
+    cluster: &mut Cluster,
+    mut request: UnpublishVolumeRequest,
+    name: &str,
+) -> Result<()> {
+    let began = Instant::now();
+    loop {
+        let refused = match cluster.unpublish_volume(request.clone()).await {
+            Ok(_) => return Ok(()),
+            Err(status) => status,
+        };
+        let may_be_forced =
+            request.unless_in_use && refused.code() == tonic::Code::FailedPrecondition;
+        if !may_be_forced {
+            return Err(refusal(refused));
+        }
+        if refused.message().contains("is in use on node") && began.elapsed() < REPORTED_WITHIN {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            continue;
+        }
+        if !std::io::stdin().is_terminal() {
+            return Err(refusal(refused));
+        }
+        eprint!("{}\nType the volume's name to detach it all the same: ", refused.message());
+        let mut answer = String::new();
+        std::io::stdin().lock().read_line(&mut answer)?;
+        if answer.trim() != name {
+            bail!("not detached: that was not its name");
+        }
+        (request.unless_in_use, request.forced) = (false, true);
     }
 }
 

@@ -43,9 +43,13 @@ pub enum VolumeCommand {
     },
     /// All volumes.
     #[command(visible_alias = "ls")]
-    List,
+    List {
+        /// Those too that are deleted, while pools that are away still hold some of them.
+        #[arg(long)]
+        all: bool,
+    },
     /// Make a volume a block device of this host and print the device.
-    #[command(after_help = "Examples:\n  quoin volume attach db          prints /dev/loopN\n  \
+    #[command(after_help = "Examples:\n  quoin volume attach db          prints /dev/quoin/db\n  \
                             quoin volume attach db --nbd    prints an NBD address; needs no root\n  \
                             quoin volume attach db --at-boot --mount /srv/db    at each boot too")]
     Attach(attach::AttachOptions),
@@ -237,8 +241,8 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             let view = VolumeView { here, ..VolumeView::from(volume) };
             output::print_one(format, &view, || view.text())
         }
-        VolumeCommand::List => {
-            let volumes = list(&mut cluster).await?;
+        VolumeCommand::List { all } => {
+            let volumes = list(&mut cluster, all).await?;
             let mut rows: Vec<_> = volumes.into_iter().map(VolumeView::from).collect();
             rows.sort_by(|one, other| (&one.name, &one.id).cmp(&(&other.name, &other.id)));
             output::print_list(
@@ -315,11 +319,11 @@ async fn wait_until_deleted(
 }
 
 /// Every volume, page by page.
-pub async fn list(cluster: &mut Cluster) -> Result<Vec<Volume>> {
+pub async fn list(cluster: &mut Cluster, include_deleting: bool) -> Result<Vec<Volume>> {
     let mut volumes = Vec::new();
     let mut starting_token = String::new();
     loop {
-        let request = ListVolumesRequest { max_entries: 0, starting_token };
+        let request = ListVolumesRequest { max_entries: 0, starting_token, include_deleting };
         let page = cluster.list_volumes(request).await.map_err(refusal)?.into_inner();
         volumes.extend(page.volumes);
         if page.next_token.is_empty() {

@@ -45,7 +45,8 @@ pub async fn attach(
         // It will not pass by itself, so the volume is not left held by what nobody has.
         Err(message) => {
             let volume = Some(id_ref(&volume.id));
-            let request = UnpublishVolumeRequest { volume, node: node.clone(), at_once: false };
+            let request =
+                UnpublishVolumeRequest { volume, node: node.clone(), ..Default::default() };
             cluster.unpublish_volume(request).await.map_err(refusal)?;
             bail!("node {node}: {message}; the volume is detached again")
         }
@@ -55,6 +56,7 @@ pub async fn attach(
         id: volume.id,
         node,
         device,
+        link: String::new(),
         nbd_uri: String::new(),
         read_only,
     };

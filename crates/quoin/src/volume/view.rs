@@ -1,6 +1,6 @@
 //! Volumes and replicas as commands print them.
 
-use quoin_proto::control::{Durability, Replica, Spread, Volume};
+use quoin_proto::control::{Durability, Replica, Spread, Volume, VolumeDevice};
 use serde::Serialize;
 
 use super::verify::VerificationView;
@@ -21,10 +21,12 @@ pub struct VolumeView {
     pub waiting_for: String,
     pub contract: String,
     pub nodes: Vec<String>,
+    /// Devices of it as nodes report them, in use or dead.
+    pub devices: Vec<DeviceView>,
     /// Where targets serve it over TCP.
     pub nbd: Vec<String>,
     /// Block devices that nodes made when another host asked for them.
-    pub devices: Vec<String>,
+    pub devices_made: Vec<String>,
     pub epoch: u64,
     pub replication_factor: u32,
     pub consistency_factor: u32,
@@ -46,13 +48,54 @@ pub struct VolumeView {
     pub here: Option<HereView>,
 }
 
+/// A block device of a volume, as its node reports it.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceView {
+    pub node: String,
+    pub device: String,
+    pub in_use: bool,
+    pub mounts: Vec<String>,
+    /// Why its IO fails; empty: it does not.
+    pub dead: String,
+}
+
+impl From<VolumeDevice> for DeviceView {
+    fn from(found: VolumeDevice) -> Self {
+        let VolumeDevice { node, device, in_use, mounts, dead } = found;
+        Self { node, device, in_use, mounts, dead }
+    }
+}
+
+impl DeviceView {
+    fn sentence(&self) -> String {
+        let mut text = self.node.clone();
+        if !self.device.is_empty() {
+            text += &format!(" as {}", self.device);
+        }
+        if !self.mounts.is_empty() {
+            text += &format!(", mounted at {}", self.mounts.join(", "));
+        }
+        if !self.dead.is_empty() {
+            text += &format!(" ({}; mounts there are dead)", self.dead);
+        }
+        text
+    }
+}
+
 /// A volume's block device on this host.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HereView {
     /// Empty: there is none.
     pub device: String,
+    /// The link to it under the volume's name; empty: there is none.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub link: String,
     pub mounts: Vec<String>,
+    /// Why all its IO fails; empty: it does not.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub ended: String,
     /// Why no block device can be made or changed here, where that is so; empty: it can.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub blocked: String,
@@ -62,9 +105,14 @@ pub struct HereView {
 
 impl HereView {
     fn device(&self) -> String {
+        let device = match self.link.as_str() {
+            "" => self.device.clone(),
+            link => format!("{link} ({})", self.device),
+        };
+        let ended = if self.ended.is_empty() { String::new() } else { format!("; {}", self.ended) };
         match self.mounts.as_slice() {
-            [] => self.device.clone(),
-            mounts => format!("{}, mounted at {}", self.device, mounts.join(", ")),
+            [] => device + &ended,
+            mounts => format!("{device}, mounted at {}{ended}", mounts.join(", ")),
         }
     }
 
@@ -98,13 +146,14 @@ impl From<Volume> for VolumeView {
             waiting_for: volume.waiting_for,
             contract: volume.contract,
             nodes: volume.attachments.iter().map(|attachment| attachment.node.clone()).collect(),
+            devices: volume.devices.into_iter().map(DeviceView::from).collect(),
             nbd: volume
                 .attachments
                 .iter()
                 .filter(|attachment| !attachment.nbd_uri.is_empty())
                 .map(|attachment| attachment.nbd_uri.clone())
                 .collect(),
-            devices: volume
+            devices_made: volume
                 .attachments
                 .iter()
                 .filter(|attachment| !attachment.device.is_empty())
@@ -129,6 +178,12 @@ impl From<Volume> for VolumeView {
 }
 
 impl VolumeView {
+    fn devices_that(&self, is_it: impl Fn(&DeviceView) -> bool) -> String {
+        let shown: Vec<_> =
+            self.devices.iter().filter(|device| is_it(device)).map(DeviceView::sentence).collect();
+        shown.join("; ")
+    }
+
     fn in_sync(&self) -> usize {
         self.replicas.iter().filter(|replica| replica.known && replica.phase == "InSync").count()
     }
@@ -148,12 +203,14 @@ impl VolumeView {
             ("phase", self.phase.clone()),
             ("health", self.health.clone()),
             ("use", [self.usage.as_str(), &self.nodes.join(", ")].join(" ").trim().into()),
+            ("in use", self.devices_that(|device| device.dead.is_empty() && device.in_use)),
+            ("dead on", self.devices_that(|device| !device.dead.is_empty())),
             ("nbd", self.nbd.join(", ")),
             (
                 "device",
                 match &self.here {
                     Some(here) => here.device(),
-                    None => self.devices.join(", "),
+                    None => self.devices_made.join(", "),
                 },
             ),
             ("blocked", self.here.as_ref().map(|here| here.blocked.clone()).unwrap_or_default()),

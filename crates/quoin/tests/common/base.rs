@@ -74,6 +74,11 @@ impl User {
         serde_json::from_str(&self.ok(&arguments)).unwrap()
     }
 
+    /// Attaches a volume; its block device as the kernel calls it.
+    pub fn device(&self, volume: &str) -> String {
+        self.json(&["volume", "attach", volume])["device"].as_str().unwrap().to_owned()
+    }
+
     /// Waits for something that must come, and shows the logs where it does not.
     #[track_caller]
     pub fn eventually<T>(&self, what: &str, mut found: impl FnMut() -> Option<T>) -> T {

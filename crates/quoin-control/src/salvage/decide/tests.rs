@@ -68,6 +68,7 @@ fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
         holder: String::new(),
         fenced: 0,
         fenced_at_once: false,
+        used: Default::default(),
     }
 }
 

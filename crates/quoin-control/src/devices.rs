@@ -1,0 +1,256 @@
+//! Block devices of volumes on the nodes: whose use of a volume they belong to, and whether
+//! somebody uses them.
+//!
+//! What the caches of a node hold is of the volume as that node left it. Once another node has used
+//! the volume, nothing of them may reach it, also when the first node has the volume again. So a
+//! record numbers its uses ([`Use`]): a use is the time in which one node alone has the volume, over
+//! any number of attachments and openings. A device is made for one use and dies with it.
+
+use quoin_core::VolumeId;
+use quoin_proto::control::{self as api, ServedElsewhere, VolumeRef};
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::controller::{Controller, about};
+use crate::events::Severity;
+use crate::records::VolumeRecord;
+use crate::reports::{id, short};
+
+/// Devices in one report.
+const DEVICES_MAX: usize = 4096;
+const MOUNTS_MAX: usize = 8;
+
+/// Whose use of a volume this is.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Use {
+    /// The node that had the volume attached last; empty: not known.
+    #[serde(default, rename = "used_by", skip_serializing_if = "String::is_empty")]
+    pub by: String,
+    /// No epoch of this use is lower, and none of a use before is as high.
+    #[serde(default, rename = "used_since_epoch", skip_serializing_if = "is_zero")]
+    pub since_epoch: u64,
+}
+
+pub(crate) fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+impl Use {
+    /// A node has the volume from now on; `epoch` is the last one that was granted.
+    pub(crate) fn begin(&mut self, node: &str, epoch: u64) {
+        if self.by != node {
+            node.clone_into(&mut self.by);
+            self.since_epoch = epoch + 1;
+        }
+    }
+
+    /// The first epoch of this node's use; 0: it is another one's.
+    pub(crate) fn since_of(&self, node: &str) -> u64 {
+        if self.by == node { self.since_epoch } else { 0 }
+    }
+
+    /// Whether a device on a node was made for a use before this one, which began with an opening.
+    fn is_over(&self, node: &str, made_for: u64, epoch: u64) -> bool {
+        let is_earlier = self.by != node || (made_for != 0 && made_for < self.since_epoch);
+        !self.by.is_empty() && is_earlier && epoch >= self.since_epoch
+    }
+}
+
+/// A device as its node reports it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DeviceSeen {
+    pub volume: VolumeId,
+    pub device: String,
+    pub in_use: bool,
+    pub mounts: Vec<String>,
+    pub since_epoch: u64,
+}
+
+/// Checks what a node reports.
+pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Error> {
+    if devices.len() > DEVICES_MAX {
+        return Err(Error::invalid("devices", format!("at most {DEVICES_MAX}")));
+    }
+    let seen = |device: &api::DeviceReport| {
+        if device.mounts.len() > MOUNTS_MAX {
+            return Err(Error::invalid("mounts", format!("at most {MOUNTS_MAX}")));
+        }
+        short("device", &device.device)?;
+        device.mounts.iter().try_for_each(|mount| short("mounts", mount))?;
+        Ok(DeviceSeen {
+            volume: id("volume_id", &device.volume_id)?,
+            device: device.device.clone(),
+            in_use: device.in_use,
+            mounts: device.mounts.clone(),
+            since_epoch: device.since_epoch,
+        })
+    };
+    devices.iter().map(seen).collect()
+}
+
+impl Controller {
+    /// Devices of a node whose volume another use has begun of.
+    pub(crate) fn served_elsewhere(&self, node: &str) -> Vec<ServedElsewhere> {
+        // Records that do not rule may not know who had a volume last.
+        if self.check_ruling().is_err() {
+            return Vec::new();
+        }
+        let observed = self.observed();
+        let devices = observed.nodes.get(node).and_then(|seen| seen.devices.as_ref());
+        let over = |device: &DeviceSeen| {
+            let volume = self.volumes.get(&device.volume.to_string())?;
+            let Use { by, since_epoch } = &volume.used;
+            volume.used.is_over(node, device.since_epoch, volume.epoch).then(|| ServedElsewhere {
+                volume_id: volume.id.0.to_string(),
+                name: volume.spec.name.clone(),
+                node: by.clone(),
+                since_epoch: *since_epoch,
+            })
+        };
+        devices.into_iter().flatten().filter_map(over).collect()
+    }
+
+    /// As [`Self::served_elsewhere`], and tells people once of each.
+    pub(crate) fn announce_dead_devices(&self, node: &str) -> Vec<ServedElsewhere> {
+        let served = self.served_elsewhere(node);
+        let mut news = Vec::new();
+        let changed = {
+            let mut observed = self.observed();
+            let now: Vec<_> = served
+                .iter()
+                .filter_map(|served| {
+                    let volume = served.volume_id.parse().ok()?;
+                    Some((node.to_owned(), volume, served.since_epoch))
+                })
+                .collect();
+            let known = &mut observed.dead_devices;
+            let before = known.len();
+            known.retain(|dead| dead.0 != node || now.contains(dead));
+            let are_gone = known.len() != before;
+            for (dead, served) in now.into_iter().zip(&served) {
+                if known.insert(dead) {
+                    news.push(served);
+                }
+            }
+            are_gone || !news.is_empty()
+        };
+        for ServedElsewhere { volume_id, node: by, since_epoch, .. } in news {
+            let Some(volume) = self.volumes.get(volume_id) else { continue };
+            let message = format!(
+                "served by {by} since epoch {since_epoch}: mounts of an earlier use on node {node} \
+                 are dead and fail their IO; end their users and unmount them, or run `quoin volume \
+                 detach --force` there"
+            );
+            self.events.record(Severity::Warning, about(&volume), "MountsDead", message);
+        }
+        if changed {
+            self.announce();
+        }
+        served
+    }
+
+    /// The devices that nodes report of a volume.
+    pub(crate) fn devices_of(&self, volume: &VolumeRecord) -> Vec<api::VolumeDevice> {
+        let observed = self.observed();
+        let of_it = |(node, seen): (&String, &crate::observed::NodeSeen)| {
+            let devices = seen.devices.iter().flatten().filter(|d| d.volume == volume.id.0);
+            let message = |device: &DeviceSeen| {
+                let Use { by, since_epoch } = &volume.used;
+                let is_dead = volume.used.is_over(node, device.since_epoch, volume.epoch);
+                api::VolumeDevice {
+                    node: node.clone(),
+                    device: device.device.clone(),
+                    in_use: device.in_use,
+                    mounts: device.mounts.clone(),
+                    dead: match is_dead {
+                        true => format!("served by {by} since epoch {since_epoch}"),
+                        false => String::new(),
+                    },
+                }
+            };
+            devices.map(message).collect::<Vec<_>>()
+        };
+        observed.nodes.iter().flat_map(of_it).collect()
+    }
+
+    /// Refuses where a node uses the volume that it is to be taken from, or may use it without
+    /// anybody knowing. `node`: that one; empty: each that it is attached to.
+    pub fn check_unused(&self, reference: Option<&VolumeRef>, node: &str) -> Result<(), Error> {
+        let volume = match self.volume(reference) {
+            Err(Error::NotFound { .. }) => return Ok(()),
+            found => found?,
+        };
+        let name = &volume.spec.name;
+        let observed = self.observed();
+        let nodes = volume.attachments.iter().map(|attachment| &attachment.node);
+        for on in nodes.filter(|on| node.is_empty() || *on == node) {
+            if !observed.node_online(on, self.settings.offline_after) {
+                // One that never opened it has nothing of it.
+                if volume.holder != *on || !volume.is_granted() {
+                    continue;
+                }
+                let silent = match observed.nodes.get(on) {
+                    Some(seen) => format!("for {} s", seen.last.elapsed().as_secs()),
+                    None => "since the controller started".to_owned(),
+                };
+                return Err(Error::Precondition(format!(
+                    "node {on} has not reported {silent}, and may have volume {name:?} in use. See \
+                     that it is down, or that its programs may lose what they have not synced, and \
+                     detach with --force: from then on nothing of that node reaches the volume"
+                )));
+            }
+            let devices = observed.nodes.get(on).and_then(|seen| seen.devices.as_ref());
+            let mut devices = devices.into_iter().flatten();
+            let used = devices.find(|device| {
+                let is_over = volume.used.is_over(on, device.since_epoch, volume.epoch);
+                device.volume == volume.id.0 && device.in_use && !is_over
+            });
+            if let Some(DeviceSeen { device, mounts, .. }) = used {
+                let device = if device.is_empty() { "a device" } else { device };
+                let how = match mounts.as_slice() {
+                    [] => format!("as {device}: close it there"),
+                    mounts => {
+                        format!("as {device}, mounted at {}: unmount it there", mounts.join(", "))
+                    }
+                };
+                return Err(Error::Precondition(format!(
+                    "volume {name:?} is in use on node {on} {how} first. With --force it is taken \
+                     away all the same, and what uses it there loses what it has not synced"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells people who took a volume away by force, and from which nodes.
+    pub(crate) fn tell_of_force(&self, volume: &VolumeRecord, nodes: &[String], who: &str) {
+        let message = format!("taken from {} by force, by {who}", nodes.join(", "));
+        self.events.record(Severity::Warning, about(volume), "VolumeForced", message);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_use_lasts_over_attachments_of_one_node_and_ends_with_another_ones_opening() {
+        let mut used = Use::default();
+        assert!(!used.is_over("h1", 0, 9), "records of former versions say nothing");
+        used.begin("h1", 4);
+        used.begin("h1", 7);
+        assert_eq!((used.since_of("h1"), used.since_of("h2")), (5, 0));
+        assert!(!used.is_over("h1", 5, 7));
+
+        used.begin("h2", 7);
+        assert!(!used.is_over("h1", 5, 7), "nobody has opened it there yet");
+        assert!(used.is_over("h1", 5, 8));
+        assert!(used.is_over("h1", 0, 8), "also where its use was not told");
+        assert!(!used.is_over("h2", 8, 8));
+
+        // Back on the first node: what it made before is not what it makes now.
+        used.begin("h1", 8);
+        assert!(used.is_over("h1", 5, 9));
+        assert!(!used.is_over("h1", 9, 9));
+    }
+}

@@ -1,0 +1,215 @@
+//! What nodes report of their devices, and what follows: whose are dead, and who is asked before a
+//! volume is taken away. And how a volume looks while it is opened, and once it is deleted.
+
+use std::time::Duration;
+
+use quoin_proto::control::*;
+use tonic::Code;
+
+use crate::cluster::{Cluster, by_name, spec};
+
+fn device(cluster: &Cluster, in_use: bool, since_epoch: u64) -> DeviceReport {
+    DeviceReport {
+        volume_id: cluster.volume("db").id.0.to_string(),
+        device: "/dev/loop7".into(),
+        in_use,
+        mounts: if in_use { vec!["/mnt/db".into()] } else { Vec::new() },
+        since_epoch,
+    }
+}
+
+/// A node reports these devices; what it is told.
+async fn reports(
+    cluster: &Cluster,
+    node: &str,
+    devices: Vec<DeviceReport>,
+) -> Vec<ServedElsewhere> {
+    let report =
+        NodeReport { node: node.into(), devices, knows_devices: true, ..NodeReport::default() };
+    cluster.controller.report_node(&report).await.unwrap()
+}
+
+async fn detach(cluster: &Cluster, node: &str) {
+    cluster.controller.unpublish_volume(by_name("db").as_ref(), node).await.unwrap();
+}
+
+async fn opened() -> Cluster {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.open_volume(volume.id.0, "n1", 9).await;
+    cluster
+}
+
+fn told_since(cluster: &Cluster, node: &str) -> u64 {
+    cluster.controller.node_assignment(node).targets[0].used_since_epoch
+}
+
+#[tokio::test]
+async fn a_device_is_dead_once_another_node_has_opened_its_volume_and_also_when_that_is_back() {
+    let mut cluster = opened().await;
+    let id = cluster.volume("db").id.0;
+    let first = told_since(&cluster, "n1");
+    let mounted = device(&cluster, true, first);
+    assert!(reports(&cluster, "n1", vec![mounted.clone()]).await.is_empty());
+
+    // Detached and attached to the same node it is the same use, over any number of openings.
+    detach(&cluster, "n1").await;
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.open_volume(id, "n1", 10).await;
+    assert_eq!(told_since(&cluster, "n1"), first);
+    assert!(reports(&cluster, "n1", vec![mounted.clone()]).await.is_empty());
+
+    detach(&cluster, "n1").await;
+    cluster.attach("db", "n2").await.unwrap();
+    assert!(reports(&cluster, "n1", vec![mounted.clone()]).await.is_empty(), "not opened yet");
+    let epoch = cluster.open_volume(id, "n2", 11).await;
+    let served = reports(&cluster, "n1", vec![mounted.clone()]).await;
+    assert_eq!((served[0].node.as_str(), served[0].name.as_str()), ("n2", "db"));
+    assert!(served[0].since_epoch > first && served[0].since_epoch <= epoch.0);
+    assert_eq!(cluster.controller.node_assignment("n1").served_elsewhere, served);
+    let shown = cluster.shown("db").devices.remove(0);
+    assert!(shown.node == "n1" && shown.dead.contains("served by n2 since epoch"), "{shown:?}");
+    // Each time it is reported it is answered, and told to people once.
+    reports(&cluster, "n1", vec![mounted.clone()]).await;
+    let told = cluster.reasons().iter().filter(|reason| *reason == "MountsDead").count();
+    assert_eq!(told, 1);
+
+    // Back on the first node, what it made before is of no use to it.
+    cluster.restart().await;
+    cluster.settle().await.unwrap();
+    detach(&cluster, "n2").await;
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.open_volume(id, "n1", 12).await;
+    let now = told_since(&cluster, "n1");
+    assert!(now > epoch.0);
+    let served = reports(&cluster, "n1", vec![mounted, device(&cluster, true, now)]).await;
+    assert_eq!((served.len(), served[0].since_epoch), (1, now));
+    assert!(reports(&cluster, "n1", Vec::new()).await.is_empty());
+    assert!(cluster.shown("db").devices.is_empty());
+}
+
+#[tokio::test]
+async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows() {
+    let cluster = opened().await;
+    let db = by_name("db");
+    let refused = |node: &str| {
+        let outcome = cluster.controller.check_unused(db.as_ref(), node);
+        outcome.map_err(|error| (error.code(), error.to_string()))
+    };
+    let since = told_since(&cluster, "n1");
+    reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
+    for node in ["", "n1"] {
+        let (code, said) = refused(node).unwrap_err();
+        assert_eq!(code, Code::FailedPrecondition);
+        assert!(said.contains("in use on node n1") && said.contains("/mnt/db"), "{said}");
+        assert!(said.contains("--force"), "{said}");
+    }
+    assert_eq!(refused("n2"), Ok(()), "it is not attached there");
+    reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
+    assert_eq!(refused(""), Ok(()));
+
+    // One that has left says nothing of what it has open.
+    let last_words = NodeReport { node: "n1".into(), leaving: true, ..NodeReport::default() };
+    cluster.controller.report_node(&last_words).await.unwrap();
+    let (code, said) = refused("").unwrap_err();
+    assert_eq!(code, Code::FailedPrecondition);
+    assert!(said.contains("node n1 has not reported") && said.contains("--force"), "{said}");
+    // Orchestrators have unstaged it, or take the node for gone.
+    cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
+    assert_eq!(refused(""), Ok(()));
+}
+
+#[tokio::test]
+async fn hostile_reports_of_devices_are_refused_by_field() {
+    let cluster = opened().await;
+    let good = device(&cluster, true, 1);
+    let long = DeviceReport { device: "x".repeat(2000), ..good.clone() };
+    let mounts = DeviceReport { mounts: vec!["/m".into(); 9], ..good.clone() };
+    let volume = DeviceReport { volume_id: "db".into(), ..good.clone() };
+    for devices in [vec![long], vec![mounts], vec![volume], vec![good; 4097]] {
+        let node = "n1".into();
+        let report = NodeReport { node, devices, knows_devices: true, ..NodeReport::default() };
+        let error = cluster.controller.report_node(&report).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
+    }
+}
+
+/// Proves CSI-CONDITION-01: a volume to which nothing has happened is not abnormal.
+#[tokio::test]
+async fn a_volume_that_is_just_opened_is_opening_and_not_ill() {
+    let mut cluster = Cluster::new().await;
+    let volume = cluster.create("db").await;
+    let guids: Vec<_> = volume.replicas.iter().map(|r| r.guid.0.to_string()).collect();
+    let all = |state| guids.iter().map(|guid| (guid.as_str(), state)).collect::<Vec<_>>();
+    cluster.attach("db", "n1").await.unwrap();
+    assert_eq!(cluster.shown("db").health, "Opening");
+    cluster.open_volume(volume.id.0, "n1", 9).await;
+    let replicas = all("disconnected").into_iter().map(|(guid, state)| ReplicaProgress {
+        guid: guid.into(),
+        state: state.into(),
+        ..ReplicaProgress::default()
+    });
+    let replicas: Vec<_> = replicas.collect();
+    let waits = |report: &mut VolumeReport| {
+        report.replicas.clone_from(&replicas);
+        report.waiting_for = "pool p1, p2, p3".into();
+    };
+    cluster.reports("db", "waiting", waits).await;
+    let shown = cluster.shown("db");
+    assert_eq!(shown.health, "Opening");
+    assert!(!shown.waiting_for.contains("pool"), "{}", shown.waiting_for);
+    assert!(shown.replicas.iter().all(|replica| replica.phase == "InSync"));
+    cluster.serving("db", &all("catching-up")).await;
+    assert_eq!(
+        (cluster.shown("db").health.as_str(), &*cluster.shown("db").waiting_for),
+        ("Opening", "")
+    );
+    cluster.serving("db", &all("in-sync")).await;
+    assert_eq!(cluster.shown("db").health, "Online");
+    assert!(!cluster.reasons().contains(&"VolumeDegraded".to_owned()));
+
+    // One that stays so long has met with something, and so has one whose pool is away.
+    cluster.open_volume(volume.id.0, "n1", 10).await;
+    cluster.reports("db", "waiting", waits).await;
+    assert_eq!(cluster.shown("db").health, "Opening");
+    while cluster.shown("db").health != "Faulted" {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    cluster.open_volume(volume.id.0, "n1", 11).await;
+    cluster.goes("p1").await;
+    assert_eq!(cluster.shown("db").health, "Degraded");
+}
+
+/// Proves CSI-DELETEVOLUME-02: once it is answered, no list shows the volume any more.
+#[tokio::test]
+async fn a_deleted_volume_is_on_no_list_and_its_name_is_free_while_pools_still_clear_it_away() {
+    let mut cluster = Cluster::new().await;
+    let first = cluster.create("db").await;
+    cluster.create("other").await;
+    let reference = Some(VolumeRef { id: first.id.0.to_string(), name: String::new() });
+    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
+    // No pool has heard of it yet.
+    let names = |cluster: &Cluster| -> Vec<String> {
+        let (page, end) = cluster.controller.list_volumes(0, "").unwrap();
+        assert_eq!(end, "");
+        page.iter().map(|volume| volume.spec.name.clone()).collect()
+    };
+    assert_eq!(names(&cluster), ["other"]);
+    let (page, token) = cluster.controller.list_volumes(1, "").unwrap();
+    assert_eq!((page.len(), token.as_str()), (1, ""), "nothing comes after it");
+    assert_eq!(
+        cluster.controller.get_volume(by_name("db").as_ref()).unwrap_err().code(),
+        Code::NotFound
+    );
+    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
+    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap();
+    let second = cluster.controller.create_volume(&spec("db"), 0).await.unwrap();
+    assert_ne!(second.id, first.id);
+    assert_eq!(names(&cluster).len(), 2);
+    // The first one goes by its id, and takes nothing of the second along.
+    cluster.controller.delete_volume(reference.as_ref()).await.unwrap();
+    cluster.settle().await.unwrap();
+    assert_eq!(cluster.volume("db").id, second.id);
+    assert_eq!(names(&cluster).len(), 2);
+}

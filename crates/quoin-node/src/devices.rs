@@ -1,0 +1,121 @@
+//! The devices of this host as its node reports them: which volumes, and whether they are used.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use quoin_frontend::attach::protocol::{ServedElsewhere, Usage};
+use quoin_frontend::attach::{AttachClient, Error, holder};
+
+use crate::{device, mountinfo};
+
+/// An attach process that does not answer so long is busy with its devices.
+const ANSWER_MAX: Duration = Duration::from_secs(2);
+/// Mounts that are named of each device.
+const MOUNTS_MAX: usize = 4;
+
+/// One device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceUse {
+    pub volume: String,
+    /// Empty: it is being made, or its process is away.
+    pub device: PathBuf,
+    /// Somebody holds it, or has done IO within the last moments.
+    pub in_use: bool,
+    /// Where its file system is mounted, as this process sees it; the first ones.
+    pub mounts: Vec<PathBuf>,
+    /// The first epoch of the use that it was made for; 0: not known.
+    pub since_epoch: u64,
+    /// Why all its IO fails; empty: it does not.
+    pub dead: String,
+}
+
+/// Asks the attach process of this host for its devices.
+#[derive(Debug, Clone)]
+pub struct Devices {
+    client: AttachClient,
+    holder: PathBuf,
+}
+
+impl Devices {
+    /// Of the attach process behind this socket, which may come up later.
+    #[must_use]
+    pub fn of(attach_socket: &Path) -> Self {
+        let holder = attach_socket.with_file_name("holder.sock");
+        Self { client: AttachClient::new(attach_socket), holder }
+    }
+
+    /// All devices; `None`: nobody says.
+    pub async fn look(&self) -> Option<Vec<DeviceUse>> {
+        match tokio::time::timeout(ANSWER_MAX, self.client.usage()).await {
+            Ok(Ok(usage)) => {
+                // Of a table that cannot be read, no mount is named.
+                let mounts = mountinfo::read().unwrap_or_default();
+                Some(usage.into_iter().map(|usage| with_mounts(usage, &mounts)).collect())
+            }
+            // Without a process there are those devices that its holder keeps for the next one.
+            Ok(Err(Error::Daemon { .. })) => {
+                let holder = self.holder.clone();
+                let held = tokio::task::spawn_blocking(move || holder::held_at(&holder)).await;
+                Some(held.ok()?.into_iter().map(kept).collect())
+            }
+            // An older one does not know the question, and one that hangs knows no answer.
+            Ok(Err(_)) | Err(_) => None,
+        }
+    }
+
+    /// Lets the IO of a device fail whose volume another node has used since.
+    pub async fn served_elsewhere(&self, volume: &str, name: &str, node: &str, since_epoch: u64) {
+        let served = ServedElsewhere {
+            volume: volume.to_owned(),
+            name: name.to_owned(),
+            node: node.to_owned(),
+            since_epoch,
+        };
+        let told = tokio::time::timeout(ANSWER_MAX, self.client.served_elsewhere(served)).await;
+        if let Ok(Err(error)) = told {
+            tracing::debug!(volume = name, %error, "the attach process was not told; told again soon");
+        }
+    }
+}
+
+fn with_mounts(usage: Usage, mounts: &[mountinfo::Mount]) -> DeviceUse {
+    let number = device::major_minor(&usage.device);
+    let of_it = |mount: &&mountinfo::Mount| Some((mount.major, mount.minor)) == number;
+    let points = mounts.iter().filter(of_it).map(|mount| mount.mount_point.clone());
+    DeviceUse {
+        mounts: points.take(MOUNTS_MAX).collect(),
+        volume: usage.volume,
+        device: usage.device,
+        in_use: usage.in_use,
+        since_epoch: usage.since_epoch,
+        dead: usage.dead,
+    }
+}
+
+/// A device whose process is away: its users wait for the next one.
+fn kept(volume: String) -> DeviceUse {
+    DeviceUse {
+        volume,
+        device: PathBuf::new(),
+        in_use: true,
+        mounts: Vec::new(),
+        since_epoch: 0,
+        dead: String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn where_no_attach_process_and_no_holder_is_there_are_no_devices() {
+        let directory = tempfile::tempdir().unwrap();
+        let devices = Devices::of(&directory.path().join("attach.sock"));
+        assert_eq!(devices.look().await, Some(Vec::new()));
+        // One that hangs is not one that has none.
+        let _listener =
+            tokio::net::UnixListener::bind(directory.path().join("attach.sock")).unwrap();
+        assert_eq!(devices.look().await, None);
+    }
+}
