@@ -25,7 +25,7 @@ mod place;
 pub mod scrub;
 pub mod shard;
 pub mod syncer;
-mod witness;
+pub mod witness;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -24,6 +24,7 @@ use quoin_pool::facts::PoolFacts;
 use quoin_pool::scrub::ScrubPlan;
 use quoin_pool::shard::{Ended, Input as PoolInput, Parts, Recognition, Shard as PoolShard};
 use quoin_pool::syncer::Syncer;
+use quoin_pool::witness::Witness;
 use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
 use quoin_target::dial::{Dials, Reach};
@@ -100,6 +101,7 @@ impl RunningPool {
             recognition: Recognition::Given,
             counts: Default::default(),
             assignment: Assignment::default(),
+            witness: Witness::in_places(Vec::new()),
         };
         let thread =
             std::thread::spawn(move || PoolShard::new(pool, &mut parts, syncer).unwrap().run());
