@@ -246,7 +246,10 @@ impl Controller {
 
     /// A target lives: its node is one that volumes can be attached to, and online. What CSI tells of
     /// the node beside that stays as it was told.
-    pub async fn report_target(&self, report: &api::TargetReport) -> Result<(), Error> {
+    pub async fn report_target(
+        &self,
+        report: &api::TargetReport,
+    ) -> Result<Vec<api::ServedElsewhere>, Error> {
         quoin_identity::check_name("node", &report.node)?;
         short("address", &report.address)?;
         short("version", &report.version)?;
@@ -271,8 +274,9 @@ impl Controller {
             Ok(())
         };
         self.nodes.update(&report.node, change).await?;
-        self.node_lives(about, false, None);
-        Ok(())
+        let devices = report.knows_devices.then(|| devices::seen(&report.devices)).transpose()?;
+        self.node_lives(about, false, devices);
+        Ok(self.announce_dead_devices(&report.node))
     }
 
     /// `devices`: what it has now, where it says so.

@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_identity::{Identity, is_of_removed};
-use quoin_node::{AttachProcess, Attacher, DeviceUse, Devices, HostOptions, NodeHost};
+use quoin_node::{AttachProcess, Attacher, Devices, HostOptions, NodeHost};
+use quoin_proto::control::NodeReport;
 use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::{DeviceReport, NodeReport, ReportAnswer};
 use tokio::sync::watch;
 use tonic::Request;
 use tonic::transport::Channel;
@@ -183,16 +183,17 @@ async fn keep_reporting(
     let mut client = AgentClient::new(channel);
     let mut was_heard = true;
     loop {
-        let here = devices.look().await;
+        let here = devices.report().await;
         let mut request = Request::new(NodeReport {
             knows_devices: here.is_some(),
-            devices: here.unwrap_or_default().into_iter().map(device_report).collect(),
+            devices: here.unwrap_or_default(),
             ..report.clone()
         });
         request.set_timeout(REPORT_EVERY * 2);
         let heard = client.report_node(request).await;
         if let Ok(answer) = &heard {
-            end_what_is_served_elsewhere(answer.get_ref(), &devices, &metrics).await;
+            let ended = devices.end_served_elsewhere(answer.get_ref()).await;
+            metrics.health.replace("volume ", ended);
         }
         let problem = |status: &tonic::Status| format!("out of reach ({})", status.message());
         metrics.heard(heard.as_ref().err().map(problem));
@@ -217,29 +218,6 @@ async fn keep_reporting(
             _ = shutdown.wait_for(|stop| *stop) => return None,
         }
     }
-}
-
-fn device_report(here: DeviceUse) -> DeviceReport {
-    let shown = |path: &PathBuf| path.display().to_string();
-    DeviceReport {
-        device: shown(&here.device),
-        in_use: here.in_use,
-        mounts: here.mounts.iter().map(shown).collect(),
-        since_epoch: here.since_epoch,
-        volume_id: here.volume,
-    }
-}
-
-/// What waits for such a device waits in vain: nothing of it may reach the volume any more.
-async fn end_what_is_served_elsewhere(answer: &ReportAnswer, devices: &Devices, metrics: &Metrics) {
-    let mut problems = Vec::new();
-    for served in &answer.served_elsewhere {
-        let (name, node, since) = (&served.name, &served.node, served.since_epoch);
-        devices.served_elsewhere(&served.volume_id, name, node, since).await;
-        let why = format!("served by {node} since epoch {since}; mounts here are dead");
-        problems.push((name.clone(), why));
-    }
-    metrics.health.replace("volume ", problems);
 }
 
 fn absolute(path: &Path) -> Result<PathBuf, Error> {

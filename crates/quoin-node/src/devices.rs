@@ -6,6 +6,8 @@ use std::time::Duration;
 use quoin_frontend::attach::protocol::{ServedElsewhere, Usage};
 use quoin_frontend::attach::{AttachClient, Error, holder};
 
+use quoin_proto::control::{DeviceReport, ReportAnswer};
+
 use crate::{device, mountinfo};
 
 /// An attach process that does not answer so long is busy with its devices.
@@ -44,8 +46,7 @@ impl Devices {
         Self { client: AttachClient::new(attach_socket), holder }
     }
 
-    /// All devices; `None`: nobody says.
-    pub async fn look(&self) -> Option<Vec<DeviceUse>> {
+    async fn look(&self) -> Option<Vec<DeviceUse>> {
         match tokio::time::timeout(ANSWER_MAX, self.client.usage()).await {
             Ok(Ok(usage)) => {
                 // Of a table that cannot be read, no mount is named.
@@ -63,8 +64,25 @@ impl Devices {
         }
     }
 
-    /// Lets the IO of a device fail whose volume another node has used since.
-    pub async fn served_elsewhere(&self, volume: &str, name: &str, node: &str, since_epoch: u64) {
+    /// All devices as the controller is told of them; `None`: nobody says.
+    pub async fn report(&self) -> Option<Vec<DeviceReport>> {
+        Some(self.look().await?.into_iter().map(DeviceReport::from).collect())
+    }
+
+    /// Lets the IO of those devices fail of which the controller says that another node has used
+    /// their volume since: nothing that waits for them may reach it any more. Volumes, and why.
+    pub async fn end_served_elsewhere(&self, answer: &ReportAnswer) -> Vec<(String, String)> {
+        let mut ended = Vec::new();
+        for served in &answer.served_elsewhere {
+            let (name, node, since) = (&served.name, &served.node, served.since_epoch);
+            self.served_elsewhere(&served.volume_id, name, node, since).await;
+            let why = format!("served by {node} since epoch {since}; mounts here are dead");
+            ended.push((name.clone(), why));
+        }
+        ended
+    }
+
+    async fn served_elsewhere(&self, volume: &str, name: &str, node: &str, since_epoch: u64) {
         let served = ServedElsewhere {
             volume: volume.to_owned(),
             name: name.to_owned(),
@@ -74,6 +92,19 @@ impl Devices {
         let told = tokio::time::timeout(ANSWER_MAX, self.client.served_elsewhere(served)).await;
         if let Ok(Err(error)) = told {
             tracing::debug!(volume = name, %error, "the attach process was not told; told again soon");
+        }
+    }
+}
+
+impl From<DeviceUse> for DeviceReport {
+    fn from(here: DeviceUse) -> Self {
+        let shown = |path: &PathBuf| path.display().to_string();
+        DeviceReport {
+            device: shown(&here.device),
+            in_use: here.in_use,
+            mounts: here.mounts.iter().map(shown).collect(),
+            since_epoch: here.since_epoch,
+            volume_id: here.volume,
         }
     }
 }

@@ -196,17 +196,24 @@ impl Control {
 
     /// Tells that this target lives, until `shutdown`.
     pub async fn live(&self, mut shutdown: watch::Receiver<bool>) {
+        let devices = quoin_node::Devices::of(self.devices.socket());
         loop {
+            let here = devices.report().await;
             let mut request = tonic::Request::new(TargetReport {
                 node: self.options.node.clone(),
                 address: self.source.borrow().map(|ip| ip.to_string()).unwrap_or_default(),
                 version: env!("CARGO_PKG_VERSION").into(),
+                knows_devices: here.is_some(),
+                devices: here.unwrap_or_default(),
             });
             request.set_timeout(CALL_MAX);
-            // One of a build that does not know the call refuses it, and goes by CSI's word alone.
-            if let Err(status) = AgentClient::new(self.channel.clone()).report_target(request).await
-            {
-                tracing::debug!(%status, "a sign of life did not reach the controller");
+            match AgentClient::new(self.channel.clone()).report_target(request).await {
+                Ok(answer) => drop(devices.end_served_elsewhere(answer.get_ref()).await),
+                // One of a build that does not know the call refuses it, and goes by CSI's word
+                // alone.
+                Err(status) => {
+                    tracing::debug!(%status, "a sign of life did not reach the controller");
+                }
             }
             tokio::select! {
                 () = tokio::time::sleep(LIVES_EVERY) => {}

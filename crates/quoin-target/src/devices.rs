@@ -61,6 +61,11 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
+    /// Of the attach process.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
     pub fn new(run_dir: &Path, changed: Arc<Notify>) -> Self {
         let socket = run_dir.join("attach").join("attach.sock");
         let daemon = AttachClient::new(&socket);
@@ -254,6 +259,8 @@ mod tests {
             file_only: false,
             connected: true,
             in_flight: 0,
+            link: None,
+            dead: String::new(),
         })
     }
 

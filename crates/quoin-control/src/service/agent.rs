@@ -157,8 +157,8 @@ impl Agent for Services {
         request: Request<TargetReport>,
     ) -> Result<Response<ReportAnswer>, Status> {
         self.act(&request, Role::Node, &request.get_ref().node)?;
-        self.controller.report_target(request.get_ref()).await?;
-        Ok(Response::new(ReportAnswer::default()))
+        let served_elsewhere = self.controller.report_target(request.get_ref()).await?;
+        Ok(Response::new(ReportAnswer { served_elsewhere, ..ReportAnswer::default() }))
     }
 
     async fn acquire_epoch(

@@ -90,6 +90,30 @@ async fn a_device_is_dead_once_another_node_has_opened_its_volume_and_also_when_
 }
 
 #[tokio::test]
+async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_dead() {
+    let cluster = opened().await;
+    let since = told_since(&cluster, "n1");
+    let report = TargetReport {
+        node: "n1".into(),
+        devices: vec![device(&cluster, true, since)],
+        knows_devices: true,
+        ..TargetReport::default()
+    };
+    assert!(cluster.controller.report_target(&report).await.unwrap().is_empty());
+    let refused = cluster.controller.check_unused(by_name("db").as_ref(), "n1").unwrap_err();
+    assert!(refused.to_string().contains("in use on node n1"), "{refused}");
+    // A sign of life that tells nothing of devices, as CSI's without an attach process, takes none.
+    let csi = NodeReport { node: "n1".into(), ..NodeReport::default() };
+    cluster.controller.report_node(&csi).await.unwrap();
+    assert!(cluster.controller.check_unused(by_name("db").as_ref(), "n1").is_err());
+    detach(&cluster, "n1").await;
+    cluster.attach("db", "n2").await.unwrap();
+    cluster.open_volume(cluster.volume("db").id.0, "n2", 11).await;
+    let served = cluster.controller.report_target(&report).await.unwrap();
+    assert_eq!((served.len(), served[0].node.as_str()), (1, "n2"));
+}
+
+#[tokio::test]
 async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows() {
     let cluster = opened().await;
     let db = by_name("db");

@@ -7,7 +7,12 @@ use tonic::Code;
 use crate::cluster::{Cluster, by_name};
 
 fn report(node: &str) -> TargetReport {
-    TargetReport { node: node.into(), address: "10.0.0.9".into(), version: "0.1.0".into() }
+    TargetReport {
+        node: node.into(),
+        address: "10.0.0.9".into(),
+        version: "0.1.0".into(),
+        ..TargetReport::default()
+    }
 }
 
 #[tokio::test]
