@@ -56,6 +56,8 @@ impl Controller {
             data_security: self.settings.data_security.clone(),
             scrub_request: self.pools.get(pool).map_or(0, |pool| pool.scrub_request),
             holdings_request: self.salvage.request(),
+            term: self.term_proof().into(),
+            does_not_rule: !self.claims_its_term(),
         }
     }
 
@@ -125,6 +127,8 @@ impl Controller {
             complete: rules,
             data_security: self.settings.data_security.clone(),
             served_elsewhere: self.served_elsewhere(node),
+            term: self.term_proof().into(),
+            does_not_rule: !self.claims_its_term(),
         }
     }
 

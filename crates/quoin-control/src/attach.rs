@@ -96,6 +96,7 @@ impl Controller {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
+        let term = self.term();
         let change = |volume: &mut VolumeRecord| {
             let before = volume.attachments.clone();
             volume.attachments.retain(|a| !node.is_empty() && a.node != node);
@@ -103,7 +104,7 @@ impl Controller {
                 volume.owner = volume.attachments.first().map(|a| a.node.clone());
             }
             if at_once && volume.owner.is_none() {
-                volume.fence(true);
+                volume.fence(true, term)?;
             }
             let gone = before.into_iter().filter(|a| !volume.attachments.contains(a));
             Ok(gone.map(|attachment| attachment.node).collect::<Vec<_>>())

@@ -25,6 +25,7 @@ use crate::records::{
 };
 use crate::run::{AUTHORITY_FILE, RECORDS_FILE, refuse_foreign};
 use crate::store::{Embedded, Store, Swap};
+use crate::term_records::{SupersededRecord, TermRecord};
 use crate::time::now_ms;
 use crate::verification::VerifyRecord;
 
@@ -80,7 +81,7 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         decode::<R>(value).map(drop)
     }
     type Reader = fn(&[u8]) -> Result<(), String>;
-    let kinds: [(&str, Reader); 10] = [
+    let kinds: [(&str, Reader); 12] = [
         (VolumeRecord::PREFIX, read::<VolumeRecord>),
         (NameRecord::PREFIX, read::<NameRecord>),
         (PoolRecord::PREFIX, read::<PoolRecord>),
@@ -91,6 +92,8 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
         (MemberOfCluster::PREFIX, read::<MemberOfCluster>),
         (EventRecord::PREFIX, read::<EventRecord>),
         (RecoveryRecord::PREFIX, read::<RecoveryRecord>),
+        (TermRecord::PREFIX, read::<TermRecord>),
+        (SupersededRecord::PREFIX, read::<SupersededRecord>),
     ];
     let kind = kinds.iter().find(|(prefix, _)| key.starts_with(prefix));
     let (_, read) = kind.ok_or_else(|| refuse(format!("record {key} is of no known kind")))?;
@@ -275,7 +278,9 @@ async fn write_records(path: &Path, records: &[(String, Vec<u8>)], why: &str) ->
     let store = Embedded::open(path)?;
     let doubt = RecoveryRecord { why: why.to_owned(), since_ms: now_ms() };
     let mark = (doubt.key(), crate::records::encode(&doubt));
-    let others = records.iter().filter(|(key, _)| *key != mark.0);
+    // That it was ended is said of the former controller: this one begins a term of its own.
+    let is_kept = |key: &str| key != mark.0 && !key.starts_with(SupersededRecord::PREFIX);
+    let others = records.iter().filter(|(key, _)| is_kept(key));
     for (key, value) in others.chain([&mark]) {
         match store.compare_and_swap(key, 0, Some(value.clone())).await? {
             Swap::Done(_) => {}

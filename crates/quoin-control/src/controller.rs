@@ -27,6 +27,7 @@ use crate::salvage::Salvage;
 use crate::spec::Defaults;
 use crate::store::{Store, Watched, Writes};
 use crate::table::Table;
+use crate::term::OwnTerm;
 use crate::verification::VerifyRecord;
 
 /// What a controller is told once, at its start.
@@ -69,6 +70,7 @@ pub struct Controller {
     pub(crate) verifications: Table<VerifyRecord>,
     pub(crate) recovery: Table<RecoveryRecord>,
     pub(crate) salvage: Salvage,
+    pub(crate) term: OwnTerm,
     pub(crate) events: Events,
     pub(crate) observed: Mutex<Observed>,
     /// Makes "is the name free" and "take it" one step.
@@ -101,6 +103,7 @@ impl Controller {
             verifications: Table::load(store.clone(), changed.clone()).await?,
             recovery: Table::load(store.clone(), changed.clone()).await?,
             salvage: Salvage::default(),
+            term: OwnTerm::load(store.clone(), changed.clone()).await?,
             events: Events::load(store.clone()).await?,
             store,
             observed: Mutex::new(Observed::new()),
@@ -176,7 +179,8 @@ impl Controller {
         mut change: impl FnMut(&mut VolumeRecord) -> Result<T, Error>,
     ) -> Result<(Arc<VolumeRecord>, T), Error> {
         self.check_ruling()?;
-        let name = id.to_string();
+        self.check_term()?;
+        let (name, term) = (id.to_string(), self.term());
         let is_confirmed = {
             let observed = self.observed();
             observed.confirmed.contains(&id) && !observed.behind.contains(&id)
@@ -185,7 +189,7 @@ impl Controller {
             let before = volume.clone();
             let value = change(volume)?;
             if before.owner.is_some() && before.owner != volume.owner {
-                volume.fence(false);
+                volume.fence(false, term)?;
             }
             volume.membership.version += u64::from(is_confirmed && volume.takes_back(&before));
             volume.generation += u64::from(volume.differs(&before));

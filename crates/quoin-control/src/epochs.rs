@@ -49,16 +49,16 @@ impl Controller {
             let rule = "it must not be zero, which stands for no target";
             return Err(Error::invalid("incarnation", rule));
         }
+        let term = self.term();
         let change = |volume: &mut VolumeRecord| {
             if let Err(why) = owned(volume, node) {
                 return Ok(Err(why));
             }
-            if at_least.0 > volume.epoch.saturating_add(EPOCHS_AHEAD_MAX) {
-                let rule = format!("{} is far above the record's {}", at_least.0, volume.epoch);
+            if at_least.0 > volume.epoch().max(term.floor()).0.saturating_add(EPOCHS_AHEAD_MAX) {
+                let rule = format!("{at_least} is far above the record's {}", volume.epoch());
                 return Err(Error::invalid("at_least", rule));
             }
-            let skipped = std::mem::take(&mut volume.epochs_skipped);
-            volume.epoch = volume.epoch.max(at_least.0) + skipped + 1;
+            volume.use_up_epoch(at_least, term)?;
             volume.incarnation = Text(incarnation);
             node.clone_into(&mut volume.holder);
             volume.forget_retired();
@@ -72,7 +72,8 @@ impl Controller {
             return Ok(Err(why));
         }
         self.opening_begins(volume);
-        let grant = Grant { volume, epoch: record.epoch(), incarnation, node: node.to_owned() };
+        let node = node.to_owned();
+        let grant = Grant { volume, epoch: record.epoch(), incarnation, node, term };
         Ok(Ok(Granted {
             epoch: record.epoch(),
             membership: (&record.membership).into(),
@@ -85,11 +86,16 @@ impl Controller {
         if record.owner.as_deref() != Some(node) || record.epoch != epoch || epoch == 0 {
             return Vec::new();
         }
+        // Records that do not rule grant nothing.
+        if !self.claims_its_term() || self.check_term().is_err() {
+            return Vec::new();
+        }
         let grant = Grant {
             volume: record.id.0,
             epoch: record.epoch(),
             incarnation: record.incarnation.0,
             node: node.to_owned(),
+            term: self.term(),
         };
         self.identity.sign_grant(&grant).unwrap_or_default()
     }
@@ -131,7 +137,7 @@ type News = (&'static str, ReplicaId, String);
 fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, String> {
     owned(volume, &asked.node)?;
     if (volume.epoch(), volume.incarnation.0) != (asked.epoch, asked.incarnation) {
-        return Err(format!("epoch {} is over, the record has {}", asked.epoch, volume.epoch));
+        return Err(format!("epoch {} is over, the record has {}", asked.epoch, volume.epoch()));
     }
     let now = Membership::from(&volume.membership);
     let same = now.known == asked.known && (now.rf, now.cf) == (asked.rf, asked.cf);

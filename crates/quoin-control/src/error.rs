@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use quoin_core::Term;
 use tonic::{Code, Status};
 
 use crate::store::StoreError;
@@ -91,6 +92,14 @@ pub enum Error {
     )]
     NoAuthority(PathBuf),
 
+    #[error(
+        "this controller is of term {term}, and term {by} has begun: the cluster's records were \
+         recovered elsewhere, and what this one says is refused. Remove its directory; or, where it \
+         is to rule again, end the other one and run `quoin controller recover --state` with this \
+         directory"
+    )]
+    Superseded { term: Term, by: Term },
+
     #[error("gRPC server: {0}")]
     Serve(#[from] tonic::transport::Error),
 }
@@ -126,7 +135,8 @@ impl Error {
             Self::Precondition(_) => Code::FailedPrecondition,
             Self::OutOfRange(_) => Code::OutOfRange,
             Self::Exhausted(_) => Code::ResourceExhausted,
-            Self::Busy(_) => Code::Unavailable,
+            // The controller that took its place answers.
+            Self::Busy(_) | Self::Superseded { .. } => Code::Unavailable,
             Self::Aborted(_) => Code::Aborted,
             Self::Denied(_) | Self::Removed(_) => Code::PermissionDenied,
             Self::Unauthenticated(_) => Code::Unauthenticated,

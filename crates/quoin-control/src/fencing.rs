@@ -1,6 +1,6 @@
 //! Taking back what nodes were granted, without their cooperation.
 
-use quoin_core::VolumeId;
+use quoin_core::{Epoch, Term, VolumeId};
 
 use crate::Error;
 use crate::controller::Controller;
@@ -10,17 +10,33 @@ impl VolumeRecord {
     /// Takes back every grant that was given so far. An epoch is used up for it that is granted to
     /// no target: pools promise it, and open nothing any more by a grant that was kept. A session
     /// that is open may still be closed in a bounded time, unless it is to be cut `at_once`.
-    pub(crate) fn fence(&mut self, at_once: bool) {
+    pub(crate) fn fence(&mut self, at_once: bool, term: Term) -> Result<(), Error> {
         if self.epoch == 0 {
-            return;
+            return Ok(());
         }
         if self.fenced == self.epoch {
             self.fenced_at_once |= at_once;
-            return;
+            return Ok(());
         }
-        self.epoch += std::mem::take(&mut self.epochs_skipped) + 1;
+        self.use_up_epoch(Epoch::ZERO, term)?;
         self.incarnation = Text::default();
         (self.fenced, self.fenced_at_once) = (self.epoch, at_once);
+        Ok(())
+    }
+
+    /// The next epoch of the term in which the controller rules, above `at_least`.
+    pub(crate) fn use_up_epoch(&mut self, at_least: Epoch, term: Term) -> Result<(), Error> {
+        let after = self.epoch().max(at_least).0.saturating_add(self.epochs_skipped);
+        let Some(next) = term.next_epoch(Epoch(after)) else {
+            return Err(Error::Precondition(format!(
+                "volume {}: epoch {} is of a later term than this controller's, which is {term}, or \
+                 its last one: `quoin controller recover` begins another term",
+                self.spec.name,
+                Epoch(after)
+            )));
+        };
+        (self.epoch, self.epochs_skipped) = (next.0, 0);
+        Ok(())
     }
 
     /// Whether a grant is out that its holder may still use.
@@ -33,6 +49,7 @@ impl Controller {
     /// Takes back all that a node was granted, at once: its sessions are cut. `leaves`: it also loses
     /// the volumes that were only lent to it.
     pub(crate) async fn fence_node(&self, node: &str, leaves: bool) -> Result<(), Error> {
+        let term = self.term();
         let concerned = |volume: &VolumeRecord| {
             let owns = volume.owner.as_deref() == Some(node);
             owns || volume.holder == node
@@ -45,7 +62,7 @@ impl Controller {
                 }
                 // Records of former versions do not say who holds the epoch.
                 if volume.holder == node || (owns && volume.holder.is_empty()) {
-                    volume.fence(true);
+                    volume.fence(true, term)?;
                 }
                 Ok(())
             };
@@ -60,13 +77,14 @@ impl Controller {
         if self.check_ruling().is_err() {
             return Ok(());
         }
+        let term = self.term();
         let left_over = |volume: &VolumeRecord| {
             volume.phase == VolumePhase::Ready && volume.owner.is_none() && volume.is_granted()
         };
         for volume in self.volumes.list().iter().filter(|volume| left_over(volume)) {
             let fence = |volume: &mut VolumeRecord| {
                 if left_over(volume) {
-                    volume.fence(false);
+                    volume.fence(false, term)?;
                 }
                 Ok(())
             };
@@ -78,6 +96,7 @@ impl Controller {
     /// A target that goes on under an epoch that was taken back has missed that its volume was
     /// detached and attached again: it is cut, and finds the epoch that it may have now.
     pub(crate) async fn fence_stale(&self, id: VolumeId, node: &str) -> Result<(), Error> {
+        let term = self.term();
         let stale = |volume: &VolumeRecord| {
             volume.owner.as_deref() == Some(node) && volume.holder == node && !volume.is_granted()
         };
@@ -87,7 +106,7 @@ impl Controller {
         }
         let fence = |volume: &mut VolumeRecord| {
             if is_open(volume) {
-                volume.fence(true);
+                volume.fence(true, term)?;
             }
             Ok(())
         };
@@ -108,7 +127,7 @@ impl Controller {
 
 #[cfg(test)]
 mod tests {
-    use quoin_core::Incarnation;
+    use quoin_core::{Epoch, Incarnation, Term, TermId};
 
     use crate::records::{Text, VolumeRecord};
 
@@ -122,25 +141,46 @@ mod tests {
     #[test]
     fn a_fence_uses_up_an_epoch_that_is_nobodys_and_only_where_a_grant_is_out() {
         let mut volume = granted(7);
-        volume.fence(false);
+        volume.fence(false, Term::default()).unwrap();
         assert_eq!((volume.epoch, volume.fenced, volume.incarnation.0.0), (8, 8, 0));
-        volume.fence(false);
+        volume.fence(false, Term::default()).unwrap();
         assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (8, 8, false));
-        volume.fence(true);
+        volume.fence(true, Term::default()).unwrap();
         assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (8, 8, true));
         // Granted again, and taken back once more: sessions may be closed again.
         volume.epoch = 9;
-        volume.fence(false);
+        volume.fence(false, Term::default()).unwrap();
         assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (10, 10, false));
 
         let mut never_opened = granted(0);
-        never_opened.fence(true);
+        never_opened.fence(true, Term::default()).unwrap();
         assert_eq!((never_opened.epoch, never_opened.fenced), (0, 0));
 
         // Epochs that records made from pools cannot know of are fenced too.
         let mut recovered = granted(7);
         recovered.epochs_skipped = 1000;
-        recovered.fence(false);
+        recovered.fence(false, Term::default()).unwrap();
         assert_eq!((recovered.epoch, recovered.fenced, recovered.epochs_skipped), (1008, 1008, 0));
+    }
+
+    #[test]
+    fn a_new_term_fences_and_grants_above_all_that_a_former_controller_goes_on_to_grant() {
+        let term = Term { number: 2, id: TermId(5) };
+        let mut fenced = granted(7);
+        fenced.fence(false, term).unwrap();
+        assert_eq!(fenced.epoch().to_string(), "2/1");
+        assert_eq!(fenced.fenced, fenced.epoch);
+        fenced.use_up_epoch(Epoch(1 << 30), term).unwrap();
+        assert_eq!(
+            fenced.epoch().to_string(),
+            "2/2",
+            "what the former term granted counts for nothing"
+        );
+        // Records that were put back by hand go above nothing of a later term.
+        let old = Term { number: 1, id: TermId(4) };
+        let before = fenced.clone();
+        let refused = fenced.fence(true, old).unwrap_err().to_string();
+        assert!(refused.contains("later term") && refused.contains("recover"), "{refused}");
+        assert_eq!(fenced, before);
     }
 }

@@ -52,6 +52,8 @@ pub mod store;
 mod table;
 mod target_config;
 mod tending;
+mod term;
+mod term_records;
 mod text;
 mod time;
 mod verification;
@@ -72,3 +74,4 @@ pub use run::{
 };
 pub use scale::{Move, Scale, Which};
 pub use scheduled_backup::BackupSchedule;
+pub use term::let_recover;

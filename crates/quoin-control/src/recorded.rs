@@ -4,12 +4,13 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use quoin_core::{Incarnation, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_core::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use quoin_recorded::Recorded;
 use serde_json::{Map, Value, json};
 
 use crate::policy::ReplaceAfter;
 use crate::records::*;
+use crate::term_records::{SupersededRecord, TermRecord};
 use crate::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
 
 const RAISE: &str = "FORMAT in quoin-control/src/records.rs, unless every build that reads the \
@@ -227,6 +228,11 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     hold("member", &member);
     let recovery = RecoveryRecord { why: "they were lost".into(), since_ms: 1_700_000_000_000 };
     hold("recovery", &recovery);
+    let (number, id) = (3, Text(TermId(0x7e41)));
+    hold("term", &TermRecord { number, id, since_ms: 1_700_000_000_000 });
+    let superseded =
+        SupersededRecord { number, id, told_by: "pool pool-1".into(), since_ms: 1_700_000_000_000 };
+    hold("superseded", &superseded);
     let event = EventRecord {
         sequence: 17,
         time_ms: 1_700_000_000_000,

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_core::membership::open_quorum;
-use quoin_core::{Membership, ReplicaGuid, ReplicaId};
+use quoin_core::{Membership, ReplicaGuid, ReplicaId, Term};
 use quoin_proto::control::VolumeRef;
 
 use crate::Error;
@@ -66,12 +66,12 @@ impl Controller {
         self.check_recovery(&now, recovery)?;
         let candidates = self.candidates();
         let seen = now.membership.version;
-        let silent = self.silent(&now);
+        let (silent, term) = (self.silent(&now), self.term());
         let change = |volume: &mut VolumeRecord| {
             if volume.membership.version != seen || volume.phase != VolumePhase::Ready {
                 return Err(Error::Aborted("the volume changed meanwhile; look again".to_owned()));
             }
-            reduce(volume, &recovery.keep, &silent);
+            reduce(volume, &recovery.keep, &silent, term)?;
             // As many as are desired, as far as there is room; the rest is asked for by hand.
             let _ = scale::scale(volume, &Scale::default(), &candidates);
             Ok(())
@@ -220,7 +220,12 @@ impl Controller {
 
 /// The membership becomes [`Membership::reduced_to`] those that are kept; what the others hold is
 /// deleted should it turn up.
-fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId], silent: &[ReplicaGuid]) {
+fn reduce(
+    volume: &mut VolumeRecord,
+    keep: &[ReplicaId],
+    silent: &[ReplicaGuid],
+    term: Term,
+) -> Result<(), Error> {
     let next =
         Membership::from(&volume.membership).reduced_to(|member| keep.contains(&member.id), silent);
     let (gone, stay): (Vec<_>, Vec<_>) = std::mem::take(&mut volume.replicas)
@@ -230,10 +235,11 @@ fn reduce(volume: &mut VolumeRecord, keep: &[ReplicaId], silent: &[ReplicaGuid])
     volume.discarded.extend(gone.into_iter().map(Discarded::from));
     volume.membership = MembershipRecord::from(&next);
     volume.forget_retired();
-    volume.fence(false);
+    volume.fence(false, term)?;
     // Whoever has it open finds that it is not his any more, and opens it anew.
     volume.owner = None;
     volume.may_have_lost_ms = now_ms();
+    Ok(())
 }
 
 #[cfg(test)]

@@ -272,6 +272,7 @@ pub async fn open(options: &Options) -> Result<Controller, Error> {
         loaded => loaded?,
     };
     let controller = Controller::open(store, identity, authority, options.settings()).await?;
+    controller.check_term()?;
     // A controller that slept past its certificate's end gets itself a new one.
     controller.tend_certificates().await?;
     Ok(controller)
@@ -339,7 +340,10 @@ pub async fn serve(
         served.await.map_err(Error::from)
     };
     let local = async { local.await.map_err(Error::from) };
+    let mut superseded = controller.superseded();
     tokio::select! {
+        // The borrowed word is given back first: reading it again beside a writer would wait for ever.
+        () = async { drop(superseded.wait_for(Option::is_some).await) } => controller.check_term(),
         served = async { tokio::try_join!(local, remote) } => served.map(drop),
         () = tend(controller.clone()) => Ok(()),
         // Whoever holds a connection open does not hold up a shutdown.

@@ -41,11 +41,6 @@ macro_rules! number {
                 Self(self.0 + 1)
             }
         }
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "{}", self.0)
-            }
-        }
         impl fmt::Debug for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 write!(f, concat!(stringify!($name), "({})"), self.0)
@@ -60,10 +55,18 @@ id128!(/** Which incarnation of a copy's data: new each time it is created. */ R
 id128!(/** A pool of one host. */ PoolId);
 id128!(/** A snapshot, visible or hidden. */ SnapshotId);
 id128!(/** A group of volumes (one crash-consistent unit). */ GroupId);
+id128!(/** One term of one controller. Chosen at random; 0 in term 0. */ TermId);
 id128!(/** One attempt of one target process to open a volume. Chosen at random. */ Incarnation);
 
-number!(/** Grows each time a target opens a volume for writing; the fencing token. */ Epoch);
+number!(/** Grows each time a target opens a volume for writing; the fencing token. Its upper part is
+the term in which it was granted ([`crate::term`]). */ Epoch);
 number!(/** Log sequence number: gapless per volume; 0 is "before the first entry". */ Lsn);
+
+impl fmt::Display for Lsn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
 
 /// Place in a volume's history: the epoch and LSN of the last entry, Views included.
 /// Compared lexicographically.

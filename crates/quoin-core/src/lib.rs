@@ -17,15 +17,17 @@ pub mod recognition;
 pub mod replica;
 pub mod step;
 pub mod target;
+pub mod term;
 pub mod time;
 
 pub use entry::{Chain, Entry, EntryKind, View};
 pub use ids::{
     BulkKey, Epoch, GroupId, Incarnation, Lsn, PoolId, Position, ReplicaGuid, ReplicaId,
-    SessionKey, SnapshotId, VolumeId,
+    SessionKey, SnapshotId, TermId, VolumeId,
 };
 pub use membership::{Desired, Durability, Member, Membership, Newcomer};
 pub use step::Step;
+pub use term::Term;
 pub use time::Time;
 
 /// The internal block: the unit of checksums, versions and placement.

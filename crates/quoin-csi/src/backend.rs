@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use quoin_identity::TermChannel;
 use quoin_proto::control::cluster_client::ClusterClient;
 use quoin_proto::control::{self as api, VolumeRef};
 use tokio::sync::OnceCell;
-use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use crate::refusal::from_control;
@@ -18,15 +18,15 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// A client that is shared by all services. The channel connects again by itself.
 #[derive(Clone)]
 pub struct Backend {
-    client: ClusterClient<Channel>,
+    client: ClusterClient<TermChannel>,
     cluster_id: Arc<OnceCell<String>>,
 }
 
 impl Backend {
     /// Over a channel that may connect later.
     #[must_use]
-    pub fn new(channel: Channel) -> Self {
-        Self { client: ClusterClient::new(channel), cluster_id: Arc::default() }
+    pub fn new(channel: impl Into<TermChannel>) -> Self {
+        Self { client: ClusterClient::new(channel.into()), cluster_id: Arc::default() }
     }
 
     fn request<T>(message: T) -> Request<T> {

@@ -10,13 +10,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_identity::{Identity, is_of_removed};
+use quoin_identity::{Identity, TermChannel, is_of_removed};
 use quoin_node::{AttachProcess, Attacher, Devices, HostOptions, NodeHost};
 use quoin_proto::control::NodeReport;
 use quoin_proto::control::agent_client::AgentClient;
 use tokio::sync::watch;
 use tonic::Request;
-use tonic::transport::Channel;
 
 use crate::metrics::Metrics;
 use crate::{Backend, ConfigError, EndpointError, Mode, NodeSide, Plugin, PluginOptions};
@@ -113,7 +112,7 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
     // What can be wrong without asking anybody comes first.
     let socket_path = crate::parse_endpoint(&options.csi_endpoint)?;
     let identity = Identity::load(&options.identity_directory)?;
-    let channel = identity.channel(&options.controller)?;
+    let channel = identity.controller(&options.controller)?;
     let attacher: Arc<dyn Attacher> = Arc::new(AttachProcess::new(&options.attach_socket));
     let name = identity.peer().name.clone();
     let node = if options.mode.node {
@@ -173,7 +172,7 @@ pub async fn run(options: Options, shutdown: watch::Receiver<bool>) -> Result<()
 /// Says that the node is there, until `shutdown`. One that cannot be told is told again with
 /// the next beat; its loss is logged once. Gives the controller's word that the node was removed.
 async fn keep_reporting(
-    channel: Channel,
+    channel: TermChannel,
     report: NodeReport,
     devices: Devices,
     plugin: Plugin,

@@ -20,7 +20,7 @@ use tonic::transport::{Channel, Endpoint};
 use tower::service_fn;
 
 use crate::incoming::Caller;
-use crate::{Error, Expected, Identity, Role, tls};
+use crate::{Error, Expected, Identity, Role, TermChannel, tls};
 
 /// TCP connect and TLS handshake together.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
@@ -33,15 +33,21 @@ impl Identity {
         self.channel_to(controller_addr, Expected::Role(Role::Controller))
     }
 
-    /// As [`Identity::channel`], and the address of this host that its connection comes from:
+    /// As [`Identity::channel`], for members: answers of a controller of a former term are refused.
+    pub fn controller(&self, controller_addr: &str) -> Result<TermChannel, Error> {
+        Ok(TermChannel::over(self.channel(controller_addr)?, self.clone()))
+    }
+
+    /// As [`Identity::controller`], and the address of this host that its connection comes from:
     /// `None` until the first connection.
-    pub fn channel_with_source(
+    pub fn controller_with_source(
         &self,
         controller_addr: &str,
-    ) -> Result<(Channel, watch::Receiver<Option<IpAddr>>), Error> {
+    ) -> Result<(TermChannel, watch::Receiver<Option<IpAddr>>), Error> {
         let (source, known) = watch::channel(None);
         let expected = Expected::Role(Role::Controller);
-        Ok((self.channel_telling(controller_addr, expected, source)?, known))
+        let channel = self.channel_telling(controller_addr, expected, source)?;
+        Ok((TermChannel::over(channel, self.clone()), known))
     }
 
     /// As [`Identity::channel`], to any member.

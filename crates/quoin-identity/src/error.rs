@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use quoin_core::Term;
+
 use crate::Role;
 
 /// An identity, a certificate, a token or a secured connection that is not as it must be.
@@ -48,6 +50,14 @@ pub enum Error {
 
     #[error("epoch grant refused: {0}")]
     Grant(String),
+
+    #[error(
+        "the controller is of term {term}, and {}: {}",
+        if *rival { "another one began the same term".into() } else { format!("term {known} has begun") },
+        if *rival { "end one of them, and run `quoin controller recover` at the other" }
+        else { "its records were recovered elsewhere; nothing that it says is done" }
+    )]
+    Term { term: Term, known: Term, rival: bool },
 
     #[error(
         "the authority is being rotated already; the former one is trusted for {0} s more, \

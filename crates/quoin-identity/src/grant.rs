@@ -4,27 +4,27 @@
 //! not that the records name this node as the volume's owner. The grant does: it says "this
 //! node may open this volume at this epoch as this incarnation", signed with the key of a
 //! controller's certificate, which comes with it. So a pool needs no word with the controller,
-//! and IO goes on while that one is down.
+//! and IO goes on while that one is down. It says in which term it was given as well, and so tells a
+//! pool of a newer term that no controller has told it of ([`quoin_core::term`]).
 //!
-//! Bytes, little-endian: magic `QGR1`, cluster u128, volume u128, epoch u64, incarnation u128,
-//! node (u8 length, bytes), chain (u8 count, each u16 length and DER), signature (u16 length,
-//! ECDSA P-256 with SHA-256, ASN.1) over a fixed prefix and everything up to the chain.
+//! Bytes, little-endian: magic, cluster u128, volume u128, epoch u64, incarnation u128, node (u8
+//! length, bytes), and chain and signature ([`crate::signed`]). The magic is `QGR1` in term 0, so that
+//! pools of versions that know no terms read it; else `QGR2`, and the term (number u64, id u128)
+//! follows the node.
 
-use aws_lc_rs::signature::{ECDSA_P256_SHA256_ASN1, UnparsedPublicKey};
 use bytes::{Buf, BufMut};
-use quoin_core::{Epoch, Incarnation, VolumeId};
-use rustls::SignatureScheme;
+use quoin_core::{Epoch, Incarnation, Term, TermId, VolumeId};
 use rustls::sign::CertifiedKey;
-use rustls_pki_types::CertificateDer;
 
+use crate::signed::{self, SIGNED_BYTES_MAX, Seal, take};
 use crate::tls::Current;
-use crate::{ClusterId, Error, Role, check_name};
+use crate::{ClusterId, Error, check_name};
 
+/// Before there were terms: of term 0.
 const MAGIC: &[u8; 4] = b"QGR1";
-/// Keeps these signatures apart from any other that the same key makes (TLS handshakes).
+pub(crate) const MAGIC_OF_TERM: &[u8; 4] = b"QGR2";
 const CONTEXT: &[u8] = b"quoin epoch grant, format 1\0";
-const GRANT_BYTES_MAX: usize = 16 << 10;
-const CHAIN_MAX: usize = 6;
+const CONTEXT_OF_TERM: &[u8] = b"quoin epoch grant, format 2\0";
 
 /// Leave for one target to open one volume at one epoch.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -34,59 +34,47 @@ pub struct Grant {
     pub incarnation: Incarnation,
     /// The name in the certificate of the node on which the target runs.
     pub node: String,
+    /// Of the controller that signed it. The epoch may be of a former one.
+    pub term: Term,
 }
 
 impl Grant {
+    fn context(&self) -> &'static [u8] {
+        if self.term == Term::default() { CONTEXT } else { CONTEXT_OF_TERM }
+    }
+
     fn statement(&self, cluster: ClusterId) -> Vec<u8> {
+        let of_a_term = self.term != Term::default();
         let mut out = Vec::with_capacity(128);
-        out.put_slice(MAGIC);
+        out.put_slice(if of_a_term { MAGIC_OF_TERM } else { MAGIC });
         out.put_u128_le(cluster.0);
         out.put_u128_le(self.volume.0);
         out.put_u64_le(self.epoch.0);
         out.put_u128_le(self.incarnation.0);
         out.put_u8(self.node.len() as u8);
         out.put_slice(self.node.as_bytes());
+        if of_a_term {
+            out.put_u64_le(self.term.number);
+            out.put_u128_le(self.term.id.0);
+        }
         out
     }
 
     pub(crate) fn sign(&self, cluster: ClusterId, key: &CertifiedKey) -> Result<Vec<u8>, Error> {
         check_name("node", &self.node)?;
-        let mut out = self.statement(cluster);
-        let signer = key
-            .key
-            .choose_scheme(&[SignatureScheme::ECDSA_NISTP256_SHA256])
-            .ok_or_else(|| Error::Grant("the controller's key is not ECDSA P-256".into()))?;
-        let signature = signer.sign(&[CONTEXT, &out].concat())?;
-        out.put_u8(key.cert.len() as u8);
-        for certificate in &key.cert {
-            out.put_u16_le(certificate.len() as u16);
-            out.put_slice(certificate);
-        }
-        out.put_u16_le(signature.len() as u16);
-        out.put_slice(&signature);
-        Ok(out)
+        signed::sign(self.context(), self.statement(cluster), key)
     }
 
     pub(crate) fn verify(bytes: &[u8], current: &Current) -> Result<Self, Error> {
         let refused = |reason: &str| Error::Grant(reason.to_owned());
-        if bytes.len() > GRANT_BYTES_MAX {
+        if bytes.len() > SIGNED_BYTES_MAX {
             return Err(refused("it is too long"));
         }
         let parsed = parse(bytes).ok_or_else(|| refused("it is cut off or not a grant"))?;
         if parsed.cluster != current.cluster {
             return Err(refused("it is of another cluster"));
         }
-        let signer =
-            current.holder_of(&parsed.chain).map_err(|error| Error::Grant(error.to_string()))?;
-        if signer.role != Role::Controller {
-            return Err(Error::Grant(format!("{signer} signed it, not a controller")));
-        }
-        let (_, certificate) =
-            x509_parser::parse_x509_certificate(&parsed.chain[0]).map_err(Error::certificate)?;
-        let key = &certificate.public_key().subject_public_key.data;
-        UnparsedPublicKey::new(&ECDSA_P256_SHA256_ASN1, key)
-            .verify(&[CONTEXT, parsed.statement].concat(), parsed.signature)
-            .map_err(|_| refused("the signature is wrong"))?;
+        parsed.seal.verify(parsed.grant.context(), parsed.statement, current)?;
         Ok(parsed.grant)
     }
 }
@@ -95,21 +83,16 @@ struct Parsed<'a> {
     cluster: ClusterId,
     grant: Grant,
     statement: &'a [u8],
-    chain: Vec<CertificateDer<'a>>,
-    signature: &'a [u8],
-}
-
-fn take<'a>(rest: &mut &'a [u8], len: usize) -> Option<&'a [u8]> {
-    let (head, tail) = rest.split_at_checked(len)?;
-    *rest = tail;
-    Some(head)
+    seal: Seal<'a>,
 }
 
 fn parse(bytes: &[u8]) -> Option<Parsed<'_>> {
     let mut rest = bytes;
-    if take(&mut rest, 4)? != MAGIC {
-        return None;
-    }
+    let of_a_term = match take(&mut rest, 4)? {
+        magic if magic == MAGIC => false,
+        magic if magic == MAGIC_OF_TERM => true,
+        _ => return None,
+    };
     let cluster = ClusterId(rest.try_get_u128_le().ok()?);
     let volume = VolumeId(rest.try_get_u128_le().ok()?);
     let epoch = Epoch(rest.try_get_u64_le().ok()?);
@@ -117,31 +100,39 @@ fn parse(bytes: &[u8]) -> Option<Parsed<'_>> {
     let length = rest.try_get_u8().ok()?;
     let node = std::str::from_utf8(take(&mut rest, length.into())?).ok()?.to_owned();
     check_name("node", &node).ok()?;
+    let mut term = Term::default();
+    if of_a_term {
+        let number = rest.try_get_u64_le().ok()?;
+        term = Term { number, id: TermId(rest.try_get_u128_le().ok()?) };
+        // Term 0 is said in one way only.
+        if term == Term::default() {
+            return None;
+        }
+    }
     let statement = &bytes[..bytes.len() - rest.len()];
-    let count = usize::from(rest.try_get_u8().ok()?);
-    if count == 0 || count > CHAIN_MAX {
-        return None;
-    }
-    let mut chain = Vec::with_capacity(count);
-    for _ in 0..count {
-        let length = rest.try_get_u16_le().ok()?;
-        chain.push(CertificateDer::from(take(&mut rest, length.into())?));
-    }
-    let length = rest.try_get_u16_le().ok()?;
-    let signature = take(&mut rest, length.into())?;
-    let grant = Grant { volume, epoch, incarnation, node };
-    rest.is_empty().then_some(Parsed { cluster, grant, statement, chain, signature })
+    let seal = signed::parse_seal(rest)?;
+    Some(Parsed {
+        cluster,
+        grant: Grant { volume, epoch, incarnation, node, term },
+        statement,
+        seal,
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Authority, Identity, Lifetimes};
+    use crate::{Authority, Identity, Lifetimes, Role};
     use proptest::prelude::*;
 
     fn grant() -> Grant {
         let (volume, epoch) = (VolumeId(5), Epoch(7));
-        Grant { volume, epoch, incarnation: Incarnation(9), node: "node-1".into() }
+        let term = Term::default();
+        Grant { volume, epoch, incarnation: Incarnation(9), node: "node-1".into(), term }
+    }
+
+    fn grants() -> [Grant; 2] {
+        [grant(), Grant { term: Term { number: 3, id: TermId(0xabcd) }, ..grant() }]
     }
 
     fn cluster() -> (tempfile::TempDir, Identity, Identity) {
@@ -157,24 +148,29 @@ mod tests {
     #[test]
     fn a_pool_believes_what_the_controller_signed_and_reads_it_as_it_was_given() {
         let (_dir, controller, pool) = cluster();
-        let bytes = controller.sign_grant(&grant()).unwrap();
-        assert_eq!(pool.verify_grant(&bytes).unwrap(), grant());
+        for (grant, magic) in grants().into_iter().zip([MAGIC, MAGIC_OF_TERM]) {
+            let bytes = controller.sign_grant(&grant).unwrap();
+            assert_eq!(pool.verify_grant(&bytes).unwrap(), grant);
+            assert!(bytes.starts_with(magic));
+        }
     }
 
     #[test]
     fn a_grant_with_any_byte_changed_is_refused() {
         let (_dir, controller, pool) = cluster();
-        let bytes = controller.sign_grant(&grant()).unwrap();
-        for at in 0..bytes.len() {
-            let mut changed = bytes.clone();
-            changed[at] ^= 1;
-            // A change in an unneeded certificate of the chain alters nothing that counts.
-            if let Ok(read) = pool.verify_grant(&changed) {
-                assert_eq!(read, grant(), "byte {at} changed what the grant says");
+        for grant in grants() {
+            let bytes = controller.sign_grant(&grant).unwrap();
+            for at in 0..bytes.len() {
+                let mut changed = bytes.clone();
+                changed[at] ^= 1;
+                // A change in an unneeded certificate of the chain alters nothing that counts.
+                if let Ok(read) = pool.verify_grant(&changed) {
+                    assert_eq!(read, grant, "byte {at} changed what the grant says");
+                }
             }
-        }
-        for at in 0..bytes.len() {
-            assert!(pool.verify_grant(&bytes[..at]).is_err(), "cut at {at}");
+            for at in 0..bytes.len() {
+                assert!(pool.verify_grant(&bytes[..at]).is_err(), "cut at {at}");
+            }
         }
     }
 
@@ -198,6 +194,7 @@ mod tests {
         fn no_bytes_panic(bytes: Vec<u8>) {
             let _ = parse(&bytes);
             let _ = parse(&[MAGIC.as_slice(), &bytes].concat());
+            let _ = parse(&[MAGIC_OF_TERM.as_slice(), &bytes].concat());
         }
     }
 }

@@ -4,6 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use bytes::Bytes;
+use quoin_core::Term;
+use quoin_core::term::Standing;
 use rcgen::KeyPair;
 use rustls::sign::CertifiedKey;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
@@ -12,6 +15,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
+use crate::terms::{self, Terms};
 use crate::tls::{self, Current, Expected, Shared};
 use crate::{ClusterId, Error, Grant, Issued, Peer, files, peer_of};
 
@@ -35,6 +39,7 @@ struct Inner {
     dir: PathBuf,
     peer: Peer,
     shared: Arc<Shared>,
+    terms: Terms,
 }
 
 /// This process's place in its cluster. Cheap to clone; all clones renew together.
@@ -52,7 +57,8 @@ impl Identity {
     pub fn load(dir: &Path) -> Result<Self, Error> {
         let (peer, current) = load(dir)?;
         let shared = Arc::new(Shared::new(current));
-        Ok(Self(Arc::new(Inner { dir: dir.to_owned(), peer, shared })))
+        let terms = Terms::load(dir)?;
+        Ok(Self(Arc::new(Inner { dir: dir.to_owned(), peer, shared, terms })))
     }
 
     /// Who this is.
@@ -100,6 +106,30 @@ impl Identity {
     /// Reads a grant and proves that a controller of this cluster signed it.
     pub fn verify_grant(&self, bytes: &[u8]) -> Result<Grant, Error> {
         Grant::verify(bytes, &self.0.shared.get())
+    }
+
+    /// The proof of a term; only a controller's signature is worth anything.
+    pub fn sign_term(&self, term: Term) -> Result<Bytes, Error> {
+        terms::sign(term, self.cluster(), &self.0.shared.get().key)
+    }
+
+    /// The term that these bytes prove; term 0 where there are none.
+    pub fn verify_term(&self, proof: &[u8]) -> Result<Term, Error> {
+        self.terms().verify(proof, &self.0.shared.get())
+    }
+
+    /// The highest term that was heard of.
+    pub fn terms(&self) -> &Terms {
+        &self.0.terms
+    }
+
+    /// Takes in a term by its proof; a higher one is remembered, on media.
+    ///
+    /// # Errors
+    /// Where it is not proven, or cannot be remembered.
+    pub fn hear_term(&self, proof: &[u8]) -> Result<Standing, Error> {
+        let term = self.verify_term(proof)?;
+        self.terms().hear(term, proof)
     }
 
     /// First and last moment of the certificate in use.
@@ -190,7 +220,7 @@ impl Identity {
     /// Renews with the controller, over a connection of the certificate that runs out.
     pub async fn renew(&self, controller_addr: &str) -> Result<(), Error> {
         use quoin_proto::control::{RenewRequest, join_client::JoinClient};
-        let mut client = JoinClient::new(self.channel(controller_addr)?);
+        let mut client = JoinClient::new(self.controller(controller_addr)?);
         let csr_der = self.renewal_request()?;
         let mut request = tonic::Request::new(RenewRequest { csr_der });
         request.set_timeout(Duration::from_secs(30));

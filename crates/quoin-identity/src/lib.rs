@@ -8,6 +8,7 @@
 //! | `cert.pem` | the certificate chain for it, replaced by each renewal |
 //! | `ca.pem` | the authorities to trust: one, or two while the authority is rotated |
 //! | `cluster.json` | the cluster this directory belongs to |
+//! | `term.json` | the highest term of a controller that was heard of ([`Terms`]), where there is one |
 //!
 //! A certificate names its holder as a URI, `quoin://<cluster>/<role>/<name>` ([`Peer`]); host
 //! names and addresses play no part. Both sides of every TCP connection show one (mutual TLS
@@ -19,6 +20,8 @@
 //!   under a running process, opens gRPC [`Identity::channel`]s, renews itself.
 //! * [`Authority`] is the controller's side: it issues, and can be rotated with IO running.
 //! * [`Grant`] is what a controller signs for a target and a pool believes.
+//! * [`Terms`] remembers the highest term of a controller that was heard of; [`TermChannel`] refuses
+//!   the answers of a former one.
 //! * [`serve_incoming`] turns a listener into a stream of authenticated connections that
 //!   tonic serves, each request carrying its [`Caller`].
 
@@ -34,6 +37,9 @@ mod incoming;
 mod join;
 mod peer;
 mod shares;
+mod signed;
+mod term_channel;
+mod terms;
 mod tls;
 mod token;
 
@@ -48,5 +54,7 @@ pub use incoming::{Caller, IncomingLimits, Member, PeerStream, serve_incoming};
 pub use join::{JoinRequest, join, load_or_join, newcomer_channel};
 pub use peer::{ClusterId, Peer, Role, check_name, peer_of};
 pub use shares::{NoPlace, Place, Shares, source_of};
+pub use term_channel::{TermChannel, show_term, show_that_it_does_not_rule, shown_term};
+pub use terms::{Proven, Terms};
 pub use tls::Expected;
 pub use token::JoinToken;

@@ -8,12 +8,15 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
 
+use quoin_core::Term;
 use quoin_core::ids::SessionKey;
+use quoin_core::term::Standing;
 use quoin_identity::{Identity, Role, peer_of};
 use quoin_wire::Hello;
 use quoin_wire::descriptors::Shortage;
-use quoin_wire::establish::{EstablishError, answer};
+use quoin_wire::establish::{Disbelief, EstablishError, answer};
 use quoin_wire::handshake::{HandshakeError, ServerSecurity};
 use quoin_wire::places::Places;
 use quoin_wire::reactor::Waker;
@@ -25,13 +28,16 @@ use crate::shard::Input;
 
 /// Handshakes under way at once; more connections than that are closed unheard.
 const HANDSHAKES_MAX: usize = 64;
+/// A target with a grant of a former term is told of this often.
+const TOLD_AGAIN: Duration = Duration::from_secs(60);
 /// A handshake needs little stack.
 const STACK_BYTES: usize = 256 << 10;
 
 /// Why a session may be opened by this peer.
 #[derive(Clone)]
 pub enum Belief {
-    /// The peer's certificate is a node's, and a controller granted that node this session.
+    /// The peer's certificate is a node's, and a controller granted that node this session, in no term
+    /// that is over.
     Grants(Identity),
     /// Anybody on the loopback: tests and benchmarks.
     Everybody,
@@ -45,12 +51,13 @@ impl Belief {
         certificates: &[CertificateDer<'static>],
         session: &SessionKey,
         hello: &Hello,
-    ) -> Result<(), String> {
-        let Belief::Grants(identity) = self else { return Ok(()) };
-        let certificate = certificates.first().ok_or("the peer showed no certificate")?;
+    ) -> Result<Term, Disbelief> {
+        let Belief::Grants(identity) = self else { return Ok(Term::default()) };
+        let certificate =
+            certificates.first().ok_or_else(|| "the peer showed no certificate".to_owned())?;
         let peer = peer_of(certificate).map_err(|e| e.to_string())?;
         if peer.role != Role::Node {
-            return Err(format!("{peer} is not a node: only targets open replicas"));
+            return Err(format!("{peer} is not a node: only targets open replicas").into());
         }
         let grant = identity.verify_grant(&hello.grant).map_err(|e| e.to_string())?;
         let exact = grant.volume == hello.volume
@@ -61,9 +68,30 @@ impl Belief {
             return Err(format!(
                 "the grant is for volume {}, epoch {} on node {}, not for what {peer} asked",
                 grant.volume, grant.epoch, grant.node
-            ));
+            )
+            .into());
         }
-        Ok(())
+        let proof = if grant.term == Term::default() { &[] } else { &hello.grant[..] };
+        let standing = identity.hear_term(proof).map_err(|e| e.to_string())?;
+        if standing.is_refused() {
+            let known = identity.terms().highest();
+            let reason = format!(
+                "the grant of {peer} is of term {} of the controller, and this pool goes by term {}{}",
+                grant.term,
+                known.term,
+                if standing == Standing::Rival { " of another one" } else { "" }
+            );
+            return Err(Disbelief { reason, term: known.proof });
+        }
+        Ok(grant.term)
+    }
+
+    /// Whether a session that was believed may open now: a newer term may have been heard of since.
+    pub(crate) fn still_opens(&self, term: Term) -> bool {
+        match self {
+            Belief::Grants(identity) => !identity.terms().standing(term).is_refused(),
+            Belief::Everybody => true,
+        }
     }
 }
 
@@ -79,6 +107,23 @@ pub struct Acceptor {
     inputs: Sender<Input>,
     waker: Waker,
     metrics: Metrics,
+    told: Told,
+}
+
+/// The last refusal of a former term that was told: its target comes again and again.
+#[derive(Clone, Default)]
+struct Told(Arc<std::sync::Mutex<Option<(String, Instant)>>>);
+
+impl Told {
+    fn is_news(&self, reason: &str) -> bool {
+        let mut told = self.0.lock().expect("never held across a panic");
+        let same = told.as_ref().filter(|(last, at)| last == reason && at.elapsed() < TOLD_AGAIN);
+        if same.is_some() {
+            return false;
+        }
+        *told = Some((reason.to_owned(), Instant::now()));
+        true
+    }
 }
 
 impl Acceptor {
@@ -113,7 +158,13 @@ impl Acceptor {
             inputs,
             waker,
             metrics,
+            told: Told::default(),
         })
+    }
+
+    /// As [`Belief::still_opens`].
+    pub(crate) fn still_opens(&self, term: Term) -> bool {
+        self.belief.still_opens(term)
     }
 
     /// What is readable when somebody waits at the door.
@@ -158,19 +209,21 @@ impl Acceptor {
         let security = self.security.lock().expect("never held across a panic").clone();
         let belief = self.belief.clone();
         let (inputs, waker) = (self.inputs.clone(), self.waker.clone());
-        let metrics = self.metrics.clone();
+        let (metrics, told) = (self.metrics.clone(), self.told.clone());
         let spawned = std::thread::Builder::new()
             .name("handshake".into())
             .stack_size(STACK_BYTES)
             .spawn(move || {
+                let mut term = Term::default();
                 let heard = answer(stream, from, &security, |certificates, session, hello| {
-                    belief.judge(certificates, session, hello)
+                    term = belief.judge(certificates, session, hello)?;
+                    Ok(())
                 });
                 drop(place);
                 match heard {
                     Ok(answered) => {
                         // Fails only when the shard is gone, and the connection with it.
-                        let _ = inputs.send(Input::Answered(Box::new(answered)));
+                        let _ = inputs.send(Input::Answered(Box::new(answered), term));
                         waker.wake();
                     }
                     // A member that looks whether this pool is reached here, as the controller does.
@@ -178,6 +231,13 @@ impl Acceptor {
                     Err(error) => {
                         metrics.connections_refused.inc();
                         refused(from, &error);
+                        if let EstablishError::Disbelieved(Disbelief { reason, term }) = error
+                            && !term.is_empty()
+                            && told.is_news(&reason)
+                        {
+                            let _ = inputs.send(Input::TermRefused(reason));
+                            waker.wake();
+                        }
                     }
                 }
             });
@@ -224,11 +284,11 @@ mod tests {
         let unreadable = [CertificateDer::from(vec![0x30, 3, 1, 2, 3])];
         for hello in [&hello, &bulk] {
             let refusal = |certificates: &[CertificateDer<'static>]| {
-                grants.judge(certificates, &session, hello).unwrap_err()
+                grants.judge(certificates, &session, hello).unwrap_err().reason
             };
             assert!(refusal(&[]).contains("no certificate"));
             assert!(!refusal(&unreadable).contains("no certificate"));
-            assert_eq!(all.judge(&[], &session, hello), Ok(()));
+            assert_eq!(all.judge(&[], &session, hello), Ok(Term::default()));
         }
     }
 }

@@ -9,14 +9,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use quoin_core::recognition::PoolCounts;
-use quoin_identity::{Contact, Identity};
+use quoin_identity::{Contact, Identity, TermChannel};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{AgentEvent, PoolReport, Scrub, WatchPoolRequest};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use quoin_wire::notices::{Notice, Notices, Severity};
 use tokio::sync::{Notify, oneshot, watch};
-use tonic::transport::Channel;
+use tonic::Status;
 
 use crate::address::Advertised;
 use crate::assignment::{Assignment, PoolState, ReplicaState};
@@ -39,7 +39,7 @@ pub(crate) struct Control {
     pub identity: Identity,
     pub pool_id: String,
     pub address: Advertised,
-    pub channel: Channel,
+    pub channel: TermChannel,
     pub contact: Contact,
     pub shard: ShardHandle,
     pub security: Arc<Mutex<ServerSecurity>>,
@@ -64,15 +64,32 @@ impl Control {
         self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await
     }
 
-    async fn follow_once(&self) -> Result<(), tonic::Status> {
+    async fn follow_once(&self) -> Result<(), Status> {
         let client = AgentClient::new(self.channel.clone());
         // The first one has the record of every volume of which a replica is here.
         let mut client = client.max_decoding_message_size(ASSIGNMENT_BYTES_MAX);
         let request = WatchPoolRequest { pool: self.options.name.clone() };
         let mut assignments = client.watch_pool(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
-        while let Some(message) = assignments.message().await? {
+        let mut terms = self.identity.terms().changes();
+        let refused = |error: quoin_identity::Error| Status::unavailable(error.to_string());
+        let (mut proof, mut rules) = (Vec::new(), false);
+        loop {
+            let message = tokio::select! {
+                message = assignments.message() => message?,
+                // A target may have told of another controller's term: this one may be over.
+                _ = terms.changed() => {
+                    self.identity.hear_controller(&proof, rules).map_err(refused)?;
+                    continue;
+                }
+            };
+            let Some(message) = message else { return Ok(()) };
             self.contact.heard();
+            (proof, rules) = (message.term.clone(), !message.does_not_rule);
+            if !self.identity.hear_controller(&proof, rules).map_err(refused)? {
+                self.tell_holdings(message.holdings_request).await?;
+                continue;
+            }
             if let Some(least) = Mode::from_name(&message.data_security) {
                 self.protect(least);
             }
@@ -85,12 +102,11 @@ impl Control {
             self.changed.notify_one();
             self.tell_holdings(message.holdings_request).await?;
         }
-        Ok(())
     }
 
     /// Answers a request for all that the pool keeps, once. An error ends the following of the
     /// assignments, which begins anew, and the request with it.
-    async fn tell_holdings(&self, request: u64) -> Result<(), tonic::Status> {
+    async fn tell_holdings(&self, request: u64) -> Result<(), Status> {
         if request == 0 || request == self.told_holdings.load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -98,7 +114,7 @@ impl Control {
         self.shard.send(Input::Holdings(answer));
         let holdings = tokio::time::timeout(CALL_MAX, holdings).await.ok().and_then(Result::ok);
         // While the pool is opened anew there is nobody to ask.
-        let holdings = holdings.ok_or_else(|| tonic::Status::unavailable("the pool is opening"))?;
+        let holdings = holdings.ok_or_else(|| Status::unavailable("the pool is opening"))?;
         let pieces = holdings.pieces(&self.options.name, &self.pool_id, request);
         let mut told = tonic::Request::new(tokio_stream::iter(pieces));
         told.set_timeout(HOLDINGS_MAX);

@@ -243,7 +243,7 @@ where
             .spawn(move || lives::keep_serving(first, &*open, parts, &sender, &watch))?
     };
 
-    let (channel, source) = identity.channel_with_source(&options.controller)?;
+    let (channel, source) = identity.controller_with_source(&options.controller)?;
     let control = Arc::new(Control {
         channel,
         contact: Contact::new(&options.controller),

@@ -14,7 +14,7 @@ use quoin_core::block::DeviceInfo;
 use quoin_core::membership::Member;
 use quoin_core::target::{ReplicaStanding, TargetStatus};
 use quoin_frontend::attach::protocol::AttachVolume;
-use quoin_identity::{Contact, Identity, convert};
+use quoin_identity::{Contact, Identity, TermChannel, convert};
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::{
     AcquireEpochRequest, AgentEvent, GoesBy, NodeAssignment, ReplicaProgress,
@@ -24,7 +24,7 @@ use quoin_proto::control::{
 use quoin_wire::Mode;
 use quoin_wire::notices::{Notice, Notices, Severity};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tonic::transport::Channel;
+use tonic::Status;
 
 use crate::Options;
 use crate::assignment::{self, Assigned};
@@ -51,7 +51,7 @@ const REOPEN: Duration = Duration::from_secs(1);
 pub(crate) struct Control {
     pub options: Options,
     pub identity: Identity,
-    pub channel: Channel,
+    pub channel: TermChannel,
     /// The address of this host by which the controller is reached.
     pub source: watch::Receiver<Option<IpAddr>>,
     pub devices: Devices,
@@ -90,19 +90,34 @@ impl Control {
         self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await
     }
 
-    async fn follow_once(&self) -> Result<(), tonic::Status> {
+    async fn follow_once(&self) -> Result<(), Status> {
         let mut client = AgentClient::new(self.channel.clone());
         let request = WatchNodeRequest { node: self.options.node.clone() };
         let mut assignments = client.watch_node(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
         // One that has just started knows nothing of what is served here.
         self.changed.notify_one();
-        while let Some(message) = assignments.message().await? {
+        let mut terms = self.identity.terms().changes();
+        let refused = |error: quoin_identity::Error| Status::unavailable(error.to_string());
+        let (mut proof, mut rules) = (Vec::new(), false);
+        loop {
+            let message = tokio::select! {
+                message = assignments.message() => message?,
+                // A pool may have told of another controller's term: this one may be over, and hears
+                // of it by the next call.
+                _ = terms.changed() => {
+                    self.identity.hear_controller(&proof, rules).map_err(refused)?;
+                    continue;
+                }
+            };
+            let Some(message) = message else { return Ok(()) };
             self.contact.heard();
-            self.contact.set_io_waits(false);
-            self.assign(&message);
+            (proof, rules) = (message.term.clone(), !message.does_not_rule);
+            if self.identity.hear_controller(&proof, rules).map_err(refused)? {
+                self.contact.set_io_waits(false);
+                self.assign(&message);
+            }
         }
-        Ok(())
     }
 
     fn assign(&self, message: &NodeAssignment) {

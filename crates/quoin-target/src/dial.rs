@@ -17,7 +17,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use quoin_core::VolumeId;
 use quoin_core::ids::SessionKey;
 use quoin_identity::{Expected, Identity, Role};
-use quoin_wire::establish::dial;
+use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::ClientSecurity;
 use quoin_wire::reactor::Waker;
 use quoin_wire::{Connection, Hello, Mode};
@@ -56,6 +56,23 @@ impl Reach {
                 server_name: ServerName::try_from("quoin").expect("a valid name"),
                 mode: *mode,
             }),
+        }
+    }
+}
+
+impl Reach {
+    /// A pool goes by a newer term than the grant's: the target learns of it, and its controller by
+    /// the target.
+    fn overtaken(&self, proof: &[u8]) -> String {
+        let Reach::Tls { identity, .. } = self else {
+            return "the pool showed a term without TLS".to_owned();
+        };
+        match identity.hear_term(proof).and_then(|_| identity.verify_term(proof)) {
+            Ok(term) => format!(
+                "it goes by term {term} of the controller, and the grant is of another one: the \
+                 cluster's records were recovered elsewhere"
+            ),
+            Err(error) => format!("it goes by another term of the controller: {error}"),
         }
     }
 }
@@ -204,7 +221,7 @@ impl Dials {
             if let Err(error) = thread.spawn(move || dials.make(waiting)) {
                 queue.ended(&address, false);
                 let why = format!("no thread to connect with: {error}");
-                outcomes.tell(volume, session, bulk, pool, Err(why));
+                outcomes.tell(volume, session, bulk, pool, Err(why.into()));
             }
         }
         self.0.count.set(queue.len() as i64);
@@ -219,7 +236,7 @@ impl Dials {
         outcomes.tell(volume, session, bulk, pool, outcome);
     }
 
-    fn connect(&self, to: &Dial) -> Result<Connection, String> {
+    fn connect(&self, to: &Dial) -> Result<Connection, Undialled> {
         let reach = self.0.reach.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let security = reach.security(&to.pool)?;
         let addresses: Vec<SocketAddr> = to
@@ -231,10 +248,27 @@ impl Dials {
         for address in addresses {
             match dial(&to.pool, address, &security, to.session, &to.hello) {
                 Ok(connection) => return Ok(connection),
+                Err(EstablishError::FormerTerm(proof)) => {
+                    return Err(Undialled { why: reach.overtaken(&proof), is_former: true });
+                }
                 Err(error) => last = error.to_string(),
             }
         }
-        Err(last)
+        Err(last.into())
+    }
+}
+
+/// Why a connection was not made.
+#[derive(Debug)]
+pub struct Undialled {
+    pub why: String,
+    /// The grant is of a former term.
+    pub is_former: bool,
+}
+
+impl From<String> for Undialled {
+    fn from(why: String) -> Self {
+        Self { why, is_former: false }
     }
 }
 
@@ -256,7 +290,7 @@ impl Dialler {
         bulk: Option<u64>,
         why: String,
     ) {
-        self.outcomes.tell(volume, session, bulk, String::new(), Err(why));
+        self.outcomes.tell(volume, session, bulk, String::new(), Err(why.into()));
     }
 
     /// Connections are given up: their dials are not made any more if they wait. A connection is
@@ -283,7 +317,7 @@ impl Outcomes {
         session: SessionKey,
         bulk: Option<u64>,
         pool: String,
-        outcome: Result<Connection, String>,
+        outcome: Result<Connection, Undialled>,
     ) {
         let outcome = outcome.map(Box::new);
         // Fails only when the shard is gone.

@@ -118,7 +118,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         controller = options.controller,
         "serving"
     );
-    let (channel, source) = identity.channel_with_source(&options.controller)?;
+    let (channel, source) = identity.controller_with_source(&options.controller)?;
     let changed = Arc::default();
     let control = Arc::new(Control {
         channel,

@@ -16,7 +16,8 @@ use quoin_core::membership::{Member, Membership};
 use quoin_core::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
 use quoin_core::replica::store::{BootCookie, IoFault, ReplicaIdentity};
 use quoin_core::{
-    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, VolumeId,
+    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, Term, TermId,
+    VolumeId,
 };
 use quoin_identity::{Authority, Expected, Grant, Identity, Lifetimes, Role};
 use quoin_pool::accept::Belief;
@@ -182,7 +183,12 @@ impl Guarded {
 }
 
 fn good_grant(key: SessionKey) -> Grant {
-    Grant { volume: OURS, epoch: key.epoch, incarnation: key.incarnation, node: "n1".into() }
+    granted_in(Term::default(), key)
+}
+
+fn granted_in(term: Term, key: SessionKey) -> Grant {
+    let SessionKey { epoch, incarnation, .. } = key;
+    Grant { volume: OURS, epoch, incarnation, node: "n1".into(), term }
 }
 
 #[test]
@@ -223,6 +229,90 @@ fn a_grant_opens_nothing_when_any_one_of_its_fields_is_wrong() {
     let mut session = guarded.dial(node, key, &hello).unwrap();
     session.send(&open_of(OURS, IN_OURS, 500));
     assert!(matches!(session.next(), Some(FromReplica::OpenAck(_))));
+}
+
+fn term(number: u64, id: u128) -> Term {
+    Term { number, id: TermId(id) }
+}
+
+impl Guarded {
+    /// Dials by a grant of this term.
+    fn dial_in(&self, term: Term, key: SessionKey) -> Result<Session, EstablishError> {
+        let grant = self.controller.sign_grant(&granted_in(term, key)).unwrap();
+        let hello = Hello::new(OURS, IN_OURS.id, IN_OURS.guid, grant.into());
+        self.dial(&self.node, key, &hello)
+    }
+}
+
+#[test]
+fn a_grant_of_a_term_that_is_over_opens_nothing_and_its_target_is_shown_the_newer_one() {
+    let guarded = Guarded::new();
+    let over = [Term::default(), term(1, 7), term(1, 8), term(2, 7), term(3, 8)];
+    for (n, newer) in [term(1, 7), term(2, 8), term(3, 7)].into_iter().enumerate() {
+        // A pool hears of a term by a grant as well as by its controller.
+        let first = key(newer.next_epoch(Epoch(1_000)).unwrap().0 + n as u64, 1);
+        let mut session = guarded.dial_in(newer, first).unwrap();
+        session.send(&open_of(OURS, IN_OURS, 500));
+        assert!(matches!(session.next(), Some(FromReplica::OpenAck(_))), "{newer:?}");
+        for former in over.into_iter().filter(|t| t.number <= newer.number && *t != newer) {
+            // Its epoch may be as high as it likes.
+            let again = key(Epoch(first.epoch.0 + 9_000).0, 2);
+            let refusal = guarded.dial_in(former, again).err();
+            let Some(EstablishError::FormerTerm(proof)) = refusal else {
+                panic!("{former:?} after {newer:?}: {refusal:?}")
+            };
+            assert_eq!(guarded.node.verify_term(&proof).unwrap(), newer);
+        }
+        // The same term goes on.
+        assert!(guarded.dial_in(newer, key(first.epoch.0, 3)).is_ok());
+    }
+}
+
+#[test]
+fn a_session_that_was_let_in_opens_nothing_once_its_pool_heard_of_a_newer_term() {
+    let guarded = Guarded::new();
+    let mut former = guarded.dial_in(Term::default(), key(1_000, 1)).unwrap();
+    let newer = term(1, 7);
+    let _newer = guarded.dial_in(newer, key(newer.floor().0 + 1, 1)).unwrap();
+    former.send(&open_of(OURS, IN_OURS, 500));
+    let refused = former.next();
+    assert!(matches!(refused, Some(FromReplica::Refuse { .. })), "{refused:?}");
+    assert_eq!(former.next(), None, "the session goes on");
+}
+
+#[test]
+fn a_session_of_a_former_term_serves_on_until_the_volume_is_opened_in_the_new_one_and_then_ends() {
+    let guarded = Guarded::new();
+    let mut former = guarded.dial_in(Term::default(), key(1_000, 1)).unwrap();
+    former.send(&open_of(OURS, IN_OURS, 500));
+    assert!(matches!(former.next(), Some(FromReplica::OpenAck(_))));
+    let newer = term(1, 7);
+    let opening = key(newer.next_epoch(Epoch(1_000)).unwrap().0, 1);
+    let mut session = guarded.dial_in(newer, opening).unwrap();
+    // The pool has heard of the term: what is served is served on.
+    former.send(&ToReplica::Ping { stable: Lsn::ZERO, ping: Ping(5) });
+    assert!(matches!(former.next(), Some(FromReplica::Applied { ping: Ping(5), .. })));
+    session.send(&open_of(OURS, IN_OURS, 500));
+    assert!(matches!(session.next(), Some(FromReplica::OpenAck(_))));
+    let mut last = former.next();
+    while let Some(FromReplica::Applied { .. }) = last {
+        last = former.next();
+    }
+    let ended = matches!(last, None | Some(FromReplica::Refuse { .. } | FromReplica::Failed(_)));
+    assert!(ended, "{last:?}");
+    // However high the epochs are that a former controller grants: the promise is of the newer term.
+    let grant = granted_in(newer, key(1_000_000, 1));
+    let hello = Hello::new(
+        OURS,
+        IN_OURS.id,
+        IN_OURS.guid,
+        guarded.controller.sign_grant(&grant).unwrap().into(),
+    );
+    let mut low = guarded.dial(&guarded.node, key(1_000_000, 1), &hello).unwrap();
+    low.send(&open_of(OURS, IN_OURS, 500));
+    let refused = low.next();
+    let promised = opening.epoch;
+    assert_eq!(refused, Some(FromReplica::Refuse { promised, failure: Failure::Fenced }));
 }
 
 #[test]

@@ -356,7 +356,8 @@ impl Cluster {
         let (controller, granted) = (self.controller.clone(), granted.to_owned());
         let reach = Reach::Tls { identity: self.identity(Role::Node, node), mode };
         RunningTarget::start(&Control::default(), membership(known, 2), reach, move |i, epoch| {
-            let grant = Grant { volume: VOLUME, epoch, incarnation: i, node: granted.clone() };
+            let (node, term) = (granted.clone(), Default::default());
+            let grant = Grant { volume: VOLUME, epoch, incarnation: i, node, term };
             controller.sign_grant(&grant).unwrap().into()
         })
     }

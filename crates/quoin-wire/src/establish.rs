@@ -7,6 +7,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use quoin_core::Epoch;
 use quoin_core::ids::SessionKey;
 use quoin_core::message::{Failure, FromReplica};
@@ -22,7 +23,7 @@ use crate::handshake::{
     ClientSecurity, Established, HANDSHAKE_MAX, HandshakeError, ServerSecurity, accept, connect,
     connect_same_host,
 };
-use crate::hello::{Hello, Spoken};
+use crate::hello::{FEATURE_TERM, Hello, Spoken, Welcome};
 use crate::same_host::{self, PeerAddress, Stream};
 
 #[derive(Debug, thiserror::Error)]
@@ -37,10 +38,27 @@ pub enum EstablishError {
     Unexpected,
     #[error("the pool refused the session: {0}")]
     Refused(Failure),
-    #[error("refused: {0}")]
-    Disbelieved(String),
+    #[error("refused: {}", .0.reason)]
+    Disbelieved(Disbelief),
+    /// With what proves the newer one.
+    #[error("the pool goes by a newer term of the controller than the grant is of")]
+    FormerTerm(Bytes),
     #[error("two versions of Quoin do not fit: {0}")]
     Versions(String),
+}
+
+/// Why a peer is not believed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Disbelief {
+    pub reason: String,
+    /// Proves a term that is newer than that of the peer's grant; empty: it is not for that.
+    pub term: Bytes,
+}
+
+impl From<String> for Disbelief {
+    fn from(reason: String) -> Self {
+        Self { reason, term: Bytes::new() }
+    }
 }
 
 /// A session's connection, on the side that was dialled.
@@ -89,6 +107,9 @@ fn introduce(
     match answer.frame {
         Frame::Welcome(welcome) if answer.session == session => {
             welcome.suits(hello).map_err(EstablishError::Versions)?;
+            if !welcome.term.is_empty() {
+                return Err(EstablishError::FormerTerm(welcome.term));
+            }
             connection.authenticated(welcome.features);
             Ok(connection)
         }
@@ -105,7 +126,7 @@ pub fn answer(
     stream: Stream,
     peer_address: PeerAddress,
     security: &ServerSecurity,
-    believe: impl FnOnce(&[CertificateDer<'static>], &SessionKey, &Hello) -> Result<(), String>,
+    believe: impl FnOnce(&[CertificateDer<'static>], &SessionKey, &Hello) -> Result<(), Disbelief>,
 ) -> Result<Answered, EstablishError> {
     let deadline = Instant::now() + HANDSHAKE_MAX;
     let established = accept(stream, peer_address, security)?;
@@ -129,11 +150,15 @@ pub fn answer(
             connection.authenticated(welcome.features);
             Ok(Answered { connection, session, hello, peer_address })
         }
-        Err(reason) => {
+        Err(disbelief) => {
+            let term = disbelief.term.clone();
+            if !term.is_empty() && welcome.features & FEATURE_TERM != 0 {
+                connection.send_welcome(session, &Welcome { term, ..welcome })?;
+            }
             let refuse = FromReplica::Refuse { promised: Epoch::ZERO, failure: Failure::Protocol };
             connection.send_from_replica(session, &refuse)?;
             flush(&mut connection, deadline)?;
-            Err(EstablishError::Disbelieved(reason))
+            Err(EstablishError::Disbelieved(disbelief))
         }
     }
 }

@@ -20,8 +20,10 @@ pub const PROTOCOL_MAX: u16 = 1;
 pub const FEATURE_VERIFY: u64 = 1;
 /// The pool takes bulk connections, and the target uses them: what rebuilds copy goes there, counted.
 pub const FEATURE_BULK: u64 = 2;
+/// A refused target is shown the term that is newer than its grant's.
+pub const FEATURE_TERM: u64 = 4;
 /// Feature bits this build knows.
-pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY | FEATURE_BULK;
+pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY | FEATURE_BULK | FEATURE_TERM;
 /// A grant is a signed statement of a few ids, with the certificates of who signed it.
 pub const GRANT_BYTES_MAX: usize = 16 << 10;
 
@@ -62,10 +64,13 @@ impl Spoken {
         Spoken { oldest: PROTOCOL_MIN, newest: PROTOCOL_MAX, features: FEATURES_KNOWN };
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Welcome {
     pub protocol: u16,
     pub features: u64,
+    /// Proves a term that is newer than that of the Hello's grant: the session is refused. Empty: it is
+    /// not refused for that. Only where the target offered [`FEATURE_TERM`].
+    pub term: Bytes,
 }
 
 impl Hello {
@@ -91,6 +96,7 @@ impl Hello {
         Welcome {
             protocol: self.protocol_max.min(pool.newest).max(pool.oldest),
             features: offered & pool.features,
+            term: Bytes::new(),
         }
     }
 
@@ -162,10 +168,19 @@ impl Welcome {
     pub(crate) fn encode(&self, out: &mut BytesMut) {
         out.put_u16_le(self.protocol);
         out.put_u64_le(self.features);
+        if self.features & FEATURE_TERM != 0 {
+            out.put_blob(&self.term);
+        }
     }
 
     pub(crate) fn decode(r: &mut Reader) -> Result<Self, Malformed> {
-        Ok(Welcome { protocol: r.u16("welcome")?, features: r.u64("welcome")? })
+        let (protocol, features) = (r.u16("welcome")?, r.u64("welcome")?);
+        let shows_a_term = features & FEATURE_TERM != 0;
+        let term = if shows_a_term { r.bytes("term")? } else { Bytes::new() };
+        if term.len() > GRANT_BYTES_MAX {
+            return Err(Malformed("term"));
+        }
+        Ok(Welcome { protocol, features, term })
     }
 }
 
@@ -220,9 +235,9 @@ mod tests {
 
     #[test]
     fn an_answer_with_what_nobody_offered_is_refused() {
-        let welcome = Welcome { protocol: PROTOCOL_MAX, features: 2 };
+        let welcome = Welcome { protocol: PROTOCOL_MAX, features: 2, ..Welcome::default() };
         assert!(welcome.suits(&Hello { features_optional: 1, ..hello() }).is_err());
-        let welcome = Welcome { protocol: PROTOCOL_MAX + 1, features: 0 };
+        let welcome = Welcome { protocol: PROTOCOL_MAX + 1, ..Welcome::default() };
         assert!(welcome.suits(&hello()).is_err());
     }
 }

@@ -61,7 +61,7 @@ fn heard(say: impl Fn(TcpStream) -> Option<Raw>) -> EstablishError {
     let (tcp, from) = listener.accept().unwrap();
     let _open = say(target);
     let security = ServerSecurity::PlainLoopback;
-    let believe = |_: &[_], _: &SessionKey, _: &Hello| Err("not believed".to_owned());
+    let believe = |_: &[_], _: &SessionKey, _: &Hello| Err("not believed".to_owned().into());
     answer(Stream::Tcp(tcp), PeerAddress::Network(from), &security, believe).err().unwrap()
 }
 
@@ -81,7 +81,7 @@ fn a_pool_refuses_whatever_a_target_begins_with_other_than_a_hello_that_it_belie
         (
             "a Hello that is not believed",
             |tcp| raw(|c| c.send_hello(session(), &hello()).unwrap())(tcp),
-            |e| matches!(e, EstablishError::Disbelieved(why) if why == "not believed"),
+            |e| matches!(e, EstablishError::Disbelieved(why) if why.reason == "not believed"),
         ),
         (
             "nothing, and the end",
@@ -145,7 +145,11 @@ fn a_target_takes_no_answer_to_its_hello_but_a_welcome_to_its_own_session() {
             "a welcome to another session",
             |tcp| {
                 raw(|c| {
-                    c.send_welcome(other_session(), &Welcome { protocol: 1, features: 0 }).unwrap()
+                    c.send_welcome(
+                        other_session(),
+                        &Welcome { protocol: 1, features: 0, ..Welcome::default() },
+                    )
+                    .unwrap()
                 })(tcp)
             },
             |e| matches!(e, EstablishError::Unexpected),

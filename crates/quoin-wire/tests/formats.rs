@@ -285,7 +285,7 @@ fn frames() -> Vec<(&'static str, Vec<u8>, Frame)> {
         encode::hello(session(), &hello, &mut buffer).unwrap();
         all.push((name, bytes_of(&buffer), Frame::Hello(hello)));
     }
-    let welcome = Welcome { protocol: 1, features: 2 };
+    let welcome = Welcome { protocol: 1, features: 2, ..Welcome::default() };
     encode::welcome(session(), &welcome, &mut buffer).unwrap();
     all.push(("welcome", bytes_of(&buffer), Frame::Welcome(welcome)));
     all

@@ -356,7 +356,8 @@ fn a_pool_that_left_this_version_behind_and_one_that_answers_nonsense_are_refuse
     let later = Spoken { oldest: 4, newest: 5, features: 0 };
     let (target, pool) = met(&newer_hello(), |hello| hello.negotiate(&later));
     assert!(target.ends_with(&pool) && pool.ends_with("update the target"), "{target} {pool}");
-    let (target, _) = met(&newer_hello(), |_| Welcome { protocol: 1, features: 1 << 9 });
+    let (target, _) =
+        met(&newer_hello(), |_| Welcome { protocol: 1, features: 1 << 9, ..Welcome::default() });
     assert!(target.contains("nobody offered"), "{target}");
     let fits =
         met(&newer_hello(), |hello| hello.negotiate(&Spoken { oldest: 1, newest: 5, features: 3 }));

@@ -5,6 +5,7 @@
 //! by its name, since a promise that is silently dropped is broken.
 
 use anyhow::{Context, Result, bail};
+use quoin_core::Epoch;
 use quoin_proto::control::{
     ApplyVolumeRequest, DeclaredReplica, Durability, Spread, Volume, VolumeSpec,
 };
@@ -336,7 +337,7 @@ fn status(volume: Volume) -> Status {
     let membership = volume.membership.unwrap_or_default();
     let known = membership.known.into_iter();
     let replica = |replica: quoin_proto::control::Replica| ReplicaStatus {
-        position: format!("{}.{}", replica.position_epoch, replica.position_lsn),
+        position: format!("{}.{}", Epoch(replica.position_epoch), replica.position_lsn),
         rebuild: (replica.rebuild_total_bytes > 0 && replica.phase == "Rebuilding").then_some(
             Rebuild { done_bytes: replica.rebuilt_bytes, total_bytes: replica.rebuild_total_bytes },
         ),

@@ -155,6 +155,7 @@ pub async fn cluster(
                 version: info.version,
                 data_security: info.data_security,
                 recovery: info.recovery,
+                term: info.term,
             };
             let recovery = match view.recovery.as_str() {
                 "" => String::new(),
@@ -166,6 +167,7 @@ pub async fn cluster(
                     ("version", view.version.clone()),
                     ("data security", view.data_security.clone()),
                     ("records", recovery.clone()),
+                    ("term", if view.term == 0 { String::new() } else { view.term.to_string() }),
                 ])
             })
         }
@@ -306,6 +308,8 @@ struct ClusterView {
     data_security: String,
     /// Why the records do not rule; empty where they do.
     recovery: String,
+    /// How often they were recovered: a controller of a former term is refused by all members.
+    term: u64,
 }
 
 #[derive(Serialize)]

@@ -32,6 +32,8 @@ use std::process::ExitCode;
 
 /// What a shell makes of a command that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
+/// A controller whose place another one took: it is not to be started again by a supervisor.
+const SUPERSEDED: u8 = 4;
 
 /// A pool or a node that was removed from its cluster: started again, it would end again, so a
 /// supervisor is to leave it (EX_CONFIG; of systemd, `RestartPreventExitStatus=78`).
@@ -49,12 +51,11 @@ fn main() -> ExitCode {
         Err(error) => {
             // What cannot be told is no reason to panic.
             let _ = writeln!(std::io::stderr(), "error: {}", output::sentence(&error));
-            if error.is::<pace::Interrupted>() {
-                INTERRUPTED.into()
-            } else if is_removed(&error) {
-                REMOVED.into()
-            } else {
-                ExitCode::FAILURE
+            match error.downcast_ref::<quoin_control::Error>() {
+                Some(quoin_control::Error::Superseded { .. }) => SUPERSEDED.into(),
+                _ if error.is::<pace::Interrupted>() => INTERRUPTED.into(),
+                _ if is_removed(&error) => REMOVED.into(),
+                _ => ExitCode::FAILURE,
             }
         }
     }

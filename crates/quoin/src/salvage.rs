@@ -6,6 +6,7 @@ use clap::Args;
 use prost_types::Timestamp;
 use quoin_control::backup::{BACKUP_BYTES_MAX, Backup};
 use quoin_control::kept_backups;
+use quoin_core::Epoch;
 use quoin_identity::write_private;
 use quoin_proto::control::{
     BackupRequest, FoundReplica, RecoverRecordsRequest, RecoverRecordsResponse, RecoveredVolume,
@@ -61,6 +62,11 @@ pub struct RecoverOptions {
     /// deleted.
     #[arg(long)]
     discard_left_over: bool,
+    /// The directory of a controller that ended as another one took its place: let it start again.
+    /// Its records do not rule then, until `recover` is run at it. End the other one first.
+    #[arg(long, value_name = "DIRECTORY",
+          conflicts_with_all = ["dry_run", "without", "discard_left_over"])]
+    state: Option<PathBuf>,
 }
 
 /// What is in a backup, as `-o json` has it.
@@ -250,6 +256,8 @@ struct Found {
     pools: Vec<String>,
     missing_pools: Vec<String>,
     done: bool,
+    /// In which the records rule.
+    term: u64,
 }
 
 impl From<FoundReplica> for ReplicaFound {
@@ -260,7 +268,7 @@ impl From<FoundReplica> for ReplicaFound {
             guid: found.guid,
             standing: found.standing,
             promised_epoch: found.promised_epoch,
-            position: format!("{}:{}", found.position_epoch, found.position_lsn),
+            position: format!("{}:{}", Epoch(found.position_epoch), found.position_lsn),
             version: found.membership_version,
             message: found.message,
         }
@@ -293,8 +301,33 @@ impl From<RecoverRecordsResponse> for Found {
             pools: found.pools,
             missing_pools: found.missing_pools,
             done: found.done,
+            term: found.term,
         }
     }
+}
+
+/// A controller that may start again.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct LetRecoverView {
+    state: String,
+    /// Of the controller that took its place.
+    superseded_by_term: u64,
+}
+
+async fn let_recover(state: &Path, format: Format) -> Result<()> {
+    let shown = state.display().to_string();
+    let by = quoin_control::let_recover(state)
+        .await
+        .with_context(|| format!("let the controller in {shown} start again"))?;
+    let view = LetRecoverView { state: shown, superseded_by_term: by.number };
+    output::print_one(format, &view, || {
+        format!(
+            "the controller in {} may start again; its records do not rule\nnext: end the controller \
+             of term {by}, start this one, then quoin controller recover --dry-run",
+            view.state
+        )
+    })
 }
 
 /// One line of the table: what one pool says of a volume, or a volume of which none says anything.
@@ -313,7 +346,7 @@ impl Line<'_> {
             volume.name.clone(),
             told(|r| r.pool.clone()),
             told(|r| r.standing.clone()),
-            told(|r| r.promised_epoch.to_string()),
+            told(|r| Epoch(r.promised_epoch).to_string()),
             told(|r| r.position.clone()),
             told(|r| r.version.to_string()),
             volume.outcome.clone(),
@@ -350,6 +383,9 @@ pub async fn recover(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
+    if let Some(state) = &options.state {
+        return let_recover(state, format).await;
+    }
     let mut cluster = client.connect().await?;
     let request = RecoverRecordsRequest {
         dry_run: options.dry_run,
@@ -401,10 +437,10 @@ fn summary(found: &Found, dry_run: bool) -> String {
     if !found.missing_pools.is_empty() {
         text += &format!("\npools that do not answer: {}", found.missing_pools.join(", "));
     }
-    text += match dry_run {
-        true => "\nnothing was written; without --dry-run it is",
-        false => "\nthe records rule",
-    };
+    match dry_run {
+        true => text += "\nnothing was written; without --dry-run it is",
+        false => text += &format!("\nthe records rule, in term {}", found.term),
+    }
     text
 }
 

@@ -178,7 +178,7 @@ impl ConfigView {
             ("id", self.id.clone()),
             ("target", format!("{}, {}", self.node, self.state)),
             ("waits for", self.waiting_for.clone()),
-            ("epoch", self.epoch.to_string()),
+            ("epoch", quoin_core::Epoch(self.epoch).to_string()),
             ("list version", both(now.membership_version, then.membership_version)),
             ("RF", factor(now.replication_factor, then.replication_factor)),
             ("CF", factor(now.consistency_factor, then.consistency_factor)),

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_core::VolumeId;
+use quoin_core::{Term, VolumeId};
 use quoin_identity::Role;
 use quoin_proto::control as api;
 use tokio::time::Instant;
@@ -54,6 +54,8 @@ pub struct Recovered {
     pub pools: Vec<String>,
     pub missing_pools: Vec<String>,
     pub done: bool,
+    /// In which the records rule.
+    pub term: Term,
 }
 
 /// Answers of pools, gathered.
@@ -122,6 +124,7 @@ impl Controller {
     /// Where a pool that is known does not answer and was not named to be gone on without.
     pub async fn recover_records(&self, asked: &RecoverRecords) -> Result<Recovered, Error> {
         let _one = self.salvage.one_at_a_time.lock().await;
+        let _recovering = self.begin_recovering();
         let told = self.ask_pools().await;
         let mut missing = self.pools_of_records();
         missing.extend(told.values().flat_map(|told| &told.replicas).flat_map(pools_of_note));
@@ -156,6 +159,8 @@ impl Controller {
         if asked.dry_run {
             return Ok(recovered);
         }
+        let told = self.begin_term_at(&told).await?;
+        recovered.findings = self.judge(&told, asked.discard_left_over);
         // Nobody takes a name in between, or makes a volume of one that is taken for free here.
         let no_other = self.creating.lock().await;
         self.carry_out_all(&mut recovered.findings, &told, asked.discard_left_over).await?;
@@ -169,10 +174,41 @@ impl Controller {
             let cluster = Object::new("cluster", "", "");
             self.events.record(Severity::Normal, cluster, "RecordsRule", message);
         }
+        recovered.term = self.term();
+        let message = format!(
+            "term {} began: what a controller of a former term grants or orders is refused",
+            recovered.term
+        );
+        self.events.record(Severity::Normal, Object::new("cluster", "", ""), "TermBegan", message);
         recovered.done = true;
         self.announce();
         self.reconcile().await?;
         Ok(recovered)
+    }
+
+    /// Begins a term above all that the pools have heard of, and asks them again: each hears of the
+    /// term before it tells, and from then on opens nothing by the grants of a former controller. So
+    /// what it tells now is the last that one brought about there.
+    async fn begin_term_at(
+        &self,
+        before: &BTreeMap<String, Told>,
+    ) -> Result<BTreeMap<String, Told>, Error> {
+        for _ in 0..TRIES_MAX {
+            self.begin_term().await?;
+            let told = self.ask_pools().await;
+            if let Some(gone) = before.keys().find(|pool| !told.contains_key(*pool)) {
+                return Err(Error::Busy(format!(
+                    "pool {gone} does not answer any more: recover again, or name it (--without)"
+                )));
+            }
+            // Another recovery may have begun a term elsewhere at the same time.
+            if !self.is_overtaken() {
+                return Ok(told);
+            }
+        }
+        Err(Error::Busy(
+            "another controller begins terms all the while: end it, and recover again".to_owned(),
+        ))
     }
 
     /// Writes what was found, each finding against the record that it was judged with; where a
@@ -468,6 +504,7 @@ impl From<Recovered> for api::RecoverRecordsResponse {
             pools: recovered.pools,
             missing_pools: recovered.missing_pools,
             done: recovered.done,
+            term: recovered.term.number,
         }
     }
 }

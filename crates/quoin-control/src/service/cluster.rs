@@ -85,6 +85,7 @@ impl Cluster for Services {
             data_security: self.controller.settings.data_security.clone(),
             replace_after: self.controller.settings.replace_after.to_string(),
             recovery: self.controller.recovery_reason(),
+            term: self.controller.term().number,
         }))
     }
 

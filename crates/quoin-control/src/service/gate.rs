@@ -4,11 +4,14 @@
 //! away: the message would have taken its memory by then. Here the caller's role is held against the
 //! path; what a request itself decides, such as in whose name it acts, is the handlers'
 //! ([`super::authorize`]). A path that is not listed is nobody's.
+//!
+//! The headers of every call show the highest term that the member heard of, and those of every answer
+//! the controller's own ([`crate::term`]).
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use quoin_identity::{Caller, Role};
+use quoin_identity::{Caller, Role, show_term, show_that_it_does_not_rule, shown_term};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
@@ -144,12 +147,18 @@ where
         // A request of which no transport has said whose it is comes from nobody.
         let caller = request.extensions().get::<Caller>().cloned().unwrap_or(Caller::Newcomer);
         let path = request.uri().path().to_owned();
+        let heard = shown_term(request.headers());
         Box::pin(async move {
-            match let_through(&controller, &caller, &path).await {
-                Ok(limits) => inner.call(request.map(|body| Counted::over(body, limits))).await,
+            let mut answer = match let_through(&controller, &caller, &heard, &path).await {
+                Ok(limits) => inner.call(request.map(|body| Counted::over(body, limits))).await?,
                 // The body is dropped unread, which tells the peer to stop sending it.
-                Err(status) => Ok(status.into_http()),
+                Err(status) => status.into_http(),
+            };
+            show_term(answer.headers_mut(), &controller.term_proof());
+            if !controller.claims_its_term() {
+                show_that_it_does_not_rule(answer.headers_mut());
             }
+            Ok(answer)
         })
     }
 }
@@ -157,6 +166,7 @@ where
 async fn let_through(
     controller: &Controller,
     caller: &Caller,
+    term: &[u8],
     path: &str,
 ) -> Result<Limits, Status> {
     let found = call(path);
@@ -169,7 +179,9 @@ async fn let_through(
     };
     if let Caller::Member(member) = caller {
         controller.admit(member).await?;
+        controller.hear_term(term, &member.peer).await?;
     }
+    controller.check_term()?;
     if !open_to.admits(caller) {
         let call = path.strip_prefix(PACKAGE).unwrap_or_default();
         return Err(denied(caller, &format!("the call {call}")).into());

@@ -24,3 +24,4 @@ mod server;
 mod taking_back;
 mod targets;
 mod tending;
+mod terms;

@@ -32,18 +32,28 @@ impl Server {
         let dir = tempfile::tempdir().unwrap();
         let home = dir.path().join("controller");
         let made = quoin_control::init(&home, lifetimes).await.unwrap();
+        Self::over(dir, lifetimes, made.join_token).await
+    }
+
+    /// Serves the cluster in the directory `controller` of `dir`.
+    pub async fn over(
+        dir: tempfile::TempDir,
+        lifetimes: Lifetimes,
+        first_token: JoinToken,
+    ) -> Self {
+        let home = dir.path().join("controller");
         let options = Options { lifetimes, ..Options::new(&home) };
         let controller = Arc::new(quoin_control::open(&options).await.unwrap());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let admin = home.join("admin.sock");
+        let _ = std::fs::remove_file(&admin);
         let local = UnixListener::bind(&admin).unwrap();
         let (down, shutdown) = watch::channel(false);
         let served = controller.clone();
         let serving = tokio::spawn(async move {
             quoin_control::serve(served, local, Some(listener), shutdown).await
         });
-        let first_token = made.join_token;
         Self { dir, address, controller, first_token, admin, down, serving }
     }
 
@@ -54,6 +64,12 @@ impl Server {
             .expect("a shutdown waits for nobody")
             .unwrap()
             .unwrap();
+    }
+
+    /// How it ended by itself, and its directory.
+    pub async fn ended(self) -> (quoin_control::Error, tempfile::TempDir) {
+        let ended = tokio::time::timeout(Duration::from_secs(30), self.serving).await;
+        (ended.expect("it goes on").unwrap().expect_err("an end with a reason"), self.dir)
     }
 
     pub fn admin(&self) -> ClusterClient<Channel> {

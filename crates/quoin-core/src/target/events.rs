@@ -46,6 +46,11 @@ pub enum TargetEvent {
     Disconnected {
         session: SessionKey,
     },
+    /// The connection was refused: its pool goes by a newer term of the controller ([`crate::term`]) than
+    /// the grant is of.
+    FormerTerm {
+        session: SessionKey,
+    },
     Message {
         session: SessionKey,
         message: FromReplica,

@@ -330,6 +330,11 @@ impl Target {
                     self.peer_lost(now, index, actions);
                 }
             }
+            TargetEvent::FormerTerm { session } => {
+                if let Some(index) = self.peer_of(session) {
+                    self.on_former_term(now, index, actions);
+                }
+            }
             TargetEvent::Message { session, message } => {
                 if let Some(index) = self.peer_of(session) {
                     self.on_message(now, index, message, actions);

@@ -178,12 +178,32 @@ impl Target {
         actions.push(TargetAction::Note(TargetNote::Dropped { member, reason }));
         // Nobody who could say that this target was overtaken may be left: only the record knows.
         let gone = matches!(failure, Failure::Unknown | Failure::Retired);
-        let long = self.quorum_lost.is_some_and(|since| now >= since + PATIENCE);
-        if gone && long && self.phase == Phase::Serving && self.membership.contains(member) {
+        if gone && self.is_long_without(index, now) {
             self.quorum_lost = None;
             return self.reopen(now, actions);
         }
         self.hang_up(now, index, actions);
+    }
+
+    /// A known replica is not to be had, and there has been no quorum for long.
+    fn is_long_without(&self, index: usize, now: Time) -> bool {
+        let long = self.quorum_lost.is_some_and(|since| now >= since + PATIENCE);
+        long && self.phase == Phase::Serving && self.membership.contains(self.peers[index].member)
+    }
+
+    /// The record of the newer term may grant this very epoch anew, or has granted another one. While CF
+    /// others know of nothing newer, IO goes on with them; without, only the record knows.
+    pub(super) fn on_former_term(
+        &mut self,
+        now: Time,
+        index: usize,
+        actions: &mut Vec<TargetAction>,
+    ) {
+        if self.is_long_without(index, now) && !mutant::is("former-term-waited-out") {
+            self.quorum_lost = None;
+            return self.reopen(now, actions);
+        }
+        self.peer_lost(now, index, actions);
     }
 
     pub(super) fn on_open_ack(

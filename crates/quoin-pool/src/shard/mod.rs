@@ -28,7 +28,7 @@ use quoin_core::message::{Failure, FromReplica, ToReplica};
 use quoin_core::recognition::PoolCounts;
 use quoin_core::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
 use quoin_core::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
-use quoin_core::{Epoch, ReplicaGuid, Time};
+use quoin_core::{Epoch, ReplicaGuid, Term, Time};
 use quoin_store::{Due, ReplicaPool};
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
@@ -91,7 +91,10 @@ const FULL_BELOW: &str = "the disk under the pool is full: free space on it, tri
 
 /// What other threads tell the shard.
 pub enum Input {
-    Answered(Box<Answered>),
+    /// With the term of its grant.
+    Answered(Box<Answered>, Term),
+    /// A target came by a grant of a former term, and was turned away.
+    TermRefused(String),
     Synced {
         ticket: SyncTicket,
         result: Result<(), IoFault>,
@@ -317,7 +320,10 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
 
     fn input(&mut self, now: Time, input: Input) {
         match input {
-            Input::Answered(answered) => self.admit(now, *answered),
+            Input::Answered(answered, term) => self.admit(now, *answered, term),
+            Input::TermRefused(why) => {
+                self.parts.notices.push(Severity::Warning, "", "", "TermRefused", why);
+            }
             Input::Synced { ticket, result } => self.sync_ended(now, ticket, result),
             Input::Assign(assignment) => self.assign(now, assignment),
             Input::State(answer) => {

@@ -7,7 +7,7 @@ use quoin_core::entry::SharedEntry;
 use quoin_core::ids::SessionKey;
 use quoin_core::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_core::replica::ReplicaEvent;
-use quoin_core::{Epoch, Lsn, ReplicaGuid, ReplicaId, Time, VolumeId};
+use quoin_core::{Epoch, Lsn, ReplicaGuid, ReplicaId, Term, Time, VolumeId};
 use quoin_store::ReplicaPool;
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
@@ -53,6 +53,8 @@ pub(super) struct Peer {
     pub(super) connection: Connection,
     pub(super) session: SessionKey,
     pub(super) claim: Claim,
+    /// Of its grant.
+    term: Term,
     pub(super) kind: ConnectionKind,
     pub(super) interest: Interest,
     /// Whole frames may wait in its buffer: its answers were not taken fast enough.
@@ -92,7 +94,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         false
     }
 
-    pub(super) fn admit(&mut self, now: Time, answered: Answered) {
+    pub(super) fn admit(&mut self, now: Time, answered: Answered, term: Term) {
         let Answered { connection, session, hello, peer_address } = answered;
         let refused = self.parts.recognition == Recognition::Refused;
         if self.peers.len() >= CONNECTIONS_MAX || self.stopping.is_some() || refused {
@@ -130,6 +132,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             connection,
             session,
             claim,
+            term,
             kind,
             interest: Interest::READ,
             stalled: false,
@@ -220,6 +223,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                     return self.refuse_claim(key, session, claim);
                 }
                 if let ToReplica::Open { .. } = message {
+                    if !self.still_opens(key) {
+                        return self.refuse_claim(key, session, claim);
+                    }
                     self.has_opened(key);
                 }
                 self.take(now, key, claim.guid, session, message);
@@ -247,11 +253,18 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         }
     }
 
-    /// Ends a session that opens another replica than its Hello named.
+    /// Its grant may have become one of a former term since it was let in.
+    fn still_opens(&self, key: u64) -> bool {
+        let term = self.peers.get(&key).map_or_else(Term::default, |peer| peer.term);
+        self.parts.acceptor.still_opens(term)
+    }
+
+    /// Ends a session that opens another replica than its Hello named, or by a grant of a former term.
     fn refuse_claim(&mut self, key: u64, session: SessionKey, claim: Claim) {
         tracing::error!(
             volume = %claim.volume, guid = %claim.guid,
-            "a target asked to open another replica than it was let in for; its session was ended"
+            "a target asked to open another replica than it was let in for, or by a grant of a former \
+             term of the controller; its session was ended"
         );
         let failure = Failure::Protocol;
         self.send(key, session, &FromReplica::Refuse { promised: Epoch::ZERO, failure });

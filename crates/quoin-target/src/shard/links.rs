@@ -12,7 +12,7 @@ use quoin_wire::reactor::Interest;
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 
 use super::{Shard, Slot};
-use crate::dial::Dial;
+use crate::dial::{Dial, Undialled};
 
 /// Names a connection to a replica: a session's own, or the bulk connection of that number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -113,7 +113,7 @@ impl Shard {
         id: VolumeId,
         name: LinkName,
         pool: String,
-        outcome: Result<Box<Connection>, String>,
+        outcome: Result<Box<Connection>, Undialled>,
     ) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         match outcome {
@@ -142,16 +142,25 @@ impl Shard {
                 }
                 self.event(now, id, name.connected(knows));
             }
-            Err(why) => {
+            Err(Undialled { why, is_former }) => {
                 if name.bulk.is_some() {
                     // The session's own connection says whether the pool can be reached.
                     tracing::info!(volume = %id, %pool, why, "no bulk connection");
                 } else if !pool.is_empty() && !volume.unreachable.contains(&pool) {
                     let message = format!("pool {pool}: {why}");
                     volume.unreachable.push(pool);
-                    self.notices.push(Severity::Warning, id, "", "PoolUnreachable", message);
+                    let reason = if is_former { "TermRefused" } else { "PoolUnreachable" };
+                    self.notices.push(Severity::Warning, id, "", reason, message);
                 }
-                self.event(now, id, name.disconnected());
+                let session = name.session;
+                self.event(
+                    now,
+                    id,
+                    match name.bulk {
+                        None if is_former => TargetEvent::FormerTerm { session },
+                        _ => name.disconnected(),
+                    },
+                );
             }
         }
     }

@@ -29,7 +29,7 @@ use quoin_wire::notices::{Notices, Severity};
 use quoin_wire::reactor::{Reactor, Ready, Timers, Waker, now};
 
 use crate::client::Client;
-use crate::dial::{Dialler, Dials};
+use crate::dial::{Dialler, Dials, Undialled};
 use crate::door::NewClient;
 use crate::listen::Socket;
 use crate::metrics::Metrics;
@@ -53,7 +53,7 @@ pub enum Input {
         /// The bulk connection of that number, not the session's own.
         bulk: Option<u64>,
         pool: String,
-        outcome: Result<Box<Connection>, String>,
+        outcome: Result<Box<Connection>, Undialled>,
     },
     Granted(VolumeId, Incarnation, Grant),
     /// The grant signed anew, for pools that come back later.

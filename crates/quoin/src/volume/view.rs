@@ -1,5 +1,6 @@
 //! Volumes and replicas as commands print them.
 
+use quoin_core::Epoch;
 use quoin_proto::control::{Durability, Replica, Spread, Volume, VolumeDevice};
 use serde::Serialize;
 
@@ -227,7 +228,7 @@ impl VolumeView {
                 "verified",
                 self.verification.as_ref().map(VerificationView::sentence).unwrap_or_default(),
             ),
-            ("epoch", self.epoch.to_string()),
+            ("epoch", Epoch(self.epoch).to_string()),
             ("created", self.created_at.clone()),
         ]);
         for replica in &self.replicas {
@@ -265,7 +266,7 @@ impl Row for VolumeView {
             self.waiting_for.clone(),
             self.slow_pools(),
             self.phase.clone(),
-            self.epoch.to_string(),
+            Epoch(self.epoch).to_string(),
             self.contract.clone(),
             self.id.clone(),
         ]
@@ -314,7 +315,7 @@ impl From<Replica> for ReplicaView {
             node: replica.node,
             phase: replica.phase,
             quorum: replica.quorum,
-            position: format!("{}.{}", replica.position_epoch, replica.position_lsn),
+            position: format!("{}.{}", Epoch(replica.position_epoch), replica.position_lsn),
             used_bytes: replica.used_bytes,
             rebuilt_bytes: replica.rebuilt_bytes,
             rebuild_total_bytes: replica.rebuild_total_bytes,

@@ -18,7 +18,7 @@ fn must(arguments: &str) {
 pub struct Network {
     bridge: String,
     names: Vec<String>,
-    subnet: String,
+    pub subnet: String,
 }
 
 impl Network {

@@ -1,0 +1,171 @@
+//! Terms: which of two controllers of one cluster is believed.
+//!
+//! A controller whose records were restored elsewhere may come back while the new one rules: a host
+//! that is cut off looks like one that is lost. So each recovery of the records begins a
+//! **term**, one above every term that the pools have heard of. All that a controller says carries its
+//! term. Members keep the highest term that they heard of on media, and refuse what is said under a
+//! former one. Two controllers that began the same number at the same time differ by the id of the
+//! term: the one that a member hears of first is believed there, and the other is refused.
+//!
+//! **The number is the upper part of every epoch**, so epochs of two terms are never equal, and every
+//! epoch of a term is above all epochs of the terms before it, however many of them a former controller
+//! still grants. So promises, fences, positions and histories, which compare epochs, compare
+//! (term, epoch) in this order, on media as well.
+//!
+//! Term 0 is that of a cluster whose records were never recovered, and of versions that know no terms.
+
+use std::fmt;
+
+use crate::ids::{Epoch, TermId};
+use crate::mutant;
+
+/// Of an epoch's 64 bits those that count the openings of one term.
+const OPENING_BITS: u32 = 40;
+/// The highest number a term may have: so that no epoch is above [`crate::EPOCH_MAX`].
+pub const TERM_MAX: u64 = (1 << (62 - OPENING_BITS)) - 1;
+
+/// The life of one controller as the one that rules.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Term {
+    pub number: u64,
+    pub id: TermId,
+}
+
+impl fmt::Display for Term {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.number)
+    }
+}
+
+/// How a term stands to the highest one that was heard of before.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Standing {
+    /// It is the same.
+    Same,
+    /// It is higher: from now on the former one is refused.
+    Higher,
+    /// It is over.
+    Former,
+    /// Another controller began one of the same number, and was heard of first.
+    Rival,
+}
+
+impl Standing {
+    /// Whether what is said under it is refused.
+    pub fn is_refused(self) -> bool {
+        matches!(self, Standing::Former | Standing::Rival)
+    }
+}
+
+impl Term {
+    /// How this one stands for a member that has heard of `known`.
+    pub fn standing(self, known: Term) -> Standing {
+        match self.number.cmp(&known.number) {
+            std::cmp::Ordering::Greater => Standing::Higher,
+            std::cmp::Ordering::Less if mutant::is("former-term-believed") => Standing::Same,
+            std::cmp::Ordering::Less => Standing::Former,
+            std::cmp::Ordering::Equal if self.id == known.id => Standing::Same,
+            std::cmp::Ordering::Equal if mutant::is("rival-term-believed") => Standing::Same,
+            std::cmp::Ordering::Equal => Standing::Rival,
+        }
+    }
+
+    /// Whether a controller that rules in this term ends once it hears of `heard`.
+    pub fn is_ended_by(self, heard: Term) -> bool {
+        heard.number > self.number && !mutant::is("old-controller-goes-on")
+    }
+
+    /// The number of a term that begins where these were heard of; `None`: there is none left.
+    pub fn next_number(heard: impl IntoIterator<Item = Term>) -> Option<u64> {
+        let highest = heard.into_iter().map(|term| term.number).max().unwrap_or_default();
+        (highest < TERM_MAX).then_some(highest + 1)
+    }
+
+    /// Below every epoch that this term grants.
+    pub fn floor(self) -> Epoch {
+        Epoch(self.number << OPENING_BITS)
+    }
+
+    /// The epoch that comes after these in this term. `None` where one of them is of a later term, or
+    /// the last of this one.
+    pub fn next_epoch(self, after: Epoch) -> Option<Epoch> {
+        let floor = if mutant::is("term-not-in-the-epoch") { Epoch::ZERO } else { self.floor() };
+        let next = Epoch(after.max(floor).0.saturating_add(1));
+        (next.term_number() <= self.number || mutant::is("term-not-in-the-epoch")).then_some(next)
+    }
+}
+
+impl Epoch {
+    /// Of the term in which it was granted.
+    pub fn term_number(self) -> u64 {
+        self.0 >> OPENING_BITS
+    }
+}
+
+/// `TERM/EPOCH`, and without the term where that is 0.
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let opening = self.0 & ((1 << OPENING_BITS) - 1);
+        match self.term_number() {
+            0 => write!(f, "{opening}"),
+            term => write!(f, "{term}/{opening}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn term(number: u64, id: u128) -> Term {
+        Term { number, id: TermId(id) }
+    }
+
+    #[test]
+    fn a_lower_term_and_the_second_of_one_number_are_refused_whatever_was_heard_of() {
+        for known in [Term::default(), term(1, 7), term(1, 9), term(5, 7)] {
+            for heard in [Term::default(), term(1, 7), term(1, 9), term(5, 7), term(5, 9)] {
+                let standing = heard.standing(known);
+                assert_eq!(standing == Standing::Same, heard == known);
+                assert_eq!(standing == Standing::Higher, heard.number > known.number);
+                assert_eq!(
+                    standing.is_refused(),
+                    heard.number < known.number
+                        || (heard.number == known.number && heard.id != known.id)
+                );
+                assert_eq!(known.is_ended_by(heard), heard.number > known.number);
+            }
+        }
+    }
+
+    #[test]
+    fn every_epoch_of_a_term_is_above_all_that_the_terms_before_it_granted() {
+        let mut last = Epoch(17);
+        for number in [0, 1, 2, 3, TERM_MAX] {
+            let term = term(number, 1);
+            let first = term.next_epoch(last).unwrap();
+            assert!(first > last && first.term_number() == number);
+            assert_eq!(term.next_epoch(first), Some(first.next()));
+            // However many a former controller goes on to grant.
+            last = Epoch(term.floor().0 + (1 << OPENING_BITS) - 2);
+            assert_eq!(term.next_epoch(last).unwrap().term_number(), number);
+            let used_up = last.next();
+            assert_eq!(term.next_epoch(used_up), None, "the term has no epoch left");
+            assert!(used_up <= crate::EPOCH_MAX);
+        }
+        assert_eq!(term(1, 1).next_epoch(term(2, 1).floor()), None, "that is another's");
+    }
+
+    #[test]
+    fn a_term_begins_above_all_that_were_heard_of() {
+        assert_eq!(Term::next_number([]), Some(1));
+        assert_eq!(Term::next_number([term(3, 1), term(7, 2), Term::default()]), Some(8));
+        assert_eq!(Term::next_number([term(TERM_MAX, 1)]), None);
+    }
+
+    #[test]
+    fn an_epoch_is_shown_with_its_term_where_there_was_more_than_one() {
+        assert_eq!(Epoch(4).to_string(), "4");
+        assert_eq!(term(2, 1).next_epoch(Epoch(4)).unwrap().to_string(), "2/1");
+    }
+}

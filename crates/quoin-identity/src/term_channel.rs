@@ -1,0 +1,109 @@
+//! The controller as its members call it: each request shows the highest term that the member heard
+//! of, and an answer of a former term is refused here, whatever was called.
+
+use std::task::{Context, Poll};
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use bytes::Bytes;
+use quoin_core::term::Standing;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};
+use tonic::codegen::{BoxFuture, Service};
+use tonic::transport::Channel;
+
+use crate::{Error, Identity};
+
+/// The proof of a term, of a request and of its answer.
+const TERM: &str = "quoin-term";
+/// Of an answer: the controller's records do not rule, and it claims no term by it.
+const DOES_NOT_RULE: &str = "quoin-does-not-rule";
+/// With the chain of a certificate it is a tenth of this.
+const PROOF_BYTES_MAX: usize = 6 << 10;
+
+/// Puts a proof into the headers of a request or an answer.
+pub fn show_term(headers: &mut HeaderMap, proof: &[u8]) {
+    if proof.is_empty() || proof.len() > PROOF_BYTES_MAX {
+        return;
+    }
+    if let Ok(value) = HeaderValue::try_from(BASE64.encode(proof)) {
+        headers.insert(TERM, value);
+    }
+}
+
+/// Says in an answer's headers that the controller's records do not rule.
+pub fn show_that_it_does_not_rule(headers: &mut HeaderMap) {
+    headers.insert(DOES_NOT_RULE, HeaderValue::from_static("yes"));
+}
+
+/// The proof that headers show; empty where they show none, or none that can be one.
+pub fn shown_term(headers: &HeaderMap) -> Bytes {
+    let shown = headers.get(TERM).filter(|value| value.len() <= PROOF_BYTES_MAX * 4 / 3 + 4);
+    shown.and_then(|value| BASE64.decode(value.as_bytes()).ok()).unwrap_or_default().into()
+}
+
+/// A channel to the controller that goes by terms.
+#[derive(Clone, Debug)]
+pub struct TermChannel {
+    inner: Channel,
+    /// `None`: of a caller that remembers nothing, such as one on the admin socket.
+    identity: Option<Identity>,
+}
+
+impl TermChannel {
+    pub(crate) fn over(inner: Channel, identity: Identity) -> Self {
+        Self { inner, identity: Some(identity) }
+    }
+}
+
+impl From<Channel> for TermChannel {
+    fn from(inner: Channel) -> Self {
+        Self { inner, identity: None }
+    }
+}
+
+impl Service<Request<Body>> for TermChannel {
+    type Response = Response<Body>;
+    type Error = tonic::transport::Error;
+    type Future = BoxFuture<Self::Response, Self::Error>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        if let Some(identity) = &self.identity {
+            show_term(request.headers_mut(), &identity.terms().highest().proof);
+        }
+        let answer = self.inner.call(request);
+        let identity = self.identity.clone();
+        Box::pin(async move {
+            let answer = answer.await?;
+            let Some(identity) = identity else { return Ok(answer) };
+            let proof = shown_term(answer.headers());
+            let rules = !answer.headers().contains_key(DOES_NOT_RULE);
+            Ok(match identity.hear_controller(&proof, rules) {
+                Ok(_) => answer,
+                Err(refused) => Status::unavailable(refused.to_string()).into_http(),
+            })
+        })
+    }
+}
+
+impl Identity {
+    /// Takes in the term of a controller that is connected. False: what it orders is not done. One that
+    /// does not rule orders nothing, so it is heard whatever its term is: it may ask for what its
+    /// records are made of.
+    ///
+    /// # Errors
+    /// Where it rules and its term is over, or a rival's; and where a term cannot be remembered.
+    pub fn hear_controller(&self, proof: &[u8], rules: bool) -> Result<bool, Error> {
+        let standing = self.hear_term(proof)?;
+        if !standing.is_refused() || !rules {
+            return Ok(!standing.is_refused());
+        }
+        let (term, known) = (self.verify_term(proof)?, self.terms().highest().term);
+        Err(Error::Term { term, known, rival: standing == Standing::Rival })
+    }
+}

@@ -1,0 +1,316 @@
+//! Terms that a member heard of: proven, remembered on media, and told on.
+//!
+//! A term is believed on a controller's signature alone: a statement of its own, or a grant of that
+//! term. The signature is verified whichever peer shows it, so a pool or a node can end no controller by
+//! a word of its own.
+//!
+//! `term.json` of the identity directory has the highest term and its proof, which is shown to those
+//! that have not heard of it. Processes that share the directory add to one file.
+//!
+//! Bytes of a statement, little-endian: magic `QTM1`, cluster u128, number u64, id u128, and chain and
+//! signature ([`crate::signed`]).
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use bytes::{Buf, BufMut, Bytes};
+use quoin_core::term::Standing;
+use quoin_core::{Term, TermId};
+use rustls::sign::CertifiedKey;
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use crate::signed::{self, SIGNED_BYTES_MAX, take};
+use crate::tls::Current;
+use crate::{ClusterId, Error, Grant, files, grant};
+
+const MAGIC: &[u8; 4] = b"QTM1";
+const CONTEXT: &[u8] = b"quoin controller term, format 1\0";
+const FILE: &str = "term.json";
+const LOCK: &str = ".term.lock";
+
+/// The bytes by which a controller proves its term. Term 0 needs no proof and has none.
+pub(crate) fn sign(term: Term, cluster: ClusterId, key: &CertifiedKey) -> Result<Bytes, Error> {
+    if term == Term::default() {
+        return Ok(Bytes::new());
+    }
+    let mut statement = Vec::with_capacity(64);
+    statement.put_slice(MAGIC);
+    statement.put_u128_le(cluster.0);
+    statement.put_u64_le(term.number);
+    statement.put_u128_le(term.id.0);
+    signed::sign(CONTEXT, statement, key).map(Bytes::from)
+}
+
+/// The term that a statement or a grant proves.
+pub(crate) fn verify(proof: &[u8], current: &Current) -> Result<Term, Error> {
+    if proof.is_empty() {
+        return Ok(Term::default());
+    }
+    if proof.starts_with(grant::MAGIC_OF_TERM) {
+        return Ok(Grant::verify(proof, current)?.term);
+    }
+    let refused = |reason: &str| Error::Grant(reason.to_owned());
+    if proof.len() > SIGNED_BYTES_MAX {
+        return Err(refused("it is too long"));
+    }
+    let cut = || refused("it is cut off or proves no term");
+    let (cluster, term, statement) = parse(proof).ok_or_else(cut)?;
+    if cluster != current.cluster {
+        return Err(refused("it is of another cluster"));
+    }
+    let seal = signed::parse_seal(&proof[statement..]).ok_or_else(cut)?;
+    seal.verify(CONTEXT, &proof[..statement], current)?;
+    Ok(term)
+}
+
+/// With the length of the statement.
+fn parse(proof: &[u8]) -> Option<(ClusterId, Term, usize)> {
+    let mut rest = proof;
+    if take(&mut rest, 4)? != MAGIC {
+        return None;
+    }
+    let cluster = ClusterId(rest.try_get_u128_le().ok()?);
+    let number = rest.try_get_u64_le().ok()?;
+    let term = Term { number, id: TermId(rest.try_get_u128_le().ok()?) };
+    Some((cluster, term, proof.len() - rest.len()))
+}
+
+/// As it lies in the file.
+#[derive(Serialize, Deserialize)]
+struct TermFile {
+    number: u64,
+    /// 32 hex digits.
+    id: String,
+    /// Hex.
+    proof: String,
+}
+
+/// A term, and what proves it.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Proven {
+    pub term: Term,
+    pub proof: Bytes,
+}
+
+/// The highest term that a member heard of.
+pub struct Terms {
+    dir: PathBuf,
+    highest: Mutex<Proven>,
+    /// The proof that was verified last, whatever it proves: every answer of a controller has the same.
+    verified: Mutex<Proven>,
+    changed: watch::Sender<Term>,
+}
+
+fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Terms {
+    pub(crate) fn load(dir: &Path) -> Result<Self, Error> {
+        let highest = read(dir)?;
+        let changed = watch::channel(highest.term).0;
+        let (highest, verified) = (Mutex::new(highest), Mutex::default());
+        Ok(Self { dir: dir.to_owned(), highest, verified, changed })
+    }
+
+    /// The highest one, and its proof.
+    pub fn highest(&self) -> Proven {
+        locked(&self.highest).clone()
+    }
+
+    /// Raised whenever a higher one is heard of.
+    pub fn changes(&self) -> watch::Receiver<Term> {
+        self.changed.subscribe()
+    }
+
+    /// How a term stands to the highest one, with nothing learned.
+    pub fn standing(&self, term: Term) -> Standing {
+        term.standing(locked(&self.highest).term)
+    }
+
+    /// As [`verify`]; the bytes are often those that were verified last.
+    pub(crate) fn verify(&self, proof: &[u8], current: &Current) -> Result<Term, Error> {
+        for known in [&self.verified, &self.highest] {
+            let known = locked(known);
+            if known.proof == proof && !proof.is_empty() {
+                return Ok(known.term);
+            }
+        }
+        let term = verify(proof, current)?;
+        if !proof.is_empty() {
+            *locked(&self.verified) = Proven { term, proof: Bytes::copy_from_slice(proof) };
+        }
+        Ok(term)
+    }
+
+    /// Takes in a term that was proven: a higher one is on media when this returns.
+    ///
+    /// # Errors
+    /// Where it cannot be written: it is not believed then, for it would be forgotten.
+    pub(crate) fn hear(&self, term: Term, proof: &[u8]) -> Result<Standing, Error> {
+        let mut highest = locked(&self.highest);
+        let standing = term.standing(highest.term);
+        if standing == Standing::Higher {
+            // Another process of this directory may have heard of a higher one still.
+            let _lock = lock(&self.dir)?;
+            let there = read(&self.dir)?;
+            let heard = Proven { term, proof: Bytes::copy_from_slice(proof) };
+            *highest = if there.term.number >= term.number {
+                there
+            } else {
+                write(&self.dir, &heard)?;
+                heard
+            };
+            let (standing, now) = (term.standing(highest.term), highest.term);
+            drop(highest);
+            self.changed.send_replace(now);
+            return Ok(if standing == Standing::Same { Standing::Higher } else { standing });
+        }
+        // The controller knows its own words at once, and they are signed by a certificate that lives.
+        if standing == Standing::Same && proof.starts_with(MAGIC) && highest.proof != proof {
+            highest.proof = Bytes::copy_from_slice(proof);
+        }
+        Ok(standing)
+    }
+}
+
+fn lock(dir: &Path) -> Result<std::fs::File, Error> {
+    let path = dir.join(LOCK);
+    let failed = |source| Error::File { path: path.clone(), source };
+    let file = std::fs::File::options().create(true).truncate(false).write(true).open(&path);
+    let file = file.map_err(failed)?;
+    file.lock().map_err(failed)?;
+    Ok(file)
+}
+
+fn read(dir: &Path) -> Result<Proven, Error> {
+    let path = dir.join(FILE);
+    let Some(bytes) = files::read(&path)? else { return Ok(Proven::default()) };
+    let damaged = |reason: String| Error::Damaged { path: path.clone(), reason };
+    let file: TermFile = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+    let id: TermId = file.id.parse().map_err(|e| damaged(format!("its id: {e}")))?;
+    let proof = hex::decode(&file.proof).map_err(|e| damaged(e.to_string()))?;
+    Ok(Proven { term: Term { number: file.number, id }, proof: proof.into() })
+}
+
+fn write(dir: &Path, proven: &Proven) -> Result<(), Error> {
+    let Proven { term, proof } = proven;
+    let file = TermFile { number: term.number, id: term.id.to_string(), proof: hex::encode(proof) };
+    let bytes = serde_json::to_vec_pretty(&file).expect("plain data");
+    files::write(&dir.join(FILE), &bytes, files::PUBLIC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Authority, Identity, Lifetimes, Role};
+    use proptest::prelude::*;
+
+    const FIRST: Term = Term { number: 1, id: TermId(0x11) };
+    const RIVAL: Term = Term { number: 1, id: TermId(0x22) };
+    const SECOND: Term = Term { number: 2, id: TermId(0x33) };
+
+    fn cluster() -> (tempfile::TempDir, Identity, Identity) {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
+        let identity = |role: Role| {
+            authority.issue_identity(&dir.path().join(role.as_str()), role, "a").unwrap()
+        };
+        let (controller, pool) = (identity(Role::Controller), identity(Role::Pool));
+        (dir, controller, pool)
+    }
+
+    #[test]
+    fn a_term_is_remembered_over_a_restart_and_what_is_lower_or_a_rival_is_refused() {
+        let (_dir, controller, pool) = cluster();
+        let say = |pool: &Identity, term| pool.hear_term(&controller.sign_term(term).unwrap());
+        assert_eq!(say(&pool, Term::default()).unwrap(), Standing::Same);
+        assert_eq!(say(&pool, FIRST).unwrap(), Standing::Higher);
+        let mut changes = pool.terms().changes();
+        for pool in [pool.clone(), Identity::load(pool.dir()).unwrap()] {
+            assert_eq!(say(&pool, FIRST).unwrap(), Standing::Same);
+            assert_eq!(say(&pool, RIVAL).unwrap(), Standing::Rival);
+            assert_eq!(say(&pool, Term::default()).unwrap(), Standing::Former);
+            assert_eq!(pool.terms().highest().term, FIRST);
+        }
+        assert!(!changes.has_changed().unwrap());
+        assert_eq!(say(&pool, SECOND).unwrap(), Standing::Higher);
+        assert_eq!(*changes.borrow_and_update(), SECOND);
+        assert_eq!(say(&pool, FIRST).unwrap(), Standing::Former);
+        // The proof that is kept convinces others.
+        let proof = Identity::load(pool.dir()).unwrap().terms().highest().proof;
+        assert_eq!(controller.verify_term(&proof).unwrap(), SECOND);
+    }
+
+    #[test]
+    fn two_processes_of_one_directory_forget_no_higher_term_of_the_other() {
+        let (_dir, controller, pool) = cluster();
+        let other = Identity::load(pool.dir()).unwrap();
+        let say = |pool: &Identity, term| pool.hear_term(&controller.sign_term(term).unwrap());
+        assert_eq!(say(&other, SECOND).unwrap(), Standing::Higher);
+        assert_eq!(say(&pool, FIRST).unwrap(), Standing::Former, "the other one knew better");
+        assert_eq!(pool.terms().highest().term, SECOND);
+        assert_eq!(Identity::load(pool.dir()).unwrap().terms().highest().term, SECOND);
+    }
+
+    #[test]
+    fn a_grant_of_a_term_proves_it_as_well() {
+        let (_dir, controller, pool) = cluster();
+        let grant = Grant {
+            volume: quoin_core::VolumeId(1),
+            epoch: quoin_core::Epoch(2),
+            incarnation: quoin_core::Incarnation(3),
+            node: "n1".into(),
+            term: FIRST,
+        };
+        let bytes = controller.sign_grant(&grant).unwrap();
+        assert_eq!(pool.hear_term(&bytes).unwrap(), Standing::Higher);
+        assert_eq!(pool.terms().highest(), Proven { term: FIRST, proof: bytes.into() });
+        // The controller's own words take its place: it knows them without a look.
+        let word = controller.sign_term(FIRST).unwrap();
+        assert_eq!(pool.hear_term(&word).unwrap(), Standing::Same);
+        assert_eq!(pool.terms().highest(), Proven { term: FIRST, proof: word });
+        let former = controller.sign_grant(&Grant { term: Term::default(), ..grant }).unwrap();
+        assert!(pool.hear_term(&former).is_err(), "a grant of before there were terms proves none");
+    }
+
+    #[test]
+    fn a_term_that_no_controller_of_the_cluster_signed_is_not_believed() {
+        let (_dir, controller, pool) = cluster();
+        let (_other, stranger, _) = cluster();
+        for forged in [&pool, &stranger] {
+            assert!(controller.hear_term(&forged.sign_term(SECOND).unwrap()).is_err());
+        }
+        let bytes = controller.sign_term(SECOND).unwrap();
+        for at in 0..bytes.len() {
+            let mut changed = bytes.to_vec();
+            changed[at] ^= 1;
+            // A change in an unneeded certificate of the chain alters nothing that counts.
+            if let Ok(term) = pool.verify_term(&changed) {
+                assert_eq!(term, SECOND, "byte {at} changed what it says");
+            }
+            let cut = pool.verify_term(&bytes[..at]);
+            assert!(cut.is_err() || (at == 0 && cut.unwrap() == Term::default()), "cut at {at}");
+        }
+        assert_eq!(pool.terms().highest(), Proven::default());
+    }
+
+    #[test]
+    fn a_term_that_cannot_be_remembered_is_not_believed() {
+        let (_dir, controller, pool) = cluster();
+        // A directory in the place of the file: nothing can be written there, by root either.
+        std::fs::create_dir(pool.dir().join(FILE)).unwrap();
+        let error = pool.hear_term(&controller.sign_term(FIRST).unwrap()).unwrap_err().to_string();
+        assert!(error.contains(FILE), "{error}");
+        assert_eq!(pool.terms().highest(), Proven::default());
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_panic(bytes: Vec<u8>) {
+            let _ = parse(&bytes);
+            let _ = parse(&[MAGIC.as_slice(), &bytes].concat());
+        }
+    }
+}
