@@ -1,11 +1,13 @@
 //! The control plane's record of the volume, reached only by compare-and-swap over a network
 //! that delays and loses questions and answers.
 
-use quoin_core::{Desired, Epoch, Incarnation, Member, Membership};
+use quoin_core::{Desired, Epoch, Incarnation, Member, Membership, Term};
 
 /// The linearizable record.
 #[derive(Clone, Debug)]
 pub struct Record {
+    /// Of the controller that rules.
+    pub term: Term,
     pub epoch: Epoch,
     pub incarnation: Incarnation,
     /// The target host that owns the volume.
@@ -41,7 +43,8 @@ impl Record {
                 if again && quoin_core::mutant::is("epoch-reused") {
                     self.epoch.0 -= 1;
                 }
-                self.epoch = self.epoch.max(*at_least).next();
+                let after = self.epoch.max(*at_least);
+                self.epoch = self.term.next_epoch(after).ok_or("an epoch of a later term")?;
                 self.incarnation = *incarnation;
                 Ok(Answer::Granted {
                     incarnation: *incarnation,
@@ -98,6 +101,7 @@ mod tests {
 
     fn record() -> Record {
         Record {
+            term: Term::default(),
             epoch: Epoch(4),
             incarnation: Incarnation(1),
             owner: 0,

@@ -31,6 +31,9 @@ pub struct Stats {
     pub epochs: u64,
     /// Words of the control plane that epochs were taken back, as pools heard them.
     pub fences: u64,
+    pub terms: u64,
+    pub terms_refused: u64,
+    pub controllers_ended: u64,
     pub servings: u64,
     /// Opens that said that unflushed data may be lost.
     pub tails_lost: u64,
@@ -76,6 +79,9 @@ impl Stats {
         self.ios_failed += other.ios_failed;
         self.epochs += other.epochs;
         self.fences += other.fences;
+        self.terms += other.terms;
+        self.terms_refused += other.terms_refused;
+        self.controllers_ended += other.controllers_ended;
         self.servings += other.servings;
         self.tails_lost += other.tails_lost;
         self.rebuilds += other.rebuilds;
@@ -140,6 +146,9 @@ impl fmt::Display for Summary {
         writeln!(f, "checked IOs per CPU second   {rate:>12.0}")?;
         writeln!(f, "epochs granted / served      {:>12} / {}", s.epochs, s.servings)?;
         writeln!(f, "epochs taken back, as heard  {:>12}", s.fences)?;
+        writeln!(f, "terms begun                  {:>12}", s.terms)?;
+        writeln!(f, "grants of former terms       {:>12}", s.terms_refused)?;
+        writeln!(f, "former controllers ended     {:>12}", s.controllers_ended)?;
         writeln!(f, "unflushed tails lost         {:>12}", s.tails_lost)?;
         writeln!(
             f,

@@ -56,6 +56,8 @@ pub enum Swarm {
     FullPools,
     /// Owners that lose the volume and what they were granted, and live on with it.
     Detaches,
+    /// Owners that are cut off, and with them the controller: its record is recovered elsewhere.
+    Controllers,
 }
 
 impl Swarm {
@@ -81,6 +83,7 @@ impl Swarm {
         Swarm::Pressure,
         Swarm::FullPools,
         Swarm::Detaches,
+        Swarm::Controllers,
     ];
 
     pub fn name(self) -> &'static str {
@@ -106,6 +109,7 @@ impl Swarm {
             Swarm::Pressure => "pressure",
             Swarm::FullPools => "full-pools",
             Swarm::Detaches => "detaches",
+            Swarm::Controllers => "controllers",
         }
     }
 
@@ -152,6 +156,25 @@ impl Swarm {
                     (OwnerIsolated, 6),
                     (Partition, 4),
                     (TargetPause, 4),
+                    (PowerOne, 4),
+                    (PowerSome, 3),
+                ],
+                lease_ms: &[500, 1000],
+                apart: true,
+                ..small
+            },
+            Swarm::Controllers => Shape {
+                wanted: Wanted::Power,
+                kinds: &[
+                    (OwnerIsolated, 24),
+                    (Failover, 20),
+                    (TargetCrash, 8),
+                    (TargetPause, 6),
+                    (ReplicaCrash, 12),
+                    (Partition, 6),
+                    (PartitionOneWay, 6),
+                    (ConnectionCut, 8),
+                    (ControlLate, 4),
                     (PowerOne, 4),
                     (PowerSome, 3),
                 ],

@@ -21,7 +21,9 @@ impl World {
         let there = self.control_host;
         let blocked = self.network.is_blocked(here, there);
         let lost = self.control_lossy && self.random.percent(40);
-        if !blocked && !lost {
+        // The former controller is on the target's own host.
+        let former = self.terms.asks_former(target);
+        if former || (!blocked && !lost) {
             let mut delay = self.network.delay();
             if self.control_late && self.random.percent(60) {
                 delay += self.random.between(100, 6000) * MILLISECOND;
@@ -34,6 +36,12 @@ impl World {
 
     /// The compare-and-swap happens, whether or not anyone still waits for it.
     pub(crate) fn asked(&mut self, target: usize, life: u32, number: u64, question: &Question) {
+        if self.terms.asks_former(target) {
+            let Some(answer) = self.asked_of_former(target, question) else { return };
+            let (delay, answer) = (self.network.delay(), Box::new(answer));
+            self.schedule.after(delay, Event::Answered { target, life, number, answer });
+            return;
+        }
         let before = self.record.epoch;
         // Nobody changes what an old copy of the record says.
         if self.backup.is_some() && matches!(question, Question::Swap { .. }) {
@@ -72,6 +80,9 @@ impl World {
             Ok(answer) => answer,
             Err(rule) => return self.violate("Membership", rule),
         };
+        if let Answer::Granted { incarnation, epoch, .. } = &answer {
+            self.note_grant(false, *incarnation, *epoch);
+        }
         if self.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
             self.record.epoch = before;
         }

@@ -1,5 +1,5 @@
 //! A control plane that takes back what a target was granted when its host loses the volume, in the
-//! swarm `detaches`. Pools are told so late, each by itself, and again whenever they start; the target
+//! swarms `detaches` and `controllers`. Pools are told so late, each by itself, and again whenever they start; the target
 //! that lost the volume lives on, and comes back with the grant that it has.
 
 use std::collections::BTreeMap;
@@ -16,6 +16,8 @@ use crate::swarm::Swarm;
 pub(crate) struct Fences {
     random: Random,
     on: bool,
+    /// The control plane is at times of a version that takes nothing back.
+    may_be_old: bool,
     /// What pools are told now.
     word: Option<Word>,
     /// By GUID, what its replica was told, and when by its own clock.
@@ -31,17 +33,23 @@ struct Word {
 impl Fences {
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         let random = Random::new(seed ^ 0x6665_6e63_6573);
-        Self { random, on: swarm == Swarm::Detaches, word: None, heard: BTreeMap::new() }
+        let on = matches!(swarm, Swarm::Detaches | Swarm::Controllers);
+        let may_be_old = swarm == Swarm::Detaches;
+        Self { random, on, may_be_old, word: None, heard: BTreeMap::new() }
     }
 }
 
 impl World {
     /// The volume is another host's from now on. An epoch is used up that no target is granted.
     pub(crate) fn fence_former_owner(&mut self) {
-        if !self.fences.on || self.record.epoch == Epoch::ZERO || self.fences.random.percent(20) {
+        if !self.fences.on || self.record.epoch == Epoch::ZERO {
             return;
         }
-        self.record.epoch = self.record.epoch.next();
+        if self.fences.may_be_old && self.fences.random.percent(20) {
+            return;
+        }
+        let Some(next) = self.record.term.next_epoch(self.record.epoch) else { return };
+        self.record.epoch = next;
         self.record.incarnation = Incarnation(0);
         let (epoch, at_once) = (self.record.epoch, self.fences.random.percent(50));
         self.fences.word = Some(Word { epoch, at_once });
@@ -81,6 +89,7 @@ impl World {
             return;
         }
         let (guid, now) = (here.member.guid.0, self.local(here.host));
+        self.pool_hears(pool, self.record.term);
         self.feed_pool(pool, vec![ReplicaEvent::Fence { epoch, at_once }]);
         let heard = self.fences.heard.entry(guid).or_insert((Word { epoch, at_once }, now));
         if heard.0.epoch < epoch {

@@ -22,6 +22,7 @@ mod snapshots;
 mod strangers;
 mod strikes;
 mod targets;
+mod terms;
 mod verified;
 
 use std::collections::BTreeMap;
@@ -300,6 +301,7 @@ pub(crate) struct World {
     pub growth: growth::Growth,
     pub memory: memory::Memory,
     pub fences: fences::Fences,
+    pub terms: terms::Terms,
     pub snapshots: snapshots::Snapshots,
 }
 

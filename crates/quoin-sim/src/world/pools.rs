@@ -123,6 +123,7 @@ impl World {
         });
         self.pool_began(pool, life);
         self.fences_after_start(pool);
+        self.terms_after_start(pool);
     }
 
     /// A pool that cannot be read at all gets a new disk, and makes another replica there.
@@ -226,7 +227,7 @@ impl World {
         self.schedule.after(delay, Event::TargetEndLost { connection: id });
     }
 
-    fn pool_closes(&mut self, id: ConnectionId) {
+    pub(super) fn pool_closes(&mut self, id: ConnectionId) {
         let now = self.schedule.now();
         if let Some(connection) = self.network.connections.get_mut(&id) {
             connection.pool_open = false;
@@ -239,11 +240,17 @@ impl World {
     }
 
     /// A message to a target, as a real pool would send it.
-    fn pool_sends(&mut self, id: ConnectionId, session: SessionKey, message: &FromReplica) {
+    pub(super) fn pool_sends(
+        &mut self,
+        id: ConnectionId,
+        session: SessionKey,
+        message: &FromReplica,
+    ) {
         let now = self.schedule.now();
         if let Some(pool) = self.network.connections.get(&id).map(|c| c.pool) {
             self.check_said(pool, session, message);
             self.check_fenced(pool, session, message);
+            self.check_term(pool, session, message);
         }
         match self.network.send_to_target(now, id, session, message) {
             Ok(Some(due)) => self.schedule.at(due, Event::ToTarget { connection: id }),
@@ -310,6 +317,13 @@ impl World {
             if self.unknown_here(pool, member, &message) {
                 self.refuse_unknown(id, session);
                 continue;
+            }
+            if let ToReplica::Open { .. } = message {
+                if !self.still_opens(pool, session) {
+                    self.refuse_former(id, session);
+                    continue;
+                }
+                self.note_open(pool, session);
             }
             if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) {
                 self.acknowledge_early(id, session, &message);

@@ -282,6 +282,7 @@ impl World {
             powered: vec![true; hosts],
             network,
             record: Record {
+                term: Default::default(),
                 epoch: Epoch::ZERO,
                 incarnation: Incarnation(0),
                 owner: 0,
@@ -329,6 +330,7 @@ impl World {
             growth,
             memory: Memory::draw(options.seed, options.swarm),
             fences: Fences::draw(options.seed, options.swarm),
+            terms: super::terms::Terms::draw(options.seed, options.swarm),
             snapshots,
             random,
         };

@@ -418,6 +418,7 @@ impl World {
     pub(super) fn failover(&mut self) -> bool {
         let old = self.record.owner;
         let new = 1 - old;
+        self.recover_elsewhere();
         self.record.owner = new;
         self.fence_former_owner();
         self.trace.line(self.schedule.now(), || format!("target {new} is to own the volume"));
@@ -667,6 +668,7 @@ impl World {
     /// Everything is whole again; what is down comes back by itself.
     pub(crate) fn mend_everything(&mut self) {
         self.network.unblock_all();
+        self.all_hear_of_the_term();
         self.restore_record();
         self.control_lossy = false;
         self.control_late = false;

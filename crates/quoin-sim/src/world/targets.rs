@@ -54,7 +54,8 @@ impl Process {
 impl World {
     pub(crate) fn start_target(&mut self, target: usize) {
         let host = self.targets[target].host;
-        let wanted = self.record.owner == target && self.powered[host];
+        let owns = self.record.owner == target || self.terms.asks_former(target);
+        let wanted = owns && self.powered[host];
         if self.targets[target].process.is_some() || !wanted {
             return;
         }
@@ -299,6 +300,12 @@ impl World {
                 return;
             }
         }
+        if !self.believes(id, target, pool, session) {
+            let delay = self.network.delay();
+            self.schedule.after(delay, Event::Refused { target, life, connection: id });
+            return;
+        }
+        let there = &self.pools[pool];
         let pool_life = there.life;
         let replica = there.process.as_ref().and_then(|process| process.replica.as_ref());
         let open = replica.and_then(|replica| replica.session()).map(|(_, open)| open);
@@ -354,7 +361,11 @@ impl World {
         } else if was_there {
             let off = self.quorum_is_off(target, session);
             self.leaves_the_door(target, session);
-            self.feed_target(target, vec![TargetEvent::Disconnected { session }]);
+            let event = match self.terms.was_turned_away(id) {
+                true => TargetEvent::FormerTerm { session },
+                false => TargetEvent::Disconnected { session },
+            };
+            self.feed_target(target, vec![event]);
             if off {
                 self.check_goes_on(target);
             }
