@@ -12,6 +12,7 @@
 //! | `settle` | what follows from a step at once, and the invariants |
 //! | [`mutants`] | each rule as a switch that breaks it |
 //! | [`explore`] | search, traces, walks |
+//! | [`terms`] | two controllers: a model of its own |
 //!
 //! What steps are merged, and why that hides nothing, stands in `docs/proof.md`.
 
@@ -27,6 +28,7 @@ mod open;
 mod settle;
 pub mod state;
 pub mod step;
+pub mod terms;
 mod visited;
 
 use bounds::Model;
