@@ -11,8 +11,9 @@ use common::session;
 use quoin_core::ids::SessionKey;
 use quoin_core::message::{Failure, FromReplica, ToReplica};
 use quoin_core::{Epoch, ReplicaGuid, ReplicaId, VolumeId};
-use quoin_wire::establish::{EstablishError, answer, dial};
+use quoin_wire::establish::{Disbelief, EstablishError, answer, dial};
 use quoin_wire::handshake::{ClientSecurity, HandshakeError, ServerSecurity};
+use quoin_wire::hello::{FEATURE_BULK, FEATURE_TERM};
 use quoin_wire::same_host::{PeerAddress, Stream};
 use quoin_wire::{Connection, Hello, Opener, Sealer, Welcome, WireError};
 
@@ -188,4 +189,33 @@ fn a_pool_that_takes_a_connection_and_says_nothing_is_given_up() {
     let refused =
         |e: &EstablishError| matches!(e, EstablishError::Handshake(HandshakeError::Connect { .. }));
     assert!(refusal.as_ref().is_some_and(refused), "{refusal:?}");
+}
+
+#[test]
+fn a_target_whose_grant_is_of_a_former_term_is_shown_the_newer_one_where_it_knows_of_terms() {
+    for knows in [false, true] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let features_optional = if knows { FEATURE_TERM } else { FEATURE_BULK };
+        let hello = Hello { features_optional, ..hello() };
+        let refusal = std::thread::scope(|scope| {
+            let pool = scope.spawn(|| {
+                let (tcp, from) = listener.accept().unwrap();
+                let newer =
+                    Disbelief { reason: "former".into(), term: Bytes::from_static(b"newer") };
+                let believe = |_: &[_], _: &SessionKey, _: &Hello| Err(newer);
+                let (stream, from) = (Stream::Tcp(tcp), PeerAddress::Network(from));
+                answer(stream, from, &ServerSecurity::PlainLoopback, believe).err().unwrap()
+            });
+            let plain = ClientSecurity::PlainLoopback;
+            let refusal = dial("nobody's pool", address, &plain, session(), &hello).err().unwrap();
+            assert!(matches!(pool.join().unwrap(), EstablishError::Disbelieved(_)));
+            refusal
+        });
+        match refusal {
+            EstablishError::FormerTerm(term) => assert!(knows && &term[..] == b"newer"),
+            EstablishError::Refused(Failure::Protocol) => assert!(!knows),
+            other => panic!("knows of terms: {knows}: {other}"),
+        }
+    }
 }

@@ -286,8 +286,12 @@ fn frames() -> Vec<(&'static str, Vec<u8>, Frame)> {
         all.push((name, bytes_of(&buffer), Frame::Hello(hello)));
     }
     let welcome = Welcome { protocol: 1, features: 2, ..Welcome::default() };
-    encode::welcome(session(), &welcome, &mut buffer).unwrap();
-    all.push(("welcome", bytes_of(&buffer), Frame::Welcome(welcome)));
+    let term = Bytes::from_static(b"a term");
+    let newer = Welcome { protocol: 1, features: 6, term };
+    for (name, welcome) in [("welcome", welcome), ("welcome-term", newer)] {
+        encode::welcome(session(), &welcome, &mut buffer).unwrap();
+        all.push((name, bytes_of(&buffer), Frame::Welcome(welcome)));
+    }
     all
 }
 

@@ -284,4 +284,10 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
     let info = user.json(&["cluster", "info"]);
     assert_eq!(info["term"], 1);
     stale.stop.store(true, Ordering::Relaxed);
+    let state = cluster.path("controller");
+    let said = cluster.ok(&["controller", "recover", "--state", &state]);
+    assert!(said.contains("may start again") && said.contains("term 1"), "{said}");
+    let once = cluster.quoin(&["controller", "recover", "--state", &state]);
+    let said = String::from_utf8_lossy(&once.stderr).into_owned();
+    assert!(!once.status.success() && said.contains("no other controller"), "{said}");
 }

@@ -57,7 +57,7 @@ struct Former {
 impl Terms {
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         Self {
-            random: Random::new(seed ^ 0x7465_726d_73),
+            random: Random::new(seed ^ 0x0074_6572_6d73),
             on: swarm == Swarm::Controllers,
             former: None,
             pools: BTreeMap::new(),
