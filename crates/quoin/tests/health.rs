@@ -150,6 +150,17 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
         let what = format!("the {name} misses the controller");
         assert!(wait_for_health(address, &what, 503).contains("controller: "));
     }
+    // A target that is started anew meanwhile does not know its volumes: their IO waits for it.
+    signal(cluster.process("target").pid(), "KILL");
+    let mut again: Vec<String> =
+        ["target", "--name", "n1", "--http", target.as_str()].map(Into::into).into();
+    again.extend(["--state".into(), cluster.path("node"), "--run".into(), cluster.path("run")]);
+    again.extend(["--controller".into(), cluster.controller.clone()]);
+    cluster.run(&Place::here(), "target-again", again);
+    eventually("it says that IO waits", || {
+        let (_, body) = health(target)?;
+        body["reason"].as_str()?.contains("IO of its volumes waits").then_some(())
+    });
 }
 
 /// The example of alert rules, against what all roles show.
