@@ -8,11 +8,24 @@
 use std::sync::Arc;
 
 use quoin_proto::control::VolumeRef;
+use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::controller::{Controller, about};
 use crate::events::Severity;
-use crate::records::{AttachmentRecord, VolumePhase, VolumeRecord};
+use crate::records::{VolumePhase, VolumeRecord};
+
+/// One attachment, in a volume's record.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct AttachmentRecord {
+    pub node: String,
+    pub read_only: bool,
+    /// As the publisher gave it.
+    pub usage: String,
+    /// The node is to make a block device of it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub device: bool,
+}
 
 /// What a publisher asks for.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

@@ -148,7 +148,7 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
                 rebuilt += replica.rebuilt_bytes;
                 total += replica.rebuild_total_bytes;
             }
-            // Those alone that somebody is to look at: others would be a number for every replica.
+            // Slow ones only: a number for every replica would be too many.
             if replica.slow {
                 let label =
                     OfVolume { volume: volume.spec.name.clone(), pool: replica.pool.clone() };
@@ -161,7 +161,7 @@ fn replicas(controller: &Controller, registry: &mut Registry) {
     registry.register("replicas", "Replicas by phase", family);
     let help = "1 for each replica that takes writes much later than the others of its volume";
     registry.register("replica_slow", help, slow);
-    let help = "What a write takes to be applied there, of the replicas that are slow";
+    let help = "Time until a write is applied there, of the replicas that are slow";
     registry.register_with_unit("replica_write", help, Unit::Seconds, took);
     let gauge = |value: u64| {
         let gauge = Gauge::<i64>::default();

@@ -75,7 +75,7 @@ pub struct Progress {
     pub applied_lsn: u64,
     pub rebuilt_bytes: u64,
     pub rebuild_total_bytes: u64,
-    /// What it takes to apply a write, in microseconds; 0: not known.
+    /// Average time to apply a write, in microseconds; 0: not known.
     pub write_us: u64,
     pub slow: bool,
 }
@@ -175,7 +175,7 @@ impl Observed {
             .filter(|_| self.reach.why_not(name, starting).is_none())
     }
 
-    /// The pool, if it is heard of and well, whether or not anybody reaches it.
+    /// The pool, if it is heard of and well, whether or not it is reached.
     pub fn heard_pool(&self, name: &str, offline_after: Duration) -> Option<&PoolSeen> {
         let alive = |seen: &&PoolSeen| !seen.leaving && seen.last.elapsed() < offline_after;
         self.pools.get(name).filter(alive).filter(|seen| seen.error.is_empty())

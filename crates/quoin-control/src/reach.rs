@@ -1,6 +1,6 @@
 //! Whether pools are reached at the addresses that they tell.
 //!
-//! A pool may report, and so be alive, and lead nobody anywhere: behind a firewall, or with an
+//! A pool may report, and so be alive, and still be out of reach: behind a firewall, or with an
 //! address that only its own host understands. Nothing is placed on it and nothing is expected of
 //! it before it was reached. The controller dials each pool; a target's word that it has a
 //! connection counts as well, since the controller may be the one that a firewall keeps out.
@@ -49,13 +49,13 @@ pub(crate) enum Turn {
     Unreachable(String),
 }
 
-/// What is known of the ways to all pools.
+/// The ways to all pools, as far as they are known.
 #[derive(Debug, Default)]
 pub struct Reach {
     /// Whether this controller dials; one that does not takes every address as it is told.
     dials: bool,
     pools: HashMap<String, Standing>,
-    /// Somebody is to be dialled now.
+    /// Notified when a pool is to be dialled now.
     pub(crate) news: Arc<Notify>,
 }
 
@@ -105,7 +105,7 @@ impl Reach {
         }
     }
 
-    /// Who is to be dialled, of those that are alive.
+    /// Pools to be dialled, of those that are alive.
     fn due(&mut self, now: Instant, is_alive: impl Fn(&str) -> bool) -> Vec<(String, String)> {
         let mut due = Vec::new();
         for (pool, known) in &mut self.pools {
@@ -148,7 +148,7 @@ impl Reach {
     }
 }
 
-/// What is wrong with an address by itself: it leads nowhere, or not to the pool from other hosts.
+/// The fault of an address by itself: it leads nowhere, or not to the pool from other hosts.
 fn misleading(address: &str, has_other_hosts: bool) -> Option<String> {
     let way_out =
         "start the pool with --advertise HOST:PORT, an address that the other hosts reach";
@@ -293,7 +293,7 @@ mod tests {
         reach.told("a", "h1:7401");
         let turn = reach.dialled("a", "h1:7401", Err("refused".into()), Instant::now());
         assert!(matches!(turn, Some(Turn::Unreachable(_))));
-        // What was dialled is not where it is any more.
+        // The answer of an address that it has left does not count.
         reach.told("a", "h2:7401");
         assert_eq!(reach.dialled("a", "h1:7401", Ok(()), Instant::now()), None);
         assert!(reach.why_not("a", false).unwrap().contains("h2:7401"));

@@ -65,7 +65,8 @@ impl Controller {
         Ok(())
     }
 
-    /// Only what online pools say; nobody's silence is an answer.
+    /// Only what pools say that are alive, reached or not: they say it by themselves. Silence is no
+    /// answer.
     fn answers(&self, volume: &VolumeRecord) -> Answers {
         let observed = self.observed();
         let held = volume.replicas.iter().map(|r| &r.pool);
@@ -78,7 +79,7 @@ impl Controller {
         let wanted: HashSet<_> = wanted.chain(membership.known.iter().map(|m| m.guid)).collect();
         let mut answers = Answers::new();
         for pool in pools {
-            let Some(seen) = observed.online_pool(pool, self.settings.offline_after) else {
+            let Some(seen) = observed.heard_pool(pool, self.settings.offline_after) else {
                 continue;
             };
             for guid in &wanted {

@@ -15,6 +15,7 @@ use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId,
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+pub use crate::attach::AttachmentRecord;
 use crate::devices::{Use, is_zero};
 use crate::policy::ReplaceAfter;
 use crate::time::now_ms;
@@ -261,17 +262,6 @@ impl From<&MembershipRecord> for Membership {
             formed: record.formed,
         }
     }
-}
-
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct AttachmentRecord {
-    pub node: String,
-    pub read_only: bool,
-    /// As the publisher gave it.
-    pub usage: String,
-    /// The node is to make a block device of it.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub device: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

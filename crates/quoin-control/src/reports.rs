@@ -244,8 +244,8 @@ impl Controller {
         Ok(self.announce_dead_devices(&report.node))
     }
 
-    /// A target lives: its node is one that volumes can be attached to, and online. What CSI tells of
-    /// the node beside that stays as it was told.
+    /// A target lives: its node is one that volumes can be attached to, and online. CSI's report
+    /// of the node stays beside that.
     pub async fn report_target(
         &self,
         report: &api::TargetReport,

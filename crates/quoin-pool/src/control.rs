@@ -138,7 +138,7 @@ impl Control {
     /// Reports until `shutdown`, then once more that the pool is leaving.
     pub async fn report(&self, mut shutdown: watch::Receiver<bool>) {
         let mut last = Vec::new();
-        // A pool whose address is not known is of use to nobody.
+        // A pool whose address is not known is of no use yet.
         tokio::select! {
             () = self.address.settle() => {}
             _ = shutdown.wait_for(|down| *down) => return,

@@ -271,7 +271,7 @@ where
 
     let removed = tokio::select! {
         followed = &mut following => followed.ok().and_then(Result::err),
-        // An error means that the sender is gone: nobody can ask for a shutdown any more.
+        // An error means that the sender is gone, and no shutdown can be asked for any more.
         _ = shutdown.wait_for(|down| *down) => None,
     };
     handle.send(Input::Shutdown);

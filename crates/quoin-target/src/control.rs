@@ -84,7 +84,7 @@ impl Control {
     /// # Errors
     /// The controller's word that the node was removed.
     pub async fn follow(&self, shutdown: watch::Receiver<bool>) -> Result<(), String> {
-        // Until it answers, nobody here knows which volumes are to be served.
+        // Until it answers, this target does not know which volumes it is to serve.
         self.contact.set_io_waits(true);
         let tell = |why| self.options.metrics.health.set("controller", Some(why));
         self.contact.follow(shutdown, RETRY, || self.follow_once(), tell).await

@@ -1,8 +1,8 @@
 //! Block devices that were asked for from another host.
 //!
-//! Who attaches a volume on its own host asks the attach process there. Who does so from elsewhere
-//! asks the controller, whose word comes to this target with the volume: it then asks the attach
-//! process of its host in their place, and tells what became of it. A device that is wanted is made
+//! A command on the host itself asks the attach process there. A command on another host asks the
+//! controller, whose word comes to this target with the volume: the target then asks the attach
+//! process of its host, and reports the outcome. A device that is wanted is made
 //! anew where it is gone, as after a restart of the host; one that is not wanted any more is taken
 //! away before its volume is closed, while what the kernel still holds for it can be written.
 
@@ -33,7 +33,7 @@ const DETACH_MAX: Duration = Duration::from_secs(10);
 pub(crate) struct DeviceState {
     /// Empty: there is none.
     pub path: String,
-    /// What it waits for, or why there is none.
+    /// The reason why there is none yet.
     pub message: String,
     /// This host cannot make one.
     pub refused: bool,

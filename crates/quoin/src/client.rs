@@ -67,7 +67,7 @@ enum Way {
 }
 
 impl ClientOptions {
-    /// What is named on the command line comes first, a socket of this host before a context.
+    /// Named ways come first, then a socket of this host, then the current context.
     fn way(&self) -> Way {
         if let Some(context) = &self.context {
             return Way::Context(context.clone());
@@ -127,7 +127,7 @@ impl ClientOptions {
     }
 }
 
-/// Where the processes of a host keep their sockets that nobody told another place.
+/// Default directory of the sockets of a host's processes.
 const PACKAGED_RUN: &str = "/run/quoin";
 
 /// The context of a controller whose address was given for a socket.

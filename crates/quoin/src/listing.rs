@@ -194,7 +194,7 @@ pub struct RemovedView<'a> {
     pub state: &'static str,
 }
 
-/// What is done about a member that may be online still.
+/// Removal of a member that may be online still.
 #[derive(clap::Args)]
 pub struct LeavingOptions {
     /// Wait until it is known to be offline, which takes some seconds after its process has ended;

@@ -110,7 +110,7 @@ impl Seen {
 /// How fast bytes are gone through: over the last while, whatever part they are of.
 #[derive(Default)]
 struct Pace {
-    /// What each part had gone through when it was last seen, of how much.
+    /// Bytes that each part had gone through when it was last seen, of how many.
     parts: HashMap<String, (u64, u64)>,
     /// Parts that ended since the first look.
     ended: u64,
@@ -248,7 +248,7 @@ mod tests {
             assert!(!words.contains("nothing moved"), "{words} after {n} s");
         }
         assert_eq!(pace.words(MIB), "; about 5 s left");
-        // What a part that ended had still to go through when it was last seen was gone through.
+        // The rest of a part that ended counts as gone through.
         let mut pace = Pace::default();
         for n in 0..=10 {
             let known = |n| Seen { total: 8 * MIB, ..part(&format!("p{n}"), 0) };

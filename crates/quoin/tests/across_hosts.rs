@@ -98,7 +98,7 @@ fn pools_tell_addresses_that_others_reach_and_one_that_is_out_of_reach_says_so_e
     }
     cluster.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "2"]);
 
-    // One that tells where nobody is, and one that only its own host could reach.
+    // One with an address that no host has, and one that only its own host could reach.
     let nowhere = format!("{}:7401", network.place(3).address.replace(".4", ".99"));
     pool(&mut cluster, &network.place(3), "p3", &["--advertise", &nowhere]);
     let found = in_state(&cluster, "p3", "Unreachable");

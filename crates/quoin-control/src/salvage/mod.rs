@@ -268,7 +268,7 @@ impl Controller {
                 let after = self.settings.offline_after;
                 let asked = self.salvage.asked();
                 let told = |pool: &String| asked.told.contains_key(pool);
-                let here = |pool: &&String| observed.online_pool(pool, after).is_some();
+                let here = |pool: &&String| observed.heard_pool(pool, after).is_some();
                 let starting = observed.starting(after);
                 let all = match starting {
                     true => known.iter().all(told),

@@ -1,4 +1,4 @@
-//! What targets tell beside the volumes that they serve.
+//! Reports of targets beside the volumes that they serve: signs of life, devices, slow replicas.
 
 use quoin_control::Publish;
 use quoin_proto::control::{NodeReport, ReplicaProgress, TargetReport};

@@ -1,8 +1,8 @@
 //! Replicas that take writes much later than the others of their volume.
 //!
-//! A slow replica does not slow the volume while enough others answer, so nobody would notice it
-//! before it is needed. What is compared is the time from sending entries to the word that they are
-//! applied, smoothed; a replica is slow beside the others, not by a number of its own, so that a
+//! A slow replica does not slow the volume while enough others answer, so it would go unnoticed
+//! until it is needed. The smoothed time from sending entries to the word that they are applied is
+//! compared. A replica is slow beside the others, not by a number of its own, so that a
 //! volume whose replicas are all far away has none.
 
 use std::time::Duration;
@@ -50,7 +50,7 @@ pub(super) struct Turn {
     pub member: Member,
     pub slow: bool,
     pub took: Duration,
-    /// What the others take.
+    /// Time that the others take.
     pub others: Duration,
 }
 
@@ -91,7 +91,7 @@ impl Slowness {
         self.members.retain(|known| known.member != member);
     }
 
-    /// What a replica takes on average, and whether it is slow; `None`: not known.
+    /// Average time of a replica, and whether it is slow; `None`: not known.
     pub fn of(&self, member: Member) -> Option<(Duration, bool)> {
         let known = self.members.iter().find(|known| known.member == member)?;
         (known.samples >= SAMPLES_MIN).then_some((known.took, known.slow))
@@ -114,7 +114,7 @@ impl Slowness {
             let compared = known.iter().any(|(member, _)| *member == watched.member);
             let others = others_of(&known, watched.member);
             watched.fresh = false;
-            // Who took no part says nothing, neither way.
+            // Without news of it there is no turn, neither way.
             let (true, Some(others)) = (compared, others) else {
                 watched.turns_since = None;
                 continue;

@@ -27,7 +27,7 @@ pub struct ReplicaStatus {
     pub durable: Lsn,
     pub rebuilt_bytes: u64,
     pub rebuild_total_bytes: u64,
-    /// What it takes to apply a write, on average; `None`: not known.
+    /// Average time to apply a write; `None`: not known.
     pub write_took: Option<Duration>,
     /// That is much longer than the others take.
     pub slow: bool,

@@ -141,7 +141,7 @@ struct ContextView {
     cluster_id: String,
     expires_at: String,
     directory: String,
-    /// What is wrong with it; empty: nothing.
+    /// The fault that it has; empty: none.
     message: String,
 }
 

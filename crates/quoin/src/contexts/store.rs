@@ -16,7 +16,7 @@ use std::path::PathBuf;
 const FILE: &str = "context.json";
 const NAME_MAX: usize = 63;
 
-/// What a context says beside its certificate.
+/// Content of a context beside its certificate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
     /// `host:port`.

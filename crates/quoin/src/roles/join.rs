@@ -18,7 +18,7 @@ use crate::output::{self, Format};
 
 #[derive(Args)]
 pub struct JoinOptions {
-    /// What joins: pools and nodes do so by themselves as they are started.
+    /// The role; pools and nodes join by themselves as they are started.
     #[arg(long, default_value = "admin", value_parser = admin_alone)]
     role: Role,
     /// Where key and certificate go, with no context; keep it private.

@@ -42,7 +42,7 @@ pub async fn attach(
     let device = match follow(cluster, &volume.id, &name, &node, client).await? {
         Ok(device) => device,
         Err(message) if was_there => bail!("node {node}: {message}"),
-        // It will not pass by itself, so the volume is not left held by what nobody has.
+        // It will not pass by itself, so the volume is not left attached without a device.
         Err(message) => {
             let volume = Some(id_ref(&volume.id));
             let request =
@@ -102,7 +102,7 @@ async fn follow(
     }
 }
 
-/// What keeps the device from being there, the nearest cause first.
+/// The cause that keeps the device from being there, the nearest one first.
 fn waits(volume: &Volume, attachment: &Attachment) -> String {
     let causes = [&attachment.device_message, &attachment.message, &volume.waiting_for];
     match causes.into_iter().find(|cause| !cause.is_empty()) {

@@ -299,7 +299,7 @@ pub struct ReplicaView {
     /// Why it is made here, where nobody asked for that: healing or drain.
     pub cause: String,
     pub message: String,
-    /// What it takes to apply a write, on average; 0: not known.
+    /// Average time to apply a write; 0: not known.
     pub write_us: u64,
     /// That is much longer than the others take.
     pub slow: bool,
@@ -341,7 +341,7 @@ impl ReplicaView {
         format!("{percent}% of {}", show_size(self.rebuild_total_bytes))
     }
 
-    /// What a write takes there; empty where that is not known.
+    /// Average time of a write, in words; empty where it is not known.
     fn writes(&self) -> String {
         match self.write_us {
             0 => String::new(),
