@@ -46,7 +46,7 @@ pub struct AttachOptions {
 #[derive(Args)]
 pub struct HostOptions {
     /// The directory that `quoin target` and `quoin attach` of this host were given as --run
-    /// [default: where the admin socket is].
+    /// [default: where the admin socket is; with a context, /run/quoin].
     #[arg(long, value_name = "DIRECTORY", env = "QUOIN_RUN")]
     run: Option<PathBuf>,
 }

@@ -48,7 +48,7 @@ pub enum VolumeCommand {
         #[arg(long)]
         all: bool,
     },
-    /// Make a volume a block device of this host and print the device.
+    /// Make a volume a block device of this host, or of another, and print the device.
     #[command(after_help = "Examples:\n  quoin volume attach db          prints /dev/quoin/db\n  \
                             quoin volume attach db --nbd    prints an NBD address; needs no root\n  \
                             quoin volume attach db --at-boot --mount /srv/db    at each boot too")]
