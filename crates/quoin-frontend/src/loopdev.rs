@@ -79,8 +79,8 @@ struct Config {
 /// A loop device that stays until [`LoopDevice::detach`]; dropping the value leaves it.
 ///
 /// The kernel gives a device another sequence number each time it is put on a file. A value that
-/// knows its number is that one life of the device: once somebody else has the device, every call
-/// finds its own one gone and touches nothing.
+/// knows its number is that one life of the device: once the device has another life, every call finds
+/// its own one gone and touches nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoopDevice {
     path: PathBuf,
@@ -160,6 +160,32 @@ impl LoopDevice {
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(self.lives()),
             Err(error) => Err(failed("open", &self.path, error)),
         }
+    }
+
+    /// Whether a mount, a device mapper or a swap holds it, by what the kernel shows without the device
+    /// being opened: an opening, however short, would keep others from opening it for themselves. A
+    /// program that has it open is not seen.
+    pub fn is_held(&self) -> bool {
+        let Some(name) = self.path.file_name().filter(|_| self.lives()) else { return false };
+        let sysfs = Path::new("/sys/block").join(name);
+        let holders = std::fs::read_dir(sysfs.join("holders"));
+        if holders.is_ok_and(|mut holders| holders.next().is_some()) {
+            return true;
+        }
+        // File systems that are mounted anywhere, also in another table of mounts.
+        let kinds = std::fs::read_dir("/sys/fs").into_iter().flatten().flatten();
+        if kinds.map(|kind| kind.path().join(name)).any(|mounted| mounted.exists()) {
+            return true;
+        }
+        let number = std::fs::read_to_string(sysfs.join("dev")).unwrap_or_default();
+        let (number, path) = (number.trim(), self.path.to_string_lossy());
+        let is_mounted = |line: &str| {
+            let (before, after) = line.split_once(" - ").unwrap_or((line, ""));
+            before.split(' ').nth(2) == Some(number) || after.split(' ').nth(1) == Some(&*path)
+        };
+        let lines = |table: &str| std::fs::read_to_string(table).unwrap_or_default();
+        lines("/proc/self/mountinfo").lines().any(is_mounted)
+            || lines("/proc/swaps").lines().any(|line| line.split(' ').next() == Some(&*path))
     }
 
     /// Takes over the backing file's new size.

@@ -2,7 +2,6 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,8 +20,6 @@ use crate::nbd::client::{Address, ClientOptions, ExportInfo, Link, Pipe};
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long ago the last IO may be of what is said to be used.
 const RECENT: Duration = Duration::from_secs(2);
-/// How long the kernel may take to say who has a device.
-const ASK_MAX: Duration = Duration::from_millis(500);
 
 /// What all devices of a daemon share.
 #[derive(Clone)]
@@ -44,8 +41,6 @@ pub(super) struct Device {
     name: String,
     /// What the kernel had asked for when somebody looked last, and when that was less.
     active: Mutex<(u64, Option<Instant>)>,
-    /// Somebody asks the kernel who has the device.
-    asking: Arc<AtomicBool>,
     host: Host,
 }
 
@@ -79,7 +74,6 @@ impl Device {
             device: None,
             name: String::new(),
             active: Mutex::default(),
-            asking: Arc::default(),
             host: host.clone(),
         };
         if !device.asked.file_only
@@ -134,15 +128,8 @@ impl Device {
         let (volume, metrics) = (&asked.volume, &host.metrics);
         let server = Server::take_over(&path, connection, volume, &shape(&asked), link, metrics)?;
         host.fates.add(volume, server.ending());
-        let device = Self {
-            asked,
-            server,
-            device,
-            name,
-            active: Mutex::default(),
-            asking: Arc::default(),
-            host: host.clone(),
-        };
+        let device =
+            Self { asked, server, device, name, active: Mutex::default(), host: host.clone() };
         if !device.name.is_empty() {
             device.host.metrics.call(&device.asked.volume, &device.name);
         }
@@ -236,8 +223,8 @@ impl Device {
         }
     }
 
-    /// Whether somebody holds the device or has used it within the last moments. Waits for nothing:
-    /// a kernel that does not say at once who has the device is busy with it.
+    /// Whether a mount or the like holds the device, or IO was done within the last moments. Waits for
+    /// nothing and touches nothing.
     fn is_busy(&self) -> bool {
         if self.server.in_flight() > 0 {
             return true;
@@ -252,25 +239,7 @@ impl Device {
                 return true;
             }
         }
-        let Some(device) = self.device.clone() else { return false };
-        if self.asking.swap(true, Ordering::AcqRel) {
-            return true;
-        }
-        let asking = self.asking.clone();
-        let (answer, answered) = std::sync::mpsc::sync_channel(1);
-        let asked = std::thread::Builder::new().name("attach-usage".into()).spawn(move || {
-            let in_use = device.in_use().unwrap_or(true);
-            asking.store(false, Ordering::Release);
-            // Who asked may have given up.
-            let _ = answer.send(in_use);
-        });
-        match asked {
-            Ok(_) => answered.recv_timeout(ASK_MAX).unwrap_or(true),
-            Err(_) => {
-                self.asking.store(false, Ordering::Release);
-                true
-            }
-        }
+        self.device.as_ref().is_some_and(LoopDevice::is_held)
     }
 
     /// Gives the kernel's side to the holder, so that it outlives this process. Whether it does.

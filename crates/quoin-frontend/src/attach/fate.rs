@@ -1,4 +1,4 @@
-//! How a device ends that nobody takes apart: all its IO fails, at once and from then on.
+//! The end of a device that is in use: all its IO fails, at once and from then on.
 //!
 //! A device waits for its target however long that is away, unless it is said here that waiting is
 //! in vain: another node used the volume meanwhile, or a person ended the device. This is said from
@@ -43,7 +43,7 @@ impl Fates {
     }
 }
 
-/// What people read of a device whose volume another node has.
+/// Words for people about a device whose volume another node has.
 pub(crate) fn served_elsewhere(node: &str, since_epoch: u64) -> String {
     format!("served by {node} since epoch {since_epoch}; mounts here are dead")
 }

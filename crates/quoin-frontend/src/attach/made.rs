@@ -2,9 +2,9 @@
 //! volumes' names.
 //!
 //! Paths prove nothing. Two attach processes may live on one kernel in different tables of mounts,
-//! with the same paths in each, and anybody may free a loop device and take it for something else.
-//! So each device is written down with the number of its life before anybody is told of it, in a
-//! file of this process's own directory. Only what is written there is taken away again.
+//! with the same paths in each, and a loop device may be freed and taken for something else by any
+//! program. So each device is written down with the number of its life before its path is given out,
+//! in a file of this process's own directory. Only what is written there is taken away again.
 //!
 //! Links lie in one directory (`/dev/quoin`) that such processes may share. A link is made, replaced
 //! and removed only where it is this process's own, or leads to a loop device that is free.
@@ -215,7 +215,8 @@ fn remove_link(made: &MadeLink) {
     }
 }
 
-/// Whether `device` is a loop device that is on no file: what once led to it is stale.
+/// Whether `device` is a loop device that is on no file, or on one whose mount is gone: what once led
+/// to it is stale.
 fn is_free(device: &Path) -> bool {
     let name = device.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let is_loop = name
@@ -223,7 +224,9 @@ fn is_free(device: &Path) -> bool {
         .is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
     is_loop
         && device.parent() == Some(Path::new("/dev"))
-        && LoopDevice::at(device.to_owned()).backing_file().is_none()
+        && LoopDevice::at(device.to_owned())
+            .backing_file()
+            .is_none_or(|file| file == Path::new("/"))
 }
 
 /// A volume's name as that of a file. What could be mistaken for a path, or needs quoting in a

@@ -32,7 +32,7 @@ pub enum Request {
         volume: String,
         name: String,
     },
-    /// Ends the device whoever uses it: its IO fails.
+    /// Ends the device whatever uses it: its IO fails.
     End {
         volume: String,
     },
@@ -120,7 +120,7 @@ pub struct Attached {
 pub struct Usage {
     pub volume: String,
     pub device: PathBuf,
-    /// Somebody holds it (a mount, a device mapper), or IO was done within the last moments.
+    /// A mount, a device mapper or a swap holds it, or IO was done within the last moments.
     pub in_use: bool,
     /// The first epoch of the node's use that it was made for; 0: the target did not say.
     #[serde(default)]
