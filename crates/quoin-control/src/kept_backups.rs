@@ -18,6 +18,13 @@ pub fn file_of(directory: &Path, seconds: i64) -> PathBuf {
     directory.join(format!("{PREFIX}{digits}"))
 }
 
+/// The file of a backup that is made now: the first of the names from `seconds` on that is free, since
+/// a person and the controller may both write one within a second.
+pub fn new_file(directory: &Path, seconds: i64) -> PathBuf {
+    let mut files = (seconds..).map(|time| file_of(directory, time));
+    files.find(|file| !file.exists()).unwrap_or_else(|| file_of(directory, seconds))
+}
+
 /// Whether this module made the name: the prefix and `YYYYMMDDTHHMMSSZ`.
 fn is_ours(name: &str) -> bool {
     let Some(time) = name.strip_prefix(PREFIX) else { return false };
@@ -125,6 +132,8 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let backup = file_of(directory.path(), 1_700_000_000);
         std::fs::write(&backup, "x").unwrap();
+        let next = new_file(directory.path(), 1_700_000_000);
+        assert_eq!(next, file_of(directory.path(), 1_700_000_001), "no backup is written over");
         assert!(rotate(directory.path(), 0).unwrap_err().to_string().contains("at least 1"));
         assert!(backup.exists());
     }

@@ -77,7 +77,7 @@ impl BackupSchedule {
     /// Makes one backup and deletes those beyond the number that is kept.
     async fn make(&self, controller: &Controller) -> Result<(), Error> {
         make_dir(&self.into)?;
-        let file = kept_backups::file_of(&self.into, now_seconds());
+        let file = kept_backups::new_file(&self.into, now_seconds());
         let bytes = controller.backup(true).await?;
         let directory = self.clone();
         let write = move || {
@@ -98,41 +98,42 @@ impl BackupSchedule {
         mut shutdown: watch::Receiver<bool>,
     ) {
         record.is_scheduled.store(true, Ordering::Relaxed);
+        // A directory that is not there yet has none; one that cannot be read is told below.
+        let newest = kept_backups::newest(&self.into).ok().flatten();
+        record.last_seconds.store(newest.unwrap_or(0), Ordering::Relaxed);
+        let mut wait = self.wait(newest, now_seconds());
         let mut has_failed = false;
         loop {
-            // A directory that is not there yet has none; one that cannot be read is told below.
-            let newest = kept_backups::newest(&self.into).ok().flatten();
-            record.last_seconds.store(newest.unwrap_or(0), Ordering::Relaxed);
-            let wait = match has_failed {
-                true => AGAIN_AFTER.min(self.every),
-                false => self.wait(newest, now_seconds()),
-            };
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 _ = shutdown.wait_for(|down| *down) => return,
             }
+            wait = AGAIN_AFTER.min(self.every);
             // What comes from a backup itself is none before it agrees with the pools.
             if controller.check_ruling().is_err() {
-                has_failed = true;
                 continue;
             }
             let cluster = Object::new("cluster", "", "");
             let into = self.into.display();
-            match self.make(&controller).await {
-                Ok(()) if has_failed => {
+            let (severity, reason, message) = match self.make(&controller).await {
+                Ok(()) => {
+                    record.last_seconds.store(now_seconds(), Ordering::Relaxed);
+                    wait = self.every;
+                    if !std::mem::take(&mut has_failed) {
+                        continue;
+                    }
                     let message = format!("{into}: backups of the records are made again");
-                    controller.events().record(Severity::Normal, cluster, "BackupMade", message);
-                    has_failed = false;
+                    (Severity::Normal, "BackupMade", message)
                 }
-                Ok(()) => {}
                 Err(error) => {
                     record.failures.fetch_add(1, Ordering::Relaxed);
+                    has_failed = true;
                     let message =
                         format!("{into}: no backup of the records could be made: {error}");
-                    controller.events().record(Severity::Error, cluster, "BackupFailed", message);
-                    has_failed = true;
+                    (Severity::Error, "BackupFailed", message)
                 }
-            }
+            };
+            controller.events().record(severity, cluster, reason, message);
         }
     }
 }

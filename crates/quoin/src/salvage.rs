@@ -118,11 +118,7 @@ fn check_place(file: &Path) -> Result<()> {
 pub async fn backup(options: &BackupOptions, client: &ClientOptions, format: Format) -> Result<()> {
     let file = match (&options.file, &options.into) {
         (Some(file), _) => file.clone(),
-        (None, Some(directory)) => {
-            // The controller may have written its own within this second.
-            let mut files = (now_seconds()..).map(|time| kept_backups::file_of(directory, time));
-            files.find(|file| !file.exists()).context("a name for the backup")?
-        }
+        (None, Some(directory)) => kept_backups::new_file(directory, now_seconds()),
         (None, None) => bail!("name the file to write, or a directory by --into"),
     };
     check_place(&file)?;

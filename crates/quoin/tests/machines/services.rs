@@ -326,7 +326,8 @@ impl Services {
                     continue;
                 };
                 state.child = None;
-                let again = unit.is("Restart", "always")
+                let is_final = |code: i32| unit.is("RestartPreventExitStatus", &code.to_string());
+                let again = !status.code().is_some_and(is_final) && unit.is("Restart", "always")
                     || (unit.is("Restart", "on-failure") && !status.success());
                 if state.is_ending || !again {
                     state.ended = Some(status);
@@ -343,7 +344,7 @@ impl Services {
                 );
                 let mut state = shared.lock().unwrap();
                 if state.is_ending {
-                    state.ended = Some(status);
+                    // It was stopped between two starts.
                     return;
                 }
                 starts.push(Instant::now());
@@ -386,7 +387,7 @@ impl Services {
         process.keeper.join().unwrap();
         let ended = process.state.lock().unwrap().ended;
         // As systemd has it: an end by the signal that was asked for is clean.
-        let is_clean = ended.is_some_and(|status| status.success() || status.signal() == Some(15));
+        let is_clean = ended.is_none_or(|status| status.success() || status.signal() == Some(15));
         assert!(is_clean, "{} {name}: {ended:?}", self.host);
     }
 
