@@ -5,7 +5,7 @@
 //! host, and the lines below it are its output. Words behind `console` are the hosts that the block is
 //! run for, one after the other, with the name of the first one replaced. `TOKEN` is the token that was
 //! printed last, and a block device is the one that was printed where the page shows it. A file that is
-//! shown by `cat` before it is there is made of what is shown. `systemctl` and `ssh` are the test's.
+//! shown by `cat` before it is there is made of what is shown. `systemctl` and `scp` are the test's.
 
 mod common;
 mod machines;
@@ -14,7 +14,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -91,7 +90,6 @@ struct Site {
     token: String,
     /// Block devices: by the name on the page.
     devices: BTreeMap<String, String>,
-    forwards: Vec<Arc<AtomicBool>>,
 }
 
 impl Site {
@@ -108,7 +106,7 @@ impl Site {
         machines["h1"].hide_devices();
         machines["h4"].hide_devices();
         let (token, devices) = (String::new(), BTreeMap::new());
-        let site = Self { machines, switch, package, token, devices, forwards: Vec::new() };
+        let site = Self { machines, switch, package, token, devices };
         site.name_control("10.80.0.1");
         site
     }
@@ -126,7 +124,7 @@ impl Site {
     fn follow(&mut self, step: &Step) {
         let Step { host, command, shows, line } = step;
         println!("{host}# {command}");
-        let mut command = command.clone();
+        let mut command = command.replace("--token TOKEN", &format!("--token {}", self.token));
         for (shown, device) in &self.devices {
             command = command.replace(shown, device);
         }
@@ -141,9 +139,6 @@ impl Site {
         }
         if let Some(arguments) = command.strip_prefix("systemctl ") {
             return machine.systemctl(&arguments.replace("kill -s KILL", "kill"));
-        }
-        if let Some(arguments) = command.strip_prefix("ssh -fN -L ") {
-            return self.forward(host, arguments);
         }
         if let Some(copied) = command.strip_prefix("scp control:") {
             let machine = &self.machines[host];
@@ -180,34 +175,6 @@ impl Site {
         } else if let Some(device) = shows.first().filter(|shown| shown.starts_with("/dev/")) {
             self.devices.insert(device.clone(), printed);
         }
-    }
-
-    /// As `ssh -L LOCAL:REMOTE HOST` does, for sockets.
-    fn forward(&mut self, host: &str, arguments: &str) {
-        let (sockets, to) = arguments.split_once(' ').expect("LOCAL:REMOTE HOST");
-        let (local, remote) = sockets.split_once(':').expect("LOCAL:REMOTE");
-        assert_eq!(to, "control");
-        let (local, remote) = (self.machines[host].path(local), self.machines["h1"].path(remote));
-        let listener = UnixListener::bind(&local).unwrap();
-        let is_over = Arc::new(AtomicBool::new(false));
-        self.forwards.push(is_over.clone());
-        std::thread::spawn(move || {
-            for near in listener.incoming().map_while(Result::ok) {
-                if is_over.load(Ordering::Relaxed) {
-                    return;
-                }
-                let Ok(far) = UnixStream::connect(&remote) else { continue };
-                for (mut from, mut to) in
-                    [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)]
-                {
-                    std::thread::spawn(move || {
-                        // Either side may go at any time.
-                        let _ = std::io::copy(&mut from, &mut to);
-                        let _ = to.shutdown(std::net::Shutdown::Write);
-                    });
-                }
-            }
-        });
     }
 }
 

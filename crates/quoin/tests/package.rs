@@ -50,7 +50,7 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
         machine.ok(&format!(
             "umask 077; sed -e 's/^CONTROLLER=.*/CONTROLLER=127.0.0.1:7400/' \
              -e 's/^QUOIN_JOIN_TOKEN=.*/QUOIN_JOIN_TOKEN={token}/' \
-             -e 's/100GiB/1GiB/' -e 's/HOST:7401/127.0.0.1:7401/' \
+             -e 's/100GiB/1GiB/' \
              /usr/share/doc/quoin/{example}.conf.example > /etc/quoin/{}",
             if role == "pool" { "pool-a.conf" } else { "node.conf" }
         ));
@@ -127,7 +127,7 @@ fn host_of_all(machine: &mut Machine) {
     machine.eventually_ok("the controller answers", "quoin cluster info");
     for (role, file) in [("pool", "pool-a"), ("node", "node")] {
         let token = machine.ok(&format!("quoin token create --role {role}"));
-        let options = "--capacity 1GiB --listen 127.0.0.1:7401";
+        let options = "--capacity 1GiB";
         machine.write(
             &format!("/etc/quoin/{file}.conf"),
             &format!(
