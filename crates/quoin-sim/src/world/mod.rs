@@ -12,6 +12,7 @@ mod door;
 mod ending;
 mod fences;
 mod growth;
+mod lost_disks;
 mod members;
 mod memory;
 mod pools;

@@ -87,7 +87,7 @@ impl World {
     }
 
     /// A pool whose disk or data this profile may hurt.
-    fn victim(&mut self) -> usize {
+    pub(super) fn victim(&mut self) -> usize {
         match self.profile {
             Profile::Media { victim } | Profile::Liar { victim } => victim,
             Profile::Power => self.random.index(self.pools.len()),
@@ -466,35 +466,6 @@ impl World {
         self.profile == Profile::Power || in_sync == self.record.membership.known.len()
     }
 
-    /// An old image of the disk is put back, of an older life of the pool or of the present one. Its
-    /// counts show it to the controller: it serves nobody, and its replica is made anew under another GUID on another disk.
-    fn roll_back_disk(&mut self) -> bool {
-        let pool = self.victim();
-        let adopted = self.record.membership.known.contains(&self.pools[pool].member);
-        if !self.is_one_dispensable()
-            || self.pools.iter().any(|p| p.cache_lost)
-            || self.pools[pool].gone
-            || !adopted
-        {
-            return false;
-        }
-        let more = self.pools[pool].starts.more_starts();
-        let counts = match self.pools[pool].storage.roll_back(more) {
-            Ok(Some(counts)) => counts,
-            Ok(None) => return false,
-            Err(_) => {
-                self.kill_pool(pool, Outage::DiskFailed, 300 * MILLISECOND);
-                return false;
-            }
-        };
-        self.pools[pool].starts.told_before(counts);
-        self.kill_pool(pool, Outage::Process, 300 * MILLISECOND);
-        let there = &mut self.pools[pool];
-        there.cache_lost = true;
-        there.rolled_back = Some(there.member.guid);
-        true
-    }
-
     /// The control plane is restored from an old copy, and some time later a person puts the
     /// newest one back, with whatever epoch was granted since.
     fn roll_back_control(&mut self) -> bool {
@@ -540,40 +511,6 @@ impl World {
             self.feed_target(owner, events);
         }
         true
-    }
-
-    /// The replica's disk is replaced by an empty one; the pool says so from now on.
-    fn wipe(&mut self) -> bool {
-        let pool = self.victim();
-        if !self.is_one_dispensable() || self.pools.iter().any(|p| p.cache_lost) {
-            return false;
-        }
-        if quoin_core::mutant::is("guid-born-twice") {
-            return self.wipe_and_make_the_same(pool);
-        }
-        let there = &mut self.pools[pool];
-        let adopted = self.record.membership.known.contains(&there.member);
-        if there.gone || !adopted || there.storage.delete(there.member.guid).is_err() {
-            return false;
-        }
-        there.gone = true;
-        self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
-        let delay = self.random.between(500, 8000) * MILLISECOND / self.setup.haste;
-        self.schedule.after(delay, Event::Recreate { pool });
-        true
-    }
-
-    /// For the mutant: an empty replica takes the name of the one that was lost.
-    fn wipe_and_make_the_same(&mut self, pool: usize) -> bool {
-        let member = self.pools[pool].member;
-        let membership = self.record.membership.clone();
-        let (identity, meta) = self.newborn(member, true, membership);
-        self.kill_pool(pool, Outage::Process, 100 * MILLISECOND);
-        let blocks = self.setup.config.volume_blocks;
-        let here = &mut self.pools[pool];
-        here.starts.of_a_new_disk();
-        here.storage.replace(&mut self.random).is_ok()
-            && here.storage.create(identity, meta, blocks).is_ok()
     }
 
     pub(crate) fn mend(&mut self, mend: Mend) {
