@@ -139,7 +139,7 @@ impl ControlPlane {
         };
         let granted = agent.acquire_epoch(asked).await.unwrap().into_inner();
         let known = granted.membership.unwrap().known;
-        let state = |index: usize| if index == 0 { "catching-up" } else { "in-sync" };
+        let state = |index: usize| if index == 0 { "disconnected" } else { "in-sync" };
         let progress = |(index, member): (usize, Member)| ReplicaProgress {
             replica_id: member.replica_id,
             guid: member.guid,
