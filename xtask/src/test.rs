@@ -91,7 +91,7 @@ const PARTS: [Part; 7] = [
     },
     Part {
         name: "integration and process tests",
-        budget: Duration::from_secs(20 * 60),
+        budget: Duration::from_secs(24 * 60),
         // Most of them wait for processes: more of them than there are cores.
         arguments: &[
             "test",

@@ -173,7 +173,7 @@ impl Control {
         }
         for (id, assigned) in wanted.iter() {
             if let Some(device) = self.device(*id, assigned) {
-                self.devices.want(*id, device);
+                self.devices.want(*id, &assigned.info.name, device);
             }
             if open.contains_key(id) {
                 continue;

@@ -78,8 +78,8 @@ impl Devices {
         states.get(&volume).cloned().unwrap_or_default()
     }
 
-    /// Has a device made, or grown to a new size.
-    pub fn want(&self, id: VolumeId, asked: AttachVolume) {
+    /// Has a device made, with a link to it under the volume's name, or grown to a new size.
+    pub fn want(&self, id: VolumeId, name: &str, asked: AttachVolume) {
         let mut wanted = self.wanted.lock().expect("never held across a panic");
         if let Some(known) = wanted.get(&id) {
             let is_news = |known: &mut AttachVolume| {
@@ -93,6 +93,7 @@ impl Devices {
         let (volume, asked) = watch::channel(asked);
         let keeper = Keeper {
             id,
+            name: name.to_owned(),
             daemon: self.daemon.clone(),
             socket: self.socket.clone(),
             states: self.states.clone(),
@@ -137,6 +138,7 @@ impl Devices {
 /// Keeps one device.
 struct Keeper {
     id: VolumeId,
+    name: String,
     daemon: AttachClient,
     socket: PathBuf,
     states: Arc<Mutex<BTreeMap<VolumeId, DeviceState>>>,
@@ -163,7 +165,7 @@ impl Keeper {
 
     /// Makes the device, or looks at the one that is there; how long to rest afterwards.
     async fn make(&self, volume: AttachVolume) -> Duration {
-        let (size, name) = (volume.size, volume.volume.clone());
+        let (size, id) = (volume.size, volume.volume.clone());
         let Ok(answer) = tokio::time::timeout(CALL_MAX, self.daemon.attach(volume)).await else {
             self.tell(DeviceState::waits(
                 "the attach process waits for the kernel, or for the volume's IO",
@@ -172,9 +174,13 @@ impl Keeper {
         };
         match answer {
             Ok(attached) => {
-                let path = attached.device.display().to_string();
+                // An attach process of before makes no link; the device is one all the same.
+                let linked =
+                    tokio::time::timeout(CALL_MAX, self.daemon.link(&id, &self.name)).await;
+                let link = linked.ok().and_then(|linked| linked.ok()?.link);
+                let path = link.unwrap_or(attached.device).display().to_string();
                 self.tell(DeviceState { path, ..DeviceState::default() });
-                if attached.size < size && self.daemon.resize(&name, size).await.is_err() {
+                if attached.size < size && self.daemon.resize(&id, size).await.is_err() {
                     return RETRY;
                 }
                 LOOK
@@ -279,13 +285,17 @@ mod tests {
         let run = tempfile::tempdir().unwrap();
         let asked = attach_process(run.path(), |request| match request {
             Request::Attach(volume) => attached(volume),
+            Request::Link { name, .. } => {
+                let Response::Ok(device) = attached(&volume(Path::new("/run"))) else { panic!() };
+                Response::Ok(Attached { link: Some(Path::new("/dev/quoin").join(name)), ..device })
+            }
             _ => Response::Detached {},
         });
         let devices = Devices::new(run.path(), Arc::default());
-        devices.want(VolumeId(7), volume(run.path()));
+        devices.want(VolumeId(7), "db", volume(run.path()));
         until(&devices, |state| state.message.contains("opens")).await;
         let _served = UnixListener::bind(run.path().join("7.sock")).unwrap();
-        until(&devices, |state| state.path == "/dev/loop7").await;
+        until(&devices, |state| state.path == "/dev/quoin/db").await;
         let (closed, is_closed) = tokio::sync::oneshot::channel();
         devices.release(VolumeId(7), move || closed.send(()).unwrap());
         is_closed.await.unwrap();
@@ -299,7 +309,7 @@ mod tests {
         let run = tempfile::tempdir().unwrap();
         let _served = UnixListener::bind(run.path().join("7.sock")).unwrap();
         let devices = Devices::new(run.path(), Arc::default());
-        devices.want(VolumeId(7), volume(run.path()));
+        devices.want(VolumeId(7), "db", volume(run.path()));
         until(&devices, |state| state.message.contains("quoin attach")).await;
         assert!(!devices.state(VolumeId(7)).refused);
         let refusal = |_: &Request| Response::Error {

@@ -299,7 +299,7 @@ fn the_page_on_hosts_is_followed_from_nothing_to_a_volume_that_outlives_its_host
     let written = second.acknowledged();
     second.thread.join().unwrap().unwrap();
     let h3 = &site.machines["h3"];
-    let device = site.devices["/dev/loop1"].clone();
+    let device = site.devices["/dev/quoin/db"].clone();
     h3.ok("umount /srv/db");
     h3.ok(&format!("e2fsck -fn {device}"));
     h3.ok(&format!("mount {device} /srv/db"));

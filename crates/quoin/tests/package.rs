@@ -93,6 +93,7 @@ fn a_host_installs_uses_upgrades_removes_and_installs_the_package_again() {
     assert_eq!(machine.ok("cat /srv/db/file"), content);
 
     // A mounted volume keeps the package.
+    let device = machine.ok(&format!("readlink -f {device}"));
     let said = machine.refused("dpkg -r quoin");
     assert!(said.contains(&format!("{device} is mounted")), "{said}");
     machine.eventually_ok("the controller answers", "quoin volume list");

@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::nbd::Nbd;
 use common::{Cluster, Place, eventually, free_port};
@@ -39,16 +39,27 @@ impl Link {
     }
 }
 
+/// Delays without a limit on what goes through: each piece is held for itself.
 fn carry(mut from: TcpStream, mut to: TcpStream, delay_ms: &AtomicU64) {
+    let (pieces, held) = std::sync::mpsc::channel::<(Instant, Vec<u8>)>();
+    let near = from.try_clone().unwrap();
+    std::thread::spawn(move || {
+        for (due, piece) in held {
+            std::thread::sleep(due.saturating_duration_since(Instant::now()));
+            if to.write_all(&piece).is_err() {
+                break;
+            }
+        }
+        let _ = near.shutdown(Shutdown::Both);
+        let _ = to.shutdown(Shutdown::Both);
+    });
     let mut buffer = vec![0; 64 << 10];
     while let Ok(length @ 1..) = from.read(&mut buffer) {
-        std::thread::sleep(Duration::from_millis(delay_ms.load(Ordering::Relaxed)));
-        if to.write_all(&buffer[..length]).is_err() {
+        let delay = Duration::from_millis(delay_ms.load(Ordering::Relaxed));
+        if pieces.send((Instant::now() + delay, buffer[..length].to_vec())).is_err() {
             break;
         }
     }
-    let _ = from.shutdown(Shutdown::Both);
-    let _ = to.shutdown(Shutdown::Both);
 }
 
 fn metrics(address: &str) -> Option<String> {

@@ -242,7 +242,7 @@ fn a_controller_that_comes_back_after_its_records_were_recovered_elsewhere_ends_
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     });
     assert!(said.contains("the records rule"), "{said}");
-    user.ok(&["volume", "detach", "db", "--node", "n1"]);
+    user.ok(&["volume", "detach", "db", "--node", "n1", "--force"]);
     let socket = attach(&user, &cluster, "n2");
     let before = eventually("the stale client has had its last answer", || {
         let count = stale.count();

@@ -163,13 +163,15 @@ async fn of_two_controllers_that_begin_one_term_a_pool_believes_the_first_and_a_
     for (pool, name) in [(&pool, "p1"), (&other, "p2")] {
         agent(pool, &first).report_pool(report(name)).await.unwrap();
     }
-    let (left, right) = (restored(&first).await, restored(&first).await);
+    let left = restored(&first).await;
     let alone = |without: &str| RecoverRecords {
         without_pools: vec![without.to_owned()],
         ..RecoverRecords::default()
     };
     let at_left = follow(&pool, &left);
     left.controller.recover_records(&alone("p2")).await.unwrap();
+    // Soon after its start, a controller waits for pools to come.
+    let right = restored(&first).await;
     let at_right = follow(&other, &right);
     right.controller.recover_records(&alone("p1")).await.unwrap();
     let (a, b) = (left.controller.term(), right.controller.term());

@@ -1,6 +1,7 @@
 //! Hosts with addresses of their own: network namespaces on a bridge. Needs root and iproute2.
 
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::{Place, have, is_root, skipped};
 
@@ -14,8 +15,12 @@ fn must(arguments: &str) {
     assert!(output.status.success(), "ip {arguments}: {said}");
 }
 
-/// A bridge on this host and a namespace a host, gone with the test however it ends. One a process.
+/// Networks that one process of tests has at a time, at most.
+const NETWORKS_MAX: u32 = 4;
+
+/// A bridge on this host and a namespace a host, gone with the test however it ends.
 pub struct Network {
+    id: u32,
     bridge: String,
     names: Vec<String>,
     pub subnet: String,
@@ -28,7 +33,9 @@ impl Network {
             skipped("network namespaces need root and iproute2");
             return None;
         }
-        let id = std::process::id() % 10_000;
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed) % NETWORKS_MAX;
+        let id = std::process::id() % 2_500 * NETWORKS_MAX + number;
         let bridge = format!("qb{id}");
         let probe = ip(&format!("link add {bridge} type bridge"));
         if !probe.status.success() {
@@ -38,6 +45,7 @@ impl Network {
         }
         // From here on dropping it cleans up, whatever has been made of it.
         let mut network = Self {
+            id,
             bridge,
             names: Vec::new(),
             subnet: format!("10.{}.{}", 64 + id % 128, id / 128),
@@ -69,8 +77,7 @@ impl Network {
 
     /// Cuts or restores the link of a host, with no word to either side.
     pub fn link(&self, index: usize, state: &str) {
-        let id = std::process::id() % 10_000;
-        must(&format!("link set qv{id}-{index} {state}"));
+        must(&format!("link set qv{}-{index} {state}", self.id));
     }
 }
 
