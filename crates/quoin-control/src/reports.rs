@@ -218,12 +218,7 @@ impl Controller {
             volumes_max: report.volumes_max,
             version: report.version.clone(),
         };
-        let about = Object::new("node", &report.node, &report.node);
-        if self.nodes.get(&report.node).is_none()
-            && self.nodes.create(record.clone()).await?.is_ok()
-        {
-            self.events.record(Severity::Normal, about.clone(), "NodeAdded", "it reports");
-        }
+        let about = self.node_reports(&record, "it reports").await?;
         let change = |node: &mut NodeRecord| {
             // CSI knows none; the target does.
             let address = match record.address.is_empty() {
@@ -239,9 +234,8 @@ impl Controller {
             let holds = volume.owner.as_deref() == Some(report.node.as_str());
             used || holds || volume.holder == report.node
         });
-        let devices = report.knows_devices.then(|| devices::seen(&report.devices)).transpose()?;
-        self.node_lives(about, report.leaving, devices);
-        Ok(self.announce_dead_devices(&report.node))
+        let devices = report.knows_devices.then_some(&report.devices[..]);
+        self.node_lives(about, report.leaving, devices)
     }
 
     /// A target lives: its node is one that volumes can be attached to, and online. CSI's report
@@ -260,12 +254,7 @@ impl Controller {
             volumes_max: 0,
             version: report.version.clone(),
         };
-        let about = Object::new("node", &report.node, &report.node);
-        if self.nodes.get(&report.node).is_none()
-            && self.nodes.create(record.clone()).await?.is_ok()
-        {
-            self.events.record(Severity::Normal, about.clone(), "NodeAdded", "its target reports");
-        }
+        let about = self.node_reports(&record, "its target reports").await?;
         let change = |node: &mut NodeRecord| {
             if !record.address.is_empty() {
                 node.address.clone_from(&record.address);
@@ -274,13 +263,31 @@ impl Controller {
             Ok(())
         };
         self.nodes.update(&report.node, change).await?;
-        let devices = report.knows_devices.then(|| devices::seen(&report.devices)).transpose()?;
-        self.node_lives(about, false, devices);
-        Ok(self.announce_dead_devices(&report.node))
+        let devices = report.knows_devices.then_some(&report.devices[..]);
+        self.node_lives(about, false, devices)
     }
 
-    /// `devices`: what it has now, where it says so.
-    fn node_lives(&self, about: Object, leaving: bool, devices: Option<Vec<devices::DeviceSeen>>) {
+    /// The node of a report, which is recorded with its first one.
+    async fn node_reports(&self, record: &NodeRecord, why: &str) -> Result<Object, Error> {
+        let about = Object::new("node", &record.name, &record.name);
+        if self.nodes.get(&record.name).is_none()
+            && self.nodes.create(record.clone()).await?.is_ok()
+        {
+            self.events.record(Severity::Normal, about.clone(), "NodeAdded", why);
+        }
+        Ok(about)
+    }
+
+    /// Takes a sign of life in. `devices`: those that the node has now, where it says so; those whose
+    /// volumes others have used since are the answer.
+    fn node_lives(
+        &self,
+        about: Object,
+        leaving: bool,
+        devices: Option<&[api::DeviceReport]>,
+    ) -> Result<Vec<api::ServedElsewhere>, Error> {
+        let devices = devices.map(devices::seen).transpose()?;
+        let node = about.name.clone();
         let back = {
             let mut observed = self.observed();
             observed.node_lives(&about.name);
@@ -293,6 +300,7 @@ impl Controller {
         if back && !leaving {
             self.events.record(Severity::Normal, about, "NodeOnline", "it reports again");
         }
+        Ok(self.announce_dead_devices(&node))
     }
 
     /// Takes a target's report in; the answer is a fresh grant where the target may have one.

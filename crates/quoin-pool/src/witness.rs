@@ -117,7 +117,7 @@ fn write(place: &Path, number: u128) -> io::Result<()> {
     let mut file = options.write(true).create_new(true).mode(0o600).open(place)?;
     let written = file.write_all(&number.to_le_bytes());
     if written.is_err() {
-        // A part of it would be taken for none, and costs a warning less.
+        // Part of a number is none.
         let _ = std::fs::remove_file(place);
     }
     written
