@@ -61,9 +61,9 @@ impl KeptSeed {
         run(RunOptions { seed, store, swarm, ..RunOptions::default() })
     }
 
-    /// Adds the seed to the end of the list in `path`.
+    /// Adds the seed to the end of the list in `path`, which is made where it is not there.
     pub fn append_to(&self, path: &Path) -> Result<(), KeptError> {
-        let file = std::fs::OpenOptions::new().append(true).open(path);
+        let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
         file.and_then(|mut file| writeln!(file, "{self}"))
             .map_err(|source| KeptError::Write { path: path.display().to_string(), source })
     }

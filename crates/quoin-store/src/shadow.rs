@@ -334,6 +334,7 @@ impl Replica {
             false => BTreeSet::new(),
         };
         let segments = self.family.segments.values().filter(|s| !dead.contains(&s.state.unit));
+        let forgets = mutant::is("count-forgotten-at-a-flip");
         let log =
             LogStart { index: self.next_index, previous: self.previous, ..LogStart::default() };
         let checkpoint = Checkpoint {
@@ -342,7 +343,8 @@ impl Replica {
             stable: head.position.lsn,
             snapshots: snapshots.clone(),
             log,
-            segments: segments.map(|s| s.state).collect(),
+            // What the old map counted is to be counted anew, after a crash as well.
+            segments: segments.map(|s| s.state.recorded(!forgets)).collect(),
             sequence: core.sequence,
             shadow: None,
         };

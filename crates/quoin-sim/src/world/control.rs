@@ -1,7 +1,7 @@
 //! The way to the control plane and back.
 
 use quoin_core::target::TargetEvent;
-use quoin_core::{Member, Newcomer};
+use quoin_core::{Member, Membership, Newcomer};
 
 use super::{Event, World};
 use crate::control::{Answer, Question};
@@ -187,6 +187,11 @@ impl World {
         let ruling = process.word.granted.clone();
         let newest = self.backup.as_mut().unwrap_or(&mut self.record);
         if !self.rolled_back || ruling.version >= newest.membership.version {
+            return;
+        }
+        // A newcomer was taken back: the same list under a newer version, which no target swapped.
+        let version = newest.membership.version;
+        if (Membership { version, ..ruling.clone() }) == newest.membership {
             return;
         }
         let swapped = std::mem::replace(&mut newest.membership, ruling);

@@ -6,6 +6,7 @@ use quoin_core::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_core::{Epoch, Member, SessionKey, Time};
 
 use super::{Event, Mend, Mutant, World, brief};
+use crate::control::Record;
 use crate::network::{ConnectionId, Taken, Way};
 use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
@@ -584,6 +585,13 @@ impl World {
             return;
         }
         if self.pools[pool].process.is_none() {
+            self.schedule.after(200 * MILLISECOND, Event::Recreate { pool });
+            return;
+        }
+        // The newest copy of the record knows of it, and says so once it is back.
+        let lost = self.pools[pool].member;
+        let named = |record: &Record| record.desired.newcomer(lost).is_some();
+        if self.backup.as_ref().is_some_and(named) && !named(&self.record) {
             self.schedule.after(200 * MILLISECOND, Event::Recreate { pool });
             return;
         }

@@ -586,9 +586,10 @@ impl World {
             TargetNote::InvariantRefused { invariant: "MembershipMonotone", .. }
                 if self.rolled_back || process.word.membership < self.record.membership.version => {
             }
-            // Above an old copy of the record each of its replicas has promised more, again and again.
+            // Above an old copy of the record each of its replicas has promised more, again and again;
+            // above a former controller's, too.
             TargetNote::InvariantRefused { invariant: "PromiseMonotone", .. }
-                if self.rolled_back => {}
+                if self.rolled_back || self.stats.terms > 1 => {}
             // It knows what was given up; it ends, and another takes its place.
             TargetNote::InvariantRefused { invariant: "CommitSurvives", .. }
                 if self.recovery.cf_before().is_some() => {}
