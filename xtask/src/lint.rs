@@ -7,8 +7,8 @@ use std::process::Command;
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Also check licences, advisories and sources with cargo-deny (built on first use, which
-    /// takes minutes).
+    /// Also check licences, advisories and sources with cargo-deny, and that each dependency is
+    /// used with cargo-machete (both are built on first use, which takes minutes).
     #[arg(long)]
     deny: bool,
 }
@@ -26,6 +26,9 @@ pub fn run(options: &Options) -> Result<()> {
     if options.deny {
         step("licences, advisories, sources");
         deny()?;
+        step("dependencies that nothing uses");
+        let program = tool("cargo-machete", CARGO_MACHETE)?;
+        run::check(Command::new(program).current_dir(run::workspace_root()))?;
     }
     println!("lint: clean");
     Ok(())
@@ -35,13 +38,14 @@ fn step(name: &str) {
     println!("lint: {name}");
 }
 
-/// The cargo-deny that deny.toml is written for.
+/// The version that deny.toml is written for.
 const CARGO_DENY: &str = "0.20.2";
+const CARGO_MACHETE: &str = "0.9.2";
 
 /// What can be checked with the sources alone has to hold. Advisories need their database from
 /// the network: without it, that check is left out by name.
 fn deny() -> Result<()> {
-    let program = cargo_deny()?;
+    let program = tool("cargo-deny", CARGO_DENY)?;
     let run = |arguments: &[&str]| {
         let mut command = Command::new(&program);
         run::check(command.args(arguments).current_dir(run::workspace_root()))
@@ -54,20 +58,21 @@ fn deny() -> Result<()> {
     run(&["check", "--disable-fetch", "advisories"])
 }
 
-/// It lies in the user's cache, and not in the target directory: building it takes minutes, and
-/// a fresh clone need not do it again.
-fn cargo_deny() -> Result<PathBuf> {
+/// A program of crates.io. It lies in the user's cache, and not in the target directory: building it
+/// takes minutes, and a fresh clone need not do it again.
+fn tool(name: &str, version: &str) -> Result<PathBuf> {
     let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(|| {
         let home = std::env::var_os("HOME")?;
         Some(PathBuf::from(home).join(".cache"))
     });
-    let cache = cache.context("neither XDG_CACHE_HOME nor HOME says where to keep cargo-deny")?;
-    let home = cache.join("quoin/tools").join(format!("cargo-deny-{CARGO_DENY}"));
-    let program = home.join("bin/cargo-deny");
+    let cache = cache
+        .with_context(|| format!("neither XDG_CACHE_HOME nor HOME says where to keep {name}"))?;
+    let home = cache.join("quoin/tools").join(format!("{name}-{version}"));
+    let program = home.join("bin").join(name);
     if !program.is_file() {
-        println!("lint: building cargo-deny {CARGO_DENY} into {}", home.display());
+        println!("lint: building {name} {version} into {}", home.display());
         let mut install = run::cargo();
-        install.args(["install", "cargo-deny", "--version", CARGO_DENY, "--locked", "--debug"]);
+        install.args(["install", name, "--version", version, "--locked", "--debug"]);
         install.arg("--root").arg(&home).env("CARGO_PROFILE_DEV_DEBUG", "0");
         run::check(&mut install)?;
     }

@@ -1,9 +1,9 @@
 //! The requirements register against the tests: which rows a test proves, which are open.
 //!
 //! A test proves a row by naming it after the word `Proves` in a comment beside it, as in
-//! `/// Proves CSI-PROBE-01, CSI-PROBE-02.` Rows of the levels MUST, MUST NOT, TEST and NOTE
-//! are binding; the others are context. An id that the register does not hold is an error:
-//! it is a spelling mistake, or a requirement that someone made up.
+//! `/// Proves CSI-PROBE-01.` The register holds binding rows alone, of the levels MUST,
+//! MUST NOT, TEST and NOTE. An id that it does not hold is an error: it is a spelling mistake, or a
+//! requirement that someone made up.
 
 use crate::run::workspace_root;
 use anyhow::{Context, Result, bail};
@@ -23,7 +23,7 @@ pub struct Options {
     proven: bool,
 }
 
-const BINDING: [&str; 4] = ["MUST", "MUST NOT", "TEST", "NOTE"];
+const LEVELS: [&str; 4] = ["MUST", "MUST NOT", "TEST", "NOTE"];
 
 /// One row of the register.
 #[derive(Debug, PartialEq)]
@@ -32,12 +32,6 @@ pub struct Requirement {
     pub source: String,
     pub level: String,
     pub text: String,
-}
-
-impl Requirement {
-    fn binds(&self) -> bool {
-        BINDING.contains(&self.level.as_str())
-    }
 }
 
 /// Where an id is named: `file:line`.
@@ -50,7 +44,6 @@ pub fn run(options: &Options) -> Result<()> {
 
     let chosen: Vec<_> = register
         .iter()
-        .filter(|row| row.binds())
         .filter(|row| options.source.as_ref().is_none_or(|part| row.source.contains(part.as_str())))
         .collect();
     if chosen.is_empty() {
@@ -121,6 +114,12 @@ fn parse_register(text: &str) -> Result<Vec<Requirement>> {
     rows.map(|row| {
         let [id, source, _place, level, text]: [String; 5] =
             row.try_into().map_err(|row| anyhow::anyhow!("a row without five fields: {row:?}"))?;
+        if !LEVELS.contains(&level.as_str()) {
+            bail!(
+                "{id} has the level {level}, which binds nobody: there are {}",
+                LEVELS.join(", ")
+            );
+        }
         Ok(Requirement { id, source, level, text })
     })
     .collect()
@@ -241,8 +240,7 @@ mod tests {
     #[test]
     fn the_register_of_the_project_is_read_whole() {
         let register = read_register().unwrap();
-        assert_eq!(register.len(), 1197);
-        assert_eq!(register.iter().filter(|row| row.binds()).count(), 800);
+        assert_eq!(register.len(), 800);
         let ids: BTreeSet<_> = register.iter().map(|row| &row.id).collect();
         assert_eq!(ids.len(), register.len(), "an id stands twice");
     }
@@ -307,6 +305,15 @@ mod tests {
                 "4 HEAL-REQ-02"
             ]
         );
+    }
+
+    #[test]
+    fn a_row_that_binds_nobody_is_refused() {
+        let row =
+            |level: &str| format!("id,source,place,level,requirement\nA-1,a.txt,1,{level},b\n");
+        assert_eq!(parse_register(&row("MUST NOT")).unwrap().len(), 1);
+        let message = parse_register(&row("MAY")).unwrap_err().to_string();
+        assert!(message.contains("A-1") && message.contains("MAY"), "{message}");
     }
 
     #[test]

@@ -135,7 +135,7 @@ async fn a_create_request_that_cannot_be_right_is_invalid_and_makes_nothing() {
     assert!(world.cluster.volumes().await.is_empty());
 }
 
-/// Proves CSI-CREATEVOLUME-17, CSI-CREATEVOLUME-18, CSI-CREATEVOLUME-19, CSI-ACCESSMODE-06,
+/// Proves CSI-CREATEVOLUME-17, CSI-CREATEVOLUME-18, CSI-CREATEVOLUME-19,
 /// CSI-VOLCAP-02, CSI-FIELD-02: at create time, and with any of them it is published.
 #[tokio::test]
 async fn one_unsupported_capability_among_several_refuses_the_volume() {

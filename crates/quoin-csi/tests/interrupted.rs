@@ -50,7 +50,7 @@ where
     }
 }
 
-/// Proves CSI-TIMEOUT-02, CSI-TIMEOUT-03: however early the caller gives up, the same call
+/// Proves CSI-TIMEOUT-02: however early the caller gives up, the same call
 /// again ends where one that was waited for would have.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() {

@@ -109,7 +109,7 @@ async fn a_block_volume_is_a_device_that_refuses_writes_when_read_only() {
     world.assert_node_is_clean();
 }
 
-/// Proves CSI-NODEPUBLISH-36, CSI-VOLCAP-05, CSI-ACCESSMODE-03: for mount access.
+/// Proves CSI-NODEPUBLISH-36, CSI-ACCESSMODE-03: for mount access.
 #[tokio::test]
 async fn read_only_use_and_mount_flags_show_in_the_mount() {
     if !can_mount() {

@@ -82,7 +82,7 @@ async fn a_joined_process_serves_volumes_over_mutual_tls_and_leaves_no_socket_be
     cluster.stop().await;
 }
 
-/// Proves CSI-OPS-06, CSI-SECURITY-02: of the node process, which serves on no TCP port.
+/// Proves CSI-SECURITY-02: of the node process, which serves on no TCP port.
 #[tokio::test]
 async fn wrong_options_end_the_process_with_their_reason() {
     let directory = tempfile::tempdir().unwrap();

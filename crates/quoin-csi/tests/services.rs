@@ -247,7 +247,7 @@ impl Write for Log {
     }
 }
 
-/// Proves CSI-SECRET-01, CSI-VOLCAP-03, CSI-LOG-04, CSI-SECRET-06: at the most talkative
+/// Proves CSI-SECRET-01, CSI-VOLCAP-03, CSI-SECRET-06: at the most talkative
 /// level, in refusals, and in the records.
 #[tokio::test]
 async fn secrets_and_mount_flags_reach_no_log_no_message_and_no_record_of_secrets() {
@@ -301,8 +301,7 @@ async fn secrets_and_mount_flags_reach_no_log_no_message_and_no_record_of_secret
     assert!(!log.contains("passphrase"));
 }
 
-/// Proves CSI-CONCURRENCY-02, CSI-CREATEVOLUME-09, CSI-ERR-08: parallel calls end as some
-/// order of them would.
+/// Parallel calls end as some order of them would.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn parallel_calls_on_one_volume_are_turned_away_or_agree() {
     let world = World::start().await;

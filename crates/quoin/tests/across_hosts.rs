@@ -1,7 +1,7 @@
 //! Several hosts used as the documents say: no address is typed twice, commands run on any host, and
 //! a volume becomes a device of whichever host is named. Needs root and iproute2.
 
-mod common;
+use crate::common;
 
 use std::io::{Read, Write};
 use std::os::unix::fs::FileTypeExt;

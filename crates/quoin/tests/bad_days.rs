@@ -1,7 +1,7 @@
 //! Pools on bad days, as real processes: each refusal names the thing and the way out, ends with
 //! an exit code above 0, and leaves nothing half-made.
 
-mod support;
+use crate::support;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};

@@ -1,7 +1,7 @@
 //! Pools that fill unevenly, on real processes: replicas move by themselves until they are even,
 //! under a client that verifies, and nothing that was written is lost.
 
-mod support;
+use crate::support;
 
 use bytes::Bytes;
 use quoin_frontend::nbd::client::Client;

@@ -1,8 +1,7 @@
 //! What a block device asks of its host, and what a file system on it gives back. Needs root,
 //! /dev/fuse and loop devices.
 
-#[path = "common/dev.rs"]
-mod running;
+use crate::common::dev as running;
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};

@@ -1,10 +1,8 @@
 //! Certificates of real processes: they renew themselves, outlive the authority that signed them,
 //! and decide who may speak on data connections.
 
-#![allow(clippy::duplicate_mod)] // Both helpers stand on the same base.
-
-mod common;
-mod support;
+use crate::common;
+use crate::support;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

@@ -1,7 +1,7 @@
 //! Real processes killed and stopped at random instants, under a client that verifies: no write is
 //! lost, none is taken back, and the client sees no error.
 
-mod support;
+use crate::support;
 
 use std::path::Path;
 use std::process::Command;

@@ -1,8 +1,7 @@
 //! CSI against real processes, by a client that is not Rust: Python's grpcio with stubs made
 //! from the project's own `.proto`.
 
-#[path = "common/dev.rs"]
-mod cluster;
+use crate::common::dev as cluster;
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -29,7 +28,7 @@ fn python() -> Option<String> {
     None
 }
 
-/// Proves CSI-LIFECYCLE-02, CSI-LIFECYCLE-03, CSI-PROTOCOL-02, CSI-CTRLPUBLISH-13: with real pools, target and
+/// Proves CSI-CTRLPUBLISH-13: with real pools, target and
 /// devices; without root the controller's part.
 #[test]
 fn a_python_client_drives_volumes_through_their_whole_life_on_real_processes() {

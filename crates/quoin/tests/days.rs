@@ -1,8 +1,7 @@
 //! Bad days of a running cluster: rotten bytes, a stop in the middle of work, a new authority
 //! under load, noise on every port.
 
-#[path = "common/dev.rs"]
-mod running;
+use crate::common::dev as running;
 
 use std::fs::File;
 use std::io::Write;
@@ -74,7 +73,7 @@ fn pool_file(dev: &Dev, pool: &str) -> std::path::PathBuf {
 
 #[test]
 fn a_rotten_block_is_answered_from_another_replica_repaired_and_told_and_lost_only_with_the_last() {
-    let scratch = Scratch::new("rot");
+    let scratch = Scratch::new("day-of-rot");
     let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
     dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
     let client = dev.client("db");

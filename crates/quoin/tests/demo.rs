@@ -2,8 +2,7 @@
 //! its steps, which are those that it tells, so that a new one is among them. Without root:
 //! `unprivileged.rs`.
 
-#[path = "common/dev.rs"]
-mod running;
+use crate::common::dev as running;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;

@@ -1,7 +1,6 @@
 //! `quoin dev` as real processes: up, in use, harmed, down, up again, with nothing left behind.
 
-#[path = "common/dev.rs"]
-mod running;
+use crate::common::dev as running;
 
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,7 @@
 //! Good copies that are not the same, which nobody may choose between but a person: made by hand in
 //! a pool's file, told by a verification, and settled by `quoin volume repair --from`.
 
-mod support;
+use crate::support;
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! Pools whose disks are failing, on real processes: emptied while they still answer, under a client
 //! that verifies.
 
-mod support;
+use crate::support;
 
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,10 +1,8 @@
 //! Roles that are asked to stop while something that they wait for hangs: each ends within its bound
 //! all the same, and says what it did not wait for.
 
-mod common;
-#[allow(dead_code)]
-#[path = "support/faulty.rs"]
-mod faulty;
+use crate::common;
+use crate::support::faulty;
 
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! Peers that flood what they reach, never take what they asked for, or hold connections for
 //! nothing: what they cost of memory and descriptors is limited, and the volume goes on.
 
-mod common;
+use crate::common;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;

@@ -1,6 +1,6 @@
 //! Pools that run full, on real processes: what waits, what is refused, what goes on.
 
-mod support;
+use crate::support;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,11 +1,8 @@
 //! The attach process dies, or makes room for its next version, below a mounted file system under
 //! load: IO pauses and no application sees an error. Needs root, /dev/fuse and loop devices.
 
-#![allow(clippy::duplicate_mod)] // Both helpers stand on the same base.
-
-mod common;
-#[path = "common/dev.rs"]
-mod running;
+use crate::common;
+use crate::common::dev as running;
 
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::OpenOptionsExt;

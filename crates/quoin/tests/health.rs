@@ -1,6 +1,6 @@
 //! `/metrics` and `/healthz` of every role of a running cluster: true, and with a reason.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};

@@ -7,8 +7,8 @@
 //! printed last, and a block device is the one that was printed where the page shows it. A file that is
 //! shown by `cat` before it is there is made of what is shown. `systemctl` and `scp` are the test's.
 
-mod common;
-mod machines;
+use crate::common;
+use crate::machines;
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -4,7 +4,7 @@
 //! The configuration of a target is what the controller assigns to it; the push of a changed
 //! assignment and the answered request for a new list are its two ways on the control connection.
 
-mod support;
+use crate::support;
 
 use std::path::Path;
 use std::process::Command;

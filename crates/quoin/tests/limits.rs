@@ -1,6 +1,6 @@
 //! What processes ask of the system at their start.
 
-mod common;
+use crate::common;
 
 use common::{Cluster, Place, eventually};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

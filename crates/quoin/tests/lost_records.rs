@@ -1,7 +1,7 @@
 //! The controller's records are lost, or an old copy of them comes back, under volumes with data;
 //! and the last copy of a volume, with and without the system.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! Pools and nodes that join and leave by command line, and what they refuse.
 
-mod common;
+use crate::common;
 
 use std::process::{Command, Output, Stdio};
 

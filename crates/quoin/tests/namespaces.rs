@@ -2,7 +2,7 @@
 //! addresses. A cut link, certificates and tokens of every wrong kind, and a port scanner's garbage
 //! disturb nobody's IO. Needs root and iproute2.
 
-mod common;
+use crate::common;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

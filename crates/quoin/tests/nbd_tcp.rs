@@ -1,7 +1,7 @@
 //! Volumes over NBD on TCP: STARTTLS and client certificates, from real processes, with a client
 //! of our own and with those that others wrote.
 
-mod common;
+use crate::common;
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};

@@ -1,10 +1,8 @@
 //! Nodes that are cordoned and drained, and volumes of more replicas than by default: a cluster of
 //! several nodes, each with a pool of its own, under a client that verifies.
 
-#![allow(clippy::duplicate_mod)] // Both helpers stand on the same base.
-
-mod common;
-mod support;
+use crate::common;
+use crate::support;
 
 use common::{Cluster, Place, eventually};
 use quoin_frontend::nbd::client::{Address, Client, ClientOptions};

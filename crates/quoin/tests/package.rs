@@ -1,8 +1,8 @@
 //! The Debian package on a machine of its own: installed, used by its units, upgraded under a mounted
 //! volume, refused removal while that is mounted, removed, installed again and purged. Needs root.
 
-mod common;
-mod machines;
+use crate::common;
+use crate::machines;
 
 use common::Scratch;
 use machines::{Machine, build_package};

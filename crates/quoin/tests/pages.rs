@@ -9,7 +9,7 @@
 //! from run to run (ids, times, sizes, the host's name) need not be the same. A file that is shown by
 //! `cat` before it is there is made of what is shown.
 
-mod support;
+use crate::support;
 
 use std::path::Path;
 use std::process::Command;

@@ -2,8 +2,7 @@
 //! to its volume has another one; more is written than fits. The writer gets memory by writing
 //! back what is dirty, through Quoin, whose pools are on the same host.
 
-#[path = "common/dev.rs"]
-mod dev;
+use crate::common::dev;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

@@ -1,7 +1,7 @@
 //! Rebuilds on a disk that is slow enough to be watched: what `--wait` tells a person of one, and what
 //! is copied where the pool dies in the middle.
 
-mod support;
+use crate::support;
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! The user stories of replicas on real processes: added, moved, replaced, taken away, under a client
 //! that verifies; and afterwards every copy alone, read with nothing of Quoin running.
 
-mod support;
+use crate::support;
 
 use std::process::Command;
 use std::time::Duration;

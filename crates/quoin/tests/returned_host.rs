@@ -2,7 +2,7 @@
 //! still waits there ends with an error, and people are told where and why. And before: nobody takes
 //! a volume from a host that uses it without meaning to. Needs root, /dev/fuse and loop devices.
 
-mod common;
+use crate::common;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

@@ -1,6 +1,6 @@
 //! A disk that is put back to an older state, on real processes.
 
-mod support;
+use crate::support;
 
 use std::time::Duration;
 

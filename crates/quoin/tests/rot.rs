@@ -1,10 +1,8 @@
 //! Rot in pool files under live volumes, on real processes: found, answered by another replica,
 //! repaired and told.
 
-#![allow(clippy::duplicate_mod)] // Both helpers stand on the same base.
-
-mod common;
-mod support;
+use crate::common;
+use crate::support;
 
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,7 @@
 //! Factors that change and growth one by one, under a client that verifies; and what the document
 //! of a volume shows meanwhile.
 
-mod support;
+use crate::support;
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! A target of several shards, as on any machine with more than a few cores, on real processes.
 
-mod support;
+use crate::support;
 
 use std::process::Command;
 

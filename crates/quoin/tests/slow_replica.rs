@@ -1,6 +1,6 @@
 //! A replica behind a slow link slows nothing, and is told of: by an event, a column and a metric.
 
-mod common;
+use crate::common;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

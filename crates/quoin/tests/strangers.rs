@@ -1,7 +1,7 @@
 //! Who may connect, by the report of the target, whatever restarts: replicas of the list, and never
 //! one that was replaced or removed while its pool was away.
 
-mod support;
+use crate::support;
 
 use serde_json::Value;
 use support::load::Load;

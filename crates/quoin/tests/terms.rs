@@ -1,7 +1,7 @@
 //! Two controllers of one cluster: a host is cut off with the controller on it, the records are
 //! recovered on another host, and the first one comes back with all that ran there.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener, TcpStream};

@@ -1,7 +1,7 @@
 //! A cluster of a user who is not root: everything but block devices works, and what does not work
 //! says why.
 
-mod common;
+use crate::common;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;

@@ -1,6 +1,6 @@
 //! All replicas of a volume compared with each other under a client's load, on real processes.
 
-mod support;
+use crate::support;
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;

@@ -6,10 +6,12 @@
 #[path = "../../../../tests/skipped.rs"]
 mod skipped;
 
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -23,6 +25,9 @@ pub struct Scratch(pub PathBuf);
 
 impl Scratch {
     pub fn new(name: &str) -> Self {
+        static NAMES: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+        let is_new = NAMES.lock().unwrap().insert(name.to_owned());
+        assert!(is_new, "two tests share the directory {name}");
         let path = std::env::temp_dir().join(format!("quoin-test-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         std::fs::create_dir(&path).unwrap();

@@ -2,15 +2,13 @@
 
 #![allow(dead_code, unused_imports)] // Each test binary uses its part.
 
-mod base;
-
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-pub use base::*;
+pub use super::base::*;
 use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
 
 pub struct Dev {

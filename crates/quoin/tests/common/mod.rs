@@ -4,6 +4,7 @@
 #![allow(dead_code, unused_imports)] // Each test binary uses its part.
 
 mod base;
+pub mod dev;
 pub mod nbd;
 pub mod network;
 

@@ -1,7 +1,8 @@
 //! Hosts with addresses of their own: network namespaces on a bridge. Needs root and iproute2.
 
+use std::collections::BTreeSet;
 use std::process::{Command, Output};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Mutex;
 
 use super::{Place, have, is_root, skipped};
 
@@ -16,7 +17,9 @@ fn must(arguments: &str) {
 }
 
 /// Networks that one process of tests has at a time, at most.
-const NETWORKS_MAX: u32 = 4;
+const NETWORKS_MAX: u32 = 8;
+/// Numbers of those that are there.
+static NUMBERS: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 /// A bridge on this host and a namespace a host, gone with the test however it ends.
 pub struct Network {
@@ -33,12 +36,14 @@ impl Network {
             skipped("network namespaces need root and iproute2");
             return None;
         }
-        static MADE: AtomicU32 = AtomicU32::new(0);
-        let number = MADE.fetch_add(1, Ordering::Relaxed) % NETWORKS_MAX;
-        let id = std::process::id() % 2_500 * NETWORKS_MAX + number;
+        let mut numbers = NUMBERS.lock().unwrap();
+        let number = (0..NETWORKS_MAX).find(|n| numbers.insert(*n)).expect("so many networks");
+        drop(numbers);
+        let id = std::process::id() % 1_250 * NETWORKS_MAX + number;
         let bridge = format!("qb{id}");
         let probe = ip(&format!("link add {bridge} type bridge"));
         if !probe.status.success() {
+            NUMBERS.lock().unwrap().remove(&number);
             let why = String::from_utf8_lossy(&probe.stderr).into_owned();
             skipped(&format!("no bridge can be made here: {why}"));
             return None;
@@ -87,5 +92,6 @@ impl Drop for Network {
             ip(&format!("netns del {name}"));
         }
         ip(&format!("link del {}", self.bridge));
+        NUMBERS.lock().unwrap().remove(&(self.id % NETWORKS_MAX));
     }
 }

@@ -4,15 +4,13 @@
 
 pub mod faulty;
 pub mod load;
-#[path = "../common/dev.rs"]
-mod running;
 pub mod stories;
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-pub use running::*;
+pub use crate::common::dev::*;
 
 impl Dev {
     /// The replica of a volume that a pool holds.

@@ -1,0 +1,53 @@
+//! Tests of real processes: everything that a user starts, run as a user does.
+//!
+//! They are one program, so that each of them waits beside the others, and not one file after the
+//! other. What they share stands in `common` (clusters and networks), `support` (harm to pools)
+//! and `machines` (hosts with a service manager).
+
+mod common;
+mod machines;
+mod support;
+
+mod across_hosts;
+mod bad_days;
+mod balance;
+mod block_devices;
+mod certificates;
+mod command_line;
+mod crashes;
+mod csi;
+mod days;
+mod demo;
+mod dev;
+mod differing;
+mod dying;
+mod ending;
+mod figures;
+mod floods;
+mod full;
+mod handover;
+mod heal;
+mod health;
+mod hosts;
+mod known_list;
+mod limits;
+mod lost_records;
+mod members;
+mod namespaces;
+mod nbd_tcp;
+mod nodes;
+mod package;
+mod pages;
+mod pressure;
+mod rebuilding;
+mod replicas;
+mod returned_host;
+mod rolled_back;
+mod rot;
+mod scaling;
+mod shards;
+mod slow_replica;
+mod strangers;
+mod terms;
+mod unprivileged;
+mod verify;
