@@ -21,6 +21,7 @@ use quoin_core::{BLOCK_SIZE, ReplicaGuid, mutant};
 
 use crate::api::Due;
 use crate::disk::Disk;
+use crate::maintenance::Cause;
 use crate::moved::packed_blocks;
 use crate::pool::{Pool, STEP_BYTES};
 use crate::records::SegmentState;
@@ -90,19 +91,7 @@ impl Step {
 
 impl Replica {
     fn may_commit(&self) -> bool {
-        self.commit.is_none() && !self.commit_waits && !self.is_prepared()
-    }
-
-    fn has_job(&self) -> bool {
-        self.checkpoint.is_some() || self.clean.is_some()
-    }
-
-    fn limbo_units(&self) -> u32 {
-        self.limbo.iter().map(|(_, units)| *units).sum()
-    }
-
-    fn committing_units(&self) -> u32 {
-        self.commit.iter().flat_map(|c| &c.frees).map(|(_, units)| *units).sum()
+        self.maintenance.may_commit() && !self.is_prepared()
     }
 
     fn may_fold(&self, keep: u64) -> bool {
@@ -142,12 +131,19 @@ impl<D: Disk> Pool<D> {
     /// Units that the next commits and syncs make free.
     fn coming_units(&self) -> u32 {
         self.core.freed.units()
-            + self.replicas.values().map(|r| r.limbo_units() + r.committing_units()).sum::<u32>()
+            + self
+                .replicas
+                .values()
+                .map(|r| r.maintenance.pending_units() + r.maintenance.committing_units())
+                .sum::<u32>()
     }
 
     /// Replicas that work can be done on: not those which wait for their rebuild.
     fn workable(&self) -> impl Iterator<Item = (ReplicaGuid, &Replica)> {
-        self.replicas.iter().filter(|(_, r)| !r.set_aside).map(|(guid, r)| (*guid, r))
+        self.replicas
+            .iter()
+            .filter(|(_, r)| r.quarantine.replica.is_none())
+            .map(|(guid, r)| (*guid, r))
     }
 
     fn log_bytes(&self) -> u64 {
@@ -256,14 +252,14 @@ impl<D: Disk> Pool<D> {
                     if let Some(guid) = guid
                         && let Some(replica) = self.replicas.get_mut(&guid)
                     {
-                        (replica.set_aside, replica.may_pass) = (true, false);
+                        replica.quarantine.replica = Some(Cause::Damaged);
                         self.core.damaged.push((guid, what));
                     }
                 }
                 // Nobody's data is lost by waiting.
                 Err(error) if error.is_refused_read() => {
                     if let Some(replica) = guid.and_then(|g| self.replicas.get_mut(&g)) {
-                        (replica.set_aside, replica.may_pass) = (true, true);
+                        replica.quarantine.replica = Some(Cause::Unreadable);
                     }
                 }
                 Err(StoreError::Full) => {
@@ -316,16 +312,16 @@ impl<D: Disk> Pool<D> {
     /// it can be.
     pub fn look_again(&mut self) {
         self.victim.set(None);
-        for replica in self.replicas.values_mut().filter(|r| r.may_pass) {
-            (replica.set_aside, replica.may_pass) = (false, false);
+        for replica in self.replicas.values_mut() {
+            replica.quarantine.try_again();
+            replica.maintenance.commit_waits = false;
         }
-        self.replicas.values_mut().for_each(|r| r.commit_waits = false);
         // Segments that could not be read wait for the next commit. Where they are all that could
         // give room there is none: a full pool takes nothing that would need it.
         let short = self.percent(self.core.allocator.free_for_clients()) < CLEAN_BELOW_PERCENT;
         if short && self.next_step().is_none() {
             for replica in self.replicas.values_mut() {
-                replica.unreadable.clear();
+                replica.quarantine.segments.clear();
             }
             self.victim.set(None);
         }
@@ -344,14 +340,16 @@ impl<D: Disk> Pool<D> {
         // Counts that are too high hide what can be gained, and clean-up need not wait for them.
         let recount =
             || replicas().find(|(_, r)| r.is_count_due()).map(|(guid, _)| Step::Recount(guid));
-        let first = short && self.counts_next && replicas().all(|(_, r)| r.checkpoint.is_none());
+        let first = short
+            && self.counts_next
+            && replicas().all(|(_, r)| r.maintenance.checkpoint.is_none());
         if (first || mutant::is("count-before-all-else"))
             && let Some(step) = recount()
         {
             return Some(step);
         }
         // What was begun is finished before anything else is.
-        if let Some((guid, _)) = replicas().find(|(_, r)| r.has_job()) {
+        if let Some((guid, _)) = replicas().find(|(_, r)| r.maintenance.has_job()) {
             return Some(Step::GoOn(guid));
         }
         // Emptied segments are worth nothing until they are recorded as such; clean-up must not
@@ -360,7 +358,7 @@ impl<D: Disk> Pool<D> {
         let tight = allocator.free_units() <= allocator.reserve_units;
         let (guid, most) = replicas()
             .filter(|(_, r)| r.may_commit())
-            .map(|(guid, r)| (guid, r.limbo.len() as u32))
+            .map(|(guid, r)| (guid, r.maintenance.pending_free.len() as u32))
             .max_by_key(|(_, waiting)| *waiting)
             .unwrap_or_default();
         if most >= limit || (tight && most > 0) {
@@ -370,7 +368,9 @@ impl<D: Disk> Pool<D> {
         if !self.starved {
             let keep = if short { 0 } else { self.core.options.log_keep_bytes };
             let much = self.log_bytes() > self.core.options.checkpoint_bytes;
-            if let Some((guid, _)) = replicas().find(|(_, r)| r.fold_wanted && r.may_fold(0)) {
+            if let Some((guid, _)) =
+                replicas().find(|(_, r)| r.maintenance.fold_wanted && r.may_fold(0))
+            {
                 return Some(Step::Fold(guid, 0));
             }
             let largest = replicas()
@@ -406,7 +406,7 @@ impl<D: Disk> Pool<D> {
         {
             return Some(Step::Fold(guid, 0));
         }
-        let dirty = |r: &Replica| r.dirty && r.may_commit();
+        let dirty = |r: &Replica| r.maintenance.dirty && r.may_commit();
         if let Some((guid, _)) = replicas().find(|(_, r)| dirty(r)) {
             return Some(Step::Commit(guid));
         }
@@ -438,26 +438,26 @@ impl<D: Disk> Pool<D> {
         };
         let done = match step {
             Step::Release | Step::Discard => Ok(()),
-            Step::GoOn(_) if replica.checkpoint.is_some() => {
+            Step::GoOn(_) if replica.maintenance.checkpoint.is_some() => {
                 replica.step_checkpoint(core).map(drop)
             }
             Step::GoOn(_) => replica.step_clean(core).map(drop),
             Step::Commit(_) => replica.begin_commit(core),
             Step::Fold(_, keep) => {
                 replica.begin_checkpoint(keep);
-                replica.fold_wanted = false;
+                replica.maintenance.fold_wanted = false;
                 Ok(())
             }
             Step::Empty(_, segment) => replica.begin_clean(core, segment).map(|complete| {
                 if !complete {
-                    replica.unreadable.insert(segment.unit);
+                    replica.quarantine.segments.insert(segment.unit);
                 }
             }),
             Step::Recount(_) => replica.step_recount(core).map(drop),
         };
         if done.is_err() {
             // What was counted on the way to a result that is dropped counts wrongly.
-            (replica.recount, replica.recount_job) = (true, None);
+            replica.count.begin_anew();
         }
         done
     }
@@ -474,7 +474,7 @@ impl<D: Disk> Pool<D> {
         // Nodes, then the record, then what it frees.
         for _ in 0..3 {
             for replica in self.replicas.values_mut() {
-                if replica.dirty && !replica.is_prepared() {
+                if replica.maintenance.dirty && !replica.is_prepared() {
                     replica.begin_commit(&mut self.core)?;
                 }
             }

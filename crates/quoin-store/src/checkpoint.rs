@@ -67,7 +67,7 @@ impl Replica {
     pub fn begin_checkpoint_to(&mut self, target: u64) {
         let work = self.folded.clone();
         let next = self.log.first_lsn();
-        if self.checkpoint.is_none() && target >= next {
+        if self.maintenance.checkpoint.is_none() && target >= next {
             let newest = Overlay::default();
             let mut job = CheckpointJob {
                 target,
@@ -79,13 +79,13 @@ impl Replica {
                 special: None,
             };
             self.begin_stage(&mut job);
-            self.checkpoint = Some(job);
+            self.maintenance.checkpoint = Some(job);
         }
     }
 
     /// Folds on; true once the job is done and its result is in place.
     pub fn step_checkpoint<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        let Some(mut job) = self.checkpoint.take() else { return Ok(true) };
+        let Some(mut job) = self.maintenance.checkpoint.take() else { return Ok(true) };
         let stepped = self.step_job(core, &mut job);
         match stepped {
             Ok(true) => {
@@ -93,7 +93,7 @@ impl Replica {
                 Ok(true)
             }
             Ok(false) => {
-                self.checkpoint = Some(job);
+                self.maintenance.checkpoint = Some(job);
                 Ok(false)
             }
             // The work is forgotten; the log still has everything.
@@ -235,12 +235,12 @@ impl Replica {
             }
             EntryKind::DeleteSnapshot { id } => {
                 work.snapshots.retain(|s| s.info.id != id);
-                self.recount = true;
+                self.count.request();
             }
             EntryKind::Revert { id } => {
                 if let Some(s) = work.snapshots.iter().find(|s| s.info.id == id) {
                     work.root = s.root;
-                    self.recount = true;
+                    self.count.request();
                 }
             }
             _ => {}
@@ -265,7 +265,7 @@ impl Replica {
             self.upper.overlay.forget_through(job.target);
             self.upper.lower = self.folded.root;
         }
-        (self.dirty, self.commit_waits) = (true, false);
+        (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);
     }
 
     /// Folds everything up to `target` at once.
@@ -274,7 +274,7 @@ impl Replica {
         core: &mut Core<D>,
         target: u64,
     ) -> Result<(), StoreError> {
-        while self.checkpoint.is_some() && !self.step_checkpoint(core)? {}
+        while self.maintenance.checkpoint.is_some() && !self.step_checkpoint(core)? {}
         self.begin_checkpoint_to(target);
         while !self.step_checkpoint(core)? {}
         Ok(())
@@ -286,13 +286,13 @@ impl Replica {
         self.log.start().unwrap_or_else(|| LogStart {
             sequence: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.sequence),
             offset_blocks: self.family.open_segment(Stream::Log).map_or(0, |s| s.state.used_blocks),
-            index: self.next_index,
-            previous: self.previous,
+            index: self.end.next_index,
+            previous: self.end.previous,
         })
     }
 
     pub fn checkpoint_state<D: Disk>(&self, core: &Core<D>) -> Checkpoint {
-        let too_high = self.recount || self.recount_job.is_some() || self.recount_after.is_some();
+        let too_high = self.count.is_too_high();
         let segments = self.family.segments.values().map(|s| s.state.recorded(too_high)).collect();
         Checkpoint {
             root: self.folded.root,
@@ -308,13 +308,13 @@ impl Replica {
 
     /// Writes what the current state refers to and asks for the sync that its record waits for.
     pub fn begin_commit<D: Disk>(&mut self, core: &mut Core<D>) -> Result<(), StoreError> {
-        if self.commit.is_some() {
+        if self.maintenance.commit.is_some() {
             return Ok(());
         }
         self.merge_shadow(core)?;
         self.io(core).flush()?;
         let record = self.checkpoint_state(core).encode();
-        let mut frees = std::mem::take(&mut self.limbo);
+        let mut frees = std::mem::take(&mut self.maintenance.pending_free);
         if mutant::is("freed-before-its-checkpoint") {
             for (unit, units) in frees.drain(..) {
                 core.freed.add(0, unit, units);
@@ -325,8 +325,8 @@ impl Replica {
         if mutant::is("checkpoint-recorded-before-it-is-on-media") {
             core.record(Record::Checkpoint(self.identity.guid, record.clone()))?;
         }
-        self.commit = Some(Commit { ticket, record, frees });
-        self.dirty = false;
+        self.maintenance.commit = Some(Commit { ticket, record, frees });
+        self.maintenance.dirty = false;
         Ok(())
     }
 
@@ -336,16 +336,18 @@ impl Replica {
         core: &mut Core<D>,
         synced: u64,
     ) -> Result<(), StoreError> {
-        let Some(commit) = self.commit.take_if(|c| c.ticket <= synced) else { return Ok(()) };
+        let Some(commit) = self.maintenance.commit.take_if(|c| c.ticket <= synced) else {
+            return Ok(());
+        };
         if let Err(error) = core.record(Record::Checkpoint(self.identity.guid, commit.record)) {
             // The state before it stands, and what that refers to is not free: the next fold's
             // commit, which may be smaller, frees it too.
-            self.limbo.extend(commit.frees);
-            (self.dirty, self.commit_waits) = (true, true);
+            self.maintenance.pending_free.extend(commit.frees);
+            (self.maintenance.dirty, self.maintenance.commit_waits) = (true, true);
             return Err(error);
         }
         // What the disk would not read is asked for again: errors pass.
-        self.unreadable.clear();
+        self.quarantine.segments.clear();
         let ticket = core.tickets.request().0;
         commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));
         Ok(())

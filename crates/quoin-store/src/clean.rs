@@ -85,14 +85,14 @@ impl Replica {
     /// Segments that may be cleaned now: closed, and no part of the log that is kept.
     pub fn victims(&self) -> impl Iterator<Item = SegmentState> + '_ {
         let first_needed = self.log_start().index;
-        let blocked =
-            self.checkpoint.is_some() || self.shadow.as_ref().is_some_and(|s| s.prepared.is_some());
+        let blocked = self.maintenance.checkpoint.is_some()
+            || self.shadow.as_ref().is_some_and(|s| s.prepared.is_some());
         self.family
             .segments
             .values()
             .map(|s| s.state)
             .filter(move |s| !blocked && !self.family.open.contains(&Some(s.unit)))
-            .filter(|s| !self.unreadable.contains(&s.unit))
+            .filter(|s| !self.quarantine.segments.contains(&s.unit))
             .filter(move |s| {
                 s.stream != Stream::Log
                     || s.last_index < first_needed
@@ -135,22 +135,22 @@ impl Replica {
         if complete {
             job.blocks.sort_unstable_by_key(|b| (b.lba, b.version));
             job.nodes.sort_unstable_by_key(|e| e.lba);
-            self.clean = Some(job);
+            self.maintenance.clean = Some(job);
         }
         Ok(complete)
     }
 
     /// Cleans on; true once the segment is empty and waits for the next commit to be free.
     pub fn step_clean<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        let Some(mut job) = self.clean.take() else { return Ok(true) };
+        let Some(mut job) = self.maintenance.clean.take() else { return Ok(true) };
         self.merge_shadow(core)?;
         let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
         if !job.blocks.is_empty() {
             let live = self.live_of(core, &job.blocks[job.done..end])?;
             if !self.move_blocks(core, live, &mut job.data)? {
                 // The disk may give them another time: the segment stays as it is.
-                self.unreadable.insert(job.unit);
-                self.dirty = true;
+                self.quarantine.segments.insert(job.unit);
+                self.maintenance.dirty = true;
                 return Ok(true);
             }
         } else if !job.nodes.is_empty() {
@@ -158,13 +158,13 @@ impl Replica {
         }
         job.done = end;
         if job.done < job.blocks.len().max(job.nodes.len()) {
-            self.clean = Some(job);
+            self.maintenance.clean = Some(job);
             return Ok(false);
         }
         if let Some(segment) = self.family.segments.remove(&job.unit) {
-            self.limbo.push((job.unit, segment.state.units));
+            self.maintenance.pending_free.push((job.unit, segment.state.units));
         }
-        self.dirty = true;
+        self.maintenance.dirty = true;
         Ok(true)
     }
 

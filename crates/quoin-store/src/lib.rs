@@ -16,6 +16,7 @@ mod fill;
 mod freed;
 mod held;
 mod layout;
+mod maintenance;
 mod mark;
 mod moved;
 mod node;

@@ -343,8 +343,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         let ticket = self.core.tickets.request().0;
         if let Some(replica) = self.replicas.remove(&guid) {
             let segments = replica.family.segments.values().map(|s| (s.state.unit, s.state.units));
-            let waiting = replica.commit.into_iter().flat_map(|c| c.frees);
-            let all = segments.chain(replica.limbo).chain(waiting);
+            let all = segments.chain(replica.maintenance.into_frees());
             all.for_each(|(unit, units)| self.core.freed.add(ticket, unit, units));
         }
         Ok(true)
@@ -368,14 +367,14 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         }
         let ticket = self.core.tickets.begin()?;
         for replica in self.replicas.values_mut() {
-            replica.syncing = replica.head.position.lsn;
+            replica.synced.syncing = replica.head.position.lsn;
         }
         Some(ticket)
     }
 
     fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
         self.core.tickets.finish(result.is_ok().then_some(ticket));
-        if self.replicas.values().any(|r| r.commit.is_some()) {
+        if self.replicas.values().any(|r| r.maintenance.commit.is_some()) {
             self.victim.set(None);
         }
         if let Err(fault) = result
@@ -397,7 +396,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         }
         self.release_some();
         for replica in self.replicas.values_mut() {
-            replica.durable = replica.durable.max(replica.syncing);
+            replica.synced.finish();
             if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
                 self.core.failed = Some(fault);
             }
@@ -434,7 +433,7 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
 
     fn put_meta(&mut self, meta: ReplicaMeta) -> Result<(), StoreError> {
         let guid = self.replica.identity.guid;
-        let watermark = self.replica.stable.min(self.replica.durable);
+        let watermark = self.replica.stable.min(self.replica.synced.durable);
         self.core.record(Record::Meta(guid, Box::new(meta.clone()), watermark))?;
         self.replica.meta = meta;
         Ok(())

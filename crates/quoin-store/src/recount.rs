@@ -53,6 +53,33 @@ pub struct Recount {
     is_first: bool,
 }
 
+/// Whether the live bytes of a replica's segments are to be counted anew.
+#[derive(Default)]
+pub struct LiveCount {
+    /// Counters are too high since a view went away.
+    due: bool,
+    pub job: Option<Recount>,
+    /// Another count is due once the log up to this segment sequence number is folded.
+    after: Option<u64>,
+}
+
+impl LiveCount {
+    /// After what a count that is under way finds right.
+    pub fn request(&mut self) {
+        self.due = true;
+    }
+
+    /// A count that is under way is worth nothing any more.
+    pub fn begin_anew(&mut self) {
+        (self.due, self.job) = (true, None);
+    }
+
+    /// What a crash must not make forgotten: it is recorded with the counters.
+    pub fn is_too_high(&self) -> bool {
+        self.due || self.job.is_some() || self.after.is_some()
+    }
+}
+
 impl Recount {
     /// Bytes of this segment that held this version at this LBA are no longer part of the live map.
     pub fn gone(&mut self, unit: u32, lba: u64, version: u64, bytes: u64) {
@@ -109,12 +136,12 @@ impl Replica {
     /// Whether its segments are to be counted, or are being counted.
     pub fn is_count_due(&self) -> bool {
         let follows = || {
-            self.recount_after.is_some_and(|sequence| {
+            self.count.after.is_some_and(|sequence| {
                 let folded = self.folded.head.position.lsn.0;
                 !self.has_log_above(sequence, folded, self.log_start().index)
             })
         };
-        self.recount || self.recount_job.is_some() || follows()
+        self.count.due || self.count.job.is_some() || follows()
     }
 
     /// Whether a segment of the log up to this sequence number holds what is not folded.
@@ -126,8 +153,8 @@ impl Replica {
     }
 
     fn begin_recount<D: Disk>(&mut self, core: &Core<D>) -> Recount {
-        let is_first = std::mem::take(&mut self.recount);
-        self.recount_after = None;
+        let is_first = std::mem::take(&mut self.count.due);
+        self.count.after = None;
         Recount {
             is_first,
             done: None,
@@ -143,7 +170,7 @@ impl Replica {
 
     /// Counts on; true when the estimates have been replaced.
     pub fn step_recount<D: Disk>(&mut self, core: &mut Core<D>) -> Result<bool, StoreError> {
-        let mut job = match self.recount_job.take() {
+        let mut job = match self.count.job.take() {
             Some(job) => job,
             None => self.begin_recount(core),
         };
@@ -154,7 +181,7 @@ impl Replica {
                 return Ok(true);
             }
         }
-        self.recount_job = Some(job);
+        self.count.job = Some(job);
         Ok(false)
     }
 
@@ -202,7 +229,7 @@ impl Replica {
             }
         }
         if job.is_first && self.has_log_above(job.through_sequence, job.folded, job.first_needed) {
-            self.recount_after = Some(job.through_sequence);
+            self.count.after = Some(job.through_sequence);
         }
         self.family.changes += 1;
     }

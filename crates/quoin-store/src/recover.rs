@@ -30,7 +30,7 @@ use crate::disk::Disk;
 use crate::error::PoolError;
 use crate::overlay::Log;
 use crate::records::{Checkpoint, DurableReplica, LogStart, SegmentState};
-use crate::replica::{Image, Replica, Upper};
+use crate::replica::{Image, Replica, Synced, Upper};
 use crate::segments::Segment;
 use crate::shadow::Shadow;
 
@@ -73,7 +73,9 @@ pub fn recover<D: Disk>(
         }
         // An estimate from the disk must not be larger than anything can be.
         let (state, too_high) = state.counted();
-        replica.recount |= too_high;
+        if too_high {
+            replica.count.request();
+        }
         let live_bytes = state.live_bytes.min(u64::from(room) * BLOCK_SIZE as u64);
         let state = SegmentState { live_bytes, ..state };
         let segment =
@@ -130,7 +132,7 @@ pub fn recover<D: Disk>(
     }
     replica.stable = replica.stable.max(Lsn(watermark)).min(position);
     // Opening began with a sync: what was read is on the media.
-    (replica.durable, replica.syncing) = (position, position);
+    replica.synced = Synced { durable: position, syncing: position };
     // A cut may have outlived batches before it: what is appended now is not meant by it.
     for (index, _) in &mut durable.cuts {
         *index = (*index).min(end.index);
@@ -231,7 +233,9 @@ fn replay<D: Disk>(
             last = last.max(raw.lsn);
             if raw.lsn <= replica.folded.head.position.lsn.0 || raw.lsn > limit {
                 // Counted as live with its batch, which no view needs.
-                replica.recount |= raw.lsn > limit;
+                if raw.lsn > limit {
+                    replica.count.request();
+                }
                 accepted += 1;
                 continue;
             }
@@ -273,7 +277,7 @@ fn replay<D: Disk>(
         if !good {
             // The rest of this batch, or what it had begun to replace, must not come back with
             // the next start. It was counted as live.
-            replica.recount = true;
+            replica.count.request();
             durable.cuts.push((end.index, replica.head.position.lsn));
             break;
         }
@@ -514,7 +518,7 @@ fn close<D: Disk>(
     segments: &[SegmentState],
     end: End,
 ) -> Result<Option<u64>, PoolError> {
-    (replica.next_index, replica.previous) = (end.index, end.previous);
+    (replica.end.next_index, replica.end.previous) = (end.index, end.previous);
     let position = segments.iter().position(|s| Some(s.unit) == end.unit);
     let stale = &segments[position.map_or(0, |p| p + 1)..];
     if !stale.is_empty() {

@@ -1,6 +1,6 @@
 //! One replica: its folded map, the log above it, and how the two answer together.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::IoSlice;
 
 use bytes::{Bytes, BytesMut};
@@ -10,16 +10,15 @@ use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreError, Store
 use quoin_core::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
 
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, batch_blocks_max, entry_length};
-use crate::checkpoint::{CheckpointJob, Commit};
-use crate::clean::CleanJob;
 use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
 use crate::disk::Disk;
 use crate::history::Head;
+use crate::maintenance::{Maintenance, Quarantine};
 use crate::model::push_slot;
 use crate::overlay::{Log, Overlay};
 use crate::read_buffer::ReadBuffer;
 use crate::records::{LogStart, Record, SnapshotState};
-use crate::recount::Recount;
+use crate::recount::LiveCount;
 use crate::segments::Family;
 use crate::shadow::Shadow;
 use crate::tree::{self, BAD_PLACE, BlockAt, LOST_PLACE, Root};
@@ -53,6 +52,57 @@ pub struct Upper {
     pub reverted: bool,
 }
 
+/// Where the next batch of the log goes on, and what of the log is not written out.
+#[derive(Clone, Copy, Default)]
+pub struct LogEnd {
+    pub next_index: u64,
+    /// The check of the batch before it.
+    pub previous: u64,
+    /// Offset and bytes of what was appended since writing out was begun.
+    unwritten: (u64, u64),
+}
+
+impl LogEnd {
+    /// Tells the disk to begin writing out, in stretches, so that a later sync finds little.
+    fn write_out<D: Disk>(&mut self, core: &Core<D>, offset: u64, length: u64) {
+        let (start, so_far) = self.unwritten;
+        self.unwritten = match start + so_far == offset && so_far > 0 {
+            true => (start, so_far + length),
+            false => {
+                if so_far > 0 {
+                    core.disk.write_out(start, so_far);
+                }
+                (offset, length)
+            }
+        };
+        if self.unwritten.1 >= core.options.write_out_bytes {
+            core.disk.write_out(self.unwritten.0, self.unwritten.1);
+            self.unwritten = (0, 0);
+        }
+    }
+}
+
+/// How far syncs of the log reach.
+#[derive(Clone, Copy, Default)]
+pub struct Synced {
+    /// The last LSN that a finished sync covers.
+    pub durable: Lsn,
+    /// The last LSN that the sync under way covers.
+    pub syncing: Lsn,
+}
+
+impl Synced {
+    pub fn finish(&mut self) {
+        self.durable = self.durable.max(self.syncing);
+    }
+
+    /// What is after `keep` is no part of the log any more.
+    pub fn cut(&mut self, keep: Lsn) {
+        self.durable = self.durable.min(keep);
+        self.syncing = self.syncing.min(keep);
+    }
+}
+
 pub struct Replica {
     pub identity: ReplicaIdentity,
     pub meta: ReplicaMeta,
@@ -65,43 +115,17 @@ pub struct Replica {
     pub upper: Upper,
     /// A snapshot above the folded map that was read lately: its LSN, the fold it stands on.
     pub frozen: Option<(Lsn, Lsn, Upper)>,
-    /// Position that the last finished sync, and the one under way, cover.
-    pub durable: Lsn,
-    pub syncing: Lsn,
+    pub synced: Synced,
     pub family: Family,
     pub nodes: NodeBatch,
-    /// End of the chain of log batches.
-    pub next_index: u64,
-    pub previous: u64,
-    /// Bytes appended since writing out was begun, and from where.
-    pub unwritten: (u64, u64),
+    pub end: LogEnd,
     pub pins: BTreeMap<u64, Pin>,
     pub shadow: Option<Shadow>,
-    pub checkpoint: Option<CheckpointJob>,
-    pub commit: Option<Commit>,
-    /// The metadata ring had no room for the last commit: another one has to wait for a change.
-    pub commit_waits: bool,
-    pub clean: Option<CleanJob>,
-    /// Segments that no view needs, to be freed with the next commit.
-    pub limbo: Vec<(u32, u32)>,
-    /// Segments that could not be read lately: they are not emptied before the next commit,
-    /// or before a look at a pool that is short and has nothing else to empty.
-    pub unreadable: BTreeSet<u32>,
-    /// Live estimates are too high since a view went away.
-    pub recount: bool,
-    pub recount_job: Option<Recount>,
-    /// Another count is due once the log up to this segment sequence number is folded.
-    pub recount_after: Option<u64>,
-    /// The durable record is older than the maps in memory (blocks moved, a view dropped).
-    pub dirty: bool,
-    /// Its own data is damaged: no background work until it was rebuilt.
-    pub set_aside: bool,
-    /// It was set aside for what could not be read: to be tried again.
-    pub may_pass: bool,
+    pub maintenance: Maintenance,
+    pub quarantine: Quarantine,
+    pub count: LiveCount,
     /// Entries of epochs before this one are owed to it: others hold them.
     pub owed_before: Epoch,
-    /// Its log is rotten in a place that only folding makes harmless.
-    pub fold_wanted: bool,
 }
 
 impl Replica {
@@ -119,28 +143,15 @@ impl Replica {
             log: Log::after(Lsn::ZERO),
             upper: Upper::default(),
             frozen: None,
-            durable: Lsn::ZERO,
-            syncing: Lsn::ZERO,
+            synced: Synced::default(),
             nodes: NodeBatch::default(),
-            next_index: 0,
-            previous: 0,
-            unwritten: (0, 0),
+            end: LogEnd::default(),
             pins: BTreeMap::new(),
             shadow: None,
-            checkpoint: None,
-            commit: None,
-            commit_waits: false,
-            clean: None,
-            limbo: Vec::new(),
-            unreadable: BTreeSet::new(),
-            recount: false,
-            recount_job: None,
-            recount_after: None,
-            dirty: false,
-            set_aside: false,
-            may_pass: false,
+            maintenance: Maintenance::default(),
+            quarantine: Quarantine::default(),
+            count: LiveCount::default(),
             owed_before: Epoch::ZERO,
-            fold_wanted: false,
         }
     }
 
@@ -161,7 +172,7 @@ impl Replica {
             core,
             family: &mut self.family,
             batch: &mut self.nodes,
-            recount: self.recount_job.as_mut(),
+            recount: self.count.job.as_mut(),
             kept_through,
             gives_up: false,
         }
@@ -249,10 +260,10 @@ impl Replica {
         let check = writer.finish(&BatchHeader {
             stream: Stream::Log,
             sequence: state.sequence,
-            index: self.next_index,
-            previous: self.previous,
+            index: self.end.next_index,
+            previous: self.end.previous,
             guid_hash,
-            watermark: self.stable.min(self.durable).0,
+            watermark: self.stable.min(self.synced.durable).0,
             starts: core.superblock.starts,
             data_blocks,
             key: 0,
@@ -274,15 +285,15 @@ impl Replica {
         segment.state.used_blocks += total;
         segment.state.live_bytes += u64::from(data_blocks) * BLOCK_SIZE as u64;
         segment.state.last_lsn = segment.state.last_lsn.max(last);
-        segment.state.last_index = self.next_index;
+        segment.state.last_index = self.end.next_index;
         let log_start = LogStart {
             sequence: state.sequence,
             offset_blocks: state.used_blocks,
-            index: self.next_index,
-            previous: self.previous,
+            index: self.end.next_index,
+            previous: self.end.previous,
         };
-        self.next_index += 1;
-        self.previous = check;
+        self.end.next_index += 1;
+        self.end.previous = check;
         self.log.push_batch(last, log_start);
         let mut place = start + u64::from(header_blocks);
         for entry in entries {
@@ -291,27 +302,9 @@ impl Replica {
             place += entry.crcs.len() as u64;
         }
         if !waits {
-            self.write_out(core, offset, u64::from(total) * BLOCK_SIZE as u64);
+            self.end.write_out(core, offset, u64::from(total) * BLOCK_SIZE as u64);
         }
         Ok(())
-    }
-
-    /// Tells the disk to begin writing out, in stretches, so that a later sync finds little.
-    fn write_out<D: Disk>(&mut self, core: &Core<D>, offset: u64, length: u64) {
-        let (start, so_far) = self.unwritten;
-        self.unwritten = match start + so_far == offset && so_far > 0 {
-            true => (start, so_far + length),
-            false => {
-                if so_far > 0 {
-                    core.disk.write_out(start, so_far);
-                }
-                (offset, length)
-            }
-        };
-        if self.unwritten.1 >= core.options.write_out_bytes {
-            core.disk.write_out(self.unwritten.0, self.unwritten.1);
-            self.unwritten = (0, 0);
-        }
     }
 
     /// Takes an entry, whose data lie at `place`, into the log and everything that follows it.
@@ -340,7 +333,7 @@ impl Replica {
         if keep == self.head.position.lsn {
             return Ok(());
         }
-        let (guid, index) = (self.identity.guid, self.next_index);
+        let (guid, index) = (self.identity.guid, self.end.next_index);
         if !mutant::is("cut-not-recorded") {
             core.record(Record::Cut { guid, index, keep })?;
         }
@@ -358,8 +351,7 @@ impl Replica {
         }
         self.log.cut_after(keep.0);
         self.frozen = None;
-        self.durable = self.durable.min(keep);
-        self.syncing = self.syncing.min(keep);
+        self.synced.cut(keep);
         self.replay_head();
         self.upper = self.upper_at(keep);
     }

@@ -183,7 +183,7 @@ impl Replica {
             if before.iter().zip(&core.found).any(stays) {
                 core.note_bad(bad);
             } else {
-                self.fold_wanted = true;
+                self.maintenance.fold_wanted = true;
             }
         }
         Ok(())
@@ -212,7 +212,7 @@ impl Replica {
                 done.headers += 1;
                 let change = Change::Renew { node: node.place };
                 self.renew(core, &[Edit { lba: base, blocks: 1, change }])?;
-                self.dirty = true;
+                self.maintenance.dirty = true;
             }
         }
         Ok(())
@@ -220,7 +220,7 @@ impl Replica {
 
     /// Whether the maps may be changed beside what background work has begun.
     fn job_is_free(&self) -> bool {
-        self.checkpoint.is_none() && !self.is_prepared()
+        self.maintenance.checkpoint.is_none() && !self.is_prepared()
     }
 
     /// The first entry of the log from this LSN on that has data.
@@ -249,7 +249,7 @@ impl Replica {
                 core.note_bad(BadBlock::block(self.identity.guid, lba, Lsn(lsn)));
             } else {
                 // Overwritten since: of use only to one that lags, who can ask others.
-                self.fold_wanted = true;
+                self.maintenance.fold_wanted = true;
             }
         }
         done.read_bytes += bytes.len() as u64;
@@ -283,8 +283,8 @@ impl Replica {
         })?;
         if !whole {
             done.headers += 1;
-            self.unreadable.insert(state.unit);
-            self.fold_wanted |= state.last_index >= self.log_start().index;
+            self.quarantine.segments.insert(state.unit);
+            self.maintenance.fold_wanted |= state.last_index >= self.log_start().index;
         }
         Ok(Some(u64::from(state.unit) + 1))
     }
@@ -382,7 +382,7 @@ impl Replica {
         self.folded.root = tree::update(&mut io, root, &edits, &crcs, None)?;
         self.upper.lower = self.folded.root;
         self.renew_frozen();
-        self.dirty = true;
+        self.maintenance.dirty = true;
         core.bad.retain(|b| b.replica != self.identity.guid || b.blocks == 1 || b.lba != lba);
         Ok(true)
     }

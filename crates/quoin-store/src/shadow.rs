@@ -16,7 +16,7 @@ use crate::moved::MovedBlock;
 use crate::node::{LEAF_BLOCKS, LEAF_SHIFT};
 use crate::overlay::Log;
 use crate::records::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
-use crate::replica::{Image, Pin, Replica, Source, Upper};
+use crate::replica::{Image, Pin, Replica, Source, Synced, Upper};
 use crate::tree::{self, BlockAt, Change, Edit, Part, Root};
 
 /// Edits that wait in memory to be merged into the shadow's map, where they are of few leaves.
@@ -117,7 +117,7 @@ impl Replica {
         let (root, snapshots) = self.shadow_start(core, from)?;
         if self.shadow.take().is_some() {
             // What the abandoned shadow wrote is dead now.
-            self.recount = true;
+            self.count.request();
         }
         // Its blocks and nodes begin in segments of their own, which an abandoned or a complete
         // one then gives back as a whole.
@@ -128,7 +128,7 @@ impl Replica {
         let state = ShadowState { rebuild, from, cursor, root, snapshots, first_sequence };
         self.shadow = Some(Shadow::restored(state));
         self.family.changes += 1;
-        self.dirty = true;
+        self.maintenance.dirty = true;
         Ok(())
     }
 
@@ -138,7 +138,8 @@ impl Replica {
     /// behind the entry, and while it waits neither fold nor commit gives anything back.
     pub fn abandon_shadow(&mut self) {
         if self.shadow.take().is_some() {
-            (self.recount, self.dirty) = (true, true);
+            self.count.request();
+            self.maintenance.dirty = true;
             self.family.changes += 1;
         }
     }
@@ -212,7 +213,7 @@ impl Replica {
             shadow.push(Edit { lba: slot.lba, blocks: slot.blocks, change });
         }
         self.shadow_of(rebuild)?.state.cursor = cursor;
-        self.dirty = true;
+        self.maintenance.dirty = true;
         Ok(())
     }
 
@@ -264,7 +265,7 @@ impl Replica {
         let (root, chain, last_view) = (state.root, Default::default(), None);
         state.snapshots.push(SnapshotState { info, root, position, chain, last_view });
         state.cursor = 0;
-        self.dirty = true;
+        self.maintenance.dirty = true;
         Ok(())
     }
 
@@ -284,7 +285,7 @@ impl Replica {
         }
         // From here to the flip no block and no node of the shadow may move: what the record
         // will refer to is what the next sync makes durable.
-        self.clean = None;
+        self.maintenance.clean = None;
         self.merge_shadow(core)?;
         self.io(core).flush()?;
         let ticket = core.tickets.request().0;
@@ -335,8 +336,11 @@ impl Replica {
         };
         let segments = self.family.segments.values().filter(|s| !dead.contains(&s.state.unit));
         let forgets = mutant::is("count-forgotten-at-a-flip");
-        let log =
-            LogStart { index: self.next_index, previous: self.previous, ..LogStart::default() };
+        let log = LogStart {
+            index: self.end.next_index,
+            previous: self.end.previous,
+            ..LogStart::default()
+        };
         let checkpoint = Checkpoint {
             root,
             head: head.clone(),
@@ -361,19 +365,19 @@ impl Replica {
         self.family.open = open.map(|u| u.filter(|u| self.family.segments.contains_key(u)));
         self.family.open[Stream::Log as usize] = None;
         self.family.changes += 1;
-        if let Some(commit) = self.commit.take() {
+        if let Some(commit) = self.maintenance.commit.take() {
             // Its record would bring the old state back.
-            self.limbo.extend(commit.frees);
+            self.maintenance.pending_free.extend(commit.frees);
         }
-        self.checkpoint = None;
-        self.clean = None;
-        self.set_aside = false;
+        self.maintenance.checkpoint = None;
+        self.maintenance.clean = None;
+        self.quarantine.replica = None;
         self.shadow = None;
-        (self.recount, self.recount_job) = (true, None);
-        self.dirty = true;
+        self.count.begin_anew();
+        self.maintenance.dirty = true;
         self.frozen = None;
         self.stable = head.position.lsn;
-        (self.durable, self.syncing) = (Lsn::ZERO, Lsn::ZERO);
+        self.synced = Synced::default();
         self.log = Log::after(head.position.lsn);
         self.upper = Upper { lower: root, ..Upper::default() };
         self.folded = Image { head, root, snapshots };
@@ -554,7 +558,7 @@ impl Replica {
         }
         // The same version with the same checksum: nothing good can be overwritten by it.
         core.write(block.place, &[std::io::IoSlice::new(data)])?;
-        self.clean.iter_mut().for_each(crate::clean::CleanJob::read_again);
+        self.maintenance.clean.iter_mut().for_each(crate::clean::CleanJob::read_again);
         let bad = crate::core::BadBlock::block(self.identity.guid, lba, version);
         core.bad.retain(|b| *b != bad);
         Ok(true)
