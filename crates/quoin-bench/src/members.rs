@@ -19,6 +19,9 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 const POLL: Duration = Duration::from_millis(5);
 /// Measurements before the rebuild; the median is what it is compared with.
 const UNDISTURBED: usize = 5;
+/// A rebuild that was over before it could be timed is tried again with twice the data, up to so many
+/// times of it.
+const GROWN_MAX: u64 = 8;
 const CHANGE_VOLUME_BYTES: u64 = 256 << 20;
 
 fn load(writes_percent: u64, depth: usize, time: Duration) -> Load {
@@ -35,9 +38,35 @@ pub fn during_rebuild(
     quoin: &Path,
     directory: &Path,
 ) -> Result<Vec<Fact>, Error> {
-    eprintln!("measuring {name} with {} MiB", options.rebuild_mib);
+    let mut mib = options.rebuild_mib;
+    loop {
+        eprintln!("measuring {name} with {mib} MiB");
+        if let Some(facts) =
+            during_rebuild_of(mib, name, writes_percent, options, quoin, directory)?
+        {
+            return Ok(facts);
+        }
+        if mib >= GROWN_MAX * options.rebuild_mib {
+            return Err(Error::Failed(format!(
+                "the rebuild of {mib} MiB was over before it could be timed: use a larger \
+                 --rebuild-mib, or fewer --seconds"
+            )));
+        }
+        mib *= 2;
+    }
+}
+
+/// Nothing: the rebuild was over before it could be timed.
+fn during_rebuild_of(
+    mib: u64,
+    name: &str,
+    writes_percent: u64,
+    options: &Options,
+    quoin: &Path,
+    directory: &Path,
+) -> Result<Option<Vec<Fact>>, Error> {
     let product = Product::start(quoin, directory)?;
-    let socket = product.volume(VOLUME, Class::Cache, options.rebuild_mib << 20)?;
+    let socket = product.volume(VOLUME, Class::Cache, mib << 20)?;
     let mut generator = Generator::connect(&socket)?;
     generator.fill(128 << 10)?;
     generator.flush()?;
@@ -78,11 +107,7 @@ pub fn during_rebuild(
         disturbed.push(window);
     }
     if disturbed.is_empty() {
-        return Err(Error::Failed(
-            "the rebuild was over before it could be timed: use a larger --rebuild-mib, or fewer \
-             --seconds"
-                .into(),
-        ));
+        return Ok(None);
     }
     let lost = |rate: f64| (1.0 - rate / undisturbed.per_second()).max(0.0) * 100.0;
     let worst = disturbed.iter().map(Outcome::per_second).reduce(f64::min).unwrap_or_default();
@@ -90,12 +115,12 @@ pub fn during_rebuild(
     let slower = all.percentile_us(0.99) / undisturbed.percentile_us(0.99);
     let fact =
         |what: &str, value, unit, goal| Fact { name: format!("{name}-{what}"), value, unit, goal };
-    Ok(vec![
+    Ok(Some(vec![
         fact("rate-lost", lost(all.per_second()), "%", 30.0),
         fact("p99", slower, "x", 3.0),
         // Of the one measurement in which it was most.
         fact("rate-lost-worst", lost(worst), "%", 60.0),
-    ])
+    ]))
 }
 
 /// The longest that one of many writes at depth 1 took, for each kind of change of who has a copy.

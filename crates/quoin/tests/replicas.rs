@@ -237,7 +237,7 @@ fn a_replica_on_a_pool_that_stays_away_is_replaced_by_itself_and_every_copy_is_w
 
 #[test]
 fn a_pool_is_drained_under_load_while_the_controller_dies_and_where_it_cannot_nothing_is_begun() {
-    let (scratch, dev) = cluster("drain", "4");
+    let (scratch, dev) = cluster("drained", "4");
     let load = volume(&dev, "3");
     dev.wait_for_volume("db", "whole", whole);
     let (pool, id, old) = known(&dev)[0].clone();

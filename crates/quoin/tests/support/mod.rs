@@ -49,6 +49,11 @@ impl Dev {
         self.eventually(&format!("{name} is started again"), || {
             self.pid(name).filter(|pid| Some(*pid) != old)
         });
+        if name == "controller" {
+            self.eventually("the controller answers", || {
+                self.quoin(&["cluster", "info"]).status.success().then_some(())
+            });
+        }
     }
 }
 
