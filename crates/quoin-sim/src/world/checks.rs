@@ -1,7 +1,7 @@
 //! What is checked while a run goes on: one writer, nothing acknowledged lost, nothing read
 //! ahead, right bytes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
 use quoin_core::block::BlockError;
@@ -277,7 +277,16 @@ impl World {
         // Who is dropped after a reply, in the same batch, was counted for it.
         let replicas = process.target.status().replicas;
         let held = |r: &&ReplicaStatus| self.yet_to_drop.contains(&r.member) && r.applied >= lsn;
-        let holders = process.target.holders(lsn) + replicas.iter().filter(held).count();
+        // So was one whose session ends later in the batch.
+        let is_counted = |m: &Member| {
+            replicas.iter().any(|r| r.member == *m && r.standing == ReplicaStanding::InSync)
+        };
+        let lost = self.lost_in_batch.iter().filter(|(_, member, applied)| {
+            *applied >= lsn && !is_counted(member) && !self.yet_to_drop.contains(member)
+        });
+        let lost: BTreeSet<Member> = lost.map(|(_, member, _)| *member).collect();
+        let holders =
+            process.target.holders(lsn) + replicas.iter().filter(held).count() + lost.len();
         let cf = self.cf_in_force();
         if flushed && lsn > stable {
             let detail = format!("op {tag} is at {lsn}, which is not stable: stable is {stable}");

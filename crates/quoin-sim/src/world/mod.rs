@@ -295,6 +295,8 @@ pub(crate) struct World {
     pub questions: u64,
     /// Whom the target that acts drops further on in its batch.
     pub yet_to_drop: Vec<Member>,
+    /// How far counted replicas were as sessions ended in the batch, and before which of its actions.
+    pub lost_in_batch: Vec<(usize, Member, Lsn)>,
     /// Questions to the control plane whose drivers still wait.
     pub unanswered: std::collections::BTreeSet<u64>,
     pub members: members::Members,

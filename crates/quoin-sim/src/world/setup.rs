@@ -324,6 +324,7 @@ impl World {
             tokens: Default::default(),
             questions: 0,
             yet_to_drop: Vec::new(),
+            lost_in_batch: Vec::new(),
             unanswered: Default::default(),
             members: members_plan,
             recovery: Recovery::draw(options.seed, options.swarm),

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use quoin_core::block::{BlockError, Payload, Reply};
-use quoin_core::message::ToReplica;
-use quoin_core::target::{Target, TargetAction, TargetEvent, TargetNote};
+use quoin_core::message::{FromReplica, ToReplica};
+use quoin_core::target::{ReplicaStanding, Target, TargetAction, TargetEvent, TargetNote};
 use quoin_core::{BulkKey, Epoch, Lsn, Member, SessionKey, Time};
 
 use super::recognition::Recognition;
@@ -117,9 +117,15 @@ impl World {
         let now = self.local(self.targets[target].host);
         let Some(process) = &mut self.targets[target].process else { return };
         let mut actions = Vec::new();
+        let mut lost = Vec::new();
         for event in events {
             if let TargetEvent::Desired(desired) = &event {
                 process.door.tell(desired);
+            }
+            if ends_a_session(&event) {
+                let replicas = process.target.status().replicas;
+                let counted = replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
+                lost.extend(counted.map(|r| (actions.len(), r.member, r.applied)));
             }
             process.target.on(now, event, &mut actions);
         }
@@ -129,7 +135,9 @@ impl World {
             _ => None,
         };
         self.yet_to_drop = actions.iter().filter_map(dropped).collect();
-        for action in actions {
+        self.lost_in_batch = lost;
+        for (index, action) in actions.into_iter().enumerate() {
+            self.lost_in_batch.retain(|(at, ..)| index < *at);
             self.target_action(target, action);
         }
         self.check_activation(target);
@@ -673,5 +681,16 @@ fn describe(message: &ToReplica) -> String {
         ToReplica::IncrementCommit { to, .. } => format!("IncrementCommit to {:?}", to.position),
         ToReplica::Repair { lba, version, .. } => format!("Repair {lba} at {version}"),
         other => format!("{other:?}"),
+    }
+}
+
+fn ends_a_session(event: &TargetEvent) -> bool {
+    let ends = |message: &FromReplica| {
+        matches!(message, FromReplica::Failed(_) | FromReplica::Closed | FromReplica::Refuse { .. })
+    };
+    match event {
+        TargetEvent::Disconnected { .. } => true,
+        TargetEvent::Message { message, .. } => ends(message),
+        _ => false,
     }
 }
