@@ -59,6 +59,7 @@ pub const ALL: &[Defect] = &[
     core("fence-not-promised", Swarm::Detaches),
     core("fenced-session-goes-on", Swarm::Detaches),
     core("former-term-believed", Swarm::Controllers),
+    core("rival-term-believed", Swarm::Controllers),
     core("term-not-remembered", Swarm::Controllers),
     core("term-not-in-the-epoch", Swarm::Controllers),
     core("old-controller-goes-on", Swarm::Controllers),

@@ -32,6 +32,8 @@ pub struct Stats {
     /// Words of the control plane that epochs were taken back, as pools heard them.
     pub fences: u64,
     pub terms: u64,
+    /// Terms of a number that another controller began at the same time.
+    pub rival_terms: u64,
     pub terms_refused: u64,
     pub controllers_ended: u64,
     pub servings: u64,
@@ -80,6 +82,7 @@ impl Stats {
         self.epochs += other.epochs;
         self.fences += other.fences;
         self.terms += other.terms;
+        self.rival_terms += other.rival_terms;
         self.terms_refused += other.terms_refused;
         self.controllers_ended += other.controllers_ended;
         self.servings += other.servings;
@@ -146,7 +149,7 @@ impl fmt::Display for Summary {
         writeln!(f, "checked IOs per CPU second   {rate:>12.0}")?;
         writeln!(f, "epochs granted / served      {:>12} / {}", s.epochs, s.servings)?;
         writeln!(f, "epochs taken back, as heard  {:>12}", s.fences)?;
-        writeln!(f, "terms begun                  {:>12}", s.terms)?;
+        writeln!(f, "terms begun / by two at once {:>12} / {}", s.terms, s.rival_terms)?;
         writeln!(f, "grants of former terms       {:>12}", s.terms_refused)?;
         writeln!(f, "former controllers ended     {:>12}", s.controllers_ended)?;
         writeln!(f, "unflushed tails lost         {:>12}", s.tails_lost)?;

@@ -341,6 +341,7 @@ pub fn decide(evidence: &Evidence<'_>) -> Finding {
     }
     let news = evidence.record.is_none_or(|old| {
         record.epoch > old.epoch
+            || record.fenced != old.fenced
             || record.membership.version > old.membership.version
             || record.generation > old.generation + 1
             || !lists_the_same(&record, old)
@@ -487,6 +488,10 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     let written = held.iter().map(|h| h.position.epoch).max().unwrap_or_default();
     record.epoch = epoch.max(written).0;
     record.incarnation = Text(if epoch >= written { incarnation } else { Incarnation(0) });
+    if record.fenced == record.epoch && record.incarnation.0 != Incarnation(0) {
+        // What was taken back is an epoch of this number of another controller of the same term.
+        record.fenced = 0;
+    }
     let behind = evidence.record.is_none_or(|r| r.epoch < record.epoch);
     record.epochs_skipped = if behind { EPOCHS_SKIPPED } else { 0 };
     record.owner = match evidence.record {

@@ -4,7 +4,8 @@
 //! that the record grants next is above every promise that it ever granted. Only where the record
 //! is an old copy of itself, or the replica lies, is it not. Such a word is followed a few times:
 //! the record is told to go above it. One that goes on is not: a single member would keep the
-//! volume closed for good. It is shut out, and the open goes on with the others.
+//! volume closed for good. It is shut out, and the open goes on with the others. The record is told
+//! nothing of a promise of a later term, since no former controller grants that.
 
 use std::time::Duration;
 
@@ -89,8 +90,12 @@ impl Refusals {
         let unfounded = &mut self.unfounded[at];
         (unfounded.times, unfounded.last) = (unfounded.times.saturating_add(1), now);
         if promised.0 > granted.0.saturating_add(EPOCHS_AHEAD_MAX) {
-            // No record follows it there.
-            unfounded.times = FOLLOWED_MAX + 1;
+            // No record follows it there. But the controller that granted may be a former one, which
+            // has not heard of the term in which the replica promised.
+            if promised.term_number() <= granted.term_number() {
+                unfounded.times = FOLLOWED_MAX + 1;
+            }
+            return Judged::GoOn;
         }
         let followed = unfounded.times <= FOLLOWED_MAX || mutant::is("refusals-always-followed");
         if followed && granted <= promised {
@@ -104,7 +109,7 @@ impl Refusals {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{ReplicaGuid, ReplicaId};
+    use crate::{ReplicaGuid, ReplicaId, Term};
 
     const ONE: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
     const OTHER: Member = Member { id: ReplicaId(2), guid: ReplicaGuid(12) };
@@ -142,13 +147,12 @@ mod tests {
 
     #[test]
     fn what_no_record_grants_is_never_followed() {
-        for promised in [(11 + EPOCHS_AHEAD_MAX) + 1, crate::EPOCH_MAX.0] {
-            let mut refusals = Refusals::default();
-            assert!(refusals.hear(at(0), ONE, Epoch(promised)));
-            assert_eq!(refusals.judge(at(0), Epoch(10), Epoch(11)), Judged::GoOn);
-            assert_eq!(refusals.at_least(), Epoch(0));
-            assert!(!refusals.hear(at(0), ONE, Epoch(promised)));
-        }
+        let promised = Epoch((11 + EPOCHS_AHEAD_MAX) + 1);
+        let mut refusals = Refusals::default();
+        assert!(refusals.hear(at(0), ONE, promised));
+        assert_eq!(refusals.judge(at(0), Epoch(10), Epoch(11)), Judged::GoOn);
+        assert_eq!(refusals.at_least(), Epoch(0));
+        assert!(!refusals.hear(at(0), ONE, promised));
         // The epoch that is this target's own, promised to another incarnation.
         let mut refusals = Refusals::default();
         let mut granted = 10;
@@ -157,6 +161,25 @@ mod tests {
             granted += 1;
         }
         assert_eq!(granted, 14);
+    }
+
+    #[test]
+    fn a_promise_of_a_later_term_is_believed_beside_a_former_controller_but_not_without_end() {
+        let later = Term { number: 2, ..Term::default() }.floor().next();
+        for promised in [later, crate::EPOCH_MAX] {
+            let mut refusals = Refusals::default();
+            let mut granted = 10;
+            while refusals.hear(at(0), ONE, promised) {
+                assert_eq!(refusals.judge(at(0), Epoch(granted), Epoch(granted + 1)), Judged::GoOn);
+                assert_eq!(
+                    refusals.at_least(),
+                    Epoch(0),
+                    "the former controller cannot grant that"
+                );
+                granted += 1;
+            }
+            assert_eq!(granted, 14);
+        }
     }
 
     #[test]

@@ -90,6 +90,10 @@ impl World {
         }
         let (guid, now) = (here.member.guid.0, self.local(here.host));
         self.pool_hears(pool, self.record.term);
+        if !self.orders(pool, self.record.term) {
+            // Its reports are heard by a controller that it believes, once one rules there.
+            return self.plan_fence(pool, 1500);
+        }
         self.feed_pool(pool, vec![ReplicaEvent::Fence { epoch, at_once }]);
         let heard = self.fences.heard.entry(guid).or_insert((Word { epoch, at_once }, now));
         if heard.0.epoch < epoch {
@@ -104,7 +108,9 @@ impl World {
         let Some((word, since)) = self.fences.heard.get(&here.member.guid.0).copied() else {
             return;
         };
-        if session.epoch > word.epoch {
+        // An epoch is used up for the word: where a session has that number, a rival granted it.
+        let is_another = session.epoch == word.epoch && self.is_of_a_rival(session);
+        if session.epoch > word.epoch || is_another {
             return;
         }
         let is_over = word.at_once || self.local(here.host) > since + FENCED_SESSION;

@@ -1,7 +1,9 @@
 //! Two controllers of one volume, in the swarm `controllers`: as the volume goes to the other host, its
 //! record is recovered there, in a term of its own. The former controller is on the host that lost the
 //! volume and goes on: its target asks it alone, until a pool shows the newer term.
-//! Pools hear of that by the recovery, or later by the grants that are shown to them.
+//! Pools hear of that by the recovery, or later by the grants that are shown to them. At times both
+//! controllers recover their records at once: two terms of one number, of which each pool believes
+//! the one that it hears of first. A person recovers once more at the end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,6 +19,8 @@ use crate::swarm::Swarm;
 
 pub(crate) struct Terms {
     random: Random,
+    /// Draws recoveries at two controllers at once.
+    rivals: Random,
     on: bool,
     former: Option<Former>,
     /// By pool.
@@ -25,12 +29,14 @@ pub(crate) struct Terms {
     targets: BTreeMap<usize, Term>,
     /// By incarnation, the term of its grant.
     grants: BTreeMap<u128, Term>,
+    /// Incarnations of grants of a controller that began its term beside another one.
+    of_rivals: BTreeSet<u128>,
     /// By term, the lowest and the highest epoch that it granted.
     granted: BTreeMap<u64, (Epoch, Epoch)>,
     /// By pool, incarnation and nonce, what the pool had heard of as it took the Open.
     opened: BTreeMap<(usize, u128, u64), Term>,
     /// The newest term in which IO was served.
-    served: u64,
+    served: Term,
     /// Connections that a pool did not believe.
     turned_away: BTreeSet<ConnectionId>,
 }
@@ -42,6 +48,11 @@ struct Heard {
     told: Term,
     /// The one that its process goes by.
     known: Term,
+}
+
+/// What the checkers go by: whether a term is refused where this one was heard of before.
+fn is_over(term: Term, told: Term) -> bool {
+    term.number < told.number || (term.number == told.number && term.id != told.id)
 }
 
 /// The controller whose record was recovered elsewhere.
@@ -58,14 +69,16 @@ impl Terms {
     pub fn draw(seed: u64, swarm: Swarm) -> Self {
         Self {
             random: Random::new(seed ^ 0x0074_6572_6d73),
+            rivals: Random::new(seed ^ 0x7269_7661_6c73),
             on: swarm == Swarm::Controllers,
             former: None,
             pools: BTreeMap::new(),
             targets: BTreeMap::new(),
             grants: BTreeMap::new(),
+            of_rivals: BTreeSet::new(),
             granted: BTreeMap::new(),
             opened: BTreeMap::new(),
-            served: 0,
+            served: Term::default(),
             turned_away: BTreeSet::new(),
         }
     }
@@ -100,12 +113,32 @@ impl World {
         self.stats.terms += 1;
         let term = self.record.term;
         self.trace.line(self.schedule.now(), || format!("the record is recovered in term {term}"));
+        let rival = self.recover_former();
         for pool in 0..self.pools.len() {
             let is_here = self.pools[pool].process.is_some() && !self.pools[pool].paused;
+            if is_here
+                && let Some(rival) = rival
+                && self.terms.rivals.percent(40)
+            {
+                self.pool_hears(pool, rival);
+            }
             if is_here && self.terms.random.percent(70) {
                 self.pool_hears(pool, term);
             }
         }
+    }
+
+    /// A person may recover the record of the former controller as well, at the same time.
+    fn recover_former(&mut self) -> Option<Term> {
+        let terms = &mut self.terms;
+        let former = terms.former.as_mut().filter(|_| terms.rivals.percent(30))?;
+        let id = TermId(u128::from(terms.rivals.draw()));
+        let rival = Term { number: self.record.term.number, id };
+        former.record.term = rival;
+        self.stats.rival_terms += 1;
+        let what = format!("the former controller begins term {rival} as well");
+        self.trace.line(self.schedule.now(), || what);
+        Some(rival)
     }
 
     /// By the controller's orders, or by a grant.
@@ -145,8 +178,8 @@ impl World {
         self.pool_hears(pool, term);
         let Heard { told, known } = self.terms.pools.get(&pool).copied().unwrap_or_default();
         if !term.standing(known).is_refused() {
-            if term.number < told.number {
-                let detail = format!("pool {pool} lets term {term} in after it heard of {told}");
+            if is_over(term, told) {
+                let detail = format!("pool {pool} lets {term:?} in after it heard of {told:?}");
                 self.violate("TermRules", detail);
             }
             return true;
@@ -224,6 +257,9 @@ impl World {
         }
         let term = if by_former { self.former_term() } else { self.record.term };
         self.terms.grants.insert(incarnation.0, term);
+        if by_former && term.number == self.record.term.number {
+            self.terms.of_rivals.insert(incarnation.0);
+        }
         let (low, high) = self.terms.granted.entry(term.number).or_insert((epoch, epoch));
         (*low, *high) = ((*low).min(epoch), (*high).max(epoch));
         let mut last = Epoch::ZERO;
@@ -249,9 +285,9 @@ impl World {
         let opened = self.terms.opened.get(&(pool, session.incarnation.0, session.nonce)).copied();
         let Some(told) = opened else { return };
         let grant = self.terms.grant_of(session);
-        if grant.number < told.number {
+        if is_over(grant, told) {
             let detail = format!(
-                "pool {pool} opened epoch {} by a grant of term {grant} after it heard of {told}",
+                "pool {pool} opened epoch {} by a grant of {grant:?} after it heard of {told:?}",
                 session.epoch
             );
             self.violate("TermRules", detail);
@@ -266,21 +302,39 @@ impl World {
         }
     }
 
-    /// A target that serves does so in no term before one that served.
+    pub(super) fn is_of_a_rival(&self, session: SessionKey) -> bool {
+        self.terms.of_rivals.contains(&session.incarnation.0)
+    }
+
+    /// Whether the controller of this term orders anything at the pool.
+    pub(super) fn orders(&self, pool: usize, term: Term) -> bool {
+        let known = self.terms.pools.get(&pool).map(|heard| heard.known).unwrap_or_default();
+        !term.standing(known).is_refused()
+    }
+
+    /// A target that serves does so in no term before one that served, nor in its rival.
     pub(crate) fn check_serving_term(&mut self, target: usize, epoch: Epoch) {
         let Some(process) = &self.targets[target].process else { return };
         let incarnation = process.word.acquiring;
         let term = self.terms.grants.get(&incarnation.0).copied().unwrap_or_default();
-        if self.terms.on && term.number < self.terms.served {
-            let served = self.terms.served;
-            let detail = format!("epoch {epoch} of term {term} serves after term {served} did");
+        let served = self.terms.served;
+        if self.terms.on && is_over(term, served) {
+            let detail = format!("epoch {epoch} of {term:?} serves after {served:?} did");
             return self.violate("TermRules", detail);
         }
-        self.terms.served = self.terms.served.max(term.number);
+        self.terms.served = term;
     }
 
     /// The name of the controller leads all to the one that rules, and it is heard.
     pub(crate) fn all_hear_of_the_term(&mut self) {
+        let own = self.record.term;
+        let former = self.former_term();
+        if former.number == own.number && former.id != own.id {
+            let number = Term::next_number([own]).unwrap_or(u64::MAX);
+            let id = TermId(u128::from(self.terms.rivals.draw()));
+            self.record.term = Term { number, id };
+            self.stats.terms += 1;
+        }
         let term = self.record.term;
         for target in 0..self.targets.len() {
             self.target_hears(target, term);

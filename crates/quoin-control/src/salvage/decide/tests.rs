@@ -146,6 +146,27 @@ fn a_record_that_was_lost_is_made_whole_from_what_the_pools_were_told_of_it() {
     assert_eq!(written, expected);
 }
 
+/// Two controllers that began one term at once grant the same epochs.
+#[test]
+fn an_epoch_that_was_taken_back_is_not_the_one_that_a_rival_granted() {
+    let current = rule(2, &[1, 2, 3]);
+    let mut own = record(2, &[1, 2, 3], 9);
+    (own.epoch, own.incarnation, own.fenced) = (7, Text(Incarnation(0)), 7);
+    let mut all: Vec<Held> = (1..=3).map(|n| held(n, &current, None)).collect();
+    for one in &mut all {
+        (one.promised, one.incarnation) = (Epoch(7), Incarnation(0));
+    }
+    let heeded = judged(Some(&own), all.clone(), &[]);
+    assert_eq!(heeded.outcome, Outcome::AsRecorded, "{}", heeded.message);
+    all[1].incarnation = Incarnation(4);
+    let written = *judged(Some(&own), all, &[]).write.unwrap();
+    assert_eq!((written.epoch, written.incarnation.0), (7, Incarnation(4)));
+    assert!(
+        written.is_granted(),
+        "it is taken back by the next epoch where nobody owns the volume"
+    );
+}
+
 #[test]
 fn a_record_that_agrees_stays_as_it_is_even_where_a_pool_is_away() {
     let own = record(2, &[1, 2, 3], 9);
