@@ -197,8 +197,9 @@ pub struct RemovedView<'a> {
 /// Removal of a member that may be online still.
 #[derive(clap::Args)]
 pub struct LeavingOptions {
-    /// Wait until it is known to be offline, which takes some seconds after its process has ended;
-    /// --timeout is for how long.
+    /// Wait until it is known to be offline, which takes some seconds after its process has ended,
+    /// and until a drain of the pool has emptied it; --timeout is for how long. Interrupted, it
+    /// stays a member.
     #[arg(long, conflicts_with = "force")]
     wait: bool,
     /// Do not wait for that: its process has ended. One that has not is shut out all the same.
@@ -212,7 +213,7 @@ impl LeavingOptions {
         &self,
         client: &ClientOptions,
         mut ask: impl AsyncFnMut(bool) -> Result<(), tonic::Status>,
-        mut is_online: impl AsyncFnMut() -> Result<bool>,
+        mut may_come: impl AsyncFnMut() -> Result<bool>,
     ) -> Result<()> {
         let began = std::time::Instant::now();
         loop {
@@ -224,7 +225,7 @@ impl LeavingOptions {
             if !may_pass || began.elapsed() > client.timeout() {
                 return Err(refusal(refused));
             }
-            if !is_online().await? {
+            if !may_come().await? {
                 // The last word: it may have turned since it was asked.
                 return ask(self.force).await.map_err(refusal);
             }
@@ -244,12 +245,12 @@ pub async fn remove_pool(
         let request = RemovePoolRequest { pool: pool.into(), force };
         cluster.clone().remove_pool(request).await.map(drop)
     };
-    let is_online = async || {
+    let may_come = async || {
         let pools = cluster.clone().list_pools(ListPoolsRequest {}).await.map_err(refusal)?;
-        let mut pools = pools.into_inner().pools.into_iter();
-        Ok(pools.any(|found| found.name == pool && found.state != "Offline"))
+        let found = pools.into_inner().pools.into_iter().find(|found| found.name == pool);
+        Ok(found.is_some_and(|found| found.state != "Offline" || found.cordon == "draining"))
     };
-    leaving.remove(client, ask, is_online).await?;
+    leaving.remove(client, ask, may_come).await?;
     let view = RemovedView { kind: "pool", name: pool, state: "removed" };
     output::print_one(format, &view, || {
         format!("pool {pool} is removed: what lies on its disk is not touched, and not used again")

@@ -4,7 +4,11 @@
 use crate::common;
 use crate::support;
 
-use common::{Cluster, Place, eventually};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use common::{Cluster, Place, eventually, signal};
 use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 use support::load::Load;
@@ -104,6 +108,67 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
     cluster.ok(&["node", "uncordon", "p1"]);
     waiting(&cluster, &["node", "drain", "p3"]);
     assert_eq!(places(&cluster), ["p1", "p2", "p4"]);
+    goes_on(&cluster, &load);
+    whole(&cluster);
+    load.verify();
+}
+
+/// A removal of the pool p1 that waits.
+fn removal(cluster: &Cluster) -> Child {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_quoin"))
+        .args(["pool", "remove", "p1"])
+        .args(WAIT)
+        .env("QUOIN_SOCKET", &cluster.admin_socket)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(child.try_wait().unwrap(), None, "it waits");
+    child
+}
+
+#[test]
+fn a_removal_waits_until_its_pool_is_offline_and_drained_and_may_be_interrupted() {
+    let mut cluster = cluster("removal", 4, &["--replace-after", "off"]);
+    cluster.ok(&["pool", "cordon", "p4"]);
+    cluster.ok(&["volume", "create", "db", "--size", "8MiB", "--replicas", "3"]);
+    cluster.ok(&["pool", "uncordon", "p4"]);
+    let load = Load::start(client(&cluster), 3);
+    goes_on(&cluster, &load);
+    whole(&cluster);
+
+    // While it is online and in use.
+    let mut waits = removal(&cluster);
+    // The only pool that has room for the replica does not answer, so the drain goes on.
+    let free = cluster.process("p4").pid();
+    signal(free, "STOP");
+    cluster.ok(&["pool", "drain", "p1"]);
+    let at = cluster.processes.iter().position(|process| process.name == "p1").unwrap();
+    cluster.processes.remove(at).stop();
+    let standing = |name: &str| {
+        let pools = cluster.json(&["pool", "list"]);
+        let pool = pools.as_array().unwrap().iter().find(|pool| pool["name"] == name).cloned();
+        pool.map(|pool| (pool["state"].clone(), pool["cordon"].clone()))
+    };
+    cluster.eventually("it is offline, and not empty", || {
+        standing("p1").filter(|standing| *standing == ("Offline".into(), "draining".into()))
+    });
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(waits.try_wait().unwrap(), None, "it waits on");
+    signal(waits.id(), "INT");
+    assert_eq!(waits.wait().unwrap().signal(), Some(2));
+    assert!(standing("p1").is_some(), "nothing was done");
+    goes_on(&cluster, &load);
+
+    let waits = removal(&cluster);
+    signal(free, "CONT");
+    let output = waits.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(String::from_utf8_lossy(&output.stdout).contains("pool p1 is removed"));
+    assert_eq!(standing("p1"), None);
+    assert_eq!(places(&cluster), ["p2", "p3", "p4"]);
     goes_on(&cluster, &load);
     whole(&cluster);
     load.verify();
