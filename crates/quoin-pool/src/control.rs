@@ -11,11 +11,12 @@ use std::time::Duration;
 use quoin_core::recognition::PoolCounts;
 use quoin_identity::{Contact, Identity, TermChannel};
 use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::{AgentEvent, PoolReport, Scrub, WatchPoolRequest};
+use quoin_proto::control::{AgentEvent, PoolAssignment, PoolReport, Scrub, WatchPoolRequest};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
 use quoin_wire::notices::{Notice, Notices, Severity};
 use tokio::sync::{Notify, oneshot, watch};
+use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
 
 use crate::address::Advertised;
@@ -69,14 +70,25 @@ impl Control {
         // The first one has the record of every volume of which a replica is here.
         let mut client = client.max_decoding_message_size(ASSIGNMENT_BYTES_MAX);
         let request = WatchPoolRequest { pool: self.options.name.clone() };
-        let mut assignments = client.watch_pool(request).await?.into_inner();
+        let assignments = client.watch_pool(request).await?.into_inner();
         self.options.metrics.health.set("controller", None);
+        self.obey(assignments).await
+    }
+
+    /// Does what is assigned until the assignments end.
+    ///
+    /// # Errors
+    /// A lost connection, and the end of the controller's term.
+    async fn obey(
+        &self,
+        mut assignments: impl Stream<Item = Result<PoolAssignment, Status>> + Unpin,
+    ) -> Result<(), Status> {
         let mut terms = self.identity.terms().changes();
         let refused = |error: quoin_identity::Error| Status::unavailable(error.to_string());
         let (mut proof, mut rules) = (Vec::new(), false);
         loop {
             let message = tokio::select! {
-                message = assignments.message() => message?,
+                message = assignments.next() => message.transpose()?,
                 // A target may have told of another controller's term: this one may be over.
                 _ = terms.changed() => {
                     self.identity.hear_controller(&proof, rules).map_err(refused)?;
@@ -236,5 +248,114 @@ fn event(notice: &Notice) -> AgentEvent {
         replica_id: notice.replica.clone(),
         reason: notice.reason.clone(),
         message: notice.message.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use quoin_core::{Term, TermId};
+    use quoin_identity::{Authority, Lifetimes, Role};
+    use quoin_wire::reactor::Reactor;
+    use tokio_stream::wrappers::UnboundedReceiverStream;
+
+    use super::*;
+    use crate::metrics::Metrics;
+
+    fn control(identity: Identity, reactor: &Reactor) -> (Control, Receiver<Input>) {
+        let (inputs, taken) = channel();
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let options = Options {
+            name: "p".into(),
+            node: "host".into(),
+            path: "/nonexistent".into(),
+            size_bytes: None,
+            sparse: true,
+            format: false,
+            replace: false,
+            identity: identity.dir().into(),
+            join: None,
+            controller: "127.0.0.1:1".into(),
+            listen,
+            advertise: None,
+            network_only: true,
+            topology: Default::default(),
+            cache_bytes: 0,
+            scrub_period: None,
+            metrics: Metrics::new("p"),
+        };
+        let (channel, source) = identity.controller_with_source(&options.controller).unwrap();
+        let config = identity.server_config().unwrap();
+        let control = Control {
+            pool_id: "1".repeat(32),
+            address: Advertised::new(None, listen, source),
+            channel,
+            contact: Contact::new(&options.controller),
+            shard: ShardHandle { inputs, waker: reactor.waker() },
+            security: Arc::new(Mutex::new(ServerSecurity::Tls {
+                config,
+                least: Mode::remembered(identity.dir()),
+            })),
+            notices: Notices::default(),
+            changed: Arc::default(),
+            trouble: Arc::default(),
+            counts: Arc::default(),
+            told_holdings: AtomicU64::new(0),
+            options,
+            identity,
+        };
+        (control, taken)
+    }
+
+    /// Numbers of the scrubs that the shard was given orders for.
+    fn ordered(taken: &Receiver<Input>) -> Vec<u64> {
+        let number = |input| match input {
+            Input::Scrub { request } => Some(request),
+            _ => None,
+        };
+        taken.try_iter().filter_map(number).collect()
+    }
+
+    #[tokio::test]
+    async fn an_order_of_a_controller_whose_term_is_over_is_refused_in_the_middle_of_its_stream() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(&dir.path().join("ca"), Lifetimes::default()).unwrap();
+        let issue = |role, name: &str| authority.issue_identity(&dir.path().join(name), role, name);
+        let controller = issue(Role::Controller, "c").unwrap();
+        let proof = |number| {
+            let term = Term { number, id: TermId(u128::from(number)) };
+            controller.sign_term(term).unwrap()
+        };
+        let reactor = Reactor::new().unwrap();
+        let (control, taken) = control(issue(Role::Pool, "p").unwrap(), &reactor);
+        // The order is there before the newer term, beside it, or not at all: which of two that are
+        // ready is looked at first is drawn.
+        for number in (1..=60).step_by(2) {
+            let (orders, stream) = tokio::sync::mpsc::unbounded_channel();
+            let order = |scrub_request| {
+                let term = proof(number).into();
+                Ok(PoolAssignment { term, scrub_request, ..PoolAssignment::default() })
+            };
+            let hear = async {
+                let former = order(2 * number);
+                orders.send(order(2 * number - 1)).unwrap();
+                tokio::task::yield_now().await;
+                // A target showed its grant.
+                control.identity.hear_term(&proof(number + 1)).unwrap();
+                if number % 3 != 0 {
+                    orders.send(former).unwrap();
+                }
+                std::future::pending::<()>().await;
+            };
+            let refused = tokio::select! {
+                biased;
+                () = hear => unreachable!(),
+                outcome = control.obey(UnboundedReceiverStream::new(stream)) => outcome.unwrap_err(),
+            };
+            let why = format!("term {} has begun", number + 1);
+            assert!(refused.message().contains(&why), "{refused}");
+            assert_eq!(ordered(&taken), [2 * number - 1]);
+        }
     }
 }
