@@ -3,22 +3,27 @@
 //! cargo-mutants lists its changes to functions and operators of one [`Subject`]: the core with the
 //! store's recovery, or the drivers around them. One build for each of thousands of changes would
 //! take days, so a shard of them is woven into one copy of the tree, each behind a switch
-//! (`xtask/weave`), and is one build. Then the tests of the subject's crates must notice each, those
-//! of the changed crate first; the simulator's seeds must find the changes of the core that the
-//! tests miss. Changes that do not compile are unviable; the few that the compiler evaluates
+//! (`xtask/weave`), and is one build. Then a test of the subject's crates must notice each: the tests
+//! that reach the change are asked one by one, those of the changed crate first, the quickest first;
+//! for the core the simulator's seeds are among them. Changes that do not compile are unviable; the few that the compiler evaluates
 //! (constants) have no switch and are named as not tried.
 //!
 //! What came out is kept in the tree ([`LEDGER`]), under names that outlive an edit elsewhere in
-//! the file (equal changes in one function are told apart by their number), and another run goes on where the last one was ended, on whatever machine. A shard is
-//! drawn by these names, so that it is the same sample after such an edit. What was noticed once is
-//! asked again with `--anew` only. Of a change that changes nothing a person writes `same`, a tab
-//! and why: it is not asked about.
+//! the file (equal changes in one function are told apart by their number), and another run goes on
+//! where the last one was ended, on whatever machine. A shard is drawn by these names, so that it is
+//! the same sample after such an edit. What was noticed once is asked again with `--anew` only. Of a
+//! change that changes nothing a person writes `same`, a tab and why: it is not asked about.
+
+mod confined;
+mod oracle;
 
 use crate::run;
 use anyhow::{Context, Result, bail};
+use oracle::{Oracle, Said};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
 /// A part of the code that is broken, and the tests that must notice.
@@ -86,65 +91,6 @@ const NOT_ASKED: [&str; 4] = ["device", "seeds", "mutants", "quoin_sim"];
 /// broad ones.
 const SEEDS: [&[&str]; 2] =
     [&["--swarm", "all", "--seeds", "7", "--stop"], &["--seeds", "30", "--stop"]];
-/// A change that lets a test run for ever, or take memory without end, is noticed as such: a
-/// multiple of what the sound code takes, and at least so many seconds of CPU.
-const CPU_SECONDS_MIN: u64 = 20;
-/// A test that waits for ever uses no CPU.
-const WALL_SECONDS_MIN: u64 = 60;
-const MEMORY_KIB: u64 = 8 << 20;
-/// Tests that take longer are asked after the others have been asked about every change.
-const QUICK_SECONDS: u64 = 6;
-
-struct Oracle {
-    name: String,
-    program: PathBuf,
-    arguments: Vec<String>,
-    cpu_seconds: u64,
-    wall_seconds: u64,
-    is_slow: bool,
-}
-
-enum Said {
-    Nothing,
-    Noticed(String),
-    EndsNot,
-}
-
-impl Oracle {
-    fn ask(&self, woven: Option<u32>, tree: &Path) -> Result<Said> {
-        let limits = format!(
-            "ulimit -t {}; ulimit -v {MEMORY_KIB}; exec timeout --signal=KILL {} \"$@\"",
-            self.cpu_seconds, self.wall_seconds
-        );
-        let mut command = Command::new("sh");
-        command.args(["-c", &limits, "sh"]).arg(&self.program).args(&self.arguments);
-        // Tests find their data from their crate.
-        let package = self.name.split(' ').next().unwrap_or_default();
-        command.current_dir(tree.join("crates").join(format!("quoin-{package}")));
-        command.stdin(Stdio::null());
-        if let Some(number) = woven {
-            command.env("QUOIN_WOVEN", number.to_string());
-        }
-        let output = command.output().context("cannot start sh")?;
-        if output.status.success() {
-            return Ok(Said::Nothing);
-        }
-        use std::os::unix::process::ExitStatusExt;
-        // SIGXCPU and SIGKILL: the limit of CPU time. 137: that of `timeout`.
-        if matches!(output.status.signal(), Some(9 | 24)) || output.status.code() == Some(137) {
-            return Ok(Said::EndsNot);
-        }
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let failed = text.lines().find_map(|line| {
-            line.strip_prefix("test ")
-                .and_then(|l| l.strip_suffix("FAILED"))
-                .map(|l| l.trim_end_matches([' ', '.']).to_owned())
-                .or_else(|| line.strip_prefix("--swarm ").map(|l| l.chars().take(60).collect()))
-        });
-        Ok(Said::Noticed(failed.unwrap_or_else(|| output.status.to_string())))
-    }
-}
-
 /// `[--of SUBJECT] [--shard K/N] [--anew] [--by TESTS] [--only CHANGE]`: the sample, resumed; ends
 /// with the changes that no test has noticed.
 pub fn run(arguments: &[String]) -> Result<()> {
@@ -194,7 +140,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     // One tree for all shards, so that what is the same is built once.
     let tree = shared.join("tree");
     let woven = weave(subject, &list, &tree, &shared, &names, by)?;
-    let oracles = oracles(subject, &woven.executables, &tree, by)?;
+    let oracles = oracle::all(subject, &woven.executables, &tree, &folder, by)?;
     let mut ledger = Ledger::read(&run::workspace_root().join(LEDGER))?;
     if anew {
         let asked = names.iter().filter(|name| name.contains(only));
@@ -206,16 +152,15 @@ pub fn run(arguments: &[String]) -> Result<()> {
     }
     let is_asked = |n: &u32| usize::try_from(*n).is_ok_and(|n| names[n].contains(only));
     let asked: Vec<u32> = woven.tried.iter().copied().filter(is_asked).collect();
-    if !by.is_empty() {
-        // Some were asked and others not: what they all miss stays what it was.
-        try_each(&asked, &names, &oracles, &tree, &mut ledger, None)?;
-        return report(&names, &woven, &ledger);
-    }
-    // All by the quick ones first: a run that is ended has then told the most.
-    let (slow, quick): (Vec<_>, Vec<_>) = oracles.into_iter().partition(|o| o.is_slow);
-    try_each(&asked, &names, &quick, &tree, &mut ledger, Some("open"))?;
-    try_each(&asked, &names, &slow, &tree, &mut ledger, Some("missed"))?;
-    report(&names, &woven, &ledger)
+    let trial = Trial { names: &names, oracles: &oracles, tree: &tree, is_whole: by.is_empty() };
+    let ledger = Mutex::new(ledger);
+    let alone = RwLock::new(());
+    oracle::each(asked.iter(), |number, _| trial.of(*number, &ledger, &alone))?;
+    report(&names, &woven, &held(&ledger))
+}
+
+fn held(ledger: &Mutex<Ledger>) -> MutexGuard<'_, Ledger> {
+    ledger.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What cargo-mutants would do of a shard: its list, and a name of each.
@@ -368,70 +313,6 @@ fn blamed(message: &serde_json::Value, tree: &Path) -> Option<u32> {
     rest.split_once("u32)")?.0.trim().parse().ok()
 }
 
-/// The quickest first. All must be content with sound code.
-fn oracles(
-    subject: &Subject,
-    messages: &[serde_json::Value],
-    tree: &Path,
-    by: &str,
-) -> Result<Vec<Oracle>> {
-    let mut tests = Vec::new();
-    let mut simulator = None;
-    for message in messages {
-        let Some(executable) = message["executable"].as_str() else { continue };
-        let target = &message["target"];
-        let name = target["name"].as_str().unwrap_or_default();
-        let home = message["manifest_path"].as_str().unwrap_or_default();
-        let package = subject.packages.iter().find(|p| home.contains(&format!("/{p}/")));
-        match (package, target["kind"][0].as_str()) {
-            // Of the two that cargo builds, the program and not its tests.
-            (Some(&"quoin-sim"), Some("bin"))
-                if name == "quoin-sim" && message["profile"]["test"] == false =>
-            {
-                simulator = Some(PathBuf::from(executable));
-            }
-            (Some(package), Some("lib" | "test")) if !NOT_ASKED.contains(&name) => {
-                let name = format!("{} {name}", package.trim_start_matches("quoin-"));
-                tests.push((name, PathBuf::from(executable), Vec::new()));
-            }
-            _ => {}
-        }
-    }
-    if subject.has_seeds && simulator.is_none() && by.is_empty() {
-        bail!("cargo built no simulator");
-    }
-    let seeds = simulator.iter().flat_map(|simulator| {
-        SEEDS.iter().map(|arguments| {
-            let words = arguments.iter().map(|a| (*a).to_owned()).collect();
-            (format!("sim {}", arguments.join(" ")), simulator.clone(), words)
-        })
-    });
-    let mut timed = Vec::new();
-    let all = tests.into_iter().chain(seeds).filter(|(name, ..)| name.starts_with(by));
-    for (name, program, arguments) in all {
-        let mut oracle = Oracle {
-            name,
-            program,
-            arguments,
-            cpu_seconds: 3600,
-            wall_seconds: 3600,
-            is_slow: false,
-        };
-        let start = Instant::now();
-        if let Said::Noticed(what) = oracle.ask(None, tree)? {
-            bail!("{} is not content with sound code: {what}", oracle.name);
-        }
-        let seconds = start.elapsed().as_secs();
-        println!("{}: {seconds} s on sound code", oracle.name);
-        oracle.cpu_seconds = CPU_SECONDS_MIN + 4 * seconds;
-        oracle.wall_seconds = WALL_SECONDS_MIN + 4 * seconds;
-        oracle.is_slow = oracle.name.starts_with("sim") || seconds > QUICK_SECONDS;
-        timed.push((seconds, oracle));
-    }
-    timed.sort_by_key(|(seconds, _)| *seconds);
-    Ok(timed.into_iter().map(|(_, oracle)| oracle).collect())
-}
-
 /// Lines of a change's name, a tab, and what was said of it.
 struct Ledger {
     path: PathBuf,
@@ -461,40 +342,75 @@ impl Ledger {
     }
 }
 
-fn try_each(
-    tried: &[u32],
-    names: &[String],
-    oracles: &[Oracle],
-    tree: &Path,
-    ledger: &mut Ledger,
-    otherwise: Option<&str>,
-) -> Result<()> {
-    for number in tried {
-        let name = &names[usize::try_from(*number)?];
+/// Asks about one change after the other.
+struct Trial<'a> {
+    names: &'a [String],
+    /// The quickest first.
+    oracles: &'a [Oracle],
+    tree: &'a Path,
+    /// Whether all tests are asked: what they all miss is missed, and else stays what it was.
+    is_whole: bool,
+}
+
+impl Trial<'_> {
+    /// Another change may be tried at the same time, but for the holder of `alone`.
+    fn of(&self, number: u32, ledger: &Mutex<Ledger>, alone: &RwLock<()>) -> Result<()> {
+        let name = &self.names[usize::try_from(number)?];
+        let before = held(ledger).known.get(name).cloned();
         // What was missed is asked again: there may be a new test.
         let is_open = |said: &String| said.starts_with("missed") || said == "open";
-        if ledger.known.get(name).is_some_and(|said| !is_open(said)) {
-            continue;
+        if before.as_ref().is_some_and(|said| !is_open(said)) {
+            return Ok(());
         }
-        let before = ledger.known.get(name).map_or("open", String::as_str);
-        let mut said = otherwise.unwrap_or(before).to_owned();
-        let own = |oracle: &&Oracle| {
-            let package = oracle.name.split(' ').next().unwrap_or_default();
-            name.starts_with(&format!("crates/quoin-{package}/"))
+        let start = Instant::now();
+        let reaching: Vec<_> =
+            self.oracles.iter().filter(|o| o.on_sound.reached.contains(&number)).collect();
+        let mut said = match reaching.len() {
+            _ if !self.is_whole => before.unwrap_or_else(|| "open".into()),
+            0 => "missed\treached by no test".into(),
+            count => format!("missed\ttests that reach it: {count}"),
         };
-        let (first, others): (Vec<_>, Vec<_>) = oracles.iter().partition(own);
+        let own = |o: &&Oracle| name.starts_with(&format!("crates/quoin-{}/", o.package()));
+        let (first, others): (Vec<_>, Vec<_>) = reaching.into_iter().partition(own);
         for oracle in first.into_iter().chain(others) {
-            match oracle.ask(Some(*number), tree)? {
-                Said::Nothing => continue,
-                Said::Noticed(what) => said = format!("caught\t{}: {what}", oracle.name),
-                Said::EndsNot => said = format!("endless\t{}", oracle.name),
+            if let Some(noticed) = self.noticed(number, oracle, alone)? {
+                said = noticed;
+                break;
             }
-            break;
         }
-        println!("{said}\t{name}");
-        ledger.keep(name, said)?;
+        println!("{said}\t{name} ({} s)", start.elapsed().as_secs());
+        held(ledger).keep(name, said)
     }
-    Ok(())
+
+    /// What the ledger says if a test notices. It must do so twice: a busy machine, and not the
+    /// change, may have been the cause.
+    fn noticed(&self, number: u32, oracle: &Oracle, alone: &RwLock<()>) -> Result<Option<String>> {
+        let ask = || {
+            let _others_may = alone.read().unwrap_or_else(PoisonError::into_inner);
+            oracle.ask(number, self.tree)
+        };
+        let first = ask()?;
+        let again = match first {
+            Said::Nothing => return Ok(None),
+            Said::Noticed(_) => ask()?,
+            Said::EndsNot => {
+                let _alone = alone.write().unwrap_or_else(PoisonError::into_inner);
+                oracle.ask(number, self.tree)?
+            }
+        };
+        Ok(match again {
+            Said::Nothing => {
+                let name = &self.names[usize::try_from(number)?];
+                println!("{} noticed once of twice: {first:?}\t{name}", oracle.name);
+                None
+            }
+            Said::Noticed(what) if oracle.name.starts_with("sim --") => {
+                Some(format!("caught\t{}: {what}", oracle.name))
+            }
+            Said::Noticed(_) => Some(format!("caught\t{}", oracle.name)),
+            Said::EndsNot => Some(format!("endless\t{}", oracle.name)),
+        })
+    }
 }
 
 fn report(names: &[String], woven: &Woven, ledger: &Ledger) -> Result<()> {

@@ -3,8 +3,9 @@
 //! `quoin-weave LIST SOURCE TREE [N,N,…]` reads what `cargo mutants --list --json` has listed, writes
 //! the files of SOURCE to TREE with each change (but those whose numbers are given) behind
 //! `woven::on(N)`, and prints a line `N REASON` for each that it leaves out. One build then serves
-//! all of them: the variable `QUOIN_WOVEN` says which one a process runs with. A build for each of
-//! two thousand changes takes days; this takes the time of their tests.
+//! all of them: the variable `QUOIN_WOVEN` says which one a process runs with, and a process writes to
+//! the file `QUOIN_WOVEN_REACHED` which ones it came by. A build for each of two thousand changes takes
+//! days; this takes the time of their tests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,14 +17,40 @@ use syn::{Expr, parse_quote};
 
 /// The module that is put into each crate that has a change.
 const SWITCH: &str = r#"
-/// Which broken variant this process runs.
+/// Which broken variant this process runs, and which it came by.
 pub mod woven {
+    use std::sync::LazyLock;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    static WHICH: LazyLock<u32> = LazyLock::new(|| {
+        std::env::var("QUOIN_WOVEN").ok().and_then(|n| n.parse().ok()).unwrap_or(u32::MAX)
+    });
+    /// The file that takes the number of each variant that is come by, one a line.
+    static REACHED: LazyLock<Option<std::ffi::OsString>> =
+        LazyLock::new(|| std::env::var_os("QUOIN_WOVEN_REACHED"));
+    /// A bit for each that was written there.
+    static WRITTEN: [AtomicU32; 512] = [const { AtomicU32::new(0) }; 512];
+
     /// Whether it is this one.
     pub fn on(number: u32) -> bool {
-        static WHICH: std::sync::LazyLock<u32> = std::sync::LazyLock::new(|| {
-            std::env::var("QUOIN_WOVEN").ok().and_then(|n| n.parse().ok()).unwrap_or(u32::MAX)
-        });
+        if let Some(file) = &*REACHED {
+            let (word, bit) = (&WRITTEN[number as usize / 32], 1 << (number % 32));
+            if word.load(Ordering::Relaxed) & bit == 0
+                && word.fetch_or(bit, Ordering::Relaxed) & bit == 0
+            {
+                write(file, number);
+            }
+        }
         *WHICH == number
+    }
+
+    /// The file is not kept open: descriptors are counted and closed by what runs here.
+    #[cold]
+    fn write(file: &std::ffi::OsStr, number: u32) {
+        use std::io::Write;
+        if let Ok(mut file) = std::fs::File::options().create(true).append(true).open(file) {
+            let _ = file.write_all(format!("{number}\n").as_bytes());
+        }
     }
 }
 "#;

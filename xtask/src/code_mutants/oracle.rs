@@ -1,0 +1,256 @@
+//! What is asked about a change: single tests, and the simulator's seeds.
+//!
+//! The woven code says which changes it came by (`QUOIN_WOVEN_REACHED`). Each test runs once on
+//! sound code, and what it took and what it reached is kept beside the build, so that a change is
+//! asked only of tests that reach it.
+
+use super::confined::{Ending, Program};
+use super::{NOT_ASKED, SEEDS, Subject};
+use anyhow::{Context, Result, bail};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+/// A change that lets a test run for ever, or take memory without end, is noticed as such: a
+/// multiple of what the sound code takes, and at least so much of the CPU.
+const CPU_MIN: Duration = Duration::from_secs(10);
+/// A test that waits for ever uses no CPU.
+const WALL_MIN: Duration = Duration::from_secs(30);
+const TIMES_MAX: u32 = 6;
+/// For a test on sound code.
+const SOUND_MAX: Duration = Duration::from_secs(3600);
+/// Changes that are tried at a time, as most tests wait.
+pub const WORKERS: usize = 2;
+
+pub struct Oracle {
+    /// `PACKAGE TARGET: TEST`.
+    pub name: String,
+    program: PathBuf,
+    arguments: Vec<String>,
+    pub on_sound: OnSound,
+}
+
+/// What a test did on sound code.
+#[derive(Clone, Default, serde::Serialize, serde::Deserialize)]
+pub struct OnSound {
+    /// Nanoseconds: when its program was built.
+    built: u128,
+    pub time: Duration,
+    /// Numbers of the changes that it came by.
+    pub reached: BTreeSet<u32>,
+}
+
+#[derive(Debug, PartialEq)]
+pub enum Said {
+    Nothing,
+    Noticed(String),
+    EndsNot,
+}
+
+impl Oracle {
+    /// Tests find their data from their crate.
+    pub fn package(&self) -> &str {
+        self.name.split(' ').next().unwrap_or_default()
+    }
+
+    pub fn ask(&self, change: u32, tree: &Path) -> Result<Said> {
+        let time = self.on_sound.time * TIMES_MAX;
+        let woven = ("QUOIN_WOVEN", change.to_string());
+        self.run(woven, CPU_MIN + time, WALL_MIN + time, tree)
+    }
+
+    fn run(
+        &self,
+        variable: (&'static str, String),
+        cpu: Duration,
+        wall: Duration,
+        tree: &Path,
+    ) -> Result<Said> {
+        static RUNS: AtomicUsize = AtomicUsize::new(0);
+        let run = RUNS.fetch_add(1, Ordering::Relaxed);
+        // A short path: sockets are made below it.
+        let scratch = std::env::temp_dir().join(format!("qm-{}-{run}", std::process::id()));
+        let program = Program {
+            name: &self.name,
+            path: &self.program,
+            arguments: &self.arguments,
+            folder: tree.join("crates").join(format!("quoin-{}", self.package())),
+            variables: vec![variable],
+            cpu,
+            wall,
+        };
+        let output = program.run(&scratch)?;
+        Ok(match output.ending {
+            Ending::Success => Said::Nothing,
+            Ending::Late => Said::EndsNot,
+            Ending::Failure(status) => {
+                let swarm = output.text.lines().find(|line| line.starts_with("--swarm "));
+                Said::Noticed(swarm.map_or(status, |line| line.chars().take(60).collect()))
+            }
+        })
+    }
+
+    fn try_on_sound(&mut self, tree: &Path, reached: &Path) -> Result<Said> {
+        let _ = std::fs::remove_file(reached);
+        let variable = ("QUOIN_WOVEN_REACHED", reached.display().to_string());
+        let start = Instant::now();
+        let said = self.run(variable, SOUND_MAX, SOUND_MAX, tree)?;
+        self.on_sound.time = start.elapsed();
+        let text = std::fs::read_to_string(reached).unwrap_or_default();
+        self.on_sound.reached = text.lines().filter_map(|line| line.parse().ok()).collect();
+        let _ = std::fs::remove_file(reached);
+        Ok(said)
+    }
+}
+
+/// All that are asked, the quickest first. Each must be content with sound code.
+pub fn all(
+    subject: &Subject,
+    messages: &[serde_json::Value],
+    tree: &Path,
+    folder: &Path,
+    by: &str,
+) -> Result<Vec<Oracle>> {
+    let mut oracles = listed(subject, messages, tree, by)?;
+    let path = folder.join("tests.json");
+    let mut known: BTreeMap<String, OnSound> = std::fs::read(&path)
+        .ok()
+        .and_then(|text| serde_json::from_slice(&text).ok())
+        .unwrap_or_default();
+    let (mut ready, mut new) = (Vec::new(), Vec::new());
+    for mut oracle in oracles.drain(..) {
+        let built = std::fs::metadata(&oracle.program)?.modified()?;
+        oracle.on_sound.built = built.duration_since(UNIX_EPOCH)?.as_nanos();
+        match known.get(&oracle.name) {
+            Some(there) if there.built == oracle.on_sound.built => {
+                oracle.on_sound = there.clone();
+                ready.push(oracle);
+            }
+            _ => new.push(oracle),
+        }
+    }
+    println!("{} tests are known on sound code, {} are tried", ready.len(), new.len());
+    let start = Instant::now();
+    let discontent = Mutex::new(Vec::new());
+    each(new.iter_mut(), |oracle, worker| {
+        let reached = folder.join(format!("reached-{worker}"));
+        let mut said = oracle.try_on_sound(tree, &reached)?;
+        if said != Said::Nothing {
+            println!("{} on sound code: {said:?}; it is tried again", oracle.name);
+            said = oracle.try_on_sound(tree, &reached)?;
+        }
+        if said != Said::Nothing {
+            discontent.lock().unwrap_or_else(PoisonError::into_inner).push(oracle.name.clone());
+        }
+        Ok(())
+    })?;
+    let discontent = discontent.into_inner().unwrap_or_else(PoisonError::into_inner);
+    for oracle in new.iter().filter(|oracle| !discontent.contains(&oracle.name)) {
+        known.insert(oracle.name.clone(), oracle.on_sound.clone());
+    }
+    std::fs::write(&path, serde_json::to_vec(&known)?)?;
+    if !discontent.is_empty() {
+        bail!("these are not content with sound code: {}", discontent.join(", "));
+    }
+    ready.extend(new);
+    ready.sort_by_key(|oracle| oracle.on_sound.time);
+    let whole: Duration = ready.iter().map(|oracle| oracle.on_sound.time).sum();
+    println!(
+        "{} tests take {} s one by one on sound code ({} s for those that were tried)",
+        ready.len(),
+        whole.as_secs(),
+        start.elapsed().as_secs()
+    );
+    Ok(ready)
+}
+
+/// The tests of the built programs, and the simulator's seeds.
+fn listed(
+    subject: &Subject,
+    messages: &[serde_json::Value],
+    tree: &Path,
+    by: &str,
+) -> Result<Vec<Oracle>> {
+    let mut oracles = Vec::new();
+    let mut simulator = None;
+    for message in messages {
+        let Some(executable) = message["executable"].as_str() else { continue };
+        let target = &message["target"];
+        let name = target["name"].as_str().unwrap_or_default();
+        let home = message["manifest_path"].as_str().unwrap_or_default();
+        let package = subject.packages.iter().find(|p| home.contains(&format!("/{p}/")));
+        match (package, target["kind"][0].as_str()) {
+            // Of the two that cargo builds, the program and not its tests.
+            (Some(&"quoin-sim"), Some("bin"))
+                if name == "quoin-sim" && message["profile"]["test"] == false =>
+            {
+                simulator = Some(PathBuf::from(executable));
+            }
+            (Some(package), Some("lib" | "test")) if !NOT_ASKED.contains(&name) => {
+                let short = package.trim_start_matches("quoin-");
+                let folder = tree.join("crates").join(package);
+                for test in tests_of(executable, &folder)? {
+                    oracles.push(Oracle {
+                        name: format!("{short} {name}: {test}"),
+                        program: executable.into(),
+                        arguments: vec!["--exact".into(), test, "--test-threads=1".into()],
+                        on_sound: OnSound::default(),
+                    });
+                }
+            }
+            _ => {}
+        }
+    }
+    if subject.has_seeds && simulator.is_none() && by.is_empty() {
+        bail!("cargo built no simulator");
+    }
+    for (program, arguments) in simulator.iter().flat_map(|s| SEEDS.map(|seeds| (s, seeds))) {
+        oracles.push(Oracle {
+            name: format!("sim {}", arguments.join(" ")),
+            program: program.clone(),
+            arguments: arguments.iter().map(|a| (*a).to_owned()).collect(),
+            on_sound: OnSound::default(),
+        });
+    }
+    oracles.retain(|oracle| oracle.name.starts_with(by));
+    Ok(oracles)
+}
+
+fn tests_of(executable: &str, folder: &Path) -> Result<Vec<String>> {
+    let mut list = Command::new(executable);
+    list.args(["--list", "--format", "terse"]).current_dir(folder);
+    let output = list.output().with_context(|| format!("cannot start {executable}"))?;
+    if !output.status.success() {
+        bail!("{executable} does not list its tests ({})", output.status);
+    }
+    let text = String::from_utf8(output.stdout)?;
+    Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
+}
+
+/// Does it for each, some at a time; `work` gets the number of its worker as well.
+pub fn each<T: Send>(
+    items: impl Iterator<Item = T> + Send,
+    work: impl Fn(T, usize) -> Result<()> + Sync,
+) -> Result<()> {
+    let items = Mutex::new(items);
+    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    std::thread::scope(|scope| {
+        let worker = |number| {
+            let (next, work) = (&next, &work);
+            scope.spawn(move || -> Result<()> {
+                while let Some(item) = next() {
+                    work(item, number)?;
+                }
+                Ok(())
+            })
+        };
+        let workers: Vec<_> = (0..WORKERS).map(worker).collect();
+        for worker in workers {
+            worker.join().map_err(|_| anyhow::anyhow!("a worker panicked"))??;
+        }
+        Ok(())
+    })
+}
