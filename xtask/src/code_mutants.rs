@@ -17,7 +17,7 @@
 mod confined;
 mod oracle;
 
-use crate::run;
+use crate::{packages, run};
 use anyhow::{Context, Result, bail};
 use oracle::{Oracle, Said};
 use std::collections::{BTreeMap, BTreeSet};
@@ -128,6 +128,8 @@ pub fn run(arguments: &[String]) -> Result<()> {
             ),
         }
     }
+    // A test that finds no tool is skipped, and notices nothing.
+    packages::provide(&packages::OF_TESTS)?;
     let there = run::cargo().args(["mutants", "--version"]).output();
     if !there.is_ok_and(|output| output.status.success()) {
         run::check(run::cargo().args(["install", "--locked", "--quiet", "cargo-mutants"]))?;

@@ -26,6 +26,8 @@ pub const IPROUTE: Need =
     Need { program: "ip", package: "iproute2", purpose: "hosts of their own (network namespaces)" };
 pub const PYTHON: Need =
     Need { program: "python3", package: "python3", purpose: "CSI clients that are not Rust" };
+/// What the tests need.
+pub const OF_TESTS: [&Need; 8] = [&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &IPROUTE, &PYTHON];
 
 /// Installs by apt what is missing, when we may; otherwise says what to type. A tool that
 /// stays away is no error here: the test that needs it names it in its own failure.

@@ -235,8 +235,7 @@ fn run_parts(
 
 /// Brings what the tests need of the machine; gives the Python that CSI clients run in.
 fn prepare(complete: bool) -> Result<Option<PathBuf>> {
-    use packages::*;
-    provide(&[&EXT4, &XFS, &FUSE, &FIO, &NBD, &QEMU, &IPROUTE, &PYTHON])?;
+    packages::provide(&packages::OF_TESTS)?;
     match python::provide() {
         Ok(python) => Ok(Some(python)),
         Err(error) if complete => Err(error.context("the tests of Python clients cannot run")),

@@ -22,6 +22,8 @@ const WALL_MIN: Duration = Duration::from_secs(30);
 const TIMES_MAX: u32 = 6;
 /// For a test on sound code.
 const SOUND_MAX: Duration = Duration::from_secs(3600);
+/// A test that takes longer is named.
+const SLOW: Duration = Duration::from_secs(5);
 /// Changes that are tried at a time, as most tests wait.
 pub const WORKERS: usize = 2;
 
@@ -141,6 +143,9 @@ pub fn all(
         if said != Said::Nothing {
             println!("{} on sound code: {said:?}; it is tried again", oracle.name);
             said = oracle.try_on_sound(tree, &reached)?;
+        }
+        if oracle.on_sound.time > SLOW {
+            println!("{}: {} s on sound code", oracle.name, oracle.on_sound.time.as_secs());
         }
         if said != Said::Nothing {
             discontent.lock().unwrap_or_else(PoisonError::into_inner).push(oracle.name.clone());
