@@ -384,23 +384,30 @@ impl Trial<'_> {
         held(ledger).keep(name, said)
     }
 
-    /// What the ledger says if a test notices. It must do so twice: a busy machine, and not the
-    /// change, may have been the cause.
+    /// What the ledger says if a test notices. It must do so twice and be content with the sound code
+    /// in between: a busy machine, and not the change, may have been the cause.
     fn noticed(&self, number: u32, oracle: &Oracle, alone: &RwLock<()>) -> Result<Option<String>> {
-        let ask = || {
-            let _others_may = alone.read().unwrap_or_else(PoisonError::into_inner);
-            oracle.ask(number, self.tree)
+        let shared = || alone.read().unwrap_or_else(PoisonError::into_inner);
+        let first = {
+            let _others_may = shared();
+            oracle.ask(Some(number), self.tree)?
         };
-        let first = ask()?;
-        let again = match first {
+        let (sound, again) = match first {
             Said::Nothing => return Ok(None),
-            Said::Noticed(_) => ask()?,
+            Said::Noticed(_) => {
+                let _others_may = shared();
+                (oracle.ask(None, self.tree)?, oracle.ask(Some(number), self.tree)?)
+            }
             Said::EndsNot => {
                 let _alone = alone.write().unwrap_or_else(PoisonError::into_inner);
-                oracle.ask(number, self.tree)?
+                (oracle.ask(None, self.tree)?, oracle.ask(Some(number), self.tree)?)
             }
         };
         Ok(match again {
+            _ if sound != Said::Nothing => {
+                println!("{} is not content with sound code at this time: {sound:?}", oracle.name);
+                None
+            }
             Said::Nothing => {
                 let name = &self.names[usize::try_from(number)?];
                 println!("{} noticed once of twice: {first:?}\t{name}", oracle.name);

@@ -175,3 +175,39 @@ fn contended<R: Record>(name: &str) -> StoreError {
 fn read<R: Record>(entry: &Entry) -> Result<R, StoreError> {
     decode(&entry.value).map_err(|reason| StoreError::Record { key: entry.key.clone(), reason })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::records::PoolRecord;
+
+    #[test]
+    fn a_pool_s_new_mark_wakes_nobody_and_all_else_that_is_new_of_it_does() {
+        let before = PoolRecord {
+            name: "p1".into(),
+            pool_id: "id".into(),
+            node: "h1".into(),
+            address: "h1:1".into(),
+            topology: Default::default(),
+            start_counter: 1,
+            start_nonce: 2,
+            mark: 3,
+            rolled_back: false,
+            scrub_request: 0,
+        };
+        let marked = PoolRecord { mark: 9, ..before.clone() };
+        assert!(!marked.is_news(&before) && !before.is_news(&before));
+        let topology = [("zone".to_owned(), "a".to_owned())].into();
+        for after in [
+            PoolRecord { pool_id: "other".into(), ..marked.clone() },
+            PoolRecord { address: "h1:2".into(), ..marked.clone() },
+            PoolRecord { topology, ..marked.clone() },
+            PoolRecord { start_counter: 2, ..marked.clone() },
+            PoolRecord { start_nonce: 5, ..marked.clone() },
+            PoolRecord { rolled_back: true, ..marked.clone() },
+            PoolRecord { scrub_request: 1, ..marked.clone() },
+        ] {
+            assert!(after.is_news(&before), "{after:?}");
+        }
+    }
+}

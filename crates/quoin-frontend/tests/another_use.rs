@@ -143,6 +143,9 @@ async fn a_device_in_use_is_ended_by_force_and_it_is_said_what_was_done() {
     let server = Server::start(&socket, volume(SIZE as usize), since(5));
     let daemon = Daemon::start(&directory.path().join("attach")).await;
     assert_eq!(daemon.client.end("17").await.unwrap(), Vec::<String>::new());
+    daemon.client.attach(asked("17", &socket)).await.unwrap();
+    let did = daemon.client.end("17").await.unwrap().join("; ");
+    assert!(did.contains("is freed") && !did.contains("last user"), "{did}");
     let device = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
     let at = directory.path().join("mounted");
     let (on, under) = (device.clone(), at.clone());

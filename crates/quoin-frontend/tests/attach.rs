@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::daemon::{Daemon, SIZE, asked, blocking, possible, sh};
 use common::{Server, ServerOptions, have, volume};
@@ -141,6 +141,46 @@ async fn a_file_system_lives_through_deaths_of_its_server_and_its_trims_free_spa
     daemon.client.detach("db").await.unwrap();
     daemon.stop().await.unwrap();
     drop(server);
+}
+
+/// Looks at a device that nobody holds until its last IO is over for long enough.
+async fn until_it_rests(daemon: &Daemon) {
+    let start = Instant::now();
+    while daemon.client.usage().await.unwrap()[0].in_use {
+        assert!(start.elapsed() < Duration::from_secs(60));
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_nobody_holds_is_in_use_for_a_while_after_io_and_not_by_being_looked_at() {
+    if !possible() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("nbd.sock");
+    let _server = Server::start(&socket, volume(SIZE as usize), ServerOptions::default());
+    let daemon = Daemon::start(&directory.path().join("attach")).await;
+    let file = AttachVolume { file_only: true, ..asked("db", &socket) };
+    let path = daemon.client.attach(file).await.unwrap().device;
+    until_it_rests(&daemon).await;
+
+    let at = path.clone();
+    blocking(move || assert_eq!(std::fs::metadata(at).unwrap().len(), SIZE)).await;
+    assert!(!daemon.client.usage().await.unwrap()[0].in_use, "a look is no IO");
+
+    let at = path.clone();
+    blocking(move || {
+        let file = OpenOptions::new().write(true).open(at).unwrap();
+        file.write_all_at(&[1; 4096], 0).unwrap();
+    })
+    .await;
+    assert!(daemon.client.usage().await.unwrap()[0].in_use);
+    let first_seen = Instant::now();
+    until_it_rests(&daemon).await;
+    assert!(first_seen.elapsed() > Duration::from_secs(1), "{:?}", first_seen.elapsed());
+    daemon.client.detach("db").await.unwrap();
+    daemon.stop().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

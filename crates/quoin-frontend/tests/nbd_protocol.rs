@@ -398,6 +398,19 @@ fn a_session_at_its_limits_takes_no_more_and_goes_on_when_replies_have_gone_out(
 }
 
 #[test]
+fn a_session_counts_what_it_holds_for_its_clients_until_the_reply() {
+    let mut peer = Peer::ready(device(), true);
+    assert_eq!(peer.session.held_bytes(), 0);
+    assert!(peer.request(command::READ, 0, 0, 8192).is_some());
+    assert_eq!(peer.session.held_bytes(), 8192);
+    peer.request(command::FLUSH, 0, 0, 0).unwrap();
+    assert_eq!(peer.session.held_bytes(), 8192);
+    // The token of the first request of a session.
+    peer.reply(0, Err(BlockError::Damaged));
+    assert_eq!(peer.session.held_bytes(), 0);
+}
+
+#[test]
 fn absurd_lengths_close_the_connection_instead_of_taking_memory() {
     let mut peer = Peer::ready(device(), false);
     let length = PAYLOAD_BYTES_MAX + 1;

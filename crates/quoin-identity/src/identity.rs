@@ -366,6 +366,48 @@ mod tests {
     use super::*;
     use crate::{Authority, Lifetimes, Role};
 
+    /// Else what the controller signs for another purpose might be read as a grant.
+    #[test]
+    fn a_grant_is_signed_under_the_context_of_its_format_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
+        let issue = |role: Role| {
+            authority.issue_identity(&dir.path().join(role.as_str()), role, "a").unwrap()
+        };
+        let (controller, pool) = (issue(Role::Controller), issue(Role::Pool));
+        let of = |number: u64| Grant {
+            volume: quoin_core::VolumeId(5),
+            epoch: quoin_core::Epoch(7),
+            incarnation: quoin_core::Incarnation(9),
+            node: "node-1".into(),
+            term: Term { number, id: quoin_core::TermId(number.into()) },
+        };
+        let former = &b"quoin epoch grant, format 1\0"[..];
+        let of_term = &b"quoin epoch grant, format 2\0"[..];
+        // Magic, cluster, volume, epoch, incarnation and node; the term.
+        let statement_bytes = 4 + 16 + 16 + 8 + 16 + 7;
+        for (grant, bytes, context, other) in [
+            (of(0), statement_bytes, former, of_term),
+            (of(3), statement_bytes + 24, of_term, former),
+        ] {
+            let statement = controller.sign_grant(&grant).unwrap()[..bytes].to_vec();
+            let key = &controller.0.shared.get().key;
+            let under = |context: &[u8]| {
+                pool.verify_grant(&crate::signed::sign(context, statement.clone(), key).unwrap())
+            };
+            assert_eq!(under(context).unwrap(), grant);
+            assert!(under(other).is_err() && under(b"").is_err() && under(&[0]).is_err());
+        }
+    }
+
+    #[test]
+    fn an_identity_is_shown_by_its_holder_s_name_and_by_nothing_secret() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
+        let pool = authority.issue_identity(&dir.path().join("pool"), Role::Pool, "p1").unwrap();
+        assert_eq!(format!("{pool:?}"), format!("Identity({})", pool.peer().uri()));
+    }
+
     #[test]
     fn a_machine_that_was_suspended_renews_a_minute_after_it_wakes_whatever_its_timers_say() {
         let dir = tempfile::tempdir().unwrap();

@@ -333,6 +333,30 @@ fn caller_of(
 mod tests {
     use super::*;
 
+    #[tokio::test]
+    async fn one_that_is_over_makes_room_before_the_oldest_that_is_silent_yet() {
+        let silent = |tasks: &[&tokio::task::JoinHandle<()>]| {
+            Silent(tasks.iter().map(|task| task.abort_handle()).collect())
+        };
+        let waiting = || tokio::spawn(std::future::pending::<()>());
+        let (oldest, next) = (waiting(), waiting());
+        let over = tokio::spawn(async {});
+        while !over.is_finished() {
+            tokio::task::yield_now().await;
+        }
+        let mut three = silent(&[&oldest, &over, &next]);
+        three.make_room(4);
+        assert_eq!(three.0.len(), 3, "there is room");
+        three.make_room(3);
+        assert_eq!(three.0.len(), 2);
+        tokio::task::yield_now().await;
+        assert!(!oldest.is_finished(), "one that is over was as good");
+
+        three.make_room(2);
+        assert_eq!(three.0.len(), 1);
+        assert!(oldest.await.unwrap_err().is_cancelled() && !next.is_finished());
+    }
+
     #[test]
     fn a_long_connection_looks_at_the_calendar_again_soon_and_a_short_one_at_its_end() {
         let now = SystemTime::now();

@@ -107,3 +107,26 @@ impl Identity {
         Err(Error::Term { term, known, rival: standing == Standing::Rival })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_is_shown_up_to_its_greatest_length_and_read_no_further() {
+        let mut headers = HeaderMap::new();
+        assert!(shown_term(&headers).is_empty());
+        show_term(&mut headers, &[]);
+        show_term(&mut headers, &[7; PROOF_BYTES_MAX + 1]);
+        assert!(headers.is_empty());
+        show_term(&mut headers, &[7; PROOF_BYTES_MAX]);
+        assert_eq!(shown_term(&headers), [7; PROOF_BYTES_MAX][..]);
+
+        let mut of = |value: String| {
+            headers.insert(TERM, HeaderValue::try_from(value).unwrap());
+            shown_term(&headers)
+        };
+        assert!(of("no base64!".into()).is_empty());
+        assert!(of(BASE64.encode([7; PROOF_BYTES_MAX + 16])).is_empty());
+    }
+}

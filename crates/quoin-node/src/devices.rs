@@ -144,6 +144,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let devices = Devices::of(&directory.path().join("attach.sock"));
         assert_eq!(devices.look().await, Some(Vec::new()));
+        assert_eq!(devices.report().await, Some(Vec::new()));
         // One that hangs is not one that has none.
         let _listener =
             tokio::net::UnixListener::bind(directory.path().join("attach.sock")).unwrap();

@@ -200,6 +200,18 @@ mod tests {
     }
 
     #[test]
+    fn an_empty_record_that_was_never_written_is_saved_like_any_other() {
+        let directory = tempfile::tempdir().unwrap();
+        let records = Records::open(directory.path().join("volumes")).unwrap();
+        records.save(&Record::new("ab12")).unwrap();
+        // What is no file cannot be removed as one.
+        let path = records.path("ab12").unwrap();
+        std::fs::create_dir(&path).unwrap();
+        let error = records.save(&Record::new("ab12")).unwrap_err();
+        assert!(error.to_string().contains("ab12"), "{error}");
+    }
+
+    #[test]
     fn a_volume_id_never_leads_out_of_the_directory() {
         let directory = tempfile::tempdir().unwrap();
         let records = Records::open(directory.path().join("volumes")).unwrap();

@@ -281,6 +281,36 @@ mod tests {
     }
 
     #[test]
+    fn a_pass_counts_what_it_reads_and_tells_when_it_began_and_ended() {
+        let wall_clock_s = || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
+        let before_s = wall_clock_s();
+        let mut scrub = Scrub::new(ScrubPlan::default());
+        scrub.ask(START, 1, 3 << 20);
+        for _ in 0..2 {
+            scrub.stepped(START, Duration::ZERO, 1 << 20, (ReplicaGuid(1), ScrubAt::default()));
+        }
+        let state = scrub.state();
+        assert_eq!((state.read_bytes, state.total_bytes), (2 << 20, 3 << 20));
+        scrub.stepped(START, Duration::ZERO, 2 << 20, (ReplicaGuid(1), ScrubAt::default()));
+        assert_eq!(scrub.state().total_bytes, 4 << 20, "more than was there at its begin");
+        let ended = scrub.ended(START);
+        assert!((before_s..=wall_clock_s()).contains(&ended.began_s), "{ended:?}");
+        assert!((ended.began_s..=wall_clock_s()).contains(&ended.ended_s), "{ended:?}");
+        assert_eq!((ended.read_bytes, ended.total_bytes), (4 << 20, 4 << 20));
+    }
+
+    #[test]
+    fn a_scheduled_pass_takes_a_quarter_of_its_period() {
+        let period = Some(Duration::from_secs(9));
+        let mut scrub = Scrub::new(ScrubPlan { period, file: None });
+        scrub.state.ended_s = 0;
+        let at = scrub.step(START, 1 << 30).unwrap();
+        scrub.stepped(START, Duration::ZERO, 1 << 20, at);
+        // 512 MiB a second: two seconds are the quarter in whole ones.
+        assert_eq!(scrub.due_in(START), Some(Duration::from_nanos(1_953_125)));
+    }
+
+    #[test]
     fn a_scheduled_pass_is_slow_and_a_requested_one_is_not_but_leaves_the_shard_to_clients() {
         let pause = |asked: bool, took_ms: u64| {
             let period = Some(Duration::from_secs(1));

@@ -167,6 +167,20 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_cannot_be_taken_away_is_named_and_one_that_is_gone_is_not_missed() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("file");
+        let mut one = Witness::in_places(vec![place.clone()]);
+        std::fs::remove_file(&place).unwrap();
+        one.end().unwrap();
+        one.keep();
+        std::fs::remove_file(&place).unwrap();
+        std::fs::create_dir(&place).unwrap();
+        let error = one.end().unwrap_err();
+        assert!(error.contains(&*place.to_string_lossy()), "{error}");
+    }
+
+    #[test]
     fn the_files_of_two_identities_are_apart_and_lie_in_memory() {
         let folder = tempfile::tempdir().unwrap();
         let (one, two) = (folder.path().join("a"), folder.path().join("b"));

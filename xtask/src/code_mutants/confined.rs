@@ -69,6 +69,7 @@ impl Program<'_> {
             }
         };
         let text = String::from_utf8_lossy(&std::fs::read(&printed)?).into_owned();
+        free_loop_devices(scratch);
         // What a process that does not end holds there may stay.
         let _ = std::fs::remove_dir_all(scratch);
         Ok(Output { text, ending })
@@ -112,6 +113,17 @@ impl Program<'_> {
         }
         if !has_ended(child) {
             eprintln!("{}: process {process} is left behind", self.name);
+        }
+    }
+}
+
+/// They end with no process and no namespace.
+fn free_loop_devices(scratch: &Path) {
+    for device in std::fs::read_dir("/sys/block").into_iter().flatten().flatten() {
+        let file = std::fs::read_to_string(device.path().join("loop/backing_file"));
+        if file.is_ok_and(|file| Path::new(&file).starts_with(scratch)) {
+            let path = Path::new("/dev").join(device.file_name());
+            let _ = Command::new("losetup").arg("--detach").arg(path).status();
         }
     }
 }

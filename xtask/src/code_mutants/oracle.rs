@@ -58,9 +58,10 @@ impl Oracle {
         self.name.split(' ').next().unwrap_or_default()
     }
 
-    pub fn ask(&self, change: u32, tree: &Path) -> Result<Said> {
+    /// `None`: about the sound code.
+    pub fn ask(&self, change: Option<u32>, tree: &Path) -> Result<Said> {
         let time = self.on_sound.time * TIMES_MAX;
-        let woven = ("QUOIN_WOVEN", change.to_string());
+        let woven = ("QUOIN_WOVEN", change.unwrap_or(u32::MAX).to_string());
         self.run(woven, CPU_MIN + time, WALL_MIN + time, tree)
     }
 

@@ -1,6 +1,6 @@
 //! What a node was granted is taken back from it when it loses a volume, without its cooperation.
 
-use quoin_core::{Epoch, Incarnation};
+use quoin_core::{EPOCHS_AHEAD_MAX, Epoch, Incarnation};
 use quoin_identity::Role;
 use quoin_proto::control::agent_client::AgentClient;
 use quoin_proto::control::*;
@@ -115,6 +115,25 @@ async fn no_target_gets_an_epoch_as_the_incarnation_that_stands_for_none() {
     let id = cluster.volume("db").id.0;
     let asked = cluster.controller.acquire_epoch(id, "n1", Incarnation(0), Epoch(0)).await;
     assert_eq!(asked.unwrap_err().code(), Code::InvalidArgument);
+}
+
+/// One far above would leave few epochs to all who come later.
+#[tokio::test]
+async fn an_epoch_that_a_target_asks_for_may_not_be_far_above_the_record_s() {
+    let (cluster, _) = opened().await;
+    let volume = cluster.volume("db");
+    let ask = |epoch: u64| {
+        let asked = (volume.id.0, "n1", Incarnation(9), Epoch(epoch));
+        cluster.controller.acquire_epoch(asked.0, asked.1, asked.2, asked.3)
+    };
+    let farthest = volume.epoch + EPOCHS_AHEAD_MAX;
+    for epoch in [farthest + 1, farthest + 2, u64::MAX] {
+        let refused = ask(epoch).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{epoch}");
+    }
+    assert_eq!(cluster.volume("db").epoch, volume.epoch);
+    assert!(ask(farthest).await.unwrap().is_ok());
+    assert!(cluster.volume("db").epoch > farthest);
 }
 
 #[tokio::test]

@@ -27,10 +27,16 @@ impl LoopAttacher {
         self.directory.join(volume)
     }
 
+    /// Not by `losetup -j`, which opens every loop device of the host and waits with one whose
+    /// server is away.
     fn find(&self, volume: &str) -> Option<PathBuf> {
-        let output = Command::new("losetup").arg("-j").arg(self.file(volume)).output().ok()?;
-        let text = String::from_utf8(output.stdout).ok()?;
-        text.lines().next()?.split(':').next().map(PathBuf::from)
+        let file = self.file(volume);
+        let is_on = |device: &std::fs::DirEntry| {
+            let text = std::fs::read_to_string(device.path().join("loop/backing_file"));
+            text.is_ok_and(|text| Path::new(text.trim_end_matches('\n')) == file)
+        };
+        let device = std::fs::read_dir("/sys/block").ok()?.flatten().find(is_on)?;
+        Some(Path::new("/dev").join(device.file_name()))
     }
 
     fn volumes(&self) -> Vec<String> {

@@ -445,13 +445,14 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("holder.sock");
         let daemon = find(&path).unwrap();
-        assert!(!daemon.is_there());
+        assert!(!daemon.is_there() && !is_at(&path));
         daemon.hold(held("a"), UnixStream::pair().unwrap().0.into());
         let theirs = path.clone();
         std::thread::spawn(move || serve(&theirs).map(|never| match never {}));
         while !daemon.is_there() {
             std::thread::sleep(Duration::from_millis(2));
         }
+        assert!(is_at(&path));
         assert_eq!(find(&path).unwrap().take().len(), 1);
         assert!(matches!(serve(&path), Err(Error::Invalid(_))), "a second one was let in");
     }

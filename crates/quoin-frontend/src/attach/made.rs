@@ -298,6 +298,23 @@ mod tests {
         assert!(fs::symlink_metadata(links.join("stale")).is_ok());
     }
 
+    /// It may be killed between a device and its number.
+    #[test]
+    fn a_device_that_is_about_to_be_made_is_written_down_until_it_is_made_or_given_up() {
+        let directory = tempfile::tempdir().unwrap();
+        let open = || Made::open(directory.path(), &directory.path().join("links"));
+        let intended = || open().lock().intended.clone();
+        let made = open();
+        made.intend("1").unwrap();
+        made.intend("2").unwrap();
+        assert_eq!(intended(), ["1", "2"]);
+        made.add("1", &LoopDevice::of("/dev/loop4000001".into(), Some(3))).unwrap();
+        assert_eq!(intended(), ["2"]);
+        assert_eq!(open().lock().devices.len(), 1);
+        made.remove("2");
+        assert_eq!(intended(), [""; 0]);
+    }
+
     #[test]
     fn what_another_boot_made_is_not_there_any_more() {
         let directory = tempfile::tempdir().unwrap();

@@ -379,6 +379,31 @@ mod tests {
     }
 
     #[test]
+    fn the_first_answer_names_the_version_and_what_the_kernel_may_send() {
+        let answer = |major: u32| {
+            let body = Body::default().u32(major).u32(45).u32(0).u32(u32::MAX).zeroes(48).0;
+            let first = message(opcode::INIT, 1, &body);
+            match Filesystem::new(MIB, 4096, false).message(&first) {
+                Outcome::Answer(answer) => answer.head,
+                other => panic!("no answer: {other:?}"),
+            }
+        };
+        let head = answer(MAJOR);
+        // Behind the header of 16 bytes.
+        let words = |at: usize| u32_at(&head, 16 + at).unwrap();
+        assert_eq!((words(0), words(4), words(8)), (MAJOR, MINOR, 0));
+        assert_eq!(words(12), INIT_ASYNC_READ | INIT_BIG_WRITES | INIT_ASYNC_DIO | INIT_MAX_PAGES);
+        let halves = |at: usize| u16::from_ne_bytes([head[16 + at], head[17 + at]]);
+        assert_eq!((halves(16), halves(18)), (512, 384), "in flight, and crowded from where on");
+        assert_eq!((words(20), words(24), halves(28)), (1 << 20, 1, 256));
+        assert_eq!(head.len(), 16 + 64);
+
+        let other = answer(MAJOR + 1);
+        assert_eq!(u32_at(&other, 16), Some(MAJOR), "it asks again in this one");
+        assert_eq!(other[20..].iter().filter(|byte| **byte != 0).count(), 1, "the minor alone");
+    }
+
+    #[test]
     fn reads_end_where_the_volume_ends() {
         let mut filesystem = Filesystem::new(MIB, 4096, false);
         let read = message(opcode::READ, 1, &io(MIB - 4096, 65536, &[]));

@@ -196,6 +196,24 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_mount_that_is_left_stays_and_one_that_is_dropped_goes() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("db");
+        File::create(&path).unwrap();
+        Mount::left_at(&path).leave();
+        assert!(path.exists());
+        drop(Mount::left_at(&path));
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_needs_root_is_told_from_what_is_broken() {
+        let is_permission = |number| permission(&io::Error::from_raw_os_error(number));
+        assert!(is_permission(libc::EPERM) && is_permission(libc::EACCES));
+        assert!(!is_permission(libc::ENOENT) && !is_permission(libc::EBUSY));
+    }
+
+    #[test]
     fn only_mounts_of_our_type_are_found_and_their_blanks_are_understood() {
         let table = "22 1 0:21 / /proc rw - proc proc rw\n\
             90 1 0:50 / /run/a\\040b/volumes/db rw,nosuid shared:9 - fuse.quoin quoin:db rw\n\

@@ -34,11 +34,16 @@ impl LoopAttacher {
     fn file(&self, volume: &str) -> PathBuf {
         self.directory.join(format!("{volume}.raw"))
     }
+    /// Not by `losetup -j`, which opens every loop device of the host and waits with one whose
+    /// server is away.
     fn find(&self, volume: &str) -> Option<PathBuf> {
-        let output =
-            Command::new("losetup").arg("-j").arg(self.file(volume)).output().expect("losetup");
-        let text = String::from_utf8(output.stdout).unwrap();
-        text.lines().next()?.split(':').next().map(PathBuf::from)
+        let file = self.file(volume);
+        let is_on = |device: &fs::DirEntry| {
+            let text = fs::read_to_string(device.path().join("loop/backing_file"));
+            text.is_ok_and(|text| Path::new(text.trim_end_matches('\n')) == file)
+        };
+        let device = fs::read_dir("/sys/block").unwrap().flatten().find(is_on)?;
+        Some(Path::new("/dev").join(device.file_name()))
     }
 }
 

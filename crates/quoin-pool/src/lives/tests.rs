@@ -1,5 +1,7 @@
 //! What a pool does when its disk fails it, through its real driver.
 
+mod health;
+
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::sync::mpsc::channel;

@@ -179,6 +179,13 @@ mod tests {
         assert_eq!(copying.next(now), None);
         let due = now + copying.due_in(now).unwrap();
         assert!(due > now + took && copying.next(due).is_some());
+        assert_eq!(due, now + took * 2, "clients have the thread as long again");
+
+        // What came so long ago is over.
+        copying.wait(1, 0, pull(1));
+        let later = now + CLIENTS_FOR;
+        copying.served(later, took);
+        assert_eq!(copying.due_in(later), Some(Duration::ZERO));
     }
 
     #[test]

@@ -159,6 +159,19 @@ mod tests {
     }
 
     #[test]
+    fn what_waits_to_be_asked_again_takes_no_place_of_what_is_asked() {
+        let (mut repairs, now) = (Repairs::default(), Time::from_millis(1000));
+        for at in 0..ASKED_MAX as u64 {
+            repairs.found(now, BadCopy { lba: at * 256, blocks: 256, version: Lsn(7) });
+            assert!(repairs.next(now).is_some());
+            assert!(!repairs.answered(now, at * 256, true, false));
+        }
+        repairs.found(now, block(100_000));
+        assert_eq!(repairs.next(now).map(|copy| copy.lba), Some(100_000));
+        assert_eq!(repairs.next(now), None);
+    }
+
+    #[test]
     fn a_stretch_that_cannot_be_mended_now_is_tried_again_and_a_new_session_asks_at_once() {
         let (mut repairs, now) = (Repairs::default(), Time::from_millis(1000));
         repairs.found(now, BadCopy { lba: 256, blocks: 256, version: Lsn(7) });

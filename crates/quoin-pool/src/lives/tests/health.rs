@@ -1,0 +1,113 @@
+//! What a pool finds bad of what it holds, through its real driver.
+
+use quoin_core::message::BadCopy;
+
+use super::*;
+use crate::scrub::ScrubState;
+
+const LBA: u64 = 3;
+
+impl Process {
+    fn scrub_state(&self) -> ScrubState {
+        let (answer, state) = tokio::sync::oneshot::channel();
+        self.send(Input::State(answer));
+        state.blocking_recv().unwrap().scrub
+    }
+
+    /// Reads all that it holds; how that ended.
+    fn scrub(&self, request: u64) -> ScrubState {
+        self.send(Input::Scrub { request });
+        eventually("the scrub ends", || {
+            let state = self.scrub_state();
+            (state.request == request && !state.running).then_some(state)
+        })
+    }
+
+    fn reasons(&self) -> Vec<String> {
+        self.notices.take().into_iter().map(|notice| notice.reason).collect()
+    }
+}
+
+/// Makes each copy of the block that was written bad on media.
+fn rot(disk: &MemoryDisk) {
+    let mut block = [0; 4096];
+    let mut count = 0;
+    for number in disk.written_blocks() {
+        disk.read_at(number * 4096, &mut block).unwrap();
+        if block == [7; 4096] {
+            disk.rot(number * 4096, 0x10);
+            count += 1;
+        }
+    }
+    assert!(count > 0, "nothing to rot");
+}
+
+fn written(process: &Process) -> Session {
+    let (mut session, ack) = process.session(1).unwrap();
+    session.feed(&ack);
+    let lsn = session.append(&ack, LBA);
+    loop {
+        match session.next().expect("the session goes on") {
+            FromReplica::Applied { durable, .. } if durable >= lsn => return session,
+            FromReplica::Applied { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_scrub_that_is_asked_for_reads_what_is_held_once_and_tells_its_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = new_disk();
+    let process = Process::start(&disk, &dir.path().join(WITNESS_FILE));
+    process.create_replica();
+    let _session = written(&process);
+    assert_eq!((process.scrub_state().request, process.scrub_state().began_s), (0, 0));
+    let state = process.scrub(1);
+    assert!(state.read_bytes >= 4096 && state.found == 0 && state.began_s > 0, "{state:?}");
+    assert_eq!(process.reasons(), ["ScrubEnded"]);
+    // The same request again, in every report to come, asks for nothing.
+    assert_eq!(process.scrub(1), state);
+    assert_eq!(process.metrics.scrubs.get(), 1);
+    process.stop();
+}
+
+#[test]
+fn a_bad_copy_that_a_scrub_finds_is_asked_for_and_told_when_it_is_found_and_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = new_disk();
+    let process = Process::start(&disk, &dir.path().join(WITNESS_FILE));
+    process.create_replica();
+    let mut session = written(&process);
+    rot(&disk);
+    let state = process.scrub(1);
+    assert_eq!(state.found, 1, "{state:?}");
+    let told = process.reasons();
+    assert!(told.contains(&"BadBlocks".to_owned()), "{told:?}");
+    assert!(!told.contains(&"BadBlocksRepaired".to_owned()), "{told:?}");
+    assert_eq!(process.metrics.scrub_found.get(), 1);
+
+    let copy: BadCopy = loop {
+        match session.next().expect("the session goes on") {
+            FromReplica::BadCopy(copy) => break copy,
+            FromReplica::Applied { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!((copy.lba, copy.blocks), (LBA, 1));
+    let data = Bytes::from(vec![7; 4096]);
+    let (version, crc) = (copy.version, quoin_core::crc32c(&data));
+    session.send(&ToReplica::Repair { lba: LBA, version, crc, data });
+    loop {
+        match session.next().expect("the session goes on") {
+            FromReplica::Repaired { done, .. } => break assert!(done),
+            FromReplica::Applied { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    process.scrub_state();
+    assert_eq!(process.reasons(), ["BadBlocksRepaired"]);
+    assert_eq!(process.metrics.scrub_repaired.get(), 1);
+    assert_eq!(process.scrub(2).found, 0);
+    process.stop();
+}
