@@ -68,6 +68,25 @@ fn status_tells_data_from_holes_and_errors_have_their_numbers() {
     assert_eq!(client.read(BLOCK, 4096).unwrap(), block(7));
 }
 
+/// Longer than the few bytes that a chunk may have beside what was asked.
+#[test]
+fn a_status_of_many_extents_is_taken_whole() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd.sock");
+    let memory = volume(8 << 20);
+    for number in (0..2048).step_by(2) {
+        let write = Operation::Write { offset: number * BLOCK, data: block(1), fua: false };
+        memory.lock().unwrap().apply(&write).unwrap();
+    }
+    let _server = Server::start(&path, memory, ServerOptions::default());
+    let client = Client::connect(options(&path)).unwrap();
+    let expected = (0..2048).map(|number| StatusExtent { length: BLOCK, hole: number % 2 == 1 });
+    assert_eq!(
+        client.call(Operation::Status { offset: 0, length: 8 << 20 }).unwrap(),
+        Payload::Status(expected.collect())
+    );
+}
+
 #[test]
 fn a_server_that_is_not_there_is_named_with_the_way_out() {
     let directory = tempfile::tempdir().unwrap();

@@ -102,6 +102,42 @@ mod tests {
         assert!(text.contains("attach.sock") && text.contains("quoin attach"), "{text}");
     }
 
+    #[tokio::test]
+    async fn a_device_is_dead_by_the_word_of_its_own_volume_alone() {
+        use quoin_frontend::attach::protocol::{Attached, Response};
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("attach.sock");
+        let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+        let attached = |volume: &str, dead: &str| Attached {
+            volume: volume.into(),
+            device: format!("/dev/of-{volume}").into(),
+            nbd_socket: "/run/db.sock".into(),
+            size: 4096,
+            block_size: 4096,
+            read_only: false,
+            file_only: false,
+            connected: true,
+            in_flight: 0,
+            link: None,
+            dead: dead.into(),
+        };
+        let list = Response::List(vec![attached("1", "another node has it"), attached("2", "")]);
+        let answer = format!("{}\n", serde_json::to_string(&list).unwrap());
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                while stream.read_u8().await.is_ok_and(|byte| byte != b'\n') {}
+                stream.write_all(answer.as_bytes()).await.unwrap();
+            }
+        });
+        let process = AttachProcess::new(&socket);
+        assert_eq!(process.dead("1").await.unwrap().as_deref(), Some("another node has it"));
+        assert_eq!(process.dead("2").await.unwrap(), None);
+        assert_eq!(process.dead("3").await.unwrap(), None);
+        assert_eq!(process.device("2").await.unwrap(), Some("/dev/of-2".into()));
+    }
+
     /// Who orchestrates tries again what is unavailable, and tells a person of what is not.
     #[test]
     fn what_the_host_lacks_is_a_failed_precondition_in_its_own_words_and_nothing_to_try_again() {

@@ -289,3 +289,49 @@ where
         _ => Err(Error::System(std::io::Error::other("the pool's shard panicked"))),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use quoin_identity::{Authority, Lifetimes, Role};
+    use quoin_store::{MemoryDisk, Pool};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_pool_is_not_served_by_the_identity_of_another_holder() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
+        for (role, name) in [(Role::Pool, "p2"), (Role::Node, "p1"), (Role::Node, "p2")] {
+            let state = dir.path().join(format!("{role}-{name}"));
+            authority.issue_identity(&state, role, name).unwrap();
+            let options = Options {
+                name: "p1".into(),
+                node: "h1".into(),
+                path: dir.path().join("data"),
+                size_bytes: None,
+                sparse: true,
+                format: false,
+                replace: false,
+                identity: state.clone(),
+                join: None,
+                controller: "127.0.0.1:1".into(),
+                listen: "127.0.0.1:0".parse().unwrap(),
+                advertise: None,
+                network_only: true,
+                topology: BTreeMap::new(),
+                cache_bytes: 1 << 20,
+                scrub_period: None,
+                metrics: Metrics::new("p1"),
+            };
+            let open = || -> Result<Opened<Pool<MemoryDisk>>, Error> { panic!("it was opened") };
+            let (_stop, stopped) = watch::channel(false);
+            match serve(options, open, stopped).await {
+                Err(Error::OtherIdentity { dir, holder, name: asked }) => {
+                    assert_eq!((dir, asked.as_str()), (state, "p1"));
+                    assert!(holder.contains(name), "{holder}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}

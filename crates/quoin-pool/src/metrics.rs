@@ -196,6 +196,11 @@ mod tests {
     }
 
     #[test]
+    fn metrics_are_shown_by_their_name_alone() {
+        assert_eq!(format!("{:?}", Metrics::new("p1")), "Metrics");
+    }
+
+    #[test]
     fn a_full_pool_is_not_well_until_there_is_space_again() {
         let metrics = Metrics::new("p1");
         metrics.health.set("controller", None);

@@ -462,4 +462,17 @@ mod tests {
         queue.ended("a", false);
         assert_eq!(begun(&mut queue), 0, "three are under way at an address that hangs");
     }
+
+    #[test]
+    fn a_term_that_a_pool_shows_is_no_reason_without_a_proof() {
+        let plain = Reach::PlainLoopback.overtaken(b"proof");
+        assert_eq!(plain, "the pool showed a term without TLS");
+        let dir = tempfile::tempdir().unwrap();
+        let authority = quoin_identity::Authority::create(dir.path(), Default::default()).unwrap();
+        let node = dir.path().join("n");
+        let identity = authority.issue_identity(&node, Role::Node, "n1").unwrap();
+        let tls = Reach::Tls { identity, mode: quoin_wire::security::Mode::Authenticate };
+        let said = tls.overtaken(b"proof");
+        assert!(said.starts_with("it goes by another term of the controller: "), "{said}");
+    }
 }

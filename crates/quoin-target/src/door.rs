@@ -322,6 +322,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_client_that_is_silent_is_asked_for_a_sign_of_life_and_again_six_times_as_often() {
+        use rustix::net::sockopt;
+
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        keep_alive(&socket).unwrap();
+        assert!(sockopt::socket_keepalive(&socket).unwrap());
+        assert_eq!(sockopt::tcp_keepidle(&socket).unwrap(), Duration::from_secs(60));
+        assert_eq!(sockopt::tcp_keepintvl(&socket).unwrap(), Duration::from_secs(10));
+    }
+
+    #[test]
     fn only_the_node_itself_and_admins_may_use_its_volumes() {
         let judged = |role, name| judge(&Peer::new(ClusterId(1), role, name).unwrap(), "n1");
         assert!(matches!(judged(Role::Admin, "ops"), Standing::Admitted));

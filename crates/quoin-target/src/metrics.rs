@@ -215,6 +215,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn clients_that_are_refused_are_counted() {
+        let metrics = Metrics::new();
+        metrics.refused_client();
+        metrics.refused_client();
+        assert_eq!(metrics.clients_refused.get(), 2);
+    }
+
+    #[test]
     fn requests_are_counted_by_their_kind() {
         let metrics = Metrics::new();
         let kind = metrics.requested(&Request {

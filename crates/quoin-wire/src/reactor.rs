@@ -243,6 +243,24 @@ mod tests {
     }
 
     #[test]
+    fn a_descriptor_is_ready_for_what_was_asked_of_it_alone() {
+        let mut reactor = Reactor::new().unwrap();
+        let (a, mut b) = UnixStream::pair().unwrap();
+        b.write_all(b"x").unwrap();
+        let mut ready = Vec::new();
+        reactor.register(&a, 7, Interest { read: false, write: false }).unwrap();
+        for (read, write) in [(false, true), (true, false), (true, true)] {
+            reactor.modify(&a, 7, Interest { read, write }).unwrap();
+            reactor.wait(Some(Duration::from_secs(20)), &mut ready).unwrap();
+            let found: Vec<_> = ready.iter().map(|r| (r.readable, r.writable, r.broken)).collect();
+            assert_eq!(found, [(read, write, false)]);
+        }
+        reactor.modify(&a, 7, Interest { read: false, write: false }).unwrap();
+        reactor.wait(Some(Duration::ZERO), &mut ready).unwrap();
+        assert!(ready.is_empty());
+    }
+
+    #[test]
     fn a_wake_from_another_thread_ends_the_wait_and_later_wakes_count_again() {
         let mut reactor = Reactor::new().unwrap();
         let mut ready = Vec::new();
@@ -273,5 +291,23 @@ mod tests {
         assert_eq!(timers.pop(Time(40)), Some(1));
         assert_eq!(timers.pop(Time(40)), None);
         assert_eq!(timers.until_next(Time(40)), None);
+    }
+
+    #[test]
+    fn timers_that_are_set_again_and_again_take_no_more_memory() {
+        let mut timers = Timers::default();
+        for at in 1..10_000 {
+            timers.set(at % 10, Some(Time(at)));
+        }
+        assert!(timers.heap.len() <= 64 + 4 * 10, "{}", timers.heap.len());
+        for _ in 0..10 {
+            assert!(timers.pop(Time(10_000)).is_some());
+        }
+        assert_eq!(timers.pop(Time(10_000)), None);
+        // Few are left as they are, which costs nothing.
+        for at in 1..50 {
+            timers.set(1, Some(Time(at)));
+        }
+        assert_eq!(timers.heap.len(), 49);
     }
 }

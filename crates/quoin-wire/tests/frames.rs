@@ -12,7 +12,7 @@ use quoin_core::entry::{Chain, Entry, EntryKind, Rule, View};
 use quoin_core::ids::{Epoch, Lsn, Position, SnapshotId};
 use quoin_core::membership::{Durability, Member, Membership};
 use quoin_core::message::*;
-use quoin_core::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VolumeId, crc32c};
+use quoin_core::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId, crc32c};
 use quoin_wire::frame::{HEADER_LEN, Limits, WireError};
 use quoin_wire::security::{Mode, Opener, SECRET_LEN, Sealer};
 use quoin_wire::{Connection, Frame, ReadOutcome};
@@ -556,4 +556,34 @@ fn a_block_that_fails_its_checksum_arrives_as_what_it_is_and_is_told_by_it() {
     };
     assert_eq!(slots[0], slot);
     assert!(!slots[0].is_good(Lsn(1)));
+}
+
+#[test]
+fn a_place_in_a_volume_may_be_one_past_its_last_block_and_no_further() {
+    let at = |lba: u64| {
+        let (mut from, mut to) = pair(Mode::Authenticate);
+        let read = ToReplica::Read {
+            id: 1,
+            view: ReadView::Live,
+            lba,
+            blocks: 1,
+            after: Lsn(0),
+            want_data: true,
+            ping: Ping(1),
+        };
+        from.send_to_replica(session(), &read).unwrap();
+        from.flush().unwrap();
+        to.receive().unwrap();
+        assert!(to.buffered_bytes() > HEADER_LEN);
+        to.next_frame().map(|incoming| {
+            assert_eq!(to.buffered_bytes(), 0);
+            assert!(matches!(incoming.unwrap().frame, Frame::ToReplica(got) if got == read));
+        })
+    };
+    for lba in [0, 1, VOLUME_BLOCKS_MAX - 1, VOLUME_BLOCKS_MAX] {
+        at(lba).unwrap();
+    }
+    for lba in [VOLUME_BLOCKS_MAX + 1, u64::MAX] {
+        assert!(matches!(at(lba), Err(WireError::Malformed(_))), "{lba}");
+    }
 }

@@ -445,3 +445,57 @@ impl Appends {
         any.then_some(ToReplica::Append { entries, stable, sync, ping })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use bytes::Bytes;
+    use quoin_core::Position;
+    use quoin_core::entry::{Chain, Entry, EntryKind};
+    use quoin_core::message::{Content, Slot};
+
+    use super::*;
+
+    fn pulled(lbas: std::ops::Range<u64>) -> FromReplica {
+        let slot = |lba| Slot { lba, blocks: 1, version: Lsn(1), content: Content::Hole };
+        let slots = lbas.map(slot).collect();
+        FromReplica::Pulled { id: 5, slots, cursor: Some(99), end: None, gone: false }
+    }
+
+    #[test]
+    fn an_increment_that_is_too_long_ends_where_its_second_half_begins() {
+        let of = |message: FromReplica| match smaller(&message) {
+            Some(FromReplica::Pulled { id: 5, slots, cursor, end: None, gone }) => {
+                Some((slots.iter().map(|slot| slot.lba).collect::<Vec<_>>(), cursor, gone))
+            }
+            Some(other) => panic!("{other:?}"),
+            None => None,
+        };
+        assert_eq!(of(pulled(10..17)), Some((vec![10, 11, 12], Some(13), false)));
+        assert_eq!(of(pulled(10..12)), Some((vec![10], Some(11), false)));
+        assert_eq!(of(pulled(10..11)), Some((vec![], None, true)), "it cannot be copied from");
+        let gone =
+            FromReplica::Pulled { id: 5, slots: vec![], cursor: None, end: None, gone: true };
+        assert_eq!(of(gone), None);
+    }
+
+    #[test]
+    fn entries_that_are_too_long_together_become_the_first_half_and_one_alone_nothing() {
+        let entry = |lsn: u64| {
+            let position = Position { epoch: Epoch(1), lsn: Lsn(lsn) };
+            let (kind, data) = (EntryKind::Trim, Bytes::new());
+            Arc::new(Entry::after(Chain::default(), position, kind, 0, 1, data, false))
+        };
+        let of = |count: u64| {
+            let entries: Vec<SharedEntry> = (1..=count).map(entry).collect();
+            let half = smaller(&FromReplica::Fetched { id: 5, entries, gone: false });
+            half.map(|message| match message {
+                FromReplica::Fetched { id: 5, entries, gone: false } => entries.len(),
+                other => panic!("{other:?}"),
+            })
+        };
+        assert_eq!([of(1), of(2), of(3), of(8)], [None, Some(1), Some(1), Some(4)]);
+        assert_eq!(smaller(&FromReplica::Closed), None);
+    }
+}
