@@ -83,6 +83,8 @@ const SUBJECTS: [Subject; 2] = [
 ];
 /// The switches of the other kind of mutants are no product's.
 const NOT_CODE: &str = "crates/quoin-core/src/mutant.rs";
+/// Beside a shard's list: the names of the changes that do not compile.
+const UNVIABLE: &str = "unviable.json";
 /// What is known of each change that was tried.
 const LEDGER: &str = "docs/code-mutants.tsv";
 /// The simulator is an oracle of its own by its seeds, and one test needs the machine's device.
@@ -139,6 +141,9 @@ pub fn run(arguments: &[String]) -> Result<()> {
     let folder = shared.join(format!("{}-{}", subject.name, shard.replace('/', "-of-")));
     std::fs::create_dir_all(&folder)?;
     let (list, names) = listed(subject, shard, &folder)?;
+    if anew && only.is_empty() {
+        let _ = std::fs::remove_file(folder.join(UNVIABLE));
+    }
     // One tree for all shards, so that what is the same is built once.
     let tree = shared.join("tree");
     let woven = weave(subject, &list, &tree, &shared, &names, by)?;
@@ -251,7 +256,15 @@ fn weave(
     by: &str,
 ) -> Result<Woven> {
     let manifest = run::workspace_root().join("xtask/weave/Cargo.toml");
-    let mut unviable = BTreeSet::new();
+    // Each change that does not compile costs a build; what did not once does not again, as long
+    // as its name is the same.
+    let kept = list.with_file_name(UNVIABLE);
+    let known: BTreeSet<String> = std::fs::read(&kept)
+        .ok()
+        .and_then(|text| serde_json::from_slice(&text).ok())
+        .unwrap_or_default();
+    let numbered = (0..).zip(names).filter(|(_, name)| known.contains(*name));
+    let mut unviable: BTreeSet<u32> = numbered.map(|(number, _)| number).collect();
     loop {
         let without = unviable.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
         copy(tree, list)?;
@@ -285,6 +298,9 @@ fn weave(
         let messages: Vec<serde_json::Value> =
             text.lines().filter_map(|l| serde_json::from_str(l).ok()).collect();
         if output.status.success() {
+            let named = |n: &u32| names.get(usize::try_from(*n).ok()?);
+            let all: BTreeSet<_> = unviable.iter().filter_map(named).collect();
+            std::fs::write(&kept, serde_json::to_vec(&all)?)?;
             let not = |n: &u32| unviable.contains(n) || left_out.iter().any(|(m, _)| m == n);
             let all = 0..u32::try_from(names.len())?;
             let (never, not_tried): (Vec<_>, Vec<_>) =

@@ -360,3 +360,42 @@ pub fn key_hash_of_request(csr_der: &[u8]) -> Result<String, Error> {
     let (_, request) = X509CertificationRequest::from_der(csr_der).map_err(Error::certificate)?;
     Ok(key_hash(request.certification_request_info.subject_pki.raw))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn authority() -> (tempfile::TempDir, Authority) {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
+        (dir, authority)
+    }
+
+    #[test]
+    fn a_request_that_is_larger_than_any_is_refused_before_it_is_read() {
+        let (_dir, authority) = authority();
+        let holder = Peer::new(authority.cluster, Role::Pool, "p1").unwrap();
+        let refused = |bytes: usize| {
+            let error = authority.issue(&vec![0x30; bytes], &holder).err().unwrap().to_string();
+            error.contains("larger than any request")
+        };
+        assert!(!refused(0) && !refused(REQUEST_BYTES_MAX));
+        assert!(refused(REQUEST_BYTES_MAX + 1) && refused(REQUEST_BYTES_MAX + 2));
+    }
+
+    #[test]
+    fn a_former_authority_is_trusted_until_its_time_is_over_and_forgotten_then() {
+        let (_dir, mut authority) = authority();
+        assert!(!authority.forget_former().unwrap(), "there is none");
+        authority.rotate().unwrap();
+        let authorities = |authority: &Authority| {
+            authority.authorities_pem().matches("BEGIN CERTIFICATE").count()
+        };
+        assert_eq!(authorities(&authority), 2);
+        assert!(!authority.forget_former().unwrap());
+        authority.file.former.as_mut().unwrap().trusted_until_s = now_s();
+        assert_eq!(authorities(&authority), 1);
+        assert!(authority.forget_former().unwrap() && authority.file.former.is_none());
+        assert!(!authority.forget_former().unwrap());
+    }
+}

@@ -63,3 +63,26 @@ pub fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
         Err(error) => Err(failed(path)(error)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_up_to_the_greatest_size_that_one_has_and_one_that_is_larger_is_damaged() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        assert!(matches!(read(&path), Ok(None)));
+        let of = |bytes: u64| {
+            File::create(&path).unwrap().set_len(bytes).unwrap();
+            read(&path)
+        };
+        for bytes in [0, 1, FILE_BYTES_MAX] {
+            assert_eq!(of(bytes).unwrap().map(|text| text.len() as u64), Some(bytes));
+        }
+        for bytes in [FILE_BYTES_MAX + 1, FILE_BYTES_MAX * 2] {
+            assert!(matches!(of(bytes), Err(Error::Damaged { .. })), "{bytes}");
+        }
+        assert!(read(&path.join("below")).is_err(), "a file is no directory");
+    }
+}

@@ -401,6 +401,20 @@ mod tests {
     }
 
     #[test]
+    fn a_file_of_certificates_has_one_to_eight() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();
+        let one = authority.authorities_pem();
+        for count in 0..=10 {
+            let read = certificates(dir.path(), one.repeat(count).as_bytes());
+            match (1..=8).contains(&count) {
+                true => assert_eq!(read.unwrap().len(), count),
+                false => assert!(read.unwrap_err().to_string().contains(&format!("{count} cert"))),
+            }
+        }
+    }
+
+    #[test]
     fn an_identity_is_shown_by_its_holder_s_name_and_by_nothing_secret() {
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::create(dir.path(), Lifetimes::default()).unwrap();

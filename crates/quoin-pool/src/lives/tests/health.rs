@@ -1,4 +1,4 @@
-//! What a pool finds bad of what it holds, through its real driver.
+//! How a pool keeps what it holds in order, through its real driver.
 
 use quoin_core::message::BadCopy;
 
@@ -109,5 +109,37 @@ fn a_bad_copy_that_a_scrub_finds_is_asked_for_and_told_when_it_is_found_and_repl
     assert_eq!(process.reasons(), ["BadBlocksRepaired"]);
     assert_eq!(process.metrics.scrub_repaired.get(), 1);
     assert_eq!(process.scrub(2).found, 0);
+    process.stop();
+}
+
+/// What is overwritten is freed by background work alone.
+#[test]
+fn a_volume_that_is_overwritten_more_often_than_the_pool_is_large_never_fills_it() {
+    const WRITE_BYTES: usize = 1 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    let disk = new_disk();
+    let process = Process::start(&disk, &dir.path().join(WITNESS_FILE));
+    process.create_replica();
+    let (mut session, ack) = process.session(1).unwrap();
+    session.feed(&ack);
+    let (mut chain, mut lsn) = (ack.chain, ack.position.lsn);
+    let blocks = (WRITE_BYTES / 4096) as u32;
+    for round in 0..2 * disk.size() / WRITE_BYTES as u64 {
+        lsn = lsn.next();
+        let position = Position { epoch: session.key.epoch, lsn };
+        let data = Bytes::from(vec![round as u8; WRITE_BYTES]);
+        let lba = round % 4 * u64::from(blocks);
+        let entry = Entry::after(chain, position, EntryKind::Write, lba, blocks, data, false);
+        chain = entry.chain;
+        let (entries, sync, ping) = (vec![Arc::new(entry)], round % 8 == 0, Ping(round + 2));
+        session.send(&ToReplica::Append { entries, stable: lsn, sync, ping });
+        loop {
+            match session.next().expect("the session goes on") {
+                FromReplica::Applied { applied, .. } if applied >= lsn => break,
+                FromReplica::Applied { .. } => {}
+                other => panic!("after {round} MiB: {other:?}"),
+            }
+        }
+    }
     process.stop();
 }
