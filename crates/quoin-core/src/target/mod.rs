@@ -56,6 +56,7 @@ mod status;
 mod steps;
 mod verdict;
 mod verify;
+mod wait_reason;
 mod write;
 
 use std::collections::VecDeque;
@@ -73,6 +74,7 @@ use quorum::Views;
 pub use snapshots::{SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
 pub use status::{ReplicaStanding, ReplicaStatus, TargetStatus};
 pub use verify::{Copy, FINDINGS_MAX, Finding, Found, VerifiedMember, VerifyOrder, VerifyReport};
+use wait_reason::WaitReason;
 
 /// What a volume asks of its target.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -233,7 +235,8 @@ pub struct Target {
     /// Entries kept for replicas that are away or behind, at most.
     retain_bytes_max: usize,
     drain_requested: bool,
-    said: String,
+    /// What is waited for, as the last note said it.
+    waits_for: Option<WaitReason>,
     timer: Option<Time>,
 }
 
@@ -287,7 +290,7 @@ impl Target {
             held_back: None,
             retain_bytes_max: usize::MAX,
             drain_requested: false,
-            said: String::new(),
+            waits_for: None,
             timer: None,
             config,
         }
@@ -313,7 +316,7 @@ impl Target {
             }
             TargetEvent::GrantFailed { incarnation } => {
                 if self.phase == Phase::Acquiring && incarnation == self.incarnation {
-                    self.wait_for("an epoch from the control plane", actions);
+                    self.wait_for(WaitReason::Grant, actions);
                     self.rest(now);
                 }
             }
@@ -395,12 +398,18 @@ impl Target {
         actions.push(TargetAction::Reply(Reply { token, result }));
     }
 
-    /// Says what is waited for, once per change; empty when it goes on.
-    fn wait_for(&mut self, what: &str, actions: &mut Vec<TargetAction>) {
-        if self.said != what {
-            self.said.clear();
-            self.said.push_str(what);
-            actions.push(TargetAction::Note(TargetNote::Waiting(what.to_owned())));
+    /// Notes what is waited for, once per change.
+    fn wait_for(&mut self, reason: WaitReason, actions: &mut Vec<TargetAction>) {
+        if self.waits_for != Some(reason) {
+            self.waits_for = Some(reason);
+            actions.push(TargetAction::Note(TargetNote::Waiting(reason.to_string())));
+        }
+    }
+
+    /// Notes that nothing is waited for any more.
+    fn wait_no_longer(&mut self, actions: &mut Vec<TargetAction>) {
+        if self.waits_for.take().is_some() {
+            actions.push(TargetAction::Note(TargetNote::Waiting(String::new())));
         }
     }
 
@@ -471,7 +480,7 @@ impl Target {
             FromReplica::Closed => self.hang_up(now, index, actions),
             FromReplica::Failed(failure) => {
                 if failure == Failure::Full {
-                    self.wait_for("room in a pool: one of its replicas' pools is full", actions);
+                    self.wait_for(WaitReason::RoomInPool, actions);
                 }
                 self.hang_up(now, index, actions);
             }

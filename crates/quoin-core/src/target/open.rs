@@ -7,7 +7,7 @@ use super::quorum::{Views, rules_of};
 use super::refusals::Judged;
 use super::serve::PATIENCE;
 use super::verdict::Verdict;
-use super::{History, Knows, Link, Peer, Phase, Target, TargetAction, TargetNote};
+use super::{History, Knows, Link, Peer, Phase, Target, TargetAction, TargetNote, WaitReason};
 use crate::EPOCH_MAX;
 use crate::entry::{Chain, EntryKind, Rule, SharedEntry, View};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
@@ -90,11 +90,11 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         if let Err(rule) = membership.check() {
-            self.wait_for(&format!("a membership that is sound: {rule}"), actions);
+            self.wait_for(WaitReason::UnsoundMembership(rule), actions);
             return self.rest(now);
         }
         if epoch <= self.epoch {
-            self.wait_for("the control plane: it granted an epoch that was used before", actions);
+            self.wait_for(WaitReason::UsedEpoch, actions);
             self.refusals.ask_above(self.epoch);
             return self.rest(now);
         }
@@ -104,11 +104,11 @@ impl Target {
             self.past.waits(epoch);
         }
         if judged == Judged::AskAgain {
-            self.wait_for("the control plane: a replica has promised more than it grants", actions);
+            self.wait_for(WaitReason::OlderGrant, actions);
             return self.rest(now);
         }
         if !membership.formed {
-            self.wait_for("the pools: not all replicas have been created yet", actions);
+            self.wait_for(WaitReason::NotFormed, actions);
             return self.rest(now);
         }
         // What an earlier attempt found is found again, or is no longer so.
@@ -234,30 +234,20 @@ impl Target {
             Verdict::Behind(durable_version) => {
                 actions
                     .push(TargetAction::Note(TargetNote::ControlPlaneBehind { durable_version }));
-                self.wait_for(
-                    "the control plane: replicas hold a newer membership than its record \
-                     (a restored backup must not rule)",
-                    actions,
-                );
+                self.wait_for(WaitReason::RecordBehind, actions);
                 self.attempts = self.attempts.max(7);
                 self.reopen(now, actions);
             }
-            Verdict::Wait(what) => self.wait_to_open(&what, now, actions),
+            Verdict::Wait(reason) => self.wait_to_open(reason, now, actions),
             Verdict::MayHaveChanged(silent) => {
-                let many = silent.len();
-                let what = format!(
-                    "replicas that may know of a change of membership: {many} have not answered"
-                );
-                self.wait_to_open(&what, now, actions);
+                let reason = WaitReason::JointMembers { silent: silent.len() };
+                self.wait_to_open(reason, now, actions);
             }
             Verdict::Unflushed => {
                 let since = unflushed_since.unwrap_or(now);
                 self.phase = Phase::Opening { quorum_at, unflushed_since: Some(since) };
                 if now < since + UNFLUSHED_GRACE && !self.all_answered() {
-                    return self.wait_for(
-                        "the rest of the replicas: those that answered lost their caches",
-                        actions,
-                    );
+                    return self.wait_for(WaitReason::AllAnswers, actions);
                 }
                 self.unflushed_tail_lost = true;
                 actions.push(TargetAction::Note(TargetNote::UnflushedTailMayBeLost));
@@ -277,9 +267,9 @@ impl Target {
     }
 
     /// Not yet: looks again once the record has gone on, or when the answers are overdue.
-    fn wait_to_open(&mut self, what: &str, now: Time, actions: &mut Vec<TargetAction>) {
+    fn wait_to_open(&mut self, reason: WaitReason, now: Time, actions: &mut Vec<TargetAction>) {
         self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
-        self.wait_for(what, actions);
+        self.wait_for(reason, actions);
         self.open_joint_members(now);
         let gone_on = self.desired.version > self.membership.version;
         if (gone_on || now >= self.open_waits_until()) && !mutant::is("record-not-asked-again") {
@@ -434,7 +424,7 @@ impl Target {
             in_sync.push(member);
         }
         if in_sync.len() < usize::from(self.membership.cf) {
-            self.wait_for("replicas that share one history", actions);
+            self.wait_for(WaitReason::SharedHistory, actions);
             return self.reopen(now, actions);
         }
         self.phase = Phase::Recovering;
@@ -580,7 +570,7 @@ impl Target {
         self.phase = Phase::Serving;
         self.attempts = 0;
         self.unflushed_tail_lost = false;
-        self.wait_for("", actions);
+        self.wait_no_longer(actions);
         let at = self.history.last;
         actions.push(TargetAction::Note(TargetNote::Serving { epoch: self.epoch, at }));
         self.note_in_sync(actions);

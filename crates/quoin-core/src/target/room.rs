@@ -11,7 +11,7 @@
 use std::time::Duration;
 
 use super::quorum;
-use super::{Link, Target, TargetAction};
+use super::{Link, Target, TargetAction, WaitReason};
 use crate::BLOCK_SIZE;
 use crate::block::{BlockError, Operation, Request};
 use crate::ids::Lsn;
@@ -22,7 +22,6 @@ use crate::time::Time;
 const GRACE: Duration = Duration::from_secs(3);
 /// Between two offers of entries that found no room.
 const OFFER_AGAIN: Duration = Duration::from_millis(500);
-const WAITING: &str = "room: the pools of its replicas are full; free space in them or add pools";
 
 impl Target {
     pub(super) fn on_room(&mut self, index: usize, short: bool) {
@@ -109,8 +108,8 @@ impl Target {
                     peer.behind_since = peer.behind_since.map(|_| now);
                 }
             }
-            if self.said == WAITING {
-                self.wait_for("", actions);
+            if self.waits_for == Some(WaitReason::Room) {
+                self.wait_no_longer(actions);
             }
             // In the order in which they came, before anything newer.
             for request in std::mem::take(&mut self.held_for_room).into_iter().rev() {
@@ -129,7 +128,7 @@ impl Target {
             }
         }
         if self.held {
-            self.wait_for(WAITING, actions);
+            self.wait_for(WaitReason::Room, actions);
         }
     }
 

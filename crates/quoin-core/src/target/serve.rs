@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::pace::Kind;
 use super::quorum::{self, Views, rules_of};
-use super::{Link, Peer, Phase, Target, TargetAction, TargetNote, Waiting};
+use super::{Link, Peer, Phase, Target, TargetAction, TargetNote, WaitReason, Waiting};
 use crate::block::{BlockError, Payload};
 use crate::entry::EntryKind;
 use crate::ids::Lsn;
@@ -42,7 +42,7 @@ impl Target {
                 self.answer_by = now + PATIENCE;
             }
             Phase::Acquiring if now >= self.answer_by => {
-                self.wait_for("an epoch from the control plane", actions);
+                self.wait_for(WaitReason::Grant, actions);
                 self.rest(now);
             }
             Phase::Fetching { .. } if now >= self.answer_by => self.reopen(now, actions),
@@ -226,8 +226,8 @@ impl Target {
         }
         if self.held {
             self.quorum_lost = None;
-            if self.said.starts_with("quorum") {
-                self.wait_for("", actions);
+            if self.waits_for.is_some_and(WaitReason::is_quorum) {
+                self.wait_no_longer(actions);
             }
         } else {
             self.below_quorum(now, actions);
@@ -238,11 +238,11 @@ impl Target {
     /// Fewer than CF counted replicas: nothing is acknowledged; wait or fail, as the volume says.
     fn below_quorum(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let since = *self.quorum_lost.get_or_insert(now);
-        if let Some(what) = self.short_of() {
-            self.wait_for(&what, actions);
+        if let Some(reason) = self.short_of() {
+            self.wait_for(reason, actions);
         } else if now >= since + PATIENCE / 5 {
             // A change of rules left one behind that it needs; that takes milliseconds.
-            self.wait_for("quorum: a replica that is needed has not caught up", actions);
+            self.wait_for(WaitReason::CatchUp, actions);
         }
         let grace = Duration::from_millis(self.config.lease_ms.into());
         if self.config.on_quorum_loss == OnQuorumLoss::Fail && now >= since + grace {

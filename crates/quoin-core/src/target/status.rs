@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::verdict::Verdict;
 use super::verify::VerifyReport;
-use super::{Link, Peer, Phase, Target, quorum};
+use super::{Link, Peer, Phase, Target, WaitReason, quorum};
 use crate::entry::Rule;
 use crate::ids::{Epoch, Lsn, Position};
 use crate::membership::{Desired, Member, Membership};
@@ -80,7 +80,7 @@ impl Target {
 
     /// What is missing under the rule that misses the most, where one has fewer than its CF; while
     /// a change of membership is under way there is more than one.
-    pub(super) fn short_of(&self) -> Option<String> {
+    pub(super) fn short_of(&self) -> Option<WaitReason> {
         let counts = |p: &Peer| p.is_live() && self.views.counts(p.member);
         let counted = |rule: &Rule| {
             quorum::count(&self.peers, |p| counts(p) && rule.known.contains(&p.member))
@@ -90,10 +90,7 @@ impl Target {
         let (counted, Rule { rf, cf, known, .. }) =
             short.max_by_key(|(counted, rule)| usize::from(rule.cf) - counted)?;
         let changing = self.views.rules().any(|rule| rule.cf != *cf || rule.known != *known);
-        let meanwhile = if changing { " while the membership changes" } else { "" };
-        Some(format!(
-            "quorum: {counted} of {rf} replicas are connected and in sync, {cf} are needed{meanwhile}"
-        ))
+        Some(WaitReason::Quorum { counted, rf: *rf, cf: *cf, changing })
     }
 
     pub fn status(&self) -> TargetStatus {
@@ -122,7 +119,7 @@ impl Target {
             epoch: self.epoch,
             serving: self.phase == Phase::Serving,
             stopped: self.phase == Phase::Stopped,
-            waiting: self.said.clone(),
+            waiting: self.waits_for.map(|reason| reason.to_string()).unwrap_or_default(),
             granted: self.granted.clone(),
             membership: without_retired(&self.membership),
             desired: self.desired.clone(),

@@ -1,6 +1,6 @@
 //! Step 3 of an open: what the answers so far allow (`docs/replication.md`, "Opening a volume").
 
-use super::{Link, Peer, Target};
+use super::{Link, Peer, Target, WaitReason};
 use crate::entry::Rule;
 use crate::ids::Position;
 use crate::membership::Member;
@@ -10,7 +10,7 @@ use crate::time::Time;
 
 /// What the answers so far allow.
 pub(super) enum Verdict {
-    Wait(String),
+    Wait(WaitReason),
     /// The last View is joint, and its second rule may have come to rule alone: these have not
     /// answered.
     MayHaveChanged(Vec<Member>),
@@ -77,13 +77,11 @@ impl Target {
             needed = 1;
         }
         if answered < needed {
-            return Verdict::Wait(format!(
-                "replicas: {answered} of {} known answered, {needed} are needed to open",
-                self.membership.known.len()
-            ));
+            let known = self.membership.known.len();
+            return Verdict::Wait(WaitReason::Answers { answered, known, needed });
         }
         let Some(authority) = self.authority() else {
-            return Verdict::Wait("replicas".to_owned());
+            return Verdict::Wait(WaitReason::Authority);
         };
         let ack = self.peers[authority].ack.as_ref().expect("a voter has answered");
         let Some((_, view)) = &ack.last_view else {
@@ -107,11 +105,8 @@ impl Target {
         } else if there(false) >= cf {
             Verdict::Unflushed
         } else {
-            Verdict::Wait(format!(
-                "replicas that kept their caches: {} of the {} in sync answered",
-                there(true) + there(false),
-                owed.len()
-            ))
+            let answered = there(true) + there(false);
+            Verdict::Wait(WaitReason::Caches { answered, in_sync: owed.len() })
         }
     }
 
