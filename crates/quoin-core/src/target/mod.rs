@@ -13,6 +13,7 @@
 //! | `history` | the tail of entries, the epoch table, common prefixes |
 //! | `past`, `refusals` | writers that came after this one; replicas that say they promised more |
 //! | `peer`, `quorum` | a session's bookkeeping; commit, stable, lease, active View |
+//! | `requests` | what a client's request waits for |
 //! | `write`, `read` | requests of the client |
 //! | `serve` | what goes out in `flush`; drop and return; timers |
 //! | `retention` | which entries are kept in memory, for whom |
@@ -26,6 +27,7 @@
 //! | `snapshots` | those that users make |
 //! | `admission` | who may connect, and as what |
 //! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
+//! | `wait_reason` | what the open or the IO waits for |
 //! | `status`, `steps` | how it stands, for reports; what is under way, by name |
 
 pub mod admission;
@@ -45,6 +47,7 @@ mod read;
 mod rebuild;
 mod refusals;
 mod repair;
+mod requests;
 mod retention;
 mod room;
 mod rounds;
@@ -59,10 +62,8 @@ mod verify;
 mod wait_reason;
 mod write;
 
-use std::collections::VecDeque;
-
 use crate::VOLUME_BLOCKS_MAX;
-use crate::block::{BlockError, Payload, Reply, Request, Token};
+use crate::block::{BlockError, Payload, Reply, Token};
 use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, VolumeId};
 use crate::membership::{Desired, Durability, Member, Membership};
 use crate::message::{Failure, FromReplica, Ping, ToReplica};
@@ -154,22 +155,6 @@ enum Phase {
     Stopped,
 }
 
-/// A write or flush that waits for its LSN.
-#[derive(Clone, Copy, Debug)]
-struct Waiting {
-    lsn: Lsn,
-    token: Token,
-    arrived: Time,
-    /// 0: what it takes says nothing of the load.
-    bytes: u64,
-}
-
-impl Waiting {
-    fn unmeasured(lsn: Lsn, token: Token) -> Self {
-        Self { lsn, token, arrived: Time::ZERO, bytes: 0 }
-    }
-}
-
 pub struct Target {
     config: TargetConfig,
     phase: Phase,
@@ -198,19 +183,11 @@ pub struct Target {
     committed: Position,
     stable_since: Option<Time>,
     settled_since: Option<Time>,
-    /// Requests not looked at yet: not serving, or the window is full.
-    backlog: VecDeque<Request>,
     /// Entries above stable when an epoch ended: those that did not survive are written again.
     orphans: Vec<crate::entry::SharedEntry>,
-    waiting_commit: VecDeque<Waiting>,
-    waiting_stable: VecDeque<Waiting>,
-    /// Requests whose answer is an error and waits for a lease.
-    refused: Vec<(Token, BlockError)>,
-    writes: write::Unaligned,
+    requests: requests::Requests,
     reads: read::Reads,
     change: change::Change,
-    /// Snapshots that were made or deleted and are not told of yet.
-    wished: Vec<snapshots::Wished>,
     verify: Option<verify::Verify>,
     /// Names the next request of a verification.
     next_verify: u64,
@@ -218,10 +195,6 @@ pub struct Target {
     /// A sync is wanted up to here.
     sync_wanted: Lsn,
     quorum_lost: Option<Time>,
-    /// Since when too few members have room.
-    short_since: Option<Time>,
-    /// Writes that wait for room, without an LSN.
-    held_for_room: VecDeque<Request>,
     /// When the control plane or the authority is no longer waited for.
     answer_by: Time,
     /// Replicas that broke the protocol, and until when they are not tried again.
@@ -266,22 +239,15 @@ impl Target {
             committed: Position::default(),
             stable_since: None,
             settled_since: None,
-            backlog: VecDeque::new(),
             orphans: Vec::new(),
-            waiting_commit: VecDeque::new(),
-            waiting_stable: VecDeque::new(),
-            refused: Vec::new(),
-            writes: write::Unaligned::default(),
+            requests: requests::Requests::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
-            wished: Vec::new(),
             verify: None,
             next_verify: 1,
             unflushed_tail_lost: false,
             sync_wanted: Lsn::ZERO,
             quorum_lost: None,
-            short_since: None,
-            held_for_room: VecDeque::new(),
             answer_by: now,
             banned: Vec::new(),
             parked: Vec::new(),

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::bulk::Bulk;
 use super::quorum::{Views, rules_of};
 use super::refusals::Judged;
+use super::requests::Waiting;
 use super::serve::PATIENCE;
 use super::verdict::Verdict;
 use super::{History, Knows, Link, Peer, Phase, Target, TargetAction, TargetNote, WaitReason};
@@ -75,7 +76,7 @@ impl Target {
         self.views = Views::default();
         self.history.drop_entries();
         self.change.reset();
-        self.wished.clear();
+        self.requests.snapshots.clear();
         self.held = false;
         self.reads_wait_for_reopen();
         self.rest(now);
@@ -100,7 +101,7 @@ impl Target {
         }
         let judged = self.refusals.judge(now, self.epoch, epoch);
         self.epoch = epoch;
-        if !self.backlog.is_empty() {
+        if self.requests.any(Waiting::Window) {
             self.past.waits(epoch);
         }
         if judged == Judged::AskAgain {
@@ -582,11 +583,11 @@ impl Target {
         self.forget_hidden_snapshots();
         // Requests of the older epoch must find all of that: it may have been acknowledged.
         self.reads_after_reopen();
-        let all = if self.waiting_stable.is_empty() { Lsn::ZERO } else { self.history.last.lsn };
+        let all =
+            if self.requests.any(Waiting::Stable) { self.history.last.lsn } else { Lsn::ZERO };
         self.sync_wanted = all;
         self.past.nothing_waits();
-        let backlog = std::mem::take(&mut self.backlog);
-        for request in backlog {
+        for request in self.requests.take_window() {
             self.submit(now, request, actions);
         }
     }
@@ -631,9 +632,7 @@ impl Target {
             // Committed before the epoch ended.
             Err(_) => lsn,
         };
-        for waiting in self.waiting_commit.iter_mut().chain(&mut self.waiting_stable) {
-            waiting.lsn = find(waiting.lsn);
-        }
+        self.requests.renumber(find);
         self.reads.owed = find(self.reads.owed);
     }
 }

@@ -11,6 +11,7 @@
 use std::time::Duration;
 
 use super::quorum;
+use super::requests::Waiting;
 use super::{Link, Target, TargetAction, WaitReason};
 use crate::BLOCK_SIZE;
 use crate::block::{BlockError, Operation, Request};
@@ -82,27 +83,27 @@ impl Target {
         request: Request,
         actions: &mut Vec<TargetAction>,
     ) -> Option<Request> {
-        let waits = self.short_since.is_some() || !self.held_for_room.is_empty();
+        let waits = self.requests.short_since.is_some() || self.requests.any(Waiting::Room);
         if !waits || !Self::needs_room(&request.operation) {
             return Some(request);
         }
         if self.refuses_for_room(now) {
             self.refuse(request.token, BlockError::NoSpace, actions);
         } else {
-            self.held_for_room.push_back(request);
+            self.requests.wait_for_room(request);
         }
         None
     }
 
     fn refuses_for_room(&self, now: Time) -> bool {
         self.config.on_full == OnFull::NoSpace
-            && self.short_since.is_some_and(|since| now >= since + GRACE)
+            && self.requests.short_since.is_some_and(|since| now >= since + GRACE)
     }
 
     /// Once a batch: whether there is room, and what becomes of what waits for it.
     pub(super) fn mind_room(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         if !self.short_of_room() {
-            if self.short_since.take().is_some() {
+            if self.requests.short_since.take().is_some() {
                 // Who was held up by it is not late: the first to have room must not oust the rest.
                 for peer in &mut self.peers {
                     peer.behind_since = peer.behind_since.map(|_| now);
@@ -112,18 +113,16 @@ impl Target {
                 self.wait_no_longer(actions);
             }
             // In the order in which they came, before anything newer.
-            for request in std::mem::take(&mut self.held_for_room).into_iter().rev() {
-                self.backlog.push_front(request);
-            }
+            self.requests.room_to_window();
             return;
         }
-        self.short_since.get_or_insert(now);
+        self.requests.short_since.get_or_insert(now);
         if self.stable < self.history.last.lsn {
             // What is on media can be folded, and what folds can be cleaned up.
             self.sync_wanted = self.sync_wanted.max(self.history.last.lsn);
         }
         if self.refuses_for_room(now) {
-            for request in std::mem::take(&mut self.held_for_room) {
+            for request in self.requests.take_room() {
                 self.refuse(request.token, BlockError::NoSpace, actions);
             }
         }
@@ -136,8 +135,10 @@ impl Target {
     pub(super) fn room_due(&self) -> Option<Time> {
         let offers = self.peers.iter().filter_map(|p| p.full_until);
         let refusal = self
+            .requests
             .short_since
-            .filter(|_| self.config.on_full == OnFull::NoSpace && !self.held_for_room.is_empty())
+            .filter(|_| self.config.on_full == OnFull::NoSpace)
+            .filter(|_| self.requests.any(Waiting::Room))
             .map(|since| since + GRACE);
         offers.chain(refusal).min()
     }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use super::pace::Kind;
 use super::quorum::{self, Views, rules_of};
-use super::{Link, Peer, Phase, Target, TargetAction, TargetNote, WaitReason, Waiting};
+use super::requests::{Sequenced, Waiting};
+use super::{Link, Peer, Phase, Target, TargetAction, TargetNote, WaitReason};
 use crate::block::{BlockError, Payload};
 use crate::entry::EntryKind;
 use crate::ids::Lsn;
@@ -58,7 +59,7 @@ impl Target {
                 self.mind_room(now, actions);
                 self.mind_rounds(now);
                 self.take_backlog(now, actions);
-                if !self.refused.is_empty() {
+                if self.requests.any(Waiting::Lease) {
                     self.release(now, actions);
                 }
                 self.step_change(now, actions);
@@ -246,10 +247,7 @@ impl Target {
         }
         let grace = Duration::from_millis(self.config.lease_ms.into());
         if self.config.on_quorum_loss == OnQuorumLoss::Fail && now >= since + grace {
-            let waiting: Vec<_> =
-                self.waiting_commit.drain(..).chain(self.waiting_stable.drain(..)).collect();
-            let refused = std::mem::take(&mut self.refused).into_iter().map(|(token, _)| token);
-            for token in waiting.into_iter().map(|w| w.token).chain(refused) {
+            for token in self.requests.fail_answers() {
                 self.reply(token, Err(BlockError::NoQuorum), actions);
             }
             self.fail_reads(now, BlockError::NoQuorum, actions);
@@ -293,16 +291,14 @@ impl Target {
             return;
         }
         quorum::assert_answerable(&self.views, &self.peers, self.commit, now, self.config.lease_ms);
-        for (token, error) in std::mem::take(&mut self.refused) {
+        for (token, error) in self.requests.take_refused() {
             self.reply(token, Err(error), actions);
         }
-        while self.waiting_commit.front().is_some_and(|w| w.lsn <= self.commit) {
-            let w = self.waiting_commit.pop_front().expect("looked at above");
+        while let Some(w) = self.requests.next_committed(self.commit) {
             self.measured(now, w, Kind::Write);
             self.reply(w.token, Ok(Payload::None), actions);
         }
-        while self.waiting_stable.front().is_some_and(|w| w.lsn <= self.stable) {
-            let w = self.waiting_stable.pop_front().expect("looked at above");
+        while let Some(w) = self.requests.next_stable(self.stable) {
             self.measured(now, w, Kind::Durable);
             self.reply(w.token, Ok(Payload::None), actions);
         }
@@ -314,18 +310,14 @@ impl Target {
         self.release_reads(now, confirmed, actions);
     }
 
-    fn measured(&mut self, now: Time, waiting: Waiting, kind: Kind) {
+    fn measured(&mut self, now: Time, waiting: Sequenced, kind: Kind) {
         if waiting.bytes > 0 {
             self.pace.answered(now, waiting.arrived, kind, waiting.bytes);
         }
     }
 
     pub(super) fn replies_wait(&self) -> bool {
-        !self.waiting_commit.is_empty()
-            || !self.waiting_stable.is_empty()
-            || !self.reads.is_empty()
-            || !self.refused.is_empty()
-            || !self.wished.is_empty()
+        self.requests.awaits_answer() || !self.reads.is_empty()
     }
 
     fn send_entries(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
@@ -557,7 +549,7 @@ impl Target {
         }
         let last = self.history.last.lsn;
         self.sync_wanted = self.sync_wanted.max(last);
-        let busy = self.replies_wait() || !self.writes.is_empty();
+        let busy = self.replies_wait() || self.requests.merging();
         let unsynced = self.peers.iter().any(|p| p.link == Link::Fed && p.durable < last);
         if (busy || unsynced || self.stable < last) && now < until {
             return;

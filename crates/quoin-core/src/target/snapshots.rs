@@ -45,7 +45,7 @@ pub(super) struct Wished {
 
 impl Target {
     pub(super) fn wish_snapshot(&mut self, id: SnapshotId, wish: SnapshotWish) {
-        let is_known = self.wished.iter().any(|w| (w.id, w.wish) == (id, wish));
+        let is_known = self.requests.snapshots.iter().any(|w| (w.id, w.wish) == (id, wish));
         if self.phase != Phase::Serving || self.drain_requested || is_known {
             return;
         }
@@ -70,13 +70,13 @@ impl Target {
             (SnapshotWish::Delete, None) => self.history.last.lsn,
         };
         self.sync_wanted = self.sync_wanted.max(lsn);
-        self.wished.push(Wished { id, wish, lsn, too_many });
+        self.requests.snapshots.push(Wished { id, wish, lsn, too_many });
     }
 
     /// Tells of what is on media now. The caller has looked at the lease.
     pub(super) fn tell_snapshots(&mut self, actions: &mut Vec<TargetAction>) {
         let stable = self.stable;
-        self.wished.retain(|wished| {
+        self.requests.snapshots.retain(|wished| {
             let Wished { id, wish, lsn, too_many } = *wished;
             if lsn <= stable {
                 let outcome = match wish {

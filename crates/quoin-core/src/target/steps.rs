@@ -3,6 +3,7 @@
 
 use super::peer::{Link, Peer};
 use super::rebuild::Stage;
+use super::requests::Waiting;
 use super::{Phase, Target};
 use crate::entry::View;
 use crate::ids::Lsn;
@@ -49,10 +50,10 @@ impl Target {
         add(matches!(self.phase, Phase::Fetching { .. }), Step::Fetching);
         add(recovering, Step::Recovering);
         add(recovering && rebuilding, Step::RecoveringByBase);
-        add(!self.waiting_commit.is_empty(), Step::Writing);
-        add(!self.waiting_stable.is_empty(), Step::Stabilising);
+        add(self.requests.any(Waiting::Commit), Step::Writing);
+        add(self.requests.any(Waiting::Stable), Step::Stabilising);
         add(!self.reads.is_empty(), Step::Reading);
-        add(!self.writes.is_empty(), Step::Merging);
+        add(self.requests.merging(), Step::Merging);
         add(!self.views.pending.is_empty() && !recovering, Step::ViewPending);
         let behind = self.peers.iter().any(|p| p.link == Link::Fed && p.applied < p.tip);
         add(behind && !recovering, Step::CatchingUp);

@@ -1,84 +1,19 @@
 //! Requests that change the volume: split, merged on assigned content where they are unaligned,
 //! sequenced, and answered when commit (or stable) reaches them.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 
 use bytes::{Bytes, BytesMut};
 
 use super::read::Purpose;
-use super::slab::Slab;
-use super::{Phase, Target, TargetAction, Waiting};
+use super::requests::{BLOCK, Merge, Merging, Range, Sequenced, Waiting, extent};
+use super::{Phase, Target, TargetAction};
 use crate::block::{BlockError, Operation, Request, Token};
 use crate::entry::EntryKind;
 use crate::ids::Lsn;
 use crate::mutant;
 use crate::time::Time;
 use crate::{BLOCK_SHIFT, BLOCK_SIZE, HOLE_BLOCKS_MAX, WRITE_BLOCKS_MAX};
-
-const BLOCK: u64 = BLOCK_SIZE as u64;
-
-/// Blocks that a byte range touches.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Range {
-    first: u64,
-    end: u64,
-}
-
-impl Range {
-    fn of(operation: &Operation) -> Option<Range> {
-        let (offset, length) = extent(operation)?;
-        Some(Range { first: offset / BLOCK, end: (offset + length).div_ceil(BLOCK) })
-    }
-
-    fn meets(self, other: Range) -> bool {
-        self.first < other.end && other.first < self.end
-    }
-}
-
-fn extent(operation: &Operation) -> Option<(u64, u64)> {
-    match operation {
-        Operation::Read { offset, length } => Some((*offset, u64::from(*length))),
-        Operation::Write { offset, data, .. } => Some((*offset, data.len() as u64)),
-        Operation::Trim { offset, length, .. }
-        | Operation::WriteZeroes { offset, length, .. }
-        | Operation::Status { offset, length } => Some((*offset, *length)),
-        Operation::Flush => None,
-    }
-}
-
-/// One write whose edges are parts of blocks, waiting for their present content.
-struct Merge {
-    request: Request,
-    range: Range,
-    /// Content of the first and last block, where it is needed.
-    head: Option<Bytes>,
-    tail: Option<Bytes>,
-    waits: u32,
-}
-
-/// Writes that start or end within a block, and what must stay behind them: overlapping requests
-/// are sequenced in the order in which they came.
-#[derive(Default)]
-pub(super) struct Unaligned {
-    merges: Slab<Merge>,
-    blocked: VecDeque<Request>,
-}
-
-impl Unaligned {
-    fn blocks(&self, range: Range) -> bool {
-        self.merges.iter().any(|(_, m)| m.range.meets(range))
-            || self.blocked.iter().any(|r| Range::of(&r.operation).is_some_and(|b| b.meets(range)))
-    }
-
-    /// Whether something is to be merged into this block.
-    pub fn touch(&self, lba: u64) -> bool {
-        self.blocks(Range { first: lba, end: lba + 1 })
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.blocked.is_empty() && self.merges.is_empty()
-    }
-}
 
 impl Target {
     pub(super) fn submit(&mut self, now: Time, request: Request, actions: &mut Vec<TargetAction>) {
@@ -89,14 +24,15 @@ impl Target {
         }
         if self.phase != Phase::Serving {
             self.past.waits(self.epoch);
-            return self.backlog.push_back(request);
+            return self.requests.wait_for_window(request);
         }
         if let Err(error) = self.check(&request.operation) {
             return self.refuse(token, error, actions);
         }
         let Some(request) = self.admit_by_room(now, request, actions) else { return };
-        if Self::is_write(&request.operation) && (!self.backlog.is_empty() || self.window_full()) {
-            return self.backlog.push_back(request);
+        let waits = || self.requests.any(Waiting::Window) || self.window_full();
+        if Self::is_write(&request.operation) && waits() {
+            return self.requests.wait_for_window(request);
         }
         self.execute(now, request);
     }
@@ -111,33 +47,20 @@ impl Target {
     /// Drops what has no LSN yet of these requests; each is answered, to nobody.
     pub(super) fn abandon(&mut self, now: Time, tokens: &[Token], actions: &mut Vec<TargetAction>) {
         let tokens: BTreeSet<Token> = tokens.iter().copied().collect();
-        let is_gone = |request: &Request| tokens.contains(&request.token);
-        let merges = self.writes.merges.iter().filter(|(_, merge)| is_gone(&merge.request));
-        let merges: Vec<usize> = merges.map(|(slot, _)| slot).collect();
-        let mut dropped = Vec::new();
-        for slot in merges {
-            dropped.extend(self.writes.merges.take(slot).map(|merge| merge.request.token));
+        let abandoned = self.requests.abandon(&tokens);
+        for slot in abandoned.merges {
             self.forget_merge_reads(slot);
         }
-        for queue in [&mut self.backlog, &mut self.held_for_room, &mut self.writes.blocked] {
-            dropped.extend(queue.iter().filter(|request| is_gone(request)).map(|r| r.token));
-            queue.retain(|request| !is_gone(request));
-        }
-        dropped.extend(self.refused.iter().map(|(token, _)| *token).filter(|t| tokens.contains(t)));
-        self.refused.retain(|(token, _)| !tokens.contains(token));
-        if self.backlog.is_empty() {
+        if !self.requests.any(Waiting::Window) {
             self.past.nothing_waits();
         }
-        for token in dropped {
+        for token in abandoned.tokens {
             self.reply(token, Err(BlockError::Stopped), actions);
         }
         if self.is_running() && self.phase != Phase::Recovering {
             return self.unblock(now);
         }
-        // What waited behind a merge came before all that waits for IO to start.
-        for request in std::mem::take(&mut self.writes.blocked).into_iter().rev() {
-            self.backlog.push_front(request);
-        }
+        self.requests.overlap_to_window();
     }
 
     /// Answers with an error once there is a lease: what a request is refused for may not be so any
@@ -151,12 +74,12 @@ impl Target {
         if mutant::is("error-without-a-lease") {
             return self.reply(token, Err(error), actions);
         }
-        self.refused.push((token, error));
+        self.requests.wait_for_lease(token, error);
     }
 
     /// Writes that wait for the window, which will not move (`onQuorumLoss: fail`).
     pub(super) fn fail_backlog(&mut self, error: BlockError, actions: &mut Vec<TargetAction>) {
-        for request in std::mem::take(&mut self.backlog) {
+        for request in self.requests.take_window() {
             self.reply(request.token, Err(error), actions);
         }
     }
@@ -164,9 +87,9 @@ impl Target {
     /// Takes waiting requests up again as the window allows.
     pub(super) fn take_backlog(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         while self.phase == Phase::Serving
-            && !self.backlog.is_empty()
+            && self.requests.any(Waiting::Window)
             && !self.window_full()
-            && let Some(request) = self.backlog.pop_front()
+            && let Some(request) = self.requests.next_in_window()
         {
             match self.check(&request.operation) {
                 Ok(()) => {
@@ -213,9 +136,9 @@ impl Target {
         }
         if Self::is_write(&request.operation)
             && let Some(range) = Range::of(&request.operation)
-            && self.writes.blocks(range)
+            && self.requests.overlaps(range)
         {
-            return self.writes.blocked.push_back(request);
+            return self.requests.wait_for_overlap(request);
         }
         match request.operation {
             Operation::Read { offset, length } => self.read(now, token, offset, length),
@@ -228,7 +151,7 @@ impl Target {
                 }
                 let lsn = self.append_write(offset / BLOCK, data, fua);
                 let bytes = data.len() as u64;
-                self.answer_at(Waiting { lsn, token, arrived: now, bytes }, fua);
+                self.answer_at(Sequenced { lsn, token, arrived: now, bytes }, fua);
             }
             Operation::Trim { offset, length, fua } => {
                 // A trim is a hint: parts of blocks at its edges are left alone.
@@ -237,7 +160,7 @@ impl Target {
                     return self.answer_nothing(token);
                 }
                 let lsn = self.append_hole(&EntryKind::Trim, first, end, fua);
-                self.answer_at(Waiting::unmeasured(lsn, token), fua);
+                self.answer_at(Sequenced::unmeasured(lsn, token), fua);
             }
             Operation::WriteZeroes { offset, length, fua, no_hole } => {
                 if offset % BLOCK != 0 || length % BLOCK != 0 {
@@ -245,7 +168,7 @@ impl Target {
                 }
                 let (first, end) = (offset / BLOCK, (offset + length) / BLOCK);
                 let lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
-                self.answer_at(Waiting::unmeasured(lsn, token), fua);
+                self.answer_at(Sequenced::unmeasured(lsn, token), fua);
             }
         }
     }
@@ -254,22 +177,22 @@ impl Target {
         let lsn = self.history.last.lsn;
         self.sync_wanted = self.sync_wanted.max(lsn);
         if mutant::is("flush-at-applied") {
-            return self.waiting_commit.push_back(Waiting::unmeasured(lsn, token));
+            return self.requests.wait_for_commit(Sequenced::unmeasured(lsn, token));
         }
-        self.waiting_stable.push_back(Waiting::unmeasured(lsn, token));
+        self.requests.wait_for_stable(Sequenced::unmeasured(lsn, token));
     }
 
     /// There is nothing to do, but no reply of any kind goes out without a live lease.
     fn answer_nothing(&mut self, token: Token) {
-        self.waiting_commit.push_back(Waiting::unmeasured(self.history.last.lsn, token));
+        self.requests.wait_for_commit(Sequenced::unmeasured(self.history.last.lsn, token));
     }
 
-    fn answer_at(&mut self, waiting: Waiting, fua: bool) {
+    fn answer_at(&mut self, waiting: Sequenced, fua: bool) {
         let media = self.is_media() && !mutant::is("media-acknowledged-at-commit");
         if fua || media {
-            self.waiting_stable.push_back(waiting);
+            self.requests.wait_for_stable(waiting);
         } else {
-            self.waiting_commit.push_back(waiting);
+            self.requests.wait_for_commit(waiting);
         }
     }
 
@@ -305,9 +228,9 @@ impl Target {
         let need_head = offset % BLOCK != 0;
         let need_tail =
             (offset + length) % BLOCK != 0 && (range.end - 1 != range.first || !need_head);
-        let waits = u32::from(need_head) + u32::from(need_tail);
-        let merge = Merge { request, range, head: None, tail: None, waits };
-        let slot = self.writes.merges.insert(merge);
+        let reads = u32::from(need_head) + u32::from(need_tail);
+        let merge = Merge { request, range, head: None, tail: None, reads };
+        let slot = self.requests.wait_for_merge(merge);
         if need_head {
             self.read_for_merge(now, Purpose::Merge { slot, tail: false }, range.first);
         }
@@ -325,28 +248,14 @@ impl Target {
         block: Result<Bytes, BlockError>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let Some(merge) = self.writes.merges.get_mut(slot) else { return };
-        let block = match block {
-            Ok(block) => block,
-            Err(error) => {
-                let token = merge.request.token;
-                self.writes.merges.take(slot);
+        match self.requests.edge_read(slot, tail, block) {
+            None | Some(Merging::Incomplete) => return,
+            Some(Merging::Failed(token, error)) => {
                 self.forget_merge_reads(slot);
                 self.reply(token, Err(error), actions);
-                return self.unblock(now);
             }
-        };
-        if tail {
-            merge.tail = Some(block);
-        } else {
-            merge.head = Some(block);
+            Some(Merging::Complete(merge)) => self.append_merged(merge),
         }
-        merge.waits -= 1;
-        if merge.waits > 0 {
-            return;
-        }
-        let merge = self.writes.merges.take(slot).expect("looked at above");
-        self.append_merged(merge);
         self.unblock(now);
     }
 
@@ -385,13 +294,12 @@ impl Target {
             }
             _ => return,
         };
-        self.answer_at(Waiting::unmeasured(lsn, token), fua);
+        self.answer_at(Sequenced::unmeasured(lsn, token), fua);
     }
 
     /// Requests that waited behind a merge, in their order.
     fn unblock(&mut self, now: Time) {
-        let blocked = std::mem::take(&mut self.writes.blocked);
-        for request in blocked {
+        for request in self.requests.take_overlap() {
             self.execute(now, request);
         }
     }
@@ -411,21 +319,4 @@ fn zeroed(block: &Bytes, from: usize, to: usize) -> Bytes {
     let mut copy = BytesMut::from(&block[..]);
     copy[from..to].fill(0);
     copy.freeze()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranges_meet_where_they_share_a_block() {
-        let range = |first, end| Range { first, end };
-        let one = range(4, 6);
-        for other in [range(0, 5), range(5, 9), range(4, 6), range(0, 9), range(5, 6)] {
-            assert!(one.meets(other) && other.meets(one), "{other:?}");
-        }
-        for other in [range(0, 4), range(6, 9)] {
-            assert!(!one.meets(other) && !other.meets(one), "{other:?}");
-        }
-    }
 }

@@ -515,7 +515,7 @@ impl Target {
         let written = self.history.after(at).any(|e| e.overlaps(lba, 1));
         let known = at.next() >= self.history.first() && at <= self.history.last.lsn;
         // A merge under way has read what this would replace, and comes behind it.
-        let merged = self.writes.touch(lba);
+        let merged = self.requests.touches(lba);
         if written || merged || !known || slot.lba != lba || self.phase != Phase::Serving {
             return true;
         }
