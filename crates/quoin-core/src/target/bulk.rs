@@ -120,7 +120,7 @@ impl Target {
         let may_source = |r: &Rebuild| r.may_copy_from(peer.member);
         match peer.link {
             Link::Rebuilding => peer.rebuild.is_some(),
-            Link::Fed if self.views.counts(peer.member) => {
+            Link::Fed if self.commit.views.counts(peer.member) => {
                 self.peers.iter().filter_map(|p| p.rebuild.as_ref()).any(may_source)
             }
             _ => false,

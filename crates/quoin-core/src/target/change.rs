@@ -117,7 +117,7 @@ impl Target {
             }
             State::None => self.begin_change(now),
             State::Joint { lsn, next } => {
-                let durable = self.views.active.as_ref().is_some_and(|(at, _)| at >= lsn)
+                let durable = self.commit.views.active.as_ref().is_some_and(|(at, _)| at >= lsn)
                     && next
                         .newcomers
                         .iter()
@@ -254,7 +254,7 @@ impl Target {
         };
         let small_lag = self.history.weight_after(peer.applied) <= self.config.window_bytes / 4;
         match peer.link {
-            Link::Fed if self.views.counts(member) => Standing::InSync,
+            Link::Fed if self.commit.views.counts(member) => Standing::InSync,
             Link::Fed if peer.applied >= peer.tip && now >= peer.return_at && small_lag => {
                 Standing::Ready
             }
@@ -265,7 +265,7 @@ impl Target {
 
     /// Goes joint with the next membership, where one can be gone to.
     fn begin_change(&mut self, now: Time) {
-        if !self.views.pending.is_empty() || now < self.change.not_before {
+        if !self.commit.views.pending.is_empty() || now < self.change.not_before {
             return;
         }
         let next = match plan(&self.membership, &self.desired, |m| self.standing(m, now)) {
@@ -284,7 +284,7 @@ impl Target {
         };
         let membership = &next.membership;
         assert!(membership.check().is_ok(), "KnownAtMostRF");
-        let Some((_, view)) = &self.views.active else { return };
+        let Some((_, view)) = &self.commit.views.active else { return };
         let fed = |m: &Member| self.peers.iter().any(|p| p.member == *m && p.link == Link::Fed);
         let mut in_sync = view.in_sync.clone();
         in_sync.retain(|m| membership.contains(*m) || fed(m));
@@ -310,7 +310,7 @@ impl Target {
         let State::Joint { next, .. } = std::mem::take(&mut self.change.state) else { return };
         let newcomers = next.newcomers;
         self.change.not_before = now + AGAIN_AFTER;
-        if let Some(newest) = self.views.newest() {
+        if let Some(newest) = self.commit.views.newest() {
             let in_sync = newest.in_sync.iter().copied().filter(|m| !newcomers.contains(m));
             self.append_view(in_sync.collect(), None);
         }
@@ -415,7 +415,7 @@ impl Target {
     /// The record's membership rules alone from here on.
     fn adopt(&mut self, record: Membership) {
         self.change.state = State::None;
-        let in_sync = self.views.newest().map(|view| {
+        let in_sync = self.commit.views.newest().map(|view| {
             let stays = |m: &&Member| record.contains(**m);
             view.in_sync.iter().filter(stays).copied().collect()
         });

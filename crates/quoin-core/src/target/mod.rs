@@ -12,7 +12,8 @@
 //! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); what the answers allow |
 //! | `history` | the tail of entries, the epoch table, common prefixes |
 //! | `past`, `refusals` | writers that came after this one; replicas that say they promised more |
-//! | `peer`, `quorum` | a session's bookkeeping; commit, stable, lease, active View |
+//! | `commit`, `quorum` | commit, stable, syncs, loss of the quorum; counting, lease, active View |
+//! | `peer` | a session's bookkeeping |
 //! | `requests` | what a client's request waits for |
 //! | `write`, `read` | requests of the client |
 //! | `serve` | what goes out in `flush`; drop and return; timers |
@@ -33,6 +34,7 @@
 pub mod admission;
 mod bulk;
 mod change;
+mod commit;
 mod events;
 mod gather;
 mod history;
@@ -169,20 +171,12 @@ pub struct Target {
     peers: Vec<Peer>,
     desired: Desired,
     history: History,
-    views: Views,
     past: past::Past,
     /// Entries after this must be at hand before IO can start.
     fetch_floor: Lsn,
-    /// LSN of this epoch's first View.
-    first_view: Lsn,
-    commit: Lsn,
-    stable: Lsn,
-    /// Commit is held by CF counted members now (Held).
-    held: bool,
+    commit: commit::Commit,
     /// The position of `commit` in the last epoch that served: must survive (CommitSurvives).
     committed: Position,
-    stable_since: Option<Time>,
-    settled_since: Option<Time>,
     /// Entries above stable when an epoch ended: those that did not survive are written again.
     orphans: Vec<crate::entry::SharedEntry>,
     requests: requests::Requests,
@@ -192,9 +186,6 @@ pub struct Target {
     /// Names the next request of a verification.
     next_verify: u64,
     unflushed_tail_lost: bool,
-    /// A sync is wanted up to here.
-    sync_wanted: Lsn,
-    quorum_lost: Option<Time>,
     /// When the control plane or the authority is no longer waited for.
     answer_by: Time,
     /// Replicas that broke the protocol, and until when they are not tried again.
@@ -229,16 +220,10 @@ impl Target {
             peers: Vec::new(),
             desired: Desired::default(),
             history: History::empty(config.volume_blocks),
-            views: Views::default(),
             past: past::Past::default(),
             fetch_floor: Lsn::ZERO,
-            first_view: Lsn::ZERO,
-            commit: Lsn::ZERO,
-            stable: Lsn::ZERO,
-            held: false,
+            commit: commit::Commit::default(),
             committed: Position::default(),
-            stable_since: None,
-            settled_since: None,
             orphans: Vec::new(),
             requests: requests::Requests::default(),
             reads: read::Reads::default(),
@@ -246,8 +231,6 @@ impl Target {
             verify: None,
             next_verify: 1,
             unflushed_tail_lost: false,
-            sync_wanted: Lsn::ZERO,
-            quorum_lost: None,
             answer_by: now,
             banned: Vec::new(),
             parked: Vec::new(),
@@ -494,7 +477,7 @@ impl Target {
             // Someone this open may count on is gone: back to step 1 with whoever answers now.
             Phase::Fetching { .. } if was == Link::Answered => self.reopen(now, actions),
             Phase::Recovering => {
-                let first = self.views.pending.back();
+                let first = self.commit.views.pending.back();
                 if first.is_none_or(|(_, view)| !Views::may_activate(view, &self.peers)) {
                     self.reopen(now, actions);
                 }

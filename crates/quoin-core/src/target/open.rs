@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::bulk::Bulk;
-use super::quorum::{Views, rules_of};
+use super::quorum::rules_of;
 use super::refusals::Judged;
 use super::requests::Waiting;
 use super::serve::PATIENCE;
@@ -62,10 +62,10 @@ impl Target {
         if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
             // All above stable is still in memory: even if every cache was lost at once, nothing
             // that this target acknowledged is.
-            self.orphans = self.history.after(self.stable).cloned().collect();
+            self.orphans = self.history.after(self.commit.stable).cloned().collect();
             // Under `durability: media` nothing above stable was acknowledged or read, and a disk
             // that failed may have dropped it.
-            let owed = if self.is_media() { self.stable } else { self.commit };
+            let owed = if self.is_media() { self.commit.stable } else { self.commit.lsn };
             self.reads.owed = self.reads.owed.max(owed);
             let epoch = self.history.get(owed).map(|e| e.epoch);
             if let Some(epoch) = epoch {
@@ -73,11 +73,10 @@ impl Target {
             }
         }
         self.peers.clear();
-        self.views = Views::default();
         self.history.drop_entries();
         self.change.reset();
         self.requests.snapshots.clear();
-        self.held = false;
+        self.commit.end_epoch();
         self.reads_wait_for_reopen();
         self.rest(now);
     }
@@ -180,7 +179,7 @@ impl Target {
         // Nobody who could say that this target was overtaken may be left: only the record knows.
         let gone = matches!(failure, Failure::Unknown | Failure::Retired);
         if gone && self.is_long_without(index, now) {
-            self.quorum_lost = None;
+            self.commit.quorum_lost = None;
             return self.reopen(now, actions);
         }
         self.hang_up(now, index, actions);
@@ -188,7 +187,7 @@ impl Target {
 
     /// A known replica is not to be had, and there has been no quorum for long.
     fn is_long_without(&self, index: usize, now: Time) -> bool {
-        let long = self.quorum_lost.is_some_and(|since| now >= since + PATIENCE);
+        let long = self.commit.is_lost_for(now, PATIENCE);
         long && self.phase == Phase::Serving && self.membership.contains(self.peers[index].member)
     }
 
@@ -201,7 +200,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         if self.is_long_without(index, now) && !mutant::is("former-term-waited-out") {
-            self.quorum_lost = None;
+            self.commit.quorum_lost = None;
             return self.reopen(now, actions);
         }
         self.peer_lost(now, index, actions);
@@ -432,7 +431,7 @@ impl Target {
         self.past.appends(self.epoch);
         let first = self.history.last.lsn.next();
         self.append_view(in_sync, None);
-        self.first_view = first;
+        self.commit.first_view = first;
         for index in 0..self.peers.len() {
             // One that turns out to be of another history may end this attempt.
             if self.phase == Phase::Recovering && self.peers[index].link == Link::Answered {
@@ -457,7 +456,7 @@ impl Target {
         }
         let kind = EntryKind::View(Box::new(view.clone()));
         let entry = self.history.append_bare(self.epoch, kind);
-        self.views.pending.push_back((entry.lsn, view));
+        self.commit.views.pending.push_back((entry.lsn, view));
     }
 
     /// A replica that answered is cut to the common prefix, then fed.
@@ -500,7 +499,7 @@ impl Target {
             }
         };
         let tip = if self.phase == Phase::Recovering {
-            Lsn(self.first_view.0 - 1)
+            Lsn(self.commit.first_view.0 - 1)
         } else {
             self.history.last.lsn
         };
@@ -585,7 +584,7 @@ impl Target {
         self.reads_after_reopen();
         let all =
             if self.requests.any(Waiting::Stable) { self.history.last.lsn } else { Lsn::ZERO };
-        self.sync_wanted = all;
+        self.commit.want_sync_only(all);
         self.past.nothing_waits();
         for request in self.requests.take_window() {
             self.submit(now, request, actions);
@@ -593,7 +592,7 @@ impl Target {
     }
 
     pub(super) fn note_in_sync(&self, actions: &mut Vec<TargetAction>) {
-        if let Some((_, view)) = &self.views.active {
+        if let Some((_, view)) = &self.commit.views.active {
             let members = view.in_sync.clone();
             actions.push(TargetAction::Note(TargetNote::InSync { members }));
         }

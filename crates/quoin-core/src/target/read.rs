@@ -231,7 +231,7 @@ impl Target {
         let mut best: Option<(usize, u32)> = None;
         let mut any = false;
         for (i, peer) in self.peers.iter().enumerate() {
-            if peer.link != Link::Fed || !self.views.counts(peer.member) {
+            if peer.link != Link::Fed || !self.commit.views.counts(peer.member) {
                 continue;
             }
             any = true;
@@ -262,7 +262,7 @@ impl Target {
         let Some((i, _)) = best else {
             // Lost only if no member has it: one that is away for a moment is waited for.
             let is_bad = |m: &Member| read.bad.iter().any(|(b, _, _)| b == m);
-            let lost = self.views.all().flat_map(|v| &v.in_sync).all(is_bad)
+            let lost = self.commit.views.all().flat_map(|v| &v.in_sync).all(is_bad)
                 || mutant::is("lost-while-one-is-away");
             if let Purpose::Repair { member, whole_map } = read.purpose {
                 // Its member asks again: nothing of the target's waits for it.
@@ -397,7 +397,7 @@ impl Target {
     /// Up to where the history may be shown.
     fn settled(&self) -> Lsn {
         let media = self.is_media() && !mutant::is("read-at-commit-under-media");
-        if media { self.stable } else { self.commit }
+        if media { self.commit.stable } else { self.commit.lsn }
     }
 
     /// Delivers what is committed; called only with a live lease while commit is held.
@@ -471,9 +471,9 @@ impl Target {
     /// commit.
     fn owed_to_clients(&self) -> Lsn {
         if mutant::is("owed-forgotten-beside-a-full-pool") {
-            return self.commit;
+            return self.commit.lsn;
         }
-        self.commit.max(self.reads.owed)
+        self.commit.lsn.max(self.reads.owed)
     }
 
     /// A member's pool is full: what it was asked beyond its position is asked of others. Where

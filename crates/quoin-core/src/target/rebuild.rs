@@ -164,7 +164,7 @@ impl Target {
     pub(super) fn step_rebuilds(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         self.drop_parked(now);
         // Where writers wait for it, or nobody is served yet, it is in nobody's way.
-        let clients_matter = self.phase == Phase::Serving && self.held;
+        let clients_matter = self.phase == Phase::Serving && self.commit.held;
         let paced = |p: &&Peer| {
             let wants = p.rebuild.as_ref().is_some_and(Rebuild::wants_more);
             wants && !p.rounds.takes_precedence()
@@ -172,7 +172,7 @@ impl Target {
         let paced = self.peers.iter().filter(paced).map(|p| p.rounds.patience());
         let copying = paced.max().filter(|_| clients_matter);
         let busy = self.replies_wait();
-        let (known, views) = (&self.membership.known, &self.views);
+        let (known, views) = (&self.membership.known, &self.commit.views);
         self.pace.step(now, copying, busy, || known.iter().all(|member| views.counts(*member)));
         for index in 0..self.peers.len() {
             if self.peers[index].link != Link::Rebuilding {
@@ -271,14 +271,15 @@ impl Target {
         if mutant::is("boundary-not-stable") {
             return self.history.last.lsn;
         }
-        if !self.views.counts(receiver) || !self.views.short(&self.peers) {
-            return self.stable;
+        if !self.commit.views.counts(receiver) || !self.commit.views.short(&self.peers) {
+            return self.commit.stable;
         }
-        let fed = self.peers.iter().filter(|p| p.link == Link::Fed && self.views.counts(p.member));
+        let fed =
+            self.peers.iter().filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
         let mut durable: Vec<Lsn> = fed.map(|p| p.durable).collect();
         durable.sort_unstable_by(|a, b| b.cmp(a));
-        durable.truncate(self.views.consistency_factor().saturating_sub(1).max(1));
-        durable.last().copied().unwrap_or_default().max(self.stable)
+        durable.truncate(self.commit.views.consistency_factor().saturating_sub(1).max(1));
+        durable.last().copied().unwrap_or_default().max(self.commit.stable)
     }
 
     /// Chooses the boundary, or whose base it is: not that of `without`. False: not possible now.
@@ -293,17 +294,17 @@ impl Target {
         let peer = &self.peers[index];
         let member = peer.member;
         // A member of the in-sync set without which there are too few: fed inside that set.
-        let needed = self.views.counts(member) && self.views.short(&self.peers);
-        if !recovering && !self.views.pending.is_empty() && !needed {
+        let needed = self.commit.views.counts(member) && self.commit.views.short(&self.peers);
+        if !recovering && !self.commit.views.pending.is_empty() && !needed {
             // Catch-up by increments starts only once the View without it is active.
             return false;
         }
-        if recovering && !self.views.counts(member) {
+        if recovering && !self.commit.views.counts(member) {
             return false;
         }
         let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
         // Never above what the receiver may treat as settled: it is told stable just before.
-        let settled = self.stable.max(peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.stable));
+        let settled = self.commit.stable.max(peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.stable));
         let from = match damaged {
             true => Lsn::ZERO,
             false if mutant::is("increment-from-above") => settled.max(peer.applied),
@@ -328,14 +329,14 @@ impl Target {
         if recovering {
             views.push_back((ReadView::Base, None));
         } else {
-            if !self.held && !needed {
+            if !self.commit.held && !needed {
                 return false;
             }
             let high = self.random();
             let snapshot = SnapshotId(u128::from(high) << 64 | u128::from(id));
             let kind = EntryKind::Snapshot { id: snapshot, hidden: true };
             let entry = self.history.append_bare(self.epoch, kind);
-            self.sync_wanted = self.sync_wanted.max(entry.lsn);
+            self.commit.want_sync(entry.lsn);
             boundary = Some((snapshot, entry.lsn));
             end = Some(Box::new(self.history.end(visible.clone())));
             views.push_back((ReadView::Snapshot(snapshot), None));
@@ -381,7 +382,7 @@ impl Target {
         }
         let unpaced = self.peers[index].rounds.takes_precedence()
             || self.phase != Phase::Serving
-            || !self.held;
+            || !self.commit.held;
         loop {
             let Some(rebuild) = &self.peers[index].rebuild else { return };
             let waits = rebuild.stage != Stage::Moving || rebuild.feeds >= FEEDS_MAX;
@@ -417,7 +418,9 @@ impl Target {
         let mut sources: Vec<&Peer> = self
             .peers
             .iter()
-            .filter(|p| p.link == Link::Fed && self.views.counts(p.member) && p.bulk.carries())
+            .filter(|p| {
+                p.link == Link::Fed && self.commit.views.counts(p.member) && p.bulk.carries()
+            })
             .filter(|p| view != ReadView::Base || rebuild.base_source == Some(p.member))
             .filter(|p| p.applied >= needed && !rebuild.without.contains(&p.member))
             .collect();
@@ -434,7 +437,7 @@ impl Target {
             moving.filter(|r| r.stage != Stage::Committing).filter_map(|r| r.base_source).collect();
         self.peers
             .iter()
-            .filter(|p| p.link == Link::Fed && self.views.counts(p.member))
+            .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member))
             .filter(|p| !taken.contains(&p.member) && without != Some(p.member))
             .filter_map(|p| p.ack.as_deref().map(|ack| (p, ack.base)))
             .filter(|(_, base)| base.next() >= first)
@@ -447,7 +450,7 @@ impl Target {
     fn is_boundary_lost(&self, index: usize) -> bool {
         let Some(rebuild) = &self.peers[index].rebuild else { return false };
         let mut sources =
-            self.peers.iter().filter(|p| p.link == Link::Fed && self.views.counts(p.member));
+            self.peers.iter().filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
         rebuild.boundary.is_some()
             && !rebuild.without.is_empty()
             && sources.all(|p| rebuild.without.contains(&p.member))

@@ -29,13 +29,13 @@ impl Target {
         for index in 0..self.peers.len() {
             let peer = &self.peers[index];
             let lag = self.history.weight_after(peer.applied);
-            if peer.link == Link::Fed && lag > behind && !self.views.counts(peer.member) {
+            if peer.link == Link::Fed && lag > behind && !self.commit.views.counts(peer.member) {
                 // It fell out of the window: increments bring it back, from where it says that
                 // it stands in a new session. What is on its way to it now would be beyond that.
                 self.hang_up(now, index, actions);
             }
         }
-        let mut keep_after = self.stable;
+        let mut keep_after = self.commit.stable;
         let mut kept_bytes = (self.membership.known.len() > self.peers.len()).then_some(away);
         for peer in &self.peers {
             match peer.link {

@@ -58,9 +58,9 @@ impl Target {
 
     /// Whether fewer than CF counted members have room, under some rule.
     fn short_of_room(&self) -> bool {
-        let counted = quorum::reached(&self.views, &self.peers, |_| Some(()));
+        let counted = quorum::reached(&self.commit.views, &self.peers, |_| Some(()));
         let roomy = |p: &super::Peer| (!p.short && !p.stuck).then_some(());
-        counted.is_some() && quorum::reached(&self.views, &self.peers, roomy).is_none()
+        counted.is_some() && quorum::reached(&self.commit.views, &self.peers, roomy).is_none()
     }
 
     /// Bytes that no trim can stand for.
@@ -117,16 +117,16 @@ impl Target {
             return;
         }
         self.requests.short_since.get_or_insert(now);
-        if self.stable < self.history.last.lsn {
+        if self.commit.stable < self.history.last.lsn {
             // What is on media can be folded, and what folds can be cleaned up.
-            self.sync_wanted = self.sync_wanted.max(self.history.last.lsn);
+            self.commit.want_sync(self.history.last.lsn);
         }
         if self.refuses_for_room(now) {
             for request in self.requests.take_room() {
                 self.refuse(request.token, BlockError::NoSpace, actions);
             }
         }
-        if self.held {
+        if self.commit.held {
             self.wait_for(WaitReason::Room, actions);
         }
     }

@@ -92,7 +92,7 @@ impl Target {
         let window = self.config.window_bytes as u64;
         let catch_up = self.catch_up_bytes() as u64;
         for index in 0..self.peers.len() {
-            let counts = self.views.counts(self.peers[index].member);
+            let counts = self.commit.views.counts(self.peers[index].member);
             let peer = &mut self.peers[index];
             if counts && peer.link == Link::Fed {
                 let since = *peer.rounds.in_sync_since.get_or_insert(now);

@@ -23,11 +23,6 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 /// A member dropped for slowness stays out at least this long, so that Views do not flap.
 const RETURN_AFTER: Duration = Duration::from_secs(5);
 const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
-/// Replicas are told that all is stable when no entry has followed for so long: one that does says
-/// so on its way, and a frame to each replica for each of a row of single writes would cost as much
-/// as they do.
-const TELL_AFTER: Duration = Duration::from_millis(20);
-
 impl Target {
     /// Everything that the events since the last call lead to. Call it after each batch.
     pub fn flush(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
@@ -189,10 +184,9 @@ impl Target {
             return;
         }
         loop {
-            if self.views.activate(&self.peers) {
+            if self.commit.views.activate(&self.peers) {
                 if self.phase == Phase::Recovering {
-                    self.commit = self.first_view;
-                    self.stable = self.first_view;
+                    self.commit.start();
                     self.start_serving(now, actions);
                 } else {
                     self.note_in_sync(actions);
@@ -204,29 +198,9 @@ impl Target {
         if self.phase == Phase::Recovering {
             return;
         }
-        let applied = quorum::reached(&self.views, &self.peers, |p| Some(p.applied));
-        let durable = quorum::reached(&self.views, &self.peers, |p| Some(p.durable));
-        self.held = applied.is_some_and(|a| a >= self.commit);
-        if let Some(applied) = applied {
-            self.commit = self.commit.max(applied);
-        }
-        if let Some(durable) = durable {
-            self.stable = self.stable.max(durable.min(self.commit));
-        }
-        if mutant::is("stable-told-at-commit") {
-            self.stable = self.commit;
-        }
-        assert!(self.commit >= self.first_view, "CommitSurvives");
-        assert!(self.stable <= self.commit, "StableSurvives");
-        if self.stable >= self.history.last.lsn {
-            self.stable_since = None;
-            self.settled_since.get_or_insert(now);
-        } else {
-            self.stable_since.get_or_insert(now);
-            self.settled_since = None;
-        }
-        if self.held {
-            self.quorum_lost = None;
+        self.commit.advance(now, &self.peers, self.history.last.lsn);
+        if self.commit.held {
+            self.commit.quorum_lost = None;
             if self.waits_for.is_some_and(WaitReason::is_quorum) {
                 self.wait_no_longer(actions);
             }
@@ -238,7 +212,7 @@ impl Target {
 
     /// Fewer than CF counted replicas: nothing is acknowledged; wait or fail, as the volume says.
     fn below_quorum(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        let since = *self.quorum_lost.get_or_insert(now);
+        let since = *self.commit.quorum_lost.get_or_insert(now);
         if let Some(reason) = self.short_of() {
             self.wait_for(reason, actions);
         } else if now >= since + PATIENCE / 5 {
@@ -258,7 +232,7 @@ impl Target {
     /// Fewer than CF counted members for long, while an open would find enough known replicas:
     /// an open can bring back one that lacks more than the window, which counting cannot.
     fn reopen_for_quorum(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        let long = self.quorum_lost.is_some_and(|since| now >= since + PATIENCE);
+        let long = self.commit.is_lost_for(now, PATIENCE);
         if self.phase != Phase::Serving || !long {
             return;
         }
@@ -268,21 +242,21 @@ impl Target {
                 && p.ack.as_ref().is_some_and(|ack| ack.quorum && !ack.damaged)
         };
         let live = quorum::count(&self.peers, usable);
-        let holds = |p: &Peer| p.link == Link::Fed && self.views.counts(p.member);
+        let holds = |p: &Peer| p.link == Link::Fed && self.commit.views.counts(p.member);
         let counted = quorum::count(&self.peers, |p| usable(p) && holds(p));
         if live > counted && live >= self.membership.open_quorum() {
-            self.quorum_lost = None;
+            self.commit.quorum_lost = None;
             self.reopen(now, actions);
         }
     }
 
     pub(super) fn lease_until(&self) -> Option<Time> {
-        quorum::lease_until(&self.views, &self.peers, self.config.lease_ms)
+        self.commit.lease_until(&self.peers, self.config.lease_ms)
     }
 
     /// No reply of any kind without a live lease, and none while commit is not held.
     fn release(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        let held = self.held || mutant::is("return-not-held");
+        let held = self.commit.held || mutant::is("return-not-held");
         if !self.replies_wait() || !held || self.is_closing() {
             return;
         }
@@ -290,21 +264,27 @@ impl Target {
         if lapsed && !mutant::is("reply-without-a-lease") {
             return;
         }
-        quorum::assert_answerable(&self.views, &self.peers, self.commit, now, self.config.lease_ms);
+        quorum::assert_answerable(
+            &self.commit.views,
+            &self.peers,
+            self.commit.lsn,
+            now,
+            self.config.lease_ms,
+        );
         for (token, error) in self.requests.take_refused() {
             self.reply(token, Err(error), actions);
         }
-        while let Some(w) = self.requests.next_committed(self.commit) {
+        while let Some(w) = self.requests.next_committed(self.commit.lsn) {
             self.measured(now, w, Kind::Write);
             self.reply(w.token, Ok(Payload::None), actions);
         }
-        while let Some(w) = self.requests.next_stable(self.stable) {
+        while let Some(w) = self.requests.next_stable(self.commit.stable) {
             self.measured(now, w, Kind::Durable);
             self.reply(w.token, Ok(Payload::None), actions);
         }
         self.tell_snapshots(actions);
         let confirmed = match self.config.reads {
-            ReadMode::Confirmed => quorum::reached(&self.views, &self.peers, |p| p.answered),
+            ReadMode::Confirmed => quorum::reached(&self.commit.views, &self.peers, |p| p.answered),
             ReadMode::Leased => None,
         };
         self.release_reads(now, confirmed, actions);
@@ -349,7 +329,7 @@ impl Target {
                     entries = entries.iter().map(changed).collect();
                 }
                 let sync = sync_each && entries.iter().any(|e| !e.kind.is_durable_first());
-                let stable = self.stable;
+                let stable = self.commit.stable;
                 let peer = &mut self.peers[index];
                 peer.next = end.next();
                 peer.stable_told = stable;
@@ -371,15 +351,8 @@ impl Target {
     fn ask_syncs(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let last = self.history.last.lsn;
         let after = Duration::from_millis(self.config.sync_after_ms.into());
-        let due = self.stable_since.is_some_and(|t| now >= t + after)
-            || self.history.weight_after(self.stable) >= self.config.sync_bytes;
-        if self.stable < last && due && self.sync_wanted <= self.stable {
-            self.sync_wanted = last;
-        }
-        if self.sync_wanted <= self.stable {
-            return;
-        }
-        let wanted = self.sync_wanted;
+        let is_much = self.history.weight_after(self.commit.stable) >= self.config.sync_bytes;
+        let Some(wanted) = self.commit.sync_due(now, last, after, is_much) else { return };
         for index in 0..self.peers.len() {
             let peer = &mut self.peers[index];
             if peer.link == Link::Fed
@@ -398,24 +371,18 @@ impl Target {
         Duration::from_millis(u64::from(self.config.lease_ms) / 8)
     }
 
-    /// When replicas that were not told yet are told that everything is stable.
-    fn tell_due(&self) -> Option<Time> {
-        let at = self.settled_since? + TELL_AFTER;
-        self.peers.iter().any(|peer| peer.lacks_word_of(self.stable)).then_some(at)
-    }
-
     /// The lease is renewed only while something waits for it; an idle volume sends nothing.
     /// Some time after stable has reached the last entry, one frame tells all.
     fn send_pings(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
         let renew =
             self.replies_wait() && self.lease_until().is_none_or(|until| now + half >= until);
-        let settled = self.tell_due().is_some_and(|at| now >= at);
+        let settled = self.commit.tell_at(&self.peers).is_some_and(|at| now >= at);
         let interval = self.ping_interval();
-        let stable = self.stable;
+        let stable = self.commit.stable;
         for index in 0..self.peers.len() {
-            let counts = self.views.counts(self.peers[index].member);
-            let tell = settled && self.peers[index].lacks_word_of(self.stable);
+            let counts = self.commit.views.counts(self.peers[index].member);
+            let tell = settled && self.peers[index].lacks_word_of(self.commit.stable);
             let peer = &mut self.peers[index];
             if peer.link != Link::Fed {
                 continue;
@@ -462,8 +429,8 @@ impl Target {
 
     /// Drops members that are gone or slow while CF remain, and takes back those that caught up.
     fn reconsider_views(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        let Some(newest) = self.views.newest() else { return };
-        let newest_at = self.views.newest_at();
+        let Some(newest) = self.commit.views.newest() else { return };
+        let newest_at = self.commit.views.newest_at();
         let is_member = |p: &Peer| newest.in_sync.contains(&p.member);
         // A member that came back without its cache and holds all up to its return becomes
         // continuous by a View that follows: without one the next open would count it as lost.
@@ -512,7 +479,7 @@ impl Target {
             return;
         }
         // A second View goes behind a pending one only when that one cannot become active.
-        if let Some((_, pending)) = self.views.pending.back()
+        if let Some((_, pending)) = self.commit.views.pending.back()
             && (Views::can_activate(pending, &self.peers) || mutant::is("stuck-view-not-passed"))
         {
             return;
@@ -548,10 +515,10 @@ impl Target {
             return;
         }
         let last = self.history.last.lsn;
-        self.sync_wanted = self.sync_wanted.max(last);
+        self.commit.want_sync(last);
         let busy = self.replies_wait() || self.requests.merging();
         let unsynced = self.peers.iter().any(|p| p.link == Link::Fed && p.durable < last);
-        if (busy || unsynced || self.stable < last) && now < until {
+        if (busy || unsynced || self.commit.stable < last) && now < until {
             return;
         }
         self.phase = Phase::Draining { closing: true, until: now + DRAIN_PATIENCE };
@@ -588,7 +555,7 @@ impl Target {
             }
             soonest(self.silent_at(index));
             soonest(peer.bulk.due().filter(|_| !self.is_closing()));
-            if peer.link == Link::Fed && self.views.counts(peer.member) {
+            if peer.link == Link::Fed && self.commit.views.counts(peer.member) {
                 let age = Duration::from_millis(self.config.drop_after_ms.into());
                 soonest(
                     peer.behind_since
@@ -606,18 +573,18 @@ impl Target {
                 soonest(Some(renew.max(now + self.ping_interval())));
             }
             let after = Duration::from_millis(self.config.sync_after_ms.into());
-            if self.sync_wanted <= self.stable {
-                soonest(self.stable_since.map(|t| t + after));
-            }
-            soonest(self.tell_due());
+            soonest(self.commit.sync_at(after));
+            soonest(self.commit.tell_at(&self.peers));
             soonest(self.room_due());
             soonest(self.parked_until());
             soonest(self.verify_due());
             soonest(self.pace.due(now));
             soonest(self.held_back);
             soonest(self.change.due(now));
-            soonest(self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)));
-            if let Some(since) = self.quorum_lost
+            soonest(
+                self.commit.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)),
+            );
+            if let Some(since) = self.commit.quorum_lost
                 && self.config.on_quorum_loss == OnQuorumLoss::Fail
                 && self.replies_wait()
             {

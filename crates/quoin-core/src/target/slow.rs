@@ -148,7 +148,7 @@ impl Target {
     ) {
         let peer = &self.peers[index];
         // Entries that are behind others of the same session measure its recovery.
-        let is_measured = peer.link == Link::Fed && self.views.counts(peer.member);
+        let is_measured = peer.link == Link::Fed && self.commit.views.counts(peer.member);
         if !is_measured || applied <= peer.applied || ping.0 == 0 {
             return;
         }

@@ -69,13 +69,13 @@ impl Target {
             }
             (SnapshotWish::Delete, None) => self.history.last.lsn,
         };
-        self.sync_wanted = self.sync_wanted.max(lsn);
+        self.commit.want_sync(lsn);
         self.requests.snapshots.push(Wished { id, wish, lsn, too_many });
     }
 
     /// Tells of what is on media now. The caller has looked at the lease.
     pub(super) fn tell_snapshots(&mut self, actions: &mut Vec<TargetAction>) {
-        let stable = self.stable;
+        let stable = self.commit.stable;
         self.requests.snapshots.retain(|wished| {
             let Wished { id, wish, lsn, too_many } = *wished;
             if lsn <= stable {

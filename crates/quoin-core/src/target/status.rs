@@ -81,15 +81,15 @@ impl Target {
     /// What is missing under the rule that misses the most, where one has fewer than its CF; while
     /// a change of membership is under way there is more than one.
     pub(super) fn short_of(&self) -> Option<WaitReason> {
-        let counts = |p: &Peer| p.is_live() && self.views.counts(p.member);
+        let counts = |p: &Peer| p.is_live() && self.commit.views.counts(p.member);
         let counted = |rule: &Rule| {
             quorum::count(&self.peers, |p| counts(p) && rule.known.contains(&p.member))
         };
-        let short = self.views.rules().map(|rule| (counted(rule), rule));
+        let short = self.commit.views.rules().map(|rule| (counted(rule), rule));
         let short = short.filter(|(counted, rule)| *counted < usize::from(rule.cf));
         let (counted, Rule { rf, cf, known, .. }) =
             short.max_by_key(|(counted, rule)| usize::from(rule.cf) - counted)?;
-        let changing = self.views.rules().any(|rule| rule.cf != *cf || rule.known != *known);
+        let changing = self.commit.views.rules().any(|rule| rule.cf != *cf || rule.known != *known);
         Some(WaitReason::Quorum { counted, rf: *rf, cf: *cf, changing })
     }
 
@@ -104,7 +104,7 @@ impl Target {
                     Link::Down | Link::Connecting => ReplicaStanding::Disconnected,
                     Link::Opening | Link::Answered | Link::Truncating => ReplicaStanding::Opening,
                     Link::Rebuilding => ReplicaStanding::Rebuilding,
-                    Link::Fed if self.views.counts(peer.member) => ReplicaStanding::InSync,
+                    Link::Fed if self.commit.views.counts(peer.member) => ReplicaStanding::InSync,
                     Link::Fed => ReplicaStanding::CatchingUp,
                 },
                 applied: peer.applied,
@@ -128,8 +128,8 @@ impl Target {
                 _ => Vec::new(),
             },
             last: self.history.last,
-            commit: self.commit,
-            stable: self.stable,
+            commit: self.commit.lsn,
+            stable: self.commit.stable,
             volume_blocks: self.history.blocks,
             replicas: replicas.collect(),
             verify: self.verify_report(),

@@ -13,7 +13,7 @@ use crate::time::Time;
 impl Target {
     /// Up to where entries are committed, and up to where they are stable.
     pub fn reach(&self) -> (Lsn, Lsn) {
-        (self.commit, self.stable)
+        (self.commit.lsn, self.commit.stable)
     }
 
     /// Until when it may reply, by its own clock.
@@ -23,12 +23,13 @@ impl Target {
 
     /// The View in force.
     pub fn active_view(&self) -> Option<(Lsn, &View)> {
-        self.views.active.as_ref().map(|(lsn, view)| (*lsn, view))
+        self.commit.views.active.as_ref().map(|(lsn, view)| (*lsn, view))
     }
 
     /// How many counted replicas with a live session hold everything up to here.
     pub fn holders(&self, lsn: Lsn) -> usize {
-        let holds = |p: &&Peer| p.is_live() && self.views.counts(p.member) && p.applied >= lsn;
+        let holds =
+            |p: &&Peer| p.is_live() && self.commit.views.counts(p.member) && p.applied >= lsn;
         self.peers.iter().filter(holds).count()
     }
 
@@ -54,7 +55,7 @@ impl Target {
         add(self.requests.any(Waiting::Stable), Step::Stabilising);
         add(!self.reads.is_empty(), Step::Reading);
         add(self.requests.merging(), Step::Merging);
-        add(!self.views.pending.is_empty() && !recovering, Step::ViewPending);
+        add(!self.commit.views.pending.is_empty() && !recovering, Step::ViewPending);
         let behind = self.peers.iter().any(|p| p.link == Link::Fed && p.applied < p.tip);
         add(behind && !recovering, Step::CatchingUp);
         add(stage(Stage::Boundary), Step::RebuildBoundary);
@@ -62,7 +63,7 @@ impl Target {
         add(stage(Stage::Committing), Step::RebuildCommitting);
         add(self.change.is_joint(), Step::Joint);
         add(self.change.is_swapping(), Step::Swapping);
-        add(self.quorum_lost.is_some() && self.phase == Phase::Serving, Step::BelowQuorum);
+        add(self.commit.quorum_lost.is_some() && self.phase == Phase::Serving, Step::BelowQuorum);
         add(matches!(self.phase, Phase::Draining { closing: false, .. }), Step::Draining);
         add(matches!(self.phase, Phase::Draining { closing: true, .. }), Step::Closing);
         steps

@@ -125,8 +125,8 @@ impl Target {
             return true;
         }
         let unstable = self.config.window_bytes.max(self.config.sync_bytes).saturating_mul(4);
-        self.history.weight_after(self.commit) > self.config.window_bytes
-            || self.history.weight_after(self.stable) > unstable
+        self.history.weight_after(self.commit.lsn) > self.config.window_bytes
+            || self.history.weight_after(self.commit.stable) > unstable
     }
 
     fn execute(&mut self, now: Time, request: Request) {
@@ -175,7 +175,7 @@ impl Target {
 
     fn flush_request(&mut self, token: Token) {
         let lsn = self.history.last.lsn;
-        self.sync_wanted = self.sync_wanted.max(lsn);
+        self.commit.want_sync(lsn);
         if mutant::is("flush-at-applied") {
             return self.requests.wait_for_commit(Sequenced::unmeasured(lsn, token));
         }

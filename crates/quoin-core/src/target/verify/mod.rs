@@ -305,7 +305,7 @@ impl Target {
         }
         if let Some(round) = &mut verify.round {
             // Who is not in sync any more is not waited for, and what it said counts no more.
-            let counts = |m: Member| self.views.counts(m);
+            let counts = |m: Member| self.commit.views.counts(m);
             round.waits_for.retain(|(m, nonce)| counts(*m) && is_here(*m, *nonce));
             round.answers.retain(|answer| counts(answer.member));
             if round.epoch != epoch || (round.waits_for.is_empty() && round.answers.is_empty()) {
@@ -338,7 +338,9 @@ impl Target {
             let at = self.peers.iter().position(|p| p.member == member);
             let peer = at.map(|at| &self.peers[at]);
             let left_out = match peer {
-                Some(p) if p.link != Link::Fed || !self.views.counts(member) => "it is not in sync",
+                Some(p) if p.link != Link::Fed || !self.commit.views.counts(member) => {
+                    "it is not in sync"
+                }
                 None => "it is not in sync",
                 Some(p) if p.stuck => "its pool is full",
                 Some(p) if !p.verifies => "its pool runs a version that cannot verify",
