@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `events` | what it is told, what it asks for, what it notes |
 //! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); what the answers allow |
+//! | `opening` | what outlives an open that failed, or an epoch that ended |
 //! | `history` | the tail of entries, the epoch table, common prefixes |
 //! | `past`, `refusals` | writers that came after this one; replicas that say they promised more |
 //! | `commit`, `quorum` | commit, stable, syncs, loss of the quorum; counting, lease, active View |
@@ -40,6 +41,7 @@ mod gather;
 mod history;
 mod lanes;
 mod open;
+mod opening;
 mod pace;
 mod past;
 mod peer;
@@ -66,7 +68,7 @@ mod write;
 
 use crate::VOLUME_BLOCKS_MAX;
 use crate::block::{BlockError, Payload, Reply, Token};
-use crate::ids::{Epoch, Incarnation, Lsn, Position, SessionKey, VolumeId};
+use crate::ids::{Epoch, Incarnation, SessionKey, VolumeId};
 use crate::membership::{Desired, Durability, Member, Membership};
 use crate::message::{Failure, FromReplica, Ping, ToReplica};
 use crate::time::Time;
@@ -163,31 +165,19 @@ pub struct Target {
     random: u64,
     epoch: Epoch,
     incarnation: Incarnation,
-    refusals: refusals::Refusals,
     membership: Membership,
-    granted: Membership,
-    attempts: u32,
+    opening: opening::Opening,
     next_nonce: u64,
     peers: Vec<Peer>,
     desired: Desired,
     history: History,
-    past: past::Past,
-    /// Entries after this must be at hand before IO can start.
-    fetch_floor: Lsn,
     commit: commit::Commit,
-    /// The position of `commit` in the last epoch that served: must survive (CommitSurvives).
-    committed: Position,
-    /// Entries above stable when an epoch ended: those that did not survive are written again.
-    orphans: Vec<crate::entry::SharedEntry>,
     requests: requests::Requests,
     reads: read::Reads,
     change: change::Change,
     verify: Option<verify::Verify>,
     /// Names the next request of a verification.
     next_verify: u64,
-    unflushed_tail_lost: bool,
-    /// When the control plane or the authority is no longer waited for.
-    answer_by: Time,
     /// Replicas that broke the protocol, and until when they are not tried again.
     banned: Vec<(Member, Time)>,
     /// Rebuilds whose receiver went away.
@@ -212,26 +202,18 @@ impl Target {
             random: seed,
             epoch: Epoch::ZERO,
             incarnation: Incarnation(0),
-            refusals: refusals::Refusals::default(),
             membership: Membership::default(),
-            granted: Membership::default(),
-            attempts: 0,
+            opening: opening::Opening::new(now),
             next_nonce: 1,
             peers: Vec::new(),
             desired: Desired::default(),
             history: History::empty(config.volume_blocks),
-            past: past::Past::default(),
-            fetch_floor: Lsn::ZERO,
             commit: commit::Commit::default(),
-            committed: Position::default(),
-            orphans: Vec::new(),
             requests: requests::Requests::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
             verify: None,
             next_verify: 1,
-            unflushed_tail_lost: false,
-            answer_by: now,
             banned: Vec::new(),
             parked: Vec::new(),
             pace: pace::Pace::new(),
@@ -258,7 +240,7 @@ impl Target {
             TargetEvent::NotOwner { incarnation } => {
                 if self.phase == Phase::Acquiring && incarnation == self.incarnation {
                     actions.push(TargetAction::Note(TargetNote::Fenced {
-                        by: self.refusals.newest().max(self.epoch),
+                        by: self.opening.refusals.newest().max(self.epoch),
                     }));
                     self.stop(actions);
                 }

@@ -19,15 +19,7 @@ use crate::time::Time;
 
 /// How long an open that could only go on by giving up unflushed data waits for the rest of K.
 const UNFLUSHED_GRACE: Duration = Duration::from_secs(10);
-/// An open that cannot go on for so long asks the record again, under a new epoch: what it was
-/// granted may be of before a change (the record was an old copy then, say), and those that it
-/// waits for gone for good. An answer that is on its way is worth longer: a replica may wait out
-/// a lease of the longest kind.
-const OPEN_PATIENCE: Duration = Duration::from_secs(20);
-const OPEN_PATIENCE_MAX: Duration = Duration::from_secs(120);
 const FETCH_BYTES: u32 = 4 << 20;
-const REST_FIRST_MS: u64 = 100;
-const REST_LAST_MS: u64 = 10_000;
 
 impl Target {
     /// Step 1. Every attempt takes a new incarnation and a new epoch.
@@ -40,16 +32,13 @@ impl Target {
         self.phase = Phase::Acquiring;
         actions.push(TargetAction::AcquireEpoch {
             incarnation: self.incarnation,
-            at_least: self.refusals.at_least(),
+            at_least: self.opening.refusals.at_least(),
         });
     }
 
     pub(super) fn rest(&mut self, now: Time) {
-        let ms = (REST_FIRST_MS << self.attempts.min(7)).min(REST_LAST_MS);
-        self.attempts += 1;
-        // Half fixed, half by chance, so that two targets do not keep meeting.
-        let ms = ms / 2 + self.random() % (ms / 2 + 1);
-        self.phase = Phase::Resting { until: now + Duration::from_millis(ms) };
+        let chance = self.random();
+        self.phase = Phase::Resting { until: now + self.opening.pause(chance) };
     }
 
     /// Gives this epoch up and starts again; what was sequenced but not committed is kept aside.
@@ -62,15 +51,11 @@ impl Target {
         if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
             // All above stable is still in memory: even if every cache was lost at once, nothing
             // that this target acknowledged is.
-            self.orphans = self.history.after(self.commit.stable).cloned().collect();
             // Under `durability: media` nothing above stable was acknowledged or read, and a disk
             // that failed may have dropped it.
             let owed = if self.is_media() { self.commit.stable } else { self.commit.lsn };
             self.reads.owed = self.reads.owed.max(owed);
-            let epoch = self.history.get(owed).map(|e| e.epoch);
-            if let Some(epoch) = epoch {
-                self.committed = Position { epoch, lsn: owed };
-            }
+            self.opening.keep(&self.history, self.commit.stable, owed);
         }
         self.peers.clear();
         self.history.drop_entries();
@@ -95,13 +80,13 @@ impl Target {
         }
         if epoch <= self.epoch {
             self.wait_for(WaitReason::UsedEpoch, actions);
-            self.refusals.ask_above(self.epoch);
+            self.opening.refusals.ask_above(self.epoch);
             return self.rest(now);
         }
-        let judged = self.refusals.judge(now, self.epoch, epoch);
+        let judged = self.opening.refusals.judge(now, self.epoch, epoch);
         self.epoch = epoch;
         if self.requests.any(Waiting::Window) {
-            self.past.waits(epoch);
+            self.opening.past.waits(epoch);
         }
         if judged == Judged::AskAgain {
             self.wait_for(WaitReason::OlderGrant, actions);
@@ -112,13 +97,13 @@ impl Target {
             return self.rest(now);
         }
         // What an earlier attempt found is found again, or is no longer so.
-        self.unflushed_tail_lost = false;
+        self.opening.unflushed_tail_lost = false;
         actions.push(TargetAction::Note(TargetNote::Opening { epoch }));
         self.peers = membership.known.iter().map(|m| Peer::new(*m, now)).collect();
-        self.granted = super::status::without_retired(&membership);
+        self.opening.granted = super::status::without_retired(&membership);
         self.membership = membership;
         self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
-        self.answer_by = now + OPEN_PATIENCE;
+        self.opening.begin(now);
     }
 
     pub(super) fn connected(
@@ -162,7 +147,7 @@ impl Target {
             return self.shut_out(now, index, "an impossible epoch", actions);
         }
         if failure == Failure::Fenced && promised >= self.epoch {
-            if !self.refusals.hear(now, self.peers[index].member, promised) {
+            if !self.opening.refusals.hear(now, self.peers[index].member, promised) {
                 return self.shut_out(now, index, "PromiseMonotone", actions);
             }
             actions.push(TargetAction::Note(TargetNote::Fenced { by: promised }));
@@ -235,7 +220,7 @@ impl Target {
                 actions
                     .push(TargetAction::Note(TargetNote::ControlPlaneBehind { durable_version }));
                 self.wait_for(WaitReason::RecordBehind, actions);
-                self.attempts = self.attempts.max(7);
+                self.opening.pause_longest();
                 self.reopen(now, actions);
             }
             Verdict::Wait(reason) => self.wait_to_open(reason, now, actions),
@@ -249,7 +234,7 @@ impl Target {
                 if now < since + UNFLUSHED_GRACE && !self.all_answered() {
                     return self.wait_for(WaitReason::AllAnswers, actions);
                 }
-                self.unflushed_tail_lost = true;
+                self.opening.unflushed_tail_lost = true;
                 actions.push(TargetAction::Note(TargetNote::UnflushedTailMayBeLost));
                 if let Some(authority) = self.authority() {
                     self.recover_from(now, authority, actions);
@@ -286,8 +271,7 @@ impl Target {
 
     fn open_waits_until(&self) -> Time {
         let answers = self.peers.iter().any(|p| p.link == Link::Opening);
-        let more = if answers { OPEN_PATIENCE_MAX - OPEN_PATIENCE } else { Duration::ZERO };
-        self.answer_by + more
+        self.opening.gives_up_at(answers)
     }
 
     pub(super) fn rule(&self) -> Rule {
@@ -310,22 +294,20 @@ impl Target {
         if let Some((lsn, view)) = &ack.last_view
             && view.unflushed_tail_lost
             && *lsn == ack.position.lsn
-            && !self.unflushed_tail_lost
+            && !self.opening.unflushed_tail_lost
         {
-            self.unflushed_tail_lost = true;
+            self.opening.unflushed_tail_lost = true;
             actions.push(TargetAction::Note(TargetNote::UnflushedTailMayBeLost));
         }
         let theirs = ack.position.epoch;
-        if !mutant::is("overtaken-target-writes-again") && self.past.is_overtaken_by(theirs) {
+        if !mutant::is("overtaken-target-writes-again") && self.opening.past.is_overtaken_by(theirs)
+        {
             // Another target has been the writer since: what still waits here is from before,
             // and must never overwrite what was written there. Only a new target may go on.
             actions.push(TargetAction::Note(TargetNote::Fenced { by: theirs }));
             return self.stop(actions);
         }
-        if !self.unflushed_tail_lost
-            && self.history.knows(self.committed.epoch)
-            && !self.history.holds(self.committed)
-        {
+        if self.opening.is_commit_missing(&self.history) {
             let member = self.peers[authority].member;
             let invariant = "CommitSurvives";
             actions.push(TargetAction::Note(TargetNote::InvariantRefused { member, invariant }));
@@ -347,14 +329,14 @@ impl Target {
         }
         by_entries.sort_unstable_by(|a, b| b.cmp(a));
         let needed = by_entries.get(usize::from(self.membership.cf) - 1);
-        self.fetch_floor = needed.copied().unwrap_or(ack.base);
+        self.opening.fetch_floor = needed.copied().unwrap_or(ack.base);
         if needed.is_none() && by_increments > 0 {
             // IO cannot start without one that gets the authority's base first: what follows the
             // base must be at hand for it.
             fetch_after = fetch_after.min(ack.base);
         }
         self.phase = Phase::Fetching { authority: self.peers[authority].member };
-        self.answer_by = now + PATIENCE;
+        self.opening.answer_by = now + PATIENCE;
         if fetch_after == ack.position.lsn {
             return self.first_view(now, actions);
         }
@@ -386,8 +368,8 @@ impl Target {
         }
         // What only members need that IO does not wait for is kept within the window: the rest
         // of it reaches them by increments.
-        self.history.trim_to_weight(self.config.window_bytes, self.fetch_floor);
-        self.answer_by = now + PATIENCE;
+        self.history.trim_to_weight(self.config.window_bytes, self.opening.fetch_floor);
+        self.opening.answer_by = now + PATIENCE;
         let reached = self.history.fetched_to().unwrap_or_default();
         if reached < self.history.last.lsn {
             let message = ToReplica::Fetch { id: 0, after: reached, bytes_max: FETCH_BYTES };
@@ -428,7 +410,7 @@ impl Target {
             return self.reopen(now, actions);
         }
         self.phase = Phase::Recovering;
-        self.past.appends(self.epoch);
+        self.opening.past.appends(self.epoch);
         let first = self.history.last.lsn.next();
         self.append_view(in_sync, None);
         self.commit.first_view = first;
@@ -447,7 +429,8 @@ impl Target {
             rule: self.rule(),
             joint,
             durability: self.config.durability,
-            unflushed_tail_lost: self.unflushed_tail_lost && self.phase == Phase::Recovering,
+            unflushed_tail_lost: self.opening.unflushed_tail_lost
+                && self.phase == Phase::Recovering,
         };
         // A View under one rule would end the other, which a swap on its way may still make rule.
         assert!(view.joint.is_some() || self.change.joint().is_none(), "JointUntilKnown");
@@ -568,13 +551,14 @@ impl Target {
     /// The first View is active: everything before it is committed again. IO starts.
     pub(super) fn start_serving(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         self.phase = Phase::Serving;
-        self.attempts = 0;
-        self.unflushed_tail_lost = false;
+        self.opening.succeeded();
         self.wait_no_longer(actions);
         let at = self.history.last;
         actions.push(TargetAction::Note(TargetNote::Serving { epoch: self.epoch, at }));
         self.note_in_sync(actions);
-        self.rewrite_orphans();
+        let rewritten = self.opening.rewrite_orphans(self.epoch, &mut self.history);
+        self.requests.renumber(|lsn| rewritten.find(lsn));
+        self.reads.owed = rewritten.find(self.reads.owed);
         // Before requests that waited: they know the volume in its present size.
         if !mutant::is("grown-behind-the-backlog") {
             self.grow();
@@ -585,7 +569,7 @@ impl Target {
         let all =
             if self.requests.any(Waiting::Stable) { self.history.last.lsn } else { Lsn::ZERO };
         self.commit.want_sync_only(all);
-        self.past.nothing_waits();
+        self.opening.past.nothing_waits();
         for request in self.requests.take_window() {
             self.submit(now, request, actions);
         }
@@ -596,43 +580,6 @@ impl Target {
             let members = view.in_sync.clone();
             actions.push(TargetAction::Note(TargetNote::InSync { members }));
         }
-    }
-
-    /// What was sequenced in an older epoch but did not survive is sequenced again, in its
-    /// order; requests that wait for it wait for the new LSNs. What survived is committed.
-    fn rewrite_orphans(&mut self) {
-        let mut orphans = std::mem::take(&mut self.orphans);
-        if mutant::is("orphans-not-written-again") {
-            orphans.clear();
-        }
-        let mut moved: Vec<(Lsn, Lsn)> = Vec::with_capacity(orphans.len());
-        let mut last = self.history.last.lsn;
-        for entry in orphans {
-            if self.history.holds(entry.position()) {
-                moved.push((entry.lsn, entry.lsn));
-                continue;
-            }
-            let is_wanted = match entry.kind {
-                EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => true,
-                // Writes behind the old end may follow it.
-                EntryKind::Resize { blocks } => blocks > self.history.blocks,
-                _ => false,
-            };
-            if is_wanted {
-                let (kind, data) = (entry.kind.clone(), entry.data.clone());
-                let new =
-                    self.history.append(self.epoch, kind, entry.lba, entry.blocks, data, entry.fua);
-                last = new.lsn;
-            }
-            moved.push((entry.lsn, last));
-        }
-        let find = |lsn: Lsn| match moved.binary_search_by_key(&lsn, |(old, _)| *old) {
-            Ok(i) => moved[i].1,
-            // Committed before the epoch ended.
-            Err(_) => lsn,
-        };
-        self.requests.renumber(find);
-        self.reads.owed = find(self.reads.owed);
     }
 }
 

@@ -35,13 +35,13 @@ impl Target {
             _ if self.drain_requested => return self.stop(actions),
             Phase::Resting { until } if now >= until => {
                 self.acquire(actions);
-                self.answer_by = now + PATIENCE;
+                self.opening.answer_by = now + PATIENCE;
             }
-            Phase::Acquiring if now >= self.answer_by => {
+            Phase::Acquiring if now >= self.opening.answer_by => {
                 self.wait_for(WaitReason::Grant, actions);
                 self.rest(now);
             }
-            Phase::Fetching { .. } if now >= self.answer_by => self.reopen(now, actions),
+            Phase::Fetching { .. } if now >= self.opening.answer_by => self.reopen(now, actions),
             _ => {}
         }
         self.reopen_for_quorum(now, actions);
@@ -543,7 +543,7 @@ impl Target {
         };
         soonest(match self.phase {
             Phase::Resting { until } | Phase::Draining { until, .. } => Some(until),
-            Phase::Acquiring | Phase::Fetching { .. } => Some(self.answer_by),
+            Phase::Acquiring | Phase::Fetching { .. } => Some(self.opening.answer_by),
             Phase::Stopped => return,
             _ => self.open_deadline(),
         });

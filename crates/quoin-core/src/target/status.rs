@@ -120,7 +120,7 @@ impl Target {
             serving: self.phase == Phase::Serving,
             stopped: self.phase == Phase::Stopped,
             waiting: self.waits_for.map(|reason| reason.to_string()).unwrap_or_default(),
-            granted: self.granted.clone(),
+            granted: self.opening.granted.clone(),
             membership: without_retired(&self.membership),
             desired: self.desired.clone(),
             silent: match self.phase {

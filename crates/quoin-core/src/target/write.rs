@@ -23,7 +23,7 @@ impl Target {
             return;
         }
         if self.phase != Phase::Serving {
-            self.past.waits(self.epoch);
+            self.opening.past.waits(self.epoch);
             return self.requests.wait_for_window(request);
         }
         if let Err(error) = self.check(&request.operation) {
@@ -52,7 +52,7 @@ impl Target {
             self.forget_merge_reads(slot);
         }
         if !self.requests.any(Waiting::Window) {
-            self.past.nothing_waits();
+            self.opening.past.nothing_waits();
         }
         for token in abandoned.tokens {
             self.reply(token, Err(BlockError::Stopped), actions);
