@@ -200,8 +200,10 @@ impl Process {
     }
 
     fn stop(self) {
-        self.stop.send(true).unwrap();
-        self.send(Input::Shutdown);
+        // One that was told before may have ended, and takes nothing.
+        let _ = self.stop.send(true);
+        let _ = self.inputs.send(Input::Shutdown);
+        self.waker.wake();
         self.thread.join().unwrap().unwrap();
     }
 }
