@@ -303,4 +303,33 @@ mod tests {
             assert_eq!(error.kind(), std::io::ErrorKind::FileTooLarge);
         }
     }
+
+    #[tokio::test]
+    async fn a_file_system_that_does_not_grow_is_told_by_its_tool_or_by_the_missing_privilege() {
+        let scratch = tempfile::tempdir().unwrap();
+        // Another process writes them: what is open to be written to cannot be run.
+        let write = "for tool in resize2fs xfs_growfs; do printf '#!/bin/sh\necho no >&2\nexit 1\n' \
+                     >\"$0/$tool\"; chmod 755 \"$0/$tool\"; done";
+        let written =
+            std::process::Command::new("sh").args(["-c", write]).arg(scratch.path()).status();
+        assert!(written.unwrap().success());
+        let tools = Tools::within(vec![scratch.path().into()]);
+        let refused = async |mounted_at: Option<&Path>, file_system| {
+            grow(&tools, "db", Path::new("/dev/null"), mounted_at, file_system).await
+        };
+        let mounted = Some(Path::new("/mnt"));
+        for (mounted_at, file_system) in
+            [(None, FileSystem::Ext4), (mounted, FileSystem::Ext4), (mounted, FileSystem::Xfs)]
+        {
+            let lacks = file_system == FileSystem::Ext4 && mounted_at.is_some();
+            match refused(mounted_at, file_system).await.unwrap_err() {
+                Error::GrowNotPermitted { .. } => assert!(lacks && !may_resize_ext4()),
+                Error::Tool { output, .. } => {
+                    assert!(output == "no" && (!lacks || may_resize_ext4()), "{output}");
+                }
+                other => panic!("{other}"),
+            }
+        }
+        refused(None, FileSystem::Xfs).await.unwrap();
+    }
 }

@@ -236,6 +236,10 @@ async fn a_volume_is_staged_published_used_and_taken_back_and_keeps_its_files() 
         let mounts = mountinfo::read().unwrap();
         let staged = mountinfo::at(&mounts, &world.path("stage")).unwrap();
         assert!(staged.options.contains(&"noatime".to_owned()));
+        let request = world.publish_request(ext4(), "pods/a");
+        let elsewhere = PublishRequest { staging_path: world.path("other"), ..request };
+        let error = node.publish(&elsewhere).await.unwrap_err();
+        assert!(matches!(error, Error::NotStaged { .. }), "{error}");
         node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
         node.publish(&world.publish_request(ext4(), "pods/a")).await.unwrap();
         assert_eq!(world.mounts_within().len(), 2, "one publication");
