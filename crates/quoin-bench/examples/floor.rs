@@ -13,7 +13,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     match Arguments::parse() {
         Arguments::BenchPart(part) => quoin_bench::run_part(&part)?,
         Arguments::Run(options) => {
-            let options = quoin_bench::Options { floor_only: options.socket.is_none(), ..options };
+            let options =
+                quoin_bench::Options { floor_only: options.nbd_socket.is_none(), ..options };
             quoin_bench::run(&options, &std::env::current_exe()?)?;
         }
     }

@@ -47,7 +47,7 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
         return Ok(Vec::new());
     }
     let size_bytes = options.size_mib << 20;
-    let product = match options.socket {
+    let product = match options.nbd_socket {
         None if !options.floor_only => {
             Some(Product::start(quoin, &scratch.join("quoin")).inspect_err(|_| {
                 keep_log(scratch);
@@ -72,7 +72,7 @@ pub fn run(options: &Options, quoin: &Path, scratch: &Path) -> Result<Vec<CaseRe
         eprintln!("preparing {name}: filling both sides");
         let floor = Floor::start(quoin, &scratch.join(folder), class, size_bytes)?;
         let mut floor_load = Generator::connect(&floor.socket)?;
-        let (socket, pids) = match (&product, &options.socket) {
+        let (socket, pids) = match (&product, &options.nbd_socket) {
             (Some(product), _) => (Some(product.volume(name, class, size_bytes)?), product.pids()),
             (None, Some(socket)) => (Some(socket.clone()), options.pids.clone()),
             (None, None) => (None, Vec::new()),

@@ -31,7 +31,7 @@ impl Floor {
         let mut command = Command::new(quoin);
         command
             .args(["bench-part", "relay", "--size-bytes", &size, "--sinks", &addresses.join(",")])
-            .arg("--socket")
+            .arg("--listen")
             .arg(&floor.socket);
         wait_for_line(floor.spawn(command)?)?;
         Ok(floor)

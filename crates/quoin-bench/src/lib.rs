@@ -92,7 +92,7 @@ pub struct Options {
     pub dir: Option<PathBuf>,
     /// Measure a Quoin that runs already, through this NBD socket, instead of one of its own
     #[arg(long, value_name = "SOCKET", requires = "pids")]
-    pub socket: Option<PathBuf>,
+    pub nbd_socket: Option<PathBuf>,
     /// Process ids of that Quoin, separated by commas
     #[arg(long, value_name = "PIDS", value_delimiter = ',')]
     pub pids: Vec<u32>,
@@ -156,7 +156,7 @@ pub fn run(options: &Options, quoin: &std::path::Path) -> Result<(), Error> {
     let scratch = Scratch(base.join(format!("quoin-bench-{}", std::process::id())));
     interrupt::clean_up_when_interrupted(scratch.0.clone())?;
     let mut results = cases::run(options, quoin, &scratch.0)?;
-    let whole = !(options.quick || options.floor_only || options.socket.is_some());
+    let whole = !(options.quick || options.floor_only || options.nbd_socket.is_some());
     if whole && options.wants(rebuild::NAME) {
         results.push(rebuild::run(options, quoin, &scratch.0.join("rebuild"))?);
     }
@@ -189,7 +189,7 @@ pub enum Part {
     Relay {
         /// Unix socket to listen on
         #[arg(long)]
-        socket: PathBuf,
+        listen: PathBuf,
         /// Addresses of the three sinks
         #[arg(long, value_delimiter = ',')]
         sinks: Vec<std::net::SocketAddr>,
@@ -214,7 +214,7 @@ pub fn run_part(part: &Part) -> Result<(), Error> {
     rustix::process::set_parent_process_death_signal(signal)
         .map_err(|error| Error::io("ask to end with the benchmark")(error.into()))?;
     match part {
-        Part::Relay { socket, sinks, size_bytes } => relay::run(socket, sinks, *size_bytes),
+        Part::Relay { listen, sinks, size_bytes } => relay::run(listen, sinks, *size_bytes),
         Part::Sink { file, size_bytes, sync } => sink::run(file, *size_bytes, *sync),
     }
 }

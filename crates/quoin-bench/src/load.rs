@@ -80,7 +80,8 @@ impl Generator {
     pub fn connect(socket: &Path) -> Result<Self, Error> {
         let mut stream = UnixStream::connect(socket)
             .map_err(Error::io(format!("connect to {}", socket.display())))?;
-        let size_bytes = nbd::negotiate(&mut stream)?;
+        let size_bytes = nbd::negotiate(&mut stream)
+            .map_err(|error| Error::Failed(format!("{}: {error}", socket.display())))?;
         // Not compressible and not all alike, should anybody look.
         let mut random = 0x5eed;
         let data = (0..(1 << 20)).map(|_| next(&mut random) as u8).collect();
