@@ -214,6 +214,16 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
 }
 
 #[test]
+fn pools_that_were_suspended_end_with_the_cluster() {
+    let scratch = Scratch::new("suspended");
+    let dev = Dev::start(&scratch.cluster(), &["--no-attach"]);
+    dev.ok(&["volume", "create", "db", "--size", "16MiB", "--replicas", "3"]);
+    let pools = ["pool-a", "pool-b"].map(|name| dev.pid(name).unwrap());
+    pools.iter().for_each(|pid| signal(pid, "STOP"));
+    dev.stop();
+}
+
+#[test]
 fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_an_error() {
     if !can_attach() {
         return;

@@ -322,6 +322,8 @@ fn open_log(layout: &Layout, name: &str) -> Result<File> {
 async fn end(name: &str, child: &mut Running) -> Result<()> {
     let Some(pid) = child.pid() else { return Ok(()) };
     let _ = kill_process(pid, Signal::TERM);
+    // One that somebody has suspended hears of it once it goes on.
+    let _ = kill_process(pid, Signal::CONT);
     match tokio::time::timeout(STOP_BUDGET, child.wait()).await {
         Ok(status) => {
             if let Some(status) = status?
