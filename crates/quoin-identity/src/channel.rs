@@ -65,13 +65,14 @@ impl Identity {
         Ok(endpoint(address)?.connect_with_connector_lazy(service_fn(move |_| connect())))
     }
 
-    /// As [`Identity::channel`], connected at once: a controller that is away, or another than is
+    /// As [`Identity::controller`], connected at once: a controller that is away, or another than is
     /// meant, is told now.
-    pub async fn connect(&self, controller_addr: &str) -> Result<Channel, Error> {
+    pub async fn connect(&self, controller_addr: &str) -> Result<TermChannel, Error> {
         let config = self.grpc_config(Expected::Role(Role::Controller))?;
-        tls_channel(endpoint(controller_addr)?, config, controller_addr)
+        let channel = tls_channel(endpoint(controller_addr)?, config, controller_addr)
             .await
-            .map_err(|error| Error::unreachable(controller_addr, &error))
+            .map_err(|error| Error::unreachable(controller_addr, &error))?;
+        Ok(TermChannel::over(channel, self.clone()))
     }
 
     fn grpc_config(&self, expected: Expected) -> Result<ClientConfig, Error> {

@@ -3,6 +3,8 @@
 use anyhow::{Context, Result};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
+use clap_complete::CompleteEnv;
+use clap_complete::env::Shells;
 use serde::Serialize;
 use std::future::Future;
 
@@ -114,6 +116,14 @@ enum Command {
 #[derive(Serialize)]
 struct VersionView {
     version: &'static str,
+}
+
+/// Set by a shell's completion script, which asks what may come next.
+const COMPLETE: &str = "QUOIN_COMPLETE";
+
+/// Answers a shell that asks what may come next, and ends this process then.
+pub fn complete() {
+    CompleteEnv::with_factory(Cli::command).var(COMPLETE).complete();
 }
 
 /// The arguments of this process. Who named no command, or a group without one, gets its help
@@ -238,8 +248,10 @@ impl Cli {
             Command::Bench(options) => Ok(quoin_bench::run(&options, &std::env::current_exe()?)?),
             Command::BenchPart(part) => Ok(quoin_bench::run_part(&part)?),
             Command::Completion { shell } => {
+                let (shells, name) = (Shells::builtins(), shell.to_string());
+                let completer = shells.completer(&name).context("a shell that is known")?;
                 let mut script = Vec::new();
-                clap_complete::generate(shell, &mut Self::command(), "quoin", &mut script);
+                completer.write_registration(COMPLETE, "quoin", "quoin", "quoin", &mut script)?;
                 output::print_line(String::from_utf8_lossy(&script).trim_end())
             }
             Command::Version => {
@@ -296,6 +308,25 @@ mod tests {
             let escaped = ["\\u{1b}", "\\u{7}", "\\u{9b}", "whole number"];
             assert!(escaped.iter().any(|part| said.contains(part)), "{said:?}");
         }
+    }
+
+    /// Of two arguments by one name clap gives a command the value of either.
+    #[test]
+    fn no_argument_of_a_command_has_the_name_of_one_of_all_commands() {
+        fn check(command: &clap::Command, everywhere: &[clap::Id]) {
+            for inner in command.get_subcommands() {
+                for argument in inner.get_arguments() {
+                    let (inner, id) = (inner.get_name(), argument.get_id());
+                    assert!(!everywhere.contains(id), "{inner}: {id}");
+                }
+                check(inner, everywhere);
+            }
+        }
+        let command = Cli::command();
+        let everywhere = command.get_arguments().filter(|argument| argument.is_global_set());
+        let everywhere: Vec<_> = everywhere.map(|argument| argument.get_id().clone()).collect();
+        assert!(everywhere.len() >= 4, "{everywhere:?}");
+        check(&command, &everywhere);
     }
 
     #[test]

@@ -1,18 +1,19 @@
 //! The connection to a cluster's controller, and its refusals in a user's words.
 
 use anyhow::{Context, Result, anyhow, bail};
+use clap_complete::ArgValueCandidates;
+use quoin_identity::TermChannel;
 use quoin_proto::control::cluster_client::ClusterClient;
 use quoin_proto::control::{GetVolumeRequest, Volume, VolumeRef};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use tonic::transport::Channel;
 
 use crate::contexts::{self, Contexts};
 use crate::output::plain;
 
-/// A client of the admin socket.
-pub type Cluster = ClusterClient<Channel>;
+/// A client of the controller, which is refused where it is a former one.
+pub type Cluster = ClusterClient<TermChannel>;
 
 /// Messages from the controller are bounded by it; listings of many volumes are long.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
@@ -37,6 +38,7 @@ pub struct ClientOptions {
         long,
         global = true,
         value_name = "NAME",
+        add = ArgValueCandidates::new(contexts::candidates),
         hide_short_help = true,
         help_heading = "Everywhere"
     )]
@@ -191,7 +193,7 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
             _ => return Err(error).with_context(|| format!("connect to {shown}: {way_out}")),
         }
     }
-    let channel = quoin_identity::unix_channel(path);
+    let channel = TermChannel::from(quoin_identity::unix_channel(path));
     Ok(ClusterClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX))
 }
 

@@ -46,6 +46,7 @@ fn is_removed(error: &anyhow::Error) -> bool {
 }
 
 fn main() -> ExitCode {
+    cli::complete();
     match cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

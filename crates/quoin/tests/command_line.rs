@@ -1,6 +1,6 @@
 //! The command line as a user meets it: what is refused, in which words, with which exit code.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
@@ -259,17 +259,53 @@ fn what_does_not_exist_is_named_with_the_list_that_shows_what_does() {
 }
 
 #[test]
-fn help_teaches_the_first_steps_and_completion_knows_the_commands() {
+fn help_teaches_the_first_steps() {
     let help = quoin(&["--help"]);
     assert!(help.status.success());
     let text = String::from_utf8_lossy(&help.stdout);
     assert!(text.contains("quoin volume create db --size 1GiB"), "{text}");
-    for shell in ["bash", "zsh", "fish"] {
+    assert!(quoin(&["version"]).status.success());
+}
+
+/// What a script of `quoin completion bash` proposes for the last of these words.
+fn proposed(home: &Path, words: &[&str]) -> Vec<String> {
+    let script = "source <(quoin completion bash); COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); \
+                  COMP_TYPE=9; _clap_complete_quoin quoin \"${!#}\"; printf '%s\\n' \"${COMPREPLY[@]}\"";
+    let binary = Path::new(env!("CARGO_BIN_EXE_quoin")).parent().unwrap();
+    let path = format!("{}:{}", binary.display(), std::env::var("PATH").unwrap());
+    let output = Command::new("bash")
+        .args(["--norc", "-c", script, "bash"])
+        .args(words)
+        .env("PATH", path)
+        .env("HOME", home)
+        .env_remove("XDG_CONFIG_HOME")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
+}
+
+#[test]
+fn a_shell_completes_commands_flags_and_names_of_contexts() {
+    let home = tempfile::tempdir().unwrap();
+    for name in ["near", "far-1", "far-2"] {
+        let context = home.path().join(".config/quoin/contexts").join(name);
+        std::fs::create_dir_all(&context).unwrap();
+        let entry = format!(r#"{{"controller":"{name}:7400"}}"#);
+        std::fs::write(context.join("context.json"), entry).unwrap();
+    }
+    let proposed = |words: &[&str]| proposed(home.path(), words);
+    assert!(proposed(&["quoin", "rep"]).contains(&"replica".to_owned()));
+    assert_eq!(proposed(&["quoin", "volume", "create", "--repli"]), ["--replicas"]);
+    for command in ["use", "show", "remove", "rename"] {
+        assert_eq!(proposed(&["quoin", "context", command, "fa"]), ["far-1", "far-2"], "{command}");
+    }
+    assert_eq!(proposed(&["quoin", "volume", "list", "--context", "n"]), ["near"]);
+    for shell in ["zsh", "fish"] {
         let script = quoin(&["completion", shell]);
         assert!(script.status.success());
-        assert!(String::from_utf8_lossy(&script.stdout).contains("replica"));
+        assert!(String::from_utf8_lossy(&script.stdout).contains("QUOIN_COMPLETE"));
     }
-    assert!(quoin(&["version"]).status.success());
 }
 
 #[test]

@@ -8,7 +8,10 @@ use quoin_control::salvage::{RecoverRecords, Recovered};
 use quoin_core::{Term, TermId};
 use quoin_identity::{Identity, Lifetimes, Role, TermChannel};
 use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::{PoolAssignment, PoolHoldings, PoolReport, WatchPoolRequest};
+use quoin_proto::control::cluster_client::ClusterClient;
+use quoin_proto::control::{
+    ListPoolsRequest, PoolAssignment, PoolHoldings, PoolReport, WatchPoolRequest,
+};
 use tonic::Code;
 
 use crate::server::Server;
@@ -152,6 +155,33 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     let (ended, _dir) = second.ended().await;
     assert!(matches!(ended, Error::Superseded { by, .. } if by == recovered.term), "{ended}");
     third.stop().await;
+}
+
+/// A context of a person goes by terms as members do.
+#[tokio::test]
+async fn a_command_of_an_admin_who_heard_of_a_newer_term_is_refused_and_ends_the_former_controller()
+{
+    let first = Server::start().await;
+    let admin = first.member(Role::Admin, "ops").await;
+    let pool = first.member(Role::Pool, "p1").await;
+    agent(&pool, &first).report_pool(report("p1")).await.unwrap();
+    let ask = async |server: &Server| {
+        let channel = admin.connect(&server.address).await.unwrap();
+        ClusterClient::new(channel).list_pools(ListPoolsRequest {}).await
+    };
+    let second = restored(&first).await;
+    let following = follow(&pool, &second);
+    recover(&second).await;
+    following.abort();
+    ask(&first).await.expect("neither of the two has heard of it");
+    ask(&second).await.unwrap();
+    let term = second.controller.term();
+    assert_eq!(admin.terms().highest().term, term);
+    let refused = ask(&first).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unavailable, "{refused}");
+    let (ended, _dir) = first.ended().await;
+    assert!(matches!(ended, Error::Superseded { by, .. } if by == term), "{ended}");
+    second.stop().await;
 }
 
 #[tokio::test]

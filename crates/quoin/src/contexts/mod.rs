@@ -6,11 +6,12 @@ pub use store::{Contexts, Entry, default_name};
 
 use anyhow::{Result, bail};
 use clap::Subcommand;
+use clap_complete::{ArgValueCandidates, CompletionCandidate};
 use quoin_proto::control::cluster_client::ClusterClient;
 use serde::Serialize;
 use std::time::SystemTime;
-use tonic::transport::Channel;
 
+use crate::client::Cluster;
 use crate::events::show_time;
 use crate::output::{self, Format, Row, fields};
 
@@ -23,23 +24,27 @@ pub enum ContextCommand {
     #[command(after_help = "Example:\n  quoin context use production")]
     Use {
         /// Its name, as `quoin context list` shows it.
-        context: String,
+        #[arg(value_name = "CONTEXT", add = ArgValueCandidates::new(candidates))]
+        name: String,
     },
     /// Where a context leads, by which certificate, and how long that is good.
     Show {
         /// Its name [default: the current one].
-        context: Option<String>,
+        #[arg(value_name = "CONTEXT", add = ArgValueCandidates::new(candidates))]
+        name: Option<String>,
     },
     /// Forget a controller, with the key for it. The admin stays a member until `quoin admin remove`.
     #[command(visible_alias = "rm")]
     Remove {
         /// Its name, as `quoin context list` shows it.
-        context: String,
+        #[arg(value_name = "CONTEXT", add = ArgValueCandidates::new(candidates))]
+        name: String,
     },
     /// Give a context another name.
     Rename {
         /// Its name, as `quoin context list` shows it.
-        context: String,
+        #[arg(value_name = "CONTEXT", add = ArgValueCandidates::new(candidates))]
+        name: String,
         /// Its name from now on.
         to: String,
     },
@@ -54,9 +59,9 @@ pub fn run(command: ContextCommand, format: Format) -> Result<()> {
             let nothing = "no contexts: `quoin cluster join --role admin` makes one";
             output::print_list(format, &rows, nothing)
         }
-        ContextCommand::Use { context } => {
-            contexts.make_current(&context)?;
-            let view = ContextView::of(&contexts, &context);
+        ContextCommand::Use { name } => {
+            contexts.make_current(&name)?;
+            let view = ContextView::of(&contexts, &name);
             output::print_one(format, &view, || {
                 format!(
                     "commands talk to {}, where no controller runs on their host",
@@ -64,8 +69,8 @@ pub fn run(command: ContextCommand, format: Format) -> Result<()> {
                 )
             })
         }
-        ContextCommand::Show { context } => {
-            let Some(name) = context.or_else(|| contexts.current()) else {
+        ContextCommand::Show { name } => {
+            let Some(name) = name.or_else(|| contexts.current()) else {
                 bail!(
                     "there is no current context: `quoin context list` shows those that are there, \
                      `quoin context use` chooses one"
@@ -75,30 +80,40 @@ pub fn run(command: ContextCommand, format: Format) -> Result<()> {
             let view = ContextView::of(&contexts, &name);
             output::print_one(format, &view, || view.text())
         }
-        ContextCommand::Remove { context } => {
-            let view = ContextView::of(&contexts, &context);
-            let was_current = contexts.remove(&context)?;
+        ContextCommand::Remove { name } => {
+            let view = ContextView::of(&contexts, &name);
+            let was_current = contexts.remove(&name)?;
             let next = match was_current {
                 true => "; there is no current context now",
                 false => "",
             };
             output::print_one(format, &view, || {
                 format!(
-                    "context {context} is removed with its key{next}; its admin is a member until \
+                    "context {name} is removed with its key{next}; its admin is a member until \
                      `quoin admin remove`"
                 )
             })
         }
-        ContextCommand::Rename { context, to } => {
-            contexts.rename(&context, &to)?;
+        ContextCommand::Rename { name, to } => {
+            contexts.rename(&name, &to)?;
             let view = ContextView::of(&contexts, &to);
-            output::print_one(format, &view, || format!("context {context} is {to} now"))
+            output::print_one(format, &view, || format!("context {name} is {to} now"))
         }
     }
 }
 
+/// The names of contexts, each with where it leads, for a shell that completes one.
+pub fn candidates() -> Vec<CompletionCandidate> {
+    let Ok(contexts) = Contexts::of_user() else { return Vec::new() };
+    let candidate = |name: String| {
+        let leads_to = contexts.load(&name).ok().map(|entry| entry.controller.into());
+        CompletionCandidate::new(name).help(leads_to)
+    };
+    contexts.names().unwrap_or_default().into_iter().map(candidate).collect()
+}
+
 /// Connects to the controller of a context. A certificate that is due is renewed first.
-pub async fn connect(name: &str) -> Result<ClusterClient<Channel>> {
+pub async fn connect(name: &str) -> Result<Cluster> {
     let contexts = Contexts::of_user()?;
     let entry = contexts.load(name)?;
     let identity = contexts.identity(name)?;
