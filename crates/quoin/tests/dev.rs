@@ -256,6 +256,27 @@ fn a_device_whose_io_gets_nowhere_is_taken_away_at_the_end_and_its_program_gets_
 }
 
 #[test]
+fn a_device_that_a_program_keeps_open_is_named_at_the_end() {
+    if !can_attach() {
+        return;
+    }
+    let scratch = Scratch::new("open");
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", "exec \"$0\" \"$@\" 2>&1", env!("CARGO_BIN_EXE_quoin")]);
+    let mut dev = Dev::start_by(command, &scratch.cluster(), &[]);
+    dev.ok(&["volume", "create", "db", "--size", "64MiB"]);
+    let device = dev.device("db");
+    let open = std::fs::File::open(&device).unwrap();
+    signal(dev.child.id(), "INT");
+    let line = dev.wait_for_line("attach did not stop cleanly");
+    assert!(line.contains("in use") && line.contains(&device), "{line}");
+    drop(open);
+    assert_eq!(dev.child.wait().unwrap().code(), Some(1));
+    drop(dev);
+    assert_nothing_is_left(&scratch.0);
+}
+
+#[test]
 fn a_mounted_volume_outlives_a_killed_dev_and_a_death_of_attach_and_holder_is_told_and_stays() {
     if !can_attach() {
         return;

@@ -230,7 +230,7 @@ async fn keep(
         let status = tokio::select! {
             status = child.wait() => status?,
             _ = stopped.changed() => {
-                let outcome = end(&name, &mut child).await;
+                let outcome = end(&name, &mut child, &layout.log(&name)).await;
                 roster.set(&name, None);
                 return outcome;
             }
@@ -319,7 +319,7 @@ fn open_log(layout: &Layout, name: &str) -> Result<File> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-async fn end(name: &str, child: &mut Running) -> Result<()> {
+async fn end(name: &str, child: &mut Running, log: &Path) -> Result<()> {
     let Some(pid) = child.pid() else { return Ok(()) };
     let _ = kill_process(pid, Signal::TERM);
     // One that somebody has suspended hears of it once it goes on.
@@ -330,7 +330,11 @@ async fn end(name: &str, child: &mut Running) -> Result<()> {
                 && !status.success()
                 && status.signal() != Some(15)
             {
-                bail!("{name} did not stop cleanly ({})", show_status(Some(status)));
+                bail!(
+                    "{name} did not stop cleanly ({}): {}",
+                    show_status(Some(status)),
+                    super::last_line(log)
+                );
             }
             Ok(())
         }
