@@ -192,7 +192,8 @@ mod tests {
         opening.keep(&old, committed, committed);
 
         let mut new = History::empty(64);
-        (write(&mut new, 1, 1), write(&mut new, 1, 2));
+        write(&mut new, 1, 1);
+        write(&mut new, 1, 2);
         new.append_bare(Epoch(2), EntryKind::Resize { blocks: 64 });
         let rewritten = opening.rewrite_orphans(Epoch(2), &mut new);
         assert_eq!(rewritten.find(committed), committed);
