@@ -103,14 +103,14 @@ impl Bulk {
 
 impl Target {
     fn bulk_key(&self, index: usize) -> BulkKey {
-        let peer = &self.peers[index];
+        let peer = &self.members[index];
         BulkKey { session: self.key(peer.nonce), number: peer.bulk.number }
     }
 
     /// Whose bulk connection this is: the newest one of its session.
     fn bulk_peer(&self, bulk: BulkKey) -> Option<usize> {
         let index = self.peer_of(bulk.session)?;
-        let of = &self.peers[index].bulk;
+        let of = &self.members[index].bulk;
         let there = !matches!(of.state, State::Closed { .. });
         (there && of.number == bulk.number).then_some(index)
     }
@@ -121,7 +121,7 @@ impl Target {
         match peer.link {
             Link::Rebuilding => peer.rebuild.is_some(),
             Link::Fed if self.commit.views.counts(peer.member) => {
-                self.peers.iter().filter_map(|p| p.rebuild.as_ref()).any(may_source)
+                self.members.peers.iter().filter_map(|p| p.rebuild.as_ref()).any(may_source)
             }
             _ => false,
         }
@@ -129,12 +129,12 @@ impl Target {
 
     /// Asks for those that are needed, and closes those that are not or say nothing.
     pub(super) fn step_bulk(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        for index in 0..self.peers.len() {
-            if !self.peers[index].bulk.offered {
+        for index in 0..self.members.len() {
+            if !self.members[index].bulk.offered {
                 continue;
             }
-            let needed = self.needs_bulk(&self.peers[index]);
-            let bulk = &mut self.peers[index].bulk;
+            let needed = self.needs_bulk(&self.members[index]);
+            let bulk = &mut self.members[index].bulk;
             bulk.needed = needed;
             if bulk.dead_at().is_some_and(|at| now >= at) {
                 self.hang_up_bulk(now, index, actions);
@@ -143,9 +143,8 @@ impl Target {
             match bulk.state {
                 State::Closed { retry_at } if needed && now >= retry_at => {
                     bulk.state = State::Connecting { since: now };
-                    bulk.number = self.next_nonce;
-                    self.next_nonce += 1;
-                    let (bulk, member) = (self.bulk_key(index), self.peers[index].member);
+                    self.members[index].bulk.number = self.members.nonce();
+                    let (bulk, member) = (self.bulk_key(index), self.members[index].member);
                     actions.push(TargetAction::ConnectBulk { member, bulk });
                 }
                 State::Open { idle_since: Some(since) } if !needed && now >= since + IDLE => {
@@ -165,7 +164,7 @@ impl Target {
         let Some(index) = self.bulk_peer(bulk) else {
             return actions.push(TargetAction::DisconnectBulk { bulk });
         };
-        self.peers[index].bulk.state = State::Open { idle_since: None };
+        self.members[index].bulk.state = State::Open { idle_since: None };
         let message = ToReplica::OpenBulk { number: bulk.number };
         actions.push(TargetAction::SendBulk { bulk, message });
     }
@@ -190,13 +189,13 @@ impl Target {
 
     /// What went by it is planned anew; the session goes on.
     fn bulk_lost(&mut self, now: Time, index: usize) {
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         peer.bulk.lost(now);
         if let Some(rebuild) = &mut peer.rebuild {
             rebuild.lost_receiver();
         }
         let member = peer.member;
-        for rebuild in self.peers.iter_mut().filter_map(|p| p.rebuild.as_mut()) {
+        for rebuild in self.members.peers.iter_mut().filter_map(|p| p.rebuild.as_mut()) {
             rebuild.lost_source(member);
         }
     }
@@ -210,7 +209,7 @@ impl Target {
     ) {
         let Some(index) = self.bulk_peer(bulk) else { return };
         if !matches!(message, FromReplica::Failed(_)) {
-            self.peers[index].bulk.answered(now);
+            self.members[index].bulk.answered(now);
         }
         match message {
             FromReplica::Pulled { id, slots, cursor, end, gone } => {
@@ -223,7 +222,7 @@ impl Target {
                 self.on_increment_begun(now, index, rebuild, cursor, actions);
             }
             FromReplica::Failed(Failure::Protocol) | FromReplica::Refuse { .. }
-                if self.peers[index].link == Link::Rebuilding =>
+                if self.members[index].link == Link::Rebuilding =>
             {
                 // Opened anew it says where it stands.
                 self.hang_up(now, index, actions);
@@ -242,18 +241,18 @@ impl Target {
         message: ToReplica,
         actions: &mut Vec<TargetAction>,
     ) {
-        if !self.peers[index].bulk.offered {
+        if !self.members[index].bulk.offered {
             return self.send(index, message, actions);
         }
         if answered {
-            self.peers[index].bulk.owes(now);
+            self.members[index].bulk.owes(now);
         }
         actions.push(TargetAction::SendBulk { bulk: self.bulk_key(index), message });
     }
 
     /// The session is over, and its bulk connection with it.
     pub(super) fn end_bulk(&mut self, index: usize, actions: &mut Vec<TargetAction>) {
-        if !matches!(self.peers[index].bulk.state, State::Closed { .. }) {
+        if !matches!(self.members[index].bulk.state, State::Closed { .. }) {
             actions.push(TargetAction::DisconnectBulk { bulk: self.bulk_key(index) });
         }
     }

@@ -13,7 +13,6 @@
 
 use std::time::Duration;
 
-use super::admission::{Admission, Applicant, Connected, Refusal, Seats, admit};
 use super::peer::{Link, Peer};
 use super::plan::{Next, Plan, Standing, plan};
 use super::{Target, TargetAction, TargetNote};
@@ -50,8 +49,6 @@ pub(super) struct Change {
     not_before: Time,
     /// Additions wait for company until then.
     hold_until: Option<Time>,
-    /// Said already, so that each refusal is told once.
-    refused: Vec<(Member, Refusal)>,
 }
 
 impl Change {
@@ -112,7 +109,7 @@ impl Target {
     pub(super) fn step_change(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         self.admit_newcomers(now, actions);
         match &self.change.state {
-            State::None if self.desired.version > self.membership.version => {
+            State::None if self.members.desired.version > self.members.membership.version => {
                 self.ask_record(now, None, now, actions);
             }
             State::None => self.begin_change(now),
@@ -150,7 +147,7 @@ impl Target {
     }
 
     fn live(&self, member: Member) -> Option<&Peer> {
-        self.peers.iter().find(|p| p.member == member && p.is_live())
+        self.members.peers.iter().find(|p| p.member == member && p.is_live())
     }
 
     /// Whether CF of the new rule are there to count. Where they are not, the change would stop
@@ -161,95 +158,32 @@ impl Target {
         there >= usize::from(membership.cf)
     }
 
-    /// Newcomers get sessions like known replicas, but count nowhere: those that [`admit`] lets
-    /// in beside the known ones that are connected. Whoever is not let in any more goes.
+    /// Connects the newcomers that get a seat and parts with those that have none any more.
     fn admit_newcomers(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        let strangers = self.peers.len() > self.membership.known.len();
-        if self.desired.newcomers.is_empty() && !strangers {
-            // Whoever comes again is told of again.
-            self.change.refused.clear();
-            return;
+        let keeps = |member| self.change.knows(member);
+        let Some(seating) = self.members.seat_newcomers(self.config.volume, keeps) else { return };
+        for member in &seating.gone {
+            self.part_with(*member, actions);
         }
-        let connected = |p: &Peer| !matches!(p.link, Link::Down | Link::Connecting | Link::Opening);
-        let mut seated: Vec<Connected> = self
-            .peers
-            .iter()
-            .filter(|p| self.membership.contains(p.member) && connected(p))
-            .map(|p| Connected { member: p.member, quorum: true })
-            .collect();
-        let moving: Vec<Member> =
-            self.desired.newcomers.iter().filter(|n| n.beside).map(|n| n.member).collect();
-        // Those that are fed already come first, so that nobody is exchanged for his like.
-        let mut applicants: Vec<Member> = self.desired.newcomers.iter().map(|n| n.member).collect();
-        applicants.retain(|m| !self.membership.contains(*m));
-        applicants.sort_by_key(|m| !self.peers.iter().any(|p| p.member == *m));
-        let mut refused: Vec<(Member, Refusal)> = Vec::new();
-        for member in applicants {
-            let ack = self.peers.iter().find(|p| p.member == member).and_then(|p| p.ack.as_ref());
-            let applicant = Applicant {
-                volume: self.config.volume,
-                member,
-                quorum: ack.is_some_and(|a| a.quorum),
-                empty: ack.is_none_or(|a| a.position.lsn == Lsn::ZERO),
-                membership_version: ack.map_or(0, |a| a.membership_version),
-            };
-            let seats = Seats {
-                volume: self.config.volume,
-                membership: &self.membership,
-                drf: self.desired.drf,
-                connected: &seated,
-                moving: &moving,
-            };
-            match admit(&seats, &applicant) {
-                Admission::Known { displaces } | Admission::Unknown { displaces } => {
-                    if let Some(displaced) = displaces {
-                        seated.retain(|c| c.member != displaced);
-                        refused.push((displaced, Refusal::Full));
-                    }
-                    seated.push(Connected { member, quorum: applicant.quorum });
-                }
-                // K is written whole when a volume is made: nobody is formed here.
-                Admission::Forming => refused.push((member, Refusal::NotDesired)),
-                Admission::Rejected(refusal) => refused.push((member, refusal)),
-            }
+        self.members.admit(now, &seating);
+        for (member, refusal) in seating.news {
+            actions.push(TargetAction::Note(TargetNote::NotAdmitted { member, refusal }));
         }
-        let stays = |m: Member| {
-            self.membership.contains(m)
-                || self.change.knows(m)
-                || seated.iter().any(|c| c.member == m)
-        };
-        let gone: Vec<Member> =
-            self.peers.iter().map(|p| p.member).filter(|m| !stays(*m)).collect();
-        for member in gone {
-            self.part_with(member, actions);
-        }
-        for Connected { member, .. } in seated {
-            if !self.peers.iter().any(|p| p.member == member) {
-                self.peers.push(Peer::new(member, now));
-            }
-        }
-        for (member, refusal) in &refused {
-            if !self.change.refused.contains(&(*member, *refusal)) {
-                let (member, refusal) = (*member, *refusal);
-                actions.push(TargetAction::Note(TargetNote::NotAdmitted { member, refusal }));
-            }
-        }
-        self.change.refused = refused;
     }
 
     fn part_with(&mut self, member: Member, actions: &mut Vec<TargetAction>) {
-        let Some(index) = self.peers.iter().position(|p| p.member == member) else { return };
-        if self.peers[index].link != Link::Down {
-            let session = self.key(self.peers[index].nonce);
+        let Some(index) = self.members.position(member) else { return };
+        if self.members[index].link != Link::Down {
+            let session = self.key(self.members[index].nonce);
             actions.push(TargetAction::Disconnect { session });
         }
         self.cancel_rebuilds_from(index);
         self.reissue_reads(index);
-        self.peers.remove(index);
+        self.members.peers.remove(index);
     }
 
     fn standing(&self, member: Member, now: Time) -> Standing {
-        let Some(peer) = self.peers.iter().find(|p| p.member == member) else {
+        let Some(peer) = self.members.get(member) else {
             return Standing::Away;
         };
         let small_lag = self.history.weight_after(peer.applied) <= self.config.window_bytes / 4;
@@ -268,7 +202,9 @@ impl Target {
         if !self.commit.views.pending.is_empty() || now < self.change.not_before {
             return;
         }
-        let next = match plan(&self.membership, &self.desired, |m| self.standing(m, now)) {
+        let next = match plan(&self.members.membership, &self.members.desired, |m| {
+            self.standing(m, now)
+        }) {
             Plan::Go(next) => next,
             Plan::Hold(next) => {
                 let until = *self.change.hold_until.get_or_insert(now + TOGETHER);
@@ -285,12 +221,13 @@ impl Target {
         let membership = &next.membership;
         assert!(membership.check().is_ok(), "KnownAtMostRF");
         let Some((_, view)) = &self.commit.views.active else { return };
-        let fed = |m: &Member| self.peers.iter().any(|p| p.member == *m && p.link == Link::Fed);
+        let fed =
+            |m: &Member| self.members.peers.iter().any(|p| p.member == *m && p.link == Link::Fed);
         let mut in_sync = view.in_sync.clone();
         in_sync.retain(|m| membership.contains(*m) || fed(m));
         in_sync.extend(&next.newcomers);
         // Both rules must find CF at once: a change never stops a volume that serves.
-        let enough = [self.rule(), rule_of(membership)].iter().all(|rule| {
+        let enough = [self.members.rule(), rule_of(membership)].iter().all(|rule| {
             let live = |m: &&Member| rule.known.contains(m) && fed(m);
             in_sync.iter().filter(live).count() >= usize::from(rule.cf)
         });
@@ -320,7 +257,7 @@ impl Target {
     fn swap(&mut self, now: Time, next: Box<Next>, actions: &mut Vec<TargetAction>) {
         actions.push(TargetAction::SwapMembership {
             epoch: self.epoch,
-            version: self.membership.version,
+            version: self.members.membership.version,
             next: next.membership.clone(),
         });
         self.change.state = State::Swapping { next, retry_at: now + RETRY };
@@ -334,8 +271,8 @@ impl Target {
         since: Time,
         actions: &mut Vec<TargetAction>,
     ) {
-        let version = self.membership.version;
-        let same = Membership { version: version + 1, ..self.membership.clone() };
+        let version = self.members.membership.version;
+        let same = Membership { version: version + 1, ..self.members.membership.clone() };
         actions.push(TargetAction::SwapMembership { epoch: self.epoch, version, next: same });
         self.change.state = State::Asking { next, since, retry_at: now + RETRY };
     }
@@ -361,7 +298,7 @@ impl Target {
         let Some(record) = membership else { return };
         // Answers are in no order: this one may be to a change of before, and the record has gone
         // on since it was given.
-        let late = version != self.membership.version || record.version < version;
+        let late = version != self.members.membership.version || record.version < version;
         if late && !mutant::is("late-answer-to-a-swap-believed") {
             return;
         }
@@ -369,7 +306,7 @@ impl Target {
             return self.refused(now, wanted, asked, actions);
         }
         let made = wanted.as_ref().is_some_and(|next| is_same(&record, &next.membership));
-        if !made && !is_same(&record, &self.membership) {
+        if !made && !is_same(&record, &self.members.membership) {
             // Somebody else changed the membership: settled by a new epoch.
             self.change.not_before = now + AGAIN_AFTER;
             return self.reopen(now, actions);
@@ -377,7 +314,7 @@ impl Target {
         // Every swap that is still on its way was for the version that is over.
         self.adopt(record);
         if made {
-            let membership = self.membership.clone();
+            let membership = self.members.membership.clone();
             actions.push(TargetAction::Note(TargetNote::Changed { membership }));
         } else if let Some(next) = wanted {
             let newcomers = next.newcomers;
@@ -397,7 +334,7 @@ impl Target {
     ) {
         match asked {
             None if mutant::is("joint-dropped-on-refusal") => {
-                self.adopt(self.membership.clone());
+                self.adopt(self.members.membership.clone());
                 self.change.not_before = now + AGAIN_AFTER;
             }
             // It is not wished for (any more), or a late request of our own took another epoch.
@@ -419,7 +356,7 @@ impl Target {
             let stays = |m: &&Member| record.contains(**m);
             view.in_sync.iter().filter(stays).copied().collect()
         });
-        self.membership = record;
+        self.members.membership = record;
         if let Some(in_sync) = in_sync {
             self.append_view(in_sync, None);
         }

@@ -14,7 +14,8 @@
 //! | `history` | the tail of entries, the epoch table, common prefixes |
 //! | `past`, `refusals` | writers that came after this one; replicas that say they promised more |
 //! | `commit`, `quorum` | commit, stable, syncs, loss of the quorum; counting, lease, active View |
-//! | `peer` | a session's bookkeeping |
+//! | `members`, `admission` | the replicas: who counts, who may connect and as what |
+//! | `peer` | what is known of one of them |
 //! | `requests` | what a client's request waits for |
 //! | `write`, `read` | requests of the client |
 //! | `serve` | what goes out in `flush`; drop and return; timers |
@@ -27,7 +28,6 @@
 //! | `rounds` | whether they gain on the writers, and what is done where they do not |
 //! | `slow` | replicas that take writes later than the others |
 //! | `snapshots` | those that users make |
-//! | `admission` | who may connect, and as what |
 //! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
 //! | `wait_reason` | what the open or the IO waits for |
 //! | `status`, `steps` | how it stands, for reports; what is under way, by name |
@@ -40,6 +40,7 @@ mod events;
 mod gather;
 mod history;
 mod lanes;
+mod members;
 mod open;
 mod opening;
 mod pace;
@@ -69,7 +70,7 @@ mod write;
 use crate::VOLUME_BLOCKS_MAX;
 use crate::block::{BlockError, Payload, Reply, Token};
 use crate::ids::{Epoch, Incarnation, SessionKey, VolumeId};
-use crate::membership::{Desired, Durability, Member, Membership};
+use crate::membership::{Durability, Member};
 use crate::message::{Failure, FromReplica, Ping, ToReplica};
 use crate::time::Time;
 pub use events::{Knows, TargetAction, TargetEvent, TargetNote};
@@ -165,11 +166,8 @@ pub struct Target {
     random: u64,
     epoch: Epoch,
     incarnation: Incarnation,
-    membership: Membership,
+    members: members::Members,
     opening: opening::Opening,
-    next_nonce: u64,
-    peers: Vec<Peer>,
-    desired: Desired,
     history: History,
     commit: commit::Commit,
     requests: requests::Requests,
@@ -178,8 +176,6 @@ pub struct Target {
     verify: Option<verify::Verify>,
     /// Names the next request of a verification.
     next_verify: u64,
-    /// Replicas that broke the protocol, and until when they are not tried again.
-    banned: Vec<(Member, Time)>,
     /// Rebuilds whose receiver went away.
     parked: Vec<(Member, rebuild::Rebuild)>,
     pace: pace::Pace,
@@ -202,11 +198,8 @@ impl Target {
             random: seed,
             epoch: Epoch::ZERO,
             incarnation: Incarnation(0),
-            membership: Membership::default(),
+            members: members::Members::new(),
             opening: opening::Opening::new(now),
-            next_nonce: 1,
-            peers: Vec::new(),
-            desired: Desired::default(),
             history: History::empty(config.volume_blocks),
             commit: commit::Commit::default(),
             requests: requests::Requests::default(),
@@ -214,7 +207,6 @@ impl Target {
             change: change::Change::default(),
             verify: None,
             next_verify: 1,
-            banned: Vec::new(),
             parked: Vec::new(),
             pace: pace::Pace::new(),
             slow: slow::Slowness::default(),
@@ -284,7 +276,7 @@ impl Target {
                 }
             }
             TargetEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
-            TargetEvent::Desired(desired) => self.desired = desired,
+            TargetEvent::Desired(desired) => self.members.desired = desired,
             TargetEvent::Verify(order) => self.order_verify(now, order),
             TargetEvent::Retain { bytes_max } => self.retain_bytes_max = bytes_max,
             TargetEvent::Swapped { version, membership } => {
@@ -303,7 +295,7 @@ impl Target {
         if session.epoch != self.epoch || session.incarnation != self.incarnation {
             return None;
         }
-        self.peers.iter().position(|p| p.nonce == session.nonce && p.link != Link::Down)
+        self.members.peers.iter().position(|p| p.nonce == session.nonce && p.link != Link::Down)
     }
 
     /// splitmix64.
@@ -316,7 +308,7 @@ impl Target {
     }
 
     fn send(&self, index: usize, message: ToReplica, actions: &mut Vec<TargetAction>) {
-        let session = self.key(self.peers[index].nonce);
+        let session = self.key(self.members[index].nonce);
         actions.push(TargetAction::Send { session, message });
     }
 
@@ -389,7 +381,7 @@ impl Target {
                 self.on_increment_done(now, index, rebuild, position, actions);
             }
             FromReplica::Repaired { lba, version: _, done } => {
-                let member = self.peers[index].member;
+                let member = self.members[index].member;
                 actions.push(TargetAction::Note(TargetNote::BadBlock {
                     member,
                     lba,
@@ -397,7 +389,7 @@ impl Target {
                 }));
             }
             FromReplica::Mended { lba, blocks, done } => {
-                let member = self.peers[index].member;
+                let member = self.members[index].member;
                 actions.push(TargetAction::Note(TargetNote::MapMended {
                     member,
                     lba,
@@ -423,13 +415,13 @@ impl Target {
         let sent = Time(ping.0);
         if ping.0 != 0 && sent <= now {
             let from_receipt = crate::mutant::is("lease-from-the-receipt");
-            self.peers[index].ping_answered(if from_receipt { now } else { sent });
+            self.members[index].ping_answered(if from_receipt { now } else { sent });
         }
     }
 
     /// Ends the session with a replica; it is tried again later.
     fn hang_up(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
-        let session = self.key(self.peers[index].nonce);
+        let session = self.key(self.members[index].nonce);
         actions.push(TargetAction::Disconnect { session });
         self.peer_lost(now, index, actions);
     }
@@ -442,25 +434,25 @@ impl Target {
         invariant: &'static str,
         actions: &mut Vec<TargetAction>,
     ) {
-        let member = self.peers[index].member;
+        let member = self.members[index].member;
         actions.push(TargetAction::Note(TargetNote::InvariantRefused { member, invariant }));
-        self.banned.push((member, now + std::time::Duration::from_secs(10)));
+        self.members.ban(now, member);
         self.hang_up(now, index, actions);
     }
 
     fn peer_lost(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
-        let was = self.peers[index].link;
+        let was = self.members[index].link;
         self.end_bulk(index, actions);
         self.cancel_rebuilds_from(index);
         self.reissue_reads(index);
-        self.slow.forget(self.peers[index].member);
-        self.peers[index].down(now);
+        self.slow.forget(self.members[index].member);
+        self.members[index].down(now);
         match self.phase {
             // Someone this open may count on is gone: back to step 1 with whoever answers now.
             Phase::Fetching { .. } if was == Link::Answered => self.reopen(now, actions),
             Phase::Recovering => {
                 let first = self.commit.views.pending.back();
-                if first.is_none_or(|(_, view)| !Views::may_activate(view, &self.peers)) {
+                if first.is_none_or(|(_, view)| !Views::may_activate(view, &self.members.peers)) {
                     self.reopen(now, actions);
                 }
             }
@@ -472,12 +464,12 @@ impl Target {
     }
 
     fn stop(&mut self, actions: &mut Vec<TargetAction>) {
-        for peer in &self.peers {
+        for peer in &self.members.peers {
             if peer.link != Link::Down {
                 actions.push(TargetAction::Disconnect { session: self.key(peer.nonce) });
             }
         }
-        self.peers.clear();
+        self.members.peers.clear();
         self.phase = Phase::Stopped;
         actions.push(TargetAction::Note(TargetNote::Stopped));
         actions.push(TargetAction::Timer { at: None });

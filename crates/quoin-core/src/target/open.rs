@@ -43,7 +43,7 @@ impl Target {
 
     /// Gives this epoch up and starts again; what was sequenced but not committed is kept aside.
     pub(super) fn reopen(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        for peer in &self.peers {
+        for peer in &self.members.peers {
             if peer.link != Link::Down {
                 actions.push(TargetAction::Disconnect { session: self.key(peer.nonce) });
             }
@@ -57,7 +57,7 @@ impl Target {
             self.reads.owed = self.reads.owed.max(owed);
             self.opening.keep(&self.history, self.commit.stable, owed);
         }
-        self.peers.clear();
+        self.members.peers.clear();
         self.history.drop_entries();
         self.change.reset();
         self.requests.snapshots.clear();
@@ -99,9 +99,8 @@ impl Target {
         // What an earlier attempt found is found again, or is no longer so.
         self.opening.unflushed_tail_lost = false;
         actions.push(TargetAction::Note(TargetNote::Opening { epoch }));
-        self.peers = membership.known.iter().map(|m| Peer::new(*m, now)).collect();
         self.opening.granted = super::status::without_retired(&membership);
-        self.membership = membership;
+        self.members.open(now, self.config.volume, membership);
         self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
         self.opening.begin(now);
     }
@@ -116,7 +115,7 @@ impl Target {
         let Some(index) = self.peer_of(session) else {
             return actions.push(TargetAction::Disconnect { session });
         };
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         if peer.link != Link::Connecting {
             return;
         }
@@ -128,7 +127,7 @@ impl Target {
             volume: self.config.volume,
             replica: peer.member.id,
             guid: peer.member.guid,
-            membership: self.membership.clone(),
+            membership: self.members.membership.clone(),
             lease_ms: self.config.lease_ms,
         };
         self.send(index, message, actions);
@@ -147,7 +146,7 @@ impl Target {
             return self.shut_out(now, index, "an impossible epoch", actions);
         }
         if failure == Failure::Fenced && promised >= self.epoch {
-            if !self.opening.refusals.hear(now, self.peers[index].member, promised) {
+            if !self.opening.refusals.hear(now, self.members[index].member, promised) {
                 return self.shut_out(now, index, "PromiseMonotone", actions);
             }
             actions.push(TargetAction::Note(TargetNote::Fenced { by: promised }));
@@ -159,7 +158,7 @@ impl Target {
             Failure::Retired => "it is retired",
             _ => "its pool refused it",
         };
-        let member = self.peers[index].member;
+        let member = self.members[index].member;
         actions.push(TargetAction::Note(TargetNote::Dropped { member, reason }));
         // Nobody who could say that this target was overtaken may be left: only the record knows.
         let gone = matches!(failure, Failure::Unknown | Failure::Retired);
@@ -173,7 +172,8 @@ impl Target {
     /// A known replica is not to be had, and there has been no quorum for long.
     fn is_long_without(&self, index: usize, now: Time) -> bool {
         let long = self.commit.is_lost_for(now, PATIENCE);
-        long && self.phase == Phase::Serving && self.membership.contains(self.peers[index].member)
+        long && self.phase == Phase::Serving
+            && self.members.membership.contains(self.members[index].member)
     }
 
     /// The record of the newer term may grant this very epoch anew, or has granted another one. While CF
@@ -198,7 +198,7 @@ impl Target {
         ack: Box<OpenAck>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         if peer.link != Link::Opening {
             return;
         }
@@ -256,7 +256,7 @@ impl Target {
         self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
         self.wait_for(reason, actions);
         self.open_joint_members(now);
-        let gone_on = self.desired.version > self.membership.version;
+        let gone_on = self.members.desired.version > self.members.membership.version;
         if (gone_on || now >= self.open_waits_until()) && !mutant::is("record-not-asked-again") {
             self.reopen(now, actions);
         }
@@ -270,22 +270,13 @@ impl Target {
     }
 
     fn open_waits_until(&self) -> Time {
-        let answers = self.peers.iter().any(|p| p.link == Link::Opening);
+        let answers = self.members.peers.iter().any(|p| p.link == Link::Opening);
         self.opening.gives_up_at(answers)
-    }
-
-    pub(super) fn rule(&self) -> Rule {
-        Rule {
-            membership_version: self.membership.version,
-            rf: self.membership.rf,
-            cf: self.membership.cf,
-            known: self.membership.known.clone(),
-        }
     }
 
     /// Step 5: takes the authority's history and reads from its log what others lack.
     fn recover_from(&mut self, now: Time, authority: usize, actions: &mut Vec<TargetAction>) {
-        let ack = self.peers[authority].ack.clone().expect("a voter has answered");
+        let ack = self.members[authority].ack.clone().expect("a voter has answered");
         self.history = History::of(&ack);
         if ack.volume_blocks == 0 {
             self.history.blocks = self.config.volume_blocks;
@@ -308,17 +299,17 @@ impl Target {
             return self.stop(actions);
         }
         if self.opening.is_commit_missing(&self.history) {
-            let member = self.peers[authority].member;
+            let member = self.members[authority].member;
             let invariant = "CommitSurvives";
             actions.push(TargetAction::Note(TargetNote::InvariantRefused { member, invariant }));
             return self.stop(actions);
         }
         let mut fetch_after = ack.position.lsn;
         let (mut by_entries, mut by_increments) = (Vec::new(), 0);
-        for index in 0..self.peers.len() {
-            let Some(theirs) = self.peers[index].ack.as_deref() else { continue };
+        for index in 0..self.members.len() {
+            let Some(theirs) = self.members[index].ack.as_deref() else { continue };
             let Ok(keep) = self.history.common_prefix(theirs) else { continue };
-            let known = self.membership.contains(self.peers[index].member);
+            let known = self.members.membership.contains(self.members[index].member);
             let voter = known && theirs.quorum && !theirs.damaged;
             if keep >= ack.base {
                 fetch_after = fetch_after.min(keep);
@@ -328,14 +319,14 @@ impl Target {
             }
         }
         by_entries.sort_unstable_by(|a, b| b.cmp(a));
-        let needed = by_entries.get(usize::from(self.membership.cf) - 1);
+        let needed = by_entries.get(usize::from(self.members.membership.cf) - 1);
         self.opening.fetch_floor = needed.copied().unwrap_or(ack.base);
         if needed.is_none() && by_increments > 0 {
             // IO cannot start without one that gets the authority's base first: what follows the
             // base must be at hand for it.
             fetch_after = fetch_after.min(ack.base);
         }
-        self.phase = Phase::Fetching { authority: self.peers[authority].member };
+        self.phase = Phase::Fetching { authority: self.members[authority].member };
         self.opening.answer_by = now + PATIENCE;
         if fetch_after == ack.position.lsn {
             return self.first_view(now, actions);
@@ -353,7 +344,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let Phase::Fetching { authority } = self.phase else { return };
-        if self.peers[index].member != authority {
+        if self.members[index].member != authority {
             return;
         }
         if gone {
@@ -384,11 +375,11 @@ impl Target {
         let held_from = self.history.first();
         let mut by_entries = Vec::new();
         let mut by_increments = Vec::new();
-        for peer in &self.peers {
+        for peer in &self.members.peers {
             let Some(ack) = peer.ack.as_deref().filter(|_| peer.link == Link::Answered) else {
                 continue;
             };
-            if !ack.quorum || ack.damaged || !self.membership.contains(peer.member) {
+            if !ack.quorum || ack.damaged || !self.members.membership.contains(peer.member) {
                 continue;
             }
             match self.history.common_prefix(ack) {
@@ -400,12 +391,12 @@ impl Target {
         // Those that lack what exists only as a base are needed in the set only if CF is not
         // reached without them; they count from their flip on.
         let mut in_sync = by_entries;
-        while in_sync.len() < usize::from(self.membership.cf)
+        while in_sync.len() < usize::from(self.members.membership.cf)
             && let Some(member) = by_increments.pop()
         {
             in_sync.push(member);
         }
-        if in_sync.len() < usize::from(self.membership.cf) {
+        if in_sync.len() < usize::from(self.members.membership.cf) {
             self.wait_for(WaitReason::SharedHistory, actions);
             return self.reopen(now, actions);
         }
@@ -414,9 +405,9 @@ impl Target {
         let first = self.history.last.lsn.next();
         self.append_view(in_sync, None);
         self.commit.first_view = first;
-        for index in 0..self.peers.len() {
+        for index in 0..self.members.len() {
             // One that turns out to be of another history may end this attempt.
-            if self.phase == Phase::Recovering && self.peers[index].link == Link::Answered {
+            if self.phase == Phase::Recovering && self.members[index].link == Link::Answered {
                 self.begin_feeding(now, index, actions);
             }
         }
@@ -426,7 +417,7 @@ impl Target {
     pub(super) fn append_view(&mut self, in_sync: Vec<Member>, joint: Option<Rule>) {
         let view = View {
             in_sync,
-            rule: self.rule(),
+            rule: self.members.rule(),
             joint,
             durability: self.config.durability,
             unflushed_tail_lost: self.opening.unflushed_tail_lost
@@ -449,10 +440,10 @@ impl Target {
         index: usize,
         actions: &mut Vec<TargetAction>,
     ) {
-        let peer = &self.peers[index];
+        let peer = &self.members[index];
         let Some(ack) = peer.ack.as_deref() else { return };
-        if ack.membership_version > self.membership.version {
-            if self.change.is_swapping() || !self.membership.contains(peer.member) {
+        if ack.membership_version > self.members.membership.version {
+            if self.change.is_swapping() || !self.members.membership.contains(peer.member) {
                 // It was made after our own swap, whose answer is still on its way, or after that
                 // of a newer target, which will fence this one.
                 return self.hang_up(now, index, actions);
@@ -489,7 +480,7 @@ impl Target {
         if self.phase == Phase::Serving {
             self.forget_boundaries_of(index, keep);
         }
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         peer.link = Link::Truncating;
         peer.since = now;
         peer.tip = tip;
@@ -508,7 +499,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let held_from = self.history.first();
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         if peer.link != Link::Truncating {
             return;
         }
@@ -543,7 +534,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         if self.phase == Phase::Serving {
-            self.peers[index].parts_at = Some(self.history.before_epoch_of(lsn));
+            self.members[index].parts_at = Some(self.history.before_epoch_of(lsn));
         }
         self.shut_out(now, index, "OneContent", actions);
     }

@@ -168,7 +168,7 @@ impl Target {
             self.start_read(now, purpose, lba, (end - lba).min(step) as u32, !is_status);
         }
         if self.config.reads == ReadMode::Confirmed {
-            for peer in &mut self.peers {
+            for peer in &mut self.members.peers {
                 peer.ping_due = true;
             }
         }
@@ -187,7 +187,7 @@ impl Target {
         want_data: bool,
     ) -> usize {
         self.reads.generation = self.reads.generation.wrapping_add(1);
-        let stuck = self.peers.iter().any(|p| p.stuck);
+        let stuck = self.members.peers.iter().any(|p| p.stuck);
         let after = match purpose {
             Purpose::Client { .. } if stuck => self.owed_to_clients(),
             _ => self.history.last.lsn,
@@ -230,7 +230,7 @@ impl Target {
         }
         let mut best: Option<(usize, u32)> = None;
         let mut any = false;
-        for (i, peer) in self.peers.iter().enumerate() {
+        for (i, peer) in self.members.peers.iter().enumerate() {
             if peer.link != Link::Fed || !self.commit.views.counts(peer.member) {
                 continue;
             }
@@ -305,7 +305,7 @@ impl Target {
             want_data: read.want_data,
             ping: Ping(now.0),
         };
-        let peer = &mut self.peers[i];
+        let peer = &mut self.members[i];
         peer.reads += 1;
         peer.sent_ping(now);
         let member = peer.member;
@@ -330,8 +330,8 @@ impl Target {
         slots: Vec<Slot>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let member = self.peers[from].member;
-        self.peers[from].reads = self.peers[from].reads.saturating_sub(1);
+        let member = self.members[from].member;
+        self.members[from].reads = self.members[from].reads.saturating_sub(1);
         let Some((index, read)) = self.reads.of(id) else { return };
         if read.ready.is_some() {
             return;
@@ -343,7 +343,7 @@ impl Target {
             return self.shut_out(now, from, "a read answered for other blocks", actions);
         }
         if read.asked == Some(member) {
-            self.peers[from].read_took = now.since(read.sent);
+            self.members[from].read_took = now.since(read.sent);
         }
         let bad = first_bad(&slots, at, read.want_data);
         let read = self.reads.open.get_mut(index).expect("looked at above");
@@ -485,12 +485,12 @@ impl Target {
                 read.after = read.after.min(owed);
             }
         }
-        self.reads.take_from(self.peers[from].member);
+        self.reads.take_from(self.members[from].member);
     }
 
     /// A session is over: what was asked of it is asked of others.
     pub(super) fn reissue_reads(&mut self, from: usize) {
-        let gone = self.peers[from].member;
+        let gone = self.members[from].member;
         // Who still needs its repair asks again.
         let for_it = |p: &Purpose| matches!(p, Purpose::Repair { member, .. } if *member == gone);
         self.reads.forget(for_it);

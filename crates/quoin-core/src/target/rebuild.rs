@@ -169,21 +169,22 @@ impl Target {
             let wants = p.rebuild.as_ref().is_some_and(Rebuild::wants_more);
             wants && !p.rounds.takes_precedence()
         };
-        let paced = self.peers.iter().filter(paced).map(|p| p.rounds.patience());
+        let paced = self.members.peers.iter().filter(paced).map(|p| p.rounds.patience());
         let copying = paced.max().filter(|_| clients_matter);
         let busy = self.replies_wait();
-        let (known, views) = (&self.membership.known, &self.commit.views);
+        let (known, views) = (&self.members.membership.known, &self.commit.views);
         self.pace.step(now, copying, busy, || known.iter().all(|member| views.counts(*member)));
-        for index in 0..self.peers.len() {
-            if self.peers[index].link != Link::Rebuilding {
+        for index in 0..self.members.len() {
+            if self.members[index].link != Link::Rebuilding {
                 continue;
             }
-            if self.peers[index].rebuild.is_none() && !self.begin_rebuild(now, index, None, actions)
+            if self.members[index].rebuild.is_none()
+                && !self.begin_rebuild(now, index, None, actions)
             {
                 continue;
             }
-            let settled = self.settled_boundary(self.peers[index].member);
-            let Some(rebuild) = &mut self.peers[index].rebuild else { continue };
+            let settled = self.settled_boundary(self.members[index].member);
+            let Some(rebuild) = &mut self.members[index].rebuild else { continue };
             if rebuild.stage == Stage::Boundary
                 && rebuild.boundary.is_none_or(|(_, lsn)| lsn <= settled)
             {
@@ -192,7 +193,7 @@ impl Target {
             }
             self.ask_receiver(now, index, actions);
             self.pull_next(now, index, actions);
-            if index >= self.peers.len() {
+            if index >= self.members.len() {
                 // The epoch ended by what a source said.
                 return;
             }
@@ -201,8 +202,8 @@ impl Target {
 
     /// The boundary is there: what is below it can be copied.
     fn begin_moving(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
-        let apart = self.peers[index].bulk.is_offered();
-        let Some(rebuild) = &mut self.peers[index].rebuild else { return };
+        let apart = self.members[index].bulk.is_offered();
+        let Some(rebuild) = &mut self.members[index].rebuild else { return };
         if apart {
             (rebuild.stage, rebuild.ask) = (Stage::Beginning, true);
             return;
@@ -217,7 +218,7 @@ impl Target {
 
     /// Begins the shadow by the bulk connection, or asks what became of it and of its commit.
     fn ask_receiver(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) {
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         let carries = peer.bulk.carries();
         let Some(rebuild) = peer.rebuild.as_mut().filter(|r| r.ask && carries) else { return };
         rebuild.ask = false;
@@ -235,7 +236,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let blocks = self.history.blocks;
-        let Some(rebuild) = self.peers[index].rebuild.as_mut().filter(|r| r.id == id) else {
+        let Some(rebuild) = self.members[index].rebuild.as_mut().filter(|r| r.id == id) else {
             return;
         };
         if rebuild.ask || !matches!(rebuild.stage, Stage::Beginning | Stage::Committing) {
@@ -245,7 +246,7 @@ impl Target {
         // not known. Nor can it be complete beyond what it was ever fed.
         let unknown = rebuild.from != rebuild.start && !mutant::is("shadow-resumed-behind-a-cut");
         if unknown || cursor > rebuild.fed.upto {
-            let rebuild = self.peers[index].rebuild.take().expect("found above");
+            let rebuild = self.members[index].rebuild.take().expect("found above");
             return self.end_boundary(&rebuild);
         }
         rebuild.stage = Stage::Moving;
@@ -271,11 +272,14 @@ impl Target {
         if mutant::is("boundary-not-stable") {
             return self.history.last.lsn;
         }
-        if !self.commit.views.counts(receiver) || !self.commit.views.short(&self.peers) {
+        if !self.commit.views.counts(receiver) || !self.commit.views.short(&self.members.peers) {
             return self.commit.stable;
         }
-        let fed =
-            self.peers.iter().filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
+        let fed = self
+            .members
+            .peers
+            .iter()
+            .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
         let mut durable: Vec<Lsn> = fed.map(|p| p.durable).collect();
         durable.sort_unstable_by(|a, b| b.cmp(a));
         durable.truncate(self.commit.views.consistency_factor().saturating_sub(1).max(1));
@@ -291,10 +295,11 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) -> bool {
         let recovering = self.phase == Phase::Recovering;
-        let peer = &self.peers[index];
+        let peer = &self.members[index];
         let member = peer.member;
         // A member of the in-sync set without which there are too few: fed inside that set.
-        let needed = self.commit.views.counts(member) && self.commit.views.short(&self.peers);
+        let needed =
+            self.commit.views.counts(member) && self.commit.views.short(&self.members.peers);
         if !recovering && !self.commit.views.pending.is_empty() && !needed {
             // Catch-up by increments starts only once the View without it is active.
             return false;
@@ -311,7 +316,7 @@ impl Target {
             false => peer.applied.min(settled),
         };
         if let Some(rebuild) = self.take_parked(now, index) {
-            self.peers[index].rebuild = Some(rebuild);
+            self.members[index].rebuild = Some(rebuild);
             return true;
         }
         let base = recovering.then(|| self.base_source(without));
@@ -354,7 +359,7 @@ impl Target {
             done_bytes: 0,
             total_bytes: self.history.blocks * BLOCK_SIZE as u64,
         }));
-        self.peers[index].rebuild = Some(Rebuild {
+        self.members[index].rebuild = Some(Rebuild {
             id,
             start: from,
             from,
@@ -371,7 +376,7 @@ impl Target {
             moved: now,
             round_bytes: 0,
         });
-        self.peers[index].rounds.begin(self.history.weight());
+        self.members[index].rounds.begin(self.history.weight());
         true
     }
 
@@ -380,11 +385,11 @@ impl Target {
         if !self.feed_next(now, index, actions) {
             return;
         }
-        let unpaced = self.peers[index].rounds.takes_precedence()
+        let unpaced = self.members[index].rounds.takes_precedence()
             || self.phase != Phase::Serving
             || !self.commit.held;
         loop {
-            let Some(rebuild) = &self.peers[index].rebuild else { return };
+            let Some(rebuild) = &self.members[index].rebuild else { return };
             let waits = rebuild.stage != Stage::Moving || rebuild.feeds >= FEEDS_MAX;
             if waits || (!unpaced && !self.pace.may_copy(now)) {
                 return;
@@ -392,20 +397,20 @@ impl Target {
             let Some((view, _)) = rebuild.views.front().copied() else { return };
             let sources = self.sources_of(rebuild, view);
             let id = self.random();
-            let rebuild = self.peers[index].rebuild.as_mut().expect("looked at above");
+            let rebuild = self.members[index].rebuild.as_mut().expect("looked at above");
             let Some((source, cursor)) = rebuild.lanes.ask(id, &sources) else { break };
             let (from, bytes_max) = (rebuild.from, self.pace.chunk_bytes());
-            let asked = self.peers.iter().position(|p| p.member == source);
+            let asked = self.members.position(source);
             let message = ToReplica::Pull { id, view, from, cursor, bytes_max };
             let asked = asked.expect("it is a source");
             self.send_copying(now, asked, true, message, actions);
         }
         if self.is_boundary_lost(index) {
             // Another one is chosen in the next step.
-            let rebuild = self.peers[index].rebuild.take().expect("looked at above");
+            let rebuild = self.members[index].rebuild.take().expect("looked at above");
             return self.end_boundary(&rebuild);
         }
-        let rebuild = self.peers[index].rebuild.as_mut().expect("looked at above");
+        let rebuild = self.members[index].rebuild.as_mut().expect("looked at above");
         // Every source was bad somewhere: start over with all of them, at a slower pace.
         if now.since(rebuild.moved) > Duration::from_secs(5) {
             rebuild.lanes.forgive();
@@ -416,6 +421,7 @@ impl Target {
     fn sources_of(&self, rebuild: &Rebuild, view: ReadView) -> Vec<Member> {
         let needed = rebuild.boundary().unwrap_or_default();
         let mut sources: Vec<&Peer> = self
+            .members
             .peers
             .iter()
             .filter(|p| {
@@ -432,10 +438,11 @@ impl Target {
     /// that follow it are at hand, and a source keeps one at a time.
     fn base_source(&self, without: Option<Member>) -> Option<(Member, Lsn)> {
         let first = self.history.first();
-        let moving = self.peers.iter().filter_map(|p| p.rebuild.as_ref());
+        let moving = self.members.peers.iter().filter_map(|p| p.rebuild.as_ref());
         let taken: Vec<Member> =
             moving.filter(|r| r.stage != Stage::Committing).filter_map(|r| r.base_source).collect();
-        self.peers
+        self.members
+            .peers
             .iter()
             .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member))
             .filter(|p| !taken.contains(&p.member) && without != Some(p.member))
@@ -448,9 +455,12 @@ impl Target {
     /// Whether no source has the boundary any more: one that was rebuilt itself while this rebuild
     /// was parked got no boundary but its own.
     fn is_boundary_lost(&self, index: usize) -> bool {
-        let Some(rebuild) = &self.peers[index].rebuild else { return false };
-        let mut sources =
-            self.peers.iter().filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
+        let Some(rebuild) = &self.members[index].rebuild else { return false };
+        let mut sources = self
+            .members
+            .peers
+            .iter()
+            .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
         rebuild.boundary.is_some()
             && !rebuild.without.is_empty()
             && sources.all(|p| rebuild.without.contains(&p.member))
@@ -468,11 +478,11 @@ impl Target {
         gone: bool,
         actions: &mut Vec<TargetAction>,
     ) {
-        let source = self.peers[from].member;
+        let source = self.members[from].member;
         let asked = |p: &Peer| p.rebuild.as_ref().is_some_and(|r| r.lanes.has_asked(id));
-        let Some(index) = self.peers.iter().position(asked) else { return };
+        let Some(index) = self.members.peers.iter().position(asked) else { return };
         let last = self.history.last.lsn;
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         let rebuild = peer.rebuild.as_mut().expect("found above");
         // A hole of no version would not replace an older block: nothing is sent of what was never
         // written.
@@ -498,7 +508,7 @@ impl Target {
             // another one's, if there is one; one that is gone was its session's.
             let is_base = rebuild.base_source.is_some() && rebuild.views.len() == 1;
             if is_base && (gone || self.base_source(Some(source)).is_some()) {
-                self.peers[index].rebuild = None;
+                self.members[index].rebuild = None;
                 self.begin_rebuild(now, index, (!gone).then_some(source), actions);
                 return;
             }
@@ -508,11 +518,11 @@ impl Target {
         if rebuild.base_source.is_some() && rebuild.views.len() == 1 && cursor.is_none() {
             rebuild.end = end;
             if self.base_has_moved_on(index, from) {
-                self.peers[index].rebuild = None;
+                self.members[index].rebuild = None;
                 return;
             }
         }
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         // What is not paced must not be paid for by what is.
         if !peer.rounds.takes_precedence() {
             self.pace.copied(now, bytes);
@@ -523,9 +533,9 @@ impl Target {
     /// Learns where a base is, which is where its source had folded its map to as it was pinned:
     /// whether that is behind snapshots that it was not known to be behind.
     fn base_has_moved_on(&mut self, index: usize, source: usize) -> bool {
-        let end = self.peers[index].rebuild.as_ref().and_then(|r| r.end.as_ref());
+        let end = self.members[index].rebuild.as_ref().and_then(|r| r.end.as_ref());
         let Some(now) = end.map(|end| end.position.lsn) else { return false };
-        let Some(ack) = self.peers[source].ack.as_deref_mut() else { return false };
+        let Some(ack) = self.members[source].ack.as_deref_mut() else { return false };
         let before = ack.base;
         ack.base = before.max(now);
         self.history.snapshots.iter().any(|s| !s.hidden && s.lsn > before && s.lsn <= now)
@@ -535,7 +545,7 @@ impl Target {
     /// False: what came cannot be true. Its source was shut out, which may have ended the epoch.
     fn feed_next(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
         loop {
-            let peer = &mut self.peers[index];
+            let peer = &mut self.members[index];
             let Some(rebuild) = &mut peer.rebuild else { return true };
             if rebuild.stage != Stage::Moving || rebuild.feeds >= FEEDS_MAX {
                 return true;
@@ -559,7 +569,7 @@ impl Target {
     /// A view was fed as a whole: the next one begins, or the increment ends. False: its state
     /// cannot be true.
     fn end_view(&mut self, now: Time, index: usize, actions: &mut Vec<TargetAction>) -> bool {
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         let rebuild = peer.rebuild.as_mut().expect("it is being fed");
         let (_, snapshot) = *rebuild.views.front().expect("a view was being pulled");
         rebuild.lanes = Lanes::from(0, self.history.blocks);
@@ -580,13 +590,14 @@ impl Target {
                         && end.position.lsn >= from
                 };
                 let Some(mut to) = end.filter(|end| fits(end)) else {
-                    let liar = self.peers.iter().position(|p| Some(p.member) == base_source);
+                    let liar =
+                        self.members.peers.iter().position(|p| Some(p.member) == base_source);
                     self.shut_out(now, liar.unwrap_or(index), "PrefixAlways", actions);
                     return false;
                 };
                 // Boundaries of other rebuilds are not sent, so they do not exist there.
                 to.snapshots.retain(|s| !s.hidden || s.lsn == to.position.lsn);
-                let rebuild = self.peers[index].rebuild.as_mut().expect("it is being fed");
+                let rebuild = self.members[index].rebuild.as_mut().expect("it is being fed");
                 rebuild.end = Some(to.clone());
                 rebuild.stage = Stage::Committing;
                 ToReplica::IncrementCommit { rebuild: id, to, fed: apart.then_some(fed) }
@@ -598,7 +609,7 @@ impl Target {
     }
 
     pub(super) fn on_increment_fed(&mut self, index: usize, rebuild: u64, _cursor: u64) {
-        if let Some(r) = &mut self.peers[index].rebuild
+        if let Some(r) = &mut self.members[index].rebuild
             && r.id == rebuild
         {
             r.feeds = r.feeds.saturating_sub(1);
@@ -614,7 +625,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let held_from = self.history.first();
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         let Some(r) = peer.rebuild.take_if(|r| r.id == rebuild) else { return };
         if r.end.as_ref().is_none_or(|end| end.position != position) {
             return self.shut_out(now, index, "IncrementAtomic", actions);

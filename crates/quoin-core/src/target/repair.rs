@@ -27,7 +27,8 @@ impl Target {
     ) {
         let Some(slot) = slots.iter().find(|s| s.lba == lba) else { return };
         let Content::Data { crc, data } = &slot.content else { return };
-        let Some(index) = self.peers.iter().position(|p| p.member == member && p.is_live()) else {
+        let Some(index) = self.members.peers.iter().position(|p| p.member == member && p.is_live())
+        else {
             return;
         };
         if data.len() == BLOCK_SIZE {
@@ -50,8 +51,8 @@ impl Target {
         if !possible {
             return self.shut_out(now, from, "a bad copy of what cannot be", actions);
         }
-        let member = self.peers[from].member;
-        if self.peers[from].link != Link::Fed || self.phase != Phase::Serving {
+        let member = self.members[from].member;
+        if self.members[from].link != Link::Fed || self.phase != Phase::Serving {
             return;
         }
         let of_it =
@@ -81,7 +82,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let fed = |p: &Peer| p.member == member && p.link == Link::Fed;
-        if let Some(index) = self.peers.iter().position(fed) {
+        if let Some(index) = self.members.peers.iter().position(fed) {
             self.send(index, ToReplica::Mend { lba, blocks, at, slots }, actions);
         }
     }

@@ -26,8 +26,8 @@ impl Target {
         }
         let away = self.config.window_bytes.min(self.retain_bytes_max);
         let behind = self.catch_up_bytes();
-        for index in 0..self.peers.len() {
-            let peer = &self.peers[index];
+        for index in 0..self.members.len() {
+            let peer = &self.members[index];
             let lag = self.history.weight_after(peer.applied);
             if peer.link == Link::Fed && lag > behind && !self.commit.views.counts(peer.member) {
                 // It fell out of the window: increments bring it back, from where it says that
@@ -36,8 +36,9 @@ impl Target {
             }
         }
         let mut keep_after = self.commit.stable;
-        let mut kept_bytes = (self.membership.known.len() > self.peers.len()).then_some(away);
-        for peer in &self.peers {
+        let mut kept_bytes =
+            (self.members.membership.known.len() > self.members.len()).then_some(away);
+        for peer in &self.members.peers {
             match peer.link {
                 Link::Fed => keep_after = keep_after.min(peer.applied),
                 Link::Rebuilding => kept_bytes = Some(behind),

@@ -26,7 +26,7 @@ const OFFER_AGAIN: Duration = Duration::from_millis(500);
 
 impl Target {
     pub(super) fn on_room(&mut self, index: usize, short: bool) {
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         peer.short = short;
         if !short {
             (peer.stuck, peer.full_until) = (false, None);
@@ -41,7 +41,7 @@ impl Target {
         applied: Lsn,
         actions: &mut Vec<TargetAction>,
     ) {
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         if peer.link != Link::Fed {
             return;
         }
@@ -58,9 +58,10 @@ impl Target {
 
     /// Whether fewer than CF counted members have room, under some rule.
     fn short_of_room(&self) -> bool {
-        let counted = quorum::reached(&self.commit.views, &self.peers, |_| Some(()));
+        let counted = quorum::reached(&self.commit.views, &self.members.peers, |_| Some(()));
         let roomy = |p: &super::Peer| (!p.short && !p.stuck).then_some(());
-        counted.is_some() && quorum::reached(&self.commit.views, &self.peers, roomy).is_none()
+        counted.is_some()
+            && quorum::reached(&self.commit.views, &self.members.peers, roomy).is_none()
     }
 
     /// Bytes that no trim can stand for.
@@ -105,7 +106,7 @@ impl Target {
         if !self.short_of_room() {
             if self.requests.short_since.take().is_some() {
                 // Who was held up by it is not late: the first to have room must not oust the rest.
-                for peer in &mut self.peers {
+                for peer in &mut self.members.peers {
                     peer.behind_since = peer.behind_since.map(|_| now);
                 }
             }
@@ -133,7 +134,7 @@ impl Target {
 
     /// When [`Target::mind_room`] or an offer has something to do.
     pub(super) fn room_due(&self) -> Option<Time> {
-        let offers = self.peers.iter().filter_map(|p| p.full_until);
+        let offers = self.members.peers.iter().filter_map(|p| p.full_until);
         let refusal = self
             .requests
             .short_since

@@ -91,9 +91,9 @@ impl Target {
         let written = self.history.weight();
         let window = self.config.window_bytes as u64;
         let catch_up = self.catch_up_bytes() as u64;
-        for index in 0..self.peers.len() {
-            let counts = self.commit.views.counts(self.peers[index].member);
-            let peer = &mut self.peers[index];
+        for index in 0..self.members.len() {
+            let counts = self.commit.views.counts(self.members[index].member);
+            let peer = &mut self.members[index];
             if counts && peer.link == Link::Fed {
                 let since = *peer.rounds.in_sync_since.get_or_insert(now);
                 if !peer.rounds.takes_precedence() || now >= since + SETTLED {

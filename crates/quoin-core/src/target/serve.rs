@@ -102,26 +102,17 @@ impl Target {
         if !connecting {
             return;
         }
-        for index in 0..self.peers.len() {
-            let member = self.peers[index].member;
-            let banned = self.banned.iter().any(|(m, until)| *m == member && now < *until);
-            let peer = &mut self.peers[index];
-            if peer.link == Link::Down && peer.retry_at <= now && !banned {
-                peer.link = Link::Connecting;
-                peer.since = now;
-                peer.nonce = self.next_nonce;
-                self.next_nonce += 1;
-                let session = self.key(self.peers[index].nonce);
-                actions.push(TargetAction::Connect { member, session });
-            }
+        for index in self.members.connect_due(now) {
+            let (member, session) =
+                (self.members[index].member, self.key(self.members[index].nonce));
+            actions.push(TargetAction::Connect { member, session });
         }
-        self.banned.retain(|(_, until)| now < *until);
     }
 
     /// A partition ends no connection: sessions that stay silent are ended here.
     fn hang_up_silent(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let mut index = 0;
-        while index < self.peers.len() {
+        while index < self.members.len() {
             if self.silent_at(index).is_some_and(|at| at <= now) {
                 self.hang_up(now, index, actions);
             }
@@ -131,7 +122,7 @@ impl Target {
 
     /// When the session with this replica counts as dead unless something comes.
     fn silent_at(&self, index: usize) -> Option<Time> {
-        let peer = &self.peers[index];
+        let peer = &self.members[index];
         let lease = crate::replica::granted_lease(self.config.lease_ms);
         match peer.link {
             // A restarted replica waits out leases of up to the longest there is.
@@ -162,7 +153,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let last = self.history.last.lsn;
-        let peer = &mut self.peers[index];
+        let peer = &mut self.members[index];
         if peer.link != Link::Fed {
             return;
         }
@@ -184,7 +175,7 @@ impl Target {
             return;
         }
         loop {
-            if self.commit.views.activate(&self.peers) {
+            if self.commit.views.activate(&self.members.peers) {
                 if self.phase == Phase::Recovering {
                     self.commit.start();
                     self.start_serving(now, actions);
@@ -198,7 +189,7 @@ impl Target {
         if self.phase == Phase::Recovering {
             return;
         }
-        self.commit.advance(now, &self.peers, self.history.last.lsn);
+        self.commit.advance(now, &self.members.peers, self.history.last.lsn);
         if self.commit.held {
             self.commit.quorum_lost = None;
             if self.waits_for.is_some_and(WaitReason::is_quorum) {
@@ -238,20 +229,20 @@ impl Target {
         }
         let usable = |p: &Peer| {
             p.is_live()
-                && self.membership.contains(p.member)
+                && self.members.membership.contains(p.member)
                 && p.ack.as_ref().is_some_and(|ack| ack.quorum && !ack.damaged)
         };
-        let live = quorum::count(&self.peers, usable);
+        let live = quorum::count(&self.members.peers, usable);
         let holds = |p: &Peer| p.link == Link::Fed && self.commit.views.counts(p.member);
-        let counted = quorum::count(&self.peers, |p| usable(p) && holds(p));
-        if live > counted && live >= self.membership.open_quorum() {
+        let counted = quorum::count(&self.members.peers, |p| usable(p) && holds(p));
+        if live > counted && live >= self.members.membership.open_quorum() {
             self.commit.quorum_lost = None;
             self.reopen(now, actions);
         }
     }
 
     pub(super) fn lease_until(&self) -> Option<Time> {
-        self.commit.lease_until(&self.peers, self.config.lease_ms)
+        self.commit.lease_until(&self.members.peers, self.config.lease_ms)
     }
 
     /// No reply of any kind without a live lease, and none while commit is not held.
@@ -266,7 +257,7 @@ impl Target {
         }
         quorum::assert_answerable(
             &self.commit.views,
-            &self.peers,
+            &self.members.peers,
             self.commit.lsn,
             now,
             self.config.lease_ms,
@@ -284,7 +275,9 @@ impl Target {
         }
         self.tell_snapshots(actions);
         let confirmed = match self.config.reads {
-            ReadMode::Confirmed => quorum::reached(&self.commit.views, &self.peers, |p| p.answered),
+            ReadMode::Confirmed => {
+                quorum::reached(&self.commit.views, &self.members.peers, |p| p.answered)
+            }
             ReadMode::Leased => None,
         };
         self.release_reads(now, confirmed, actions);
@@ -303,13 +296,13 @@ impl Target {
     fn send_entries(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let last = self.history.last.lsn;
         let sync_each = self.is_media();
-        for index in 0..self.peers.len() {
-            if self.peers[index].full_until.is_some_and(|until| now < until) {
+        for index in 0..self.members.len() {
+            if self.members[index].full_until.is_some_and(|until| now < until) {
                 continue;
             }
-            let offer = self.peers[index].full_until.is_some();
-            while self.peers[index].link == Link::Fed && self.peers[index].next <= last {
-                let peer = &self.peers[index];
+            let offer = self.members[index].full_until.is_some();
+            while self.members[index].link == Link::Fed && self.members[index].next <= last {
+                let peer = &self.members[index];
                 let in_flight = self.history.weight_after(peer.applied)
                     - self.history.weight_after(Lsn(peer.next.0 - 1));
                 if in_flight > IN_FLIGHT_BYTES {
@@ -330,7 +323,7 @@ impl Target {
                 }
                 let sync = sync_each && entries.iter().any(|e| !e.kind.is_durable_first());
                 let stable = self.commit.stable;
-                let peer = &mut self.peers[index];
+                let peer = &mut self.members[index];
                 peer.next = end.next();
                 peer.stable_told = stable;
                 peer.behind_since.get_or_insert(now);
@@ -339,7 +332,7 @@ impl Target {
                 self.send(index, message, actions);
                 if offer {
                     // One to see whether there is room; it says so when there is none.
-                    self.peers[index].full_until = None;
+                    self.members[index].full_until = None;
                     break;
                 }
             }
@@ -353,8 +346,8 @@ impl Target {
         let after = Duration::from_millis(self.config.sync_after_ms.into());
         let is_much = self.history.weight_after(self.commit.stable) >= self.config.sync_bytes;
         let Some(wanted) = self.commit.sync_due(now, last, after, is_much) else { return };
-        for index in 0..self.peers.len() {
-            let peer = &mut self.peers[index];
+        for index in 0..self.members.len() {
+            let peer = &mut self.members[index];
             if peer.link == Link::Fed
                 && peer.next > wanted
                 && peer.sync_asked < wanted
@@ -377,13 +370,13 @@ impl Target {
         let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
         let renew =
             self.replies_wait() && self.lease_until().is_none_or(|until| now + half >= until);
-        let settled = self.commit.tell_at(&self.peers).is_some_and(|at| now >= at);
+        let settled = self.commit.tell_at(&self.members.peers).is_some_and(|at| now >= at);
         let interval = self.ping_interval();
         let stable = self.commit.stable;
-        for index in 0..self.peers.len() {
-            let counts = self.commit.views.counts(self.peers[index].member);
-            let tell = settled && self.peers[index].lacks_word_of(self.commit.stable);
-            let peer = &mut self.peers[index];
+        for index in 0..self.members.len() {
+            let counts = self.commit.views.counts(self.members[index].member);
+            let tell = settled && self.members[index].lacks_word_of(self.commit.stable);
+            let peer = &mut self.members[index];
             if peer.link != Link::Fed {
                 continue;
             }
@@ -423,7 +416,7 @@ impl Target {
             && peer.applied >= peer.tip
             && now >= peer.return_at
             && self.history.weight_after(peer.applied) <= self.config.window_bytes / 4
-            && (self.membership.contains(peer.member)
+            && (self.members.membership.contains(peer.member)
                 || self.change.joint().is_some_and(|rule| rule.known.contains(&peer.member)))
     }
 
@@ -434,7 +427,7 @@ impl Target {
         let is_member = |p: &Peer| newest.in_sync.contains(&p.member);
         // A member that came back without its cache and holds all up to its return becomes
         // continuous by a View that follows: without one the next open would count it as lost.
-        let renew = self.peers.iter().any(|p| {
+        let renew = self.members.peers.iter().any(|p| {
             let lost_cache = p.ack.as_ref().is_some_and(|ack| !ack.continuous);
             is_member(p)
                 && p.link == Link::Fed
@@ -444,7 +437,7 @@ impl Target {
                 && newest_at <= p.tip
         });
         let settled = !renew
-            && self.peers.iter().all(|p| {
+            && self.members.peers.iter().all(|p| {
                 if is_member(p) {
                     self.drop_reason(p, now).is_none()
                 } else {
@@ -457,7 +450,7 @@ impl Target {
         let mut in_sync: Vec<Member> = Vec::new();
         let mut dropped: Vec<(Member, &'static str)> = Vec::new();
         let mut returned = false;
-        for peer in &self.peers {
+        for peer in &self.members.peers {
             if is_member(peer) {
                 match self.drop_reason(peer, now) {
                     Some(reason) => dropped.push((peer.member, reason)),
@@ -480,13 +473,14 @@ impl Target {
         }
         // A second View goes behind a pending one only when that one cannot become active.
         if let Some((_, pending)) = self.commit.views.pending.back()
-            && (Views::can_activate(pending, &self.peers) || mutant::is("stuck-view-not-passed"))
+            && (Views::can_activate(pending, &self.members.peers)
+                || mutant::is("stuck-view-not-passed"))
         {
             return;
         }
         for (member, reason) in dropped {
             actions.push(TargetAction::Note(TargetNote::Dropped { member, reason }));
-            if let Some(peer) = self.peers.iter_mut().find(|p| p.member == member)
+            if let Some(peer) = self.members.peers.iter_mut().find(|p| p.member == member)
                 && peer.link == Link::Fed
             {
                 peer.return_at = now + RETURN_AFTER;
@@ -509,7 +503,7 @@ impl Target {
     fn step_drain(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let Phase::Draining { closing, until } = self.phase else { return };
         if closing {
-            if now >= until || self.peers.iter().all(|p| p.link == Link::Down) {
+            if now >= until || self.members.peers.iter().all(|p| p.link == Link::Down) {
                 self.stop(actions);
             }
             return;
@@ -517,19 +511,19 @@ impl Target {
         let last = self.history.last.lsn;
         self.commit.want_sync(last);
         let busy = self.replies_wait() || self.requests.merging();
-        let unsynced = self.peers.iter().any(|p| p.link == Link::Fed && p.durable < last);
+        let unsynced = self.members.peers.iter().any(|p| p.link == Link::Fed && p.durable < last);
         if (busy || unsynced || self.commit.stable < last) && now < until {
             return;
         }
         self.phase = Phase::Draining { closing: true, until: now + DRAIN_PATIENCE };
-        for index in 0..self.peers.len() {
-            if self.peers[index].link == Link::Fed {
+        for index in 0..self.members.len() {
+            if self.members[index].link == Link::Fed {
                 self.end_bulk(index, actions);
                 self.send(index, ToReplica::Close, actions);
-            } else if self.peers[index].link != Link::Down {
-                let session = self.key(self.peers[index].nonce);
+            } else if self.members[index].link != Link::Down {
+                let session = self.key(self.members[index].nonce);
                 actions.push(TargetAction::Disconnect { session });
-                self.peers[index].down(now);
+                self.members[index].down(now);
             }
         }
     }
@@ -547,12 +541,11 @@ impl Target {
             Phase::Stopped => return,
             _ => self.open_deadline(),
         });
-        for index in 0..self.peers.len() {
-            let peer = &self.peers[index];
-            if peer.link == Link::Down && !matches!(self.phase, Phase::Draining { .. }) {
-                let banned = self.banned.iter().find(|(m, _)| *m == peer.member).map(|b| b.1);
-                soonest(Some(banned.map_or(peer.retry_at, |b| b.max(peer.retry_at))));
-            }
+        if !matches!(self.phase, Phase::Draining { .. }) {
+            soonest(self.members.connect_at());
+        }
+        for index in 0..self.members.len() {
+            let peer = &self.members[index];
             soonest(self.silent_at(index));
             soonest(peer.bulk.due().filter(|_| !self.is_closing()));
             if peer.link == Link::Fed && self.commit.views.counts(peer.member) {
@@ -574,7 +567,7 @@ impl Target {
             }
             let after = Duration::from_millis(self.config.sync_after_ms.into());
             soonest(self.commit.sync_at(after));
-            soonest(self.commit.tell_at(&self.peers));
+            soonest(self.commit.tell_at(&self.members.peers));
             soonest(self.room_due());
             soonest(self.parked_until());
             soonest(self.verify_due());

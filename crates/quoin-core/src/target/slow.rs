@@ -146,7 +146,7 @@ impl Target {
         ping: Ping,
         actions: &mut Vec<TargetAction>,
     ) {
-        let peer = &self.peers[index];
+        let peer = &self.members[index];
         // Entries that are behind others of the same session measure its recovery.
         let is_measured = peer.link == Link::Fed && self.commit.views.counts(peer.member);
         if !is_measured || applied <= peer.applied || ping.0 == 0 {

@@ -83,7 +83,7 @@ impl Target {
     pub(super) fn short_of(&self) -> Option<WaitReason> {
         let counts = |p: &Peer| p.is_live() && self.commit.views.counts(p.member);
         let counted = |rule: &Rule| {
-            quorum::count(&self.peers, |p| counts(p) && rule.known.contains(&p.member))
+            quorum::count(&self.members.peers, |p| counts(p) && rule.known.contains(&p.member))
         };
         let short = self.commit.views.rules().map(|rule| (counted(rule), rule));
         let short = short.filter(|(counted, rule)| *counted < usize::from(rule.cf));
@@ -94,7 +94,7 @@ impl Target {
     }
 
     pub fn status(&self) -> TargetStatus {
-        let replicas = self.peers.iter().map(|peer| {
+        let replicas = self.members.peers.iter().map(|peer| {
             let (rebuilt_bytes, rebuild_total_bytes) =
                 peer.rebuild.as_ref().map_or((0, 0), |r| r.progress(self.history.blocks));
             let writes = self.slow.of(peer.member);
@@ -121,8 +121,8 @@ impl Target {
             stopped: self.phase == Phase::Stopped,
             waiting: self.waits_for.map(|reason| reason.to_string()).unwrap_or_default(),
             granted: self.opening.granted.clone(),
-            membership: without_retired(&self.membership),
-            desired: self.desired.clone(),
+            membership: without_retired(&self.members.membership),
+            desired: self.members.desired.clone(),
             silent: match self.phase {
                 Phase::Opening { .. } => self.silent(),
                 _ => Vec::new(),

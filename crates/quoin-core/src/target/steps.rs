@@ -30,7 +30,7 @@ impl Target {
     pub fn holders(&self, lsn: Lsn) -> usize {
         let holds =
             |p: &&Peer| p.is_live() && self.commit.views.counts(p.member) && p.applied >= lsn;
-        self.peers.iter().filter(holds).count()
+        self.members.peers.iter().filter(holds).count()
     }
 
     /// Every step that is under way, in the order of [`Step::ALL`].
@@ -42,10 +42,10 @@ impl Target {
             }
         };
         let stage = |stage: Stage| {
-            self.peers.iter().filter_map(|p| p.rebuild.as_ref()).any(|r| r.stage() == stage)
+            self.members.peers.iter().filter_map(|p| p.rebuild.as_ref()).any(|r| r.stage() == stage)
         };
         let recovering = self.phase == Phase::Recovering;
-        let rebuilding = self.peers.iter().any(|p| p.link == Link::Rebuilding);
+        let rebuilding = self.members.peers.iter().any(|p| p.link == Link::Rebuilding);
         add(self.phase == Phase::Acquiring, Step::Acquiring);
         add(matches!(self.phase, Phase::Opening { .. }), Step::Opening);
         add(matches!(self.phase, Phase::Fetching { .. }), Step::Fetching);
@@ -56,7 +56,7 @@ impl Target {
         add(!self.reads.is_empty(), Step::Reading);
         add(self.requests.merging(), Step::Merging);
         add(!self.commit.views.pending.is_empty() && !recovering, Step::ViewPending);
-        let behind = self.peers.iter().any(|p| p.link == Link::Fed && p.applied < p.tip);
+        let behind = self.members.peers.iter().any(|p| p.link == Link::Fed && p.applied < p.tip);
         add(behind && !recovering, Step::CatchingUp);
         add(stage(Stage::Boundary), Step::RebuildBoundary);
         add(stage(Stage::Moving) || stage(Stage::Beginning), Step::RebuildMoving);

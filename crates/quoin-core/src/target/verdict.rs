@@ -24,12 +24,12 @@ pub(super) enum Verdict {
 
 impl Target {
     pub(super) fn all_answered(&self) -> bool {
-        self.peers.iter().all(|p| p.link == Link::Answered)
+        self.members.peers.iter().all(|p| p.link == Link::Answered)
     }
 
     /// Answered, quorum on, undamaged.
     fn answers(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
-        self.peers.iter().enumerate().filter_map(|(i, p)| {
+        self.members.peers.iter().enumerate().filter_map(|(i, p)| {
             let ack = p.ack.as_deref().filter(|_| p.link == Link::Answered)?;
             let quorum = ack.quorum || mutant::is("quorum-off-counted");
             (quorum && !ack.damaged).then_some((i, ack))
@@ -38,20 +38,17 @@ impl Target {
 
     /// V: those of them that are known.
     fn voters(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
-        self.answers().filter(|(i, _)| self.membership.contains(self.peers[*i].member))
+        self.answers().filter(|(i, _)| self.members.membership.contains(self.members[*i].member))
     }
 
     /// Whoever the second rule of a joint View knows and the record does not is asked too: only
     /// they may be able to say that this rule never came to rule, or that it did.
     pub(super) fn open_joint_members(&mut self, now: Time) {
         let Some(authority) = self.authority() else { return };
-        let ack = self.peers[authority].ack.as_ref();
+        let ack = self.members[authority].ack.as_ref();
         let joint = ack.and_then(|a| a.last_view.as_ref()).and_then(|(_, view)| view.joint.clone());
         for member in joint.into_iter().flat_map(|rule| rule.known) {
-            let asked = self.peers.iter().any(|p| p.member == member);
-            if !asked && !self.membership.retired.contains(&member.guid) {
-                self.peers.push(Peer::new(member, now));
-            }
+            self.members.ask_witness(now, member);
         }
     }
 
@@ -65,25 +62,26 @@ impl Target {
 
     /// Step 3.
     pub(super) fn verdict(&self) -> Verdict {
-        let record = self.membership.version;
-        let newest = self.peers.iter().filter_map(|p| p.ack.as_ref()).map(|a| a.membership_version);
+        let record = self.members.membership.version;
+        let newest =
+            self.members.peers.iter().filter_map(|p| p.ack.as_ref()).map(|a| a.membership_version);
         let newest = newest.max().filter(|_| !mutant::is("control-plane-rollback-ignored"));
         if let Some(version) = newest.filter(|v| *v > record) {
             return Verdict::Behind(version);
         }
         let answered = self.voters().count();
-        let mut needed = self.membership.open_quorum();
+        let mut needed = self.members.membership.open_quorum();
         if mutant::is("open-below-quorum") {
             needed = 1;
         }
         if answered < needed {
-            let known = self.membership.known.len();
+            let known = self.members.membership.known.len();
             return Verdict::Wait(WaitReason::Answers { answered, known, needed });
         }
         let Some(authority) = self.authority() else {
             return Verdict::Wait(WaitReason::Authority);
         };
-        let ack = self.peers[authority].ack.as_ref().expect("a voter has answered");
+        let ack = self.members[authority].ack.as_ref().expect("a voter has answered");
         let Some((_, view)) = &ack.last_view else {
             // No View in V: nothing was ever acknowledged.
             return Verdict::Go { authority };
@@ -93,13 +91,13 @@ impl Target {
             return Verdict::MayHaveChanged(silent.copied().collect());
         }
         let owed: Vec<Member> =
-            view.in_sync.iter().copied().filter(|m| self.membership.contains(*m)).collect();
+            view.in_sync.iter().copied().filter(|m| self.members.membership.contains(*m)).collect();
         let there = |continuous: bool| {
-            let is_owed = |index: usize| owed.contains(&self.peers[index].member);
+            let is_owed = |index: usize| owed.contains(&self.members[index].member);
             let answers = self.answers().filter(|(i, _)| is_owed(*i));
             answers.filter(|(_, ack)| ack.continuous == continuous).count()
         };
-        let cf = usize::from(self.membership.cf);
+        let cf = usize::from(self.members.membership.cf);
         if there(true) + cf > owed.len() || mutant::is("continuous-rule-left-out") {
             Verdict::Go { authority }
         } else if there(false) >= cf {
@@ -117,7 +115,7 @@ impl Target {
     /// record's suffices.
     /// A record that has reached its version by another way (a forced change) lets it never rule.
     fn may_have_ruled(&self, joint: &Rule) -> bool {
-        if joint.membership_version <= self.membership.version {
+        if joint.membership_version <= self.members.membership.version {
             return false;
         }
         let silent = joint.known.iter().filter(|m| !self.has_answered(**m)).count();
@@ -127,7 +125,7 @@ impl Target {
     /// One whose data is damaged may have forgotten.
     fn has_answered(&self, member: Member) -> bool {
         let answered = |p: &&Peer| p.member == member && p.link == Link::Answered;
-        let ack = self.peers.iter().find(answered).and_then(|p| p.ack.as_ref());
+        let ack = self.members.peers.iter().find(answered).and_then(|p| p.ack.as_ref());
         ack.is_some_and(|ack| !ack.damaged)
     }
 }

@@ -28,13 +28,13 @@ impl Target {
     /// A session ended: rebuilds fed from it look for another source; its own is parked, so that
     /// the same shadow can go on when it returns soon.
     pub(in super::super) fn cancel_rebuilds_from(&mut self, index: usize) {
-        let member = self.peers[index].member;
-        if let Some(mut rebuild) = self.peers[index].rebuild.take() {
+        let member = self.members[index].member;
+        if let Some(mut rebuild) = self.members[index].rebuild.take() {
             rebuild.lanes = Lanes::from(0, 0);
             rebuild.feeds = 0;
             self.parked.push((member, rebuild));
         }
-        for peer in &mut self.peers {
+        for peer in &mut self.members.peers {
             if let Some(rebuild) = &mut peer.rebuild {
                 rebuild.lanes.lost(member);
             }
@@ -47,10 +47,10 @@ impl Target {
 
     /// Continues an interrupted rebuild where the receiver's shadow says it stands.
     pub(super) fn take_parked(&mut self, now: Time, index: usize) -> Option<Rebuild> {
-        let member = self.peers[index].member;
+        let member = self.members[index].member;
         let at = self.parked.iter().position(|(m, _)| *m == member)?;
         let (_, mut rebuild) = self.parked.remove(at);
-        let shadow = self.peers[index].ack.as_ref().and_then(|a| a.shadow);
+        let shadow = self.members[index].ack.as_ref().and_then(|a| a.shadow);
         match shadow {
             Some((id, start, cursor))
                 if (id, start) == (rebuild.id, rebuild.start)
@@ -82,7 +82,7 @@ impl Target {
         let mut index = 0;
         while index < self.parked.len() {
             let (member, rebuild) = &self.parked[index];
-            let expected = self.peers.iter().any(|p| p.member == *member);
+            let expected = self.members.peers.iter().any(|p| p.member == *member);
             if !expected || now >= rebuild.moved + PARKED_FOR {
                 let (_, rebuild) = self.parked.remove(index);
                 self.end_boundary(&rebuild);
@@ -101,7 +101,7 @@ impl Target {
     pub(in super::super) fn forget_hidden_snapshots(&mut self) {
         self.parked.clear();
         let theirs = !mutant::is("boundaries-of-others-kept");
-        let acks = self.peers.iter().filter_map(|p| p.ack.as_deref()).filter(|_| theirs);
+        let acks = self.members.peers.iter().filter_map(|p| p.ack.as_deref()).filter(|_| theirs);
         let all = self.history.snapshots.iter().chain(acks.flat_map(|ack| &ack.snapshots));
         let hidden: BTreeSet<SnapshotId> = all.filter(|s| s.hidden).map(|s| s.id).collect();
         self.delete_boundaries(hidden);
@@ -110,7 +110,7 @@ impl Target {
     /// The same of a replica that comes later, as far as neither the history nor what it is about
     /// to be fed knows of them.
     pub(in super::super) fn forget_boundaries_of(&mut self, index: usize, keep: Lsn) {
-        let Some(ack) = self.peers[index].ack.as_deref() else { return };
+        let Some(ack) = self.members[index].ack.as_deref() else { return };
         let known = |id: SnapshotId| {
             let deletes = |e: &SharedEntry| e.kind == EntryKind::DeleteSnapshot { id };
             let history = &self.history;

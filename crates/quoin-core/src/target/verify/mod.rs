@@ -297,7 +297,7 @@ impl Target {
         let epoch = self.epoch;
         let is_here = |member: Member, nonce: u64| {
             let same = |p: &&super::Peer| p.member == member && p.nonce == nonce;
-            self.peers.iter().find(same).is_some_and(|p| p.link == Link::Fed)
+            self.members.peers.iter().find(same).is_some_and(|p| p.link == Link::Fed)
         };
         if verify.choice.as_ref().is_some_and(|c| c.epoch != epoch || !is_here(c.member, c.nonce)) {
             verify.choice = None;
@@ -334,9 +334,9 @@ impl Target {
         let mut waits_for = Vec::new();
         let mut old = false;
         let mut asked = Vec::new();
-        for member in self.membership.known.clone() {
-            let at = self.peers.iter().position(|p| p.member == member);
-            let peer = at.map(|at| &self.peers[at]);
+        for member in self.members.membership.known.clone() {
+            let at = self.members.position(member);
+            let peer = at.map(|at| &self.members[at]);
             let left_out = match peer {
                 Some(p) if p.link != Link::Fed || !self.commit.views.counts(member) => {
                     "it is not in sync"
@@ -366,7 +366,7 @@ impl Target {
             return;
         }
         for index in asked {
-            self.peers[index].sent_ping(now);
+            self.members[index].sent_ping(now);
             let (bytes_max, ping) = (STEP_BYTES, Ping(now.0));
             let message = ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping };
             self.send(index, message, actions);
@@ -384,7 +384,7 @@ impl Target {
         slots: Vec<Slot>,
         actions: &mut Vec<TargetAction>,
     ) {
-        let (member, nonce) = (self.peers[from].member, self.peers[from].nonce);
+        let (member, nonce) = (self.members[from].member, self.members[from].nonce);
         let last = self.history.last.lsn;
         let Some(verify) = &mut self.verify else { return };
         let cursor = verify.cursor;
@@ -483,15 +483,15 @@ impl Target {
         lba: u64,
         actions: &mut Vec<TargetAction>,
     ) {
-        let Some(index) = self.peers.iter().position(|p| p.member == member) else { return };
+        let Some(index) = self.members.position(member) else { return };
         let id = self.next_verify << 32 | CHOICE;
         self.next_verify += 1;
         let (view, blocks, after, want_data) = (ReadView::Live, 1, self.history.last.lsn, true);
         let ping = Ping(now.0);
-        self.peers[index].sent_ping(now);
+        self.members[index].sent_ping(now);
         let message = ToReplica::Read { id, view, lba, blocks, after, want_data, ping };
         self.send(index, message, actions);
-        let (nonce, epoch) = (self.peers[index].nonce, self.epoch);
+        let (nonce, epoch) = (self.members[index].nonce, self.epoch);
         verify.choice = Some(Choice { id, member, nonce, epoch, lba });
     }
 
@@ -507,7 +507,7 @@ impl Target {
         if id & CHOICE != CHOICE {
             return false;
         }
-        let (member, nonce) = (self.peers[from].member, self.peers[from].nonce);
+        let (member, nonce) = (self.members[from].member, self.members[from].nonce);
         let Some(verify) = &mut self.verify else { return true };
         // Nobody answers in the place of the one who was asked.
         let asked = |c: &mut Choice| (c.id, c.member, c.nonce) == (id, member, nonce);
