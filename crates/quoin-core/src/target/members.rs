@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::admission::{Admission, Applicant, Connected, Refusal, Seats, admit};
 use super::change::rule_of;
 use super::peer::{Link, Peer};
+use super::slow::Slowness;
 use crate::entry::Rule;
 use crate::ids::{Lsn, VolumeId};
 use crate::membership::{Desired, Member, Membership};
@@ -26,6 +27,8 @@ pub(super) struct Members {
     next_nonce: u64,
     /// Replicas that broke the protocol, and until when they are not tried again.
     banned: Vec<(Member, Time)>,
+    /// How long they take to apply writes.
+    pub slow: Slowness,
     /// Refusals that were reported, each once.
     refused: Vec<(Member, Refusal)>,
 }
@@ -63,6 +66,7 @@ impl Members {
             peers: Vec::new(),
             next_nonce: 1,
             banned: Vec::new(),
+            slow: Slowness::default(),
             refused: Vec::new(),
         }
     }

@@ -173,17 +173,8 @@ pub struct Target {
     requests: requests::Requests,
     reads: read::Reads,
     change: change::Change,
-    verify: Option<verify::Verify>,
-    /// Names the next request of a verification.
-    next_verify: u64,
-    /// Rebuilds whose receiver went away.
-    parked: Vec<(Member, rebuild::Rebuild)>,
-    pace: pace::Pace,
-    slow: slow::Slowness,
-    /// Writes are held back for a rebuild that does not gain on them; looked at again then.
-    held_back: Option<Time>,
-    /// Entries kept for replicas that are away or behind, at most.
-    retain_bytes_max: usize,
+    verification: verify::Verification,
+    rebuilds: rebuild::Rebuilds,
     drain_requested: bool,
     /// What is waited for, as the last note said it.
     waits_for: Option<WaitReason>,
@@ -205,13 +196,8 @@ impl Target {
             requests: requests::Requests::default(),
             reads: read::Reads::default(),
             change: change::Change::default(),
-            verify: None,
-            next_verify: 1,
-            parked: Vec::new(),
-            pace: pace::Pace::new(),
-            slow: slow::Slowness::default(),
-            held_back: None,
-            retain_bytes_max: usize::MAX,
+            verification: verify::Verification::new(),
+            rebuilds: rebuild::Rebuilds::new(),
             drain_requested: false,
             waits_for: None,
             timer: None,
@@ -278,7 +264,7 @@ impl Target {
             TargetEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
             TargetEvent::Desired(desired) => self.members.desired = desired,
             TargetEvent::Verify(order) => self.order_verify(now, order),
-            TargetEvent::Retain { bytes_max } => self.retain_bytes_max = bytes_max,
+            TargetEvent::Retain { bytes_max } => self.rebuilds.retain_bytes_max = bytes_max,
             TargetEvent::Swapped { version, membership } => {
                 self.swapped(now, version, membership, actions);
             }
@@ -445,7 +431,7 @@ impl Target {
         self.end_bulk(index, actions);
         self.cancel_rebuilds_from(index);
         self.reissue_reads(index);
-        self.slow.forget(self.members[index].member);
+        self.members.slow.forget(self.members[index].member);
         self.members[index].down(now);
         match self.phase {
             // Someone this open may count on is gone: back to step 1 with whoever answers now.

@@ -457,7 +457,7 @@ impl Target {
                 {
                     if group.is_read() {
                         let (arrived, bytes) = (group.arrived, group.length());
-                        self.pace.answered(now, arrived, Kind::Read, bytes);
+                        self.rebuilds.pace.answered(now, arrived, Kind::Read, bytes);
                     }
                     let (token, result) = group.answer();
                     self.reply(token, result, actions);

@@ -9,6 +9,8 @@
 
 mod parked;
 
+pub(super) use parked::Rebuilds;
+
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -162,7 +164,7 @@ impl Rebuild {
 
 impl Target {
     pub(super) fn step_rebuilds(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        self.drop_parked(now);
+        self.end_expired(now);
         // Where writers wait for it, or nobody is served yet, it is in nobody's way.
         let clients_matter = self.phase == Phase::Serving && self.commit.held;
         let paced = |p: &&Peer| {
@@ -173,7 +175,9 @@ impl Target {
         let copying = paced.max().filter(|_| clients_matter);
         let busy = self.replies_wait();
         let (known, views) = (&self.members.membership.known, &self.commit.views);
-        self.pace.step(now, copying, busy, || known.iter().all(|member| views.counts(*member)));
+        self.rebuilds
+            .pace
+            .step(now, copying, busy, || known.iter().all(|member| views.counts(*member)));
         for index in 0..self.members.len() {
             if self.members[index].link != Link::Rebuilding {
                 continue;
@@ -391,7 +395,7 @@ impl Target {
         loop {
             let Some(rebuild) = &self.members[index].rebuild else { return };
             let waits = rebuild.stage != Stage::Moving || rebuild.feeds >= FEEDS_MAX;
-            if waits || (!unpaced && !self.pace.may_copy(now)) {
+            if waits || (!unpaced && !self.rebuilds.pace.may_copy(now)) {
                 return;
             }
             let Some((view, _)) = rebuild.views.front().copied() else { return };
@@ -399,7 +403,7 @@ impl Target {
             let id = self.random();
             let rebuild = self.members[index].rebuild.as_mut().expect("looked at above");
             let Some((source, cursor)) = rebuild.lanes.ask(id, &sources) else { break };
-            let (from, bytes_max) = (rebuild.from, self.pace.chunk_bytes());
+            let (from, bytes_max) = (rebuild.from, self.rebuilds.pace.chunk_bytes());
             let asked = self.members.position(source);
             let message = ToReplica::Pull { id, view, from, cursor, bytes_max };
             let asked = asked.expect("it is a source");
@@ -525,7 +529,7 @@ impl Target {
         let peer = &mut self.members[index];
         // What is not paced must not be paid for by what is.
         if !peer.rounds.takes_precedence() {
-            self.pace.copied(now, bytes);
+            self.rebuilds.pace.copied(now, bytes);
         }
         self.pull_next(now, index, actions);
     }

@@ -24,7 +24,7 @@ impl Target {
             // What follows the authority's base was fetched for those that get the base first.
             return;
         }
-        let away = self.config.window_bytes.min(self.retain_bytes_max);
+        let away = self.config.window_bytes.min(self.rebuilds.retain_bytes_max);
         let behind = self.catch_up_bytes();
         for index in 0..self.members.len() {
             let peer = &self.members[index];
@@ -55,7 +55,7 @@ impl Target {
     pub(super) fn catch_up_bytes(&self) -> usize {
         let window = self.config.window_bytes;
         let least = if mutant::is("last-increment-without-room") { 0 } else { window / LEAST_PART };
-        window.saturating_mul(4).min(self.retain_bytes_max.max(least))
+        window.saturating_mul(4).min(self.rebuilds.retain_bytes_max.max(least))
     }
 
     /// Bytes of entries that are held, for whatever reason.

@@ -87,7 +87,7 @@ impl Rounds {
 impl Target {
     /// Once a batch: whether writers are held back, and until when at most.
     pub(super) fn mind_rounds(&mut self, now: Time) {
-        self.held_back = None;
+        self.rebuilds.release_writes();
         let written = self.history.weight();
         let window = self.config.window_bytes as u64;
         let catch_up = self.catch_up_bytes() as u64;
@@ -128,7 +128,7 @@ impl Target {
             let since = peer.rounds.held_since.unwrap_or(now);
             if now < since + HOLD {
                 let until = (moved + STILL).min(since + HOLD);
-                self.held_back = Some(self.held_back.map_or(until, |other| other.max(until)));
+                self.rebuilds.hold_writes_back(until);
             }
         }
     }

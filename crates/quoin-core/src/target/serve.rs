@@ -285,7 +285,7 @@ impl Target {
 
     fn measured(&mut self, now: Time, waiting: Sequenced, kind: Kind) {
         if waiting.bytes > 0 {
-            self.pace.answered(now, waiting.arrived, kind, waiting.bytes);
+            self.rebuilds.pace.answered(now, waiting.arrived, kind, waiting.bytes);
         }
     }
 
@@ -569,10 +569,8 @@ impl Target {
             soonest(self.commit.sync_at(after));
             soonest(self.commit.tell_at(&self.members.peers));
             soonest(self.room_due());
-            soonest(self.parked_until());
             soonest(self.verify_due());
-            soonest(self.pace.due(now));
-            soonest(self.held_back);
+            soonest(self.rebuilds.due(now));
             soonest(self.change.due(now));
             soonest(
                 self.commit.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)),

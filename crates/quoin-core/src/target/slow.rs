@@ -152,8 +152,8 @@ impl Target {
         if !is_measured || applied <= peer.applied || ping.0 == 0 {
             return;
         }
-        self.slow.applied(peer.member, now.since(Time(ping.0)));
-        for Turn { member, slow, took, others } in self.slow.look(now) {
+        self.members.slow.applied(peer.member, now.since(Time(ping.0)));
+        for Turn { member, slow, took, others } in self.members.slow.look(now) {
             actions.push(TargetAction::Note(match slow {
                 true => TargetNote::Slow { member, took, others },
                 false => TargetNote::NoLongerSlow { member, took },

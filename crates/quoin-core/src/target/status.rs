@@ -97,7 +97,7 @@ impl Target {
         let replicas = self.members.peers.iter().map(|peer| {
             let (rebuilt_bytes, rebuild_total_bytes) =
                 peer.rebuild.as_ref().map_or((0, 0), |r| r.progress(self.history.blocks));
-            let writes = self.slow.of(peer.member);
+            let writes = self.members.slow.of(peer.member);
             ReplicaStatus {
                 member: peer.member,
                 standing: match peer.link {

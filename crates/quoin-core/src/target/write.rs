@@ -121,7 +121,7 @@ impl Target {
     /// Entries that CF has not yet applied stay within the window, and those not yet on media
     /// within a multiple of it, as all of them are kept: what is above is pushed back.
     fn window_full(&self) -> bool {
-        if self.held_back.is_some() {
+        if self.rebuilds.holds_writes_back() {
             return true;
         }
         let unstable = self.config.window_bytes.max(self.config.sync_bytes).saturating_mul(4);

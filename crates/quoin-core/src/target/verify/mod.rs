@@ -149,6 +149,25 @@ pub(super) struct Verify {
     told: Time,
 }
 
+/// The verification of a volume that is under way, or the last one.
+pub(super) struct Verification {
+    current: Option<Verify>,
+    /// Names the next request.
+    next_request: RequestId,
+}
+
+impl Verification {
+    pub fn new() -> Self {
+        Self { current: None, next_request: 1 }
+    }
+
+    fn request(&mut self) -> RequestId {
+        let request = self.next_request;
+        self.next_request += 1;
+        request
+    }
+}
+
 impl Verify {
     fn new(now: Time, order: VerifyOrder) -> Self {
         Self {
@@ -260,27 +279,32 @@ impl Target {
     /// Begins what was ordered, or takes it back.
     pub(super) fn order_verify(&mut self, now: Time, order: Option<VerifyOrder>) {
         let news = |order: &VerifyOrder| {
-            self.verify.as_ref().is_none_or(|verify| verify.order.request < order.request)
+            self.verification
+                .current
+                .as_ref()
+                .is_none_or(|verify| verify.order.request < order.request)
         };
         match order {
-            None => self.verify = None,
-            Some(order) if news(&order) => self.verify = Some(Verify::new(now, order)),
+            None => self.verification.current = None,
+            Some(order) if news(&order) => {
+                self.verification.current = Some(Verify::new(now, order))
+            }
             Some(_) => {}
         }
     }
 
     pub(super) fn verify_report(&self) -> Option<VerifyReport> {
-        self.verify.as_ref().map(|verify| verify.report.clone())
+        self.verification.current.as_ref().map(|verify| verify.report.clone())
     }
 
     pub(super) fn verify_due(&self) -> Option<Time> {
-        let verify = self.verify.as_ref().filter(|_| self.phase == Phase::Serving)?;
+        let verify = self.verification.current.as_ref().filter(|_| self.phase == Phase::Serving)?;
         let waits = verify.report.ended || verify.round.is_some() || verify.choice.is_some();
         (!waits).then_some(verify.next_at)
     }
 
     pub(super) fn step_verify(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        let Some(mut verify) = self.verify.take() else { return };
+        let Some(mut verify) = self.verification.current.take() else { return };
         if !verify.report.ended && self.phase == Phase::Serving {
             self.step(now, &mut verify, actions);
             let ended = verify.report.ended;
@@ -289,7 +313,7 @@ impl Target {
                 actions.push(TargetAction::Note(TargetNote::Verifying { ended }));
             }
         }
-        self.verify = Some(verify);
+        self.verification.current = Some(verify);
     }
 
     fn step(&mut self, now: Time, verify: &mut Verify, actions: &mut Vec<TargetAction>) {
@@ -329,8 +353,8 @@ impl Target {
         let (lba, left) = (verify.cursor, self.history.blocks - verify.cursor);
         let most = u64::from(VERIFY_BLOCKS_MAX) >> (2 * verify.flux).min(16);
         let blocks = left.min(most.max(1)) as u32;
-        let (id, after, repair) = (self.next_verify, self.history.last.lsn, verify.order.repair);
-        self.next_verify += 1;
+        let (id, after, repair) =
+            (self.verification.request(), self.history.last.lsn, verify.order.repair);
         let mut waits_for = Vec::new();
         let mut old = false;
         let mut asked = Vec::new();
@@ -386,7 +410,7 @@ impl Target {
     ) {
         let (member, nonce) = (self.members[from].member, self.members[from].nonce);
         let last = self.history.last.lsn;
-        let Some(verify) = &mut self.verify else { return };
+        let Some(verify) = &mut self.verification.current else { return };
         let cursor = verify.cursor;
         let Some(round) = verify.round.as_mut().filter(|round| round.id == id) else { return };
         let Some(place) = round.waits_for.iter().position(|w| *w == (member, nonce)) else {
@@ -484,8 +508,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let Some(index) = self.members.position(member) else { return };
-        let id = self.next_verify << 32 | CHOICE;
-        self.next_verify += 1;
+        let id = self.verification.request() << 32 | CHOICE;
         let (view, blocks, after, want_data) = (ReadView::Live, 1, self.history.last.lsn, true);
         let ping = Ping(now.0);
         self.members[index].sent_ping(now);
@@ -508,7 +531,7 @@ impl Target {
             return false;
         }
         let (member, nonce) = (self.members[from].member, self.members[from].nonce);
-        let Some(verify) = &mut self.verify else { return true };
+        let Some(verify) = &mut self.verification.current else { return true };
         // Nobody answers in the place of the one who was asked.
         let asked = |c: &mut Choice| (c.id, c.member, c.nonce) == (id, member, nonce);
         let Some(choice) = verify.choice.take_if(asked) else { return true };
