@@ -118,13 +118,14 @@ impl Target {
                     && next
                         .newcomers
                         .iter()
-                        .all(|m| self.live(*m).is_some_and(|p| p.durable >= *lsn));
+                        .all(|m| self.live(*m).is_some_and(|p| p.progress.durable >= *lsn));
                 // One that gets the joint View as a thing of the past learns nothing from it: its
                 // quorum stays off.
-                let learns = |m: &Member| self.live(*m).is_some_and(|p| p.tip < *lsn);
+                let learns = |m: &Member| self.live(*m).is_some_and(|p| p.progress.tip < *lsn);
                 let live = next.newcomers.iter().all(learns);
                 if live && (durable || mutant::is("swap-before-durable")) {
-                    let held = |m: &Member| self.live(*m).is_some_and(|p| p.durable >= *lsn);
+                    let held =
+                        |m: &Member| self.live(*m).is_some_and(|p| p.progress.durable >= *lsn);
                     assert!(next.newcomers.iter().all(held), "DurableBeforeCAS");
                     let next = next.clone();
                     self.swap(now, next, actions);
@@ -186,10 +187,15 @@ impl Target {
         let Some(peer) = self.members.get(member) else {
             return Standing::Away;
         };
-        let small_lag = self.history.weight_after(peer.applied) <= self.config.window_bytes / 4;
+        let small_lag =
+            self.history.weight_after(peer.progress.applied) <= self.config.window_bytes / 4;
         match peer.link {
             Link::Fed if self.commit.views.counts(member) => Standing::InSync,
-            Link::Fed if peer.applied >= peer.tip && now >= peer.return_at && small_lag => {
+            Link::Fed
+                if peer.progress.applied >= peer.progress.tip
+                    && now >= peer.return_at
+                    && small_lag =>
+            {
                 Standing::Ready
             }
             Link::Down | Link::Connecting => Standing::Away,

@@ -53,8 +53,8 @@ impl Commit {
     /// # Panics
     /// Where commit falls behind the first View, or stable runs ahead of commit.
     pub fn advance(&mut self, now: Time, peers: &[Peer], last: Lsn) {
-        let applied = quorum::reached(&self.views, peers, |p| Some(p.applied));
-        let durable = quorum::reached(&self.views, peers, |p| Some(p.durable));
+        let applied = quorum::reached(&self.views, peers, |p| Some(p.progress.applied));
+        let durable = quorum::reached(&self.views, peers, |p| Some(p.progress.durable));
         self.held = applied.is_some_and(|a| a >= self.lsn);
         if let Some(applied) = applied {
             self.lsn = self.lsn.max(applied);
@@ -155,8 +155,8 @@ mod tests {
         let peers = reached.into_iter().zip(1..).map(|((applied, durable), id)| {
             let mut peer = Peer::new(member(id), at(0));
             peer.link = Link::Fed;
-            (peer.applied, peer.durable) = (Lsn(applied), Lsn(durable));
-            peer.next = Lsn(applied + 1);
+            (peer.progress.applied, peer.progress.durable) = (Lsn(applied), Lsn(durable));
+            peer.progress.next = Lsn(applied + 1);
             peer
         });
         peers.collect()
@@ -202,7 +202,7 @@ mod tests {
         commit.advance(at(7), &all, Lsn(9));
         assert_eq!(commit.tell_at(&all), Some(at(2) + TELL_AFTER));
         for peer in &mut all {
-            peer.stable_told = Lsn(9);
+            peer.progress.stable_told = Lsn(9);
         }
         assert_eq!(commit.tell_at(&all), None);
     }

@@ -209,7 +209,7 @@ impl Members {
             let member = self.peers[index].member;
             let banned = self.banned.iter().any(|(m, until)| *m == member && now < *until);
             let peer = &self.peers[index];
-            if peer.link == Link::Down && peer.retry_at <= now && !banned {
+            if peer.link == Link::Down && peer.retry.at <= now && !banned {
                 let nonce = self.nonce();
                 let peer = &mut self.peers[index];
                 (peer.link, peer.since, peer.nonce) = (Link::Connecting, now, nonce);
@@ -225,7 +225,7 @@ impl Members {
         let down = self.peers.iter().filter(|p| p.link == Link::Down);
         let at = down.map(|peer| {
             let banned = self.banned.iter().find(|(m, _)| *m == peer.member).map(|b| b.1);
-            banned.map_or(peer.retry_at, |until| until.max(peer.retry_at))
+            banned.map_or(peer.retry.at, |until| until.max(peer.retry.at))
         });
         at.min()
     }

@@ -401,7 +401,7 @@ impl Target {
         let sent = Time(ping.0);
         if ping.0 != 0 && sent <= now {
             let from_receipt = crate::mutant::is("lease-from-the-receipt");
-            self.members[index].ping_answered(if from_receipt { now } else { sent });
+            self.members[index].lease.ping_answered(if from_receipt { now } else { sent });
         }
     }
 

@@ -483,10 +483,10 @@ impl Target {
         let peer = &mut self.members[index];
         peer.link = Link::Truncating;
         peer.since = now;
-        peer.tip = tip;
-        peer.next = keep.next();
-        peer.applied = reached;
-        peer.durable = reached.min(ack_durable(peer));
+        peer.progress.tip = tip;
+        peer.progress.next = keep.next();
+        peer.progress.applied = reached;
+        peer.progress.durable = reached.min(ack_durable(peer));
         self.send(index, ToReplica::Truncate { keep, tip }, actions);
     }
 
@@ -503,7 +503,7 @@ impl Target {
         if peer.link != Link::Truncating {
             return;
         }
-        if position.lsn.0.checked_add(1) != Some(peer.next.0) {
+        if position.lsn.0.checked_add(1) != Some(peer.progress.next.0) {
             return self.shut_out(now, index, "PrefixAlways", actions);
         }
         let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
@@ -511,8 +511,8 @@ impl Target {
         if !damaged && !follows && !mutant::is("chain-of-a-cut-not-compared") {
             return self.of_another_history(now, index, position.lsn, actions);
         }
-        peer.durable = peer.applied;
-        if peer.next >= held_from && !damaged {
+        peer.progress.durable = peer.progress.applied;
+        if peer.progress.next >= held_from && !damaged {
             peer.link = Link::Fed;
         } else {
             peer.link = Link::Rebuilding;

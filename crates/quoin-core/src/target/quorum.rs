@@ -51,7 +51,8 @@ impl Views {
                 let own = |p: &Peer| {
                     in_both(view, rule, p.member) || mutant::is("view-active-by-a-foreign-set")
                 };
-                count(peers, |p| p.is_live() && p.durable >= *lsn && own(p)) >= usize::from(rule.cf)
+                count(peers, |p| p.is_live() && p.progress.durable >= *lsn && own(p))
+                    >= usize::from(rule.cf)
             })
         });
         let Some(index) = ready else { return false };
@@ -152,8 +153,8 @@ pub(super) fn assert_answerable(
     now: Time,
     lease_ms: u32,
 ) {
-    let held = |p: &Peer| p.applied >= commit;
-    let leased = |p: &Peer| p.answered.is_some_and(|sent| now < sent + held_lease(lease_ms));
+    let held = |p: &Peer| p.progress.applied >= commit;
+    let leased = |p: &Peer| p.lease.answered.is_some_and(|sent| now < sent + held_lease(lease_ms));
     for rule in views.rules() {
         let counts =
             |p: &Peer| p.is_live() && rule.known.contains(&p.member) && views.counts(p.member);
@@ -181,7 +182,7 @@ pub(super) fn held_lease(lease_ms: u32) -> Duration {
 
 /// Until when replies are allowed; `None` without CF answers.
 pub(super) fn lease_until(views: &Views, peers: &[Peer], lease_ms: u32) -> Option<Time> {
-    reached(views, peers, |p| p.answered).map(|sent| sent + held_lease(lease_ms))
+    reached(views, peers, |p| p.lease.answered).map(|sent| sent + held_lease(lease_ms))
 }
 
 #[cfg(test)]
@@ -210,12 +211,12 @@ mod tests {
     fn peer(id: u128, applied: u64, durable: u64) -> Peer {
         let mut peer = Peer::new(member(id), Time::ZERO);
         peer.link = Link::Fed;
-        (peer.applied, peer.durable) = (Lsn(applied), Lsn(durable));
+        (peer.progress.applied, peer.progress.durable) = (Lsn(applied), Lsn(durable));
         peer
     }
 
     fn applied(views: &Views, peers: &[Peer]) -> Option<u64> {
-        reached(views, peers, |p| Some(p.applied)).map(|lsn| lsn.0)
+        reached(views, peers, |p| Some(p.progress.applied)).map(|lsn| lsn.0)
     }
 
     fn active(view: View) -> Views {
@@ -260,7 +261,7 @@ mod tests {
         let mut peers = [peer(1, 9, 9), peer(2, 9, 9), peer(3, 9, 6)];
         peers[1].link = Link::Down;
         assert!(!views.activate(&peers), "one of each is not enough");
-        peers[2].durable = Lsn(7);
+        peers[2].progress.durable = Lsn(7);
         assert!(views.activate(&peers));
         assert_eq!((views.newest_at(), views.pending.len()), (Lsn(7), 0));
         assert!(views.counts(member(3)) && !views.counts(member(2)));
@@ -299,15 +300,15 @@ mod tests {
         let views = active(view(2, &[1, 2, 3], &[1, 2, 3]));
         let mut peers = [peer(1, 0, 0), peer(2, 0, 0), peer(3, 0, 0)];
         assert_eq!(lease_until(&views, &peers, 2000), None);
-        peers[0].ping_answered(Time::from_millis(500));
+        peers[0].lease.ping_answered(Time::from_millis(500));
         assert_eq!(lease_until(&views, &peers, 2000), None);
-        peers[1].ping_answered(Time::from_millis(300));
+        peers[1].lease.ping_answered(Time::from_millis(300));
         assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2200)));
-        peers[1].ping_answered(Time::from_millis(100));
+        peers[1].lease.ping_answered(Time::from_millis(100));
         assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2200)), "older");
-        peers[2].ping_answered(Time::from_millis(400));
+        peers[2].lease.ping_answered(Time::from_millis(400));
         assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2300)));
-        peers[2].ping_answered(Time::from_millis(600));
+        peers[2].lease.ping_answered(Time::from_millis(600));
         assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2400)));
     }
 
@@ -317,7 +318,7 @@ mod tests {
         let views = active(view(cf, &[1, 2, 3], in_sync));
         let mut peers = [0, 1, 2].map(|i| peer(i as u128 + 1, applied[i], 0));
         for (peer, ms) in peers.iter_mut().zip(answered_ms) {
-            peer.answered = Some(Time::from_millis(ms));
+            peer.lease.answered = Some(Time::from_millis(ms));
         }
         let now = Time::from_millis(10_000);
         let said = std::panic::catch_unwind(|| {

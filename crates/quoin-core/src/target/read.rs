@@ -169,7 +169,7 @@ impl Target {
         }
         if self.config.reads == ReadMode::Confirmed {
             for peer in &mut self.members.peers {
-                peer.ping_due = true;
+                peer.lease.ping_due = true;
             }
         }
     }
@@ -187,7 +187,7 @@ impl Target {
         want_data: bool,
     ) -> usize {
         self.reads.generation = self.reads.generation.wrapping_add(1);
-        let stuck = self.members.peers.iter().any(|p| p.stuck);
+        let stuck = self.members.peers.iter().any(|p| p.room.stuck);
         let after = match purpose {
             Purpose::Client { .. } if stuck => self.owed_to_clients(),
             _ => self.history.last.lsn,
@@ -238,15 +238,15 @@ impl Target {
             if read.tried.contains(&peer.member) {
                 continue;
             }
-            if peer.stuck && peer.applied < read.after {
+            if peer.room.stuck && peer.progress.applied < read.after {
                 continue;
             }
-            if peer.reads >= READS_MAX {
+            if peer.reads.open >= READS_MAX {
                 continue;
             }
             let run = self.reads.run.filter(|(member, _)| *member == peer.member);
             let at_once =
-                peer.read_took <= RUN_TOOK && peer.reads < RUN_OPEN && !is_slow(peer, now);
+                peer.reads.took <= RUN_TOOK && peer.reads.open < RUN_OPEN && !is_slow(peer, now);
             if run.is_some_and(|(_, left)| left > 0) && at_once && read.blocks <= RUN_BLOCKS {
                 best = Some((i, 0));
                 break;
@@ -254,7 +254,7 @@ impl Target {
             let local = self.config.local == Some(peer.member);
             // After its run it is another one's turn.
             let busy = 64 * (u32::from(is_slow(peer, now)) + u32::from(run.is_some()));
-            let load = if local { 0 } else { 1 + peer.reads + busy };
+            let load = if local { 0 } else { 1 + peer.reads.open + busy };
             if best.is_none_or(|(_, b)| load < b) {
                 best = Some((i, load));
             }
@@ -306,8 +306,8 @@ impl Target {
             ping: Ping(now.0),
         };
         let peer = &mut self.members[i];
-        peer.reads += 1;
-        peer.sent_ping(now);
+        peer.reads.open += 1;
+        peer.lease.sent_ping(now);
         let member = peer.member;
         if read.blocks <= RUN_BLOCKS {
             let run = self.reads.run.filter(|(m, left)| *m == member && *left > 0);
@@ -331,7 +331,7 @@ impl Target {
         actions: &mut Vec<TargetAction>,
     ) {
         let member = self.members[from].member;
-        self.members[from].reads = self.members[from].reads.saturating_sub(1);
+        self.members[from].reads.open = self.members[from].reads.open.saturating_sub(1);
         let Some((index, read)) = self.reads.of(id) else { return };
         if read.ready.is_some() {
             return;
@@ -343,7 +343,7 @@ impl Target {
             return self.shut_out(now, from, "a read answered for other blocks", actions);
         }
         if read.asked == Some(member) {
-            self.members[from].read_took = now.since(read.sent);
+            self.members[from].reads.took = now.since(read.sent);
         }
         let bad = first_bad(&slots, at, read.want_data);
         let read = self.reads.open.get_mut(index).expect("looked at above");
@@ -564,7 +564,7 @@ impl Target {
 }
 
 fn is_slow(peer: &super::Peer, now: Time) -> bool {
-    peer.behind_since.is_some_and(|since| now.since(since) > Duration::from_millis(50))
+    peer.progress.behind_since.is_some_and(|since| now.since(since) > Duration::from_millis(50))
 }
 
 /// The first block whose copy is bad: by the replica's word, by its checksum, or by a version

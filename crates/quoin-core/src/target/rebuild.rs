@@ -284,7 +284,7 @@ impl Target {
             .peers
             .iter()
             .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
-        let mut durable: Vec<Lsn> = fed.map(|p| p.durable).collect();
+        let mut durable: Vec<Lsn> = fed.map(|p| p.progress.durable).collect();
         durable.sort_unstable_by(|a, b| b.cmp(a));
         durable.truncate(self.commit.views.consistency_factor().saturating_sub(1).max(1));
         durable.last().copied().unwrap_or_default().max(self.commit.stable)
@@ -316,8 +316,8 @@ impl Target {
         let settled = self.commit.stable.max(peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.stable));
         let from = match damaged {
             true => Lsn::ZERO,
-            false if mutant::is("increment-from-above") => settled.max(peer.applied),
-            false => peer.applied.min(settled),
+            false if mutant::is("increment-from-above") => settled.max(peer.progress.applied),
+            false => peer.progress.applied.min(settled),
         };
         if let Some(rebuild) = self.take_parked(now, index) {
             self.members[index].rebuild = Some(rebuild);
@@ -432,9 +432,9 @@ impl Target {
                 p.link == Link::Fed && self.commit.views.counts(p.member) && p.bulk.carries()
             })
             .filter(|p| view != ReadView::Base || rebuild.base_source == Some(p.member))
-            .filter(|p| p.applied >= needed && !rebuild.without.contains(&p.member))
+            .filter(|p| p.progress.applied >= needed && !rebuild.without.contains(&p.member))
             .collect();
-        sources.sort_by_key(|p| p.reads);
+        sources.sort_by_key(|p| p.reads.open);
         sources.into_iter().map(|p| p.member).collect()
     }
 
@@ -452,7 +452,7 @@ impl Target {
             .filter(|p| !taken.contains(&p.member) && without != Some(p.member))
             .filter_map(|p| p.ack.as_deref().map(|ack| (p, ack.base)))
             .filter(|(_, base)| base.next() >= first)
-            .min_by_key(|(p, _)| p.reads)
+            .min_by_key(|(p, _)| p.reads.open)
             .map(|(p, base)| (p.member, base))
     }
 
@@ -635,19 +635,19 @@ impl Target {
             return self.shut_out(now, index, "IncrementAtomic", actions);
         }
         let member = peer.member;
-        peer.applied = position.lsn;
-        peer.durable = position.lsn;
-        peer.next = position.lsn.next();
-        peer.behind_since = None;
+        peer.progress.applied = position.lsn;
+        peer.progress.durable = position.lsn;
+        peer.progress.next = position.lsn.next();
+        peer.progress.behind_since = None;
         // Views that came as part of the increment taught it nothing; the next one does.
-        peer.tip = position.lsn;
+        peer.progress.tip = position.lsn;
         if let Some(ack) = &mut peer.ack {
             ack.continuous &= !ack.damaged;
             ack.damaged = false;
             // A flip settles all of it: the next increment starts from here, not from before.
             ack.stable = position.lsn;
         }
-        if peer.next >= held_from {
+        if peer.progress.next >= held_from {
             peer.link = Link::Fed;
             let (moved_bytes, rounds) = peer.rounds.tell();
             actions.push(TargetAction::Note(TargetNote::Rebuilt { member, moved_bytes, rounds }));

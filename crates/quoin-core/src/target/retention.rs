@@ -28,7 +28,7 @@ impl Target {
         let behind = self.catch_up_bytes();
         for index in 0..self.members.len() {
             let peer = &self.members[index];
-            let lag = self.history.weight_after(peer.applied);
+            let lag = self.history.weight_after(peer.progress.applied);
             if peer.link == Link::Fed && lag > behind && !self.commit.views.counts(peer.member) {
                 // It fell out of the window: increments bring it back, from where it says that
                 // it stands in a new session. What is on its way to it now would be beyond that.
@@ -40,7 +40,7 @@ impl Target {
             (self.members.membership.known.len() > self.members.len()).then_some(away);
         for peer in &self.members.peers {
             match peer.link {
-                Link::Fed => keep_after = keep_after.min(peer.applied),
+                Link::Fed => keep_after = keep_after.min(peer.progress.applied),
                 Link::Rebuilding => kept_bytes = Some(behind),
                 _ => kept_bytes = kept_bytes.max(Some(away)),
             }

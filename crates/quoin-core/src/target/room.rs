@@ -26,11 +26,7 @@ const OFFER_AGAIN: Duration = Duration::from_millis(500);
 
 impl Target {
     pub(super) fn on_room(&mut self, index: usize, short: bool) {
-        let peer = &mut self.members[index];
-        peer.short = short;
-        if !short {
-            (peer.stuck, peer.full_until) = (false, None);
-        }
+        self.members[index].room.report(short);
     }
 
     /// The entries after `applied` were not taken.
@@ -45,21 +41,21 @@ impl Target {
         if peer.link != Link::Fed {
             return;
         }
-        if applied < peer.applied || applied >= peer.next {
+        if applied < peer.progress.applied || applied >= peer.progress.next {
             return self.shut_out(now, index, "OnlyCounted", actions);
         }
         // Not counted as applied by this: what waits for its sync there is not said to be.
-        peer.next = applied.next();
+        peer.progress.next = applied.next();
         // A sync that was asked for beyond it covered less.
-        peer.sync_asked = peer.sync_asked.min(applied);
-        (peer.stuck, peer.full_until) = (true, Some(now + OFFER_AGAIN));
+        peer.progress.sync_asked = peer.progress.sync_asked.min(applied);
+        peer.room.ran_out(now + OFFER_AGAIN);
         self.read_from_others(index);
     }
 
     /// Whether fewer than CF counted members have room, under some rule.
     fn short_of_room(&self) -> bool {
         let counted = quorum::reached(&self.commit.views, &self.members.peers, |_| Some(()));
-        let roomy = |p: &super::Peer| (!p.short && !p.stuck).then_some(());
+        let roomy = |p: &super::Peer| (!p.room.short && !p.room.stuck).then_some(());
         counted.is_some()
             && quorum::reached(&self.commit.views, &self.members.peers, roomy).is_none()
     }
@@ -107,7 +103,7 @@ impl Target {
             if self.requests.short_since.take().is_some() {
                 // Who was held up by it is not late: the first to have room must not oust the rest.
                 for peer in &mut self.members.peers {
-                    peer.behind_since = peer.behind_since.map(|_| now);
+                    peer.progress.behind_since = peer.progress.behind_since.map(|_| now);
                 }
             }
             if self.waits_for == Some(WaitReason::Room) {
@@ -134,7 +130,7 @@ impl Target {
 
     /// When [`Target::mind_room`] or an offer has something to do.
     pub(super) fn room_due(&self) -> Option<Time> {
-        let offers = self.members.peers.iter().filter_map(|p| p.full_until);
+        let offers = self.members.peers.iter().filter_map(|p| p.room.full_until);
         let refusal = self
             .requests
             .short_since

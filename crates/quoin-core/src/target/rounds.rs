@@ -113,8 +113,8 @@ impl Target {
                 // As little as lets it return at once, or stay.
                 (_, Link::Fed) => {
                     let allowed = if counts { window / 2 } else { window / 4 };
-                    let behind = self.history.weight_after(peer.applied) as u64;
-                    (behind > allowed, peer.behind_since.unwrap_or(now))
+                    let behind = self.history.weight_after(peer.progress.applied) as u64;
+                    (behind > allowed, peer.progress.behind_since.unwrap_or(now))
                 }
                 _ => continue,
             };

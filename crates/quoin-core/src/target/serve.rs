@@ -130,10 +130,10 @@ impl Target {
             Link::Connecting | Link::Truncating => Some(peer.since + PATIENCE),
             Link::Fed => {
                 let age = Duration::from_millis(self.config.drop_after_ms.into());
-                let unanswered = peer.unanswered_since.map(|t| t + age.max(PATIENCE / 2));
+                let unanswered = peer.lease.unanswered_since.map(|t| t + age.max(PATIENCE / 2));
                 // Nobody is dropped before the first View: one whose disk hangs, though it
                 // answers, must not hold the open up for ever.
-                let hung = peer.behind_since.filter(|_| self.phase == Phase::Recovering);
+                let hung = peer.progress.behind_since.filter(|_| self.phase == Phase::Recovering);
                 [unanswered, hung.map(|t| t + age.max(PATIENCE * 2))].into_iter().flatten().min()
             }
             Link::Rebuilding => {
@@ -157,16 +157,10 @@ impl Target {
         if peer.link != Link::Fed {
             return;
         }
-        if applied >= peer.next || durable >= peer.next {
+        if applied >= peer.progress.next || durable >= peer.progress.next {
             return self.shut_out(now, index, "OnlyCounted", actions);
         }
-        if applied > peer.applied {
-            peer.applied = applied;
-            peer.stuck = false;
-            peer.behind_since = (applied < last).then_some(now);
-            peer.made_progress();
-        }
-        peer.durable = peer.durable.max(durable);
+        peer.has_reached(now, applied, durable, last);
     }
 
     /// Commit, stable, Views; then whatever may be answered now.
@@ -276,7 +270,7 @@ impl Target {
         self.tell_snapshots(actions);
         let confirmed = match self.config.reads {
             ReadMode::Confirmed => {
-                quorum::reached(&self.commit.views, &self.members.peers, |p| p.answered)
+                quorum::reached(&self.commit.views, &self.members.peers, |p| p.lease.answered)
             }
             ReadMode::Leased => None,
         };
@@ -297,20 +291,21 @@ impl Target {
         let last = self.history.last.lsn;
         let sync_each = self.is_media();
         for index in 0..self.members.len() {
-            if self.members[index].full_until.is_some_and(|until| now < until) {
+            if self.members[index].room.full_until.is_some_and(|until| now < until) {
                 continue;
             }
-            let offer = self.members[index].full_until.is_some();
-            while self.members[index].link == Link::Fed && self.members[index].next <= last {
+            let offer = self.members[index].room.full_until.is_some();
+            while self.members[index].link == Link::Fed && self.members[index].progress.next <= last
+            {
                 let peer = &self.members[index];
-                let in_flight = self.history.weight_after(peer.applied)
-                    - self.history.weight_after(Lsn(peer.next.0 - 1));
+                let in_flight = self.history.weight_after(peer.progress.applied)
+                    - self.history.weight_after(Lsn(peer.progress.next.0 - 1));
                 if in_flight > IN_FLIGHT_BYTES {
                     break;
                 }
                 let mut bytes = 0;
                 let mut entries = Vec::new();
-                for entry in self.history.after(Lsn(peer.next.0 - 1)) {
+                for entry in self.history.after(Lsn(peer.progress.next.0 - 1)) {
                     if bytes > 0 && bytes + entry.weight() > APPEND_BYTES {
                         break;
                     }
@@ -324,15 +319,15 @@ impl Target {
                 let sync = sync_each && entries.iter().any(|e| !e.kind.is_durable_first());
                 let stable = self.commit.stable;
                 let peer = &mut self.members[index];
-                peer.next = end.next();
-                peer.stable_told = stable;
-                peer.behind_since.get_or_insert(now);
-                peer.sent_ping(now);
+                peer.progress.next = end.next();
+                peer.progress.stable_told = stable;
+                peer.progress.behind_since.get_or_insert(now);
+                peer.lease.sent_ping(now);
                 let message = ToReplica::Append { entries, stable, sync, ping: Ping(now.0) };
                 self.send(index, message, actions);
                 if offer {
                     // One to see whether there is room; it says so when there is none.
-                    self.members[index].full_until = None;
+                    self.members[index].room.full_until = None;
                     break;
                 }
             }
@@ -349,12 +344,12 @@ impl Target {
         for index in 0..self.members.len() {
             let peer = &mut self.members[index];
             if peer.link == Link::Fed
-                && peer.next > wanted
-                && peer.sync_asked < wanted
-                && peer.durable < wanted
+                && peer.progress.next > wanted
+                && peer.progress.sync_asked < wanted
+                && peer.progress.durable < wanted
             {
-                peer.sync_asked = wanted;
-                peer.sent_ping(now);
+                peer.progress.sync_asked = wanted;
+                peer.lease.sent_ping(now);
                 self.send(index, ToReplica::Sync { lsn: wanted, ping: Ping(now.0) }, actions);
             }
         }
@@ -380,11 +375,11 @@ impl Target {
             if peer.link != Link::Fed {
                 continue;
             }
-            let renew = renew && counts && now >= peer.ping_sent + interval;
-            if renew || tell || std::mem::take(&mut peer.ping_due) {
-                peer.ping_due = false;
-                peer.stable_told = stable;
-                peer.sent_ping(now);
+            let renew = renew && counts && now >= peer.lease.ping_sent + interval;
+            if renew || tell || std::mem::take(&mut peer.lease.ping_due) {
+                peer.lease.ping_due = false;
+                peer.progress.stable_told = stable;
+                peer.lease.sent_ping(now);
                 self.send(index, ToReplica::Ping { stable, ping: Ping(now.0) }, actions);
             }
         }
@@ -395,15 +390,15 @@ impl Target {
         let drop_after = Duration::from_millis(self.config.drop_after_ms.into());
         if peer.link != Link::Fed {
             Some("it is not connected")
-        } else if peer.behind_since.is_some_and(|t| now >= t + drop_after)
-            && peer.applied < self.history.last.lsn
+        } else if peer.progress.behind_since.is_some_and(|t| now >= t + drop_after)
+            && peer.progress.applied < self.history.last.lsn
         {
-            Some(if peer.short || peer.stuck {
+            Some(if peer.room.short || peer.room.stuck {
                 "its pool is full"
             } else {
                 "it made no progress for too long"
             })
-        } else if self.history.weight_after(peer.applied) > self.config.window_bytes {
+        } else if self.history.weight_after(peer.progress.applied) > self.config.window_bytes {
             Some("it is too far behind")
         } else {
             None
@@ -413,9 +408,9 @@ impl Target {
     /// Whether a member outside the in-sync set has caught up and may return.
     fn may_return(&self, peer: &Peer, now: Time) -> bool {
         peer.link == Link::Fed
-            && peer.applied >= peer.tip
+            && peer.progress.applied >= peer.progress.tip
             && now >= peer.return_at
-            && self.history.weight_after(peer.applied) <= self.config.window_bytes / 4
+            && self.history.weight_after(peer.progress.applied) <= self.config.window_bytes / 4
             && (self.members.membership.contains(peer.member)
                 || self.change.joint().is_some_and(|rule| rule.known.contains(&peer.member)))
     }
@@ -433,8 +428,8 @@ impl Target {
                 && p.link == Link::Fed
                 && lost_cache
                 && !mutant::is("returned-never-continuous")
-                && p.applied >= p.tip
-                && newest_at <= p.tip
+                && p.progress.applied >= p.progress.tip
+                && newest_at <= p.progress.tip
         });
         let settled = !renew
             && self.members.peers.iter().all(|p| {
@@ -511,7 +506,8 @@ impl Target {
         let last = self.history.last.lsn;
         self.commit.want_sync(last);
         let busy = self.replies_wait() || self.requests.merging();
-        let unsynced = self.members.peers.iter().any(|p| p.link == Link::Fed && p.durable < last);
+        let unsynced =
+            self.members.peers.iter().any(|p| p.link == Link::Fed && p.progress.durable < last);
         if (busy || unsynced || self.commit.stable < last) && now < until {
             return;
         }
@@ -551,8 +547,9 @@ impl Target {
             if peer.link == Link::Fed && self.commit.views.counts(peer.member) {
                 let age = Duration::from_millis(self.config.drop_after_ms.into());
                 soonest(
-                    peer.behind_since
-                        .filter(|_| peer.applied < self.history.last.lsn)
+                    peer.progress
+                        .behind_since
+                        .filter(|_| peer.progress.applied < self.history.last.lsn)
                         .map(|t| if t + age > now { t + age } else { now + PATIENCE }),
                 );
             } else if peer.link == Link::Fed && peer.return_at > now {

@@ -149,7 +149,7 @@ impl Target {
         let peer = &self.members[index];
         // Entries that are behind others of the same session measure its recovery.
         let is_measured = peer.link == Link::Fed && self.commit.views.counts(peer.member);
-        if !is_measured || applied <= peer.applied || ping.0 == 0 {
+        if !is_measured || applied <= peer.progress.applied || ping.0 == 0 {
             return;
         }
         self.members.slow.applied(peer.member, now.since(Time(ping.0)));

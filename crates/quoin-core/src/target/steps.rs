@@ -28,8 +28,9 @@ impl Target {
 
     /// How many counted replicas with a live session hold everything up to here.
     pub fn holders(&self, lsn: Lsn) -> usize {
-        let holds =
-            |p: &&Peer| p.is_live() && self.commit.views.counts(p.member) && p.applied >= lsn;
+        let holds = |p: &&Peer| {
+            p.is_live() && self.commit.views.counts(p.member) && p.progress.applied >= lsn
+        };
         self.members.peers.iter().filter(holds).count()
     }
 
@@ -56,7 +57,11 @@ impl Target {
         add(!self.reads.is_empty(), Step::Reading);
         add(self.requests.merging(), Step::Merging);
         add(!self.commit.views.pending.is_empty() && !recovering, Step::ViewPending);
-        let behind = self.members.peers.iter().any(|p| p.link == Link::Fed && p.applied < p.tip);
+        let behind = self
+            .members
+            .peers
+            .iter()
+            .any(|p| p.link == Link::Fed && p.progress.applied < p.progress.tip);
         add(behind && !recovering, Step::CatchingUp);
         add(stage(Stage::Boundary), Step::RebuildBoundary);
         add(stage(Stage::Moving) || stage(Stage::Beginning), Step::RebuildMoving);

@@ -366,7 +366,7 @@ impl Target {
                     "it is not in sync"
                 }
                 None => "it is not in sync",
-                Some(p) if p.stuck => "its pool is full",
+                Some(p) if p.room.stuck => "its pool is full",
                 Some(p) if !p.verifies => "its pool runs a version that cannot verify",
                 Some(p) => {
                     waits_for.push((member, p.nonce));
@@ -390,7 +390,7 @@ impl Target {
             return;
         }
         for index in asked {
-            self.members[index].sent_ping(now);
+            self.members[index].lease.sent_ping(now);
             let (bytes_max, ping) = (STEP_BYTES, Ping(now.0));
             let message = ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping };
             self.send(index, message, actions);
@@ -511,7 +511,7 @@ impl Target {
         let id = self.verification.request() << 32 | CHOICE;
         let (view, blocks, after, want_data) = (ReadView::Live, 1, self.history.last.lsn, true);
         let ping = Ping(now.0);
-        self.members[index].sent_ping(now);
+        self.members[index].lease.sent_ping(now);
         let message = ToReplica::Read { id, view, lba, blocks, after, want_data, ping };
         self.send(index, message, actions);
         let (nonce, epoch) = (self.members[index].nonce, self.epoch);
