@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::peer::Peer;
 use super::quorum::{self, Views};
+use super::serve::PATIENCE;
 use crate::ids::Lsn;
 use crate::mutant;
 use crate::time::Time;
@@ -111,8 +112,14 @@ impl Commit {
         (self.sync_wanted > self.stable).then_some(self.sync_wanted)
     }
 
+    /// When there is something to do though nothing happens.
+    pub fn due(&self, now: Time, peers: &[Peer], sync_after: Duration) -> Option<Time> {
+        let lost = self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2));
+        [self.sync_at(sync_after), self.tell_at(peers), lost].into_iter().flatten().min()
+    }
+
     /// When a sync is wanted by itself.
-    pub fn sync_at(&self, after: Duration) -> Option<Time> {
+    fn sync_at(&self, after: Duration) -> Option<Time> {
         let none_wanted = self.sync_wanted <= self.stable;
         self.unstable_since.filter(|_| none_wanted).map(|since| since + after)
     }
@@ -212,6 +219,9 @@ mod tests {
         let mut commit = commit();
         assert!(!commit.is_lost_for(at(99), Duration::ZERO));
         commit.quorum_lost = Some(at(10));
+        assert_eq!(commit.due(at(11), &[], Duration::ZERO), Some(at(10) + PATIENCE));
+        let late = at(10) + PATIENCE;
+        assert_eq!(commit.due(late, &[], Duration::ZERO), Some(late + PATIENCE / 2));
         let long = Duration::from_millis(5);
         assert!(!commit.is_lost_for(at(14), long) && commit.is_lost_for(at(15), long));
     }

@@ -18,7 +18,7 @@
 //! | `peer` | what is known of one of them |
 //! | `requests` | what a client's request waits for |
 //! | `write`, `read` | requests of the client |
-//! | `serve` | what goes out in `flush`; drop and return; timers |
+//! | `serve`, `timers` | what goes out in `flush`; drop and return; the next timer |
 //! | `retention` | which entries are kept in memory, for whom |
 //! | `room` | pools that run full |
 //! | `verify` | all members compared while in use |
@@ -62,6 +62,7 @@ mod slow;
 mod snapshots;
 mod status;
 mod steps;
+mod timers;
 mod verdict;
 mod verify;
 mod wait_reason;

@@ -392,17 +392,13 @@ mod tests {
         assert!(requests.touches(0) && requests.touches(1) && !requests.touches(2));
         let block = || Ok(Bytes::from_static(&[7; BLOCK_SIZE]));
         assert!(matches!(requests.edge_read(both, true, block()), Some(Merging::Incomplete)));
-        let Some(Merging::Complete(merge)) = requests.edge_read(both, false, block()) else {
+        let Some(Merging::Complete(whole)) = requests.edge_read(both, false, block()) else {
             panic!("both edges were read");
         };
-        assert!(merge.head.is_some() && merge.tail.is_some() && !requests.merging());
-        let bad = requests.wait_for_merge(merge_of(2));
+        assert!(whole.head.is_some() && whole.tail.is_some() && !requests.merging());
+        let bad = requests.wait_for_merge(merge(2, 256, 2));
         let failed = requests.edge_read(bad, false, Err(BlockError::Damaged));
         assert!(matches!(failed, Some(Merging::Failed(2, BlockError::Damaged))));
         assert!(requests.edge_read(bad, true, block()).is_none(), "it is over");
-    }
-
-    fn merge_of(token: Token) -> Merge {
-        merge(token, 256, 2)
     }
 }

@@ -86,7 +86,7 @@ impl Target {
     }
 
     /// Close was sent: the lease is given up and nothing more may be sent.
-    fn is_closing(&self) -> bool {
+    pub(super) fn is_closing(&self) -> bool {
         matches!(self.phase, Phase::Draining { closing: true, .. })
     }
 
@@ -121,7 +121,7 @@ impl Target {
     }
 
     /// When the session with this replica counts as dead unless something comes.
-    fn silent_at(&self, index: usize) -> Option<Time> {
+    pub(super) fn silent_at(&self, index: usize) -> Option<Time> {
         let peer = &self.members[index];
         let lease = crate::replica::granted_lease(self.config.lease_ms);
         match peer.link {
@@ -355,7 +355,7 @@ impl Target {
         }
     }
 
-    fn ping_interval(&self) -> Duration {
+    pub(super) fn ping_interval(&self) -> Duration {
         Duration::from_millis(u64::from(self.config.lease_ms) / 8)
     }
 
@@ -521,73 +521,6 @@ impl Target {
                 actions.push(TargetAction::Disconnect { session });
                 self.members[index].down(now);
             }
-        }
-    }
-
-    fn set_timer(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        let mut at: Option<Time> = None;
-        let mut soonest = |t: Option<Time>| {
-            if let Some(t) = t {
-                at = Some(at.map_or(t, |a| a.min(t)));
-            }
-        };
-        soonest(match self.phase {
-            Phase::Resting { until } | Phase::Draining { until, .. } => Some(until),
-            Phase::Acquiring | Phase::Fetching { .. } => Some(self.opening.answer_by),
-            Phase::Stopped => return,
-            _ => self.open_deadline(),
-        });
-        if !matches!(self.phase, Phase::Draining { .. }) {
-            soonest(self.members.connect_at());
-        }
-        for index in 0..self.members.len() {
-            let peer = &self.members[index];
-            soonest(self.silent_at(index));
-            soonest(peer.bulk.due().filter(|_| !self.is_closing()));
-            if peer.link == Link::Fed && self.commit.views.counts(peer.member) {
-                let age = Duration::from_millis(self.config.drop_after_ms.into());
-                soonest(
-                    peer.progress
-                        .behind_since
-                        .filter(|_| peer.progress.applied < self.history.last.lsn)
-                        .map(|t| if t + age > now { t + age } else { now + PATIENCE }),
-                );
-            } else if peer.link == Link::Fed && peer.return_at > now {
-                soonest(Some(peer.return_at));
-            }
-        }
-        if self.is_running() && self.phase != Phase::Recovering {
-            if self.replies_wait() {
-                let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
-                let renew = self.lease_until().map_or(now, |until| until - half);
-                soonest(Some(renew.max(now + self.ping_interval())));
-            }
-            let after = Duration::from_millis(self.config.sync_after_ms.into());
-            soonest(self.commit.sync_at(after));
-            soonest(self.commit.tell_at(&self.members.peers));
-            soonest(self.room_due());
-            soonest(self.verify_due());
-            soonest(self.rebuilds.due(now));
-            soonest(self.change.due(now));
-            soonest(
-                self.commit.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2)),
-            );
-            if let Some(since) = self.commit.quorum_lost
-                && self.config.on_quorum_loss == OnQuorumLoss::Fail
-                && self.replies_wait()
-            {
-                let grace = Duration::from_millis(self.config.lease_ms.into());
-                soonest(Some((since + grace).max(now + self.ping_interval())));
-            }
-        }
-        let hedge = self.hedge_reads(now);
-        soonest(hedge);
-        // Never in the past: what is overdue now was looked at in this very call.
-        let Some(at) = at.map(|t| t.max(now + Duration::from_millis(1))) else { return };
-        // An earlier timer is left to fire: it costs one look, not one system call a batch.
-        if self.timer.is_none_or(|t| t > at) {
-            self.timer = Some(at);
-            actions.push(TargetAction::Timer { at: Some(at) });
         }
     }
 }
