@@ -9,6 +9,8 @@ use std::time::Duration;
 use super::peer::Peer;
 use super::quorum::{self, Views};
 use super::serve::PATIENCE;
+use super::wait_reason::WaitReason;
+use crate::entry::Rule;
 use crate::ids::Lsn;
 use crate::mutant;
 use crate::time::Time;
@@ -86,6 +88,27 @@ impl Commit {
         self.quorum_lost.is_some_and(|since| now >= since + long)
     }
 
+    /// What is missing under the rule that misses the most, where one has fewer than its CF; while
+    /// a change of membership is under way there is more than one.
+    pub fn short_of(&self, peers: &[Peer]) -> Option<WaitReason> {
+        let counts = |p: &Peer| p.is_live() && self.views.counts(p.member);
+        let counted =
+            |rule: &Rule| quorum::count(peers, |p| counts(p) && rule.known.contains(&p.member));
+        let short = self.views.rules().map(|rule| (counted(rule), rule));
+        let short = short.filter(|(counted, rule)| *counted < usize::from(rule.cf));
+        let (counted, Rule { rf, cf, known, .. }) =
+            short.max_by_key(|(counted, rule)| usize::from(rule.cf) - counted)?;
+        let changing = self.views.rules().any(|rule| rule.cf != *cf || rule.known != *known);
+        Some(WaitReason::Quorum { counted, rf: *rf, cf: *cf, changing })
+    }
+
+    /// Whether fewer than CF counted members have room, under some rule.
+    pub fn short_of_room(&self, peers: &[Peer]) -> bool {
+        let counted = quorum::reached(&self.views, peers, |_| Some(()));
+        let roomy = |p: &Peer| (!p.room.short && !p.room.stuck).then_some(());
+        counted.is_some() && quorum::reached(&self.views, peers, roomy).is_none()
+    }
+
     /// Entries up to `lsn` are to be on media.
     pub fn want_sync(&mut self, lsn: Lsn) {
         self.sync_wanted = self.sync_wanted.max(lsn);
@@ -134,7 +157,7 @@ impl Commit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::entry::{Rule, View};
+    use crate::entry::View;
     use crate::ids::{ReplicaGuid, ReplicaId};
     use crate::membership::Member;
     use crate::target::peer::Link;
@@ -212,6 +235,24 @@ mod tests {
             peer.progress.stable_told = Lsn(9);
         }
         assert_eq!(commit.tell_at(&all), None);
+    }
+
+    #[test]
+    fn a_volume_is_short_of_replicas_or_of_room_where_fewer_than_a_quorum_are_left() {
+        let commit = commit();
+        let mut peers = peers([(9, 9); 3]);
+        peers[0].link = Link::Down;
+        assert_eq!(commit.short_of(&peers), None);
+        peers[1].room.short = true;
+        assert!(commit.short_of_room(&peers));
+        peers[0].link = Link::Fed;
+        assert!(!commit.short_of_room(&peers), "two have room");
+        peers[0].room.stuck = true;
+        assert!(commit.short_of_room(&peers));
+        (peers[0].link, peers[1].link) = (Link::Down, Link::Truncating);
+        let short = WaitReason::Quorum { counted: 1, rf: 3, cf: 2, changing: false };
+        assert_eq!(commit.short_of(&peers), Some(short));
+        assert!(!commit.short_of_room(&peers), "it is short of replicas");
     }
 
     #[test]

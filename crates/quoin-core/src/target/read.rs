@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use super::gather::{self, Group};
 use super::pace::Kind;
+use super::quorum::Views;
 use super::slab::Slab;
-use super::{Link, Target, TargetAction, TargetNote};
+use super::{Link, Peer, Target, TargetAction, TargetNote};
 use crate::block::{BlockError, Token};
 use crate::ids::Lsn;
 use crate::membership::Member;
@@ -75,6 +76,16 @@ enum Ready {
     Lost,
 }
 
+/// Who is to be asked for a read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Asked {
+    Peer(usize),
+    /// Those that count were asked already, or have too much to do.
+    NobodyNow,
+    /// None that counts is fed.
+    Nobody,
+}
+
 #[derive(Default)]
 pub(super) struct Reads {
     pub open: Slab<Read>,
@@ -133,6 +144,60 @@ impl Reads {
             if self.open.get(index).is_some_and(|read| is_such(&read.purpose)) {
                 self.open.take(index);
             }
+        }
+    }
+
+    /// Who is to be asked: the rest of a run, or whoever has the least to do.
+    fn choose(
+        &self,
+        read: &Read,
+        now: Time,
+        peers: &[Peer],
+        views: &Views,
+        local: Option<Member>,
+    ) -> Asked {
+        let mut best: Option<(usize, u32)> = None;
+        let mut any = false;
+        for (i, peer) in peers.iter().enumerate() {
+            if peer.link != Link::Fed || !views.counts(peer.member) {
+                continue;
+            }
+            any = true;
+            if read.tried.contains(&peer.member) {
+                continue;
+            }
+            if peer.room.stuck && peer.progress.applied < read.after {
+                continue;
+            }
+            if peer.reads.open >= READS_MAX {
+                continue;
+            }
+            let run = self.run.filter(|(member, _)| *member == peer.member);
+            let at_once =
+                peer.reads.took <= RUN_TOOK && peer.reads.open < RUN_OPEN && !is_slow(peer, now);
+            if run.is_some_and(|(_, left)| left > 0) && at_once && read.blocks <= RUN_BLOCKS {
+                return Asked::Peer(i);
+            }
+            // After its run it is another one's turn.
+            let busy = 64 * (u32::from(is_slow(peer, now)) + u32::from(run.is_some()));
+            let is_local = local == Some(peer.member);
+            let load = if is_local { 0 } else { 1 + peer.reads.open + busy };
+            if best.is_none_or(|(_, b)| load < b) {
+                best = Some((i, load));
+            }
+        }
+        match best {
+            Some((i, _)) => Asked::Peer(i),
+            None if any => Asked::NobodyNow,
+            None => Asked::Nobody,
+        }
+    }
+
+    /// A member was asked: the next small reads go to it too, for a while.
+    fn go_on_with(&mut self, member: Member, blocks: u32) {
+        if blocks <= RUN_BLOCKS {
+            let run = self.run.filter(|(m, left)| *m == member && *left > 0);
+            self.run = Some((member, run.map_or(RUN_READS, |(_, left)| left - 1)));
         }
     }
 
@@ -228,38 +293,10 @@ impl Target {
         if read.asked.is_some() || read.ready.is_some() {
             return true;
         }
-        let mut best: Option<(usize, u32)> = None;
-        let mut any = false;
-        for (i, peer) in self.members.peers.iter().enumerate() {
-            if peer.link != Link::Fed || !self.commit.views.counts(peer.member) {
-                continue;
-            }
-            any = true;
-            if read.tried.contains(&peer.member) {
-                continue;
-            }
-            if peer.room.stuck && peer.progress.applied < read.after {
-                continue;
-            }
-            if peer.reads.open >= READS_MAX {
-                continue;
-            }
-            let run = self.reads.run.filter(|(member, _)| *member == peer.member);
-            let at_once =
-                peer.reads.took <= RUN_TOOK && peer.reads.open < RUN_OPEN && !is_slow(peer, now);
-            if run.is_some_and(|(_, left)| left > 0) && at_once && read.blocks <= RUN_BLOCKS {
-                best = Some((i, 0));
-                break;
-            }
-            let local = self.config.local == Some(peer.member);
-            // After its run it is another one's turn.
-            let busy = 64 * (u32::from(is_slow(peer, now)) + u32::from(run.is_some()));
-            let load = if local { 0 } else { 1 + peer.reads.open + busy };
-            if best.is_none_or(|(_, b)| load < b) {
-                best = Some((i, load));
-            }
-        }
-        let Some((i, _)) = best else {
+        let local = self.config.local;
+        let asked = self.reads.choose(read, now, &self.members.peers, &self.commit.views, local);
+        let any = asked != Asked::Nobody;
+        let Asked::Peer(i) = asked else {
             // Lost only if no member has it: one that is away for a moment is waited for.
             let is_bad = |m: &Member| read.bad.iter().any(|(b, _, _)| b == m);
             let lost = self.commit.views.all().flat_map(|v| &v.in_sync).all(is_bad)
@@ -309,10 +346,8 @@ impl Target {
         peer.reads.open += 1;
         peer.lease.sent_ping(now);
         let member = peer.member;
-        if read.blocks <= RUN_BLOCKS {
-            let run = self.reads.run.filter(|(m, left)| *m == member && *left > 0);
-            self.reads.run = Some((member, run.map_or(RUN_READS, |(_, left)| left - 1)));
-        }
+        let blocks = read.blocks;
+        self.reads.go_on_with(member, blocks);
         let read = self.reads.open.get_mut(index).expect("looked at above");
         read.asked = Some(member);
         read.sent = now;
@@ -579,4 +614,81 @@ fn first_bad(slots: &[Slot], at: Lsn, want_data: bool) -> Option<(u64, Lsn)> {
         };
         (!good || slot.version > at).then_some((slot.lba, slot.version))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::entry::{Rule, View};
+    use crate::ids::{ReplicaGuid, ReplicaId};
+
+    fn member(id: u128) -> Member {
+        Member { id: ReplicaId(id), guid: ReplicaGuid(id) }
+    }
+
+    /// Three fed replicas in sync, and a small read.
+    fn volume() -> (Reads, Vec<Peer>, Views, Read) {
+        let known: Vec<Member> = [1, 2, 3].map(member).to_vec();
+        let rule = Rule { membership_version: 1, rf: 3, cf: 2, known: known.clone() };
+        let view = View { in_sync: known.clone(), rule, ..View::default() };
+        let views = Views { active: Some((Lsn(1), view)), ..Views::default() };
+        let peers = known.into_iter().map(|member| {
+            let mut peer = Peer::new(member, Time::ZERO);
+            peer.link = Link::Fed;
+            peer
+        });
+        let read = Read {
+            purpose: Purpose::Client { group: 0, part: 0 },
+            lba: 0,
+            blocks: 1,
+            want_data: true,
+            after: Lsn(5),
+            asked: None,
+            tried: Vec::new(),
+            bad: Vec::new(),
+            sent: Time::ZERO,
+            generation: 1,
+            ready: None,
+        };
+        (Reads::default(), peers.collect(), views, read)
+    }
+
+    #[test]
+    fn small_reads_go_on_with_one_member_while_it_answers_at_once_and_then_with_another() {
+        let (mut reads, mut peers, views, read) = volume();
+        let choose =
+            |reads: &Reads, peers: &[Peer]| reads.choose(&read, Time::ZERO, peers, &views, None);
+        peers[0].reads.open = 1;
+        assert_eq!(choose(&reads, &peers), Asked::Peer(1), "it has less to do");
+        reads.go_on_with(member(1), 1);
+        assert_eq!(choose(&reads, &peers), Asked::Peer(0));
+        reads.go_on_with(member(1), RUN_BLOCKS + 1);
+        assert_eq!(reads.run, Some((member(1), RUN_READS)), "a large read is no part of it");
+        peers[0].reads.took = RUN_TOOK * 2;
+        assert_eq!(choose(&reads, &peers), Asked::Peer(1), "it has to go to its disk");
+        peers[0].reads.took = RUN_TOOK;
+        for _ in 0..RUN_READS {
+            reads.go_on_with(member(1), 1);
+        }
+        assert_eq!(choose(&reads, &peers), Asked::Peer(1), "the run is over");
+    }
+
+    #[test]
+    fn a_read_is_asked_of_a_fed_member_in_sync_that_can_answer_it_and_preferably_of_the_local_one()
+    {
+        let (reads, mut peers, views, mut read) = volume();
+        peers[2].reads.open = 9;
+        let local = reads.choose(&read, Time::ZERO, &peers, &views, Some(member(3)));
+        assert_eq!(local, Asked::Peer(2));
+        read.tried.push(member(1));
+        (peers[1].room.stuck, peers[1].progress.applied) = (true, Lsn(4));
+        let choose = |peers: &[Peer]| reads.choose(&read, Time::ZERO, peers, &views, None);
+        assert_eq!(choose(&peers), Asked::Peer(2), "the second lacks an entry");
+        peers[2].reads.open = READS_MAX;
+        assert_eq!(choose(&peers), Asked::NobodyNow);
+        for peer in &mut peers {
+            peer.link = Link::Rebuilding;
+        }
+        assert_eq!(choose(&peers), Asked::Nobody);
+    }
 }

@@ -10,7 +10,6 @@
 
 use std::time::Duration;
 
-use super::quorum;
 use super::requests::Waiting;
 use super::{Link, Target, TargetAction, WaitReason};
 use crate::BLOCK_SIZE;
@@ -52,14 +51,6 @@ impl Target {
         self.read_from_others(index);
     }
 
-    /// Whether fewer than CF counted members have room, under some rule.
-    fn short_of_room(&self) -> bool {
-        let counted = quorum::reached(&self.commit.views, &self.members.peers, |_| Some(()));
-        let roomy = |p: &super::Peer| (!p.room.short && !p.room.stuck).then_some(());
-        counted.is_some()
-            && quorum::reached(&self.commit.views, &self.members.peers, roomy).is_none()
-    }
-
     /// Bytes that no trim can stand for.
     fn needs_room(operation: &Operation) -> bool {
         match operation {
@@ -99,7 +90,7 @@ impl Target {
 
     /// Once a batch: whether there is room, and what becomes of what waits for it.
     pub(super) fn mind_room(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
-        if !self.short_of_room() {
+        if !self.commit.short_of_room(&self.members.peers) {
             if self.requests.short_since.take().is_some() {
                 // Who was held up by it is not late: the first to have room must not oust the rest.
                 for peer in &mut self.members.peers {

@@ -198,7 +198,7 @@ impl Target {
     /// Fewer than CF counted replicas: nothing is acknowledged; wait or fail, as the volume says.
     fn below_quorum(&mut self, now: Time, actions: &mut Vec<TargetAction>) {
         let since = *self.commit.quorum_lost.get_or_insert(now);
-        if let Some(reason) = self.short_of() {
+        if let Some(reason) = self.commit.short_of(&self.members.peers) {
             self.wait_for(reason, actions);
         } else if now >= since + PATIENCE / 5 {
             // A change of rules left one behind that it needs; that takes milliseconds.

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use super::verdict::Verdict;
 use super::verify::VerifyReport;
-use super::{Link, Peer, Phase, Target, WaitReason, quorum};
-use crate::entry::Rule;
+use super::{Link, Phase, Target};
 use crate::ids::{Epoch, Lsn, Position};
 use crate::membership::{Desired, Member, Membership};
 
@@ -76,21 +75,6 @@ impl Target {
             Verdict::MayHaveChanged(silent) => silent,
             _ => Vec::new(),
         }
-    }
-
-    /// What is missing under the rule that misses the most, where one has fewer than its CF; while
-    /// a change of membership is under way there is more than one.
-    pub(super) fn short_of(&self) -> Option<WaitReason> {
-        let counts = |p: &Peer| p.is_live() && self.commit.views.counts(p.member);
-        let counted = |rule: &Rule| {
-            quorum::count(&self.members.peers, |p| counts(p) && rule.known.contains(&p.member))
-        };
-        let short = self.commit.views.rules().map(|rule| (counted(rule), rule));
-        let short = short.filter(|(counted, rule)| *counted < usize::from(rule.cf));
-        let (counted, Rule { rf, cf, known, .. }) =
-            short.max_by_key(|(counted, rule)| usize::from(rule.cf) - counted)?;
-        let changing = self.commit.views.rules().any(|rule| rule.cf != *cf || rule.known != *known);
-        Some(WaitReason::Quorum { counted, rf: *rf, cf: *cf, changing })
     }
 
     pub fn status(&self) -> TargetStatus {
