@@ -100,7 +100,7 @@ const PARTS: [Part; 7] = [
             "*",
             "--no-fail-fast",
             "--",
-            "--test-threads=3",
+            "--test-threads=5",
         ],
         is_single: false,
     },

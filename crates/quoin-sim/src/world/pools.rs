@@ -99,13 +99,15 @@ impl World {
             } else if self.pools[pool].said.has_answered(guid)
                 && self.is_needed(pool)
                 && self.pools[pool].rolled_back != Some(guid)
+                && !self.may_be_damaged(pool)
             {
                 let why = format!("pool {pool} has lost replica {guid} over an outage");
                 self.violate("StableSurvives", why);
                 return;
             } else {
                 // It was made just before, and that was not on media yet: nobody has heard of it.
-                // (Before its first answer its promise, and so its creation, is on media.)
+                // (Before its first answer its promise, and so its creation, is on media, but for a
+                // disk that loses what it said it has.)
                 self.pools[pool].gone = true;
                 let delay = self.random.between(500, 4000) * MILLISECOND;
                 self.schedule.after(delay, Event::Recreate { pool });
