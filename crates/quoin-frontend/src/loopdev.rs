@@ -27,8 +27,6 @@ const MAJOR: u32 = 7;
 /// Others may take the free device between the question and the use.
 const ATTEMPTS: usize = 32;
 const POLL: Duration = Duration::from_millis(5);
-/// A device whose IO goes on is waited for so long at most.
-const DETACH_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
@@ -225,9 +223,8 @@ impl LoopDevice {
         }
     }
 
-    /// Detaches and waits until it is, as long as its IO goes on and `timeout` beyond: whoever closed it
-    /// may have left much to be written. `false`: nobody has it open any more, and IO that is not
-    /// answered keeps it.
+    /// Detaches and waits until it is. `false`: nobody has it open any more, and IO that is not
+    /// answered after `timeout` keeps it.
     ///
     /// # Errors
     /// [`LoopError::Busy`] if somebody has it, and it stays as it was.
@@ -236,14 +233,9 @@ impl LoopDevice {
             return Err(LoopError::Busy { device: self.path.clone() });
         }
         self.release()?;
-        let (mut done, mut until) = (self.ios_done(), Instant::now() + timeout);
-        let ends_at = Instant::now() + DETACH_MAX;
+        let until = Instant::now() + timeout;
         while self.lives() && self.backing_file().is_some() {
-            let now_done = self.ios_done();
-            if now_done != done {
-                (done, until) = (now_done, Instant::now() + timeout);
-            }
-            if Instant::now() >= until.min(ends_at) {
+            if Instant::now() >= until {
                 return match self.stay() {
                     Ok(()) => Err(LoopError::Busy { device: self.path.clone() }),
                     Err(error) if gone(&error) => {
@@ -255,16 +247,6 @@ impl LoopDevice {
             std::thread::sleep(POLL);
         }
         Ok(true)
-    }
-
-    /// Reads, writes, discards and flushes that the device has answered (the kernel's
-    /// Documentation/block/stat.rst).
-    fn ios_done(&self) -> Option<[u64; 4]> {
-        let sysfs = Path::new("/sys/block").join(self.path.file_name()?).join("stat");
-        let text = std::fs::read_to_string(sysfs).ok()?;
-        let figures: Vec<u64> = text.split_whitespace().map_while(|n| n.parse().ok()).collect();
-        let figure = |index: usize| figures.get(index).copied().unwrap_or_default();
-        Some([figure(0), figure(4), figure(11), figure(15)])
     }
 
     /// Takes back a [`LoopDevice::release`] that waits for the last one to close the device; it

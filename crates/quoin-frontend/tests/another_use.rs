@@ -144,7 +144,16 @@ async fn a_device_in_use_is_ended_by_force_and_it_is_said_what_was_done() {
     let daemon = Daemon::start(&directory.path().join("attach")).await;
     assert_eq!(daemon.client.end("17").await.unwrap(), Vec::<String>::new());
     daemon.client.attach(asked("17", &socket)).await.unwrap();
-    let did = daemon.client.end("17").await.unwrap().join("; ");
+    // A process that another test of this program starts holds copies of all its descriptors until it
+    // runs its own program: for that moment it is a user of the device.
+    let mut did = String::new();
+    for _ in 0..100 {
+        did = daemon.client.end("17").await.unwrap().join("; ");
+        if !did.contains("last user") {
+            break;
+        }
+        daemon.client.attach(asked("17", &socket)).await.unwrap();
+    }
     assert!(did.contains("is freed") && !did.contains("last user"), "{did}");
     let device = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
     let at = directory.path().join("mounted");

@@ -4,7 +4,7 @@
 use crate::common::dev as running;
 
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Output, Stdio};
 
 use quoin_proto::csi::controller_client::ControllerClient;
 use quoin_proto::csi::node_client::NodeClient;
@@ -14,7 +14,7 @@ use quoin_proto::csi::{
     ControllerPublishVolumeRequest, NodeStageVolumeRequest, NodeUnstageVolumeRequest,
     VolumeCapability,
 };
-use running::{Dev, Scratch, can_attach, eventually, have, is_online, run, signal};
+use running::{Dev, Scratch, apart, can_attach, eventually, have, is_online, run, signal};
 use tonic::Code;
 
 /// A process of the test in a table of mounts of its own; killed with the test.
@@ -24,8 +24,8 @@ impl Apart {
     /// `quoin attach`, in whose eyes /dev may be changed.
     fn attach(run: &Path, log: &Path) -> Self {
         let log = std::fs::File::create(log).unwrap();
-        let mut command = Command::new("unshare");
-        command.args(["--mount", env!("CARGO_BIN_EXE_quoin"), "attach", "--run"]).arg(run);
+        let mut command = apart(run);
+        command.args([env!("CARGO_BIN_EXE_quoin"), "attach", "--run"]).arg(run);
         Self(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().unwrap())
     }
 
@@ -51,8 +51,8 @@ impl Drop for Apart {
 /// Runs `quoin attach` where a shell has changed /dev before it.
 fn attach_after(change: &str, run: &Path) -> Output {
     let script = format!("set -e; {change}; exec \"$0\" attach --run \"$1\"");
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "sh", "-c", &script, env!("CARGO_BIN_EXE_quoin")]).arg(run);
+    let mut command = apart(run);
+    command.args(["sh", "-c", &script, env!("CARGO_BIN_EXE_quoin")]).arg(run);
     command.stdin(Stdio::null()).output().unwrap()
 }
 
@@ -123,9 +123,9 @@ fn a_volume_is_not_staged_where_dev_fuse_is_missing_and_is_once_it_is_back() {
         return;
     }
     let scratch = Scratch::new("stage");
-    let mut apart = Command::new("unshare");
-    apart.args(["--mount", env!("CARGO_BIN_EXE_quoin")]);
-    let dev = Dev::start_by(apart, &scratch.cluster(), &[]);
+    let mut command = apart(&scratch.0);
+    command.arg(env!("CARGO_BIN_EXE_quoin"));
+    let dev = Dev::start_by(command, &scratch.cluster(), &[]);
     let sees = |command: &[&str]| {
         let pid = dev.child.id().to_string();
         run("nsenter", &[&["--mount", "--target", &pid], command].concat());

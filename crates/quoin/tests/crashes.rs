@@ -13,7 +13,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use rustix::process::{Pid, Signal, kill_process};
 use support::load::Load;
 use support::stories::{ask, events};
-use support::{Dev, Scratch, block, eventually, is_online, is_root, signal, skipped};
+use support::{Dev, Scratch, apart, block, eventually, is_online, is_root, signal, skipped};
 
 const BLOCK: u64 = 4096;
 
@@ -152,9 +152,9 @@ fn a_clean_stop_under_load_drains_and_the_next_start_finds_nothing_missing() {
 /// `quoin` in a table of mounts of its own, where the kernel's boot has the name that `file` holds:
 /// a process that starts after it changed takes what was not synced for lost with the power.
 fn under_a_boot_of(file: &Path) -> Command {
-    let mut command = Command::new("unshare");
+    let mut command = apart(file.parent().unwrap());
     let script = r#"mount --bind "$1" /proc/sys/kernel/random/boot_id && shift && exec "$@""#;
-    command.args(["-m", "sh", "-c", script, "sh"]).arg(file).arg(env!("CARGO_BIN_EXE_quoin"));
+    command.args(["sh", "-c", script, "sh"]).arg(file).arg(env!("CARGO_BIN_EXE_quoin"));
     command
 }
 

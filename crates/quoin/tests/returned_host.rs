@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use bytes::Bytes;
-use common::{Cluster, Place, can_attach, eventually, free_port, have, run, signal};
+use common::{Cluster, Place, apart, can_attach, eventually, free_port, have, run, signal};
 use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 
@@ -72,8 +72,8 @@ impl Host {
     /// `volume …` as it is run on this host, in a table of mounts in which `other` is not there.
     fn volume(&self, cluster: &Cluster, other: &Host, arguments: &[&str]) -> Output {
         let script = "umount -l \"$1\"/attach/volumes/* 2>&-; shift; exec \"$0\" volume \"$@\"";
-        Command::new("unshare")
-            .args(["--mount", "sh", "-c", script, env!("CARGO_BIN_EXE_quoin"), &other.run])
+        apart(Path::new(&self.run).parent().unwrap())
+            .args(["sh", "-c", script, env!("CARGO_BIN_EXE_quoin"), &other.run])
             .args(arguments)
             .args(["--run", &self.run])
             .env("QUOIN_SOCKET", &cluster.admin_socket)

@@ -168,6 +168,19 @@ fn is_stopped(pid: &str) -> bool {
     })
 }
 
+/// Lazily takes away what other tests than the one of the directory `$0` have mounted.
+pub const FORGET_MOUNTS: &str = r#"grep -o ' /[^ ]*/quoin-test-[^ ]*' /proc/self/mounts |
+grep -vF " $0/" | while read -r mount; do umount -l "$mount" 2>&-; done; "#;
+
+/// A command in a table of mounts of its own, without the mounts of other tests than that of
+/// `scratch`: a copy of theirs would keep their devices busy after they unmounted them.
+pub fn apart(scratch: &Path) -> Command {
+    let mut command = Command::new("unshare");
+    let script = format!("{FORGET_MOUNTS} exec \"$@\"");
+    command.args(["--mount", "sh", "-c", &script]).arg(scratch);
+    command
+}
+
 pub fn run(program: &str, arguments: &[&str]) {
     let output = Command::new(program).args(arguments).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);

@@ -13,7 +13,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
-use crate::common::{can_attach, eventually, have, is_root, skipped};
+use crate::common::{FORGET_MOUNTS, can_attach, eventually, have, is_root, skipped};
 use services::Services;
 
 const SET_UP: &str = r#"
@@ -59,7 +59,9 @@ impl Machine {
             fs::create_dir_all(directory).unwrap();
         }
         let mut command = Command::new("unshare");
-        command.args(["--mount", "--net", "--uts", "sh", "-c", SET_UP, "sh"]).arg(&base).arg(name);
+        let set_up = format!("{FORGET_MOUNTS}{SET_UP}");
+        command.args(["--mount", "--net", "--uts", "sh", "-c", &set_up]).arg(scratch);
+        command.arg(&base).arg(name);
         let (holder, pid) = hold(command);
         eventually("the machine's root is in its place", || {
             let root = fs::read_link(format!("/proc/{pid}/root")).ok()?;
