@@ -14,7 +14,7 @@ use quoin_core::Lsn;
 use quoin_core::entry::SharedEntry;
 use quoin_core::message::ReadView;
 use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
-use quoin_store::{Disk, FileDisk, FormatOptions, Pool, PoolError, ReplicaPool};
+use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolError, ReplicaPool};
 use skipped::skipped;
 
 /// A loop device over a file, detached when dropped.
@@ -53,7 +53,7 @@ fn opened(path: &std::path::Path) -> FileDisk {
     let until = Instant::now() + Duration::from_secs(30);
     loop {
         match FileDisk::open(path) {
-            Err(PoolError::DeviceInUse { .. }) if Instant::now() < until => {
+            Err(FileDiskError::DeviceInUse { .. }) if Instant::now() < until => {
                 std::thread::sleep(Duration::from_millis(10));
             }
             disk => return disk.expect("the device"),
