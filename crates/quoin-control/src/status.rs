@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_core::VolumeId;
 use quoin_core::membership::open_quorum;
+use quoin_core::{Epoch, Position, VolumeId};
 use quoin_proto::control as api;
 use tokio::time::Instant;
 
@@ -61,7 +61,7 @@ impl Controller {
     pub(crate) fn status(&self, volume: &VolumeRecord) -> VolumeStatus {
         let observed = self.observed();
         let serving = self.serving(&observed, volume);
-        self.status_by(&observed, volume, serving)
+        self.status_by(&observed, volume, serving, u64::MAX)
     }
 
     /// As people are shown it. A target that has just begun to open a volume has reached nobody yet,
@@ -70,23 +70,27 @@ impl Controller {
         let observed = self.observed();
         let serving = self.serving(&observed, volume);
         if is_opening(&observed, volume, serving) {
-            let status = self.status_by(&observed, volume, None);
+            // Some pools hold the beginning of the epoch that is opened, and others not yet.
+            let before = volume.epoch.saturating_sub(1);
+            let status = self.status_by(&observed, volume, None, before);
             if status.health == "Online" {
                 let waits = serving.is_none_or(|seen| seen.state != "serving");
                 let waiting_for = if waits { status.waiting_for } else { String::new() };
                 return VolumeStatus { health: "Opening", waiting_for, ..status };
             }
         }
-        self.status_by(&observed, volume, serving)
+        self.status_by(&observed, volume, serving, u64::MAX)
     }
 
+    /// `epoch_max`: where no target tells, a replica lags that missed an epoch up to this one.
     fn status_by(
         &self,
         observed: &Observed,
         volume: &VolumeRecord,
         serving: Option<&VolumeSeen>,
+        epoch_max: u64,
     ) -> VolumeStatus {
-        let replica = |r| self.replica_status(observed, volume, r, serving);
+        let replica = |r| self.replica_status(observed, volume, r, serving, epoch_max);
         let replicas: Vec<_> = volume.replicas.iter().map(replica).collect();
         let health = self.health(observed, volume, &replicas, serving);
         let waiting_for = waits(volume, &replicas, serving, health);
@@ -116,6 +120,7 @@ impl Controller {
         volume: &VolumeRecord,
         replica: &ReplicaRecord,
         serving: Option<&VolumeSeen>,
+        epoch_max: u64,
     ) -> ReplicaStatus {
         let known = volume.is_known(replica);
         let bad_blocks = observed
@@ -191,7 +196,10 @@ impl Controller {
                 // started), pools tell positions of different moments: only an epoch that a
                 // replica missed says that it lags.
                 let behind = match volume.owner {
-                    Some(_) => own.map(|p| p.epoch) < best.map(|p| p.epoch),
+                    Some(_) => {
+                        let epoch = |p: Position| p.epoch.min(Epoch(epoch_max));
+                        own.map(epoch) < best.map(epoch)
+                    }
                     None => own < best,
                 };
                 match behind {

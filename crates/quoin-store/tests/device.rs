@@ -198,7 +198,7 @@ fn a_device_that_is_mounted_is_no_place_for_a_pool_and_what_is_on_it_is_named() 
     let refused = FileDisk::open(&device.0).expect_err("it is mounted");
     assert!(matches!(refused, quoin_store::FileDiskError::DeviceInUse { .. }), "{refused}");
     drop(mount);
-    let disk = FileDisk::open(&device.0).expect("it is free");
+    let disk = opened(&device.0);
     let name = device.0.to_str().expect("a name");
     let mounting = Mount::make(&[name], &folder.path().join("mounted"));
     assert!(mounting.is_err(), "the pool's device cannot be mounted");

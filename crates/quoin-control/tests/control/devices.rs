@@ -169,6 +169,17 @@ async fn a_volume_that_is_just_opened_is_opening_and_not_ill() {
     cluster.attach("db", "n1").await.unwrap();
     assert_eq!(cluster.shown("db").health, "Opening");
     cluster.open_volume(volume.id.0, "n1", 9).await;
+    // One pool holds the first View of the epoch before the target and other pools tell of it.
+    let first = volume.replicas[0].guid.0.to_string();
+    let pool = cluster.pools.iter().find(|pool| pool.holds.contains_key(&first)).unwrap();
+    let mut report = pool.report();
+    let epoch = cluster.volume("db").epoch;
+    report.replicas.iter_mut().filter(|replica| replica.guid == first).for_each(|replica| {
+        (replica.position_epoch, replica.position_lsn) = (epoch, 3);
+    });
+    cluster.controller.report_pool(&report).await.unwrap();
+    let shown = cluster.shown("db");
+    assert_eq!((shown.health.as_str(), shown.replicas[1].phase.as_str()), ("Opening", "InSync"));
     let replicas = all("disconnected").into_iter().map(|(guid, state)| ReplicaProgress {
         guid: guid.into(),
         state: state.into(),

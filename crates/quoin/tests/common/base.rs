@@ -28,6 +28,7 @@ impl Scratch {
         static NAMES: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let is_new = NAMES.lock().unwrap().insert(name.to_owned());
         assert!(is_new, "two tests share the directory {name}");
+        allow_descriptors();
         let path = std::env::temp_dir().join(format!("quoin-test-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         std::fs::create_dir(&path).unwrap();
@@ -36,6 +37,16 @@ impl Scratch {
 
     pub fn cluster(&self) -> PathBuf {
         self.0.join("cluster")
+    }
+}
+
+/// All tests of this program have their connections at a time.
+fn allow_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    // Root may have more than it was given; others have what they have.
+    for wanted in [maximum, maximum.map(|given| given.max(1 << 17))] {
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: wanted, maximum: wanted });
     }
 }
 
