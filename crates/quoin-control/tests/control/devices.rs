@@ -180,6 +180,7 @@ async fn a_volume_that_is_just_opened_is_opening_and_not_ill() {
     cluster.controller.report_pool(&report).await.unwrap();
     let shown = cluster.shown("db");
     assert_eq!((shown.health.as_str(), shown.replicas[1].phase.as_str()), ("Opening", "InSync"));
+    cluster.controller.report_pool(&pool.report()).await.unwrap();
     let replicas = all("disconnected").into_iter().map(|(guid, state)| ReplicaProgress {
         guid: guid.into(),
         state: state.into(),
