@@ -20,7 +20,8 @@ use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// Only parts whose name holds this word (build, unit, integration, processes, simulator, mutants, model, doc).
+    /// Only parts whose name holds this word (build, unit, integration, processes, simulator,
+    /// mutants, model, doc).
     #[arg(long)]
     only: Option<String>,
     /// Install nothing, even as root, and make no Python environment.

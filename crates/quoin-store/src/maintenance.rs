@@ -1,4 +1,4 @@
-//! Background work of one replica: what is under way, and what is left alone for now.
+//! Background work of one replica: jobs under way, and parts that the work leaves alone for now.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ pub struct Maintenance {
 }
 
 impl Maintenance {
-    /// Whether neither a commit is under way nor one has to wait.
+    /// No commit is under way, and none has to wait for a change.
     pub fn may_commit(&self) -> bool {
         self.commit.is_none() && !self.commit_waits
     }
@@ -56,7 +56,7 @@ pub enum Cause {
     Unreadable,
 }
 
-/// What background work leaves alone.
+/// Parts of a replica that background work leaves alone.
 #[derive(Default)]
 pub struct Quarantine {
     /// The whole replica.
@@ -67,7 +67,7 @@ pub struct Quarantine {
 }
 
 impl Quarantine {
-    /// What may have passed is tried again.
+    /// Ends the quarantine of a replica that the disk refused to read, which may have passed.
     pub fn try_again(&mut self) {
         self.replica.take_if(|cause| *cause == Cause::Unreadable);
     }

@@ -53,7 +53,7 @@ pub struct Recount {
     is_first: bool,
 }
 
-/// Whether the live bytes of a replica's segments are to be counted anew.
+/// The need to count the live bytes of a replica's segments anew.
 #[derive(Default)]
 pub struct LiveCount {
     /// Counters are too high since a view went away.
@@ -64,7 +64,7 @@ pub struct LiveCount {
 }
 
 impl LiveCount {
-    /// After what a count that is under way finds right.
+    /// Another count is due; one that is under way stays right and ends first.
     pub fn request(&mut self) {
         self.due = true;
     }
@@ -74,7 +74,7 @@ impl LiveCount {
         (self.due, self.job) = (true, None);
     }
 
-    /// What a crash must not make forgotten: it is recorded with the counters.
+    /// The counters are recorded as too high, so that a start after a crash counts anew.
     pub fn is_too_high(&self) -> bool {
         self.due || self.job.is_some() || self.after.is_some()
     }

@@ -96,7 +96,7 @@ impl Synced {
         self.durable = self.durable.max(self.syncing);
     }
 
-    /// What is after `keep` is no part of the log any more.
+    /// Entries after `keep` are no part of the log any more.
     pub fn cut(&mut self, keep: Lsn) {
         self.durable = self.durable.min(keep);
         self.syncing = self.syncing.min(keep);

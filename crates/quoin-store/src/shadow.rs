@@ -347,7 +347,7 @@ impl Replica {
             stable: head.position.lsn,
             snapshots: snapshots.clone(),
             log,
-            // What the old map counted is to be counted anew, after a crash as well.
+            // Counters of the old map are too high: a start after a crash counts anew as well.
             segments: segments.map(|s| s.state.recorded(!forgets)).collect(),
             sequence: core.sequence,
             shadow: None,

@@ -51,6 +51,16 @@ impl Writer {
         Ok(())
     }
 
+    /// All background work there is: what one round frees the next one may write to.
+    fn clean_up(&mut self) {
+        for _ in 0..4 {
+            while self.pool.background_due() != Due::Idle {
+                self.pool.background(4 << 20).expect("background work");
+            }
+            self.pool.settle().expect("recorded");
+        }
+    }
+
     /// What a driver does between two rounds of requests.
     fn housekeeping(&mut self) {
         if self.pool.background_due() > Due::Idle {
@@ -224,18 +234,13 @@ fn the_room_of_a_view_that_went_away_just_before_a_crash_comes_back_after_it() {
     writer.append(EntryKind::DeleteSnapshot { id }, 0, 0).expect("a delete");
     writer.pool.settle().expect("folded and recorded");
     writer.pool = Pool::open(disk, common::options()).expect("a sound pool");
-    for _ in 0..4 {
-        while writer.pool.background_due() != Due::Idle {
-            writer.pool.background(4 << 20).expect("background work");
-        }
-        writer.pool.settle().expect("recorded");
-    }
+    writer.clean_up();
     let used = writer.pool.stats().used_bytes;
     assert!(used < long / 4, "{used} of {long}");
 }
 
-/// That all was to be counted anew was recorded by the next commit alone. Found by the simulator's
-/// look at what is used once everything was trimmed.
+/// The need to count anew was recorded by the next commit alone. Found by the simulator's look at
+/// the space in use once everything was trimmed.
 #[test]
 fn the_room_of_log_that_a_rebuild_replaced_comes_back_though_the_pool_dies_after_the_flip() {
     common::break_a_rule();
@@ -270,12 +275,7 @@ fn the_room_of_log_that_a_rebuild_replaced_comes_back_though_the_pool_dies_after
     sync(&mut writer.pool);
     writer.pool.replica(GUID).expect("it").increment_flip(1).expect("the flip");
     writer.pool = Pool::open(disk, common::options()).expect("a sound pool");
-    for _ in 0..4 {
-        while writer.pool.background_due() != Due::Idle {
-            writer.pool.background(4 << 20).expect("background work");
-        }
-        writer.pool.settle().expect("recorded");
-    }
+    writer.clean_up();
     let used = writer.pool.stats().used_bytes;
     assert!(used < long / 4, "{used} of {long}");
 }

@@ -489,7 +489,7 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     record.epoch = epoch.max(written).0;
     record.incarnation = Text(if epoch >= written { incarnation } else { Incarnation(0) });
     if record.fenced == record.epoch && record.incarnation.0 != Incarnation(0) {
-        // What was taken back is an epoch of this number of another controller of the same term.
+        // The record took back an epoch of this number that another controller of the term granted.
         record.fenced = 0;
     }
     let behind = evidence.record.is_none_or(|r| r.epoch < record.epoch);

@@ -1,8 +1,8 @@
 //! How far entries are committed and stable, and since when they are not.
 //!
 //! An entry is committed once CF counted members have applied it and stable once they have it on
-//! media, under every rule of every View that is not over ([`quorum`](super::quorum)). Syncs are
-//! asked for here, whoever wants them.
+//! media, under every rule of every View that is not over ([`quorum`](super::quorum)). Every
+//! sync is requested here.
 
 use std::time::Duration;
 
@@ -83,13 +83,13 @@ impl Commit {
         quorum::lease_until(&self.views, peers, lease_ms)
     }
 
-    /// Whether the quorum has been lost for so long.
+    /// The quorum has been lost for at least `long`.
     pub fn is_lost_for(&self, now: Time, long: Duration) -> bool {
         self.quorum_lost.is_some_and(|since| now >= since + long)
     }
 
-    /// What is missing under the rule that misses the most, where one has fewer than its CF; while
-    /// a change of membership is under way there is more than one.
+    /// The reason to wait where a rule counts fewer than its CF; of several rules (a change of
+    /// membership is under way) that of the one that lacks the most.
     pub fn short_of(&self, peers: &[Peer]) -> Option<WaitReason> {
         let counts = |p: &Peer| p.is_live() && self.views.counts(p.member);
         let counted =
@@ -102,7 +102,7 @@ impl Commit {
         Some(WaitReason::Quorum { counted, rf: *rf, cf: *cf, changing })
     }
 
-    /// Whether fewer than CF counted members have room, under some rule.
+    /// Some rule has fewer than CF counted members with room.
     pub fn short_of_room(&self, peers: &[Peer]) -> bool {
         let counted = quorum::reached(&self.views, peers, |_| Some(()));
         let roomy = |p: &Peer| (!p.room.short && !p.room.stuck).then_some(());

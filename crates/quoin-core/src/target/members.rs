@@ -21,7 +21,7 @@ const BANNED_FOR: Duration = Duration::from_secs(10);
 pub(super) struct Members {
     /// The membership that it goes by.
     pub membership: Membership,
-    /// What the membership is to become.
+    /// The membership that the controller desires.
     pub desired: Desired,
     pub peers: Vec<Peer>,
     next_nonce: u64,
@@ -33,7 +33,7 @@ pub(super) struct Members {
     refused: Vec<(Member, Refusal)>,
 }
 
-/// What becomes of newcomers.
+/// The outcome of a round of admission for newcomers.
 #[derive(Default)]
 pub(super) struct Seating {
     /// Those that have a seat, the known ones among them.
@@ -121,8 +121,8 @@ impl Members {
     }
 
     /// Decides which newcomers get sessions like known replicas: those that [`admit`] lets in beside
-    /// the known ones that are connected. Whoever is not let in any more goes, unless a second
-    /// rule `keeps` it.
+    /// the known ones that are connected. The others lose their sessions, unless a
+    /// second rule `keeps` them.
     pub fn seat_newcomers(
         &mut self,
         volume: VolumeId,
@@ -130,7 +130,7 @@ impl Members {
     ) -> Option<Seating> {
         let strangers = self.peers.len() > self.membership.known.len();
         if self.desired.newcomers.is_empty() && !strangers {
-            // Whoever comes again is told of again.
+            // A replica that applies again is reported again.
             self.refused.clear();
             return None;
         }
@@ -143,7 +143,7 @@ impl Members {
             .collect();
         let moving: Vec<Member> =
             self.desired.newcomers.iter().filter(|n| n.beside).map(|n| n.member).collect();
-        // Those that are fed already come first, so that nobody is exchanged for his like.
+        // Those that are fed already come first, so that no seat changes hands for nothing.
         let mut applicants: Vec<Member> = self.desired.newcomers.iter().map(|n| n.member).collect();
         applicants.retain(|m| !self.membership.contains(*m));
         applicants.sort_by_key(|m| self.get(*m).is_none());

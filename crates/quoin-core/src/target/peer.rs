@@ -169,7 +169,7 @@ impl Peer {
         matches!(self.link, Link::Fed | Link::Rebuilding)
     }
 
-    /// It says how far it has got; `last`: the end of the history.
+    /// Takes over the positions that the replica reports; `last`: the end of the history.
     pub fn has_reached(&mut self, now: Time, applied: Lsn, durable: Lsn, last: Lsn) {
         let progress = &mut self.progress;
         progress.durable = progress.durable.max(durable);

@@ -594,10 +594,9 @@ impl World {
             TargetNote::InvariantRefused { invariant: "MembershipMonotone", .. }
                 if self.rolled_back || process.word.membership < self.record.membership.version => {
             }
-            // Above an old copy of the record each of its replicas has promised more, again and again;
-            // above a former controller's, too.
+            // Above an old copy of the record each of its replicas has promised more, again and again.
             TargetNote::InvariantRefused { invariant: "PromiseMonotone", .. }
-                if self.rolled_back || self.stats.terms > 1 => {}
+                if self.rolled_back => {}
             // It knows what was given up; it ends, and another takes its place.
             TargetNote::InvariantRefused { invariant: "CommitSurvives", .. }
                 if self.recovery.cf_before().is_some() => {}
