@@ -10,7 +10,7 @@ import sys
 import grpc_tools
 from grpc_tools import protoc
 
-PROTO = pathlib.Path(__file__).resolve().parents[2] / "crates/quoin-proto/proto"
+PROTO = pathlib.Path(__file__).resolve().parents[2] / "crates/quoin-api/proto"
 
 
 def make(output):

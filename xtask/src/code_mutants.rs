@@ -43,14 +43,15 @@ const SUBJECTS: [Subject; 2] = [
     Subject {
         name: "core",
         code: &[
-            "crates/quoin-core/src/**/*.rs",
+            "crates/quoin-types/src/**/*.rs",
+            "crates/quoin-replication/src/**/*.rs",
             "crates/quoin-store/src/recover.rs",
             "crates/quoin-store/src/ring.rs",
             "crates/quoin-store/src/records.rs",
             "crates/quoin-store/src/history.rs",
             "crates/quoin-store/src/batch.rs",
         ],
-        packages: &["quoin-core", "quoin-store", "quoin-sim"],
+        packages: &["quoin-types", "quoin-replication", "quoin-store", "quoin-sim"],
         shard: "0/13",
         has_seeds: true,
     },
@@ -60,7 +61,9 @@ const SUBJECTS: [Subject; 2] = [
             "crates/quoin-pool/src/**/*.rs",
             "crates/quoin-target/src/**/*.rs",
             "crates/quoin-wire/src/**/*.rs",
-            "crates/quoin-frontend/src/**/*.rs",
+            "crates/quoin-reactor/src/**/*.rs",
+            "crates/quoin-nbd/src/**/*.rs",
+            "crates/quoin-attach/src/**/*.rs",
             "crates/quoin-identity/src/**/*.rs",
             "crates/quoin-node/src/**/*.rs",
             "crates/quoin-control/src/epochs.rs",
@@ -71,7 +74,9 @@ const SUBJECTS: [Subject; 2] = [
             "quoin-pool",
             "quoin-target",
             "quoin-wire",
-            "quoin-frontend",
+            "quoin-reactor",
+            "quoin-nbd",
+            "quoin-attach",
             "quoin-identity",
             "quoin-node",
             "quoin-control",
@@ -82,13 +87,13 @@ const SUBJECTS: [Subject; 2] = [
     },
 ];
 /// The switches of the other kind of mutants are no product's.
-const NOT_CODE: &str = "crates/quoin-core/src/mutant.rs";
+const NOT_CODE: &str = "crates/quoin-types/src/mutant.rs";
 /// Beside a shard's list: the names of the changes that do not compile.
 const UNVIABLE: &str = "unviable.json";
 /// What is known of each change that was tried.
 const LEDGER: &str = "docs/code-mutants.tsv";
-/// The simulator is an oracle of its own by its seeds, and one test needs the machine's device.
-const NOT_ASKED: [&str; 4] = ["device", "seeds", "mutants", "quoin_sim"];
+/// The simulator is an oracle of its own by its seeds.
+const NOT_ASKED: [&str; 3] = ["seeds", "mutants", "quoin_sim"];
 /// What the simulator is asked: a hundred seeds of the swarms, which find most for their time, then
 /// broad ones.
 const SEEDS: [&[&str]; 2] =

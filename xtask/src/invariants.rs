@@ -2,7 +2,7 @@
 //! ARCHITECTURE.md with the places that assert it, and each such place does so by that name, in
 //! code that is in release builds.
 
-use crate::run::workspace_root;
+use crate::run::{self, workspace_root};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,7 +21,7 @@ pub fn violations() -> Result<Vec<String>> {
     let promised = rows(&read(PROMISED.0)?, PROMISED.1)?;
     let mapped = rows(&read(MAPPED.0)?, MAPPED.1)?;
     let code = |place: &str| {
-        let text = std::fs::read_to_string(root.join("crates").join(place)).ok()?;
+        let text = std::fs::read_to_string(run::path_in_crates(place)).ok()?;
         let is_test = Path::new(place).components().any(|part| part.as_os_str() == "tests");
         (!is_test).then(|| released(&text))
     };
@@ -64,7 +64,7 @@ fn compare(
         }
         for place in places {
             if !code(place).is_some_and(|code| names(&code, name)) {
-                violations.push(format!("crates/{place} does not assert {name} by name"));
+                violations.push(format!("{place} does not assert {name} by name"));
             }
         }
     }

@@ -126,7 +126,7 @@ fn sim(mut arguments: Vec<String>) -> anyhow::Result<()> {
     let has =
         |flag: &str| arguments.iter().any(|argument| argument.split('=').next() == Some(flag));
     if has("--fresh") && !has("--keep") {
-        let list = run::workspace_root().join("crates/quoin-sim/kept-seeds.txt");
+        let list = run::workspace_root().join("verification/quoin-sim/kept-seeds.txt");
         arguments.extend(["--keep".into(), list.display().to_string()]);
     }
     run::replace_with(&simulator, arguments)

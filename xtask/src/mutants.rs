@@ -5,9 +5,6 @@ use anyhow::{Context, Result, bail};
 use std::path::PathBuf;
 use std::process::Stdio;
 
-/// Not asked: it needs a block device of the machine.
-const LEFT_OUT: &str = "device";
-
 pub fn run(arguments: Vec<String>) -> Result<()> {
     if let Some((flag, rest)) = arguments.split_first()
         && flag == "--code"
@@ -28,9 +25,9 @@ pub fn run(arguments: Vec<String>) -> Result<()> {
 /// The tests of core and store, with the rules' switches compiled in.
 fn test_binaries() -> Result<Vec<PathBuf>> {
     let mut cargo = run::cargo();
-    cargo.args(["test", "--no-run", "--tests", "--package", "quoin-core"]);
+    cargo.args(["test", "--no-run", "--tests", "--package", "quoin-replication"]);
     cargo.args(["--package", "quoin-store", "--message-format", "json", "--quiet"]);
-    cargo.args(["--features", "quoin-core/mutants,quoin-store/mutants"]);
+    cargo.args(["--features", "quoin-replication/mutants,quoin-store/mutants"]);
     let output = cargo.stderr(Stdio::inherit()).output().context("cannot start cargo")?;
     if !output.status.success() {
         bail!("`{}` failed ({})", run::show(&cargo), output.status);
@@ -42,10 +39,7 @@ fn test_binaries() -> Result<Vec<PathBuf>> {
 /// The integration tests among what cargo says that it built.
 fn binaries_in(messages: &str) -> Vec<PathBuf> {
     let parsed = messages.lines().filter_map(|l| serde_json::from_str(l).ok());
-    let is_test = |message: &serde_json::Value| {
-        let target = &message["target"];
-        target["kind"][0] == "test" && target["name"] != LEFT_OUT
-    };
+    let is_test = |message: &serde_json::Value| message["target"]["kind"][0] == "test";
     let tests = parsed.filter(is_test);
     tests.filter_map(|m: serde_json::Value| m["executable"].as_str().map(PathBuf::from)).collect()
 }
@@ -61,7 +55,7 @@ mod tests {
         };
         let text = [
             line("test", "damage", "\"/t/damage-1\""),
-            line("test", "device", "\"/t/device-1\""),
+            line("bin", "quoin", "\"/t/quoin-1\""),
             line("lib", "quoin-store", "\"/t/quoin_store-1\""),
             line("test", "common", "null"),
             "not json".into(),

@@ -11,6 +11,15 @@ pub fn workspace_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").into()
 }
 
+/// Where the project's own Rust lies.
+pub const CODE_DIRECTORIES: [&str; 4] = ["crates", "verification", "tests", "xtask"];
+
+/// A path that begins with a crate's name; product crates and those of the proofs lie apart.
+pub fn path_in_crates(place: &str) -> PathBuf {
+    let in_product = workspace_root().join("crates").join(place);
+    if in_product.exists() { in_product } else { workspace_root().join("verification").join(place) }
+}
+
 /// Cargo, as the one that started us (so one toolchain builds everything).
 pub fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));

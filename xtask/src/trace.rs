@@ -5,7 +5,7 @@
 //! MUST NOT, TEST and NOTE. An id that it does not hold is an error: it is a spelling mistake, or a
 //! requirement that someone made up.
 
-use crate::run::workspace_root;
+use crate::run::{self, workspace_root};
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -156,7 +156,7 @@ fn csv_rows(text: &str) -> Vec<Vec<String>> {
 fn read_claims() -> Result<Claims> {
     let root = workspace_root();
     let mut files = Vec::new();
-    for directory in ["crates", "tests", "xtask"] {
+    for directory in run::CODE_DIRECTORIES {
         collect_files(&root.join(directory), &mut files)?;
     }
     files.sort();
@@ -263,10 +263,10 @@ mod tests {
     fn every_module_is_read_whatever_its_name_and_build_output_is_not() {
         let root = workspace_root();
         let mut found = Vec::new();
-        for directory in ["crates", "tests", "xtask"] {
+        for directory in run::CODE_DIRECTORIES {
             collect_files(&root.join(directory), &mut found).unwrap();
         }
-        let target = root.join("crates/quoin-core/src/target/mod.rs");
+        let target = root.join("crates/quoin-target/src/lib.rs");
         assert!(found.contains(&target), "a module called target is a module like others");
 
         let directory = tempfile::tempdir().unwrap();

@@ -6,8 +6,8 @@
 mod cluster;
 
 use cluster::{Cluster, spec};
+use quoin_api::control::VolumeSpec;
 use quoin_control::{Cordoning, Scope};
-use quoin_proto::control::VolumeSpec;
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {

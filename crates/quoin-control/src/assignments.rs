@@ -2,11 +2,11 @@
 
 use std::collections::{HashMap, HashSet};
 
-use quoin_identity::convert::membership_message;
-use quoin_proto::control::{
+use quoin_api::control::{
     self as api, NodeAssignment, PoolAssignment, ReplicaAddress, ReplicaAssignment,
     TargetAssignment, VolumeSpec,
 };
+use quoin_identity::convert::membership_message;
 
 use crate::Error;
 use crate::controller::Controller;

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use quoin_proto::control::VolumeRef;
+use quoin_api::control::VolumeRef;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -138,7 +138,7 @@ impl Controller {
     }
 
     /// Volumes attached to a node, one volume left out.
-    pub(crate) fn attached_to(&self, node: &str, except: quoin_core::VolumeId) -> u32 {
+    pub(crate) fn attached_to(&self, node: &str, except: quoin_types::VolumeId) -> u32 {
         let here = |volume: &&Arc<VolumeRecord>| {
             volume.id.0 != except && volume.attachments.iter().any(|a| a.node == node)
         };

@@ -17,7 +17,7 @@
 
 use std::cmp::Reverse;
 
-use quoin_core::{ReplicaGuid, VolumeId};
+use quoin_types::{ReplicaGuid, VolumeId};
 
 use crate::placement::{Candidate, Taken, place_beside};
 use crate::policy::RebalanceAt;

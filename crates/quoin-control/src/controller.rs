@@ -7,9 +7,9 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use quoin_core::VolumeId;
+use quoin_api::control::VolumeRef;
 use quoin_identity::{Authority, Identity};
-use quoin_proto::control::VolumeRef;
+use quoin_types::VolumeId;
 use rand::RngCore;
 use tokio::sync::watch;
 

@@ -9,7 +9,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use quoin_proto::control as api;
+use quoin_api::control as api;
 
 use crate::Error;
 use crate::controller::Controller;

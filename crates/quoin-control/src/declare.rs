@@ -7,8 +7,8 @@
 
 use std::sync::Arc;
 
-use quoin_core::ReplicaId;
-use quoin_proto::control::{self as api, ApplyVolumeRequest, VolumeRef, VolumeSpec};
+use quoin_api::control::{self as api, ApplyVolumeRequest, VolumeRef, VolumeSpec};
+use quoin_types::ReplicaId;
 
 use crate::controller::{Controller, about};
 use crate::events::Severity;

@@ -6,8 +6,8 @@
 //! record numbers its uses ([`Use`]): a use is the time in which one node alone has the volume, over
 //! any number of attachments and openings. A device is made for one use and dies with it.
 
-use quoin_core::VolumeId;
-use quoin_proto::control::{self as api, ServedElsewhere, VolumeRef};
+use quoin_api::control::{self as api, ServedElsewhere, VolumeRef};
+use quoin_types::VolumeId;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::str::FromStr;
 
-use quoin_proto::control as api;
+use quoin_api::control as api;
 use tokio::time::Instant;
 
 use crate::Error;

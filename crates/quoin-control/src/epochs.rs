@@ -1,8 +1,8 @@
 //! The compare-and-swaps that targets ask for: epochs, which fence, and changes of membership.
 
-use quoin_core::membership::RETIRED_MAX;
-use quoin_core::{EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, ReplicaId, VolumeId};
 use quoin_identity::Grant;
+use quoin_types::membership::RETIRED_MAX;
+use quoin_types::{EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, ReplicaId, VolumeId};
 
 use crate::Error;
 use crate::controller::Controller;
@@ -235,7 +235,7 @@ fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, 
 mod tests {
     use super::*;
     use crate::records::RETIRED_KEPT_MAX;
-    use quoin_core::{Epoch, Incarnation, ReplicaGuid};
+    use quoin_types::{Epoch, Incarnation, ReplicaGuid};
 
     /// Has the first known replica followed by one of this GUID; gives the GUID of the old one.
     fn replace(volume: &mut VolumeRecord, guid: u128) -> Result<ReplicaGuid, String> {
@@ -314,7 +314,7 @@ mod tests {
         let refusal = replaced.last().unwrap().unwrap_err();
         let pool = &volume.discarded[0].pool;
         assert!(refusal.contains(&**pool) && refusal.contains("quoin pool remove"), "{refusal}");
-        assert_eq!(volume.membership.retired.len(), quoin_core::membership::RETIRED_MAX);
+        assert_eq!(volume.membership.retired.len(), quoin_types::membership::RETIRED_MAX);
         // Once they are gone there is room, at the next change or at the next opening.
         volume.discarded.clear();
         volume.forget_retired();

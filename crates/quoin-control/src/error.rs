@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use quoin_core::Term;
+use quoin_types::Term;
 use tonic::{Code, Status};
 
 use crate::store::StoreError;

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_proto::control as api;
+use quoin_api::control as api;
 use tokio::sync::watch;
 
 use crate::Error;

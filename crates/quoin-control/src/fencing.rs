@@ -1,6 +1,6 @@
 //! Taking back what nodes were granted, without their cooperation.
 
-use quoin_core::{Epoch, Term, VolumeId};
+use quoin_types::{Epoch, Term, VolumeId};
 
 use crate::Error;
 use crate::controller::Controller;
@@ -127,7 +127,7 @@ impl Controller {
 
 #[cfg(test)]
 mod tests {
-    use quoin_core::{Epoch, Incarnation, Term, TermId};
+    use quoin_types::{Epoch, Incarnation, Term, TermId};
 
     use crate::records::{Text, VolumeRecord};
 

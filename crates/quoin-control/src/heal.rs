@@ -16,8 +16,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_core::membership::open_quorum;
-use quoin_core::{ReplicaGuid, VolumeId};
+use quoin_types::membership::open_quorum;
+use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;

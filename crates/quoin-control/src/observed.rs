@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_core::{Position, ReplicaGuid, VolumeId};
-use quoin_proto::control::{GoesBy, Scrub, Verification};
+use quoin_api::control::{GoesBy, Scrub, Verification};
+use quoin_types::{Position, ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::devices::DeviceSeen;

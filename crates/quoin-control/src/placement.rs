@@ -292,7 +292,7 @@ mod tests {
     use super::*;
     use crate::spec::{Defaults, complete};
     use proptest::prelude::*;
-    use quoin_proto::control::VolumeSpec;
+    use quoin_api::control::VolumeSpec;
 
     const GIB: u64 = 1 << 30;
 

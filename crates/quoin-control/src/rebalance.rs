@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_core::{ReplicaGuid, VolumeId};
+use quoin_types::{ReplicaGuid, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;

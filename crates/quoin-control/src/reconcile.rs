@@ -4,7 +4,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use quoin_core::ReplicaGuid;
+use quoin_types::ReplicaGuid;
 
 use crate::Error;
 use crate::controller::{Controller, about, random_id};

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use quoin_core::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use quoin_recorded::Recorded;
+use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Map, Value, json};
 
 use crate::policy::ReplaceAfter;

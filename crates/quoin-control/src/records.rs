@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
 use std::str::FromStr;
 
-use quoin_core::membership::{REPLICAS_MAX, RETIRED_MAX, default_cf};
-use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_types::membership::{REPLICAS_MAX, RETIRED_MAX, default_cf};
+use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 

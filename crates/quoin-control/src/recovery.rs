@@ -20,9 +20,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_core::membership::open_quorum;
-use quoin_core::{Membership, ReplicaGuid, ReplicaId, Term};
-use quoin_proto::control::VolumeRef;
+use quoin_api::control::VolumeRef;
+use quoin_types::membership::open_quorum;
+use quoin_types::{Membership, ReplicaGuid, ReplicaId, Term};
 
 use crate::Error;
 use crate::controller::{Controller, about};
@@ -32,7 +32,7 @@ use crate::records::{Discarded, MembershipRecord, ReplicaRecord, VolumePhase, Vo
 use crate::scale::{self, Scale};
 use crate::time::now_ms;
 
-/// Longer than a replica holds the lease of any target ([`quoin_core::replica::LEASE_MS`]), by
+/// Longer than a replica holds the lease of any target ([`quoin_replication::replica::LEASE_MS`]), by
 /// its own clock.
 pub const LEASES_OVER_AFTER: Duration = Duration::from_secs(3);
 
@@ -245,7 +245,7 @@ fn reduce(
 #[cfg(test)]
 mod tests {
     use super::LEASES_OVER_AFTER;
-    use quoin_core::replica::{LEASE_MS, granted_lease};
+    use quoin_replication::replica::{LEASE_MS, granted_lease};
 
     #[test]
     fn a_recovery_waits_out_every_lease_that_a_target_may_have_taken() {

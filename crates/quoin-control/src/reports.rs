@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use quoin_core::recognition::PoolCounts;
-use quoin_core::{Epoch, Lsn, Position, VolumeId};
+use quoin_api::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
 use quoin_identity::convert;
-use quoin_proto::control::{self as api, NodeReport, PoolReport, ReplicaReport, VolumeReport};
+use quoin_replication::recognition::PoolCounts;
+use quoin_types::{Epoch, Lsn, Position, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
@@ -326,7 +326,7 @@ impl Controller {
         if report.replicas.len() > 64 {
             return Err(Error::invalid("replicas", "at most 64"));
         }
-        if report.silent.len() > quoin_core::membership::REPLICAS_MAX {
+        if report.silent.len() > quoin_types::membership::REPLICAS_MAX {
             return Err(Error::invalid("silent", "at most 16"));
         }
         if !report.nbd_uri.is_empty() && !is_nbd_uri(&report.nbd_uri) {
@@ -504,14 +504,14 @@ fn goes_by(told: &api::GoesBy) -> Result<Arc<api::GoesBy>, Error> {
         Ok::<_, String>(Some(convert::membership_message(&membership)))
     };
     let refused = |rule| Error::invalid("goes_by", rule);
-    let many = quoin_core::membership::REPLICAS_MAX;
+    let many = quoin_types::membership::REPLICAS_MAX;
     if told.newcomers.len() > many || told.leaving.len() > many {
         return Err(refused(format!("at most {many} newcomers, and as many that leave")));
     }
     told.newcomers
         .iter()
         .chain(&told.leaving)
-        .try_for_each(|guid| id::<quoin_core::ReplicaGuid>("goes_by", guid).map(drop))?;
+        .try_for_each(|guid| id::<quoin_types::ReplicaGuid>("goes_by", guid).map(drop))?;
     let granted = sound(&told.granted).map_err(refused)?;
     let held = sound(&told.held).map_err(refused)?;
     Ok(Arc::new(api::GoesBy { granted, held, ..told.clone() }))
@@ -528,7 +528,7 @@ fn is_device(text: &str) -> bool {
     text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
 
-fn replica_seen(report: &ReplicaReport) -> Result<(quoin_core::ReplicaGuid, ReplicaSeen), Error> {
+fn replica_seen(report: &ReplicaReport) -> Result<(quoin_types::ReplicaGuid, ReplicaSeen), Error> {
     let state = match report.state.as_str() {
         "created" | "open" | "closed" => ReplicaState::Present,
         "gone" => ReplicaState::Gone,

@@ -7,9 +7,9 @@
 
 use std::sync::Arc;
 
-use quoin_core::membership::default_cf;
-use quoin_core::{ReplicaGuid, ReplicaId};
-use quoin_proto::control::VolumeRef;
+use quoin_api::control::VolumeRef;
+use quoin_types::membership::default_cf;
+use quoin_types::{ReplicaGuid, ReplicaId};
 
 use crate::controller::{Controller, about, random_id};
 use crate::events::Severity;

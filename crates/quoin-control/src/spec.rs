@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use quoin_core::membership::default_cf;
-use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
-use quoin_proto::control::{self as api, VolumeSpec};
+use quoin_api::control::{self as api, VolumeSpec};
+use quoin_types::membership::default_cf;
+use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 
 use crate::Error;
 use crate::policy::{NotATime, ReplaceAfter};
@@ -20,7 +20,7 @@ pub const SIZE_BYTES_MAX: u64 = VOLUME_BLOCKS_MAX * BLOCK_SIZE as u64;
 pub const REPLICAS_MAX: u32 = 5;
 /// What it can be told: while a membership changes, the old replicas and the new ones stand in one
 /// list, and a list of the protocol has twice as many.
-pub const REPLICAS_HARD_MAX: u32 = quoin_core::membership::REPLICAS_MAX as u32 / 2;
+pub const REPLICAS_HARD_MAX: u32 = quoin_types::membership::REPLICAS_MAX as u32 / 2;
 /// Longest name of a volume, in bytes.
 pub const NAME_BYTES_MAX: usize = 128;
 const MAP_BYTES_MAX: usize = 4096;

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use quoin_core::membership::open_quorum;
-use quoin_core::{Epoch, Position, VolumeId};
-use quoin_proto::control as api;
+use quoin_api::control as api;
+use quoin_types::membership::open_quorum;
+use quoin_types::{Epoch, Position, VolumeId};
 use tokio::time::Instant;
 
 use crate::assignments;

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use quoin_core::membership::open_quorum;
-use quoin_proto::control as api;
+use quoin_api::control as api;
+use quoin_types::membership::open_quorum;
 
 use crate::Error;
 use crate::controller::Controller;

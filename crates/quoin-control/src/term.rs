@@ -1,6 +1,6 @@
 //! The term of this controller, and its end once another one took its place.
 //!
-//! A recovery of the records begins a term ([`quoin_core::term`]). All answers carry its proof, and all
+//! A recovery of the records begins a term ([`quoin_types::term`]). All answers carry its proof, and all
 //! members show the highest term that they heard of with each call, so a controller hears of a higher
 //! one with the first call of a member that knows. It ends then, and that is a record: it does not start
 //! again until a person lets it begin a term of its own ([`let_recover`]).
@@ -13,9 +13,9 @@ use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use bytes::Bytes;
-use quoin_core::term::Standing;
-use quoin_core::{Term, TermId};
 use quoin_identity::{Peer, Proven};
+use quoin_types::term::Standing;
+use quoin_types::{Term, TermId};
 use tokio::sync::watch;
 
 use crate::Error;

@@ -1,6 +1,6 @@
 //! The records of the controller's own term.
 
-use quoin_core::{Term, TermId};
+use quoin_types::{Term, TermId};
 use serde::{Deserialize, Serialize};
 
 use crate::records::{Record, Text};

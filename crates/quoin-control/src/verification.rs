@@ -8,8 +8,8 @@
 
 use std::sync::Arc;
 
-use quoin_core::{ReplicaId, VolumeId};
-use quoin_proto::control::{self as api, VolumeRef};
+use quoin_api::control::{self as api, VolumeRef};
+use quoin_types::{ReplicaId, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;

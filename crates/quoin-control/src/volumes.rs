@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
-use quoin_proto::control::{VolumeRef, VolumeSpec};
+use quoin_api::control::{VolumeRef, VolumeSpec};
+use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
 use crate::controller::{Controller, about, random_id};
 use crate::events::Severity;

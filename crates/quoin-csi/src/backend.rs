@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use quoin_api::control::cluster_client::ClusterClient;
+use quoin_api::control::{self as api, VolumeRef};
 use quoin_identity::TermChannel;
-use quoin_proto::control::cluster_client::ClusterClient;
-use quoin_proto::control::{self as api, VolumeRef};
 use tokio::sync::OnceCell;
 use tonic::{Code, Request, Status};
 

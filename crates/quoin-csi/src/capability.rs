@@ -6,10 +6,10 @@
 //! this version does not have, so they are refused when the volume is created, not when a pod
 //! waits for it.
 
+use quoin_api::csi::VolumeCapability;
+use quoin_api::csi::volume_capability::AccessType;
+use quoin_api::csi::volume_capability::access_mode::Mode;
 use quoin_node::{Access, FileSystem};
-use quoin_proto::csi::VolumeCapability;
-use quoin_proto::csi::volume_capability::AccessType;
-use quoin_proto::csi::volume_capability::access_mode::Mode;
 use tonic::Status;
 
 use crate::refusal::invalid;
@@ -182,7 +182,7 @@ pub fn read_all(given: &[VolumeCapability]) -> Result<Vec<Capability>, Trouble> 
 
 #[cfg(test)]
 mod tests {
-    use quoin_proto::csi::volume_capability::{AccessMode, BlockVolume, MountVolume};
+    use quoin_api::csi::volume_capability::{AccessMode, BlockVolume, MountVolume};
 
     use super::*;
 

@@ -1,6 +1,6 @@
 //! Sizes: what a caller asks for, and what is made of it.
 
-use quoin_proto::csi::CapacityRange;
+use quoin_api::csi::CapacityRange;
 use tonic::Status;
 
 use crate::refusal::{invalid, out_of_range};

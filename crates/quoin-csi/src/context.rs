@@ -10,10 +10,7 @@ const CLUSTER: &str = "quoin.io/cluster";
 const BLOCK_SIZE: &str = "quoin.io/block-size";
 
 /// The context of a volume; the same for its whole life.
-pub fn of_volume(
-    volume: &quoin_proto::control::Volume,
-    cluster_id: &str,
-) -> HashMap<String, String> {
+pub fn of_volume(volume: &quoin_api::control::Volume, cluster_id: &str) -> HashMap<String, String> {
     HashMap::from([
         (CLUSTER.to_owned(), cluster_id.to_owned()),
         (BLOCK_SIZE.to_owned(), block_size(volume).to_string()),
@@ -21,7 +18,7 @@ pub fn of_volume(
 }
 
 /// The logical block of a volume in bytes.
-pub fn block_size(volume: &quoin_proto::control::Volume) -> u32 {
+pub fn block_size(volume: &quoin_api::control::Volume) -> u32 {
     match volume.spec.as_ref().map_or(0, |spec| spec.block_size) {
         512 => 512,
         _ => 4096,

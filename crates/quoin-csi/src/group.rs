@@ -1,9 +1,9 @@
 //! Services of the interface that this version does not offer: registered, so that a call
 //! reaches an answer (12) instead of a transport error, and never more than that.
 
-use quoin_proto::csi::group_controller_server::GroupController;
-use quoin_proto::csi::snapshot_metadata_server::SnapshotMetadata;
-use quoin_proto::csi::*;
+use quoin_api::csi::group_controller_server::GroupController;
+use quoin_api::csi::snapshot_metadata_server::SnapshotMetadata;
+use quoin_api::csi::*;
 use tonic::{Request, Response, Status};
 
 use crate::refusal::not_served;

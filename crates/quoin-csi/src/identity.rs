@@ -1,10 +1,10 @@
 //! The Identity service: who this is, what the plugin as a whole can do, whether it is ready.
 
-use quoin_proto::csi::identity_server::Identity;
-use quoin_proto::csi::plugin_capability::{
+use quoin_api::csi::identity_server::Identity;
+use quoin_api::csi::plugin_capability::{
     Service, Type, VolumeExpansion, service, volume_expansion,
 };
-use quoin_proto::csi::{
+use quoin_api::csi::{
     GetPluginCapabilitiesRequest, GetPluginCapabilitiesResponse, GetPluginInfoRequest,
     GetPluginInfoResponse, PluginCapability, ProbeRequest, ProbeResponse,
 };

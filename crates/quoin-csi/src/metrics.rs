@@ -13,7 +13,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
-use quoin_wire::health::Health;
+use quoin_telemetry::health::Health;
 use tower::{Layer, Service};
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use quoin_api::control as api;
+use quoin_api::csi::node_server::Node;
+use quoin_api::csi::node_service_capability::{Rpc, Type, rpc};
+use quoin_api::csi::volume_usage::Unit;
+use quoin_api::csi::*;
 use quoin_node::{FileSystem, NodeHost, PublishRequest, StageRequest};
-use quoin_proto::control as api;
-use quoin_proto::csi::node_server::Node;
-use quoin_proto::csi::node_service_capability::{Rpc, Type, rpc};
-use quoin_proto::csi::volume_usage::Unit;
-use quoin_proto::csi::*;
 use tonic::{Code, Request, Response, Status};
 
 use crate::backend::Backend;

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use quoin_proto::control::{Durability, Spread, VolumeSpec};
+use quoin_api::control::{Durability, Spread, VolumeSpec};
 use tonic::Status;
 
 use crate::refusal::invalid;

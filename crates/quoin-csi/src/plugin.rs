@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use quoin_api::csi::controller_server::ControllerServer;
+use quoin_api::csi::group_controller_server::GroupControllerServer;
+use quoin_api::csi::identity_server::IdentityServer;
+use quoin_api::csi::node_server::NodeServer;
+use quoin_api::csi::snapshot_metadata_server::SnapshotMetadataServer;
 use quoin_node::{Attacher, NodeHost};
-use quoin_proto::csi::controller_server::ControllerServer;
-use quoin_proto::csi::group_controller_server::GroupControllerServer;
-use quoin_proto::csi::identity_server::IdentityServer;
-use quoin_proto::csi::node_server::NodeServer;
-use quoin_proto::csi::snapshot_metadata_server::SnapshotMetadataServer;
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_stream::StreamExt;

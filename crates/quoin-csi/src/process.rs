@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use quoin_api::control::NodeReport;
+use quoin_api::control::agent_client::AgentClient;
 use quoin_identity::{Identity, TermChannel, is_of_removed};
 use quoin_node::{AttachProcess, Attacher, Devices, HostOptions, NodeHost};
-use quoin_proto::control::NodeReport;
-use quoin_proto::control::agent_client::AgentClient;
 use tokio::sync::watch;
 use tonic::Request;
 

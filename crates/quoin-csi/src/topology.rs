@@ -7,8 +7,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use quoin_proto::control;
-use quoin_proto::csi::{Topology, TopologyRequirement};
+use quoin_api::control;
+use quoin_api::csi::{Topology, TopologyRequirement};
 use tonic::Status;
 
 use crate::refusal::invalid;

@@ -1,10 +1,8 @@
 //! The Controller service over a real socket: codes, idempotency, lists, capacity.
 
-mod common;
-
-use common::*;
-use quoin_proto::csi::volume_capability::access_mode::Mode as AccessMode;
-use quoin_proto::csi::*;
+use crate::common::*;
+use quoin_api::csi::volume_capability::access_mode::Mode as AccessMode;
+use quoin_api::csi::*;
 use tonic::Code;
 
 fn publish(volume_id: &str, node_id: &str) -> ControllerPublishVolumeRequest {

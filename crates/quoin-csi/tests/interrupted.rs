@@ -1,13 +1,11 @@
 //! Bad days: callers that give up in the middle, a control plane that is away or comes back, a
 //! node that is dead.
 
-mod common;
-
 use std::time::Duration;
 
-use common::*;
-use quoin_proto::csi::volume_capability::access_mode::Mode as AccessMode;
-use quoin_proto::csi::*;
+use crate::common::*;
+use quoin_api::csi::volume_capability::access_mode::Mode as AccessMode;
+use quoin_api::csi::*;
 use tonic::{Code, Request, Response, Status};
 
 fn publish(volume: &Volume, node_id: &str) -> ControllerPublishVolumeRequest {
@@ -66,7 +64,7 @@ async fn a_caller_that_gives_up_and_asks_again_finds_one_volume_and_one_mount() 
             async move { controller.create_volume(wanted).await }
         };
         let volume = until_done(again).await.volume.unwrap();
-        let named = |one: &quoin_proto::control::Volume| one.spec.as_ref().unwrap().name == name;
+        let named = |one: &quoin_api::control::Volume| one.spec.as_ref().unwrap().name == name;
         assert_eq!(world.cluster.volumes().await.iter().filter(|one| named(one)).count(), 1);
 
         let wanted = publish(&volume, NODE);

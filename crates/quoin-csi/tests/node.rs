@@ -1,16 +1,14 @@
 //! The Node service over a real socket, with real mounts on loop devices.
 
-mod common;
-
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::sync::atomic::Ordering;
 
-use common::*;
-use quoin_proto::csi::volume_capability::access_mode::Mode as AccessMode;
-use quoin_proto::csi::volume_capability::{AccessType, MountVolume};
-use quoin_proto::csi::volume_usage::Unit;
-use quoin_proto::csi::*;
+use crate::common::*;
+use quoin_api::csi::volume_capability::access_mode::Mode as AccessMode;
+use quoin_api::csi::volume_capability::{AccessType, MountVolume};
+use quoin_api::csi::volume_usage::Unit;
+use quoin_api::csi::*;
 use tonic::Code;
 
 fn unstage_of(stage: &NodeStageVolumeRequest) -> NodeUnstageVolumeRequest {

@@ -1,19 +1,17 @@
 //! The node process as `quoin node` runs it: joined with a token, over mutual TLS, heard by
 //! its own heartbeat.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::time::Duration;
 
-use common::*;
+use crate::common::*;
+use quoin_api::control::CreateJoinTokenRequest;
+use quoin_api::csi::controller_client::ControllerClient;
+use quoin_api::csi::identity_client::IdentityClient;
+use quoin_api::csi::node_client::NodeClient;
+use quoin_api::csi::*;
 use quoin_csi::{Mode, Options};
 use quoin_identity::{Role, join, unix_channel};
-use quoin_proto::control::CreateJoinTokenRequest;
-use quoin_proto::csi::controller_client::ControllerClient;
-use quoin_proto::csi::identity_client::IdentityClient;
-use quoin_proto::csi::node_client::NodeClient;
-use quoin_proto::csi::*;
 use tokio::sync::watch;
 use tonic::Code;
 

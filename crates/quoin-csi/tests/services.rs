@@ -1,14 +1,12 @@
 //! What holds for all services together: identity, modes, what is switched off, secrets.
 
-mod common;
-
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 
-use common::*;
+use crate::common::*;
+use quoin_api::csi::group_controller_client::GroupControllerClient;
+use quoin_api::csi::*;
 use quoin_csi::Mode;
-use quoin_proto::csi::group_controller_client::GroupControllerClient;
-use quoin_proto::csi::*;
 use tonic::Code;
 
 /// Proves CSI-PLUGININFO-06, CSI-PLUGININFO-07, CSI-PLUGINCAPS-01, CSI-PLUGINCAPS-05,

@@ -2,8 +2,8 @@
 //!
 //! Errors are sentences for an operator: they name the field and what it held.
 
-use quoin_core::{Member, Membership};
-use quoin_proto::control;
+use quoin_api::control;
+use quoin_types::{Member, Membership};
 
 /// An id as the control plane spells it: 32 hex digits. `what` names it in the error.
 pub fn id<T: std::str::FromStr>(what: &str, text: &str) -> Result<T, String> {
@@ -53,7 +53,7 @@ pub fn membership_message(membership: &Membership) -> control::Membership {
 
 #[cfg(test)]
 mod tests {
-    use quoin_core::{ReplicaGuid, ReplicaId};
+    use quoin_types::{ReplicaGuid, ReplicaId};
 
     use super::*;
 

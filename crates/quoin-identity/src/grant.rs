@@ -5,7 +5,7 @@
 //! node may open this volume at this epoch as this incarnation", signed with the key of a
 //! controller's certificate, which comes with it. So a pool needs no word with the controller,
 //! and IO goes on while that one is down. It says in which term it was given as well, and so tells a
-//! pool of a newer term that no controller has told it of ([`quoin_core::term`]).
+//! pool of a newer term that no controller has told it of ([`quoin_types::term`]).
 //!
 //! Bytes, little-endian: magic, cluster u128, volume u128, epoch u64, incarnation u128, node (u8
 //! length, bytes), and chain and signature ([`crate::signed`]). The magic is `QGR1` in term 0, so that
@@ -13,7 +13,7 @@
 //! follows the node.
 
 use bytes::{Buf, BufMut};
-use quoin_core::{Epoch, Incarnation, Term, TermId, VolumeId};
+use quoin_types::{Epoch, Incarnation, Term, TermId, VolumeId};
 use rustls::sign::CertifiedKey;
 
 use crate::signed::{self, SIGNED_BYTES_MAX, Seal, take};

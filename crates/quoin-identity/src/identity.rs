@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use quoin_core::Term;
-use quoin_core::term::Standing;
+use quoin_types::Term;
+use quoin_types::term::Standing;
 use rcgen::KeyPair;
 use rustls::sign::CertifiedKey;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
@@ -219,7 +219,7 @@ impl Identity {
 
     /// Renews with the controller, over a connection of the certificate that runs out.
     pub async fn renew(&self, controller_addr: &str) -> Result<(), Error> {
-        use quoin_proto::control::{RenewRequest, join_client::JoinClient};
+        use quoin_api::control::{RenewRequest, join_client::JoinClient};
         let mut client = JoinClient::new(self.controller(controller_addr)?);
         let csr_der = self.renewal_request()?;
         let mut request = tonic::Request::new(RenewRequest { csr_der });
@@ -376,11 +376,11 @@ mod tests {
         };
         let (controller, pool) = (issue(Role::Controller), issue(Role::Pool));
         let of = |number: u64| Grant {
-            volume: quoin_core::VolumeId(5),
-            epoch: quoin_core::Epoch(7),
-            incarnation: quoin_core::Incarnation(9),
+            volume: quoin_types::VolumeId(5),
+            epoch: quoin_types::Epoch(7),
+            incarnation: quoin_types::Incarnation(9),
             node: "node-1".into(),
-            term: Term { number, id: quoin_core::TermId(number.into()) },
+            term: Term { number, id: quoin_types::TermId(number.into()) },
         };
         let former = &b"quoin epoch grant, format 1\0"[..];
         let of_term = &b"quoin epoch grant, format 2\0"[..];

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use quoin_proto::control::join_client::JoinClient;
-use quoin_proto::control::{Certificate, JoinRequest as JoinMessage};
+use quoin_api::control::join_client::JoinClient;
+use quoin_api::control::{Certificate, JoinRequest as JoinMessage};
 use tonic::transport::Channel;
 
 use crate::channel::tls_channel;

@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::Bytes;
-use quoin_core::term::Standing;
+use quoin_types::term::Standing;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response};

@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::{Buf, BufMut, Bytes};
-use quoin_core::term::Standing;
-use quoin_core::{Term, TermId};
+use quoin_types::term::Standing;
+use quoin_types::{Term, TermId};
 use rustls::sign::CertifiedKey;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
@@ -258,9 +258,9 @@ mod tests {
     fn a_grant_of_a_term_proves_it_as_well() {
         let (_dir, controller, pool) = cluster();
         let grant = Grant {
-            volume: quoin_core::VolumeId(1),
-            epoch: quoin_core::Epoch(2),
-            incarnation: quoin_core::Incarnation(3),
+            volume: quoin_types::VolumeId(1),
+            epoch: quoin_types::Epoch(2),
+            incarnation: quoin_types::Incarnation(3),
             node: "n1".into(),
             term: FIRST,
         };

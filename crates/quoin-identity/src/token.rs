@@ -41,7 +41,7 @@ impl JoinToken {
 }
 
 fn checksum(body: &[u8]) -> [u8; 4] {
-    quoin_core::crc32c(body).to_le_bytes()
+    quoin_types::crc32c(body).to_le_bytes()
 }
 
 impl fmt::Display for JoinToken {

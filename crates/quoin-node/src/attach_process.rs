@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use quoin_frontend::attach::protocol::{AttachVolume, Kind};
-use quoin_frontend::attach::{self, AttachClient};
+use quoin_attach::AttachClient;
+use quoin_attach::protocol::{AttachVolume, Kind};
 
 use crate::attach::{AttachRequest, Attacher};
 use crate::error::Error;
@@ -45,7 +45,7 @@ impl Attacher for AttachProcess {
         let started = Instant::now();
         loop {
             match self.client.detach(volume).await {
-                Err(attach::Error::Refused { kind: Kind::Busy, .. })
+                Err(quoin_attach::Error::Refused { kind: Kind::Busy, .. })
                     if started.elapsed() < RELEASE_TIME =>
                 {
                     tokio::time::sleep(Duration::from_millis(50)).await;
@@ -74,11 +74,11 @@ impl Attacher for AttachProcess {
     }
 }
 
-fn refused(error: attach::Error) -> Error {
+fn refused(error: quoin_attach::Error) -> Error {
     let message = error.to_string();
     match error {
         // Missing /dev/fuse, loop devices or privileges: it will not pass by itself.
-        attach::Error::Refused { kind: Kind::Host | Kind::Conflict, .. } => {
+        quoin_attach::Error::Refused { kind: Kind::Host | Kind::Conflict, .. } => {
             Error::AttachImpossible(message)
         }
         _ => Error::Attach(message),
@@ -87,7 +87,7 @@ fn refused(error: attach::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use quoin_frontend::attach::protocol::Kind as AttachKind;
+    use quoin_attach::protocol::Kind as AttachKind;
 
     use super::*;
     use crate::Kind;
@@ -104,7 +104,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_device_is_dead_by_the_word_of_its_own_volume_alone() {
-        use quoin_frontend::attach::protocol::{Attached, Response};
+        use quoin_attach::protocol::{Attached, Response};
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
         let directory = tempfile::tempdir().unwrap();
@@ -143,7 +143,7 @@ mod tests {
     fn what_the_host_lacks_is_a_failed_precondition_in_its_own_words_and_nothing_to_try_again() {
         let of = |kind: AttachKind| {
             let message = "no /dev/fuse: `modprobe fuse`".to_owned();
-            let error = refused(attach::Error::Refused { kind, message });
+            let error = refused(quoin_attach::Error::Refused { kind, message });
             assert!(error.to_string().contains("modprobe fuse"), "{error}");
             error.kind()
         };

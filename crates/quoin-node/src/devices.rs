@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use quoin_frontend::attach::protocol::{ServedElsewhere, Usage};
-use quoin_frontend::attach::{AttachClient, Error, holder};
+use quoin_attach::protocol::{ServedElsewhere, Usage};
+use quoin_attach::{AttachClient, Error, holder};
 
-use quoin_proto::control::{DeviceReport, ReportAnswer};
+use quoin_api::control::{DeviceReport, ReportAnswer};
 
 use crate::{device, mountinfo};
 

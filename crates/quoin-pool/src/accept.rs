@@ -10,16 +10,16 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use quoin_core::Term;
-use quoin_core::ids::SessionKey;
-use quoin_core::term::Standing;
 use quoin_identity::{Identity, Role, peer_of};
+use quoin_reactor::Waker;
+use quoin_reactor::descriptors::Shortage;
+use quoin_types::Term;
+use quoin_types::ids::SessionKey;
+use quoin_types::term::Standing;
 use quoin_wire::Hello;
-use quoin_wire::descriptors::Shortage;
 use quoin_wire::establish::{Disbelief, EstablishError, answer};
 use quoin_wire::handshake::{HandshakeError, ServerSecurity};
 use quoin_wire::places::Places;
-use quoin_wire::reactor::Waker;
 use quoin_wire::same_host::{self, PeerAddress, Stream};
 use rustls::pki_types::CertificateDer;
 
@@ -265,9 +265,9 @@ fn refused(from: PeerAddress, error: &EstablishError) {
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
-    use quoin_core::ids::{Epoch, Incarnation};
-    use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
     use quoin_identity::{Authority, Lifetimes};
+    use quoin_types::ids::{Epoch, Incarnation};
+    use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
     use quoin_wire::ConnectionKind;
 
     use super::*;

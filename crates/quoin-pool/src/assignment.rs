@@ -6,13 +6,13 @@
 
 use bytes::Bytes;
 use prost::Message;
-use quoin_core::recognition::PoolCounts;
-use quoin_core::replica::store::ReplicaIdentity;
-use quoin_core::{
+use quoin_api::control;
+use quoin_identity::convert::{id, membership};
+use quoin_replication::recognition::PoolCounts;
+use quoin_replication::replica::store::ReplicaIdentity;
+use quoin_types::{
     BLOCK_SIZE, Epoch, Membership, Position, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId,
 };
-use quoin_identity::convert::{id, membership};
-use quoin_proto::control;
 
 use crate::facts::Space;
 use crate::scrub::ScrubState;

@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_core::recognition::PoolCounts;
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::{AgentEvent, PoolAssignment, PoolReport, Scrub, WatchPoolRequest};
 use quoin_identity::{Contact, Identity, TermChannel};
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::{AgentEvent, PoolAssignment, PoolReport, Scrub, WatchPoolRequest};
+use quoin_replication::recognition::PoolCounts;
+use quoin_telemetry::notices::{Notice, Notices, Severity};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
-use quoin_wire::notices::{Notice, Notices, Severity};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio_stream::{Stream, StreamExt};
 use tonic::Status;
@@ -255,9 +255,9 @@ fn event(notice: &Notice) -> AgentEvent {
 mod tests {
     use std::sync::mpsc::{Receiver, channel};
 
-    use quoin_core::{Term, TermId};
     use quoin_identity::{Authority, Lifetimes, Role};
-    use quoin_wire::reactor::Reactor;
+    use quoin_reactor::Reactor;
+    use quoin_types::{Term, TermId};
     use tokio_stream::wrappers::UnboundedReceiverStream;
 
     use super::*;

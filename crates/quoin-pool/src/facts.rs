@@ -1,8 +1,8 @@
 //! What a pool tells of itself beside holding replicas: space, and how often it was opened.
 
-use quoin_core::ReplicaGuid;
-use quoin_core::replica::store::StoreError;
+use quoin_replication::replica::store::StoreError;
 use quoin_store::{BadBlock, ScrubAt, Scrubbed};
+use quoin_types::ReplicaGuid;
 
 /// Space, as a pool reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -20,7 +20,7 @@ pub trait PoolFacts {
     fn replica_bytes(&self, guid: ReplicaGuid) -> u64;
     /// Times the pool was opened.
     fn start_counter(&self) -> u64;
-    /// The highest mark that is on media ([`quoin_core::recognition`]).
+    /// The highest mark that is on media ([`quoin_replication::recognition`]).
     fn mark(&self) -> u64 {
         0
     }

@@ -1,11 +1,11 @@
 //! All that a pool keeps about its replicas, as the controller is told it when records have to be
 //! made from pools: it is the pools' word against nobody's, so nothing is left out or made up.
 
-use quoin_core::entry::Rule;
-use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreState};
-use quoin_core::{Incarnation, Membership, ReplicaGuid};
+use quoin_api::control::{self, Holding, PoolHoldings};
 use quoin_identity::convert::{member_messages, membership_message};
-use quoin_proto::control::{self, Holding, PoolHoldings};
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, StoreState};
+use quoin_types::entry::Rule;
+use quoin_types::{Incarnation, Membership, ReplicaGuid};
 
 /// One replica with everything durable about it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -89,7 +89,7 @@ fn rule(rule: &Rule) -> control::Membership {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quoin_core::{Epoch, Lsn, Member, Position, ReplicaId, View, VolumeId};
+    use quoin_types::{Epoch, Lsn, Member, Position, ReplicaId, View, VolumeId};
 
     #[test]
     fn everything_that_is_held_is_told_in_pieces_of_bounded_size() {

@@ -35,14 +35,14 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_core::recognition::PoolCounts;
 use quoin_identity::{Contact, JoinRequest};
+use quoin_reactor::{Reactor, Waker};
+use quoin_replication::recognition::PoolCounts;
 use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
+use quoin_telemetry::notices::Notices;
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
-use quoin_wire::notices::Notices;
-use quoin_wire::reactor::{Reactor, Waker};
 use tokio::sync::{Notify, watch};
 
 use accept::{Acceptor, Belief};

@@ -10,11 +10,11 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_core::replica::store::StoreError;
+use quoin_replication::replica::store::StoreError;
 use quoin_store::disk::Syncer as SyncDisk;
 use quoin_store::{ReplicaPool, give_up_continuity};
-use quoin_wire::health::Health;
-use quoin_wire::notices::Severity;
+use quoin_telemetry::health::Health;
+use quoin_telemetry::notices::Severity;
 use tokio::sync::watch;
 
 use crate::facts::PoolFacts;

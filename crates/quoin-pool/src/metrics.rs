@@ -6,8 +6,8 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
-use quoin_proto::control::PoolWear;
-use quoin_wire::health::Health;
+use quoin_api::control::PoolWear;
+use quoin_telemetry::health::Health;
 
 use crate::facts::Space;
 

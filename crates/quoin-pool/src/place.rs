@@ -7,12 +7,12 @@
 
 use std::path::{Path, PathBuf};
 
-use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, PoolId};
+use quoin_replication::replica::store::StoreError;
 use quoin_store::contents::{Content, content_of};
 use quoin_store::{
     Disk, Exposed, FileDisk, FileDiskError, FormatOptions, Pool, PoolError, PoolOptions,
 };
+use quoin_types::{BLOCK_SIZE, PoolId};
 
 use crate::{Error, Opened};
 

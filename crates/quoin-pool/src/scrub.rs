@@ -9,8 +9,8 @@
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use quoin_core::{ReplicaGuid, Time};
 use quoin_store::ScrubAt;
+use quoin_types::{ReplicaGuid, Time};
 
 pub const DEFAULT_PERIOD: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Of the pool's identity directory.

@@ -3,10 +3,10 @@
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 
-use quoin_core::replica::store::{IoFault, SyncTicket};
+use quoin_reactor::Waker;
+use quoin_reactor::spin::Spin;
+use quoin_replication::replica::store::{IoFault, SyncTicket};
 use quoin_store::disk::Syncer as SyncDisk;
-use quoin_wire::reactor::Waker;
-use quoin_wire::spin::Spin;
 
 use crate::shard::Input;
 

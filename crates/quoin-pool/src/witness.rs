@@ -11,7 +11,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use quoin_core::replica::store::BootCookie;
+use quoin_replication::replica::store::BootCookie;
 
 /// Directories of file systems in memory; the first of them that takes the file keeps it.
 const MEMORY: [&str; 2] = ["/run", "/dev/shm"];

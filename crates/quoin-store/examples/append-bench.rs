@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::ReadView;
-use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
-use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid};
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
 use quoin_store::{FileDisk, FormatOptions, Pool, PoolOptions, ReplicaPool};
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::ReadView;
+use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid};
 
 const GUID: ReplicaGuid = ReplicaGuid(1);
 const VOLUME_BLOCKS: u64 = 1 << 18;

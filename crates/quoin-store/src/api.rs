@@ -2,10 +2,10 @@
 //! model ([`crate::model::ModelPool`]). Replicas themselves are used through [`ReplicaStore`].
 
 use bytes::Bytes;
-use quoin_core::ReplicaGuid;
-use quoin_core::replica::store::{
+use quoin_replication::replica::store::{
     BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, SyncTicket,
 };
+use quoin_types::ReplicaGuid;
 
 /// A pool of replicas as its one driver thread sees it.
 ///

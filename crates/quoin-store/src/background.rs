@@ -16,8 +16,8 @@
 
 use std::cell::Cell;
 
-use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, ReplicaGuid, mutant};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, mutant};
 
 use crate::api::Due;
 use crate::disk::Disk;
@@ -118,8 +118,8 @@ impl Replica {
     }
 }
 
-fn drops_a_view(kind: &quoin_core::EntryKind) -> bool {
-    use quoin_core::EntryKind::{DeleteSnapshot, Revert};
+fn drops_a_view(kind: &quoin_types::EntryKind) -> bool {
+    use quoin_types::EntryKind::{DeleteSnapshot, Revert};
     matches!(kind, DeleteSnapshot { .. } | Revert { .. })
 }
 

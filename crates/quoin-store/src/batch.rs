@@ -4,7 +4,7 @@
 //! the one before. Batches that clean-up or an increment writes are flagged and keep their LSNs;
 //! they and the batches of map nodes are chained within their segment only.
 
-use quoin_core::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX};
+use quoin_types::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX};
 
 pub const BATCH_MAGIC: u32 = u32::from_le_bytes(*b"QBAT");
 pub const HEADER_LENGTH: usize = 80;

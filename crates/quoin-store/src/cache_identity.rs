@@ -9,8 +9,8 @@
 use std::fs::{File, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
-use quoin_core::mutant;
-use quoin_core::replica::store::BootCookie;
+use quoin_replication::replica::store::BootCookie;
+use quoin_types::mutant;
 use rustix::fs::{AtFlags, StatxFlags};
 
 /// Which cache holds what was written and not synced. Two opens of one identity find what the

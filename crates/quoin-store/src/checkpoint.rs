@@ -6,8 +6,8 @@
 //! written, synced, only then the record is appended to the metadata ring, synced again, and
 //! only then the space that it no longer refers to is free.
 
-use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, EntryKind, Lsn, mutant};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
@@ -145,7 +145,7 @@ impl Replica {
         for lsn in job.next..end {
             let Some(record) = self.log.get(lsn).copied() else { continue };
             let kind = self.log.kind(lsn, &record);
-            job.work.head.apply(record.position(lsn), quoin_core::Chain(record.chain), &kind);
+            job.work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
             if record.has_range() {
                 job.newest.insert(record.lba, record.end(), lsn);
             }
@@ -221,12 +221,12 @@ impl Replica {
         let Some(record) = self.log.get(lsn).copied() else { return };
         let kind = self.log.kind(lsn, &record);
         let work = &mut job.work;
-        work.head.apply(record.position(lsn), quoin_core::Chain(record.chain), &kind);
+        work.head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
         match kind {
             EntryKind::Snapshot { id, hidden } => {
                 let (lsn, blocks) = (Lsn(lsn), work.head.volume_blocks);
                 work.snapshots.push(SnapshotState {
-                    info: quoin_core::message::SnapshotInfo { id, lsn, hidden, blocks },
+                    info: quoin_types::message::SnapshotInfo { id, lsn, hidden, blocks },
                     root: work.root,
                     position: work.head.position,
                     chain: work.head.chain,

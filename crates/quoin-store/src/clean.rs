@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
 use bytes::{Bytes, BytesMut};
-use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, Lsn, mutant};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::batch::{Batch, Stream, header_blocks};
 use crate::core::{BadBlock, Core};
@@ -251,7 +251,7 @@ impl Replica {
         let mut blocks = Vec::with_capacity(live.len());
         for candidate in &live {
             let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
-            if quoin_core::crc32c(&bytes) != candidate.crc {
+            if quoin_types::crc32c(&bytes) != candidate.crc {
                 // It moves with its checksum, so it stays bad until a peer repairs it.
                 let (lba, version) = (candidate.lba, Lsn(candidate.version));
                 core.note_bad(BadBlock::block(self.identity.guid, lba, version));

@@ -4,7 +4,7 @@
 
 use std::io;
 
-use quoin_core::replica::store::IoFault;
+use quoin_replication::replica::store::IoFault;
 
 use crate::disk::Disk;
 

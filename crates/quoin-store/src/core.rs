@@ -6,9 +6,9 @@ use std::io::IoSlice;
 use std::sync::Arc;
 
 use bytes::BytesMut;
-use quoin_core::key_map::KeyMap;
-use quoin_core::replica::store::{IoFault, StoreError, SyncTicket};
-use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
+use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
+use quoin_types::key_map::KeyMap;
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
 use crate::api::Tickets;
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
@@ -433,8 +433,8 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
             Some(at) => self.batch.bytes.get(at..at + node.length as usize).map(<[u8]>::to_vec),
             None => read_node(self.core, node)?,
         };
-        let trusted = NodeRef { crc: bytes.as_deref().map_or(0, quoin_core::crc32c), ..*node };
-        let unchecked = quoin_core::mutant::is("node-checksum-not-checked");
+        let trusted = NodeRef { crc: bytes.as_deref().map_or(0, quoin_types::crc32c), ..*node };
+        let unchecked = quoin_types::mutant::is("node-checksum-not-checked");
         let node = if unchecked { &trusted } else { node };
         let Some(loaded) = bytes.and_then(|b| Node::decode_checked(level, node, &b)) else {
             return Ok(None);
@@ -467,7 +467,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         let place = (self.batch.start + 1) * BLOCK_SIZE as u64 + self.batch.bytes.len() as u64;
         let length = bytes.len() as u32;
         let newest = node.newest();
-        let written = NodeRef { place, length, crc: quoin_core::crc32c(&bytes), newest };
+        let written = NodeRef { place, length, crc: quoin_types::crc32c(&bytes), newest };
         self.batch.bytes.extend_from_slice(&bytes);
         self.batch.nodes.push((place, length, level, base, newest));
         self.family.add_live(&self.core.superblock, place / BLOCK_SIZE as u64, length.into());
@@ -492,7 +492,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn replaced(&mut self, lba: u64, place: u64, version: u64) {
-        if quoin_core::mutant::is("trim-frees-nothing") {
+        if quoin_types::mutant::is("trim-frees-nothing") {
             return;
         }
         if version > self.kept_through {

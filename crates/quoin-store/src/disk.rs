@@ -2,11 +2,11 @@
 //!
 //! Everything the store reads or writes goes through [`Disk`], which is synchronous and has no
 //! clock, so a simulated disk makes the store deterministic. Offsets and lengths are multiples
-//! of [`BLOCK_SIZE`](quoin_core::BLOCK_SIZE) unless said otherwise.
+//! of [`BLOCK_SIZE`](quoin_types::BLOCK_SIZE) unless said otherwise.
 
 use std::io::IoSlice;
 
-use quoin_core::replica::store::{BootCookie, IoFault};
+use quoin_replication::replica::store::{BootCookie, IoFault};
 
 /// Makes all writes that returned before the call durable. Runs on another thread than the disk.
 pub type Syncer = Box<dyn FnMut() -> Result<(), IoFault> + Send>;

@@ -1,6 +1,6 @@
 //! Why a pool cannot be made or opened.
 
-use quoin_core::replica::store::{IoFault, StoreError};
+use quoin_replication::replica::store::{IoFault, StoreError};
 
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {

@@ -13,8 +13,8 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use quoin_core::BLOCK_SIZE;
-use quoin_core::replica::store::{BootCookie, IoFault};
+use quoin_replication::replica::store::{BootCookie, IoFault};
+use quoin_types::BLOCK_SIZE;
 use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 

@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 
-use quoin_core::{BLOCK_SIZE, mutant};
+use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;

@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use quoin_core::BLOCK_SIZE;
+use quoin_types::BLOCK_SIZE;
 
 /// Bytes of one piece of memory; a longer write takes several.
 const PIECE_BYTES: usize = 256 << 10;

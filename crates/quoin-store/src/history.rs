@@ -3,10 +3,10 @@
 //! A [`Head`] is a value; the store keeps one for what is folded and one for what is applied,
 //! so that cutting the log back is "start again from the folded one".
 
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, SNAPSHOTS_MAX, SnapshotInfo};
-use quoin_core::replica::store::StoreError;
-use quoin_core::{Chain, Durability, EntryKind, Lsn, Position, View};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, SNAPSHOTS_MAX, SnapshotInfo};
+use quoin_types::{Chain, Durability, EntryKind, Lsn, Position, View};
 
 /// The state of a history after one of its entries, blocks aside.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -113,7 +113,7 @@ impl Head {
 mod tests {
     use super::*;
     use bytes::Bytes;
-    use quoin_core::{BLOCK_SIZE, Entry, Epoch, SnapshotId};
+    use quoin_types::{BLOCK_SIZE, Entry, Epoch, SnapshotId};
 
     #[test]
     fn the_epoch_table_keeps_the_newest_epochs_with_their_first_and_last_lsn() {

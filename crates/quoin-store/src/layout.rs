@@ -6,8 +6,8 @@
 //! between     units of equal size; a segment is one unit or eight aligned ones
 //! ```
 
-use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, PoolId};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, PoolId};
 
 use crate::disk::Disk;
 use crate::error::PoolError;
@@ -142,7 +142,7 @@ impl Superblock {
         out[64..68].copy_from_slice(&self.unit_blocks.to_le_bytes());
         out[68..72].copy_from_slice(&self.ring_blocks.to_le_bytes());
         out[72..80].copy_from_slice(&self.starts.to_le_bytes());
-        let crc = quoin_core::crc32c(&out[..ENCODED_LENGTH - 4]);
+        let crc = quoin_types::crc32c(&out[..ENCODED_LENGTH - 4]);
         out[ENCODED_LENGTH - 4..ENCODED_LENGTH].copy_from_slice(&crc.to_le_bytes());
         out
     }
@@ -152,7 +152,7 @@ impl Superblock {
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"));
         let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
         if bytes[..8] != SUPERBLOCK_MAGIC
-            || quoin_core::crc32c(&bytes[..ENCODED_LENGTH - 4]) != u32_at(ENCODED_LENGTH - 4)
+            || quoin_types::crc32c(&bytes[..ENCODED_LENGTH - 4]) != u32_at(ENCODED_LENGTH - 4)
         {
             return Ok(None);
         }

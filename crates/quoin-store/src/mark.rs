@@ -1,13 +1,13 @@
 //! The mark of a pool: a durable count that moves with what the pool promises and acknowledges.
 //!
 //! The controller keeps the highest mark that it was told, and so notices a disk that was put back
-//! to an older state (`quoin_core::recognition`, which also says when a mark is raised).
+//! to an older state (`quoin_replication::recognition`, which also says when a mark is raised).
 //!
 //! A mark is recorded only after a sync of all that was there when it was asked for. So whatever
 //! part of the last writes an image of the media has, an image with the mark has all that was
 //! acknowledged before it.
 
-use quoin_core::replica::store::SyncTicket;
+use quoin_replication::replica::store::SyncTicket;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Rise {
@@ -68,8 +68,8 @@ impl Mark {
 
 #[cfg(test)]
 mod tests {
-    use quoin_core::PoolId;
-    use quoin_core::replica::store::ReplicaMeta;
+    use quoin_replication::replica::store::ReplicaMeta;
+    use quoin_types::PoolId;
 
     use crate::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 

@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::IoSlice;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use quoin_core::BLOCK_SIZE;
-use quoin_core::replica::store::{BootCookie, IoFault};
+use quoin_replication::replica::store::{BootCookie, IoFault};
+use quoin_types::BLOCK_SIZE;
 
 use crate::disk::{Disk, Syncer};
 

@@ -3,8 +3,8 @@
 use std::io::IoSlice;
 
 use bytes::Bytes;
-use quoin_core::BLOCK_SIZE;
-use quoin_core::replica::store::StoreError;
+use quoin_replication::replica::store::StoreError;
+use quoin_types::BLOCK_SIZE;
 
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::core::Core;

@@ -5,7 +5,7 @@
 //! spans the child's whole range; a child's slot carries place, length, checksum and newest
 //! version, so that a walk for "changed since" skips what is older.
 
-use quoin_core::crc32c;
+use quoin_types::crc32c;
 
 use crate::tree::{BlockAt, LOST_PLACE};
 

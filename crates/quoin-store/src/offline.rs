@@ -8,11 +8,11 @@ use std::fmt;
 use std::io::IoSlice;
 use std::sync::Mutex;
 
-use quoin_core::message::{Content, ReadView, SnapshotInfo};
-use quoin_core::replica::store::{
+use quoin_replication::replica::store::{
     BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState,
 };
-use quoin_core::{BLOCK_SIZE, Lsn, PoolId, ReplicaGuid, SnapshotId};
+use quoin_types::message::{Content, ReadView, SnapshotInfo};
+use quoin_types::{BLOCK_SIZE, Lsn, PoolId, ReplicaGuid, SnapshotId};
 
 use crate::api::ReplicaPool;
 use crate::core::{BadBlock, PoolOptions};

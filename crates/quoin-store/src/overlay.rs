@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use quoin_core::entry::SharedEntry;
-use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position};
+use quoin_types::entry::SharedEntry;
+use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Position};
 
 use crate::records::LogStart;
 

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
-use quoin_core::replica::store::{
+use quoin_replication::replica::store::{
     BootCookie, IoFault, PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError,
     StoreState, SyncTicket,
 };
-use quoin_core::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::{BLOCK_SIZE, Epoch, Lsn, PoolId, ReplicaGuid, mutant};
 
 use crate::api::{Due, ReplicaPool, Tickets};
 use crate::background::Victim;
@@ -174,7 +174,7 @@ impl<D: Disk> Pool<D> {
         self.core.superblock.starts
     }
 
-    /// The highest mark that is on media ([`quoin_core::recognition`]).
+    /// The highest mark that is on media ([`quoin_replication::recognition`]).
     pub fn mark(&self) -> u64 {
         self.core.mark.on_media
     }
@@ -294,7 +294,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         if self.is_retired(guid) || self.replicas.contains_key(&guid) {
             return Err(StoreError::Rule("a GUID is born once"));
         }
-        if blocks == 0 || blocks > quoin_core::VOLUME_BLOCKS_MAX {
+        if blocks == 0 || blocks > quoin_types::VOLUME_BLOCKS_MAX {
             return Err(StoreError::Rule("a volume's size must be 1 to 2^44 blocks"));
         }
         let added = identity.volume_spec.len() + 4096;

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
 
-use quoin_core::BLOCK_SIZE;
+use quoin_types::BLOCK_SIZE;
 
 /// Kept by each thread, at most: 1 MiB.
 const KEPT_MAX: usize = 256;

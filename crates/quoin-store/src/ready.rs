@@ -7,7 +7,7 @@
 //! where there are some, and while it fills one, the next is filled with zeros on another thread.
 //! A unit is nobody's until that is done, and just a free one after a crash.
 
-use quoin_core::BLOCK_SIZE;
+use quoin_types::BLOCK_SIZE;
 
 use crate::core::Core;
 use crate::disk::Disk;

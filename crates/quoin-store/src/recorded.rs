@@ -2,15 +2,15 @@
 //! version that wrote it. (`tests/formats.rs` has whole pools.)
 
 use bytes::{Bytes, BytesMut};
-use quoin_core::codec::Reader;
-use quoin_core::entry::Rule;
-use quoin_core::message::{EpochEnd, SnapshotInfo};
-use quoin_core::replica::store::{BootCookie, ReplicaIdentity, ReplicaMeta};
-use quoin_core::{
+use quoin_recorded::Recorded;
+use quoin_replication::replica::store::{BootCookie, ReplicaIdentity, ReplicaMeta};
+use quoin_types::codec::Reader;
+use quoin_types::entry::Rule;
+use quoin_types::message::{EpochEnd, SnapshotInfo};
+use quoin_types::{
     Chain, Durability, Epoch, Incarnation, Lsn, Member, Membership, PoolId, Position, ReplicaGuid,
     ReplicaId, SnapshotId, View, VolumeId,
 };
-use quoin_recorded::Recorded;
 
 use crate::batch::{Batch, BatchEntry, BatchHeader, HeaderWriter, Stream};
 use crate::disk::Disk;

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::{BufMut, Bytes, BytesMut};
-use quoin_core::codec::{Malformed, Reader, Writer};
-use quoin_core::message::{EPOCH_TABLE_MAX, EpochEnd, SNAPSHOTS_MAX, SnapshotInfo};
-use quoin_core::replica::store::{BootCookie, ReplicaIdentity, ReplicaMeta};
-use quoin_core::{
+use quoin_replication::replica::store::{BootCookie, ReplicaIdentity, ReplicaMeta};
+use quoin_types::codec::{Malformed, Reader, Writer};
+use quoin_types::message::{EPOCH_TABLE_MAX, EpochEnd, SNAPSHOTS_MAX, SnapshotInfo};
+use quoin_types::{
     Chain, Epoch, Incarnation, Lsn, Membership, Position, ReplicaGuid, ReplicaId, SnapshotId, View,
     VolumeId,
 };

@@ -21,8 +21,8 @@
 
 use std::collections::BTreeMap;
 
-use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, mutant};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, mutant};
 
 use crate::batch::Stream;
 use crate::core::Core;

@@ -20,8 +20,8 @@
 //! a start that is killed and made anew finds what the first one found.
 
 use bytes::{Bytes, BytesMut};
-use quoin_core::replica::store::{BootCookie, StoreError};
-use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
+use quoin_replication::replica::store::{BootCookie, StoreError};
+use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, mutant};
 
 use crate::batch::{Batch, BatchEntry, Stream, batch_blocks_max};
 use crate::clean::{header_at, read_header, readable};
@@ -296,7 +296,7 @@ fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64
     if let Some(segment) = replica.family.segments.get_mut(&found.unit) {
         let state = &mut segment.state;
         // What was there when the state was recorded was counted then.
-        let known = match quoin_core::mutant::is("log-counted-twice-at-a-start") {
+        let known = match quoin_types::mutant::is("log-counted-twice-at-a-start") {
             true => 0,
             false => state.used_blocks,
         };

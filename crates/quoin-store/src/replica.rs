@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::io::IoSlice;
 
 use bytes::{Bytes, BytesMut};
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::{Content, ReadView, Slot, SnapshotInfo};
-use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
-use quoin_core::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, StoreError, StoreState};
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::{Content, ReadView, Slot, SnapshotInfo};
+use quoin_types::{BLOCK_SIZE, EntryKind, Epoch, Lsn, crc32c, mutant};
 
 use crate::batch::{BatchEntry, BatchHeader, HeaderWriter, Stream, batch_blocks_max, entry_length};
 use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
@@ -308,7 +308,7 @@ impl Replica {
     }
 
     /// Takes an entry, whose data lie at `place`, into the log and everything that follows it.
-    pub fn apply(&mut self, entry: &quoin_core::Entry, place: u64) {
+    pub fn apply(&mut self, entry: &quoin_types::Entry, place: u64) {
         self.log.push(entry, place);
         self.head.apply(entry.position(), entry.chain, &entry.kind);
         apply_snapshots(&mut self.snapshots, entry.lsn, &entry.kind, self.head.volume_blocks);
@@ -362,7 +362,7 @@ impl Replica {
         self.snapshots = self.folded.snapshots.iter().map(|s| s.info).collect();
         for lsn in self.log.first_lsn()..self.log.next_lsn() {
             let Some(record) = self.log.get(lsn) else { continue };
-            let (position, chain) = (record.position(lsn), quoin_core::Chain(record.chain));
+            let (position, chain) = (record.position(lsn), quoin_types::Chain(record.chain));
             if record.has_range() {
                 self.head.advance(position, chain);
                 continue;
@@ -647,7 +647,7 @@ pub enum Source {
     Root(Root),
 }
 
-pub fn payload(entry: &quoin_core::Entry) -> Bytes {
+pub fn payload(entry: &quoin_types::Entry) -> Bytes {
     match entry.kind {
         EntryKind::Write | EntryKind::Trim => Bytes::new(),
         _ => entry.kind.encode_payload(),

@@ -19,8 +19,8 @@
 use std::io::IoSlice;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use quoin_core::replica::store::{IoFault, StoreError, SyncTicket};
-use quoin_core::{BLOCK_SIZE, crc32c, mutant};
+use quoin_replication::replica::store::{IoFault, StoreError, SyncTicket};
+use quoin_types::{BLOCK_SIZE, crc32c, mutant};
 
 use crate::disk::Disk;
 use crate::error::PoolError;
@@ -426,7 +426,7 @@ mod tests {
     use super::*;
     use crate::MemoryDisk;
     use crate::layout::FormatOptions;
-    use quoin_core::PoolId;
+    use quoin_types::PoolId;
 
     fn ring() -> (MemoryDisk, Superblock, Ring) {
         let disk = MemoryDisk::new(16 << 20);

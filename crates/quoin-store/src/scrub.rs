@@ -16,9 +16,9 @@
 //! under it is unknown, stays marked as lost and is replaced by the next fold. So nothing is ever
 //! guessed, and a mended stretch shows each block as it was or not at all.
 
-use quoin_core::message::{Content, Slot};
-use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid, crc32c};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::message::{Content, Slot};
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid, crc32c};
 
 use crate::clean::walk;
 use crate::core::{BadBlock, Core};

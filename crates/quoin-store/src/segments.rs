@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::IoSlice;
 
-use quoin_core::replica::store::StoreError;
-use quoin_core::{BLOCK_SIZE, ReplicaGuid};
+use quoin_replication::replica::store::StoreError;
+use quoin_types::{BLOCK_SIZE, ReplicaGuid};
 
 use crate::batch::{Stream, batch_blocks_max};
 use crate::core::Core;
@@ -306,7 +306,7 @@ impl Family {
             return Err(StoreError::Rule("a batch larger than a segment of this pool"));
         }
         let reserve_only =
-            core.allocator.reserve_only() && !quoin_core::mutant::is("reserve-given-to-clients");
+            core.allocator.reserve_only() && !quoin_types::mutant::is("reserve-given-to-clients");
         if let Some(open) = self.open_segment(stream)
             && open.state.units * unit_blocks - open.state.used_blocks >= blocks
         {
@@ -419,7 +419,7 @@ pub fn segment_header(superblock: &Superblock, guid: ReplicaGuid, state: &Segmen
     out.extend_from_slice(&state.sequence.to_le_bytes());
     out.extend_from_slice(&state.units.to_le_bytes());
     out.push(state.stream as u8);
-    let crc = quoin_core::crc32c(&out);
+    let crc = quoin_types::crc32c(&out);
     out.extend_from_slice(&crc.to_le_bytes());
     out.resize(BLOCK_SIZE, 0);
     out

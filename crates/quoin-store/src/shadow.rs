@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 
 use bytes::Bytes;
-use quoin_core::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
-use quoin_core::replica::store::{PullChunk, StoreError};
-use quoin_core::{BLOCK_SIZE, Lsn, mutant};
+use quoin_replication::replica::store::{PullChunk, StoreError};
+use quoin_types::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::batch::Stream;
 use crate::core::Core;
@@ -258,10 +258,10 @@ impl Replica {
         self.merge_shadow(core)?;
         let state = &mut self.shadow_of(rebuild)?.state;
         state.snapshots.retain(|s| s.info.id != info.id);
-        if state.snapshots.len() >= quoin_core::message::SNAPSHOTS_MAX {
+        if state.snapshots.len() >= quoin_types::message::SNAPSHOTS_MAX {
             return Err(StoreError::Rule("too many snapshots"));
         }
-        let position = quoin_core::Position { lsn: info.lsn, ..Default::default() };
+        let position = quoin_types::Position { lsn: info.lsn, ..Default::default() };
         let (root, chain, last_view) = (state.root, Default::default(), None);
         state.snapshots.push(SnapshotState { info, root, position, chain, last_view });
         state.cursor = 0;
@@ -466,7 +466,7 @@ impl Replica {
     }
 
     /// The history's head as of a snapshot.
-    fn snapshot_head(&self, id: quoin_core::SnapshotId) -> Option<Head> {
+    fn snapshot_head(&self, id: quoin_types::SnapshotId) -> Option<Head> {
         let info = *self.snapshots.iter().find(|s| s.id == id)?;
         let Some(kept) = self.folded.snapshots.iter().find(|s| s.info.id == id) else {
             // Above the folded map: the log tells.
@@ -474,7 +474,7 @@ impl Replica {
             for lsn in self.log.first_lsn()..=info.lsn.0 {
                 let record = self.log.get(lsn)?;
                 let kind = self.log.kind(lsn, record);
-                head.apply(record.position(lsn), quoin_core::Chain(record.chain), &kind);
+                head.apply(record.position(lsn), quoin_types::Chain(record.chain), &kind);
             }
             return Some(head);
         };
@@ -553,7 +553,7 @@ impl Replica {
         let same = (block.version, block.crc) == (version.0, crc)
             || mutant::is("repair-of-another-version");
         let unplaced = matches!(block.place, 0 | tree::BAD_PLACE | tree::LOST_PLACE);
-        if !same || unplaced || quoin_core::crc32c(data) != crc {
+        if !same || unplaced || quoin_types::crc32c(data) != crc {
             return Ok(false);
         }
         // The same version with the same checksum: nothing good can be overwritten by it.

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use quoin_core::replica::store::StoreError;
+use quoin_replication::replica::store::StoreError;
 
 use crate::node::{
     Child, FANOUT, FANOUT_SHIFT, LEAF_BLOCKS, LEAF_SHIFT, LEVEL_MAX, Leaf, Node, NodeRef,

@@ -14,23 +14,22 @@
 //! number recovers so many, spread over all by a fixed rule (200 if unset, so that the tests take
 //! seconds). `QUOIN_CRASH_SEEDS` makes more workloads of each kind (2 if unset).
 
-mod common;
-
+use crate::common;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use common::{
+use crate::common::{
     BLOCKS, GUID, World, flat, format_options, identity, model_of, options, pull_all, read_all,
     sync,
 };
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::ReadView;
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::memory_disk::{DiskEvent, SECTOR_SIZE};
 use quoin_store::model::ModelPool;
 use quoin_store::{Disk, MemoryDisk, Pool, ReplicaPool};
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::ReadView;
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 use rand::Rng;
 
 fn setting(name: &str, default: u64) -> u64 {

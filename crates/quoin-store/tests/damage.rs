@@ -1,15 +1,14 @@
 //! Damage anywhere in a pool: never wrong bytes, never a panic.
 
-mod common;
-
+use crate::common;
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::common::{BLOCKS, GUID, World, options};
 use bytes::Bytes;
-use common::{BLOCKS, GUID, World, options};
-use quoin_core::message::{Content, ReadView};
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::{Lsn, crc32c};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool, ScrubAt};
+use quoin_types::message::{Content, ReadView};
+use quoin_types::{Lsn, crc32c};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -386,7 +385,7 @@ fn workload(limit: Option<u64>) -> World {
 }
 
 /// Every live block; those that cannot be read are left out.
-fn live(pool: &mut Pool<MemoryDisk>, lba: u64, blocks: u32) -> Vec<quoin_core::message::Slot> {
+fn live(pool: &mut Pool<MemoryDisk>, lba: u64, blocks: u32) -> Vec<quoin_types::message::Slot> {
     let mut slots = Vec::new();
     let mut replica = pool.replica(GUID).expect("it");
     replica.read(ReadView::Live, lba, blocks, true, &mut slots).expect("a read");
@@ -523,14 +522,14 @@ fn killed_after_a_sync(held: OnMedia, batches: usize) {
     world.finish_sync();
     let synced = world.history.len() as u64;
     // Under durability cache, so that the kernel holds everything at once.
-    let view = quoin_core::EntryKind::View(Box::new(common::some_view()));
+    let view = quoin_types::EntryKind::View(Box::new(common::some_view()));
     let last = world.history.last().expect("entries");
-    let next = quoin_core::Position { epoch: last.epoch, lsn: Lsn(synced + 1) };
-    let view = quoin_core::Entry::after(last.chain, next, view, 0, 0, Bytes::new(), false);
+    let next = quoin_types::Position { epoch: last.epoch, lsn: Lsn(synced + 1) };
+    let view = quoin_types::Entry::after(last.chain, next, view, 0, 0, Bytes::new(), false);
     let data = Bytes::from(vec![7; 8 * 4096]);
-    let after = quoin_core::Position { epoch: view.epoch, lsn: Lsn(synced + 2) };
-    let kind = quoin_core::EntryKind::Write;
-    let write = quoin_core::Entry::after(view.chain, after, kind, 0, 8, data, false);
+    let after = quoin_types::Position { epoch: view.epoch, lsn: Lsn(synced + 2) };
+    let kind = quoin_types::EntryKind::Write;
+    let write = quoin_types::Entry::after(view.chain, after, kind, 0, 8, data, false);
     let entries = [view.into(), write.into()];
     let mut replica = world.pool().replica(GUID).expect("it");
     for batch in entries.chunks(entries.len() / batches) {
@@ -576,19 +575,19 @@ fn what_a_failed_sync_left_in_the_cache_is_not_taken_for_held_after_a_kill() {
 fn log_with_a_large_batch(volume_blocks: u64, entries: u64) -> (MemoryDisk, Lsn) {
     common::break_a_rule();
     let disk = MemoryDisk::new(512 << 20);
-    let format = quoin_store::FormatOptions::new(quoin_core::PoolId(77));
+    let format = quoin_store::FormatOptions::new(quoin_types::PoolId(77));
     Pool::format(&disk, &format).expect("a fit disk");
     let mut pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a fresh pool");
     pool.create(common::identity(GUID), ReplicaMeta::default(), volume_blocks).expect("room");
-    let (mut chain, mut lsn) = (quoin_core::Chain::default(), Lsn::ZERO);
+    let (mut chain, mut lsn) = (quoin_types::Chain::default(), Lsn::ZERO);
     for (count, blocks) in [(1, 1), (entries, 256), (1, 1)] {
-        let batch: Vec<quoin_core::entry::SharedEntry> = (0..count)
+        let batch: Vec<quoin_types::entry::SharedEntry> = (0..count)
             .map(|i| {
                 let position =
-                    quoin_core::Position { epoch: quoin_core::Epoch(1), lsn: lsn.next() };
+                    quoin_types::Position { epoch: quoin_types::Epoch(1), lsn: lsn.next() };
                 let data = Bytes::from(vec![i as u8 + 1; blocks * 4096]);
-                let (kind, lba) = (quoin_core::EntryKind::Write, i * 256);
-                let entry = quoin_core::Entry::after(
+                let (kind, lba) = (quoin_types::EntryKind::Write, i * 256);
+                let entry = quoin_types::Entry::after(
                     chain,
                     position,
                     kind,

@@ -1,21 +1,18 @@
 //! A pool on a raw block device: what it needs of a real one, on a loop device. Only root may
 //! make those; without that (or without `losetup`) the test says so and proves nothing.
 
-mod common;
-#[path = "../../../tests/skipped.rs"]
-mod skipped;
-
+use crate::common;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::{GUID, format_options, identity, model_of, options, read_all, sync};
-use quoin_core::Lsn;
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::ReadView;
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
+use crate::common::{GUID, format_options, identity, model_of, options, read_all, sync};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore};
 use quoin_store::{Disk, FileDisk, FileDiskError, FormatOptions, Pool, PoolError, ReplicaPool};
-use skipped::skipped;
+use quoin_testkit::skipped;
+use quoin_types::Lsn;
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::ReadView;
 
 /// A loop device over a file, detached when dropped.
 struct LoopDevice(PathBuf);
@@ -155,7 +152,8 @@ fn is_continuous(path: &Path) -> bool {
     let cookie = disk.cookie();
     let mut pool = Pool::open(disk, options()).expect("the pool");
     let store = pool.replica(GUID).expect("its replica");
-    quoin_core::replica::Replica::new(quoin_core::Time::default(), cookie, &store).is_continuous()
+    quoin_replication::replica::Replica::new(quoin_types::Time::default(), cookie, &store)
+        .is_continuous()
 }
 
 #[test]

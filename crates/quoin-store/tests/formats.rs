@@ -1,23 +1,21 @@
 //! Whole pools as earlier versions left them: opened, found to hold what they held, and used on.
 //! (`src/recorded.rs` has the bytes of each structure.)
 
-mod common;
-
 use std::fmt::Write as _;
 use std::io::IoSlice;
 
+use crate::common::{flat, read_all, some_view, sync};
 use bytes::Bytes;
-use common::{flat, read_all, some_view, sync};
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::{Content, ReadView, Slot};
-use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
-use quoin_core::{
+use quoin_recorded::Recorded;
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
+use quoin_store::offline;
+use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolError, PoolOptions, ReplicaPool};
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::{Content, ReadView, Slot};
+use quoin_types::{
     BLOCK_SIZE, Entry, EntryKind, Epoch, Incarnation, Lsn, Member, Membership, PoolId, Position,
     ReplicaGuid, ReplicaId, SnapshotId, VolumeId, crc32c,
 };
-use quoin_recorded::Recorded;
-use quoin_store::offline;
-use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolError, PoolOptions, ReplicaPool};
 
 const RAISE: &str = "FORMAT_VERSION, or an incompat bit, in quoin-store/src/layout.rs";
 const CRATE: &str = env!("CARGO_MANIFEST_DIR");
@@ -186,7 +184,7 @@ fn facts(pool: &mut Pool<MemoryDisk>) -> String {
         let mut store = pool.replica(guid).expect("listed");
         // All but what is said of this start.
         let meta = ReplicaMeta {
-            cookie: quoin_core::replica::store::BootCookie(0),
+            cookie: quoin_replication::replica::store::BootCookie(0),
             closed_continuous: false,
             ..store.meta().clone()
         };

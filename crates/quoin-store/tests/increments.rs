@@ -1,15 +1,15 @@
 //! Rebuild by increments: pulled from one real store, fed to another, cut off at any step.
 
-mod common;
-
 use std::sync::Arc;
 
+use crate::common::{
+    BLOCKS, GUID, World, flat, identity, new_pool, options, pull_all, read_all, sync,
+};
 use bytes::Bytes;
-use common::{BLOCKS, GUID, World, flat, identity, new_pool, options, pull_all, read_all, sync};
-use quoin_core::message::ReadView;
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::{MemoryDisk, Pool, ReplicaPool};
+use quoin_types::message::ReadView;
+use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -419,8 +419,8 @@ fn an_increment_that_starts_above_stable_or_lacks_a_snapshot_is_refused() {
     let (_, mut end) = pull_all(&mut replica, ReadView::Base, Lsn::ZERO);
     let mut receiver = Receiver::new(9);
     receiver.with(|s| s.increment_begin(2, Lsn::ZERO)).expect("a start");
-    end.snapshots = vec![quoin_core::message::SnapshotInfo {
-        id: quoin_core::SnapshotId(1),
+    end.snapshots = vec![quoin_types::message::SnapshotInfo {
+        id: quoin_types::SnapshotId(1),
         lsn: Lsn(1),
         hidden: false,
         blocks: BLOCKS,

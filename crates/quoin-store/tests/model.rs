@@ -1,9 +1,7 @@
 //! The real store does what the model does, through crashes at any step.
 
-mod common;
-
-use common::World;
-use quoin_core::replica::store::StoreError;
+use crate::common::World;
+use quoin_replication::replica::store::StoreError;
 use quoin_store::ReplicaPool;
 use rand::Rng;
 

@@ -1,14 +1,13 @@
 //! The offline tools tell the truth and change nothing.
 
-mod common;
-
+use crate::common;
+use crate::common::{BLOCKS, GUID, World, flat, read_all};
 use bytes::Bytes;
-use common::{BLOCKS, GUID, World, flat, read_all};
-use quoin_core::message::ReadView;
-use quoin_core::replica::store::ReplicaStore;
-use quoin_core::{BLOCK_SIZE, Lsn, ReplicaGuid};
+use quoin_replication::replica::store::ReplicaStore;
 use quoin_store::offline::{ExportError, check, export, inspect};
 use quoin_store::{MemoryDisk, ReplicaPool};
+use quoin_types::message::ReadView;
+use quoin_types::{BLOCK_SIZE, Lsn, ReplicaGuid};
 
 fn lived_in() -> (World, MemoryDisk) {
     let mut world = World::without_reverts(41, 32 << 20);

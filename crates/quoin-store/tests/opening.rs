@@ -3,17 +3,16 @@
 //! A start either finds what was flushed, or says that it is damaged, or does not open; and what
 //! it finds to be lost stays found, wherever in the open the process dies, once or several times.
 
-mod common;
-
+use crate::common;
 use std::collections::BTreeMap;
 use std::io::IoSlice;
 
+use crate::common::{GUID, World, options};
 use bytes::Bytes;
-use common::{GUID, World, options};
-use quoin_core::Lsn;
-use quoin_core::replica::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError};
+use quoin_replication::replica::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::memory_disk::DiskEvent;
 use quoin_store::{Disk, MemoryDisk, Pool, PoolError, ReplicaPool};
+use quoin_types::Lsn;
 
 /// Headers of the log's batches in their order.
 fn log_headers(disk: &MemoryDisk) -> Vec<u64> {
@@ -42,11 +41,11 @@ fn flushed_log_of(batches: u64, blocks_each: u32) -> (World, ReplicaMeta) {
     for lba in 0..batches {
         let before = world.history.last().map_or(Default::default(), |e| (e.chain, e.position()));
         let position =
-            quoin_core::Position { epoch: quoin_core::Epoch(1), lsn: before.1.lsn.next() };
+            quoin_types::Position { epoch: quoin_types::Epoch(1), lsn: before.1.lsn.next() };
         let data = Bytes::from(vec![lba as u8; 4096 * blocks_each as usize]);
-        let kind = quoin_core::EntryKind::Write;
+        let kind = quoin_types::EntryKind::Write;
         let entry =
-            quoin_core::Entry::after(before.0, position, kind, lba, blocks_each, data, false);
+            quoin_types::Entry::after(before.0, position, kind, lba, blocks_each, data, false);
         world.history.push(entry.into());
         let last = &world.history[world.history.len() - 1..];
         world.pool.as_mut().expect("open").replica(GUID).expect("it").append(last).expect("room");
@@ -193,10 +192,10 @@ fn a_log_that_ends_in_the_middle_of_a_header_claims_nothing() {
     let mut entries = Vec::new();
     for lba in 0..200 {
         let last = world.history.last().expect("entries");
-        let position = quoin_core::Position { epoch: last.epoch, lsn: last.lsn.next() };
-        let kind = quoin_core::EntryKind::Trim;
+        let position = quoin_types::Position { epoch: last.epoch, lsn: last.lsn.next() };
+        let kind = quoin_types::EntryKind::Trim;
         let entry =
-            quoin_core::Entry::after(last.chain, position, kind, lba, 1, Bytes::new(), false);
+            quoin_types::Entry::after(last.chain, position, kind, lba, 1, Bytes::new(), false);
         world.history.push(entry.into());
         entries.push(world.history[world.history.len() - 1].clone());
     }
@@ -272,9 +271,9 @@ fn a_loss_that_an_open_finds_is_not_hidden_by_kills_in_its_middle() {
     world.pool = Some(Pool::open(world.disk.clone(), options()).expect("a pool"));
     let mut append = || {
         let before = world.history.last().expect("entries").clone();
-        let position = quoin_core::Position { epoch: before.epoch, lsn: before.lsn.next() };
-        let (kind, data) = (quoin_core::EntryKind::Write, Bytes::from(vec![7; 4096]));
-        let entry = quoin_core::Entry::after(before.chain, position, kind, 3, 1, data, false);
+        let position = quoin_types::Position { epoch: before.epoch, lsn: before.lsn.next() };
+        let (kind, data) = (quoin_types::EntryKind::Write, Bytes::from(vec![7; 4096]));
+        let entry = quoin_types::Entry::after(before.chain, position, kind, 3, 1, data, false);
         world.history.push(entry.into());
         let entry = &world.history[world.history.len() - 1..];
         let pool = world.pool.as_mut().expect("open");

@@ -1,17 +1,16 @@
 //! A full pool keeps its room for Views, promises and deletes; trimmed space comes back.
 
-mod common;
-
+use crate::common;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use crate::common::{identity, new_pool, options, sync};
 use bytes::Bytes;
-use common::{identity, new_pool, options, sync};
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::ReadView;
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError};
 use quoin_store::{Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::ReadView;
+use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, SnapshotId};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -92,7 +91,7 @@ fn a_full_pool_still_takes_views_promises_and_deletes_and_trim_gives_space_back(
     for _ in 0..20 {
         let view = EntryKind::View(Box::new(common::some_view()));
         writer.append(view, 0, 0).expect("a View has room in a full pool");
-        let id = quoin_core::SnapshotId(1);
+        let id = quoin_types::SnapshotId(1);
         writer.append(EntryKind::DeleteSnapshot { id }, 0, 0).expect("and so has a delete");
     }
     let mut replica = writer.pool.replica(GUID).expect("it");
@@ -225,7 +224,7 @@ fn the_room_of_a_view_that_went_away_just_before_a_crash_comes_back_after_it() {
     for lba in (0..1200).step_by(8) {
         writer.append(EntryKind::Write, lba, 8).expect("room");
     }
-    let id = quoin_core::SnapshotId(1);
+    let id = quoin_types::SnapshotId(1);
     writer.append(EntryKind::Snapshot { id, hidden: true }, 0, 0).expect("room");
     writer.pool.settle().expect("folded and recorded");
     writer.append(EntryKind::Trim, 0, 4000).expect("a trim");
@@ -435,7 +434,7 @@ fn snapshots_that_come_and_go_under_pressure_give_their_space_back() {
     let mut most = 0;
     for done in 0..20_000u64 {
         if done >= live && done % 1000 == 0 {
-            let id = quoin_core::SnapshotId(done.into());
+            let id = quoin_types::SnapshotId(done.into());
             writer.append(EntryKind::Snapshot { id, hidden: false }, 0, 0).expect("a snapshot");
             kept.push_back((id, last.clone()));
             // Two of them hold what was overwritten since: about as much again as is live.

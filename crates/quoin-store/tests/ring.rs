@@ -1,11 +1,10 @@
 //! Rot and refusals in the metadata ring: what it said last is there, or the pool is not opened.
 
-mod common;
-
-use common::{BLOCKS, GUID, options};
-use quoin_core::Epoch;
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
+use crate::common;
+use crate::common::{BLOCKS, GUID, options};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore};
 use quoin_store::{Disk, MemoryDisk, Pool, PoolError, ReplicaPool};
+use quoin_types::Epoch;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 

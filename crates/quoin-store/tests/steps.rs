@@ -1,22 +1,21 @@
 //! The thread that serves a pool's sockets does its long work too, so every step is short: its
 //! work is bounded by a number, whatever it is that has to be done in all.
 
-mod common;
-
+use crate::common;
 use std::sync::Arc;
 
+use crate::common::{identity, new_pool_with, options, sync};
 use bytes::Bytes;
-use common::{identity, new_pool_with, options, sync};
-use quoin_core::entry::Rule;
-use quoin_core::entry::SharedEntry;
-use quoin_core::membership::Member;
-use quoin_core::message::{Content, IncrementEnd, ReadView, Slot};
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore};
-use quoin_core::{
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore};
+use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_types::entry::Rule;
+use quoin_types::entry::SharedEntry;
+use quoin_types::membership::Member;
+use quoin_types::message::{Content, IncrementEnd, ReadView, Slot};
+use quoin_types::{
     BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId,
     View,
 };
-use quoin_store::{Disk, Due, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
 const GUID: ReplicaGuid = ReplicaGuid(0x57);
 /// Bytes of a unit of these pools.

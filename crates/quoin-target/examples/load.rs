@@ -14,11 +14,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use quoin_bench::load::{Generator, Load, Pattern};
-use quoin_core::PoolId;
 use quoin_pool::accept::Belief;
 use quoin_store::{FileDisk, FormatOptions, Pool, PoolOptions};
 use quoin_target::dial::Reach;
 use quoin_target::shard::ReplicaPlace;
+use quoin_types::PoolId;
 use quoin_wire::handshake::ServerSecurity;
 use support::*;
 

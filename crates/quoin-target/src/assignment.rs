@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use quoin_core::block::DeviceInfo;
-use quoin_core::membership::{Desired, Durability, Member, Newcomer};
-use quoin_core::replica::LEASE_MS;
-use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig, VerifyOrder};
-use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
+use quoin_api::control::{self, NodeAssignment, TargetAssignment};
 use quoin_identity::convert::id;
-use quoin_proto::control::{self, NodeAssignment, TargetAssignment};
+use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode, VerifyOrder};
+use quoin_replication::replica::LEASE_MS;
+use quoin_types::block::DeviceInfo;
+use quoin_types::membership::{Desired, Durability, Member, Newcomer};
+use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX, VolumeId};
 
 use crate::shard::{ReplicaPlace, VolumeSetup};
 use crate::throttle::Limits;
@@ -24,7 +24,7 @@ const SYNC_AFTER_MS: u32 = 1000;
 /// One volume as assigned.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Assigned {
-    pub config: TargetConfig,
+    pub config: PrimaryConfig,
     pub info: DeviceInfo,
     /// The first epoch of this node's use of the volume; 0: not known.
     pub since_epoch: u64,
@@ -142,7 +142,7 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         &[("leased", ReadMode::Leased), ("confirmed", ReadMode::Confirmed)],
     )?;
     Ok(Assigned {
-        config: TargetConfig {
+        config: PrimaryConfig {
             volume,
             volume_blocks,
             logical_block_size: block_size,
@@ -181,8 +181,8 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
 
 #[cfg(test)]
 mod tests {
-    use quoin_core::{ReplicaGuid, ReplicaId};
-    use quoin_proto::control::{ReplicaAddress, VolumeSpec};
+    use quoin_api::control::{ReplicaAddress, VolumeSpec};
+    use quoin_types::{ReplicaGuid, ReplicaId};
 
     use super::*;
 

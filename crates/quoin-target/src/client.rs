@@ -3,11 +3,11 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use bytes::{Bytes, BytesMut};
-use quoin_core::VolumeId;
-use quoin_core::block::{Closed, DeviceInfo, Frontend, Reply, Request};
+use quoin_reactor::Interest;
+use quoin_types::VolumeId;
+use quoin_types::block::{Closed, DeviceInfo, Frontend, Reply, Request};
 use quoin_wire::frame::WireError;
 use quoin_wire::queue::{Filled, ReceiveQueue, SendQueue};
-use quoin_wire::reactor::Interest;
 
 /// Replies a client may leave unread before its requests are not taken.
 const QUEUED_MAX: usize = 32 << 20;

@@ -9,20 +9,20 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_core::VolumeId;
-use quoin_core::block::DeviceInfo;
-use quoin_core::membership::Member;
-use quoin_core::target::{ReplicaStanding, TargetStatus};
-use quoin_frontend::attach::protocol::AttachVolume;
-use quoin_identity::{Contact, Identity, TermChannel, convert};
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::{
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::{
     AcquireEpochRequest, AgentEvent, GoesBy, NodeAssignment, ReplicaProgress,
     SwapMembershipRequest, TargetReport, VolumeReport, WatchNodeRequest, acquire_epoch_response,
     swap_membership_response,
 };
+use quoin_attach::protocol::AttachVolume;
+use quoin_identity::{Contact, Identity, TermChannel, convert};
+use quoin_replication::primary::{PrimaryStatus, ReplicaStanding};
+use quoin_telemetry::notices::{Notice, Notices, Severity};
+use quoin_types::VolumeId;
+use quoin_types::block::DeviceInfo;
+use quoin_types::membership::Member;
 use quoin_wire::Mode;
-use quoin_wire::notices::{Notice, Notices, Severity};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tonic::Status;
 
@@ -313,8 +313,8 @@ impl Control {
     async fn acquire(
         &self,
         volume: VolumeId,
-        incarnation: quoin_core::Incarnation,
-        at_least: quoin_core::Epoch,
+        incarnation: quoin_types::Incarnation,
+        at_least: quoin_types::Epoch,
     ) -> Grant {
         let mut request = tonic::Request::new(AcquireEpochRequest {
             volume_id: volume.to_string(),
@@ -338,7 +338,7 @@ impl Control {
                 let membership = answer.membership.as_ref().map(convert::membership);
                 match membership {
                     Some(Ok(membership)) => Grant::Given {
-                        epoch: quoin_core::Epoch(answer.epoch),
+                        epoch: quoin_types::Epoch(answer.epoch),
                         membership,
                         bytes: answer.grant.into(),
                     },
@@ -359,11 +359,11 @@ impl Control {
     async fn swap(
         &self,
         volume: VolumeId,
-        incarnation: quoin_core::Incarnation,
-        epoch: quoin_core::Epoch,
+        incarnation: quoin_types::Incarnation,
+        epoch: quoin_types::Epoch,
         version: u64,
-        next: &quoin_core::Membership,
-    ) -> Option<quoin_core::Membership> {
+        next: &quoin_types::Membership,
+    ) -> Option<quoin_types::Membership> {
         let mut request = tonic::Request::new(SwapMembershipRequest {
             volume_id: volume.to_string(),
             node: self.options.node.clone(),
@@ -463,7 +463,7 @@ impl Control {
         }
     }
 
-    async fn report_one(&self, id: VolumeId, status: &TargetStatus, notices: Vec<Notice>) {
+    async fn report_one(&self, id: VolumeId, status: &PrimaryStatus, notices: Vec<Notice>) {
         let epoch = status.epoch;
         let device = self.devices.state(id);
         let mut request = tonic::Request::new(VolumeReport {
@@ -487,7 +487,7 @@ impl Control {
                     slow: r.slow,
                 })
                 .collect(),
-            size_bytes: status.volume_blocks * quoin_core::BLOCK_SIZE as u64,
+            size_bytes: status.volume_blocks * quoin_types::BLOCK_SIZE as u64,
             events: notices.iter().map(event).collect(),
             nbd_uri: self.nbd_uri(id),
             verification: status.verify.as_ref().map(verification),
@@ -521,11 +521,11 @@ impl Control {
     }
 }
 
-fn state(status: &TargetStatus) -> &'static str {
+fn state(status: &PrimaryStatus) -> &'static str {
     match status {
-        TargetStatus { stopped: true, .. } => "stopped",
-        TargetStatus { serving: false, waiting, .. } if waiting.is_empty() => "opening",
-        TargetStatus { serving: true, waiting, .. } if waiting.is_empty() => "serving",
+        PrimaryStatus { stopped: true, .. } => "stopped",
+        PrimaryStatus { serving: false, waiting, .. } if waiting.is_empty() => "opening",
+        PrimaryStatus { serving: true, waiting, .. } if waiting.is_empty() => "serving",
         _ => "waiting",
     }
 }

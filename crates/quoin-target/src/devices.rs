@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_core::VolumeId;
-use quoin_frontend::attach::protocol::{AttachVolume, Kind};
-use quoin_frontend::attach::{AttachClient, Error};
+use quoin_attach::protocol::{AttachVolume, Kind};
+use quoin_attach::{AttachClient, Error};
+use quoin_types::VolumeId;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 
@@ -215,7 +215,7 @@ impl Keeper {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quoin_frontend::attach::protocol::{Attached, Request, Response};
+    use quoin_attach::protocol::{Attached, Request, Response};
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
     use tokio::net::UnixListener;
 

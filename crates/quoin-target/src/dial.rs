@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 
 use prometheus_client::metrics::gauge::Gauge;
 
-use quoin_core::VolumeId;
-use quoin_core::ids::SessionKey;
 use quoin_identity::{Expected, Identity, Role};
+use quoin_reactor::Waker;
+use quoin_types::VolumeId;
+use quoin_types::ids::SessionKey;
 use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::ClientSecurity;
-use quoin_wire::reactor::Waker;
 use quoin_wire::{Connection, Hello, Mode};
 use rustls::pki_types::ServerName;
 
@@ -332,11 +332,11 @@ mod tests {
     use std::sync::mpsc::{Receiver, channel};
 
     use bytes::Bytes;
-    use quoin_core::ids::{Epoch, Incarnation};
-    use quoin_core::{ReplicaGuid, ReplicaId};
+    use quoin_reactor::Reactor;
+    use quoin_types::ids::{Epoch, Incarnation};
+    use quoin_types::{ReplicaGuid, ReplicaId};
     use quoin_wire::establish::answer;
     use quoin_wire::handshake::ServerSecurity;
-    use quoin_wire::reactor::Reactor;
     use quoin_wire::same_host::{PeerAddress, Stream};
 
     use super::*;

@@ -18,10 +18,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::BytesMut;
-use quoin_core::block::{DeviceInfo, Frontend, Request};
-use quoin_frontend::nbd::{Exports, Limits, Refused, Session, TlsPolicy};
 use quoin_identity::{Identity, Peer, Role, peer_of, valid_until};
-use quoin_wire::descriptors::{LISTENER_REST, Shortage};
+use quoin_nbd::{Exports, Limits, Refused, Session, TlsPolicy};
+use quoin_reactor::descriptors::{LISTENER_REST, Shortage};
+use quoin_types::block::{DeviceInfo, Frontend, Request};
 use quoin_wire::handshake;
 use quoin_wire::places::{Place, Places};
 use quoin_wire::same_host::PeerAddress;

@@ -2,7 +2,7 @@
 //!
 //! [`run`] learns from the controller which volumes to serve and gives each to one of its
 //! **shards** ([`shard`]): threads with an epoll loop of their own, which own whole volumes and
-//! drive `quoin_core::target::Target` with them. Connections to replicas are made on helper
+//! drive `quoin_replication::primary::Primary` with them. Connections to replicas are made on helper
 //! threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or, where
 //! it is asked for, over TCP ([`door`]). The
 //! control thread (tokio) asks for epochs and reports; no IO ever waits for it.
@@ -26,8 +26,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use quoin_identity::{Contact, JoinRequest};
+use quoin_telemetry::notices::Notices;
 use quoin_wire::Mode;
-use quoin_wire::notices::Notices;
 use tokio::sync::{mpsc, watch};
 
 use control::Control;

@@ -9,10 +9,10 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
-use quoin_core::block::{Operation, Reply, Request};
-use quoin_core::target::{ReplicaStanding, TargetStatus};
-use quoin_proto::control::ServedElsewhere;
-use quoin_wire::health::Health;
+use quoin_api::control::ServedElsewhere;
+use quoin_replication::primary::{PrimaryStatus, ReplicaStanding};
+use quoin_telemetry::health::Health;
+use quoin_types::block::{Operation, Reply, Request};
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, EncodeLabelSet)]
 struct Kind {
@@ -157,7 +157,7 @@ impl Metrics {
     }
 
     /// How the volumes stand, by their names; asked of the shards with each report.
-    pub fn stand(&self, volumes: &[(String, TargetStatus)]) {
+    pub fn stand(&self, volumes: &[(String, PrimaryStatus)]) {
         let replicas = || volumes.iter().flat_map(|(_, status)| &status.replicas);
         for (state, standings) in [
             ("in_sync", &[ReplicaStanding::InSync][..]),
@@ -175,7 +175,7 @@ impl Metrics {
         self.to_rebuild.set(bytes(rebuilding().map(|replica| replica.rebuild_total_bytes).sum()));
         let waiting = volumes.iter().filter(|(_, status)| !status.waiting.is_empty());
         self.waiting.set(waiting.clone().count() as i64);
-        let problem = |(name, status): &(String, TargetStatus)| {
+        let problem = |(name, status): &(String, PrimaryStatus)| {
             (name.clone(), format!("IO waits for {}", status.waiting))
         };
         self.health.replace("volume ", waiting.map(problem));
@@ -229,7 +229,7 @@ mod tests {
             token: 1,
             operation: Operation::Read { offset: 0, length: 4096 },
         });
-        let reply = Reply { token: 1, result: Err(quoin_core::block::BlockError::Damaged) };
+        let reply = Reply { token: 1, result: Err(quoin_types::block::BlockError::Damaged) };
         metrics.replied(&reply, kind, Duration::from_micros(100));
         let text = metrics.render();
         assert!(text.contains("quoin_target_requests_total{operation=\"read\"} 1"), "{text}");

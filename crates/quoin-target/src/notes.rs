@@ -1,51 +1,51 @@
 //! What a volume's state machine notes, in an operator's words.
 
-use quoin_core::VolumeId;
-use quoin_core::target::{SnapshotOutcome, TargetNote, USER_SNAPSHOTS_MAX};
-use quoin_wire::notices::{Notices, Severity};
+use quoin_replication::primary::{PrimaryNote, SnapshotOutcome, USER_SNAPSHOTS_MAX};
+use quoin_telemetry::notices::{Notices, Severity};
+use quoin_types::VolumeId;
 
 /// Each note as an event, with its cause and, where there is one, the next step. What changes
 /// with every step of a rebuild is left to the status report.
 ///
 /// A volume that is being opened waits for its replicas each time, so only one that `served`
 /// before makes waiting a warning; if an opening lasts, the volume's health says so.
-pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool) {
+pub fn tell(notices: &Notices, volume: VolumeId, note: PrimaryNote, served: bool) {
     use Severity::{Error, Normal, Warning};
     let mut replica = String::new();
     let (severity, reason, message) = match note {
-        TargetNote::Opening { epoch } => {
+        PrimaryNote::Opening { epoch } => {
             tracing::info!(%volume, %epoch, "opening");
             return;
         }
         // The controller tells of the end, with all that was found.
-        TargetNote::Rebuilding { .. } | TargetNote::Verifying { .. } => return,
-        TargetNote::Stopped => {
+        PrimaryNote::Rebuilding { .. } | PrimaryNote::Verifying { .. } => return,
+        PrimaryNote::Stopped => {
             tracing::info!(%volume, "stopped");
             return;
         }
-        TargetNote::Serving { epoch, at } => {
+        PrimaryNote::Serving { epoch, at } => {
             (Normal, "Serving", format!("IO is served under epoch {epoch}, from LSN {} on", at.lsn))
         }
-        TargetNote::Waiting(what) if what.is_empty() => {
+        PrimaryNote::Waiting(what) if what.is_empty() => {
             (Normal, "WaitingOver", "goes on".to_owned())
         }
-        TargetNote::Waiting(what) if !served => (Normal, "Opening", format!("waits for {what}")),
-        TargetNote::Waiting(what) => (Warning, "Waiting", format!("waits for {what}")),
-        TargetNote::UnflushedTailMayBeLost => (
+        PrimaryNote::Waiting(what) if !served => (Normal, "Opening", format!("waits for {what}")),
+        PrimaryNote::Waiting(what) => (Warning, "Waiting", format!("waits for {what}")),
+        PrimaryNote::UnflushedTailMayBeLost => (
             Error,
             "UnflushedTailMayBeLost",
             "most replicas lost their caches at once: acknowledged writes that were never flushed \
              may be missing; what was flushed is there"
                 .to_owned(),
         ),
-        TargetNote::InSync { members } => {
+        PrimaryNote::InSync { members } => {
             (Normal, "InSync", format!("{} replicas are in sync", members.len()))
         }
-        TargetNote::Dropped { member, reason } => {
+        PrimaryNote::Dropped { member, reason } => {
             replica = member.id.to_string();
             (Warning, "ReplicaDropped", format!("out of sync: {reason}"))
         }
-        TargetNote::Slow { member, took, others } => {
+        PrimaryNote::Slow { member, took, others } => {
             replica = member.id.to_string();
             let message = format!(
                 "it takes writes after {} on average, the others after {}: look at the network and \
@@ -55,12 +55,12 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
             );
             (Warning, "ReplicaSlow", message)
         }
-        TargetNote::NoLongerSlow { member, took } => {
+        PrimaryNote::NoLongerSlow { member, took } => {
             replica = member.id.to_string();
             let message = format!("it takes writes after {}, as the others do", milliseconds(took));
             (Normal, "ReplicaNoLongerSlow", message)
         }
-        TargetNote::Rebuilt { member, moved_bytes, rounds } => {
+        PrimaryNote::Rebuilt { member, moved_bytes, rounds } => {
             replica = member.id.to_string();
             let mib = moved_bytes.div_ceil(1 << 20);
             let rounds = match rounds {
@@ -69,7 +69,7 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
             };
             (Normal, "ReplicaRebuilt", format!("complete again; {mib} MiB were copied{rounds}"))
         }
-        TargetNote::Snapshot { id, outcome } => match outcome {
+        PrimaryNote::Snapshot { id, outcome } => match outcome {
             SnapshotOutcome::Made { lsn } => {
                 (Normal, "SnapshotMade", format!("snapshot {id} is on media, as of LSN {lsn}"))
             }
@@ -82,28 +82,28 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
                 format!("{USER_SNAPSHOTS_MAX} snapshots exist: delete one to make {id}"),
             ),
         },
-        TargetNote::BadBlock { member, lba, repaired } => {
+        PrimaryNote::BadBlock { member, lba, repaired } => {
             replica = member.id.to_string();
             let outcome =
                 if repaired { "repaired from another replica" } else { "not repaired yet" };
             (Warning, "BadBlock", format!("a bad copy of block {lba} was found, {outcome}"))
         }
-        TargetNote::MapMended { member, lba, blocks, done: true } => {
+        PrimaryNote::MapMended { member, lba, blocks, done: true } => {
             replica = member.id.to_string();
             let what = format!("the map of {blocks} blocks from block {lba} on was bad");
             (Warning, "MapRepaired", format!("{what}, repaired from another replica"))
         }
         // Tried again, or whole since: the pool tells what stays bad.
-        TargetNote::MapMended { done: false, .. } => return,
-        TargetNote::BlockLost { lba } => (
+        PrimaryNote::MapMended { done: false, .. } => return,
+        PrimaryNote::BlockLost { lba } => (
             Error,
             "BlockLost",
             format!("no good copy of block {lba} is left: reads of it fail until it is written"),
         ),
-        TargetNote::Fenced { by } => {
+        PrimaryNote::Fenced { by } => {
             (Normal, "Fenced", format!("epoch {by} was granted elsewhere: this target stopped"))
         }
-        TargetNote::ControlPlaneBehind { durable_version } => (
+        PrimaryNote::ControlPlaneBehind { durable_version } => (
             Error,
             "ControlPlaneBehind",
             format!(
@@ -112,15 +112,15 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
                  recover`"
             ),
         ),
-        TargetNote::NotAdmitted { member, refusal } if refusal.is_too_many() => {
+        PrimaryNote::NotAdmitted { member, refusal } if refusal.is_too_many() => {
             replica = member.id.to_string();
             (Warning, "TooManyReplicas", format!("it was turned away: {refusal}"))
         }
-        TargetNote::NotAdmitted { member, refusal } => {
+        PrimaryNote::NotAdmitted { member, refusal } => {
             replica = member.id.to_string();
             (Warning, "ReplicaRefused", format!("it was turned away: {refusal}"))
         }
-        TargetNote::Changed { membership } => (
+        PrimaryNote::Changed { membership } => (
             Normal,
             "MembershipChanged",
             format!(
@@ -128,13 +128,13 @@ pub fn tell(notices: &Notices, volume: VolumeId, note: TargetNote, served: bool)
                 membership.version, membership.rf, membership.cf
             ),
         ),
-        TargetNote::ChangeGivenUp { .. } => (
+        PrimaryNote::ChangeGivenUp { .. } => (
             Warning,
             "ChangeGivenUp",
             "a replica that it needs went away before the records had it; it is tried again"
                 .to_owned(),
         ),
-        TargetNote::InvariantRefused { member, invariant } => {
+        PrimaryNote::InvariantRefused { member, invariant } => {
             replica = member.id.to_string();
             (Error, "InvariantRefused", format!("said what {invariant} forbids and was shut out"))
         }
@@ -154,7 +154,7 @@ mod tests {
     fn waiting_is_a_warning_only_of_a_volume_that_served_before() {
         let severity = |served| {
             let notices = Notices::default();
-            tell(&notices, VolumeId(7), TargetNote::Waiting("a majority".into()), served);
+            tell(&notices, VolumeId(7), PrimaryNote::Waiting("a majority".into()), served);
             notices.take().first().map(|notice| notice.severity.as_str().to_owned())
         };
         assert_eq!(severity(false).as_deref(), Some("Normal"));

@@ -9,8 +9,8 @@
 
 use std::collections::VecDeque;
 
-use quoin_core::Time;
-use quoin_core::block::{Operation, Request};
+use quoin_types::Time;
+use quoin_types::block::{Operation, Request};
 
 const UNIT: i128 = 1_000_000_000;
 

@@ -1,7 +1,7 @@
 //! Which client, and which of its requests, a token of the target stands for.
 
-use quoin_core::Time;
-use quoin_core::block::Token;
+use quoin_types::Time;
+use quoin_types::block::Token;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Origin {

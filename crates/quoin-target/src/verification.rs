@@ -1,8 +1,8 @@
 //! A verification as the controller is told of it.
 
-use quoin_core::BLOCK_SIZE;
-use quoin_core::target::{Copy, Finding, Found, VerifiedMember, VerifyReport};
-use quoin_proto::control::{Verification, VerifiedReplica, VerifyFinding};
+use quoin_api::control::{Verification, VerifiedReplica, VerifyFinding};
+use quoin_replication::primary::{Copy, Finding, Found, VerifiedMember, VerifyReport};
+use quoin_types::BLOCK_SIZE;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 

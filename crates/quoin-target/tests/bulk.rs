@@ -1,28 +1,25 @@
 //! Rebuilds over real sockets: which bulk connections a pool takes, answers that are too long for a
 //! frame, and a replica that missed very many holes.
 
-#[allow(dead_code)]
-mod support;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use bytes::Bytes;
-use quoin_core::block::DeviceInfo;
-use quoin_core::ids::{Incarnation, SessionKey};
-use quoin_core::membership::{Member, Membership};
-use quoin_core::message::{FromReplica, Ping, ReadView, ToReplica};
-use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
-use quoin_core::target::{ReplicaStanding, TargetConfig};
-use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId};
 use quoin_pool::accept::Belief;
+use quoin_replication::primary::{PrimaryConfig, ReplicaStanding};
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
 use quoin_store::{Disk, FileDisk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use quoin_target::dial::Reach;
 use quoin_target::shard::{Input, Limits, VolumeSetup};
+use quoin_types::block::DeviceInfo;
+use quoin_types::ids::{Incarnation, SessionKey};
+use quoin_types::membership::{Member, Membership};
+use quoin_types::message::{FromReplica, Ping, ReadView, ToReplica};
+use quoin_types::{Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId};
 use quoin_wire::establish::dial;
 use quoin_wire::handshake::{ClientSecurity, ServerSecurity};
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
-use support::*;
 
 const MEMBER: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(101) };
 const OTHER: Member = Member { id: ReplicaId(2), guid: ReplicaGuid(102) };
@@ -255,7 +252,7 @@ fn a_replica_that_missed_very_many_holes_is_rebuilt_while_clients_write_as_befor
     let name = "db".into();
     let size_bytes = BLOCKS * 4096;
     target.handle.send(Input::Open(Box::new(VolumeSetup {
-        config: TargetConfig { window_bytes: 1 << 20, ..config(BLOCKS, false) },
+        config: PrimaryConfig { window_bytes: 1 << 20, ..config(BLOCKS, false) },
         info: DeviceInfo { name, size_bytes, block_size: 512, read_only: false },
         since_epoch: 0,
         limits: Limits::default(),

@@ -1,22 +1,19 @@
 //! Volumes whose replicas are on a host that drops packets, beside one that has all it needs.
 
-#[allow(dead_code)]
-mod support;
-
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use bytes::Bytes;
-use quoin_core::VolumeId;
-use quoin_core::block::DeviceInfo;
-use quoin_core::target::TargetConfig;
 use quoin_pool::accept::Belief;
+use quoin_replication::primary::PrimaryConfig;
 use quoin_store::model::ModelPool;
 use quoin_target::dial::Reach;
 use quoin_target::shard::{Input, Limits, ReplicaPlace, VolumeSetup};
+use quoin_types::VolumeId;
+use quoin_types::block::DeviceInfo;
 use quoin_wire::handshake::ServerSecurity;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
-use support::*;
 
 const BLOCKS: u64 = 4096;
 const VOLUMES: u64 = 150;
@@ -56,7 +53,7 @@ fn volumes_of_a_host_that_drops_packets_keep_no_other_volume_from_its_replica() 
     let address = hole.local_addr().unwrap().to_string();
     for n in 0..VOLUMES {
         target.handle.send(Input::Open(Box::new(VolumeSetup {
-            config: TargetConfig {
+            config: PrimaryConfig {
                 volume: VolumeId(1_000 + u128::from(n)),
                 ..config(BLOCKS, false)
             },

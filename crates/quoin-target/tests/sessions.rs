@@ -1,8 +1,5 @@
 //! Sessions played by hand against a real pool: what a grant opens, and how long a lease lasts.
 
-#[allow(dead_code)]
-mod support;
-
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -10,25 +7,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use bytes::Bytes;
-use quoin_core::ids::{Incarnation, SessionKey};
-use quoin_core::membership::{Member, Membership};
-use quoin_core::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
-use quoin_core::replica::store::{BootCookie, IoFault, ReplicaIdentity};
-use quoin_core::{
-    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, Term, TermId,
-    VolumeId,
-};
 use quoin_identity::{Authority, Expected, Grant, Identity, Lifetimes, Role};
 use quoin_pool::accept::Belief;
 use quoin_pool::assignment::{Assignment, Fence, Phase, Wanted};
 use quoin_pool::shard::Input as PoolInput;
+use quoin_replication::replica::store::{BootCookie, IoFault, ReplicaIdentity};
 use quoin_store::disk::Syncer as SyncDisk;
 use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions};
+use quoin_types::ids::{Incarnation, SessionKey};
+use quoin_types::membership::{Member, Membership};
+use quoin_types::message::{Failure, FromReplica, OpenAck, Ping, ToReplica};
+use quoin_types::{
+    Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid, ReplicaId, Term, TermId,
+    VolumeId,
+};
 use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::{ClientSecurity, ServerSecurity};
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, Mode, ReadOutcome};
-use support::*;
 
 const OURS: VolumeId = VolumeId(7);
 const OTHERS: VolumeId = VolumeId(8);

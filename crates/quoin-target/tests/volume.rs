@@ -1,27 +1,24 @@
 //! A volume from its client's socket to its pools, over loopback TCP, in one process.
 
-#[allow(dead_code)]
-mod support;
-
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::support::*;
 use bytes::Bytes;
-use quoin_core::PoolId;
-use quoin_core::membership::{Member, Membership};
-use quoin_core::target::ReplicaStanding;
 use quoin_identity::{Authority, Grant, Identity, Lifetimes, Role};
 use quoin_pool::accept::Belief;
 use quoin_pool::shard::Ended;
+use quoin_replication::primary::ReplicaStanding;
 use quoin_store::model::ModelPool;
 use quoin_store::{FileDisk, FormatOptions, Pool, PoolOptions};
 use quoin_target::dial::Reach;
 use quoin_target::shard::{Limits, ReplicaPlace};
+use quoin_types::PoolId;
+use quoin_types::membership::{Member, Membership};
 use quoin_wire::Mode;
 use quoin_wire::handshake::ServerSecurity;
-use support::*;
 
 const BLOCKS: u64 = 4096;
 

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::{Bytes, BytesMut};
-use quoin_core::entry::{Chain, Entry, EntryKind};
-use quoin_core::ids::{Epoch, Lsn, Position, SessionKey};
-use quoin_core::message::{Ping, ToReplica};
+use quoin_types::entry::{Chain, Entry, EntryKind};
+use quoin_types::ids::{Epoch, Lsn, Position, SessionKey};
+use quoin_types::message::{Ping, ToReplica};
 use quoin_wire::decode::decode;
 use quoin_wire::encode::{FrameBuffer, to_replica};
 use quoin_wire::frame::{HEADER_LEN, Header, Limits};

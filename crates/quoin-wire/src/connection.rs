@@ -2,8 +2,8 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use quoin_core::ids::SessionKey;
-use quoin_core::message::{FromReplica, ToReplica};
+use quoin_types::ids::SessionKey;
+use quoin_types::message::{FromReplica, ToReplica};
 
 use crate::decode::{Incoming, decode};
 use crate::encode::{self, FrameBuffer};

@@ -9,17 +9,17 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use quoin_core::codec::{Malformed, Reader};
-use quoin_core::entry::{Chain, Entry, EntryKind, SharedEntry, View};
-use quoin_core::ids::{
+use quoin_types::codec::{Malformed, Reader};
+use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry, View};
+use quoin_types::ids::{
     Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SessionKey, SnapshotId, VolumeId,
 };
-use quoin_core::membership::Membership;
-use quoin_core::message::{
+use quoin_types::membership::Membership;
+use quoin_types::message::{
     BadCopy, Content, EPOCH_TABLE_MAX, EpochEnd, Failure, FedSum, FromReplica, IncrementEnd,
     OpenAck, Ping, ReadView, SNAPSHOTS_MAX, Slot, SnapshotInfo, ToReplica, VERIFY_BLOCKS_MAX,
 };
-use quoin_core::{BLOCK_SIZE, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX, crc32c};
+use quoin_types::{BLOCK_SIZE, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX, crc32c};
 
 use crate::frame::{FAILURES, HEADER_LEN, Header, WireError, kind};
 use crate::hello::{Hello, Welcome};

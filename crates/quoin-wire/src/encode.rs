@@ -1,13 +1,13 @@
 //! Messages to frames: a small buffer of header and head, and the blocks by reference.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use quoin_core::codec::Writer;
-use quoin_core::entry::{Entry, View};
-use quoin_core::ids::{Lsn, SessionKey};
-use quoin_core::message::{
+use quoin_types::codec::Writer;
+use quoin_types::entry::{Entry, View};
+use quoin_types::ids::{Lsn, SessionKey};
+use quoin_types::message::{
     Content, EpochEnd, FromReplica, IncrementEnd, ReadView, Slot, SnapshotInfo, ToReplica,
 };
-use quoin_core::{SnapshotId, crc32c};
+use quoin_types::{SnapshotId, crc32c};
 
 use crate::frame::{
     APPEND_DATA_SPLIT, APPEND_ENTRIES_SPLIT, FAILURES, HEADER_LEN, Header, Limits, WireError, kind,
@@ -439,7 +439,7 @@ pub fn from_replica(
     frame.finish(session, kind)
 }
 
-fn failure_code(failure: quoin_core::message::Failure) -> u8 {
+fn failure_code(failure: quoin_types::message::Failure) -> u8 {
     FAILURES.iter().find(|(_, f)| *f == failure).map_or(0, |(code, _)| *code)
 }
 

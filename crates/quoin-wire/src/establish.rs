@@ -5,13 +5,13 @@
 //! and the number of helper threads that a role allows itself.
 
 use std::net::SocketAddr;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
-use quoin_core::Epoch;
-use quoin_core::ids::SessionKey;
-use quoin_core::message::{Failure, FromReplica};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use quoin_types::Epoch;
+use quoin_types::ids::SessionKey;
+use quoin_types::message::{Failure, FromReplica};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustls_pki_types::CertificateDer;
 
 use crate::connection::{Connection, ReadOutcome};
@@ -191,14 +191,10 @@ fn wait(
     if left.is_zero() {
         return Err(EstablishError::Deadline);
     }
-    let timeout = timespec(left);
+    let timeout = quoin_reactor::timespec(left);
     let socket = connection.socket();
     match poll(&mut [PollFd::new(&socket, flags)], Some(&timeout)) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(errno) => Err(WireError::Io { operation: "poll", source: errno.into() }.into()),
     }
-}
-
-pub(crate) fn timespec(duration: Duration) -> Timespec {
-    Timespec { tv_sec: duration.as_secs() as i64, tv_nsec: duration.subsec_nanos().into() }
 }

@@ -18,9 +18,9 @@
 //! Head and data follow, then, on a protected connection, a tag of 16 bytes. The header is never
 //! encrypted, so lengths are known (and refused) before a byte of the rest is waited for.
 
-use quoin_core::ids::{Epoch, Incarnation, SessionKey};
-use quoin_core::message::Failure;
-use quoin_core::{BLOCK_SIZE, READ_BLOCKS_MAX, crc32c};
+use quoin_types::ids::{Epoch, Incarnation, SessionKey};
+use quoin_types::message::Failure;
+use quoin_types::{BLOCK_SIZE, READ_BLOCKS_MAX, crc32c};
 
 pub const HEADER_LEN: usize = 64;
 pub const MAGIC: [u8; 4] = *b"QuoF";
@@ -35,7 +35,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// For sessions: an answer without data about [`quoin_core::STATUS_BLOCKS_MAX`] blocks, and 8 MiB of data.
+    /// For sessions: an answer without data about [`quoin_types::STATUS_BLOCKS_MAX`] blocks, and 8 MiB of data.
     pub const SESSION: Limits = Limits { head_bytes_max: 2 << 20, data_bytes_max: 8 << 20 };
     /// Before a peer has said who it is.
     pub const HELLO: Limits = Limits { head_bytes_max: 20 << 10, data_bytes_max: 0 };
@@ -76,8 +76,8 @@ pub enum WireError {
     Io { operation: &'static str, source: std::io::Error },
 }
 
-impl From<quoin_core::codec::Malformed> for WireError {
-    fn from(malformed: quoin_core::codec::Malformed) -> Self {
+impl From<quoin_types::codec::Malformed> for WireError {
+    fn from(malformed: quoin_types::codec::Malformed) -> Self {
         WireError::Malformed(malformed.0)
     }
 }

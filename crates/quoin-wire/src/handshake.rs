@@ -21,9 +21,9 @@ use rustix::io::Errno;
 use rustls::{ClientConfig, ClientConnection, Connection as Tls, ServerConfig, ServerConnection};
 use rustls_pki_types::{CertificateDer, ServerName};
 
-use crate::establish::timespec;
 use crate::same_host::{PeerAddress, Stream};
 use crate::security::{Mode, Opener, SECRET_LEN, Sealer};
+use quoin_reactor::timespec;
 
 /// A whole handshake, connecting included.
 pub const HANDSHAKE_MAX: Duration = Duration::from_secs(5);

@@ -10,13 +10,13 @@
 //! The frame's session key is the session of the connection: all later frames carry the same one.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use quoin_core::codec::{Malformed, Reader, Writer};
-use quoin_core::ids::{ReplicaGuid, ReplicaId, VolumeId};
+use quoin_types::codec::{Malformed, Reader, Writer};
+use quoin_types::ids::{ReplicaGuid, ReplicaId, VolumeId};
 
 /// Oldest and newest version of the messages that this build speaks.
 pub const PROTOCOL_MIN: u16 = 1;
 pub const PROTOCOL_MAX: u16 = 1;
-/// The replica can be verified ([`quoin_core::message::ToReplica::Verify`]).
+/// The replica can be verified ([`quoin_types::message::ToReplica::Verify`]).
 pub const FEATURE_VERIFY: u64 = 1;
 /// The pool takes bulk connections, and the target uses them: what rebuilds copy goes there, counted.
 pub const FEATURE_BULK: u64 = 2;

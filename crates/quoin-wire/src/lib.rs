@@ -1,20 +1,17 @@
-//! The data plane between a target and its replicas: frames, their protection, and the event
-//! loop that both roles drive them with.
+//! The data plane between a target and its replicas: frames, their protection, and the connections
+//! that carry them.
 //!
 //! * [`frame`] is the fixed header of a frame and the limits that are checked before anything
-//!   is allocated; [`encode`] and [`decode`] give `quoin_core::message` its bytes. Block data is
+//!   is allocated; [`encode`] and [`decode`] give `quoin_types::message` its bytes. Block data is
 //!   never copied by decoding: it stays in the buffer the socket was read into.
 //! * [`security`] seals and opens frames on an authenticated connection; [`handshake`] makes such
 //!   a connection (TLS 1.3, both sides with certificates, keys by the TLS exporter).
 //!   [`same_host`] is the shorter way to a pool of one's own host. [`establish`] adds Hello and
 //!   Welcome, so that shards see believed sessions only.
 //! * [`queue`] holds what goes out (one vectored write) and what came in.
-//! * [`reactor`] is the epoll loop, its timers and its waker, [`spin`] when it looks again before
-//!   it sleeps; [`connection`] ties a socket, its protection and its queues together for the shards
-//!   of both roles.
-//! * [`places`] shares out what unproven connections may take, [`descriptors`] is about the limit of
-//!   open files.
-//! * [`notices`] carries what operators want to know from shards to reports.
+//! * [`connection`] ties a socket, its protection and its queues together for the shards of both
+//!   roles.
+//! * [`places`] shares out what unproven connections may take.
 //!
 //! Peers are hostile until proven otherwise: no input makes this crate panic or hold more memory
 //! than [`frame::Limits`] says. Checksums of blocks are the state machines' business: they verify
@@ -22,23 +19,15 @@
 
 pub mod connection;
 pub mod decode;
-pub mod descriptors;
 pub mod encode;
 pub mod establish;
 pub mod frame;
 pub mod handshake;
-pub mod health;
 pub mod hello;
-pub mod notices;
 pub mod places;
 pub mod queue;
-pub mod reactor;
 pub mod same_host;
 pub mod security;
-#[cfg(test)]
-#[path = "../../../tests/skipped.rs"]
-mod skipped;
-pub mod spin;
 
 pub use connection::{Connection, ReadOutcome};
 pub use decode::{Frame, Incoming};

@@ -161,7 +161,7 @@ impl From<Stream> for OwnedFd {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::skipped::skipped;
+    use quoin_testkit::skipped;
 
     fn unique(of: &str) -> String {
         format!("{of}-{}", std::process::id())

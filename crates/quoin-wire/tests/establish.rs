@@ -1,16 +1,14 @@
 //! Every way in which two sides do not come to a session, by what the other one says or leaves out.
 
 #[allow(dead_code)]
-mod common;
-
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 
+use crate::common::session;
 use bytes::Bytes;
-use common::session;
-use quoin_core::ids::SessionKey;
-use quoin_core::message::{Failure, FromReplica, ToReplica};
-use quoin_core::{Epoch, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_types::ids::SessionKey;
+use quoin_types::message::{Failure, FromReplica, ToReplica};
+use quoin_types::{Epoch, ReplicaGuid, ReplicaId, VolumeId};
 use quoin_wire::establish::{Disbelief, EstablishError, answer, dial};
 use quoin_wire::handshake::{ClientSecurity, HandshakeError, ServerSecurity};
 use quoin_wire::hello::{FEATURE_BULK, FEATURE_TERM};

@@ -1,20 +1,18 @@
 //! The bytes of every message, Hello and Welcome, and of their protection, as they were recorded:
 //! this build reads what the versions before it sent, and sends what they read.
 
-mod common;
-
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
+use crate::common::{session, through};
 use bytes::Bytes;
-use common::{session, through};
-use quoin_core::entry::{Chain, Entry, EntryKind, Rule, SharedEntry, View};
-use quoin_core::ids::{Epoch, Lsn, Position, SnapshotId};
-use quoin_core::membership::{Durability, Member, Membership};
-use quoin_core::message::*;
-use quoin_core::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VolumeId, crc32c};
 use quoin_recorded::Recorded;
+use quoin_types::entry::{Chain, Entry, EntryKind, Rule, SharedEntry, View};
+use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
+use quoin_types::membership::{Durability, Member, Membership};
+use quoin_types::message::*;
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VolumeId, crc32c};
 use quoin_wire::decode::decode;
 use quoin_wire::encode::{self, FrameBuffer};
 use quoin_wire::frame::{HEADER_LEN, Header, Limits, WireError};

@@ -1,23 +1,21 @@
 //! Frames through real sockets: what goes in comes out, and nothing hostile does harm.
 
-mod common;
-
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use proptest::prelude::*;
-use quoin_core::entry::{Chain, Entry, EntryKind, Rule, View};
-use quoin_core::ids::{Epoch, Lsn, Position, SnapshotId};
-use quoin_core::membership::{Durability, Member, Membership};
-use quoin_core::message::*;
-use quoin_core::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId, crc32c};
+use quoin_types::entry::{Chain, Entry, EntryKind, Rule, View};
+use quoin_types::ids::{Epoch, Lsn, Position, SnapshotId};
+use quoin_types::membership::{Durability, Member, Membership};
+use quoin_types::message::*;
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, ReplicaId, VOLUME_BLOCKS_MAX, VolumeId, crc32c};
 use quoin_wire::frame::{HEADER_LEN, Limits, WireError};
 use quoin_wire::security::{Mode, Opener, SECRET_LEN, Sealer};
 use quoin_wire::{Connection, Frame, ReadOutcome};
 
-use common::{session, through};
+use crate::common::{session, through};
 
 fn lsn() -> impl Strategy<Value = Lsn> {
     any::<u64>().prop_map(Lsn)
@@ -194,7 +192,7 @@ fn to_replica() -> impl Strategy<Value = ToReplica> {
             any::<u64>(),
             read_view(),
             0..1u64 << 44,
-            1..=quoin_core::READ_BLOCKS_MAX,
+            1..=quoin_types::READ_BLOCKS_MAX,
             lsn(),
             any::<bool>(),
             ping()

@@ -1,15 +1,13 @@
 //! Who proves what to whom before the first frame: by the network, and within a host.
 
-mod common;
-
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
+use crate::common::{session, through};
 use bytes::{Bytes, BytesMut};
-use common::{session, through};
-use quoin_core::message::{FromReplica, ToReplica};
-use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
+use quoin_types::message::{FromReplica, ToReplica};
+use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 use quoin_wire::handshake::{
     ClientSecurity, Established, HandshakeError, ServerSecurity, accept, connect, connect_same_host,
 };

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::Subcommand;
-use quoin_proto::control::{Admin, ListAdminsRequest, RemoveAdminRequest};
+use quoin_api::control::{Admin, ListAdminsRequest, RemoveAdminRequest};
 use serde::Serialize;
 
 use crate::client::{ClientOptions, refusal};

@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap_complete::ArgValueCandidates;
+use quoin_api::control::cluster_client::ClusterClient;
+use quoin_api::control::{GetVolumeRequest, Volume, VolumeRef};
 use quoin_identity::TermChannel;
-use quoin_proto::control::cluster_client::ClusterClient;
-use quoin_proto::control::{GetVolumeRequest, Volume, VolumeRef};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

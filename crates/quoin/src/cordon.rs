@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 use clap::Args;
-use quoin_proto::control::set_cordon_request::Action;
-use quoin_proto::control::{CordonStatus, DrainedReplica, GetCordonRequest, SetCordonRequest};
+use quoin_api::control::set_cordon_request::Action;
+use quoin_api::control::{CordonStatus, DrainedReplica, GetCordonRequest, SetCordonRequest};
 use serde::Serialize;
 
 use crate::client::{ClientOptions, Cluster, refusal};

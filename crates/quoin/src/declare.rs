@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use quoin_proto::control::Volume;
+use quoin_api::control::Volume;
 use serde::Serialize;
 use std::io::Read;
 use std::path::PathBuf;

@@ -5,10 +5,10 @@
 //! by its name, since a promise that is silently dropped is broken.
 
 use anyhow::{Context, Result, bail};
-use quoin_core::Epoch;
-use quoin_proto::control::{
+use quoin_api::control::{
     ApplyVolumeRequest, DeclaredReplica, Durability, Spread, Volume, VolumeSpec,
 };
+use quoin_types::Epoch;
 use serde::{Deserialize, Serialize};
 
 use crate::size::parse_size;
@@ -336,7 +336,7 @@ impl Document {
 fn status(volume: Volume) -> Status {
     let membership = volume.membership.unwrap_or_default();
     let known = membership.known.into_iter();
-    let replica = |replica: quoin_proto::control::Replica| ReplicaStatus {
+    let replica = |replica: quoin_api::control::Replica| ReplicaStatus {
         position: format!("{}.{}", Epoch(replica.position_epoch), replica.position_lsn),
         rebuild: (replica.rebuild_total_bytes > 0 && replica.phase == "Rebuilding").then_some(
             Rebuild { done_bytes: replica.rebuilt_bytes, total_bytes: replica.rebuild_total_bytes },
@@ -425,7 +425,7 @@ mod tests {
     #[test]
     fn a_volume_printed_reads_back_and_asks_for_what_there_is() {
         let spec = VolumeSpec { name: "db".into(), block_size: 4096, ..VolumeSpec::default() };
-        let replica = |id: &str, pool: &str, known, leaving| quoin_proto::control::Replica {
+        let replica = |id: &str, pool: &str, known, leaving| quoin_api::control::Replica {
             replica_id: id.into(),
             pool: pool.into(),
             guid: format!("guid-{pool}"),
@@ -433,8 +433,8 @@ mod tests {
             leaving,
             ..Default::default()
         };
-        let member = quoin_proto::control::Member { replica_id: "r1".into(), guid: "g1".into() };
-        let membership = quoin_proto::control::Membership {
+        let member = quoin_api::control::Member { replica_id: "r1".into(), guid: "g1".into() };
+        let membership = quoin_api::control::Membership {
             rf: 2,
             cf: 2,
             drf: 3,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
-use quoin_proto::control::{Event, WatchEventsRequest};
+use quoin_api::control::{Event, WatchEventsRequest};
 use serde::Serialize;
 use tonic::Code;
 

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::Subcommand;
-use quoin_proto::control::{
+use quoin_api::control::{
     GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Node, Pool, RemoveNodeRequest,
     RemovePoolRequest, RotateAuthorityRequest, SetNodeRequest,
 };

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
 use quoin_control::salvage::Kept;
-use quoin_core::{BLOCK_SIZE, ReplicaGuid, SnapshotId};
 use quoin_pool::POOL_FILE;
 use quoin_store::offline::ReplicaInspection;
 use quoin_store::{BadBlock, FileDisk, offline};
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, SnapshotId};
 use serde::Serialize;
 
 use crate::output::{self, Format, Row};
@@ -402,11 +402,11 @@ fn find_snapshot(replica: &ReplicaInspection, named: &str) -> Result<SnapshotId>
 mod tests {
     use super::*;
     use prost::Message;
-    use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, StoreState};
-    use quoin_core::{Lsn, VolumeId};
-    use quoin_proto::control::VolumeSpec;
+    use quoin_api::control::VolumeSpec;
+    use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, StoreState};
     use quoin_store::ReplicaStats;
     use quoin_store::offline::CheckReport;
+    use quoin_types::{Lsn, VolumeId};
 
     fn replica(guid: &str, id: &str, name: &str) -> ReplicaInspection {
         let spec = VolumeSpec { name: name.into(), ..VolumeSpec::default() };

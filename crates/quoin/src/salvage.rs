@@ -4,13 +4,13 @@
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use prost_types::Timestamp;
-use quoin_control::backup::{BACKUP_BYTES_MAX, Backup};
-use quoin_control::kept_backups;
-use quoin_core::Epoch;
-use quoin_identity::write_private;
-use quoin_proto::control::{
+use quoin_api::control::{
     BackupRequest, FoundReplica, RecoverRecordsRequest, RecoverRecordsResponse, RecoveredVolume,
 };
+use quoin_control::backup::{BACKUP_BYTES_MAX, Backup};
+use quoin_control::kept_backups;
+use quoin_identity::write_private;
+use quoin_types::Epoch;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 

@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use quoin_proto::control::{ListPoolsRequest, Pool, Scrub, ScrubPoolRequest};
+use quoin_api::control::{ListPoolsRequest, Pool, Scrub, ScrubPoolRequest};
 use serde::Serialize;
 use std::time::Duration;
 

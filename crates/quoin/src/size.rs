@@ -3,7 +3,7 @@
 
 use std::ops::RangeInclusive;
 
-use quoin_core::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
+use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 
 /// The largest size that any volume may have.
 pub const SIZE_BYTES_MAX: u64 = VOLUME_BLOCKS_MAX * BLOCK_SIZE as u64;

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::{ArgMatches, Args, Command, FromArgMatches, Subcommand};
-use quoin_proto::control::{GetTargetConfigRequest, Membership, TargetConfig};
+use quoin_api::control::{GetTargetConfigRequest, Membership, TargetConfig};
 use serde::Serialize;
 
 use crate::client::{ClientOptions, refusal, volume_ref};
@@ -178,7 +178,7 @@ impl ConfigView {
             ("id", self.id.clone()),
             ("target", format!("{}, {}", self.node, self.state)),
             ("waits for", self.waiting_for.clone()),
-            ("epoch", quoin_core::Epoch(self.epoch).to_string()),
+            ("epoch", quoin_types::Epoch(self.epoch).to_string()),
             ("list version", both(now.membership_version, then.membership_version)),
             ("RF", factor(now.replication_factor, then.replication_factor)),
             ("CF", factor(now.consistency_factor, then.consistency_factor)),

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
-use quoin_proto::control::{
+use quoin_api::control::{
     CreateJoinTokenRequest, JoinTokenInfo, ListJoinTokensRequest, RevokeJoinTokenRequest,
 };
 use serde::Serialize;

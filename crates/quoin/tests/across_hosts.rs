@@ -286,8 +286,8 @@ fn a_volume_becomes_a_device_of_the_host_that_is_named_which_serves_no_csi() {
 /// Takes the volume from its node as the command on another host does. The command itself looks at
 /// the devices of this kernel, which the hosts of this test share.
 fn unpublish(cluster: &Cluster) {
-    use quoin_proto::control::cluster_client::ClusterClient;
-    use quoin_proto::control::{UnpublishVolumeRequest, VolumeRef};
+    use quoin_api::control::cluster_client::ClusterClient;
+    use quoin_api::control::{UnpublishVolumeRequest, VolumeRef};
     let volume = Some(VolumeRef { id: String::new(), name: "db".into() });
     let request = UnpublishVolumeRequest { volume, ..UnpublishVolumeRequest::default() };
     let runtime = tokio::runtime::Runtime::new().unwrap();

@@ -161,7 +161,7 @@ fn each_pool_that_cannot_be_served_is_refused_by_name_and_nothing_is_half_made()
     let mut newer = bytes.clone();
     for at in [0, 4096, bytes.len() - 8192, bytes.len() - 4096] {
         newer[at + 32..at + 40].copy_from_slice(&64u64.to_le_bytes());
-        let crc = quoin_core::crc32c(&newer[at..at + 92]);
+        let crc = quoin_types::crc32c(&newer[at..at + 92]);
         newer[at + 92..at + 96].copy_from_slice(&crc.to_le_bytes());
     }
     std::fs::write(&file, &newer).unwrap();

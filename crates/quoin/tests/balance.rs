@@ -4,7 +4,7 @@
 use crate::support;
 
 use bytes::Bytes;
-use quoin_frontend::nbd::client::Client;
+use quoin_nbd::client::Client;
 use serde_json::Value;
 use support::load::Load;
 use support::{Dev, Scratch, block};

@@ -6,11 +6,11 @@ use crate::common::dev as running;
 use std::path::Path;
 use std::process::{Child, Output, Stdio};
 
-use quoin_proto::csi::controller_client::ControllerClient;
-use quoin_proto::csi::node_client::NodeClient;
-use quoin_proto::csi::volume_capability::access_mode::Mode;
-use quoin_proto::csi::volume_capability::{AccessMode, AccessType, MountVolume};
-use quoin_proto::csi::{
+use quoin_api::csi::controller_client::ControllerClient;
+use quoin_api::csi::node_client::NodeClient;
+use quoin_api::csi::volume_capability::access_mode::Mode;
+use quoin_api::csi::volume_capability::{AccessMode, AccessType, MountVolume};
+use quoin_api::csi::{
     ControllerPublishVolumeRequest, NodeStageVolumeRequest, NodeUnstageVolumeRequest,
     VolumeCapability,
 };

@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
 use common::{Cluster, Place, eventually, free_port, nbd};
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
 use quoin_identity::{Authority, Expected, Identity, Lifetimes, Role, valid_until};
+use quoin_nbd::client::{Address, Client, ClientOptions};
 use rustls::client::ResolvesClientCert;
 use rustls::pki_types::ServerName;
 use rustls::sign::CertifiedKey;

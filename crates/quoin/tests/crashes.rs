@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use quoin_frontend::nbd::client::{Client, RequestError};
+use quoin_nbd::client::{Client, RequestError};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use rustix::process::{Pid, Signal, kill_process};
 use support::load::Load;

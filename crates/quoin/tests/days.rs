@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions, RequestError};
+use quoin_nbd::client::{Address, Client, ClientOptions, RequestError};
 use rustix::fs::{SeekFrom, seek};
 
 use running::{Dev, Scratch, eventually, is_online, signal};

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use quoin_core::block::{Operation, Payload};
+use quoin_types::block::{Operation, Payload};
 use running::{BUDGET, Dev, Scratch, assert_nothing_is_left, can_attach, eventually, is_online};
 use running::{run, signal};
 

@@ -6,11 +6,11 @@ use crate::support;
 use std::path::Path;
 
 use bytes::Bytes;
-use quoin_core::message::{Content, ReadView};
-use quoin_core::replica::store::ReplicaStore;
-use quoin_core::{Lsn, crc32c};
-use quoin_frontend::nbd::client::Client;
+use quoin_nbd::client::Client;
+use quoin_replication::replica::store::ReplicaStore;
 use quoin_store::{FileDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_types::message::{Content, ReadView};
+use quoin_types::{Lsn, crc32c};
 use serde_json::Value;
 use support::stories::whole;
 use support::{Dev, Scratch, block};

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use common::{Cluster, Place, eventually, signal, skipped};
 use faulty::FaultyDisk;
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
-use quoin_proto::csi::NodeUnstageVolumeRequest;
-use quoin_proto::csi::node_client::NodeClient;
+use quoin_api::csi::NodeUnstageVolumeRequest;
+use quoin_api::csi::node_client::NodeClient;
+use quoin_nbd::client::{Address, Client, ClientOptions};
 
 /// What a role has for its end is 20 s; a machine under load needs longer for all else.
 const BOUND: Duration = Duration::from_secs(50);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use quoin_core::block::Operation;
-use quoin_frontend::nbd::client::{Client, RequestError};
+use quoin_nbd::client::{Client, RequestError};
+use quoin_types::block::Operation;
 use support::{Dev, Scratch, block, is_online, skipped};
 
 const BLOCK: u64 = 4096;

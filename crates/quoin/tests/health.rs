@@ -55,13 +55,11 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
         wait_for_health(address, &format!("{name} is well"), 200);
     }
 
-    let mut client = quoin_frontend::nbd::client::Pipe::connect(
-        &quoin_frontend::nbd::client::ClientOptions::new(
-            quoin_frontend::nbd::client::Address::Unix(socket.into()),
-        ),
-    )
+    let mut client = quoin_nbd::client::Pipe::connect(&quoin_nbd::client::ClientOptions::new(
+        quoin_nbd::client::Address::Unix(socket.into()),
+    ))
     .unwrap();
-    let write = quoin_core::block::Operation::Write {
+    let write = quoin_types::block::Operation::Write {
         offset: 0,
         data: bytes::Bytes::from(vec![7; 8192]),
         fua: true,
@@ -76,9 +74,9 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
 
     let csi = cluster.scratch.0.join("csi.sock");
     tokio::runtime::Runtime::new().unwrap().block_on(async {
-        use quoin_proto::csi::identity_client::IdentityClient;
+        use quoin_api::csi::identity_client::IdentityClient;
         let mut client = IdentityClient::new(quoin_identity::unix_channel(&csi));
-        client.probe(quoin_proto::csi::ProbeRequest {}).await.unwrap();
+        client.probe(quoin_api::csi::ProbeRequest {}).await.unwrap();
     });
 
     let expected: [(&String, &[&str]); 4] = [
@@ -132,7 +130,7 @@ fn every_role_tells_its_figures_and_what_is_wrong_with_it() {
             .contains("quoin_last_backup_timestamp_seconds 1")
             .then_some(())
     });
-    let mut shown = quoin_frontend::attach::Metrics::default().render();
+    let mut shown = quoin_attach::Metrics::default().render();
     for address in &ports {
         shown += &get(address, "/metrics").unwrap().1;
     }

@@ -9,7 +9,7 @@ use crate::support;
 use std::path::Path;
 use std::process::Command;
 
-use quoin_frontend::nbd::client::Client;
+use quoin_nbd::client::Client;
 use serde_json::Value;
 use support::load::Load;
 use support::stories::*;

@@ -10,11 +10,13 @@ use std::sync::Arc;
 use bytes::Bytes;
 use common::{Cluster, Place, Process, eventually, signal};
 use prost::Message;
-use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
-use quoin_core::{Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, VolumeId};
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
-use quoin_proto::control::VolumeSpec;
+use quoin_api::control::VolumeSpec;
+use quoin_nbd::client::{Address, Client, ClientOptions};
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
 use quoin_store::{FileDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_types::{
+    Chain, Entry, EntryKind, Epoch, Lsn, Position, ReplicaGuid, ReplicaId, VolumeId,
+};
 use serde_json::Value;
 
 const SIZE: u64 = 1 << 20;

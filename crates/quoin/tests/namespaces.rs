@@ -14,9 +14,9 @@ use std::time::Duration;
 use common::nbd::{FUA, Nbd, WRITE};
 use common::network::Network;
 use common::{Cluster, eventually};
-use quoin_core::ids::SessionKey;
-use quoin_core::{Epoch, Incarnation};
 use quoin_identity::{Authority, Expected, Identity, JoinRequest, Lifetimes, Role};
+use quoin_types::ids::SessionKey;
+use quoin_types::{Epoch, Incarnation};
 use quoin_wire::establish::{EstablishError, dial};
 use quoin_wire::handshake::ClientSecurity;
 use quoin_wire::{Hello, Mode, Spoken};
@@ -202,8 +202,8 @@ fn wrong_tokens(cluster: &Cluster) {
 
 /// A token good for one second, asked for as `quoin token create` asks.
 fn expiring_token(cluster: &Cluster) -> String {
-    use quoin_proto::control::CreateJoinTokenRequest;
-    use quoin_proto::control::cluster_client::ClusterClient;
+    use quoin_api::control::CreateJoinTokenRequest;
+    use quoin_api::control::cluster_client::ClusterClient;
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async {
         let channel = quoin_identity::unix_channel(&cluster.scratch.0.join("run/admin.sock"));
@@ -338,8 +338,8 @@ impl ServerCertVerifier for Anybody {
 
 /// Asks for the volume's epoch, which only the node that owns it may have.
 fn acquire(cluster: &Cluster, identity: &Identity, node: &str) -> Result<(), tonic::Status> {
-    use quoin_proto::control::AcquireEpochRequest;
-    use quoin_proto::control::agent_client::AgentClient;
+    use quoin_api::control::AcquireEpochRequest;
+    use quoin_api::control::agent_client::AgentClient;
     let volume = cluster.json(&["volume", "get", "db"])["id"].as_str().unwrap().to_owned();
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async {

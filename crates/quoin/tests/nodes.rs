@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use common::{Cluster, Place, eventually, signal};
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+use quoin_nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 use support::load::Load;
 

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use bytes::Bytes;
 use common::{Cluster, Place, apart, can_attach, eventually, free_port, have, run, signal};
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+use quoin_nbd::client::{Address, Client, ClientOptions};
 use serde_json::Value;
 
 /// The processes of one host, with directories of its own.

@@ -5,7 +5,7 @@ use crate::support;
 use std::time::Duration;
 
 use bytes::Bytes;
-use quoin_frontend::nbd::client::Client;
+use quoin_nbd::client::Client;
 use support::{Dev, Scratch, block, signal};
 
 const BLOCK: u64 = 4096;

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use bytes::Bytes;
 use common::{Cluster, Place, free_port};
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions, RequestError};
+use quoin_nbd::client::{Address, Client, ClientOptions, RequestError};
 use support::stories::ask;
 use support::{Dev, Scratch, block, blocks_of, is_online, rot, signal, test_blocks};
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use common::network::Network;
 use common::{Cluster, Place, User, eventually};
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+use quoin_nbd::client::{Address, Client, ClientOptions};
 
 const BLOCKS: u64 = 256;
 /// The exit status of a controller whose place another one took.

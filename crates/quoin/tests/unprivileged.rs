@@ -11,8 +11,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::channel;
 
 use common::{BUDGET, Scratch, eventually, is_root, signal};
-use quoin_core::block::{Operation, Payload};
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+use quoin_nbd::client::{Address, Client, ClientOptions};
+use quoin_types::block::{Operation, Payload};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 const NOBODY: u32 = 65_534;

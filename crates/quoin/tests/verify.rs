@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use bytes::Bytes;
-use quoin_frontend::nbd::client::Client;
+use quoin_nbd::client::Client;
 use serde_json::Value;
 use support::load::Load;
 use support::{Dev, Scratch, block, is_online, rot, test_blocks};

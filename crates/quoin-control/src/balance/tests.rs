@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use quoin_core::ReplicaId;
-use quoin_proto::control::VolumeSpec;
+use quoin_api::control::VolumeSpec;
+use quoin_types::ReplicaId;
 
 use super::*;
 use crate::records::{Cause, ReplicaPhase, ReplicaRecord, Spread, Text};

@@ -18,11 +18,11 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use quoin_core::BLOCK_SIZE;
-use quoin_core::entry::Rule;
-use quoin_core::membership::{RETIRED_MAX, open_quorum};
-use quoin_core::{Epoch, Incarnation, Member, Membership, Position, ReplicaGuid, VolumeId};
-use quoin_proto::control::VolumeSpec;
+use quoin_api::control::VolumeSpec;
+use quoin_types::BLOCK_SIZE;
+use quoin_types::entry::Rule;
+use quoin_types::membership::{RETIRED_MAX, open_quorum};
+use quoin_types::{Epoch, Incarnation, Member, Membership, Position, ReplicaGuid, VolumeId};
 
 use crate::records::{
     Cause, Discarded, MemberRecord, MembershipRecord, ReplicaPhase, ReplicaRecord, Text,

@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 
 use prost::Message;
-use quoin_core::entry::Rule;
-use quoin_core::{Epoch, Incarnation, Lsn, Member, Membership, Position, ReplicaGuid, VolumeId};
+use quoin_api::control::{self as api, Holding, Keepsake, PoolHoldings, VolumeSpec};
 use quoin_identity::convert;
-use quoin_proto::control::{self as api, Holding, Keepsake, PoolHoldings, VolumeSpec};
+use quoin_types::entry::Rule;
+use quoin_types::{Epoch, Incarnation, Lsn, Member, Membership, Position, ReplicaGuid, VolumeId};
 
 use super::decide::Held;
 use crate::Error;
@@ -118,7 +118,7 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
             text => id("promised_incarnation", text)?,
         },
         position: Position { epoch: Epoch(told.position_epoch), lsn: Lsn(told.position_lsn) },
-        blocks: told.blocks.min(quoin_core::VOLUME_BLOCKS_MAX),
+        blocks: told.blocks.min(quoin_types::VOLUME_BLOCKS_MAX),
         spec,
         note: note.map(Box::new),
         membership,

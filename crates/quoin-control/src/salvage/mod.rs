@@ -20,9 +20,9 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_core::{Term, VolumeId};
+use quoin_api::control as api;
 use quoin_identity::Role;
-use quoin_proto::control as api;
+use quoin_types::{Term, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;

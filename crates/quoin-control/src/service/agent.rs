@@ -4,18 +4,18 @@ use std::collections::HashMap;
 use std::pin::Pin;
 
 use futures::Stream;
-use quoin_core::membership::REPLICAS_MAX;
-use quoin_core::{Epoch, Member};
-use quoin_identity::convert::membership_message;
-use quoin_identity::{Caller, NoPlace, Peer, Place, Role};
-use quoin_proto::control::acquire_epoch_response::Outcome as Acquired;
-use quoin_proto::control::agent_server::Agent;
-use quoin_proto::control::swap_membership_response::Outcome as Swapped;
-use quoin_proto::control::{
+use quoin_api::control::acquire_epoch_response::Outcome as Acquired;
+use quoin_api::control::agent_server::Agent;
+use quoin_api::control::swap_membership_response::Outcome as Swapped;
+use quoin_api::control::{
     AcquireEpochRequest, AcquireEpochResponse, NodeAssignment, NodeReport, PoolAssignment,
     PoolHoldings, PoolReport, ReportAnswer, SwapMembershipRequest, SwapMembershipResponse,
     TargetReport, VolumeReport, WatchNodeRequest, WatchPoolRequest,
 };
+use quoin_identity::convert::membership_message;
+use quoin_identity::{Caller, NoPlace, Peer, Place, Role};
+use quoin_types::membership::REPLICAS_MAX;
+use quoin_types::{Epoch, Member};
 use tonic::{Request, Response, Status, Streaming, async_trait};
 
 use super::Services;

@@ -2,8 +2,8 @@
 //!
 //! [`super::gate`] has let the caller's role through before; here is what a request itself decides.
 
+use quoin_api::control::VolumeRef;
 use quoin_identity::{Caller, Member, Peer, Role};
-use quoin_proto::control::VolumeRef;
 use std::sync::Arc;
 use tonic::{Extensions, Request};
 

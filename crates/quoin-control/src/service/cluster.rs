@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::Stream;
+use quoin_api::control::cluster_server::Cluster;
+use quoin_api::control::*;
 use quoin_identity::Caller;
-use quoin_proto::control::cluster_server::Cluster;
-use quoin_proto::control::*;
 use tonic::{Request, Response, Status, async_trait};
 
 use super::Services;

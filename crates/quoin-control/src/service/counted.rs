@@ -250,7 +250,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
     use prost::Message;
-    use quoin_proto::control::{
+    use quoin_api::control::{
         Holding, Member, Membership, PoolHoldings, PoolReport, ReplicaReport,
     };
     use tonic::Code;

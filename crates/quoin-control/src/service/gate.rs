@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn every_call_of_the_protocol_is_listed_once_and_no_other_is() {
-        let proto = include_str!("../../../quoin-proto/proto/control.proto");
+        let proto = include_str!("../../../quoin-api/proto/control.proto");
         let mut service = "";
         let mut served = Vec::new();
         for line in proto.lines() {

@@ -1,8 +1,8 @@
 //! The Join service.
 
+use quoin_api::control::join_server::Join;
+use quoin_api::control::{Certificate, JoinRequest, RenewRequest};
 use quoin_identity::Issued;
-use quoin_proto::control::join_server::Join;
-use quoin_proto::control::{Certificate, JoinRequest, RenewRequest};
 use tonic::{Request, Response, Status, async_trait};
 
 use super::Services;

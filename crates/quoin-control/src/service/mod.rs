@@ -31,10 +31,10 @@ mod join;
 
 use std::sync::Arc;
 
+use quoin_api::control::agent_server::AgentServer;
+use quoin_api::control::cluster_server::ClusterServer;
+use quoin_api::control::join_server::JoinServer;
 use quoin_identity::{Peer, Shares};
-use quoin_proto::control::agent_server::AgentServer;
-use quoin_proto::control::cluster_server::ClusterServer;
-use quoin_proto::control::join_server::JoinServer;
 use tokio::sync::watch;
 use tonic::service::Routes;
 

@@ -2,13 +2,13 @@
 
 use std::time::{Duration, SystemTime};
 
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::cluster_client::ClusterClient;
+use quoin_api::control::join_client::JoinClient;
+use quoin_api::control::*;
 use quoin_identity::{
     Authority, Error, Identity, JoinToken, Lifetimes, Role, join, newcomer_channel,
 };
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::cluster_client::ClusterClient;
-use quoin_proto::control::join_client::JoinClient;
-use quoin_proto::control::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::Code;

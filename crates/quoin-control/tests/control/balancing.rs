@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use quoin_api::control::{ReplicaProgress, VolumeSpec};
 use quoin_control::records::{Cause, ReplicaRecord, VolumeRecord};
 use quoin_control::{Cordoning, Move, Scope};
-use quoin_proto::control::{ReplicaProgress, VolumeSpec};
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, GIB, by_name, spec};

@@ -1,10 +1,10 @@
 //! Members are known by their keys, and can be removed for good.
 
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::cluster_client::ClusterClient;
+use quoin_api::control::join_client::JoinClient;
+use quoin_api::control::*;
 use quoin_identity::{Authority, Identity, Lifetimes, Role, join, key_hash_of_request};
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::cluster_client::ClusterClient;
-use quoin_proto::control::join_client::JoinClient;
-use quoin_proto::control::*;
 use tonic::{Code, Status};
 
 use crate::server::Server;

@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use quoin_api::control::{
+    NodeReport, PoolReport, ReplicaProgress, ReplicaReport, VolumeRef, VolumeReport, VolumeSpec,
+};
 use quoin_control::records::{Spread, VolumeRecord};
 use quoin_control::store::{Change, Entry, Put, Store, StoreError, Swap};
 use quoin_control::{Controller, Error, MembershipSwap, Settings};
-use quoin_core::membership::default_cf;
-use quoin_core::{Epoch, Incarnation, Member, Membership, VolumeId};
 use quoin_identity::{Authority, Identity, Lifetimes, Role};
-use quoin_proto::control::{
-    NodeReport, PoolReport, ReplicaProgress, ReplicaReport, VolumeRef, VolumeReport, VolumeSpec,
-};
+use quoin_types::membership::default_cf;
+use quoin_types::{Epoch, Incarnation, Member, Membership, VolumeId};
 use tokio::sync::broadcast;
 
 pub const GIB: u64 = 1 << 30;
@@ -376,7 +376,7 @@ impl Cluster {
         self.controller.get_volume(by_name(name).as_ref()).unwrap()
     }
 
-    pub fn shown(&self, name: &str) -> quoin_proto::control::Volume {
+    pub fn shown(&self, name: &str) -> quoin_api::control::Volume {
         self.controller.volume_message(&self.volume(name))
     }
 

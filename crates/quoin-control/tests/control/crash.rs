@@ -1,8 +1,8 @@
 //! The controller dies at any write, before or after it lands; the next one goes on.
 
+use quoin_api::control::VolumeRef;
 use quoin_control::{Error, Publish};
-use quoin_core::{Epoch, Incarnation};
-use quoin_proto::control::VolumeRef;
+use quoin_types::{Epoch, Incarnation};
 
 use crate::cluster::{Cluster, GIB, Memory, by_name, pools, spec};
 
@@ -83,7 +83,7 @@ async fn live(crash_after: i64, last_write_lands: bool) -> bool {
             }
         }
         if let Ok(volume) = cluster.controller.get_volume(by_name("db").as_ref()) {
-            let membership = quoin_core::Membership::from(&volume.membership);
+            let membership = quoin_types::Membership::from(&volume.membership);
             membership.check().expect("the membership keeps its rules at every moment");
         }
     }

@@ -4,11 +4,11 @@
 
 use std::collections::BTreeSet;
 
+use quoin_api::control::VolumeSpec;
 use quoin_control::records::{ReplicaRecord, VolumeRecord};
 use quoin_control::{Cordoning, Error, LEASES_OVER_AFTER, Move, Recovery, Scale, Scope};
-use quoin_core::membership::{Desired, default_cf};
-use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaId};
-use quoin_proto::control::VolumeSpec;
+use quoin_types::membership::{Desired, default_cf};
+use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaId};
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, Memory, by_name, pools, spec};
@@ -167,7 +167,7 @@ impl Run {
         }
         let told = self.cluster.controller.node_assignment("n1").targets;
         let Some(told) = told.into_iter().next() else { return Ok(()) };
-        let member = |r: &quoin_proto::control::ReplicaAddress| Member {
+        let member = |r: &quoin_api::control::ReplicaAddress| Member {
             id: r.replica_id.parse().unwrap(),
             guid: r.guid.parse().unwrap(),
         };

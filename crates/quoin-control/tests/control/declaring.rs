@@ -1,9 +1,9 @@
 //! Volumes made what a document declares.
 
+use quoin_api::control::{ApplyVolumeRequest, DeclaredReplica, Durability, VolumeSpec};
 use quoin_control::Error;
 use quoin_control::records::VolumeRecord;
-use quoin_core::Member;
-use quoin_proto::control::{ApplyVolumeRequest, DeclaredReplica, Durability, VolumeSpec};
+use quoin_types::Member;
 
 use crate::cluster::{Cluster, GIB, spec};
 

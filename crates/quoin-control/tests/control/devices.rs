@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use quoin_proto::control::*;
+use quoin_api::control::*;
 use tonic::Code;
 
 use crate::cluster::{Cluster, by_name, spec};

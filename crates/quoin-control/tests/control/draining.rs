@@ -1,7 +1,7 @@
 //! Pools that take nothing new, and pools that are emptied before they are taken away.
 
+use quoin_api::control::{CordonStatus, VolumeSpec};
 use quoin_control::{Cordoning, Error, Move, Scope};
-use quoin_proto::control::{CordonStatus, VolumeSpec};
 
 use crate::cluster::{Cluster, Memory, SimPool, by_name, spec};
 
@@ -101,7 +101,7 @@ async fn a_refused_drain_has_a_line_for_each_volume_once_and_counts_those_that_a
     let two = |n: usize| SimPool::new(&format!("p{n}"), &format!("h{}", n.div_ceil(2)));
     let mut cluster = Cluster::with(Memory::new(), (1..=4).map(two).collect()).await;
     for n in 0..23 {
-        let by_pool = quoin_proto::control::Spread::Pool.into();
+        let by_pool = quoin_api::control::Spread::Pool.into();
         let asked = VolumeSpec { replicas: 4, spread: by_pool, ..spec(&format!("v{n:02}")) };
         cluster.controller.create_volume(&asked, 0).await.unwrap();
     }

@@ -1,14 +1,14 @@
 //! Pools whose disks are failing: emptied before they are gone.
 
+use quoin_api::control::{Pool, PoolWear, VolumeSpec};
 use quoin_control::{Cordoning, Scope};
-use quoin_proto::control::{Pool, PoolWear, VolumeSpec};
 
 use crate::cluster::{Cluster, spec};
 
 async fn report(cluster: &Cluster, pool: &str, operations: u64, errors: u64) {
     let from = cluster.pools.iter().find(|p| p.name == pool).unwrap();
     let wear = Some(PoolWear { operations, errors, bad: 0, stalls: 0 });
-    let report = quoin_proto::control::PoolReport { wear, ..from.report() };
+    let report = quoin_api::control::PoolReport { wear, ..from.report() };
     cluster.controller.report_pool(&report).await.unwrap();
 }
 

@@ -1,9 +1,9 @@
 //! What a node was granted is taken back from it when it loses a volume, without its cooperation.
 
-use quoin_core::{EPOCHS_AHEAD_MAX, Epoch, Incarnation};
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::*;
 use quoin_identity::Role;
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::*;
+use quoin_types::{EPOCHS_AHEAD_MAX, Epoch, Incarnation};
 use tonic::Code;
 
 use crate::cluster::{Cluster, by_name};

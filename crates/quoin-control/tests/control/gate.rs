@@ -70,7 +70,7 @@ fn framed(message: &[u8]) -> Vec<Bytes> {
 
 /// What the protocol's own description says of its calls.
 fn calls() -> Vec<String> {
-    let proto = include_str!("../../../quoin-proto/proto/control.proto");
+    let proto = include_str!("../../../quoin-api/proto/control.proto");
     let (mut service, mut calls) = ("", Vec::new());
     for line in proto.lines() {
         let mut words = line.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
@@ -198,8 +198,8 @@ async fn a_members_message_of_very_many_elements_is_refused_before_it_is_decoded
 
 #[tokio::test]
 async fn a_member_holds_its_share_of_the_streams_and_leaves_the_rest_to_others() {
-    use quoin_proto::control::WatchNodeRequest;
-    use quoin_proto::control::agent_client::AgentClient;
+    use quoin_api::control::WatchNodeRequest;
+    use quoin_api::control::agent_client::AgentClient;
     let server = Server::start().await;
     let greedy = server.member(Role::Node, "n1").await.channel(&server.address).unwrap();
     let other = server.member(Role::Node, "n2").await.channel(&server.address).unwrap();

@@ -3,8 +3,8 @@
 use quoin_control::Move;
 use std::time::Duration;
 
+use quoin_api::control::VolumeSpec;
 use quoin_control::records::{Cause, VolumeRecord};
-use quoin_proto::control::VolumeSpec;
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, by_name, pools, spec};

@@ -1,7 +1,7 @@
 //! Calls of targets that come late, twice, or after what they are about is over.
 
-use quoin_core::{Epoch, Incarnation, Member, Membership, ReplicaGuid};
-use quoin_proto::control::VolumeReport;
+use quoin_api::control::VolumeReport;
+use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid};
 
 use crate::cluster::{Cluster, by_name};
 

@@ -1,9 +1,9 @@
 //! Tokens that are taken back, and pools and nodes that go for good.
 
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::*;
 use quoin_control::is_initialised;
 use quoin_identity::{Lifetimes, Role, join};
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::*;
 use tonic::Code;
 
 use crate::cluster::{Cluster, by_name};

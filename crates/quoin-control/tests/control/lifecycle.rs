@@ -2,11 +2,9 @@
 
 use std::time::Duration;
 
+use quoin_api::control::{AgentEvent, NodeReport, PoolReport, VolumeRef, VolumeReport, VolumeSpec};
 use quoin_control::Publish;
-use quoin_core::{Epoch, Incarnation};
-use quoin_proto::control::{
-    AgentEvent, NodeReport, PoolReport, VolumeRef, VolumeReport, VolumeSpec,
-};
+use quoin_types::{Epoch, Incarnation};
 use tonic::Code;
 
 use crate::cluster::{Cluster, GIB, SimPool, by_name, spec};
@@ -85,7 +83,7 @@ async fn too_few_hosts_are_refused_and_spread_pool_says_what_it_does_not_survive
     assert!(error.to_string().contains("need 3 hosts"), "{error}");
     assert!(cluster.store.keys("volume").is_empty(), "a refusal leaves nothing behind");
     let mut asked = spec("db");
-    asked.set_spread(quoin_proto::control::Spread::Pool);
+    asked.set_spread(quoin_api::control::Spread::Pool);
     cluster.controller.create_volume(&asked, 0).await.unwrap();
     cluster.settle().await.unwrap();
     let contract = cluster.shown("db").contract;
@@ -342,7 +340,7 @@ async fn hostile_reports_are_refused_by_field() {
     let mut name = good.clone();
     name.pool = "../p1".into();
     let mut state = good.clone();
-    state.replicas.push(quoin_proto::control::ReplicaReport::default());
+    state.replicas.push(quoin_api::control::ReplicaReport::default());
     for (field, report) in [("error", long), ("pool", name), ("state", state)] {
         let error = cluster.controller.report_pool(&report).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
@@ -385,7 +383,7 @@ async fn a_name_that_is_taken_is_refused_by_what_there_is_and_what_was_asked_fie
         size_bytes: 2 * GIB,
         replicas: 2,
         iops_limit: 100,
-        durability: quoin_proto::control::Durability::Media.into(),
+        durability: quoin_api::control::Durability::Media.into(),
         ..spec("db")
     };
     let refusal = cluster.controller.create_volume(&asked, 0).await.unwrap_err();

@@ -1,8 +1,8 @@
 //! Going on with the replicas that are left, which a person decides.
 
+use quoin_api::control::VolumeSpec;
 use quoin_control::{Error, Recovery};
-use quoin_core::ReplicaId;
-use quoin_proto::control::VolumeSpec;
+use quoin_types::ReplicaId;
 
 use crate::cluster::{Cluster, by_name, spec};
 
@@ -101,7 +101,7 @@ async fn the_first_open_after_a_recovery_hears_all_that_are_left_and_cf_falls_af
     };
     let db = by_name("db");
     let recovered = cluster.controller.recover_volume(db.as_ref(), &recovery).await.unwrap();
-    let membership = quoin_core::Membership::from(&recovered.membership);
+    let membership = quoin_types::Membership::from(&recovered.membership);
     assert_eq!((membership.rf, membership.cf, membership.drf), (3, 3, 5));
     assert_eq!(membership.open_quorum(), 3);
     // No pool has room for others: the target takes CF to what was asked for at once.

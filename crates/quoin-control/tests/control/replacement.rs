@@ -1,9 +1,9 @@
 //! Replicas that are lost, replaced, that return, and disks that come back older.
 
+use quoin_api::control::PoolReport;
 use quoin_control::MembershipSwap;
 use quoin_control::records::{ReplicaPhase, VolumeRecord};
-use quoin_core::{Epoch, Incarnation, ReplicaGuid, ReplicaId};
-use quoin_proto::control::PoolReport;
+use quoin_types::{Epoch, Incarnation, ReplicaGuid, ReplicaId};
 
 use crate::cluster::Cluster;
 

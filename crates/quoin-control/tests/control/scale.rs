@@ -1,10 +1,10 @@
 //! Replicas that people add, move and take away: what is refused, what is written down, and what a
 //! target may make of it.
 
+use quoin_api::control::TargetAssignment;
 use quoin_control::records::{ReplicaPhase, VolumeRecord};
 use quoin_control::{Error, MembershipSwap, Move, Scale, Which};
-use quoin_core::{Epoch, Member, ReplicaId};
-use quoin_proto::control::TargetAssignment;
+use quoin_types::{Epoch, Member, ReplicaId};
 
 use crate::cluster::{Cluster, SimPool, by_name};
 
@@ -106,7 +106,7 @@ async fn the_known_list_is_part_of_the_volume_and_a_target_is_told_it_after_any_
         assert_eq!(listed, expected);
         assert_eq!((shown.rf, shown.cf, shown.drf), (4, 3, 4));
         // What a target is granted is the same list, and the same factors.
-        let (incarnation, at_least) = (quoin_core::Incarnation(20 + round), Epoch(0));
+        let (incarnation, at_least) = (quoin_types::Incarnation(20 + round), Epoch(0));
         let granted = cluster
             .controller
             .acquire_epoch(asked.volume, "n1", incarnation, at_least)

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use quoin_api::control::CreateJoinTokenRequest;
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::cluster_client::ClusterClient;
 use quoin_control::{Controller, Options};
 use quoin_identity::{Identity, JoinToken, Lifetimes, Role, join, unix_channel};
-use quoin_proto::control::CreateJoinTokenRequest;
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::cluster_client::ClusterClient;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
 use tonic::transport::Channel;

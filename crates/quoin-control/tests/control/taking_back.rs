@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use quoin_control::records::VolumeRecord;
 use quoin_control::{Move, Recovery, Scale};
-use quoin_core::{Epoch, ReplicaId};
+use quoin_types::{Epoch, ReplicaId};
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, by_name};
@@ -39,7 +39,7 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     // The target asks for it, and a person takes it back before that arrives.
     let member = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().clone();
     let late = cluster.swap("db", epoch, 9, |known| {
-        known.push(quoin_core::Member { id: member.id.0, guid: member.guid.0 });
+        known.push(quoin_types::Member { id: member.id.0, guid: member.guid.0 });
     });
     take_back(&cluster, member.id.0).await;
     let after = cluster.volume("db");
@@ -70,7 +70,7 @@ async fn taking_a_newcomer_back_takes_the_membership_to_its_next_version_whoever
     cluster.serving("db", &[]).await;
     let member = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().clone();
     let swap = cluster.swap("db", epoch, 9, |known| {
-        known.push(quoin_core::Member { id: member.id.0, guid: member.guid.0 });
+        known.push(quoin_types::Member { id: member.id.0, guid: member.guid.0 });
     });
     cluster.controller.swap_membership(&swap).await.unwrap().1.unwrap();
     cluster.settle().await.unwrap();

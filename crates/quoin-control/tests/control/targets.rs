@@ -1,7 +1,7 @@
 //! Reports of targets beside the volumes that they serve: signs of life, devices, slow replicas.
 
+use quoin_api::control::{NodeReport, ReplicaProgress, TargetReport};
 use quoin_control::Publish;
-use quoin_proto::control::{NodeReport, ReplicaProgress, TargetReport};
 use tonic::Code;
 
 use crate::cluster::{Cluster, by_name};
@@ -74,7 +74,7 @@ async fn a_device_may_be_asked_for_later_and_is_told_with_the_attachment_as_its_
     assert_eq!(told("/dev/loop3", "", false).await.device, "/dev/loop3");
     // File systems are made on what it names.
     for hostile in ["loop3", "/dev/loop3\n/dev/sda", "/dev/loop3 /dev/sda"] {
-        let report = quoin_proto::control::VolumeReport {
+        let report = quoin_api::control::VolumeReport {
             device: hostile.into(),
             ..cluster.report_of("db", "serving")
         };

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use quoin_api::control::{AgentEvent, NodeReport, ReplicaProgress, VolumeReport};
 use quoin_control::{Cordoning, Scale, Scope};
-use quoin_proto::control::{AgentEvent, NodeReport, ReplicaProgress, VolumeReport};
 use tokio::time::Instant;
 
 use crate::cluster::{Cluster, by_name};
@@ -40,7 +40,7 @@ async fn a_volume_attached_nowhere_gets_a_target_for_as_long_as_its_replicas_cha
     assert_eq!(told(&cluster, &node), [true], "no client gets in");
     let epoch = cluster.open_volume(volume.id.0, &node, 9).await;
     let new = volume.replicas.iter().find(|r| !volume.is_known(r)).unwrap().clone();
-    let member = quoin_core::Member { id: new.id.0, guid: new.guid.0 };
+    let member = quoin_types::Member { id: new.id.0, guid: new.guid.0 };
     let swap = cluster.swap("db", epoch, 9, |known| known.push(member));
     cluster.controller.tend_unused().await.unwrap();
     assert_eq!(cluster.volume("db").owner, Some(node.clone()), "it is not done");

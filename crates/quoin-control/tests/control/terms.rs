@@ -2,16 +2,16 @@
 
 use std::time::Duration;
 
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::cluster_client::ClusterClient;
+use quoin_api::control::{
+    ListPoolsRequest, PoolAssignment, PoolHoldings, PoolReport, WatchPoolRequest,
+};
 use quoin_control::Error;
 use quoin_control::backup::Backup;
 use quoin_control::salvage::{RecoverRecords, Recovered};
-use quoin_core::{Term, TermId};
 use quoin_identity::{Identity, Lifetimes, Role, TermChannel};
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::cluster_client::ClusterClient;
-use quoin_proto::control::{
-    ListPoolsRequest, PoolAssignment, PoolHoldings, PoolReport, WatchPoolRequest,
-};
+use quoin_types::{Term, TermId};
 use tonic::Code;
 
 use crate::server::Server;
@@ -257,8 +257,8 @@ async fn no_member_ends_a_controller_by_a_term_that_no_controller_signed() {
 /// one that has not heard of anything newer, and so would answer.
 #[tokio::test]
 async fn every_answer_of_a_former_term_is_refused_by_a_member_that_heard_of_a_newer_one() {
-    use quoin_proto::control::join_client::JoinClient;
-    use quoin_proto::control::{
+    use quoin_api::control::join_client::JoinClient;
+    use quoin_api::control::{
         AcquireEpochRequest, NodeReport, RenewRequest, SwapMembershipRequest, VolumeReport,
         WatchNodeRequest,
     };

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use quoin_proto::control as api;
-use quoin_proto::csi::{Volume, VolumeCondition, list_volumes_response};
+use quoin_api::control as api;
+use quoin_api::csi::{Volume, VolumeCondition, list_volumes_response};
 
 use crate::capacity::signed;
 use crate::{context, parameters, topology};

@@ -3,11 +3,11 @@
 
 mod answer;
 
-use quoin_proto::control as api;
-use quoin_proto::csi::controller_server::Controller;
-use quoin_proto::csi::controller_service_capability::{Rpc, Type, rpc};
-use quoin_proto::csi::volume_content_source::Type as Source;
-use quoin_proto::csi::*;
+use quoin_api::control as api;
+use quoin_api::csi::controller_server::Controller;
+use quoin_api::csi::controller_service_capability::{Rpc, Type, rpc};
+use quoin_api::csi::volume_content_source::Type as Source;
+use quoin_api::csi::*;
 use tonic::{Request, Response, Status};
 
 use crate::backend::Backend;

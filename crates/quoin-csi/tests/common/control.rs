@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::cluster_client::ClusterClient;
+use quoin_api::control::*;
 use quoin_identity::unix_channel;
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::cluster_client::ClusterClient;
-use quoin_proto::control::*;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;

@@ -3,23 +3,21 @@
 
 pub mod control;
 pub mod devices;
-#[path = "../../../../tests/skipped.rs"]
-mod skipped;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use quoin_api::csi::controller_client::ControllerClient;
+use quoin_api::csi::identity_client::IdentityClient;
+use quoin_api::csi::node_client::NodeClient;
+use quoin_api::csi::volume_capability::access_mode::Mode as AccessMode;
+use quoin_api::csi::volume_capability::{self, AccessType, BlockVolume, MountVolume};
+use quoin_api::csi::*;
 use quoin_csi::{Backend, Mode, NodeSide, Plugin, PluginOptions};
 use quoin_identity::unix_channel;
 use quoin_node::{HostOptions, NodeHost};
-use quoin_proto::csi::controller_client::ControllerClient;
-use quoin_proto::csi::identity_client::IdentityClient;
-use quoin_proto::csi::node_client::NodeClient;
-use quoin_proto::csi::volume_capability::access_mode::Mode as AccessMode;
-use quoin_proto::csi::volume_capability::{self, AccessType, BlockVolume, MountVolume};
-use quoin_proto::csi::*;
-use skipped::skipped;
+use quoin_testkit::skipped;
 use tokio::sync::watch;
 use tonic::transport::Channel;
 use tonic::{Code, Response, Status};

@@ -1,9 +1,6 @@
 //! Real mounts of real file systems, with a plain loop device in the attach process's place.
 //! They need root and loop devices, and say so where those are missing.
 
-#[path = "../../../../tests/skipped.rs"]
-mod skipped;
-
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileTypeExt;
@@ -13,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use async_trait::async_trait;
 
-use skipped::skipped;
+use quoin_testkit::skipped;
 
 use super::*;
 use crate::Kind;

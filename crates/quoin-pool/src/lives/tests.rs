@@ -9,17 +9,17 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use bytes::Bytes;
-use quoin_core::entry::{Entry, EntryKind};
-use quoin_core::ids::{Epoch, Incarnation, SessionKey};
-use quoin_core::membership::{Member, Membership};
-use quoin_core::message::{Content, Failure, FromReplica, OpenAck, Ping, ReadView, ToReplica};
-use quoin_core::recognition::PoolCounts;
-use quoin_core::replica::store::{BootCookie, IoFault, ReplicaIdentity};
-use quoin_core::{Lsn, PoolId, Position, ReplicaGuid, ReplicaId, VolumeId};
+use quoin_reactor::{Reactor, Waker};
+use quoin_replication::recognition::PoolCounts;
+use quoin_replication::replica::store::{BootCookie, IoFault, ReplicaIdentity};
 use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions};
+use quoin_telemetry::notices::Notices;
+use quoin_types::entry::{Entry, EntryKind};
+use quoin_types::ids::{Epoch, Incarnation, SessionKey};
+use quoin_types::membership::{Member, Membership};
+use quoin_types::message::{Content, Failure, FromReplica, OpenAck, Ping, ReadView, ToReplica};
+use quoin_types::{Lsn, PoolId, Position, ReplicaGuid, ReplicaId, VolumeId};
 use quoin_wire::handshake::{ClientSecurity, ServerSecurity};
-use quoin_wire::notices::Notices;
-use quoin_wire::reactor::{Reactor, Waker};
 use quoin_wire::{Connection, Frame, Hello, ReadOutcome};
 
 use super::*;

@@ -6,11 +6,11 @@
 
 use std::time::Duration;
 
-use quoin_core::Time;
-use quoin_core::replica::ReplicaEvent;
-use quoin_core::replica::store::StoreError;
+use quoin_reactor::now;
+use quoin_replication::replica::ReplicaEvent;
+use quoin_replication::replica::store::StoreError;
 use quoin_store::{Due, ReplicaPool};
-use quoin_wire::reactor::now;
+use quoin_types::Time;
 
 use super::{STOP_MAX, Shard};
 use crate::facts::PoolFacts;

@@ -11,11 +11,11 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
-use quoin_core::message::ToReplica;
-use quoin_core::replica::store::ReplicaStore;
-use quoin_core::{ReplicaGuid, Time};
+use quoin_reactor::now;
+use quoin_replication::replica::store::ReplicaStore;
 use quoin_store::ReplicaPool;
-use quoin_wire::reactor::now;
+use quoin_types::message::ToReplica;
+use quoin_types::{ReplicaGuid, Time};
 
 use super::Shard;
 use crate::facts::PoolFacts;
@@ -128,8 +128,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
 #[cfg(test)]
 mod tests {
-    use quoin_core::Lsn;
-    use quoin_core::message::ReadView;
+    use quoin_types::Lsn;
+    use quoin_types::message::ReadView;
 
     use super::*;
 

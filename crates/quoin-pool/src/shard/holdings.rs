@@ -1,10 +1,10 @@
 //! The replicas that a shard holds: creating and deleting them as assigned, and telling of them.
 
-use quoin_core::replica::store::{ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
-use quoin_core::replica::{Replica, ReplicaEvent};
-use quoin_core::{Epoch, Position, ReplicaGuid, Time};
+use quoin_replication::replica::store::{ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
+use quoin_replication::replica::{Replica, ReplicaEvent};
 use quoin_store::ReplicaPool;
-use quoin_wire::notices::Severity;
+use quoin_telemetry::notices::Severity;
+use quoin_types::{Epoch, Position, ReplicaGuid, Time};
 
 use super::repairs::Repairs;
 use super::{FULL, FULL_BELOW, Shard};

@@ -1,10 +1,10 @@
 //! The pool's listeners: open once the pool is recognised, at rest while the system has no
 //! descriptors, shut at the end.
 
-use quoin_core::Time;
+use quoin_reactor::Interest;
+use quoin_reactor::descriptors::LISTENER_REST;
 use quoin_store::ReplicaPool;
-use quoin_wire::descriptors::LISTENER_REST;
-use quoin_wire::reactor::Interest;
+use quoin_types::Time;
 
 use super::{LISTENERS, Recognition, Shard};
 use crate::facts::PoolFacts;

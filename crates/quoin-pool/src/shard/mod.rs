@@ -22,19 +22,19 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use quoin_core::ids::SessionKey;
-use quoin_core::key_map::KeyMap;
-use quoin_core::message::{Failure, FromReplica, ToReplica};
-use quoin_core::recognition::PoolCounts;
-use quoin_core::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
-use quoin_core::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
-use quoin_core::{Epoch, ReplicaGuid, Term, Time};
+use quoin_reactor::{Reactor, Ready, Timers, now};
+use quoin_replication::recognition::PoolCounts;
+use quoin_replication::replica::store::{IoFault, ReplicaStore, StoreError, SyncTicket};
+use quoin_replication::replica::{ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_store::{Due, ReplicaPool};
+use quoin_telemetry::notices::{Notices, Severity};
+use quoin_types::ids::SessionKey;
+use quoin_types::key_map::KeyMap;
+use quoin_types::message::{Failure, FromReplica, ToReplica};
+use quoin_types::{Epoch, ReplicaGuid, Term, Time};
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
-use quoin_wire::notices::{Notices, Severity};
 use quoin_wire::places::Places;
-use quoin_wire::reactor::{Reactor, Ready, Timers, now};
 
 use crate::accept::Acceptor;
 use crate::assignment::{Assignment, PoolState, ReplicaState};

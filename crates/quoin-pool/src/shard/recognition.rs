@@ -1,10 +1,10 @@
 //! Recognition of this start by the controller, which alone can tell that the pool's disk was put
-//! back to an older state ([`quoin_core::recognition`]).
+//! back to an older state ([`quoin_replication::recognition`]).
 
-use quoin_core::Time;
-use quoin_core::recognition::{MarkSchedule, PoolCounts};
-use quoin_core::replica::store::{IoFault, StoreError};
+use quoin_replication::recognition::{MarkSchedule, PoolCounts};
+use quoin_replication::replica::store::{IoFault, StoreError};
 use quoin_store::ReplicaPool;
+use quoin_types::Time;
 use quoin_wire::frame::WireError;
 
 use super::{LISTENERS, Shard};

@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use quoin_core::Time;
-use quoin_core::message::BadCopy;
+use quoin_types::Time;
+use quoin_types::message::BadCopy;
 
 /// Bad copies remembered of one replica; the next scrub finds the others.
 const WANTED_MAX: usize = 4096;
@@ -130,7 +130,7 @@ impl Repairs {
 
 #[cfg(test)]
 mod tests {
-    use quoin_core::Lsn;
+    use quoin_types::Lsn;
 
     use super::*;
 

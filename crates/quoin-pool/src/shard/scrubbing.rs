@@ -3,12 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use quoin_core::message::BadCopy;
-use quoin_core::replica::ReplicaEvent;
-use quoin_core::replica::store::{ReplicaStore, StoreError};
-use quoin_core::{BLOCK_SIZE, ReplicaGuid, Time};
+use quoin_replication::replica::ReplicaEvent;
+use quoin_replication::replica::store::{ReplicaStore, StoreError};
 use quoin_store::{Due, ReplicaPool, ScrubAt};
-use quoin_wire::notices::Severity;
+use quoin_telemetry::notices::Severity;
+use quoin_types::message::BadCopy;
+use quoin_types::{BLOCK_SIZE, ReplicaGuid, Time};
 
 use super::Shard;
 use crate::facts::PoolFacts;
@@ -165,7 +165,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
 
     /// A target opened the replica: what waited for one can be asked for.
     pub(super) fn opened(&mut self, guid: ReplicaGuid) {
-        let now = quoin_wire::reactor::now();
+        let now = quoin_reactor::now();
         if let Some(held) = self.replicas.get_mut(&guid)
             && !held.repairs.is_empty()
         {
@@ -175,7 +175,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
     }
 
     pub(super) fn copy_came(&mut self, guid: ReplicaGuid, lba: u64, whole_map: bool, done: bool) {
-        let now = quoin_wire::reactor::now();
+        let now = quoin_reactor::now();
         let Some(held) = self.replicas.get_mut(&guid) else { return };
         if held.repairs.answered(now, lba, whole_map, done) {
             self.parts.metrics.scrub_repaired.inc();

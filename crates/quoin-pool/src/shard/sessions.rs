@@ -3,16 +3,16 @@
 
 use std::time::Duration;
 
-use quoin_core::entry::SharedEntry;
-use quoin_core::ids::SessionKey;
-use quoin_core::message::{Failure, FromReplica, Ping, ToReplica};
-use quoin_core::replica::ReplicaEvent;
-use quoin_core::{Epoch, Lsn, ReplicaGuid, ReplicaId, Term, Time, VolumeId};
+use quoin_reactor::{Interest, now};
+use quoin_replication::replica::ReplicaEvent;
 use quoin_store::ReplicaPool;
+use quoin_types::entry::SharedEntry;
+use quoin_types::ids::SessionKey;
+use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
+use quoin_types::{Epoch, Lsn, ReplicaGuid, ReplicaId, Term, Time, VolumeId};
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
 use quoin_wire::places::Place;
-use quoin_wire::reactor::{Interest, now};
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
 
@@ -451,9 +451,9 @@ mod tests {
     use std::sync::Arc;
 
     use bytes::Bytes;
-    use quoin_core::Position;
-    use quoin_core::entry::{Chain, Entry, EntryKind};
-    use quoin_core::message::{Content, Slot};
+    use quoin_types::Position;
+    use quoin_types::entry::{Chain, Entry, EntryKind};
+    use quoin_types::message::{Content, Slot};
 
     use super::*;
 

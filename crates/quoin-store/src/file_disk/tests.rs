@@ -1,6 +1,6 @@
 use super::*;
 use crate::{FormatOptions, Pool, PoolError, PoolOptions};
-use quoin_core::PoolId;
+use quoin_types::PoolId;
 
 #[test]
 fn a_pool_file_is_locked_and_its_troubles_are_named() {

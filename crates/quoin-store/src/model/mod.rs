@@ -12,11 +12,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use quoin_core::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
-use quoin_core::replica::store::{
+use quoin_replication::replica::store::{
     PullChunk, ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError, StoreState, SyncTicket,
 };
-use quoin_core::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, entry::SharedEntry};
+use quoin_types::message::{Content, EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::{BLOCK_SIZE, Entry, EntryKind, Epoch, Lsn, entry::SharedEntry};
 
 use crate::api::Tickets;
 use crate::history::Head;
@@ -354,7 +354,7 @@ impl ModelReplica {
         match Arc::make_mut(&mut self.now.now.live).get_mut(&lba) {
             Some((_, Some(copy))) => {
                 let data = Bytes::from(vec![fill; BLOCK_SIZE]);
-                *copy = (quoin_core::crc32c(&data), data);
+                *copy = (quoin_types::crc32c(&data), data);
                 true
             }
             _ => false,

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
-use quoin_core::ReplicaGuid;
-use quoin_core::replica::store::{
+use quoin_replication::replica::store::{
     BootCookie, IoFault, ReplicaIdentity, ReplicaMeta, StoreError, SyncTicket,
 };
+use quoin_types::ReplicaGuid;
 
 use super::{ModelHandle, ModelReplica};
 use crate::api::{Due, ReplicaPool, Tickets};

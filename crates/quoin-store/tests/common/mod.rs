@@ -4,15 +4,15 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use quoin_core::entry::SharedEntry;
-use quoin_core::message::{Content, ReadView, Slot};
-use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
-use quoin_core::{
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore, StoreError};
+use quoin_store::model::ModelPool;
+use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+use quoin_types::entry::SharedEntry;
+use quoin_types::message::{Content, ReadView, Slot};
+use quoin_types::{
     BLOCK_SIZE, Chain, Durability, Entry, EntryKind, Epoch, Lsn, PoolId, Position, ReplicaGuid,
     SnapshotId, View, VolumeId,
 };
-use quoin_store::model::ModelPool;
-use quoin_store::{Disk, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -41,7 +41,7 @@ pub fn short_steps() -> PoolOptions {
 pub fn break_a_rule() {
     #[cfg(feature = "mutants")]
     if let Ok(name) = std::env::var("QUOIN_MUTANT") {
-        quoin_core::mutant::set(Some(name.leak()));
+        quoin_types::mutant::set(Some(name.leak()));
     }
 }
 
@@ -72,7 +72,7 @@ pub fn flat(slots: &[Slot]) -> Vec<(u64, u64, Option<Bytes>)> {
             let data = match &slot.content {
                 Content::Hole => None,
                 Content::Data { data, crc } => {
-                    assert_eq!(quoin_core::crc32c(data), *crc);
+                    assert_eq!(quoin_types::crc32c(data), *crc);
                     Some(data.clone())
                 }
                 Content::Bad => panic!("a bad block at {lba}"),
@@ -118,7 +118,7 @@ pub fn pull_all(
     store: &mut dyn ReplicaStore,
     view: ReadView,
     from: Lsn,
-) -> (Vec<Slot>, quoin_core::message::IncrementEnd) {
+) -> (Vec<Slot>, quoin_types::message::IncrementEnd) {
     let (mut cursor, mut slots) = (0, Vec::new());
     loop {
         let chunk = store.pull(9, view, from, cursor, 100_000).expect("a pull");
@@ -144,7 +144,7 @@ pub struct World {
     pub branches: Vec<Vec<SharedEntry>>,
     /// No power cut may take back more than this.
     pub floor: u64,
-    pub begun: Option<(quoin_core::replica::store::SyncTicket, u64)>,
+    pub begun: Option<(quoin_replication::replica::store::SyncTicket, u64)>,
     pub epoch: u64,
     pub next_snapshot: u128,
     pub full: u64,
@@ -412,7 +412,10 @@ impl World {
 }
 
 pub fn some_view() -> View {
-    View { rule: quoin_core::entry::Rule { rf: 3, cf: 2, ..Default::default() }, ..View::default() }
+    View {
+        rule: quoin_types::entry::Rule { rf: 3, cf: 2, ..Default::default() },
+        ..View::default()
+    }
 }
 
 /// The model after these entries.

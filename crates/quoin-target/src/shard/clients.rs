@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use quoin_core::block::{Frontend, Reply, Request};
-use quoin_core::target::{TargetAction, TargetEvent};
-use quoin_core::{Time, VolumeId};
-use quoin_frontend::nbd::{Description, Limits, Session, TlsPolicy, Used};
-use quoin_wire::descriptors::LISTENER_REST;
-use quoin_wire::notices::Severity;
-use quoin_wire::reactor::{Interest, Reactor, now};
+use quoin_nbd::{Description, Limits, Session, TlsPolicy, Used};
+use quoin_reactor::descriptors::LISTENER_REST;
+use quoin_reactor::{Interest, Reactor, now};
+use quoin_replication::primary::{PrimaryAction, PrimaryEvent};
+use quoin_telemetry::notices::Severity;
+use quoin_types::block::{Frontend, Reply, Request};
+use quoin_types::{Time, VolumeId};
 
 use super::{Shard, Slot, Volume};
 use crate::client::{Client, Turn};
@@ -52,11 +52,11 @@ impl Volume {
         client: u64,
         kind: u8,
         mut request: Request,
-        actions: &mut Vec<TargetAction>,
+        actions: &mut Vec<PrimaryAction>,
     ) {
         let origin = Origin { client, token: request.token, kind, came: now };
         request.token = self.tokens.issue(origin);
-        self.target.on(now, TargetEvent::Submit(request), actions);
+        self.target.on(now, PrimaryEvent::Submit(request), actions);
     }
 }
 
@@ -340,7 +340,7 @@ impl Shard {
             }
             let left = volume.tokens.of(key);
             if !left.is_empty() {
-                self.event(self.round, client.volume, TargetEvent::Abandon(left));
+                self.event(self.round, client.volume, PrimaryEvent::Abandon(left));
             }
         }
         self.metrics.clients.dec();

@@ -1,14 +1,14 @@
 //! A shard's connections to replicas.
 
-use quoin_core::ids::{BulkKey, SessionKey};
-use quoin_core::membership::Member;
-use quoin_core::message::{FromReplica, ToReplica};
-use quoin_core::target::{Knows, TargetEvent};
-use quoin_core::{Time, VolumeId};
+use quoin_reactor::Interest;
+use quoin_replication::primary::{Knows, PrimaryEvent};
+use quoin_telemetry::notices::Severity;
+use quoin_types::ids::{BulkKey, SessionKey};
+use quoin_types::membership::Member;
+use quoin_types::message::{FromReplica, ToReplica};
+use quoin_types::{Time, VolumeId};
 use quoin_wire::frame::WireError;
 use quoin_wire::hello::{FEATURE_BULK, FEATURE_VERIFY};
-use quoin_wire::notices::Severity;
-use quoin_wire::reactor::Interest;
 use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 
 use super::{Shard, Slot};
@@ -30,27 +30,29 @@ impl LinkName {
         Self { session: bulk.session, bulk: Some(bulk.number) }
     }
 
-    fn connected(self, knows: Knows) -> TargetEvent {
+    fn connected(self, knows: Knows) -> PrimaryEvent {
         let session = self.session;
         match self.bulk {
-            None => TargetEvent::Connected { session, knows },
-            Some(number) => TargetEvent::BulkConnected { bulk: BulkKey { session, number } },
+            None => PrimaryEvent::Connected { session, knows },
+            Some(number) => PrimaryEvent::BulkConnected { bulk: BulkKey { session, number } },
         }
     }
 
-    fn disconnected(self) -> TargetEvent {
+    fn disconnected(self) -> PrimaryEvent {
         let session = self.session;
         match self.bulk {
-            None => TargetEvent::Disconnected { session },
-            Some(number) => TargetEvent::BulkDisconnected { bulk: BulkKey { session, number } },
+            None => PrimaryEvent::Disconnected { session },
+            Some(number) => PrimaryEvent::BulkDisconnected { bulk: BulkKey { session, number } },
         }
     }
 
-    fn message(self, message: FromReplica) -> TargetEvent {
+    fn message(self, message: FromReplica) -> PrimaryEvent {
         let session = self.session;
         match self.bulk {
-            None => TargetEvent::Message { session, message },
-            Some(number) => TargetEvent::BulkMessage { bulk: BulkKey { session, number }, message },
+            None => PrimaryEvent::Message { session, message },
+            Some(number) => {
+                PrimaryEvent::BulkMessage { bulk: BulkKey { session, number }, message }
+            }
         }
     }
 }
@@ -157,7 +159,7 @@ impl Shard {
                     now,
                     id,
                     match name.bulk {
-                        None if is_former => TargetEvent::FormerTerm { session },
+                        None if is_former => PrimaryEvent::FormerTerm { session },
                         _ => name.disconnected(),
                     },
                 );
@@ -240,10 +242,10 @@ impl Shard {
 mod tests {
     use std::os::unix::net::UnixStream;
 
-    use quoin_core::Lsn;
-    use quoin_core::block::DeviceInfo;
-    use quoin_core::message::{Content, Slot as BlockSlot};
-    use quoin_wire::notices::Notices;
+    use quoin_telemetry::notices::Notices;
+    use quoin_types::Lsn;
+    use quoin_types::block::DeviceInfo;
+    use quoin_types::message::{Content, Slot as BlockSlot};
     use quoin_wire::security::{Opener, Sealer};
 
     use super::*;
@@ -254,12 +256,12 @@ mod tests {
     const VOLUME: VolumeId = VolumeId(7);
 
     fn setup() -> VolumeSetup {
-        use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig};
-        let config = TargetConfig {
+        use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode};
+        let config = PrimaryConfig {
             volume: VOLUME,
             volume_blocks: 64,
             logical_block_size: 512,
-            durability: quoin_core::Durability::Cache,
+            durability: quoin_types::Durability::Cache,
             on_quorum_loss: OnQuorumLoss::Wait,
             on_full: OnFull::Wait,
             reads: ReadMode::Leased,

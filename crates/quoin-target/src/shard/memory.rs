@@ -7,8 +7,8 @@
 
 use std::time::Duration;
 
-use quoin_core::target::TargetEvent;
-use quoin_core::{Time, VolumeId};
+use quoin_replication::primary::PrimaryEvent;
+use quoin_types::{Time, VolumeId};
 
 use super::{Metrics, Shard};
 
@@ -106,7 +106,7 @@ impl Shard {
             );
         }
         for (id, volume) in &mut self.volumes {
-            volume.target.on(now, TargetEvent::Retain { bytes_max }, &mut self.actions);
+            volume.target.on(now, PrimaryEvent::Retain { bytes_max }, &mut self.actions);
             // One that rests would else keep what it has.
             if volume.retained_bytes > bytes_max && !volume.touched {
                 volume.touched = true;

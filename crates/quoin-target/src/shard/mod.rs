@@ -15,18 +15,18 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use bytes::Bytes;
-use quoin_core::block::{DeviceInfo, Request};
-use quoin_core::ids::{Epoch, Incarnation, SessionKey};
-use quoin_core::key_map::KeyMap;
-use quoin_core::membership::{Desired, Member, Membership};
-use quoin_core::target::{
-    Target, TargetAction, TargetConfig, TargetEvent, TargetNote, TargetStatus, VerifyOrder,
+use quoin_reactor::descriptors::Shortage;
+use quoin_reactor::{Reactor, Ready, Timers, Waker, now};
+use quoin_replication::primary::{
+    Primary, PrimaryAction, PrimaryConfig, PrimaryEvent, PrimaryNote, PrimaryStatus, VerifyOrder,
 };
-use quoin_core::{BLOCK_SIZE, Time, VolumeId};
+use quoin_telemetry::notices::{Notices, Severity};
+use quoin_types::block::{DeviceInfo, Request};
+use quoin_types::ids::{Epoch, Incarnation, SessionKey};
+use quoin_types::key_map::KeyMap;
+use quoin_types::membership::{Desired, Member, Membership};
+use quoin_types::{BLOCK_SIZE, Time, VolumeId};
 use quoin_wire::Connection;
-use quoin_wire::descriptors::Shortage;
-use quoin_wire::notices::{Notices, Severity};
-use quoin_wire::reactor::{Reactor, Ready, Timers, Waker, now};
 
 use crate::client::Client;
 use crate::dial::{Dialler, Dials, Undialled};
@@ -63,7 +63,7 @@ pub enum Input {
         version: u64,
         membership: Option<Membership>,
     },
-    Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, TargetStatus)>>),
+    Status(tokio::sync::oneshot::Sender<Vec<(VolumeId, PrimaryStatus)>>),
     /// Close all volumes, then end.
     Shutdown,
 }
@@ -77,7 +77,7 @@ pub enum Grant {
 
 /// A volume to serve.
 pub struct VolumeSetup {
-    pub config: TargetConfig,
+    pub config: PrimaryConfig,
     pub info: DeviceInfo,
     /// The first epoch of this node's use of the volume; 0: not known.
     pub since_epoch: u64,
@@ -137,7 +137,7 @@ pub enum Ask {
 }
 
 struct Volume {
-    target: Target,
+    target: Primary,
     info: DeviceInfo,
     /// As in [`VolumeSetup`].
     since_epoch: u64,
@@ -212,7 +212,7 @@ pub struct Shard {
     crowd: clients::Crowd,
     shortage: Shortage,
     memory: Memory,
-    actions: Vec<TargetAction>,
+    actions: Vec<PrimaryAction>,
     requests: Vec<Request>,
     stopping: bool,
     /// When this round began; latencies are counted from round to round, which costs no clock.
@@ -287,7 +287,7 @@ impl Shard {
                 match self.slots.get(&key) {
                     Some(Slot::Timer(volume)) => {
                         let volume = *volume;
-                        self.event(now, volume, TargetEvent::Timer);
+                        self.event(now, volume, PrimaryEvent::Timer);
                     }
                     Some(Slot::Throttle(volume)) => {
                         let volume = *volume;
@@ -325,7 +325,7 @@ impl Shard {
             Input::Open(setup) => self.open(now, *setup),
             Input::Client(volume, client) => self.adopt(now, volume, *client),
             Input::Update(update) => self.update(now, *update),
-            Input::Close(volume) => self.event(now, volume, TargetEvent::Shutdown),
+            Input::Close(volume) => self.event(now, volume, PrimaryEvent::Shutdown),
             Input::Dialled { volume, session, bulk, pool, outcome } => {
                 self.dialled(now, volume, LinkName { session, bulk }, pool, outcome);
             }
@@ -338,10 +338,10 @@ impl Shard {
                             v.grant = bytes;
                             v.epoch = epoch;
                         }
-                        TargetEvent::Granted { incarnation, epoch, membership }
+                        PrimaryEvent::Granted { incarnation, epoch, membership }
                     }
-                    Grant::NotOwner => TargetEvent::NotOwner { incarnation },
-                    Grant::Failed => TargetEvent::GrantFailed { incarnation },
+                    Grant::NotOwner => PrimaryEvent::NotOwner { incarnation },
+                    Grant::Failed => PrimaryEvent::GrantFailed { incarnation },
                 };
                 self.event(now, volume, event);
             }
@@ -353,7 +353,7 @@ impl Shard {
                 }
             }
             Input::Swapped { volume, version, membership } => {
-                self.event(now, volume, TargetEvent::Swapped { version, membership });
+                self.event(now, volume, PrimaryEvent::Swapped { version, membership });
             }
             Input::Status(answer) => {
                 let all = self.volumes.iter().map(|(id, v)| (*id, v.target.status())).collect();
@@ -363,7 +363,7 @@ impl Shard {
             Input::Shutdown => {
                 self.stopping = true;
                 for volume in self.volumes.keys().copied().collect::<Vec<_>>() {
-                    self.event(now, volume, TargetEvent::Shutdown);
+                    self.event(now, volume, PrimaryEvent::Shutdown);
                 }
             }
         }
@@ -387,8 +387,8 @@ impl Shard {
         let timer_key = self.insert(Slot::Timer(id));
         let throttle = Throttle::new(now, limits);
         let throttle = throttle.map(|throttle| (throttle, self.insert(Slot::Throttle(id))));
-        let mut target = Target::new(now, config, seed);
-        let retain = TargetEvent::Retain { bytes_max: self.memory.limit_bytes() };
+        let mut target = Primary::new(now, config, seed);
+        let retain = PrimaryEvent::Retain { bytes_max: self.memory.limit_bytes() };
         target.on(now, retain, &mut self.actions);
         let volume = Volume {
             target,
@@ -441,7 +441,7 @@ impl Shard {
                 }
             }
             let blocks = size_bytes.div_ceil(BLOCK_SIZE as u64);
-            self.event(now, id, TargetEvent::Resize { blocks });
+            self.event(now, id, PrimaryEvent::Resize { blocks });
         }
     }
 
@@ -455,7 +455,7 @@ impl Shard {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         if volume.desired != desired {
             volume.desired = desired.clone();
-            self.event(now, id, TargetEvent::Desired(desired));
+            self.event(now, id, PrimaryEvent::Desired(desired));
         }
     }
 
@@ -463,11 +463,11 @@ impl Shard {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         if volume.verify != order {
             volume.verify = order;
-            self.event(now, id, TargetEvent::Verify(order));
+            self.event(now, id, PrimaryEvent::Verify(order));
         }
     }
 
-    fn event(&mut self, now: Time, id: VolumeId, event: TargetEvent) {
+    fn event(&mut self, now: Time, id: VolumeId, event: PrimaryEvent) {
         let Some(volume) = self.volumes.get_mut(&id) else { return };
         volume.target.on(now, event, &mut self.actions);
         self.touch(id);
@@ -490,45 +490,45 @@ impl Shard {
         let mut actions = std::mem::take(&mut self.actions);
         for action in actions.drain(..) {
             match action {
-                TargetAction::Send { session, message } => {
+                PrimaryAction::Send { session, message } => {
                     self.send(id, LinkName::own(session), &message);
                 }
-                TargetAction::SendBulk { bulk, message } => {
+                PrimaryAction::SendBulk { bulk, message } => {
                     self.send(id, LinkName::bulk(bulk), &message);
                 }
-                TargetAction::Reply(reply) => self.reply(id, reply),
-                TargetAction::Timer { at } => {
+                PrimaryAction::Reply(reply) => self.reply(id, reply),
+                PrimaryAction::Timer { at } => {
                     if let Some(volume) = self.volumes.get(&id) {
                         self.timers.set(volume.timer_key, at);
                     }
                 }
-                TargetAction::Connect { member, session } => {
+                PrimaryAction::Connect { member, session } => {
                     self.connect(id, member, LinkName::own(session));
                 }
-                TargetAction::ConnectBulk { member, bulk } => {
+                PrimaryAction::ConnectBulk { member, bulk } => {
                     self.connect(id, member, LinkName::bulk(bulk));
                 }
-                TargetAction::Disconnect { session } => {
+                PrimaryAction::Disconnect { session } => {
                     self.disconnect(id, |of| of.session == session);
                 }
-                TargetAction::DisconnectBulk { bulk } => {
+                PrimaryAction::DisconnectBulk { bulk } => {
                     self.disconnect(id, |of| of == LinkName::bulk(bulk));
                 }
-                TargetAction::AcquireEpoch { incarnation, at_least } => {
+                PrimaryAction::AcquireEpoch { incarnation, at_least } => {
                     if let Some(volume) = self.volumes.get_mut(&id) {
                         volume.incarnation = incarnation;
                     }
                     // The control thread outlives the shards.
                     let _ = self.asks.send(Ask::Epoch { volume: id, incarnation, at_least });
                 }
-                TargetAction::SwapMembership { epoch, version, next } => {
+                PrimaryAction::SwapMembership { epoch, version, next } => {
                     let Some(volume) = self.volumes.get(&id) else { continue };
                     let incarnation = volume.incarnation;
                     let _ =
                         self.asks.send(Ask::Swap { volume: id, incarnation, epoch, version, next });
                 }
-                TargetAction::Note(note) => self.note(id, note),
-                TargetAction::Stopped => {
+                PrimaryAction::Note(note) => self.note(id, note),
+                PrimaryAction::Stopped => {
                     if let Some(volume) = self.volumes.get_mut(&id) {
                         volume.stopped = true;
                     }
@@ -645,20 +645,20 @@ impl Shard {
         let _ = self.asks.send(Ask::Stopped { volume: id, fenced: volume.fenced });
     }
 
-    fn note(&mut self, id: VolumeId, note: TargetNote) {
-        if let TargetNote::Fenced { .. } = note
+    fn note(&mut self, id: VolumeId, note: PrimaryNote) {
+        if let PrimaryNote::Fenced { .. } = note
             && let Some(volume) = self.volumes.get_mut(&id)
         {
             volume.fenced = true;
         }
         let served = match self.volumes.get_mut(&id) {
             Some(volume) => {
-                volume.served |= matches!(note, TargetNote::Serving { .. });
+                volume.served |= matches!(note, PrimaryNote::Serving { .. });
                 volume.served
             }
             None => false,
         };
-        if let TargetNote::Rebuilt { moved_bytes, .. } = note {
+        if let PrimaryNote::Rebuilt { moved_bytes, .. } = note {
             self.metrics.moved.inc_by(moved_bytes);
         }
         crate::notes::tell(&self.notices, id, note, served);

@@ -12,12 +12,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use quoin_core::block::DeviceInfo;
-use quoin_core::ids::Epoch;
-use quoin_core::membership::{Durability, Member, Membership};
-use quoin_core::replica::store::ReplicaIdentity;
-use quoin_core::target::{OnFull, OnQuorumLoss, ReadMode, TargetConfig, TargetStatus};
-use quoin_core::{ReplicaGuid, ReplicaId, VolumeId};
 use quoin_pool::accept::{Acceptor, Belief};
 use quoin_pool::assignment::{Assignment, Phase, PoolState, Wanted};
 use quoin_pool::facts::PoolFacts;
@@ -25,6 +19,9 @@ use quoin_pool::scrub::ScrubPlan;
 use quoin_pool::shard::{Ended, Input as PoolInput, Parts, Recognition, Shard as PoolShard};
 use quoin_pool::syncer::Syncer;
 use quoin_pool::witness::Witness;
+use quoin_reactor::{Reactor, Waker};
+use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, PrimaryStatus, ReadMode};
+use quoin_replication::replica::store::ReplicaIdentity;
 use quoin_store::ReplicaPool;
 use quoin_store::disk::Syncer as SyncDisk;
 use quoin_target::dial::{Dials, Reach};
@@ -32,9 +29,12 @@ use quoin_target::metrics::Metrics;
 use quoin_target::shard::{
     Ask, Grant, Input, Limits, ReplicaPlace, Shard, ShardHandle, VolumeSetup,
 };
+use quoin_telemetry::notices::Notices;
+use quoin_types::block::DeviceInfo;
+use quoin_types::ids::Epoch;
+use quoin_types::membership::{Durability, Member, Membership};
+use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 use quoin_wire::handshake::ServerSecurity;
-use quoin_wire::notices::Notices;
-use quoin_wire::reactor::{Reactor, Waker};
 
 pub const VOLUME: VolumeId = VolumeId(7);
 
@@ -178,7 +178,7 @@ impl RunningTarget {
         control: &Control,
         membership: Membership,
         reach: Reach,
-        sign: impl Fn(quoin_core::Incarnation, Epoch) -> Bytes + Send + 'static,
+        sign: impl Fn(quoin_types::Incarnation, Epoch) -> Bytes + Send + 'static,
     ) -> Self {
         Self::start_keeping(usize::MAX, control, membership, reach, sign)
     }
@@ -189,7 +189,7 @@ impl RunningTarget {
         control: &Control,
         membership: Membership,
         reach: Reach,
-        sign: impl Fn(quoin_core::Incarnation, Epoch) -> Bytes + Send + 'static,
+        sign: impl Fn(quoin_types::Incarnation, Epoch) -> Bytes + Send + 'static,
     ) -> Self {
         let metrics = Metrics::new();
         let (asks, mut asked) = tokio::sync::mpsc::unbounded_channel();
@@ -252,7 +252,7 @@ impl RunningTarget {
         })));
     }
 
-    pub fn status(&self) -> TargetStatus {
+    pub fn status(&self) -> PrimaryStatus {
         let (answer, status) = tokio::sync::oneshot::channel();
         self.handle.send(Input::Status(answer));
         status.blocking_recv().unwrap().pop().unwrap().1
@@ -264,8 +264,8 @@ impl RunningTarget {
     }
 }
 
-pub fn config(blocks: u64, media: bool) -> TargetConfig {
-    TargetConfig {
+pub fn config(blocks: u64, media: bool) -> PrimaryConfig {
+    PrimaryConfig {
         volume: VOLUME,
         volume_blocks: blocks,
         logical_block_size: 512,

@@ -1,6 +1,6 @@
 //! Two ends of a connection.
 
-use quoin_core::ids::{Epoch, Incarnation, SessionKey};
+use quoin_types::ids::{Epoch, Incarnation, SessionKey};
 use quoin_wire::{Connection, Frame, ReadOutcome};
 
 pub fn session() -> SessionKey {

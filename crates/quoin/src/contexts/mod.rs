@@ -7,7 +7,7 @@ pub use store::{Contexts, Entry, default_name};
 use anyhow::{Result, bail};
 use clap::Subcommand;
 use clap_complete::{ArgValueCandidates, CompletionCandidate};
-use quoin_proto::control::cluster_client::ClusterClient;
+use quoin_api::control::cluster_client::ClusterClient;
 use serde::Serialize;
 use std::time::SystemTime;
 

@@ -2,11 +2,11 @@
 //! Kubernetes does.
 
 use anyhow::{Result, bail};
-use quoin_proto::csi::controller_client::ControllerClient;
-use quoin_proto::csi::node_client::NodeClient;
-use quoin_proto::csi::volume_capability::access_mode::Mode;
-use quoin_proto::csi::volume_capability::{AccessMode, AccessType, MountVolume};
-use quoin_proto::csi::{
+use quoin_api::csi::controller_client::ControllerClient;
+use quoin_api::csi::node_client::NodeClient;
+use quoin_api::csi::volume_capability::access_mode::Mode;
+use quoin_api::csi::volume_capability::{AccessMode, AccessType, MountVolume};
+use quoin_api::csi::{
     CapacityRange, ControllerPublishVolumeRequest, ControllerUnpublishVolumeRequest,
     CreateVolumeRequest, DeleteVolumeRequest, NodeGetInfoRequest, NodePublishVolumeRequest,
     NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,

@@ -48,7 +48,7 @@ impl Document {
                 bail!("{} is damaged at byte {offset} or within the 64 KiB behind it", self.name);
             }
             // A checksum over the pieces' checksums: short enough to show to a person.
-            checksum = quoin_core::crc32c(pages.bytes()) ^ u32::rotate_left(checksum, 1);
+            checksum = quoin_types::crc32c(pages.bytes()) ^ u32::rotate_left(checksum, 1);
         }
         Ok(checksum)
     }

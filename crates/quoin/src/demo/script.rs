@@ -1,8 +1,8 @@
 //! What the demo shows, step by step.
 
 use anyhow::{Context, Result, bail};
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
-use quoin_proto::control::Volume;
+use quoin_api::control::Volume;
+use quoin_nbd::client::{Address, Client, ClientOptions};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -244,7 +244,7 @@ impl Demo {
         let socket = self.cluster()?.layout.admin_socket();
         self.orchestrator.ask(async {
             let mut cluster = client::connect(&socket).await?;
-            let request = quoin_proto::control::ListNodesRequest {};
+            let request = quoin_api::control::ListNodesRequest {};
             let nodes =
                 cluster.list_nodes(request).await.map_err(client::refusal)?.into_inner().nodes;
             Ok(nodes.first().context("no node")?.name.clone())

@@ -4,7 +4,7 @@
 //! this host's memory.
 
 use anyhow::{Context, Result, bail};
-use quoin_frontend::nbd::client::Client;
+use quoin_nbd::client::Client;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;

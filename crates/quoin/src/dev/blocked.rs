@@ -4,9 +4,9 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use quoin_frontend::attach::AttachClient;
-use quoin_proto::control::agent_client::AgentClient;
-use quoin_proto::control::{AgentEvent, ListNodesRequest, NodeReport};
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::{AgentEvent, ListNodesRequest, NodeReport};
+use quoin_attach::AttachClient;
 
 use super::keeper::Keeper;
 use super::layout::Layout;

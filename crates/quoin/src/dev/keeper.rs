@@ -22,7 +22,6 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::layout::Layout;
-use quoin_frontend::attach;
 
 /// The first restart comes at once: a process that ran well and was killed is missed.
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
@@ -265,7 +264,7 @@ async fn keep(
             _ = stopped.changed() => return Ok(()),
         }
         // What a holder keeps only waits for the next attach process.
-        if process.outlives && attach::holder::held_at(&layout.holder_socket()).is_empty() {
+        if process.outlives && quoin_attach::holder::held_at(&layout.holder_socket()).is_empty() {
             super::tell_of_the_dead(&layout)?;
         }
         child = Running::Child(spawn(&process, &layout)?);

@@ -1,8 +1,8 @@
 //! The members of a `quoin dev`: how they join, join again, and are let go.
 
 use anyhow::Result;
+use quoin_api::control::{CreateJoinTokenRequest, GetClusterInfoRequest, ListPoolsRequest};
 use quoin_identity::{Identity, Role};
-use quoin_proto::control::{CreateJoinTokenRequest, GetClusterInfoRequest, ListPoolsRequest};
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::path::Path;

@@ -18,8 +18,8 @@ mod settings;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use quoin_api::control::{GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Pool};
 use quoin_identity::{Identity, Role};
-use quoin_proto::control::{GetClusterInfoRequest, ListNodesRequest, ListPoolsRequest, Pool};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -273,7 +273,7 @@ async fn wait_for_controller(
 
 /// "Quoin is up" promises that the attach process may be killed.
 async fn wait_for_holder(layout: &Layout, keepers: &[Keeper], began: Instant) -> Result<()> {
-    while !quoin_frontend::attach::holder::is_at(&layout.holder_socket()) {
+    while !quoin_attach::holder::is_at(&layout.holder_socket()) {
         if began.elapsed() > START_BUDGET || keepers.iter().any(Keeper::has_ended) {
             bail!(
                 "the attach holder does not answer; its log is {}",

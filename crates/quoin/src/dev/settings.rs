@@ -1,8 +1,8 @@
 //! What a `quoin dev` directory remembers: names, ports and sizes, chosen once.
 
 use anyhow::{Context, Result, bail};
-use quoin_core::PoolId;
 use quoin_store::PoolError;
+use quoin_types::PoolId;
 use serde::{Deserialize, Serialize};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::ops::Range;

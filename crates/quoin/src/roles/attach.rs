@@ -2,8 +2,8 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
-use quoin_console::Source;
-use quoin_frontend::attach::{AtShutdown, Metrics};
+use quoin_attach::{AtShutdown, Metrics};
+use quoin_telemetry::Source;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -46,7 +46,7 @@ pub fn hold(options: &HolderOptions) -> Result<()> {
     super::data_path::prepare(Part::Other);
     super::raise_open_files();
     let directory = options.run.join("attach");
-    match quoin_frontend::attach::holder::serve(&directory.join("holder.sock"))? {}
+    match quoin_attach::holder::serve(&directory.join("holder.sock"))? {}
 }
 
 pub fn run(options: AttachOptions) -> Result<()> {
@@ -62,7 +62,7 @@ pub fn run(options: AttachOptions) -> Result<()> {
     let source = Source::new(move || shown.render(), move || health.health());
     let within = super::ending::WITHIN + Duration::from_secs(options.drain);
     super::run_ending_within(within, &options.role, source, |shutdown| async move {
-        let mut attach = quoin_frontend::attach::Options::new(options.run.join("attach"));
+        let mut attach = quoin_attach::Options::new(options.run.join("attach"));
         attach.drain_timeout = Duration::from_secs(options.drain);
         attach.at_shutdown = match (options.keep, options.detach) {
             (true, _) => AtShutdown::LeaveAll,
@@ -70,6 +70,6 @@ pub fn run(options: AttachOptions) -> Result<()> {
             _ => AtShutdown::LeaveInUse,
         };
         attach.metrics = metrics;
-        Ok(quoin_frontend::attach::run(attach, shutdown).await?)
+        Ok(quoin_attach::run(attach, shutdown).await?)
     })
 }

@@ -2,11 +2,11 @@
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
-use quoin_console::Source;
 use quoin_control::BackupSchedule;
 use quoin_control::policy::Within;
 use quoin_control::records::Spread;
 use quoin_identity::Lifetimes;
+use quoin_telemetry::Source;
 use serde::Serialize;
 use std::net::SocketAddr;
 use std::path::PathBuf;

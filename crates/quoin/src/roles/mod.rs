@@ -23,8 +23,8 @@ pub use target::{TargetOptions, run as target};
 
 use anyhow::{Context, Result};
 use clap::Args;
-use quoin_console::Source;
 use quoin_identity::{Identity, JoinRequest, Role, load_or_join};
+use quoin_telemetry::Source;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -76,8 +76,8 @@ where
         .context("start the control threads")?;
     let outcome = runtime.block_on(async {
         if let Some(address) = options.http {
-            let listener = quoin_console::listen(address).await?;
-            tokio::spawn(quoin_console::serve(listener, source, shutdown.clone()));
+            let listener = quoin_telemetry::listen(address).await?;
+            tokio::spawn(quoin_telemetry::serve(listener, source, shutdown.clone()));
         }
         role(shutdown).await
     });
@@ -87,7 +87,7 @@ where
 
 /// A pool needs a descriptor for each session, a target some for each volume.
 fn raise_open_files() {
-    match quoin_wire::descriptors::raise_limit() {
+    match quoin_reactor::descriptors::raise_limit() {
         Ok(limit) => tracing::debug!(?limit, "open files"),
         Err(error) => tracing::warn!(%error, "the limit of open files stays as it is"),
     }

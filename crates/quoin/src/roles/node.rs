@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 use clap::Args;
-use quoin_console::Source;
 use quoin_csi::Mode;
 use quoin_identity::Role;
+use quoin_telemetry::Source;
 use std::path::PathBuf;
 
 use super::{MemberOptions, RoleOptions};

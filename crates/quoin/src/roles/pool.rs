@@ -2,9 +2,9 @@
 
 use anyhow::Result;
 use clap::Args;
-use quoin_console::Source;
 use quoin_identity::Role;
 use quoin_pool::metrics::Metrics;
+use quoin_telemetry::Source;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -2,10 +2,10 @@
 
 use anyhow::Result;
 use clap::Args;
-use quoin_console::Source;
 use quoin_identity::Role;
 use quoin_target::door::NbdOptions;
 use quoin_target::metrics::Metrics;
+use quoin_telemetry::Source;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 

@@ -3,10 +3,10 @@
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use quoin_frontend::attach::AttachClient;
-use quoin_frontend::attach::protocol::AttachVolume;
-use quoin_frontend::nbd::client::{Address, ClientOptions as NbdOptions, Pipe};
-use quoin_proto::control::Volume;
+use quoin_api::control::Volume;
+use quoin_attach::AttachClient;
+use quoin_attach::protocol::AttachVolume;
+use quoin_nbd::client::{Address, ClientOptions as NbdOptions, Pipe};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 

@@ -2,11 +2,9 @@
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use quoin_frontend::attach::protocol::{AttachVolume, Attached, Kind};
-use quoin_frontend::attach::{AttachClient, Error as AttachError};
-use quoin_proto::control::{
-    ListNodesRequest, PublishVolumeRequest, UnpublishVolumeRequest, Volume,
-};
+use quoin_api::control::{ListNodesRequest, PublishVolumeRequest, UnpublishVolumeRequest, Volume};
+use quoin_attach::protocol::{AttachVolume, Attached, Kind};
+use quoin_attach::{AttachClient, Error as AttachError};
 use serde::Serialize;
 use std::io::{BufRead, IsTerminal};
 use std::path::{Path, PathBuf};

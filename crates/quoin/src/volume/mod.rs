@@ -9,11 +9,11 @@ mod view;
 
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand, ValueEnum};
-use quoin_control::policy::ReplaceAfter;
-use quoin_proto::control::{
+use quoin_api::control::{
     CreateVolumeRequest, DeleteVolumeRequest, Durability, GetVolumeRequest, ListVolumesRequest,
     ResizeVolumeRequest, Spread, Volume, VolumeSpec,
 };
+use quoin_control::policy::ReplaceAfter;
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 

@@ -4,7 +4,7 @@
 //! command asks for it, looks how far it is, and says where it is; interrupted, it goes on.
 
 use anyhow::{Result, bail};
-use quoin_proto::control::{Attachment, PublishVolumeRequest, UnpublishVolumeRequest, Volume};
+use quoin_api::control::{Attachment, PublishVolumeRequest, UnpublishVolumeRequest, Volume};
 use std::time::{Duration, Instant};
 
 use super::attach::{AttachedView, USAGE};

@@ -3,7 +3,7 @@
 
 use anyhow::{Result, bail};
 use clap::{Args, Subcommand};
-use quoin_proto::control::{
+use quoin_api::control::{
     ListPoolsRequest, ListReplicasRequest, MoveReplicaRequest, RecoverVolumeRequest,
     RemoveReplicasRequest, Replica, ScaleVolumeRequest, Volume,
 };

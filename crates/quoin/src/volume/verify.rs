@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use quoin_proto::control::{
+use quoin_api::control::{
     Verification, VerifiedReplica, VerifyFinding, VerifyVolumeRequest, Volume,
     verify_volume_request,
 };

@@ -1,7 +1,7 @@
 //! Volumes and replicas as commands print them.
 
-use quoin_core::Epoch;
-use quoin_proto::control::{Durability, Replica, Spread, Volume, VolumeDevice};
+use quoin_api::control::{Durability, Replica, Spread, Volume, VolumeDevice};
+use quoin_types::Epoch;
 use serde::Serialize;
 
 use super::verify::VerificationView;

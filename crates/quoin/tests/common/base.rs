@@ -3,9 +3,6 @@
 
 #![allow(dead_code)] // Each test binary uses its part.
 
-#[path = "../../../../tests/skipped.rs"]
-mod skipped;
-
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::net::TcpListener;
@@ -15,7 +12,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-pub use skipped::skipped;
+pub use quoin_testkit::skipped;
 
 /// Far more than anything here takes: reached only when something hangs.
 pub const BUDGET: Duration = Duration::from_secs(180);

@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 pub use super::base::*;
-use quoin_frontend::nbd::client::{Address, Client, ClientOptions};
+use quoin_nbd::client::{Address, Client, ClientOptions};
 
 pub struct Dev {
     pub child: Child,

@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use quoin_core::block::{Operation, Payload};
-use quoin_frontend::fuse::Mount;
-use quoin_frontend::fuse::filesystem::{Answer, Filesystem, IO_BYTES_MAX, Outcome};
-use quoin_frontend::nbd::client::RequestError;
+use quoin_attach::fuse::Mount;
+use quoin_attach::fuse::filesystem::{Answer, Filesystem, IO_BYTES_MAX, Outcome};
+use quoin_nbd::client::RequestError;
+use quoin_types::block::{Operation, Payload};
 use rustix::fs::OFlags;
 
 const EIO: u32 = 5;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use quoin_frontend::nbd::client::Client;
+use quoin_nbd::client::Client;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use super::{BUDGET, Dev, block};

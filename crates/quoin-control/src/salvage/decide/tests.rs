@@ -1,6 +1,6 @@
 use super::*;
 use proptest::prelude::*;
-use quoin_core::{Lsn, ReplicaId};
+use quoin_types::{Lsn, ReplicaId};
 
 use crate::records::{AttachmentRecord, Durability, Spec, Spread};
 

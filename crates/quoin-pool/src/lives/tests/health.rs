@@ -1,6 +1,6 @@
 //! How a pool keeps what it holds in order, through its real driver.
 
-use quoin_core::message::BadCopy;
+use quoin_types::message::BadCopy;
 
 use super::*;
 use crate::scrub::ScrubState;
@@ -96,7 +96,7 @@ fn a_bad_copy_that_a_scrub_finds_is_asked_for_and_told_when_it_is_found_and_repl
     };
     assert_eq!((copy.lba, copy.blocks), (LBA, 1));
     let data = Bytes::from(vec![7; 4096]);
-    let (version, crc) = (copy.version, quoin_core::crc32c(&data));
+    let (version, crc) = (copy.version, quoin_types::crc32c(&data));
     session.send(&ToReplica::Repair { lba: LBA, version, crc, data });
     loop {
         match session.next().expect("the session goes on") {

@@ -1,0 +1,501 @@
+//! One attached volume: link, FUSE file, loop device. Everything here may block.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::Error;
+use super::fate::Fates;
+use super::holder::{Held, Holder};
+use super::made::Made;
+use super::metrics::Metrics;
+use super::protocol::{AttachVolume, Attached, Usage};
+use crate::fuse::Server;
+use crate::fuse::server::Shape;
+use crate::loopdev::{LoopDevice, LoopError};
+use quoin_nbd::client::{Address, ClientOptions, ExportInfo, Link, Pipe};
+
+/// How long a device may take to go before its IO is failed, and again after that.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long ago the last IO may be of what is said to be used.
+const RECENT: Duration = Duration::from_secs(2);
+
+/// What all devices of a daemon share.
+#[derive(Clone)]
+pub(super) struct Host {
+    /// Where the files lie.
+    pub mounts: PathBuf,
+    pub holder: Arc<Holder>,
+    pub metrics: Metrics,
+    pub made: Arc<Made>,
+    pub fates: Fates,
+}
+
+pub(super) struct Device {
+    asked: AttachVolume,
+    server: Server,
+    /// `None`: only the file.
+    device: Option<LoopDevice>,
+    /// What people call the volume; empty: nobody said.
+    name: String,
+    /// What the kernel had asked for when somebody looked last, and when that was less.
+    active: Mutex<(u64, Option<Instant>)>,
+    host: Host,
+}
+
+impl Device {
+    /// Makes the whole stack, or nothing.
+    pub(super) fn attach(host: &Host, asked: AttachVolume) -> Result<Self, Error> {
+        let link = Link::connect(client_options(&asked))?;
+        let info = link.info();
+        if info.size_bytes < asked.size {
+            let (volume, is, wanted) = (asked.volume, info.size_bytes, asked.size);
+            return Err(Error::Size { volume, is, wanted });
+        }
+        if info.block_size_min > asked.block_size {
+            return Err(Error::Invalid(format!(
+                "the target of volume {} has blocks of {} bytes, not {}",
+                asked.volume, info.block_size_min, asked.block_size
+            )));
+        }
+        if info.read_only() && !asked.read_only {
+            return Err(Error::Invalid(format!(
+                "the target of volume {} offers it read-only: attach it read-only",
+                asked.volume
+            )));
+        }
+        let path = host.mounts.join(&asked.volume);
+        let server = Server::start(&path, &asked.volume, &shape(&asked), link, &host.metrics)?;
+        host.fates.add(&asked.volume, server.ending());
+        let mut device = Self {
+            asked,
+            server,
+            device: None,
+            name: String::new(),
+            active: Mutex::default(),
+            host: host.clone(),
+        };
+        if !device.asked.file_only
+            && let Err(error) = device.put_on_loop()
+        {
+            device.stop();
+            return Err(error);
+        }
+        // The kernel has told by now whether it can send again: it was asked for the file's size.
+        let _ = crate::apart::look(&path, device.asked.size);
+        // Before anybody is told of it: from then on its IO must not depend on this process.
+        if device.server.connection().is_none() {
+            tracing::warn!(
+                volume = %device.asked.volume,
+                "this kernel cannot send FUSE requests again (Linux 6.9 can): if this process \
+                 dies, the IO of its devices fails"
+            );
+        } else if !device.hold() {
+            tracing::warn!(
+                volume = %device.asked.volume,
+                "no holder is there yet: if this process dies before one is, the IO of its \
+                 devices fails"
+            );
+        }
+        Ok(device)
+    }
+
+    /// Serves again what an earlier daemon left; its IO goes on.
+    ///
+    /// The mount and the loop device must be as they were left: a half of them is of no use.
+    pub(super) fn take_over(host: &Host, held: Held, connection: OwnedFd) -> Result<Self, Error> {
+        let Held { asked, device, sequence, name, since_epoch } = held;
+        check(&asked)?;
+        let path = host.mounts.join(&asked.volume);
+        let gone = |what: &str| {
+            Error::Invalid(format!("the {what} of volume {} is not there any more", asked.volume))
+        };
+        let mounted = crate::fuse::mount::mounts_under(&path).map_err(|source| Error::Io {
+            doing: "look at",
+            path: path.clone(),
+            source,
+        })?;
+        if mounted.is_empty() {
+            return Err(gone("mount"));
+        }
+        let device = device.map(|path| LoopDevice::of(path, sequence));
+        if device.as_ref().is_some_and(|device| !device.is_on(&path)) {
+            return Err(gone("loop device"));
+        }
+        let known = ExportInfo { since_epoch, ..ExportInfo::of_size(asked.size) };
+        let link = Link::resume(client_options(&asked), known);
+        let (volume, metrics) = (&asked.volume, &host.metrics);
+        let server = Server::take_over(&path, connection, volume, &shape(&asked), link, metrics)?;
+        host.fates.add(volume, server.ending());
+        let device =
+            Self { asked, server, device, name, active: Mutex::default(), host: host.clone() };
+        if !device.name.is_empty() {
+            device.host.metrics.call(&device.asked.volume, &device.name);
+        }
+        if let Some(loop_device) = &device.device
+            && let Err(error) = device.host.made.add(&device.asked.volume, loop_device)
+        {
+            tracing::warn!(volume = %device.asked.volume, %error, "cannot be written down as made here");
+        }
+        device.hold();
+        // The last daemon may have died when the file had grown and the loop device not yet.
+        if let Some(loop_device) = &device.device
+            && loop_device.size() != Some(device.asked.size)
+            && let Err(error) = loop_device.update_size()
+        {
+            tracing::warn!(volume = %device.asked.volume, %error, "keeps its old size");
+        }
+        Ok(device)
+    }
+
+    /// Makes the block device, and writes it down as made here before anybody is told of it.
+    fn put_on_loop(&mut self) -> Result<(), Error> {
+        let path = self.server.path().to_owned();
+        let written = |source| Error::Io {
+            doing: "write down what is made over",
+            path: path.clone(),
+            source,
+        };
+        self.host.made.intend(&self.asked.volume).map_err(written)?;
+        let device = LoopDevice::attach(&path, self.asked.block_size, self.asked.read_only)?;
+        if let Err(error) = self.host.made.add(&self.asked.volume, &device) {
+            device.release()?;
+            return Err(written(error));
+        }
+        self.device = Some(device);
+        Ok(())
+    }
+
+    /// Sees to it that the block device is this attachment's. Somebody may have freed it behind its
+    /// back, and another may have it since: that one is none of ours.
+    pub(super) fn mend(&mut self) -> Result<(), Error> {
+        if self.is_whole() {
+            return Ok(());
+        }
+        let lost = self.path();
+        self.put_on_loop()?;
+        tracing::warn!(
+            volume = %self.asked.volume, lost = %lost.display(), device = %self.path().display(),
+            "the device was freed by somebody else; another one is made"
+        );
+        self.hold();
+        if !self.name.is_empty() {
+            self.link(&self.name.clone());
+        }
+        Ok(())
+    }
+
+    /// Whether the device that was made here is still there.
+    pub(super) fn is_whole(&self) -> bool {
+        self.device.as_ref().is_none_or(|device| device.is_on(self.server.path()))
+    }
+
+    /// Links the device under the volume's name, where nothing is in the way.
+    pub(super) fn link(&mut self, name: &str) {
+        self.name = name.to_owned();
+        self.host.metrics.call(&self.asked.volume, name);
+        if let Some(device) = &self.device
+            && let Err(why) = self.host.made.link(&self.asked.volume, name, device.path())
+        {
+            tracing::warn!(volume = %self.asked.volume, why, "its device has no link under its name");
+        }
+        self.hold();
+    }
+
+    /// Why all its IO fails, where it does.
+    pub(super) fn dead(&self) -> Option<String> {
+        self.server.dead()
+    }
+
+    /// The first epoch of the use of the volume that this was made for; 0: not known.
+    pub(super) fn since_epoch(&self) -> u64 {
+        self.server.since_epoch()
+    }
+
+    pub(super) fn usage(&self) -> Usage {
+        Usage {
+            volume: self.asked.volume.clone(),
+            device: self.path(),
+            in_use: self.is_busy(),
+            since_epoch: self.since_epoch(),
+            dead: self.server.dead().unwrap_or_default(),
+        }
+    }
+
+    /// Whether a mount or the like holds the device, or IO was done within the last moments. Waits for
+    /// nothing and touches nothing.
+    fn is_busy(&self) -> bool {
+        if self.server.in_flight() > 0 {
+            return true;
+        }
+        let (activity, now) = (self.server.activity(), Instant::now());
+        {
+            let mut active = self.active.lock().unwrap_or_else(PoisonError::into_inner);
+            if active.0 != activity {
+                *active = (activity, Some(now));
+            }
+            if active.1.is_some_and(|at| now.duration_since(at) < RECENT) {
+                return true;
+            }
+        }
+        self.device.as_ref().is_some_and(LoopDevice::is_held)
+    }
+
+    /// Gives the kernel's side to the holder, so that it outlives this process. Whether it does.
+    fn hold(&self) -> bool {
+        match self.server.connection() {
+            Some(Ok(connection)) => {
+                let device = self.device.as_ref();
+                let held = Held {
+                    asked: self.asked.clone(),
+                    device: device.map(|device| device.path().to_owned()),
+                    sequence: device.and_then(LoopDevice::sequence),
+                    name: self.name.clone(),
+                    since_epoch: self.since_epoch(),
+                };
+                self.host.holder.hold(held, connection)
+            }
+            Some(Err(error)) => {
+                tracing::warn!(volume = %self.asked.volume, %error, "cannot be held");
+                false
+            }
+            None => false,
+        }
+    }
+
+    /// Ends this process's part and leaves the rest to the next daemon; gives the device back
+    /// where nobody could take it over.
+    pub(super) fn leave(self) -> Result<(), Box<Self>> {
+        // Given once more, and taken: a holder that has just died is not one to leave it to.
+        if !self.hold() {
+            return Err(Box::new(self));
+        }
+        self.host.fates.forget(&self.asked.volume);
+        self.server.leave();
+        Ok(())
+    }
+
+    /// Whether `asked` is what is attached, but for its size.
+    pub(super) fn check_same(&self, asked: &AttachVolume) -> Result<(), Error> {
+        let same = AttachVolume { size: self.asked.size, ..asked.clone() };
+        if same == self.asked {
+            return Ok(());
+        }
+        let what = format!(
+            "socket {}, blocks of {} bytes, {}{}",
+            self.asked.nbd_socket.display(),
+            self.asked.block_size,
+            if self.asked.read_only { "read-only" } else { "writable" },
+            if self.asked.file_only { ", as a file" } else { "" },
+        );
+        Err(Error::Conflict { volume: self.asked.volume.clone(), what })
+    }
+
+    pub(super) fn size(&self) -> u64 {
+        self.asked.size
+    }
+
+    pub(super) fn show(&self) -> Attached {
+        Attached {
+            volume: self.asked.volume.clone(),
+            device: self.path(),
+            nbd_socket: self.asked.nbd_socket.clone(),
+            size: self.asked.size,
+            block_size: self.asked.block_size,
+            read_only: self.asked.read_only,
+            file_only: self.asked.file_only,
+            connected: self.server.connected(),
+            in_flight: self.server.in_flight(),
+            link: self.host.made.link_of(&self.asked.volume, &self.path()),
+            dead: self.server.dead().unwrap_or_default(),
+        }
+    }
+
+    /// Grows file and device; the target must have grown before.
+    pub(super) fn resize(&mut self, size: u64) -> Result<(), Error> {
+        if size < self.asked.size {
+            return Err(Error::Invalid(format!(
+                "volume {} has {} bytes and cannot shrink to {size}",
+                self.asked.volume, self.asked.size
+            )));
+        }
+        check_size(size, self.asked.block_size)?;
+        // A connection of its own, because only a negotiation tells the size.
+        let mut pipe = Pipe::connect(&client_options(&self.asked))?;
+        let is = pipe.info().size_bytes;
+        pipe.disconnect();
+        if is < size {
+            let volume = self.asked.volume.clone();
+            return Err(Error::Size { volume, is, wanted: size });
+        }
+        let io =
+            |source| Error::Io { doing: "resize", path: self.server.path().to_owned(), source };
+        self.server.resize(size).map_err(io)?;
+        self.asked.size = size;
+        // Before the device has it: a daemon that takes over never serves less than is in use.
+        self.hold();
+        if let Some(device) = &self.device {
+            device.update_size()?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn in_use(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.in_use().unwrap_or(true))
+    }
+
+    /// Takes the stack apart, or gives it back with the reason: it is in use.
+    pub(super) fn detach(self) -> Result<(), (Box<Self>, Error)> {
+        if let Some(device) = &self.device {
+            let busy = |this: &Self| Error::Busy {
+                volume: this.asked.volume.clone(),
+                device: this.path(),
+            };
+            match device.detach(DETACH_TIMEOUT) {
+                Ok(true) => {}
+                Ok(false) if self.server.in_flight() > 0 => {
+                    // Nobody has it open any more, and IO of a target that is away holds it.
+                    tracing::warn!(volume = %self.asked.volume, in_flight = self.server.in_flight(),
+                        "detaching with IO that waits for the target: it fails");
+                    self.server.abort("it was detached while its target was away");
+                    match device.detach(DETACH_TIMEOUT) {
+                        Ok(true) => {}
+                        _ => {
+                            let error = busy(&self);
+                            return Err((Box::new(self), error));
+                        }
+                    }
+                }
+                Ok(false) | Err(LoopError::Busy { .. }) => {
+                    let error = busy(&self);
+                    return Err((Box::new(self), error));
+                }
+                Err(error) => return Err((Box::new(self), error.into())),
+            }
+        }
+        self.stop();
+        Ok(())
+    }
+
+    /// Ends the stack whoever uses it: IO fails, the loop device goes with its last user. What was
+    /// done, in words.
+    pub(super) fn force(self) -> Vec<String> {
+        let mut did = vec!["its IO fails from now on".to_owned()];
+        if let Some(device) = &self.device {
+            let path = device.path().display().to_string();
+            match device.release() {
+                Err(error) => {
+                    tracing::warn!(volume = %self.asked.volume, %error, "cannot release");
+                    did.push(format!("{path} is not freed: {error}"));
+                }
+                Ok(()) if device.is_on(self.server.path()) => {
+                    did.push(format!(
+                        "{path} goes when its last user does: unmount it, end its users"
+                    ));
+                }
+                Ok(()) => did.push(format!("{path} is freed")),
+            }
+        }
+        self.stop();
+        did
+    }
+
+    fn stop(self) {
+        let Self { asked, server, host, .. } = self;
+        let stopped = server.stop();
+        host.fates.forget(&asked.volume);
+        host.holder.release(&asked.volume);
+        host.made.remove(&asked.volume);
+        if let Err(error) = stopped {
+            tracing::warn!(volume = %asked.volume, %error, "cannot unmount");
+        }
+    }
+
+    fn path(&self) -> PathBuf {
+        match &self.device {
+            Some(device) => device.path().to_owned(),
+            None => self.server.path().to_owned(),
+        }
+    }
+}
+
+/// What can be said about a request without the target.
+pub(super) fn check(asked: &AttachVolume) -> Result<(), Error> {
+    check_name(&asked.volume)?;
+    if !matches!(asked.block_size, 512 | 4096) {
+        return Err(Error::Invalid(format!(
+            "blocks of {} bytes are not possible: 512 or 4096",
+            asked.block_size
+        )));
+    }
+    if !asked.nbd_socket.is_absolute() {
+        let socket = asked.nbd_socket.display();
+        return Err(Error::Invalid(format!("the NBD socket {socket} is not an absolute path")));
+    }
+    check_size(asked.size, asked.block_size)
+}
+
+pub(super) fn check_name(volume: &str) -> Result<(), Error> {
+    let good = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    if (1..=128).contains(&volume.len()) && !volume.starts_with('.') && volume.bytes().all(good) {
+        Ok(())
+    } else {
+        Err(Error::Name(volume.chars().take(200).collect()))
+    }
+}
+
+fn check_size(size: u64, block_size: u32) -> Result<(), Error> {
+    // The kernel's file sizes are signed.
+    if size == 0 || !size.is_multiple_of(u64::from(block_size)) || i64::try_from(size).is_err() {
+        return Err(Error::Invalid(format!(
+            "a size of {size} bytes is not possible: a multiple of {block_size}, above 0, below 2^63"
+        )));
+    }
+    Ok(())
+}
+
+fn shape(asked: &AttachVolume) -> Shape {
+    Shape { size_bytes: asked.size, block_size: asked.block_size, read_only: asked.read_only }
+}
+
+fn client_options(asked: &AttachVolume) -> ClientOptions {
+    ClientOptions::new(Address::Unix(asked.nbd_socket.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked() -> AttachVolume {
+        AttachVolume {
+            volume: "db".into(),
+            nbd_socket: "/run/db.sock".into(),
+            size: 1 << 30,
+            block_size: 4096,
+            read_only: false,
+            file_only: false,
+        }
+    }
+
+    #[test]
+    fn names_that_could_leave_the_directory_are_refused() {
+        for name in ["", ".", "..", "../x", "a/b", "a\0b", ".hidden", "ü", &"x".repeat(129)] {
+            let request = AttachVolume { volume: name.into(), ..asked() };
+            assert!(matches!(check(&request), Err(Error::Name(_))), "{name:?}");
+        }
+        assert!(check(&AttachVolume { volume: "x".repeat(128), ..asked() }).is_ok());
+    }
+
+    #[test]
+    fn sizes_and_blocks_that_no_device_can_have_are_refused() {
+        for size in [0, 4095, 4097, 1 << 63, u64::MAX] {
+            assert!(check(&AttachVolume { size, ..asked() }).is_err(), "{size}");
+        }
+        for block_size in [0, 1, 1024, 8192] {
+            assert!(check(&AttachVolume { block_size, ..asked() }).is_err(), "{block_size}");
+        }
+        assert!(check(&AttachVolume { nbd_socket: "relative".into(), ..asked() }).is_err());
+        assert!(check(&asked()).is_ok());
+    }
+}

@@ -1,0 +1,466 @@
+//! What the kernel's messages about one file mean: a state machine from messages to block
+//! operations and from their results to answers, without I/O.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use bytes::Bytes;
+use quoin_types::block::{Operation, Payload};
+
+use super::wire::{
+    Body, FALLOCATE_KEEP_SIZE, FALLOCATE_PUNCH_HOLE, FALLOCATE_ZERO_RANGE, IN_HEADER_BYTES,
+    INIT_ASYNC_DIO, INIT_ASYNC_READ, INIT_BIG_WRITES, INIT_EXT, INIT_MAX_PAGES, INIT2_HAS_RESEND,
+    InHeader, MAJOR, MINOR, OPEN_DIRECT_IO, OPEN_PARALLEL_DIRECT_WRITES, WRITE_HEADER_BYTES,
+    opcode, out_header, u32_at, u64_at,
+};
+use crate::metrics::{Asked, Metrics};
+use quoin_nbd::client::RequestError;
+
+/// Largest read or write that the kernel may send.
+pub const IO_BYTES_MAX: usize = 1 << 20;
+/// Requests that the kernel keeps in flight in the background (all direct IO of a loop device).
+const BACKGROUND_MAX: u16 = 512;
+/// Largest piece of a zeroing: NBD lengths have 32 bits.
+const ZERO_BYTES_MAX: u64 = 1 << 30;
+const PAGE_BYTES: usize = 4096;
+
+/// What a message asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Write this to the kernel.
+    Answer(Answer),
+    /// Submit this, then give the result to [`Filesystem::complete`] under the same token.
+    Submit {
+        token: u64,
+        operation: Operation,
+    },
+    Nothing,
+}
+
+/// One answer: a header and its data, to be written to the kernel in one call.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Answer {
+    pub head: Bytes,
+    pub data: Vec<Bytes>,
+}
+
+/// One mounted volume.
+pub struct Filesystem {
+    size_bytes: u64,
+    block_size: u32,
+    read_only: bool,
+    next_token: u64,
+    pending: HashMap<u64, Pending>,
+    metrics: Metrics,
+    /// When this turn began.
+    now: Instant,
+    resends: bool,
+}
+
+#[derive(Debug)]
+struct Pending {
+    unique: u64,
+    kind: Kind,
+    asked: Asked,
+    came: Instant,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Read,
+    Write {
+        length: u32,
+    },
+    Sync,
+    /// Zeroing goes on with the next piece when one is done.
+    Zero {
+        offset: u64,
+        left: u64,
+        no_hole: bool,
+    },
+}
+
+impl Filesystem {
+    pub fn new(size_bytes: u64, block_size: u32, read_only: bool) -> Self {
+        Self {
+            size_bytes,
+            block_size,
+            read_only,
+            next_token: 0,
+            pending: HashMap::new(),
+            metrics: Metrics::default(),
+            now: Instant::now(),
+            resends: false,
+        }
+    }
+
+    /// Counts in `metrics` from now on.
+    #[must_use]
+    pub fn counted_by(mut self, metrics: Metrics) -> Self {
+        self.metrics = metrics;
+        self
+    }
+
+    /// A turn begins: what comes and what is answered in it is timed by this.
+    pub fn turn(&mut self, now: Instant) {
+        self.now = now;
+    }
+
+    /// Whether the kernel, which says so when it begins, can send again what was not answered.
+    pub fn resends(&self) -> bool {
+        self.resends
+    }
+
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// How many operations were asked for so far.
+    pub fn submitted(&self) -> u64 {
+        self.next_token
+    }
+
+    /// The kernel learns of it at its next look at the attributes, which it never caches.
+    pub fn resize(&mut self, size_bytes: u64) {
+        self.size_bytes = size_bytes;
+    }
+
+    /// Takes one whole message of the kernel.
+    pub fn message(&mut self, bytes: &[u8]) -> Outcome {
+        let Some(header) = InHeader::decode(bytes) else { return Outcome::Nothing };
+        let unique = header.unique;
+        match self.judge(header, bytes) {
+            Some(Ok(outcome)) => outcome,
+            Some(Err(errno)) => Outcome::Answer(refusal(unique, errno)),
+            None => Outcome::Answer(refusal(unique, libc::EIO)),
+        }
+    }
+
+    /// The result of an operation that [`Outcome::Submit`] asked for.
+    pub fn complete(&mut self, token: u64, result: Result<Payload, RequestError>) -> Outcome {
+        let Some(pending) = self.pending.remove(&token) else { return Outcome::Nothing };
+        let unique = pending.unique;
+        let is_last = !matches!(pending.kind, Kind::Zero { left, .. } if left > 0);
+        if is_last || result.is_err() {
+            let took = self.now.saturating_duration_since(pending.came);
+            self.metrics.answered(pending.asked, took, result.is_ok());
+        }
+        let payload = match result {
+            Ok(payload) => payload,
+            Err(error) => return Outcome::Answer(refusal(unique, error.errno())),
+        };
+        Outcome::Answer(match (pending.kind, payload) {
+            (Kind::Read, Payload::Data(data)) => {
+                let length = data.iter().map(Bytes::len).sum();
+                Answer { head: Bytes::copy_from_slice(&out_header(unique, 0, length)), data }
+            }
+            (Kind::Read, _) => refusal(unique, libc::EIO),
+            (Kind::Write { length }, _) => answer(unique, Body::default().u32(length).u32(0)),
+            (Kind::Zero { offset, left, no_hole }, _) if left > 0 => {
+                return self.zero(unique, offset, left, no_hole);
+            }
+            (Kind::Sync | Kind::Zero { .. }, _) => answer(unique, Body::default()),
+        })
+    }
+
+    /// `None`: the message is too short for what it claims to be.
+    fn judge(&mut self, header: InHeader, bytes: &[u8]) -> Option<Result<Outcome, i32>> {
+        let unique = header.unique;
+        let body = &bytes[IN_HEADER_BYTES..];
+        Some(Ok(match header.opcode {
+            opcode::INIT => {
+                let flags = u32_at(body, 12)?;
+                self.resends = flags & INIT_EXT != 0
+                    && u32_at(body, 16).is_some_and(|more| more & INIT2_HAS_RESEND != 0);
+                Outcome::Answer(init(unique, u32_at(body, 0)?, flags))
+            }
+            opcode::GETATTR | opcode::SETATTR => {
+                // Nothing about a volume is set through its file; the kernel is told what is.
+                let attributes = Body::default().u64(0).u32(0).u32(0);
+                Outcome::Answer(answer(unique, self.attributes(attributes)))
+            }
+            opcode::OPEN => {
+                let flags = OPEN_DIRECT_IO | OPEN_PARALLEL_DIRECT_WRITES;
+                Outcome::Answer(answer(unique, Body::default().u64(0).u32(flags).u32(0)))
+            }
+            opcode::READ => {
+                let (offset, length) = (u64_at(body, 8)?, u32_at(body, 16)?);
+                let length = u64::from(length).min(self.size_bytes.saturating_sub(offset)) as u32;
+                if length == 0 {
+                    return Some(Ok(Outcome::Answer(answer(unique, Body::default()))));
+                }
+                self.submit(unique, Kind::Read, Operation::Read { offset, length })
+            }
+            opcode::WRITE => {
+                let (offset, length) = (u64_at(body, 8)?, u32_at(body, 16)?);
+                let data = bytes.get(WRITE_HEADER_BYTES..)?;
+                if data.len() != length as usize {
+                    return None;
+                }
+                let end = offset.checked_add(u64::from(length))?;
+                if self.read_only {
+                    return Some(Err(libc::EROFS));
+                }
+                if end > self.size_bytes {
+                    return Some(Err(libc::ENOSPC));
+                }
+                // The message's buffer is used for the next one, and a write must be kept until
+                // it is answered (it may have to be sent again): the one copy on this path.
+                let data = Bytes::copy_from_slice(data);
+                let write = Operation::Write { offset, data, fua: false };
+                self.submit(unique, Kind::Write { length }, write)
+            }
+            opcode::FSYNC => self.submit(unique, Kind::Sync, Operation::Flush),
+            opcode::FALLOCATE => {
+                let (offset, length) = (u64_at(body, 8)?, u64_at(body, 16)?);
+                return Some(self.fallocate(unique, offset, length, u32_at(body, 24)?));
+            }
+            opcode::STATFS => {
+                let blocks = self.size_bytes / u64::from(self.block_size);
+                let counts = Body::default().u64(blocks).u64(0).u64(0).u64(1).u64(0);
+                let sizes = counts.u32(self.block_size).u32(255).u32(self.block_size);
+                Outcome::Answer(answer(unique, sizes.zeroes(4 + 24)))
+            }
+            opcode::RELEASE | opcode::DESTROY => Outcome::Answer(answer(unique, Body::default())),
+            // None of these wants an answer; a request is not cut short once it is on its way.
+            opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT => Outcome::Nothing,
+            _ => return Some(Err(libc::ENOSYS)),
+        }))
+    }
+
+    /// Punching a hole is a trim that promises zeroes (the loop driver asks for both in this
+    /// way); zeroing a range keeps it allocated.
+    fn fallocate(
+        &mut self,
+        unique: u64,
+        offset: u64,
+        length: u64,
+        mode: u32,
+    ) -> Result<Outcome, i32> {
+        let no_hole = match mode & !FALLOCATE_KEEP_SIZE {
+            FALLOCATE_PUNCH_HOLE => false,
+            FALLOCATE_ZERO_RANGE => true,
+            _ => return Err(libc::EOPNOTSUPP),
+        };
+        if self.read_only {
+            return Err(libc::EROFS);
+        }
+        let end = offset.checked_add(length).ok_or(libc::EFBIG)?.min(self.size_bytes);
+        match end.checked_sub(offset) {
+            None | Some(0) => Ok(Outcome::Answer(answer(unique, Body::default()))),
+            Some(left) => Ok(self.zero(unique, offset, left, no_hole)),
+        }
+    }
+
+    fn zero(&mut self, unique: u64, offset: u64, left: u64, no_hole: bool) -> Outcome {
+        let length = left.min(ZERO_BYTES_MAX);
+        let rest = Kind::Zero { offset: offset + length, left: left - length, no_hole };
+        self.submit(unique, rest, Operation::WriteZeroes { offset, length, fua: false, no_hole })
+    }
+
+    fn submit(&mut self, unique: u64, kind: Kind, operation: Operation) -> Outcome {
+        self.next_token += 1;
+        let asked = match &operation {
+            Operation::Read { length, .. } => Asked::Read { bytes: u64::from(*length) },
+            Operation::Write { data, .. } => Asked::Write { bytes: data.len() as u64 },
+            Operation::Flush => Asked::Flush,
+            _ => Asked::Zero,
+        };
+        self.pending.insert(self.next_token, Pending { unique, kind, asked, came: self.now });
+        Outcome::Submit { token: self.next_token, operation }
+    }
+
+    fn attributes(&self, body: Body) -> Body {
+        let mode = libc::S_IFREG | if self.read_only { 0o400 } else { 0o600 };
+        body.u64(1)
+            .u64(self.size_bytes)
+            .u64(self.size_bytes / 512)
+            .zeroes(3 * 8 + 3 * 4)
+            .u32(mode)
+            .u32(1)
+            .zeroes(3 * 4)
+            .u32(self.block_size)
+            .u32(0)
+    }
+}
+
+fn init(unique: u64, major: u32, flags: u32) -> Answer {
+    if major != MAJOR {
+        // A newer kernel asks again in the version that it is told here.
+        return answer(unique, Body::default().u32(MAJOR).u32(MINOR).zeroes(56));
+    }
+    let wanted = INIT_ASYNC_READ | INIT_BIG_WRITES | INIT_ASYNC_DIO | INIT_MAX_PAGES;
+    let body = Body::default()
+        .u32(MAJOR)
+        .u32(MINOR)
+        .u32(0)
+        .u32(flags & wanted)
+        .u16(BACKGROUND_MAX)
+        .u16(BACKGROUND_MAX * 3 / 4)
+        .u32(IO_BYTES_MAX as u32)
+        .u32(1)
+        .u16((IO_BYTES_MAX / PAGE_BYTES) as u16)
+        .u16(0)
+        .zeroes(4 + 28);
+    answer(unique, body)
+}
+
+fn answer(unique: u64, body: Body) -> Answer {
+    let mut head = out_header(unique, 0, body.0.len()).to_vec();
+    head.extend(body.0);
+    Answer { head: head.into(), data: Vec::new() }
+}
+
+fn refusal(unique: u64, errno: i32) -> Answer {
+    Answer { head: Bytes::copy_from_slice(&out_header(unique, errno, 0)), data: Vec::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn message(opcode: u32, unique: u64, body: &[u8]) -> Vec<u8> {
+        let mut bytes = ((IN_HEADER_BYTES + body.len()) as u32).to_ne_bytes().to_vec();
+        bytes.extend(opcode.to_ne_bytes());
+        bytes.extend(unique.to_ne_bytes());
+        bytes.resize(IN_HEADER_BYTES, 0);
+        bytes.extend(body);
+        bytes
+    }
+
+    fn io(offset: u64, length: u32, data: &[u8]) -> Vec<u8> {
+        let mut body = Body::default().u64(0).u64(offset).u32(length).zeroes(20).0;
+        body.extend(data);
+        body
+    }
+
+    fn fallocate(offset: u64, length: u64, mode: u32) -> Vec<u8> {
+        Body::default().u64(0).u64(offset).u64(length).u32(mode).u32(0).0
+    }
+
+    fn errno(outcome: &Outcome) -> i32 {
+        let Outcome::Answer(answer) = outcome else { panic!("no answer: {outcome:?}") };
+        -(u32_at(&answer.head, 4).unwrap() as i32)
+    }
+
+    fn submitted(outcome: Outcome) -> (u64, Operation) {
+        let Outcome::Submit { token, operation } = outcome else { panic!("{outcome:?}") };
+        (token, operation)
+    }
+
+    #[test]
+    fn a_write_becomes_a_write_and_is_answered_with_its_length() {
+        let mut filesystem = Filesystem::new(MIB, 4096, false);
+        let data = [9; 4096];
+        let outcome = filesystem.message(&message(opcode::WRITE, 7, &io(8192, 4096, &data)));
+        let (token, operation) = submitted(outcome);
+        let data = Bytes::copy_from_slice(&data);
+        assert_eq!(operation, Operation::Write { offset: 8192, data, fua: false });
+        let Outcome::Answer(answer) = filesystem.complete(token, Ok(Payload::None)) else {
+            panic!("no answer")
+        };
+        assert_eq!(u64_at(&answer.head, 8), Some(7));
+        assert_eq!(u32_at(&answer.head, 16), Some(4096));
+    }
+
+    #[test]
+    fn whether_the_kernel_can_send_again_is_read_from_its_first_message() {
+        let hello = |flags: u32, more: u32| {
+            let body = Body::default().u32(MAJOR).u32(45).u32(0).u32(flags).u32(more).zeroes(44).0;
+            let mut filesystem = Filesystem::new(MIB, 4096, false);
+            filesystem.message(&message(opcode::INIT, 1, &body));
+            filesystem.resends()
+        };
+        assert!(hello(INIT_EXT, INIT2_HAS_RESEND));
+        assert!(!hello(INIT_EXT, 0));
+        assert!(!hello(0, INIT2_HAS_RESEND), "a kernel without a second word means nothing by it");
+    }
+
+    #[test]
+    fn the_first_answer_names_the_version_and_what_the_kernel_may_send() {
+        let answer = |major: u32| {
+            let body = Body::default().u32(major).u32(45).u32(0).u32(u32::MAX).zeroes(48).0;
+            let first = message(opcode::INIT, 1, &body);
+            match Filesystem::new(MIB, 4096, false).message(&first) {
+                Outcome::Answer(answer) => answer.head,
+                other => panic!("no answer: {other:?}"),
+            }
+        };
+        let head = answer(MAJOR);
+        // Behind the header of 16 bytes.
+        let words = |at: usize| u32_at(&head, 16 + at).unwrap();
+        assert_eq!((words(0), words(4), words(8)), (MAJOR, MINOR, 0));
+        assert_eq!(words(12), INIT_ASYNC_READ | INIT_BIG_WRITES | INIT_ASYNC_DIO | INIT_MAX_PAGES);
+        let halves = |at: usize| u16::from_ne_bytes([head[16 + at], head[17 + at]]);
+        assert_eq!((halves(16), halves(18)), (512, 384), "in flight, and crowded from where on");
+        assert_eq!((words(20), words(24), halves(28)), (1 << 20, 1, 256));
+        assert_eq!(head.len(), 16 + 64);
+
+        let other = answer(MAJOR + 1);
+        assert_eq!(u32_at(&other, 16), Some(MAJOR), "it asks again in this one");
+        assert_eq!(other[20..].iter().filter(|byte| **byte != 0).count(), 1, "the minor alone");
+    }
+
+    #[test]
+    fn reads_end_where_the_volume_ends() {
+        let mut filesystem = Filesystem::new(MIB, 4096, false);
+        let read = message(opcode::READ, 1, &io(MIB - 4096, 65536, &[]));
+        let (_, operation) = submitted(filesystem.message(&read));
+        assert_eq!(operation, Operation::Read { offset: MIB - 4096, length: 4096 });
+        let beyond = filesystem.message(&message(opcode::READ, 1, &io(u64::MAX, 4096, &[])));
+        assert_eq!(errno(&beyond), 0);
+    }
+
+    #[test]
+    fn a_long_hole_is_punched_piece_by_piece_and_answered_once() {
+        let mut filesystem = Filesystem::new(5 << 30, 4096, false);
+        let mode = FALLOCATE_PUNCH_HOLE | FALLOCATE_KEEP_SIZE;
+        let punch = message(opcode::FALLOCATE, 3, &fallocate(4096, u64::MAX / 2, mode));
+        let mut outcome = filesystem.message(&punch);
+        let (mut at, mut pieces) = (4096, 0);
+        while let Outcome::Submit { token, operation } = outcome {
+            let Operation::WriteZeroes { offset, length, no_hole: false, .. } = operation else {
+                panic!("{operation:?}")
+            };
+            assert_eq!(offset, at);
+            at += length;
+            pieces += 1;
+            outcome = filesystem.complete(token, Ok(Payload::None));
+        }
+        assert_eq!(errno(&outcome), 0);
+        assert_eq!((at, pieces), (5 << 30, 5));
+    }
+
+    #[test]
+    fn what_a_file_of_fixed_size_cannot_do_is_refused() {
+        let mut writable = Filesystem::new(MIB, 4096, false);
+        let beyond = message(opcode::WRITE, 1, &io(MIB, 512, &[0; 512]));
+        assert_eq!(errno(&writable.message(&beyond)), libc::ENOSPC);
+        let grow = message(opcode::FALLOCATE, 1, &fallocate(0, 4096, 0));
+        assert_eq!(errno(&writable.message(&grow)), libc::EOPNOTSUPP);
+        assert_eq!(errno(&writable.message(&message(1, 1, b"name\0"))), libc::ENOSYS);
+
+        let mut read_only = Filesystem::new(MIB, 4096, true);
+        let write = message(opcode::WRITE, 1, &io(0, 512, &[0; 512]));
+        assert_eq!(errno(&read_only.message(&write)), libc::EROFS);
+        let punch = message(opcode::FALLOCATE, 1, &fallocate(0, 4096, FALLOCATE_PUNCH_HOLE));
+        assert_eq!(errno(&read_only.message(&punch)), libc::EROFS);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_message_makes_it_panic(
+            opcode in 0u32..60,
+            body in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..120),
+            cut in 0usize..160,
+        ) {
+            let mut filesystem = Filesystem::new(MIB, 4096, false);
+            let mut bytes = message(opcode, 1, &body);
+            filesystem.message(&bytes);
+            bytes.truncate(cut);
+            filesystem.message(&bytes);
+        }
+    }
+}

@@ -1,0 +1,491 @@
+//! The thread of one mounted volume: kernel on one side, target on the other.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use bytes::Bytes;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use super::buffer::Buffer;
+use super::filesystem::{Answer, Filesystem, IO_BYTES_MAX, Outcome};
+use super::mount::{Mount, MountError};
+use super::wire::{NOTIFY_RESEND, WRITE_HEADER_BYTES, notification};
+use crate::Metrics;
+use crate::apart;
+use crate::metrics::Standing;
+use quoin_nbd::client::{Done, Link};
+
+/// Messages taken from the kernel before the target is looked at again.
+const MESSAGES_PER_TURN: usize = 64;
+/// The kernel refuses buffers that could not hold its largest message.
+const BUFFER_BYTES: usize = IO_BYTES_MAX + 4096 + WRITE_HEADER_BYTES;
+/// Slices of one vectored write.
+const SLICES_MAX: usize = 512;
+
+/// What the file of a volume is to show.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    pub size_bytes: u64,
+    pub block_size: u32,
+    pub read_only: bool,
+}
+
+/// A mounted volume and its thread; unmounted when stopped or dropped.
+pub struct Server {
+    mount: Option<Mount>,
+    /// The kernel's side, beside the thread's own descriptor of it: what outlives this process.
+    connection: OwnedFd,
+    volume: String,
+    metrics: Metrics,
+    path: PathBuf,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What ends a volume's IO, for good.
+#[derive(Clone)]
+pub(crate) struct Ending(Weak<Shared>);
+
+impl Ending {
+    /// Fails what waits and all that comes. Whether that is news.
+    pub(crate) fn end(&self, why: &str) -> bool {
+        self.0.upgrade().is_some_and(|shared| shared.abort(why))
+    }
+
+    pub(crate) fn since_epoch(&self) -> u64 {
+        self.0.upgrade().map_or(u64::MAX, |shared| shared.since_epoch.load(Ordering::Relaxed))
+    }
+}
+
+struct Shared {
+    commands: Mutex<Commands>,
+    wake: OwnedFd,
+    connected: AtomicBool,
+    in_flight: AtomicU64,
+    resends: AtomicBool,
+    /// The first epoch of the use of the volume that this is; 0: not known.
+    since_epoch: AtomicU64,
+    /// Turns on which the kernel asked for IO.
+    active: AtomicU64,
+    /// Why all IO fails; unset: it does not.
+    dead: OnceLock<String>,
+}
+
+#[derive(Default)]
+struct Commands {
+    resize: Option<u64>,
+    /// Fails what waits and all that comes.
+    abort: bool,
+    stop: bool,
+    /// Ends the thread with nothing answered.
+    leave: bool,
+}
+
+impl Server {
+    /// Mounts `link`'s volume on the file `path` and serves it.
+    pub fn start(
+        path: &Path,
+        volume: &str,
+        shape: &Shape,
+        link: Link,
+        metrics: &Metrics,
+    ) -> Result<Self, MountError> {
+        let (mount, device) = Mount::new(path, &format!("quoin:{volume}"))?;
+        Self::serve(mount, device, volume, shape, link, metrics)
+    }
+
+    /// Goes on serving what another process mounted on the file `path`: `device` is its
+    /// connection to the kernel, which sends again what was not answered.
+    pub fn take_over(
+        path: &Path,
+        device: OwnedFd,
+        volume: &str,
+        shape: &Shape,
+        link: Link,
+        metrics: &Metrics,
+    ) -> Result<Self, MountError> {
+        let failed =
+            |source: Errno| MountError::Io { path: path.to_owned(), source: source.into() };
+        rustix::io::write(&device, &notification(NOTIFY_RESEND)).map_err(failed)?;
+        let server = Self::serve(Mount::left_at(path), device, volume, shape, link, metrics)?;
+        server.shared.resends.store(true, Ordering::Relaxed);
+        Ok(server)
+    }
+
+    fn serve(
+        mount: Mount,
+        device: OwnedFd,
+        volume: &str,
+        shape: &Shape,
+        link: Link,
+        metrics: &Metrics,
+    ) -> Result<Self, MountError> {
+        let path = mount.path().to_owned();
+        let failed = |source| MountError::Io { path: path.clone(), source };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| failed(error.into()))?;
+        let connection = device.try_clone().map_err(failed)?;
+        let shared = Arc::new(Shared {
+            commands: Mutex::default(),
+            wake,
+            connected: AtomicBool::new(link.connected()),
+            in_flight: AtomicU64::new(0),
+            resends: AtomicBool::new(false),
+            since_epoch: AtomicU64::new(link.info().since_epoch),
+            active: AtomicU64::new(0),
+            dead: OnceLock::new(),
+        });
+        let filesystem = Filesystem::new(shape.size_bytes, shape.block_size, shape.read_only)
+            .counted_by(metrics.clone());
+        let buffer = Buffer::new(BUFFER_BYTES).map_err(failed)?;
+        let theirs = shared.clone();
+        let name = volume.to_owned();
+        let thread = std::thread::Builder::new()
+            .name("attach-volume".into())
+            .spawn(move || Turn::new(name, device, filesystem, link, theirs, buffer).run())
+            .map_err(failed)?;
+        let seen = shared.clone();
+        let standing = move || Standing {
+            connected: seen.connected.load(Ordering::Relaxed),
+            in_flight: seen.in_flight.load(Ordering::Relaxed),
+            dead: seen.dead.get().cloned(),
+        };
+        metrics.serve(volume, Arc::new(standing));
+        Ok(Self {
+            mount: Some(mount),
+            connection,
+            volume: volume.to_owned(),
+            metrics: metrics.clone(),
+            path,
+            shared,
+            thread: Some(thread),
+        })
+    }
+
+    /// The kernel's side, for somebody who keeps it while this process is away; `None` where the
+    /// kernel could not send again what was not answered (before Linux 6.9). Known once the file
+    /// was looked at.
+    pub fn connection(&self) -> Option<io::Result<OwnedFd>> {
+        let resends = self.shared.resends.load(Ordering::Relaxed);
+        resends.then(|| self.connection.try_clone())
+    }
+
+    /// Ends the thread and leaves everything else as it is: what the kernel waits for is
+    /// answered by whoever takes over.
+    pub fn leave(mut self) {
+        self.shared.command(|commands| commands.leave = true);
+        self.join();
+        if let Some(mount) = self.mount.take() {
+            mount.leave();
+        }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the target answers; IO waits otherwise.
+    pub fn connected(&self) -> bool {
+        self.shared.connected.load(Ordering::Relaxed)
+    }
+
+    /// Requests of the kernel that wait for the target.
+    pub fn in_flight(&self) -> u64 {
+        self.shared.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Changes the file's size and makes the kernel look at it.
+    pub fn resize(&self, size_bytes: u64) -> io::Result<()> {
+        self.shared.command(|commands| commands.resize = Some(size_bytes));
+        // The kernel never caches the attributes, so it asks the thread, which takes commands
+        // before messages.
+        apart::look(&self.path, size_bytes).map_err(|error| match error.raw_os_error() {
+            Some(libc::ERANGE) => io::Error::other("the file still shows its old size"),
+            _ => error,
+        })
+    }
+
+    /// Fails what waits and all that comes: the only way to get rid of a device whose target will
+    /// not come back. `why` is for people.
+    pub fn abort(&self, why: &str) {
+        self.shared.abort(why);
+    }
+
+    /// [`Server::abort`] for those who may not wait for the owner of this.
+    pub(crate) fn ending(&self) -> Ending {
+        Ending(Arc::downgrade(&self.shared))
+    }
+
+    /// Why all IO fails, where it does.
+    pub fn dead(&self) -> Option<String> {
+        self.shared.dead.get().cloned()
+    }
+
+    /// The first epoch of the use of the volume that this is; 0: not known.
+    pub fn since_epoch(&self) -> u64 {
+        self.shared.since_epoch.load(Ordering::Relaxed)
+    }
+
+    /// Grows while the kernel asks for IO.
+    pub fn activity(&self) -> u64 {
+        self.shared.active.load(Ordering::Relaxed)
+    }
+
+    /// Unmounts and ends the thread. Requests that wait for the target fail.
+    pub fn stop(mut self) -> io::Result<()> {
+        self.halt()
+    }
+
+    fn halt(&mut self) -> io::Result<()> {
+        let Some(mount) = self.mount.take() else { return Ok(()) };
+        let result = mount.unmount();
+        self.shared.command(|commands| commands.stop = true);
+        self.join();
+        result
+    }
+
+    fn join(&mut self) {
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!(path = %self.path.display(), "the volume's thread panicked");
+        }
+        self.metrics.forget(&self.volume);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Err(error) = self.halt() {
+            tracing::warn!(path = %self.path.display(), %error, "cannot unmount");
+        }
+    }
+}
+
+impl Shared {
+    /// Whether that is news.
+    fn abort(&self, why: &str) -> bool {
+        // The first reason is the one that people look for.
+        let is_news = self.dead.set(why.to_owned()).is_ok();
+        self.command(|commands| commands.abort = true);
+        is_news
+    }
+
+    fn command(&self, change: impl FnOnce(&mut Commands)) {
+        change(&mut self.commands.lock().unwrap_or_else(PoisonError::into_inner));
+        // Full means that the thread has been woken already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+struct Turn {
+    volume: String,
+    device: OwnedFd,
+    filesystem: Filesystem,
+    /// `None` after an abort.
+    link: Option<Link>,
+    shared: Arc<Shared>,
+    buffer: Buffer,
+}
+
+impl Turn {
+    fn new(
+        volume: String,
+        device: OwnedFd,
+        filesystem: Filesystem,
+        link: Link,
+        shared: Arc<Shared>,
+        buffer: Buffer,
+    ) -> Self {
+        Self { volume, device, filesystem, link: Some(link), shared, buffer }
+    }
+
+    fn run(mut self) {
+        let mut done = Vec::new();
+        let mut ready = Ready { commands: true, kernel: true, target: true };
+        loop {
+            self.filesystem.turn(Instant::now());
+            if ready.commands && !self.commands(&mut done) {
+                return;
+            }
+            if ready.kernel {
+                match self.messages() {
+                    Ok(()) => {}
+                    Err(Errno::NODEV) => {
+                        tracing::debug!(volume = %self.volume, "unmounted");
+                        return;
+                    }
+                    Err(error) => {
+                        tracing::error!(volume = %self.volume, %error, "cannot read /dev/fuse");
+                        return;
+                    }
+                }
+            }
+            let mut overtaken = None;
+            if let Some(link) = &mut self.link {
+                if ready.target {
+                    link.drive(Instant::now(), &mut done);
+                }
+                link.send();
+                self.shared.since_epoch.store(link.info().since_epoch, Ordering::Relaxed);
+                overtaken = link.overtaken().map(str::to_owned);
+            }
+            if let Some(why) = overtaken {
+                self.fail(why, &mut done);
+            }
+            self.answer(&mut done);
+            self.report();
+            ready = self.wait();
+        }
+    }
+
+    /// False: the thread ends.
+    fn commands(&mut self, done: &mut Vec<Done>) -> bool {
+        let mut count = [0; 8];
+        // Empty on the first turn.
+        let _ = rustix::io::read(&self.shared.wake, &mut count);
+        let commands = std::mem::take(
+            &mut *self.shared.commands.lock().unwrap_or_else(PoisonError::into_inner),
+        );
+        if commands.leave {
+            return false;
+        }
+        if let Some(size_bytes) = commands.resize {
+            self.filesystem.resize(size_bytes);
+        }
+        if commands.abort || commands.stop {
+            if let Some(link) = self.link.take() {
+                done.extend(link.stop());
+            }
+            self.answer(done);
+        }
+        !commands.stop
+    }
+
+    /// Fails what waits and all that comes.
+    fn fail(&mut self, why: String, done: &mut Vec<Done>) {
+        tracing::error!(volume = %self.volume, why, "mounts here are dead: their IO fails now");
+        let _ = self.shared.dead.set(why);
+        if let Some(link) = self.link.take() {
+            done.extend(link.stop());
+        }
+    }
+
+    fn messages(&mut self) -> Result<(), Errno> {
+        let before = self.filesystem.submitted();
+        let taken = self.take_messages();
+        let is_io = self.filesystem.submitted() != before;
+        self.shared.active.fetch_add(u64::from(is_io), Ordering::Relaxed);
+        taken
+    }
+
+    fn take_messages(&mut self) -> Result<(), Errno> {
+        for _ in 0..MESSAGES_PER_TURN {
+            match rustix::io::read(&self.device, &mut *self.buffer) {
+                Ok(read) => {
+                    let outcome = self.filesystem.message(&self.buffer[..read]);
+                    // Before the answer goes out: whoever waits for one may ask for this next.
+                    if self.filesystem.resends() {
+                        self.shared.resends.store(true, Ordering::Relaxed);
+                    }
+                    self.follow(outcome);
+                }
+                Err(Errno::AGAIN) => return Ok(()),
+                // ENOENT: the request was interrupted before it was taken.
+                Err(Errno::INTR | Errno::NOENT) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, done: &mut Vec<Done>) {
+        for one in done.drain(..) {
+            let outcome = self.filesystem.complete(one.token, one.result);
+            self.follow(outcome);
+        }
+    }
+
+    fn follow(&mut self, mut outcome: Outcome) {
+        loop {
+            match outcome {
+                Outcome::Answer(answer) => return self.write(&answer),
+                Outcome::Submit { token, operation } => match &mut self.link {
+                    Some(link) => return link.submit(token, operation),
+                    None => {
+                        let stopped = Err(quoin_nbd::client::RequestError::Stopped);
+                        outcome = self.filesystem.complete(token, stopped);
+                    }
+                },
+                Outcome::Nothing => return,
+            }
+        }
+    }
+
+    fn write(&self, answer: &Answer) {
+        let joined: Vec<Bytes>;
+        let data = if answer.data.len() < SLICES_MAX {
+            &answer.data
+        } else {
+            joined = vec![answer.data.concat().into()];
+            &joined
+        };
+        let mut slices = Vec::with_capacity(1 + data.len());
+        slices.push(IoSlice::new(&answer.head));
+        slices.extend(data.iter().map(|bytes| IoSlice::new(bytes)));
+        match rustix::io::writev(&self.device, &slices) {
+            // ENOENT: nobody waits for it any more. ENODEV: unmounted, which the next read tells.
+            Ok(_) | Err(Errno::NOENT | Errno::NODEV) => {}
+            Err(error) => {
+                tracing::error!(volume = %self.volume, %error, "the kernel refused an answer");
+            }
+        }
+    }
+
+    fn report(&self) {
+        let (connected, in_flight) = match &self.link {
+            Some(link) => (link.connected(), link.in_flight() as u64),
+            None => (false, 0),
+        };
+        self.shared.connected.store(connected, Ordering::Relaxed);
+        self.shared.in_flight.store(in_flight, Ordering::Relaxed);
+    }
+
+    fn wait(&self) -> Ready {
+        let timeout = self.link.as_ref().and_then(Link::deadline).map(|at| {
+            let left = at.saturating_duration_since(Instant::now());
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+        });
+        let mut fds = vec![
+            PollFd::new(&self.shared.wake, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.device.as_fd(), PollFlags::IN),
+        ];
+        if let Some((link, fd)) = self.link.as_ref().and_then(|link| Some((link, link.fd()?))) {
+            let write = if link.wants_write() { PollFlags::OUT } else { PollFlags::empty() };
+            fds.push(PollFd::from_borrowed_fd(fd, PollFlags::IN | write));
+        }
+        match poll(&mut fds, timeout.as_ref()) {
+            // Interrupted: one turn for nothing.
+            Err(_) => Ready { commands: true, kernel: true, target: true },
+            // Nothing but the time-out: the link wants to be driven.
+            Ok(0) => Ready { commands: false, kernel: false, target: true },
+            Ok(_) => Ready {
+                commands: !fds[0].revents().is_empty(),
+                kernel: !fds[1].revents().is_empty(),
+                target: timeout.is_some() || fds.get(2).is_some_and(|fd| !fd.revents().is_empty()),
+            },
+        }
+    }
+}
+
+struct Ready {
+    commands: bool,
+    kernel: bool,
+    target: bool,
+}

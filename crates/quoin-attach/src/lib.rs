@@ -1,0 +1,142 @@
+//! The attach daemon: turns volumes into block devices of this host, and keeps them while targets,
+//! nodes and controllers come and go.
+//!
+//! For each volume: an NBD link to the target's unix socket, a FUSE file on top of it, and a loop
+//! device on that. IO waits while the target is away and is never failed for it. The daemon is
+//! asked over a unix control socket ([`protocol`]; [`AttachClient`] speaks it).
+//!
+//! * Attach, detach and resize are idempotent; there is one attachment a volume.
+//! * A volume that another node used after this device was made is not the one that the host's
+//!   caches know: the device is dead for good, and all its IO fails ([`fate`]). A volume whose
+//!   target is only away is waited for.
+//! * A device is this daemon's where it wrote down that it made it (`made.json`); what it did not
+//!   make it neither shows nor takes away.
+//! * A clean shutdown detaches what is idle. What is in use is waited for (`drain_timeout`) and
+//!   then left to the next daemon ([`AtShutdown`] has the other ways).
+//! * A daemon that dies or leaves its devices only pauses IO where a [`holder`] keeps the kernel's
+//!   side and the kernel can send requests again (Linux 6.9): the next one takes over. Otherwise
+//!   the daemon says, when it attaches them, that its death fails the IO of its devices; the next
+//!   start removes what is left in the directory, and a shutdown fails the IO of what is in use:
+//!   the loop device goes with its last user, and the shutdown's error names it. No loop device or
+//!   mount that nobody holds outlives its users.
+//!
+//! The daemon lies below file systems that the kernel writes back to when memory is short, so it
+//! must not wait for memory that only it can free: its threads are marked as IO flushers, whose
+//! allocations do not start writeback, and its memory is locked, so that no page of it must come
+//! back from a disk. Both need privileges and are skipped where they are refused.
+
+mod apart;
+mod client;
+mod daemon;
+mod device;
+mod fate;
+pub mod fuse;
+pub mod holder;
+pub mod loopdev;
+mod made;
+mod metrics;
+pub mod protocol;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+pub use client::AttachClient;
+pub use daemon::run;
+pub use made::file_name;
+pub use metrics::Metrics;
+
+use crate::fuse::MountError;
+use crate::loopdev::LoopError;
+use quoin_nbd::client::ClientError;
+
+/// How the daemon runs.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Its own directory: lock, mount points. Made if missing.
+    pub directory: PathBuf,
+    /// Where it is asked; a file that a dead daemon left there is replaced.
+    pub socket: PathBuf,
+    /// How long a shutdown waits for devices in use.
+    pub drain_timeout: Duration,
+    /// Where the holder listens, if there is one.
+    pub holder: PathBuf,
+    pub at_shutdown: AtShutdown,
+    /// Where devices are linked under their volumes' names.
+    pub links: PathBuf,
+    /// Made by the caller, who shows it.
+    pub metrics: Metrics,
+}
+
+/// What a shutdown does with the devices, once `drain_timeout` has passed.
+///
+/// What is to be left and cannot be (no holder, an older kernel) is detached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AtShutdown {
+    /// What is idle is detached, what is in use is left to the next daemon.
+    #[default]
+    LeaveInUse,
+    /// Everything is left to the next daemon.
+    LeaveAll,
+    /// Everything is detached; the IO of what is in use fails.
+    DetachAll,
+}
+
+impl Options {
+    /// `directory`/attach.sock as the control socket, no wait at shutdown.
+    pub fn new(directory: impl Into<PathBuf>) -> Self {
+        let directory = directory.into();
+        let socket = directory.join("attach.sock");
+        let holder = directory.join("holder.sock");
+        Self {
+            directory,
+            socket,
+            drain_timeout: Duration::ZERO,
+            holder,
+            at_shutdown: AtShutdown::default(),
+            links: PathBuf::from("/dev/quoin"),
+            metrics: Metrics::default(),
+        }
+    }
+}
+
+/// What fails in the daemon, or what it answers.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("another attach daemon runs in {directory}: stop it, or use another directory")]
+    Locked { directory: PathBuf },
+    #[error("cannot {doing} {path}: {source}")]
+    Io { doing: &'static str, path: PathBuf, source: std::io::Error },
+    #[error("{0:?} cannot be a volume's name: 1 to 128 of A-Z a-z 0-9 . _ -, no dot first")]
+    Name(String),
+    #[error("{0}")]
+    Invalid(String),
+    #[error("volume {volume} is attached already with {what}: detach it first")]
+    Conflict { volume: String, what: String },
+    #[error(
+        "volume {volume} cannot be attached: what is left here of an earlier use is dead ({why}). \
+             Unmount it, or end it with `quoin volume detach --force`"
+    )]
+    Dead { volume: String, why: String },
+    #[error("volume {volume} is in use as {device}: unmount it and close it first")]
+    Busy { volume: String, device: PathBuf },
+    #[error("these devices were still in use at shutdown, and their IO fails now: {0:?}")]
+    BusyAtShutdown(Vec<String>),
+    #[error(
+        "the target of volume {volume} offers {is} bytes and {wanted} are asked: not resized \
+             yet, or another volume"
+    )]
+    Size { volume: String, is: u64, wanted: u64 },
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error(transparent)]
+    Mount(#[from] MountError),
+    #[error(transparent)]
+    Loop(#[from] LoopError),
+    #[error("cannot reach the attach daemon at {socket}: {source}; is `quoin attach` running?")]
+    Daemon { socket: PathBuf, source: std::io::Error },
+    #[error("the attach daemon answered {0:?}")]
+    Answer(String),
+    /// What the daemon answered to a request of [`AttachClient`].
+    #[error("{message}")]
+    Refused { kind: protocol::Kind, message: String },
+}

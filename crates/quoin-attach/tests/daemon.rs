@@ -1,0 +1,81 @@
+//! An attach daemon in a test's own process.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use quoin_attach::fuse::mount::mounts_under;
+use quoin_attach::protocol::AttachVolume;
+use quoin_attach::{AttachClient, Error, Options, run};
+use tokio::sync::watch;
+
+use quoin_testkit::skipped;
+
+pub const SIZE: u64 = 64 << 20;
+
+pub fn possible() -> bool {
+    let root = rustix::process::geteuid().is_root();
+    let devices = ["/dev/fuse", "/dev/loop-control"].iter().all(|path| Path::new(path).exists());
+    if !root || !devices {
+        skipped("needs root, /dev/fuse and /dev/loop-control");
+    }
+    root && devices
+}
+
+/// A daemon in this process.
+pub struct Daemon {
+    pub directory: PathBuf,
+    pub client: AttachClient,
+    shutdown: watch::Sender<bool>,
+    task: tokio::task::JoinHandle<Result<(), Error>>,
+}
+
+impl Daemon {
+    pub async fn start(directory: &Path) -> Self {
+        let mut options = Options::new(directory);
+        // Those of this host are for what it really has.
+        options.links = directory.join("links");
+        let client = AttachClient::new(&options.socket);
+        let (shutdown, watched) = watch::channel(false);
+        let task = tokio::spawn(run(options, watched));
+        while client.list().await.is_err() {
+            assert!(!task.is_finished(), "{:?}", task.await);
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let directory = directory.canonicalize().unwrap();
+        Self { directory, client, shutdown, task }
+    }
+
+    pub async fn stop(self) -> Result<(), Error> {
+        self.shutdown.send(true).unwrap();
+        let result = self.task.await.unwrap();
+        assert!(mounts_under(&self.directory).unwrap().is_empty(), "a mount was left");
+        result
+    }
+}
+
+pub fn asked(volume: &str, socket: &Path) -> AttachVolume {
+    AttachVolume {
+        volume: volume.into(),
+        nbd_socket: socket.to_owned(),
+        size: SIZE,
+        block_size: 4096,
+        read_only: false,
+        file_only: false,
+    }
+}
+
+pub fn sh(command: &str) -> String {
+    let output = Command::new("sh").args(["-ec", command]).output().unwrap();
+    let said = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(output.status.success(), "{command}: {said}");
+    said
+}
+
+pub async fn blocking<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
+    tokio::task::spawn_blocking(act).await.unwrap()
+}

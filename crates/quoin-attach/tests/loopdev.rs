@@ -1,0 +1,92 @@
+//! Loop devices on plain files of this kernel. Needs root and /dev/loop-control; says so where they
+//! are missing.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crate::daemon::possible;
+use quoin_attach::loopdev::{LoopDevice, LoopError};
+
+const BYTES: u64 = 1 << 20;
+/// Long enough that whoever waits for it is seen to.
+const WAIT: Duration = Duration::from_secs(20);
+
+struct Scratch {
+    _directory: tempfile::TempDir,
+    file: PathBuf,
+    device: LoopDevice,
+}
+
+impl Scratch {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("disk");
+        File::create(&file).unwrap().set_len(BYTES).unwrap();
+        let device = LoopDevice::attach(&file, 4096, false).unwrap();
+        Self { _directory: directory, file, device }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = self.device.release();
+    }
+}
+
+#[test]
+fn a_device_that_somebody_holds_is_in_use_and_is_kept_at_once_and_whole() {
+    if !possible() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let device = &scratch.device;
+    assert!(device.is_on(&scratch.file) && !device.in_use().unwrap());
+    let mut exclusive = OpenOptions::new();
+    exclusive.read(true).custom_flags(libc::O_EXCL);
+    let held = exclusive.open(device.path()).unwrap();
+    assert!(device.in_use().unwrap());
+    let start = Instant::now();
+    let refused = device.detach(WAIT);
+    assert!(matches!(refused, Err(LoopError::Busy { .. })), "{refused:?}");
+    assert!(start.elapsed() < WAIT, "who holds it would hold it for as long as it likes");
+    drop(held);
+    // It was not released: it does not go with its last user.
+    assert!(device.is_on(&scratch.file) && !device.in_use().unwrap());
+    assert!(device.detach(WAIT).unwrap());
+    assert_eq!(device.backing_file(), None);
+}
+
+#[test]
+fn a_device_that_a_program_has_open_stays_after_the_time_and_one_that_is_free_is_detached() {
+    if !possible() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let device = &scratch.device;
+    let open = File::open(device.path()).unwrap();
+    let refused = device.detach(Duration::from_millis(20));
+    assert!(matches!(refused, Err(LoopError::Busy { .. })), "{refused:?}");
+    drop(open);
+    assert!(device.is_on(&scratch.file), "it went with its last user");
+    assert!(device.detach(WAIT).unwrap());
+}
+
+#[test]
+fn a_device_that_is_free_already_is_released_and_detached_without_a_word() {
+    if !possible() {
+        return;
+    }
+    let scratch = Scratch::new();
+    scratch.device.release().unwrap();
+    let start = Instant::now();
+    while scratch.device.backing_file().is_some() {
+        assert!(start.elapsed() < WAIT);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    scratch.device.release().unwrap();
+    assert!(scratch.device.detach(WAIT).unwrap());
+    // Whatever is under the path, as of a kernel that does not count lives.
+    LoopDevice::at(scratch.device.path().to_owned()).release().unwrap();
+}

@@ -1,0 +1,7 @@
+//! The attach daemon on real FUSE mounts and loop devices. One program, so that it is linked once.
+
+mod daemon;
+
+mod another_use;
+mod attach;
+mod loopdev;

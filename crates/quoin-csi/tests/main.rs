@@ -1,0 +1,10 @@
+//! The CSI services over a control plane and devices of the tests. One program, so that it is linked once.
+
+mod common;
+
+mod controller;
+mod documents;
+mod interrupted;
+mod node;
+mod process;
+mod services;

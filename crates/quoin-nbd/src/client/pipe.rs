@@ -1,0 +1,392 @@
+//! One connection with many requests in flight, driven by its owner's event loop.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use quoin_types::block::{Operation, Payload, StatusExtent};
+use rustix::io::Errno;
+
+use super::{ClientError, ClientOptions, ExportInfo, RequestError, handshake};
+use crate::protocol::{
+    CHUNK_HEADER_BYTES, RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, STATE_HOLE,
+    STRUCTURED_REPLY_MAGIC, be16, be32, be64, chunk, command, error,
+};
+
+/// One `read` takes at most this much.
+const RECEIVE_BYTES: usize = 256 << 10;
+/// Slices of one vectored write.
+const SLICES_MAX: usize = 256;
+
+/// A finished request: the token it was submitted with and what became of it.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Done {
+    pub token: u64,
+    pub result: Result<Payload, RequestError>,
+}
+
+/// A connection in its transmission phase.
+pub struct Pipe {
+    fd: OwnedFd,
+    info: ExportInfo,
+    output: VecDeque<Bytes>,
+    input: BytesMut,
+    /// Where request headers are written before they are cut off and sent.
+    headers: BytesMut,
+    /// Indexed by cookie.
+    in_flight: Vec<Option<InFlight>>,
+    free: Vec<usize>,
+    submitted: u64,
+    stopping: bool,
+    hold_on_shutdown: bool,
+}
+
+struct InFlight {
+    token: u64,
+    /// Order of submission.
+    number: u64,
+    operation: Operation,
+    /// Parts of a structured answer: where and what.
+    parts: Vec<(u64, Bytes)>,
+    status: Vec<StatusExtent>,
+    failed: Option<u32>,
+}
+
+impl Pipe {
+    /// Connects and negotiates, blocking for at most the options' time-out.
+    pub fn connect(options: &ClientOptions) -> Result<Self, ClientError> {
+        let (fd, info) = handshake::connect(options)?;
+        Ok(Self {
+            fd,
+            info,
+            output: VecDeque::new(),
+            input: BytesMut::new(),
+            headers: BytesMut::new(),
+            in_flight: Vec::new(),
+            free: Vec::new(),
+            submitted: 0,
+            stopping: false,
+            hold_on_shutdown: false,
+        })
+    }
+
+    /// Whether a request that the server refused because it stops counts as not answered: it has
+    /// not been done, and the next server will do it.
+    pub fn hold_on_shutdown(mut self, hold: bool) -> Self {
+        self.hold_on_shutdown = hold;
+        self
+    }
+
+    /// Nothing more is sent: asked by [`Pipe::stop_sending`], or because the server stops.
+    pub fn stopping(&self) -> bool {
+        self.stopping
+    }
+
+    pub fn info(&self) -> ExportInfo {
+        self.info
+    }
+
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Requests without an answer.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.len() - self.free.len()
+    }
+
+    /// Bytes wait for the socket to take them.
+    pub fn wants_write(&self) -> bool {
+        !self.output.is_empty() && !self.stopping
+    }
+
+    /// Queues a request; [`Pipe::send`] sends what is queued.
+    pub fn submit(&mut self, token: u64, operation: Operation) {
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.in_flight.push(None);
+            self.in_flight.len() - 1
+        });
+        let header = header_of(&operation, slot as u64);
+        if self.headers.capacity() < header.len() {
+            self.headers = BytesMut::with_capacity(4096);
+        }
+        self.headers.put_slice(&header);
+        self.output.push_back(self.headers.split().freeze());
+        if let Operation::Write { data, .. } = &operation {
+            self.output.push_back(data.clone());
+        }
+        self.submitted += 1;
+        self.in_flight[slot] = Some(InFlight {
+            token,
+            number: self.submitted,
+            operation,
+            parts: Vec::new(),
+            status: Vec::new(),
+            failed: None,
+        });
+    }
+
+    /// Sends what the socket takes now.
+    pub fn send(&mut self) -> io::Result<()> {
+        while self.wants_write() {
+            let slices: Vec<IoSlice<'_>> =
+                self.output.iter().take(SLICES_MAX).map(|bytes| IoSlice::new(bytes)).collect();
+            let mut written = match rustix::io::writev(&self.fd, &slices) {
+                Ok(written) => written,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            while let Some(first) = self.output.front_mut() {
+                if first.len() > written {
+                    first.advance(written);
+                    break;
+                }
+                written -= first.len();
+                self.output.pop_front();
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what the socket holds now. An error means that the connection has ended.
+    pub fn receive(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
+        loop {
+            if self.input.capacity() - self.input.len() < RECEIVE_BYTES / 4 {
+                self.input.reserve(RECEIVE_BYTES);
+            }
+            let spare = self.input.spare_capacity_mut();
+            let room = spare.len();
+            let read = match rustix::io::read(&self.fd, spare) {
+                Ok((bytes, _)) => bytes.len(),
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            if read == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            // SAFETY: the system call has initialised exactly `read` bytes of the spare capacity.
+            unsafe { self.input.advance_mut(read) };
+            self.parse(done)?;
+            if read < room {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Ends the sending half: the server closes the connection when it has read what was sent.
+    pub fn stop_sending(&mut self) {
+        if !self.stopping {
+            self.stopping = true;
+            // Failing means that the connection is gone already, which the next read tells.
+            let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+        }
+    }
+
+    /// Says goodbye as the protocol asks; for a pipe with nothing in flight.
+    pub fn disconnect(&mut self) {
+        let header = RequestHeader {
+            flags: 0,
+            command: command::DISCONNECT,
+            cookie: 0,
+            offset: 0,
+            length: 0,
+        };
+        self.output.push_back(Bytes::copy_from_slice(&header.encode()));
+        // A server that is gone needs no goodbye.
+        let _ = self.send();
+        self.stop_sending();
+    }
+
+    /// What was submitted and not answered, oldest first.
+    pub fn into_unanswered(self) -> Vec<(u64, Operation)> {
+        let mut left: Vec<InFlight> = self.in_flight.into_iter().flatten().collect();
+        left.sort_by_key(|request| request.number);
+        left.into_iter().map(|request| (request.token, request.operation)).collect()
+    }
+
+    fn parse(&mut self, done: &mut Vec<Done>) -> io::Result<()> {
+        loop {
+            if self.input.len() < SIMPLE_REPLY_BYTES {
+                return Ok(());
+            }
+            let whole = match be32(&self.input, 0) {
+                SIMPLE_REPLY_MAGIC => self.simple(done)?,
+                STRUCTURED_REPLY_MAGIC => self.structured(done)?,
+                magic => return Err(broken(format!("a reply with magic {magic:#x}"))),
+            };
+            if !whole {
+                return Ok(());
+            }
+        }
+    }
+
+    fn simple(&mut self, done: &mut Vec<Done>) -> io::Result<bool> {
+        let (number, cookie) = (be32(&self.input, 4), be64(&self.input, 8));
+        let request = self.request(cookie)?;
+        let mut length = 0;
+        if number == 0 {
+            match &request.operation {
+                Operation::Read { length: wanted, .. } => length = *wanted as usize,
+                Operation::Status { .. } => {
+                    return Err(broken("a simple answer to block status"));
+                }
+                _ => {}
+            }
+        }
+        if !self.holds(SIMPLE_REPLY_BYTES + length) {
+            return Ok(false);
+        }
+        self.input.advance(SIMPLE_REPLY_BYTES);
+        let data = self.input.split_to(length).freeze();
+        let result = match number {
+            0 if length > 0 => Ok(Payload::Data(vec![data])),
+            0 => Ok(Payload::None),
+            _ => Err(RequestError::Refused(number)),
+        };
+        self.finish(cookie, result, done);
+        Ok(true)
+    }
+
+    fn structured(&mut self, done: &mut Vec<Done>) -> io::Result<bool> {
+        if self.input.len() < CHUNK_HEADER_BYTES {
+            return Ok(false);
+        }
+        let (flags, kind) = (be16(&self.input, 4), be16(&self.input, 6));
+        let (cookie, length) = (be64(&self.input, 8), be32(&self.input, 16) as usize);
+        let base_allocation = self.info.base_allocation;
+        let request = self.request(cookie)?;
+        // Bounded by what was asked, plus the few bytes of a chunk's own fields or error text.
+        let longest = match &request.operation {
+            Operation::Read { length, .. } => *length as usize + 8,
+            Operation::Status { .. } => 1 << 20,
+            _ => 0,
+        };
+        if length > longest.max(8 << 10) {
+            return Err(broken(format!("a chunk of {length} bytes")));
+        }
+        if !self.holds(CHUNK_HEADER_BYTES + length) {
+            return Ok(false);
+        }
+        self.input.advance(CHUNK_HEADER_BYTES);
+        let mut body = self.input.split_to(length).freeze();
+        let request = self.request(cookie)?;
+        match kind {
+            chunk::NONE if length == 0 => {}
+            chunk::OFFSET_DATA if length > 8 => {
+                let offset = body.get_u64();
+                request.parts.push((offset, body));
+            }
+            chunk::OFFSET_HOLE if length == 12 => {
+                let (offset, hole) = (body.get_u64(), body.get_u32());
+                let Operation::Read { length: wanted, .. } = &request.operation else {
+                    return Err(broken("a hole that nobody asked for"));
+                };
+                if hole > *wanted {
+                    return Err(broken("a hole longer than the read"));
+                }
+                request.parts.push((offset, Bytes::from(vec![0; hole as usize])));
+            }
+            chunk::BLOCK_STATUS if length >= 12 && length % 8 == 4 => {
+                if Some(body.get_u32()) == base_allocation {
+                    while body.has_remaining() {
+                        let (length, state) = (u64::from(body.get_u32()), body.get_u32());
+                        let hole = state & STATE_HOLE != 0;
+                        request.status.push(StatusExtent { length, hole });
+                    }
+                }
+            }
+            chunk::ERROR | chunk::ERROR_OFFSET if length >= 6 => {
+                request.failed = Some(body.get_u32());
+            }
+            _ if kind & 0x8000 != 0 => request.failed = Some(error::IO),
+            _ => return Err(broken(format!("a chunk of kind {kind} with {length} bytes"))),
+        }
+        if flags & chunk::FLAG_DONE != 0 {
+            let result = request.assemble()?;
+            self.finish(cookie, result, done);
+        }
+        Ok(true)
+    }
+
+    fn request(&mut self, cookie: u64) -> io::Result<&mut InFlight> {
+        usize::try_from(cookie)
+            .ok()
+            .and_then(|slot| self.in_flight.get_mut(slot))
+            .and_then(Option::as_mut)
+            .ok_or_else(|| broken("an answer to a request that was not sent"))
+    }
+
+    fn holds(&mut self, bytes: usize) -> bool {
+        if self.input.len() >= bytes {
+            return true;
+        }
+        self.input.reserve(bytes - self.input.len());
+        false
+    }
+
+    fn finish(&mut self, cookie: u64, result: Result<Payload, RequestError>, done: &mut Vec<Done>) {
+        let slot = cookie as usize;
+        if self.hold_on_shutdown && result == Err(RequestError::Refused(error::SHUTDOWN)) {
+            return self.stop_sending();
+        }
+        if let Some(request) = self.in_flight[slot].take() {
+            self.free.push(slot);
+            done.push(Done { token: request.token, result });
+        }
+    }
+}
+
+impl InFlight {
+    /// The answer from the parts that came.
+    fn assemble(&mut self) -> io::Result<Result<Payload, RequestError>> {
+        if let Some(number) = self.failed {
+            return Ok(Err(RequestError::Refused(number)));
+        }
+        match &self.operation {
+            Operation::Read { offset, length } => {
+                self.parts.sort_by_key(|(offset, _)| *offset);
+                let mut at = *offset;
+                for (offset, bytes) in &self.parts {
+                    if *offset != at {
+                        return Err(broken("parts of a read that leave a gap or overlap"));
+                    }
+                    at += bytes.len() as u64;
+                }
+                if at != *offset + u64::from(*length) {
+                    return Err(broken("a read with another length than asked"));
+                }
+                let parts = std::mem::take(&mut self.parts);
+                Ok(Ok(Payload::Data(parts.into_iter().map(|(_, bytes)| bytes).collect())))
+            }
+            Operation::Status { .. } => Ok(Ok(Payload::Status(std::mem::take(&mut self.status)))),
+            _ => Ok(Ok(Payload::None)),
+        }
+    }
+}
+
+fn broken(text: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("the server sent {}", text.into()))
+}
+
+fn header_of(operation: &Operation, cookie: u64) -> [u8; 28] {
+    let fua = |on: bool| if on { command::FLAG_FUA } else { 0 };
+    let (command, flags, offset, length) = match operation {
+        Operation::Read { offset, length } => (command::READ, 0, *offset, *length),
+        Operation::Write { offset, data, fua: on } => {
+            (command::WRITE, fua(*on), *offset, data.len() as u32)
+        }
+        Operation::Flush => (command::FLUSH, 0, 0, 0),
+        Operation::Trim { offset, length, fua: on } => {
+            (command::TRIM, fua(*on), *offset, *length as u32)
+        }
+        Operation::WriteZeroes { offset, length, fua: on, no_hole } => {
+            let keep = if *no_hole { command::FLAG_NO_HOLE } else { 0 };
+            (command::WRITE_ZEROES, fua(*on) | keep, *offset, *length as u32)
+        }
+        Operation::Status { offset, length } => (command::BLOCK_STATUS, 0, *offset, *length as u32),
+    };
+    RequestHeader { flags, command, cookie, offset, length }.encode()
+}

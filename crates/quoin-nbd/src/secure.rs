@@ -1,0 +1,92 @@
+//! TLS below a session: socket bytes to clear bytes and back, without I/O.
+
+use std::io::{ErrorKind, Read, Write};
+
+use bytes::{Buf, Bytes, BytesMut};
+use quoin_types::block::Closed;
+use rustls::ServerConnection;
+use rustls::pki_types::CertificateDer;
+
+use super::session::TlsPolicy;
+
+/// One TLS connection and the clear bytes that its session has not taken yet.
+pub(super) struct Secure {
+    connection: ServerConnection,
+    pub(super) clear: BytesMut,
+    identified: bool,
+}
+
+impl Secure {
+    pub(super) fn new(policy: &TlsPolicy) -> Result<Self, Closed> {
+        let TlsPolicy::Required(config) = policy else {
+            return Err(Closed("TLS began on a socket that has none".into()));
+        };
+        let mut connection = ServerConnection::new(config.clone())
+            .map_err(|error| Closed(format!("TLS cannot start: {error}")))?;
+        // What is written is drained at once, so the buffer is bounded by one batch of replies.
+        connection.set_buffer_limit(None);
+        Ok(Self { connection, clear: BytesMut::new(), identified: false })
+    }
+
+    /// Decrypts a piece of `input` (not empty) into `clear`.
+    pub(super) fn open(&mut self, input: &mut BytesMut) -> Result<(), Closed> {
+        let failed = |what: &dyn std::fmt::Display| Closed(format!("TLS failed: {what}"));
+        let mut rest = &input[..];
+        let taken = self.connection.read_tls(&mut rest).map_err(|error| failed(&error))?;
+        input.advance(taken);
+        let state = self.connection.process_new_packets().map_err(|error| failed(&error))?;
+        let mut left = state.plaintext_bytes_to_read();
+        while left > 0 {
+            let start = self.clear.len();
+            self.clear.resize(start + left, 0);
+            let read = match self.connection.reader().read(&mut self.clear[start..]) {
+                Ok(read) => read,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => 0,
+                Err(error) => return Err(failed(&error)),
+            };
+            self.clear.truncate(start + read);
+            left = if read == 0 { 0 } else { left - read };
+        }
+        if state.peer_has_closed() {
+            return Err(Closed("client closed TLS".into()));
+        }
+        Ok(())
+    }
+
+    /// The client's certificates, once: when the handshake has just proven them.
+    pub(super) fn newly_proven(&mut self) -> Option<&[CertificateDer<'static>]> {
+        if self.identified || self.connection.is_handshaking() {
+            return None;
+        }
+        self.identified = true;
+        Some(self.connection.peer_certificates().unwrap_or_default())
+    }
+
+    /// Encrypts `clear`, and adds what TLS itself has to say.
+    pub(super) fn seal(
+        &mut self,
+        clear: Vec<Bytes>,
+        output: &mut Vec<Bytes>,
+    ) -> Result<(), Closed> {
+        let failed = |error: std::io::Error| Closed(format!("TLS failed: {error}"));
+        let mut writer = self.connection.writer();
+        for bytes in &clear {
+            writer.write_all(bytes).map_err(failed)?;
+        }
+        let mut sealed = Vec::new();
+        while self.connection.wants_write() {
+            self.connection.write_tls(&mut sealed).map_err(failed)?;
+        }
+        if !sealed.is_empty() {
+            output.push(Bytes::from(sealed));
+        }
+        Ok(())
+    }
+
+    /// Says goodbye.
+    pub(super) fn end(&mut self, output: &mut Vec<Bytes>) {
+        self.connection.send_close_notify();
+        // The connection is over either way.
+        let _ = self.seal(Vec::new(), output);
+    }
+}

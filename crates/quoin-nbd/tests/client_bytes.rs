@@ -1,0 +1,290 @@
+//! The client against a server whose answers are made by hand, byte by byte.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use quoin_nbd::client::{Address, Client, ClientOptions, Done, ExportInfo, Link, RequestError};
+use quoin_nbd::protocol::{
+    CHUNK_HEADER_BYTES, FLAG_FIXED_NEWSTYLE, MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC,
+    REQUEST_HEADER_BYTES, RequestHeader, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, chunk, error,
+    export, info, option, reply,
+};
+use quoin_types::block::{Operation, Payload};
+
+const SIZE: u64 = 1 << 20;
+/// Far more than any of it takes.
+const SOON: Duration = Duration::from_secs(20);
+
+/// A connection that the negotiation is over for.
+struct Served(UnixStream);
+
+impl Served {
+    fn accept(listener: &UnixListener, structured: bool) -> Self {
+        let mut served = Self(listener.accept().unwrap().0);
+        served.say(&MAGIC.to_be_bytes());
+        served.say(&OPTION_MAGIC.to_be_bytes());
+        served.say(&FLAG_FIXED_NEWSTYLE.to_be_bytes());
+        served.hear(4);
+        loop {
+            let asked = served.hear(16);
+            let number = |at: usize| u32::from_be_bytes(asked[at..at + 4].try_into().unwrap());
+            let code = number(8);
+            served.hear(number(12) as usize);
+            match code {
+                option::STRUCTURED_REPLY if structured => served.option(code, reply::ACK, &[]),
+                option::GO => {
+                    let mut body = info::EXPORT.to_be_bytes().to_vec();
+                    body.extend(SIZE.to_be_bytes());
+                    body.extend(export::HAS_FLAGS.to_be_bytes());
+                    served.option(code, reply::INFO, &body);
+                    served.option(code, reply::ACK, &[]);
+                    return served;
+                }
+                _ => served.option(code, reply::ERR_UNSUP, &[]),
+            }
+        }
+    }
+
+    /// A client that has heard enough is gone.
+    fn say(&mut self, bytes: &[u8]) {
+        let _ = self.0.write_all(bytes);
+    }
+
+    fn hear(&mut self, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        self.0.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn option(&mut self, code: u32, kind: u32, body: &[u8]) {
+        let mut bytes = OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(code.to_be_bytes());
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend((body.len() as u32).to_be_bytes());
+        bytes.extend(body);
+        self.say(&bytes);
+    }
+
+    fn request(&mut self) -> RequestHeader {
+        let bytes = self.hear(REQUEST_HEADER_BYTES);
+        RequestHeader::decode(bytes.as_slice().try_into().unwrap()).unwrap()
+    }
+
+    fn simple(&mut self, cookie: u64, number: u32, data: &[u8]) {
+        let mut bytes = SIMPLE_REPLY_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(number.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend(data);
+        self.say(&bytes);
+    }
+
+    fn chunk(&mut self, cookie: u64, flags: u16, kind: u16, body: &[u8]) {
+        let mut bytes = STRUCTURED_REPLY_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(flags.to_be_bytes());
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend((body.len() as u32).to_be_bytes());
+        assert_eq!(bytes.len(), CHUNK_HEADER_BYTES);
+        bytes.extend(body);
+        self.say(&bytes);
+    }
+}
+
+fn options(path: &Path, reconnect: bool) -> ClientOptions {
+    ClientOptions { reconnect, ..ClientOptions::new(Address::Unix(path.to_owned())) }
+}
+
+/// What a read of 8192 bytes at 4096 comes to, where `answer` is what the server says to it.
+fn read(
+    structured: bool,
+    answer: impl FnOnce(&mut Served, u64) + Send + 'static,
+) -> Result<Vec<u8>, RequestError> {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let server = std::thread::spawn(move || {
+        let mut served = Served::accept(&listener, structured);
+        let header = served.request();
+        assert_eq!((header.offset, header.length), (4096, 8192));
+        answer(&mut served, header.cookie);
+        // Until the client has what it wants.
+        let _ = served.0.read(&mut [0; 64]);
+    });
+    let client = Client::connect(options(&path, false)).unwrap();
+    let result = client.call(Operation::Read { offset: 4096, length: 8192 });
+    client.stop();
+    server.join().unwrap();
+    result.map(|payload| match payload {
+        Payload::Data(pieces) => pieces.concat(),
+        other => panic!("a read gave {other:?}"),
+    })
+}
+
+fn at(offset: u64, data: &[u8]) -> Vec<u8> {
+    [&offset.to_be_bytes(), data].concat()
+}
+
+fn hole(offset: u64, length: u32) -> Vec<u8> {
+    at(offset, &length.to_be_bytes())
+}
+
+#[test]
+fn a_server_without_structured_replies_is_understood() {
+    let data = read(false, |served, cookie| served.simple(cookie, 0, &[7; 8192]));
+    assert_eq!(data, Ok(vec![7; 8192]));
+    let refused = read(false, |served, cookie| served.simple(cookie, error::IO, &[]));
+    assert_eq!(refused, Err(RequestError::Refused(error::IO)));
+}
+
+#[test]
+fn the_parts_of_a_read_come_in_any_order_and_may_be_holes() {
+    let data = read(true, |served, cookie| {
+        served.chunk(cookie, 0, chunk::OFFSET_HOLE, &hole(8192, 4096));
+        served.chunk(cookie, 0, chunk::OFFSET_DATA, &at(4096, &[7; 4096]));
+        served.chunk(cookie, chunk::FLAG_DONE, chunk::NONE, &[]);
+    });
+    assert_eq!(data, Ok([[7; 4096], [0; 4096]].concat()));
+    let all = read(true, |served, cookie| {
+        served.chunk(cookie, chunk::FLAG_DONE, chunk::OFFSET_HOLE, &hole(4096, 8192));
+    });
+    assert_eq!(all, Ok(vec![0; 8192]));
+}
+
+#[test]
+fn a_read_whose_parts_do_not_make_it_up_ends_the_connection() {
+    let (data, empty) = (chunk::OFFSET_DATA, chunk::OFFSET_HOLE);
+    let wrong = [
+        vec![],
+        vec![(data, 4096_u64, 4096_u32)],
+        vec![(data, 4096, 4096), (data, 4096, 4096)],
+        vec![(data, 0, 8192)],
+        vec![(empty, 4096, 8193)],
+        vec![(empty, 4096, 4096), (data, 12288, 4096)],
+    ];
+    for parts in wrong {
+        let told = parts.clone();
+        let result = read(true, move |served, cookie| {
+            for (kind, offset, length) in &told {
+                let body = match *kind == data {
+                    true => at(*offset, &vec![1; *length as usize]),
+                    false => hole(*offset, *length),
+                };
+                served.chunk(cookie, 0, *kind, &body);
+            }
+            served.chunk(cookie, chunk::FLAG_DONE, chunk::NONE, &[]);
+        });
+        assert_eq!(result, Err(RequestError::Disconnected), "{parts:?}");
+    }
+}
+
+#[test]
+fn a_chunk_of_the_wrong_length_ends_the_connection_and_an_error_fails_its_request() {
+    for (kind, length) in [
+        (chunk::NONE, 1),
+        (chunk::OFFSET_DATA, 8),
+        (chunk::OFFSET_HOLE, 11),
+        (chunk::OFFSET_HOLE, 13),
+        (chunk::BLOCK_STATUS, 4),
+        (chunk::BLOCK_STATUS, 13),
+        (77, 0),
+        (chunk::OFFSET_DATA, 8192 + 9),
+    ] {
+        let result = read(true, move |served, cookie| {
+            served.chunk(cookie, chunk::FLAG_DONE, kind, &vec![0; length]);
+        });
+        assert_eq!(result, Err(RequestError::Disconnected), "kind {kind}, {length} bytes");
+    }
+    for (kind, body, number) in [
+        (chunk::ERROR, vec![0, 0, 0, 22, 0, 0], 22),
+        (chunk::ERROR_OFFSET, vec![0, 0, 0, 28, 0, 0, 9, 9], 28),
+        (chunk::ERROR, vec![0, 0, 0, 22], error::IO),
+        (0x8077, vec![], error::IO),
+    ] {
+        let result = read(true, move |served, cookie| {
+            served.chunk(cookie, chunk::FLAG_DONE, kind, &body);
+        });
+        assert_eq!(result, Err(RequestError::Refused(number)), "kind {kind:#x}");
+    }
+}
+
+fn until(link: &mut Link, done: &mut Vec<Done>, is_so: impl Fn(&Link) -> bool) {
+    let start = Instant::now();
+    while !is_so(link) {
+        assert!(start.elapsed() < SOON, "{:?}", link.deadline());
+        link.drive(Instant::now(), done);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Gives the connection back, which stays open.
+fn refuses_because_it_stops(listener: UnixListener) -> JoinHandle<Served> {
+    std::thread::spawn(move || {
+        let mut served = Served::accept(&listener, false);
+        let cookie = served.request().cookie;
+        served.simple(cookie, error::SHUTDOWN, &[]);
+        served
+    })
+}
+
+#[test]
+fn a_server_that_stops_and_keeps_its_connection_is_left_with_the_request_held() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd.sock");
+    let server = refuses_because_it_stops(UnixListener::bind(&path).unwrap());
+    let mut link = Link::connect(options(&path, true)).unwrap();
+    let mut done = Vec::new();
+    let write = Operation::Write { offset: 0, data: Bytes::from(vec![1; 4096]), fua: false };
+    link.submit(7, write);
+    until(&mut link, &mut done, |link| !link.connected());
+    let mut kept = server.join().unwrap();
+    kept.hear(4096);
+    assert_eq!(kept.0.read(&mut [0]).unwrap(), 0, "nothing more is sent to it");
+
+    let leaves = link.deadline().unwrap();
+    assert!(leaves > Instant::now() + Duration::from_secs(5), "it has time to close");
+    link.drive(leaves - Duration::from_millis(1), &mut done);
+    assert!(link.fd().is_some() && link.in_flight() == 1);
+    link.drive(leaves, &mut done);
+    assert!(link.fd().is_none() && link.in_flight() == 1 && done.is_empty());
+    assert_eq!(link.stop(), [Done { token: 7, result: Err(RequestError::Stopped) }]);
+}
+
+#[test]
+fn a_server_that_is_told_of_no_reconnection_fails_what_it_refused_as_it_stops() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd.sock");
+    let server = refuses_because_it_stops(UnixListener::bind(&path).unwrap());
+    let mut link = Link::connect(options(&path, false)).unwrap();
+    let mut done = Vec::new();
+    link.submit(7, Operation::Flush);
+    let start = Instant::now();
+    while done.is_empty() {
+        assert!(start.elapsed() < SOON);
+        link.drive(Instant::now(), &mut done);
+    }
+    assert_eq!(done, [Done { token: 7, result: Err(RequestError::Refused(error::SHUTDOWN)) }]);
+    assert!(link.connected(), "its other requests may yet be answered");
+    server.join().unwrap();
+}
+
+/// A target of a former version says nothing of it, and one of today may follow.
+#[test]
+fn which_use_of_a_volume_it_was_is_known_beyond_a_server_that_does_not_say() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let server = std::thread::spawn(move || {
+        drop(Served::accept(&listener, false));
+        Served::accept(&listener, false)
+    });
+    let known =
+        ExportInfo { since_epoch: 5, ..Link::connect(options(&path, true)).unwrap().info() };
+    let mut link = Link::resume(options(&path, true), known);
+    until(&mut link, &mut Vec::new(), |link| link.connected());
+    assert_eq!((link.info().since_epoch, link.reconnects()), (5, 1));
+    server.join().unwrap();
+}

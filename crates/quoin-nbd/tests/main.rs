@@ -1,0 +1,7 @@
+//! The NBD session and client, byte by byte and over sockets. One program, so that it is linked once.
+
+mod client;
+mod client_bytes;
+mod protocol;
+mod tls;
+mod tools;

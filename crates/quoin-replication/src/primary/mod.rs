@@ -1,0 +1,474 @@
+//! The one writer of a volume: orders writes, sends them to replicas, answers reads.
+//!
+//! [`Primary`] holds nothing durable. It acquires an epoch, opens the known replicas, recovers one
+//! history that holds all that was ever acknowledged, and only then serves. The driver calls
+//! [`Primary::on`] for each event and [`Primary::flush`] after each batch of events; all sending of
+//! entries, pings and syncs happens in `flush`, so that a batch of requests becomes one message a
+//! replica.
+//!
+//! | module | idea |
+//! |---|---|
+//! | `events` | what it is told, what it asks for, what it notes |
+//! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); what the answers allow |
+//! | `opening` | what outlives an open that failed, or an epoch that ended |
+//! | `history` | the tail of entries, the epoch table, common prefixes |
+//! | `past`, `refusals` | writers that came after this one; replicas that say they promised more |
+//! | `commit`, `quorum` | commit, stable, syncs, loss of the quorum; counting, lease, active View |
+//! | `members`, `admission` | the replicas: who counts, who may connect and as what |
+//! | `peer` | what is known of one of them |
+//! | `requests` | what a client's request waits for |
+//! | `write`, `read` | requests of the client |
+//! | `serve`, `timers` | what goes out in `flush`; drop and return; the next timer |
+//! | `retention` | which entries are kept in memory, for whom |
+//! | `room` | pools that run full |
+//! | `verify` | all members compared while in use |
+//! | `rebuild`, `lanes` | increments, and how they are copied from several sources |
+//! | `bulk` | the connections that they are copied by |
+//! | `pace` | how fast they copy beside clients |
+//! | `rounds` | whether they gain on the writers, and what is done where they do not |
+//! | `slow` | replicas that take writes later than the others |
+//! | `snapshots` | those that users make |
+//! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
+//! | `wait_reason` | what the open or the IO waits for |
+//! | `status`, `steps` | how it stands, for reports; what is under way, by name |
+
+pub mod admission;
+mod bulk;
+mod change;
+mod commit;
+mod events;
+mod gather;
+mod history;
+mod lanes;
+mod members;
+mod open;
+mod opening;
+mod pace;
+mod past;
+mod peer;
+mod plan;
+mod quorum;
+mod read;
+mod rebuild;
+mod refusals;
+mod repair;
+mod requests;
+mod retention;
+mod room;
+mod rounds;
+mod serve;
+mod slab;
+mod slow;
+mod snapshots;
+mod status;
+mod steps;
+mod timers;
+mod verdict;
+mod verify;
+mod wait_reason;
+mod write;
+
+pub use events::{Knows, PrimaryAction, PrimaryEvent, PrimaryNote};
+use history::History;
+use peer::{Link, Peer};
+use quoin_types::VOLUME_BLOCKS_MAX;
+use quoin_types::block::{BlockError, Payload, Reply, Token};
+use quoin_types::ids::{Epoch, Incarnation, SessionKey, VolumeId};
+use quoin_types::membership::{Durability, Member};
+use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
+use quoin_types::time::Time;
+use quorum::Views;
+pub use snapshots::{SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
+pub use status::{PrimaryStatus, ReplicaStanding, ReplicaStatus};
+pub use verify::{Copy, FINDINGS_MAX, Finding, Found, VerifiedMember, VerifyOrder, VerifyReport};
+use wait_reason::WaitReason;
+
+/// What a volume asks of its target.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PrimaryConfig {
+    pub volume: VolumeId,
+    /// The size the control plane gave it; a smaller history is grown to it.
+    pub volume_blocks: u64,
+    /// 512 or 4096.
+    pub logical_block_size: u32,
+    pub durability: Durability,
+    pub on_quorum_loss: OnQuorumLoss,
+    pub on_full: OnFull,
+    pub reads: ReadMode,
+    pub read_only: bool,
+    /// 500 to 30,000.
+    pub lease_ms: u32,
+    /// How long an open waits for the rest of K once it could go on.
+    pub open_grace_ms: u32,
+    /// A member of the in-sync set that lags longer than this is dropped while CF remain.
+    pub drop_after_ms: u32,
+    /// Bytes of entries kept in memory for members that lag.
+    pub window_bytes: usize,
+    /// Bytes above stable that start a sync by themselves.
+    pub sync_bytes: usize,
+    /// Time above stable that starts a sync by itself.
+    pub sync_after_ms: u32,
+    /// Prefer this replica for reads (it is on the same host).
+    pub local: Option<Member>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum OnQuorumLoss {
+    #[default]
+    Wait,
+    Fail,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum OnFull {
+    #[default]
+    Wait,
+    NoSpace,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum ReadMode {
+    #[default]
+    Leased,
+    Confirmed,
+}
+
+/// Where a target is on its way from an epoch to IO.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// Not started, or waiting to ask for an epoch again.
+    Resting {
+        until: Time,
+    },
+    Acquiring,
+    /// Waits for answers: since OQ was reached, since only unflushed data's loss lets it go on.
+    Opening {
+        quorum_at: Option<Time>,
+        unflushed_since: Option<Time>,
+    },
+    /// Reads the authority's log.
+    Fetching {
+        authority: Member,
+    },
+    /// The first View is on its way.
+    Recovering,
+    Serving,
+    /// Shutting down: nothing new is taken.
+    Draining {
+        closing: bool,
+        until: Time,
+    },
+    Stopped,
+}
+
+pub struct Primary {
+    config: PrimaryConfig,
+    phase: Phase,
+    random: u64,
+    epoch: Epoch,
+    incarnation: Incarnation,
+    members: members::Members,
+    opening: opening::Opening,
+    history: History,
+    commit: commit::Commit,
+    requests: requests::Requests,
+    reads: read::Reads,
+    change: change::Change,
+    verification: verify::Verification,
+    rebuilds: rebuild::Rebuilds,
+    drain_requested: bool,
+    /// What is waited for, as the last note said it.
+    waits_for: Option<WaitReason>,
+    timer: Option<Time>,
+}
+
+impl Primary {
+    /// `seed` feeds incarnations; it must not repeat for a volume.
+    pub fn new(now: Time, config: PrimaryConfig, seed: u64) -> Self {
+        Self {
+            phase: Phase::Resting { until: now },
+            random: seed,
+            epoch: Epoch::ZERO,
+            incarnation: Incarnation(0),
+            members: members::Members::new(),
+            opening: opening::Opening::new(now),
+            history: History::empty(config.volume_blocks),
+            commit: commit::Commit::default(),
+            requests: requests::Requests::default(),
+            reads: read::Reads::default(),
+            change: change::Change::default(),
+            verification: verify::Verification::new(),
+            rebuilds: rebuild::Rebuilds::new(),
+            drain_requested: false,
+            waits_for: None,
+            timer: None,
+            config,
+        }
+    }
+
+    pub fn on(&mut self, now: Time, event: PrimaryEvent, actions: &mut Vec<PrimaryAction>) {
+        if self.phase == Phase::Stopped {
+            return;
+        }
+        match event {
+            PrimaryEvent::Granted { incarnation, epoch, membership } => {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                    self.granted(now, epoch, membership, actions);
+                }
+            }
+            PrimaryEvent::NotOwner { incarnation } => {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                    actions.push(PrimaryAction::Note(PrimaryNote::Fenced {
+                        by: self.opening.refusals.newest().max(self.epoch),
+                    }));
+                    self.stop(actions);
+                }
+            }
+            PrimaryEvent::GrantFailed { incarnation } => {
+                if self.phase == Phase::Acquiring && incarnation == self.incarnation {
+                    self.wait_for(WaitReason::Grant, actions);
+                    self.rest(now);
+                }
+            }
+            PrimaryEvent::Connected { session, knows } => {
+                self.connected(now, session, knows, actions);
+            }
+            PrimaryEvent::BulkConnected { bulk } => self.bulk_connected(bulk, actions),
+            PrimaryEvent::BulkDisconnected { bulk } => self.bulk_disconnected(now, bulk, actions),
+            PrimaryEvent::BulkMessage { bulk, message } => {
+                self.on_bulk_message(now, bulk, message, actions);
+            }
+            PrimaryEvent::Disconnected { session } => {
+                if let Some(index) = self.peer_of(session) {
+                    self.peer_lost(now, index, actions);
+                }
+            }
+            PrimaryEvent::FormerTerm { session } => {
+                if let Some(index) = self.peer_of(session) {
+                    self.on_former_term(now, index, actions);
+                }
+            }
+            PrimaryEvent::Message { session, message } => {
+                if let Some(index) = self.peer_of(session) {
+                    self.on_message(now, index, message, actions);
+                }
+            }
+            PrimaryEvent::Submit(request) => self.submit(now, request, actions),
+            PrimaryEvent::Abandon(tokens) => self.abandon(now, &tokens, actions),
+            PrimaryEvent::Resize { blocks } => {
+                let blocks = blocks.min(VOLUME_BLOCKS_MAX);
+                self.config.volume_blocks = self.config.volume_blocks.max(blocks);
+                if self.phase == Phase::Serving {
+                    self.grow();
+                }
+            }
+            PrimaryEvent::Snapshot { id, wish } => self.wish_snapshot(id, wish),
+            PrimaryEvent::Desired(desired) => self.members.desired = desired,
+            PrimaryEvent::Verify(order) => self.order_verify(now, order),
+            PrimaryEvent::Retain { bytes_max } => self.rebuilds.retain_bytes_max = bytes_max,
+            PrimaryEvent::Swapped { version, membership } => {
+                self.swapped(now, version, membership, actions);
+            }
+            PrimaryEvent::Timer => self.timer = None,
+            PrimaryEvent::Shutdown => self.drain_requested = true,
+        }
+    }
+
+    fn key(&self, nonce: u64) -> SessionKey {
+        SessionKey { epoch: self.epoch, incarnation: self.incarnation, nonce }
+    }
+
+    fn peer_of(&self, session: SessionKey) -> Option<usize> {
+        if session.epoch != self.epoch || session.incarnation != self.incarnation {
+            return None;
+        }
+        self.members.peers.iter().position(|p| p.nonce == session.nonce && p.link != Link::Down)
+    }
+
+    /// splitmix64.
+    fn random(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn send(&self, index: usize, message: ToReplica, actions: &mut Vec<PrimaryAction>) {
+        let session = self.key(self.members[index].nonce);
+        actions.push(PrimaryAction::Send { session, message });
+    }
+
+    fn reply(
+        &self,
+        token: Token,
+        result: Result<Payload, BlockError>,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        actions.push(PrimaryAction::Reply(Reply { token, result }));
+    }
+
+    /// Notes what is waited for, once per change.
+    fn wait_for(&mut self, reason: WaitReason, actions: &mut Vec<PrimaryAction>) {
+        if self.waits_for != Some(reason) {
+            self.waits_for = Some(reason);
+            actions.push(PrimaryAction::Note(PrimaryNote::Waiting(reason.to_string())));
+        }
+    }
+
+    /// Notes that nothing is waited for any more.
+    fn wait_no_longer(&mut self, actions: &mut Vec<PrimaryAction>) {
+        if self.waits_for.take().is_some() {
+            actions.push(PrimaryAction::Note(PrimaryNote::Waiting(String::new())));
+        }
+    }
+
+    fn on_message(
+        &mut self,
+        now: Time,
+        index: usize,
+        message: FromReplica,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        match message {
+            FromReplica::OpenAck(ack) => self.on_open_ack(now, index, ack, actions),
+            FromReplica::Refuse { promised, failure } => {
+                self.on_refused(now, index, promised, failure, actions);
+            }
+            FromReplica::Truncated { position, chain } => {
+                self.on_truncated(now, index, position, chain, actions);
+            }
+            FromReplica::Applied { applied, durable, ping } => {
+                self.saw_ping(now, index, ping);
+                self.compare_writes(now, index, applied, ping, actions);
+                self.on_applied(now, index, applied, durable, actions);
+            }
+            FromReplica::Data { id, at, slots, ping } => {
+                self.saw_ping(now, index, ping);
+                if !self.on_choice(index, id, at, &slots) {
+                    self.on_data(now, index, id, at, slots, actions);
+                }
+            }
+            FromReplica::Verified { id, at, slots, ping } => {
+                self.saw_ping(now, index, ping);
+                self.on_verified(now, index, id, at, slots, actions);
+            }
+            FromReplica::Fetched { entries, gone, .. } => {
+                self.on_fetched(now, index, entries, gone, actions);
+            }
+            FromReplica::Pulled { id, slots, cursor, end, gone } => {
+                self.on_pulled(now, index, id, slots, cursor, end, gone, actions);
+            }
+            FromReplica::IncrementFed { rebuild, cursor } => {
+                self.on_increment_fed(index, rebuild, cursor);
+            }
+            // It has its place on a bulk connection.
+            FromReplica::IncrementBegun { .. } => {}
+            FromReplica::IncrementDone { rebuild, position } => {
+                self.on_increment_done(now, index, rebuild, position, actions);
+            }
+            FromReplica::Repaired { lba, version: _, done } => {
+                let member = self.members[index].member;
+                actions.push(PrimaryAction::Note(PrimaryNote::BadBlock {
+                    member,
+                    lba,
+                    repaired: done,
+                }));
+            }
+            FromReplica::Mended { lba, blocks, done } => {
+                let member = self.members[index].member;
+                actions.push(PrimaryAction::Note(PrimaryNote::MapMended {
+                    member,
+                    lba,
+                    blocks,
+                    done,
+                }));
+            }
+            FromReplica::NoRoom { applied } => self.on_no_room(now, index, applied, actions),
+            FromReplica::Room { short } => self.on_room(index, short),
+            FromReplica::BadCopy(copy) => self.on_bad_copy(now, index, copy, actions),
+            FromReplica::Closed => self.hang_up(now, index, actions),
+            FromReplica::Failed(failure) => {
+                if failure == Failure::Full {
+                    self.wait_for(WaitReason::RoomInPool, actions);
+                }
+                self.hang_up(now, index, actions);
+            }
+        }
+    }
+
+    /// The clock value of a ping can only be one this target sent, so never in the future.
+    fn saw_ping(&mut self, now: Time, index: usize, ping: Ping) {
+        let sent = Time(ping.0);
+        if ping.0 != 0 && sent <= now {
+            let from_receipt = quoin_types::mutant::is("lease-from-the-receipt");
+            self.members[index].lease.ping_answered(if from_receipt { now } else { sent });
+        }
+    }
+
+    /// Ends the session with a replica; it is tried again later.
+    fn hang_up(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
+        let session = self.key(self.members[index].nonce);
+        actions.push(PrimaryAction::Disconnect { session });
+        self.peer_lost(now, index, actions);
+    }
+
+    /// A replica said what no correct replica can say: it is shut out for a while.
+    fn shut_out(
+        &mut self,
+        now: Time,
+        index: usize,
+        invariant: &'static str,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let member = self.members[index].member;
+        actions.push(PrimaryAction::Note(PrimaryNote::InvariantRefused { member, invariant }));
+        self.members.ban(now, member);
+        self.hang_up(now, index, actions);
+    }
+
+    fn peer_lost(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
+        let was = self.members[index].link;
+        self.end_bulk(index, actions);
+        self.cancel_rebuilds_from(index);
+        self.reissue_reads(index);
+        self.members.slow.forget(self.members[index].member);
+        self.members[index].down(now);
+        match self.phase {
+            // Someone this open may count on is gone: back to step 1 with whoever answers now.
+            Phase::Fetching { .. } if was == Link::Answered => self.reopen(now, actions),
+            Phase::Recovering => {
+                let first = self.commit.views.pending.back();
+                if first.is_none_or(|(_, view)| !Views::may_activate(view, &self.members.peers)) {
+                    self.reopen(now, actions);
+                }
+            }
+            Phase::Serving | Phase::Draining { .. } => {
+                self.progress(now, actions);
+            }
+            _ => {}
+        }
+    }
+
+    fn stop(&mut self, actions: &mut Vec<PrimaryAction>) {
+        for peer in &self.members.peers {
+            if peer.link != Link::Down {
+                actions.push(PrimaryAction::Disconnect { session: self.key(peer.nonce) });
+            }
+        }
+        self.members.peers.clear();
+        self.phase = Phase::Stopped;
+        actions.push(PrimaryAction::Note(PrimaryNote::Stopped));
+        actions.push(PrimaryAction::Timer { at: None });
+        actions.push(PrimaryAction::Stopped);
+    }
+
+    fn is_media(&self) -> bool {
+        self.config.durability == Durability::Media
+    }
+
+    /// Blocks of the volume that a client may address.
+    fn volume_blocks(&self) -> u64 {
+        self.history.blocks
+    }
+}

@@ -1,0 +1,579 @@
+//! From an epoch to IO: the six steps of an open (`docs/replication.md`, "Opening a volume").
+
+use std::time::Duration;
+
+use super::bulk::Bulk;
+use super::quorum::rules_of;
+use super::refusals::Judged;
+use super::requests::Waiting;
+use super::serve::PATIENCE;
+use super::verdict::Verdict;
+use super::{History, Knows, Link, Peer, Phase, Primary, PrimaryAction, PrimaryNote, WaitReason};
+use quoin_types::EPOCH_MAX;
+use quoin_types::entry::{Chain, EntryKind, Rule, SharedEntry, View};
+use quoin_types::ids::{Epoch, Incarnation, Lsn, Position, SessionKey};
+use quoin_types::membership::{Member, Membership};
+use quoin_types::message::{Failure, OpenAck, ToReplica};
+use quoin_types::mutant;
+use quoin_types::time::Time;
+
+/// How long an open that could only go on by giving up unflushed data waits for the rest of K.
+const UNFLUSHED_GRACE: Duration = Duration::from_secs(10);
+const FETCH_BYTES: u32 = 4 << 20;
+
+impl Primary {
+    /// Step 1. Every attempt takes a new incarnation and a new epoch.
+    pub(super) fn acquire(&mut self, actions: &mut Vec<PrimaryAction>) {
+        let (high, low) = (self.random(), self.random());
+        self.incarnation = Incarnation(u128::from(high) << 64 | u128::from(low));
+        if mutant::is("epoch-reused") {
+            self.incarnation = Incarnation(self.config.volume.0);
+        }
+        self.phase = Phase::Acquiring;
+        actions.push(PrimaryAction::AcquireEpoch {
+            incarnation: self.incarnation,
+            at_least: self.opening.refusals.at_least(),
+        });
+    }
+
+    pub(super) fn rest(&mut self, now: Time) {
+        let chance = self.random();
+        self.phase = Phase::Resting { until: now + self.opening.pause(chance) };
+    }
+
+    /// Gives this epoch up and starts again; what was sequenced but not committed is kept aside.
+    pub(super) fn reopen(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        for peer in &self.members.peers {
+            if peer.link != Link::Down {
+                actions.push(PrimaryAction::Disconnect { session: self.key(peer.nonce) });
+            }
+        }
+        if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
+            // All above stable is still in memory: even if every cache was lost at once, nothing
+            // that this target acknowledged is.
+            // Under `durability: media` nothing above stable was acknowledged or read, and a disk
+            // that failed may have dropped it.
+            let owed = if self.is_media() { self.commit.stable } else { self.commit.lsn };
+            self.reads.owed = self.reads.owed.max(owed);
+            self.opening.keep(&self.history, self.commit.stable, owed);
+        }
+        self.members.peers.clear();
+        self.history.drop_entries();
+        self.change.reset();
+        self.requests.snapshots.clear();
+        self.commit.end_epoch();
+        self.reads_wait_for_reopen();
+        self.rest(now);
+    }
+
+    /// Step 2: open all of K.
+    pub(super) fn granted(
+        &mut self,
+        now: Time,
+        epoch: Epoch,
+        membership: Membership,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        if let Err(rule) = membership.check() {
+            self.wait_for(WaitReason::UnsoundMembership(rule), actions);
+            return self.rest(now);
+        }
+        if epoch <= self.epoch {
+            self.wait_for(WaitReason::UsedEpoch, actions);
+            self.opening.refusals.ask_above(self.epoch);
+            return self.rest(now);
+        }
+        let judged = self.opening.refusals.judge(now, self.epoch, epoch);
+        self.epoch = epoch;
+        if self.requests.any(Waiting::Window) {
+            self.opening.past.waits(epoch);
+        }
+        if judged == Judged::AskAgain {
+            self.wait_for(WaitReason::OlderGrant, actions);
+            return self.rest(now);
+        }
+        if !membership.formed {
+            self.wait_for(WaitReason::NotFormed, actions);
+            return self.rest(now);
+        }
+        // What an earlier attempt found is found again, or is no longer so.
+        self.opening.unflushed_tail_lost = false;
+        actions.push(PrimaryAction::Note(PrimaryNote::Opening { epoch }));
+        self.opening.granted = super::status::without_retired(&membership);
+        self.members.open(now, self.config.volume, membership);
+        self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
+        self.opening.begin(now);
+    }
+
+    pub(super) fn connected(
+        &mut self,
+        now: Time,
+        session: SessionKey,
+        knows: Knows,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let Some(index) = self.peer_of(session) else {
+            return actions.push(PrimaryAction::Disconnect { session });
+        };
+        let peer = &mut self.members[index];
+        if peer.link != Link::Connecting {
+            return;
+        }
+        peer.verifies = knows.verify;
+        peer.bulk = Bulk::new(knows.bulk);
+        peer.link = Link::Opening;
+        peer.since = now;
+        let message = ToReplica::Open {
+            volume: self.config.volume,
+            replica: peer.member.id,
+            guid: peer.member.guid,
+            membership: self.members.membership.clone(),
+            lease_ms: self.config.lease_ms,
+        };
+        self.send(index, message, actions);
+    }
+
+    pub(super) fn on_refused(
+        &mut self,
+        now: Time,
+        index: usize,
+        promised: Epoch,
+        failure: Failure,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        if promised > EPOCH_MAX {
+            // Believed, it would leave the record no epoch to grant.
+            return self.shut_out(now, index, "an impossible epoch", actions);
+        }
+        if failure == Failure::Fenced && promised >= self.epoch {
+            if !self.opening.refusals.hear(now, self.members[index].member, promised) {
+                return self.shut_out(now, index, "PromiseMonotone", actions);
+            }
+            actions.push(PrimaryAction::Note(PrimaryNote::Fenced { by: promised }));
+            // Whoever owns the volume now may go on; the record decides who that is.
+            return self.reopen(now, actions);
+        }
+        let reason = match failure {
+            Failure::Unknown => "its pool no longer has it",
+            Failure::Retired => "it is retired",
+            _ => "its pool refused it",
+        };
+        let member = self.members[index].member;
+        actions.push(PrimaryAction::Note(PrimaryNote::Dropped { member, reason }));
+        // Nobody who could say that this target was overtaken may be left: only the record knows.
+        let gone = matches!(failure, Failure::Unknown | Failure::Retired);
+        if gone && self.is_long_without(index, now) {
+            self.commit.quorum_lost = None;
+            return self.reopen(now, actions);
+        }
+        self.hang_up(now, index, actions);
+    }
+
+    /// A known replica is not to be had, and there has been no quorum for long.
+    fn is_long_without(&self, index: usize, now: Time) -> bool {
+        let long = self.commit.is_lost_for(now, PATIENCE);
+        long && self.phase == Phase::Serving
+            && self.members.membership.contains(self.members[index].member)
+    }
+
+    /// The record of the newer term may grant this very epoch anew, or has granted another one. While CF
+    /// others know of nothing newer, IO goes on with them; without, only the record knows.
+    pub(super) fn on_former_term(
+        &mut self,
+        now: Time,
+        index: usize,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        if self.is_long_without(index, now) && !mutant::is("former-term-waited-out") {
+            self.commit.quorum_lost = None;
+            return self.reopen(now, actions);
+        }
+        self.peer_lost(now, index, actions);
+    }
+
+    pub(super) fn on_open_ack(
+        &mut self,
+        now: Time,
+        index: usize,
+        ack: Box<OpenAck>,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let peer = &mut self.members[index];
+        if peer.link != Link::Opening {
+            return;
+        }
+        if let Err(what) = ack.check(self.epoch) {
+            return self.shut_out(now, index, what, actions);
+        }
+        peer.link = Link::Answered;
+        peer.ack = Some(ack);
+        if matches!(self.phase, Phase::Serving | Phase::Draining { .. } | Phase::Recovering) {
+            self.begin_feeding(now, index, actions);
+        }
+    }
+
+    /// Steps 2 to 5, looked at whenever something may have changed.
+    pub(super) fn consider_open(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        let Phase::Opening { quorum_at, unflushed_since } = self.phase else { return };
+        match self.verdict() {
+            Verdict::Behind(durable_version) => {
+                actions
+                    .push(PrimaryAction::Note(PrimaryNote::ControlPlaneBehind { durable_version }));
+                self.wait_for(WaitReason::RecordBehind, actions);
+                self.opening.pause_longest();
+                self.reopen(now, actions);
+            }
+            Verdict::Wait(reason) => self.wait_to_open(reason, now, actions),
+            Verdict::MayHaveChanged(silent) => {
+                let reason = WaitReason::JointMembers { silent: silent.len() };
+                self.wait_to_open(reason, now, actions);
+            }
+            Verdict::Unflushed => {
+                let since = unflushed_since.unwrap_or(now);
+                self.phase = Phase::Opening { quorum_at, unflushed_since: Some(since) };
+                if now < since + UNFLUSHED_GRACE && !self.all_answered() {
+                    return self.wait_for(WaitReason::AllAnswers, actions);
+                }
+                self.opening.unflushed_tail_lost = true;
+                actions.push(PrimaryAction::Note(PrimaryNote::UnflushedTailMayBeLost));
+                if let Some(authority) = self.authority() {
+                    self.recover_from(now, authority, actions);
+                }
+            }
+            Verdict::Go { authority } => {
+                let since = quorum_at.unwrap_or(now);
+                self.phase = Phase::Opening { quorum_at: Some(since), unflushed_since: None };
+                let grace = Duration::from_millis(self.config.open_grace_ms.into());
+                if self.all_answered() || now >= since + grace {
+                    self.recover_from(now, authority, actions);
+                }
+            }
+        }
+    }
+
+    /// Not yet: looks again once the record has gone on, or when the answers are overdue.
+    fn wait_to_open(&mut self, reason: WaitReason, now: Time, actions: &mut Vec<PrimaryAction>) {
+        self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
+        self.wait_for(reason, actions);
+        self.open_joint_members(now);
+        let gone_on = self.members.desired.version > self.members.membership.version;
+        if (gone_on || now >= self.open_waits_until()) && !mutant::is("record-not-asked-again") {
+            self.reopen(now, actions);
+        }
+    }
+
+    pub(super) fn open_deadline(&self) -> Option<Time> {
+        let Phase::Opening { quorum_at, unflushed_since } = self.phase else { return None };
+        let grace = Duration::from_millis(self.config.open_grace_ms.into());
+        let waits = unflushed_since.map(|s| s + UNFLUSHED_GRACE).or(quorum_at.map(|q| q + grace));
+        Some(waits.unwrap_or_else(|| self.open_waits_until()))
+    }
+
+    fn open_waits_until(&self) -> Time {
+        let answers = self.members.peers.iter().any(|p| p.link == Link::Opening);
+        self.opening.gives_up_at(answers)
+    }
+
+    /// Step 5: takes the authority's history and reads from its log what others lack.
+    fn recover_from(&mut self, now: Time, authority: usize, actions: &mut Vec<PrimaryAction>) {
+        let ack = self.members[authority].ack.clone().expect("a voter has answered");
+        self.history = History::of(&ack);
+        if ack.volume_blocks == 0 {
+            self.history.blocks = self.config.volume_blocks;
+        }
+        // Marked again while no epoch with IO has followed the marked View.
+        if let Some((lsn, view)) = &ack.last_view
+            && view.unflushed_tail_lost
+            && *lsn == ack.position.lsn
+            && !self.opening.unflushed_tail_lost
+        {
+            self.opening.unflushed_tail_lost = true;
+            actions.push(PrimaryAction::Note(PrimaryNote::UnflushedTailMayBeLost));
+        }
+        let theirs = ack.position.epoch;
+        if !mutant::is("overtaken-target-writes-again") && self.opening.past.is_overtaken_by(theirs)
+        {
+            // Another target has been the writer since: what still waits here is from before,
+            // and must never overwrite what was written there. Only a new target may go on.
+            actions.push(PrimaryAction::Note(PrimaryNote::Fenced { by: theirs }));
+            return self.stop(actions);
+        }
+        if self.opening.is_commit_missing(&self.history) {
+            let member = self.members[authority].member;
+            let invariant = "CommitSurvives";
+            actions.push(PrimaryAction::Note(PrimaryNote::InvariantRefused { member, invariant }));
+            return self.stop(actions);
+        }
+        let mut fetch_after = ack.position.lsn;
+        let (mut by_entries, mut by_increments) = (Vec::new(), 0);
+        for index in 0..self.members.len() {
+            let Some(theirs) = self.members[index].ack.as_deref() else { continue };
+            let Ok(keep) = self.history.common_prefix(theirs) else { continue };
+            let known = self.members.membership.contains(self.members[index].member);
+            let voter = known && theirs.quorum && !theirs.damaged;
+            if keep >= ack.base {
+                fetch_after = fetch_after.min(keep);
+                by_entries.extend(voter.then_some(keep));
+            } else {
+                by_increments += usize::from(voter);
+            }
+        }
+        by_entries.sort_unstable_by(|a, b| b.cmp(a));
+        let needed = by_entries.get(usize::from(self.members.membership.cf) - 1);
+        self.opening.fetch_floor = needed.copied().unwrap_or(ack.base);
+        if needed.is_none() && by_increments > 0 {
+            // IO cannot start without one that gets the authority's base first: what follows the
+            // base must be at hand for it.
+            fetch_after = fetch_after.min(ack.base);
+        }
+        self.phase = Phase::Fetching { authority: self.members[authority].member };
+        self.opening.answer_by = now + PATIENCE;
+        if fetch_after == ack.position.lsn {
+            return self.first_view(now, actions);
+        }
+        let message = ToReplica::Fetch { id: 0, after: fetch_after, bytes_max: FETCH_BYTES };
+        self.send(authority, message, actions);
+    }
+
+    pub(super) fn on_fetched(
+        &mut self,
+        now: Time,
+        index: usize,
+        entries: Vec<SharedEntry>,
+        gone: bool,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let Phase::Fetching { authority } = self.phase else { return };
+        if self.members[index].member != authority {
+            return;
+        }
+        if gone {
+            // Its base moved on since it answered: a new open sees where it is now.
+            return self.reopen(now, actions);
+        }
+        if entries.is_empty() {
+            return self.shut_out(now, index, "the authority's log ends too early", actions);
+        }
+        if let Err(invariant) = self.history.take_fetched(entries) {
+            return self.shut_out(now, index, invariant, actions);
+        }
+        // What only members need that IO does not wait for is kept within the window: the rest
+        // of it reaches them by increments.
+        self.history.trim_to_weight(self.config.window_bytes, self.opening.fetch_floor);
+        self.opening.answer_by = now + PATIENCE;
+        let reached = self.history.fetched_to().unwrap_or_default();
+        if reached < self.history.last.lsn {
+            let message = ToReplica::Fetch { id: 0, after: reached, bytes_max: FETCH_BYTES };
+            return self.send(index, message, actions);
+        }
+        self.first_view(now, actions);
+    }
+
+    /// Step 6: the View of those that will be fed. Entries before it are committed again once it
+    /// is durable on CF of them.
+    fn first_view(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        let held_from = self.history.first();
+        let mut by_entries = Vec::new();
+        let mut by_increments = Vec::new();
+        for peer in &self.members.peers {
+            let Some(ack) = peer.ack.as_deref().filter(|_| peer.link == Link::Answered) else {
+                continue;
+            };
+            if !ack.quorum || ack.damaged || !self.members.membership.contains(peer.member) {
+                continue;
+            }
+            match self.history.common_prefix(ack) {
+                Ok(keep) if keep.next() >= held_from => by_entries.push(peer.member),
+                Ok(_) => by_increments.push(peer.member),
+                Err(_) => {}
+            }
+        }
+        // Those that lack what exists only as a base are needed in the set only if CF is not
+        // reached without them; they count from their flip on.
+        let mut in_sync = by_entries;
+        while in_sync.len() < usize::from(self.members.membership.cf)
+            && let Some(member) = by_increments.pop()
+        {
+            in_sync.push(member);
+        }
+        if in_sync.len() < usize::from(self.members.membership.cf) {
+            self.wait_for(WaitReason::SharedHistory, actions);
+            return self.reopen(now, actions);
+        }
+        self.phase = Phase::Recovering;
+        self.opening.past.appends(self.epoch);
+        let first = self.history.last.lsn.next();
+        self.append_view(in_sync, None);
+        self.commit.first_view = first;
+        for index in 0..self.members.len() {
+            // One that turns out to be of another history may end this attempt.
+            if self.phase == Phase::Recovering && self.members[index].link == Link::Answered {
+                self.begin_feeding(now, index, actions);
+            }
+        }
+    }
+
+    /// Appends a View of the newest rule with this in-sync set.
+    pub(super) fn append_view(&mut self, in_sync: Vec<Member>, joint: Option<Rule>) {
+        let view = View {
+            in_sync,
+            rule: self.members.rule(),
+            joint,
+            durability: self.config.durability,
+            unflushed_tail_lost: self.opening.unflushed_tail_lost
+                && self.phase == Phase::Recovering,
+        };
+        // A View under one rule would end the other, which a swap on its way may still make rule.
+        assert!(view.joint.is_some() || self.change.joint().is_none(), "JointUntilKnown");
+        for rule in rules_of(&view) {
+            assert!(rule.known.len() <= usize::from(rule.rf), "KnownAtMostRF");
+        }
+        let kind = EntryKind::View(Box::new(view.clone()));
+        let entry = self.history.append_bare(self.epoch, kind);
+        self.commit.views.pending.push_back((entry.lsn, view));
+    }
+
+    /// A replica that answered is cut to the common prefix, then fed.
+    pub(super) fn begin_feeding(
+        &mut self,
+        now: Time,
+        index: usize,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let peer = &self.members[index];
+        let Some(ack) = peer.ack.as_deref() else { return };
+        if ack.membership_version > self.members.membership.version {
+            if self.change.is_swapping() || !self.members.membership.contains(peer.member) {
+                // It was made after our own swap, whose answer is still on its way, or after that
+                // of a newer target, which will fence this one.
+                return self.hang_up(now, index, actions);
+            }
+            // Its promise allows this epoch, so no newer target taught it that: the record that
+            // granted the epoch is an older copy than the one which had the change.
+            let durable_version = ack.membership_version;
+            actions.push(PrimaryAction::Note(PrimaryNote::ControlPlaneBehind { durable_version }));
+            return self.shut_out(now, index, "MembershipMonotone", actions);
+        }
+        let common = match (self.history.common_prefix(ack), peer.parts_at) {
+            (Ok(common), Some(parts_at)) => Ok(common.min(parts_at)),
+            (Err("OneContent"), Some(parts_at)) => Ok(parts_at.min(ack.position.lsn)),
+            (common, _) => common,
+        };
+        let (keep, reached) = match common {
+            // Nothing of it counts until all of it was replaced, so nothing is cut either.
+            _ if ack.damaged => (ack.position.lsn, Lsn::ZERO),
+            Ok(keep) if keep < ack.stable => (Lsn::ZERO, Lsn::ZERO),
+            Ok(keep) => (keep, keep),
+            // The cut is asked for and never executed (R3): the replica finds itself damaged,
+            // does not vote any more, and is rebuilt from nothing when it is opened again.
+            Err("StableNeverCut") => (Lsn::ZERO, Lsn::ZERO),
+            Err(_) => {
+                let parts_in = self.history.newest_common_epoch(ack);
+                return self.of_another_history(now, index, parts_in, actions);
+            }
+        };
+        let tip = if self.phase == Phase::Recovering {
+            Lsn(self.commit.first_view.0 - 1)
+        } else {
+            self.history.last.lsn
+        };
+        if self.phase == Phase::Serving {
+            self.forget_boundaries_of(index, keep);
+        }
+        let peer = &mut self.members[index];
+        peer.link = Link::Truncating;
+        peer.since = now;
+        peer.progress.tip = tip;
+        peer.progress.next = keep.next();
+        peer.progress.applied = reached;
+        peer.progress.durable = reached.min(ack_durable(peer));
+        self.send(index, ToReplica::Truncate { keep, tip }, actions);
+    }
+
+    pub(super) fn on_truncated(
+        &mut self,
+        now: Time,
+        index: usize,
+        position: Position,
+        chain: Chain,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let held_from = self.history.first();
+        let peer = &mut self.members[index];
+        if peer.link != Link::Truncating {
+            return;
+        }
+        if position.lsn.0.checked_add(1) != Some(peer.progress.next.0) {
+            return self.shut_out(now, index, "PrefixAlways", actions);
+        }
+        let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
+        let follows = self.history.may_follow(position.lsn, chain);
+        if !damaged && !follows && !mutant::is("chain-of-a-cut-not-compared") {
+            return self.of_another_history(now, index, position.lsn, actions);
+        }
+        peer.progress.durable = peer.progress.applied;
+        if peer.progress.next >= held_from && !damaged {
+            peer.link = Link::Fed;
+        } else {
+            peer.link = Link::Rebuilding;
+        }
+        self.progress(now, actions);
+    }
+
+    /// A replica holds something else at `lsn`, under an epoch of this history: its number was used
+    /// twice, by a control plane that had forgotten the first use. While IO is served the history is
+    /// that of a quorum, and the replica is cut back to before that epoch when it comes again, and
+    /// further where that is not enough; below its stable it finds itself damaged and is rebuilt.
+    /// An open cuts nothing for it: none can say yet which of the two histories holds what was
+    /// acknowledged.
+    fn of_another_history(
+        &mut self,
+        now: Time,
+        index: usize,
+        lsn: Lsn,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        if self.phase == Phase::Serving {
+            self.members[index].parts_at = Some(self.history.before_epoch_of(lsn));
+        }
+        self.shut_out(now, index, "OneContent", actions);
+    }
+
+    /// The first View is active: everything before it is committed again. IO starts.
+    pub(super) fn start_serving(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        self.phase = Phase::Serving;
+        self.opening.succeeded();
+        self.wait_no_longer(actions);
+        let at = self.history.last;
+        actions.push(PrimaryAction::Note(PrimaryNote::Serving { epoch: self.epoch, at }));
+        self.note_in_sync(actions);
+        let rewritten = self.opening.rewrite_orphans(self.epoch, &mut self.history);
+        self.requests.renumber(|lsn| rewritten.find(lsn));
+        self.reads.owed = rewritten.find(self.reads.owed);
+        // Before requests that waited: they know the volume in its present size.
+        if !mutant::is("grown-behind-the-backlog") {
+            self.grow();
+        }
+        self.forget_hidden_snapshots();
+        // Requests of the older epoch must find all of that: it may have been acknowledged.
+        self.reads_after_reopen();
+        let all =
+            if self.requests.any(Waiting::Stable) { self.history.last.lsn } else { Lsn::ZERO };
+        self.commit.want_sync_only(all);
+        self.opening.past.nothing_waits();
+        for request in self.requests.take_window() {
+            self.submit(now, request, actions);
+        }
+    }
+
+    pub(super) fn note_in_sync(&self, actions: &mut Vec<PrimaryAction>) {
+        if let Some((_, view)) = &self.commit.views.active {
+            let members = view.in_sync.clone();
+            actions.push(PrimaryAction::Note(PrimaryNote::InSync { members }));
+        }
+    }
+}
+
+fn ack_durable(peer: &Peer) -> Lsn {
+    peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.durable)
+}

@@ -1,0 +1,262 @@
+//! What a target knows of one replica.
+
+use std::time::Duration;
+
+use super::bulk::Bulk;
+use super::rebuild::Rebuild;
+use super::rounds::Rounds;
+use quoin_types::ids::Lsn;
+use quoin_types::membership::Member;
+use quoin_types::message::OpenAck;
+use quoin_types::time::Time;
+
+/// Where the session with a replica stands. Acknowledgements count in `Fed` and `Rebuilding`
+/// only: those of this session.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Link {
+    Down,
+    Connecting,
+    /// Open sent.
+    Opening,
+    /// OpenAck here, nothing decided yet.
+    Answered,
+    /// Truncate sent.
+    Truncating,
+    /// Receives every entry from `next` on.
+    Fed,
+    /// Receives increments until it can be fed.
+    Rebuilding,
+}
+
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY_LAST: Duration = Duration::from_secs(5);
+
+/// Pings and their answers, which a lease is counted from.
+#[derive(Default)]
+pub(super) struct Lease {
+    /// When the newest answered ping was sent.
+    pub answered: Option<Time>,
+    pub ping_sent: Time,
+    /// Since when a ping has been waiting for its answer.
+    pub unanswered_since: Option<Time>,
+    pub ping_due: bool,
+}
+
+impl Lease {
+    /// A message that the replica answers with its ping was sent.
+    pub fn sent_ping(&mut self, now: Time) {
+        self.ping_sent = now;
+        self.unanswered_since.get_or_insert(now);
+    }
+
+    pub fn ping_answered(&mut self, sent: Time) {
+        if self.answered.is_none_or(|a| a < sent) {
+            self.answered = Some(sent);
+        }
+        self.unanswered_since = (sent < self.ping_sent).then_some(sent);
+    }
+}
+
+/// How far a replica has got in the history, and what it was sent of it.
+#[derive(Default)]
+pub(super) struct Progress {
+    /// Next LSN to send in `Fed`.
+    pub next: Lsn,
+    pub applied: Lsn,
+    pub durable: Lsn,
+    /// The history's end when this session began to be fed.
+    pub tip: Lsn,
+    pub stable_told: Lsn,
+    pub sync_asked: Lsn,
+    /// Since when it is behind without any progress.
+    pub behind_since: Option<Time>,
+}
+
+/// Room in the pool of a replica.
+#[derive(Default)]
+pub(super) struct Room {
+    /// Its pool is short of room.
+    pub short: bool,
+    /// Its pool took no more, and nothing since.
+    pub stuck: bool,
+    /// Entries that found no room are offered again then.
+    pub full_until: Option<Time>,
+}
+
+impl Room {
+    /// Its pool says whether it is short of room.
+    pub fn report(&mut self, short: bool) {
+        self.short = short;
+        if !short {
+            (self.stuck, self.full_until) = (false, None);
+        }
+    }
+
+    /// Its pool took no more entries; they are offered again at `again`.
+    pub fn ran_out(&mut self, again: Time) {
+        (self.stuck, self.full_until) = (true, Some(again));
+    }
+}
+
+/// Reads that a replica was asked for.
+#[derive(Default)]
+pub(super) struct PeerReads {
+    /// Those that it has not answered.
+    pub open: u32,
+    /// How long the last read that it answered took.
+    pub took: Duration,
+}
+
+/// When the next session is tried.
+pub(super) struct Retry {
+    pub at: Time,
+    pause: Duration,
+}
+
+pub(super) struct Peer {
+    pub member: Member,
+    pub link: Link,
+    pub nonce: u64,
+    /// When `link` began to wait for the other side.
+    pub since: Time,
+    pub retry: Retry,
+    pub ack: Option<Box<OpenAck>>,
+    /// It knows how to be verified.
+    pub verifies: bool,
+    pub progress: Progress,
+    pub lease: Lease,
+    pub reads: PeerReads,
+    pub room: Room,
+    /// Dropped for slowness: no return before this.
+    pub return_at: Time,
+    /// Above this it holds another history than the one that is served.
+    pub parts_at: Option<Lsn>,
+    pub rebuild: Option<Rebuild>,
+    pub rounds: Rounds,
+    pub bulk: Bulk,
+}
+
+impl Peer {
+    pub fn new(member: Member, now: Time) -> Self {
+        Self {
+            member,
+            link: Link::Down,
+            nonce: 0,
+            since: now,
+            retry: Retry { at: now, pause: RETRY_FIRST },
+            ack: None,
+            verifies: false,
+            progress: Progress::default(),
+            lease: Lease::default(),
+            reads: PeerReads::default(),
+            room: Room::default(),
+            return_at: Time::ZERO,
+            parts_at: None,
+            rebuild: None,
+            rounds: Rounds::default(),
+            bulk: Bulk::new(false),
+        }
+    }
+
+    /// Whether it has the entries up to `stable` and was not told yet that they are.
+    pub fn lacks_word_of(&self, stable: Lsn) -> bool {
+        let progress = &self.progress;
+        self.link == Link::Fed && progress.stable_told < stable && progress.next > stable
+    }
+
+    /// Its acknowledgements belong to a session of this epoch that knows where it stands.
+    pub fn is_live(&self) -> bool {
+        matches!(self.link, Link::Fed | Link::Rebuilding)
+    }
+
+    /// Takes over the positions that the replica reports; `last`: the end of the history.
+    pub fn has_reached(&mut self, now: Time, applied: Lsn, durable: Lsn, last: Lsn) {
+        let progress = &mut self.progress;
+        progress.durable = progress.durable.max(durable);
+        if applied > progress.applied {
+            progress.applied = applied;
+            progress.behind_since = (applied < last).then_some(now);
+            self.room.stuck = false;
+            // Attempts follow each other quickly again: one that answers and then fails each time (a
+            // full pool does) is not worth a sync of its promise every few milliseconds.
+            self.retry.pause = RETRY_FIRST;
+        }
+    }
+
+    /// The session is over; the next attempt waits longer than the last one did.
+    pub fn down(&mut self, now: Time) {
+        let pause = self.retry.pause;
+        let fresh = Peer::new(self.member, now);
+        let retry = Retry { at: now + pause, pause: (pause * 2).min(RETRY_LAST) };
+        let rounds = std::mem::take(&mut self.rounds);
+        let (return_at, parts_at) = (self.return_at, self.parts_at);
+        *self = Peer { retry, return_at, parts_at, rounds, ..fresh };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ping_that_was_answered_late_leaves_the_newer_one_unanswered() {
+        let at = Time::from_millis;
+        let mut lease = Lease::default();
+        lease.sent_ping(at(10));
+        lease.sent_ping(at(20));
+        assert_eq!(lease.unanswered_since, Some(at(10)));
+        lease.ping_answered(at(10));
+        assert_eq!((lease.answered, lease.unanswered_since), (Some(at(10)), Some(at(10))));
+        lease.ping_answered(at(20));
+        assert_eq!((lease.answered, lease.unanswered_since), (Some(at(20)), None));
+        lease.ping_answered(at(10));
+        assert_eq!(lease.answered, Some(at(20)), "an answer that was overtaken");
+    }
+
+    #[test]
+    fn sessions_that_end_without_progress_follow_each_other_ever_more_slowly() {
+        let at = Time::from_millis;
+        let mut peer = Peer::new(Member::default(), at(0));
+        let mut pauses = Vec::new();
+        for n in 0..9 {
+            if n == 8 {
+                peer.has_reached(at(0), Lsn(5), Lsn(4), Lsn(5));
+            }
+            peer.down(at(0));
+            pauses.push(peer.retry.at);
+        }
+        assert_eq!(pauses, [50, 100, 200, 400, 800, 1600, 3200, 5000, 50].map(at));
+        assert_eq!(peer.progress.applied, Lsn::ZERO, "where it stands is for it to say anew");
+    }
+
+    #[test]
+    fn a_replica_that_applied_more_has_room_and_is_behind_since_then_if_it_lacks_more() {
+        let at = Time::from_millis;
+        let mut peer = Peer::new(Member::default(), at(0));
+        peer.progress.behind_since = Some(at(1));
+        peer.room.ran_out(at(500));
+        peer.has_reached(at(2), Lsn(0), Lsn(0), Lsn(9));
+        assert_eq!((peer.progress.behind_since, peer.room.stuck), (Some(at(1)), true));
+        peer.has_reached(at(3), Lsn(5), Lsn(4), Lsn(9));
+        assert_eq!((peer.progress.applied, peer.progress.durable), (Lsn(5), Lsn(4)));
+        assert_eq!((peer.progress.behind_since, peer.room.stuck), (Some(at(3)), false));
+        assert_eq!(peer.room.full_until, Some(at(500)), "they are offered when that was said");
+        peer.has_reached(at(4), Lsn(9), Lsn(3), Lsn(9));
+        assert_eq!((peer.progress.behind_since, peer.progress.durable), (None, Lsn(4)));
+        peer.room.report(true);
+        assert!(peer.room.short && peer.room.full_until.is_some());
+        peer.room.report(false);
+        assert!(!peer.room.short && peer.room.full_until.is_none());
+    }
+
+    #[test]
+    fn what_is_stable_is_told_once_and_only_to_those_that_have_it() {
+        let mut peer = Peer::new(Member::default(), Time::ZERO);
+        (peer.progress.next, peer.progress.stable_told) = (Lsn(11), Lsn(4));
+        assert!(!peer.lacks_word_of(Lsn(10)), "it is not fed");
+        peer.link = Link::Fed;
+        assert!(peer.lacks_word_of(Lsn(10)));
+        assert!(!peer.lacks_word_of(Lsn(11)), "it was not sent that");
+        assert!(!peer.lacks_word_of(Lsn(4)), "it knows");
+    }
+}

@@ -1,0 +1,658 @@
+//! Increments: how a replica that lacks more than the window is brought to a boundary.
+//!
+//! The boundary B is a hidden snapshot appended now and waited for until it is stable; where
+//! stable cannot move (recovery below CF), it is the source's own base. All slots with
+//! `from < version ≤ B`, holes included, go view by view (every retained snapshot in order, then
+//! B) from the sources, several at once ([`super::lanes`]), through the target to the receiver's
+//! shadow, which flips at the end. Until then the receiver stays what it was. A base is its
+//! source's own: it comes from that one alone, or begins anew.
+
+mod parked;
+
+pub(super) use parked::Rebuilds;
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::lanes::{Chunk, Lanes};
+use super::{Link, Peer, Phase, Primary, PrimaryAction, PrimaryNote};
+use quoin_types::BLOCK_SIZE;
+use quoin_types::entry::EntryKind;
+use quoin_types::ids::{Lsn, Position, SnapshotId};
+use quoin_types::membership::Member;
+use quoin_types::message::{
+    FedSum, IncrementEnd, Ping, ReadView, RequestId, Slot, SnapshotInfo, ToReplica,
+};
+use quoin_types::mutant;
+use quoin_types::time::Time;
+
+/// A rebuild that does not move for so long is given a new session.
+const STALL: Duration = Duration::from_secs(20);
+/// The same where it goes by a bulk connection, which is made anew before: nothing else asks
+/// whether the session of one that is only rebuilt still lives.
+const STALL_APART: Duration = Duration::from_secs(60);
+/// The receiver writes back all that its kernel still caches of the increment.
+const COMMIT_PATIENCE: Duration = Duration::from_secs(600);
+/// Chunks on their way to the receiver.
+const FEEDS_MAX: u32 = 4;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Stage {
+    /// Waits for the boundary to become stable.
+    Boundary,
+    /// Waits for the bulk connection, and for the receiver to say how far its shadow is complete.
+    Beginning,
+    Moving,
+    Committing,
+}
+
+pub(super) struct Rebuild {
+    id: u64,
+    /// Where the shadow starts.
+    start: Lsn,
+    /// The same, or the last retained snapshot that was sent: what is above is to be sent.
+    from: Lsn,
+    stage: Stage,
+    /// The hidden snapshot; `None`: the source's base.
+    boundary: Option<(SnapshotId, Lsn)>,
+    /// The state at the boundary, once known.
+    end: Option<Box<IncrementEnd>>,
+    /// What is still to be sent: a retained snapshot with its description, or the boundary.
+    views: VecDeque<(ReadView, Option<SnapshotInfo>)>,
+    /// How the first of them is copied.
+    lanes: Lanes,
+    /// The one whose base it is to be.
+    base_source: Option<Member>,
+    /// Sources that have not got what is to be pulled, and will not get it.
+    without: Vec<Member>,
+    feeds: u32,
+    fed: Fed,
+    /// The receiver is to be asked where it stands, once it can be.
+    ask: bool,
+    moved: Time,
+    /// Data that was copied in this round.
+    round_bytes: u64,
+}
+
+/// What the receiver was sent since its shadow was begun or resumed.
+#[derive(Default)]
+struct Fed {
+    sum: FedSum,
+    /// Up to where, within the present view.
+    upto: u64,
+}
+
+impl Rebuild {
+    /// The receiver's bulk connection is lost: what was on its way may have come or not.
+    pub fn lost_receiver(&mut self) {
+        if self.stage == Stage::Moving {
+            self.stage = Stage::Beginning;
+        }
+        self.ask = self.stage != Stage::Boundary;
+        self.lanes = Lanes::from(self.fed.upto, 0);
+        self.feeds = 0;
+    }
+
+    /// What comes next of the view; `apart`: by a bulk connection, where it is counted.
+    fn feed(&mut self, slots: Vec<Slot>, cursor: Option<u64>, apart: bool) -> ToReplica {
+        let cursor = cursor.unwrap_or(u64::MAX);
+        let after = apart.then_some(self.fed.upto);
+        if apart {
+            self.fed.sum.add(&slots);
+        }
+        self.fed.upto = cursor;
+        ToReplica::IncrementFeed { rebuild: self.id, slots, cursor, after }
+    }
+
+    /// What this source was asked for does not come.
+    pub fn lost_source(&mut self, source: Member) {
+        self.lanes.lost(source);
+    }
+
+    /// Whether this one is, or may become, a source of it.
+    pub fn may_copy_from(&self, member: Member) -> bool {
+        self.stage != Stage::Committing && self.base_source.is_none_or(|source| source == member)
+    }
+
+    pub fn round_bytes(&self) -> u64 {
+        self.round_bytes
+    }
+
+    /// When something came of it last.
+    pub fn moved(&self) -> Time {
+        self.moved
+    }
+
+    /// There is something to ask a source for.
+    fn wants_more(&self) -> bool {
+        self.stage == Stage::Moving && !self.views.is_empty()
+    }
+
+    /// Bytes done and in all, as far as the walk over the volume tells.
+    pub fn progress(&self, volume_blocks: u64) -> (u64, u64) {
+        let views = self.views.len() as u64;
+        let total = volume_blocks * BLOCK_SIZE as u64;
+        match self.stage {
+            Stage::Boundary => (0, total),
+            Stage::Moving | Stage::Beginning if views > 1 => (0, total),
+            Stage::Moving | Stage::Beginning => {
+                (self.lanes.cursor().min(volume_blocks) * BLOCK_SIZE as u64, total)
+            }
+            Stage::Committing => (total, total),
+        }
+    }
+
+    pub fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    fn boundary(&self) -> Option<Lsn> {
+        self.boundary.map(|(_, lsn)| lsn).or(self.end.as_ref().map(|e| e.position.lsn))
+    }
+
+    /// When the rebuild counts as dead unless something moves.
+    /// `apart`: it goes by a bulk connection.
+    pub fn dead_at(&self, apart: bool) -> Option<Time> {
+        match self.stage {
+            Stage::Boundary => None,
+            Stage::Moving | Stage::Beginning if apart => Some(self.moved + STALL_APART),
+            Stage::Moving | Stage::Beginning => Some(self.moved + STALL),
+            Stage::Committing => Some(self.moved + COMMIT_PATIENCE),
+        }
+    }
+}
+
+impl Primary {
+    pub(super) fn step_rebuilds(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        self.end_expired(now);
+        // Where writers wait for it, or nobody is served yet, it is in nobody's way.
+        let clients_matter = self.phase == Phase::Serving && self.commit.held;
+        let paced = |p: &&Peer| {
+            let wants = p.rebuild.as_ref().is_some_and(Rebuild::wants_more);
+            wants && !p.rounds.takes_precedence()
+        };
+        let paced = self.members.peers.iter().filter(paced).map(|p| p.rounds.patience());
+        let copying = paced.max().filter(|_| clients_matter);
+        let busy = self.replies_wait();
+        let (known, views) = (&self.members.membership.known, &self.commit.views);
+        self.rebuilds
+            .pace
+            .step(now, copying, busy, || known.iter().all(|member| views.counts(*member)));
+        for index in 0..self.members.len() {
+            if self.members[index].link != Link::Rebuilding {
+                continue;
+            }
+            if self.members[index].rebuild.is_none()
+                && !self.begin_rebuild(now, index, None, actions)
+            {
+                continue;
+            }
+            let settled = self.settled_boundary(self.members[index].member);
+            let Some(rebuild) = &mut self.members[index].rebuild else { continue };
+            if rebuild.stage == Stage::Boundary
+                && rebuild.boundary.is_none_or(|(_, lsn)| lsn <= settled)
+            {
+                rebuild.moved = now;
+                self.begin_moving(now, index, actions);
+            }
+            self.ask_receiver(now, index, actions);
+            self.pull_next(now, index, actions);
+            if index >= self.members.len() {
+                // The epoch ended by what a source said.
+                return;
+            }
+        }
+    }
+
+    /// The boundary is there: what is below it can be copied.
+    fn begin_moving(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
+        let apart = self.members[index].bulk.is_offered();
+        let Some(rebuild) = &mut self.members[index].rebuild else { return };
+        if apart {
+            (rebuild.stage, rebuild.ask) = (Stage::Beginning, true);
+            return;
+        }
+        rebuild.stage = Stage::Moving;
+        let (rebuild, from) = (rebuild.id, rebuild.start);
+        // No more than `from`: told of a later one, it would fold its base beyond the point that
+        // the shadow starts from.
+        self.send(index, ToReplica::Ping { stable: from, ping: Ping(now.0) }, actions);
+        self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
+    }
+
+    /// Begins the shadow by the bulk connection, or asks what became of it and of its commit.
+    fn ask_receiver(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
+        let peer = &mut self.members[index];
+        let carries = peer.bulk.carries();
+        let Some(rebuild) = peer.rebuild.as_mut().filter(|r| r.ask && carries) else { return };
+        rebuild.ask = false;
+        let begin = ToReplica::IncrementBegin { rebuild: rebuild.id, from: rebuild.start };
+        self.send_copying(now, index, true, begin, actions);
+    }
+
+    /// The receiver's shadow is complete up to `cursor` within the view that it was being fed.
+    pub(super) fn on_increment_begun(
+        &mut self,
+        now: Time,
+        index: usize,
+        id: u64,
+        cursor: u64,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let blocks = self.history.blocks;
+        let Some(rebuild) = self.members[index].rebuild.as_mut().filter(|r| r.id == id) else {
+            return;
+        };
+        if rebuild.ask || !matches!(rebuild.stage, Stage::Beginning | Stage::Committing) {
+            return;
+        }
+        // Behind a cut that may have been lost with the connection: which view the cursor is in is
+        // not known. Nor can it be complete beyond what it was ever fed.
+        let unknown = rebuild.from != rebuild.start && !mutant::is("shadow-resumed-behind-a-cut");
+        if unknown || cursor > rebuild.fed.upto {
+            let rebuild = self.members[index].rebuild.take().expect("found above");
+            return self.end_boundary(&rebuild);
+        }
+        rebuild.stage = Stage::Moving;
+        rebuild.moved = now;
+        rebuild.lanes = Lanes::from(cursor, blocks);
+        rebuild.fed = Fed { sum: FedSum::default(), upto: cursor };
+        if cursor == u64::MAX {
+            // All of the view was fed, and its end did not come.
+            self.end_view(now, index, actions);
+        }
+    }
+
+    /// Up to where the boundary of `receiver` may be. Where stable cannot move because this rebuild
+    /// is what it waits for, that is what CF - 1 counted members have on media: once the receiver
+    /// flipped, CF have it, and no open can go on without all of them. (A receiver that does not
+    /// count is no such copy: the others could open without its sources, with a history that
+    /// its base has left behind. Should the receiver be dropped meanwhile, whoever opens without it
+    /// has heard of that View, which is behind the boundary, from a holder.) Where fewer than
+    /// CF - 1 are left to rebuild from, what all of them have must do, or nothing would ever move:
+    /// should they be lost before a second receiver has it, an open without them finds a receiver
+    /// whose base is ahead, and rebuilds it again.
+    fn settled_boundary(&self, receiver: Member) -> Lsn {
+        if mutant::is("boundary-not-stable") {
+            return self.history.last.lsn;
+        }
+        if !self.commit.views.counts(receiver) || !self.commit.views.short(&self.members.peers) {
+            return self.commit.stable;
+        }
+        let fed = self
+            .members
+            .peers
+            .iter()
+            .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
+        let mut durable: Vec<Lsn> = fed.map(|p| p.progress.durable).collect();
+        durable.sort_unstable_by(|a, b| b.cmp(a));
+        durable.truncate(self.commit.views.consistency_factor().saturating_sub(1).max(1));
+        durable.last().copied().unwrap_or_default().max(self.commit.stable)
+    }
+
+    /// Chooses the boundary, or whose base it is: not that of `without`. False: not possible now.
+    fn begin_rebuild(
+        &mut self,
+        now: Time,
+        index: usize,
+        without: Option<Member>,
+        actions: &mut Vec<PrimaryAction>,
+    ) -> bool {
+        let recovering = self.phase == Phase::Recovering;
+        let peer = &self.members[index];
+        let member = peer.member;
+        // A member of the in-sync set without which there are too few: fed inside that set.
+        let needed =
+            self.commit.views.counts(member) && self.commit.views.short(&self.members.peers);
+        if !recovering && !self.commit.views.pending.is_empty() && !needed {
+            // Catch-up by increments starts only once the View without it is active.
+            return false;
+        }
+        if recovering && !self.commit.views.counts(member) {
+            return false;
+        }
+        let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
+        // Never above what the receiver may treat as settled: it is told stable just before.
+        let settled = self.commit.stable.max(peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.stable));
+        let from = match damaged {
+            true => Lsn::ZERO,
+            false if mutant::is("increment-from-above") => settled.max(peer.progress.applied),
+            false => peer.progress.applied.min(settled),
+        };
+        if let Some(rebuild) = self.take_parked(now, index) {
+            self.members[index].rebuild = Some(rebuild);
+            return true;
+        }
+        let base = recovering.then(|| self.base_source(without));
+        if base == Some(None) {
+            return false;
+        }
+        let base = base.flatten();
+        let id = self.random();
+        let mut views: VecDeque<_> = VecDeque::new();
+        let mut boundary = None;
+        let mut end = None;
+        let carried = |_: &&SnapshotInfo| !mutant::is("snapshot-missing-on-a-rebuilt-replica");
+        let visible: Vec<SnapshotInfo> =
+            self.history.snapshots.iter().filter(|s| !s.hidden && carried(s)).copied().collect();
+        if recovering {
+            views.push_back((ReadView::Base, None));
+        } else {
+            if !self.commit.held && !needed {
+                return false;
+            }
+            let high = self.random();
+            let snapshot = SnapshotId(u128::from(high) << 64 | u128::from(id));
+            let kind = EntryKind::Snapshot { id: snapshot, hidden: true };
+            let entry = self.history.append_bare(self.epoch, kind);
+            self.commit.want_sync(entry.lsn);
+            boundary = Some((snapshot, entry.lsn));
+            end = Some(Box::new(self.history.end(visible.clone())));
+            views.push_back((ReadView::Snapshot(snapshot), None));
+        }
+        // Those above a base come with the entries that follow it.
+        let upto = match base {
+            Some((_, base)) if !mutant::is("snapshots-behind-a-base-sent-with-it") => base,
+            _ => self.history.last.lsn,
+        };
+        for snapshot in visible.into_iter().rev().filter(|s| s.lsn > from && s.lsn <= upto) {
+            views.push_front((ReadView::Snapshot(snapshot.id), Some(snapshot)));
+        }
+        actions.push(PrimaryAction::Note(PrimaryNote::Rebuilding {
+            member,
+            done_bytes: 0,
+            total_bytes: self.history.blocks * BLOCK_SIZE as u64,
+        }));
+        self.members[index].rebuild = Some(Rebuild {
+            id,
+            start: from,
+            from,
+            stage: Stage::Boundary,
+            boundary,
+            end,
+            views,
+            lanes: Lanes::from(0, self.history.blocks),
+            base_source: base.map(|(source, _)| source),
+            without: Vec::new(),
+            feeds: 0,
+            fed: Fed::default(),
+            ask: false,
+            moved: now,
+            round_bytes: 0,
+        });
+        self.members[index].rounds.begin(self.history.weight());
+        true
+    }
+
+    /// Passes on what came, and asks for more of it.
+    fn pull_next(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
+        if !self.feed_next(now, index, actions) {
+            return;
+        }
+        let unpaced = self.members[index].rounds.takes_precedence()
+            || self.phase != Phase::Serving
+            || !self.commit.held;
+        loop {
+            let Some(rebuild) = &self.members[index].rebuild else { return };
+            let waits = rebuild.stage != Stage::Moving || rebuild.feeds >= FEEDS_MAX;
+            if waits || (!unpaced && !self.rebuilds.pace.may_copy(now)) {
+                return;
+            }
+            let Some((view, _)) = rebuild.views.front().copied() else { return };
+            let sources = self.sources_of(rebuild, view);
+            let id = self.random();
+            let rebuild = self.members[index].rebuild.as_mut().expect("looked at above");
+            let Some((source, cursor)) = rebuild.lanes.ask(id, &sources) else { break };
+            let (from, bytes_max) = (rebuild.from, self.rebuilds.pace.chunk_bytes());
+            let asked = self.members.position(source);
+            let message = ToReplica::Pull { id, view, from, cursor, bytes_max };
+            let asked = asked.expect("it is a source");
+            self.send_copying(now, asked, true, message, actions);
+        }
+        if self.is_boundary_lost(index) {
+            // Another one is chosen in the next step.
+            let rebuild = self.members[index].rebuild.take().expect("looked at above");
+            return self.end_boundary(&rebuild);
+        }
+        let rebuild = self.members[index].rebuild.as_mut().expect("looked at above");
+        // Every source was bad somewhere: start over with all of them, at a slower pace.
+        if now.since(rebuild.moved) > Duration::from_secs(5) {
+            rebuild.lanes.forgive();
+        }
+    }
+
+    /// Who can be asked for a part of `view`: first those that answer the fewest reads.
+    fn sources_of(&self, rebuild: &Rebuild, view: ReadView) -> Vec<Member> {
+        let needed = rebuild.boundary().unwrap_or_default();
+        let mut sources: Vec<&Peer> = self
+            .members
+            .peers
+            .iter()
+            .filter(|p| {
+                p.link == Link::Fed && self.commit.views.counts(p.member) && p.bulk.carries()
+            })
+            .filter(|p| view != ReadView::Base || rebuild.base_source == Some(p.member))
+            .filter(|p| p.progress.applied >= needed && !rebuild.without.contains(&p.member))
+            .collect();
+        sources.sort_by_key(|p| p.reads.open);
+        sources.into_iter().map(|p| p.member).collect()
+    }
+
+    /// Whose base a replica can be brought to, and where that is. It is of use only if the entries
+    /// that follow it are at hand, and a source keeps one at a time.
+    fn base_source(&self, without: Option<Member>) -> Option<(Member, Lsn)> {
+        let first = self.history.first();
+        let moving = self.members.peers.iter().filter_map(|p| p.rebuild.as_ref());
+        let taken: Vec<Member> =
+            moving.filter(|r| r.stage != Stage::Committing).filter_map(|r| r.base_source).collect();
+        self.members
+            .peers
+            .iter()
+            .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member))
+            .filter(|p| !taken.contains(&p.member) && without != Some(p.member))
+            .filter_map(|p| p.ack.as_deref().map(|ack| (p, ack.base)))
+            .filter(|(_, base)| base.next() >= first)
+            .min_by_key(|(p, _)| p.reads.open)
+            .map(|(p, base)| (p.member, base))
+    }
+
+    /// Whether no source has the boundary any more: one that was rebuilt itself while this rebuild
+    /// was parked got no boundary but its own.
+    fn is_boundary_lost(&self, index: usize) -> bool {
+        let Some(rebuild) = &self.members[index].rebuild else { return false };
+        let mut sources = self
+            .members
+            .peers
+            .iter()
+            .filter(|p| p.link == Link::Fed && self.commit.views.counts(p.member));
+        rebuild.boundary.is_some()
+            && !rebuild.without.is_empty()
+            && sources.all(|p| rebuild.without.contains(&p.member))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn on_pulled(
+        &mut self,
+        now: Time,
+        from: usize,
+        id: RequestId,
+        slots: Vec<Slot>,
+        cursor: Option<u64>,
+        end: Option<Box<IncrementEnd>>,
+        gone: bool,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let source = self.members[from].member;
+        let asked = |p: &Peer| p.rebuild.as_ref().is_some_and(|r| r.lanes.has_asked(id));
+        let Some(index) = self.members.peers.iter().position(asked) else { return };
+        let last = self.history.last.lsn;
+        let peer = &mut self.members[index];
+        let rebuild = peer.rebuild.as_mut().expect("found above");
+        // A hole of no version would not replace an older block: nothing is sent of what was never
+        // written.
+        let unversioned = slots.iter().any(|slot| slot.version == Lsn::ZERO);
+        if unversioned {
+            let invariant = "HolesHaveVersions";
+            actions.push(PrimaryAction::Note(PrimaryNote::InvariantRefused {
+                member: source,
+                invariant,
+            }));
+        }
+        let is_good = !gone && !unversioned && slots.iter().all(|s| s.is_good(last));
+        let chunk = Chunk { slots, cursor };
+        let bytes = chunk.bytes() as u64;
+        if !is_good {
+            rebuild.lanes.refused(id);
+        }
+        if gone {
+            rebuild.without.push(source);
+        }
+        if !is_good || !rebuild.lanes.answered(id, chunk) {
+            // This copy cannot serve: another is asked for the same part. A base begins anew with
+            // another one's, if there is one; one that is gone was its session's.
+            let is_base = rebuild.base_source.is_some() && rebuild.views.len() == 1;
+            if is_base && (gone || self.base_source(Some(source)).is_some()) {
+                self.members[index].rebuild = None;
+                self.begin_rebuild(now, index, (!gone).then_some(source), actions);
+                return;
+            }
+            return self.pull_next(now, index, actions);
+        }
+        rebuild.moved = now;
+        if rebuild.base_source.is_some() && rebuild.views.len() == 1 && cursor.is_none() {
+            rebuild.end = end;
+            if self.base_has_moved_on(index, from) {
+                self.members[index].rebuild = None;
+                return;
+            }
+        }
+        let peer = &mut self.members[index];
+        // What is not paced must not be paid for by what is.
+        if !peer.rounds.takes_precedence() {
+            self.rebuilds.pace.copied(now, bytes);
+        }
+        self.pull_next(now, index, actions);
+    }
+
+    /// Learns where a base is, which is where its source had folded its map to as it was pinned:
+    /// whether that is behind snapshots that it was not known to be behind.
+    fn base_has_moved_on(&mut self, index: usize, source: usize) -> bool {
+        let end = self.members[index].rebuild.as_ref().and_then(|r| r.end.as_ref());
+        let Some(now) = end.map(|end| end.position.lsn) else { return false };
+        let Some(ack) = self.members[source].ack.as_deref_mut() else { return false };
+        let before = ack.base;
+        ack.base = before.max(now);
+        self.history.snapshots.iter().any(|s| !s.hidden && s.lsn > before && s.lsn <= now)
+    }
+
+    /// Passes on what came from the sources, as far as it is in order and the receiver keeps up.
+    /// False: what came cannot be true. Its source was shut out, which may have ended the epoch.
+    fn feed_next(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) -> bool {
+        loop {
+            let peer = &mut self.members[index];
+            let Some(rebuild) = &mut peer.rebuild else { return true };
+            if rebuild.stage != Stage::Moving || rebuild.feeds >= FEEDS_MAX {
+                return true;
+            }
+            let Some(chunk) = rebuild.lanes.take() else { return true };
+            let bytes = chunk.bytes() as u64;
+            let Chunk { slots, cursor } = chunk;
+            rebuild.round_bytes += bytes;
+            peer.rounds.moved_bytes += bytes;
+            rebuild.feeds += 1;
+            let feed = rebuild.feed(slots, cursor, peer.bulk.is_offered());
+            if !mutant::is("feed-swallowed") || cursor.is_none() {
+                self.send_copying(now, index, true, feed, actions);
+            }
+            if cursor.is_none() && !self.end_view(now, index, actions) {
+                return false;
+            }
+        }
+    }
+
+    /// A view was fed as a whole: the next one begins, or the increment ends. False: its state
+    /// cannot be true.
+    fn end_view(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) -> bool {
+        let peer = &mut self.members[index];
+        let rebuild = peer.rebuild.as_mut().expect("it is being fed");
+        let (_, snapshot) = *rebuild.views.front().expect("a view was being pulled");
+        rebuild.lanes = Lanes::from(0, self.history.blocks);
+        let (id, from, base_source) = (rebuild.id, rebuild.from, rebuild.base_source);
+        let (fed, apart) = (rebuild.fed.sum, peer.bulk.is_offered());
+        let message = match snapshot {
+            Some(snapshot) => {
+                rebuild.views.pop_front();
+                rebuild.fed.upto = 0;
+                rebuild.from = rebuild.from.max(snapshot.lsn);
+                ToReplica::IncrementCut { rebuild: id, snapshot }
+            }
+            None => {
+                let end = rebuild.end.clone();
+                let fits = |end: &IncrementEnd| {
+                    end.check(self.epoch).is_ok()
+                        && self.history.holds(end.position)
+                        && end.position.lsn >= from
+                };
+                let Some(mut to) = end.filter(|end| fits(end)) else {
+                    let liar =
+                        self.members.peers.iter().position(|p| Some(p.member) == base_source);
+                    self.shut_out(now, liar.unwrap_or(index), "PrefixAlways", actions);
+                    return false;
+                };
+                // Boundaries of other rebuilds are not sent, so they do not exist there.
+                to.snapshots.retain(|s| !s.hidden || s.lsn == to.position.lsn);
+                let rebuild = self.members[index].rebuild.as_mut().expect("it is being fed");
+                rebuild.end = Some(to.clone());
+                rebuild.stage = Stage::Committing;
+                ToReplica::IncrementCommit { rebuild: id, to, fed: apart.then_some(fed) }
+            }
+        };
+        let answered = snapshot.is_none();
+        self.send_copying(now, index, answered, message, actions);
+        true
+    }
+
+    pub(super) fn on_increment_fed(&mut self, index: usize, rebuild: u64, _cursor: u64) {
+        if let Some(r) = &mut self.members[index].rebuild
+            && r.id == rebuild
+        {
+            r.feeds = r.feeds.saturating_sub(1);
+        }
+    }
+
+    pub(super) fn on_increment_done(
+        &mut self,
+        now: Time,
+        index: usize,
+        rebuild: u64,
+        position: Position,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let held_from = self.history.first();
+        let peer = &mut self.members[index];
+        let Some(r) = peer.rebuild.take_if(|r| r.id == rebuild) else { return };
+        if r.end.as_ref().is_none_or(|end| end.position != position) {
+            return self.shut_out(now, index, "IncrementAtomic", actions);
+        }
+        let member = peer.member;
+        peer.progress.applied = position.lsn;
+        peer.progress.durable = position.lsn;
+        peer.progress.next = position.lsn.next();
+        peer.progress.behind_since = None;
+        // Views that came as part of the increment taught it nothing; the next one does.
+        peer.progress.tip = position.lsn;
+        if let Some(ack) = &mut peer.ack {
+            ack.continuous &= !ack.damaged;
+            ack.damaged = false;
+            // A flip settles all of it: the next increment starts from here, not from before.
+            ack.stable = position.lsn;
+        }
+        if peer.progress.next >= held_from {
+            peer.link = Link::Fed;
+            let (moved_bytes, rounds) = peer.rounds.tell();
+            actions.push(PrimaryAction::Note(PrimaryNote::Rebuilt { member, moved_bytes, rounds }));
+        }
+        self.end_boundary(&r);
+        self.progress(now, actions);
+    }
+}

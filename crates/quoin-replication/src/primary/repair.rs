@@ -1,0 +1,89 @@
+//! A member that finds its own copy bad is given another's: a block, or a stretch of its map.
+//!
+//! The copy is read as a client's read is, from a member that was not found bad, and is never
+//! shown to a client. Nothing of the target's waits for it: a member whose repair came to
+//! nothing asks again.
+
+use super::peer::{Link, Peer};
+use super::read::{Purpose, Read};
+use super::{Phase, Primary, PrimaryAction};
+use quoin_types::BLOCK_SIZE;
+use quoin_types::ids::Lsn;
+use quoin_types::membership::Member;
+use quoin_types::message::{BadCopy, Content, Slot, ToReplica};
+use quoin_types::time::Time;
+
+/// Repairs that one member may have under way; it asks again for the others.
+const REPAIRS_MAX: usize = 16;
+
+impl Primary {
+    /// Gives a member whose copy was bad the good block, for the same version only.
+    pub(super) fn repair(
+        &mut self,
+        member: Member,
+        lba: u64,
+        slots: &[Slot],
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let Some(slot) = slots.iter().find(|s| s.lba == lba) else { return };
+        let Content::Data { crc, data } = &slot.content else { return };
+        let Some(index) = self.members.peers.iter().position(|p| p.member == member && p.is_live())
+        else {
+            return;
+        };
+        if data.len() == BLOCK_SIZE {
+            let (version, crc, data) = (slot.version, *crc, data.clone());
+            self.send(index, ToReplica::Repair { lba, version, crc, data }, actions);
+        }
+    }
+
+    /// A member found its own copy bad: another one's is read for it, never shown to a client.
+    pub(super) fn on_bad_copy(
+        &mut self,
+        now: Time,
+        from: usize,
+        copy: BadCopy,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let possible = (1..=BadCopy::BLOCKS_MAX).contains(&copy.blocks)
+            && copy.lba < self.history.blocks
+            && copy.version <= self.history.last.lsn;
+        if !possible {
+            return self.shut_out(now, from, "a bad copy of what cannot be", actions);
+        }
+        let member = self.members[from].member;
+        if self.members[from].link != Link::Fed || self.phase != Phase::Serving {
+            return;
+        }
+        let of_it =
+            |r: &&Read| matches!(r.purpose, Purpose::Repair { member: m, .. } if m == member);
+        let reads = self.reads.open.iter().map(|(_, read)| read);
+        let under_way: Vec<u64> = reads.filter(of_it).map(|read| read.lba).collect();
+        if under_way.len() >= REPAIRS_MAX || under_way.contains(&copy.lba) {
+            return;
+        }
+        let purpose = Purpose::Repair { member, whole_map: copy.blocks > 1 };
+        let blocks = (self.history.blocks - copy.lba).min(copy.blocks.into()) as u32;
+        let index = self.start_read(now, purpose, copy.lba, blocks, true);
+        if let Some(read) = self.reads.open.get_mut(index) {
+            read.tried.push(member);
+            read.bad.push((member, copy.lba, copy.version));
+        }
+    }
+
+    /// Gives a member the slots of a stretch whose map it lost.
+    pub(super) fn mend(
+        &self,
+        member: Member,
+        lba: u64,
+        blocks: u32,
+        at: Lsn,
+        slots: Vec<Slot>,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let fed = |p: &Peer| p.member == member && p.link == Link::Fed;
+        if let Some(index) = self.members.peers.iter().position(fed) {
+            self.send(index, ToReplica::Mend { lba, blocks, at, slots }, actions);
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! When a target has something to do though nothing happens: the minimum over its parts.
+
+use std::time::Duration;
+
+use super::serve::PATIENCE;
+use super::{Link, OnQuorumLoss, Phase, Primary, PrimaryAction};
+use quoin_types::time::Time;
+
+fn soonest(times: impl IntoIterator<Item = Option<Time>>) -> Option<Time> {
+    times.into_iter().flatten().min()
+}
+
+impl Primary {
+    pub(super) fn set_timer(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        if self.phase == Phase::Stopped {
+            return;
+        }
+        let due =
+            [self.phase_due(), self.sessions_due(now), self.io_due(now), self.hedge_reads(now)];
+        // Never in the past: what is overdue now was looked at in this very call.
+        let Some(at) = soonest(due).map(|t| t.max(now + Duration::from_millis(1))) else { return };
+        // An earlier timer is left to fire: it costs one look, not one system call a batch.
+        if self.timer.is_none_or(|t| t > at) {
+            self.timer = Some(at);
+            actions.push(PrimaryAction::Timer { at: Some(at) });
+        }
+    }
+
+    fn phase_due(&self) -> Option<Time> {
+        match self.phase {
+            Phase::Resting { until } | Phase::Draining { until, .. } => Some(until),
+            Phase::Acquiring | Phase::Fetching { .. } => Some(self.opening.answer_by),
+            _ => self.open_deadline(),
+        }
+    }
+
+    /// Sessions that are to begin, count as dead, or are too late.
+    fn sessions_due(&self, now: Time) -> Option<Time> {
+        let connects = !matches!(self.phase, Phase::Draining { .. });
+        let connect = self.members.connect_at().filter(|_| connects);
+        let age = Duration::from_millis(self.config.drop_after_ms.into());
+        let sessions = self.members.peers.iter().enumerate().map(|(index, peer)| {
+            let view = if peer.link == Link::Fed && self.commit.views.counts(peer.member) {
+                let behind = peer.progress.applied < self.history.last.lsn;
+                let since = peer.progress.behind_since.filter(|_| behind);
+                since.map(|t| if t + age > now { t + age } else { now + PATIENCE })
+            } else {
+                Some(peer.return_at).filter(|at| peer.link == Link::Fed && *at > now)
+            };
+            let bulk = peer.bulk.due().filter(|_| !self.is_closing());
+            soonest([self.silent_at(index), bulk, view])
+        });
+        soonest(sessions.chain([connect]))
+    }
+
+    /// IO, and what is done beside it.
+    fn io_due(&self, now: Time) -> Option<Time> {
+        if !self.is_running() || self.phase == Phase::Recovering {
+            return None;
+        }
+        let renewal = self.replies_wait().then(|| {
+            let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
+            let renew = self.lease_until().map_or(now, |until| until - half);
+            renew.max(now + self.ping_interval())
+        });
+        let fails = self.config.on_quorum_loss == OnQuorumLoss::Fail && self.replies_wait();
+        let failure = self.commit.quorum_lost.filter(|_| fails).map(|since| {
+            let grace = Duration::from_millis(self.config.lease_ms.into());
+            (since + grace).max(now + self.ping_interval())
+        });
+        let sync_after = Duration::from_millis(self.config.sync_after_ms.into());
+        soonest([
+            renewal,
+            failure,
+            self.commit.due(now, &self.members.peers, sync_after),
+            self.room_due(),
+            self.verify_due(),
+            self.rebuilds.due(now),
+            self.change.due(now),
+        ])
+    }
+}

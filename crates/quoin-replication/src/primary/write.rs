@@ -1,0 +1,327 @@
+//! Requests that change the volume: split, merged on assigned content where they are unaligned,
+//! sequenced, and answered when commit (or stable) reaches them.
+
+use std::collections::BTreeSet;
+
+use bytes::{Bytes, BytesMut};
+
+use super::read::Purpose;
+use super::requests::{BLOCK, Merge, Merging, Range, Sequenced, Waiting, extent};
+use super::{Phase, Primary, PrimaryAction};
+use quoin_types::block::{BlockError, Operation, Request, Token};
+use quoin_types::entry::EntryKind;
+use quoin_types::ids::Lsn;
+use quoin_types::mutant;
+use quoin_types::time::Time;
+use quoin_types::{BLOCK_SHIFT, BLOCK_SIZE, HOLE_BLOCKS_MAX, WRITE_BLOCKS_MAX};
+
+impl Primary {
+    pub(super) fn submit(&mut self, now: Time, request: Request, actions: &mut Vec<PrimaryAction>) {
+        let token = request.token;
+        if self.drain_requested || matches!(self.phase, Phase::Draining { .. }) {
+            // Never sequenced and never answered: its client holds it and tries the next target.
+            return;
+        }
+        if self.phase != Phase::Serving {
+            self.opening.past.waits(self.epoch);
+            return self.requests.wait_for_window(request);
+        }
+        if let Err(error) = self.check(&request.operation) {
+            return self.refuse(token, error, actions);
+        }
+        let Some(request) = self.admit_by_room(now, request, actions) else { return };
+        let waits = || self.requests.any(Waiting::Window) || self.window_full();
+        if Self::is_write(&request.operation) && waits() {
+            return self.requests.wait_for_window(request);
+        }
+        self.execute(now, request);
+    }
+
+    fn is_write(operation: &Operation) -> bool {
+        matches!(
+            operation,
+            Operation::Write { .. } | Operation::Trim { .. } | Operation::WriteZeroes { .. }
+        )
+    }
+
+    /// Drops what has no LSN yet of these requests; each is answered, to nobody.
+    pub(super) fn abandon(
+        &mut self,
+        now: Time,
+        tokens: &[Token],
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        let tokens: BTreeSet<Token> = tokens.iter().copied().collect();
+        let abandoned = self.requests.abandon(&tokens);
+        for slot in abandoned.merges {
+            self.forget_merge_reads(slot);
+        }
+        if !self.requests.any(Waiting::Window) {
+            self.opening.past.nothing_waits();
+        }
+        for token in abandoned.tokens {
+            self.reply(token, Err(BlockError::Stopped), actions);
+        }
+        if self.is_running() && self.phase != Phase::Recovering {
+            return self.unblock(now);
+        }
+        self.requests.overlap_to_window();
+    }
+
+    /// Answers with an error once there is a lease: what a request is refused for may not be so any
+    /// more under a newer target.
+    pub(super) fn refuse(
+        &mut self,
+        token: Token,
+        error: BlockError,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        if mutant::is("error-without-a-lease") {
+            return self.reply(token, Err(error), actions);
+        }
+        self.requests.wait_for_lease(token, error);
+    }
+
+    /// Writes that wait for the window, which will not move (`onQuorumLoss: fail`).
+    pub(super) fn fail_backlog(&mut self, error: BlockError, actions: &mut Vec<PrimaryAction>) {
+        for request in self.requests.take_window() {
+            self.reply(request.token, Err(error), actions);
+        }
+    }
+
+    /// Takes waiting requests up again as the window allows.
+    pub(super) fn take_backlog(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
+        while self.phase == Phase::Serving
+            && self.requests.any(Waiting::Window)
+            && !self.window_full()
+            && let Some(request) = self.requests.next_in_window()
+        {
+            match self.check(&request.operation) {
+                Ok(()) => {
+                    if let Some(request) = self.admit_by_room(now, request, actions) {
+                        self.execute(now, request);
+                    }
+                }
+                Err(error) => self.refuse(request.token, error, actions),
+            }
+        }
+    }
+
+    fn check(&self, operation: &Operation) -> Result<(), BlockError> {
+        if self.config.read_only && Self::is_write(operation) {
+            return Err(BlockError::ReadOnly);
+        }
+        let Some((offset, length)) = extent(operation) else { return Ok(()) };
+        let size = self.volume_blocks() << BLOCK_SHIFT;
+        if offset.checked_add(length).is_none_or(|end| end > size) {
+            return Err(BlockError::OutOfRange);
+        }
+        let unit = u64::from(self.config.logical_block_size);
+        if offset % unit != 0 || length % unit != 0 {
+            return Err(BlockError::Misaligned);
+        }
+        Ok(())
+    }
+
+    /// Entries that CF has not yet applied stay within the window, and those not yet on media
+    /// within a multiple of it, as all of them are kept: what is above is pushed back.
+    fn window_full(&self) -> bool {
+        if self.rebuilds.holds_writes_back() {
+            return true;
+        }
+        let unstable = self.config.window_bytes.max(self.config.sync_bytes).saturating_mul(4);
+        self.history.weight_after(self.commit.lsn) > self.config.window_bytes
+            || self.history.weight_after(self.commit.stable) > unstable
+    }
+
+    fn execute(&mut self, now: Time, request: Request) {
+        let token = request.token;
+        if extent(&request.operation).is_some_and(|(_, length)| length == 0) {
+            return self.answer_nothing(token);
+        }
+        if Self::is_write(&request.operation)
+            && let Some(range) = Range::of(&request.operation)
+            && self.requests.overlaps(range)
+        {
+            return self.requests.wait_for_overlap(request);
+        }
+        match request.operation {
+            Operation::Read { offset, length } => self.read(now, token, offset, length),
+            Operation::Status { offset, length } => self.block_status(now, token, offset, length),
+            Operation::Flush => self.flush_request(token),
+            Operation::Write { offset, ref data, fua } => {
+                let aligned = offset % BLOCK == 0 && data.len() % BLOCK_SIZE == 0;
+                if !aligned {
+                    return self.merge(now, request);
+                }
+                let lsn = self.append_write(offset / BLOCK, data, fua);
+                let bytes = data.len() as u64;
+                self.answer_at(Sequenced { lsn, token, arrived: now, bytes }, fua);
+            }
+            Operation::Trim { offset, length, fua } => {
+                // A trim is a hint: parts of blocks at its edges are left alone.
+                let (first, end) = (offset.div_ceil(BLOCK), (offset + length) / BLOCK);
+                if first >= end {
+                    return self.answer_nothing(token);
+                }
+                let lsn = self.append_hole(&EntryKind::Trim, first, end, fua);
+                self.answer_at(Sequenced::unmeasured(lsn, token), fua);
+            }
+            Operation::WriteZeroes { offset, length, fua, no_hole } => {
+                if offset % BLOCK != 0 || length % BLOCK != 0 {
+                    return self.merge(now, request);
+                }
+                let (first, end) = (offset / BLOCK, (offset + length) / BLOCK);
+                let lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
+                self.answer_at(Sequenced::unmeasured(lsn, token), fua);
+            }
+        }
+    }
+
+    fn flush_request(&mut self, token: Token) {
+        let lsn = self.history.last.lsn;
+        self.commit.want_sync(lsn);
+        if mutant::is("flush-at-applied") {
+            return self.requests.wait_for_commit(Sequenced::unmeasured(lsn, token));
+        }
+        self.requests.wait_for_stable(Sequenced::unmeasured(lsn, token));
+    }
+
+    /// There is nothing to do, but no reply of any kind goes out without a live lease.
+    fn answer_nothing(&mut self, token: Token) {
+        self.requests.wait_for_commit(Sequenced::unmeasured(self.history.last.lsn, token));
+    }
+
+    fn answer_at(&mut self, waiting: Sequenced, fua: bool) {
+        let media = self.is_media() && !mutant::is("media-acknowledged-at-commit");
+        if fua || media {
+            self.requests.wait_for_stable(waiting);
+        } else {
+            self.requests.wait_for_commit(waiting);
+        }
+    }
+
+    /// Sequences whole blocks; the bytes are shared, never copied. Returns the last LSN.
+    fn append_write(&mut self, mut lba: u64, data: &Bytes, fua: bool) -> Lsn {
+        let step = WRITE_BLOCKS_MAX as usize * BLOCK_SIZE;
+        let mut lsn = self.history.last.lsn;
+        for at in (0..data.len()).step_by(step) {
+            let part = data.slice(at..(at + step).min(data.len()));
+            let blocks = (part.len() / BLOCK_SIZE) as u32;
+            lsn = self.history.append(self.epoch, EntryKind::Write, lba, blocks, part, fua).lsn;
+            lba += u64::from(blocks);
+        }
+        lsn
+    }
+
+    fn append_hole(&mut self, kind: &EntryKind, first: u64, end: u64, fua: bool) -> Lsn {
+        let mut lsn = self.history.last.lsn;
+        let mut lba = first;
+        while lba < end {
+            let blocks = (end - lba).min(HOLE_BLOCKS_MAX.into()) as u32;
+            let kind = kind.clone();
+            lsn = self.history.append(self.epoch, kind, lba, blocks, Bytes::new(), fua).lsn;
+            lba += u64::from(blocks);
+        }
+        lsn
+    }
+
+    /// Reads the blocks at the edges; the rest of the write waits for them.
+    fn merge(&mut self, now: Time, request: Request) {
+        let Some((offset, length)) = extent(&request.operation) else { return };
+        let Some(range) = Range::of(&request.operation) else { return };
+        let need_head = offset % BLOCK != 0;
+        let need_tail =
+            (offset + length) % BLOCK != 0 && (range.end - 1 != range.first || !need_head);
+        let reads = u32::from(need_head) + u32::from(need_tail);
+        let merge = Merge { request, range, head: None, tail: None, reads };
+        let slot = self.requests.wait_for_merge(merge);
+        if need_head {
+            self.read_for_merge(now, Purpose::Merge { slot, tail: false }, range.first);
+        }
+        if need_tail {
+            self.read_for_merge(now, Purpose::Merge { slot, tail: true }, range.end - 1);
+        }
+    }
+
+    /// The content of an edge block arrived (or cannot be read).
+    pub(super) fn merge_read(
+        &mut self,
+        now: Time,
+        slot: usize,
+        tail: bool,
+        block: Result<Bytes, BlockError>,
+        actions: &mut Vec<PrimaryAction>,
+    ) {
+        match self.requests.edge_read(slot, tail, block) {
+            None | Some(Merging::Incomplete) => return,
+            Some(Merging::Failed(token, error)) => {
+                self.forget_merge_reads(slot);
+                self.reply(token, Err(error), actions);
+            }
+            Some(Merging::Complete(merge)) => self.append_merged(merge),
+        }
+        self.unblock(now);
+    }
+
+    fn append_merged(&mut self, merge: Merge) {
+        let token = merge.request.token;
+        let Range { first, end } = merge.range;
+        let (lsn, fua) = match merge.request.operation {
+            Operation::Write { offset, data, fua } => {
+                let mut whole = BytesMut::zeroed(((end - first) as usize) * BLOCK_SIZE);
+                fill_edges(&mut whole, merge.head, merge.tail);
+                let at = (offset - first * BLOCK) as usize;
+                whole[at..at + data.len()].copy_from_slice(&data);
+                (self.append_write(first, &whole.freeze(), fua), fua)
+            }
+            Operation::WriteZeroes { offset, length, fua, no_hole } => {
+                let mut first = first;
+                let mut end = end;
+                let mut lsn = self.history.last.lsn;
+                let zero_end = offset + length;
+                let single = end - first == 1;
+                if let Some(head) = merge.head {
+                    let from = (offset % BLOCK) as usize;
+                    let to = if single { from + length as usize } else { BLOCK_SIZE };
+                    lsn = self.append_write(first, &zeroed(&head, from, to), fua);
+                    first += 1;
+                }
+                if let Some(tail) = merge.tail {
+                    let to = (zero_end % BLOCK) as usize;
+                    end -= 1;
+                    lsn = self.append_write(end, &zeroed(&tail, 0, to), fua);
+                }
+                if first < end {
+                    lsn = self.append_hole(&EntryKind::Zero { no_hole }, first, end, fua);
+                }
+                (lsn, fua)
+            }
+            _ => return,
+        };
+        self.answer_at(Sequenced::unmeasured(lsn, token), fua);
+    }
+
+    /// Requests that waited behind a merge, in their order.
+    fn unblock(&mut self, now: Time) {
+        for request in self.requests.take_overlap() {
+            self.execute(now, request);
+        }
+    }
+}
+
+fn fill_edges(whole: &mut BytesMut, head: Option<Bytes>, tail: Option<Bytes>) {
+    if let Some(head) = head {
+        whole[..BLOCK_SIZE].copy_from_slice(&head);
+    }
+    if let Some(tail) = tail {
+        let at = whole.len() - BLOCK_SIZE;
+        whole[at..].copy_from_slice(&tail);
+    }
+}
+
+fn zeroed(block: &Bytes, from: usize, to: usize) -> Bytes {
+    let mut copy = BytesMut::from(&block[..]);
+    copy[from..to].fill(0);
+    copy.freeze()
+}

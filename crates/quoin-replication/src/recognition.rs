@@ -1,0 +1,126 @@
+//! Recognition of a pool whose disk went back to an older state of itself.
+//!
+//! A pool cannot see that its disk was put back to an image: all that it could compare went back
+//! too. The controller can, by two counts that every report of a pool carries and that the
+//! controller keeps. The **start counter** grows with each opening of the pool. The **mark**
+//! grows with what the pool promises and acknowledges, so an image of the pool's present life is
+//! told from its present state as well.
+//!
+//! The mark is raised only after the controller has heard the present one. A disk that was put
+//! back therefore cannot count up to what the controller knows, however often its pool is started
+//! or whatever it serves while no controller is reached.
+
+use std::time::Duration;
+
+use quoin_types::mutant;
+use quoin_types::time::Time;
+
+/// Time between two marks of a busy pool. Each costs the pool a record of its metadata and a
+/// sync, and the controller a record.
+const MARK_EVERY: Duration = Duration::from_secs(5);
+
+/// The counts of a pool, as it reports them and as the controller keeps them.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct PoolCounts {
+    /// Openings of the pool; 0: not told.
+    pub starts: u64,
+    /// Drawn at each opening; 0: not told. Two openings of one count are of two histories.
+    pub nonce: u64,
+    /// The highest mark that is on the pool's media.
+    pub mark: u64,
+}
+
+impl PoolCounts {
+    /// Whether a pool that reports these counts is in an older state than `known`, the counts
+    /// that it reported before.
+    pub fn are_older_than(&self, known: &PoolCounts) -> bool {
+        if self.starts == 0 || mutant::is("rolled-back-disk-not-noticed") {
+            return false;
+        }
+        let told = ![self.nonce, known.nonce].contains(&0);
+        let another = self.starts == known.starts && self.nonce != known.nonce && told;
+        // Reports of one opening may overtake each other.
+        let same = self.nonce == known.nonce && told;
+        let below = self.mark < known.mark && !mutant::is("mark-of-a-pool-not-compared");
+        self.starts < known.starts || another || (below && !same)
+    }
+
+    /// What is known after these counts were reported, which are not older than `known`.
+    pub fn after(self, known: &PoolCounts) -> PoolCounts {
+        PoolCounts { mark: self.mark.max(known.mark), ..self }
+    }
+}
+
+/// When a pool raises its mark.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MarkSchedule {
+    /// The highest mark that the controller has answered a report of.
+    heard: Option<u64>,
+    raised_at: Option<Time>,
+}
+
+impl MarkSchedule {
+    /// The controller has answered a report with this mark, and uses the pool.
+    pub fn heard(&mut self, mark: u64) {
+        self.heard = self.heard.max(Some(mark));
+    }
+
+    /// Whether the controller knows this mark.
+    pub fn is_heard(&self, mark: u64) -> bool {
+        self.heard.is_some_and(|heard| heard >= mark)
+    }
+
+    /// Whether the mark is to be raised now; `changed`: something was promised or acknowledged
+    /// since it was raised last.
+    pub fn is_due(&self, now: Time, mark: u64, changed: bool) -> bool {
+        let rested = self.raised_at.is_none_or(|at| now.since(at) >= MARK_EVERY);
+        changed && rested && self.is_heard(mark)
+    }
+
+    pub fn raised(&mut self, now: Time) {
+        self.raised_at = Some(now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(starts: u64, nonce: u64, mark: u64) -> PoolCounts {
+        PoolCounts { starts, nonce, mark }
+    }
+
+    #[test]
+    fn an_older_state_is_told_by_its_starts_its_nonce_or_its_mark() {
+        let known = counts(5, 50, 9);
+        for same_or_newer in
+            [(5, 50, 9), (5, 50, 10), (5, 50, 8), (6, 60, 9), (6, 0, 12), (5, 0, 9)]
+        {
+            let (starts, nonce, mark) = same_or_newer;
+            assert!(!counts(starts, nonce, mark).are_older_than(&known), "{same_or_newer:?}");
+        }
+        for older in [(4, 40, 9), (5, 51, 9), (6, 60, 8), (9, 90, 0), (6, 0, 8)] {
+            let (starts, nonce, mark) = older;
+            assert!(counts(starts, nonce, mark).are_older_than(&known), "{older:?}");
+        }
+        assert_eq!(counts(5, 50, 8).after(&known), known, "an overtaken report");
+        assert!(!counts(0, 0, 0).are_older_than(&known), "a pool that opens tells nothing");
+    }
+
+    #[test]
+    fn a_mark_is_raised_once_the_present_one_was_heard_and_something_changed() {
+        let now = Time::default() + Duration::from_secs(100);
+        let mut schedule = MarkSchedule::default();
+        assert!(!schedule.is_due(now, 0, true), "no controller has heard any mark");
+        schedule.heard(0);
+        assert!(!schedule.is_due(now, 0, false), "an idle pool writes nothing");
+        assert!(schedule.is_due(now, 0, true));
+        schedule.raised(now);
+        assert!(!schedule.is_due(now + MARK_EVERY, 1, true), "mark 1 was not heard");
+        schedule.heard(1);
+        assert!(!schedule.is_due(now + MARK_EVERY / 2, 1, true), "one in this time is enough");
+        assert!(schedule.is_due(now + MARK_EVERY, 1, true));
+        schedule.heard(0);
+        assert!(schedule.is_heard(1), "answers may come in another order");
+    }
+}

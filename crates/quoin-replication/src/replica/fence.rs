@@ -1,0 +1,79 @@
+//! Grants that the control plane took back: what a replica does without its target's cooperation.
+
+use std::time::Duration;
+
+use super::store::{ReplicaMeta, ReplicaStore};
+use super::{Replica, ReplicaAction};
+use quoin_types::message::{Failure, FromReplica};
+use quoin_types::mutant;
+use quoin_types::time::Time;
+use quoin_types::{Epoch, Incarnation, Lsn};
+
+/// How long a session may go on whose epoch was taken back: its target drains, syncs and closes.
+pub const FENCED_SESSION: Duration = Duration::from_secs(30);
+
+impl Replica {
+    /// A promise to no target: kept on media, so that a grant that was taken back opens nothing after
+    /// a restart either.
+    pub(super) fn fence(
+        &mut self,
+        now: Time,
+        epoch: Epoch,
+        at_once: bool,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        if mutant::is("fence-not-promised") {
+            return;
+        }
+        let meta = store.meta();
+        if epoch > meta.promised {
+            let untouched = meta.promised == Epoch::ZERO && store.state().position.lsn == Lsn::ZERO;
+            let next = ReplicaMeta {
+                promised: epoch,
+                promised_incarnation: Incarnation(0),
+                // What holds nothing lacks nothing, and is not taken for fresh by its promise now.
+                closed_continuous: meta.closed_continuous || untouched,
+                ..meta.clone()
+            };
+            if let Err(error) = store.put_meta(next) {
+                return self.disk_failed(error, store, actions);
+            }
+            store.request_sync();
+        }
+        if let Some(pending) = self.pending.take_if(|pending| pending.key.epoch < epoch) {
+            let message = FromReplica::Refuse { promised: epoch, failure: Failure::Fenced };
+            let connection = pending.connection;
+            actions.push(ReplicaAction::Send { connection, session: pending.key, message });
+            actions.push(ReplicaAction::Disconnect { connection });
+        }
+        if self.session.as_ref().is_some_and(|session| session.key.epoch < epoch) {
+            let until = if at_once { now } else { now + FENCED_SESSION };
+            let until = self.fenced_until.map_or(until, |before| before.min(until));
+            self.fenced_until = Some(until);
+            self.end_fenced(now, store, actions);
+        }
+    }
+
+    /// Ends a session whose epoch was taken back, once its time is over.
+    pub(super) fn end_fenced(
+        &mut self,
+        now: Time,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let Some(until) = self.fenced_until else { return };
+        let promised = store.meta().promised;
+        let is_fenced = self.session.as_ref().is_some_and(|session| session.key.epoch < promised);
+        if !is_fenced {
+            self.fenced_until = None;
+        } else if now < until {
+            self.wake(until, actions);
+        } else if !mutant::is("fenced-session-goes-on") {
+            self.fenced_until = None;
+            let session = self.session.take().expect("looked at above");
+            store.unpin(session.key.nonce);
+            actions.push(ReplicaAction::Disconnect { connection: session.connection });
+        }
+    }
+}

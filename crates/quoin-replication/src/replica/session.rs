@@ -1,0 +1,656 @@
+//! One target's open session with a replica: order, acknowledgements, increments.
+
+use std::collections::VecDeque;
+
+use super::copying::{ANSWER_BYTES_MAX, Copying, Way};
+use super::store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
+use super::{ConnectionId, Lease, ReplicaAction, ReplicaNote, granted_lease};
+use crate::step::Step;
+use quoin_types::entry::{EntryKind, SharedEntry, View};
+use quoin_types::ids::SessionKey;
+use quoin_types::membership::Member;
+use quoin_types::message::{
+    BadCopy, Content, FromReplica, IncrementEnd, Ping, ReadView, RequestId, Slot, ToReplica,
+    VERIFY_BLOCKS_MAX, covers,
+};
+use quoin_types::mutant;
+use quoin_types::time::Time;
+use quoin_types::{Durability, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX};
+
+/// Reads that wait for an entry, at most; a target never comes near it.
+const WAITING_READS_MAX: usize = 4096;
+/// Data that one verification reads at most: others wait for it.
+const VERIFY_BYTES_MAX: u32 = 1 << 20;
+
+/// An accepted Open that has not been answered yet.
+pub(super) struct PendingOpen {
+    pub connection: ConnectionId,
+    pub key: SessionKey,
+    pub lease_ms: u32,
+    pub ticket: SyncTicket,
+    /// What the sync of the promise made durable, once it is done.
+    pub synced_to: Option<Lsn>,
+    pub expected: Lsn,
+}
+
+impl PendingOpen {
+    pub fn on_synced(&mut self, ticket: SyncTicket) {
+        if ticket >= self.ticket {
+            self.synced_to = Some(self.expected);
+        }
+    }
+}
+
+pub(super) enum Next {
+    Stay,
+    Closed,
+}
+
+/// Why a session ends from the replica's side.
+pub(super) enum Fault {
+    Store(StoreError),
+    BelowStable,
+    /// The message breaks a rule; the name is the invariant's where there is one.
+    Protocol(&'static str),
+}
+
+impl From<StoreError> for Fault {
+    fn from(error: StoreError) -> Self {
+        Fault::Store(error)
+    }
+}
+
+struct WaitingRead {
+    id: RequestId,
+    what: Looked,
+    lba: u64,
+    blocks: u32,
+    after: Lsn,
+    ping: Ping,
+}
+
+impl WaitingRead {
+    /// What its first blocks hold.
+    fn look(
+        &self,
+        blocks: u32,
+        store: &mut dyn ReplicaStore,
+        slots: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        match self.what {
+            Looked::Blocks { view, want_data } => {
+                store.read(view, self.lba, blocks, want_data, slots)
+            }
+            Looked::Verified { bytes_max, repair } => {
+                store.verify(self.lba, blocks, bytes_max, repair, slots)
+            }
+        }
+    }
+
+    /// A target that has grown the volume may ask for the new blocks before this replica has
+    /// applied that (its pool is full, say). Nothing was written there up to its position, so they
+    /// are a hole that was never written.
+    fn look_over_the_end(
+        &self,
+        rule: &'static str,
+        store: &mut dyn ReplicaStore,
+        slots: &mut Vec<Slot>,
+    ) -> Result<(), StoreError> {
+        let size = store.state().volume_blocks;
+        let blocks = size.saturating_sub(self.lba).min(self.blocks.into()) as u32;
+        let live = !matches!(self.what, Looked::Blocks { view, .. } if view != ReadView::Live);
+        if !live || blocks == self.blocks {
+            return Err(StoreError::Rule(rule));
+        }
+        if blocks > 0 {
+            self.look(blocks, store, slots)?;
+        }
+        let lba = self.lba + u64::from(blocks);
+        // A verification may end earlier.
+        let whole = slots.last().is_none_or(|s| s.lba + u64::from(s.blocks) == lba);
+        if whole {
+            let (blocks, version) = (self.blocks - blocks, Lsn::ZERO);
+            slots.push(Slot { lba, blocks, version, content: Content::Hole });
+        }
+        Ok(())
+    }
+}
+
+/// What a read is to tell.
+#[derive(Clone, Copy)]
+enum Looked {
+    Blocks { view: ReadView, want_data: bool },
+    Verified { bytes_max: u32, repair: bool },
+}
+
+/// What to do when a sync is done.
+enum AfterSync {
+    /// Everything up to here is durable.
+    Durable(Lsn),
+    Truncated,
+    /// The shadow is on media: flip.
+    Flip(u64),
+    Flipped(u64),
+    /// All data is on media: say so in the small state.
+    Close {
+        continuous: bool,
+    },
+    Closed,
+}
+
+pub(super) struct Session {
+    pub connection: ConnectionId,
+    pub key: SessionKey,
+    lease_ms: u32,
+    /// Feeding has begun (the first Truncate was handled); its tip, see [`ToReplica::Truncate`].
+    tip: Option<Lsn>,
+    pub durable: Lsn,
+    applied: Lsn,
+    /// What this session told the store last.
+    stable: Lsn,
+    /// Entries that must be durable before they are said to be applied, oldest first.
+    barriers: VecDeque<Lsn>,
+    syncs: VecDeque<(SyncTicket, AfterSync)>,
+    reads: VecDeque<WaitingRead>,
+    ping: Ping,
+    acknowledgement_due: bool,
+    closing: bool,
+    /// The last entries found no room.
+    full: bool,
+    pub(super) copying: Copying,
+}
+
+impl Session {
+    pub fn new(open: &PendingOpen, durable: Lsn) -> Self {
+        Self {
+            connection: open.connection,
+            key: open.key,
+            lease_ms: open.lease_ms,
+            tip: None,
+            durable,
+            applied: durable,
+            stable: Lsn::ZERO,
+            barriers: VecDeque::new(),
+            syncs: VecDeque::new(),
+            reads: VecDeque::new(),
+            ping: Ping(0),
+            acknowledgement_due: false,
+            closing: false,
+            full: false,
+            copying: Copying::default(),
+        }
+    }
+
+    /// Any traffic renews the lease, from its receipt.
+    pub fn renew(&self, now: Time, lease: &mut Option<Lease>) {
+        let holder = Some((self.key.epoch, self.key.incarnation));
+        let until = now + granted_lease(self.lease_ms);
+        let kept = lease.filter(|l| l.holder == holder).map_or(until, |l| l.until.max(until));
+        *lease = Some(Lease { holder, until: kept });
+    }
+
+    pub fn on_message(
+        &mut self,
+        message: ToReplica,
+        boot: BootCookie,
+        continuous: &mut bool,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<Next, Fault> {
+        if self.closing {
+            return Err(Fault::Protocol("a message after Close"));
+        }
+        match message {
+            ToReplica::Open { .. } => return Err(Fault::Protocol("Open within a session")),
+            ToReplica::Truncate { keep, tip } => self.truncate(keep, tip, store)?,
+            ToReplica::Append { entries, stable, sync, ping } => {
+                self.ping = self.ping.max(ping);
+                let waits = self.append(&entries, boot, continuous, store, actions)?;
+                // What waits for its sync is answered once, when that is done.
+                self.acknowledgement_due |= !waits;
+                self.set_stable(stable, store);
+                if sync && !waits {
+                    self.sync_now(store);
+                }
+                self.serve_reads(store, actions)?;
+            }
+            ToReplica::Sync { lsn, ping } => {
+                self.saw(ping);
+                if lsn > self.durable {
+                    self.sync_now(store);
+                }
+            }
+            ToReplica::Ping { stable, ping } => {
+                self.saw(ping);
+                self.set_stable(stable, store);
+            }
+            ToReplica::Read { id, view, lba, blocks, after, want_data, ping } => {
+                let limit = if want_data { READ_BLOCKS_MAX } else { STATUS_BLOCKS_MAX };
+                let what = Looked::Blocks { view, want_data };
+                let read = WaitingRead { id, what, lba, blocks, after, ping };
+                self.look(read, limit, store, actions)?;
+            }
+            ToReplica::Verify { id, lba, blocks, bytes_max, after, repair, ping } => {
+                let what = Looked::Verified { bytes_max: bytes_max.min(VERIFY_BYTES_MAX), repair };
+                let read = WaitingRead { id, what, lba, blocks, after, ping };
+                self.look(read, VERIFY_BLOCKS_MAX, store, actions)?;
+            }
+            ToReplica::Fetch { id, after, bytes_max } => {
+                let fetched = store.fetch(after, bytes_max.min(ANSWER_BYTES_MAX))?;
+                let gone = fetched.is_none();
+                let entries = fetched.unwrap_or_default();
+                self.send(FromReplica::Fetched { id, entries, gone }, actions);
+            }
+            message @ (ToReplica::Pull { .. }
+            | ToReplica::IncrementBegin { .. }
+            | ToReplica::IncrementFeed { .. }
+            | ToReplica::IncrementCut { .. }
+            | ToReplica::IncrementCommit { .. }) => self.copy(Way::Own, message, store, actions)?,
+            ToReplica::OpenBulk { .. } => {
+                return Err(Fault::Protocol("a bulk connection that is the session's own"));
+            }
+            ToReplica::Repair { lba, version, crc, data } => {
+                let good =
+                    data.len() == quoin_types::BLOCK_SIZE && quoin_types::crc32c(&data) == crc;
+                if !good {
+                    return Err(Fault::Protocol("repair data"));
+                }
+                let done = store.repair(lba, version, crc, &data)?;
+                self.send(FromReplica::Repaired { lba, version, done }, actions);
+                actions.push(ReplicaAction::Note(ReplicaNote::Repaired {
+                    lba,
+                    whole_map: false,
+                    done,
+                }));
+            }
+            ToReplica::Mend { lba, blocks, at, slots } => {
+                if !covers(&slots, lba, blocks) || !slots.iter().all(|s| s.is_good(at)) {
+                    return Err(Fault::Protocol("mend data"));
+                }
+                // What the source had applied and this replica has not may hide what was before.
+                let done = at <= self.applied && store.mend(lba, &slots)?;
+                self.send(FromReplica::Mended { lba, blocks, done }, actions);
+                actions.push(ReplicaAction::Note(ReplicaNote::Repaired {
+                    lba,
+                    whole_map: true,
+                    done,
+                }));
+            }
+            ToReplica::Close => return self.close(*continuous, store),
+        }
+        Ok(Next::Stay)
+    }
+
+    pub fn on_synced(
+        &mut self,
+        ticket: SyncTicket,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<Next, Fault> {
+        while self.syncs.front().is_some_and(|(t, _)| *t <= ticket) {
+            let (_, after) = self.syncs.pop_front().expect("checked above");
+            match after {
+                AfterSync::Durable(_) if mutant::is("durable-by-an-older-sync") => {
+                    self.reached(self.applied);
+                }
+                AfterSync::Durable(lsn) => self.reached(lsn),
+                AfterSync::Truncated => {
+                    let state = store.state();
+                    let (position, chain) = (state.position, state.chain);
+                    self.reached(position.lsn);
+                    self.send(FromReplica::Truncated { position, chain }, actions);
+                }
+                AfterSync::Flip(rebuild) => {
+                    store.increment_flip(rebuild)?;
+                    let ticket = store.request_sync();
+                    self.syncs.push_back((ticket, AfterSync::Flipped(rebuild)));
+                }
+                AfterSync::Flipped(rebuild) => {
+                    let position = store.state().position;
+                    self.applied = position.lsn;
+                    self.durable = position.lsn;
+                    self.barriers.clear();
+                    self.copying.flipped(rebuild, position);
+                    self.send(FromReplica::IncrementDone { rebuild, position }, actions);
+                    actions.push(ReplicaAction::Note(ReplicaNote::Rebuilt { position }));
+                }
+                AfterSync::Close { continuous } => self.put_closed(continuous, store)?,
+                AfterSync::Closed => {
+                    self.send(FromReplica::Closed, actions);
+                    return Ok(Next::Closed);
+                }
+            }
+        }
+        Ok(Next::Stay)
+    }
+
+    /// Adds what this session is in the middle of.
+    pub fn steps(&self, steps: &mut Vec<Step>) {
+        steps.extend(self.syncs.iter().map(|(_, after)| match after {
+            AfterSync::Durable(_) => Step::Syncing,
+            AfterSync::Truncated => Step::Truncating,
+            AfterSync::Flip(_) => Step::FlipPrepared,
+            AfterSync::Flipped(_) => Step::Flipped,
+            AfterSync::Close { .. } | AfterSync::Closed => Step::CloseUnsynced,
+        }));
+        if !self.reads.is_empty() {
+            steps.push(Step::ReadsWaiting);
+        }
+    }
+
+    /// The cumulative acknowledgement of everything since the last one.
+    pub fn acknowledge(&mut self, actions: &mut Vec<ReplicaAction>) {
+        if !std::mem::take(&mut self.acknowledgement_due) || self.closing {
+            return;
+        }
+        let applied = match self.barriers.front() {
+            Some(barrier) if !mutant::is("view-applied-before-durable") => Lsn(barrier.0 - 1),
+            _ => self.applied,
+        };
+        let durable = self.durable;
+        self.send(FromReplica::Applied { applied, durable, ping: self.ping }, actions);
+    }
+
+    pub(super) fn send(&self, message: FromReplica, actions: &mut Vec<ReplicaAction>) {
+        let (connection, session) = (self.connection, self.key);
+        actions.push(ReplicaAction::Send { connection, session, message });
+    }
+
+    /// The first Truncate was handled: what comes now is one history.
+    pub fn is_fed(&self) -> bool {
+        self.tip.is_some() && !self.closing
+    }
+
+    /// Close was taken.
+    pub fn is_closing(&self) -> bool {
+        self.closing
+    }
+
+    pub fn ask_for(&self, copy: BadCopy, actions: &mut Vec<ReplicaAction>) {
+        if self.is_fed() {
+            self.send(FromReplica::BadCopy(copy), actions);
+        }
+    }
+
+    pub fn tell_room(&self, short: bool, actions: &mut Vec<ReplicaAction>) {
+        self.send(FromReplica::Room { short }, actions);
+    }
+
+    fn saw(&mut self, ping: Ping) {
+        self.ping = self.ping.max(ping);
+        self.acknowledgement_due = true;
+    }
+
+    fn reached(&mut self, durable: Lsn) {
+        // A truncation between request and completion may have taken entries away again.
+        self.durable = self.durable.max(durable.min(self.applied));
+        while self.barriers.front().is_some_and(|b| *b <= self.durable) {
+            self.barriers.pop_front();
+        }
+        self.acknowledgement_due = true;
+    }
+
+    fn sync_now(&mut self, store: &mut dyn ReplicaStore) {
+        let ticket = store.request_sync();
+        self.syncs.push_back((ticket, AfterSync::Durable(self.applied)));
+    }
+
+    pub(super) fn set_stable(&mut self, stable: Lsn, store: &mut dyn ReplicaStore) {
+        let stable = stable.min(self.applied);
+        if stable > self.stable {
+            self.stable = stable;
+            store.set_stable(stable);
+        }
+    }
+
+    fn truncate(&mut self, keep: Lsn, tip: Lsn, store: &mut dyn ReplicaStore) -> Result<(), Fault> {
+        let state = store.state();
+        if keep > state.position.lsn || self.tip.is_some() {
+            return Err(Fault::Protocol("truncation above the position or out of turn"));
+        }
+        if keep < state.stable && !mutant::is("cut-below-stable") {
+            return Err(Fault::BelowStable);
+        }
+        if keep < state.position.lsn {
+            store.truncate(keep)?;
+            self.applied = keep;
+            self.durable = self.durable.min(keep);
+        }
+        self.tip = Some(tip);
+        store.owe_before(self.key.epoch);
+        let ticket = store.request_sync();
+        self.syncs.push_back((ticket, AfterSync::Truncated));
+        Ok(())
+    }
+
+    /// R2: strictly by LSN, chain by chain; what the store returned is in the kernel. True if
+    /// all of it is said to be applied only when it is durable, and a sync was asked for.
+    fn append(
+        &mut self,
+        entries: &[SharedEntry],
+        boot: BootCookie,
+        continuous: &mut bool,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<bool, Fault> {
+        let Some(last) = entries.last() else { return Ok(false) };
+        let Some(tip) = self.tip else { return Err(Fault::Protocol("append before truncate")) };
+        let state = store.state();
+        if self.full && entries[0].lsn > state.position.lsn.next() {
+            // Sent before the target knew that those before found no room: they come again.
+            return Ok(false);
+        }
+        let mut position = state.position;
+        let mut chain = state.chain;
+        let mut blocks = state.volume_blocks;
+        let mut views: Option<&View> = None;
+        // Under `durability: media` the store may hold the batch back until the sync.
+        let media = matches!(
+            state.last_view, Some((_, ref view)) if view.durability == Durability::Media
+        );
+        let mut durable_first = media;
+        // The target waits for stable as well: these two defects break both guards.
+        let unguarded =
+            mutant::is("media-acknowledged-at-commit") || mutant::is("read-at-commit-under-media");
+        if media && !unguarded {
+            self.barriers.push_back(state.position.lsn.next());
+        }
+        for entry in entries {
+            entry.check().map_err(|m| Fault::Protocol(m.0))?;
+            if entry.lsn != position.lsn.next() {
+                return Err(Fault::Protocol("entries must follow without a gap"));
+            }
+            if entry.epoch < position.epoch || entry.epoch > self.key.epoch {
+                return Err(Fault::Protocol("entry of a foreign epoch"));
+            }
+            if entry.chain != entry.chain_after(chain) {
+                return Err(Fault::Protocol("OneContent"));
+            }
+            if entry.lba + u64::from(entry.blocks) > blocks {
+                return Err(Fault::Protocol("entry beyond the volume's end"));
+            }
+            if !entry.data_is_good() {
+                return Err(Fault::Protocol("SameBytesEverywhere"));
+            }
+            match &entry.kind {
+                EntryKind::Resize { blocks: to } => blocks = *to,
+                EntryKind::View(view) if entry.lsn > tip || mutant::is("old-view-teaches") => {
+                    views = Some(view);
+                }
+                _ => {}
+            }
+            if !media && (entry.fua || entry.kind.is_durable_first()) {
+                self.barriers.push_back(entry.lsn);
+                durable_first = true;
+            }
+            position = entry.position();
+            chain = entry.chain;
+        }
+        match store.append(entries) {
+            Ok(()) => (self.applied, self.full) = (last.lsn, false),
+            Err(StoreError::Full) => {
+                let applied = store.state().position.lsn;
+                self.barriers.retain(|lsn| *lsn <= applied);
+                let taken = entries.iter().take_while(|e| e.lsn <= applied);
+                views = taken.fold(None, |newest, e| match &e.kind {
+                    EntryKind::View(view) if e.lsn > tip => Some(view),
+                    _ => newest,
+                });
+                self.applied = applied;
+                if !std::mem::replace(&mut self.full, true) {
+                    actions.push(ReplicaAction::Note(ReplicaNote::Full));
+                }
+                self.send(FromReplica::NoRoom { applied }, actions);
+            }
+            Err(error) => return Err(error.into()),
+        }
+        if let Some(view) = views {
+            self.learn(view, boot, continuous, store)?;
+        }
+        if durable_first {
+            self.sync_now(store);
+        }
+        Ok(media)
+    }
+
+    /// A View of this session makes the replica continuous (it is durable with all before it
+    /// when the view is), and one that lists it turns its quorum on.
+    fn learn(
+        &mut self,
+        view: &View,
+        boot: BootCookie,
+        continuous: &mut bool,
+        store: &mut dyn ReplicaStore,
+    ) -> Result<(), Fault> {
+        let identity = store.identity();
+        let own = Member { id: identity.replica, guid: identity.guid };
+        let listed = view.in_sync.contains(&own)
+            && std::iter::once(&view.rule).chain(&view.joint).any(|rule| rule.known.contains(&own));
+        let meta = store.meta();
+        let mut next = meta.clone();
+        next.cookie = boot;
+        if listed {
+            next.quorum = true;
+            next.damaged = false;
+        }
+        if view.rule.membership_version > next.membership.version {
+            next.membership.version = view.rule.membership_version;
+            next.membership.rf = view.rule.rf;
+            next.membership.cf = view.rule.cf;
+            next.membership.known.clone_from(&view.rule.known);
+        }
+        *continuous = true;
+        if mutant::is("old-view-teaches") {
+            next.quorum = true;
+        }
+        if next != *meta {
+            store.put_meta(next)?;
+        }
+        Ok(())
+    }
+
+    /// Answers a read now, or once what it comes after is applied.
+    fn look(
+        &mut self,
+        read: WaitingRead,
+        blocks_max: u32,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        self.ping = self.ping.max(read.ping);
+        if read.blocks == 0 || read.blocks > blocks_max || read.lba > VOLUME_BLOCKS_MAX {
+            return Err(Fault::Protocol("read length"));
+        }
+        if self.reads.len() == WAITING_READS_MAX {
+            return Err(Fault::Protocol("too many reads"));
+        }
+        if read.after <= self.applied && self.reads.is_empty() {
+            return self.read(&read, store, actions);
+        }
+        self.reads.push_back(read);
+        self.serve_reads(store, actions)
+    }
+
+    fn serve_reads(
+        &mut self,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        let mut waiting = std::mem::take(&mut self.reads);
+        let mut result = Ok(());
+        waiting.retain(|read| {
+            if result.is_err() || read.after > self.applied {
+                return true;
+            }
+            result = self.read(read, store, actions);
+            false
+        });
+        self.reads = waiting;
+        result
+    }
+
+    fn read(
+        &mut self,
+        read: &WaitingRead,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        let mut slots = Vec::with_capacity(read.blocks.min(64) as usize);
+        let (id, at, ping) = (read.id, self.applied, read.ping);
+        match read.look(read.blocks, store, &mut slots) {
+            Err(StoreError::Rule(rule)) => {
+                slots.clear();
+                read.look_over_the_end(rule, store, &mut slots)?;
+            }
+            other => other?,
+        }
+        let message = match read.what {
+            Looked::Blocks { .. } => FromReplica::Data { id, at, slots, ping },
+            Looked::Verified { .. } => FromReplica::Verified { id, at, slots, ping },
+        };
+        self.send(message, actions);
+        Ok(())
+    }
+
+    pub(super) fn prepare(
+        &mut self,
+        rebuild: u64,
+        end: &IncrementEnd,
+        store: &mut dyn ReplicaStore,
+    ) -> Result<(), Fault> {
+        store.increment_prepare(rebuild, end)?;
+        let ticket = store.request_sync();
+        self.syncs.push_back((ticket, AfterSync::Flip(rebuild)));
+        Ok(())
+    }
+
+    /// The close keeps the continuous flag, it never sets it.
+    fn close(&mut self, continuous: bool, store: &mut dyn ReplicaStore) -> Result<Next, Fault> {
+        self.closing = true;
+        if self.durable < self.applied && !mutant::is("closed-before-the-data") {
+            // The data first: it lies elsewhere than the small state, and one sync orders
+            // nothing. A power cut must not leave the word without what it vouches for.
+            let ticket = store.request_sync();
+            self.syncs.push_back((ticket, AfterSync::Close { continuous }));
+        } else {
+            self.put_closed(continuous, store)?;
+        }
+        Ok(Next::Stay)
+    }
+
+    fn put_closed(
+        &mut self,
+        closed_continuous: bool,
+        store: &mut dyn ReplicaStore,
+    ) -> Result<(), StoreError> {
+        let closed_continuous = closed_continuous || mutant::is("close-makes-continuous");
+        store.put_meta(ReplicaMeta {
+            session_open: false,
+            closed_continuous,
+            ..store.meta().clone()
+        })?;
+        let ticket = store.request_sync();
+        self.syncs.push_back((ticket, AfterSync::Closed));
+        Ok(())
+    }
+}

@@ -1,0 +1,9 @@
+//! A rule broken on purpose, to see these tests find it (`cargo xtask mutants`).
+
+/// Breaks the rule that the run was told, on this test's thread.
+pub fn break_a_rule() {
+    #[cfg(feature = "mutants")]
+    if let Ok(name) = std::env::var("QUOIN_MUTANT") {
+        quoin_types::mutant::set(Some(name.leak()));
+    }
+}

@@ -1,0 +1,89 @@
+//! How a rebuild copies: what is asked of its sources and fed to its receiver, each word of which
+//! is the test's.
+
+use crate::hand::*;
+use bytes::Bytes;
+use quoin_replication::primary::PrimaryEvent;
+use quoin_types::message::{Content, FromReplica, Slot, ToReplica};
+use quoin_types::*;
+
+const TABLE_END: u64 = 10;
+/// What a source answers at a time.
+const CHUNK_BLOCKS: u64 = 16;
+
+/// Replica 3 was away for longer than the log is kept for, and its copying began.
+fn rebuilding() -> Hand {
+    let mut hand = Hand::new(config());
+    let table = [row(5, 1, TABLE_END, 55)];
+    hand.serve(&table, TABLE_END);
+    let session = hand.session(3).expect("it is connected");
+    hand.sessions.retain(|(s, _)| *s != session);
+    hand.on(PrimaryEvent::Disconnected { session });
+    // More than the window, and nothing of it has to be kept for those that are there.
+    for block in 0..100 {
+        hand.write(block, block);
+        (1..=2).for_each(|id| hand.applied(id, true));
+    }
+    hand.pass(300);
+    hand.answer(3, ack(table.to_vec(), TABLE_END));
+    hand.truncated(3);
+    hand.settle();
+    hand
+}
+
+impl Hand {
+    /// The two that hold everything say so, until a rebuild's boundary is theirs too.
+    fn settle(&mut self) {
+        for _ in 0..10 {
+            self.pass(10);
+            (1..=2).for_each(|id| self.applied(id, true));
+        }
+    }
+
+    /// A source answers what it was asked first: whether there was anything.
+    fn pulled(&mut self) -> bool {
+        let pull = |(_, m): &(Member, ToReplica)| matches!(m, ToReplica::Pull { .. });
+        let Some(at) = self.sent.iter().position(pull) else { return false };
+        let (source, ToReplica::Pull { id, cursor, .. }) = self.sent.remove(at) else {
+            unreachable!("it was looked for")
+        };
+        let slots = (cursor..cursor + CHUNK_BLOCKS).map(slot).collect();
+        let cursor = Some(cursor + CHUNK_BLOCKS);
+        self.say(source.id.0, FromReplica::Pulled { id, slots, cursor, end: None, gone: false });
+        true
+    }
+
+    /// The chunks that the receiver was sent: the rebuild, and up to where.
+    fn fed(&self) -> Vec<(u64, u64)> {
+        let fed = self.sent.iter().filter_map(|(m, message)| match message {
+            ToReplica::IncrementFeed { rebuild, cursor, .. } if *m == member(3) => {
+                Some((*rebuild, *cursor))
+            }
+            _ => None,
+        });
+        fed.collect()
+    }
+}
+
+fn slot(lba: u64) -> Slot {
+    let data = Bytes::from(vec![1; 4096]);
+    let crc = crc32c(&data);
+    Slot { lba, blocks: 1, version: Lsn(3), content: Content::Data { crc, data } }
+}
+
+#[test]
+fn a_receiver_that_takes_nothing_is_sent_four_chunks_and_no_more_is_asked_for_on_its_behalf() {
+    let mut hand = rebuilding();
+    while hand.fed().len() < 4 {
+        assert!(hand.pulled(), "{:?}", hand.fed());
+    }
+    // What each source was asked for before that.
+    let rest = (0..).take_while(|_| hand.pulled()).count();
+    assert!(rest <= 2, "{rest}");
+    assert_eq!(hand.fed().len(), 4);
+    let (rebuild, cursor) = hand.fed()[0];
+    hand.say(3, FromReplica::IncrementFed { rebuild, cursor });
+    assert!(hand.pulled(), "it goes on");
+    while hand.pulled() {}
+    assert_eq!(hand.fed().len(), 5);
+}

@@ -1,0 +1,282 @@
+//! How one replica takes an increment by bulk connections: what is missing is noticed, and what an
+//! older connection still carries is not taken.
+
+use crate::broken;
+use bytes::Bytes;
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
+use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
+use quoin_store::ReplicaPool;
+use quoin_store::model::ModelPool;
+use quoin_types::message::{
+    Content, EpochEnd, Failure, FedSum, FromReplica, IncrementEnd, Ping, Slot, ToReplica,
+};
+use quoin_types::*;
+
+const OWN: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
+const VOLUME: VolumeId = VolumeId(5);
+const SESSION: SessionKey = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
+const REBUILD: u64 = 77;
+/// The session's own connection.
+const LOG: u64 = 1;
+
+struct One {
+    pool: ModelPool,
+    replica: Replica,
+    syncs_wait: bool,
+    /// What it said, and by which connection.
+    sent: Vec<(u64, FromReplica)>,
+    closed: Vec<u64>,
+}
+
+fn membership() -> Membership {
+    let known = vec![OWN, Member { id: ReplicaId(2), guid: ReplicaGuid(12) }];
+    Membership { version: 1, rf: 2, cf: 2, drf: 2, known, retired: vec![], formed: true }
+}
+
+impl One {
+    /// Opened, cut to nothing, and ready for an increment.
+    fn new() -> Self {
+        broken::break_a_rule();
+        let mut pool = ModelPool::new();
+        let identity = ReplicaIdentity {
+            volume: VOLUME,
+            replica: OWN.id,
+            guid: OWN.guid,
+            volume_spec: Bytes::new(),
+        };
+        let meta = ReplicaMeta { membership: membership(), ..ReplicaMeta::default() };
+        pool.create(identity, meta, 64).unwrap();
+        let cookie = pool.cookie();
+        let replica =
+            Replica::new(Time::from_millis(1000), cookie, &pool.replica(OWN.guid).unwrap());
+        let (sent, closed) = (Vec::new(), Vec::new());
+        let mut one = Self { pool, replica, syncs_wait: false, sent, closed };
+        one.say(
+            LOG,
+            ToReplica::Open {
+                volume: VOLUME,
+                replica: OWN.id,
+                guid: OWN.guid,
+                membership: membership(),
+                lease_ms: LEASE_MS,
+            },
+        );
+        one.say(LOG, ToReplica::Truncate { keep: Lsn(0), tip: Lsn(0) });
+        one.sent.clear();
+        one
+    }
+
+    fn on(&mut self, event: ReplicaEvent) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            let mut actions = Vec::new();
+            {
+                let mut store = self.pool.replica(OWN.guid).unwrap();
+                let now = Time::from_millis(1000);
+                self.replica.on(now, event, &mut store, &mut actions);
+                self.replica.flush(&mut actions);
+            }
+            for action in actions {
+                match action {
+                    ReplicaAction::Send { connection, message, .. } => {
+                        self.sent.push((connection, message));
+                    }
+                    ReplicaAction::Disconnect { connection } => self.closed.push(connection),
+                    _ => {}
+                }
+            }
+            if !self.syncs_wait
+                && let Some(ticket) = self.pool.sync_wanted()
+            {
+                self.pool.sync_finished(ticket, Ok(()));
+                events.push(ReplicaEvent::Synced { ticket, result: Ok(()) });
+            }
+        }
+    }
+
+    fn say(&mut self, connection: u64, message: ToReplica) {
+        self.on(ReplicaEvent::Message { connection, session: SESSION, message });
+    }
+
+    /// What it answered since it was asked last.
+    fn said(&mut self) -> Vec<(u64, FromReplica)> {
+        std::mem::take(&mut self.sent)
+    }
+
+    fn open_bulk(&mut self, connection: u64, number: u64) {
+        self.say(connection, ToReplica::OpenBulk { number });
+    }
+
+    fn begin(&mut self, connection: u64) {
+        self.say(connection, ToReplica::IncrementBegin { rebuild: REBUILD, from: Lsn(0) });
+    }
+
+    fn position(&mut self) -> Position {
+        self.pool.replica(OWN.guid).unwrap().state().position
+    }
+}
+
+fn slots(lba: u64) -> Vec<Slot> {
+    let data = Bytes::from(vec![lba as u8 + 1; BLOCK_SIZE]);
+    let content = Content::Data { crc: crc32c(&data), data };
+    vec![Slot { lba, blocks: 1, version: Lsn(3 + lba), content }]
+}
+
+fn feed(lba: u64, after: u64, cursor: u64) -> ToReplica {
+    ToReplica::IncrementFeed { rebuild: REBUILD, slots: slots(lba), cursor, after: Some(after) }
+}
+
+fn sum(lbas: &[u64]) -> FedSum {
+    let mut sum = FedSum::default();
+    lbas.iter().for_each(|lba| sum.add(&slots(*lba)));
+    sum
+}
+
+fn commit(fed: FedSum) -> ToReplica {
+    let (position, chain) = (Position { epoch: Epoch(4), lsn: Lsn(20) }, Chain(9));
+    let row = EpochEnd { epoch: Epoch(4), first: Lsn(1), last: Lsn(20), chain };
+    let to = IncrementEnd {
+        position,
+        chain,
+        epoch_table: vec![row],
+        last_view: None,
+        volume_blocks: 64,
+        snapshots: Vec::new(),
+    };
+    ToReplica::IncrementCommit { rebuild: REBUILD, to: Box::new(to), fed: Some(fed) }
+}
+
+fn done() -> FromReplica {
+    let position = Position { epoch: Epoch(4), lsn: Lsn(20) };
+    FromReplica::IncrementDone { rebuild: REBUILD, position }
+}
+
+#[test]
+fn a_flip_is_told_by_the_sessions_own_connection_after_it_was_made() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.begin(10);
+    assert_eq!(one.said(), [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0 })]);
+    one.say(10, feed(0, 0, 1));
+    one.say(10, feed(1, 1, u64::MAX));
+    one.said();
+    one.syncs_wait = true;
+    one.say(10, commit(sum(&[0, 1])));
+    let taken = FromReplica::IncrementFed { rebuild: REBUILD, cursor: u64::MAX };
+    assert_eq!(one.said(), [(10, taken)]);
+    assert_eq!(one.position().lsn, Lsn(0));
+    one.syncs_wait = false;
+    one.say(LOG, ToReplica::Ping { stable: Lsn(0), ping: Ping(1) });
+    assert!(one.said().contains(&(LOG, done())));
+    assert_eq!(one.position().lsn, Lsn(20));
+}
+
+#[test]
+fn an_increment_of_which_a_feed_was_dropped_does_not_flip() {
+    // In the middle; at the end; and one that a commit knows of and no feed lacks.
+    let lost = [
+        vec![feed(0, 0, 1), feed(2, 2, u64::MAX), commit(sum(&[0, 1, 2]))],
+        vec![feed(0, 0, 1), commit(sum(&[0, 1]))],
+        vec![feed(0, 0, 1), feed(2, 1, u64::MAX), commit(sum(&[0, 1, 2]))],
+    ];
+    for messages in lost {
+        let mut one = One::new();
+        one.open_bulk(10, 1);
+        one.begin(10);
+        messages.into_iter().for_each(|message| one.say(10, message));
+        assert_eq!(one.position().lsn, Lsn(0));
+        let failed = FromReplica::Failed(Failure::Protocol);
+        assert!(one.sent.iter().any(|(_, message)| *message == failed), "{:?}", one.sent);
+        assert!(!one.sent.iter().any(|(_, message)| *message == done()));
+    }
+}
+
+#[test]
+fn what_a_former_bulk_connection_still_carries_is_not_taken_once_its_successor_began() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.say(10, feed(0, 0, 1));
+    one.open_bulk(11, 2);
+    assert_eq!(one.closed, [10]);
+    one.begin(11);
+    one.said();
+    // Late, and of no use to anybody.
+    one.say(10, feed(1, 1, 2));
+    one.say(10, commit(sum(&[0])));
+    assert_eq!(one.said(), []);
+    one.say(11, feed(1, 1, u64::MAX));
+    one.say(11, commit(sum(&[1])));
+    assert_eq!(one.position().lsn, Lsn(20));
+    // And one that comes after its successor is turned away.
+    one.open_bulk(12, 1);
+    assert_eq!(one.closed, [10, 12]);
+}
+
+#[test]
+fn a_bulk_connection_that_ends_leaves_its_session_and_the_shadow_as_they_are() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.say(10, feed(0, 0, 1));
+    one.on(ReplicaEvent::Disconnected { connection: 10 });
+    one.said();
+    one.say(LOG, ToReplica::Ping { stable: Lsn(0), ping: Ping(4) });
+    assert!(matches!(one.said()[..], [(LOG, FromReplica::Applied { ping: Ping(4), .. })]));
+    one.open_bulk(11, 2);
+    one.begin(11);
+    assert_eq!(one.said(), [(11, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 1 })]);
+}
+
+#[test]
+fn a_target_that_lost_its_commits_connection_is_told_what_became_of_it() {
+    for flipped in [false, true] {
+        let mut one = One::new();
+        one.open_bulk(10, 1);
+        one.begin(10);
+        one.say(10, feed(0, 0, u64::MAX));
+        one.syncs_wait = !flipped;
+        one.say(10, commit(sum(&[0])));
+        one.on(ReplicaEvent::Disconnected { connection: 10 });
+        one.said();
+        one.open_bulk(11, 2);
+        one.begin(11);
+        let taken = (11, FromReplica::IncrementFed { rebuild: REBUILD, cursor: u64::MAX });
+        let mut said = one.said();
+        assert_eq!(said.remove(0), taken);
+        assert_eq!(said, if flipped { vec![(LOG, done())] } else { vec![] });
+        // Nothing else may begin within the flip.
+        if !flipped {
+            let other = ToReplica::IncrementBegin { rebuild: REBUILD + 1, from: Lsn(0) };
+            one.say(11, other);
+            let failed = FromReplica::Failed(Failure::Protocol);
+            assert!(one.said().iter().any(|(_, message)| *message == failed));
+        }
+    }
+}
+
+#[test]
+fn a_bulk_connection_of_no_open_session_is_closed_and_ends_with_its_session() {
+    let mut one = One::new();
+    let other = SessionKey { nonce: 2, ..SESSION };
+    let message = ToReplica::OpenBulk { number: 9 };
+    one.on(ReplicaEvent::Message { connection: 10, session: other, message });
+    assert_eq!(one.closed, [10]);
+    one.open_bulk(11, 1);
+    one.on(ReplicaEvent::Disconnected { connection: LOG });
+    assert_eq!(one.closed, [10, 11]);
+}
+
+/// Close goes by the session's own connection, and may overtake what was asked before.
+#[test]
+fn what_a_rebuild_asked_for_is_no_fault_where_close_came_first() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.syncs_wait = true;
+    one.say(LOG, ToReplica::Close);
+    let (view, from) = (quoin_types::message::ReadView::Live, Lsn(0));
+    one.say(10, ToReplica::Pull { id: 1, view, from, cursor: 0, bytes_max: 1 << 16 });
+    one.syncs_wait = false;
+    one.on(ReplicaEvent::Disconnected { connection: 10 });
+    assert_eq!(one.said(), [(LOG, FromReplica::Closed)]);
+}

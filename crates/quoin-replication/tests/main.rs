@@ -1,0 +1,33 @@
+//! The protocol, as one target and its replicas see it. One program, so that it is linked once.
+
+mod broken;
+mod common;
+mod hand;
+mod one_replica;
+
+mod apart;
+mod bounds;
+mod bulk;
+mod codec;
+mod copying;
+mod edges;
+mod fence;
+mod hostile;
+mod increments;
+mod late_answers;
+mod membership;
+mod moments;
+mod owed;
+mod rebuilds;
+mod reduced;
+mod refused;
+mod refused_reads;
+mod replica;
+mod resumed;
+mod room;
+mod snapshots;
+mod taking_back;
+mod two_histories;
+mod verify;
+mod volume;
+mod withdrawn;

@@ -1,0 +1,176 @@
+//! Pools that are full when a volume is opened: what others hold already is owed to them.
+
+use crate::common::*;
+use quoin_replication::primary::PrimaryEvent;
+use quoin_types::block::Operation;
+use std::time::Duration;
+
+/// Two of two, one full pool: `written` blocks more reached the other one before the power went.
+fn opened_with_a_full_pool(reserve_blocks: u64, written: u64) -> Cluster {
+    let mut c = Cluster::new(2, config());
+    c.write(0, 1);
+    c.wait_in_sync(2);
+    c.hosts[1].room = Some(0);
+    let waiting: Vec<u64> = (1..=written).map(|n| c.submit(write_of(n, 2))).collect();
+    c.run(Duration::from_secs(2));
+    assert!(waiting.iter().all(|w| !c.replies.iter().any(|r| r.token == *w)), "not on both");
+    c.hosts[1].reserve.0 = reserve_blocks;
+    c.replace_target(config());
+    c
+}
+
+fn write_of(block: u64, fill: u8) -> quoin_types::block::Operation {
+    let data = bytes::Bytes::from(vec![fill; 4096]);
+    quoin_types::block::Operation::Write { offset: block * 4096, data, fua: false }
+}
+
+/// Room could come only of what is stable; nothing is before the open is done, and that waits for
+/// the entries. Found by the simulator, broad seed 1322.
+#[test]
+fn an_open_feeds_a_full_pool_what_the_others_hold_from_its_reserve() {
+    let mut c = opened_with_a_full_pool(5, 5);
+    assert_eq!(c.read(5 * 4096, 4096), vec![2; 4096], "the open is done");
+    c.wait_in_sync(2);
+    assert_eq!(c.hosts[0].position(), c.hosts[1].position());
+    assert_eq!(c.hosts[1].reserve.0, 0, "one block each");
+}
+
+#[test]
+fn what_is_new_takes_nothing_of_that_reserve() {
+    let mut c = opened_with_a_full_pool(100, 5);
+    assert_eq!(c.read(5 * 4096, 4096), vec![2; 4096]);
+    let new = c.submit(write_of(9, 3));
+    c.run(Duration::from_secs(20));
+    assert!(!c.replies.iter().any(|r| r.token == new), "its pool is full");
+    assert_eq!(c.hosts[1].reserve.0, 95);
+    c.hosts[1].room = None;
+    assert!(c.answer(new).expect("there is room").result.is_ok());
+}
+
+/// A write of a client that is gone must not land behind what another one did since.
+#[test]
+fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
+    let token = |c: &mut Cluster, block, fill| c.submit(write_of(block, fill));
+    let abandon = |c: &mut Cluster, tokens: Vec<u64>| {
+        c.event(PrimaryEvent::Abandon(tokens));
+        c.settle();
+    };
+    // For room, with a trim of the next client in between.
+    let mut c = Cluster::new(2, config());
+    c.write(5, 1);
+    c.wait_in_sync(2);
+    c.say_short(0..2, true);
+    c.settle();
+    let gone = token(&mut c, 5, 2);
+    let stays = token(&mut c, 6, 3);
+    c.settle();
+    abandon(&mut c, vec![gone]);
+    c.do_ok(Operation::Trim { offset: 5 * 4096, length: 4096, fua: false });
+    c.say_short(0..2, false);
+    assert!(c.answer(stays).expect("there is room").result.is_ok());
+    assert_eq!(c.read(5 * 4096, 8192), [vec![0; 4096], vec![3; 4096]].concat());
+    // For an open.
+    let mut c = Cluster::new(2, config());
+    c.hosts[1].cut = true;
+    let gone = token(&mut c, 5, 2);
+    let stays = token(&mut c, 6, 3);
+    c.run(Duration::from_secs(1));
+    abandon(&mut c, vec![gone, stays + 1]);
+    c.hosts[1].cut = false;
+    assert!(c.answer(stays).expect("it is open").result.is_ok());
+    assert_eq!(c.read(5 * 4096, 8192), [vec![0; 4096], vec![3; 4096]].concat());
+    // For the content of the blocks at its edges, with one behind it.
+    let mut c = Cluster::new(2, config());
+    c.write(5, 1);
+    c.wait_in_sync(2);
+    let half = Operation::Write { offset: 5 * 4096 + 512, data: vec![2; 512].into(), fua: false };
+    let gone = c.submit(half);
+    let stays = token(&mut c, 5, 3);
+    abandon(&mut c, vec![gone]);
+    assert!(c.answer(stays).expect("nothing is before it").result.is_ok());
+    assert!(c.replies.iter().all(|reply| reply.token != gone || reply.result.is_err()));
+    assert_eq!(c.read(5 * 4096, 4096), vec![3; 4096]);
+}
+
+/// One replica without its cache, whose pool has room for nothing but Views; whether what it was
+/// told makes it count, where its session began to be fed at `tip`.
+fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
+    use quoin_replication::replica::store::{
+        BootCookie, ReplicaIdentity, ReplicaMeta, ReplicaStore,
+    };
+    use quoin_replication::replica::{LEASE_MS, Replica, ReplicaEvent};
+    use quoin_store::ReplicaPool;
+    use quoin_types::message::{Ping, ToReplica};
+    use quoin_types::*;
+
+    let own = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
+    let (known, volume) = (vec![own], VolumeId(5));
+    let rule = entry::Rule { membership_version: 1, rf: 1, cf: 1, known: known.clone() };
+    let membership = Membership {
+        version: 1,
+        rf: 1,
+        cf: 1,
+        drf: 1,
+        known: known.clone(),
+        retired: Vec::new(),
+        formed: true,
+    };
+    let identity =
+        ReplicaIdentity { volume, replica: own.id, guid: own.guid, volume_spec: "".into() };
+    let meta = ReplicaMeta { membership: membership.clone(), ..ReplicaMeta::default() };
+    // It lost its cache while it was used.
+    let meta = ReplicaMeta { session_open: true, cookie: BootCookie(99), ..meta };
+    let mut pool = quoin_store::model::ModelPool::new();
+    pool.create(identity, meta, 64).unwrap();
+    let at = |lsn| Position { epoch: Epoch(5), lsn: Lsn(lsn) };
+    let write = |chain, lsn| {
+        let data = vec![1; BLOCK_SIZE].into();
+        Entry::after(chain, at(lsn), EntryKind::Write, 3, 1, data, false)
+    };
+    let before = write(Chain::default(), 1);
+    let chain = before.chain;
+    pool.replica(own.guid).unwrap().append(&[before.into()]).unwrap();
+    let now = Time::from_millis(1000);
+    let mut replica = Replica::new(now, pool.cookie(), &pool.replica(own.guid).unwrap());
+    assert!(!replica.is_continuous());
+
+    let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
+    let view = View { in_sync: known, rule, ..View::default() };
+    let kind = EntryKind::View(Box::new(view));
+    let view = Entry::after(chain, at(2), kind, 0, 0, "".into(), false);
+    let write = write(view.chain, 3);
+    let entries = vec![view.into(), write.into()];
+    let guid = own.guid;
+    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
+    let said = [
+        open,
+        ToReplica::Truncate { keep: Lsn(1), tip: Lsn(tip) },
+        ToReplica::Append { entries, stable: Lsn(0), sync: false, ping: Ping(9) },
+    ];
+    let (mut room, mut reserve) = (Some(0), (0, Epoch::ZERO));
+    for message in said {
+        let mut event = Some(ReplicaEvent::Message { connection: 1, session, message });
+        while let Some(next) = event.take() {
+            let (inner, room, reserve) = (pool.replica(guid).unwrap(), &mut room, &mut reserve);
+            let mut store = Bounded { inner, room, reserve, unreadable: false };
+            replica.on(now, next, &mut store, &mut Vec::new());
+            replica.flush(&mut Vec::new());
+            if let Some(ticket) = pool.sync_wanted() {
+                pool.sync_finished(ticket, Ok(()));
+                event = Some(ReplicaEvent::Synced { ticket, result: Ok(()) });
+            }
+        }
+    }
+    let store = pool.replica(guid).unwrap();
+    assert_eq!(store.state().position.lsn, Lsn(2), "the write found no room");
+    (replica.is_continuous(), store.meta().quorum)
+}
+
+/// A View of this session says that the replica has all before it, though what follows the View in
+/// its message found no room; one from before the session says nothing.
+#[test]
+fn a_view_teaches_a_full_pool_what_it_teaches_any_and_one_of_the_past_teaches_none() {
+    assert_eq!(counts_after_a_view_that_only_just_fit(1), (true, true));
+    assert_eq!(counts_after_a_view_that_only_just_fit(2), (false, false));
+    assert_eq!(counts_after_a_view_that_only_just_fit(3), (false, false));
+}

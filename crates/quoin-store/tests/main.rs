@@ -1,0 +1,15 @@
+//! The store on simulated disks and real files. One program, so that it is linked once.
+
+mod common;
+
+mod crash_enumeration;
+mod damage;
+mod device;
+mod formats;
+mod increments;
+mod model;
+mod offline;
+mod opening;
+mod pressure;
+mod ring;
+mod steps;

@@ -1,0 +1,55 @@
+//! The vocabulary of the data plane: identifiers, entries, membership, messages, and the block
+//! interface of a volume.
+//!
+//! Every crate of the data plane speaks with these types; none of them decides anything. Names are
+//! those of `docs/replication.md`. Decoding takes hostile bytes: it fails with
+//! [`codec::Malformed`], and never panics.
+
+pub mod block;
+pub mod codec;
+pub mod entry;
+pub mod ids;
+pub mod key_map;
+pub mod membership;
+pub mod message;
+pub mod mutant;
+pub mod term;
+pub mod time;
+
+pub use entry::{Chain, Entry, EntryKind, View};
+pub use ids::{
+    BulkKey, Epoch, GroupId, Incarnation, Lsn, PoolId, Position, ReplicaGuid, ReplicaId,
+    SessionKey, SnapshotId, TermId, VolumeId,
+};
+pub use membership::{Desired, Durability, Member, Membership, Newcomer};
+pub use term::Term;
+pub use time::Time;
+
+/// The internal block: the unit of checksums, versions and placement.
+pub const BLOCK_SIZE: usize = 4096;
+/// `log2(BLOCK_SIZE)`.
+pub const BLOCK_SHIFT: u32 = 12;
+/// Largest `Write` entry (1 MiB); longer client requests become several entries.
+pub const WRITE_BLOCKS_MAX: u32 = 256;
+/// Largest `Trim` or `Zero` entry (1 GiB).
+pub const HOLE_BLOCKS_MAX: u32 = 1 << 18;
+/// Blocks in one read of a replica, with data; a target asks for fewer.
+pub const READ_BLOCKS_MAX: u32 = 1024;
+/// Blocks in one read that wants no data.
+pub const STATUS_BLOCKS_MAX: u32 = 1 << 16;
+/// Largest volume: 2^44 blocks are 64 PiB, so an LBA always fits 44 bits.
+pub const VOLUME_BLOCKS_MAX: u64 = 1 << 44;
+
+/// Largest LSN that anyone may name, so that no sum of what a peer says overflows.
+pub const LSN_MAX: Lsn = Lsn(1 << 62);
+/// Largest epoch that anyone may name.
+pub const EPOCH_MAX: Epoch = Epoch(1 << 62);
+/// So far above its own epoch a record lets a target ask for one. Promises that replicas have made
+/// can be ahead of records restored from a backup, but never by more openings than anybody made; a
+/// hostile node must not use up the numbers.
+pub const EPOCHS_AHEAD_MAX: u64 = 1 << 20;
+
+/// CRC32C (Castagnoli), the checksum of every block.
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}

@@ -1,0 +1,478 @@
+//! The data-plane messages between a target and one replica.
+//!
+//! They are plain values; `quoin-wire` gives them bytes. A replica handles the messages of one
+//! connection strictly in order, so an `Append` sent before a `Read` is applied before it. What
+//! rebuilds copy goes by a second connection of the session, the bulk connection; between the two
+//! nothing is ordered but by what the messages themselves say (`docs/replication.md`).
+
+use bytes::Bytes;
+
+use crate::entry::{Chain, SharedEntry, View};
+use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId, VolumeId};
+use crate::membership::Membership;
+use crate::{BLOCK_SIZE, LSN_MAX, VOLUME_BLOCKS_MAX, crc32c};
+
+/// The target's clock when it sent a message, echoed by the replica: only the target reads it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub struct Ping(pub u64);
+
+/// Names a request within its session.
+pub type RequestId = u64;
+
+/// Which state of the volume a read or an increment is about.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum ReadView {
+    Live,
+    Snapshot(SnapshotId),
+    /// The replica's base: its state at [`OpenAck::base`] or later, pinned by the pull.
+    Base,
+}
+
+/// One stretch of blocks in an increment, a digest or a read.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Slot {
+    pub lba: u64,
+    /// Holes may span many blocks; data slots are one block.
+    pub blocks: u32,
+    /// The LSN of the entry that wrote (or trimmed) it. 0: never written.
+    pub version: Lsn,
+    pub content: Content,
+}
+
+impl Slot {
+    /// Whether it can be a part of an increment: within any volume, of a version that `newest`
+    /// allows, and with bytes that match their checksum.
+    pub fn is_good(&self, newest: Lsn) -> bool {
+        let whole = match &self.content {
+            Content::Hole => self.blocks > 0,
+            Content::Bad => false,
+            Content::Data { crc, data } => {
+                self.blocks == 1 && data.len() == BLOCK_SIZE && crc32c(data) == *crc
+            }
+        };
+        let end = self.lba.checked_add(self.blocks.into());
+        whole && self.version <= newest && end.is_some_and(|end| end <= VOLUME_BLOCKS_MAX)
+    }
+}
+
+/// What an increment was fed so far, so that its end can say how much that must be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct FedSum {
+    pub slots: u64,
+    /// CRC32C over all of them in order; of blocks their checksums.
+    pub checksum: u32,
+}
+
+impl FedSum {
+    pub fn add(&mut self, slots: &[Slot]) {
+        for slot in slots {
+            let (is_data, crc) = match &slot.content {
+                Content::Data { crc, .. } => (1, *crc),
+                Content::Hole | Content::Bad => (0, 0),
+            };
+            let mut bytes = [0; 29];
+            bytes[..4].copy_from_slice(&self.checksum.to_le_bytes());
+            bytes[4..12].copy_from_slice(&slot.lba.to_le_bytes());
+            bytes[12..16].copy_from_slice(&slot.blocks.to_le_bytes());
+            bytes[16..24].copy_from_slice(&slot.version.0.to_le_bytes());
+            bytes[24] = is_data;
+            bytes[25..].copy_from_slice(&crc.to_le_bytes());
+            self.checksum = crc32c(&bytes);
+            self.slots += 1;
+        }
+    }
+}
+
+/// Whether slots cover exactly the range, in order; only holes span more than one block.
+pub fn covers(slots: &[Slot], lba: u64, blocks: u32) -> bool {
+    let mut at = lba;
+    for slot in slots {
+        let single = matches!(slot.content, Content::Hole) || slot.blocks == 1;
+        if slot.lba != at || slot.blocks == 0 || !single {
+            return false;
+        }
+        at += u64::from(slot.blocks);
+    }
+    at == lba + u64::from(blocks)
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Content {
+    Hole,
+    /// Exactly 4096 bytes whose CRC32C is `crc`; no bytes where none were wanted.
+    Data {
+        crc: u32,
+        data: Bytes,
+    },
+    /// The replica knows that it has this version but its copy fails the checksum.
+    Bad,
+}
+
+/// What a replica found bad of its own, by scrub or clean-up.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct BadCopy {
+    pub lba: u64,
+    /// 1: the bytes of this block. More: the map of this stretch, which may reach beyond the
+    /// volume's end, and so all of its blocks.
+    pub blocks: u32,
+    /// Of the block; of the newest one in a stretch.
+    pub version: Lsn,
+}
+
+impl BadCopy {
+    /// Blocks that one report may be about.
+    pub const BLOCKS_MAX: u32 = crate::WRITE_BLOCKS_MAX;
+}
+
+/// One row of the epoch table: the last entry of an epoch that the replica holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct EpochEnd {
+    pub epoch: Epoch,
+    /// First and last LSN of the epoch in this replica's log.
+    pub first: Lsn,
+    pub last: Lsn,
+    /// Chain at `last`.
+    pub chain: Chain,
+}
+
+/// Epoch-table rows at most in an `OpenAck` (the newest ones).
+pub const EPOCH_TABLE_MAX: usize = 256;
+
+/// Snapshot as a replica holds it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SnapshotInfo {
+    pub id: SnapshotId,
+    pub lsn: Lsn,
+    pub hidden: bool,
+    /// Size of the volume then, in blocks.
+    pub blocks: u64,
+}
+
+/// Snapshots of one volume at most.
+pub const SNAPSHOTS_MAX: usize = 1024;
+
+impl ToReplica {
+    /// Whether it is a part of a rebuild: what a bulk connection carries.
+    pub fn is_copying(&self) -> bool {
+        matches!(
+            self,
+            ToReplica::Pull { .. }
+                | ToReplica::IncrementBegin { .. }
+                | ToReplica::IncrementFeed { .. }
+                | ToReplica::IncrementCut { .. }
+                | ToReplica::IncrementCommit { .. }
+        )
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum ToReplica {
+    /// First message of a session.
+    Open {
+        volume: VolumeId,
+        replica: ReplicaId,
+        guid: ReplicaGuid,
+        /// The membership the epoch was granted with; the replica keeps a durable copy.
+        membership: Membership,
+        lease_ms: u32,
+    },
+    /// Remove every entry after `keep`. Never executed below stable. Always the first message
+    /// after the `OpenAck` of a replica that is going to be fed, also where nothing is removed.
+    Truncate {
+        keep: Lsn,
+        /// The target's last LSN when this session began: a View above it makes the replica
+        /// continuous, an older one met while catching up does not.
+        tip: Lsn,
+    },
+    Append {
+        entries: Vec<SharedEntry>,
+        stable: Lsn,
+        /// Sync at once (FUA, `durability: media`), without a `Sync` of its own.
+        sync: bool,
+        ping: Ping,
+    },
+    /// Make everything up to here durable and say so.
+    Sync { lsn: Lsn, ping: Ping },
+    /// Renew the lease, learn stable.
+    Ping { stable: Lsn, ping: Ping },
+    Read {
+        id: RequestId,
+        view: ReadView,
+        lba: u64,
+        blocks: u32,
+        /// Answer when applied ≥ this.
+        after: Lsn,
+        /// False: `Content::Data` comes with its checksum but without its bytes (block status,
+        /// comparison of copies).
+        want_data: bool,
+        ping: Ping,
+    },
+    /// Log entries after `after`, at most about `bytes_max`.
+    Fetch { id: RequestId, after: Lsn, bytes_max: u32 },
+    /// Slots of `view` with `from < version`, from LBA `cursor` on.
+    Pull { id: RequestId, view: ReadView, from: Lsn, cursor: u64, bytes_max: u32 },
+    /// First message of a bulk connection: what rebuilds ask of this session comes by it from now
+    /// on, and not by one of a lower number any more. Only to a replica whose session's connection
+    /// has the feature.
+    OpenBulk { number: u64 },
+    /// Start (or, with the same `rebuild` id, resume) a shadow whose start is `from`. By a bulk
+    /// connection it says too that all up to `from` is stable, and is answered.
+    IncrementBegin { rebuild: u64, from: Lsn },
+    IncrementFeed {
+        rebuild: u64,
+        slots: Vec<Slot>,
+        /// How far the shadow is complete within the view being fed: the next LBA.
+        cursor: u64,
+        /// How far it must be complete before; by a bulk connection only.
+        after: Option<u64>,
+    },
+    /// What was fed since the last cut is the whole of this snapshot.
+    IncrementCut { rebuild: u64, snapshot: SnapshotInfo },
+    /// Verify, sync, and flip atomically to this state.
+    IncrementCommit {
+        rebuild: u64,
+        to: Box<IncrementEnd>,
+        /// All that was fed since the shadow was last begun or resumed; by a bulk connection only.
+        fed: Option<FedSum>,
+    },
+    /// Replace the bad copy of a block, only if the replica holds the same version.
+    Repair { lba: u64, version: Lsn, crc: u32, data: Bytes },
+    /// Another member's live slots for a stretch whose map is damaged, as of its LSN `at`. A
+    /// replica that has not applied as much, or whose map is whole there, does nothing.
+    Mend { lba: u64, blocks: u32, at: Lsn, slots: Vec<Slot> },
+    /// Compare live blocks with their checksums on media and say what they are: a prefix of the
+    /// range, as far as about `bytes_max` of data go. Only to a replica whose connection has the
+    /// feature.
+    Verify {
+        id: RequestId,
+        lba: u64,
+        blocks: u32,
+        bytes_max: u32,
+        /// Answer when applied ≥ this.
+        after: Lsn,
+        /// What is bad is asked of the other members; else it is only told.
+        repair: bool,
+        ping: Ping,
+    },
+    /// Everything is durable: end the session cleanly.
+    Close,
+}
+
+/// Blocks that one [`ToReplica::Verify`] may be about, holes for the most part.
+pub const VERIFY_BLOCKS_MAX: u32 = 1 << 16;
+
+/// The state that an increment ends in: all that a replica knows beside its blocks.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct IncrementEnd {
+    pub position: Position,
+    pub chain: Chain,
+    pub epoch_table: Vec<EpochEnd>,
+    pub last_view: Option<(Lsn, View)>,
+    pub volume_blocks: u64,
+    /// Snapshots that exist at `position`; others the receiver held are dropped.
+    pub snapshots: Vec<SnapshotInfo>,
+}
+
+impl IncrementEnd {
+    /// The shape every end of an increment must have; `epoch` is that of the session. The error
+    /// names what does not fit.
+    pub fn check(&self, epoch: Epoch) -> Result<(), &'static str> {
+        check_history(self.position, self.chain, &self.epoch_table, epoch)?;
+        if self.volume_blocks == 0 || self.volume_blocks > VOLUME_BLOCKS_MAX {
+            return Err("an impossible volume size");
+        }
+        if self.snapshots.len() > SNAPSHOTS_MAX {
+            return Err("more snapshots than a volume may have");
+        }
+        let last = self.position.lsn;
+        if self.last_view.as_ref().is_some_and(|(lsn, _)| *lsn > last)
+            || self.snapshots.iter().any(|s| s.lsn > last)
+        {
+            return Err("a View or snapshot beyond the history's end");
+        }
+        Ok(())
+    }
+}
+
+/// A position, and the epoch table that leads to it.
+fn check_history(
+    position: Position,
+    chain: Chain,
+    table: &[EpochEnd],
+    epoch: Epoch,
+) -> Result<(), &'static str> {
+    if position.epoch > epoch || position.lsn > LSN_MAX {
+        return Err("a position beyond what was ever written");
+    }
+    let ordered = table.iter().all(|row| row.first <= row.last)
+        && table.windows(2).all(|w| w[0].epoch < w[1].epoch && w[0].last < w[1].first);
+    if table.len() > EPOCH_TABLE_MAX || !ordered {
+        return Err("an epoch table out of order");
+    }
+    let end = table.last().map(|row| (row.epoch, row.last, row.chain));
+    let wanted = (position.lsn > Lsn::ZERO).then_some((position.epoch, position.lsn, chain));
+    if end == wanted { Ok(()) } else { Err("an epoch table that ends elsewhere") }
+}
+
+impl OpenAck {
+    /// The shape every answer must have; `epoch` is that of the session. The error names what
+    /// does not fit. A replica that calls itself damaged is held to the bounds alone: none of
+    /// the rest is believed.
+    pub fn check(&self, epoch: Epoch) -> Result<(), &'static str> {
+        let last = self.position.lsn;
+        if self.volume_blocks > VOLUME_BLOCKS_MAX {
+            return Err("an impossible volume size");
+        }
+        if self.snapshots.len() > SNAPSHOTS_MAX || self.epoch_table.len() > EPOCH_TABLE_MAX {
+            return Err("more snapshots or epochs than a volume may have");
+        }
+        if self.damaged {
+            let possible = self.position.epoch <= epoch && last <= LSN_MAX;
+            return if possible { Ok(()) } else { Err("a position beyond what was ever written") };
+        }
+        check_history(self.position, self.chain, &self.epoch_table, epoch)?;
+        let behind = [self.stable, self.durable, self.base];
+        if behind.iter().any(|lsn| *lsn > last)
+            || self.base > self.stable
+            || self.last_view.as_ref().is_some_and(|(lsn, _)| *lsn > last)
+            || self.snapshots.iter().any(|s| s.lsn > last)
+        {
+            return Err("a state beyond the history's end");
+        }
+        Ok(())
+    }
+}
+
+/// What a replica says of itself when a target opens it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct OpenAck {
+    pub position: Position,
+    pub chain: Chain,
+    pub epoch_table: Vec<EpochEnd>,
+    pub stable: Lsn,
+    pub durable: Lsn,
+    /// The map is folded up to here; the log holds everything after.
+    pub base: Lsn,
+    pub last_view: Option<(Lsn, View)>,
+    pub continuous: bool,
+    pub membership_version: u64,
+    pub quorum: bool,
+    pub damaged: bool,
+    pub volume_blocks: u64,
+    pub snapshots: Vec<SnapshotInfo>,
+    /// A shadow left by an interrupted rebuild: its id, its start, and the next LBA.
+    pub shadow: Option<(u64, Lsn, u64)>,
+}
+
+/// Why a replica turned a session away or ended it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Failure {
+    #[error("a newer epoch was promised")]
+    Fenced,
+    #[error("no such replica here (wrong volume, replica id or GUID)")]
+    Unknown,
+    #[error("the GUID is retired")]
+    Retired,
+    #[error("the pool is full")]
+    Full,
+    #[error("the disk failed")]
+    Io,
+    #[error("the log is damaged")]
+    Damaged,
+    #[error("the message breaks the protocol")]
+    Protocol,
+    #[error("the pool is shutting down")]
+    Stopping,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum FromReplica {
+    OpenAck(Box<OpenAck>),
+    Refuse {
+        promised: Epoch,
+        failure: Failure,
+    },
+    Truncated {
+        position: Position,
+        chain: Chain,
+    },
+    /// Cumulative: everything ≤ `applied` is in the kernel, everything ≤ `durable` on media.
+    Applied {
+        applied: Lsn,
+        durable: Lsn,
+        ping: Ping,
+    },
+    Data {
+        id: RequestId,
+        /// The replica's applied LSN when it read.
+        at: Lsn,
+        slots: Vec<Slot>,
+        ping: Ping,
+    },
+    /// Answers [`ToReplica::Verify`]: data comes without its bytes.
+    Verified {
+        id: RequestId,
+        /// The replica's applied LSN when it looked.
+        at: Lsn,
+        slots: Vec<Slot>,
+        ping: Ping,
+    },
+    Fetched {
+        id: RequestId,
+        entries: Vec<SharedEntry>,
+        /// The log does not reach back to `after`: use an increment.
+        gone: bool,
+    },
+    Pulled {
+        id: RequestId,
+        slots: Vec<Slot>,
+        /// The next LBA to pull from; `None` at the end of the view.
+        cursor: Option<u64>,
+        /// With the last chunk of [`ReadView::Base`] or a snapshot: its state.
+        end: Option<Box<IncrementEnd>>,
+        /// The view does not exist here (any more).
+        gone: bool,
+    },
+    /// The shadow is durable up to here (credit for the sender).
+    IncrementFed {
+        rebuild: u64,
+        cursor: u64,
+    },
+    /// Answers [`ToReplica::IncrementBegin`] on a bulk connection: how far the shadow is complete
+    /// within the view that is being fed.
+    IncrementBegun {
+        rebuild: u64,
+        cursor: u64,
+    },
+    /// Always by the session's own connection: what follows the flip goes there.
+    IncrementDone {
+        rebuild: u64,
+        position: Position,
+    },
+    Repaired {
+        lba: u64,
+        version: Lsn,
+        done: bool,
+    },
+    /// Answers [`ToReplica::Mend`].
+    Mended {
+        lba: u64,
+        blocks: u32,
+        done: bool,
+    },
+    /// There was no room for the entries after `applied`: they were not taken, and none is until
+    /// the next one in order comes again.
+    NoRoom {
+        applied: Lsn,
+    },
+    /// Whether the pool can take much more before it is full; said at the session's begin where
+    /// it is short, and at each change.
+    Room {
+        short: bool,
+    },
+    /// The replica found its own copy bad and asks for another member's.
+    BadCopy(BadCopy),
+    Closed,
+    /// The session is over; the replica may be opened again.
+    Failed(Failure),
+}

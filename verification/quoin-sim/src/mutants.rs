@@ -1,0 +1,252 @@
+//! Which defects there are, and what is known to catch each.
+
+use crate::swarm::Swarm;
+
+/// One rule, broken in one place.
+#[derive(Clone, Copy, Debug)]
+pub struct Defect {
+    /// As [`quoin_types::mutant::is`] knows it.
+    pub name: &'static str,
+    /// Whose rule it breaks.
+    pub book: Book,
+    /// Where the simulator looks first.
+    pub swarm: Swarm,
+    /// The same rule in the model (`quoin_model::mutants`), where it can be said there.
+    pub like: Option<&'static str>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Book {
+    /// `docs/replication.md`
+    Replication,
+    /// `docs/store.md`
+    Store,
+    /// `docs/replication.md`, of a way that the product never goes, as it is never the only one or
+    /// a person is asked there: the model alone goes it.
+    Model,
+}
+
+impl Defect {
+    const fn like(self, like: &'static str) -> Self {
+        Self { like: Some(like), ..self }
+    }
+}
+
+const fn core(name: &'static str, swarm: Swarm) -> Defect {
+    Defect { name, book: Book::Replication, swarm, like: None }
+}
+
+const fn store(name: &'static str, swarm: Swarm) -> Defect {
+    Defect { name, book: Book::Store, swarm, like: None }
+}
+
+const fn model(name: &'static str) -> Defect {
+    Defect { name, book: Book::Model, swarm: Swarm::Broad, like: Some(name) }
+}
+
+/// Every defect, in the order of the documents.
+pub const ALL: &[Defect] = &[
+    core("read-before-commit", Swarm::Few).like("read-not-held"),
+    core("view-left-out-of-the-position", Swarm::Idle).like("view-out-of-position"),
+    core("dropped-acks-counted", Swarm::Rebuilds).like("dropped-counted"),
+    core("continuous-rule-left-out", Swarm::PowerCuts).like("no-continuous-rule"),
+    core("always-continuous", Swarm::PowerCuts),
+    core("equal-epoch-accepted", Swarm::Rollbacks).like("equal-epoch-accepted"),
+    core("older-epoch-accepted", Swarm::Takeovers),
+    core("epoch-reused", Swarm::Takeovers).like("epoch-reused"),
+    core("lease-from-the-receipt", Swarm::Takeovers).like("lease-from-receipt"),
+    core("lease-forgotten-at-restart", Swarm::Takeovers).like("lease-forgotten-by-restart"),
+    core("fence-not-promised", Swarm::Detaches),
+    core("fenced-session-goes-on", Swarm::Detaches),
+    core("former-term-believed", Swarm::Controllers),
+    core("rival-term-believed", Swarm::Controllers),
+    core("term-not-remembered", Swarm::Controllers),
+    core("term-not-in-the-epoch", Swarm::Controllers),
+    core("old-controller-goes-on", Swarm::Controllers),
+    core("former-term-waited-out", Swarm::Controllers),
+    core("lease-forgotten-at-open", Swarm::Takeovers).like("lease-forgotten-by-open"),
+    core("answer-before-the-lease-ended", Swarm::Takeovers).like("lease-forgotten-by-open"),
+    core("answer-before-the-promise-is-on-media", Swarm::PowerCuts),
+    core("reply-without-a-lease", Swarm::Takeovers).like("ack-without-lease"),
+    core("error-without-a-lease", Swarm::Damage),
+    core("refusals-always-followed", Swarm::Rollbacks),
+    core("overtaken-only-where-it-served", Swarm::Churn),
+    core("refused-reads-at-any-distance", Swarm::Damage),
+    core("chain-of-a-cut-not-compared", Swarm::Rollbacks),
+    core("cut-below-stable", Swarm::Damage).like("cut-below-stable"),
+    core("stable-told-at-commit", Swarm::PowerCuts),
+    core("swap-before-durable", Swarm::Replacements).like("swap-before-durable"),
+    core("joint-dropped-on-unknown-outcome", Swarm::Replacements).like("joint-dropped"),
+    core("joint-dropped-on-refusal", Swarm::Members),
+    core("late-answer-to-a-swap-believed", Swarm::Members),
+    core("joint-change-not-given-up", Swarm::Replacements).like("cannot-give-up"),
+    core("retired-admitted", Swarm::Replacements).like("retired-admitted"),
+    core("let-in-when-full", Swarm::Strangers),
+    core("let-in-unasked", Swarm::Strangers),
+    core("joint-rule-left-out", Swarm::Members),
+    core("joint-not-judged", Swarm::Members).like("joint-not-judged"),
+    core("record-not-asked-again", Swarm::Members),
+    core("newcomer-kept-without-a-place", Swarm::Members),
+    core("leaves-unhealthy-behind", Swarm::Members),
+    core("removed-not-retired", Swarm::Members),
+    core("recovery-opens-without-some", Swarm::Recoveries),
+    core("more-known-than-rf", Swarm::Replacements).like("known-above-rf"),
+    core("two-replicas-of-one-id", Swarm::Replacements),
+    core("guid-born-twice", Swarm::Replacements).like("guid-born-twice"),
+    core("sync-error-retried", Swarm::PowerCuts).like("sync-retried"),
+    core("flush-at-applied", Swarm::PowerCuts).like("flush-at-applied"),
+    core("durable-by-an-older-sync", Swarm::PowerCuts),
+    core("view-applied-before-durable", Swarm::PowerCuts),
+    core("media-acknowledged-at-commit", Swarm::PowerCuts),
+    core("read-at-commit-under-media", Swarm::PowerCuts).like("read-at-commit-under-media"),
+    core("repair-of-another-version", Swarm::Damage),
+    core("page-changed-between-sends", Swarm::Few),
+    core("dropped-below-cf", Swarm::Rebuilds).like("drop-below-cf"),
+    core("close-makes-continuous", Swarm::Closes).like("close-makes-continuous"),
+    core("closed-before-the-data", Swarm::Closes),
+    core("stopped-without-its-word", Swarm::Closes),
+    core("vouched-without-its-caches", Swarm::Closes),
+    core("word-kept-over-an-open", Swarm::Closes),
+    core("stuck-view-not-passed", Swarm::Churn).like("stuck-view"),
+    core("control-plane-rollback-ignored", Swarm::Replacements).like("rollback-ignored"),
+    core("view-active-by-a-foreign-set", Swarm::Churn).like("foreign-activation"),
+    core("quorum-off-counted", Swarm::Damage).like("quorum-off-counted"),
+    core("open-below-quorum", Swarm::Churn),
+    core("old-view-teaches", Swarm::PowerCuts).like("old-view-teaches"),
+    core("return-not-held", Swarm::Rebuilds),
+    core("returned-never-continuous", Swarm::PowerCuts),
+    core("overtaken-target-writes-again", Swarm::Churn),
+    core("orphans-not-written-again", Swarm::Blackouts),
+    core("reads-not-behind-the-reopen", Swarm::Blackouts),
+    core("owed-forgotten-beside-a-full-pool", Swarm::FullPools),
+    core("lost-while-one-is-away", Swarm::Damage),
+    core("boundary-not-stable", Swarm::Rebuilds),
+    core("last-increment-without-room", Swarm::Memory),
+    core("increment-from-above", Swarm::Rebuilds),
+    core("boundaries-of-others-kept", Swarm::Members),
+    core("grown-behind-the-backlog", Swarm::Churn),
+    core("snapshot-missing-on-a-rebuilt-replica", Swarm::Snapshots),
+    core("snapshots-behind-a-base-sent-with-it", Swarm::Snapshots),
+    core("shadow-resumed-behind-a-cut", Swarm::Snapshots),
+    core("bulk-failure-ends-the-session", Swarm::Rebuilds),
+    core("former-bulk-connection-heard", Swarm::Rebuilds),
+    core("flip-told-before-it-is-made", Swarm::Rebuilds),
+    core("feed-swallowed", Swarm::Rebuilds),
+    core("feeds-not-held-together", Swarm::Rebuilds),
+    store("trim-without-version", Swarm::Rebuilds),
+    store("moved-block-overwrites-a-newer-one", Swarm::Pressure),
+    store("increment-visible-before-the-flip", Swarm::Rebuilds).like("increment-before-flip"),
+    store("flip-before-the-shadow-is-on-media", Swarm::Rebuilds),
+    store("cleaned-above-stable", Swarm::Pressure),
+    store("base-folded-above-stable", Swarm::PowerCuts).like("fold-above-stable"),
+    store("views-forgotten-by-clean-up", Swarm::Pressure),
+    store("freed-before-its-checkpoint", Swarm::Pressure),
+    store("checkpoint-recorded-before-it-is-on-media", Swarm::Pressure),
+    store("torn-tail-accepted-behind-a-hole", Swarm::PowerCuts),
+    store("torn-data-accepted", Swarm::PowerCuts),
+    store("stale-segment-replayed", Swarm::Pressure),
+    store("rot-taken-for-a-torn-tail", Swarm::Damage),
+    store("large-batches-not-looked-behind", Swarm::Damage),
+    store("cut-not-recorded", Swarm::PowerCuts),
+    store("block-checksum-not-checked", Swarm::Damage),
+    store("node-checksum-not-checked", Swarm::Damage),
+    store("reserve-given-to-clients", Swarm::Pressure),
+    store("trim-frees-nothing", Swarm::Pressure),
+    store("log-counted-twice-at-a-start", Swarm::Pressure),
+    store("space-given-back-in-one-step", Swarm::Pressure),
+    store("flip-frees-by-an-older-sync", Swarm::Rebuilds),
+    store("pinned-base-forgotten-by-clean-up", Swarm::Rebuilds),
+    store("count-before-all-else", Swarm::Pressure),
+    store("what-dies-beside-a-count-is-counted", Swarm::Pressure),
+    store("count-forgotten-at-a-flip", Swarm::Pressure),
+    store("fold-in-one-step", Swarm::Pressure),
+    store("fold-goes-on-behind-where-it-stopped", Swarm::Pressure),
+    store("newer-half-of-the-ring-forgotten", Swarm::Damage),
+    store("state-ahead-counts", Swarm::PowerCuts),
+    store("records-behind-a-state-ahead-left-out", Swarm::PowerCuts),
+    store("refused-copy-ends-the-ring", Swarm::Damage),
+    store("holes-of-a-pull-not-counted", Swarm::Rebuilds),
+    store("rolled-back-disk-not-noticed", Swarm::Damage),
+    store("mark-of-a-pool-not-compared", Swarm::Damage),
+    store("cookie-without-its-mount", Swarm::PowerCuts),
+    // Where all that this forced change asks for has answered, a target can open without it.
+    model("forced-without-old"),
+    model("forced-without-quorum"),
+    model("fenced-at-promise"),
+    model("lease-not-waited-when-gone"),
+    // The first known list is written whole by the control plane; no stranger ever joins it.
+    model("formation-open"),
+];
+
+/// Rules of the documents whose features do not exist yet.
+pub const NOT_BUILT: &[(&str, &str)] = &[
+    ("group snapshot with a broken hold", "group snapshots"),
+    ("group hold that lets reads through", "group snapshots"),
+    ("increment that skips a Revert", "reverting to a snapshot"),
+];
+
+/// What has caught a defect before: tried first, as it takes seconds.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Known {
+    Seed {
+        swarm: Swarm,
+        seed: u64,
+    },
+    /// A test of the crates themselves: module and test.
+    Test {
+        module: String,
+        test: String,
+    },
+}
+
+/// What caught each defect when `cargo xtask mutants --record` was run last. A catch that fails
+/// is hunted anew.
+const CATCHES: &str = include_str!("../mutants.txt");
+
+/// The known catches of a defect.
+pub fn known(name: &str) -> Vec<Known> {
+    parse(CATCHES).filter(|(of, _)| *of == name).map(|(_, known)| known).collect()
+}
+
+fn parse(text: &str) -> impl Iterator<Item = (&str, Known)> {
+    text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| {
+        let mut words = line.split_whitespace();
+        let (name, how, place, what) = (words.next()?, words.next()?, words.next()?, words.next()?);
+        let known = match how {
+            "seed" => Known::Seed { swarm: Swarm::named(place)?, seed: what.parse().ok()? },
+            "test" => Known::Test { module: place.into(), test: what.into() },
+            _ => return None,
+        };
+        Some((name, known))
+    })
+}
+
+/// The line that [`known`] reads.
+pub fn line(name: &str, known: &Known) -> String {
+    match known {
+        Known::Seed { swarm, seed } => format!("{name} seed {} {seed}", swarm.name()),
+        Known::Test { module, test } => format!("{name} test {module} {test}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_recorded_is_understood_and_names_defects_that_there_are() {
+        let lines = CATCHES.lines().filter(|l| !l.starts_with('#') && !l.is_empty());
+        assert_eq!(lines.clone().count(), parse(CATCHES).count());
+        for (written, (name, known)) in lines.zip(parse(CATCHES)) {
+            assert_eq!(written, line(name, &known));
+            assert!(ALL.iter().any(|defect| defect.name == name), "{name}");
+        }
+    }
+
+    #[test]
+    fn each_like_is_a_mutant_of_the_model() {
+        for like in ALL.iter().filter_map(|defect| defect.like) {
+            assert!(quoin_model::mutant_names().any(|name| name == like), "{like}");
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! Bulk connections, which end and are slow without their sessions.
+
+use quoin_replication::primary::{Knows, PrimaryEvent};
+use quoin_types::{BulkKey, SessionKey};
+
+use super::{Mend, World};
+use crate::network::ConnectionId;
+
+impl World {
+    /// Bulk connections end, and what their sessions send to each other goes on.
+    pub(super) fn cut_bulk(&mut self) -> bool {
+        let connections = self.network.connections.iter();
+        let open = connections.filter(|(_, c)| c.bulk.is_some() && c.established && c.target_open);
+        let ids: Vec<ConnectionId> = open.map(|(id, _)| *id).collect();
+        for id in &ids {
+            if self.random.percent(60) {
+                self.cut(*id);
+            }
+        }
+        !ids.is_empty()
+    }
+
+    /// What is copied takes its time on the way for a while, so that all else overtakes it.
+    pub(super) fn slow_bulk(&mut self) -> bool {
+        self.network.bulk_storm = self.random.between(2, 2000);
+        self.lasting(8000, Mend::BulkStorm);
+        true
+    }
+
+    /// Some pools are of a version that knows no bulk connection.
+    pub(super) fn known_by(&self, pool: usize) -> Knows {
+        let is_former = (self.seed + pool as u64).is_multiple_of(8);
+        Knows { bulk: !is_former, ..Knows::ALL }
+    }
+
+    /// A target's session goes on, whatever becomes of what was copied: it may be one that counts.
+    pub(super) fn target_loses_bulk(&mut self, target: usize, bulk: BulkKey) {
+        let now = self.local(self.targets[target].host);
+        let process = self.targets[target].process.as_ref();
+        let before = process.is_some_and(|process| process.has_session(bulk.session));
+        // Whatever else is due now is done in the same batch.
+        let due = process.is_some_and(|process| process.is_due(now));
+        self.feed_target(target, vec![PrimaryEvent::BulkDisconnected { bulk }]);
+        let process = self.targets[target].process.as_ref();
+        let after = process.is_some_and(|process| process.has_session(bulk.session));
+        if before && !after && !due {
+            self.violate("BulkApart", format!("target {target} ends a session for its bulk one"));
+        }
+    }
+
+    /// The session that a pool's replica has open, with its own connection.
+    pub(super) fn session_at(&self, pool: usize) -> Option<(u64, SessionKey)> {
+        self.pools[pool].process.as_ref()?.replica.as_ref()?.session()
+    }
+}

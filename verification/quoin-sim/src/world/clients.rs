@@ -1,0 +1,130 @@
+//! The clients: each queue has one request open, tries again after a target's death with a new
+//! one, and moves when the volume does.
+
+use quoin_replication::primary::PrimaryEvent;
+use quoin_types::block::Request;
+
+use super::{Event, World};
+use crate::content::{SECTORS, Tag};
+use crate::schedule::{MICROSECOND, MILLISECOND};
+use crate::workload::Draft;
+
+impl World {
+    pub(crate) fn client_turn(&mut self, queue: usize, turn: u32) {
+        let home = self.queues[queue].home;
+        if self.queues[queue].turn != turn || self.queues[queue].open.is_some() {
+            return;
+        }
+        if self.targets[home].process.is_none() || self.targets[home].paused {
+            if self.record.owner != home && self.random.percent(20) {
+                return self.move_client(queue);
+            }
+            let delay = self.random.between(5, 100) * MILLISECOND;
+            self.schedule.after(delay, Event::Client { queue, turn });
+            return;
+        }
+        let Some(draft) = self.next_draft(queue) else { return };
+        let told = self.targets[home].process.as_ref().map_or(0, |p| p.told_blocks);
+        if draft.range().is_some_and(|(first, count)| first + count > told * SECTORS as u64) {
+            self.ending.given_back(draft);
+            self.next_turn(queue, 50 * MILLISECOND);
+            return self.move_client(queue);
+        }
+        self.submit(queue, draft);
+    }
+
+    fn next_draft(&mut self, queue: usize) -> Option<Draft> {
+        match self.ending.next_draft(self.setup.volume_blocks) {
+            ending @ (Some(Some(_)) | None) => ending.flatten(),
+            Some(None) => Some(self.workload.next(queue, &mut self.random)),
+        }
+    }
+
+    fn submit(&mut self, queue: usize, draft: Draft) {
+        let home = self.queues[queue].home;
+        let target = (home, self.life_of(home));
+        let tag = self.history.invoke(draft, target);
+        self.queues[queue].open = Some(tag);
+        self.tokens.insert(u64::from(tag), queue);
+        self.trace.line(self.schedule.now(), || {
+            format!("client {queue} asks target {home} for op {tag}: {draft:?}")
+        });
+        let operation = draft.operation(self.seed, tag);
+        let request = Request { token: u64::from(tag), operation };
+        self.feed_target(home, vec![PrimaryEvent::Submit(request)]);
+    }
+
+    pub(crate) fn client_answered(&mut self, queue: usize, tag: Tag) {
+        if self.queues[queue].open != Some(tag) {
+            return;
+        }
+        self.trace.line(self.schedule.now(), || format!("client {queue} has its answer to {tag}"));
+        self.queues[queue].open = None;
+        self.ending.answered(queue);
+        let asked = self.history.len() as u64;
+        let hurries = self.ending.in_a_hurry(asked, self.setup.ios_min);
+        let delay = if hurries || self.queues[queue].burst > 0 {
+            self.queues[queue].burst = self.queues[queue].burst.saturating_sub(1);
+            self.random.below(200 * MICROSECOND)
+        } else {
+            self.random.delay(self.setup.think_ns).max(self.ending.rest(self.schedule.now()))
+        };
+        self.next_turn(queue, delay);
+    }
+
+    fn next_turn(&mut self, queue: usize, delay: u64) {
+        self.queues[queue].turn += 1;
+        let turn = self.queues[queue].turn;
+        self.schedule.after(delay, Event::Client { queue, turn });
+    }
+
+    /// What a client had open is never answered now; it asks anew.
+    fn abandon(&mut self, queue: usize) {
+        if let Some(tag) = self.queues[queue].open.take() {
+            self.stats.ios_open += 1;
+            self.ending.given_back(self.history.op(tag).draft);
+            let delay = self.random.between(1, 300) * MILLISECOND;
+            self.next_turn(queue, delay);
+        }
+    }
+
+    pub(crate) fn clients_lost_target(&mut self, target: usize) {
+        let lost: Vec<usize> =
+            (0..self.queues.len()).filter(|q| self.queues[*q].home == target).collect();
+        for queue in lost {
+            if let Some(tag) = self.queues[queue].open {
+                self.tokens.remove(&u64::from(tag));
+            }
+            self.abandon(queue);
+        }
+        // Requests of clients that have moved away die with the target too.
+        let history = &self.history;
+        let life = self.targets[target].life;
+        self.tokens.retain(|token, _| history.op(*token as u32).target != (target, life));
+    }
+
+    /// The client's host is given up: its new one asks the present owner.
+    pub(crate) fn move_client(&mut self, queue: usize) {
+        let owner = self.record.owner;
+        if self.queues[queue].home == owner {
+            return;
+        }
+        self.queues[queue].home = owner;
+        if self.queues[queue].open.is_some() {
+            self.abandon(queue);
+        } else {
+            self.next_turn(queue, MILLISECOND);
+        }
+    }
+
+    /// Traffic for a fault to strike in the middle of.
+    pub(crate) fn burst(&mut self) {
+        for queue in 0..self.queues.len() {
+            self.queues[queue].burst = self.random.between(5, 40) as u32;
+            if self.queues[queue].open.is_none() {
+                let delay = self.random.below(MILLISECOND);
+                self.next_turn(queue, delay);
+            }
+        }
+    }
+}

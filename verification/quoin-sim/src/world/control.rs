@@ -1,0 +1,239 @@
+//! The way to the control plane and back.
+
+use quoin_replication::primary::PrimaryEvent;
+use quoin_types::{Member, Membership, Newcomer};
+
+use super::{Event, World};
+use crate::control::{Answer, Question};
+use crate::schedule::{MILLISECOND, SECOND};
+
+impl World {
+    /// A target asks; it hears the answer, or that there was none in time, or both.
+    pub(crate) fn ask(&mut self, target: usize, question: Question) {
+        let life = self.targets[target].life;
+        let here = self.targets[target].host;
+        let timeout = self.random.between(1, 3) * SECOND;
+        let question = Box::new(question);
+        self.answer_again_behind(target, &question);
+        self.questions += 1;
+        let number = self.questions;
+        self.unanswered.insert(number);
+        let there = self.control_host;
+        let blocked = self.network.is_blocked(here, there);
+        let lost = self.control_lossy && self.random.percent(40);
+        // The former controller is on the target's own host.
+        let former = self.terms.asks_former(target);
+        if former || (!blocked && !lost) {
+            let mut delay = self.network.delay();
+            if self.control_late && self.random.percent(60) {
+                delay += self.random.between(100, 6000) * MILLISECOND;
+            }
+            self.schedule
+                .after(delay, Event::Asked { target, life, number, question: question.clone() });
+        }
+        self.schedule.after(timeout, Event::AnswerTimeout { target, life, number, question });
+    }
+
+    /// The compare-and-swap happens, whether or not anyone still waits for it.
+    pub(crate) fn asked(&mut self, target: usize, life: u32, number: u64, question: &Question) {
+        if self.terms.asks_former(target) {
+            let Some(answer) = self.asked_of_former(target, question) else { return };
+            let (delay, answer) = (self.network.delay(), Box::new(answer));
+            self.schedule.after(delay, Event::Answered { target, life, number, answer });
+            return;
+        }
+        let before = self.record.epoch;
+        // Nobody changes what an old copy of the record says.
+        if self.backup.is_some() && matches!(question, Question::Swap { .. }) {
+            return;
+        }
+        let record_before = (self.setup.haste > 1).then(|| self.record.clone());
+        let before_list = self.record.membership.clone();
+        let leaving = self.record.desired.leaving.clone();
+        let result = self.record.execute(target, question);
+        self.check_change(&before_list, &leaving);
+        if self.record.epoch != before {
+            self.stats.epochs += 1;
+        }
+        let older = self.old_record.as_ref().is_some_and(|old| {
+            self.setup.haste > 1 && old.membership.version < self.record.membership.version
+        });
+        if self.backup.is_none() && !older && self.random.percent(25) {
+            self.old_record = Some(self.record.clone());
+        }
+        if let Some(record) = record_before
+            && self.backup.is_none()
+            && record.membership.version < self.record.membership.version
+        {
+            // The backup is older than a change of membership.
+            self.old_record = Some(record);
+        }
+        // Where an old copy has ruled for a while, nobody can know.
+        if !self.rolled_back {
+            for guid in &self.record.membership.retired {
+                self.retired_under.entry(guid.0).or_insert(self.record.epoch);
+            }
+        } else {
+            self.retired_under.clear();
+        }
+        let answer = match result {
+            Ok(answer) => answer,
+            Err(rule) => return self.violate("Membership", rule),
+        };
+        if let Answer::Granted { incarnation, epoch, .. } = &answer {
+            self.note_grant(false, *incarnation, *epoch);
+        }
+        if self.mutant == Some(super::Mutant::EpochGrantedTwice) && self.random.percent(50) {
+            self.record.epoch = before;
+        }
+        self.trace.line(self.schedule.now(), || format!("control plane answers {answer:?}"));
+        let blocked = self.network.is_blocked(self.control_host, self.targets[target].host);
+        let lost = self.control_lossy && self.random.percent(40);
+        if blocked || lost {
+            return;
+        }
+        let mut delay = self.network.delay();
+        if self.control_late && self.random.percent(60) {
+            delay += self.random.between(100, 6000) * MILLISECOND;
+        }
+        let answer = Box::new(answer);
+        self.schedule.after(delay, Event::Answered { target, life, number, answer });
+    }
+
+    pub(crate) fn answered(&mut self, target: usize, life: u32, number: u64, answer: Answer) {
+        if self.targets[target].life != life {
+            return;
+        }
+        if self.targets[target].paused {
+            let answer = Box::new(answer);
+            self.schedule.after(20 * MILLISECOND, Event::Answered { target, life, number, answer });
+            return;
+        }
+        let in_time = self.unanswered.remove(&number);
+        // A driver that has reported a swap as unknown does not take it back.
+        if !in_time && matches!(answer, Answer::Swapped { .. }) {
+            return;
+        }
+        if let Some(process) = &mut self.targets[target].process {
+            match &answer {
+                // One that comes late answers a question that was given up.
+                Answer::Granted { incarnation, membership, .. }
+                    if *incarnation == process.word.acquiring =>
+                {
+                    process.word.membership = membership.version;
+                    process.word.granted = membership.clone();
+                    process.door.ruling = membership.clone();
+                    process.word.open_quorum = membership.open_quorum();
+                }
+                // A refusal settles nothing: older requests may still land.
+                Answer::Swapped { version, membership } if membership.version > *version => {
+                    process.word.membership = membership.version;
+                    process.word.swapping = None;
+                }
+                Answer::Swapped { .. } => {}
+                Answer::Granted { .. } | Answer::NotOwner { .. } => {}
+            }
+        }
+        if let Answer::Swapped { version, membership } = &answer {
+            self.hear_record(target, *version, membership);
+            if let Some(process) = &mut self.targets[target].process {
+                process.word.swapped = Some((*version, membership.clone()));
+            }
+        }
+        let event = match answer {
+            Answer::Granted { incarnation, epoch, membership } => {
+                PrimaryEvent::Granted { incarnation, epoch, membership }
+            }
+            Answer::NotOwner { incarnation } => PrimaryEvent::NotOwner { incarnation },
+            Answer::Swapped { version, membership } => {
+                PrimaryEvent::Swapped { version, membership: Some(membership) }
+            }
+        };
+        self.feed_target(target, vec![event]);
+    }
+
+    /// A driver asks each swap in a task of its own: the answer to the one before comes once more
+    /// while the next is under way, as that of a request which was sent twice does.
+    fn answer_again_behind(&mut self, target: usize, question: &Question) {
+        let Question::Swap { version: next, .. } = question else { return };
+        let life = self.targets[target].life;
+        let Some(process) = &mut self.targets[target].process else { return };
+        let Some((version, membership)) = process.word.swapped.take_if(|(v, _)| *v < *next) else {
+            return;
+        };
+        // Without a chance of its own, so that the run stays what it was.
+        let answer = Box::new(Answer::Swapped { version, membership });
+        self.schedule.after(1, Event::SwappedAgain { target, life, answer });
+    }
+
+    pub(crate) fn swapped_again(&mut self, target: usize, life: u32, answer: Answer) {
+        let there = &self.targets[target];
+        if there.life != life || there.paused {
+            return;
+        }
+        if let Answer::Swapped { version, membership } = answer {
+            let event = PrimaryEvent::Swapped { version, membership: Some(membership) };
+            self.feed_target(target, vec![event]);
+        }
+    }
+
+    /// IO starts under what an old copy of the record said. Nobody who answered knew of anything
+    /// newer (`check_record`), so what was swapped after the copy was made, and is only in the
+    /// newest record, never ruled: the target that asked for it died before it could tell. The
+    /// two are a fork, and only one of them can go on: whoever puts the newest record back puts
+    /// into it what has ruled, and desires again what was swapped.
+    pub(crate) fn keep_what_rules(&mut self, target: usize) {
+        let Some(process) = &self.targets[target].process else { return };
+        let ruling = process.word.granted.clone();
+        let newest = self.backup.as_mut().unwrap_or(&mut self.record);
+        if !self.rolled_back || ruling.version >= newest.membership.version {
+            return;
+        }
+        // A newcomer was taken back: the same list under a newer version, which no target swapped.
+        let version = newest.membership.version;
+        if (Membership { version, ..ruling.clone() }) == newest.membership {
+            return;
+        }
+        let swapped = std::mem::replace(&mut newest.membership, ruling);
+        let ruling = &newest.membership;
+        for member in swapped.known.iter().filter(|m| !ruling.contains(**m)) {
+            let beside = ruling.known.iter().any(|m| m.id == member.id);
+            newest.desired.newcomers.push(Newcomer { member: *member, beside });
+        }
+        let stays = |m: &Member| swapped.known.iter().any(|k| k.id == m.id);
+        let leaving: Vec<Member> = ruling.known.iter().filter(|m| !stays(m)).copied().collect();
+        newest.desired.leaving.extend(leaving);
+        let why = || format!("what was swapped is desired again: {:?}", newest.desired);
+        self.trace.line(self.schedule.now(), why);
+        self.keep_telling();
+    }
+
+    /// The driver gives up waiting; a target that has had its answer knows nothing to do.
+    pub(crate) fn answer_timeout(
+        &mut self,
+        target: usize,
+        life: u32,
+        number: u64,
+        question: &Question,
+    ) {
+        if self.targets[target].life != life || !self.unanswered.contains(&number) {
+            return;
+        }
+        if self.targets[target].paused {
+            let question = Box::new(question.clone());
+            self.schedule
+                .after(20 * MILLISECOND, Event::AnswerTimeout { target, life, number, question });
+            return;
+        }
+        self.unanswered.remove(&number);
+        let event = match question {
+            Question::Acquire { incarnation, .. } => {
+                PrimaryEvent::GrantFailed { incarnation: *incarnation }
+            }
+            Question::Swap { version, .. } => {
+                PrimaryEvent::Swapped { version: *version, membership: None }
+            }
+        };
+        self.feed_target(target, vec![event]);
+    }
+}

@@ -1,0 +1,633 @@
+//! Who connects, who counts and how the known list changes, seen from outside: each decision of a
+//! target held against the plain reading of the rules in [`crate::scaleup`].
+
+mod changes;
+
+use std::collections::VecDeque;
+
+use quoin_replication::primary::{PrimaryStatus, ReplicaStanding, ReplicaStatus};
+use quoin_types::entry::{Entry, Rule};
+use quoin_types::message::{FromReplica, ToReplica};
+use quoin_types::{
+    Desired, EntryKind, Epoch, Lsn, Member, Membership, ReplicaGuid, SessionKey, View,
+};
+
+use super::World;
+use crate::scaleup::{
+    Caller, Outcome, Seat, Situation, Situations, needed_to_start, read, read_change,
+};
+
+/// Rules that a target's requests may be counted by at once, at most.
+const RULES_MAX: usize = 16;
+
+/// A replica that has answered a target's Open, as long as the session lasts.
+#[derive(Debug)]
+struct Hello {
+    session: SessionKey,
+    member: Member,
+    quorum: bool,
+    membership_version: u64,
+    durable: Lsn,
+    /// The next entry that it must be sent; `None` before it is known where it stands.
+    next: Option<Lsn>,
+    /// It has said where it stands.
+    is_live: bool,
+    /// Entries were sent to it.
+    is_fed: bool,
+    /// The first View of this session that counts it.
+    listed: Option<Lsn>,
+}
+
+impl Hello {
+    /// Its quorum was off, and no View counts it.
+    fn is_off(&self) -> bool {
+        !self.quorum && self.listed.is_none()
+    }
+}
+
+/// What the world knows of one life of a target.
+#[derive(Default, Debug)]
+pub(crate) struct Door {
+    /// What was desired as it was told last.
+    told: Desired,
+    /// The membership that answers of the control plane gave it.
+    pub ruling: Membership,
+    hellos: Vec<Hello>,
+    /// What each replica has said that it applied, in this epoch.
+    heard: Vec<(ReplicaGuid, Lsn)>,
+    /// Known replicas that have answered this epoch's open, quorum on and whole.
+    voters: Vec<Member>,
+    /// Named by joint Views that the open brought.
+    named: Vec<Member>,
+    /// The newest View that was sent, and where the first under its second rule is.
+    newest: Option<(Lsn, View)>,
+    joint_at: Lsn,
+    /// Rules of Views that were sent in this epoch, the latest ones.
+    counted_by: VecDeque<(Lsn, Rule)>,
+    epoch: Epoch,
+    /// The highest LSN that a write was acknowledged at.
+    acknowledged: Lsn,
+    /// Who was beside the known ones when it was last looked, unless that was in another epoch.
+    beside: Option<Vec<Member>>,
+    refused: Vec<Member>,
+    /// Whose quorum was seen to be on.
+    seen_on: Vec<Member>,
+    /// Refusals that were told, and whether of too many.
+    told_of: Vec<(Member, bool)>,
+    given_up: Vec<Member>,
+    not_taken: Vec<Member>,
+    below_cf: bool,
+    is_dirty: bool,
+    /// A session ended in this batch: what was decided may be of before.
+    is_unsettled: bool,
+}
+
+impl Door {
+    fn known(&self, member: Member) -> bool {
+        self.ruling.known.contains(&member)
+    }
+
+    fn hello(&mut self, session: SessionKey) -> Option<&mut Hello> {
+        self.hellos.iter_mut().find(|hello| hello.session == session)
+    }
+
+    fn heard(&mut self, guid: ReplicaGuid, lsn: Lsn, again: bool) {
+        match self.heard.iter_mut().find(|(of, _)| *of == guid) {
+            Some((_, has)) => *has = if again { lsn } else { lsn.max(*has) },
+            None => self.heard.push((guid, lsn)),
+        }
+    }
+
+    fn holds(&self, member: Member, lsn: Lsn) -> bool {
+        self.heard.iter().any(|(of, has)| *of == member.guid && *has >= lsn)
+    }
+
+    /// The rules that its newest View counts by.
+    fn rules(&self) -> impl Iterator<Item = &Rule> {
+        self.newest.iter().flat_map(|(_, view)| std::iter::once(&view.rule).chain(&view.joint))
+    }
+
+    /// A second rule knows it.
+    fn is_joint(&self, member: Member) -> bool {
+        let joint = self.newest.as_ref().and_then(|(_, view)| view.joint.as_ref());
+        joint.is_some_and(|rule| rule.known.contains(&member))
+    }
+
+    fn connected(&self, rule: &Rule) -> usize {
+        self.hellos.iter().filter(|hello| rule.known.contains(&hello.member)).count()
+    }
+
+    pub fn tell(&mut self, desired: &Desired) {
+        if self.told != *desired {
+            self.told = desired.clone();
+            self.is_dirty = true;
+        }
+    }
+
+    /// What a replica said has arrived.
+    pub fn hear(
+        &mut self,
+        member: Member,
+        session: SessionKey,
+        foreign: bool,
+        message: &FromReplica,
+        seen: &mut Situations,
+    ) -> Broken {
+        match message {
+            FromReplica::OpenAck(ack) => {
+                self.is_dirty = true;
+                let known = self.known(member);
+                if known && ack.quorum && !ack.damaged && !self.voters.contains(&member) {
+                    self.voters.push(member);
+                }
+                if let Some((_, View { joint: Some(rule), .. })) = &ack.last_view {
+                    self.named.extend(&rule.known);
+                }
+                self.hellos.retain(|hello| hello.member != member);
+                self.hellos.push(Hello {
+                    session,
+                    member,
+                    quorum: ack.quorum,
+                    membership_version: ack.membership_version,
+                    durable: Lsn::ZERO,
+                    next: None,
+                    is_live: false,
+                    is_fed: false,
+                    listed: None,
+                });
+                if foreign {
+                    let what = format!("{member:?} of another volume has answered");
+                    return Some(("SCALE-ADMIT-07", what));
+                }
+                if known && self.newest.is_some() {
+                    seen.add(Situation::Known);
+                }
+            }
+            FromReplica::Applied { applied, durable, .. } => {
+                let hello = self.hello(session)?;
+                hello.durable = hello.durable.max(*durable);
+                let guid = hello.member.guid;
+                self.heard(guid, *applied, false);
+            }
+            FromReplica::IncrementDone { position, .. } => {
+                let hello = self.hello(session)?;
+                hello.durable = hello.durable.max(position.lsn);
+                hello.next = Some(position.lsn.next());
+                let guid = hello.member.guid;
+                self.heard(guid, position.lsn, true);
+            }
+            FromReplica::Truncated { .. } => self.hello(session)?.is_live = true,
+            FromReplica::Refuse { .. } if foreign => seen.add(Situation::Foreign),
+            _ => {}
+        }
+        None
+    }
+
+    /// A new epoch: sessions, Views and what was heard are the old one's.
+    pub fn opening(&mut self, epoch: Epoch) {
+        let old = std::mem::take(self);
+        *self = Self {
+            told: old.told,
+            ruling: old.ruling,
+            refused: old.refused,
+            told_of: old.told_of,
+            given_up: old.given_up,
+            not_taken: old.not_taken,
+            is_dirty: true,
+            epoch,
+            ..Self::default()
+        };
+    }
+}
+
+impl World {
+    fn door(&mut self, target: usize) -> Option<&mut Door> {
+        self.targets[target].process.as_mut().map(|process| &mut process.door)
+    }
+
+    fn situations(&mut self) -> &mut Situations {
+        &mut self.stats.situations
+    }
+
+    pub(crate) fn breaks(&mut self, row: &str, what: String) {
+        self.violate("Admission", format!("{row}: {what}"));
+    }
+
+    /// A session of this target is over, by whichever end.
+    pub(crate) fn leaves_the_door(&mut self, target: usize, session: SessionKey) {
+        let Some(door) = self.door(target) else { return };
+        let Some(at) = door.hellos.iter().position(|hello| hello.session == session) else {
+            return;
+        };
+        door.hellos.swap_remove(at);
+        door.is_dirty = true;
+        door.is_unsettled = true;
+        let short = door.rules().any(|rule| door.connected(rule) < usize::from(rule.cf));
+        if short && !std::mem::replace(&mut door.below_cf, short) {
+            self.situations().add(Situation::StoppedBelowCf);
+        }
+    }
+
+    /// A replica is dialled: it is known, or desired, or a joint View may have made it known.
+    pub(crate) fn check_dialled(&mut self, target: usize, member: Member) {
+        let Some(door) = self.door(target) else { return };
+        door.is_dirty = true;
+        let expected = door.known(member)
+            || door.told.newcomer(member).is_some()
+            || door.is_joint(member)
+            || door.named.contains(&member)
+            || door.beside.as_ref().is_some_and(|beside| beside.contains(&member));
+        if !expected {
+            self.breaks("SCALE-LIST-01", format!("target {target} dials {member:?}"));
+        }
+    }
+
+    /// What a target says to a replica.
+    pub(crate) fn say_at_the_door(
+        &mut self,
+        target: usize,
+        session: SessionKey,
+        message: &ToReplica,
+    ) {
+        let Some(door) = self.door(target) else { return };
+        match message {
+            ToReplica::Append { entries, .. } => {
+                let (Some(first), Some(last)) = (entries.first(), entries.last()) else { return };
+                let Some(hello) = door.hello(session) else { return };
+                let expected = hello.next.unwrap_or(first.lsn);
+                hello.next = Some(expected.max(last.lsn.next()));
+                hello.is_fed = true;
+                if !hello.is_off() {
+                    return;
+                }
+                let what = format!("{:?} is sent {} and lacks {expected}", hello.member, first.lsn);
+                if first.lsn > expected {
+                    return self.breaks("SCALE-QUORUM-09", what);
+                }
+                if entries.iter().any(|entry| entry.kind == EntryKind::Write) {
+                    self.situations().add(Situation::QuorumOffFedOn);
+                }
+            }
+            ToReplica::Truncate { keep, .. } => {
+                let Some(hello) = door.hello(session) else { return };
+                hello.next = Some(keep.next());
+                let guid = hello.member.guid;
+                door.heard(guid, *keep, true);
+            }
+            ToReplica::Read { .. } => {
+                let Some(hello) = door.hello(session) else { return };
+                if hello.is_off() {
+                    let what = format!("{:?} is asked to read", hello.member);
+                    return self.breaks("SCALE-QUORUM-03", what);
+                }
+                if door.hellos.iter().any(|hello| hello.is_off() && hello.is_fed) {
+                    self.situations().add(Situation::ReadBesideQuorumOff);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// A View that was not sent before: it is by the list of the record, counts nobody else, and
+    /// begins no change that what is desired has no room for.
+    pub(crate) fn check_lists(&mut self, target: usize, entry: &Entry, view: &View) {
+        let lsn = entry.lsn;
+        // One of an older epoch, that somebody lacks, was looked at then.
+        let Some(door) = self.door(target).filter(|door| door.epoch == entry.epoch) else { return };
+        let (rule, ruling) = (&view.rule, &door.ruling);
+        let (room, drf) = (door.told.drf.max(ruling.rf), door.told.drf);
+        if (rule.rf, rule.cf) != (ruling.rf, ruling.cf) || rule.known != ruling.known {
+            let what = format!("the View at {lsn} is by {rule:?}, the record has {ruling:?}");
+            return self.breaks("SCALE-KNOWN-14", what);
+        }
+        let is_known = |m: &Member| {
+            rule.known.contains(m) || view.joint.as_ref().is_some_and(|r| r.known.contains(m))
+        };
+        if let Some(stranger) = view.in_sync.iter().find(|m| !is_known(m)) {
+            let what = format!("the View at {lsn} counts {stranger:?}, which is not known");
+            return self.breaks("SCALE-LIST-06", what);
+        }
+        let before = door.newest.as_ref().and_then(|(_, view)| view.joint.as_ref());
+        // Who is let in because of a second rule is looked at again in the next batch.
+        let turns = before.is_some() != view.joint.is_some();
+        let begins = view.joint.as_ref().filter(|joint| Some(*joint) != before);
+        if let Some(joint) = begins
+            && joint.rf > room
+        {
+            let what = format!("RF is to be {} where {drf} are desired", joint.rf);
+            return self.breaks("SCALE-KNOWN-06", what);
+        }
+        if begins.is_some() {
+            door.joint_at = lsn;
+        }
+        door.is_unsettled |= turns;
+        door.is_dirty |= turns;
+        let beside = door.hellos.iter().any(|hello| !is_known(&hello.member));
+        let fed = door.hellos.iter().any(|hello| !is_known(&hello.member) && hello.is_fed);
+        for hello in &mut door.hellos {
+            if view.in_sync.contains(&hello.member) {
+                hello.listed.get_or_insert(lsn);
+            }
+        }
+        let version = rule.membership_version;
+        let moved_on = door.newest.as_ref().is_some_and(|(_, old)| {
+            old.joint.is_some() && old.rule.membership_version < version && view.joint.is_none()
+        });
+        door.newest = Some((lsn, view.clone()));
+        door.counted_by.push_back((lsn, view.rule.clone()));
+        door.counted_by.extend(view.joint.clone().map(|joint| (lsn, joint)));
+        door.counted_by.drain(..door.counted_by.len().saturating_sub(RULES_MAX));
+        for (yes, situation) in [
+            (beside, Situation::StrangerBesideTheList),
+            (fed, Situation::StrangerFed),
+            (moved_on, Situation::RuledOnceRecorded),
+        ] {
+            if yes {
+                self.situations().add(situation);
+            }
+        }
+    }
+
+    /// A write is acknowledged: CF of the known replicas have said that they have it, under each
+    /// rule, and nobody else was needed.
+    pub(crate) fn check_held_by_known(&mut self, target: usize, lsn: Lsn) {
+        let Some(door) = self.door(target) else { return };
+        door.acknowledged = door.acknowledged.max(lsn);
+        let Some((_, view)) = &door.newest else { return };
+        let joint = view.joint.is_some();
+        let short = door.rules().map(|rule| {
+            let holds = |m: &&Member| view.in_sync.contains(m) && door.holds(**m, lsn);
+            (rule.known.iter().filter(holds).count(), usize::from(rule.cf))
+        });
+        let short: Vec<(usize, usize)> = short.filter(|(holders, cf)| holders < cf).collect();
+        let off = door.hellos.iter().any(|hello| hello.is_off() && hello.is_fed);
+        if let Some((holders, cf)) = short.first() {
+            let row = if joint { "SCALE-KNOWN-12" } else { "SCALE-QUORUM-08" };
+            let what = format!("{lsn} is acknowledged with {holders} known replicas, CF is {cf}");
+            return self.breaks(row, what);
+        }
+        if off {
+            self.situations().add(Situation::WriteBesideQuorumOff);
+        }
+        if joint {
+            self.situations().add(Situation::WriteWhileJoint);
+        }
+    }
+
+    /// Any good answer: CF of the known replicas are connected, under each rule.
+    pub(crate) fn check_known_connected(&mut self, target: usize) {
+        let Some(door) = self.door(target) else { return };
+        let counts = door.rules().map(|rule| (door.connected(rule), usize::from(rule.cf)));
+        let short = counts.into_iter().find(|(there, cf)| there < cf);
+        if let Some((there, cf)) = short {
+            let what = format!("target {target} answers with {there} known ones, CF is {cf}");
+            return self.breaks("SCALE-IO-03", what);
+        }
+        if std::mem::take(&mut door.below_cf) {
+            self.situations().add(Situation::WentOnAtCf);
+        }
+    }
+
+    /// A request failed for want of a quorum: CF known ones did not hold all that was committed.
+    pub(crate) fn check_no_quorum(&mut self, target: usize) {
+        let Some(process) = &self.targets[target].process else { return };
+        let (commit, _) = process.target.reach();
+        let door = &process.door;
+        if process.serving.is_none() || door.newest.is_none() {
+            return;
+        }
+        // Who counts now: one that was taken back does once the View that says so is active.
+        let status = process.target.status();
+        let counted = |m: Member| {
+            let counts = |r: &&ReplicaStatus| r.standing == ReplicaStanding::InSync;
+            status.replicas.iter().filter(counts).any(|r| r.member == m)
+        };
+        // Every View that is not over has a say.
+        let active = process.target.active_view().map_or(Lsn::ZERO, |(lsn, _)| lsn);
+        let mut rules = door.counted_by.iter().filter(|(lsn, _)| *lsn >= active);
+        let enough = rules.all(|(_, rule)| {
+            let live = |m: &&Member| door.hellos.iter().any(|h| h.member == **m && h.is_live);
+            let holds = |m: &&Member| live(m) && counted(**m) && door.holds(**m, commit);
+            let holders = rule.known.iter().filter(holds).count();
+            holders >= usize::from(rule.cf)
+        });
+        if enough {
+            let what = format!("target {target} fails IO, and CF known ones hold {commit}");
+            return self.breaks("SCALE-QUORUM-10", what);
+        }
+        self.situations().add(Situation::NoQuorumTold);
+    }
+
+    /// IO starts: as many known replicas have answered as the factors ask for.
+    pub(crate) fn check_start(&mut self, target: usize) {
+        let Some(door) = self.door(target) else { return };
+        door.is_dirty = true;
+        let (rf, cf) = (door.ruling.rf, door.ruling.cf);
+        let (there, needed) = (door.voters.len(), needed_to_start(rf, cf));
+        if there < needed {
+            let what = format!("RF {rf}, CF {cf}: IO starts with {there} known replicas");
+            return self.breaks("SCALE-IO-01", what);
+        }
+        if there == needed && there < door.ruling.known.len() {
+            self.situations().add(Situation::StartedWithJustEnough);
+        }
+    }
+
+    /// An open waits: would it find enough, if those counted that are not known (any more)?
+    pub(crate) fn note_strangers(&mut self, target: usize) {
+        let Some(process) = &self.targets[target].process else { return };
+        let door = &process.door;
+        let needed = needed_to_start(door.ruling.rf, door.ruling.cf);
+        let strangers = self
+            .pools
+            .iter()
+            .filter(|p| !p.is_spare() && !p.gone && p.process.is_some() && !door.known(p.member));
+        let there = door.voters.len();
+        let three_of_five = (door.ruling.rf, door.ruling.cf) == (5, 3) && there > 0;
+        if process.serving.is_none() && there < needed && there + strangers.count() >= needed {
+            self.situations().add(Situation::StrangersWereEnough);
+            if three_of_five {
+                self.situations().add(Situation::SixthMadeThreeOfFive);
+            }
+        }
+    }
+
+    /// The session with one whose quorum is off is lost: IO goes on.
+    pub(crate) fn quorum_is_off(&self, target: usize, session: SessionKey) -> bool {
+        let Some(process) = &self.targets[target].process else { return false };
+        let door = &process.door;
+        let waits = !process.waiting.is_empty();
+        process.serving.is_some()
+            && !waits
+            && door.hellos.iter().any(|hello| hello.session == session && hello.is_off())
+    }
+
+    pub(crate) fn check_goes_on(&mut self, target: usize) {
+        let process = self.targets[target].process.as_ref();
+        if process.is_none_or(|process| process.serving.is_none()) {
+            let what = format!("target {target} stops as a quorum-off replica goes");
+            return self.breaks("SCALE-QUORUM-08", what);
+        }
+        self.situations().add(Situation::QuorumOffLost);
+    }
+
+    pub(crate) fn note_given_up(&mut self, target: usize, newcomers: &[Member]) {
+        let Some(door) = self.door(target) else { return };
+        door.is_dirty = true;
+        if newcomers.iter().any(|m| door.known(*m)) {
+            return self
+                .breaks("SCALE-KNOWN-10", format!("{newcomers:?} was given up and is known"));
+        }
+        door.given_up.extend(newcomers);
+        self.situations().add(Situation::GivenUp);
+    }
+
+    pub(crate) fn note_not_admitted(&mut self, target: usize, member: Member, too_many: bool) {
+        if let Some(door) = self.door(target) {
+            door.told_of.push((member, too_many));
+            door.is_dirty = true;
+        }
+        self.fill_anew(member);
+    }
+
+    /// After a batch: who has a seat is who should have one.
+    pub(crate) fn look_at_door(&mut self, target: usize) {
+        let Some(process) = &mut self.targets[target].process else { return };
+        let door = &mut process.door;
+        if !door.is_dirty {
+            return;
+        }
+        let is_unsettled = std::mem::take(&mut door.is_unsettled);
+        if process.serving.is_none() {
+            return;
+        }
+        let status = process.target.status();
+        if !status.serving || status.membership.version != door.ruling.version {
+            return;
+        }
+        if is_unsettled {
+            door.beside = Some(door.beside_the_list(&status));
+            return;
+        }
+        door.is_dirty = false;
+        let (broken, seen) = door.judge(&status);
+        for situation in seen {
+            self.situations().add(situation);
+        }
+        if let Some((row, what)) = broken {
+            self.breaks(row, format!("target {target}: {what}"));
+        }
+    }
+}
+
+pub(crate) type Broken = Option<(&'static str, String)>;
+
+impl Door {
+    fn beside_the_list(&self, status: &PrimaryStatus) -> Vec<Member> {
+        status.replicas.iter().map(|r| r.member).filter(|m| !self.known(*m)).collect()
+    }
+
+    fn judge(&mut self, status: &PrimaryStatus) -> (Broken, Vec<Situation>) {
+        let mut seen = Vec::new();
+        let sits = |m: &Member| status.replicas.iter().any(|r| r.member == *m);
+        if let Some(lost) = self.ruling.known.iter().find(|m| !sits(m)) {
+            return (Some(("SCALE-ADMIT-08", format!("{lost:?} is known and not let in"))), seen);
+        }
+        let counted = status.replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
+        let mut strangers = counted.filter(|r| !self.known(r.member) && !self.is_joint(r.member));
+        if let Some(stranger) = strangers.next() {
+            return (Some(("SCALE-LIST-08", format!("{stranger:?} is counted"))), seen);
+        }
+        let beside = self.beside_the_list(status);
+        let before = self.beside.replace(beside.clone());
+        // In the first look of an epoch it is not known here who of several came first.
+        let several = self.told.newcomers.len() > 1;
+        let Some(before) = before.or((!several).then(Vec::new)) else { return (None, seen) };
+        let hello = |m: Member| self.hellos.iter().find(|hello| hello.member == m);
+        let mut seats: Vec<Seat> = self
+            .hellos
+            .iter()
+            .filter(|hello| self.known(hello.member))
+            .map(|hello| Seat { member: hello.member, quorum: true })
+            .collect();
+        let moving: Vec<Member> =
+            self.told.newcomers.iter().filter(|n| n.beside).map(|n| n.member).collect();
+        let mut callers: Vec<Caller> = Vec::new();
+        for newcomer in self.told.newcomers.iter().filter(|n| !self.known(n.member)) {
+            callers.push(Caller {
+                member: newcomer.member,
+                quorum: hello(newcomer.member).is_some_and(|hello| hello.quorum),
+                membership_version: hello(newcomer.member).map_or(0, |h| h.membership_version),
+                beside: newcomer.beside,
+            });
+        }
+        // Nobody is exchanged for his like.
+        callers.sort_by_key(|caller| !before.contains(&caller.member));
+        let mut refused = Vec::new();
+        for caller in &callers {
+            let (outcome, situations) = read(&self.ruling, self.told.drf, &seats, &moving, caller);
+            let was = before.contains(&caller.member);
+            let is_new = !was && !self.refused.contains(&caller.member);
+            match outcome {
+                Outcome::LetIn(goes) => {
+                    if let Some(goes) = goes {
+                        seats.retain(|seat| seat.member != goes);
+                        refused.push((goes, true));
+                    }
+                    seats.push(Seat { member: caller.member, quorum: caller.quorum });
+                    // Its quorum is known once it has answered.
+                    let turned = caller.quorum && !self.seen_on.contains(&caller.member);
+                    if turned {
+                        self.seen_on.push(caller.member);
+                    }
+                    if turned && situations == [Situation::Addition] {
+                        seen.push(Situation::AdditionWithQuorum);
+                    }
+                    if is_new || turned || goes.is_some() {
+                        seen.extend(situations);
+                    }
+                }
+                Outcome::Refused { too_many } => {
+                    refused.push((caller.member, too_many));
+                    if was {
+                        seen.push(Situation::LeftOut);
+                    }
+                    if was || is_new {
+                        seen.extend(situations);
+                    }
+                }
+            }
+        }
+        let excused = |m: &Member| self.is_joint(*m);
+        let has_seat = |m: &Member| seats.iter().any(|seat| seat.member == *m);
+        if let Some(m) = beside.iter().find(|m| !has_seat(m) && !excused(m)) {
+            let row = match before.contains(m) {
+                true => "SCALE-KNOWN-06, SCALE-ADMIT-03",
+                false => "SCALE-ADMIT-02, SCALE-ADMIT-06, SCALE-ADMIT-15",
+            };
+            let what = format!("{m:?} is let in, among {seats:?} by {:?}", self.ruling);
+            return (Some((row, what)), seen);
+        }
+        let out = |m: &Member| !beside.contains(m) && !self.known(*m);
+        if let Some(seat) = seats.iter().find(|seat| out(&seat.member)) {
+            let row = "SCALE-ADMIT-09, SCALE-ADMIT-11, SCALE-ADMIT-12, SCALE-ADMIT-14";
+            let what = format!("{seat:?} is not let in, among {seats:?} by {:?}", self.ruling);
+            return (Some((row, what)), seen);
+        }
+        for (member, too_many) in &refused {
+            if self.refused.contains(member) {
+                continue;
+            }
+            if !self.told_of.contains(&(*member, *too_many)) {
+                let what = format!("nobody is told that {member:?} is turned away");
+                return (Some(("SCALE-ADMIT-05", what)), seen);
+            }
+            if *too_many {
+                seen.push(Situation::ToldOfTooMany);
+            }
+        }
+        self.refused = refused.iter().map(|(member, _)| *member).collect();
+        self.told_of.retain(|(member, _)| self.refused.contains(member));
+        (None, seen)
+    }
+}

@@ -1,0 +1,457 @@
+//! One run: hosts, their clocks and disks, a network, a control plane, targets, replicas and
+//! clients under one scheduler. Everything that happens is an [`Event`]; everything that is drawn
+//! is drawn from the seed.
+
+mod bulk;
+mod checks;
+mod claims;
+mod clients;
+mod clocks;
+mod control;
+mod door;
+mod ending;
+mod fences;
+mod growth;
+mod lost_disks;
+mod members;
+mod memory;
+mod pools;
+mod recognition;
+mod recovery;
+mod setup;
+mod snapshots;
+mod strangers;
+mod strikes;
+mod targets;
+mod terms;
+mod verified;
+
+use std::collections::BTreeMap;
+
+use quoin_replication::recognition::PoolCounts;
+use quoin_types::message::FromReplica;
+use quoin_types::{Epoch, Lsn, Member, Time};
+
+use crate::clock::HostClock;
+use crate::content::Tag;
+use crate::control::{Answer, Question, Record};
+use crate::faults::{Planned, Profile};
+use crate::history::History;
+use crate::lineage::{Lineage, Seen};
+use crate::map::FixedMap;
+use crate::network::{ConnectionId, Network};
+use crate::random::Random;
+use crate::schedule::{Instant, Schedule};
+use crate::stats::{Stats, Violation};
+use crate::trace::Trace;
+use crate::workload::Workload;
+
+pub use setup::{FAULTS_MAX, Mutant, RunOptions, StoreKind};
+
+/// Everything that can happen. `life` numbers the lives of a process: events of an older life
+/// are void.
+#[derive(Debug)]
+pub(crate) enum Event {
+    StartTarget {
+        target: usize,
+    },
+    StartPool {
+        pool: usize,
+    },
+    Connecting {
+        connection: ConnectionId,
+    },
+    Refused {
+        target: usize,
+        life: u32,
+        connection: ConnectionId,
+    },
+    ToPool {
+        connection: ConnectionId,
+    },
+    ToTarget {
+        connection: ConnectionId,
+    },
+    /// An end learns that the connection is gone.
+    TargetEndLost {
+        connection: ConnectionId,
+    },
+    PoolEndLost {
+        connection: ConnectionId,
+    },
+    TargetTimer {
+        target: usize,
+        life: u32,
+        arm: u32,
+    },
+    PoolTimer {
+        pool: usize,
+        life: u32,
+        arm: u32,
+    },
+    SyncDone {
+        pool: usize,
+        life: u32,
+        ticket: quoin_replication::replica::store::SyncTicket,
+    },
+    /// The pool tells the controller how it is, and looks again at what it could not read.
+    PoolReport {
+        pool: usize,
+        life: u32,
+    },
+    /// The controller hears a report of the pool.
+    PoolTold {
+        pool: usize,
+        life: u32,
+        counts: PoolCounts,
+    },
+    /// The pool hears what the controller makes of its start.
+    PoolJudged {
+        pool: usize,
+        life: u32,
+        rolled_back: bool,
+        mark: u64,
+    },
+    PoolWaited {
+        pool: usize,
+        life: u32,
+    },
+    PoolWiped {
+        pool: usize,
+    },
+    PoolIdle {
+        pool: usize,
+        life: u32,
+    },
+    Asked {
+        target: usize,
+        life: u32,
+        number: u64,
+        question: Box<Question>,
+    },
+    Answered {
+        target: usize,
+        life: u32,
+        number: u64,
+        answer: Box<Answer>,
+    },
+    /// The answer to a swap comes once more, after the next swap was asked for.
+    SwappedAgain {
+        target: usize,
+        life: u32,
+        answer: Box<Answer>,
+    },
+    AnswerTimeout {
+        target: usize,
+        life: u32,
+        number: u64,
+        question: Box<Question>,
+    },
+    Recreate {
+        pool: usize,
+    },
+    TellDesired,
+    Operate,
+    Recovery,
+    Grow,
+    LimitMemory,
+    /// A pool hears of what was taken back.
+    TellFence {
+        pool: usize,
+    },
+    Snapshot,
+    SaySnapshots,
+    LookAtSize,
+    Client {
+        queue: usize,
+        turn: u32,
+    },
+    MoveClient {
+        queue: usize,
+    },
+    Fault(Planned),
+    /// A fault that lasts comes to its end.
+    Mend(Mend),
+    FaultsEnd,
+    LookAtEnding,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) enum Mend {
+    Unblock(Vec<(usize, usize)>),
+    Storm,
+    BulkStorm,
+    ResumeTarget(usize),
+    ResumePool(usize),
+    Disk(usize),
+    Clock(usize),
+    ControlPlane,
+    ControlRecord,
+    KillTarget { target: usize, life: u32 },
+    KillPool { pool: usize, life: u32 },
+    Cut(ConnectionId),
+}
+
+pub(crate) struct TargetHost {
+    pub host: usize,
+    pub life: u32,
+    pub process: Option<targets::Process>,
+    pub paused: bool,
+}
+
+pub(crate) struct PoolHost {
+    pub host: usize,
+    pub life: u32,
+    pub storage: Box<dyn crate::storage::Storage>,
+    /// The replica that the pool holds now.
+    pub member: Member,
+    /// It lost the replica that the record names, and has not made another one yet.
+    pub gone: bool,
+    pub process: Option<pools::Process>,
+    pub paused: bool,
+    pub outage: crate::storage::Outage,
+    pub slow: u64,
+    /// Since when what it holds may be less than it applied; for the check of loss claims.
+    pub cache_lost: bool,
+    /// Its process has ended with all on media, and has vouched for it.
+    pub ended_in_order: bool,
+    /// Its disk has refused to read at some time.
+    pub reads_failed: bool,
+    pub said: claims::Said,
+    /// Its disk has rotted or lied.
+    pub hurt: bool,
+    /// Pings as they came in, by its clock.
+    pub pings:
+        std::collections::VecDeque<(quoin_types::SessionKey, quoin_types::message::Ping, Time)>,
+    /// Whose lease it has acknowledged, from when on.
+    pub honoured: Option<(quoin_types::Incarnation, Time)>,
+    /// It has heard the Close of the one whose lease it honours.
+    pub close_heard: bool,
+    /// The replica whose disk was put back to an older image.
+    pub rolled_back: Option<quoin_types::ReplicaGuid>,
+    /// Its replica is of another volume.
+    pub is_foreign: bool,
+    /// Syncs begin and do not end.
+    pub stuck: bool,
+    pub starts: recognition::Starts,
+}
+
+pub(crate) struct Queue {
+    pub home: usize,
+    pub turn: u32,
+    pub open: Option<Tag>,
+    /// Requests without pause still to come.
+    pub burst: u32,
+}
+
+pub(crate) struct World {
+    pub seed: u64,
+    pub random: Random,
+    pub schedule: Schedule<Event>,
+    pub clocks: Vec<HostClock>,
+    pub powered: Vec<bool>,
+    pub network: Network,
+    pub record: Record,
+    pub control_host: usize,
+    pub control_lossy: bool,
+    pub control_late: bool,
+    pub targets: Vec<TargetHost>,
+    pub pools: Vec<PoolHost>,
+    pub queues: Vec<Queue>,
+    pub workload: Workload,
+    pub setup: setup::Setup,
+    pub profile: Profile,
+    pub history: History,
+    pub lineage: Lineage,
+    /// What must be in every later history: acknowledged, read, flushed.
+    pub owed: FixedMap<Seen, checks::Owed>,
+    /// Acknowledged and not flushed: tag and instant.
+    pub unflushed: Vec<(Tag, u64)>,
+    /// The newest epoch that ever served, and by which life of which target.
+    pub served: (Epoch, usize, u32),
+    /// The newest epoch that served after giving up unflushed data.
+    pub last_claim: Epoch,
+    /// Each with the event number at which it strikes at the latest.
+    pub armed: Vec<(u64, Planned)>,
+    /// What the control plane's backup holds, while an old one is in place.
+    pub backup: Option<Record>,
+    /// An old copy of the control plane's record.
+    pub old_record: Option<Record>,
+    /// An old copy has ruled for a while.
+    pub rolled_back: bool,
+    pub faults_over: bool,
+    pub ending: ending::Ending,
+    pub stats: Stats,
+    pub trace: Trace,
+    pub violation: Option<Violation>,
+    pub mutant: Option<Mutant>,
+    pub dropped: u32,
+    pub max_lsn_sent: Lsn,
+    /// The highest LSN that each replica ever called durable.
+    pub durable_said: BTreeMap<u128, Lsn>,
+    /// The epoch under which each retired GUID was retired.
+    pub retired_under: BTreeMap<u128, Epoch>,
+    pub tokens: BTreeMap<u64, usize>,
+    pub questions: u64,
+    /// Whom the target that acts drops further on in its batch.
+    pub yet_to_drop: Vec<Member>,
+    /// How far counted replicas were as sessions ended in the batch, and before which of its actions.
+    pub lost_in_batch: Vec<(usize, Member, Lsn)>,
+    /// Questions to the control plane whose drivers still wait.
+    pub unanswered: std::collections::BTreeSet<u64>,
+    pub members: members::Members,
+    pub recovery: recovery::Recovery,
+    pub growth: growth::Growth,
+    pub memory: memory::Memory,
+    pub fences: fences::Fences,
+    pub terms: terms::Terms,
+    pub snapshots: snapshots::Snapshots,
+}
+
+impl World {
+    pub fn now(&self) -> Instant {
+        self.schedule.now()
+    }
+
+    pub fn local(&self, host: usize) -> Time {
+        self.clocks[host].local(self.now())
+    }
+
+    pub fn violate(&mut self, rule: &str, detail: impl Into<String>) {
+        if self.violation.is_none() {
+            let detail = detail.into();
+            self.trace.line(self.schedule.now(), || format!("VIOLATION {rule}: {detail}"));
+            self.violation = Some(Violation { seed: self.seed, rule: rule.into(), detail });
+        }
+    }
+
+    /// Runs to the end; the violation, if there was one, is in `self`.
+    pub fn run(&mut self) {
+        while self.violation.is_none() && !self.ending.done() {
+            let Some(event) = self.schedule.take() else {
+                self.violate("Liveness", "nothing is going to happen any more");
+                break;
+            };
+            self.stats.events += 1;
+            if self.stats.events > setup::EVENTS_MAX {
+                self.violate("Liveness", "more events than any run needs: a message loop?");
+                break;
+            }
+            self.trace.mix(self.schedule.now(), self.stats.events);
+            self.handle(event);
+            if !self.armed.is_empty() {
+                self.count_down();
+            }
+        }
+        if self.violation.is_none()
+            && let Err(unlinear) = self.history.check()
+        {
+            self.violate("Linearizable", unlinear.story);
+        }
+        self.stats.seeds = 1;
+        self.stats.simulated_ns = self.now();
+        self.stats.ios_checked = self.history.checked;
+        self.stats.undecided = self.history.undecided;
+        self.stats.messages = self.network.counts.messages;
+        self.stats.messages_reordered = self.network.counts.reordered;
+        self.stats.messages_lost = self.network.counts.lost;
+        self.stats.frames_cut = self.network.counts.frames_cut;
+        for pool in &self.pools {
+            let counts = pool.storage.counts();
+            self.stats.sectors_lost += counts.sectors_lost;
+            self.stats.pages_torn += counts.pages_torn;
+            self.stats.disk_errors += counts.errors;
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::StartTarget { target } => self.start_target(target),
+            Event::StartPool { pool } => self.start_pool(pool),
+            Event::Connecting { connection } => self.connecting(connection),
+            Event::Refused { target, life, connection } => self.refused(target, life, connection),
+            Event::ToPool { connection } => self.deliver_to_pool(connection),
+            Event::ToTarget { connection } => self.deliver_to_target(connection),
+            Event::TargetEndLost { connection } => self.target_end_lost(connection),
+            Event::PoolEndLost { connection } => self.pool_end_lost(connection),
+            Event::TargetTimer { target, life, arm } => self.target_timer(target, life, arm),
+            Event::PoolTimer { pool, life, arm } => self.pool_timer(pool, life, arm),
+            Event::SyncDone { pool, life, ticket } => self.sync_done(pool, life, ticket),
+            Event::PoolReport { pool, life } => self.pool_report(pool, life),
+            Event::PoolTold { pool, life, counts } => self.pool_told(pool, life, counts),
+            Event::PoolJudged { pool, life, rolled_back, mark } => {
+                self.pool_judged(pool, life, rolled_back, mark);
+            }
+            Event::PoolWaited { pool, life } => self.pool_waited(pool, life),
+            Event::PoolWiped { pool } => self.pool_wiped(pool),
+            Event::PoolIdle { pool, life } => self.pool_idle(pool, life),
+            Event::Asked { target, life, number, question } => {
+                self.asked(target, life, number, &question);
+            }
+            Event::Answered { target, life, number, answer } => {
+                self.answered(target, life, number, *answer);
+            }
+            Event::SwappedAgain { target, life, answer } => {
+                self.swapped_again(target, life, *answer);
+            }
+            Event::AnswerTimeout { target, life, number, question } => {
+                self.answer_timeout(target, life, number, &question);
+            }
+            Event::Recreate { pool } => self.recreate(pool),
+            Event::TellDesired => self.tell_desired(),
+            Event::Operate => self.operate(),
+            Event::Recovery => self.recovery(),
+            Event::Grow => self.grow(),
+            Event::LimitMemory => self.limit_memory(),
+            Event::TellFence { pool } => self.tell_fence(pool),
+            Event::Snapshot => self.wish_snapshot(),
+            Event::SaySnapshots => self.say_snapshots(),
+            Event::LookAtSize => self.look_at_size(),
+            Event::Client { queue, turn } => self.client_turn(queue, turn),
+            Event::MoveClient { queue } => self.move_client(queue),
+            Event::Fault(planned) => self.arm(planned),
+            Event::Mend(mend) => self.mend(mend),
+            Event::FaultsEnd => self.faults_end(),
+            Event::LookAtEnding => self.look_at_ending(),
+        }
+    }
+
+    pub(crate) fn host_of_target(&self, target: usize) -> usize {
+        self.targets[target].host
+    }
+
+    pub(crate) fn pool_of(&self, member: Member) -> Option<usize> {
+        let exact = self.pools.iter().position(|p| p.member == member);
+        exact.or_else(|| self.pools.iter().position(|p| p.member.id == member.id))
+    }
+}
+
+/// One line for a message, short enough to read in a trace.
+pub(crate) fn brief(message: &FromReplica) -> String {
+    match message {
+        FromReplica::OpenAck(ack) => format!(
+            "OpenAck at {}/{} stable {} durable {} base {}{}{}",
+            ack.position.epoch,
+            ack.position.lsn,
+            ack.stable,
+            ack.durable,
+            ack.base,
+            if ack.continuous { " continuous" } else { "" },
+            if ack.quorum { "" } else { " quorum off" },
+        ),
+        FromReplica::Data { id, at, slots, .. } => {
+            format!("Data #{id} at {at}, {} slots", slots.len())
+        }
+        FromReplica::Fetched { entries, gone, .. } => {
+            format!("Fetched {} entries{}", entries.len(), if *gone { ", gone" } else { "" })
+        }
+        FromReplica::Pulled { slots, cursor, gone, .. } => {
+            format!(
+                "Pulled {} slots to {cursor:?}{}",
+                slots.len(),
+                if *gone { ", gone" } else { "" }
+            )
+        }
+        other => format!("{other:?}"),
+    }
+}

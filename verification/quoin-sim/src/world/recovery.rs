@@ -1,0 +1,398 @@
+//! More replicas are destroyed than an open can do without, and a person goes on with those that
+//! are left (`quoin volume recover`), while everything else goes on.
+//!
+//! What the person does is what the product lets them: those that are left are all there, the
+//! others never answer again, no target serves that is seen, and every lease that a destroyed one
+//! granted has run out ([`Membership::reduced_to`](quoin_types::Membership::reduced_to) is the
+//! change itself). What is left then holds all that any of it held, and what was acknowledged and
+//! is lost with the others may never come back: some time later they turn up, with what they held.
+
+use quoin_replication::replica::granted_lease;
+use quoin_types::{Epoch, Incarnation, Member, Position};
+
+use super::{Event, Mend, World};
+use crate::control::Record;
+use crate::lineage::Path;
+use crate::random::Random;
+use crate::schedule::{MILLISECOND, SECOND};
+use crate::storage::Outage;
+use crate::swarm::Swarm;
+
+/// How often the person looks.
+const LOOK: u64 = 300 * MILLISECOND;
+/// Answers of the control plane come later than this never: what was destroyed may turn up.
+const FORGOTTEN: u64 = 10 * SECOND;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Stage {
+    #[default]
+    Off,
+    Whole,
+    /// Before the blow, under this version of the record.
+    Fraying(u64),
+    /// Some are destroyed, and the volume is not whole without them.
+    Lost,
+    /// The person has decided under this version of the record, and waits leases out.
+    Decided(u64),
+    /// The volume does without those that were destroyed.
+    Done,
+    /// They have turned up.
+    Over,
+}
+
+pub(crate) struct Recovery {
+    random: Random,
+    stage: Stage,
+    /// Pools that were destroyed, as everybody thinks.
+    away: Vec<usize>,
+    forced: Option<Forced>,
+    /// Those that were kept the last time.
+    kept: Vec<Member>,
+    /// When the person went on, and the version of the record since.
+    at: u64,
+    version: u64,
+    /// Lives of targets that have not heard yet that the volume was taken from them.
+    to_end: Vec<(usize, u32)>,
+}
+
+/// A change that was forced and under which nobody has served yet.
+#[derive(Clone, Debug)]
+pub(crate) struct Forced {
+    after: Epoch,
+    /// The lowest CF under which an older target may still serve.
+    cf: usize,
+    /// How far those that were kept were.
+    kept: Vec<(usize, Position)>,
+}
+
+impl Recovery {
+    pub fn draw(seed: u64, swarm: Swarm) -> Self {
+        let random = Random::new(seed ^ 0x7265_636f_7665_7279);
+        let stage = if swarm == Swarm::Recoveries { Stage::Whole } else { Stage::Off };
+        Self {
+            random,
+            stage,
+            away: Vec::new(),
+            forced: None,
+            kept: Vec::new(),
+            at: 0,
+            version: 0,
+            to_end: Vec::new(),
+        }
+    }
+
+    pub fn is_away(&self, pool: usize) -> bool {
+        self.away.contains(&pool)
+    }
+
+    /// Nobody changes anything else meanwhile.
+    pub fn is_under_way(&self) -> bool {
+        matches!(self.stage, Stage::Lost | Stage::Decided(_))
+    }
+
+    /// What a pool held when a change was forced it may not hold any more.
+    pub fn cache_is_lost(&mut self, pool: usize) {
+        if let Some(forced) = &mut self.forced {
+            forced.kept.retain(|(kept, _)| *kept != pool);
+        }
+    }
+
+    /// Whether this one may hold, and call stable, what was given up: it was not one of those that
+    /// were kept, as a newcomer on its way in. It is damaged then, and copied anew.
+    pub fn may_hold_what_is_lost(&self, member: Member) -> bool {
+        !self.kept.is_empty() && !self.kept.contains(&member)
+    }
+
+    pub fn cf_before(&self) -> Option<usize> {
+        self.forced.as_ref().map(|forced| forced.cf)
+    }
+
+    /// An epoch starts IO: the change that was forced before it, if it is the first since.
+    pub fn takes_effect(&mut self, epoch: Epoch) -> Option<Forced> {
+        self.forced.take_if(|forced| forced.after < epoch)
+    }
+}
+
+impl World {
+    pub(crate) fn plan_recovery(&mut self) {
+        if self.recovery.stage == Stage::Whole {
+            let delay = self.recovery.random.between(500, 8000) * MILLISECOND;
+            self.schedule.after(delay / self.setup.haste, Event::Recovery);
+        }
+    }
+
+    pub(crate) fn recovery(&mut self) {
+        self.end_of_the_old();
+        match self.recovery.stage {
+            Stage::Whole if !self.faults_over => self.fray(),
+            Stage::Fraying(version) => self.destroy_some(version),
+            Stage::Lost => self.look_at_loss(),
+            Stage::Decided(version) => self.go_on(version),
+            Stage::Done => self.turn_up(),
+            Stage::Off | Stage::Whole | Stage::Over => {}
+        }
+    }
+
+    fn look_later(&mut self) {
+        self.schedule.after(LOOK, Event::Recovery);
+    }
+
+    /// Chooses so many that those that are left are too few for an open, sometimes newcomers with
+    /// them. Before they go, the network takes the owner from those that are left, but for one at
+    /// most: what is acknowledged meanwhile is on few.
+    fn fray(&mut self) {
+        let membership = &self.record.membership;
+        let known = membership.known.len();
+        let least = (known + 1).saturating_sub(membership.open_quorum());
+        if known < 2 || least >= known {
+            return self.look_later();
+        }
+        let mut pools: Vec<usize> = (0..self.pools.len())
+            .filter(|p| membership.contains(self.pools[*p].member) && !self.pools[*p].gone)
+            .collect();
+        // One is left that stays, whichever changes come true meanwhile.
+        let stays = |p: &usize| !self.record.desired.leaving.contains(&self.pools[*p].member);
+        let staying: Vec<usize> = pools.iter().copied().filter(stays).collect();
+        if staying.is_empty() || pools.len() < known {
+            return self.look_later();
+        }
+        let left = *self.recovery.random.pick(&staying);
+        pools.retain(|pool| *pool != left);
+        let count = self.recovery.random.between(least as u64, known as u64 - 1);
+        for _ in 0..count {
+            let chosen = self.recovery.random.index(pools.len());
+            self.recovery.away.push(pools.swap_remove(chosen));
+        }
+        // Not one that may have taken the place of a replica that is left.
+        let known = &self.record.membership.known;
+        let is_kept = |m: &Member| known.iter().any(|k| k.id == m.id && !self.is_destroyed(k));
+        let newcomers = self.record.desired.newcomers.iter().map(|n| n.member);
+        let newcomers: Vec<Member> = newcomers.filter(|m| !is_kept(m)).collect();
+        for member in newcomers {
+            let pool = self.pools.iter().position(|p| p.member == member && !p.gone);
+            if let Some(pool) = pool.filter(|_| self.recovery.random.percent(50)) {
+                self.recovery.away.push(pool);
+            }
+        }
+        self.recovery.stage = Stage::Fraying(self.record.membership.version);
+        let lasts = self.recovery.random.between(20, 900) * MILLISECOND / self.setup.haste;
+        self.schedule.after(lasts, Event::Recovery);
+        if self.recovery.random.percent(40) {
+            return;
+        }
+        self.burst();
+        let host = self.targets[self.record.owner].host;
+        let near = self.recovery.random.percent(50).then_some(left);
+        let unheard = self.recovery.random.percent(60).then_some(self.control_host);
+        let is_left = |p: &super::PoolHost| self.record.membership.contains(p.member);
+        let far = (0..self.pools.len())
+            .filter(|pool| is_left(&self.pools[*pool]) && !self.recovery.is_away(*pool))
+            .filter(|pool| Some(*pool) != near)
+            .map(|pool| self.pools[pool].host);
+        let cut = far.chain(unheard).flat_map(|other| [(host, other), (other, host)]);
+        let cut: Vec<_> = cut.filter(|(a, b)| a != b).collect();
+        cut.iter().for_each(|(from, to)| self.network.block(*from, *to));
+        let mended = lasts + self.recovery.random.between(100, 3000) * MILLISECOND;
+        self.schedule.after(mended, Event::Mend(Mend::Unblock(cut)));
+    }
+
+    fn destroy_some(&mut self, version: u64) {
+        let Record { membership, desired, .. } = &self.record;
+        let stays = |m: &&Member| !self.is_destroyed(m) && !desired.leaving.contains(m);
+        let none_stays = !membership.known.iter().any(|m| stays(&m));
+        if membership.version != version || none_stays || self.faults_over {
+            for pool in std::mem::take(&mut self.recovery.away) {
+                self.schedule.after(0, Event::StartPool { pool });
+            }
+            self.recovery.stage = Stage::Whole;
+            return self.look_later();
+        }
+        for pool in self.recovery.away.clone() {
+            self.kill_pool(pool, Outage::Process, 0);
+        }
+        if self.recovery.random.percent(40) {
+            // With what some of those that are left have, and others were yet to be sent.
+            self.kill_target(self.record.owner);
+        }
+        let away = &self.recovery.away;
+        self.trace.line(self.schedule.now(), || format!("*** pools {away:?} are destroyed"));
+        self.recovery.stage = Stage::Lost;
+        self.look_later();
+    }
+
+    fn is_destroyed(&self, member: &Member) -> bool {
+        self.recovery.away.iter().any(|pool| self.pools[*pool].member == *member)
+    }
+
+    /// The owner's target, where the controller hears of it.
+    fn seen_target(&self) -> Option<&super::targets::Process> {
+        let there = &self.targets[self.record.owner];
+        let heard = !self.network.is_blocked(there.host, self.control_host) && !there.paused;
+        there.process.as_ref().filter(|_| heard)
+    }
+
+    fn is_seen_serving(&self) -> bool {
+        let serves = |status: quoin_replication::primary::PrimaryStatus| {
+            status.serving && status.waiting.is_empty() && status.epoch == self.record.epoch
+        };
+        self.seen_target().is_some_and(|process| serves(process.target.status()))
+    }
+
+    /// The volume is taken from its node first; only then a target opens it anew.
+    fn end_of_the_old(&mut self) {
+        for (target, life) in std::mem::take(&mut self.recovery.to_end) {
+            let there = &self.targets[target];
+            let hears = !self.network.is_blocked(self.control_host, there.host) && !there.paused;
+            if there.life == life && hears {
+                self.kill_target(target);
+            } else if there.life == life {
+                self.recovery.to_end.push((target, life));
+            }
+        }
+    }
+
+    fn look_at_loss(&mut self) {
+        let known = &self.record.membership.known;
+        let lost: Vec<Member> = known.iter().filter(|m| self.is_destroyed(m)).copied().collect();
+        let newcomers = self.record.desired.newcomers.iter().map(|n| n.member);
+        let not_coming: Vec<Member> = newcomers.filter(|m| self.is_destroyed(m)).collect();
+        let serves = self.is_seen_serving();
+        if serves && lost.is_empty() && not_coming.is_empty() {
+            self.recovery.stage = Stage::Done;
+        } else if serves {
+            // Nothing has to be given up: they are taken off the list with the volume in use.
+            self.remove_destroyed(&lost, &not_coming);
+        } else if self.may_go_on() {
+            self.recovery.stage = Stage::Decided(self.record.membership.version);
+            let lease = granted_lease(self.setup.config.lease_ms).as_nanos() as u64;
+            self.schedule.after(lease * 10 / 7, Event::Recovery);
+            return;
+        }
+        self.look_later();
+    }
+
+    fn remove_destroyed(&mut self, lost: &[Member], not_coming: &[Member]) {
+        for member in not_coming {
+            self.forget_newcomer(*member);
+        }
+        let known = &self.record.membership.known;
+        let desired = &mut self.record.desired;
+        let followed = |m: &&Member| desired.newcomers.iter().any(|n| n.member.id == m.id);
+        let leaving: Vec<Member> = lost.iter().filter(|m| !followed(m)).copied().collect();
+        let is_listed = |m: &Member| known.iter().any(|k| k.id == m.id);
+        let added = desired.newcomers.iter().filter(|n| !is_listed(&n.member)).count();
+        desired.drf = (known.len() - leaving.len() + added) as u8;
+        desired.leaving = leaving;
+        self.tell_desired();
+    }
+
+    /// Those for whom the owner's target waits, since they may know of a change that the record
+    /// lacks.
+    fn silent(&self) -> Vec<Member> {
+        let status = self.seen_target().map(|process| process.target.status());
+        let here = status.filter(|status| status.epoch == self.record.epoch);
+        here.map(|status| status.silent).unwrap_or_default()
+    }
+
+    /// What the controller asks for before it lets a person force the change.
+    fn may_go_on(&self) -> bool {
+        let membership = &self.record.membership;
+        let is_there = |member: &Member| {
+            let holds = |p: &&super::PoolHost| p.member == *member && !p.gone;
+            self.pools.iter().find(holds).is_some_and(|p| p.process.is_some())
+        };
+        let (lost, kept): (Vec<&Member>, Vec<&Member>) =
+            membership.known.iter().partition(|m| self.is_destroyed(m));
+        let silent = self.silent();
+        let exists = |m: &Member| self.pools.iter().any(|p| p.member == *m && !p.gone);
+        let may_come = |m: &&Member| exists(m) && !self.is_destroyed(m);
+        let needed = kept.len() < membership.open_quorum() || !silent.is_empty();
+        let unknown = silent.iter().filter(|m| !membership.contains(**m));
+        !kept.is_empty()
+            && kept.iter().all(|m| is_there(m))
+            && unknown.filter(may_come).count() == 0
+            && needed
+            && !(lost.is_empty() && silent.is_empty())
+    }
+
+    fn go_on(&mut self, version: u64) {
+        self.recovery.stage = Stage::Lost;
+        let serves = self.is_seen_serving();
+        if serves || self.record.membership.version != version || !self.may_go_on() {
+            return self.look_later();
+        }
+        let silent: Vec<_> = self.silent().into_iter().map(|m| m.guid).collect();
+        let before = self.record.membership.clone();
+        let next = before.reduced_to(|m| !self.is_destroyed(m), &silent);
+        let mut kept = Vec::new();
+        for member in &next.known {
+            let Some(pool) = self.pools.iter().position(|p| p.member == *member) else { continue };
+            self.pools[pool].storage.with(member.guid, &mut |store| {
+                kept.push((pool, store.state().position));
+            });
+        }
+        self.record.epoch = self.record.epoch.next();
+        self.record.incarnation = Incarnation::default();
+        for guid in &next.retired {
+            self.retired_under.entry(guid.0).or_insert(self.record.epoch);
+        }
+        let stays = |m: &Member| !next.retired.contains(&m.guid) && !self.is_destroyed(m);
+        let newcomers = self.record.desired.newcomers.iter().filter(|n| stays(&n.member));
+        let newcomers: Vec<_> = newcomers.copied().collect();
+        let is_listed = |m: &Member| next.known.iter().any(|k| k.id == m.id);
+        let added = newcomers.iter().filter(|n| !is_listed(&n.member)).count();
+        let desired = &mut self.record.desired;
+        desired.leaving.retain(|m| next.known.contains(m));
+        if desired.leaving.len() == next.known.len() {
+            desired.leaving.clear();
+        }
+        desired.drf = (next.known.len() - desired.leaving.len() + added) as u8;
+        desired.newcomers = newcomers;
+        let explicit = desired.cf_of(next.rf);
+        if desired.cf == 0 && added == 0 && explicit != next.cf {
+            desired.cf = explicit;
+        }
+        self.trace.line(self.schedule.now(), || format!("a person goes on with {next:?}"));
+        self.recovery.kept = next.known.clone();
+        self.record.membership = next;
+        let cf = self.recovery.cf_before().unwrap_or(usize::MAX).min(before.cf.into());
+        self.recovery.forced = Some(Forced { after: self.record.epoch, cf, kept: kept.clone() });
+        self.recovery.at = self.schedule.now();
+        self.recovery.version = self.record.membership.version;
+        self.stats.recoveries += 1;
+        self.recovery.to_end = (0..).zip(self.targets.iter().map(|target| target.life)).collect();
+        if self.recovery.random.percent(50) {
+            self.failover();
+        }
+        // No sooner is it decided than one of them is away for a while.
+        if !kept.is_empty() && self.recovery.random.percent(60) {
+            let (pool, _) = *self.recovery.random.pick(&kept);
+            let restart = self.recovery.random.between(1000, 4000) * MILLISECOND;
+            self.kill_pool(pool, Outage::Process, restart);
+        }
+        self.tell_desired();
+        self.look_later();
+    }
+
+    /// What any of those that were kept held then is in the history that the first epoch after it
+    /// starts IO on.
+    pub(crate) fn held_by_kept(&self, forced: &Forced) -> Vec<Path> {
+        forced.kept.iter().filter_map(|(_, at)| self.lineage.path_at(*at)).collect()
+    }
+
+    /// No target knows the old list any more: even those that were declared destroyed may turn up.
+    fn turn_up(&mut self) {
+        let version = self.recovery.version;
+        let knows = |t: &super::TargetHost| {
+            t.process.as_ref().is_none_or(|p| p.word.granted.version >= version)
+        };
+        if self.now() < self.recovery.at + FORGOTTEN || !self.targets.iter().all(knows) {
+            return self.look_later();
+        }
+        self.recovery.stage = Stage::Over;
+        for pool in std::mem::take(&mut self.recovery.away) {
+            self.trace.line(self.schedule.now(), || format!("pool {pool} turns up"));
+            self.schedule.after(0, Event::StartPool { pool });
+        }
+    }
+}

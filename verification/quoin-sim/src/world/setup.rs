@@ -1,0 +1,466 @@
+//! What a run is made of, drawn from its seed.
+
+use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode};
+use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta};
+use quoin_types::{
+    BLOCK_SIZE, Desired, Durability, Epoch, Incarnation, Lsn, Member, Membership, ReplicaGuid,
+    ReplicaId, VolumeId,
+};
+
+use super::fences::Fences;
+use super::growth::Growth;
+use super::members::Members;
+use super::memory::Memory;
+use super::recovery::Recovery;
+use super::snapshots::Snapshots;
+use super::{Event, PoolHost, Queue, TargetHost, World, ending};
+use crate::clock::HostClock;
+use crate::control::Record;
+use crate::faults::{self, Profile};
+use crate::history::History;
+use crate::lineage::Lineage;
+use crate::network::Network;
+use crate::random::Random;
+use crate::real::RealStorage;
+use crate::schedule::{Instant, MICROSECOND, MILLISECOND, SECOND, Schedule};
+use crate::stats::Stats;
+use crate::storage::{ModelStorage, Outage, Storage};
+use crate::swarm::{PoolShape, Shape, Swarm, Wanted};
+use crate::trace::Trace;
+use crate::workload::{Habit, Workload};
+
+/// Faults of one run at most, so that a mask names them.
+pub const FAULTS_MAX: usize = 32;
+/// Events after which a run is taken for a message loop.
+pub const EVENTS_MAX: u64 = 5_000_000;
+/// Answered operations that every run reaches.
+pub const IOS_MIN: u64 = 1_000;
+
+/// What the replicas keep their data in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum StoreKind {
+    Model,
+    #[default]
+    Real,
+}
+
+impl StoreKind {
+    pub fn name(self) -> &'static str {
+        match self {
+            StoreKind::Model => "model",
+            StoreKind::Real => "real",
+        }
+    }
+
+    pub fn named(name: &str) -> Option<Self> {
+        [Self::Model, Self::Real].into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// A deliberate defect in what surrounds the core, to show that the simulator finds defects.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mutant {
+    /// Replicas answer "applied" when an entry arrives, before they hold it.
+    AcknowledgesBeforeHolding,
+    /// Disks say that a sync is done and do nothing.
+    SyncLies,
+    /// Clocks stop although reads lean on leases.
+    ClocksStop,
+    /// The control plane grants an epoch again after a lost answer.
+    EpochGrantedTwice,
+    /// Replicas lose their data and say nothing of it.
+    ForgetsSilently,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RunOptions {
+    pub seed: u64,
+    pub store: StoreKind,
+    pub trace: bool,
+    /// Keep the trace for a drawing.
+    pub keep: bool,
+    /// Bit i: the i-th planned fault does not strike.
+    pub dropped: u32,
+    /// Clients at most; 0: as many as are drawn.
+    pub clients_max: u8,
+    pub mutant: Option<Mutant>,
+    /// What the seed draws from.
+    pub swarm: Swarm,
+}
+
+/// What stays the same all through a run.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub store: StoreKind,
+    /// With the size that the records have.
+    pub config: PrimaryConfig,
+    /// The size that clients know of.
+    pub volume_blocks: u64,
+    pub rf: u8,
+    pub cf: u8,
+    /// Typical time of a sync.
+    pub sync_ns: u64,
+    /// Typical pause of a client between requests.
+    pub think_ns: u64,
+    /// When faults stop.
+    pub horizon: Instant,
+    /// Answered operations that the run reaches at least.
+    pub ios_min: u64,
+    /// By how much shorter faults and outages are than they are drawn.
+    pub haste: u64,
+}
+
+/// RF and CF of a run: 3/2 mostly.
+fn factors(random: &mut Random) -> (u8, u8) {
+    match random.below(20) {
+        0 => (1, 1),
+        1 | 2 => (2, 2),
+        3 => (4, 3),
+        4 => (5, 3),
+        5 => (3, 1),
+        _ => (3, 2),
+    }
+}
+
+/// What may fail together: rot and lies only where the others can open without the victim.
+fn profile(
+    rf: u8,
+    cf: u8,
+    store: StoreKind,
+    shape: Option<&Shape>,
+    random: &mut Random,
+) -> Profile {
+    let spare = rf - quoin_types::membership::open_quorum(rf, cf);
+    let wanted = shape.map_or(Wanted::AsDrawn, |s| s.wanted);
+    let hurt = match wanted {
+        Wanted::AsDrawn => spare > 0 && random.percent(35),
+        Wanted::Power => false,
+        Wanted::Media | Wanted::Liar => spare > 0,
+    };
+    if !hurt {
+        return Profile::Power;
+    }
+    let victim = random.index(usize::from(rf));
+    let lies = match wanted {
+        Wanted::AsDrawn => store == StoreKind::Real && random.percent(20),
+        wanted => store == StoreKind::Real && wanted == Wanted::Liar,
+    };
+    if lies { Profile::Liar { victim } } else { Profile::Media { victim } }
+}
+
+impl Setup {
+    /// A small world in the place of what was drawn.
+    fn take(&mut self, shape: &Shape, random: &mut Random) {
+        self.volume_blocks = *random.pick(shape.blocks);
+        self.sync_ns = *random.pick(shape.sync_ns);
+        self.think_ns = random.between(shape.think_ns.0, shape.think_ns.1);
+        self.horizon = random.between(shape.horizon_ms.0, shape.horizon_ms.1) * MILLISECOND;
+        (self.ios_min, self.haste) = (shape.ios_min, shape.haste);
+        let config = &mut self.config;
+        config.volume_blocks = self.volume_blocks;
+        config.lease_ms = *random.pick(shape.lease_ms);
+        config.drop_after_ms = random.between(shape.drop_after_ms.0, shape.drop_after_ms.1) as u32;
+        config.open_grace_ms = random.between(50, 500) as u32;
+        if let Some(window_bytes) = shape.window_bytes {
+            config.window_bytes = window_bytes;
+        }
+    }
+}
+
+impl World {
+    pub fn new(options: RunOptions) -> Self {
+        let mut random = Random::new(options.seed);
+        let shape = options.swarm.shape(&mut random);
+        let (rf, cf) = match &shape {
+            Some(shape) => *random.pick(shape.factors),
+            None => factors(&mut random),
+        };
+        let replicas = usize::from(rf);
+        let in_memory = shape.as_ref().is_some_and(|s| s.full_to_the_block);
+        let store = if in_memory { StoreKind::Model } else { options.store };
+        let profile = profile(rf, cf, store, shape.as_ref(), &mut random);
+        let apart = shape.as_ref().is_some_and(|s| s.apart);
+        let shared_hosts = random.percent(40) && !apart;
+        let target_hosts: [usize; 2] =
+            if shared_hosts && replicas > 1 { [0, 1] } else { [replicas, replicas + 1] };
+        let members_plan = Members::draw(options.seed, options.swarm, profile);
+        // With an entry missing nobody else is dispensable.
+        let short = members_plan.strangers.list_is_short;
+        let profile = if short { Profile::Power } else { profile };
+        let hosts = replicas + 3 + members_plan.spare_pools();
+        let control_host = replicas + 2;
+        let volume_blocks = *random.pick(&[32, 128, 128, 400, 1024]);
+        let sub_block = random.percent(50);
+        let confirmed = random.percent(20) && !apart;
+        let lease_ms = *random.pick(&[500, 1000, 2000, 2000, 3000]);
+        let members: Vec<Member> = (0..replicas)
+            .map(|i| Member {
+                id: ReplicaId(0x100 + i as u128),
+                guid: ReplicaGuid(random.wide() | 1),
+            })
+            .collect();
+        let local_wanted = shared_hosts && replicas > 1 && random.percent(50);
+        let config = PrimaryConfig {
+            volume: VolumeId(0xabc0 + u128::from(options.seed)),
+            volume_blocks,
+            logical_block_size: if sub_block { 512 } else { 4096 },
+            durability: if random.percent(20) { Durability::Media } else { Durability::Cache },
+            on_quorum_loss: if random.percent(10) {
+                OnQuorumLoss::Fail
+            } else {
+                OnQuorumLoss::Wait
+            },
+            on_full: if random.percent(20) { OnFull::NoSpace } else { OnFull::Wait },
+            reads: if confirmed { ReadMode::Confirmed } else { ReadMode::Leased },
+            read_only: false,
+            lease_ms,
+            open_grace_ms: random.between(100, 2000) as u32,
+            drop_after_ms: random.between(300, 5000) as u32,
+            window_bytes: *random.pick(&[256 << 10, 1 << 20, 8 << 20, 64 << 20]),
+            sync_bytes: *random.pick(&[64 << 10, 1 << 20, 64 << 20]),
+            sync_after_ms: random.between(50, 2000) as u32,
+            local: local_wanted.then(|| members[0]),
+        };
+        let setup = Setup {
+            store,
+            config,
+            volume_blocks,
+            rf,
+            cf,
+            sync_ns: *random.pick(&[100 * MICROSECOND, MILLISECOND, 5 * MILLISECOND]),
+            think_ns: random.between(10, 120) * MILLISECOND,
+            horizon: random.between(10, 40) * SECOND,
+            ios_min: IOS_MIN,
+            haste: 1,
+        };
+        let listed = members.len() - usize::from(members_plan.strangers.list_is_short);
+        let membership = Membership {
+            version: 1,
+            rf,
+            cf,
+            drf: rf,
+            known: members[..listed].to_vec(),
+            retired: Vec::new(),
+            formed: true,
+        };
+        let mut typical_delay =
+            *random.pick(&[30 * MICROSECOND, 200 * MICROSECOND, MILLISECOND, 5 * MILLISECOND]);
+        let mut setup = setup;
+        let mut clients = (3, 16);
+        if let Some(shape) = &shape {
+            setup.take(shape, &mut random);
+            typical_delay = *random.pick(shape.delay_ns);
+            clients = shape.clients;
+        }
+        let volume_blocks = setup.volume_blocks;
+        let snapshots = Snapshots::draw(options.seed, options.swarm);
+        let growth = Growth::draw(options.seed, options.swarm, volume_blocks);
+        let network = Network::new(hosts, typical_delay, random.fork());
+        let clocks = (0..hosts)
+            .map(|_| HostClock::new(random.below(1 << 50), random.between(980_000, 1_020_000)))
+            .collect();
+        let mut workload = Workload::draw(volume_blocks, sub_block, &mut random);
+        if let Some(shape) = &shape {
+            workload.take(shape);
+        } else {
+            // A window smaller than what is under way lets a member fall out for ever: allowed,
+            // and no configuration of a product.
+            let sequential = workload.habit == Habit::Sequential;
+            let under_way = if sequential { 8 << 20 } else { 4 * workload.longest_bytes() };
+            setup.config.window_bytes = setup.config.window_bytes.max(under_way);
+        }
+        let queues = (0..random.between(clients.0, clients.1)).map(|_| Queue {
+            home: 0,
+            turn: 0,
+            open: None,
+            burst: 0,
+        });
+        let mut world = World {
+            seed: options.seed,
+            schedule: Schedule::default(),
+            clocks,
+            powered: vec![true; hosts],
+            network,
+            record: Record {
+                term: Default::default(),
+                epoch: Epoch::ZERO,
+                incarnation: Incarnation(0),
+                owner: 0,
+                membership: membership.clone(),
+                desired: Desired { drf: rf, ..Desired::default() },
+            },
+            control_host,
+            control_lossy: false,
+            control_late: false,
+            targets: target_hosts
+                .iter()
+                .map(|host| TargetHost { host: *host, life: 0, process: None, paused: false })
+                .collect(),
+            pools: Vec::new(),
+            queues: queues.collect(),
+            workload,
+            setup,
+            profile,
+            history: History::default(),
+            lineage: Lineage::default(),
+            owed: Default::default(),
+            unflushed: Vec::new(),
+            served: (Epoch::ZERO, 0, 0),
+            last_claim: Epoch::ZERO,
+            armed: Vec::new(),
+            backup: None,
+            old_record: None,
+            rolled_back: false,
+            faults_over: false,
+            ending: ending::Ending::default(),
+            stats: Stats::default(),
+            trace: Trace::new(options.trace, options.keep),
+            violation: None,
+            mutant: options.mutant,
+            dropped: 0,
+            max_lsn_sent: Lsn::ZERO,
+            durable_said: Default::default(),
+            retired_under: Default::default(),
+            tokens: Default::default(),
+            questions: 0,
+            yet_to_drop: Vec::new(),
+            lost_in_batch: Vec::new(),
+            unanswered: Default::default(),
+            members: members_plan,
+            recovery: Recovery::draw(options.seed, options.swarm),
+            growth,
+            memory: Memory::draw(options.seed, options.swarm),
+            fences: Fences::draw(options.seed, options.swarm),
+            terms: super::terms::Terms::draw(options.seed, options.swarm),
+            snapshots,
+            random,
+        };
+        let pool_shape = shape.as_ref().and_then(|s| s.pool);
+        for (host, member) in members.iter().enumerate() {
+            world.add_pool(host, *member, &membership, pool_shape);
+        }
+        if let Some(missing) = members.get(listed) {
+            world.begin_with_a_short_list(*missing);
+        }
+        for spare in 0..world.members.spare_pools() {
+            world.add_pool(replicas + 3 + spare, Member::default(), &membership, pool_shape);
+        }
+        if options.clients_max > 0 {
+            world.queues.truncate(options.clients_max.into());
+        }
+        world.dropped = options.dropped;
+        let clocks_stop = confirmed || options.mutant == Some(Mutant::ClocksStop);
+        world.plan_run(clocks_stop, shape.as_ref());
+        world
+    }
+
+    fn add_pool(
+        &mut self,
+        host: usize,
+        member: Member,
+        membership: &Membership,
+        shape: Option<PoolShape>,
+    ) {
+        let mut storage: Box<dyn Storage> = match self.setup.store {
+            StoreKind::Model => Box::new(ModelStorage::default()),
+            StoreKind::Real => match RealStorage::new(shape, &mut self.random) {
+                Ok(storage) => Box::new(storage),
+                Err(error) => {
+                    self.violate("Setup", format!("a pool could not be made: {error}"));
+                    return;
+                }
+            },
+        };
+        let spare = member == Member::default();
+        let listed = membership.contains(member);
+        let (identity, meta) = self.newborn(member, listed, membership.clone());
+        if !spare
+            && let Err(error) = storage.create(identity, meta, self.setup.config.volume_blocks)
+        {
+            self.violate("Setup", format!("a replica could not be created: {error}"));
+        }
+        if let Some(ticket) = storage.sync_begin()
+            && storage.sync_end(ticket, &mut self.random).is_err()
+        {
+            self.violate("Setup", "the first sync failed");
+        }
+        let pool = self.pools.len();
+        self.pools.push(PoolHost {
+            host,
+            life: 0,
+            storage,
+            member,
+            gone: spare,
+            process: None,
+            paused: false,
+            outage: Outage::Process,
+            slow: 1,
+            cache_lost: false,
+            ended_in_order: false,
+            reads_failed: false,
+            said: Default::default(),
+            rolled_back: None,
+            is_foreign: false,
+            hurt: false,
+            pings: Default::default(),
+            honoured: None,
+            close_heard: false,
+            stuck: false,
+            starts: super::recognition::Starts::new(self.seed, pool),
+        });
+        self.schedule.after(0, Event::StartPool { pool });
+    }
+
+    /// What a pool writes when it creates a replica: counted at once (a first one), or only
+    /// after it has been adopted.
+    pub(crate) fn newborn(
+        &self,
+        member: Member,
+        quorum: bool,
+        membership: Membership,
+    ) -> (ReplicaIdentity, ReplicaMeta) {
+        let identity = ReplicaIdentity {
+            volume: self.setup.config.volume,
+            replica: member.id,
+            guid: member.guid,
+            volume_spec: bytes::Bytes::new(),
+        };
+        (identity, ReplicaMeta { membership, quorum, ..ReplicaMeta::default() })
+    }
+
+    fn plan_run(&mut self, clocks_stop: bool, shape: Option<&Shape>) {
+        self.schedule.after(MILLISECOND, Event::StartTarget { target: 0 });
+        for queue in 0..self.queues.len() {
+            let delay = self.random.below(self.setup.think_ns);
+            self.schedule.after(delay, Event::Client { queue, turn: 0 });
+        }
+        let horizon = self.setup.horizon;
+        let plan = faults::plan(self.profile, clocks_stop, horizon, shape, &mut self.random);
+        for (index, planned) in plan.into_iter().enumerate() {
+            if index < FAULTS_MAX && self.dropped & (1 << index) != 0 {
+                continue;
+            }
+            self.schedule.at(planned.at, Event::Fault(planned));
+        }
+        self.schedule.at(horizon + 2 * SECOND, Event::FaultsEnd);
+        self.plan_operators();
+        self.plan_recovery();
+        self.plan_growth();
+        self.plan_memory();
+        self.plan_snapshots();
+        let setup = &self.setup;
+        let words = format!(
+            "seed {}: RF {} CF {}, {:?}, {:?}, {} blocks ({} bytes), {} clients, {:?}",
+            self.seed,
+            setup.rf,
+            setup.cf,
+            setup.config.durability,
+            setup.config.reads,
+            setup.volume_blocks,
+            setup.volume_blocks * BLOCK_SIZE as u64,
+            self.queues.len(),
+            self.profile,
+        );
+        self.trace.line(0, || words);
+    }
+}

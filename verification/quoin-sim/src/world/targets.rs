@@ -1,0 +1,697 @@
+//! The driver of targets: what `quoin-target` does with sockets and timers, here with events.
+
+use std::collections::BTreeMap;
+
+use quoin_replication::primary::{
+    Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding,
+};
+use quoin_types::block::{BlockError, Payload, Reply};
+use quoin_types::message::{FromReplica, ToReplica};
+use quoin_types::{BulkKey, Epoch, Lsn, Member, SessionKey, Time};
+
+use super::recognition::Recognition;
+use super::{Event, World, brief};
+use crate::control::Question;
+use crate::network::{Connection, ConnectionId, Stream, Taken, Way};
+use crate::schedule::{MILLISECOND, SECOND};
+
+/// One life of a target process.
+pub(crate) struct Process {
+    pub target: Primary,
+    timer: Option<Time>,
+    arm: u32,
+    /// The epoch it serves in, once it does.
+    pub serving: Option<Epoch>,
+    pub has_served: bool,
+    /// This open said that unflushed data may be lost.
+    pub tail_lost: bool,
+    /// It has sent a Close, and with that given up its lease.
+    pub closes: bool,
+    pub in_sync: Vec<Member>,
+    pub waiting: String,
+    /// The size that the controller has told it.
+    pub told_blocks: u64,
+    pub word: super::claims::Word,
+    pub door: super::door::Door,
+    sessions: BTreeMap<Name, ConnectionId>,
+}
+
+/// Incarnation and nonce of a session, and the number of a bulk connection of it.
+type Name = (u128, u64, Option<u64>);
+
+fn name(key: SessionKey, bulk: Option<u64>) -> Name {
+    (key.incarnation.0, key.nonce, bulk)
+}
+
+impl Process {
+    pub(super) fn has_session(&self, session: SessionKey) -> bool {
+        self.sessions.contains_key(&name(session, None))
+    }
+
+    pub(super) fn is_due(&self, now: Time) -> bool {
+        self.timer.is_some_and(|at| at <= now)
+    }
+}
+
+impl World {
+    pub(crate) fn start_target(&mut self, target: usize) {
+        let host = self.targets[target].host;
+        let owns = self.record.owner == target || self.terms.asks_former(target);
+        let wanted = owns && self.powered[host];
+        if self.targets[target].process.is_some() || !wanted {
+            return;
+        }
+        let now = self.local(host);
+        let seed = self.random.draw();
+        self.targets[target].life += 1;
+        let life = self.targets[target].life;
+        self.trace.line(self.schedule.now(), || format!("target {target} starts (life {life})"));
+        self.targets[target].process = Some(Process {
+            target: Primary::new(now, self.setup.config.clone(), seed),
+            timer: None,
+            arm: 0,
+            serving: None,
+            has_served: false,
+            tail_lost: false,
+            closes: false,
+            in_sync: Vec::new(),
+            waiting: String::new(),
+            told_blocks: self.setup.config.volume_blocks,
+            word: Default::default(),
+            door: Default::default(),
+            sessions: BTreeMap::new(),
+        });
+        let desired = self.desired_now();
+        let events = [PrimaryEvent::Timer, desired].into_iter().chain(self.memory_limit());
+        self.feed_target(target, events.collect());
+    }
+
+    /// The process ends at once; its peers learn of it as their networks let them.
+    pub(crate) fn kill_target(&mut self, target: usize) {
+        if self.targets[target].process.take().is_none() {
+            return;
+        }
+        self.trace.line(self.schedule.now(), || format!("target {target} is dead"));
+        self.targets[target].paused = false;
+        let host = self.targets[target].host;
+        let ids: Vec<ConnectionId> = self
+            .network
+            .connections
+            .iter()
+            .filter(|(_, c)| c.target == target && c.target_open)
+            .map(|(id, _)| *id)
+            .collect();
+        let polite = self.powered[host];
+        for id in ids {
+            self.end_of_target_dies(id, polite);
+        }
+        self.clients_lost_target(target);
+        let delay = self.random.between(50, 1500) * MILLISECOND;
+        self.schedule.after(delay, Event::StartTarget { target });
+    }
+
+    pub(crate) fn life_of(&self, target: usize) -> u32 {
+        self.targets[target].life
+    }
+
+    /// Gives events to the target in one batch and does what it asks.
+    pub(crate) fn feed_target(&mut self, target: usize, events: Vec<PrimaryEvent>) {
+        let now = self.local(self.targets[target].host);
+        let Some(process) = &mut self.targets[target].process else { return };
+        let mut actions = Vec::new();
+        let mut lost = Vec::new();
+        for event in events {
+            if let PrimaryEvent::Desired(desired) = &event {
+                process.door.tell(desired);
+            }
+            if ends_a_session(&event) {
+                let replicas = process.target.status().replicas;
+                let counted = replicas.iter().filter(|r| r.standing == ReplicaStanding::InSync);
+                lost.extend(counted.map(|r| (actions.len(), r.member, r.applied)));
+            }
+            process.target.on(now, event, &mut actions);
+        }
+        process.target.flush(now, &mut actions);
+        let dropped = |action: &PrimaryAction| match action {
+            PrimaryAction::Note(PrimaryNote::Dropped { member, .. }) => Some(*member),
+            _ => None,
+        };
+        self.yet_to_drop = actions.iter().filter_map(dropped).collect();
+        self.lost_in_batch = lost;
+        for (index, action) in actions.into_iter().enumerate() {
+            self.lost_in_batch.retain(|(at, ..)| index < *at);
+            self.target_action(target, action);
+        }
+        self.check_activation(target);
+        self.look_at_door(target);
+    }
+
+    fn target_action(&mut self, target: usize, action: PrimaryAction) {
+        let life = self.targets[target].life;
+        let now = self.schedule.now();
+        match action {
+            PrimaryAction::AcquireEpoch { incarnation, at_least } => {
+                if let Some(process) = &mut self.targets[target].process {
+                    process.word.acquiring = incarnation;
+                }
+                let question = Question::Acquire { incarnation, at_least };
+                self.ask(target, question);
+            }
+            PrimaryAction::SwapMembership { epoch, version, next } => {
+                self.trace.line(now, || format!("target {target} swaps membership: {next:?}"));
+                self.check_swap(target, &next);
+                self.ask(target, Question::Swap { epoch, version, next });
+            }
+            PrimaryAction::Connect { member, session } => {
+                self.check_dialled(target, member);
+                self.connect(target, member, session, None);
+            }
+            PrimaryAction::ConnectBulk { member, bulk } => {
+                self.connect(target, member, bulk.session, Some(bulk.number));
+            }
+            PrimaryAction::Disconnect { session } => {
+                self.leaves_the_door(target, session);
+                self.target_hangs_up(target, |of| of.session == session);
+            }
+            PrimaryAction::DisconnectBulk { bulk } => {
+                let number = Some(bulk.number);
+                self.target_hangs_up(target, |of| of.session == bulk.session && of.bulk == number);
+            }
+            PrimaryAction::Send { session, message } => {
+                self.target_sends(target, session, None, message);
+            }
+            PrimaryAction::SendBulk { bulk, message } => {
+                self.target_sends(target, bulk.session, Some(bulk.number), message);
+            }
+            PrimaryAction::Reply(reply) => self.target_replies(target, life, reply),
+            PrimaryAction::Timer { at } => {
+                if let Some(process) = &mut self.targets[target].process {
+                    process.timer = at;
+                    process.arm += 1;
+                }
+                self.plan_target_timer(target);
+            }
+            PrimaryAction::Note(note) => self.target_note(target, life, note),
+            PrimaryAction::Stopped => {
+                if let Some(process) = &mut self.targets[target].process {
+                    process.serving = None;
+                }
+                // The driver's process ends after this batch.
+                self.kill_target(target);
+            }
+        }
+    }
+
+    pub(crate) fn plan_target_timer(&mut self, target: usize) {
+        let host = self.targets[target].host;
+        let life = self.targets[target].life;
+        let Some(process) = &self.targets[target].process else { return };
+        let (Some(at), arm) = (process.timer, process.arm) else { return };
+        if let Some(at) = self.clocks[host].global(at, self.schedule.now()) {
+            self.schedule.at(at, Event::TargetTimer { target, life, arm });
+        }
+    }
+
+    pub(crate) fn target_timer(&mut self, target: usize, life: u32, arm: u32) {
+        let host = self.targets[target].host;
+        let local = self.local(host);
+        if self.targets[target].life != life || self.targets[target].paused {
+            return;
+        }
+        let Some(process) = &mut self.targets[target].process else { return };
+        if process.arm != arm {
+            return;
+        }
+        match process.timer {
+            Some(at) if at <= local => {
+                process.timer = None;
+                self.feed_target(target, vec![PrimaryEvent::Timer]);
+            }
+            Some(_) => self.plan_target_timer(target),
+            None => {}
+        }
+    }
+
+    /// Closes this target's connections of which this is so.
+    fn target_hangs_up(&mut self, target: usize, which: impl Fn(&Connection) -> bool) {
+        let Some(process) = &mut self.targets[target].process else { return };
+        let connections = &self.network.connections;
+        let is_it = |id: &ConnectionId| connections.get(id).is_some_and(&which);
+        let ids: Vec<ConnectionId> = process.sessions.values().copied().filter(is_it).collect();
+        process.sessions.retain(|_, id| !ids.contains(id));
+        for id in ids {
+            self.target_closes(id);
+        }
+    }
+
+    fn connect(&mut self, target: usize, member: Member, session: SessionKey, bulk: Option<u64>) {
+        let life = self.targets[target].life;
+        if let Some(since) = self.retired_under.get(&member.guid.0)
+            && session.epoch > *since
+        {
+            let detail = format!("target {target} connects to {member:?}, retired under {since}");
+            self.violate("RetiredNeverBack", detail);
+        }
+        let pool = self.pool_of(member);
+        let id = self.network.add(Connection {
+            target,
+            target_life: life,
+            pool: pool.unwrap_or(usize::MAX),
+            pool_life: 0,
+            member,
+            session,
+            bulk,
+            established: false,
+            to_pool: Stream::default(),
+            to_target: Stream::default(),
+            target_open: true,
+            pool_open: false,
+        });
+        if let Some(process) = &mut self.targets[target].process {
+            process.sessions.insert(name(session, bulk), id);
+        }
+        let delay = self.network.delay() * 2;
+        self.schedule.after(delay, Event::Connecting { connection: id });
+    }
+
+    /// The handshake is over, or it never will be.
+    pub(crate) fn connecting(&mut self, id: ConnectionId) {
+        let Some(connection) = self.network.connections.get(&id) else { return };
+        let (target, life, pool) = (connection.target, connection.target_life, connection.pool);
+        let (session, bulk) = (connection.session, connection.bulk);
+        if !connection.target_open || self.targets[target].life != life {
+            self.network.connections.remove(&id);
+            return;
+        }
+        let from = self.targets[target].host;
+        let Some(there) = self.pools.get(pool) else { return };
+        let to = there.host;
+        let cut = self.network.is_blocked(from, to) || self.network.is_blocked(to, from);
+        if cut || !self.powered[to] {
+            let delay = self.random.between(1, 3) * SECOND;
+            self.schedule.after(delay, Event::Refused { target, life, connection: id });
+            return;
+        }
+        if there.process.as_ref().is_none_or(|process| process.is_stopping()) {
+            let delay = self.network.delay();
+            self.schedule.after(delay, Event::Refused { target, life, connection: id });
+            return;
+        }
+        match there.starts.recognition() {
+            Recognition::Given => {}
+            // It is dialled, and has not been answered yet.
+            Recognition::Awaited => {
+                self.schedule.after(20 * MILLISECOND, Event::Connecting { connection: id });
+                return;
+            }
+            Recognition::Refused => {
+                let delay = self.random.between(1, 3) * SECOND;
+                self.schedule.after(delay, Event::Refused { target, life, connection: id });
+                return;
+            }
+        }
+        if !self.believes(id, target, pool, session) {
+            let delay = self.network.delay();
+            self.schedule.after(delay, Event::Refused { target, life, connection: id });
+            return;
+        }
+        let there = &self.pools[pool];
+        let pool_life = there.life;
+        let replica = there.process.as_ref().and_then(|process| process.replica.as_ref());
+        let open = replica.and_then(|replica| replica.session()).map(|(_, open)| open);
+        if bulk.is_some() && open != Some(session) {
+            // The pool takes one for a session that is open, and for no other.
+            let delay = self.network.delay();
+            self.schedule.after(delay, Event::Refused { target, life, connection: id });
+            return;
+        }
+        if self.targets[target].paused {
+            self.schedule.after(10 * MILLISECOND, Event::Connecting { connection: id });
+            return;
+        }
+        let connection = self.network.connections.get_mut(&id).expect("looked up above");
+        connection.pool_life = pool_life;
+        connection.established = true;
+        connection.pool_open = true;
+        let event = match bulk {
+            None => PrimaryEvent::Connected { session, knows: self.known_by(pool) },
+            Some(number) => PrimaryEvent::BulkConnected { bulk: BulkKey { session, number } },
+        };
+        self.feed_target(target, vec![event]);
+    }
+
+    pub(crate) fn refused(&mut self, target: usize, life: u32, id: ConnectionId) {
+        if self.targets[target].life == life {
+            self.target_end_lost(id);
+        }
+    }
+
+    /// The target's end of the connection is over.
+    pub(crate) fn target_end_lost(&mut self, id: ConnectionId) {
+        let Some(connection) = self.network.connections.get_mut(&id) else { return };
+        if !connection.target_open {
+            return;
+        }
+        let (target, life) = (connection.target, connection.target_life);
+        if self.targets[target].life == life && self.targets[target].paused {
+            self.schedule.after(20 * MILLISECOND, Event::TargetEndLost { connection: id });
+            return;
+        }
+        connection.target_open = false;
+        connection.to_target.deaf = true;
+        let (session, bulk) = (connection.session, connection.bulk);
+        self.network.forget_closed(id);
+        if self.targets[target].life != life {
+            return;
+        }
+        let Some(process) = &mut self.targets[target].process else { return };
+        let was_there = process.sessions.remove(&name(session, bulk)).is_some();
+        if let Some(number) = bulk.filter(|_| was_there) {
+            self.target_loses_bulk(target, BulkKey { session, number });
+        } else if was_there {
+            let off = self.quorum_is_off(target, session);
+            self.leaves_the_door(target, session);
+            let event = match self.terms.was_turned_away(id) {
+                true => PrimaryEvent::FormerTerm { session },
+                false => PrimaryEvent::Disconnected { session },
+            };
+            self.feed_target(target, vec![event]);
+            if off {
+                self.check_goes_on(target);
+            }
+        }
+    }
+
+    /// The target closed its end: what it had sent still arrives, then the end.
+    fn target_closes(&mut self, id: ConnectionId) {
+        let now = self.schedule.now();
+        if let Some(connection) = self.network.connections.get_mut(&id) {
+            connection.target_open = false;
+            connection.to_target.deaf = true;
+        }
+        if let Some(due) = self.network.send_end(now, Way::ToPool, id) {
+            self.schedule.at(due, Event::ToPool { connection: id });
+        }
+        self.network.forget_closed(id);
+    }
+
+    /// The process or the host of the target died.
+    fn end_of_target_dies(&mut self, id: ConnectionId, polite: bool) {
+        let Some(connection) = self.network.connections.get_mut(&id) else { return };
+        connection.target_open = false;
+        connection.to_target.deaf = true;
+        if polite {
+            self.target_closes(id);
+        } else {
+            self.network.lose_tail(id);
+            let delay = self.random.between(1000, 8000) * MILLISECOND;
+            self.schedule.after(delay, Event::PoolEndLost { connection: id });
+        }
+    }
+
+    fn target_sends(
+        &mut self,
+        target: usize,
+        session: SessionKey,
+        bulk: Option<u64>,
+        message: ToReplica,
+    ) {
+        let now = self.schedule.now();
+        let Some(process) = &self.targets[target].process else { return };
+        let Some(id) = process.sessions.get(&name(session, bulk)).copied() else { return };
+        if let ToReplica::Append { entries, .. } = &message {
+            for entry in entries {
+                self.max_lsn_sent = self.max_lsn_sent.max(entry.lsn);
+                self.check_joint(target, entry);
+                if let Err(broken) = self.lineage.observe(self.seed, entry) {
+                    self.violate(broken.invariant, broken.detail);
+                }
+            }
+        }
+        self.check_boundary(target, &message);
+        self.say_at_the_door(target, session, &message);
+        if matches!(message, ToReplica::Close)
+            && let Some(process) = &mut self.targets[target].process
+        {
+            process.closes = true;
+        }
+        if self.trace.is_on() {
+            let pool = self.network.connections.get(&id).map_or(usize::MAX, |c| c.pool);
+            let text = describe(&message);
+            let arrow = if bulk.is_some() { "=>" } else { "->" };
+            self.trace.line(now, || format!("  target {target} {arrow} pool {pool}: {text}"));
+        }
+        match self.network.send_to_pool(now, id, session, &message) {
+            Ok(Some(due)) => self.schedule.at(due, Event::ToPool { connection: id }),
+            Ok(None) => {}
+            Err(error) => {
+                let text = describe(&message);
+                self.violate("Wire", format!("target {target} cannot say {text}: {error}"));
+            }
+        }
+    }
+
+    /// Everything that is due at this target, from all its connections, in one batch.
+    pub(crate) fn deliver_to_target(&mut self, id: ConnectionId) {
+        let now = self.schedule.now();
+        let Some(connection) = self.network.connections.get(&id) else { return };
+        let (target, life) = (connection.target, connection.target_life);
+        if self.targets[target].life != life || self.targets[target].paused {
+            return;
+        }
+        let Some(process) = &self.targets[target].process else { return };
+        let ids: Vec<ConnectionId> = process.sessions.values().copied().collect();
+        let to = self.targets[target].host;
+        let mut events = Vec::new();
+        let mut ended = Vec::new();
+        let mut heard = 0;
+        let mut answered = Vec::new();
+        let mut broken = None;
+        for id in ids {
+            let Some(connection) = self.network.connections.get(&id) else { continue };
+            let connection_guid = connection.member.guid;
+            let pool = connection.pool;
+            let Some(there) = self.pools.get(pool) else { continue };
+            let from = there.host;
+            let deaf = connection.to_target.deaf || !connection.target_open;
+            if deaf || self.network.is_blocked(from, to) {
+                continue;
+            }
+            let (member, foreign) = (connection.member, there.is_foreign);
+            let bulk = connection.bulk;
+            let first = events.len();
+            let taken = loop {
+                let each = |session, message| {
+                    events.push(match bulk {
+                        None => PrimaryEvent::Message { session, message },
+                        Some(number) => {
+                            let bulk = BulkKey { session, number };
+                            PrimaryEvent::BulkMessage { bulk, message }
+                        }
+                    });
+                };
+                match self.network.take_for_target(now, id, each) {
+                    Taken::Some => {}
+                    taken => break taken,
+                }
+            };
+            for event in &events[first..] {
+                let PrimaryEvent::Message { session, message } = event else {
+                    if let PrimaryEvent::BulkMessage { message, .. } = event {
+                        let text = brief(message);
+                        self.trace
+                            .line(now, || format!("  pool {pool} => target {target}: {text}"));
+                    }
+                    continue;
+                };
+                if let Some(process) = &mut self.targets[target].process {
+                    let seen = &mut self.stats.situations;
+                    let heard = process.door.hear(member, *session, foreign, message, seen);
+                    broken = broken.or(heard);
+                }
+                if let quoin_types::message::FromReplica::OpenAck(ack) = message {
+                    heard = heard.max(ack.membership_version);
+                    if ack.quorum && !ack.damaged {
+                        answered.push(connection_guid.0);
+                    }
+                }
+                self.trace
+                    .line(now, || format!("  pool {pool} -> target {target}: {}", brief(message)));
+            }
+            match taken {
+                Taken::End => ended.push((id, false)),
+                Taken::Refused => ended.push((id, true)),
+                Taken::Nothing | Taken::Some => {}
+            }
+        }
+        if let Some(process) = &mut self.targets[target].process {
+            process.word.heard = process.word.heard.max(heard);
+            process.word.answered.extend(answered);
+        }
+        if let Some((row, what)) = broken {
+            self.breaks(row, what);
+        }
+        if !events.is_empty() {
+            self.feed_target(target, events);
+        }
+        for (id, refused) in ended {
+            if refused {
+                let stream = self.network.connections.get(&id).map(|c| &c.to_target);
+                let why = stream.filter(|s| !s.spoiled).map(|s| s.receiver.refusal());
+                if let Some(why) = why {
+                    let detail = format!("target {target} refuses what a pool sent: {why}");
+                    self.violate("Wire", detail);
+                }
+                if let Some(due) = self.network.send_end(now, Way::ToPool, id) {
+                    self.schedule.at(due, Event::ToPool { connection: id });
+                }
+            }
+            self.target_end_lost(id);
+        }
+    }
+
+    fn target_note(&mut self, target: usize, life: u32, note: PrimaryNote) {
+        self.trace.line(self.schedule.now(), || format!("target {target} notes: {note:?}"));
+        let Some(process) = &mut self.targets[target].process else { return };
+        match note {
+            PrimaryNote::Opening { epoch } => {
+                process.door.opening(epoch);
+                process.serving = None;
+                process.tail_lost = false;
+                (process.word.heard, process.word.swapping) = (0, None);
+                process.word.settled_without_stable = Lsn::ZERO;
+                process.word.answered.clear();
+            }
+            PrimaryNote::UnflushedTailMayBeLost => process.tail_lost = true,
+            PrimaryNote::Serving { epoch, .. } => {
+                process.serving = Some(epoch);
+                process.has_served = true;
+                self.check_start(target);
+                self.check_serving(target, life, epoch);
+            }
+            PrimaryNote::Waiting(text) => {
+                process.waiting = text;
+                self.note_strangers(target);
+            }
+            PrimaryNote::NotAdmitted { member, refusal } => {
+                self.note_not_admitted(target, member, refusal.is_too_many());
+            }
+            PrimaryNote::InSync { members } => {
+                process.in_sync.clone_from(&members);
+                self.note_in_sync(&members);
+            }
+            PrimaryNote::Dropped { member, .. } => {
+                self.yet_to_drop.retain(|other| *other != member);
+                self.stats.drops += 1;
+            }
+            PrimaryNote::Rebuilt { .. } => self.stats.rebuilds += 1,
+            PrimaryNote::Changed { .. } => self.stats.changes += 1,
+            PrimaryNote::ChangeGivenUp { newcomers } => {
+                self.stats.given_up += 1;
+                self.note_given_up(target, &newcomers);
+            }
+            PrimaryNote::BadBlock { repaired: true, .. } => self.stats.repairs += 1,
+            // Where an old record rules, a late answer may show that it does; and a new replica may
+            // know of a swap before the target that asked for it does.
+            PrimaryNote::InvariantRefused { invariant: "MembershipMonotone", .. }
+                if self.rolled_back || process.word.membership < self.record.membership.version => {
+            }
+            // Above an old copy of the record each of its replicas has promised more, again and again.
+            PrimaryNote::InvariantRefused { invariant: "PromiseMonotone", .. }
+                if self.rolled_back => {}
+            // It knows what was given up; it ends, and another takes its place.
+            PrimaryNote::InvariantRefused { invariant: "CommitSurvives", .. }
+                if self.recovery.cf_before().is_some() => {}
+            PrimaryNote::InvariantRefused { member, invariant } => {
+                self.violate(invariant, format!("target {target} refused {member:?}"));
+            }
+            PrimaryNote::Snapshot { id, outcome } => self.snapshot_answered(id, outcome),
+            PrimaryNote::BlockLost { lba } => self.block_lost(lba),
+            // One that was granted under an old copy may say so when the newest is back, and one
+            // whose grant came late when the record has gone on since.
+            PrimaryNote::ControlPlaneBehind { durable_version }
+                if !self.rolled_back && durable_version > self.record.membership.version =>
+            {
+                self.violate("MembershipMonotone", "the control plane has not gone back");
+            }
+            _ => {}
+        }
+    }
+
+    fn target_replies(&mut self, target: usize, life: u32, reply: Reply) {
+        let Some(queue) = self.tokens.remove(&reply.token) else {
+            self.violate("OneReply", format!("token {} was answered twice", reply.token));
+            return;
+        };
+        let Reply { token, result } = reply;
+        match result {
+            Ok(payload) => {
+                let data = match payload {
+                    Payload::Data(chunks) => chunks,
+                    _ => Vec::new(),
+                };
+                self.check_reply(target, life, token as u32, &data);
+            }
+            Err(error) => {
+                self.stats.ios_failed += 1;
+                if error == BlockError::OutOfRange || error == BlockError::Misaligned {
+                    self.violate("Requests", format!("a good request was refused: {error}"));
+                }
+                // Without a quorum there is no lease, and one that is not wanted is told to nobody.
+                if !matches!(error, BlockError::NoQuorum | BlockError::Stopped) {
+                    self.check_answers(target, life, token as u32);
+                }
+                self.check_failed(token as u32, error);
+                if error == BlockError::NoQuorum {
+                    self.check_no_quorum(target);
+                }
+            }
+        }
+        self.client_answered(queue, token as u32);
+    }
+}
+
+/// One line for a message, short enough to read in a trace.
+fn describe(message: &ToReplica) -> String {
+    match message {
+        ToReplica::Open { lease_ms, membership, .. } => {
+            format!("Open, membership {}, lease {lease_ms} ms", membership.version)
+        }
+        ToReplica::Append { entries, stable, sync, .. } => {
+            let which = match (entries.first(), entries.last()) {
+                (Some(a), Some(b)) => format!("{}/{}..{}", b.epoch, a.lsn, b.lsn),
+                _ => "nothing".into(),
+            };
+            let kinds: Vec<String> = entries
+                .iter()
+                .take(4)
+                .map(|e| match &e.kind {
+                    quoin_types::EntryKind::View(view) => {
+                        let ids: Vec<u128> = view.in_sync.iter().map(|m| m.id.0 & 0xff).collect();
+                        format!("View{ids:?}")
+                    }
+                    kind => format!("{kind:?} {}+{}", e.lba, e.blocks),
+                })
+                .collect();
+            let sync = if *sync { ", sync" } else { "" };
+            format!("Append {which} ({}), stable {stable}{sync}", kinds.join(", "))
+        }
+        ToReplica::IncrementFeed { slots, cursor, .. } => {
+            format!("IncrementFeed {} slots to {cursor}", slots.len())
+        }
+        ToReplica::IncrementCommit { to, .. } => format!("IncrementCommit to {:?}", to.position),
+        ToReplica::Repair { lba, version, .. } => format!("Repair {lba} at {version}"),
+        other => format!("{other:?}"),
+    }
+}
+
+fn ends_a_session(event: &PrimaryEvent) -> bool {
+    let ends = |message: &FromReplica| {
+        matches!(message, FromReplica::Failed(_) | FromReplica::Closed | FromReplica::Refuse { .. })
+    };
+    match event {
+        PrimaryEvent::Disconnected { .. } => true,
+        PrimaryEvent::Message { message, .. } => ends(message),
+        _ => false,
+    }
+}

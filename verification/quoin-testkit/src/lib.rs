@@ -1,0 +1,20 @@
+//! What tests of several crates share: never part of a product.
+//!
+//! * [`skipped`] says that this machine does not let a test prove what its name says.
+//! * [`nbd_server`] is a volume in memory behind the real NBD session, on a unix socket.
+
+pub mod nbd_server;
+mod skipped;
+
+pub use skipped::skipped;
+
+/// Whether a tool is there; says so where it is not, because the test then proves nothing.
+pub fn have(tool: &str) -> bool {
+    let found = std::env::var_os("PATH").is_some_and(|path| {
+        std::env::split_paths(&path).any(|directory| directory.join(tool).is_file())
+    });
+    if !found {
+        skipped(&format!("{tool} is not installed"));
+    }
+    found
+}

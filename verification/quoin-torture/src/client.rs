@@ -1,0 +1,248 @@
+//! Clients that record what they did and saw, and the judge of it.
+//!
+//! Each block has one writer at a time, since the NBD client sends a request again when the
+//! target was restarted; anybody reads. The histories of all blocks must be linearizable, by the
+//! checker that the simulator uses.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use quoin_nbd::client::{Address, Client, ClientOptions};
+use quoin_sim::content::{SECTORS, Tags, ZERO, make, tags_of_block};
+use quoin_sim::linear::{Act, BlockOp, NEVER, Verdict, check, describe};
+use quoin_types::BLOCK_SIZE;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+pub const BLOCKS: u64 = 512;
+const WORKERS: u64 = 4;
+/// A history longer than this is judged and begun anew.
+const HISTORY_MAX: usize = 4000;
+
+struct Block {
+    /// What it held at the instant `since`.
+    initial: Tags,
+    since: u64,
+    ops: Vec<BlockOp>,
+}
+
+struct Shared {
+    client: Client,
+    run: u64,
+    clock: AtomicU64,
+    tags: AtomicU32,
+    stop: AtomicBool,
+    blocks: Vec<Mutex<Block>>,
+    /// Held by whoever writes a block.
+    writing: Vec<Mutex<()>>,
+    slowest_us: AtomicU64,
+    checked: AtomicU64,
+    undecided: AtomicU64,
+    wrong: Mutex<Option<String>>,
+}
+
+pub struct Clients {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+/// What they did.
+#[derive(Debug, Default)]
+pub struct Judgement {
+    pub checked: u64,
+    pub undecided: u64,
+    pub longest_pause: Duration,
+}
+
+impl Clients {
+    pub fn start(socket: std::path::PathBuf, seed: u64) -> Result<Self> {
+        let client = Client::connect(ClientOptions::new(Address::Unix(socket)))?;
+        let block = || Mutex::new(Block { initial: ZERO, since: 0, ops: Vec::new() });
+        let shared = Arc::new(Shared {
+            client,
+            run: seed,
+            clock: AtomicU64::new(1),
+            tags: AtomicU32::new(1),
+            stop: AtomicBool::new(false),
+            blocks: (0..BLOCKS).map(|_| block()).collect(),
+            writing: (0..BLOCKS).map(|_| Mutex::new(())).collect(),
+            slowest_us: AtomicU64::new(0),
+            checked: AtomicU64::new(0),
+            undecided: AtomicU64::new(0),
+            wrong: Mutex::new(None),
+        });
+        let workers = (0..WORKERS)
+            .map(|worker| {
+                let shared = shared.clone();
+                std::thread::spawn(move || {
+                    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ worker);
+                    while !shared.stop.load(Ordering::SeqCst) {
+                        if let Err(error) = step(&shared, &mut rng) {
+                            shared.report(format!("{error:#}"));
+                            return;
+                        }
+                    }
+                })
+            })
+            .collect();
+        Ok(Self { shared, workers })
+    }
+
+    /// # Errors
+    /// The first thing that went wrong.
+    pub fn check(&self) -> Result<()> {
+        match &*lock(&self.shared.wrong) {
+            Some(wrong) => bail!("{wrong}"),
+            None => Ok(()),
+        }
+    }
+
+    pub fn checked(&self) -> u64 {
+        self.shared.checked.load(Ordering::SeqCst)
+    }
+
+    /// Until some requests that began after now are answered.
+    pub fn flows(&self, budget: Duration) -> Result<()> {
+        let (began, before) = (Instant::now(), self.shared.clock.load(Ordering::SeqCst));
+        while self.shared.clock.load(Ordering::SeqCst) < before + 40 {
+            self.check()?;
+            if began.elapsed() > budget {
+                bail!("IO stands still for {} s", budget.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    /// Ends the clients, reads every block once more, and judges all histories.
+    pub fn finish(mut self) -> Result<Judgement> {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        for worker in self.workers.drain(..) {
+            if worker.join().is_err() {
+                self.shared.report("a client panicked".into());
+            }
+        }
+        self.check()?;
+        for block in 0..BLOCKS {
+            read(&self.shared, block)?;
+            judge(&self.shared, block, &mut lock(&self.shared.blocks[block as usize]))?;
+        }
+        Ok(Judgement {
+            checked: self.checked(),
+            undecided: self.shared.undecided.load(Ordering::SeqCst),
+            longest_pause: Duration::from_micros(self.shared.slowest_us.load(Ordering::SeqCst)),
+        })
+    }
+}
+
+impl Shared {
+    fn report(&self, wrong: String) {
+        lock(&self.wrong).get_or_insert(wrong);
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.fetch_add(1, Ordering::SeqCst)
+    }
+
+    fn answered(&self, began: Instant) {
+        let took = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.slowest_us.fetch_max(took, Ordering::SeqCst);
+        self.checked.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn step(shared: &Shared, rng: &mut ChaCha8Rng) -> Result<()> {
+    // A hot tenth takes half of it, so that writes meet reads.
+    let block =
+        if rng.random() { rng.random_range(0..BLOCKS / 10) } else { rng.random_range(0..BLOCKS) };
+    match rng.random_range(0..100) {
+        0..2 => shared.client.flush().context("flush"),
+        2..55 => write(shared, rng, block),
+        _ => read(shared, block),
+    }
+}
+
+fn write(shared: &Shared, rng: &mut ChaCha8Rng, block: u64) -> Result<()> {
+    let Ok(_writer) = shared.writing[block as usize].try_lock() else { return Ok(()) };
+    let first = rng.random_range(0..SECTORS as u64);
+    let (first, sectors) = match rng.random_range(0..4) {
+        0 => (first, rng.random_range(1..=SECTORS as u64 - first)),
+        _ => (0, SECTORS as u64),
+    };
+    let tag = shared.tags.fetch_add(1, Ordering::SeqCst);
+    let sector = block * SECTORS as u64 + first;
+    let data = make(shared.run, tag, sector, sectors);
+    let mask = (((1u16 << sectors) - 1) << first) as u8;
+    let (invoked, began) = (shared.now(), Instant::now());
+    let op = BlockOp { op: tag, invoked, answered: NEVER, act: Act::Write { mask, tag } };
+    let at = {
+        let mut block = lock(&shared.blocks[block as usize]);
+        block.ops.push(op);
+        block.ops.len() - 1
+    };
+    shared.client.write(sector * 512, data, rng.random_range(0..20) == 0).context("write")?;
+    shared.answered(began);
+    let answered = shared.now();
+    let mut history = lock(&shared.blocks[block as usize]);
+    history.ops[at].answered = answered;
+    if history.ops.len() > HISTORY_MAX {
+        judge_and_restart(shared, block, &mut history)?;
+    }
+    Ok(())
+}
+
+fn read(shared: &Shared, block: u64) -> Result<()> {
+    let (invoked, began) = (shared.now(), Instant::now());
+    let offset = block * BLOCK_SIZE as u64;
+    let data = shared.client.read(offset, BLOCK_SIZE as u32).context("read")?;
+    shared.answered(began);
+    let answered = shared.now();
+    let tags = match tags_of_block(shared.run, block, &data) {
+        Ok(tags) => tags,
+        Err(wrong) => bail!("block {block}: {wrong:?}"),
+    };
+    let op = shared.tags.fetch_add(1, Ordering::SeqCst);
+    let mut history = lock(&shared.blocks[block as usize]);
+    // Called before this history began: it may have seen what was there before.
+    if invoked > history.since {
+        history.ops.push(BlockOp { op, invoked, answered, act: Act::Read { mask: 0xff, tags } });
+    }
+    Ok(())
+}
+
+fn judge(shared: &Shared, number: u64, block: &mut Block) -> Result<()> {
+    match check(block.initial, &block.ops) {
+        Verdict::Linearizable => Ok(()),
+        Verdict::Undecided => {
+            shared.undecided.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        }
+        Verdict::Violated { stuck } => {
+            bail!("not linearizable: {}", describe(number, block.initial, &block.ops, stuck))
+        }
+    }
+}
+
+/// Judges what there is and goes on from what the block holds now: its one writer is this one.
+fn judge_and_restart(shared: &Shared, number: u64, block: &mut Block) -> Result<()> {
+    judge(shared, number, block)?;
+    let mut content = block.initial;
+    for op in &block.ops {
+        if let Act::Write { mask, tag } = op.act {
+            for (i, sector) in content.iter_mut().enumerate() {
+                if mask & (1 << i) != 0 {
+                    *sector = tag;
+                }
+            }
+        }
+    }
+    *block = Block { initial: content, since: shared.now(), ops: Vec::new() };
+    Ok(())
+}
