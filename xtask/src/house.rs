@@ -74,11 +74,29 @@ const UNFINISHED: [&str; 6] = [
     concat!("#[ig", "nore"),
 ];
 
+/// The one file of the CSI services that chooses a code for a refusal.
+const REFUSALS: &str = "crates/quoin-csi/src/refusal.rs";
+/// How a status is made.
+const CODES: [&str; 11] = [
+    "invalid_argument",
+    "failed_precondition",
+    "not_found",
+    "already_exists",
+    "aborted",
+    "out_of_range",
+    "unimplemented",
+    "resource_exhausted",
+    "unavailable",
+    "internal",
+    "new",
+];
+
 /// Every rule of this module; all violations in one error.
 pub fn check() -> Result<()> {
     let mut violations = dependency_violations()?;
     violations.extend(core_violations()?);
     violations.extend(file_violations()?);
+    violations.extend(refusal_violations()?);
     violations.extend(invariants::violations()?);
     if !violations.is_empty() {
         bail!("rules of the tree are broken:\n  {}", violations.join("\n  "));
@@ -175,6 +193,27 @@ fn file_violations() -> Result<Vec<String>> {
     Ok(violations)
 }
 
+/// Codes of the CSI services are chosen in one place.
+fn refusal_violations() -> Result<Vec<String>> {
+    let root = workspace_root();
+    let mut files = Vec::new();
+    collect_files(&root.join("crates/quoin-csi/src"), &mut files)?;
+    let mut violations = Vec::new();
+    for path in files.into_iter().filter(|path| *path != root.join(REFUSALS)) {
+        let text = std::fs::read_to_string(&path)?;
+        let shipped = text.split("#[cfg(test)]").next().unwrap_or_default();
+        for (index, line) in shipped.lines().enumerate() {
+            if CODES.iter().any(|code| line.contains(&format!("Status::{code}("))) {
+                violations.push(format!(
+                    "{}: chooses a code; {REFUSALS} alone does",
+                    place(&path, index + 1)
+                ));
+            }
+        }
+    }
+    Ok(violations)
+}
+
 fn violations_in(path: &Path, text: &str) -> Vec<String> {
     let mut violations = Vec::new();
     let lines = text.lines().count();
@@ -204,6 +243,11 @@ mod tests {
     #[test]
     fn dependencies_between_the_crates_point_down_only() {
         assert_eq!(dependency_violations().unwrap(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn codes_of_the_csi_services_are_chosen_in_one_file() {
+        assert_eq!(refusal_violations().unwrap(), Vec::<String>::new());
     }
 
     #[test]

@@ -12,7 +12,7 @@ use quoin_api::csi::volume_capability::access_mode::Mode;
 use quoin_node::{Access, FileSystem};
 use tonic::Status;
 
-use crate::refusal::invalid;
+use crate::refusal::{self, invalid};
 
 const MOUNT_FLAGS_BYTES: usize = 4096;
 
@@ -43,7 +43,7 @@ impl Trouble {
     pub fn invalid(self) -> Status {
         match self {
             Self::Malformed(status) => status,
-            Self::Unsupported(why) => Status::invalid_argument(why),
+            Self::Unsupported(why) => refusal::unsupported_capability(&why),
         }
     }
 

@@ -11,6 +11,7 @@ use quoin_api::csi::{
 use tonic::{Request, Response, Status};
 
 use crate::Plugin;
+use crate::refusal;
 
 /// Serves Identity in every mode.
 pub(crate) struct IdentityService(pub Plugin);
@@ -70,7 +71,7 @@ impl Identity for IdentityService {
             Err(_) if !self.0.backend().was_reached() => false,
             Err(status) => {
                 let text = format!("{}; IO of mounted volumes goes on", status.message());
-                return Err(Status::failed_precondition(text));
+                return Err(refusal::precondition(text));
             }
         };
         Ok(Response::new(ProbeResponse { ready: Some(ready) }))

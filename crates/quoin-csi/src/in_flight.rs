@@ -15,6 +15,8 @@ use std::time::Instant;
 
 use tonic::{Code, Status};
 
+use crate::refusal;
+
 /// The keys (volume ids, names) that calls are working on.
 #[derive(Clone, Default)]
 pub struct InFlight {
@@ -78,7 +80,7 @@ pub async fn to_the_end<T: Send + 'static>(
     };
     match tokio::spawn(logged).await {
         Ok(outcome) => outcome,
-        Err(_) => Err(Status::internal(format!("{rpc} failed by a fault of Quoin; see its log"))),
+        Err(_) => Err(refusal::own_fault(rpc)),
     }
 }
 

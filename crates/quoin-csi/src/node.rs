@@ -14,7 +14,7 @@ use crate::backend::Backend;
 use crate::capability::{Capability, Trouble};
 use crate::capacity::{Range, signed};
 use crate::in_flight::to_the_end;
-use crate::refusal::{from_node, invalid, missing, no_volume, not_served, out_of_range};
+use crate::refusal::{self, from_node, invalid, missing, no_volume, not_served, out_of_range};
 use crate::{NodeSide, Plugin, context, limits, topology};
 
 /// Serves Node where the mode has it.
@@ -75,7 +75,7 @@ impl Node for NodeService {
                 .iter()
                 .find(|attachment| attachment.node == name && attachment.phase != "Detaching");
             let Some(attachment) = attachment else {
-                return Err(Status::failed_precondition(format!(
+                return Err(refusal::precondition(format!(
                     "volume {} is not published to node {name}; call ControllerPublishVolume \
                      first",
                     request.volume_id
@@ -139,7 +139,7 @@ impl Node for NodeService {
         limits::map("publish_context", &request.publish_context)?;
         limits::map("volume_context", &request.volume_context)?;
         let staging_path = staging_path.ok_or_else(|| {
-            Status::failed_precondition(
+            refusal::precondition(
                 "staging_target_path is empty; the plugin stages volumes, so call \
                  NodeStageVolume first and name its path here",
             )
@@ -351,9 +351,7 @@ async fn refuse_if_unknown(backend: &Backend, volume_id: &str) -> Result<(), Sta
 
 /// A path that is not absolute is nowhere a volume of this node can be.
 fn local_path(volume_id: &str, path: &str) -> Result<std::path::PathBuf, Status> {
-    limits::path("volume_path", path).map_err(|status| {
-        Status::not_found(format!("volume {volume_id:?} is not there: {}", status.message()))
-    })
+    limits::path("volume_path", path).map_err(|status| refusal::not_at_path(volume_id, &status))
 }
 
 fn default_file_system(volume: &api::Volume) -> FileSystem {

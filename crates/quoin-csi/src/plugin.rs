@@ -25,6 +25,7 @@ use crate::identity::IdentityService;
 use crate::in_flight::InFlight;
 use crate::metrics::Metrics;
 use crate::node::NodeService;
+use crate::refusal;
 
 /// Between two looks at whether calls are under way while the process ends.
 const IDLE_LOOK: Duration = Duration::from_millis(500);
@@ -164,15 +165,12 @@ impl Plugin {
     pub(crate) async fn check_node(&self) -> Result<(), Status> {
         let Some(node) = self.node() else { return Ok(()) };
         for tool in [quoin_node::MKFS_EXT4, quoin_node::E2FSCK] {
-            node.host
-                .tools()
-                .find(tool)
-                .map_err(|error| Status::failed_precondition(error.to_string()))?;
+            node.host.tools().find(tool).map_err(|error| refusal::precondition(error))?;
         }
         // Any volume will do: what counts is that somebody answers.
         match node.attacher.device("00000000000000000000000000000000").await {
             Ok(_) => Ok(()),
-            Err(error) => Err(Status::failed_precondition(error.to_string())),
+            Err(error) => Err(refusal::precondition(error)),
         }
     }
 

@@ -15,9 +15,34 @@ pub fn invalid(field: &str, why: impl std::fmt::Display) -> Status {
     Status::invalid_argument(format!("{field} {why}"))
 }
 
+/// A capability that the volume does not offer, where the RPC's table says 3.
+pub fn unsupported_capability(why: &str) -> Status {
+    Status::invalid_argument(why)
+}
+
 /// A capability that the volume does not offer, where the RPC's table says 9 (stage, publish).
 pub fn exceeds_capabilities(why: &str) -> Status {
     Status::failed_precondition(why)
+}
+
+/// A call that must come first has not, or what the plugin needs is not there: 9.
+pub fn precondition(why: impl std::fmt::Display) -> Status {
+    Status::failed_precondition(why.to_string())
+}
+
+/// A path at which no volume of this node can be: 5.
+pub fn not_at_path(volume_id: &str, why: &Status) -> Status {
+    Status::not_found(format!("volume {volume_id:?} is not there: {}", why.message()))
+}
+
+/// No pool lies where the request asks for the volume: 8.
+pub fn nowhere(why: impl Into<String>) -> Status {
+    Status::resource_exhausted(why)
+}
+
+/// A fault of the plugin itself: 13.
+pub fn own_fault(rpc: &str) -> Status {
+    Status::internal(format!("{rpc} failed by a fault of Quoin; see its log"))
 }
 
 /// No such volume: 5.

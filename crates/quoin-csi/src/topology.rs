@@ -11,7 +11,7 @@ use quoin_api::control;
 use quoin_api::csi::{Topology, TopologyRequirement};
 use tonic::Status;
 
-use crate::refusal::invalid;
+use crate::refusal::{self, invalid};
 
 /// The prefix of every key that Quoin gives out.
 pub const PREFIX: &str = "quoin.io";
@@ -80,7 +80,7 @@ fn restricting(
         here.push(control::Topology { segments: one.into_iter().collect() });
     }
     if here.is_empty() {
-        return Err(Status::resource_exhausted(format!(
+        return Err(refusal::nowhere(format!(
             "none of the topologies asked for lies in this cluster ({CLUSTER_KEY}={cluster_id})"
         )));
     }
