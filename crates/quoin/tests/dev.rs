@@ -213,6 +213,43 @@ fn a_stop_waits_for_whoever_uses_a_mount_by_name_and_a_second_signal_keeps_what_
     assert_nothing_is_left(&scratch.0);
 }
 
+/// A container that began after the mount, as any service with a table of mounts of its own.
+#[test]
+fn a_mount_that_another_namespace_has_a_copy_of_is_written_back_and_waited_for_by_name() {
+    if !can_attach() {
+        return;
+    }
+    let scratch = Scratch::new("copied");
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    let (device, mount) = mounted(&dev, &scratch);
+    let mut container = std::process::Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sleep", "600"])
+        .spawn()
+        .unwrap();
+    let table = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/mnt")).unwrap();
+    let pid = container.id().to_string();
+    eventually("it has its own table", || (table(&pid) != table("self")).then_some(()));
+    std::fs::write(mount.join("letter"), "not synced by its writer").unwrap();
+    signal(dev.child.id(), "INT");
+    let line = dev.wait_for_line("waiting: ");
+    assert!(line.contains(&device) && line.contains("mount namespace"), "{line}");
+    assert!(line.contains(&format!("process {pid}")), "{line}");
+    // Its program goes on meanwhile.
+    let inside = format!("/proc/{pid}/root{}", mount.join("second").display());
+    std::fs::write(&inside, "while it waits").unwrap();
+    signal(container.id(), "KILL");
+    container.wait().unwrap();
+    dev.ended();
+    assert_nothing_is_left(&scratch.0);
+
+    let dev = Dev::start(&scratch.cluster(), &[]);
+    run("mount", &[&dev.device("db"), mount.to_str().unwrap()]);
+    let letter = std::fs::read_to_string(mount.join("letter")).unwrap();
+    assert_eq!(letter, "not synced by its writer");
+    assert_eq!(std::fs::read_to_string(mount.join("second")).unwrap(), "while it waits");
+    dev.stop();
+}
+
 #[test]
 fn pools_that_were_suspended_end_with_the_cluster() {
     let scratch = Scratch::new("suspended");

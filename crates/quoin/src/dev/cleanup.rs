@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use super::layout::Layout;
 use super::{Ends, say};
 use crate::client;
-use crate::host::devices::{self, Device, Mount};
+use crate::host::devices::{self, Device, Mount, MountElsewhere};
 use crate::host::lost;
 
 /// How often a mount in use is tried again.
@@ -83,7 +83,12 @@ async fn unmount_in_time(
     progress: &mut Progress,
 ) -> Unmounted {
     let target = mount.target.clone();
-    let mut outcome = apart(move || unmount(&target, UnmountFlags::empty()));
+    // What it holds is written back first: an unmount does so for the last of its mounts alone, and
+    // another table of mounts may have a copy.
+    let mut outcome = apart(move || {
+        let _ = sync(&target);
+        unmount(&target, UnmountFlags::empty())
+    });
     let (began, mut is_told) = (Instant::now(), false);
     loop {
         if !is_told && began.elapsed() > SILENCE {
@@ -99,13 +104,52 @@ async fn unmount_in_time(
     }
 }
 
+/// Writes back what the file system at a directory holds.
+fn sync(directory: &std::path::Path) -> std::io::Result<()> {
+    Ok(rustix::fs::syncfs(std::fs::File::open(directory)?)?)
+}
+
+/// A file system in use.
+enum InUse {
+    Here(Device, Mount),
+    /// Only another table of mounts has it.
+    Elsewhere(Device, Vec<MountElsewhere>),
+}
+
+impl InUse {
+    fn describe(&self) -> String {
+        match self {
+            Self::Here(_, mount) => describe(mount),
+            Self::Elsewhere(device, mounts) => {
+                let shown = mounts.iter().map(|mount| {
+                    format!("at {} in that of {}", mount.target.display(), mount.process)
+                });
+                let shown: Vec<_> = shown.take(5).collect();
+                let at =
+                    if shown.is_empty() { "nobody tells where".into() } else { shown.join(", ") };
+                format!("{} is mounted in another mount namespace ({at})", device.path.display())
+            }
+        }
+    }
+
+    /// Directories by which it is written back.
+    fn directories(&self) -> Vec<PathBuf> {
+        match self {
+            Self::Here(_, mount) => vec![mount.target.clone()],
+            Self::Elsewhere(_, mounts) => {
+                mounts.iter().map(|mount| mount.reachable_at.clone()).take(1).collect()
+            }
+        }
+    }
+}
+
 /// Unmounts every file system on this cluster's devices, the latest first, and gives those that
 /// are in use, and those whose devices are at a standstill. IO must still be served, so that each
 /// is written back whole.
 async fn unmount_volumes(
     layout: &Layout,
     progress: &mut Progress,
-) -> Result<(Vec<(Device, Mount)>, Vec<(Device, Mount)>)> {
+) -> Result<(Vec<InUse>, Vec<(Device, Mount)>)> {
     let (mut busy, mut stuck) = (Vec::new(), Vec::new());
     for device in Device::over(&layout.run())? {
         for mount in device.mounts()?.into_iter().rev() {
@@ -114,9 +158,16 @@ async fn unmount_volumes(
                 Unmounted::InUse if progress.is_at_standstill(&device, false) => {
                     stuck.push((device.clone(), mount));
                 }
-                Unmounted::InUse => busy.push((device.clone(), mount)),
+                Unmounted::InUse => busy.push(InUse::Here(device.clone(), mount)),
                 Unmounted::Stuck => stuck.push((device.clone(), mount)),
             }
+        }
+        if device.mounts()?.is_empty() && device.is_held_by_a_file_system() {
+            let asked = device.clone();
+            let elsewhere = apart(move || asked.mounts_elsewhere());
+            let elsewhere = tokio::time::timeout(REASON_BUDGET, elsewhere).await;
+            let elsewhere = elsewhere.ok().and_then(Result::ok).unwrap_or_default();
+            busy.push(InUse::Elsewhere(device, elsewhere));
         }
     }
     Ok((busy, stuck))
@@ -173,7 +224,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
                 false => Err(anyhow::anyhow!("{}", problems.join("; "))),
             };
         }
-        let text = busy.iter().map(|(_, mount)| describe(mount)).collect::<Vec<_>>().join("; ");
+        let text = busy.iter().map(InUse::describe).collect::<Vec<_>>().join("; ");
         for device in &bare_busy {
             // None: it is said already.
             let since = bare.entry(device.path.clone()).or_insert_with(|| Some(Instant::now()));
@@ -198,9 +249,11 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
                     problems.push(format!("{} was taken away", device.path.display()));
                     cut_off(device).await;
                 }
-                for (_, mount) in busy.iter().rev() {
-                    // From the tree now, wholly when its users let go.
-                    let _ = unmount(&mount.target, UnmountFlags::DETACH);
+                for used in busy.iter().rev() {
+                    if let InUse::Here(_, mount) = used {
+                        // From the tree now, wholly when its users let go.
+                        let _ = unmount(&mount.target, UnmountFlags::DETACH);
+                    }
                 }
                 if !busy.is_empty() {
                     problems.push(format!("taken away while in use: {told}"));
@@ -286,19 +339,20 @@ fn describe(mount: &Mount) -> String {
 }
 
 /// What programs have written goes to the volume before its device does; it is still served.
-async fn write_back(mounts: &[(Device, Mount)]) {
+async fn write_back(busy: &[InUse]) {
     say("writing back what the file systems hold, then taking the devices away");
-    for (device, mount) in mounts {
-        let target = mount.target.clone();
-        let sync = apart(move || {
-            let directory = std::fs::File::open(&target)?;
-            rustix::fs::syncfs(directory).map_err(std::io::Error::from)
-        });
-        match tokio::time::timeout(SYNC_BUDGET, sync).await {
-            Ok(Ok(Ok(()))) => {}
-            _ => {
-                say(&format!("{} could not be written back whole", mount.target.display()));
-                take_away(device, mount).await;
+    for used in busy {
+        let directories = used.directories();
+        let synced = apart(move || directories.iter().try_for_each(|directory| sync(directory)));
+        if !matches!(tokio::time::timeout(SYNC_BUDGET, synced).await, Ok(Ok(Ok(())))) {
+            let path = match used {
+                InUse::Here(_, mount) => mount.target.display(),
+                InUse::Elsewhere(device, _) => device.path.display(),
+            };
+            say(&format!("{path} could not be written back whole"));
+            match used {
+                InUse::Here(device, mount) => take_away(device, mount).await,
+                InUse::Elsewhere(device, _) => cut_off(device).await,
             }
         }
     }

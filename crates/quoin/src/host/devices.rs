@@ -5,6 +5,7 @@
 //! mounts of those devices.
 
 use anyhow::{Context, Result};
+use rustix::fs::{Mode, OFlags};
 use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -119,6 +120,59 @@ impl Device {
     pub fn mounts(&self) -> Result<Vec<Mount>> {
         Ok(mounts()?.into_iter().filter(|mount| mount.number == self.number).collect())
     }
+
+    /// Whether a file system on it is mounted in any table of mounts, this one or another: the kernel
+    /// gives a device that a file system holds to nobody else alone.
+    pub fn is_held_by_a_file_system(&self) -> bool {
+        let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+        rustix::fs::open(&self.path, flags, Mode::empty()).err() == Some(rustix::io::Errno::BUSY)
+    }
+
+    /// Its mounts in other tables of mounts, one process for each table. (A container, or a service
+    /// with a table of its own, that began after the mount has a copy of it.)
+    pub fn mounts_elsewhere(&self) -> Vec<MountElsewhere> {
+        let table_of = |process: &Path| fs::read_link(process.join("ns/mnt")).ok();
+        let mut tables: Vec<_> = table_of(Path::new("/proc/self")).into_iter().collect();
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+            if !entry.file_name().as_bytes().iter().all(u8::is_ascii_digit) {
+                continue;
+            }
+            let process = entry.path();
+            let Some(table) = table_of(&process).filter(|table| !tables.contains(table)) else {
+                continue;
+            };
+            tables.push(table);
+            let lines = fs::read_to_string(process.join("mountinfo")).unwrap_or_default();
+            let mounts = lines.lines().filter_map(Mount::parse);
+            found.extend(mounts.filter(|mount| mount.number == self.number).map(|mount| {
+                let path = mount.target.strip_prefix("/").unwrap_or(&mount.target);
+                MountElsewhere {
+                    reachable_at: process.join("root").join(path),
+                    process: describe_process(&process),
+                    target: mount.target,
+                }
+            }));
+        }
+        found
+    }
+}
+
+/// A mount in a table of mounts that is not this process's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MountElsewhere {
+    pub target: PathBuf,
+    /// A process that has this table: `sleep (process 7)`.
+    pub process: String,
+    /// Its directory, by way of that process.
+    pub reachable_at: PathBuf,
+}
+
+/// `sh (process 7)`.
+fn describe_process(process: &Path) -> String {
+    let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
+    let pid = process.file_name().unwrap_or_default().to_string_lossy();
+    format!("{} (process {pid})", name.trim())
 }
 
 /// Whether `path` is a FUSE mount (or below one) whose server is gone.
@@ -184,9 +238,7 @@ impl Mount {
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
             let is_process = entry.file_name().as_bytes().iter().all(u8::is_ascii_digit);
             if is_process && self.is_used_by(&entry.path()) {
-                let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-                let pid = entry.file_name().to_string_lossy().into_owned();
-                users.push(format!("{} (process {pid})", name.trim()));
+                users.push(describe_process(&entry.path()));
                 if users.len() == 5 {
                     break;
                 }
