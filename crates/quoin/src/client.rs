@@ -167,8 +167,14 @@ fn usual_admin_sockets() -> Vec<PathBuf> {
 
 /// Connects to the admin socket at `path`.
 pub async fn connect(path: &Path) -> Result<Cluster> {
-    let way_out = "start one with `quoin dev`, name its socket with --socket or QUOIN_SOCKET, or the \
-                   context of one on another host with --context (`quoin context list`)";
+    let start = match path.starts_with(PACKAGED_RUN) {
+        true => "start it (`systemctl start quoin-controller`, or `quoin controller run`)",
+        false => "start one with `quoin dev`",
+    };
+    let way_out = format!(
+        "{start}, name its socket with --socket or QUOIN_SOCKET, or the context of one on another \
+         host with --context (`quoin context list`)"
+    );
     if let Some(address) = address_in(path) {
         bail!(
             "{address} is an address, and a controller speaks there with those who have a \

@@ -340,22 +340,35 @@ async fn finish(
     if wait.wait {
         volume = wait_until_changed(cluster, volume, client).await?;
     }
+    let desired_factor = volume.desired_consistency_factor;
     let view = VolumeView::from(volume);
     output::print_one(format, &view, || {
         let name = output::quoted(&view.name);
+        let volume = &view.name;
         if view.changing.is_empty() {
             let (have, need) = (view.replication_factor, view.consistency_factor);
-            let plural = if have == 1 { "" } else { "s" };
-            let volume = &view.name;
-            return format!(
-                "volume {volume} has {have} replica{plural}; writes need {need} of them"
-            );
+            return format!("volume {volume} has {}", survives(have, need));
         }
+        // A factor of 0 is a majority.
+        let have = view.desired_replication_factor;
+        let need = if desired_factor == 0 { have / 2 + 1 } else { desired_factor };
         format!(
-            "volume {}: {}\nnext: quoin volume get {name}   (how far it is; or --wait)",
-            view.name, view.changing
+            "volume {volume}: {}; then it has {}\n\
+             next: quoin volume get {name}   (how far it is; or --wait)",
+            view.changing,
+            survives(have, need)
         )
     })
+}
+
+/// How many replicas there are, and what that means for writes.
+fn survives(have: u32, need: u32) -> String {
+    let plural = if have == 1 { "" } else { "s" };
+    let spare = match have.saturating_sub(need) {
+        0 => ", so they wait while any of them is away",
+        _ => "",
+    };
+    format!("{have} replica{plural}; writes need {need} of them{spare}")
 }
 
 impl UnderWay for Volume {
