@@ -11,6 +11,7 @@ use std::time::Instant;
 use quoin_identity::{Member, Role};
 
 use crate::Error;
+use crate::changes::Concerned;
 use crate::controller::Controller;
 use crate::events::{Object, Severity};
 use crate::records::MemberOfCluster;
@@ -137,7 +138,7 @@ impl Controller {
     /// Ends what the former authority signed, also on connections that stand.
     pub(crate) fn authority_was_replaced(&self) {
         self.replaced.now();
-        self.announce();
+        self.announce(&Concerned::Everybody);
     }
 
     /// Remembered rather than forgotten: a member that the records do not know may have joined
@@ -184,7 +185,7 @@ impl Controller {
         self.expel(Role::Admin, name).await?;
         let about = Object::new("admin", name, name);
         self.events.record(Severity::Normal, about, "AdminRemoved", "it is no member any more");
-        self.announce();
+        self.announce(&Concerned::Everybody);
         Ok(())
     }
 }

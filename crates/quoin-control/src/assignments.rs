@@ -26,7 +26,10 @@ impl Controller {
     pub fn pool_assignment(&self, pool: &str) -> PoolAssignment {
         let mut replicas = Vec::new();
         // Records that do not rule order nothing.
-        let volumes = if self.check_ruling().is_ok() { self.volumes.list() } else { Vec::new() };
+        let volumes = match self.check_ruling() {
+            Ok(()) => self.volumes.indexed(|index| index.of_pool(pool)),
+            Err(_) => Vec::new(),
+        };
         for volume in volumes {
             let assignment = |id: String, guid: String, phase: ReplicaPhase| ReplicaAssignment {
                 volume_id: volume.id.0.to_string(),
@@ -101,7 +104,7 @@ impl Controller {
 
     /// Every volume that a node's target is to serve; others it closes.
     pub fn node_assignment(&self, node: &str) -> NodeAssignment {
-        let volumes = self.volumes.list();
+        let volumes = self.volumes.indexed(|index| index.of_node(node));
         let served = volumes.iter().filter(|volume| {
             volume.phase == VolumePhase::Ready && volume.owner.as_deref() == Some(node)
         });

@@ -15,6 +15,7 @@ use tokio::sync::watch;
 
 use crate::Error;
 use crate::admission::Replaced;
+use crate::changes::{Changes, Concern, Concerned};
 use crate::dying::{DyingLimits, DyingPolicy};
 use crate::events::{Events, Object};
 use crate::observed::Observed;
@@ -77,7 +78,7 @@ pub struct Controller {
     pub(crate) creating: tokio::sync::Mutex<()>,
     /// How writing records went last.
     pub(crate) writes: Arc<Writes>,
-    changed: watch::Sender<u64>,
+    changes: Changes,
 }
 
 impl Controller {
@@ -90,20 +91,19 @@ impl Controller {
     ) -> Result<Self, Error> {
         let writes = Arc::new(Writes::default());
         let store: Arc<dyn Store> = Arc::new(Watched::new(store, writes.clone()));
-        let changed = watch::channel(0).0;
-        let quiet = watch::channel(0).0;
+        let changes = Changes::default();
         let controller = Self {
-            volumes: Table::load(store.clone(), changed.clone()).await?,
-            names: Table::load(store.clone(), quiet.clone()).await?,
-            pools: Table::load(store.clone(), changed.clone()).await?,
-            nodes: Table::load(store.clone(), changed.clone()).await?,
-            tokens: Table::load(store.clone(), quiet.clone()).await?,
-            members: Table::load(store.clone(), quiet).await?,
-            cordons: Table::load(store.clone(), changed.clone()).await?,
-            verifications: Table::load(store.clone(), changed.clone()).await?,
-            recovery: Table::load(store.clone(), changed.clone()).await?,
+            volumes: Table::load(store.clone(), changes.clone()).await?,
+            names: Table::load(store.clone(), changes.clone()).await?,
+            pools: Table::load(store.clone(), changes.clone()).await?,
+            nodes: Table::load(store.clone(), changes.clone()).await?,
+            tokens: Table::load(store.clone(), changes.clone()).await?,
+            members: Table::load(store.clone(), changes.clone()).await?,
+            cordons: Table::load(store.clone(), changes.clone()).await?,
+            verifications: Table::load(store.clone(), changes.clone()).await?,
+            recovery: Table::load(store.clone(), changes.clone()).await?,
             salvage: Salvage::default(),
-            term: OwnTerm::load(store.clone(), changed.clone()).await?,
+            term: OwnTerm::load(store.clone(), changes.clone()).await?,
             events: Events::load(store.clone()).await?,
             store,
             observed: Mutex::new(Observed::new()),
@@ -113,7 +113,7 @@ impl Controller {
             replaced: Replaced::default(),
             identity,
             settings,
-            changed,
+            changes,
         };
         controller.drop_unused_names().await?;
         Ok(controller)
@@ -129,12 +129,17 @@ impl Controller {
 
     /// Grows whenever an assignment or a status may have changed.
     pub fn changes(&self) -> watch::Receiver<u64> {
-        self.changed.subscribe()
+        self.changes.any()
+    }
+
+    /// Grows whenever the assignment of a pool or a node may have changed.
+    pub fn changes_of(&self, concern: Concern) -> watch::Receiver<u64> {
+        self.changes.of(concern)
     }
 
     /// For changes of what is observed; those of records announce themselves.
-    pub(crate) fn announce(&self) {
-        self.changed.send_modify(|count| *count += 1);
+    pub(crate) fn announce(&self, concerned: &Concerned) {
+        self.changes.wake(concerned);
     }
 
     pub(crate) fn observed(&self) -> MutexGuard<'_, Observed> {

@@ -11,6 +11,7 @@ use quoin_types::VolumeId;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::changes::Concerned;
 use crate::controller::{Controller, about};
 use crate::events::Severity;
 use crate::records::VolumeRecord;
@@ -144,7 +145,7 @@ impl Controller {
             self.events.record(Severity::Warning, about(&volume), "MountsDead", message);
         }
         if changed {
-            self.announce();
+            self.announce(&Concerned::Some { pools: Default::default(), nodes: true });
         }
         served
     }

@@ -51,12 +51,18 @@ pub struct PoolSeen {
 
 impl PoolSeen {
     /// Positions move with every write; only what exists or not asks for a reaction.
-    pub fn holds_the_same(&self, other: &Self) -> bool {
-        let same = |(guid, replica): (&ReplicaGuid, &ReplicaSeen)| {
-            let other = other.replicas.get(guid);
-            other.is_some_and(|o| (o.state, o.quorum) == (replica.state, replica.quorum))
+    /// The volumes of which it holds something else than `other` did.
+    pub fn differing(&self, other: &Self) -> HashSet<VolumeId> {
+        let differs = |one: &Self, other: &Self| {
+            let differs = |(guid, replica): &(&ReplicaGuid, &ReplicaSeen)| {
+                let other = other.replicas.get(guid);
+                other.is_none_or(|o| (o.state, o.quorum) != (replica.state, replica.quorum))
+            };
+            one.replicas.iter().filter(differs).map(|(_, replica)| replica.volume).collect()
         };
-        self.replicas.len() == other.replicas.len() && self.replicas.iter().all(same)
+        let mut volumes: HashSet<_> = differs(self, other);
+        volumes.extend::<HashSet<_>>(differs(other, self));
+        volumes
     }
 }
 

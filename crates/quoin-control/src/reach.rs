@@ -10,6 +10,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::changes::Concerned;
 use quoin_identity::{Expected, Role};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
@@ -227,7 +228,7 @@ impl Controller {
             None => {}
         }
         // The first time is no event, and lets the pool count.
-        self.announce();
+        self.announce(&Concerned::Status);
         if let Err(error) = self.reconcile().await {
             tracing::error!(%error, pool, "not done after a pool was dialled");
         }

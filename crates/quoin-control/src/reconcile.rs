@@ -7,6 +7,7 @@ use std::sync::Arc;
 use quoin_types::ReplicaGuid;
 
 use crate::Error;
+use crate::changes::Concerned;
 use crate::controller::{Controller, about, random_id};
 use crate::events::{Object, Severity};
 use crate::observed::ReplicaState;
@@ -23,8 +24,16 @@ impl Controller {
         if self.check_ruling().is_err() {
             return Ok(());
         }
-        for volume in self.volumes.list() {
-            self.reconcile_volume(&volume).await?;
+        self.reconcile_those(&self.volumes.list()).await
+    }
+
+    /// The same of some volumes.
+    pub(crate) async fn reconcile_those(&self, volumes: &[Arc<VolumeRecord>]) -> Result<(), Error> {
+        if self.check_ruling().is_err() {
+            return Ok(());
+        }
+        for volume in volumes {
+            self.reconcile_volume(volume).await?;
         }
         Ok(())
     }
@@ -130,7 +139,7 @@ impl Controller {
             format!("waiting for {waiting}")
         };
         self.events.record(severity, about(volume), reason, message);
-        self.announce();
+        self.announce(&Concerned::Status);
     }
 
     /// Whether all that keeps a volume from being whole are replicas that its target has not spoken
@@ -180,7 +189,7 @@ impl Controller {
             self.events.record(Severity::Warning, object, reason, message);
         }
         if some {
-            self.announce();
+            self.announce(&Concerned::Status);
             for volume in self.volumes.list() {
                 self.announce_health(&volume);
             }

@@ -8,6 +8,7 @@
 use quoin_identity::Role;
 
 use crate::Error;
+use crate::changes::Concerned;
 use crate::controller::Controller;
 use crate::events::{Object, Severity};
 use crate::records::{MemberOfCluster, VolumePhase, VolumeRecord};
@@ -71,7 +72,7 @@ impl Controller {
         }
         let about = Object::new("pool", &pool.pool_id, name);
         self.events.record(Severity::Normal, about, "PoolRemoved", "it is no member any more");
-        self.announce();
+        self.announce(&Concerned::Everybody);
         self.reconcile().await
     }
 
@@ -116,7 +117,7 @@ impl Controller {
         }
         let about = Object::new("node", name, name);
         self.events.record(Severity::Normal, about, "NodeRemoved", "it is no member any more");
-        self.announce();
+        self.announce(&Concerned::Everybody);
         Ok(())
     }
 

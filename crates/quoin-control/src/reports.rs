@@ -10,6 +10,7 @@ use quoin_types::{Epoch, Lsn, Position, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
+use crate::changes::Concerned;
 use crate::controller::{Controller, about};
 use crate::devices;
 use crate::events::{Object, Severity};
@@ -82,7 +83,7 @@ impl Controller {
             let here = volume.replicas.iter().map(|replica| &replica.pool);
             here.chain(volume.discarded.iter().map(|gone| &gone.pool)).any(|p| *p == report.pool)
         });
-        let (changed, back) = {
+        let (differing, back) = {
             let mut observed = self.observed();
             let was_online =
                 observed.heard_pool(&report.pool, self.settings.offline_after).is_some();
@@ -102,12 +103,11 @@ impl Controller {
                 seen.scrub = before.scrub;
             }
             let before = observed.pools.insert(report.pool.clone(), seen.clone());
-            let same = before.is_some_and(|before| {
-                before.holds_the_same(&seen)
-                    && before.error == seen.error
-                    && before.leaving == seen.leaving
-            });
-            (!same || !was_online, back)
+            let is_like_before = |before: &&PoolSeen| {
+                was_online && before.error == seen.error && before.leaving == seen.leaving
+            };
+            let before = before.as_ref().filter(is_like_before);
+            (before.map(|before| seen.differing(before)), back)
         };
         if back && !report.leaving && report.error.is_empty() {
             self.events.record(Severity::Normal, about, "PoolOnline", "it reports again");
@@ -115,14 +115,22 @@ impl Controller {
         if let Some(wear) = report.wear {
             self.judge_wear(&report.pool, wear).await?;
         }
-        // A heartbeat that says nothing new must cost nothing.
-        if changed {
+        // A heartbeat that says nothing new must cost nothing, and what is new of one volume nothing
+        // for the others.
+        let differing = match differing {
+            None => self.volumes.indexed(|index| index.of_pool(&report.pool)),
+            Some(volumes) if volumes.is_empty() => return Ok(()),
+            Some(volumes) => {
+                volumes.iter().filter_map(|id| self.volumes.get(&id.to_string())).collect()
+            }
+        };
+        {
             if self.check_ruling().is_ok() {
                 self.strangers(&report.pool);
                 self.announce_old_records(&report.pool);
             }
-            self.announce();
-            self.reconcile().await?;
+            self.announce(&Concerned::Status);
+            self.reconcile_those(&differing).await?;
         }
         Ok(())
     }

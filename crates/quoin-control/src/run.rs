@@ -23,11 +23,11 @@ use crate::controller::{Controller, Settings};
 use crate::dying::{DyingLimits, DyingPolicy};
 use crate::metrics::Metrics;
 use crate::policy::{RebalanceAt, ReplaceAfter};
-use crate::records::Spread;
 use crate::scheduled_backup::BackupSchedule;
 use crate::service::{Gate, Services};
 use crate::spec::{Defaults, REPLICAS_HARD_MAX, REPLICAS_MAX};
 use crate::store::Embedded;
+use quoin_api::volume::Spread;
 
 /// Streams that agents and followers hold open, all together and each.
 const STREAMS_MAX: usize = 4096;
@@ -365,8 +365,26 @@ fn server(
         .max_frame_size(1 << 20)
 }
 
-/// What is due by time alone. Never ends by itself.
+/// What is due by time alone. Never ends by itself. Certificates and events wait for nothing else.
 async fn tend(controller: Arc<Controller>) {
+    let certificates = every_tick("certificates", || controller.tend_certificates());
+    let events = every_tick("events", || controller.events().flush());
+    tokio::join!(certificates, events, tend_volumes(&controller));
+}
+
+/// Does it at each tick, for ever; one that takes longer than a tick skips some.
+async fn every_tick<F: Future<Output = Result<(), Error>>>(what: &str, work: impl Fn() -> F) {
+    let mut tick = tokio::time::interval(TICK);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        if let Err(error) = work().await {
+            tracing::error!(%error, what, "not done this time, trying again");
+        }
+    }
+}
+
+async fn tend_volumes(controller: &Controller) {
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     for ticks in 0u64.. {
@@ -383,8 +401,6 @@ async fn tend(controller: Arc<Controller>) {
             ("fence", fenced),
             ("tend volumes", controller.tend_unused_of(&ready, now).await),
             ("heal", controller.heal_those(&ready, now).await),
-            ("certificates", controller.tend_certificates().await),
-            ("events", controller.events().flush().await),
         ] {
             if let Err(error) = done {
                 tracing::error!(%error, what, "not done this time, trying again");

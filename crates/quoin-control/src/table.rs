@@ -7,9 +7,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, RwLock};
 
-use tokio::sync::watch;
-
 use crate::Error;
+use crate::changes::{Changes, Concerned};
 use crate::records::{Record, decode, encode};
 use crate::store::{Entry, Store, StoreError, Swap};
 
@@ -18,25 +17,38 @@ const TRIES_MAX: u32 = 32;
 
 type Versioned<R> = (u64, Arc<R>);
 
+/// What is kept of all records of a kind, so that nobody must look at them all.
+pub trait Index<R>: Default + Send + Sync {
+    /// A record was made (`before` is `None`), changed or removed (`after` is `None`).
+    fn follow(&mut self, before: Option<&R>, after: Option<&R>);
+}
+
+impl<R> Index<R> for () {
+    fn follow(&mut self, _: Option<&R>, _: Option<&R>) {}
+}
+
 /// All records of one kind.
-pub(crate) struct Table<R> {
+pub(crate) struct Table<R: Record> {
     store: Arc<dyn Store>,
-    records: RwLock<BTreeMap<String, Versioned<R>>>,
-    /// Raised at each change, so that those who watch look again.
-    changed: watch::Sender<u64>,
+    records: RwLock<Records<R>>,
+    changes: Changes,
+}
+
+struct Records<R: Record> {
+    by_name: BTreeMap<String, Versioned<R>>,
+    index: R::Index,
 }
 
 impl<R: Record> Table<R> {
-    pub async fn load(
-        store: Arc<dyn Store>,
-        changed: watch::Sender<u64>,
-    ) -> Result<Self, StoreError> {
-        let mut records = BTreeMap::new();
+    pub async fn load(store: Arc<dyn Store>, changes: Changes) -> Result<Self, StoreError> {
+        let mut records: Records<R> =
+            Records { by_name: BTreeMap::new(), index: R::Index::default() };
         for entry in store.list(R::PREFIX).await? {
             let record = read::<R>(&entry)?;
-            records.insert(record.name(), (entry.revision, Arc::new(record)));
+            records.index.follow(None, Some(&record));
+            records.by_name.insert(record.name(), (entry.revision, Arc::new(record)));
         }
-        Ok(Self { store, records: RwLock::new(records), changed })
+        Ok(Self { store, records: RwLock::new(records), changes })
     }
 
     pub fn get(&self, name: &str) -> Option<Arc<R>> {
@@ -44,17 +56,17 @@ impl<R: Record> Table<R> {
     }
 
     pub fn versioned(&self, name: &str) -> Option<Versioned<R>> {
-        self.records.read().expect("no holder of this lock panics").get(name).cloned()
+        self.records.read().expect("no holder of this lock panics").by_name.get(name).cloned()
     }
 
     /// All of them, in the order of their names.
     pub fn list(&self) -> Vec<Arc<R>> {
         let records = self.records.read().expect("no holder of this lock panics");
-        records.values().map(|(_, record)| record.clone()).collect()
+        records.by_name.values().map(|(_, record)| record.clone()).collect()
     }
 
     pub fn count(&self) -> usize {
-        self.records.read().expect("no holder of this lock panics").len()
+        self.records.read().expect("no holder of this lock panics").by_name.len()
     }
 
     /// Up to `count` of those that `is_listed`, whose names come after `after`.
@@ -67,7 +79,7 @@ impl<R: Record> Table<R> {
         use std::ops::Bound;
         let records = self.records.read().expect("no holder of this lock panics");
         let from = (Bound::Excluded(after), Bound::Unbounded);
-        let listed = records.range::<str, _>(from).map(|(_, (_, record))| record);
+        let listed = records.by_name.range::<str, _>(from).map(|(_, (_, record))| record);
         listed.filter(|record| is_listed(record)).take(count).cloned().collect()
     }
 
@@ -150,21 +162,42 @@ impl<R: Record> Table<R> {
     /// Answers of the store may overtake one another; the highest revision is the last.
     fn remember(&self, name: &str, revision: u64, record: Option<Arc<R>>) {
         let mut records = self.records.write().expect("no holder of this lock panics");
-        if records.get(name).is_some_and(|(known, _)| *known > revision) {
+        if records.by_name.get(name).is_some_and(|(known, _)| *known > revision) {
             return;
         }
-        let record = record.map(|record| (revision, record));
         let before = match record.clone() {
-            Some(record) => records.insert(name.to_owned(), record),
-            None => records.remove(name),
+            Some(record) => records.by_name.insert(name.to_owned(), (revision, record)),
+            None => records.by_name.remove(name),
         };
+        let before = before.map(|(_, before)| before);
+        records.index.follow(before.as_deref(), record.as_deref());
         drop(records);
-        if let (Some((_, before)), Some((_, after))) = (&before, &record)
-            && !after.is_news(before)
-        {
-            return;
+        let is_news = match (&before, &record) {
+            (Some(before), Some(after)) => after.is_news(before),
+            _ => true,
+        };
+        if is_news {
+            let concerned = |record: &Arc<R>| record.concerned();
+            let [before, after] = [&before, &record].map(|record| record.as_ref().map(concerned));
+            self.changes.wake(&Concerned::by(before, after));
         }
-        self.changed.send_modify(|count| *count += 1);
+    }
+
+    /// Reads the index.
+    pub fn index<T>(&self, read: impl FnOnce(&R::Index) -> T) -> T {
+        read(&self.records.read().expect("no holder of this lock panics").index)
+    }
+
+    /// The records whose names the index gives.
+    pub fn indexed<'a, N>(&'a self, names: impl FnOnce(&R::Index) -> Option<&N>) -> Vec<Arc<R>>
+    where
+        for<'n> &'n N: IntoIterator<Item = &'n String>,
+        N: 'a,
+    {
+        let records = self.records.read().expect("no holder of this lock panics");
+        let names = names(&records.index).into_iter().flatten();
+        let found = names.filter_map(|name| records.by_name.get(name));
+        found.map(|(_, record)| record.clone()).collect()
     }
 }
 

@@ -19,6 +19,7 @@ use quoin_types::{Term, TermId};
 use tokio::sync::watch;
 
 use crate::Error;
+use crate::changes::{Changes, Concerned};
 use crate::controller::{Controller, random_id};
 use crate::events::{Object, Severity};
 use crate::records::{Record, RecoveryRecord, Text, decode, encode};
@@ -42,14 +43,11 @@ pub(crate) struct OwnTerm {
 }
 
 impl OwnTerm {
-    pub async fn load(
-        store: Arc<dyn Store>,
-        changed: watch::Sender<u64>,
-    ) -> Result<Self, StoreError> {
-        let ended = Table::<SupersededRecord>::load(store.clone(), changed.clone()).await?;
+    pub async fn load(store: Arc<dyn Store>, changes: Changes) -> Result<Self, StoreError> {
+        let ended = Table::<SupersededRecord>::load(store.clone(), changes.clone()).await?;
         let end = ended.get(SupersededRecord::NAME).map(|record| record.by());
         Ok(Self {
-            records: Table::load(store, changed).await?,
+            records: Table::load(store, changes).await?,
             ended,
             heard: Mutex::default(),
             signed: Mutex::default(),
@@ -73,7 +71,7 @@ pub(crate) struct Recovering<'a>(&'a Controller);
 impl Drop for Recovering<'_> {
     fn drop(&mut self) {
         self.0.term.recovering.store(false, Ordering::Relaxed);
-        self.0.announce();
+        self.0.announce(&Concerned::Everybody);
     }
 }
 
@@ -209,7 +207,7 @@ impl Controller {
             };
             self.term.records.update(TermRecord::NAME, replace).await?;
         }
-        self.announce();
+        self.announce(&Concerned::Everybody);
         Ok(term)
     }
 }

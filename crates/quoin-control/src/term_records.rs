@@ -23,6 +23,7 @@ impl TermRecord {
 }
 
 impl Record for TermRecord {
+    type Index = ();
     const PREFIX: &'static str = "term/";
     fn name(&self) -> String {
         Self::NAME.to_owned()
@@ -49,6 +50,7 @@ impl SupersededRecord {
 }
 
 impl Record for SupersededRecord {
+    type Index = ();
     const PREFIX: &'static str = "superseded/";
     fn name(&self) -> String {
         Self::NAME.to_owned()

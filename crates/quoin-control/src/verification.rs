@@ -13,6 +13,7 @@ use quoin_types::{ReplicaId, VolumeId};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::changes::Concerned;
 use crate::controller::{Controller, about};
 use crate::events::Severity;
 use crate::records::{Record, Text, VolumePhase, VolumeRecord};
@@ -90,9 +91,13 @@ pub struct FindingRecord {
 }
 
 impl Record for VerifyRecord {
+    type Index = ();
     const PREFIX: &'static str = "verify/";
     fn name(&self) -> String {
         self.volume.0.to_string()
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Some { pools: Default::default(), nodes: true }
     }
 }
 

@@ -26,6 +26,7 @@ use quoin_types::{Term, VolumeId};
 use tokio::time::Instant;
 
 use crate::Error;
+use crate::changes::Concerned;
 use crate::controller::{Controller, about};
 use crate::events::{Object, Severity};
 use crate::records::{MemberOfCluster, NameRecord, RecoveryRecord, VolumePhase, VolumeRecord};
@@ -181,7 +182,7 @@ impl Controller {
         );
         self.events.record(Severity::Normal, Object::new("cluster", "", ""), "TermBegan", message);
         recovered.done = true;
-        self.announce();
+        self.announce(&Concerned::Everybody);
         self.reconcile().await?;
         Ok(recovered)
     }
@@ -259,7 +260,7 @@ impl Controller {
     /// What every pool that is there keeps. Soon after a start they are waited for to come.
     async fn ask_pools(&self) -> BTreeMap<String, Told> {
         self.salvage.begin();
-        self.announce();
+        self.announce(&Concerned::Everybody);
         let deadline = Instant::now() + POOLS_TELL_WITHIN.max(self.settings.offline_after);
         loop {
             let known = self.pools_of_records();

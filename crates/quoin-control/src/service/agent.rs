@@ -21,6 +21,7 @@ use tonic::{Request, Response, Status, Streaming, async_trait};
 use super::Services;
 use crate::Error;
 
+use crate::changes::Concern;
 use crate::controller::Controller;
 use crate::epochs::MembershipSwap;
 use crate::reports::id;
@@ -33,6 +34,7 @@ impl Services {
     fn follow<T: PartialEq + Clone + Send + 'static>(
         &self,
         caller: Caller,
+        concern: Concern,
         make: impl Fn(&Controller) -> T + Send + 'static,
         mut finish: impl FnMut(&Controller, &mut T) + Send + 'static,
     ) -> Result<Response<Assignments<T>>, Status> {
@@ -41,7 +43,7 @@ impl Services {
         let (controller, mut shutdown) = (self.controller.clone(), self.shutdown.clone());
         let stream = async_stream::stream! {
             let _place = place;
-            let mut changes = controller.changes();
+            let mut changes = controller.changes_of(concern);
             let mut last: Option<T> = None;
             loop {
                 changes.mark_unchanged();
@@ -91,6 +93,7 @@ impl Agent for Services {
         let mut told = HashMap::new();
         self.follow(
             self.caller(&request)?,
+            Concern::Pool(name.clone()),
             move |controller| controller.pool_assignment(&name),
             move |controller, assignment| controller.tell_records(assignment, &mut told),
         )
@@ -103,7 +106,8 @@ impl Agent for Services {
         let name = request.get_ref().node.clone();
         self.act(&request, Role::Node, &name)?;
         let caller = self.caller(&request)?;
-        self.follow(caller, move |controller| controller.node_assignment(&name), |_, _| {})
+        let concern = Concern::Node(name.clone());
+        self.follow(caller, concern, move |controller| controller.node_assignment(&name), |_, _| {})
     }
 
     async fn report_pool(

@@ -1,0 +1,149 @@
+//! What making and deleting a volume costs beside thousands of others, over real sockets, with pools
+//! that do what they are told at once:
+//! `cargo run --release -p quoin-control --example beside -- 10000`.
+
+#[allow(dead_code, reason = "tests take the rest")]
+#[path = "../tests/control/server.rs"]
+mod server;
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::{
+    CreateVolumeRequest, DeleteVolumeRequest, GetVolumeRequest, PoolAssignment, PoolReport,
+    ReplicaReport, Spread, VolumeRef, VolumeSpec, WatchNodeRequest, WatchPoolRequest,
+};
+use server::Server;
+use tonic::transport::Channel;
+
+const POOLS: usize = 12;
+const NODES: usize = 12;
+/// Volumes that are made and deleted in each measurement.
+const MEASURED: usize = 100;
+/// Made at a time while the others are made.
+const AT_A_TIME: usize = 32;
+
+/// A pool that holds what it is told to.
+struct Pool {
+    name: String,
+    /// By GUID.
+    holds: HashMap<String, ReplicaReport>,
+}
+
+impl Pool {
+    fn obey(&mut self, assignment: PoolAssignment) {
+        for told in assignment.replicas {
+            let is_new = matches!(told.phase.as_str(), "Init" | "Recreate");
+            let report = |state: &str, quorum| ReplicaReport {
+                replica_id: told.replica_id.clone(),
+                guid: told.guid.clone(),
+                volume_id: told.volume_id.clone(),
+                state: state.to_owned(),
+                quorum,
+                ..ReplicaReport::default()
+            };
+            if told.phase == "Delete" {
+                self.holds.insert(told.guid.clone(), report("gone", false));
+            } else if is_new && !self.holds.contains_key(&told.guid) {
+                self.holds.insert(told.guid.clone(), report("created", told.phase == "Init"));
+            }
+        }
+    }
+
+    fn report(&mut self) -> PoolReport {
+        let report = PoolReport {
+            pool: self.name.clone(),
+            pool_id: format!("{}-1", self.name),
+            node: format!("host-of-{}", self.name),
+            address: "127.0.0.1:7000".into(),
+            capacity_bytes: 1 << 50,
+            free_bytes: 1 << 50,
+            start_counter: 1,
+            start_nonce: 1,
+            replicas: self.holds.values().cloned().collect(),
+            ..PoolReport::default()
+        };
+        // What is gone is told once.
+        self.holds.retain(|_, held| held.state != "gone");
+        report
+    }
+
+    async fn run(mut self, mut agent: AgentClient<Channel>) {
+        let asked = WatchPoolRequest { pool: self.name.clone() };
+        agent.report_pool(self.report()).await.expect("a first report");
+        let mut assignments = agent.watch_pool(asked).await.expect("a stream").into_inner();
+        while let Ok(Some(assignment)) = assignments.message().await {
+            self.obey(assignment);
+            agent.report_pool(self.report()).await.expect("a report");
+        }
+    }
+}
+
+fn named(name: &str) -> Option<VolumeRef> {
+    Some(VolumeRef { id: String::new(), name: name.to_owned() })
+}
+
+async fn make(server: &Server, name: String) {
+    let mut spec = VolumeSpec { name, size_bytes: 1 << 30, replicas: 3, ..VolumeSpec::default() };
+    spec.set_spread(Spread::Pool);
+    let asked = CreateVolumeRequest { spec: Some(spec), ..CreateVolumeRequest::default() };
+    let made = server.admin().create_volume(asked).await.expect("a volume").into_inner();
+    assert_eq!(made.phase, "Ready");
+}
+
+async fn delete(server: &Server, name: &str) {
+    let mut admin = server.admin();
+    admin.delete_volume(DeleteVolumeRequest { volume: named(name) }).await.expect("deleted");
+    while admin.get_volume(GetVolumeRequest { volume: named(name) }).await.is_ok() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Mean times to make and to delete one.
+async fn measure(server: &Server) -> (Duration, Duration) {
+    let began = Instant::now();
+    for n in 0..MEASURED {
+        make(server, format!("measured-{n}")).await;
+    }
+    let made = began.elapsed();
+    for n in 0..MEASURED {
+        delete(server, &format!("measured-{n}")).await;
+    }
+    (made / MEASURED as u32, (began.elapsed() - made) / MEASURED as u32)
+}
+
+#[tokio::main]
+async fn main() {
+    let others: usize = std::env::args().nth(1).map_or(10_000, |n| n.parse().expect("a number"));
+    let server = Server::start().await;
+    for n in 0..POOLS {
+        let pool = Pool { name: format!("p{n}"), holds: HashMap::new() };
+        tokio::spawn(pool.run(server.local_agent()));
+    }
+    for n in 0..NODES {
+        let asked = WatchNodeRequest { node: format!("n{n}") };
+        let mut agent = server.local_agent();
+        tokio::spawn(async move {
+            let mut told = agent.watch_node(asked).await.expect("a stream").into_inner();
+            while let Ok(Some(_)) = told.message().await {}
+        });
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let alone = measure(&server).await;
+    println!("beside none: {:?} to make one, {:?} to delete one", alone.0, alone.1);
+    let began = Instant::now();
+    for first in (0..others).step_by(AT_A_TIME) {
+        let names = first..(first + AT_A_TIME).min(others);
+        futures::future::join_all(names.map(|n| make(&server, format!("other-{n}")))).await;
+    }
+    println!("{others} others were made in {:?}", began.elapsed());
+    let beside = measure(&server).await;
+    println!("beside {others}: {:?} to make one, {:?} to delete one", beside.0, beside.1);
+    let times = |(one, other): (Duration, Duration)| other.as_secs_f64() / one.as_secs_f64();
+    println!(
+        "{:.2} times as long to make one, {:.2} times as long to delete one",
+        times((alone.0, beside.0)),
+        times((alone.1, beside.1))
+    );
+}
