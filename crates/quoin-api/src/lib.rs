@@ -1,8 +1,10 @@
-//! Generated gRPC messages and services, one module a package.
+//! What the parts of a cluster say to each other: generated gRPC messages and services, one module a
+//! package, and the options of a volume as types ([`volume`]).
 
-#![allow(clippy::all, clippy::pedantic)]
+pub mod volume;
 
 /// The control plane's own services.
+#[allow(clippy::all, clippy::pedantic)]
 pub mod control {
     tonic::include_proto!("quoin.control.v1");
 
@@ -11,6 +13,7 @@ pub mod control {
 }
 
 /// The Container Storage Interface: 1.8 and what later editions added (see `csi.proto`).
+#[allow(clippy::all, clippy::pedantic)]
 pub mod csi {
     tonic::include_proto!("csi.v1");
 

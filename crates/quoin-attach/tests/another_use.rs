@@ -238,7 +238,8 @@ struct Apart(Child, AttachClient);
 
 impl Apart {
     async fn start(run: &Path) -> Self {
-        let script = "mount -t tmpfs none \"$1\" && exec \"$0\" --exact another_use::a_daemon_apart";
+        let script =
+            "mount -t tmpfs none \"$1\" && exec \"$0\" --exact another_use::a_daemon_apart";
         let child = Command::new("unshare")
             .args(["--mount", "sh", "-c", script])
             .arg(std::env::current_exe().unwrap())

@@ -8,12 +8,13 @@
 use std::sync::Arc;
 
 use quoin_api::control::{self as api, ApplyVolumeRequest, VolumeRef, VolumeSpec};
+use quoin_api::volume::{OPTIONS, VolumeOptions};
 use quoin_types::ReplicaId;
 
 use crate::controller::{Controller, about};
 use crate::events::Severity;
 use crate::placement::Candidate;
-use crate::records::{Durability, Spread, Text, VolumeRecord};
+use crate::records::VolumeRecord;
 use crate::scale::{self, Scale};
 use crate::spec::{REPLICAS_HARD_MAX, check_replicas};
 use crate::{Error, reports, spec, text, volumes};
@@ -173,55 +174,31 @@ fn fields(
             said.push(("VolumeResized", message));
         }
     }
-    if let Some(after) = spec::replace_after(&declared.replace_after)?
-        && volume.spec.replace_after != Some(after)
-    {
-        let show = |after: Option<Text<crate::policy::ReplaceAfter>>| {
-            after.map_or("the cluster's".to_owned(), |after| after.0.to_string())
-        };
-        let message = format!("replaceAfter {} to {}", show(volume.spec.replace_after), after.0);
-        volume.spec.replace_after = Some(after);
-        said.push(("VolumeChanged", message));
+    for option in OPTIONS.iter().filter(|option| option.changes) {
+        let Some(asked) = option.given(declared) else { continue };
+        let mut message = VolumeSpec::from(&volume.spec);
+        let has = option.given(&message);
+        if has.as_ref() == Some(&asked) {
+            continue;
+        }
+        option.set(&mut message, &asked).map_err(|rule| Error::invalid(option.key, rule))?;
+        let options = VolumeOptions::complete(&message, volume.spec.options.spread);
+        volume.spec.options = options.map_err(|wrong| Error::invalid(wrong.key, wrong.rule))?;
+        let has = has.unwrap_or_else(|| option.absent.to_owned());
+        said.push(("VolumeChanged", format!("{} {has} to {asked}", option.key)));
     }
     Ok(said)
 }
 
 /// What is decided when a volume is made.
 fn check_fixed(volume: &VolumeRecord, declared: &VolumeSpec) -> Result<(), Error> {
-    let has = &volume.spec;
-    let text = |field, given: &str, has: &str| {
-        (!given.is_empty() && given != has).then(|| (field, format!("{has:?}")))
-    };
-    let durability = match declared.durability() {
-        api::Durability::Unspecified => None,
-        api::Durability::Cache => Some(Durability::Cache),
-        api::Durability::Media => Some(Durability::Media),
-    };
-    let spread = match declared.spread() {
-        api::Spread::Unspecified => None,
-        api::Spread::Host => Some(Spread::Host),
-        api::Spread::Pool => Some(Spread::Pool),
-    };
-    let number = |field, given: u64, has: u64| {
-        (given != 0 && given != has).then(|| (field, has.to_string()))
-    };
-    let differs = [
-        durability
-            .filter(|given| *given != has.durability)
-            .map(|_| ("durability", format!("{:?}", has.durability).to_lowercase())),
-        spread
-            .filter(|given| *given != has.spread)
-            .map(|_| ("spread", format!("{:?}", has.spread).to_lowercase())),
-        text("onQuorumLoss", &declared.on_quorum_loss, &has.on_quorum_loss),
-        text("onFull", &declared.on_full, &has.on_full),
-        text("reads", &declared.reads, &has.reads),
-        text("fsType", &declared.fs_type, &has.fs_type),
-        text("frontend", &declared.frontend, &has.frontend),
-        number("blockSize", declared.block_size.into(), has.block_size.into()),
-        number("iopsLimit", declared.iops_limit, has.iops_limit),
-        number("bandwidthLimit", declared.bandwidth_limit, has.bandwidth_limit),
-    ];
-    match differs.into_iter().flatten().next() {
+    let has = VolumeSpec::from(&volume.spec);
+    let differs = OPTIONS.iter().filter(|option| !option.changes).find_map(|option| {
+        let (asked, has) = (option.given(declared)?, option.given(&has).unwrap_or_default());
+        (asked != has)
+            .then(|| (option.key, if has.is_empty() { option.absent.into() } else { has }))
+    });
+    match differs {
         None => Ok(()),
         Some((field, has)) => Err(Error::invalid(
             field,

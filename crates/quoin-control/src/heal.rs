@@ -72,7 +72,7 @@ struct Need<'a> {
 impl Controller {
     /// The policy of a volume: its own, or the cluster's.
     pub fn replace_after(&self, volume: &VolumeRecord) -> ReplaceAfter {
-        volume.spec.replace_after.map_or(self.settings.replace_after, |after| after.0)
+        volume.spec.options.replace_after.unwrap_or(self.settings.replace_after)
     }
 
     pub fn healing(&self) -> Healing {

@@ -16,6 +16,7 @@ mod assignments;
 mod attach;
 pub mod backup;
 mod balance;
+mod changes;
 mod controller;
 mod cordon;
 mod declare;
@@ -57,6 +58,7 @@ mod term_records;
 mod text;
 mod time;
 mod verification;
+mod volume_index;
 mod volumes;
 
 pub use attach::Publish;

@@ -11,9 +11,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::records::{Spec, Spread};
+use crate::records::Spec;
 use crate::spec::accessible;
 use crate::{Error, text};
+use quoin_api::volume::Spread;
 
 /// What helps where no pool has the room.
 const SMALLER: &str = "make the volume smaller, or add a pool with more room";
@@ -90,7 +91,7 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
     let (first_of_host, others): (Vec<_>, Vec<_>) =
         usable.into_iter().partition(|pool| hosts.insert(pool.host.clone()));
     let first_count = first_of_host.len();
-    let chosen = match spec.spread {
+    let chosen = match spec.options.spread {
         Spread::Host => first_of_host,
         // Other hosts first even where it is not demanded.
         Spread::Pool => [first_of_host, others].concat(),
@@ -104,7 +105,7 @@ pub fn place(spec: &Spec, size_bytes: u64, pools: &[Candidate]) -> Result<Vec<St
     };
     let too_small = pools.iter().any(is_room);
     let full = pools.iter().any(|pool| pool.unusable.is_empty() && !pool.full.is_empty());
-    let (what, advice) = match spec.spread {
+    let (what, advice) = match spec.options.spread {
         Spread::Host if full => ("hosts", FREE),
         Spread::Pool if full => ("pools", FREE),
         Spread::Host if too_small && first_count == 0 => ("hosts", SMALLER),
@@ -162,7 +163,7 @@ pub fn place_beside(
         if taken.pools.contains(&pool.name.as_str()) {
             return Some("it holds a replica of the volume".to_owned());
         }
-        if spec.spread == Spread::Host && hosts.contains(pool.host.as_str()) {
+        if spec.options.spread == Spread::Host && hosts.contains(pool.host.as_str()) {
             return Some(format!("host {} holds a replica of the volume", pool.host));
         }
         pool.objection(spec, size_bytes)
@@ -185,7 +186,7 @@ pub fn place_beside(
     let mut seen = hosts.clone();
     let (fresh, others): (Vec<_>, Vec<_>) =
         usable.into_iter().partition(|pool| seen.insert(pool.host.as_str()));
-    let chosen = match spec.spread {
+    let chosen = match spec.options.spread {
         Spread::Host => fresh,
         Spread::Pool => [fresh, others].concat(),
     };
@@ -200,7 +201,7 @@ pub fn place_beside(
         [] => String::new(),
         some => format!("; not usable: {}", some.join(", ")),
     };
-    let what = if spec.spread == Spread::Host { "other hosts" } else { "other pools" };
+    let what = if spec.options.spread == Spread::Host { "other hosts" } else { "other pools" };
     let size = text::bytes(size_bytes);
     let needed = match count {
         1 => format!("1 more replica of {size} needs 1 of the {what} with room"),
@@ -253,7 +254,7 @@ fn smallest_needed(
         .filter_map(|pool| measure(pool).map(|bytes| (pool.host.as_str(), bytes)))
         .collect();
     room.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-    if spec.spread == Spread::Host {
+    if spec.options.spread == Spread::Host {
         let mut hosts = BTreeSet::new();
         room.retain(|(host, _)| hosts.insert(*host));
     }
@@ -265,7 +266,7 @@ fn smallest_needed(
 pub fn unpromised(spec: &Spec, pools: &[Candidate]) -> u64 {
     let mut domains: BTreeMap<&str, u64> = BTreeMap::new();
     for pool in pools.iter().filter(|pool| pool.objection(spec, 0).is_none()) {
-        let domain = match spec.spread {
+        let domain = match spec.options.spread {
             Spread::Host => &pool.host,
             Spread::Pool => &pool.name,
         };

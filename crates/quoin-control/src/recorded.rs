@@ -8,10 +8,13 @@ use quoin_recorded::Recorded;
 use quoin_types::{Incarnation, ReplicaGuid, ReplicaId, TermId, VolumeId};
 use serde_json::{Map, Value, json};
 
-use crate::policy::ReplaceAfter;
 use crate::records::*;
 use crate::term_records::{SupersededRecord, TermRecord};
 use crate::verification::{FindingRecord, ReplicaResult, VerifyRecord, VerifyState};
+use quoin_api::volume::{
+    BlockSize, Durability, FileSystem, Frontend, OnFull, OnQuorumLoss, Reads, ReplaceAfter, Spread,
+    VolumeOptions,
+};
 
 const RAISE: &str = "FORMAT in quoin-control/src/records.rs, unless every build that reads the \
                      format of today may take the new field for absent (`serde(default)`)";
@@ -30,20 +33,22 @@ fn spec() -> Spec {
         name: "db".into(),
         replicas: 3,
         consistency_factor: 2,
-        durability: Durability::Media,
-        spread: Spread::Host,
-        on_quorum_loss: "wait".into(),
-        on_full: "wait".into(),
-        reads: "leased".into(),
-        block_size: 4096,
-        fs_type: "xfs".into(),
-        frontend: "nbd".into(),
+        options: VolumeOptions {
+            durability: Durability::Media,
+            spread: Spread::Host,
+            on_quorum_loss: OnQuorumLoss::Wait,
+            on_full: OnFull::Wait,
+            reads: Reads::Leased,
+            block_size: BlockSize::Bytes4096,
+            fs_type: Some(FileSystem::Xfs),
+            frontend: Some(Frontend::Nbd),
+            iops_limit: 2000,
+            bandwidth_limit: 100 << 20,
+            replace_after: Some(ReplaceAfter::After(Duration::from_secs(900))),
+        },
         allow_loss_on_single_failure: true,
         parameters: words(&[("purpose", "test")]),
         accessible_topology: vec![words(&[("zone", "a")]), words(&[("zone", "b")])],
-        iops_limit: 2000,
-        bandwidth_limit: 100 << 20,
-        replace_after: Some(Text(ReplaceAfter::After(Duration::from_secs(900)))),
     }
 }
 
@@ -163,9 +168,12 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
     hold("volume", &volume());
     let bare = VolumeRecord {
         spec: Spec {
-            durability: Durability::Cache,
-            spread: Spread::Pool,
-            replace_after: Some(Text(ReplaceAfter::Never)),
+            options: VolumeOptions {
+                durability: Durability::Cache,
+                spread: Spread::Pool,
+                replace_after: Some(ReplaceAfter::Never),
+                ..spec().options
+            },
             ..spec()
         },
         phase: VolumePhase::Pending,
@@ -308,7 +316,15 @@ fn records_without_the_fields_that_were_added_later_are_read_as_they_were_meant(
         may_have_lost_ms: 0,
         generation: 0,
         epochs_skipped: 0,
-        spec: Spec { iops_limit: 0, bandwidth_limit: 0, replace_after: None, ..spec() },
+        spec: Spec {
+            options: VolumeOptions {
+                iops_limit: 0,
+                bandwidth_limit: 0,
+                replace_after: None,
+                ..spec().options
+            },
+            ..spec()
+        },
         replicas: volume()
             .replicas
             .into_iter()

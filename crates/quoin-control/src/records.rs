@@ -10,15 +10,18 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt::Display;
 use std::str::FromStr;
 
+use quoin_api::volume::VolumeOptions;
 use quoin_types::membership::{REPLICAS_MAX, RETIRED_MAX, default_cf};
 use quoin_types::{Epoch, Incarnation, Member, Membership, ReplicaGuid, ReplicaId, VolumeId};
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use crate::attach::AttachmentRecord;
+use crate::changes::Concerned;
 use crate::devices::{Use, is_zero};
-use crate::policy::ReplaceAfter;
+use crate::table::Index;
 use crate::time::now_ms;
+use crate::volume_index::VolumeIndex;
 
 /// An identifier of the protocol, written as its 32 hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -39,6 +42,8 @@ impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
 
 /// A kind of record.
 pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync + 'static {
+    /// What is kept of all of them together.
+    type Index: Index<Self>;
     /// The first part of its keys, with the slash.
     const PREFIX: &'static str;
     /// The rest of its key.
@@ -51,22 +56,14 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync
     fn is_news(&self, _before: &Self) -> bool {
         true
     }
+    /// Whose assignments it takes part in.
+    fn concerned(&self) -> Concerned {
+        Concerned::Everybody
+    }
     /// The key of the one with this name.
     fn key_of(name: &str) -> String {
         format!("{}{name}", Self::PREFIX)
     }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub enum Durability {
-    Cache,
-    Media,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub enum Spread {
-    Host,
-    Pool,
 }
 
 /// What was asked for, complete: every default is filled in.
@@ -75,26 +72,12 @@ pub struct Spec {
     pub name: String,
     pub replicas: u8,
     pub consistency_factor: u8,
-    pub durability: Durability,
-    pub spread: Spread,
-    pub on_quorum_loss: String,
-    pub on_full: String,
-    pub reads: String,
-    pub block_size: u32,
-    pub fs_type: String,
-    pub frontend: String,
+    #[serde(flatten)]
+    pub options: VolumeOptions,
     pub allow_loss_on_single_failure: bool,
     pub parameters: BTreeMap<String, String>,
     /// Any of these; empty: anywhere.
     pub accessible_topology: Vec<BTreeMap<String, String>>,
-    /// IOs and bytes a second; 0: no limit.
-    #[serde(default)]
-    pub iops_limit: u64,
-    #[serde(default)]
-    pub bandwidth_limit: u64,
-    /// `None`: as the cluster has it.
-    #[serde(default)]
-    pub replace_after: Option<Text<ReplaceAfter>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -439,6 +422,12 @@ impl VolumeRecord {
         Some(encode(&kept)).filter(|bytes| bytes.len() <= KEEPSAKE_BYTES_MAX).unwrap_or_default()
     }
 
+    /// The pools that hold a replica of it, or are to remove one; some of them twice.
+    pub(crate) fn pools(&self) -> impl Iterator<Item = &String> {
+        let held = self.replicas.iter().map(|replica| &replica.pool);
+        held.chain(self.discarded.iter().map(|discarded| &discarded.pool))
+    }
+
     pub fn epoch(&self) -> Epoch {
         Epoch(self.epoch)
     }
@@ -455,9 +444,15 @@ impl VolumeRecord {
 }
 
 impl Record for VolumeRecord {
+    type Index = VolumeIndex;
     const PREFIX: &'static str = "volume/";
     fn name(&self) -> String {
         self.id.0.to_string()
+    }
+    fn concerned(&self) -> Concerned {
+        // A node may have a device of a volume that is served elsewhere by now.
+        let nodes = self.owner.is_some() || !self.attachments.is_empty();
+        Concerned::Some { pools: self.pools().cloned().collect(), nodes }
     }
 }
 
@@ -469,9 +464,13 @@ pub struct NameRecord {
 }
 
 impl Record for NameRecord {
+    type Index = ();
     const PREFIX: &'static str = "volume-name/";
     fn name(&self) -> String {
         self.volume_name.clone()
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Nobody
     }
 }
 
@@ -498,12 +497,17 @@ pub struct PoolRecord {
 }
 
 impl Record for PoolRecord {
+    type Index = ();
     const PREFIX: &'static str = "pool/";
     fn name(&self) -> String {
         self.name.clone()
     }
     fn is_news(&self, before: &Self) -> bool {
         *before != PoolRecord { mark: before.mark, ..self.clone() }
+    }
+    fn concerned(&self) -> Concerned {
+        // Nodes are told its address.
+        Concerned::Some { pools: [self.name.clone()].into(), nodes: true }
     }
 }
 
@@ -525,9 +529,13 @@ pub struct CordonRecord {
 }
 
 impl Record for CordonRecord {
+    type Index = ();
     const PREFIX: &'static str = "cordon/";
     fn name(&self) -> String {
         Self::name_of(&self.kind, &self.holder)
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Status
     }
 }
 
@@ -548,9 +556,13 @@ pub struct NodeRecord {
 }
 
 impl Record for NodeRecord {
+    type Index = ();
     const PREFIX: &'static str = "node/";
     fn name(&self) -> String {
         self.name.clone()
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Status
     }
 }
 
@@ -572,9 +584,13 @@ pub struct TokenRecord {
 }
 
 impl Record for TokenRecord {
+    type Index = ();
     const PREFIX: &'static str = "token/";
     fn name(&self) -> String {
         self.secret_hash.clone()
+    }
+    fn concerned(&self) -> Concerned {
+        Concerned::Nobody
     }
 }
 
@@ -604,9 +620,14 @@ fn yes() -> bool {
 }
 
 impl Record for MemberOfCluster {
+    type Index = ();
     const PREFIX: &'static str = "member/";
     fn name(&self) -> String {
         format!("{}/{}", self.role, self.holder)
+    }
+    fn concerned(&self) -> Concerned {
+        // A stream ends once its caller is no member any more.
+        Concerned::Everybody
     }
 }
 
@@ -625,6 +646,7 @@ impl RecoveryRecord {
 }
 
 impl Record for RecoveryRecord {
+    type Index = ();
     const PREFIX: &'static str = "recovery/";
     fn name(&self) -> String {
         Self::NAME.to_owned()
@@ -645,6 +667,7 @@ pub struct EventRecord {
 }
 
 impl Record for EventRecord {
+    type Index = ();
     const PREFIX: &'static str = "event/";
     fn name(&self) -> String {
         Self::name_at(self.sequence)

@@ -4,12 +4,12 @@
 use std::collections::BTreeMap;
 
 use quoin_api::control::{self as api, VolumeSpec};
+use quoin_api::volume::{FileSystem, Spread, VolumeOptions};
 use quoin_types::membership::default_cf;
 use quoin_types::{BLOCK_SIZE, VOLUME_BLOCKS_MAX};
 
 use crate::Error;
-use crate::policy::{NotATime, ReplaceAfter};
-use crate::records::{Durability, Spec, Spread, Text};
+use crate::records::Spec;
 use crate::text;
 
 /// Smallest volume: file systems do not fit in less.
@@ -94,63 +94,17 @@ pub fn complete(asked: &VolumeSpec, defaults: Defaults) -> Result<Spec, Error> {
     if bytes > MAP_BYTES_MAX {
         return Err(Error::invalid("parameters", format!("more than {MAP_BYTES_MAX} bytes")));
     }
+    let options = VolumeOptions::complete(asked, defaults.spread);
+    let options = options.map_err(|wrong| Error::invalid(wrong.key, wrong.rule))?;
     Ok(Spec {
         name: asked.name.clone(),
         replicas,
         consistency_factor: factor,
-        durability: match asked.durability() {
-            api::Durability::Unspecified | api::Durability::Cache => Durability::Cache,
-            api::Durability::Media => Durability::Media,
-        },
-        spread: match asked.spread() {
-            api::Spread::Unspecified => defaults.spread,
-            api::Spread::Host => Spread::Host,
-            api::Spread::Pool => Spread::Pool,
-        },
-        on_quorum_loss: one_of("onQuorumLoss", &asked.on_quorum_loss, &["wait", "fail"])?,
-        on_full: one_of("onFull", &asked.on_full, &["wait", "enospc"])?,
-        reads: one_of("reads", &asked.reads, &["leased", "confirmed"])?,
-        block_size: match asked.block_size {
-            0 | 4096 => 4096,
-            512 => 512,
-            n => return Err(Error::invalid("blockSize", format!("{n} is neither 512 nor 4096"))),
-        },
-        fs_type: one_of("fsType", &asked.fs_type, &["", "ext4", "xfs"])?,
-        frontend: one_of("frontend", &asked.frontend, &["", "fuse", "nbd"])?,
+        options,
         allow_loss_on_single_failure: asked.allow_loss_on_single_failure,
         parameters: asked.parameters.clone().into_iter().collect(),
         accessible_topology,
-        iops_limit: asked.iops_limit,
-        bandwidth_limit: bandwidth(asked.bandwidth_limit)?,
-        replace_after: replace_after(&asked.replace_after)?,
     })
-}
-
-pub(crate) fn replace_after(text: &str) -> Result<Option<Text<ReplaceAfter>>, Error> {
-    let parsed = (!text.is_empty()).then(|| text.parse().map(Text)).transpose();
-    parsed.map_err(|error: NotATime| Error::invalid("replaceAfter", error.to_string()))
-}
-
-/// Less than a block a second would look like a volume that hangs.
-fn bandwidth(bytes: u64) -> Result<u64, Error> {
-    if bytes != 0 && bytes < BLOCK_SIZE as u64 {
-        let rule = format!("{bytes} bytes a second are less than one block of {BLOCK_SIZE}");
-        return Err(Error::invalid("bandwidthLimit", rule));
-    }
-    Ok(bytes)
-}
-
-/// The first of `choices` is the default.
-fn one_of(field: &'static str, given: &str, choices: &[&str]) -> Result<String, Error> {
-    if given.is_empty() {
-        return Ok(choices[0].to_owned());
-    }
-    if choices.contains(&given) {
-        return Ok(given.to_owned());
-    }
-    let given: String = given.chars().take(40).collect();
-    let known: Vec<_> = choices.iter().copied().filter(|choice| !choice.is_empty()).collect();
-    Err(Error::invalid(field, format!("{given:?} is not one of {}", known.join(", "))))
 }
 
 fn topologies(asked: &[api::Topology]) -> Result<Vec<BTreeMap<String, String>>, Error> {
@@ -190,7 +144,7 @@ pub fn size(asked_bytes: u64, limit_bytes: u64) -> Result<u64, Error> {
 /// Refuses a size on which the volume's own file system cannot be made: a node would find out at
 /// the first mount only.
 pub(crate) fn check_file_system(spec: &Spec, size_bytes: u64) -> Result<(), Error> {
-    if spec.fs_type == "xfs" && size_bytes < api::XFS_BYTES_MIN {
+    if spec.options.fs_type == Some(FileSystem::Xfs) && size_bytes < api::XFS_BYTES_MIN {
         let (size, least) = (text::bytes(size_bytes), text::bytes(api::XFS_BYTES_MIN));
         return Err(Error::OutOfRange(format!(
             "size: {size} are too little for xfs, which needs {least}: make the volume larger, or \
@@ -214,16 +168,7 @@ impl From<&Spec> for VolumeSpec {
             size_bytes: 0,
             replicas: spec.replicas.into(),
             consistency_factor: spec.consistency_factor.into(),
-            on_quorum_loss: spec.on_quorum_loss.clone(),
-            on_full: spec.on_full.clone(),
-            reads: spec.reads.clone(),
-            block_size: spec.block_size,
-            fs_type: spec.fs_type.clone(),
-            frontend: spec.frontend.clone(),
             allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
-            iops_limit: spec.iops_limit,
-            bandwidth_limit: spec.bandwidth_limit,
-            replace_after: spec.replace_after.map(|after| after.0.to_string()).unwrap_or_default(),
             parameters: spec.parameters.clone().into_iter().collect(),
             accessible_topology: spec
                 .accessible_topology
@@ -232,14 +177,7 @@ impl From<&Spec> for VolumeSpec {
                 .collect(),
             ..VolumeSpec::default()
         };
-        message.set_durability(match spec.durability {
-            Durability::Cache => api::Durability::Cache,
-            Durability::Media => api::Durability::Media,
-        });
-        message.set_spread(match spec.spread {
-            Spread::Host => api::Spread::Host,
-            Spread::Pool => api::Spread::Pool,
-        });
+        spec.options.write(&mut message);
         message
     }
 }
@@ -273,9 +211,7 @@ mod tests {
     fn what_is_not_said_is_filled_in() {
         let spec = complete(&asked(), DEFAULTS).unwrap();
         assert_eq!((spec.replicas, spec.consistency_factor), (3, 2));
-        assert_eq!(spec.spread, Spread::Host);
-        assert_eq!(spec.durability, Durability::Cache);
-        assert_eq!((spec.on_quorum_loss.as_str(), spec.reads.as_str()), ("wait", "leased"));
+        assert_eq!(spec.options.spread, Spread::Host);
         let again = complete(&VolumeSpec::from(&spec), DEFAULTS).unwrap();
         assert_eq!(again, spec, "a completed spec is complete");
     }
@@ -315,8 +251,8 @@ mod tests {
         assert!(with(|s| s.block_size = 1024).starts_with("blockSize:"));
         assert!(with(|s| s.bandwidth_limit = 100).starts_with("bandwidthLimit:"));
         assert!(with(|s| s.replace_after = "soon".into()).contains("\"soon\" is neither a time"));
-        assert!(with(|s| s.reads = "maybe".into()).contains("leased, confirmed"));
-        assert!(with(|s| s.fs_type = "zfs".into()).contains("ext4, xfs"));
+        assert!(with(|s| s.reads = "maybe".into()).contains("leased | confirmed"));
+        assert!(with(|s| s.fs_type = "zfs".into()).contains("ext4 | xfs"));
         assert!(
             with(|s| drop(s.parameters.insert("k".into(), "v".repeat(5000))))
                 .starts_with("parameters:")

@@ -12,10 +12,11 @@ use crate::assignments;
 use crate::controller::Controller;
 use crate::observed::{Observed, ReplicaState, VolumeSeen};
 use crate::records::{
-    AttachmentRecord, Cause, NodeRecord, PoolRecord, ReplicaPhase, ReplicaRecord, Spread,
-    VolumePhase, VolumeRecord,
+    AttachmentRecord, Cause, NodeRecord, PoolRecord, ReplicaPhase, ReplicaRecord, VolumePhase,
+    VolumeRecord,
 };
 use crate::time::timestamp;
+use quoin_api::volume::Spread;
 
 /// A target that has not opened a volume after so long has met with something.
 const OPENING_MAX: Duration = Duration::from_secs(8);
@@ -394,7 +395,7 @@ impl Controller {
         if lost == 0 {
             return "acknowledged writes are lost with the pool that holds them".to_owned();
         }
-        if hosts.len() == usize::from(rf) || volume.spec.spread == Spread::Host {
+        if hosts.len() == usize::from(rf) || volume.spec.options.spread == Spread::Host {
             return format!("acknowledged writes survive the loss of {}", plural(lost, "host"));
         }
         format!(

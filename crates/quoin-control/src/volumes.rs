@@ -1,9 +1,9 @@
 //! Volumes come, grow and go.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use quoin_api::control::{VolumeRef, VolumeSpec};
+use quoin_api::volume::OPTIONS;
 use quoin_types::{ReplicaGuid, ReplicaId, VolumeId};
 
 use crate::controller::{Controller, about, random_id};
@@ -276,13 +276,6 @@ impl Controller {
 
     /// Every pool as placement sees it now.
     pub(crate) fn candidates(&self) -> Vec<Candidate> {
-        let mut promised: HashMap<String, u64> = HashMap::new();
-        for volume in self.volumes.list() {
-            for replica in &volume.replicas {
-                let sum = promised.entry(replica.pool.clone()).or_default();
-                *sum = sum.saturating_add(volume.size_bytes);
-            }
-        }
         let observed = self.observed();
         let after = self.settings.offline_after;
         let candidate = |pool: &Arc<PoolRecord>| {
@@ -313,7 +306,7 @@ impl Controller {
                 topology: pool.topology.clone(),
                 capacity_bytes: seen.map_or(0, |seen| seen.capacity_bytes),
                 used_bytes: seen.map_or(0, |seen| seen.used_bytes),
-                promised_bytes: promised.get(&pool.name).copied().unwrap_or(0),
+                promised_bytes: self.volumes.index(|index| index.promised_bytes(&pool.name)),
                 unusable,
             }
         };
@@ -334,29 +327,17 @@ impl Controller {
     }
 }
 
-/// The fields of a spec that a volume keeps for life, each in words.
-fn in_words(spec: &Spec) -> [(&'static str, String); 13] {
-    let or = |text: &str, none: &str| if text.is_empty() { none } else { text }.to_owned();
-    let limit = |limit: u64, words: String| if limit == 0 { "no limit".into() } else { words };
-    let replace_after = spec.replace_after.map(|after| after.0.to_string());
-    [
+/// The fields of a spec that a volume is made with, each in words.
+fn in_words(spec: &Spec) -> Vec<(&'static str, String)> {
+    let message = VolumeSpec::from(spec);
+    let factors = [
         ("replicas", spec.replicas.to_string()),
         ("consistencyFactor", spec.consistency_factor.to_string()),
-        ("durability", format!("{:?}", spec.durability).to_lowercase()),
-        ("spread", format!("{:?}", spec.spread).to_lowercase()),
-        ("onQuorumLoss", spec.on_quorum_loss.clone()),
-        ("onFull", spec.on_full.clone()),
-        ("reads", spec.reads.clone()),
-        ("blockSize", spec.block_size.to_string()),
-        ("fsType", or(&spec.fs_type, "the node's own")),
-        ("frontend", or(&spec.frontend, "the node's own")),
-        ("iopsLimit", limit(spec.iops_limit, spec.iops_limit.to_string())),
-        (
-            "bandwidthLimit",
-            limit(spec.bandwidth_limit, format!("{} a second", text::bytes(spec.bandwidth_limit))),
-        ),
-        ("replaceAfter", replace_after.unwrap_or_else(|| "the cluster's".to_owned())),
-    ]
+    ];
+    let options = OPTIONS.iter().map(|option| {
+        (option.key, option.given(&message).unwrap_or_else(|| option.absent.to_owned()))
+    });
+    factors.into_iter().chain(options).collect()
 }
 
 /// Makes a volume larger where its pools have the room; the size that it had.

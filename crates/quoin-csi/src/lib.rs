@@ -32,7 +32,7 @@ pub use backend::Backend;
 pub use endpoint::{EndpointError, Socket, listen, parse as parse_endpoint};
 pub use identity::is_driver_name;
 pub use metrics::Metrics;
-pub use parameters::{PARAMETERS, Parameter};
+pub use parameters::keys as parameter_keys;
 pub use plugin::{ConfigError, Mode, NodeSide, Plugin, PluginOptions};
 pub use process::{Error, Options, run};
 

@@ -7,7 +7,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use quoin_api::control::{Durability, Spread, VolumeSpec};
+use quoin_api::control::VolumeSpec;
+use quoin_api::volume::{OPTIONS, VolumeOption};
 use tonic::Status;
 
 use crate::refusal::invalid;
@@ -18,45 +19,83 @@ const FOREIGN_PREFIX: &str = "csi.storage.k8s.io/";
 /// No controller allows more (`quoin controller run --max-replicas`).
 const REPLICAS_HARD_MAX: u32 = 8;
 
-/// A key, the aliases under which it is known, and what it does, for the documentation.
-pub struct Parameter {
-    pub key: &'static str,
-    pub aliases: &'static [&'static str],
-    pub values: &'static str,
+/// A parameter that is no option of the volume itself.
+struct Other {
+    key: &'static str,
+    aliases: &'static [&'static str],
+    values: &'static str,
+    /// `None` if the value is none of the allowed ones.
+    set: fn(&mut VolumeSpec, &str) -> Option<()>,
 }
 
-/// Every parameter there is.
-pub const PARAMETERS: &[Parameter] = &[
-    Parameter {
+const OTHERS: [Other; 6] = [
+    Other {
         key: "replicas",
         aliases: &["repl", "numberOfReplicas", "replicaCount"],
         values: "1 to as many as the cluster allows (5, at most 8); its default is 3",
+        // How many it allows is the controller's to say.
+        set: |spec, value| factor(value).map(|replicas| spec.replicas = replicas),
     },
-    Parameter {
+    Other {
         key: "consistencyFactor",
         aliases: &[],
         values: "1 to replicas; floor(replicas / 2) + 1 unless given",
+        set: |spec, value| factor(value).map(|factor| spec.consistency_factor = factor),
     },
-    Parameter { key: "durability", aliases: &[], values: "cache | media" },
-    Parameter { key: "onQuorumLoss", aliases: &[], values: "wait | fail" },
-    Parameter { key: "onFull", aliases: &[], values: "wait | enospc" },
-    Parameter { key: "reads", aliases: &[], values: "leased | confirmed" },
-    Parameter { key: "spread", aliases: &[], values: "host | pool" },
-    Parameter { key: "frontend", aliases: &[], values: "fuse | nbd" },
-    Parameter { key: "blockSize", aliases: &[], values: "512 | 4096" },
-    Parameter { key: "fsType", aliases: &["fstype"], values: "ext4 | xfs" },
-    Parameter { key: "allowLossOnSingleFailure", aliases: &[], values: "true | false" },
-    Parameter { key: "iopsLimit", aliases: &[], values: "a number of IOs a second, at least 1" },
-    Parameter {
-        key: "bandwidthLimit",
+    Other {
+        key: "allowLossOnSingleFailure",
         aliases: &[],
-        values: "a number of bytes a second, at least 4096",
+        values: "true | false",
+        set: |spec, value| {
+            spec.allow_loss_on_single_failure = value.parse().ok()?;
+            Some(())
+        },
     },
-    Parameter { key: "replaceAfter", aliases: &[], values: "a time, as in 90s, 10m or 2h | off" },
-    Parameter { key: "thin", aliases: &["thinProvision"], values: "true" },
-    Parameter { key: "local", aliases: &[], values: "any" },
-    Parameter { key: "encrypted", aliases: &[], values: "false" },
+    Other {
+        key: "thin",
+        aliases: &["thinProvision"],
+        values: "true",
+        set: |_, value| (value == "true").then_some(()),
+    },
+    Other {
+        key: "local",
+        aliases: &[],
+        values: "any",
+        set: |_, value| (value == "any").then_some(()),
+    },
+    Other {
+        key: "encrypted",
+        aliases: &[],
+        values: "false",
+        set: |_, value| (value == "false").then_some(()),
+    },
 ];
+
+/// Every key there is, in the project's spelling.
+pub fn keys() -> impl Iterator<Item = &'static str> {
+    OTHERS.iter().map(|other| other.key).chain(OPTIONS.iter().map(|option| option.key))
+}
+
+fn factor(value: &str) -> Option<u32> {
+    // `parse` takes a leading plus sign, which no user means.
+    value.bytes().all(|byte| byte.is_ascii_digit()).then_some(())?;
+    value.parse().ok().filter(|number| (1..=REPLICAS_HARD_MAX).contains(number))
+}
+
+/// Takes over one value; gives the key in the project's spelling.
+///
+/// # Errors
+/// `None`: no such key. The values that are right.
+fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Result<&'static str, Option<String>> {
+    if let Some(option) = VolumeOption::find(key) {
+        let taken = option.set(spec, value);
+        return taken.map(|()| option.key).map_err(|_| Some(option.values.to_string()));
+    }
+    let named = |other: &&Other| other.key == key || other.aliases.contains(&key);
+    let other = OTHERS.iter().find(named).ok_or(None)?;
+    let taken = (other.set)(spec, value).map(|()| other.key);
+    taken.ok_or_else(|| Some(other.values.to_owned()))
+}
 
 /// Reads parameters into a specification, its `parameters` in the project's spelling.
 ///
@@ -71,21 +110,17 @@ pub fn read(given: &HashMap<String, String>) -> Result<VolumeSpec, Status> {
         if key.starts_with(FOREIGN_PREFIX) {
             continue;
         }
-        let parameter = PARAMETERS
-            .iter()
-            .find(|one| one.key == key || one.aliases.contains(&key.as_str()))
-            .ok_or_else(|| unknown(key))?;
-        if let Some(other) = seen.insert(parameter.key, key) {
+        let own = set(&mut spec, key, value).map_err(|values| match values {
+            None => unknown(key),
+            Some(values) => {
+                invalid("parameters", format!("has {key:?} with a value that is none of: {values}"))
+            }
+        })?;
+        if let Some(other) = seen.insert(own, key) {
             let why = format!("has both {other:?} and {key:?}, which mean the same");
             return Err(invalid("parameters", why));
         }
-        set(&mut spec, parameter.key, value).ok_or_else(|| {
-            invalid(
-                "parameters",
-                format!("has {key:?} with a value that is none of: {}", parameter.values),
-            )
-        })?;
-        spec.parameters.insert(parameter.key.to_owned(), value.clone());
+        spec.parameters.insert(own.to_owned(), value.clone());
     }
     let most = if spec.replicas == 0 { REPLICAS_HARD_MAX } else { spec.replicas };
     if spec.consistency_factor > most {
@@ -108,68 +143,15 @@ pub fn read(given: &HashMap<String, String>) -> Result<VolumeSpec, Status> {
     Ok(spec)
 }
 
-/// Takes over one value; `None` if it is none of the allowed ones.
-fn set(spec: &mut VolumeSpec, key: &str, value: &str) -> Option<()> {
-    let one_of = |words: &[&str]| words.contains(&value).then(|| value.to_owned());
-    let number = |low: u32, high: u32| {
-        // `parse` takes a leading plus sign, which no user means.
-        value.bytes().all(|byte| byte.is_ascii_digit()).then_some(())?;
-        value.parse().ok().filter(|number| (low..=high).contains(number))
-    };
-    let rate = |least: u64| {
-        value.bytes().all(|byte| byte.is_ascii_digit()).then_some(())?;
-        value.parse().ok().filter(|number| *number >= least)
-    };
-    match key {
-        "iopsLimit" => spec.iops_limit = rate(1)?,
-        "bandwidthLimit" => spec.bandwidth_limit = rate(4096)?,
-        // How many it allows is the controller's to say.
-        "replicas" => spec.replicas = number(1, REPLICAS_HARD_MAX)?,
-        "consistencyFactor" => spec.consistency_factor = number(1, REPLICAS_HARD_MAX)?,
-        "durability" => {
-            spec.durability = match value {
-                "cache" => Durability::Cache.into(),
-                "media" => Durability::Media.into(),
-                _ => return None,
-            }
-        }
-        "spread" => {
-            spec.spread = match value {
-                "host" => Spread::Host.into(),
-                "pool" => Spread::Pool.into(),
-                _ => return None,
-            }
-        }
-        "onQuorumLoss" => spec.on_quorum_loss = one_of(&["wait", "fail"])?,
-        "onFull" => spec.on_full = one_of(&["wait", "enospc"])?,
-        "reads" => spec.reads = one_of(&["leased", "confirmed"])?,
-        "frontend" => spec.frontend = one_of(&["fuse", "nbd"])?,
-        "blockSize" => spec.block_size = one_of(&["512", "4096"])?.parse().ok()?,
-        "fsType" => spec.fs_type = one_of(&["ext4", "xfs"])?,
-        "allowLossOnSingleFailure" => {
-            spec.allow_loss_on_single_failure = one_of(&["true", "false"])? == "true";
-        }
-        // Which times there are is the controller's to say.
-        "replaceAfter" => {
-            let time = value.len() <= 16 && value.bytes().all(|byte| byte.is_ascii_alphanumeric());
-            spec.replace_after = (time && !value.is_empty()).then(|| value.to_owned())?;
-        }
-        "thin" => drop(one_of(&["true"])?),
-        "local" => drop(one_of(&["any"])?),
-        "encrypted" => drop(one_of(&["false"])?),
-        _ => return None,
-    }
-    Some(())
-}
-
 fn unknown(key: &str) -> Status {
-    let known: Vec<_> = PARAMETERS.iter().map(|one| one.key).collect();
+    let known: Vec<_> = keys().collect();
     invalid("parameters", format!("has the unknown key {key:?}; known are {}", known.join(", ")))
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use quoin_api::control::{Durability, Spread};
     use tonic::Code;
 
     use super::*;

@@ -12,8 +12,8 @@ fn root() -> PathBuf {
 fn the_document_names_every_parameter_the_topology_key_and_how_to_probe() {
     let text = std::fs::read_to_string(root().join("docs/csi.md")).unwrap();
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    for parameter in quoin_csi::PARAMETERS {
-        assert!(text.contains(&format!("`{}`", parameter.key)), "{}", parameter.key);
+    for key in quoin_csi::parameter_keys() {
+        assert!(text.contains(&format!("`{key}`")), "{key}");
     }
     for words in [
         "`quoin.io/cluster`",

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use quoin_api::control::{self, NodeAssignment, TargetAssignment};
+use quoin_api::volume::{self, VolumeOptions};
 use quoin_identity::convert::id;
 use quoin_replication::primary::{OnFull, OnQuorumLoss, PrimaryConfig, ReadMode, VerifyOrder};
 use quoin_replication::replica::LEASE_MS;
@@ -72,14 +73,6 @@ pub fn parse(message: &NodeAssignment) -> (BTreeMap<VolumeId, Assigned>, Vec<Str
     (volumes, refused)
 }
 
-fn choice<T: Copy + Default>(what: &str, given: &str, known: &[(&str, T)]) -> Result<T, String> {
-    if given.is_empty() {
-        return Ok(T::default());
-    }
-    let found = known.iter().find(|(name, _)| *name == given).map(|(_, value)| *value);
-    found.ok_or_else(|| format!("{what} {given:?} is not known to this version"))
-}
-
 fn verify(order: &control::VerifyOrder) -> Result<VerifyOrder, String> {
     let from = Some(order.from_replica_id.as_str()).filter(|from| !from.is_empty());
     let from = from.map(|from| id("replica", from)).transpose()?;
@@ -87,12 +80,11 @@ fn verify(order: &control::VerifyOrder) -> Result<VerifyOrder, String> {
 }
 
 fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
-    let volume = id("volume", &target.volume_id)?;
+    let volume_id = id("volume", &target.volume_id)?;
     let spec = target.spec.clone().unwrap_or_default();
-    let block_size = if spec.block_size == 0 { 4096 } else { spec.block_size };
-    if block_size != 512 && block_size != 4096 {
-        return Err(format!("a block size of {block_size} is neither 512 nor 4096"));
-    }
+    // Which spread it was placed by is nothing to a target.
+    let options = VolumeOptions::complete(&spec, volume::Spread::Host);
+    let options = options.map_err(|wrong| format!("{}: {}", wrong.key, wrong.rule))?;
     let volume_blocks = target.size_bytes.div_ceil(BLOCK_SIZE as u64);
     if volume_blocks == 0 || volume_blocks > VOLUME_BLOCKS_MAX {
         return Err(format!("a size of {} bytes is out of range", target.size_bytes));
@@ -129,30 +121,27 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
             desired.leaving.push(member);
         }
     }
-    let on_quorum_loss = choice(
-        "onQuorumLoss",
-        &spec.on_quorum_loss,
-        &[("wait", OnQuorumLoss::Wait), ("fail", OnQuorumLoss::Fail)],
-    )?;
-    let on_full =
-        choice("onFull", &spec.on_full, &[("wait", OnFull::Wait), ("enospc", OnFull::NoSpace)])?;
-    let reads = choice(
-        "reads",
-        &spec.reads,
-        &[("leased", ReadMode::Leased), ("confirmed", ReadMode::Confirmed)],
-    )?;
     Ok(Assigned {
         config: PrimaryConfig {
-            volume,
+            volume: volume_id,
             volume_blocks,
-            logical_block_size: block_size,
-            durability: match spec.durability() {
-                control::Durability::Media => Durability::Media,
-                _ => Durability::Cache,
+            logical_block_size: options.block_size.bytes(),
+            durability: match options.durability {
+                volume::Durability::Cache => Durability::Cache,
+                volume::Durability::Media => Durability::Media,
             },
-            on_quorum_loss,
-            on_full,
-            reads,
+            on_quorum_loss: match options.on_quorum_loss {
+                volume::OnQuorumLoss::Wait => OnQuorumLoss::Wait,
+                volume::OnQuorumLoss::Fail => OnQuorumLoss::Fail,
+            },
+            on_full: match options.on_full {
+                volume::OnFull::Wait => OnFull::Wait,
+                volume::OnFull::NoSpace => OnFull::NoSpace,
+            },
+            reads: match options.reads {
+                volume::Reads::Leased => ReadMode::Leased,
+                volume::Reads::Confirmed => ReadMode::Confirmed,
+            },
             read_only: target.read_only,
             lease_ms: LEASE_MS,
             open_grace_ms: OPEN_GRACE_MS,
@@ -166,11 +155,11 @@ fn assigned(target: &TargetAssignment) -> Result<Assigned, String> {
         info: DeviceInfo {
             name: target.name.clone(),
             size_bytes: target.size_bytes,
-            block_size,
+            block_size: options.block_size.bytes(),
             read_only: target.read_only,
         },
         since_epoch: target.used_since_epoch,
-        limits: Limits { ios_per_s: spec.iops_limit, bytes_per_s: spec.bandwidth_limit },
+        limits: Limits { ios_per_s: options.iops_limit, bytes_per_s: options.bandwidth_limit },
         replicas,
         desired,
         maintenance: target.maintenance,

@@ -5,11 +5,11 @@
 //! by its name, since a promise that is silently dropped is broken.
 
 use anyhow::{Context, Result, bail};
-use quoin_api::control::{
-    ApplyVolumeRequest, DeclaredReplica, Durability, Spread, Volume, VolumeSpec,
-};
+use quoin_api::control::{ApplyVolumeRequest, DeclaredReplica, Volume, VolumeSpec};
+use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 use quoin_types::Epoch;
 use serde::{Deserialize, Serialize};
+use serde_yaml_ng::{Mapping, Value};
 
 use crate::size::parse_size;
 
@@ -40,7 +40,7 @@ pub struct Metadata {
 }
 
 #[derive(Serialize, Deserialize, Clone, Debug, Default)]
-#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+#[serde(rename_all = "camelCase", default)]
 pub struct Spec {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<Size>,
@@ -51,30 +51,11 @@ pub struct Spec {
     pub consistency_factor: Option<u32>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub replicas: Vec<Replica>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub replace_after: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub durability: Option<DurabilityWord>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub spread: Option<SpreadWord>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub on_quorum_loss: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub on_full: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reads: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub block_size: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub fs_type: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub frontend: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub iops_limit: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub bandwidth_limit: Option<u64>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub allow_loss_on_single_failure: bool,
+    /// The other fields: options of the volume by their keys.
+    #[serde(flatten)]
+    pub options: Mapping,
 }
 
 /// A number of bytes, or words such as 10GiB.
@@ -83,20 +64,6 @@ pub struct Spec {
 pub enum Size {
     Bytes(u64),
     Words(String),
-}
-
-#[derive(Serialize, Deserialize, Clone, Copy, Debug)]
-#[serde(rename_all = "lowercase")]
-pub enum DurabilityWord {
-    Cache,
-    Media,
-}
-
-#[derive(Serialize, Deserialize, Clone, Copy, Debug)]
-#[serde(rename_all = "lowercase")]
-pub enum SpreadWord {
-    Host,
-    Pool,
 }
 
 /// Where a replica is to be.
@@ -177,7 +144,9 @@ pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
         }
         let which = || format!("{from}, document {}", n + 1);
         check_kind(&value).with_context(which)?;
-        documents.push(serde_yaml_ng::from_value(value).with_context(which)?);
+        let document: Document = serde_yaml_ng::from_value(value).with_context(which)?;
+        document.spec.write_options(&mut VolumeSpec::default()).with_context(which)?;
+        documents.push(document);
     }
     if documents.is_empty() {
         bail!("{from} holds no document; `quoin volume get NAME --manifest` prints one");
@@ -234,35 +203,14 @@ impl Document {
         if matches!(spec.desired_replication_factor, Some(0)) {
             bail!("spec.desiredReplicationFactor: 0 replicas are none; leave it out to keep it");
         }
-        let text = |field: &Option<String>| field.clone().unwrap_or_default();
-        let declared = VolumeSpec {
+        let mut declared = VolumeSpec {
             name: self.metadata.name.clone(),
             size_bytes,
             replicas: spec.desired_replication_factor.unwrap_or(0),
-            durability: match spec.durability {
-                None => Durability::Unspecified,
-                Some(DurabilityWord::Cache) => Durability::Cache,
-                Some(DurabilityWord::Media) => Durability::Media,
-            }
-            .into(),
-            spread: match spec.spread {
-                None => Spread::Unspecified,
-                Some(SpreadWord::Host) => Spread::Host,
-                Some(SpreadWord::Pool) => Spread::Pool,
-            }
-            .into(),
-            on_quorum_loss: text(&spec.on_quorum_loss),
-            on_full: text(&spec.on_full),
-            reads: text(&spec.reads),
-            block_size: spec.block_size.unwrap_or(0),
-            fs_type: text(&spec.fs_type),
-            frontend: text(&spec.frontend),
-            iops_limit: spec.iops_limit.unwrap_or(0),
-            bandwidth_limit: spec.bandwidth_limit.unwrap_or(0),
-            replace_after: text(&spec.replace_after),
             allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
             ..VolumeSpec::default()
         };
+        spec.write_options(&mut declared)?;
         let place = |replica: &Replica| DeclaredReplica {
             replica_id: replica.replica_id.to_ascii_lowercase(),
             pool: replica.pool.clone(),
@@ -280,7 +228,6 @@ impl Document {
     pub fn of(volume: Volume) -> Result<Self> {
         let spec = volume.spec.clone().unwrap_or_default();
         let membership = volume.membership.clone().unwrap_or_default();
-        let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
         let mut replicas: Vec<Replica> = Vec::new();
         for replica in &volume.replicas {
             // One that moves is to be where its newcomer is; one that leaves is not to be.
@@ -308,29 +255,51 @@ impl Document {
                 desired_replication_factor: Some(membership.drf),
                 consistency_factor: Some(volume.desired_consistency_factor),
                 replicas,
-                replace_after: some(&spec.replace_after),
-                durability: Some(match spec.durability() {
-                    Durability::Media => DurabilityWord::Media,
-                    _ => DurabilityWord::Cache,
-                }),
-                spread: Some(match spec.spread() {
-                    Spread::Pool => SpreadWord::Pool,
-                    _ => SpreadWord::Host,
-                }),
-                on_quorum_loss: some(&spec.on_quorum_loss),
-                on_full: some(&spec.on_full),
-                reads: some(&spec.reads),
-                block_size: Some(spec.block_size),
-                fs_type: some(&spec.fs_type),
-                frontend: some(&spec.frontend),
-                iops_limit: (spec.iops_limit != 0).then_some(spec.iops_limit),
-                bandwidth_limit: (spec.bandwidth_limit != 0).then_some(spec.bandwidth_limit),
                 allow_loss_on_single_failure: spec.allow_loss_on_single_failure,
+                options: options(&spec),
             },
             status: Some(serde_yaml_ng::to_value(status(volume))?),
         };
         Ok(document)
     }
+}
+
+impl Spec {
+    /// # Errors
+    /// A field that is no option, or a value that is none of its.
+    fn write_options(&self, message: &mut VolumeSpec) -> Result<()> {
+        for (key, value) in &self.options {
+            let key = key.as_str().context("spec: a field whose name is no text")?;
+            let Some(option) = VolumeOption::find(key).filter(|option| option.key == key) else {
+                let known: Vec<_> = OPTIONS.iter().map(|option| option.key).collect();
+                bail!("spec.{key} is not known; options are {}", known.join(", "));
+            };
+            let text = match value {
+                Value::String(text) => text.clone(),
+                Value::Number(number) => number.to_string(),
+                // A field that is left empty says nothing.
+                Value::Null => continue,
+                _ => bail!("spec.{key}: no single value, write one of: {}", option.values),
+            };
+            // A limit of 0 is none.
+            if text == "0" && matches!(option.values, Values::Rate { .. }) {
+                continue;
+            }
+            let taken = option.set(message, &text);
+            taken.map_err(|rule| anyhow::anyhow!("spec.{key}: {rule}"))?;
+        }
+        Ok(())
+    }
+}
+
+/// The options that a volume has, as a document writes them.
+fn options(spec: &VolumeSpec) -> Mapping {
+    let value = |option: &VolumeOption, given: String| {
+        let number = given.parse::<u64>().ok().filter(|_| option.key != "replaceAfter");
+        number.map_or(Value::String(given), Value::from)
+    };
+    let given = OPTIONS.iter().filter_map(|o| Some((o.key.into(), value(o, o.given(spec)?))));
+    given.collect()
 }
 
 fn status(volume: Volume) -> Status {
@@ -414,7 +383,7 @@ mod tests {
         assert_eq!((spec.name.as_str(), spec.size_bytes, spec.replicas), ("db", 10 << 30, 3));
         assert_eq!(request.replicas[0].pool, "a");
         assert!(request.dry_run && request.consistency_factor.is_none());
-        assert_eq!(spec.durability(), Durability::Unspecified);
+        assert_eq!(spec.durability(), quoin_api::control::Durability::Unspecified);
         assert_eq!(
             one("{size: 4096}").unwrap().request(false).unwrap().spec.unwrap().size_bytes,
             4096

@@ -7,8 +7,9 @@ use quoin_api::control::VolumeSpec;
 use quoin_types::ReplicaId;
 
 use super::*;
-use crate::records::{Cause, ReplicaPhase, ReplicaRecord, Spread, Text};
+use crate::records::{Cause, ReplicaPhase, ReplicaRecord, Text};
 use crate::spec::{Defaults, complete};
+use quoin_api::volume::Spread;
 
 const GIB: u64 = 1 << 30;
 
@@ -130,7 +131,8 @@ impl World {
             let host = |pool: &str| &self.pools.iter().find(|p| p.name == pool).unwrap().host;
             let hosts: BTreeSet<_> = pools.iter().map(|pool| host(pool)).collect();
             pools.len() == volume.replicas.len()
-                && (volume.spec.spread == Spread::Pool || hosts.len() == volume.replicas.len())
+                && (volume.spec.options.spread == Spread::Pool
+                    || hosts.len() == volume.replicas.len())
         })
     }
 }
@@ -176,7 +178,7 @@ fn no_two_replicas_come_into_one_pool_or_one_host_and_the_next_emptiest_pool_is_
     // Its other replica is in p1, the emptiest.
     world.add(Spread::Pool, 10, &[(0, 10), (1, 1)]);
     assert_eq!(moved(world.choose(RebalanceAt::DEFAULT)).to, "p2");
-    world.volumes[0].spec.spread = Spread::Host;
+    world.volumes[0].spec.options.spread = Spread::Host;
     assert_eq!(moved(world.choose(RebalanceAt::DEFAULT)).to, "p3");
     world.pool("p3").unusable = "cordoned".into();
     let blocked = Verdict::Blocked { fullest: "p0".into(), emptiest: "p1".into() };

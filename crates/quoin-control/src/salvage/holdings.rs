@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn a_replica_keeps_its_volumes_name_and_newest_size_and_nothing_of_another_volume() {
         let asked = VolumeSpec { name: "db".into(), ..VolumeSpec::default() };
-        let defaults = Defaults { replicas: 3, spread: crate::records::Spread::Host };
+        let defaults = Defaults { replicas: 3, spread: quoin_api::volume::Spread::Host };
         let spec: Spec = complete(&asked, defaults).unwrap();
         let record = encode(&VolumeRecord::new(VolumeId(7), spec, 90 << 20));
         let mut described = asked.encode_to_vec();

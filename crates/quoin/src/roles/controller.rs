@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand, ValueEnum};
+use quoin_api::volume::Spread;
 use quoin_control::BackupSchedule;
 use quoin_control::policy::Within;
-use quoin_control::records::Spread;
 use quoin_identity::Lifetimes;
 use quoin_telemetry::Source;
 use serde::Serialize;

@@ -2,26 +2,27 @@
 
 mod at_boot;
 mod attach;
+mod options;
 mod remote;
 mod replicas;
 mod verify;
 mod view;
 
 use anyhow::{Result, bail};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use quoin_api::control::{
-    CreateVolumeRequest, DeleteVolumeRequest, Durability, GetVolumeRequest, ListVolumesRequest,
-    ResizeVolumeRequest, Spread, Volume, VolumeSpec,
+    CreateVolumeRequest, DeleteVolumeRequest, GetVolumeRequest, ListVolumesRequest,
+    ResizeVolumeRequest, Volume, VolumeSpec,
 };
-use quoin_control::policy::ReplaceAfter;
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::Instant;
 
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_ref};
 use crate::document::Document;
 use crate::output::{self, Format};
-use crate::size::{number_within, parse_rate, parse_size, show_size};
+use crate::size::{number_within, parse_size, show_size};
 use attach::GoneView;
+use options::OptionFlags;
 
 pub use replicas::{ReplicaCommand, run as run_replica, wait_until_changed};
 pub use view::{HereView, VolumeView};
@@ -115,36 +116,8 @@ pub struct CreateOptions {
           "1 to as many as there are replicas (8 at most) must hold a write; leave it out for a \
            majority"))]
     consistency_factor: Option<u32>,
-    /// When a write counts as held: by the operating systems of a majority, or on their media.
-    #[arg(long, value_enum)]
-    durability: Option<DurabilityChoice>,
-    /// What no two replicas may share [default: host; in `quoin dev`: pool].
-    #[arg(long, value_enum)]
-    spread: Option<SpreadChoice>,
-    /// What IO does without a quorum.
-    #[arg(long, value_parser = ["wait", "fail"])]
-    on_quorum_loss: Option<String>,
-    /// What writes do when the pools are full: wait for room, or fail with ENOSPC.
-    #[arg(long, value_parser = ["wait", "enospc"])]
-    on_full: Option<String>,
-    /// Logical block size.
-    #[arg(long, value_parser = ["512", "4096"])]
-    block_size: Option<String>,
-    /// File system that `fsType` names to the node.
-    #[arg(long, value_parser = ["ext4", "xfs"])]
-    fs_type: Option<String>,
-    /// IOs a second that the volume serves; more wait [default: no limit].
-    #[arg(long, allow_hyphen_values = true, value_parser = number_within::<u64>(1..=u64::MAX,
-          "with a limit below 1 nothing would be served: give 1 or more, or leave it out for no \
-           limit"))]
-    iops_limit: Option<u64>,
-    /// Bytes a second that are read and written, as in 100MiB; more wait [default: no limit].
-    #[arg(long, allow_hyphen_values = true, value_parser = parse_rate)]
-    bandwidth_limit: Option<u64>,
-    /// Replace a replica that is gone for so long (as in 90s, 10m, 2h), or `off` [default: the
-    /// cluster's, 10m].
-    #[arg(long, value_name = "TIME")]
-    replace_after: Option<ReplaceAfter>,
+    #[command(flatten)]
+    options: OptionFlags,
     /// Accept a consistency factor below a majority: one failure may then lose acknowledged
     /// writes.
     #[arg(long)]
@@ -152,18 +125,6 @@ pub struct CreateOptions {
     /// Return at once instead of waiting until the volume is ready.
     #[arg(long)]
     no_wait: bool,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum DurabilityChoice {
-    Cache,
-    Media,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum SpreadChoice {
-    Host,
-    Pool,
 }
 
 /// Names as CSI allows them: anything readable of at most 128 bytes.
@@ -185,33 +146,14 @@ fn parse_name(text: &str) -> Result<String, String> {
 
 impl CreateOptions {
     fn spec(&self) -> VolumeSpec {
-        let durability = match self.durability {
-            None => Durability::Unspecified,
-            Some(DurabilityChoice::Cache) => Durability::Cache,
-            Some(DurabilityChoice::Media) => Durability::Media,
-        };
-        let spread = match self.spread {
-            None => Spread::Unspecified,
-            Some(SpreadChoice::Host) => Spread::Host,
-            Some(SpreadChoice::Pool) => Spread::Pool,
-        };
         VolumeSpec {
             name: self.name.clone(),
             size_bytes: self.size,
             // 0 and empty mean: as the cluster has it.
             replicas: self.replicas.unwrap_or(0),
             consistency_factor: self.consistency_factor.unwrap_or(0),
-            durability: durability.into(),
-            spread: spread.into(),
-            on_quorum_loss: self.on_quorum_loss.clone().unwrap_or_default(),
-            on_full: self.on_full.clone().unwrap_or_default(),
-            iops_limit: self.iops_limit.unwrap_or(0),
-            bandwidth_limit: self.bandwidth_limit.unwrap_or(0),
-            replace_after: self.replace_after.map(|after| after.to_string()).unwrap_or_default(),
-            block_size: self.block_size.as_deref().and_then(|size| size.parse().ok()).unwrap_or(0),
-            fs_type: self.fs_type.clone().unwrap_or_default(),
             allow_loss_on_single_failure: self.allow_loss_on_single_failure,
-            ..VolumeSpec::default()
+            ..self.options.spec.clone()
         }
     }
 }

@@ -1,8 +1,10 @@
 //! Volumes and replicas as commands print them.
 
-use quoin_api::control::{Durability, Replica, Spread, Volume, VolumeDevice};
+use quoin_api::control::{Replica, Volume, VolumeDevice, VolumeSpec};
+use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 use quoin_types::Epoch;
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 use super::verify::VerificationView;
 use crate::output::{Row, fields};
@@ -37,8 +39,9 @@ pub struct VolumeView {
     pub membership_version: u64,
     /// When a replica that is gone is replaced, or "off".
     pub replace_after: String,
-    pub durability: &'static str,
-    pub spread: &'static str,
+    /// Every option by its key; one that names nothing is left out.
+    #[serde(flatten)]
+    pub options: BTreeMap<&'static str, serde_json::Value>,
     pub created_at: String,
     pub replicas: Vec<ReplicaView>,
     /// The comparison of all replicas that is under way, or the last one.
@@ -130,14 +133,7 @@ impl From<Volume> for VolumeView {
         let spec = volume.spec.unwrap_or_default();
         let membership = volume.membership.unwrap_or_default();
         Self {
-            durability: match spec.durability() {
-                Durability::Media => "media",
-                _ => "cache",
-            },
-            spread: match spec.spread() {
-                Spread::Pool => "pool",
-                _ => "host",
-            },
+            options: options(&spec),
             name: spec.name,
             id: volume.id,
             size_bytes: volume.size_bytes,
@@ -178,7 +174,21 @@ impl From<Volume> for VolumeView {
     }
 }
 
+/// The options of a volume by their keys; when a replica is replaced is told as it is in force.
+fn options(spec: &VolumeSpec) -> BTreeMap<&'static str, serde_json::Value> {
+    let shown = OPTIONS.iter().filter(|option| option.key != "replaceAfter");
+    let value = |option: &VolumeOption, given: String| match option.values {
+        Values::Rate { .. } => given.parse::<u64>().map_or(given.into(), Into::into),
+        _ => given.into(),
+    };
+    shown.filter_map(|o| Some((o.key, value(o, o.given(spec)?)))).collect()
+}
+
 impl VolumeView {
+    fn option(&self, key: &str) -> String {
+        self.options.get(key).and_then(|value| value.as_str()).unwrap_or_default().to_owned()
+    }
+
     fn devices_that(&self, is_it: impl Fn(&DeviceView) -> bool) -> String {
         let shown: Vec<_> =
             self.devices.iter().filter(|device| is_it(device)).map(DeviceView::sentence).collect();
@@ -219,8 +229,8 @@ impl VolumeView {
             ("changing", self.changing.clone()),
             ("waits for", self.waiting_for.clone()),
             ("contract", self.contract.clone()),
-            ("durability", self.durability.into()),
-            ("spread", self.spread.into()),
+            ("durability", self.option("durability")),
+            ("spread", self.option("spread")),
             ("replicas", format!("{} in sync of {}", self.in_sync(), self.replication_factor)),
             ("writes need", format!("{} of them", self.consistency_factor)),
             ("replaceAfter", self.replace_after.clone()),

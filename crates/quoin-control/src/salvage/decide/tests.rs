@@ -2,7 +2,8 @@ use super::*;
 use proptest::prelude::*;
 use quoin_types::{Lsn, ReplicaId};
 
-use crate::records::{AttachmentRecord, Durability, Spec, Spread};
+use crate::records::{AttachmentRecord, Spec};
+use quoin_api::volume::{Durability, Spread};
 
 const VOLUME: VolumeId = VolumeId(7);
 
@@ -27,7 +28,7 @@ fn spec() -> VolumeSpec {
 /// The record of a volume with these replicas, replica n in pool n.
 fn record(version: u64, known: &[u128], generation: u64) -> VolumeRecord {
     let spec: Spec = spec::complete(&spec(), defaults()).unwrap();
-    assert_eq!(spec.durability, Durability::Cache);
+    assert_eq!(spec.options.durability, Durability::Cache);
     let members =
         known.iter().map(|n| MemberRecord { id: Text(ReplicaId(*n)), guid: Text(ReplicaGuid(*n)) });
     let replicas = known.iter().map(|n| ReplicaRecord {

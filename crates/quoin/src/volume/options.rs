@@ -1,0 +1,133 @@
+//! The flags of a volume's options: one for each row of [`OPTIONS`], so that an option which is added
+//! there is a flag here.
+
+use clap::builder::PossibleValuesParser;
+use clap::{Arg, ArgMatches, Command};
+use quoin_api::control::VolumeSpec;
+use quoin_api::volume::{OPTIONS, Values, VolumeOption};
+
+use crate::size::parse_rate;
+
+/// What the flags say; an option without its flag is as the cluster has it.
+#[derive(Clone, Debug, Default)]
+pub struct OptionFlags {
+    pub spec: VolumeSpec,
+}
+
+/// `onQuorumLoss` as `on-quorum-loss`.
+fn flag(key: &str) -> String {
+    let letters = key.chars().flat_map(|letter| {
+        let dash = letter.is_ascii_uppercase().then_some('-');
+        dash.into_iter().chain([letter.to_ascii_lowercase()])
+    });
+    letters.collect()
+}
+
+fn argument(option: &'static VolumeOption) -> Arg {
+    let argument = Arg::new(option.key).long(flag(option.key)).help(option.help);
+    match option.values {
+        Values::Words(words) => {
+            argument.value_parser(PossibleValuesParser::new(words.split(" | ")))
+        }
+        Values::Time => argument.value_name("TIME").value_parser(|text: &str| value(option, text)),
+        Values::Rate { what, .. } => argument
+            .value_name(what.to_ascii_uppercase())
+            .allow_hyphen_values(true)
+            .value_parser(|text: &str| value(option, text)),
+    }
+}
+
+/// Checks a value here already, so that a mistake is told with its flag.
+fn value(option: &VolumeOption, text: &str) -> Result<String, String> {
+    let text = match option.values {
+        // People write 100MiB.
+        Values::Rate { what: "bytes", .. } => parse_rate(text)?.to_string(),
+        _ => text.trim().to_owned(),
+    };
+    let way_out = match option.values {
+        Values::Rate { .. } => "; leave it out for no limit",
+        _ => "",
+    };
+    option.set(&mut VolumeSpec::default(), &text).map_err(|rule| format!("{rule}{way_out}"))?;
+    Ok(text)
+}
+
+impl clap::Args for OptionFlags {
+    fn augment_args(command: Command) -> Command {
+        command.args(OPTIONS.iter().map(argument))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl clap::FromArgMatches for OptionFlags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut flags = Self::default();
+        flags.update_from_arg_matches(matches)?;
+        Ok(flags)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        for option in &OPTIONS {
+            if let Some(value) = matches.get_one::<String>(option.key) {
+                let taken = option.set(&mut self.spec, value);
+                taken.map_err(|rule| {
+                    clap::Error::raw(clap::error::ErrorKind::ValueValidation, rule)
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: OptionFlags,
+    }
+
+    #[test]
+    fn each_option_is_a_flag_of_its_name_and_says_what_is_given() {
+        let line = Line::try_parse_from([
+            "create",
+            "--on-quorum-loss",
+            "fail",
+            "--block-size",
+            "512",
+            "--iops-limit",
+            "500",
+            "--bandwidth-limit",
+            "10MiB",
+            "--replace-after",
+            "off",
+            "--reads",
+            "confirmed",
+        ]);
+        let spec = line.unwrap_or_else(|error| panic!("{error}")).options.spec;
+        assert_eq!((spec.on_quorum_loss.as_str(), spec.reads.as_str()), ("fail", "confirmed"));
+        assert_eq!((spec.block_size, spec.iops_limit, spec.bandwidth_limit), (512, 500, 10 << 20));
+        assert_eq!(spec.replace_after, "off");
+        assert!(spec.on_full.is_empty() && spec.fs_type.is_empty());
+    }
+
+    #[test]
+    fn a_wrong_value_is_refused_with_its_flag_and_the_right_ones() {
+        for (flag, value, words) in [
+            ("--durability", "disk", "media"),
+            ("--iops-limit", "0", "no limit"),
+            ("--iops-limit", "-1", "at least 1"),
+            ("--bandwidth-limit", "1KiB", "at least 4096"),
+            ("--replace-after", "soon", "90s"),
+        ] {
+            let refused = Line::try_parse_from(["create", flag, value]).err().unwrap().to_string();
+            assert!(refused.contains(flag) && refused.contains(words), "{refused}");
+        }
+    }
+}
