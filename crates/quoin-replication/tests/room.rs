@@ -2,7 +2,14 @@
 
 use crate::common::*;
 use quoin_replication::primary::PrimaryEvent;
+use quoin_replication::replica::appends::{Append, Appends};
+use quoin_replication::replica::store::{BootCookie, ReplicaIdentity, ReplicaMeta, ReplicaStore};
+use quoin_replication::replica::{LEASE_MS, Replica, ReplicaAction, ReplicaEvent};
+use quoin_store::ReplicaPool;
 use quoin_types::block::Operation;
+use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry, View};
+use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
+use quoin_types::*;
 use std::time::Duration;
 
 /// Two of two, one full pool: `written` blocks more reached the other one before the power went.
@@ -95,14 +102,6 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
 /// One replica without its cache, whose pool has room for nothing but Views; whether what it was
 /// told makes it count, where its session began to be fed at `tip`.
 fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
-    use quoin_replication::replica::store::{
-        BootCookie, ReplicaIdentity, ReplicaMeta, ReplicaStore,
-    };
-    use quoin_replication::replica::{LEASE_MS, Replica, ReplicaEvent};
-    use quoin_store::ReplicaPool;
-    use quoin_types::message::{Ping, ToReplica};
-    use quoin_types::*;
-
     let own = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
     let (known, volume) = (vec![own], VolumeId(5));
     let rule = entry::Rule { membership_version: 1, rf: 1, cf: 1, known: known.clone() };
@@ -173,4 +172,95 @@ fn a_view_teaches_a_full_pool_what_it_teaches_any_and_one_of_the_past_teaches_no
     assert_eq!(counts_after_a_view_that_only_just_fit(1), (true, true));
     assert_eq!(counts_after_a_view_that_only_just_fit(2), (false, false));
     assert_eq!(counts_after_a_view_that_only_just_fit(3), (false, false));
+}
+
+fn append(entries: Vec<SharedEntry>) -> ToReplica {
+    ToReplica::Append { entries, stable: Lsn(0), sync: false, ping: Ping(9) }
+}
+
+/// The LSN of a replica that had no room for entries 1 to 3, for which 4 to 6 were on their way, and
+/// which was offered all six once there was room again: all that came by then in one turn of the
+/// driver. With its answers since there was room.
+fn offered_again_in_one_turn(
+    joined: fn(&[Vec<SharedEntry>; 2]) -> Vec<ToReplica>,
+) -> (Lsn, Vec<FromReplica>) {
+    crate::broken::break_a_rule();
+    let own = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
+    let (known, volume, guid) = (vec![own], VolumeId(5), own.guid);
+    let retired = Vec::new();
+    let membership = Membership { version: 1, rf: 1, cf: 1, drf: 1, known, retired, formed: true };
+    let identity = ReplicaIdentity { volume, replica: own.id, guid, volume_spec: "".into() };
+    let meta = ReplicaMeta { membership: membership.clone(), ..ReplicaMeta::default() };
+    let mut pool = quoin_store::model::ModelPool::new();
+    pool.create(identity, meta, 64).unwrap();
+    let mut chain = Chain::default();
+    let entries: Vec<SharedEntry> = (1..=6)
+        .map(|lsn| {
+            let at = Position { epoch: Epoch(5), lsn: Lsn(lsn) };
+            let data = vec![1; BLOCK_SIZE].into();
+            let entry = Entry::after(chain, at, EntryKind::Write, 3, 1, data, false);
+            chain = entry.chain;
+            entry.into()
+        })
+        .collect();
+    let turn = joined(&[entries[3..].to_vec(), entries.clone()]);
+    let now = Time::from_millis(1000);
+    let session = SessionKey { epoch: Epoch(5), incarnation: Incarnation(1), nonce: 1 };
+    let open = ToReplica::Open { volume, replica: own.id, guid, membership, lease_ms: LEASE_MS };
+    let first = append(entries[..3].to_vec());
+    let before = vec![open, ToReplica::Truncate { keep: Lsn(0), tip: Lsn(0) }, first];
+    let mut replica = Replica::new(now, pool.cookie(), &pool.replica(guid).unwrap());
+    let (mut reserve, mut answers) = ((0, Epoch::ZERO), Vec::new());
+    for (messages, room) in [(before, 0), (turn, 1000)] {
+        let (mut room, mut actions) = (Some(room), Vec::new());
+        for message in messages {
+            let mut event = Some(ReplicaEvent::Message { connection: 1, session, message });
+            while let Some(next) = event.take() {
+                let (inner, room, reserve) = (pool.replica(guid).unwrap(), &mut room, &mut reserve);
+                let mut store = Bounded { inner, room, reserve, unreadable: false };
+                replica.on(now, next, &mut store, &mut actions);
+                replica.flush(&mut actions);
+                if let Some(ticket) = pool.sync_wanted() {
+                    pool.sync_finished(ticket, Ok(()));
+                    event = Some(ReplicaEvent::Synced { ticket, result: Ok(()) });
+                }
+            }
+        }
+        answers.clear();
+        answers.extend(actions.into_iter().filter_map(|action| match action {
+            ReplicaAction::Send { message, .. } => Some(message),
+            _ => None,
+        }));
+    }
+    (pool.replica(guid).unwrap().state().position.lsn, answers)
+}
+
+/// Entries that were on their way when the pool had no room are dropped, the offer behind them is
+/// not: no other follows.
+#[test]
+fn an_offer_that_comes_with_what_was_on_its_way_is_taken() {
+    let (position, answers) = offered_again_in_one_turn(|appends| {
+        let (mut joined, mut turn) = (Appends::default(), Vec::new());
+        for entries in appends.iter().cloned() {
+            let next = Append { entries, stable: Lsn(0), sync: false, ping: Ping(9) };
+            turn.extend(joined.add(next));
+        }
+        turn.extend(joined.take());
+        turn
+    });
+    assert_eq!(position, Lsn(6));
+    let applied = |answer: &FromReplica| match answer {
+        FromReplica::Applied { applied, .. } => Some(*applied),
+        _ => None,
+    };
+    assert_eq!(answers.iter().filter_map(applied).last(), Some(Lsn(6)), "{answers:?}");
+}
+
+/// Whoever joins them wrongly loses the session and is fed anew, and does not wait for ever.
+#[test]
+fn a_full_pool_refuses_a_batch_that_goes_back_within_itself() {
+    let (position, answers) = offered_again_in_one_turn(|appends| vec![append(appends.concat())]);
+    assert_eq!(position, Lsn(0));
+    let failed = FromReplica::Failed(Failure::Protocol);
+    assert!(answers.contains(&failed), "{answers:?}");
 }

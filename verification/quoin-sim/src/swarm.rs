@@ -277,7 +277,14 @@ impl Swarm {
                 ..small
             },
             Swarm::FullPools => Shape {
-                kinds: &[(PowerAllFull, 20), (FullPool, 3), (ConnectionCut, 2), (ReplicaCrash, 2)],
+                kinds: &[
+                    (PowerAllFull, 20),
+                    (FullPool, 6),
+                    (ReplicaPause, 6),
+                    (DelayStorm, 3),
+                    (ConnectionCut, 2),
+                    (ReplicaCrash, 2),
+                ],
                 sync_ns: &[30 * MILLISECOND, 60 * MILLISECOND],
                 full_to_the_block: true,
                 ..Swarm::Blackouts.shape(random)?

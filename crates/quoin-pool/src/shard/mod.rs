@@ -60,8 +60,6 @@ const EARLY_BYTES: usize = 64 << 10;
 const CONNECTIONS_MAX: usize = 8192;
 /// Bulk connections of one session, those that it is just done with included.
 const BULKS_MAX: usize = 4;
-/// Entries that become one call of the store.
-const APPEND_BYTES_MAX: usize = 4 << 20;
 /// How long nothing must have come in before relaxed background work is done without a rest.
 const QUIET: Duration = Duration::from_millis(2);
 /// How long a stopping pool waits for its last sync and for answers to be taken.

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use quoin_reactor::{Interest, now};
 use quoin_replication::replica::ReplicaEvent;
+use quoin_replication::replica::appends::{Append, Appends};
 use quoin_store::ReplicaPool;
-use quoin_types::entry::SharedEntry;
 use quoin_types::ids::SessionKey;
-use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
-use quoin_types::{Epoch, Lsn, ReplicaGuid, ReplicaId, Term, Time, VolumeId};
+use quoin_types::message::{Failure, FromReplica, ToReplica};
+use quoin_types::{Epoch, ReplicaGuid, ReplicaId, Term, Time, VolumeId};
 use quoin_wire::establish::Answered;
 use quoin_wire::frame::WireError;
 use quoin_wire::places::Place;
@@ -17,8 +17,8 @@ use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
 
 use super::{
-    APPEND_BYTES_MAX, BULK, BULKS_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX,
-    QUEUED_MAX, Recognition, STOP_MAX, Shard,
+    BULK, BULKS_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX, QUEUED_MAX,
+    Recognition, STOP_MAX, Shard,
 };
 use crate::facts::PoolFacts;
 
@@ -235,9 +235,8 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             if kind == ConnectionKind::Bulk {
                 return self.lost(now, key, &WireError::Malformed("connection for its message"));
             }
-            appends.add(entries, stable, sync, ping);
-            if appends.bytes >= APPEND_BYTES_MAX {
-                self.append(now, key, &mut appends);
+            if let Some(before) = appends.add(Append { entries, stable, sync, ping }) {
+                self.take(now, key, claim.guid, session, before);
             }
         }
         self.append(now, key, &mut appends);
@@ -415,45 +414,14 @@ fn belongs(kind: ConnectionKind, message: &ToReplica) -> bool {
     }
 }
 
-/// Consecutive `Append`s on their way to become one.
-#[derive(Default)]
-struct Appends {
-    entries: Vec<SharedEntry>,
-    stable: Lsn,
-    sync: bool,
-    ping: Ping,
-    bytes: usize,
-    any: bool,
-}
-
-impl Appends {
-    fn add(&mut self, entries: Vec<SharedEntry>, stable: Lsn, sync: bool, ping: Ping) {
-        self.bytes += entries.iter().map(|e| e.weight()).sum::<usize>();
-        if self.entries.is_empty() {
-            self.entries = entries;
-        } else {
-            self.entries.extend(entries);
-        }
-        self.stable = self.stable.max(stable);
-        self.sync |= sync;
-        self.ping = self.ping.max(ping);
-        self.any = true;
-    }
-
-    fn take(&mut self) -> Option<ToReplica> {
-        let Appends { entries, stable, sync, ping, any, .. } = std::mem::take(self);
-        any.then_some(ToReplica::Append { entries, stable, sync, ping })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
 
     use bytes::Bytes;
-    use quoin_types::Position;
-    use quoin_types::entry::{Chain, Entry, EntryKind};
+    use quoin_types::entry::{Chain, Entry, EntryKind, SharedEntry};
     use quoin_types::message::{Content, Slot};
+    use quoin_types::{Lsn, Position};
 
     use super::*;
 

@@ -6,6 +6,7 @@
 //! The driver calls [`Replica::on`] for each event and [`Replica::flush`] after each batch of
 //! events: acknowledgements are cumulative, one a batch.
 
+pub mod appends;
 mod copying;
 mod fence;
 mod refused;

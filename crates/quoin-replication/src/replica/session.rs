@@ -437,7 +437,12 @@ impl Session {
         let Some(tip) = self.tip else { return Err(Fault::Protocol("append before truncate")) };
         let state = store.state();
         if self.full && entries[0].lsn > state.position.lsn.next() {
-            // Sent before the target knew that those before found no room: they come again.
+            // Sent before the primary knew that those before found no room: they come again. One
+            // that goes back within itself may hold just these: its session ends, since nobody
+            // would offer them a second time.
+            if entries.windows(2).any(|pair| pair[1].lsn != pair[0].lsn.next()) {
+                return Err(Fault::Protocol("entries must follow without a gap"));
+            }
             return Ok(false);
         }
         let mut position = state.position;

@@ -1,5 +1,6 @@
 //! The driver of replicas: what `quoin-pool` does with sockets, disks and timers.
 
+use quoin_replication::replica::appends::{Append, Appends};
 use quoin_replication::replica::store::{ReplicaStore, StoreError, SyncTicket};
 use quoin_replication::replica::{Replica, ReplicaAction, ReplicaEvent, ReplicaNote};
 use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
@@ -296,7 +297,7 @@ impl World {
             return;
         }
         let (pool, life, target) = (connection.pool, connection.pool_life, connection.target);
-        let member = connection.member;
+        let (member, own) = (connection.member, connection.session);
         let from = self.targets[target].host;
         let to = self.pools[pool].host;
         let blocked = self.network.is_blocked(from, to);
@@ -316,6 +317,9 @@ impl World {
             }
         };
         let mut events = Vec::new();
+        let mut appends = Appends::default();
+        let of_connection =
+            |session, message| ReplicaEvent::Message { connection: id, session, message };
         for (session, message) in arrived {
             if self.unknown_here(pool, member, &message) {
                 self.refuse_unknown(id, session);
@@ -336,8 +340,19 @@ impl World {
             if let ToReplica::Truncate { keep, tip } = &message {
                 self.pools[pool].said.cut(*keep, *tip);
             }
-            events.push(ReplicaEvent::Message { connection: id, session, message });
+            // As the pool does it: Appends that continue each other become one batch.
+            let message = match message {
+                ToReplica::Append { entries, stable, sync, ping } => {
+                    let before = appends.add(Append { entries, stable, sync, ping });
+                    events.extend(before.map(|message| of_connection(session, message)));
+                    continue;
+                }
+                other => other,
+            };
+            events.extend(appends.take().map(|message| of_connection(session, message)));
+            events.push(of_connection(session, message));
         }
+        events.extend(appends.take().map(|message| of_connection(own, message)));
         if !events.is_empty() {
             if self.mutant == Some(Mutant::AcknowledgesBeforeHolding) && self.random.percent(2) {
                 // It said so; it does not hold it.
