@@ -12,9 +12,10 @@
 //! disk refuses to read ends nothing where the other copy is not good either: what it says may be a
 //! promise, so the ring is not opened.
 //!
-//! A half whose first record is broken was being written when the power went, and the half before it
-//! holds the same. Records behind that one tell otherwise: they were appended after the sync, so it
-//! was whole once, and what the older half says is no longer true. Then the metadata are lost.
+//! A half whose first record is broken, or was never written, was being written when the power went,
+//! and the half before it holds the same. Records behind that one tell otherwise: they were appended
+//! after the sync, so it was whole once, and what the older half says is no longer true. Then the
+//! metadata are lost.
 
 use std::io::IoSlice;
 
@@ -136,9 +137,8 @@ impl Ring {
                 ahead = Some((generation, half));
                 continue;
             }
-            let other = 1 - generation % 2;
-            let is_older = firsts[other as usize].is_some_and(|first| first < generation);
-            if ahead.is_none() && !is_older && ring.was_appended_to(disk, other)? {
+            // However old its first block looks: the disk may have lost what was written there.
+            if ahead.is_none() && ring.was_appended_to(disk, 1 - generation % 2)? {
                 return Err(PoolError::MetadataLost);
             }
             ring.leftovers_from = ahead.map(|(_, half): (u64, Half)| half.next);
@@ -208,6 +208,8 @@ impl Ring {
         self.starts[copy] + half * u64::from(self.half_blocks) + u64::from(index)
     }
 
+    /// A block that is good in either copy, of this generation, or of the newer one of the two
+    /// copies: where one of them lost a write it shows the state before.
     fn read_block<D: Disk>(
         &self,
         disk: &D,
@@ -217,6 +219,7 @@ impl Ring {
     ) -> Result<Option<RingBlock>, IoFault> {
         let mut buffer = vec![0; BLOCK_SIZE];
         let (mut refused, mut is_older) = (None, false);
+        let mut newest: Option<RingBlock> = None;
         for copy in 0..2 {
             let offset = self.block_of(copy, half, index) * BLOCK_SIZE as u64;
             if let Err(fault) = disk.read_at(offset, &mut buffer) {
@@ -230,10 +233,17 @@ impl Ring {
             if block.index != index || block.generation % 2 != half {
                 continue;
             }
-            if generation.is_none_or(|g| g == block.generation) {
-                return Ok(Some(block));
+            if generation.is_none_or(|wanted| wanted == block.generation) {
+                let first = mutant::is("older-copy-of-the-ring-believed");
+                if newest.as_ref().is_none_or(|n| n.generation < block.generation && !first) {
+                    newest = Some(block);
+                }
+            } else {
+                is_older = true;
             }
-            is_older = true;
+        }
+        if newest.is_some() {
+            return Ok(newest);
         }
         // A copy that shows what was there before says that nothing was written.
         match refused {

@@ -67,6 +67,66 @@ fn rot_in_a_ring_that_was_added_to_never_brings_back_what_stood_before() {
     assert_eq!(both.writes(), before, "nothing was changed in it");
 }
 
+/// Each block of the ring that a promise and the statement before it changed: (generation, index,
+/// block), as of then, and what it held before.
+fn changed_by_a_promise() -> (MemoryDisk, Vec<(u64, u32, u64, Vec<u8>)>) {
+    let (disk, mut pool) = common::new_pool(8 << 20);
+    pool.create(common::identity(GUID), ReplicaMeta::default(), BLOCKS).expect("room");
+    drop(pool);
+    // Both halves were in use before.
+    for _ in 0..2 {
+        drop(Pool::open(disk.clone(), options()).expect("a pool"));
+    }
+    let read = |disk: &MemoryDisk, block: u64| {
+        let mut bytes = vec![0; 4096];
+        disk.read_at(block * 4096, &mut bytes).expect("a read");
+        bytes
+    };
+    let before = disk.fork();
+    let mut pool = Pool::open(disk.clone(), options()).expect("a pool");
+    let mut replica = pool.replica(GUID).expect("it");
+    let meta = ReplicaMeta { promised: Epoch(9), ..replica.meta().clone() };
+    replica.put_meta(meta).expect("a promise");
+    pool.request_sync();
+    common::sync(&mut pool);
+    let changed = ring_blocks(&disk).into_iter();
+    let changed = changed.map(|(generation, index, block)| {
+        let old = read(&before, block);
+        (old != read(&disk, block)).then_some((generation, index, block, old))
+    });
+    let changed = changed.flatten().collect();
+    (disk, changed)
+}
+
+fn put_back(disk: &MemoryDisk, block: u64, old: &[u8]) {
+    disk.write_at(block * 4096, &[std::io::IoSlice::new(old)]).expect("a write");
+    disk.sync().expect("a sync");
+}
+
+/// A disk that lost a write shows what was there before, whole and with a good checksum.
+#[test]
+fn a_write_that_one_copy_of_the_ring_lost_brings_nothing_back() {
+    let (disk, changed) = changed_by_a_promise();
+    assert!(changed.len() >= 4 && changed.len() % 2 == 0, "both copies of two blocks at least");
+    for (generation, index, block, old) in &changed {
+        let one = disk.fork();
+        put_back(&one, *block, old);
+        let mut pool = Pool::open(one, options()).expect("the other copy");
+        let promised = pool.replica(GUID).expect("it").meta().promised;
+        assert_eq!(promised, Epoch(9), "block {index} of generation {generation} at {block}");
+    }
+}
+
+/// Records behind a state tell that it was there.
+#[test]
+fn a_state_that_both_copies_of_the_ring_lost_is_missed_where_records_are_behind_it() {
+    let (disk, changed) = changed_by_a_promise();
+    let first = || changed.iter().filter(|(_, index, ..)| *index == 0);
+    assert_eq!(first().count(), 2);
+    first().for_each(|(.., block, old)| put_back(&disk, *block, old));
+    assert!(matches!(Pool::open(disk, options()), Err(PoolError::MetadataLost)));
+}
+
 /// What cannot be read now may be read later; what was taken for its end is lost for good.
 #[test]
 fn a_record_of_the_ring_that_one_copy_refuses_and_the_other_lost_is_an_error_and_no_end() {
