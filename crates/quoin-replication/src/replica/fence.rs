@@ -71,8 +71,7 @@ impl Replica {
             self.wake(until, actions);
         } else if !mutant::is("fenced-session-goes-on") {
             self.fenced_until = None;
-            let session = self.session.take().expect("looked at above");
-            store.unpin(session.key.nonce);
+            let session = self.take_session(store, actions).expect("looked at above");
             actions.push(ReplicaAction::Disconnect { connection: session.connection });
         }
     }
