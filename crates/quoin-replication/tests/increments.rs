@@ -26,6 +26,8 @@ struct One {
     /// What it said, and by which connection.
     sent: Vec<(u64, FromReplica)>,
     closed: Vec<u64>,
+    /// When it wants to be called.
+    timer: Option<Time>,
 }
 
 fn membership() -> Membership {
@@ -50,7 +52,7 @@ impl One {
         let replica =
             Replica::new(Time::from_millis(1000), cookie, &pool.replica(OWN.guid).unwrap());
         let (sent, closed) = (Vec::new(), Vec::new());
-        let mut one = Self { pool, replica, syncs_wait: false, sent, closed };
+        let mut one = Self { pool, replica, syncs_wait: false, sent, closed, timer: None };
         one.say(
             LOG,
             ToReplica::Open {
@@ -82,6 +84,7 @@ impl One {
                         self.sent.push((connection, message));
                     }
                     ReplicaAction::Disconnect { connection } => self.closed.push(connection),
+                    ReplicaAction::Timer { at } => self.timer = at,
                     _ => {}
                 }
             }
@@ -279,4 +282,103 @@ fn what_a_rebuild_asked_for_is_no_fault_where_close_came_first() {
     one.syncs_wait = false;
     one.on(ReplicaEvent::Disconnected { connection: 10 });
     assert_eq!(one.said(), [(LOG, FromReplica::Closed)]);
+}
+
+/// The log below an increment may take minutes to fold: that is done step by step, and its target
+/// hears of the beginning behind the last.
+#[test]
+fn a_begin_waits_for_the_fold_below_it_without_holding_anything_up() {
+    let mut one = One::new();
+    one.pool.replica(OWN.guid).unwrap().set_fold_steps(3);
+    one.open_bulk(10, 1);
+    one.begin(10);
+    for _ in 0..2 {
+        assert!(one.said().is_empty());
+        assert!(one.timer.take().is_some(), "it goes on by itself");
+        one.on(ReplicaEvent::Timer);
+    }
+    one.say(LOG, ToReplica::Ping { stable: Lsn(0), ping: Ping(7) });
+    let ping = FromReplica::Applied { applied: Lsn(0), durable: Lsn(0), ping: Ping(7) };
+    assert_eq!(one.said(), [(LOG, ping)], "pings are answered meanwhile");
+    assert!(one.timer.take().is_some());
+    one.on(ReplicaEvent::Timer);
+    assert_eq!(one.said(), [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0 })]);
+    assert_eq!(one.timer, None);
+    one.say(10, feed(0, 0, u64::MAX));
+    assert_eq!(
+        one.said(),
+        [(10, FromReplica::IncrementFed { rebuild: REBUILD, cursor: u64::MAX })]
+    );
+}
+
+/// A target that knows no bulk connection feeds what it began without waiting for an answer.
+#[test]
+fn what_comes_behind_a_begin_by_the_sessions_own_connection_is_taken_after_it() {
+    let mut one = One::new();
+    one.pool.replica(OWN.guid).unwrap().set_fold_steps(1);
+    one.begin(LOG);
+    let feed = |lba| ToReplica::IncrementFeed {
+        rebuild: REBUILD,
+        slots: slots(lba),
+        cursor: lba + 1,
+        after: None,
+    };
+    (0..2).for_each(|lba| one.say(LOG, feed(lba)));
+    assert!(one.said().is_empty());
+    one.on(ReplicaEvent::Timer);
+    let fed = |cursor| (LOG, FromReplica::IncrementFed { rebuild: REBUILD, cursor });
+    assert_eq!(one.said(), [fed(1), fed(2)]);
+    // It cannot make the pool hold whatever it sends.
+    one.pool.replica(OWN.guid).unwrap().set_fold_steps(2);
+    one.say(LOG, ToReplica::IncrementBegin { rebuild: REBUILD + 1, from: Lsn(0) });
+    (0..20).for_each(|lba| one.say(LOG, feed(lba)));
+    assert_eq!(one.said(), [(LOG, FromReplica::Failed(Failure::Protocol))]);
+}
+
+#[test]
+fn a_begin_that_waits_ends_with_its_session() {
+    let mut one = One::new();
+    one.pool.replica(OWN.guid).unwrap().set_fold_steps(3);
+    one.open_bulk(10, 1);
+    one.begin(10);
+    one.on(ReplicaEvent::Disconnected { connection: LOG });
+    one.on(ReplicaEvent::Timer);
+    one.pool.replica(OWN.guid).unwrap().set_fold_steps(0);
+    one.on(ReplicaEvent::Timer);
+    assert!(one.said().is_empty());
+    assert_eq!(one.pool.replica(OWN.guid).unwrap().shadow(), None);
+}
+
+/// The map of all that one part covers may have to be looked at in one go.
+#[test]
+fn a_part_of_an_increment_covers_a_bounded_number_of_blocks() {
+    for (blocks, taken) in [(1 << 17, true), ((1 << 17) + 1, false), (u32::MAX, false)] {
+        let mut one = One::new();
+        one.open_bulk(10, 1);
+        one.begin(10);
+        one.said();
+        let content = Content::Hole;
+        let slots = vec![
+            Slot { lba: 0, blocks: blocks - 1, version: Lsn(3), content: content.clone() },
+            Slot { lba: u64::from(blocks), blocks: 1, version: Lsn(3), content },
+        ];
+        let cursor = u64::MAX;
+        let feed = ToReplica::IncrementFeed { rebuild: REBUILD, slots, cursor, after: Some(0) };
+        one.say(10, feed);
+        let answer = match taken {
+            true => (10, FromReplica::IncrementFed { rebuild: REBUILD, cursor }),
+            false => (LOG, FromReplica::Failed(Failure::Protocol)),
+        };
+        assert_eq!(one.said(), [answer], "{blocks} blocks");
+    }
+}
+
+/// A bulk connection that outlived its session would be one that nobody ends.
+#[test]
+fn a_session_whose_grant_was_taken_back_ends_with_its_bulk_connection() {
+    let mut one = One::new();
+    one.open_bulk(10, 1);
+    one.on(ReplicaEvent::Fence { epoch: Epoch(6), at_once: true });
+    one.closed.sort_unstable();
+    assert_eq!(one.closed, [LOG, 10]);
 }

@@ -95,13 +95,13 @@ impl Replica {
     }
 
     fn may_fold(&self, keep: u64) -> bool {
-        !self.is_prepared() && self.log.bytes > keep && self.stable.0 >= self.log.first_lsn()
+        !self.is_prepared() && self.log.bytes > keep && self.foldable() >= self.log.first_lsn()
     }
 
     /// About how many units a fold lets clean-up gain: closed log that only waits for it, and
     /// what the entries replace.
     fn fold_gain(&self, unit_blocks: u64) -> u64 {
-        if self.is_prepared() || self.stable.0 < self.log.first_lsn() {
+        if self.is_prepared() || self.foldable() < self.log.first_lsn() {
             return 0;
         }
         let first_needed = self.log_start().index;

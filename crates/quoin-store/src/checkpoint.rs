@@ -55,9 +55,15 @@ pub struct Commit {
 }
 
 impl Replica {
+    /// Up to where the log may be folded now.
+    pub fn foldable(&self) -> u64 {
+        let wanted = self.maintenance.fold_for_increment.unwrap_or(u64::MAX);
+        self.stable.0.min(wanted)
+    }
+
     /// Begins folding what is stable, less what is kept for replicas that lag.
     pub fn begin_checkpoint(&mut self, log_keep_bytes: u64) {
-        let mut target = self.stable.0.min(self.log.lsn_before_last(log_keep_bytes));
+        let mut target = self.foldable().min(self.log.lsn_before_last(log_keep_bytes));
         if mutant::is("base-folded-above-stable") {
             target = self.head.position.lsn.0;
         }

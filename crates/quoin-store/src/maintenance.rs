@@ -19,6 +19,8 @@ pub struct Maintenance {
     pub dirty: bool,
     /// The log is rotten in a place that only folding makes harmless.
     pub fold_wanted: bool,
+    /// An increment waits for the fold up to this LSN, where it begins: nothing is folded beyond.
+    pub fold_for_increment: Option<u64>,
 }
 
 impl Maintenance {

@@ -529,13 +529,14 @@ impl<D: Disk> ReplicaStore for Handle<'_, D> {
 
     fn unpin(&mut self, session: u64) {
         self.replica.pins.remove(&session);
+        self.replica.maintenance.fold_for_increment = None;
     }
 
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {
         self.replica.shadow.as_ref().map(|s| s.progress())
     }
 
-    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<(), StoreError> {
+    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
         self.replica.increment_begin(self.core, rebuild, from)
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{PullChunk, StoreError};
-use quoin_types::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::message::{Content, FEED_BLOCKS_MAX, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::batch::Stream;
@@ -31,6 +31,8 @@ const SLOT_BYTES: usize = 64;
 const SLOTS_A_PULL: usize = 1 << 16;
 /// What one window covers at most of a hole.
 const WINDOW_HOLE_BLOCKS_MAX: u64 = 64 * LEAF_BLOCKS as u64;
+/// What one pull finds is fed in one part.
+const _: () = assert!(BLOCKS_A_PULL + WINDOW_HOLE_BLOCKS_MAX <= FEED_BLOCKS_MAX);
 
 pub struct Shadow {
     state: ShadowState,
@@ -105,16 +107,20 @@ impl Replica {
         core: &mut Core<D>,
         rebuild: u64,
         from: Lsn,
-    ) -> Result<(), StoreError> {
+    ) -> Result<bool, StoreError> {
         core.check_usable()?;
+        self.maintenance.fold_for_increment = None;
         if self.shadow.as_ref().is_some_and(|s| (s.state.rebuild, s.state.from) == (rebuild, from))
         {
-            return Ok(());
+            return Ok(true);
         }
         if from > self.stable {
             return Err(StoreError::Rule("an increment starts above stable"));
         }
-        let (root, snapshots) = self.shadow_start(core, from)?;
+        let Some((root, snapshots)) = self.shadow_start(core, from)? else {
+            self.maintenance.fold_for_increment = Some(from.0);
+            return Ok(false);
+        };
         if self.shadow.take().is_some() {
             // What the abandoned shadow wrote is dead now.
             self.count.request();
@@ -129,7 +135,7 @@ impl Replica {
         self.shadow = Some(Shadow::restored(state));
         self.family.changes += 1;
         self.maintenance.dirty = true;
-        Ok(())
+        Ok(true)
     }
 
     /// A replica that is fed by entries again needs its increment no more: what that wrote is dead
@@ -144,32 +150,47 @@ impl Replica {
         }
     }
 
-    /// The map at `from` and the snapshots up to there.
+    /// The map at `from` and the snapshots up to there. `None`: the log up to there is not folded
+    /// yet; a step of that was done.
     fn shadow_start<D: Disk>(
         &mut self,
         core: &mut Core<D>,
         from: Lsn,
-    ) -> Result<(Root, Vec<SnapshotState>), StoreError> {
+    ) -> Result<Option<(Root, Vec<SnapshotState>)>, StoreError> {
         if from == Lsn::ZERO {
-            return Ok((Root::default(), Vec::new()));
+            return Ok(Some((Root::default(), Vec::new())));
+        }
+        if self.folded.head.position.lsn < from && !self.fold_towards(core, from)? {
+            return Ok(None);
         }
         let folded = self.folded.head.position.lsn;
         let snapshot = self.folded.snapshots.iter().find(|s| s.info.lsn == from).map(|s| s.root);
         let root = match snapshot {
             Some(root) => root,
-            None if from < folded => {
-                return Err(StoreError::Rule("an increment starts at an unknown point"));
-            }
-            None => {
-                self.checkpoint_now(core, from.0)?;
-                if self.folded.head.position.lsn != from {
-                    return Err(StoreError::Rule("an increment starts at an unknown point"));
-                }
-                self.folded.root
-            }
+            None if from == folded => self.folded.root,
+            None => return Err(StoreError::Rule("an increment starts at an unknown point")),
         };
         let older = self.folded.snapshots.iter().filter(|s| s.info.lsn <= from);
-        Ok((root, older.cloned().collect()))
+        Ok(Some((root, older.cloned().collect())))
+    }
+
+    /// Does one step of the fold up to `from`, or of the one under way; true once it is done.
+    fn fold_towards<D: Disk>(&mut self, core: &mut Core<D>, from: Lsn) -> Result<bool, StoreError> {
+        self.family.changes += 1;
+        self.begin_checkpoint_to(from.0);
+        let all = mutant::is("increment-begun-in-one-step");
+        let stepped = loop {
+            match self.step_checkpoint(core) {
+                Ok(false) if all => {}
+                stepped => break stepped,
+            }
+        };
+        if let Err(error) = stepped {
+            // What was counted on the way to a result that is dropped counts wrongly.
+            self.count.begin_anew();
+            return Err(error);
+        }
+        Ok(self.folded.head.position.lsn >= from)
     }
 
     pub fn increment_feed<D: Disk>(
@@ -369,6 +390,7 @@ impl Replica {
             // Its record would bring the old state back.
             self.maintenance.pending_free.extend(commit.frees);
         }
+        self.maintenance.fold_for_increment = None;
         self.maintenance.checkpoint = None;
         self.maintenance.clean = None;
         self.quarantine.replica = None;

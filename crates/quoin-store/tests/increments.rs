@@ -84,7 +84,7 @@ impl Receiver {
                 _ => (rebuild, from),
             };
             assert_eq!(start, from);
-            self.with(|s| s.increment_begin(id, from)).expect("a start");
+            self.with(|s| crate::common::begin_increment(s, id, from));
             let snapshots = source.snapshots();
             let mut views: Vec<ReadView> = snapshots
                 .iter()

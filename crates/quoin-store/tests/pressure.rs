@@ -268,7 +268,7 @@ fn the_room_of_log_that_a_rebuild_replaced_comes_back_though_the_pool_dies_after
     sync(&mut writer.pool);
     let long = writer.pool.stats().used_bytes;
     let mut copy = writer.pool.replica(GUID).expect("it");
-    copy.increment_begin(1, from).expect("a start");
+    common::begin_increment(&mut copy, 1, from);
     copy.increment_feed(1, &slots, 4000).expect("fed");
     copy.increment_prepare(1, &end).expect("prepared");
     sync(&mut writer.pool);

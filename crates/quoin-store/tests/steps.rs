@@ -156,7 +156,7 @@ fn an_increment_is_merged_a_bounded_number_of_leaves_at_a_time() {
     volume.pool.settle().expect("folded");
     let from = Lsn(volume.lsn);
     let mut replica = volume.pool.replica(GUID).expect("it");
-    replica.increment_begin(1, from).expect("a start at the base");
+    assert!(replica.increment_begin(1, from).expect("a start"), "at the base");
     let version = Lsn(from.0 + 1);
     let slot = |leaf| Slot { lba: leaf * 256 + 7, blocks: 1, version, content: Content::Hole };
     let slots: Vec<Slot> = (0..LEAVES).map(slot).collect();
@@ -171,16 +171,7 @@ fn an_increment_is_merged_a_bounded_number_of_leaves_at_a_time() {
         replica.increment_feed(1, part, cursor).expect("fed");
         look();
     }
-    let state = replica.state();
-    let position = Position { epoch: Epoch(1), lsn: version };
-    let end = IncrementEnd {
-        position,
-        chain: Chain(7),
-        epoch_table: Vec::new(),
-        last_view: None,
-        volume_blocks: state.volume_blocks,
-        snapshots: Vec::new(),
-    };
+    let end = end_at(version, replica.state().volume_blocks);
     replica.increment_prepare(1, &end).expect("prepared");
     look();
     assert!(most < 150, "one call made {most} reads");
@@ -190,6 +181,85 @@ fn an_increment_is_merged_a_bounded_number_of_leaves_at_a_time() {
     let mut found = Vec::new();
     replica.read(ReadView::Live, 256, 8, false, &mut found).expect("a read");
     assert_eq!(found.last().map(|slot| slot.version), Some(version));
+}
+
+/// The state at `version`, one above `from`, with nothing else in it.
+fn end_at(version: Lsn, volume_blocks: u64) -> IncrementEnd {
+    let position = Position { epoch: Epoch(1), lsn: version };
+    let (epoch_table, snapshots) = (Vec::new(), Vec::new());
+    IncrementEnd {
+        position,
+        chain: Chain(7),
+        epoch_table,
+        last_view: None,
+        volume_blocks,
+        snapshots,
+    }
+}
+
+/// A replica that lags has a whole log to fold before its increment begins.
+#[test]
+fn an_increment_begins_behind_a_fold_of_many_short_steps() {
+    const LEAVES: u64 = 1000;
+    let mut volume = Volume::new(64 << 20, LEAVES * 256);
+    let each_leaf = || (0..LEAVES).map(|leaf| leaf * 256);
+    volume.append(&EntryKind::Write, each_leaf(), 1);
+    volume.pool.settle().expect("folded");
+    volume.append(&EntryKind::Write, each_leaf(), 1);
+    let from = Lsn(volume.lsn);
+    let (mut before, mut most, mut steps) = (volume.disk.reads(), 0, 0);
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    loop {
+        let begun = replica.increment_begin(1, from).expect("a step");
+        let now = volume.disk.reads();
+        (most, before, steps) = (most.max(now - before), now, steps + 1);
+        if begun {
+            break;
+        }
+        assert_eq!(replica.shadow(), None, "nothing can be fed yet");
+    }
+    assert!(most < 100, "one of {steps} steps made {most} reads");
+    assert!(steps > 10, "{steps} steps");
+    assert_eq!(replica.shadow(), Some((1, from, 0)));
+    let version = Lsn(from.0 + 1);
+    let slot = Slot { lba: 7, blocks: 1, version, content: Content::Hole };
+    replica.increment_feed(1, &[slot], u64::MAX).expect("fed");
+    let end = end_at(version, replica.state().volume_blocks);
+    replica.increment_prepare(1, &end).expect("prepared");
+    sync(&mut volume.pool);
+    let mut replica = volume.pool.replica(GUID).expect("it");
+    replica.increment_flip(1).expect("the flip");
+    let mut found = Vec::new();
+    replica.read(ReadView::Live, (LEAVES - 1) * 256, 1, false, &mut found).expect("a read");
+    assert_eq!(found[0].version, from, "all of the log is in it");
+}
+
+/// Stable goes on meanwhile: a base beyond the point would leave nothing to begin from.
+#[test]
+fn a_fold_that_an_increment_waits_for_stops_there_until_its_session_ends() {
+    for session_ends in [false, true] {
+        let mut volume = Volume::new(64 << 20, 1000 * 256);
+        volume.append(&EntryKind::Write, (0..1000).map(|leaf| leaf * 256), 1);
+        let from = Lsn(volume.lsn);
+        let begun = volume.pool.replica(GUID).expect("it").increment_begin(1, from);
+        assert!(!begun.expect("a step"), "there is more to fold");
+        // So much log that it is to be folded at once.
+        volume.append(&EntryKind::Trim, (0..6000).map(|i| i % 7), 1);
+        let base = |volume: &mut Volume| volume.pool.replica(GUID).expect("it").state().base;
+        if session_ends {
+            volume.pool.replica(GUID).expect("it").unpin(1);
+            volume.work(|_| {});
+            assert!(base(&mut volume) > from, "nothing waits for it any more");
+            continue;
+        }
+        volume.work(|_| {});
+        assert_eq!(base(&mut volume), from);
+        let mut replica = volume.pool.replica(GUID).expect("it");
+        assert!(replica.increment_begin(1, from).expect("a start"), "it was folded meanwhile");
+        assert_eq!(replica.shadow(), Some((1, from, 0)));
+        volume.work(|_| {});
+        assert!(base(&mut volume) > from, "the fold goes on");
+    }
 }
 
 /// A volume whose snapshot was just deleted, with so many leaves to count.

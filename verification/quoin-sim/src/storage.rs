@@ -256,7 +256,7 @@ impl<S: ReplicaStore> ReplicaStore for Faulty<'_, S> {
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {
         self.inner.shadow()
     }
-    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<(), StoreError> {
+    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
         self.write(false)?;
         self.inner.increment_begin(rebuild, from)
     }

@@ -5,20 +5,35 @@
 //! before it: a Begin which point is stable, a feed how far the shadow is complete, a commit how
 //! much was fed. A bulk connection has a number, and nothing is taken from one of a lower number
 //! than the newest: what such a one still carries was given up by the target.
+//!
+//! A Begin may wait for the log below it to be folded. That is done a step at a time, and each
+//! step by a timer of its own, so that the driver's thread serves others in between.
 
 use super::refused::Place;
 use super::session::{Fault, Session};
 use super::store::{ReplicaStore, StoreError};
 use super::{ConnectionId, Replica, ReplicaAction, ReplicaNote, UNREADABLE};
+use std::collections::VecDeque;
+use std::time::Duration;
+
 use quoin_types::LSN_MAX;
 use quoin_types::ids::{Lsn, Position, SessionKey};
-use quoin_types::message::{Failure, FedSum, FromReplica, IncrementEnd, Slot, ToReplica};
+use quoin_types::message::{
+    FEED_BLOCKS_MAX, Failure, FedSum, FromReplica, IncrementEnd, Slot, ToReplica,
+};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
 /// Data of one answer about the log or an increment: as much as a target ever asks for, whatever it
 /// says, so that none makes a pool hold a whole volume.
 pub(super) const ANSWER_BYTES_MAX: u32 = 4 << 20;
+
+/// Between two steps of a Begin.
+const BEGIN_PAUSE: Duration = Duration::from_millis(1);
+
+/// Messages of a rebuild that wait for its Begin. Only targets that know no bulk connection send
+/// any before it is answered: feeds, of which they have four on their way, a cut and a commit.
+const BEHIND_BEGIN_MAX: usize = 8;
 
 /// Which of a session's connections a message came by.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,6 +50,15 @@ struct Commit {
     flipped: Option<Position>,
 }
 
+/// A Begin that waits for the log below it to be folded.
+struct Beginning {
+    way: Way,
+    rebuild: u64,
+    from: Lsn,
+    /// What came behind it by the session's own connection.
+    behind: VecDeque<ToReplica>,
+}
+
 #[derive(Default)]
 pub(super) struct Copying {
     bulk: Option<ConnectionId>,
@@ -43,12 +67,18 @@ pub(super) struct Copying {
     /// Since the shadow was last begun or resumed.
     fed: FedSum,
     commit: Option<Commit>,
+    beginning: Option<Beginning>,
 }
 
 impl Copying {
     /// Takes the bulk connection, which ends with the session.
     pub fn take_bulk(&mut self) -> Option<ConnectionId> {
         self.bulk.take()
+    }
+
+    /// Whether a Begin waits for its next step.
+    pub fn is_beginning(&self) -> bool {
+        self.beginning.is_some()
     }
 
     pub fn flipped(&mut self, rebuild: u64, position: Position) {
@@ -106,6 +136,17 @@ impl Session {
         store: &mut dyn ReplicaStore,
         actions: &mut Vec<ReplicaAction>,
     ) -> Result<(), Fault> {
+        if let Some(beginning) = &mut self.copying.beginning
+            && way == Way::Own
+            && beginning.way == Way::Own
+            && !matches!(message, ToReplica::Pull { .. } | ToReplica::IncrementBegin { .. })
+        {
+            if beginning.behind.len() == BEHIND_BEGIN_MAX {
+                return Err(Fault::Protocol("too much behind the beginning of an increment"));
+            }
+            beginning.behind.push_back(message);
+            return Ok(());
+        }
         match message {
             ToReplica::Pull { id, view, from, cursor, bytes_max } => {
                 let bytes_max = bytes_max.min(ANSWER_BYTES_MAX);
@@ -150,7 +191,7 @@ impl Session {
             return Err(Fault::Protocol("increment before truncate"));
         }
         if let Way::Own = way {
-            return Ok(store.increment_begin(rebuild, from)?);
+            return self.begin_step(Beginning::new(way, rebuild, from), store, actions);
         }
         match self.copying.commit {
             // The target lost the connection that the commit went by, and asks what became of it.
@@ -168,10 +209,41 @@ impl Session {
             _ => {}
         }
         self.set_stable(from, store);
-        store.increment_begin(rebuild, from)?;
-        self.copying.fed = FedSum::default();
-        let cursor = store.shadow().map_or(0, |(.., cursor)| cursor);
-        self.answer(way, FromReplica::IncrementBegun { rebuild, cursor }, actions);
+        self.begin_step(Beginning::new(way, rebuild, from), store, actions)
+    }
+
+    /// Goes on with the Begin that waits, if one does.
+    pub fn go_on_beginning(
+        &mut self,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        match self.copying.beginning.take() {
+            Some(beginning) if !self.is_closing() => self.begin_step(beginning, store, actions),
+            _ => Ok(()),
+        }
+    }
+
+    fn begin_step(
+        &mut self,
+        beginning: Beginning,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) -> Result<(), Fault> {
+        let Beginning { way, rebuild, from, .. } = beginning;
+        if !store.increment_begin(rebuild, from)? {
+            self.copying.beginning = Some(beginning);
+            return Ok(());
+        }
+        self.copying.beginning = None;
+        if let Way::Bulk(_) = way {
+            self.copying.fed = FedSum::default();
+            let cursor = store.shadow().map_or(0, |(.., cursor)| cursor);
+            self.answer(way, FromReplica::IncrementBegun { rebuild, cursor }, actions);
+        }
+        for message in beginning.behind {
+            self.copy(way, message, store, actions)?;
+        }
         Ok(())
     }
 
@@ -185,6 +257,10 @@ impl Session {
     ) -> Result<(), Fault> {
         if !slots.iter().all(|slot| slot.is_good(LSN_MAX)) {
             return Err(Fault::Protocol("a bad slot in an increment"));
+        }
+        let blocks: u64 = slots.iter().map(|slot| u64::from(slot.blocks)).sum();
+        if blocks > FEED_BLOCKS_MAX && !mutant::is("feeds-of-any-length") {
+            return Err(Fault::Protocol("too many blocks in one part of an increment"));
         }
         if let Some(after) = after {
             let at = store.shadow().map(|(of, _, cursor)| (of, cursor));
@@ -220,7 +296,42 @@ impl Session {
     }
 }
 
+impl Beginning {
+    fn new(way: Way, rebuild: u64, from: Lsn) -> Self {
+        Self { way, rebuild, from, behind: VecDeque::new() }
+    }
+}
+
 impl Replica {
+    /// The time has come for the next step of a Begin that waits.
+    pub(super) fn go_on_beginning(
+        &mut self,
+        now: Time,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let Some(session) = &mut self.session else { return };
+        if !session.copying.is_beginning() {
+            return;
+        }
+        match session.go_on_beginning(store, actions) {
+            Ok(()) => self.copied(now, Place::Shadow, actions),
+            Err(fault) => self.fail(now, Place::Shadow, fault, store, actions),
+        }
+    }
+
+    /// A message was taken. While a Begin waits, its steps so far say nothing of the disk: what that
+    /// refuses to read may lie ahead.
+    pub(super) fn copied(&mut self, now: Time, place: Place, actions: &mut Vec<ReplicaAction>) {
+        let begins = self.session.as_ref().is_some_and(|session| session.copying.is_beginning());
+        if begins {
+            self.wake(now + BEGIN_PAUSE, actions);
+        }
+        if !begins || place != Place::Shadow {
+            self.refused_reads.answered(place);
+        }
+    }
+
     /// A bulk connection is taken for the session that is open, and for no other.
     pub(super) fn on_open_bulk(
         &mut self,
@@ -255,7 +366,7 @@ impl Replica {
         let is_pull = matches!(message, ToReplica::Pull { .. });
         let place = Place::of(&message);
         match session.copy(way, message, store, actions) {
-            Ok(()) => self.refused_reads.answered(place),
+            Ok(()) => self.copied(now, place, actions),
             // It is fed, and perhaps counted: that goes on, whatever a rebuild asked for.
             Err(fault) if is_pull => self.fail_pull(now, place, fault, store, actions),
             Err(fault) => self.fail(now, place, fault, store, actions),

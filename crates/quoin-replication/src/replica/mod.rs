@@ -240,6 +240,7 @@ impl Replica {
                 self.timer = None;
                 self.end_fenced(now, store, actions);
                 self.answer_open(now, store, actions);
+                self.go_on_beginning(now, store, actions);
             }
             ReplicaEvent::Damaged(what) => self.damaged(what, store, actions),
             ReplicaEvent::BadCopy(copy) => {
@@ -294,7 +295,7 @@ impl Replica {
         let place = Place::of(&message);
         let outcome = session.on_message(message, self.boot, &mut self.continuous, store, actions);
         if outcome.is_ok() {
-            self.refused_reads.answered(place);
+            self.copied(now, place, actions);
         }
         self.go_on(now, place, outcome, store, actions);
     }

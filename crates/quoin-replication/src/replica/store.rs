@@ -174,14 +174,17 @@ pub trait ReplicaStore {
         cursor: u64,
         bytes_max: u32,
     ) -> Result<Option<PullChunk>, StoreError>;
+    /// The session is over: what it had pinned, and the increment that it waited to begin.
     fn unpin(&mut self, session: u64);
 
     /// A shadow left by an interrupted increment: rebuild id, `from`, and the next LBA. An entry
     /// that is appended ends it, prepared or not: a flip behind that is refused with `Rule`.
     fn shadow(&self) -> Option<(u64, Lsn, u64)>;
     /// Starts a shadow on top of the state at `from` (`from` = 0 starts empty); the same rebuild
-    /// id resumes. `from` above stable is refused with `Rule`.
-    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<(), StoreError>;
+    /// id resumes. `from` above stable is refused with `Rule`. `Ok(false)`: the log up to `from` is
+    /// not folded yet. One bounded step of that was done, and the caller asks again until it has
+    /// its answer or [`ReplicaStore::unpin`]s its session.
+    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError>;
     fn increment_feed(
         &mut self,
         rebuild: u64,

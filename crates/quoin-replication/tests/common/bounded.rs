@@ -104,7 +104,7 @@ impl<S: ReplicaStore> ReplicaStore for Bounded<'_, S> {
     fn shadow(&self) -> Option<(u64, Lsn, u64)> {
         self.inner.shadow()
     }
-    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<(), StoreError> {
+    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
         self.inner.increment_begin(rebuild, from)
     }
     fn increment_feed(&mut self, id: u64, slots: &[Slot], at: u64) -> Result<(), StoreError> {

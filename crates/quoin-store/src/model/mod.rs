@@ -269,6 +269,8 @@ pub struct ModelReplica {
     syncing: (usize, usize),
     /// Blocks whose copy fails its checksum, set by tests and simulators.
     bad: BTreeSet<(u64, Lsn)>,
+    /// Steps of folding until an increment begins, set by tests.
+    fold_steps: u32,
 }
 
 impl ModelReplica {
@@ -287,6 +289,7 @@ impl ModelReplica {
             metas: Vec::new(),
             syncing: (0, 0),
             bad: BTreeSet::new(),
+            fold_steps: 0,
         }
     }
 
@@ -338,6 +341,11 @@ impl ModelReplica {
             }
         };
         Slot { lba, blocks: 1, version, content }
+    }
+
+    /// Lets the next increment begin after so many steps of folding.
+    pub fn set_fold_steps(&mut self, steps: u32) {
+        self.fold_steps = steps;
     }
 
     /// Makes the copy of a block bad, as rot would; false if the live block is a hole.
@@ -570,11 +578,16 @@ impl ReplicaStore for ModelHandle<'_> {
         self.now.shadow.as_ref().map(|s| (s.rebuild, s.from, s.cursor))
     }
 
-    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<(), StoreError> {
+    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError> {
         match &self.now.shadow {
-            Some(s) if s.rebuild == rebuild && s.from == from => Ok(()),
-            _ => self.run(Operation::ShadowBegin { rebuild, from }),
+            Some(s) if s.rebuild == rebuild && s.from == from => {}
+            _ if self.fold_steps > 0 => {
+                self.fold_steps -= 1;
+                return Ok(false);
+            }
+            _ => self.run(Operation::ShadowBegin { rebuild, from })?,
         }
+        Ok(true)
     }
 
     fn increment_feed(

@@ -94,6 +94,12 @@ pub fn read_all(store: &mut dyn ReplicaStore, view: ReadView, blocks: u64) -> Ve
     out
 }
 
+/// Begins an increment, however many steps of folding that takes.
+pub fn begin_increment(store: &mut dyn ReplicaStore, rebuild: u64, from: Lsn) {
+    let steps = (0..100_000).find(|_| store.increment_begin(rebuild, from).expect("a step"));
+    assert!(steps.is_some(), "the fold never ends");
+}
+
 /// Everything that both stores must agree on.
 pub fn assert_same(real: &mut dyn ReplicaStore, model: &mut dyn ReplicaStore) {
     let (a, b) = (real.state(), model.state());
