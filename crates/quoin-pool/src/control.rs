@@ -218,7 +218,8 @@ impl Control {
             // A pool that is opening has told no start that could be judged.
             Ok(answer) if state.counts.starts != 0 && !leaving => {
                 let rolled_back = answer.into_inner().rolled_back;
-                self.shard.send(Input::Judged { rolled_back, mark: state.counts.mark });
+                let (nonce, mark) = (state.counts.nonce, state.counts.mark);
+                self.shard.send(Input::Judged { rolled_back, nonce, mark });
             }
             Ok(_) => {}
             Err(error) => {

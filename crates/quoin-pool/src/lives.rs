@@ -18,7 +18,7 @@ use quoin_telemetry::notices::Severity;
 use tokio::sync::watch;
 
 use crate::facts::PoolFacts;
-use crate::shard::{Ended, Input, Parts, Shard};
+use crate::shard::{Ended, Input, Parts, Recognition, Shard};
 use crate::syncer::Syncer;
 use crate::{Error, Opened};
 
@@ -49,6 +49,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
     watch: &Watch,
 ) -> Result<(), Error> {
     let mut doubtful = false;
+    let recognition = parts.recognition;
     let mut opened = Some(first);
     loop {
         let Opened { mut pool, mut syncer, .. } = match opened.take() {
@@ -78,6 +79,10 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
             Ended::LoopFailed(error) => return Err(error.into()),
             Ended::DiskFailed(error) => {
                 doubtful = true;
+                if parts.recognition != Recognition::Refused {
+                    // What the next life finds on the disk, no controller has seen yet.
+                    parts.recognition = recognition;
+                }
                 let message = match parts.witness.end() {
                     Ok(()) => format!("{error}: the pool is opened anew from its media"),
                     Err(refused) => format!(

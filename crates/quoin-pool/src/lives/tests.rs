@@ -195,6 +195,14 @@ impl Process {
         }
     }
 
+    /// The controller's answer to a report of the present start that told this mark.
+    fn judge(&self, rolled_back: bool, mark: u64) {
+        let (answer, state) = tokio::sync::oneshot::channel();
+        self.send(Input::State(answer));
+        let nonce = state.blocking_recv().unwrap().counts.nonce;
+        self.send(Input::Judged { rolled_back, nonce, mark });
+    }
+
     fn wait_for_trouble(&self) {
         eventually("the failure shows", || self.trouble.lock().unwrap().clone());
     }
@@ -557,16 +565,41 @@ fn a_start_serves_once_it_is_recognised_and_an_older_state_of_the_disk_serves_no
     let waiting = opening(&process, 1);
     std::thread::sleep(Duration::from_millis(300));
     assert!(!waiting.is_finished(), "the controller may know more");
-    process.send(Input::Judged { rolled_back: false, mark: 0 });
+    process.judge(false, 0);
     let (mut session, _) = waiting.join().unwrap().expect("it is recognised");
 
-    process.send(Input::Judged { rolled_back: true, mark: 0 });
+    process.judge(true, 0);
     assert!(session.next().is_none(), "its sessions end");
     let again = opening(&process, 2);
     std::thread::sleep(Duration::from_millis(300));
     assert!(!again.is_finished(), "nobody gets in");
-    process.send(Input::Judged { rolled_back: false, mark: 0 });
+    process.judge(false, 0);
     assert!(again.join().unwrap().is_some(), "the controller took it back");
+    process.stop();
+}
+
+/// The disk may have been put back while it failed.
+#[test]
+fn a_pool_that_is_opened_anew_in_its_process_serves_once_that_start_is_recognised() {
+    let dir = tempfile::tempdir().unwrap();
+    let (disk, witness) = (new_disk(), dir.path().join(WITNESS_FILE));
+    let process = Process::recognised(&disk, &witness, Recognition::Awaited);
+    process.create_replica();
+    process.judge(false, 0);
+    assert!(process.open_replica(1).is_some());
+    let former = process.counts.lock().unwrap().nonce;
+    disk.fail_after(Some(0));
+    assert_eq!(process.open_replica(2), None, "nothing is promised on a failing disk");
+    process.wait_for_trouble();
+    disk.fail_after(None);
+    eventually("it is opened anew", || process.replica_state());
+    let waiting = opening(&process, 3);
+    // An answer that was on its way since before the failure is about another start.
+    process.send(Input::Judged { rolled_back: false, nonce: former, mark: 0 });
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!waiting.is_finished(), "the controller may know more");
+    process.judge(false, 0);
+    assert!(waiting.join().unwrap().is_some(), "it is recognised");
     process.stop();
 }
 
@@ -602,10 +635,10 @@ fn the_mark_rises_after_promises_where_the_controller_knows_it_and_with_an_order
         process.open_replica(epoch).unwrap();
         assert_eq!(mark(&process), 0, "no controller has heard of mark 0");
     }
-    process.send(Input::Judged { rolled_back: true, mark: 0 });
-    process.send(Input::Judged { rolled_back: false, mark: 0 });
+    process.judge(true, 0);
+    process.judge(false, 0);
     eventually("the mark rises", || (mark(&process) == 1).then_some(()));
-    process.send(Input::Judged { rolled_back: false, mark: 1 });
+    process.judge(false, 1);
     std::thread::sleep(Duration::from_millis(100));
     process.open_replica(4).unwrap();
     let counts = process.counts.clone();

@@ -104,9 +104,10 @@ pub enum Input {
     },
     State(tokio::sync::oneshot::Sender<PoolState>),
     Holdings(tokio::sync::oneshot::Sender<Holdings>),
-    /// The controller's answer to a report of this start, which told this mark.
+    /// The controller's answer to a report of the start with this nonce, which told this mark.
     Judged {
         rolled_back: bool,
+        nonce: u64,
         mark: u64,
     },
     Shutdown,
@@ -334,7 +335,9 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             }
             Input::Holdings(answer) => drop(answer.send(self.holdings())),
             Input::Scrub { request } => self.ask_for_scrub(now, request),
-            Input::Judged { rolled_back, mark } => self.answered(now, rolled_back, mark),
+            Input::Judged { rolled_back, nonce, mark } => {
+                self.answered(now, rolled_back, nonce, mark);
+            }
             Input::Shutdown => self.stop(now),
         }
     }

@@ -37,8 +37,12 @@ impl Start {
 }
 
 impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
-    /// The controller's answer to a report with this mark.
-    pub(super) fn answered(&mut self, now: Time, rolled_back: bool, mark: u64) {
+    /// The controller's answer to a report with this mark. One about a former start of the process
+    /// says nothing of what its disk holds now.
+    pub(super) fn answered(&mut self, now: Time, rolled_back: bool, nonce: u64, mark: u64) {
+        if nonce != self.start.nonce {
+            return;
+        }
         if !rolled_back {
             self.start.marks.heard(mark);
         }
