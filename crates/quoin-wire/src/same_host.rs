@@ -23,6 +23,8 @@ use rustix::net::sockopt;
 
 /// What a socket may hold on its way: some requests of 128 KiB. The system may allow less.
 const BUFFER_BYTES: usize = 2 << 20;
+/// A peer that has answered nothing for so long, or taken nothing of what is sent, is gone.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
 
 /// The pool's side. An error means that the name is taken: the pool is then met by TCP only.
 pub fn listen(pool: &str, port: u16) -> Result<UnixListener> {
@@ -77,13 +79,24 @@ pub enum Stream {
     SameHost(UnixStream),
 }
 
+/// Ends a connection whose peer has gone without a word, which an idle session would never find
+/// out, and one whose peer takes nothing any more.
+fn end_if_silent(tcp: &TcpStream) -> Result<()> {
+    sockopt::set_socket_keepalive(tcp, true)?;
+    sockopt::set_tcp_keepidle(tcp, SILENCE_MAX / 2)?;
+    sockopt::set_tcp_keepintvl(tcp, SILENCE_MAX / 6)?;
+    sockopt::set_tcp_user_timeout(tcp, SILENCE_MAX.as_millis() as u32)?;
+    Ok(())
+}
+
 impl Stream {
     /// Blocking, and sends at once what it is given.
     pub(crate) fn prepare(&self) -> Result<()> {
         match self {
             Stream::Tcp(tcp) => {
                 tcp.set_nonblocking(false)?;
-                tcp.set_nodelay(true)
+                tcp.set_nodelay(true)?;
+                end_if_silent(tcp)
             }
             Stream::SameHost(unix) => {
                 unix.set_nonblocking(false)?;
@@ -183,6 +196,22 @@ mod tests {
         assert_eq!(&heard, b"here");
         drop(listener);
         assert!(connect(&pool, 7).is_err());
+    }
+
+    #[test]
+    fn a_peer_of_the_network_that_is_gone_without_a_word_is_noticed_by_an_idle_connection() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        for tcp in [dialled, accepted] {
+            let stream = Stream::Tcp(tcp);
+            stream.prepare().unwrap();
+            let Stream::Tcp(tcp) = stream else { unreachable!() };
+            assert!(sockopt::socket_keepalive(&tcp).unwrap());
+            assert_eq!(sockopt::tcp_keepidle(&tcp).unwrap(), Duration::from_secs(30));
+            assert_eq!(sockopt::tcp_keepintvl(&tcp).unwrap(), Duration::from_secs(10));
+            assert_eq!(sockopt::tcp_user_timeout(&tcp).unwrap(), 60_000);
+        }
     }
 
     #[test]

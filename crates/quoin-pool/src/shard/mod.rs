@@ -71,8 +71,10 @@ const STALL: Duration = Duration::from_secs(20);
 /// Refusals that follow each other as quickly are of one place.
 const SAME_REFUSAL: Duration = Duration::from_secs(60);
 
-/// How long a peer whose session was ended may take to close its side.
+/// How long a peer whose session was ended may take to close its side, once it took all answers.
 const LINGER: Duration = Duration::from_secs(2);
+/// How long it may take over those answers and its side together.
+const ENDING_MAX: Duration = Duration::from_secs(10);
 
 /// How long a start waits for the controller's word: less than a target waits for a connection.
 const RECOGNISED_AFTER: Duration = Duration::from_secs(3);

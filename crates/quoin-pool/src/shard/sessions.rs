@@ -17,7 +17,7 @@ use quoin_wire::{Connection, ConnectionKind, Frame, Hello, ReadOutcome};
 use rustix::net::Shutdown;
 
 use super::{
-    BULK, BULKS_MAX, CONNECTIONS_MAX, EARLY_BYTES, LINGER, POOL_QUEUED_MAX, QUEUED_MAX,
+    BULK, BULKS_MAX, CONNECTIONS_MAX, EARLY_BYTES, ENDING_MAX, LINGER, POOL_QUEUED_MAX, QUEUED_MAX,
     Recognition, STOP_MAX, Shard,
 };
 use crate::facts::PoolFacts;
@@ -25,7 +25,7 @@ use crate::facts::PoolFacts;
 /// Sessions that have opened nothing yet. A Hello costs its sender nothing, so one source has a
 /// quarter of these at most.
 pub(super) const UNOPENED_MAX: usize = 512;
-/// From a Hello to its Open. A target sends both together.
+/// From a Hello to its Open or OpenBulk. A target sends both together.
 const OPEN_MAX: Duration = Duration::from_secs(10);
 
 /// The replica that a connection was believed for. Only that one is opened by it: the grant was
@@ -61,6 +61,8 @@ pub(super) struct Peer {
     pub(super) stalled: bool,
     /// To be closed: what is queued is written, what still comes is not looked at.
     pub(super) ending: bool,
+    /// It took all of what is said last, and was told so.
+    shut: bool,
     /// Listed in `dirty`.
     pub(super) dirty: bool,
     /// Until its Open.
@@ -137,13 +139,12 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             interest: Interest::READ,
             stalled: false,
             ending: false,
+            shut: false,
             dirty: false,
             unopened,
         };
         self.peers.insert(key, peer);
-        if kind != ConnectionKind::Bulk {
-            self.timers.set(key, Some(now + OPEN_MAX));
-        }
+        self.timers.set(key, Some(now + OPEN_MAX));
         self.count_sessions();
     }
 
@@ -227,6 +228,9 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
                         return self.refuse_claim(key, session, claim);
                     }
                     self.has_opened(key);
+                }
+                if let ToReplica::OpenBulk { .. } = message {
+                    self.timers.set(key, None);
                 }
                 self.take(now, key, claim.guid, session, message);
                 takes_more = takes_more && self.write_early(now, key);
@@ -316,11 +320,30 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.mark_dirty(connection);
     }
 
-    /// Closes a connection after what was sent before.
+    /// Closes a connection after what was sent before, and its session's bulk connections with it.
     pub(super) fn end(&mut self, connection: u64) {
-        if let Some(peer) = self.peers.get_mut(&connection) {
-            peer.ending = true;
-            self.mark_dirty(connection);
+        let Some(peer) = self.peers.get_mut(&connection) else { return };
+        if std::mem::replace(&mut peer.ending, true) {
+            return;
+        }
+        let (kind, session, claim) = (peer.kind, peer.session, peer.claim);
+        // Whatever it does not take is not kept for it.
+        self.timers.set(connection, Some(now() + ENDING_MAX));
+        self.mark_dirty(connection);
+        self.end_bulks(kind, session, claim);
+    }
+
+    /// Ends the bulk connections of a session, also those that its replica was not told of yet.
+    fn end_bulks(&mut self, kind: ConnectionKind, session: SessionKey, claim: Claim) {
+        if kind == ConnectionKind::Bulk {
+            return;
+        }
+        let of_it = |peer: &Peer| {
+            peer.kind == ConnectionKind::Bulk && (peer.session, peer.claim) == (session, claim)
+        };
+        let bulks = self.peers.iter().filter(|(_, peer)| of_it(peer) && !peer.ending);
+        for key in bulks.map(|(key, _)| *key).collect::<Vec<_>>() {
+            self.end(key);
         }
     }
 
@@ -343,8 +366,10 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
             Ok(true) if peer.ending => {
                 // The peer must be able to read what was said last, so the socket is not torn
                 // down under it: it is given a moment to close its side.
-                let _ = rustix::net::shutdown(peer.connection.socket(), Shutdown::Write);
-                self.timers.set(key, Some(now + LINGER));
+                if !std::mem::replace(&mut peer.shut, true) {
+                    let _ = rustix::net::shutdown(peer.connection.socket(), Shutdown::Write);
+                    self.timers.set(key, Some(now + LINGER));
+                }
             }
             Ok(_) => {}
         }
@@ -379,6 +404,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         if !peer.ending && !matches!(why, WireError::Closed) {
             tracing::warn!(error = %why, guid = %peer.claim.guid, "a session's connection failed");
         }
+        self.end_bulks(peer.kind, peer.session, peer.claim);
         self.deliver(now, peer.claim.guid, ReplicaEvent::Disconnected { connection: key });
     }
 }
