@@ -173,7 +173,8 @@ impl Process {
         Self::session_at(self.address, epoch)
     }
 
-    fn session_at(address: SocketAddr, epoch: u64) -> Option<(Session, OpenAck)> {
+    /// A connection for a session of `epoch`, which opens nothing yet.
+    fn dial(address: SocketAddr, epoch: u64) -> Option<Session> {
         let key = SessionKey {
             epoch: Epoch(epoch),
             incarnation: Incarnation(u128::from(epoch)),
@@ -182,7 +183,11 @@ impl Process {
         let hello = Hello::new(VOLUME, MEMBER.id, MEMBER.guid, Bytes::new());
         let security = ClientSecurity::PlainLoopback;
         let connection = quoin_wire::establish::dial("p", address, &security, key, &hello).ok()?;
-        let mut session = Session { connection, key };
+        Some(Session { connection, key })
+    }
+
+    fn session_at(address: SocketAddr, epoch: u64) -> Option<(Session, OpenAck)> {
+        let mut session = Self::dial(address, epoch)?;
         session.send(&ToReplica::Open {
             volume: VOLUME,
             replica: MEMBER.id,
@@ -594,7 +599,8 @@ fn a_pool_that_is_opened_anew_in_its_process_serves_once_that_start_is_recognise
     process.wait_for_trouble();
     disk.fail_after(None);
     eventually("it is opened anew", || process.replica_state());
-    let waiting = opening(&process, 3);
+    let address = process.address;
+    let waiting = std::thread::spawn(move || Process::dial(address, 3));
     // An answer that was on its way since before the failure is about another start.
     process.send(Input::Judged { rolled_back: false, nonce: former, mark: 0 });
     std::thread::sleep(Duration::from_millis(300));
