@@ -11,6 +11,7 @@ use quoin_types::message::{
     Content, EpochEnd, Failure, FedSum, FromReplica, IncrementEnd, Ping, Slot, ToReplica,
 };
 use quoin_types::*;
+use std::time::Duration;
 
 const OWN: Member = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
 const VOLUME: VolumeId = VolumeId(5);
@@ -26,6 +27,7 @@ struct One {
     /// What it said, and by which connection.
     sent: Vec<(u64, FromReplica)>,
     closed: Vec<u64>,
+    now: Time,
     /// When it wants to be called.
     timer: Option<Time>,
 }
@@ -52,7 +54,8 @@ impl One {
         let replica =
             Replica::new(Time::from_millis(1000), cookie, &pool.replica(OWN.guid).unwrap());
         let (sent, closed) = (Vec::new(), Vec::new());
-        let mut one = Self { pool, replica, syncs_wait: false, sent, closed, timer: None };
+        let (now, timer) = (Time::from_millis(1000), None);
+        let mut one = Self { pool, replica, syncs_wait: false, sent, closed, now, timer };
         one.say(
             LOG,
             ToReplica::Open {
@@ -74,7 +77,7 @@ impl One {
             let mut actions = Vec::new();
             {
                 let mut store = self.pool.replica(OWN.guid).unwrap();
-                let now = Time::from_millis(1000);
+                let now = self.now;
                 self.replica.on(now, event, &mut store, &mut actions);
                 self.replica.flush(&mut actions);
             }
@@ -112,6 +115,15 @@ impl One {
 
     fn begin(&mut self, connection: u64) {
         self.say(connection, ToReplica::IncrementBegin { rebuild: REBUILD, from: Lsn(0) });
+    }
+
+    /// The time comes that it asked for, and passes by `late`. Gives how long that was.
+    fn wake(&mut self, late: Duration) -> Duration {
+        let at = self.timer.take().expect("it goes on by itself");
+        let waited = at.since(self.now);
+        self.now = at + late;
+        self.on(ReplicaEvent::Timer);
+        waited
     }
 
     fn position(&mut self) -> Position {
@@ -294,14 +306,14 @@ fn a_begin_waits_for_the_fold_below_it_without_holding_anything_up() {
     one.begin(10);
     for _ in 0..2 {
         assert!(one.said().is_empty());
-        assert!(one.timer.take().is_some(), "it goes on by itself");
-        one.on(ReplicaEvent::Timer);
+        one.wake(Duration::ZERO);
     }
     one.say(LOG, ToReplica::Ping { stable: Lsn(0), ping: Ping(7) });
     let ping = FromReplica::Applied { applied: Lsn(0), durable: Lsn(0), ping: Ping(7) };
     assert_eq!(one.said(), [(LOG, ping)], "pings are answered meanwhile");
-    assert!(one.timer.take().is_some());
     one.on(ReplicaEvent::Timer);
+    assert!(one.said().is_empty(), "a call for something else is no step");
+    one.wake(Duration::ZERO);
     assert_eq!(one.said(), [(10, FromReplica::IncrementBegun { rebuild: REBUILD, cursor: 0 })]);
     assert_eq!(one.timer, None);
     one.say(10, feed(0, 0, u64::MAX));
@@ -325,7 +337,7 @@ fn what_comes_behind_a_begin_by_the_sessions_own_connection_is_taken_after_it() 
     };
     (0..2).for_each(|lba| one.say(LOG, feed(lba)));
     assert!(one.said().is_empty());
-    one.on(ReplicaEvent::Timer);
+    one.wake(Duration::ZERO);
     let fed = |cursor| (LOG, FromReplica::IncrementFed { rebuild: REBUILD, cursor });
     assert_eq!(one.said(), [fed(1), fed(2)]);
     // It cannot make the pool hold whatever it sends.
@@ -335,6 +347,19 @@ fn what_comes_behind_a_begin_by_the_sessions_own_connection_is_taken_after_it() 
     assert_eq!(one.said(), [(LOG, FromReplica::Failed(Failure::Protocol))]);
 }
 
+/// The thread that folds serves the clients of other volumes.
+#[test]
+fn between_the_steps_of_a_begin_is_as_much_time_as_they_take() {
+    let mut one = One::new();
+    one.pool.replica(OWN.guid).unwrap().set_fold_steps(9);
+    one.open_bulk(10, 1);
+    one.begin(10);
+    let slow = Duration::from_millis(50);
+    let pauses = [slow, slow, Duration::ZERO, Duration::from_secs(9), Duration::ZERO]
+        .map(|late| one.wake(late));
+    assert_eq!(pauses.map(|pause| pause.as_millis()), [1, 50, 50, 1, 200]);
+}
+
 #[test]
 fn a_begin_that_waits_ends_with_its_session() {
     let mut one = One::new();
@@ -342,7 +367,7 @@ fn a_begin_that_waits_ends_with_its_session() {
     one.open_bulk(10, 1);
     one.begin(10);
     one.on(ReplicaEvent::Disconnected { connection: LOG });
-    one.on(ReplicaEvent::Timer);
+    one.wake(Duration::ZERO);
     one.pool.replica(OWN.guid).unwrap().set_fold_steps(0);
     one.on(ReplicaEvent::Timer);
     assert!(one.said().is_empty());

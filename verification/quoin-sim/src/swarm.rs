@@ -287,6 +287,7 @@ impl Swarm {
                 ],
                 sync_ns: &[30 * MILLISECOND, 60 * MILLISECOND],
                 full_to_the_block: true,
+                stops_without_room: true,
                 ..Swarm::Blackouts.shape(random)?
             },
             Swarm::PowerCuts => Shape {
@@ -543,6 +544,8 @@ pub struct Shape {
     /// The store in memory: in a full pool it takes no block more, while the real one has what is
     /// left of its segment.
     pub full_to_the_block: bool,
+    /// Pools stop for a moment as they refuse entries for room.
+    pub stops_without_room: bool,
     pub ios_min: u64,
     /// By how much faults and outages are shorter than in a broad run.
     pub haste: u64,
@@ -571,6 +574,7 @@ impl Shape {
             long_blocks: 8,
             pool: random.percent(70).then_some(PoolShape::TIGHT),
             full_to_the_block: false,
+            stops_without_room: false,
             ios_min: 250,
             haste: 4,
         }

@@ -14,6 +14,7 @@ use super::session::{Fault, Session};
 use super::store::{ReplicaStore, StoreError};
 use super::{ConnectionId, Replica, ReplicaAction, ReplicaNote, UNREADABLE};
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use quoin_types::LSN_MAX;
@@ -28,8 +29,9 @@ use quoin_types::time::Time;
 /// says, so that none makes a pool hold a whole volume.
 pub(super) const ANSWER_BYTES_MAX: u32 = 4 << 20;
 
-/// Between two steps of a Begin.
-const BEGIN_PAUSE: Duration = Duration::from_millis(1);
+/// Between two steps of a Begin: as long as a step took, so that others have the driver's thread
+/// half of the time.
+const BEGIN_PAUSE: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(200);
 
 /// Messages of a rebuild that wait for its Begin. Only targets that know no bulk connection send
 /// any before it is answered: feeds, of which they have four on their way, a cut and a commit.
@@ -57,6 +59,8 @@ struct Beginning {
     from: Lsn,
     /// What came behind it by the session's own connection.
     behind: VecDeque<ToReplica>,
+    /// When its last step began, and how much later the next one is due.
+    turn: Option<(Time, Duration)>,
 }
 
 #[derive(Default)]
@@ -74,11 +78,6 @@ impl Copying {
     /// Takes the bulk connection, which ends with the session.
     pub fn take_bulk(&mut self) -> Option<ConnectionId> {
         self.bulk.take()
-    }
-
-    /// Whether a Begin waits for its next step.
-    pub fn is_beginning(&self) -> bool {
-        self.beginning.is_some()
     }
 
     pub fn flipped(&mut self, rebuild: u64, position: Position) {
@@ -298,12 +297,23 @@ impl Session {
 
 impl Beginning {
     fn new(way: Way, rebuild: u64, from: Lsn) -> Self {
-        Self { way, rebuild, from, behind: VecDeque::new() }
+        Self { way, rebuild, from, behind: VecDeque::new(), turn: None }
+    }
+
+    fn due(&self) -> Option<Time> {
+        self.turn.map(|(at, pause)| at + pause)
+    }
+
+    /// A step was begun at `now`, and done. The next one is due after a pause.
+    fn stepped(&mut self, now: Time) {
+        let took = self.turn.map(|(at, pause)| now.since(at).saturating_sub(pause));
+        let (least, most) = BEGIN_PAUSE.into_inner();
+        self.turn = Some((now, took.unwrap_or(least).clamp(least, most)));
     }
 }
 
 impl Replica {
-    /// The time has come for the next step of a Begin that waits.
+    /// Does the next step of a Begin that waits, if that is due.
     pub(super) fn go_on_beginning(
         &mut self,
         now: Time,
@@ -311,11 +321,17 @@ impl Replica {
         actions: &mut Vec<ReplicaAction>,
     ) {
         let Some(session) = &mut self.session else { return };
-        if !session.copying.is_beginning() {
-            return;
+        let Some(due) = session.copying.beginning.as_ref().and_then(Beginning::due) else { return };
+        if now < due {
+            return self.wake(due, actions);
         }
         match session.go_on_beginning(store, actions) {
-            Ok(()) => self.copied(now, Place::Shadow, actions),
+            Ok(()) => {
+                if let Some(beginning) = &mut session.copying.beginning {
+                    beginning.stepped(now);
+                }
+                self.copied(now, Place::Shadow, actions);
+            }
             Err(fault) => self.fail(now, Place::Shadow, fault, store, actions),
         }
     }
@@ -323,12 +339,18 @@ impl Replica {
     /// A message was taken. While a Begin waits, its steps so far say nothing of the disk: what that
     /// refuses to read may lie ahead.
     pub(super) fn copied(&mut self, now: Time, place: Place, actions: &mut Vec<ReplicaAction>) {
-        let begins = self.session.as_ref().is_some_and(|session| session.copying.is_beginning());
-        if begins {
-            self.wake(now + BEGIN_PAUSE, actions);
-        }
-        if !begins || place != Place::Shadow {
+        let beginning = self.session.as_mut().and_then(|s| s.copying.beginning.as_mut());
+        let due = beginning.map(|beginning| {
+            if beginning.turn.is_none() {
+                beginning.stepped(now);
+            }
+            beginning.due()
+        });
+        if due.is_none() || place != Place::Shadow {
             self.refused_reads.answered(place);
+        }
+        if let Some(due) = due.flatten() {
+            self.wake(due, actions);
         }
     }
 

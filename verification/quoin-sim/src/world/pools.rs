@@ -8,6 +8,7 @@ use quoin_types::{Epoch, Member, SessionKey, Time};
 
 use super::{Event, Mend, Mutant, World, brief};
 use crate::control::Record;
+use crate::faults::FaultKind;
 use crate::network::{ConnectionId, Taken, Way};
 use crate::schedule::{MICROSECOND, MILLISECOND};
 use crate::storage::Outage;
@@ -431,6 +432,15 @@ impl World {
         self.plan_idle(pool);
     }
 
+    fn stop_without_room(&mut self, pool: usize) {
+        let strikes = self.setup.stops_without_room && !self.faults_over;
+        if strikes && !self.pools[pool].paused && self.random.percent(30) {
+            self.pools[pool].paused = true;
+            self.stats.faults.add(FaultKind::ReplicaPause);
+            self.lasting(2400, Mend::ResumePool(pool));
+        }
+    }
+
     fn look_at_store(&mut self, pool: usize) {
         if let Some((rule, what)) = self.pools[pool].storage.take_broken() {
             self.violate(rule, format!("pool {pool}: {what}"));
@@ -443,6 +453,9 @@ impl World {
             ReplicaAction::Send { connection, session, message } => {
                 if self.network.connections.get(&connection).is_some_and(|c| c.pool_open) {
                     self.pool_sends(connection, session, &message);
+                }
+                if let FromReplica::NoRoom { .. } = message {
+                    self.stop_without_room(pool);
                 }
             }
             ReplicaAction::Disconnect { connection } => {

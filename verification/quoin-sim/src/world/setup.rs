@@ -108,6 +108,9 @@ pub struct Setup {
     pub ios_min: u64,
     /// By how much shorter faults and outages are than they are drawn.
     pub haste: u64,
+    /// Pools stop for a moment as they refuse entries for room: later ones are on their way then,
+    /// and come together with what is offered again.
+    pub stops_without_room: bool,
 }
 
 /// RF and CF of a run: 3/2 mostly.
@@ -156,6 +159,7 @@ impl Setup {
         self.think_ns = random.between(shape.think_ns.0, shape.think_ns.1);
         self.horizon = random.between(shape.horizon_ms.0, shape.horizon_ms.1) * MILLISECOND;
         (self.ios_min, self.haste) = (shape.ios_min, shape.haste);
+        self.stops_without_room = shape.stops_without_room;
         let config = &mut self.config;
         config.volume_blocks = self.volume_blocks;
         config.lease_ms = *random.pick(shape.lease_ms);
@@ -232,6 +236,7 @@ impl World {
             horizon: random.between(10, 40) * SECOND,
             ios_min: IOS_MIN,
             haste: 1,
+            stops_without_room: false,
         };
         let listed = members.len() - usize::from(members_plan.strangers.list_is_short);
         let membership = Membership {
