@@ -253,7 +253,7 @@ fn an_offer_that_comes_with_what_was_on_its_way_is_taken() {
         FromReplica::Applied { applied, .. } => Some(*applied),
         _ => None,
     };
-    assert_eq!(answers.iter().filter_map(applied).last(), Some(Lsn(6)), "{answers:?}");
+    assert_eq!(answers.iter().filter_map(applied).next_back(), Some(Lsn(6)), "{answers:?}");
 }
 
 /// Whoever joins them wrongly loses the session and is fed anew, and does not wait for ever.

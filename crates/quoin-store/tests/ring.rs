@@ -67,9 +67,25 @@ fn rot_in_a_ring_that_was_added_to_never_brings_back_what_stood_before() {
     assert_eq!(both.writes(), before, "nothing was changed in it");
 }
 
-/// Each block of the ring that a promise and the statement before it changed: (generation, index,
-/// block), as of then, and what it held before.
-fn changed_by_a_promise() -> (MemoryDisk, Vec<(u64, u32, u64, Vec<u8>)>) {
+/// A block of the ring, as what it says of itself, and what it held before.
+struct Changed {
+    generation: u64,
+    index: u32,
+    block: u64,
+    before: Vec<u8>,
+}
+
+impl Changed {
+    /// The disk lost the write of this block: it is as before.
+    fn put_back(&self, disk: &MemoryDisk) {
+        let offset = self.block * 4096;
+        disk.write_at(offset, &[std::io::IoSlice::new(&self.before)]).expect("a write");
+        disk.sync().expect("a sync");
+    }
+}
+
+/// A pool, and each block of the ring that a promise and the statement before it changed.
+fn changed_by_a_promise() -> (MemoryDisk, Vec<Changed>) {
     let (disk, mut pool) = common::new_pool(8 << 20);
     pool.create(common::identity(GUID), ReplicaMeta::default(), BLOCKS).expect("room");
     drop(pool);
@@ -82,25 +98,21 @@ fn changed_by_a_promise() -> (MemoryDisk, Vec<(u64, u32, u64, Vec<u8>)>) {
         disk.read_at(block * 4096, &mut bytes).expect("a read");
         bytes
     };
-    let before = disk.fork();
+    let former = disk.fork();
     let mut pool = Pool::open(disk.clone(), options()).expect("a pool");
     let mut replica = pool.replica(GUID).expect("it");
     let meta = ReplicaMeta { promised: Epoch(9), ..replica.meta().clone() };
     replica.put_meta(meta).expect("a promise");
     pool.request_sync();
     common::sync(&mut pool);
-    let changed = ring_blocks(&disk).into_iter();
-    let changed = changed.map(|(generation, index, block)| {
-        let old = read(&before, block);
-        (old != read(&disk, block)).then_some((generation, index, block, old))
+    let blocks = ring_blocks(&disk).into_iter();
+    let changed = blocks.filter_map(|(generation, index, block)| {
+        let before = read(&former, block);
+        let is_changed = before != read(&disk, block);
+        is_changed.then_some(Changed { generation, index, block, before })
     });
-    let changed = changed.flatten().collect();
+    let changed = changed.collect();
     (disk, changed)
-}
-
-fn put_back(disk: &MemoryDisk, block: u64, old: &[u8]) {
-    disk.write_at(block * 4096, &[std::io::IoSlice::new(old)]).expect("a write");
-    disk.sync().expect("a sync");
 }
 
 /// A disk that lost a write shows what was there before, whole and with a good checksum.
@@ -108,9 +120,10 @@ fn put_back(disk: &MemoryDisk, block: u64, old: &[u8]) {
 fn a_write_that_one_copy_of_the_ring_lost_brings_nothing_back() {
     let (disk, changed) = changed_by_a_promise();
     assert!(changed.len() >= 4 && changed.len() % 2 == 0, "both copies of two blocks at least");
-    for (generation, index, block, old) in &changed {
+    for changed in &changed {
         let one = disk.fork();
-        put_back(&one, *block, old);
+        changed.put_back(&one);
+        let Changed { generation, index, block, .. } = changed;
         let mut pool = Pool::open(one, options()).expect("the other copy");
         let promised = pool.replica(GUID).expect("it").meta().promised;
         assert_eq!(promised, Epoch(9), "block {index} of generation {generation} at {block}");
@@ -121,9 +134,9 @@ fn a_write_that_one_copy_of_the_ring_lost_brings_nothing_back() {
 #[test]
 fn a_state_that_both_copies_of_the_ring_lost_is_missed_where_records_are_behind_it() {
     let (disk, changed) = changed_by_a_promise();
-    let first = || changed.iter().filter(|(_, index, ..)| *index == 0);
-    assert_eq!(first().count(), 2);
-    first().for_each(|(.., block, old)| put_back(&disk, *block, old));
+    let first: Vec<&Changed> = changed.iter().filter(|changed| changed.index == 0).collect();
+    assert_eq!(first.len(), 2, "one in each copy");
+    first.iter().for_each(|changed| changed.put_back(&disk));
     assert!(matches!(Pool::open(disk, options()), Err(PoolError::MetadataLost)));
 }
 
