@@ -374,30 +374,6 @@ fn a_begin_that_waits_ends_with_its_session() {
     assert_eq!(one.pool.replica(OWN.guid).unwrap().shadow(), None);
 }
 
-/// The map of all that one part covers may have to be looked at in one go.
-#[test]
-fn a_part_of_an_increment_covers_a_bounded_number_of_blocks() {
-    for (blocks, taken) in [(1 << 17, true), ((1 << 17) + 1, false), (u32::MAX, false)] {
-        let mut one = One::new();
-        one.open_bulk(10, 1);
-        one.begin(10);
-        one.said();
-        let content = Content::Hole;
-        let slots = vec![
-            Slot { lba: 0, blocks: blocks - 1, version: Lsn(3), content: content.clone() },
-            Slot { lba: u64::from(blocks), blocks: 1, version: Lsn(3), content },
-        ];
-        let cursor = u64::MAX;
-        let feed = ToReplica::IncrementFeed { rebuild: REBUILD, slots, cursor, after: Some(0) };
-        one.say(10, feed);
-        let answer = match taken {
-            true => (10, FromReplica::IncrementFed { rebuild: REBUILD, cursor }),
-            false => (LOG, FromReplica::Failed(Failure::Protocol)),
-        };
-        assert_eq!(one.said(), [answer], "{blocks} blocks");
-    }
-}
-
 /// A bulk connection that outlived its session would be one that nobody ends.
 #[test]
 fn a_session_whose_grant_was_taken_back_ends_with_its_bulk_connection() {

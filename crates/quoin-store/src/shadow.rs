@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use bytes::Bytes;
 use quoin_replication::replica::store::{PullChunk, StoreError};
-use quoin_types::message::{Content, FEED_BLOCKS_MAX, IncrementEnd, ReadView, Slot, SnapshotInfo};
+use quoin_types::message::{Content, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::{BLOCK_SIZE, Lsn, mutant};
 
 use crate::batch::Stream;
@@ -31,8 +31,10 @@ const SLOT_BYTES: usize = 64;
 const SLOTS_A_PULL: usize = 1 << 16;
 /// What one window covers at most of a hole.
 const WINDOW_HOLE_BLOCKS_MAX: u64 = 64 * LEAF_BLOCKS as u64;
-/// What one pull finds is fed in one part.
-const _: () = assert!(BLOCKS_A_PULL + WINDOW_HOLE_BLOCKS_MAX <= FEED_BLOCKS_MAX);
+/// Leaves that one feed may be about: those of one pull, of which each window may begin and end
+/// within one.
+const LEAVES_A_FEED: u64 =
+    2 * WINDOWS_A_PULL as u64 + (BLOCKS_A_PULL + WINDOW_HOLE_BLOCKS_MAX) / LEAF_BLOCKS as u64;
 
 pub struct Shadow {
     state: ShadowState,
@@ -50,11 +52,8 @@ impl Shadow {
     }
 
     fn push(&mut self, edit: Edit) {
-        let last_of =
-            |edit: &Edit| edit.lba.saturating_add(u64::from(edit.blocks) - 1) >> LEAF_SHIFT;
-        let first = edit.lba >> LEAF_SHIFT;
-        let is_other = self.edits.last().is_none_or(|before| last_of(before) != first);
-        self.leaves += last_of(&edit) - first + u64::from(is_other);
+        let before = self.edits.last().map(|before| (before.lba, before.blocks));
+        self.leaves += more_leaves(before, (edit.lba, edit.blocks));
         self.edits.push(edit);
     }
 
@@ -75,6 +74,17 @@ impl Shadow {
         let snapshots = self.state.snapshots.iter_mut().map(|s| &mut s.root);
         std::iter::once(&mut self.state.root).chain(snapshots)
     }
+}
+
+/// Leaves that a stretch is in, without the one in which the stretch before it ends. Stretches are an
+/// LBA and blocks, one at least.
+fn more_leaves(before: Option<(u64, u32)>, stretch: (u64, u32)) -> u64 {
+    let last_of = |(lba, blocks): (u64, u32)| {
+        lba.saturating_add(u64::from(blocks).saturating_sub(1)) >> LEAF_SHIFT
+    };
+    let first = stretch.0 >> LEAF_SHIFT;
+    let is_other = before.is_none_or(|before| last_of(before) != first);
+    last_of(stretch) - first + u64::from(is_other)
 }
 
 /// How many of these blocks an answer has room for that is `bytes_max` away from its end, at
@@ -202,6 +212,17 @@ impl Replica {
     ) -> Result<(), StoreError> {
         core.check_usable()?;
         self.shadow_of(rebuild)?;
+        // All of their map may have to be looked at in one go.
+        let (mut leaves, mut before) = (0, None);
+        for slot in slots {
+            leaves += more_leaves(before, (slot.lba, slot.blocks));
+            before = Some((slot.lba, slot.blocks));
+        }
+        if leaves > LEAVES_A_FEED && !mutant::is("feeds-of-any-length") {
+            return Err(StoreError::Rule(
+                "a part of an increment is longer than what a pull finds",
+            ));
+        }
         let mut data = Vec::new();
         for slot in slots {
             match &slot.content {

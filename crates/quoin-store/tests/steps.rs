@@ -183,6 +183,32 @@ fn an_increment_is_merged_a_bounded_number_of_leaves_at_a_time() {
     assert_eq!(found.last().map(|slot| slot.version), Some(version));
 }
 
+/// A hole of 2^32 blocks in one slot, or a block in each of very many leaves: one look at the map of
+/// all that would take minutes.
+#[test]
+fn a_part_of_an_increment_covers_a_bounded_number_of_leaves() {
+    const MOST: u64 = 832;
+    let version = Lsn(1);
+    let hole = |lba, blocks| Slot { lba, blocks, version, content: Content::Hole };
+    let long = |leaves: u64| vec![hole(0, (leaves * 256) as u32)];
+    let scattered = |leaves: u64| (0..leaves).map(|leaf| hole(leaf * 256 + 9, 1)).collect();
+    let within = |leaves: u64| (0..leaves * 256).map(|lba| hole(lba, 1)).collect();
+    for (slots, taken) in [
+        (long(MOST), true),
+        (long(MOST + 1), false),
+        (scattered(MOST), true),
+        (scattered(MOST + 1), false),
+        (within(MOST), true),
+        (vec![hole(0, u32::MAX)], false),
+    ] {
+        let mut volume = Volume::new(64 << 20, 2000 * 256);
+        let mut replica = volume.pool.replica(GUID).expect("it");
+        assert!(replica.increment_begin(1, Lsn(0)).expect("a start"));
+        let fed = replica.increment_feed(1, &slots, u64::MAX);
+        assert_eq!(fed.is_ok(), taken, "{} slots: {fed:?}", slots.len());
+    }
+}
+
 /// The state at `version`, one above `from`, with nothing else in it.
 fn end_at(version: Lsn, volume_blocks: u64) -> IncrementEnd {
     let position = Position { epoch: Epoch(1), lsn: version };

@@ -261,10 +261,6 @@ pub enum ToReplica {
 /// Blocks that one [`ToReplica::Verify`] may be about, holes for the most part.
 pub const VERIFY_BLOCKS_MAX: u32 = 1 << 16;
 
-/// Blocks that the slots of one [`ToReplica::IncrementFeed`] may be about, holes for the most part:
-/// whoever takes it may have to look at the map of all of them.
-pub const FEED_BLOCKS_MAX: u64 = 1 << 17;
-
 /// The state that an increment ends in: all that a replica knows beside its blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct IncrementEnd {

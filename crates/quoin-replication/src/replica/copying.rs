@@ -19,9 +19,7 @@ use std::time::Duration;
 
 use quoin_types::LSN_MAX;
 use quoin_types::ids::{Lsn, Position, SessionKey};
-use quoin_types::message::{
-    FEED_BLOCKS_MAX, Failure, FedSum, FromReplica, IncrementEnd, Slot, ToReplica,
-};
+use quoin_types::message::{Failure, FedSum, FromReplica, IncrementEnd, Slot, ToReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
@@ -256,10 +254,6 @@ impl Session {
     ) -> Result<(), Fault> {
         if !slots.iter().all(|slot| slot.is_good(LSN_MAX)) {
             return Err(Fault::Protocol("a bad slot in an increment"));
-        }
-        let blocks: u64 = slots.iter().map(|slot| u64::from(slot.blocks)).sum();
-        if blocks > FEED_BLOCKS_MAX && !mutant::is("feeds-of-any-length") {
-            return Err(Fault::Protocol("too many blocks in one part of an increment"));
         }
         if let Some(after) = after {
             let at = store.shadow().map(|(of, _, cursor)| (of, cursor));

@@ -185,6 +185,8 @@ pub trait ReplicaStore {
     /// not folded yet. One bounded step of that was done, and the caller asks again until it has
     /// its answer or [`ReplicaStore::unpin`]s its session.
     fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError>;
+    /// One part of an increment, as long as an answer to a pull may be; a longer one is refused with
+    /// `Rule`.
     fn increment_feed(
         &mut self,
         rebuild: u64,
