@@ -499,7 +499,8 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
             let bytes = BLOCK_SIZE as u64;
             let unit = self.family.sub_live(&self.core.superblock, place, bytes);
             if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
-                recount.gone(unit, lba, version, bytes);
+                recount.counter_lowered(unit, place, bytes);
+                recount.gone(unit, place, lba, version, bytes);
             }
         }
     }
@@ -508,9 +509,12 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
         if node.newest > self.kept_through {
             let (block, bytes) = (node.place / BLOCK_SIZE as u64, node.length.into());
             let unit = self.family.sub_live(&self.core.superblock, block, bytes);
-            // Nodes above the leaves are not counted.
-            if let (Some(unit), Some(recount), 0) = (unit, &mut self.recount, level) {
-                recount.gone(unit, base, node.newest, bytes);
+            if let (Some(unit), Some(recount)) = (unit, &mut self.recount) {
+                recount.counter_lowered(unit, block, bytes);
+                // Nodes above the leaves are not counted.
+                if level == 0 {
+                    recount.gone(unit, block, base, node.newest, bytes);
+                }
             }
         }
     }

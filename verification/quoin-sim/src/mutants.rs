@@ -160,6 +160,7 @@ pub const ALL: &[Defect] = &[
     store("count-before-all-else", Swarm::Pressure),
     store("what-dies-beside-a-count-is-counted", Swarm::Pressure),
     store("count-forgotten-at-a-flip", Swarm::Pressure),
+    store("open-segments-not-counted", Swarm::Pressure),
     store("fold-in-one-step", Swarm::Pressure),
     store("fold-goes-on-behind-where-it-stopped", Swarm::Pressure),
     store("newer-half-of-the-ring-forgotten", Swarm::Damage),
