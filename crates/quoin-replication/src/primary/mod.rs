@@ -80,6 +80,7 @@ use quoin_types::time::Time;
 use quorum::Views;
 pub use snapshots::{SnapshotOutcome, SnapshotWish, USER_SNAPSHOTS_MAX};
 pub use status::{PrimaryStatus, ReplicaStanding, ReplicaStatus};
+pub use timers::TIMER_DELAY_MIN;
 pub use verify::{Copy, FINDINGS_MAX, Finding, Found, VerifiedMember, VerifyOrder, VerifyReport};
 use wait_reason::WaitReason;
 

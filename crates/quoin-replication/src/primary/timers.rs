@@ -6,6 +6,9 @@ use super::serve::PATIENCE;
 use super::{Link, OnQuorumLoss, Phase, Primary, PrimaryAction};
 use quoin_types::time::Time;
 
+/// A timer is set for no sooner than so long from now: what is due before that waits for it.
+pub const TIMER_DELAY_MIN: Duration = Duration::from_millis(1);
+
 fn soonest(times: impl IntoIterator<Item = Option<Time>>) -> Option<Time> {
     times.into_iter().flatten().min()
 }
@@ -18,7 +21,7 @@ impl Primary {
         let due =
             [self.phase_due(), self.sessions_due(now), self.io_due(now), self.hedge_reads(now)];
         // Never in the past: what is overdue now was looked at in this very call.
-        let Some(at) = soonest(due).map(|t| t.max(now + Duration::from_millis(1))) else { return };
+        let Some(at) = soonest(due).map(|t| t.max(now + TIMER_DELAY_MIN)) else { return };
         // An earlier timer is left to fire: it costs one look, not one system call a batch.
         if self.timer.is_none_or(|t| t > at) {
             self.timer = Some(at);

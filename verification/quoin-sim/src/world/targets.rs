@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use quoin_replication::primary::{
-    Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding,
+    Primary, PrimaryAction, PrimaryEvent, PrimaryNote, ReplicaStanding, TIMER_DELAY_MIN,
 };
 use quoin_types::block::{BlockError, Payload, Reply};
 use quoin_types::message::{FromReplica, ToReplica};
@@ -48,8 +48,9 @@ impl Process {
         self.sessions.contains_key(&name(session, None))
     }
 
+    /// Whether something may be due, though its timer is a moment away.
     pub(super) fn is_due(&self, now: Time) -> bool {
-        self.timer.is_some_and(|at| at <= now)
+        self.timer.is_some_and(|at| at <= now + TIMER_DELAY_MIN)
     }
 }
 
