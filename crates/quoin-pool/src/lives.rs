@@ -113,9 +113,7 @@ fn withdraw_claims<P: ReplicaPool>(pool: &mut P, sync: &mut SyncDisk) -> Result<
     let wanted = give_up_continuity(pool)?;
     loop {
         let ticket = pool.sync_wanted().ok_or(StoreError::Rule("a failed pool cannot sync"))?;
-        let result = sync();
-        pool.sync_finished(ticket, result);
-        result.map_err(StoreError::Io)?;
+        pool.sync_finished(ticket, sync())?;
         if ticket >= wanted {
             return Ok(());
         }

@@ -155,7 +155,7 @@ fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
             replica.on(now, next, &mut store, &mut Vec::new());
             replica.flush(&mut Vec::new());
             if let Some(ticket) = pool.sync_wanted() {
-                pool.sync_finished(ticket, Ok(()));
+                pool.sync_finished(ticket, Ok(())).expect("a sync");
                 event = Some(ReplicaEvent::Synced { ticket, result: Ok(()) });
             }
         }

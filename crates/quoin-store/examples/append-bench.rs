@@ -81,7 +81,7 @@ impl Bench {
         self.pool.background(8 << 20).expect("background work");
         while let Some(ticket) = self.pool.sync_wanted() {
             let result = (self.pool.syncer())();
-            self.pool.sync_finished(ticket, result);
+            self.pool.sync_finished(ticket, result).expect("a sync");
         }
     }
 

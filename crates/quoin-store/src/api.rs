@@ -12,8 +12,9 @@ use quoin_types::ReplicaGuid;
 /// **Syncing.** After each round of events the driver asks [`ReplicaPool::sync_wanted`]; with a
 /// ticket it has the disk synced on another thread (one sync at a time) and reports the result
 /// with [`ReplicaPool::sync_finished`]; then every replica gets `Synced` with that ticket, which
-/// covers all smaller ones. **A failed sync ends the pool**: every later write is refused, and
-/// the driver opens the pool anew from its media.
+/// covers all smaller ones, and with what that call gave. **A failed sync ends the pool**, and so
+/// does one after which the pool cannot write down what waited for it: every later write is
+/// refused, and the driver opens the pool anew from its media.
 ///
 /// **Background work** (checkpoints, clean-up, scrub) is done in steps by
 /// [`ReplicaPool::background`], whenever the driver is idle and whenever
@@ -50,7 +51,12 @@ pub trait ReplicaPool {
     fn request_sync(&mut self) -> SyncTicket;
     /// The sync to begin now, if one is wanted and none is under way.
     fn sync_wanted(&mut self) -> Option<SyncTicket>;
-    fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>);
+    /// What became of the sync, and of what was to be recorded once it was done.
+    fn sync_finished(
+        &mut self,
+        ticket: SyncTicket,
+        result: Result<(), IoFault>,
+    ) -> Result<(), StoreError>;
 
     /// Does about `budget_bytes` of background work; true if there is more to do.
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError>;

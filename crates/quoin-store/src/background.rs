@@ -482,8 +482,7 @@ impl<D: Disk> Pool<D> {
             use crate::api::ReplicaPool;
             if let Some(ticket) = self.sync_wanted() {
                 let result = self.core.disk.sync();
-                self.sync_finished(ticket, result);
-                self.core.check_usable()?;
+                self.sync_finished(ticket, result)?;
             }
         }
         Ok(())

@@ -80,7 +80,8 @@ mod tests {
     fn sync(pool: &mut Pool<MemoryDisk>) {
         let ticket = pool.sync_wanted().expect("something to sync");
         let result = pool.disk().sync();
-        pool.sync_finished(ticket, result);
+        // Some of them fail.
+        let _ = pool.sync_finished(ticket, result);
     }
 
     #[test]

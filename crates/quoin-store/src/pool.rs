@@ -266,6 +266,23 @@ impl<D: Disk> Pool<D> {
     pub fn disk(&self) -> &D {
         &self.core.disk
     }
+
+    /// Records what this sync was needed for, and frees what that allows.
+    fn record_what_waited(&mut self, ticket: SyncTicket) {
+        if self.core.mark.synced(ticket)
+            && let Err(StoreError::Io(fault)) = self.record_mark()
+        {
+            self.core.failed = Some(fault);
+            return;
+        }
+        self.release_some();
+        for replica in self.replicas.values_mut() {
+            replica.synced.finish();
+            if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
+                self.core.failed = Some(fault);
+            }
+        }
+    }
 }
 
 impl<D: Disk> ReplicaPool for Pool<D> {
@@ -372,35 +389,28 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         Some(ticket)
     }
 
-    fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
+    fn sync_finished(
+        &mut self,
+        ticket: SyncTicket,
+        result: Result<(), IoFault>,
+    ) -> Result<(), StoreError> {
         self.core.tickets.finish(result.is_ok().then_some(ticket));
         if self.replicas.values().any(|r| r.maintenance.commit.is_some()) {
             self.victim.set(None);
         }
-        if let Err(fault) = result
-            && !mutant::is("sync-error-retried")
-        {
-            // What the kernel dropped cannot be known: nothing after it may count.
-            self.core.failed = Some(fault);
-            return;
-        }
-        if result.is_err() {
-            return;
-        }
-        self.core.ring_synced(ticket);
-        if self.core.mark.synced(ticket)
-            && let Err(StoreError::Io(fault)) = self.record_mark()
-        {
-            self.core.failed = Some(fault);
-            return;
-        }
-        self.release_some();
-        for replica in self.replicas.values_mut() {
-            replica.synced.finish();
-            if let Err(StoreError::Io(fault)) = replica.finish_commit(&mut self.core, ticket.0) {
+        if let Err(fault) = result {
+            if !mutant::is("sync-error-retried") {
+                // What the kernel dropped cannot be known: nothing after it may count.
                 self.core.failed = Some(fault);
             }
+            return Err(StoreError::Io(fault));
         }
+        self.core.ring_synced(ticket);
+        self.record_what_waited(ticket);
+        if mutant::is("failed-record-not-told") {
+            return Ok(());
+        }
+        self.core.check_usable()
     }
 
     fn background(&mut self, budget_bytes: u64) -> Result<bool, StoreError> {

@@ -538,7 +538,7 @@ fn every_crash_behind_a_flip_that_a_sync_was_under_way_for_leaves_a_whole_copy()
         let under_way = pool.sync_wanted().expect("a sync");
         disk.sync().expect("a sync");
         pool.replica(GUID).expect("the copy").increment_flip(1).expect("the flip");
-        pool.sync_finished(under_way, Ok(()));
+        pool.sync_finished(under_way, Ok(())).expect("a sync");
         // Into what is free now.
         let mut other = pool.replica(OTHER).expect("the other one");
         other.append(&source.history[..60.min(source.history.len())]).expect("room");

@@ -290,6 +290,33 @@ fn a_fold_in_the_middle_of_a_scrub_hides_nothing_from_it() {
 }
 
 /// Proves: after a failed sync nothing is acknowledged until the pool was opened anew.
+/// The driver would wait for ever for the next sync of a pool that nobody knows to have failed. Found
+/// by the simulator: a client had no answer.
+#[test]
+fn a_sync_after_which_the_pool_cannot_record_what_waited_for_it_has_failed_for_its_driver() {
+    for marks in [true, false] {
+        let mut world = World::new(22, 32 << 20);
+        common::break_a_rule();
+        world.append();
+        world.set_stable_at_the_end();
+        match marks {
+            true => world.pool().raise_mark().expect("asked for"),
+            false => {
+                world.pool().replica(GUID).expect("it").increment_begin(1, Lsn::ZERO).expect("one");
+                while world.pool().background_due() > Due::Idle {
+                    world.pool().background(1).expect("a state that waits for a sync");
+                }
+            }
+        }
+        let ticket = world.pool().sync_wanted().expect("a sync is wanted");
+        world.disk.sync().expect("a sync");
+        world.disk.fail_after(Some(0));
+        assert!(world.pool().sync_finished(ticket, Ok(())).is_err(), "marks: {marks}");
+        world.pool().request_sync();
+        assert_eq!(world.pool().sync_wanted(), None);
+    }
+}
+
 #[test]
 fn a_failed_sync_ends_the_pool_until_it_is_opened_anew() {
     let mut world = World::new(21, 32 << 20);
@@ -303,7 +330,7 @@ fn a_failed_sync_ends_the_pool_until_it_is_opened_anew() {
     let ticket = world.pool().sync_wanted().expect("a sync is wanted");
     let result = world.pool().disk().sync();
     assert!(result.is_err());
-    world.pool().sync_finished(ticket, result);
+    assert!(world.pool().sync_finished(ticket, result).is_err());
     assert!(world.pool().failure().is_some());
     let mut replica = world.pool().replica(GUID).expect("it");
     let meta = replica.meta().clone();

@@ -96,7 +96,7 @@ fn a_pool_on_a_block_device_comes_back_whole_and_is_locked_while_open() {
         pool.request_sync();
         let ticket = pool.sync_wanted().expect("one was asked for");
         let result = (pool.syncer())();
-        pool.sync_finished(ticket, result);
+        pool.sync_finished(ticket, result).expect("a sync");
     }
     sync(&mut pool);
     drop(pool);

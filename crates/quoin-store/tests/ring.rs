@@ -184,7 +184,7 @@ fn promise_and_cut_power(seed: u64) {
                     disk.sync().expect("a sync");
                 }
                 Some((ticket, before)) => {
-                    pool.sync_finished(ticket, Ok(()));
+                    pool.sync_finished(ticket, Ok(())).expect("a sync");
                     acknowledged = before;
                 }
             },

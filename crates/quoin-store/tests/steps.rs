@@ -75,7 +75,7 @@ impl Volume {
                 continue;
             };
             let result = self.pool.disk().sync();
-            self.pool.sync_finished(ticket, result);
+            self.pool.sync_finished(ticket, result).expect("a sync");
             each(&mut self.pool);
         }
         panic!("the pool does not come to rest");
@@ -93,7 +93,7 @@ fn a_large_replica_that_is_deleted_gives_its_space_back_a_few_units_at_a_time() 
         volume.pool.delete(GUID).expect("room for a delete");
         let ticket = volume.pool.sync_wanted().expect("a delete is to be durable");
         let result = volume.pool.disk().sync();
-        volume.pool.sync_finished(ticket, result);
+        volume.pool.sync_finished(ticket, result).expect("a sync");
         let free = volume.pool.stats().free_bytes;
         assert!(free > 50 << 20, "clients have the room at once, not {free}");
         if restarts {

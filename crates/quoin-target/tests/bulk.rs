@@ -104,7 +104,7 @@ fn synced(pool: &mut Pool<MemoryDisk>) {
     pool.request_sync();
     while let Some(ticket) = pool.sync_wanted() {
         let result = pool.disk().sync();
-        pool.sync_finished(ticket, result);
+        pool.sync_finished(ticket, result).expect("a sync");
     }
 }
 

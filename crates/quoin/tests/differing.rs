@@ -29,7 +29,7 @@ fn forge(file: &Path, lba: u64, content: &Bytes) {
     let mut settle = |pool: &mut Pool<FileDisk>| {
         pool.request_sync();
         let ticket = pool.sync_wanted().unwrap();
-        pool.sync_finished(ticket, sync());
+        pool.sync_finished(ticket, sync()).expect("a sync");
     };
     let guids = pool.replicas();
     let [guid] = guids[..] else { panic!("{guids:?}") };

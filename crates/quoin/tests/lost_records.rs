@@ -391,7 +391,7 @@ fn plant(data: &Path, identity: ReplicaIdentity, blocks: &[Vec<u8>]) {
     }
     pool.request_sync();
     let ticket = pool.sync_wanted().unwrap();
-    pool.sync_finished(ticket, sync());
+    pool.sync_finished(ticket, sync()).expect("a sync");
 }
 
 /// Proves SCALE-TEST-09.

@@ -75,7 +75,7 @@ fn use_pool(mut pool: Pool<MemoryDisk>) {
         }
         if let Some(ticket) = pool.sync_wanted() {
             let result = pool.disk().sync();
-            pool.sync_finished(ticket, result);
+            pool.sync_finished(ticket, result).expect("a sync");
         }
     }
 }
@@ -173,7 +173,7 @@ fn sync(pool: &mut Pool<MemoryDisk>) {
     pool.request_sync();
     while let Some(ticket) = pool.sync_wanted() {
         let result = pool.disk().sync();
-        pool.sync_finished(ticket, result);
+        pool.sync_finished(ticket, result).expect("a sync");
     }
 }
 

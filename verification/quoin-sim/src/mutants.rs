@@ -161,6 +161,7 @@ pub const ALL: &[Defect] = &[
     store("what-dies-beside-a-count-is-counted", Swarm::Pressure),
     store("count-forgotten-at-a-flip", Swarm::Pressure),
     store("open-segments-not-counted", Swarm::Pressure),
+    store("failed-record-not-told", Swarm::PowerCuts),
     store("fold-in-one-step", Swarm::Pressure),
     store("fold-goes-on-behind-where-it-stopped", Swarm::Pressure),
     store("newer-half-of-the-ring-forgotten", Swarm::Damage),

@@ -143,8 +143,7 @@ impl RealStorage {
         quoin_store::give_up_continuity(pool)?;
         while let Some(ticket) = pool.sync_wanted() {
             let result = quoin_store::Disk::sync(pool.disk());
-            pool.sync_finished(ticket, result);
-            result.map_err(StoreError::Io)?;
+            pool.sync_finished(ticket, result)?;
         }
         Ok(())
     }
@@ -177,8 +176,7 @@ impl Storage for RealStorage {
         // The world says "wiped" from here on, so it must be on the media.
         while let Some(ticket) = pool.sync_wanted() {
             let result = quoin_store::Disk::sync(pool.disk());
-            pool.sync_finished(ticket, result);
-            result.map_err(StoreError::Io)?;
+            pool.sync_finished(ticket, result)?;
         }
         Ok(())
     }
@@ -202,8 +200,7 @@ impl Storage for RealStorage {
 
     fn sync_end(&mut self, ticket: SyncTicket, random: &mut Random) -> Result<(), StoreError> {
         let result = self.disk.end_sync(self.sync_from, random);
-        self.pool()?.sync_finished(ticket, result);
-        result.map_err(StoreError::Io)
+        self.pool()?.sync_finished(ticket, result)
     }
 
     fn take_broken(&mut self) -> Option<(&'static str, String)> {
@@ -212,7 +209,7 @@ impl Storage for RealStorage {
 
     fn sync_lie(&mut self, ticket: SyncTicket) {
         if let Some(pool) = &mut self.pool {
-            pool.sync_finished(ticket, Ok(()));
+            let _ = pool.sync_finished(ticket, Ok(()));
         }
     }
 
@@ -293,8 +290,7 @@ impl Storage for RealStorage {
         }
         while let Some(ticket) = pool.sync_wanted() {
             let result = quoin_store::Disk::sync(pool.disk());
-            pool.sync_finished(ticket, result);
-            result.map_err(StoreError::Io)?;
+            pool.sync_finished(ticket, result)?;
         }
         let now = PoolCounts { starts: pool.starts(), nonce: 0, mark: pool.mark() };
         Ok((now != then && self.disk.roll_back()).then_some(now))

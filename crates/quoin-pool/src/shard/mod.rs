@@ -609,13 +609,12 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
                 self.took(now.since(at));
             }
         }
-        self.pool.sync_finished(ticket, result);
+        let result = self.pool.sync_finished(ticket, result);
         if result.is_ok() {
             self.synced = self.synced.max(ticket);
             // What is on media now may be what background work waited for.
             self.rest_until = now;
         }
-        let result = result.map_err(StoreError::Io);
         for guid in self.replicas.keys().copied().collect::<Vec<_>>() {
             self.deliver(now, guid, ReplicaEvent::Synced { ticket, result });
         }

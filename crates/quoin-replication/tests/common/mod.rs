@@ -495,7 +495,7 @@ impl Cluster {
         for host in 0..self.hosts.len() {
             let wanted: Option<SyncTicket> = self.hosts[host].pool.sync_wanted();
             if let Some(ticket) = wanted {
-                self.hosts[host].pool.sync_finished(ticket, Ok(()));
+                self.hosts[host].pool.sync_finished(ticket, Ok(())).expect("a sync");
                 let event = ReplicaEvent::Synced { ticket, result: Ok(()) };
                 self.queue.push_back(Event::ToReplica(host, event));
                 any = true;

@@ -74,7 +74,7 @@ impl One {
             if !self.syncs_wait
                 && let Some(ticket) = self.pool.sync_wanted()
             {
-                self.pool.sync_finished(ticket, Ok(()));
+                self.pool.sync_finished(ticket, Ok(())).expect("a sync");
                 events.push(ReplicaEvent::Synced { ticket, result: Ok(()) });
             }
         }

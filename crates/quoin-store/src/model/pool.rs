@@ -115,7 +115,11 @@ impl ReplicaPool for ModelPool {
         Some(ticket)
     }
 
-    fn sync_finished(&mut self, ticket: SyncTicket, result: Result<(), IoFault>) {
+    fn sync_finished(
+        &mut self,
+        ticket: SyncTicket,
+        result: Result<(), IoFault>,
+    ) -> Result<(), StoreError> {
         self.tickets.finish(result.is_ok().then_some(ticket));
         if let Err(fault) = result {
             self.failed = Some(fault);
@@ -126,6 +130,7 @@ impl ReplicaPool for ModelPool {
                 replica.make_durable(operations, metas);
             }
         }
+        result.map_err(StoreError::Io)
     }
 
     fn background(&mut self, _budget_bytes: u64) -> Result<bool, StoreError> {

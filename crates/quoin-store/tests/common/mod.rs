@@ -60,7 +60,7 @@ pub fn new_pool_with(size: u64, options: PoolOptions) -> (MemoryDisk, Pool<Memor
 pub fn sync<D: Disk>(pool: &mut Pool<D>) {
     while let Some(ticket) = pool.sync_wanted() {
         let result = pool.disk().sync();
-        pool.sync_finished(ticket, result);
+        pool.sync_finished(ticket, result).expect("a sync");
     }
 }
 
@@ -326,7 +326,7 @@ impl World {
 
     pub fn finish_sync(&mut self) {
         if let Some((ticket, position)) = self.begun.take() {
-            self.pool().sync_finished(ticket, Ok(()));
+            self.pool().sync_finished(ticket, Ok(())).expect("a sync");
             self.floor = self.floor.max(position);
             self.waits_from = self.waits_from.map(|from| from.max(position + 1));
         }
