@@ -459,11 +459,18 @@ impl World {
     }
 
     /// Where data has been lost with a disk, the power may fail everywhere only once all replicas
-    /// are in sync again: the contract covers CF-1 failure domains.
+    /// are in sync again: the contract covers CF-1 failure domains. The target may count one whose
+    /// disk is lost until a View without it is active.
     fn one_more_loss_is_promised(&self) -> bool {
         let process = self.targets[self.record.owner].process.as_ref();
         let in_sync = process.map_or(0, |p| p.in_sync.len());
-        self.profile == Profile::Power || in_sync == self.record.membership.known.len()
+        let known = &self.record.membership.known;
+        let is_there = |member: &Member| {
+            let holds = |p: &&super::PoolHost| p.member == *member && !p.gone;
+            self.pools.iter().find(holds).is_some_and(|p| p.rolled_back.is_none())
+        };
+        let is_whole = in_sync == known.len() && known.iter().all(is_there);
+        self.profile == Profile::Power || is_whole
     }
 
     /// The control plane is restored from an old copy, and some time later a person puts the
