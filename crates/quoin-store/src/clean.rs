@@ -40,6 +40,8 @@ pub struct CleanJob {
     blocks: Vec<Candidate>,
     nodes: Vec<Edit>,
     done: usize,
+    /// Some of it was moved.
+    moved: bool,
     data: SegmentData,
 }
 
@@ -116,7 +118,8 @@ impl Replica {
             range: uncached.then(|| start..start + u64::from(segment.used_blocks)),
             pieces: BTreeMap::new(),
         };
-        let mut job = CleanJob { unit: segment.unit, blocks: vec![], nodes: vec![], done: 0, data };
+        let (unit, blocks, nodes) = (segment.unit, vec![], vec![]);
+        let mut job = CleanJob { unit, blocks, nodes, done: 0, moved: false, data };
         let complete = walk(core, &segment, self.family.guid_hash, |start, batch| {
             let mut place = start + u64::from(batch.header_blocks);
             for entry in batch.entries() {
@@ -147,12 +150,18 @@ impl Replica {
         let end = (job.done + BLOCKS_A_STEP).min(job.blocks.len().max(job.nodes.len()));
         if !job.blocks.is_empty() {
             let live = self.live_of(core, &job.blocks[job.done..end])?;
+            let any = !live.is_empty();
             if !self.move_blocks(core, live, &mut job.data)? {
-                // The disk may give them another time: the segment stays as it is.
+                // The disk may give them another time, after the next commit: the segment stays.
                 self.quarantine.segments.insert(job.unit);
-                self.maintenance.dirty = true;
+                if job.moved {
+                    // What was moved is counted where it went, and here as well.
+                    self.count.begin_anew();
+                    self.maintenance.dirty = true;
+                }
                 return Ok(true);
             }
+            job.moved |= any;
         } else if !job.nodes.is_empty() {
             self.renew(core, &job.nodes[job.done..end])?;
         }
@@ -383,5 +392,77 @@ pub fn readable(read: Result<(), StoreError>) -> Result<bool, StoreError> {
         Ok(()) => Ok(true),
         Err(StoreError::Io(fault)) if OF_THE_MEDIUM.contains(&fault.errno) => Ok(false),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use bytes::Bytes;
+    use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
+    use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
+
+    use crate::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
+
+    /// A sector that is never read again had the pool try for ever, with a sync each time.
+    #[test]
+    fn a_segment_of_which_a_part_cannot_be_read_is_left_in_peace_and_counted_as_it_is() {
+        let disk = MemoryDisk::new(64 << 20);
+        let mut format = FormatOptions::new(PoolId(1));
+        // Emptied in more than one step.
+        format.unit_blocks = 2 * super::BLOCKS_A_STEP as u32;
+        Pool::format(&disk, &format).expect("a fit disk");
+        let mut pool = Pool::open(disk.clone(), PoolOptions::default()).expect("a fresh pool");
+        let guid = ReplicaIdentity::default().guid;
+        pool.create(ReplicaIdentity::default(), ReplicaMeta::default(), 4000).expect("room");
+
+        let (mut chain, mut lsn) = (Chain(0), 0);
+        let mut append = |pool: &mut Pool<MemoryDisk>, kind, lba, blocks: u32| {
+            lsn += 1;
+            let length = if kind == EntryKind::Write { blocks as usize * BLOCK_SIZE } else { 0 };
+            let position = Position { epoch: Epoch(1), lsn: Lsn(lsn) };
+            let data = Bytes::from(vec![lsn as u8; length]);
+            let entry = Arc::new(Entry::after(chain, position, kind, lba, blocks, data, false));
+            chain = entry.chain;
+            let mut replica = pool.replica(guid).expect("it");
+            replica.append(&[entry]).expect("room");
+            replica.set_stable(Lsn(lsn));
+        };
+        // Two segments of log. Of the first one 20 blocks are left at its beginning and 20 behind.
+        for n in 0..10 {
+            append(&mut pool, EntryKind::Write, n * 100, 100);
+        }
+        append(&mut pool, EntryKind::Trim, 20, 430);
+        append(&mut pool, EntryKind::Trim, 470, 30);
+        let replica = pool.replicas.get_mut(&guid).expect("it");
+        replica.find(&mut pool.core, &crate::replica::Source::Live, 460, 1).expect("found");
+        disk.break_block(pool.core.found[0].place);
+        pool.settle().expect("folded and recorded");
+
+        for _ in 0..50 {
+            while pool.background_due() != Due::Idle {
+                pool.background(1).expect("background work");
+            }
+            let Some(ticket) = pool.sync_wanted() else { break };
+            let result = disk.sync();
+            pool.sync_finished(ticket, result).expect("a sync");
+        }
+        assert_eq!((pool.background_due(), pool.sync_wanted()), (Due::Idle, None), "no rest");
+        let live = pool.replica_stats(guid).expect("it").live_bytes / BLOCK_SIZE as u64;
+        assert!((540..550).contains(&live), "{live} of 540 blocks and some nodes are live");
+
+        let (used, good) = (pool.stats().used_bytes, Bytes::from(vec![5; BLOCK_SIZE]));
+        let mut replica = pool.replica(guid).expect("it");
+        let crc = quoin_core::crc32c(&good);
+        assert_eq!(replica.repair(460, Lsn(5), crc, &good), Ok(true), "from another replica");
+        append(&mut pool, EntryKind::Trim, 2000, 1);
+        for _ in 0..4 {
+            pool.settle().expect("recorded");
+            while pool.background_due() != Due::Idle {
+                pool.background(1).expect("background work");
+            }
+        }
+        assert!(pool.stats().used_bytes < used, "it can be read, and is not emptied");
     }
 }
