@@ -400,8 +400,8 @@ mod tests {
     use std::sync::Arc;
 
     use bytes::Bytes;
-    use quoin_core::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
-    use quoin_core::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
+    use quoin_replication::replica::store::{ReplicaIdentity, ReplicaMeta, ReplicaStore};
+    use quoin_types::{BLOCK_SIZE, Chain, Entry, EntryKind, Epoch, Lsn, PoolId, Position};
 
     use crate::{Disk, Due, FormatOptions, MemoryDisk, Pool, PoolOptions, ReplicaPool};
 
@@ -454,7 +454,7 @@ mod tests {
 
         let (used, good) = (pool.stats().used_bytes, Bytes::from(vec![5; BLOCK_SIZE]));
         let mut replica = pool.replica(guid).expect("it");
-        let crc = quoin_core::crc32c(&good);
+        let crc = quoin_types::crc32c(&good);
         assert_eq!(replica.repair(460, Lsn(5), crc, &good), Ok(true), "from another replica");
         append(&mut pool, EntryKind::Trim, 2000, 1);
         for _ in 0..4 {

@@ -2,7 +2,8 @@
 
 use prost::Message as _;
 use quoin_api::control::VolumeSpec;
-use quoin_control::records::{PoolRecord, Spread, VolumeRecord};
+use quoin_api::volume::Spread;
+use quoin_control::records::{PoolRecord, VolumeRecord};
 use quoin_control::spec;
 use quoin_types::Membership;
 

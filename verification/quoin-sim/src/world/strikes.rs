@@ -2,6 +2,7 @@
 
 use quoin_replication::Step;
 use quoin_replication::primary::PrimaryEvent;
+use quoin_types::Member;
 
 use super::{Event, Mend, Mutant, World};
 use crate::clock::RATE_EXACT;
