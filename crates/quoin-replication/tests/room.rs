@@ -221,7 +221,7 @@ fn offered_again_in_one_turn(
                 replica.on(now, next, &mut store, &mut actions);
                 replica.flush(&mut actions);
                 if let Some(ticket) = pool.sync_wanted() {
-                    pool.sync_finished(ticket, Ok(()));
+                    pool.sync_finished(ticket, Ok(())).unwrap();
                     event = Some(ReplicaEvent::Synced { ticket, result: Ok(()) });
                 }
             }
