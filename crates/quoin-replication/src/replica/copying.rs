@@ -32,8 +32,8 @@ pub(super) const ANSWER_BYTES_MAX: u32 = 4 << 20;
 const BEGIN_PAUSE: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(200);
 
 /// Messages of a rebuild that wait for its Begin. Only targets that know no bulk connection send
-/// any before it is answered: feeds, of which they have four on their way, a cut and a commit.
-const BEHIND_BEGIN_MAX: usize = 8;
+/// any before it is answered: feeds, of which they have four on their way, cuts and a commit.
+const BEHIND_BEGIN_MAX: usize = 12;
 
 /// Which of a session's connections a message came by.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
