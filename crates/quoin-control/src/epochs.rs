@@ -81,9 +81,11 @@ impl Controller {
         }))
     }
 
-    /// The grant of the record as it is, signed anew, if this node holds it.
+    /// The grant of the record as it is, signed anew, if this node holds it: an epoch that was used up
+    /// by a fence was granted to nobody, also where the volume has an owner again.
     pub(crate) fn fresh_grant(&self, record: &VolumeRecord, node: &str, epoch: u64) -> Vec<u8> {
-        if record.owner.as_deref() != Some(node) || record.epoch != epoch || epoch == 0 {
+        let is_holder = record.owner.as_deref() == Some(node) && record.may_be_held_by(node);
+        if !is_holder || record.epoch != epoch || record.incarnation.0 == Incarnation(0) {
             return Vec::new();
         }
         // Records that do not rule grant nothing.

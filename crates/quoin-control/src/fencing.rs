@@ -9,13 +9,11 @@ use crate::records::{Text, VolumePhase, VolumeRecord};
 impl VolumeRecord {
     /// Takes back every grant that was given so far. An epoch is used up for it that is granted to
     /// no target: pools promise it, and open nothing any more by a grant that was kept. A session
-    /// that is open may still be closed in a bounded time, unless it is to be cut `at_once`.
+    /// that is open may still be closed in a bounded time, unless it is to be cut `at_once`:
+    /// then an epoch is used up although none was granted since the last fence, as former versions
+    /// signed grants for the epoch of a fence itself.
     pub(crate) fn fence(&mut self, at_once: bool, term: Term) -> Result<(), Error> {
-        if self.epoch == 0 {
-            return Ok(());
-        }
-        if self.fenced == self.epoch {
-            self.fenced_at_once |= at_once;
+        if self.epoch == 0 || (self.fenced == self.epoch && !at_once) {
             return Ok(());
         }
         self.use_up_epoch(Epoch::ZERO, term)?;
@@ -42,6 +40,12 @@ impl VolumeRecord {
     /// Whether a grant is out that its holder may still use.
     pub(crate) fn is_granted(&self) -> bool {
         self.fenced < self.epoch
+    }
+
+    /// Whether that grant may be this node's: records of former versions, and those that were made to
+    /// agree with the pools, do not say who holds the epoch.
+    pub(crate) fn may_be_held_by(&self, node: &str) -> bool {
+        self.is_granted() && (self.holder.is_empty() || self.holder == node)
     }
 }
 
@@ -145,12 +149,15 @@ mod tests {
         assert_eq!((volume.epoch, volume.fenced, volume.incarnation.0.0), (8, 8, 0));
         volume.fence(false, Term::default()).unwrap();
         assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (8, 8, false));
+        // A former version may have signed a grant for the epoch of the fence itself.
         volume.fence(true, Term::default()).unwrap();
-        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (8, 8, true));
-        // Granted again, and taken back once more: sessions may be closed again.
-        volume.epoch = 9;
+        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (9, 9, true));
         volume.fence(false, Term::default()).unwrap();
-        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (10, 10, false));
+        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (9, 9, true));
+        // Granted again, and taken back once more: sessions may be closed again.
+        volume.epoch = 10;
+        volume.fence(false, Term::default()).unwrap();
+        assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (11, 11, false));
 
         let mut never_opened = granted(0);
         never_opened.fence(true, Term::default()).unwrap();
@@ -161,6 +168,18 @@ mod tests {
         recovered.epochs_skipped = 1000;
         recovered.fence(false, Term::default()).unwrap();
         assert_eq!((recovered.epoch, recovered.fenced, recovered.epochs_skipped), (1008, 1008, 0));
+    }
+
+    #[test]
+    fn where_it_is_not_known_who_holds_the_epoch_it_may_be_any_node() {
+        let mut volume = granted(7);
+        volume.holder = "h1".to_owned();
+        assert!(volume.may_be_held_by("h1") && !volume.may_be_held_by("h2"));
+        volume.holder.clear();
+        assert!(volume.may_be_held_by("h1") && volume.may_be_held_by("h2"));
+        volume.fence(false, Term::default()).unwrap();
+        assert!(!volume.may_be_held_by("h1"));
+        assert!(!granted(0).may_be_held_by("h1"), "nobody ever opened it");
     }
 
     #[test]

@@ -327,8 +327,10 @@ impl Controller {
         if report.epoch != 0 && report.epoch < record.epoch && report.state != "stopped" {
             self.fence_stale(volume, &report.node).await?;
         }
-        // A fenced target's last words must not pass for the present state.
-        if record.owner.as_deref() != Some(report.node.as_str()) || report.epoch != record.epoch {
+        // A fenced target's last words must not pass for the present state, nor those of one that
+        // never asked for an epoch: what a fence used up is nobody's.
+        let is_over = report.epoch != record.epoch || (report.epoch != 0 && !record.is_granted());
+        if record.owner.as_deref() != Some(report.node.as_str()) || is_over {
             return Ok(Vec::new());
         }
         if report.replicas.len() > 64 {

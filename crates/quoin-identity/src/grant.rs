@@ -75,6 +75,10 @@ impl Grant {
             return Err(refused("it is of another cluster"));
         }
         parsed.seal.verify(parsed.grant.context(), parsed.statement, current)?;
+        // It stands for no target, in what pools promise for an epoch that was taken back.
+        if parsed.grant.incarnation == Incarnation(0) {
+            return Err(refused("it names no target"));
+        }
         Ok(parsed.grant)
     }
 }
@@ -180,6 +184,17 @@ mod tests {
         let forged = pool.sign_grant(&grant()).unwrap();
         let error = controller.verify_grant(&forged).unwrap_err().to_string();
         assert!(error.contains("pool a signed it"), "{error}");
+    }
+
+    #[test]
+    fn a_grant_to_no_target_is_refused_whoever_signed_it() {
+        let (_dir, controller, pool) = cluster();
+        for grant in grants() {
+            let nobodys = Grant { incarnation: Incarnation(0), ..grant };
+            let bytes = controller.sign_grant(&nobodys).unwrap();
+            let error = pool.verify_grant(&bytes).unwrap_err().to_string();
+            assert!(error.contains("names no target"), "{error}");
+        }
     }
 
     #[test]

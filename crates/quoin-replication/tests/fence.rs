@@ -35,6 +35,19 @@ fn a_grant_that_was_taken_back_opens_nothing_whatever_becomes_of_pool_and_target
 }
 
 #[test]
+fn a_fence_leaves_its_epoch_to_nobody_and_nobody_opens_a_replica_in_the_name_of_no_target() {
+    let mut one = One::new();
+    let refused = |promised| [FromReplica::Refuse { promised, failure: Failure::Fenced }];
+    assert_eq!(one.open(key(5, 0, 1)), refused(Epoch::ZERO));
+    one.opened(key(5, 1, 2));
+    one.on(fenced(6, false));
+    for (epoch, incarnation) in [(6, 0), (6, 1), (6, 2), (7, 0)] {
+        assert_eq!(one.open(key(epoch, incarnation, 3)), refused(Epoch(6)));
+    }
+    one.opened(key(7, 2, 4));
+}
+
+#[test]
 fn a_session_that_was_fenced_may_close_in_its_time_and_keeps_what_it_vouches_for() {
     let mut one = One::new();
     let session = key(5, 1, 1);

@@ -58,6 +58,7 @@ pub const ALL: &[Defect] = &[
     core("lease-forgotten-at-restart", Swarm::Takeovers).like("lease-forgotten-by-restart"),
     core("fence-not-promised", Swarm::Detaches),
     core("fenced-session-goes-on", Swarm::Detaches),
+    core("opened-by-nobody", Swarm::Detaches),
     core("former-term-believed", Swarm::Controllers),
     core("rival-term-believed", Swarm::Controllers),
     core("term-not-remembered", Swarm::Controllers),

@@ -366,6 +366,10 @@ impl Replica {
         if membership.check().is_err() || !(500..=30_000).contains(&lease_ms) {
             return refuse(Failure::Protocol, Epoch::ZERO, actions);
         }
+        // A fence promises its epoch to no target, which this incarnation stands for.
+        if key.incarnation == Incarnation(0) && !mutant::is("opened-by-nobody") {
+            return refuse(Failure::Fenced, meta.promised, actions);
+        }
         let promised = (meta.promised, meta.promised_incarnation);
         let other = key.incarnation != promised.1 && !mutant::is("equal-epoch-accepted");
         let older = key.epoch < promised.0 && !mutant::is("older-epoch-accepted");
