@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use quoin_api::control::VolumeRef;
+use quoin_types::Term;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -59,7 +60,8 @@ impl Controller {
                 known.volumes_max
             )));
         }
-        let change = |volume: &mut VolumeRecord| attach(volume, publish);
+        let term = self.term();
+        let change = |volume: &mut VolumeRecord| attach(volume, publish, term);
         let (volume, new) = match self.update_volume(volume.id.0, change).await {
             Err(Error::Busy(_)) => {
                 let waiting = self.waiting_for(&volume);
@@ -147,7 +149,7 @@ impl Controller {
 }
 
 /// True where the attachment is new.
-fn attach(volume: &mut VolumeRecord, publish: &Publish) -> Result<bool, Error> {
+fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bool, Error> {
     match volume.phase {
         VolumePhase::Ready => {}
         VolumePhase::Pending => return Err(Error::Busy(String::new())),
@@ -186,6 +188,48 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish) -> Result<bool, Error> {
     }
     volume.attachments.push(wanted);
     volume.owner = Some(publish.node.clone());
-    volume.used.begin(&publish.node, volume.epoch);
+    if volume.used.by != publish.node {
+        // A target that was lent to the volume goes on under the epoch that it has: with that one
+        // this use began. Whoever else may have the epoch is to find another one.
+        let is_lent = volume.is_granted() && volume.holder == publish.node;
+        if !is_lent {
+            volume.fence(false, term)?;
+        }
+        let since_epoch = volume.epoch + u64::from(!is_lent);
+        volume.used.begin(&publish.node, since_epoch);
+    }
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A volume that `holder` has opened under epoch 7, with no use of this node.
+    fn opened(holder: &str) -> VolumeRecord {
+        let mut volume = crate::recorded::volume();
+        (volume.epoch, volume.epochs_skipped, volume.fenced) = (7, 0, 0);
+        (volume.owner, volume.holder) = (Some("h2".to_owned()), holder.to_owned());
+        volume.attachments.clear();
+        volume.used.begin("h1", 3);
+        volume
+    }
+
+    #[test]
+    fn a_use_begins_with_the_epoch_that_its_node_has_and_else_above_all_that_anybody_has() {
+        let publish = Publish { node: "h2".to_owned(), ..Publish::default() };
+        let attached = |holder: &str| {
+            let mut volume = opened(holder);
+            assert!(attach(&mut volume, &publish, Term::default()).unwrap());
+            (volume.epoch, volume.fenced, volume.used.since_of("h2"))
+        };
+        assert_eq!(attached("h2"), (7, 0, 7), "it goes on with the target that was lent to it");
+        assert_eq!(attached("h3"), (8, 8, 9));
+        // Records that were made to agree with the pools do not say who has the epoch.
+        assert_eq!(attached(""), (8, 8, 9));
+        let mut taken_back = opened("h1");
+        taken_back.fence(false, Term::default()).unwrap();
+        attach(&mut taken_back, &publish, Term::default()).unwrap();
+        assert_eq!((taken_back.epoch, taken_back.used.since_of("h2")), (8, 9));
+    }
 }

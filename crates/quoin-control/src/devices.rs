@@ -37,11 +37,11 @@ pub(crate) fn is_zero(number: &u64) -> bool {
 }
 
 impl Use {
-    /// A node has the volume from now on; `epoch` is the last one that was granted.
-    pub(crate) fn begin(&mut self, node: &str, epoch: u64) {
+    /// A node has the volume from now on; `since_epoch` is above all that others used it under.
+    pub(crate) fn begin(&mut self, node: &str, since_epoch: u64) {
         if self.by != node {
             node.clone_into(&mut self.by);
-            self.since_epoch = epoch + 1;
+            self.since_epoch = since_epoch;
         }
     }
 
@@ -238,12 +238,12 @@ mod tests {
     fn a_use_lasts_over_attachments_of_one_node_and_ends_with_another_ones_opening() {
         let mut used = Use::default();
         assert!(!used.is_over("h1", 0, 9), "records of former versions say nothing");
-        used.begin("h1", 4);
-        used.begin("h1", 7);
+        used.begin("h1", 5);
+        used.begin("h1", 9);
         assert_eq!((used.since_of("h1"), used.since_of("h2")), (5, 0));
         assert!(!used.is_over("h1", 5, 7));
 
-        used.begin("h2", 7);
+        used.begin("h2", 8);
         assert!(!used.is_over("h1", 5, 7), "nobody has opened it there yet");
         assert!(used.is_over("h1", 5, 8));
         assert!(used.is_over("h1", 0, 8), "also where its use was not told");

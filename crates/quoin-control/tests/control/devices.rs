@@ -89,6 +89,37 @@ async fn a_device_is_dead_once_another_node_has_opened_its_volume_and_also_when_
     assert!(cluster.shown("db").devices.is_empty());
 }
 
+/// Nothing is opened anew there, so the epoch that it has is the one from which its use counts.
+#[tokio::test]
+async fn a_device_is_dead_also_where_its_volume_went_to_a_node_whose_target_was_lent_to_it() {
+    let mut cluster = Cluster::of(4).await;
+    let id = cluster.create("db").await.id.0;
+    cluster.attach("db", "n1").await.unwrap();
+    cluster.open_volume(id, "n1", 9).await;
+    let mounted = device(&cluster, true, told_since(&cluster, "n1"));
+    reports(&cluster, "n1", vec![mounted.clone()]).await;
+    detach(&cluster, "n1").await;
+    for n in 1..=4 {
+        let report = NodeReport { node: format!("h{n}"), ..NodeReport::default() };
+        cluster.controller.report_node(&report).await.unwrap();
+    }
+    let scale = quoin_control::Scale { replicas: 4, ..Default::default() };
+    cluster.controller.scale_volume(by_name("db").as_ref(), &scale).await.unwrap();
+    cluster.settle().await.unwrap();
+    cluster.controller.tend_unused().await.unwrap();
+    let lent = cluster.volume("db").owner.clone().unwrap();
+    assert_ne!(lent, "n1");
+    let epoch = cluster.open_volume(id, &lent, 10).await;
+    assert!(reports(&cluster, "n1", vec![mounted.clone()]).await.is_empty(), "nobody uses it");
+
+    cluster.attach("db", &lent).await.unwrap();
+    assert_eq!(cluster.volume("db").epoch(), epoch, "its target goes on");
+    let served = reports(&cluster, "n1", vec![mounted]).await;
+    assert_eq!((served[0].node.as_str(), served[0].since_epoch), (lent.as_str(), epoch.0));
+    let own = device(&cluster, true, told_since(&cluster, &lent));
+    assert!(reports(&cluster, &lent, vec![own]).await.is_empty());
+}
+
 #[tokio::test]
 async fn a_target_tells_the_devices_of_a_host_without_csi_and_is_told_which_are_dead() {
     let cluster = opened().await;
