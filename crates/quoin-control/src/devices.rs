@@ -9,11 +9,13 @@
 use quoin_api::control::{self as api, ServedElsewhere, VolumeRef};
 use quoin_types::VolumeId;
 use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
 use crate::Error;
 use crate::changes::Concerned;
 use crate::controller::{Controller, about};
 use crate::events::Severity;
+use crate::observed::NodeSeen;
 use crate::records::VolumeRecord;
 use crate::reports::{id, short};
 
@@ -97,7 +99,7 @@ impl Controller {
             return Vec::new();
         }
         let observed = self.observed();
-        let devices = observed.nodes.get(node).and_then(|seen| seen.devices.as_ref());
+        let devices = observed.nodes.get(node).map_or(&[][..], |seen| seen.devices());
         let over = |device: &DeviceSeen| {
             let volume = self.volumes.get(&device.volume.to_string())?;
             let Use { by, since_epoch } = &volume.used;
@@ -108,7 +110,7 @@ impl Controller {
                 since_epoch: *since_epoch,
             })
         };
-        devices.into_iter().flatten().filter_map(over).collect()
+        devices.iter().filter_map(over).collect()
     }
 
     /// As [`Self::served_elsewhere`], and tells people once of each.
@@ -153,8 +155,8 @@ impl Controller {
     /// The devices that nodes report of a volume.
     pub(crate) fn devices_of(&self, volume: &VolumeRecord) -> Vec<api::VolumeDevice> {
         let observed = self.observed();
-        let of_it = |(node, seen): (&String, &crate::observed::NodeSeen)| {
-            let devices = seen.devices.iter().flatten().filter(|d| d.volume == volume.id.0);
+        let of_it = |(node, seen): (&String, &NodeSeen)| {
+            let devices = seen.devices().iter().filter(|d| d.volume == volume.id.0);
             let message = |device: &DeviceSeen| {
                 let Use { by, since_epoch } = &volume.used;
                 let is_dead = volume.used.is_over(node, device.since_epoch, volume.epoch);
@@ -181,46 +183,66 @@ impl Controller {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
         };
-        let name = &volume.spec.name;
         let observed = self.observed();
         let nodes = volume.attachments.iter().map(|attachment| &attachment.node);
         for on in nodes.filter(|on| node.is_empty() || *on == node) {
-            if !observed.node_online(on, self.settings.offline_after) {
-                // One that never opened it has nothing of it.
-                if volume.holder != *on || !volume.is_granted() {
-                    continue;
-                }
-                let silent = match observed.nodes.get(on) {
-                    Some(seen) => format!("for {} s", seen.last.elapsed().as_secs()),
-                    None => "since the controller started".to_owned(),
-                };
-                return Err(Error::Precondition(format!(
-                    "node {on} has not reported {silent}, and may have volume {name:?} in use. See \
-                     that it is down, or that its programs may lose what they have not synced, and \
-                     detach with --force: from then on nothing of that node reaches the volume"
-                )));
-            }
-            let devices = observed.nodes.get(on).and_then(|seen| seen.devices.as_ref());
-            let mut devices = devices.into_iter().flatten();
-            let used = devices.find(|device| {
+            let is_there = observed.node_online(on, self.settings.offline_after);
+            self.check_unused_on(&volume, on, observed.nodes.get(on), is_there)?;
+        }
+        Ok(())
+    }
+
+    /// `seen`: what the node told since the controller started.
+    fn check_unused_on(
+        &self,
+        volume: &VolumeRecord,
+        on: &str,
+        seen: Option<&NodeSeen>,
+        is_there: bool,
+    ) -> Result<(), Error> {
+        let name = &volume.spec.name;
+        let used =
+            seen.into_iter().filter(|_| is_there).flat_map(NodeSeen::devices).find(|device| {
                 let is_over = volume.used.is_over(on, device.since_epoch, volume.epoch);
                 device.volume == volume.id.0 && device.in_use && !is_over
             });
-            if let Some(DeviceSeen { device, mounts, .. }) = used {
-                let device = if device.is_empty() { "a device" } else { device };
-                let how = match mounts.as_slice() {
-                    [] => format!("as {device}: close it there"),
-                    mounts => {
-                        format!("as {device}, mounted at {}: unmount it there", mounts.join(", "))
-                    }
-                };
-                return Err(Error::Precondition(format!(
-                    "volume {name:?} is in use on node {on} {how} first. With --force it is taken \
-                     away all the same, and what uses it there loses what it has not synced"
-                )));
-            }
+        if let Some(DeviceSeen { device, mounts, .. }) = used {
+            let device = if device.is_empty() { "a device" } else { device };
+            let how = match mounts.as_slice() {
+                [] => format!("as {device}: close it there"),
+                mounts => {
+                    format!("as {device}, mounted at {}: unmount it there", mounts.join(", "))
+                }
+            };
+            return Err(Error::Precondition(format!(
+                "volume {name:?} is in use on node {on} {how} first. With --node {on} --force it is \
+                 taken away all the same, and what uses it there loses what it has not synced"
+            )));
         }
-        Ok(())
+        // One that never opened it has nothing of it.
+        if !volume.may_be_held_by(on) {
+            return Ok(());
+        }
+        let since = |last: Option<Instant>| match last {
+            Some(last) => format!("for {} s", last.elapsed().as_secs()),
+            None => "since the controller started".to_owned(),
+        };
+        let told = seen.and_then(|seen| seen.devices.as_ref()).map(|devices| devices.told);
+        let why = match (is_there, told) {
+            (true, Some(told)) if told.elapsed() < self.settings.offline_after => return Ok(()),
+            (true, told) => format!(
+                "node {on} has not said {} which devices it has (its attach process does not answer)",
+                since(told)
+            ),
+            (false, _) => {
+                format!("node {on} has not reported {}", since(seen.map(|seen| seen.last)))
+            }
+        };
+        Err(Error::Precondition(format!(
+            "{why}, and may have volume {name:?} in use. See that it is down, or that its programs may \
+             lose what they have not synced, and detach with --node {on} --force: from then on nothing \
+             of that node reaches the volume"
+        )))
     }
 
     /// Tells people who took a volume away by force, and from which nodes.

@@ -70,8 +70,21 @@ impl PoolSeen {
 pub struct NodeSeen {
     pub last: Instant,
     pub leaving: bool,
-    /// Devices of volumes there; `None`: it does not say.
-    pub devices: Option<Vec<DeviceSeen>>,
+    /// Devices of volumes there, as it said last; `None`: it did not say.
+    pub devices: Option<DevicesSeen>,
+}
+
+/// All devices of a node at one moment.
+#[derive(Clone, Debug)]
+pub struct DevicesSeen {
+    pub told: Instant,
+    pub all: Vec<DeviceSeen>,
+}
+
+impl NodeSeen {
+    pub fn devices(&self) -> &[DeviceSeen] {
+        self.devices.as_ref().map_or(&[], |seen| &seen.all)
+    }
 }
 
 /// What a target says about the replicas of a volume.

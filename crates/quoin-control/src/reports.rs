@@ -14,7 +14,9 @@ use crate::changes::Concerned;
 use crate::controller::{Controller, about};
 use crate::devices;
 use crate::events::{Object, Severity};
-use crate::observed::{DeviceMade, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen};
+use crate::observed::{
+    DeviceMade, DevicesSeen, PoolSeen, Progress, ReplicaSeen, ReplicaState, VolumeSeen,
+};
 use crate::records::{NodeRecord, PoolRecord, ReplicaRecord, VolumeRecord};
 
 /// Replicas in one pool, and so in one report.
@@ -301,7 +303,8 @@ impl Controller {
             observed.node_lives(&about.name);
             if let Some(seen) = observed.nodes.get_mut(&about.name) {
                 seen.leaving = leaving;
-                seen.devices = devices.or(seen.devices.take());
+                let told = devices.map(|all| DevicesSeen { told: seen.last, all });
+                seen.devices = told.or(seen.devices.take());
             }
             observed.absent.remove(&("node", about.name.clone()))
         };

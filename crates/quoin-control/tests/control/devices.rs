@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use quoin_api::control::*;
+use quoin_control::store::{Store, Swap};
 use tonic::Code;
 
 use crate::cluster::{Cluster, by_name, spec};
@@ -173,6 +174,71 @@ async fn a_volume_is_not_taken_from_a_node_that_uses_it_or_of_which_nobody_knows
     // Orchestrators have unstaged it, or take the node for gone.
     cluster.controller.unpublish_volume(db.as_ref(), "n1").await.unwrap();
     assert_eq!(refused(""), Ok(()));
+}
+
+/// As after a recovery of the records: a target that goes on asks for nothing, so nothing says again who
+/// has the epoch.
+#[tokio::test]
+async fn a_volume_is_not_taken_from_a_silent_node_where_no_record_says_who_opened_it() {
+    let mut cluster = opened().await;
+    let db = by_name("db");
+    let key = cluster.store.keys("volume/").remove(0);
+    let entry = cluster.store.get(&key).await.unwrap().unwrap();
+    let record = String::from_utf8(entry.value).unwrap();
+    let unsaid = record.replace(r#""holder":"n1","#, "");
+    assert_ne!(unsaid, record);
+    let written = cluster.store.compare_and_swap(&key, entry.revision, Some(unsaid.into())).await;
+    assert!(matches!(written, Ok(Swap::Done(_))));
+    cluster.restart().await;
+    assert_eq!(cluster.volume("db").holder, "");
+    let said = cluster.controller.check_unused(db.as_ref(), "").unwrap_err().to_string();
+    assert!(said.contains("node n1 has not reported since the controller started"), "{said}");
+    detach(&cluster, "n1").await;
+    cluster.controller.check_unused(db.as_ref(), "").unwrap();
+}
+
+/// Proven by what it said lately alone: a controller that has just started knows nothing, and an attach
+/// process that hangs tells nothing.
+#[tokio::test]
+async fn a_volume_is_not_taken_from_a_node_that_does_not_say_what_it_has() {
+    let mut cluster = opened().await;
+    let db = by_name("db");
+    let since = told_since(&cluster, "n1");
+    reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
+    let serving = cluster.report_of("db", "serving");
+    cluster.restart().await;
+    // Its target speaks first, and proves that the node is there.
+    cluster.controller.report_volume(&serving).await.unwrap();
+    let refused = |cluster: &Cluster| {
+        let refused = cluster.controller.check_unused(db.as_ref(), "").unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition);
+        refused.to_string()
+    };
+    let said = refused(&cluster);
+    assert!(said.contains("node n1 has not said since the controller started"), "{said}");
+    assert!(said.contains("--node n1 --force"), "{said}");
+    reports(&cluster, "n1", vec![device(&cluster, true, since)]).await;
+    assert!(refused(&cluster).contains("in use on node n1"));
+    reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
+    cluster.controller.check_unused(db.as_ref(), "").unwrap();
+
+    // What it had some time ago says nothing of now.
+    cluster.offline_after = Duration::from_millis(500);
+    cluster.restart().await;
+    reports(&cluster, "n1", vec![device(&cluster, false, since)]).await;
+    let hangs = NodeReport { node: "n1".into(), ..NodeReport::default() };
+    loop {
+        cluster.controller.report_node(&hangs).await.unwrap();
+        match cluster.controller.check_unused(db.as_ref(), "") {
+            Err(error) if error.to_string().contains("node n1 has not said for") => break,
+            _ => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    }
+
+    // A node that holds no epoch has had no device of the volume.
+    detach(&cluster, "n1").await;
+    cluster.attach("db", "n2").await.unwrap();
+    cluster.controller.check_unused(db.as_ref(), "").unwrap();
 }
 
 #[tokio::test]
