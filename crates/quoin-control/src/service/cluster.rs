@@ -1,5 +1,6 @@
 //! The Cluster service: people, automation, the CSI driver.
 
+use std::collections::HashSet;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -283,9 +284,16 @@ impl Cluster for Services {
         &self,
         request: Request<GetCordonRequest>,
     ) -> Result<Response<CordonStatus>, Status> {
-        self.look(&request)?;
+        let sight = self.look(&request)?;
         let GetCordonRequest { pool, node } = request.get_ref();
-        Ok(Response::new(self.controller.cordon_status(&scope(pool, node)?)?))
+        let mut status = self.controller.cordon_status(&scope(pool, node)?)?;
+        let volumes = self.controller.volumes.list();
+        let seen = volumes.iter().filter(|volume| sight.sees(volume));
+        let (ids, names): (HashSet<_>, HashSet<_>) =
+            seen.map(|volume| (volume.id.0.to_string(), volume.spec.name.as_str())).unzip();
+        status.replicas.retain(|replica| ids.contains(&replica.volume_id));
+        status.attached.retain(|name| names.contains(name.as_str()));
+        Ok(Response::new(status))
     }
 
     async fn publish_volume(

@@ -277,6 +277,24 @@ async fn a_node_without_leave_to_manage_sees_only_what_is_attached_to_it() {
     assert_eq!(code(cluster.get_volume(get(&ids[1])).await), Code::NotFound);
     let nobody = SetNodeRequest { node: "n5".into(), manages_volumes: true };
     assert_eq!(code(admin.set_node(nobody).await), Code::NotFound);
+
+    // Nor does a cordon that it asks for tell what others have where.
+    let report = NodeReport { node: "n2".into(), ..NodeReport::default() };
+    local.report_node(report).await.unwrap();
+    let elsewhere = PublishVolumeRequest {
+        volume: Some(VolumeRef { id: ids[1].clone(), name: String::new() }),
+        node: "n2".into(),
+        ..PublishVolumeRequest::default()
+    };
+    admin.publish_volume(elsewhere).await.unwrap();
+    let pool = GetCordonRequest { pool: "p1".into(), node: String::new() };
+    let user = GetCordonRequest { pool: String::new(), node: "n2".into() };
+    let all = admin.get_cordon(pool.clone()).await.unwrap().into_inner();
+    assert_eq!(all.replicas.len(), 2);
+    assert_eq!(admin.get_cordon(user.clone()).await.unwrap().into_inner().attached, ["other"]);
+    let seen = cluster.get_cordon(pool).await.unwrap().into_inner();
+    assert_eq!(seen.replicas.iter().map(|r| &r.volume_id).collect::<Vec<_>>(), [&ids[0]]);
+    assert!(cluster.get_cordon(user).await.unwrap().into_inner().attached.is_empty());
     server.stop().await;
 }
 
