@@ -278,8 +278,11 @@ async fn write_records(path: &Path, records: &[(String, Vec<u8>)], why: &str) ->
     let store = Embedded::open(path)?;
     let doubt = RecoveryRecord { why: why.to_owned(), since_ms: now_ms() };
     let mark = (doubt.key(), crate::records::encode(&doubt));
-    // That it was ended is said of the former controller: this one begins a term of its own.
-    let is_kept = |key: &str| key != mark.0 && !key.starts_with(SupersededRecord::PREFIX);
+    // That it was ended is said of the former controller: this one begins a term of its own. Of its
+    // tokens nobody here knows which were used or revoked since.
+    let left_out = [SupersededRecord::PREFIX, TokenRecord::PREFIX];
+    let is_kept =
+        |key: &str| key != mark.0 && !left_out.iter().any(|prefix| key.starts_with(prefix));
     let others = records.iter().filter(|(key, _)| is_kept(key));
     for (key, value) in others.chain([&mark]) {
         match store.compare_and_swap(key, 0, Some(value.clone())).await? {

@@ -4,6 +4,9 @@
 //! secret is kept. The key that used it first may use it again until it expires, because the
 //! answer can get lost; any other key is refused. A name that somebody joined under is not
 //! given to a second key unless the token names it.
+//!
+//! Records that are an old copy do not know which tokens were used or revoked since. So no token that
+//! was made before they were doubted is taken, and a recovery removes those.
 
 use std::time::Duration;
 
@@ -12,7 +15,7 @@ use quoin_identity::{Issued, JoinToken, Member, Peer, Role, check_name, key_hash
 use crate::Error;
 use crate::controller::Controller;
 use crate::events::{Object, Severity};
-use crate::records::{MemberOfCluster, TokenRecord};
+use crate::records::{MemberOfCluster, RecoveryRecord, TokenRecord};
 use crate::time::now_ms;
 
 /// Lifetime of a token where none is asked, and the longest.
@@ -70,6 +73,7 @@ impl Controller {
             expires_ms,
             used_by: None,
             manages_volumes,
+            created_ms: now_ms(),
         };
         if self.tokens.create(record).await?.is_err() {
             return Err(Error::Busy("a token was drawn twice; try again".to_owned()));
@@ -84,8 +88,34 @@ impl Controller {
     pub fn join_tokens(&self) -> Vec<std::sync::Arc<TokenRecord>> {
         let now = now_ms();
         let mut tokens = self.tokens.list();
-        tokens.retain(|token| token.expires_ms > now);
+        tokens.retain(|token| token.expires_ms > now && !self.is_doubted(token));
         tokens
+    }
+
+    /// Whether the records are doubted since the token was made: another copy of them may say that it
+    /// was used or revoked.
+    fn is_doubted(&self, token: &TokenRecord) -> bool {
+        let doubt = self.recovery.get(RecoveryRecord::NAME);
+        doubt.is_some_and(|doubt| token.created_ms < doubt.since_ms)
+    }
+
+    /// Ends the tokens that a recovery found: those made before the records were doubted, and all where
+    /// nobody doubted them, since they may be an old copy all the same.
+    pub(crate) async fn end_recovered_tokens(&self) -> Result<(), Error> {
+        let since_ms = self.recovery.get(RecoveryRecord::NAME).map_or(u64::MAX, |r| r.since_ms);
+        let mut ended = 0;
+        for token in self.tokens.list().iter().filter(|token| token.created_ms < since_ms) {
+            self.tokens.remove(&token.secret_hash, |_| true).await?;
+            ended += u32::from(token.used_by.is_none() && token.expires_ms > now_ms());
+        }
+        if ended > 0 {
+            let message = format!(
+                "{ended} unused tokens of before the recovery are good for nothing any more: the \
+                 records cannot know which of them were used or revoked"
+            );
+            self.events.record(Severity::Normal, cluster(), "JoinTokensEnded", message);
+        }
+        Ok(())
     }
 
     /// Ends a token: named whole, or by enough of its id to mean one. Who joined with it stays.
@@ -136,7 +166,7 @@ impl Controller {
         let key_hash = key_hash_of_request(csr_der)?;
         let user = (format!("{role}/{holder}"), key_hash.clone());
         let check = |record: &TokenRecord| {
-            if record.expires_ms <= now_ms() {
+            if record.expires_ms <= now_ms() || self.is_doubted(record) {
                 return Err(refused());
             }
             if record.used_by.as_ref().is_some_and(|by| *by != user) {

@@ -222,6 +222,7 @@ fn every_record_is_written_as_was_recorded_and_read_from_every_version() {
         expires_ms: 1_700_000_000_000,
         used_by: Some(("pool/pool-1".into(), "4a54".into())),
         manages_volumes: false,
+        created_ms: 0,
     };
     hold("token", &token);
     let member = MemberOfCluster {

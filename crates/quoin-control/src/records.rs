@@ -581,6 +581,9 @@ pub struct TokenRecord {
     /// Who joins with it may manage volumes ([`MemberOfCluster::manages_volumes`]).
     #[serde(default)]
     pub manages_volumes: bool,
+    /// 0: before this was noted.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub created_ms: u64,
 }
 
 impl Record for TokenRecord {

@@ -8,8 +8,9 @@
 //! time: a record is only changed where pools know of something newer, and only if it has not
 //! changed since it was judged.
 //!
-//! What the pools cannot know is lost with the records: events, unused join tokens, cordons, and
-//! who was removed from the cluster; their certificates are good again until they run out. That a
+//! What the pools cannot know is lost with the records: events, cordons, and who was removed from the
+//! cluster; their certificates are good again until they run out. Join tokens end with a recovery also
+//! where there are records of them: an old copy does not know which were used or revoked. That a
 //! pool's disk is an older state of itself is not seen either where its start counter is in no
 //! record.
 
@@ -167,6 +168,7 @@ impl Controller {
         self.carry_out_all(&mut recovered.findings, &told, asked.discard_left_over).await?;
         drop(no_other);
         self.remember_members().await?;
+        self.end_recovered_tokens().await?;
         let ruled = self.check_ruling().is_ok();
         self.recovery.remove(RecoveryRecord::NAME, |_| true).await?;
         if !ruled {

@@ -10,7 +10,7 @@ use quoin_api::control::{
 use quoin_control::Error;
 use quoin_control::backup::Backup;
 use quoin_control::salvage::{RecoverRecords, Recovered};
-use quoin_identity::{Identity, Lifetimes, Role, TermChannel};
+use quoin_identity::{Identity, JoinToken, Lifetimes, Role, TermChannel, join};
 use quoin_types::{Term, TermId};
 use tonic::Code;
 
@@ -90,6 +90,16 @@ async fn recover(server: &Server) -> Recovered {
     server.controller.recover_records(&RecoverRecords::default()).await.unwrap()
 }
 
+/// A token that the controller neither takes nor shows.
+async fn joins_nobody(server: &Server, token: &JoinToken) {
+    let home = server.home("newcomer");
+    let refused = join(&server.address, token, Role::Pool, "p9", &home).await;
+    let refused = refused.err().expect("it joins somebody").to_string();
+    assert!(refused.contains("unknown, used or expired"), "{refused}");
+    let shown = server.controller.join_tokens();
+    assert!(shown.iter().all(|shown| shown.secret_hash != token.secret_hash()));
+}
+
 fn reasons(server: &Server) -> Vec<String> {
     server.controller.events().after(0).into_iter().map(|event| event.reason).collect()
 }
@@ -115,6 +125,7 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     let pool = first.member(Role::Pool, "p1").await;
     let node = first.member(Role::Node, "n1").await;
     agent(&pool, &first).report_pool(report("p1")).await.unwrap();
+    let former_token = first.token("pool", "", 600).await;
     let second = restored(&first).await;
     // Records that do not rule claim nothing: the first one goes on, though the pool talks to both.
     let following = follow(&pool, &second);
@@ -146,6 +157,7 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     let token = second.first_token.clone();
     let third = Server::over(dir, Lifetimes::default(), token).await;
     assert!(third.controller.recovery_reason().contains("term 1"), "its records rule at once");
+    joins_nobody(&third, &former_token).await;
     following.abort();
     let following = follow(&pool, &third);
     let recovered = recover(&third).await;
@@ -155,6 +167,34 @@ async fn a_controller_ends_as_soon_as_a_member_shows_a_higher_term_and_stays_end
     let (ended, _dir) = second.ended().await;
     assert!(matches!(ended, Error::Superseded { by, .. } if by == recovered.term), "{ended}");
     third.stop().await;
+}
+
+/// An old copy of the records does not know of it where one was used or revoked since.
+#[tokio::test]
+async fn no_join_token_of_before_a_recovery_is_taken_after_it() {
+    let first = Server::start().await;
+    let (used, revoked) = (first.token("pool", "", 600).await, first.token("", "", 600).await);
+    let second = restored(&first).await;
+    // Both are used up where the records are, as everybody there knows.
+    join(&first.address, &used, Role::Pool, "p1", &first.home("p1")).await.unwrap();
+    first.controller.revoke_join_token(&revoked.to_string()).await.unwrap();
+    for token in [&used, &revoked, &first.first_token] {
+        joins_nobody(&second, token).await;
+    }
+    let fresh = second.token("pool", "", 600).await;
+    recover(&second).await;
+    for token in [&used, &revoked, &first.first_token] {
+        joins_nobody(&second, token).await;
+    }
+    join(&second.address, &fresh, Role::Pool, "p2", &second.home("p2")).await.unwrap();
+
+    // Records that were put back by hand rule without any doubt of theirs.
+    let unused = second.token("pool", "", 600).await;
+    recover(&second).await;
+    joins_nobody(&second, &unused).await;
+    assert!(reasons(&second).contains(&"JoinTokensEnded".to_owned()));
+    second.stop().await;
+    first.stop().await;
 }
 
 /// A context of a person goes by terms as members do.
