@@ -89,6 +89,15 @@ impl Host {
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
+    /// Attaches a volume here, and opens it as a program does that takes no device.
+    fn client(&self, cluster: &Cluster, other: &Host, volume: &str) -> Client {
+        let address = self.ok(cluster, other, &["attach", volume, "--node", self.name, "--nbd"]);
+        let socket = PathBuf::from(address.split_once("socket=").unwrap().1);
+        eventually("the volume is served here", || {
+            Client::connect(ClientOptions::new(Address::Unix(socket.clone()))).ok()
+        })
+    }
+
     fn refused(&self, cluster: &Cluster, other: &Host, arguments: &[&str]) -> String {
         let output = self.volume(cluster, other, arguments);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -159,7 +168,13 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
         let shown = cluster.json(&["volume", "get", "db"]);
         (shown["devices"][0]["inUse"] == true).then_some(())
     });
-    let said = h2.refused(&cluster, &h1, &["detach", "db"]);
+    for forced in [&[][..], &["--force"]] {
+        let said = h2.refused(&cluster, &h1, &[&["detach", "db"], forced].concat());
+        assert!(said.contains("attached to h1, not to this host"), "{said}");
+        assert!(said.contains("--node"), "{said}");
+    }
+    let taking = ["detach", "db", "--node", "h1"];
+    let said = h2.refused(&cluster, &h1, &taking);
     assert!(said.contains("in use on node h1") && said.contains("/mount"), "{said}");
     assert!(said.contains("--force"), "{said}");
     let mut fine = writer(&mount);
@@ -169,17 +184,13 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
     h1.signal(&mut cluster, "STOP");
     let mut waits = writer(&mount);
     eventually("the host is missed", || (h1.state(&cluster) == "Offline").then_some(()));
-    let said = h2.refused(&cluster, &h1, &["detach", "db"]);
+    let said = h2.refused(&cluster, &h1, &taking);
     assert!(said.contains("node h1 has not reported") && said.contains("--force"), "{said}");
-    h2.ok(&cluster, &h1, &["detach", "db", "--force"]);
+    h2.ok(&cluster, &h1, &[&taking[..], &["--force"]].concat());
     let told = events(&cluster);
     let forced = told.iter().find(|(reason, _)| reason == "VolumeForced").expect("it is told");
     assert!(forced.1.contains("from h1") && forced.1.contains("admin socket"), "{forced:?}");
-    let address = h2.ok(&cluster, &h1, &["attach", "db", "--node", "h2", "--nbd"]);
-    let socket = PathBuf::from(address.split_once("socket=").unwrap().1);
-    let client = eventually("the volume is served elsewhere", || {
-        Client::connect(ClientOptions::new(Address::Unix(socket.clone()))).ok()
-    });
+    let client = h2.client(&cluster, &h1, "db");
     client.write(4096, Bytes::from_static(&[7; 4096]), true).unwrap();
     assert!(waits.try_wait().unwrap().is_none(), "a host that is cut off only waits");
 
@@ -216,4 +227,52 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
         well.then_some(())
     });
     assert!(std::fs::symlink_metadata(&device).is_err() || !device.starts_with("/dev/quoin"));
+}
+
+/// What it finds of its own says nothing of who has the volume by now: its attach process may not
+/// answer, and may not have been told yet.
+#[test]
+fn a_host_that_lets_go_of_a_volume_takes_it_from_no_other_host() {
+    if !can_attach() || !have("unshare") {
+        return;
+    }
+    let mut cluster = Cluster::start("lets-go", &Place::here(), &[]);
+    for name in ["p1", "p2", "p3"] {
+        cluster.pool(&Place::here(), name, &[]);
+    }
+    let (h1, h2) = (Host::start(&mut cluster, "h1"), Host::start(&mut cluster, "h2"));
+    cluster.wait_for_pools(3);
+    for volume in ["idle", "stuck"] {
+        cluster.ok(&["volume", "create", volume, "--size", "64MiB", "--replicas", "3"]);
+        h1.ok(&cluster, &h2, &["attach", volume, "--node", "h1"]);
+    }
+    // Nothing tells this host any more.
+    h1.signal(&mut cluster, "STOP");
+    eventually("the host is missed", || (h1.state(&cluster) == "Offline").then_some(()));
+    let clients = ["idle", "stuck"].map(|volume| {
+        h2.ok(&cluster, &h1, &["detach", volume, "--node", "h1", "--force"]);
+        h2.client(&cluster, &h1, volume)
+    });
+    let stays = |cluster: &Cluster, volume: &str, said: &str| {
+        assert!(said.contains("stays attached to h2"), "{said}");
+        let shown = cluster.json(&["volume", "get", volume]);
+        assert_eq!(shown["nodes"], serde_json::json!(["h2"]));
+        assert!(
+            !events(cluster)
+                .iter()
+                .any(|(reason, why)| { reason == "VolumeForced" && why.contains("from h2") })
+        );
+    };
+    let said = h1.ok(&cluster, &h2, &["detach", "idle"]);
+    stays(&cluster, "idle", &said);
+
+    let attach = cluster.process("h1-attach").pid();
+    signal(attach, "STOP");
+    let said = h1.ok(&cluster, &h2, &["detach", "stuck", "--force"]);
+    stays(&cluster, "stuck", &said);
+    for client in &clients {
+        client.write(4096, Bytes::from_static(&[7; 4096]), true).unwrap();
+    }
+    signal(attach, "CONT");
+    h1.signal(&mut cluster, "CONT");
 }

@@ -94,7 +94,7 @@ async fn recover(server: &Server) -> Recovered {
 async fn joins_nobody(server: &Server, token: &JoinToken) {
     let home = server.home("newcomer");
     let refused = join(&server.address, token, Role::Pool, "p9", &home).await;
-    let refused = refused.err().expect("it joins somebody").to_string();
+    let refused = refused.expect_err("it joins somebody").to_string();
     assert!(refused.contains("unknown, used or expired"), "{refused}");
     let shown = server.controller.join_tokens();
     assert!(shown.iter().all(|shown| shown.secret_hash != token.secret_hash()));

@@ -1,4 +1,4 @@
-//! `quoin volume attach|detach`: a volume as a device of this host, without CSI.
+//! `quoin volume attach`: a volume as a device of this host, without CSI.
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
@@ -6,12 +6,11 @@ use quoin_api::control::{ListNodesRequest, PublishVolumeRequest, UnpublishVolume
 use quoin_attach::protocol::{AttachVolume, Attached, Kind};
 use quoin_attach::{AttachClient, Error as AttachError};
 use serde::Serialize;
-use std::io::{BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::HereView;
-use super::at_boot::{self, AtBootOptions};
+use super::at_boot::AtBootOptions;
 use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::host::attacher::Attacher;
 use crate::host::{devices, lost};
@@ -81,38 +80,6 @@ pub const USAGE: &str = "command";
 enum Nbd {
     Unix,
     Tcp,
-}
-
-#[derive(Args)]
-pub struct DetachOptions {
-    /// Its name or id.
-    volume: String,
-    /// The node to detach it from [default: every one].
-    #[arg(long)]
-    node: Option<String>,
-    /// Detach it though a node uses it, or is silent so that nobody knows; end this host's device
-    /// whatever is mounted on it. What uses it loses what it has not synced, and fails from then on.
-    #[arg(long)]
-    force: bool,
-    /// Cut what the node has open, at once, rather than give it time to close: for one that is not
-    /// trusted any more. What it has not flushed yet may be lost.
-    #[arg(long)]
-    at_once: bool,
-    #[command(flatten)]
-    host: HostOptions,
-}
-
-/// What became of a volume that was to be taken away.
-#[derive(Serialize)]
-#[serde(rename_all = "camelCase")]
-pub struct GoneView {
-    pub volume: String,
-    pub id: String,
-    /// "detached", "deleted" or, where a pool is still waited for, "deleting"; "removed": of this
-    /// host's device of an earlier use.
-    pub state: &'static str,
-    #[serde(skip_serializing_if = "String::is_empty")]
-    pub waiting_for: String,
 }
 
 pub async fn attach(
@@ -234,7 +201,7 @@ pub async fn attach(
     })
 }
 
-fn attach_daemon(client: &ClientOptions) -> AttachClient {
+pub(super) fn attach_daemon(client: &ClientOptions) -> AttachClient {
     AttachClient::new(client.run_directory().join("attach").join("attach.sock"))
 }
 
@@ -268,7 +235,7 @@ async fn device_here(volume: &Volume, client: &ClientOptions) -> Option<PathBuf>
     attached_here(volume, client).await.map(|attached| attached.device)
 }
 
-async fn attached_here(volume: &Volume, client: &ClientOptions) -> Option<Attached> {
+pub(super) async fn attached_here(volume: &Volume, client: &ClientOptions) -> Option<Attached> {
     // Without a daemon there is no device.
     let attached = attach_daemon(client).list().await.ok()?;
     attached.into_iter().find(|attached| attached.volume == volume.id)
@@ -306,7 +273,7 @@ pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
 }
 
 /// A file system that lost its device looks like one that is there.
-fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
+pub(super) fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
     for (device, mount) in lost::mounts_of(&client.run_directory(), &volume.id) {
         let (device, target) = (device.path.display(), mount.target.display());
         eprintln!(
@@ -318,7 +285,10 @@ fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
 
 /// The device of this host that an attach process serves which is not that of this run directory: a
 /// wrong directory must not be taken for there being none.
-fn elsewhere(volume: &Volume, client: &ClientOptions) -> Result<Option<devices::Device>> {
+pub(super) fn elsewhere(
+    volume: &Volume,
+    client: &ClientOptions,
+) -> Result<Option<devices::Device>> {
     let run = std::path::absolute(client.run_directory()).context("find the run directory")?;
     let run = std::fs::canonicalize(&run).unwrap_or(run);
     let all = devices::Device::over(Path::new("/"))?;
@@ -368,196 +338,13 @@ pub async fn resize_device(volume: &Volume, client: &ClientOptions) -> Result<Ve
         .collect())
 }
 
-pub async fn detach(
-    cluster: &mut Cluster,
-    options: DetachOptions,
-    client: &ClientOptions,
-    format: Format,
-) -> Result<()> {
-    let client = &options.host.client(client);
-    let volume = get_volume(cluster, &options.volume).await?;
-    if let Some(device) = elsewhere(&volume, client)? {
-        bail!(
-            "volume {} is a device of this host, {}, served by another `quoin attach` than the one \
-             of {}: name the directory of its cluster with --run",
-            options.volume,
-            device.path.display(),
-            client.run_directory().display()
-        );
-    }
-    // The device first: it must not be left over a socket that nobody serves.
-    let here = take_down_here(&volume, &options, client).await?;
-    warn_of_the_dead(&volume, client);
-    let gone = |state| GoneView {
-        volume: options.volume.clone(),
-        id: volume.id.clone(),
-        state,
-        waiting_for: String::new(),
-    };
-    if here == Here::WasDead && options.node.is_none() && !volume.attachments.is_empty() {
-        let view = gone("removed");
-        let nodes: Vec<_> = volume.attachments.iter().map(|on| on.node.as_str()).collect();
-        return output::print_one(format, &view, || {
-            format!(
-                "what this host had of volume {} from an earlier use is removed; it stays attached \
-                 to {}",
-                view.volume,
-                nodes.join(", ")
-            )
-        });
-    }
-    let request = UnpublishVolumeRequest {
-        volume: Some(id_ref(&volume.id)),
-        node: options.node.clone().unwrap_or_default(),
-        at_once: options.at_once,
-        // Who has just taken its device down knows that nobody uses it.
-        unless_in_use: here != Here::TakenDown && !options.force && !options.at_once,
-        forced: options.force,
-    };
-    unpublish(cluster, request, &options.volume).await?;
-    let began = Instant::now();
-    loop {
-        let now = get_volume(cluster, &volume.id).await?;
-        let still = now.attachments.iter().find(|on| match &options.node {
-            Some(node) => on.node == *node,
-            None => true,
-        });
-        let Some(still) = still else {
-            at_boot::forget(&volume)?;
-            let view = gone("detached");
-            return output::print_one(format, &view, || {
-                format!("volume {} is detached", view.volume)
-            });
-        };
-        if began.elapsed() > client.timeout() {
-            bail!(
-                "volume {} is still {} on {}: {}",
-                options.volume,
-                still.phase.to_lowercase(),
-                still.node,
-                still.message
-            );
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
-
-/// What became of the device of this host.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Here {
-    /// There was none.
-    Nothing,
-    TakenDown,
-    /// It was of an earlier use of the volume, which another node has since.
-    WasDead,
-}
-
-/// Takes this host's device of the volume away, with force whatever uses it.
-async fn take_down_here(
-    volume: &Volume,
-    options: &DetachOptions,
-    client: &ClientOptions,
-) -> Result<Here> {
-    let daemon = attach_daemon(client);
-    let answer_max = client.timeout().min(Duration::from_secs(2));
-    let asked = tokio::time::timeout(answer_max, attached_here(volume, client)).await;
-    let before = match asked.ok().flatten() {
-        Some(attached) if attached.dead.is_empty() => Here::TakenDown,
-        Some(_) => Here::WasDead,
-        None => Here::Nothing,
-    };
-    if options.force {
-        let did = match tokio::time::timeout(client.timeout(), daemon.end(&volume.id)).await {
-            Ok(Ok(did)) => did,
-            // A process that is away or stuck ends nothing; the kernel does.
-            Ok(Err(_)) | Err(_) => cut_off(volume, client)?,
-        };
-        // On stderr: what became of the volume is the command's answer.
-        did.iter().for_each(|did| eprintln!("this host's device: {did}"));
-        return Ok(if did.is_empty() { Here::Nothing } else { before });
-    }
-    match daemon.detach(&volume.id).await {
-        Ok(()) => Ok(before),
-        // No daemon, no device.
-        Err(AttachError::Daemon { .. }) => Ok(Here::Nothing),
-        Err(AttachError::Refused { kind: Kind::Busy, .. }) => {
-            let here = here(volume, client).await;
-            let (device, mounts) = here.map(|here| (here.device, here.mounts)).unwrap_or_default();
-            let mounted = match mounts.as_slice() {
-                [] => "close it".into(),
-                mounts => format!("unmount {}", mounts.join(" and ")),
-            };
-            bail!(
-                "volume {} is in use as {device}: {mounted} first (--force ends it all the same: its \
-                 IO fails)",
-                options.volume
-            );
-        }
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// Ends the volume's devices of this host without the attach process; what was done, in words.
-fn cut_off(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
-    let run = std::fs::canonicalize(client.run_directory()).unwrap_or_default();
-    let mut did = Vec::new();
-    for device in devices::Device::over(&run)?.into_iter().filter(|d| d.volume == volume.id) {
-        let path = device.path.display().to_string();
-        device.cut_off()?;
-        did.push(format!("the connection below {path} is aborted, its IO fails from now on"));
-        device.free()?;
-        did.push(match device.still_there() {
-            true => format!("{path} goes when its last user does: unmount it, end its users"),
-            false => format!("{path} is freed"),
-        });
-    }
-    Ok(did)
-}
-
-/// Nodes report what they use every two seconds: what was let go a moment ago is known after this.
-const REPORTED_WITHIN: Duration = Duration::from_secs(5);
-
-/// Takes the volume from its nodes. Where one of them may use it, a person at a terminal is asked.
-async fn unpublish(
-    cluster: &mut Cluster,
-    mut request: UnpublishVolumeRequest,
-    name: &str,
-) -> Result<()> {
-    let began = Instant::now();
-    loop {
-        let refused = match cluster.unpublish_volume(request.clone()).await {
-            Ok(_) => return Ok(()),
-            Err(status) => status,
-        };
-        let may_be_forced =
-            request.unless_in_use && refused.code() == tonic::Code::FailedPrecondition;
-        if !may_be_forced {
-            return Err(refusal(refused));
-        }
-        if refused.message().contains("is in use on node") && began.elapsed() < REPORTED_WITHIN {
-            tokio::time::sleep(Duration::from_millis(200)).await;
-            continue;
-        }
-        if !std::io::stdin().is_terminal() {
-            return Err(refusal(refused));
-        }
-        eprint!("{}\nType the volume's name to detach it all the same: ", refused.message());
-        let mut answer = String::new();
-        std::io::stdin().lock().read_line(&mut answer)?;
-        if answer.trim() != name {
-            bail!("not detached: that was not its name");
-        }
-        (request.unless_in_use, request.forced) = (false, true);
-    }
-}
-
 /// Where the target of this host serves the volume.
 fn nbd_socket(client: &ClientOptions, volume_id: &str) -> PathBuf {
     client.run_directory().join("nbd").join(format!("{volume_id}.sock"))
 }
 
 /// The node that this host is, as its target says.
-fn node_here(client: &ClientOptions) -> Option<String> {
+pub(super) fn node_here(client: &ClientOptions) -> Option<String> {
     let path = client.run_directory().join(quoin_target::NODE_FILE);
     let name = std::fs::read_to_string(path).ok()?;
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())

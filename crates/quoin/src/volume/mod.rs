@@ -2,6 +2,7 @@
 
 mod at_boot;
 mod attach;
+mod detach;
 mod options;
 mod remote;
 mod replicas;
@@ -21,7 +22,7 @@ use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal, volume_
 use crate::document::Document;
 use crate::output::{self, Format};
 use crate::size::{number_within, parse_size, show_size};
-use attach::GoneView;
+use detach::GoneView;
 use options::OptionFlags;
 
 pub use replicas::{ReplicaCommand, run as run_replica, wait_until_changed};
@@ -58,7 +59,7 @@ pub enum VolumeCommand {
     #[command(hide = true)]
     AttachAtBoot(at_boot::AttachAtBootOptions),
     /// Take the block device away. Unmount its file system first.
-    Detach(attach::DetachOptions),
+    Detach(detach::DetachOptions),
     /// Make a volume larger, attached or not. (Volumes never shrink.)
     Resize {
         /// Its name or id.
@@ -197,7 +198,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             attach::attach(&mut cluster, options, client, format).await
         }
         VolumeCommand::Detach(options) => {
-            attach::detach(&mut cluster, options, client, format).await
+            detach::detach(&mut cluster, options, client, format).await
         }
         VolumeCommand::Resize { volume, size, host } => {
             resize(&mut cluster, &volume, size, &host.client(client), format).await
