@@ -40,6 +40,8 @@ fn a_fence_leaves_its_epoch_to_nobody_and_nobody_opens_a_replica_in_the_name_of_
     let refused = |promised| [FromReplica::Refuse { promised, failure: Failure::Fenced }];
     assert_eq!(one.open(key(5, 0, 1)), refused(Epoch::ZERO));
     one.opened(key(5, 1, 2));
+    one.feed(key(5, 1, 2));
+    one.send(key(5, 1, 2), ToReplica::Close);
     one.on(fenced(6, false));
     for (epoch, incarnation) in [(6, 0), (6, 1), (6, 2), (7, 0)] {
         assert_eq!(one.open(key(epoch, incarnation, 3)), refused(Epoch(6)));
