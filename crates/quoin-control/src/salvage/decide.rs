@@ -65,6 +65,8 @@ pub struct Evidence<'a> {
     pub held: Vec<Held>,
     /// GUIDs that pools deleted by order.
     pub deleted: &'a HashSet<ReplicaGuid>,
+    /// Pools that are known and did not answer: each may hold a copy, of whatever volume.
+    pub away: &'a BTreeSet<String>,
     pub defaults: Defaults,
     /// Orders the deletion of copies that count for nothing.
     pub discard_left_over: bool,
@@ -364,33 +366,47 @@ fn lists_the_same(one: &VolumeRecord, other: &VolumeRecord) -> bool {
 }
 
 /// The volume was deleted, or was about to be.
+///
+/// A replica is deleted by order when it has been moved too, and then the last copy may be in a pool
+/// that is away. So a deletion is concluded only where every known pool has answered, and only copies
+/// that a pool told of are ordered deleted.
 fn deletion(evidence: &Evidence<'_>, base: VolumeRecord, mut finding: Finding) -> Finding {
     let held = !evidence.held.is_empty();
-    // A replica is deleted by order when it has been moved too, perhaps to a pool that nobody here
-    // has heard of: what is left may be the last copy, and nothing is deleted by itself.
+    let was_ordered = base.phase == VolumePhase::Deleting;
+    let done = evidence.record.is_some_and(|record| record.phase == VolumePhase::Deleting);
+    // It may have moved to a pool that nobody here has heard of: what is left may be the last copy.
     // (One that never counted was made for an old copy of the record, and holds nothing.)
     let may_have_moved = evidence.record.is_none() || evidence.held.iter().any(|h| h.quorum);
-    if may_have_moved && base.phase != VolumePhase::Deleting && !evidence.discard_left_over {
+    if may_have_moved && !was_ordered && !evidence.discard_left_over {
         finding.outcome = Outcome::LeftOver;
         finding.message = "deleted, or moved to pools that are away; --discard-left-over deletes \
                            what is left, `quoin pool export` takes its data out"
             .to_owned();
         return finding;
     }
+    if !done && !evidence.discard_left_over && !evidence.away.is_empty() {
+        let away: Vec<_> = evidence.away.iter().map(String::as_str).collect();
+        finding.outcome = Outcome::Undecided;
+        finding.message = format!(
+            "its replicas were deleted by order, as those of a volume are that was deleted or moved, \
+             and pools are away that may hold copies ({}): start them and recover again, or delete it \
+             (`quoin volume delete`)",
+            away.join(", ")
+        );
+        return finding;
+    }
     finding.message = "its replicas were deleted by order".to_owned();
     if held {
         finding.message += "; what is left of them is deleted now";
     }
-    let done = evidence.record.is_some_and(|record| record.phase == VolumePhase::Deleting);
     finding.outcome = if done { Outcome::AsRecorded } else { Outcome::Deleted };
     let mut record = VolumeRecord { phase: VolumePhase::Deleting, ..base };
     record.attachments.clear();
     record.owner = None;
     record.generation = evidence.next_generation();
     record.epoch = evidence.record.map_or(0, |old| old.epoch);
-    if evidence.record.is_none() {
-        record.replicas.clear();
-    }
+    let is_held = |guid: Text<ReplicaGuid>| evidence.held.iter().any(|h| h.member.guid == guid.0);
+    record.replicas.retain(|replica| evidence.record.is_some() && is_held(replica.guid));
     for held in &evidence.held {
         let (id, guid) = (Text(held.member.id), Text(held.member.guid));
         if !record.replicas.iter().any(|replica| replica.guid == guid) {
@@ -398,8 +414,7 @@ fn deletion(evidence: &Evidence<'_>, base: VolumeRecord, mut finding: Finding) -
         }
     }
     record.replicas.iter_mut().for_each(|replica| replica.phase = ReplicaPhase::Delete);
-    let changes = evidence.record.is_none_or(|old| old.phase != VolumePhase::Deleting);
-    finding.write = changes.then(|| Box::new(record));
+    finding.write = (!done).then(|| Box::new(record));
     finding
 }
 

@@ -128,9 +128,7 @@ impl Controller {
         let _one = self.salvage.one_at_a_time.lock().await;
         let _recovering = self.begin_recovering();
         let told = self.ask_pools().await;
-        let mut missing = self.pools_of_records();
-        missing.extend(told.values().flat_map(|told| &told.replicas).flat_map(pools_of_note));
-        missing.retain(|pool| !told.contains_key(pool));
+        let missing = self.pools_away(&told);
         if let Some(there) = asked.without_pools.iter().find(|pool| told.contains_key(*pool)) {
             return Err(Error::invalid("without", format!("pool {there} is there")));
         }
@@ -294,6 +292,14 @@ impl Controller {
         pools.chain(held).filter(|pool| !pool.is_empty()).collect()
     }
 
+    /// Pools that the records or other pools name and that did not answer.
+    fn pools_away(&self, told: &BTreeMap<String, Told>) -> BTreeSet<String> {
+        let mut away = self.pools_of_records();
+        away.extend(told.values().flat_map(|told| &told.replicas).flat_map(pools_of_note));
+        away.retain(|pool| !told.contains_key(pool));
+        away
+    }
+
     fn judge(
         &self,
         told: &BTreeMap<String, Told>,
@@ -312,6 +318,7 @@ impl Controller {
         for volume in self.volumes.list() {
             held.entry(volume.id.0).or_default();
         }
+        let away = self.pools_away(told);
         let judged = held.into_iter().map(|(volume, held)| {
             let record = self.volumes.get(&volume.to_string());
             let finding = decide(&Evidence {
@@ -319,6 +326,7 @@ impl Controller {
                 record: record.as_deref(),
                 held,
                 deleted: &deleted,
+                away: &away,
                 defaults: self.settings.defaults,
                 discard_left_over,
             });

@@ -19,6 +19,7 @@ mod leaving;
 mod lifecycle;
 mod recovering;
 mod replacement;
+mod salvage;
 mod scale;
 mod server;
 mod taking_back;

@@ -95,16 +95,28 @@ fn held(n: u128, rule: &Rule, note: Option<VolumeRecord>) -> Held {
 }
 
 fn judged(record: Option<&VolumeRecord>, held: Vec<Held>, deleted: &[u128]) -> Finding {
+    judged_without(&[], record, held, deleted, false)
+}
+
+/// As [`judged`], with these pools away.
+fn judged_without(
+    away: &[&str],
+    record: Option<&VolumeRecord>,
+    held: Vec<Held>,
+    deleted: &[u128],
+    discard_left_over: bool,
+) -> Finding {
     let deleted = deleted.iter().copied().map(ReplicaGuid).collect();
-    let evidence = Evidence {
+    let away = away.iter().map(|pool| (*pool).to_owned()).collect();
+    decide(&Evidence {
         volume: VOLUME,
         record,
         held,
         deleted: &deleted,
+        away: &away,
         defaults: defaults(),
-        discard_left_over: false,
-    };
-    decide(&evidence)
+        discard_left_over,
+    })
 }
 
 fn listed(finding: &Finding) -> Vec<u128> {
@@ -275,12 +287,15 @@ fn a_volume_that_was_deleted_does_not_come_back_with_an_old_record_or_a_pool_tha
     let old = record(2, &[1, 2, 3], 4);
     let left = || held(3, &rule(2, &[1, 2, 3]), Some(old.clone()));
     let made_anew = Held { quorum: false, ..left() };
-    for held in [vec![], vec![made_anew]] {
+    // Every pool has answered, and none has one that counts.
+    for (held, ordered) in [(vec![], vec![]), (vec![made_anew], vec![3])] {
         let finding = judged(Some(&old), held, &[1, 2]);
         assert_eq!(finding.outcome, Outcome::Deleted);
         let written = finding.write.unwrap();
         assert_eq!(written.phase, VolumePhase::Deleting);
         assert!(written.replicas.iter().all(|replica| replica.phase == ReplicaPhase::Delete));
+        let guids: Vec<u128> = written.replicas.iter().map(|replica| replica.guid.0.0).collect();
+        assert_eq!(guids, ordered, "what no pool told of is not ordered deleted");
     }
     // What is left of it is told and kept: the others may have been moved, and been lost there.
     for record in [None, Some(&old)] {
@@ -298,6 +313,39 @@ fn a_volume_that_was_deleted_does_not_come_back_with_an_old_record_or_a_pool_tha
     let finding = judged(None, vec![held(3, &current, Some(going))], &[]);
     assert_eq!(finding.outcome, Outcome::Deleted);
     assert_eq!(finding.write.unwrap().discarded.len(), 1);
+}
+
+/// A replica that was moved is deleted by order as well, and the last copy may be where nobody answers.
+#[test]
+fn no_deletion_is_concluded_while_a_pool_is_away_that_may_hold_a_copy() {
+    let old = record(2, &[1, 2], 4);
+    let left = |quorum| Held { quorum, ..held(2, &rule(2, &[1, 2]), Some(old.clone())) };
+    // The pool of the other replica is away, or another one, to which the first may have moved.
+    for (away, held) in [
+        (&["pool-2"][..], vec![]),
+        (&["pool-2", "pool-4"], vec![]),
+        (&["pool-4"], vec![]),
+        (&["pool-4"], vec![left(false)]),
+    ] {
+        let finding = judged_without(away, Some(&old), held, &[1], false);
+        assert_eq!((finding.outcome, finding.write), (Outcome::Undecided, None), "{away:?}");
+        assert!(finding.message.contains(&away.join(", ")), "{}", finding.message);
+        assert!(finding.message.contains("quoin volume delete"), "{}", finding.message);
+    }
+    // A person gives up what is here, and never what is away.
+    let given_up = judged_without(&["pool-4"], Some(&old), vec![left(true)], &[1], true);
+    let none_here = judged_without(&["pool-2"], Some(&old), vec![], &[1], true);
+    for (finding, ordered) in [(given_up, vec![2]), (none_here, vec![])] {
+        assert_eq!(finding.outcome, Outcome::Deleted);
+        let written = finding.write.unwrap();
+        let guids: Vec<u128> = written.replicas.iter().map(|replica| replica.guid.0.0).collect();
+        assert_eq!((guids, written.discarded.len()), (ordered, 0));
+    }
+    // One that a person had deleted goes on being deleted, whoever is away.
+    let mut going = old;
+    going.phase = VolumePhase::Deleting;
+    let finding = judged_without(&["pool-2"], Some(&going), vec![], &[1], false);
+    assert_eq!((finding.outcome, finding.write), (Outcome::AsRecorded, None));
 }
 
 /// Proves SCALE-TEST-09.
@@ -391,6 +439,7 @@ proptest! {
         versions in prop::collection::vec((1u64..6, 0u64..3, 0u8..16, 1u64..9), 0..6),
         own in prop::option::of((1u64..6, 0u64..9)),
         deleted in prop::collection::vec(1u128..8, 0..5),
+        is_away in any::<bool>(),
         discard_left_over in any::<bool>(),
     ) {
         // Version v lists v, v+1, v+2: each change replaces the oldest one.
@@ -409,11 +458,13 @@ proptest! {
         });
         let all: Vec<Held> = all.collect();
         let deleted: HashSet<ReplicaGuid> = deleted.into_iter().map(ReplicaGuid).collect();
+        let away = is_away.then(|| "pool-9".to_owned()).into_iter().collect();
         let judge = |record: Option<&VolumeRecord>| decide(&Evidence {
             volume: VOLUME,
             record,
             held: all.clone(),
             deleted: &deleted,
+            away: &away,
             defaults: defaults(),
             discard_left_over,
         });
@@ -427,6 +478,11 @@ proptest! {
             }
             let highest = all.iter().map(|h| h.promised.0).max().unwrap_or(0);
             prop_assert!(written.phase == VolumePhase::Deleting || written.epoch >= highest);
+            // Only what a pool told of is ordered deleted.
+            let ordered = written.replicas.iter().filter(|r| r.phase == ReplicaPhase::Delete);
+            for guid in ordered.map(|r| r.guid.0).chain(written.discarded.iter().map(|d| d.guid.0)) {
+                prop_assert!(all.iter().any(|held| held.member.guid == guid));
+            }
             let again = judge(Some(written));
             prop_assert_eq!(again.write, None, "{:?}", again.outcome);
         } else {
