@@ -4,6 +4,7 @@
 //! epochs (the compare-and-swaps that targets ask for), reports, assignments, status,
 //! reconcile, members (tokens and certificates). gRPC is a thin layer above.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use crate::Error;
 use crate::admission::Replaced;
 use crate::changes::{Changes, Concern, Concerned};
 use crate::dying::{DyingLimits, DyingPolicy};
-use crate::events::{Events, Object};
+use crate::events::{Events, Object, Severity};
 use crate::observed::Observed;
 use crate::policy::{RebalanceAt, ReplaceAfter};
 use crate::records::{
@@ -78,6 +79,8 @@ pub struct Controller {
     pub(crate) creating: tokio::sync::Mutex<()>,
     /// How writing records went last.
     pub(crate) writes: Arc<Writes>,
+    /// How often the store had been opened again when that was told of last.
+    opened_again: AtomicU64,
     changes: Changes,
 }
 
@@ -109,6 +112,7 @@ impl Controller {
             observed: Mutex::new(Observed::new()),
             creating: tokio::sync::Mutex::new(()),
             writes,
+            opened_again: AtomicU64::new(0),
             authority: Mutex::new(authority),
             replaced: Replaced::default(),
             identity,
@@ -117,6 +121,27 @@ impl Controller {
         };
         controller.drop_unused_names().await?;
         Ok(controller)
+    }
+
+    /// Reads what came of changes that the store did not answer, and tells that it was opened again.
+    pub(crate) async fn read_unanswered(&self) -> Result<(), Error> {
+        let times = self.store.opened_again();
+        if self.opened_again.swap(times, Ordering::Relaxed) < times {
+            let message = "a write failed; the records were opened again, and what was answered before \
+                           is there. Look at the disk of the controller's directory";
+            let cluster = Object::new("cluster", "", "");
+            self.events.record(Severity::Warning, cluster, "RecordsOpenedAgain", message);
+        }
+        self.volumes.read_unanswered().await?;
+        self.names.read_unanswered().await?;
+        self.pools.read_unanswered().await?;
+        self.nodes.read_unanswered().await?;
+        self.tokens.read_unanswered().await?;
+        self.members.read_unanswered().await?;
+        self.cordons.read_unanswered().await?;
+        self.verifications.read_unanswered().await?;
+        self.recovery.read_unanswered().await?;
+        self.term.read_unanswered().await
     }
 
     pub fn identity(&self) -> &Identity {

@@ -392,11 +392,13 @@ async fn tend_volumes(controller: &Controller) {
         controller.announce_absent();
         // Reports bring on what follows from them; this is for what an error left over.
         let now = tokio::time::Instant::now();
+        let read_again = controller.read_unanswered().await;
         let reconciled = if ticks % 10 == 0 { controller.reconcile().await } else { Ok(()) };
         let fenced = if ticks % 10 == 0 { controller.fence_left_over().await } else { Ok(()) };
         // Tending first: what healing begins, this look does not know yet.
         let ready = controller.standings();
         for (what, done) in [
+            ("records", read_again),
             ("reconcile", reconciled),
             ("fence", fenced),
             ("tend volumes", controller.tend_unused_of(&ready, now).await),

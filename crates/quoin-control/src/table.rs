@@ -3,9 +3,12 @@
 //! Every change is a compare-and-swap in the store first; memory follows. A swap that fails
 //! hands over the record as it is, so memory can be behind the store (another controller wrote)
 //! but a decision can never be made on something that is no longer so.
+//!
+//! Where the store failed it is not known whether it made the change. The record is read again at once,
+//! or else by the controller's tick, and before the next change of this kind.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 use crate::Error;
 use crate::changes::{Changes, Concerned};
@@ -31,6 +34,8 @@ impl<R> Index<R> for () {
 pub(crate) struct Table<R: Record> {
     store: Arc<dyn Store>,
     records: RwLock<Records<R>>,
+    /// Those whose last change was not answered, by name, with the revision that was to be changed.
+    unanswered: Mutex<BTreeMap<String, u64>>,
     changes: Changes,
 }
 
@@ -48,7 +53,7 @@ impl<R: Record> Table<R> {
             records.index.follow(None, Some(&record));
             records.by_name.insert(record.name(), (entry.revision, Arc::new(record)));
         }
-        Ok(Self { store, records: RwLock::new(records), changes })
+        Ok(Self { store, records: RwLock::new(records), unanswered: Mutex::default(), changes })
     }
 
     pub fn get(&self, name: &str) -> Option<Arc<R>> {
@@ -86,7 +91,7 @@ impl<R: Record> Table<R> {
     /// Creates the record; the one that is there already where there is one.
     pub async fn create(&self, record: R) -> Result<Result<Arc<R>, Arc<R>>, Error> {
         let name = record.name();
-        match self.store.compare_and_swap(&R::key_of(&name), 0, Some(encode(&record))).await? {
+        match self.swap(&name, 0, Some(encode(&record))).await? {
             Swap::Done(revision) => {
                 let record = Arc::new(record);
                 self.remember(&name, revision, Some(record.clone()));
@@ -107,6 +112,7 @@ impl<R: Record> Table<R> {
         name: &str,
         mut change: impl FnMut(&mut R) -> Result<T, Error>,
     ) -> Result<Option<(Arc<R>, T)>, Error> {
+        self.read_unanswered().await?;
         for _ in 0..TRIES_MAX {
             let Some((revision, before)) = self.versioned(name) else { return Ok(None) };
             let mut after = R::clone(&before);
@@ -115,7 +121,7 @@ impl<R: Record> Table<R> {
                 return Ok(Some((before, value)));
             }
             let written = Some(encode(&after));
-            match self.store.compare_and_swap(&R::key_of(name), revision, written).await? {
+            match self.swap(name, revision, written).await? {
                 Swap::Done(revision) => {
                     let after = Arc::new(after);
                     self.remember(name, revision, Some(after.clone()));
@@ -131,12 +137,13 @@ impl<R: Record> Table<R> {
 
     /// Deletes the record if it is still the one that `agree` accepts.
     pub async fn remove(&self, name: &str, agree: impl Fn(&R) -> bool) -> Result<bool, Error> {
+        self.read_unanswered().await?;
         for _ in 0..TRIES_MAX {
             let Some((revision, record)) = self.versioned(name) else { return Ok(true) };
             if !agree(&record) {
                 return Ok(false);
             }
-            match self.store.compare_and_swap(&R::key_of(name), revision, None).await? {
+            match self.swap(name, revision, None).await? {
                 Swap::Done(revision) => {
                     self.remember(name, revision, None);
                     return Ok(true);
@@ -147,6 +154,40 @@ impl<R: Record> Table<R> {
             }
         }
         Err(contended::<R>(name).into())
+    }
+
+    async fn swap(
+        &self,
+        name: &str,
+        revision: u64,
+        value: Option<Vec<u8>>,
+    ) -> Result<Swap, StoreError> {
+        let outcome = self.store.compare_and_swap(&R::key_of(name), revision, value).await;
+        if outcome.is_err() {
+            self.unanswered().insert(name.to_owned(), revision);
+            // Where the store fails still, it is read later.
+            let _ = self.read_unanswered().await;
+        }
+        outcome
+    }
+
+    fn unanswered(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, u64>> {
+        self.unanswered.lock().expect("no holder of this lock panics")
+    }
+
+    /// Reads those records again of which the last change was not answered.
+    pub async fn read_unanswered(&self) -> Result<(), Error> {
+        let unanswered = self.unanswered().clone();
+        for (name, revision) in unanswered {
+            let found = self.store.get(&R::key_of(&name)).await?;
+            // Another change may have been made, and answered, since it was read.
+            let is_known = self.versioned(&name).is_some_and(|(known, _)| known == revision);
+            if found.is_some() || is_known {
+                self.take(&name, found)?;
+            }
+            self.unanswered().remove(&name);
+        }
+        Ok(())
     }
 
     fn take(&self, name: &str, found: Option<Entry>) -> Result<Option<Arc<R>>, Error> {
@@ -211,13 +252,59 @@ fn read<R: Record>(entry: &Entry) -> Result<R, StoreError> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use tokio::sync::broadcast;
+
     use super::*;
     use crate::records::PoolRecord;
+    use crate::store::{Change, Embedded, Put};
 
-    #[test]
-    fn a_pool_s_new_mark_wakes_nobody_and_all_else_that_is_new_of_it_does() {
-        let before = PoolRecord {
-            name: "p1".into(),
+    /// A store that makes changes without answering them, and may not be readable meanwhile.
+    struct Mute {
+        inner: Embedded,
+        answers: AtomicBool,
+        reads: AtomicBool,
+    }
+
+    #[async_trait::async_trait]
+    impl Store for Mute {
+        async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+            match self.reads.load(Ordering::SeqCst) {
+                true => self.inner.get(key).await,
+                false => Err(StoreError::Failed("no read".into())),
+            }
+        }
+
+        async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError> {
+            self.inner.list(prefix).await
+        }
+
+        async fn compare_and_swap(
+            &self,
+            key: &str,
+            expected: u64,
+            value: Option<Vec<u8>>,
+        ) -> Result<Swap, StoreError> {
+            let done = self.inner.compare_and_swap(key, expected, value).await;
+            match self.answers.load(Ordering::SeqCst) {
+                true => done,
+                false => Err(StoreError::Failed("no answer".into())),
+            }
+        }
+
+        async fn put_all(&self, records: Vec<Put>) -> Result<(), StoreError> {
+            self.inner.put_all(records).await
+        }
+
+        fn watch(&self) -> broadcast::Receiver<Change> {
+            self.inner.watch()
+        }
+    }
+
+    fn pool(name: &str) -> PoolRecord {
+        PoolRecord {
+            name: name.into(),
             pool_id: "id".into(),
             node: "h1".into(),
             address: "h1:1".into(),
@@ -227,7 +314,50 @@ mod tests {
             mark: 3,
             rolled_back: false,
             scrub_request: 0,
-        };
+        }
+    }
+
+    #[tokio::test]
+    async fn what_became_of_a_change_without_an_answer_is_read_at_once_or_as_soon_as_that_is_possible()
+     {
+        for reads in [true, false] {
+            let dir = tempfile::tempdir().unwrap();
+            let inner = Embedded::open(&dir.path().join("records.redb")).unwrap();
+            let (answers, readable) = (AtomicBool::new(true), AtomicBool::new(true));
+            let store = Arc::new(Mute { inner, answers, reads: readable });
+            let changed = watch::channel(0).0;
+            let table = Table::<PoolRecord>::load(store.clone(), changed).await.unwrap();
+            for name in ["changed", "removed"] {
+                table.create(pool(name)).await.unwrap().unwrap();
+            }
+            store.answers.store(false, Ordering::SeqCst);
+            store.reads.store(reads, Ordering::SeqCst);
+            table.create(pool("created")).await.unwrap_err();
+            let more = |pool: &mut PoolRecord| {
+                pool.mark += 1;
+                Ok(())
+            };
+            table.update("changed", more).await.unwrap_err();
+            table.remove("removed", |_| true).await.unwrap_err();
+            store.reads.store(true, Ordering::SeqCst);
+            // Each was asked for once where nothing could be read between.
+            table.read_unanswered().await.unwrap();
+            let known: Vec<_> = table.list().iter().map(|p| (p.name.clone(), p.mark)).collect();
+            let expected: &[(&str, u64)] = match reads {
+                true => &[("changed", 4), ("created", 3)],
+                // A change was not begun as long as it was not known what became of the one before.
+                false => &[("changed", 3), ("created", 3), ("removed", 3)],
+            };
+            let expected: Vec<_> = expected.iter().map(|(n, m)| ((*n).to_owned(), *m)).collect();
+            assert_eq!(known, expected);
+            store.answers.store(true, Ordering::SeqCst);
+            assert!(table.update("created", more).await.unwrap().is_some());
+        }
+    }
+
+    #[test]
+    fn a_pool_s_new_mark_wakes_nobody_and_all_else_that_is_new_of_it_does() {
+        let before = pool("p1");
         let marked = PoolRecord { mark: 9, ..before.clone() };
         assert!(!marked.is_news(&before) && !before.is_news(&before));
         let topology = [("zone".to_owned(), "a".to_owned())].into();

@@ -60,6 +60,11 @@ impl OwnTerm {
         self.records.get(TermRecord::NAME).map(|record| record.term()).unwrap_or_default()
     }
 
+    pub async fn read_unanswered(&self) -> Result<(), Error> {
+        self.records.read_unanswered().await?;
+        self.ended.read_unanswered().await
+    }
+
     fn heard(&self) -> std::sync::MutexGuard<'_, Term> {
         self.heard.lock().expect("no holder of this lock panics")
     }

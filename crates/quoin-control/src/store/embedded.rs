@@ -2,9 +2,16 @@
 //!
 //! Two tables: `records` (key → revision and value in one) and `meta` (format, last revision).
 //! redb itself locks the file against a second process.
+//!
+//! After a failed write redb refuses everything until the file is opened again. So that a disk that was
+//! full for a moment does not end all writing, the next call opens it ([`Lid`]), at most once in
+//! [`OPENED_EVERY`]. What the failed write was to change is then there as a whole or not at all, as after
+//! a crash; whoever asked for it was told that its outcome is unknown.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use redb::backends::FileBackend;
@@ -19,30 +26,63 @@ const META: TableDefinition<&str, u64> = TableDefinition::new("meta");
 const FORMAT: u64 = 1;
 /// Changes that a slow follower may lag behind before it must list anew.
 const WATCH_CHANGES: usize = 1024;
+/// While the records cannot be opened again, one attempt in this time.
+const OPENED_EVERY: Duration = Duration::from_secs(1);
+/// Written again in one piece.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// Records in one redb file.
 pub struct Embedded(Arc<Inner>);
 
 struct Inner {
     path: PathBuf,
-    database: Database,
+    medium: Box<dyn Medium>,
+    lid: RwLock<Lid>,
+    /// How often they were opened again.
+    opened_again: AtomicU64,
     changes: broadcast::Sender<Change>,
+}
+
+enum Lid {
+    /// With how often they had been opened again then.
+    Open(Database, u64),
+    /// Since a call failed; with the last attempt to open them again.
+    Closed { why: String, tried: Option<Instant> },
+}
+
+/// What the records are on.
+trait Medium: Send + Sync {
+    fn open(&self) -> Result<Database, DatabaseError>;
+
+    /// Writes all bytes again as they are read, and syncs: a sync that failed may have left bytes that
+    /// are read and are not on media, and no later sync would bring them there.
+    fn write_again(&self) -> std::io::Result<()>;
+}
+
+/// Held open for good, so that what is opened again is the same file, whatever has its name by then.
+struct FileMedium(std::fs::File);
+
+impl Medium for FileMedium {
+    fn open(&self) -> Result<Database, DatabaseError> {
+        Database::builder().create_with_backend(FileBackend::new(self.0.try_clone()?)?)
+    }
+
+    fn write_again(&self) -> std::io::Result<()> {
+        use std::os::unix::fs::FileExt;
+        let length = self.0.metadata()?.len();
+        let mut piece = vec![0; PIECE_BYTES];
+        for offset in (0..length).step_by(PIECE_BYTES) {
+            let bytes = PIECE_BYTES.min((length - offset) as usize);
+            self.0.read_exact_at(&mut piece[..bytes], offset)?;
+            self.0.write_all_at(&piece[..bytes], offset)?;
+        }
+        self.0.sync_all()
+    }
 }
 
 impl Embedded {
     /// Opens the records at `path`, or begins new ones where there is no file.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        let failed = |error: DatabaseError| match error {
-            DatabaseError::DatabaseAlreadyOpen | DatabaseError::LockProtocolMismatch => {
-                StoreError::Locked { path: path.to_owned() }
-            }
-            DatabaseError::Storage(StorageError::Io(source))
-                if source.kind() != std::io::ErrorKind::InvalidData =>
-            {
-                StoreError::File { path: path.to_owned(), source }
-            }
-            other => StoreError::Damaged { path: path.to_owned(), reason: other.to_string() },
-        };
         // redb takes any file for its own to fill when it is empty; an empty file that was
         // there before is what is left of somebody's records.
         if std::fs::metadata(path).is_ok_and(|meta| meta.len() == 0) {
@@ -51,21 +91,18 @@ impl Embedded {
         }
         let file = private_file(path)
             .map_err(|source| StoreError::File { path: path.to_owned(), source })?;
-        // A damaged file must become an error here, whatever the library makes of it.
-        let opened = std::panic::catch_unwind(|| {
-            let backend = FileBackend::new(file)?;
-            Database::builder().create_with_backend(backend)
-        })
-        .map_err(|_| {
-            let reason = "its structure makes no sense".to_owned();
-            StoreError::Damaged { path: path.to_owned(), reason }
-        })?;
-        Self::over(path, opened.map_err(failed)?)
+        Self::over(path, Box::new(FileMedium(file)))
     }
 
-    fn over(path: &Path, database: Database) -> Result<Self, StoreError> {
-        let changes = broadcast::channel(WATCH_CHANGES).0;
-        let inner = Inner { path: path.to_owned(), database, changes };
+    fn over(path: &Path, medium: Box<dyn Medium>) -> Result<Self, StoreError> {
+        let database = opened(path, &*medium)?;
+        let inner = Inner {
+            path: path.to_owned(),
+            medium,
+            lid: RwLock::new(Lid::Open(database, 0)),
+            opened_again: AtomicU64::new(0),
+            changes: broadcast::channel(WATCH_CHANGES).0,
+        };
         inner.check_format()?;
         Ok(Self(Arc::new(inner)))
     }
@@ -79,6 +116,27 @@ impl Embedded {
             .await
             .map_err(|error| StoreError::Failed(error.to_string()))?
     }
+}
+
+fn opened(path: &Path, medium: &dyn Medium) -> Result<Database, StoreError> {
+    let failed = |error: DatabaseError| match error {
+        DatabaseError::DatabaseAlreadyOpen | DatabaseError::LockProtocolMismatch => {
+            StoreError::Locked { path: path.to_owned() }
+        }
+        DatabaseError::Storage(StorageError::Io(source))
+            if source.kind() != std::io::ErrorKind::InvalidData =>
+        {
+            StoreError::File { path: path.to_owned(), source }
+        }
+        other => StoreError::Damaged { path: path.to_owned(), reason: other.to_string() },
+    };
+    // A damaged file must become an error here, whatever the library makes of it.
+    let opening = std::panic::AssertUnwindSafe(|| medium.open());
+    let opened = std::panic::catch_unwind(opening).map_err(|_| {
+        let reason = "its structure makes no sense".to_owned();
+        StoreError::Damaged { path: path.to_owned(), reason }
+    })?;
+    opened.map_err(failed)
 }
 
 fn failed(error: impl Into<redb::Error>) -> StoreError {
@@ -102,8 +160,71 @@ fn private_file(path: &Path) -> std::io::Result<std::fs::File> {
 }
 
 impl Inner {
+    /// Does something with the records, which are opened again first where a call failed before.
+    fn with<T>(
+        &self,
+        work: impl FnOnce(&Database) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        self.open_again()?;
+        let (outcome, opened) = {
+            let lid = self.lid.read().unwrap_or_else(PoisonError::into_inner);
+            match &*lid {
+                Lid::Open(database, opened) => (work(database), *opened),
+                Lid::Closed { why, .. } => return Err(self.closed(why)),
+            }
+        };
+        if let Err(StoreError::Failed(why)) = &outcome {
+            let mut lid = self.lid.write().unwrap_or_else(PoisonError::into_inner);
+            // Another call that failed with them may have had them opened again already.
+            if matches!(&*lid, Lid::Open(_, since) if *since == opened) {
+                *lid = Lid::Closed { why: why.clone(), tried: None };
+            }
+        }
+        outcome
+    }
+
+    fn closed(&self, why: &str) -> StoreError {
+        let path = self.path.display();
+        StoreError::Failed(format!("{path} could not be written, and is to be opened again: {why}"))
+    }
+
+    fn open_again(&self) -> Result<(), StoreError> {
+        if matches!(&*self.lid.read().unwrap_or_else(PoisonError::into_inner), Lid::Open(..)) {
+            return Ok(());
+        }
+        let mut lid = self.lid.write().unwrap_or_else(PoisonError::into_inner);
+        let Lid::Closed { why, tried } = &mut *lid else { return Ok(()) };
+        if tried.is_some_and(|tried| tried.elapsed() < OPENED_EVERY) {
+            return Err(self.closed(why));
+        }
+        let database = opened(&self.path, &*self.medium).and_then(|database| {
+            // With the lock on the file: nobody else writes there meanwhile.
+            let path = self.path.clone();
+            self.medium.write_again().map_err(|source| StoreError::File { path, source })?;
+            Ok(database)
+        });
+        match database {
+            Ok(database) => {
+                let opened = self.opened_again.fetch_add(1, Ordering::Relaxed) + 1;
+                let path = self.path.display();
+                tracing::warn!("{path} was opened again after a call failed: {why}");
+                *lid = Lid::Open(database, opened);
+                Ok(())
+            }
+            Err(error) => {
+                *why = error.to_string();
+                *tried = Some(Instant::now());
+                Err(self.closed(why))
+            }
+        }
+    }
+
     fn check_format(&self) -> Result<(), StoreError> {
-        let write = self.database.begin_write().map_err(failed)?;
+        self.with(|database| self.check_format_of(database))
+    }
+
+    fn check_format_of(&self, database: &Database) -> Result<(), StoreError> {
+        let write = database.begin_write().map_err(failed)?;
         let found = {
             let mut meta = write.open_table(META).map_err(|error| self.table(error))?;
             let found = meta.get("format").map_err(failed)?.map(|value| value.value());
@@ -123,11 +244,24 @@ impl Inner {
     }
 
     fn table(&self, error: TableError) -> StoreError {
+        if let TableError::Storage(error) = error {
+            return failed(error);
+        }
         StoreError::Damaged { path: self.path.clone(), reason: error.to_string() }
     }
 
     fn swap(&self, key: &str, expected: u64, value: Option<&[u8]>) -> Result<Swap, StoreError> {
-        let write = self.database.begin_write().map_err(failed)?;
+        self.with(|database| self.swap_in(database, key, expected, value))
+    }
+
+    fn swap_in(
+        &self,
+        database: &Database,
+        key: &str,
+        expected: u64,
+        value: Option<&[u8]>,
+    ) -> Result<Swap, StoreError> {
+        let write = database.begin_write().map_err(failed)?;
         let revision = {
             let mut records = write.open_table(RECORDS).map_err(|error| self.table(error))?;
             let found = records.get(key).map_err(failed)?.map(|found| entry(key, found.value()));
@@ -154,7 +288,11 @@ impl Inner {
         if puts.is_empty() {
             return Ok(());
         }
-        let write = self.database.begin_write().map_err(failed)?;
+        self.with(|database| self.put_all_in(database, puts))
+    }
+
+    fn put_all_in(&self, database: &Database, puts: Vec<Put>) -> Result<(), StoreError> {
+        let write = database.begin_write().map_err(failed)?;
         let mut changes = Vec::with_capacity(puts.len());
         {
             let mut records = write.open_table(RECORDS).map_err(|error| self.table(error))?;
@@ -179,6 +317,27 @@ impl Inner {
         }
         Ok(())
     }
+
+    fn get_in(&self, database: &Database, key: &str) -> Result<Option<Entry>, StoreError> {
+        let read = database.begin_read().map_err(failed)?;
+        let records = read.open_table(RECORDS).map_err(|error| self.table(error))?;
+        let found = records.get(key).map_err(failed)?;
+        Ok(found.map(|found| entry(key, found.value())))
+    }
+
+    fn list_in(&self, database: &Database, prefix: &str) -> Result<Vec<Entry>, StoreError> {
+        let read = database.begin_read().map_err(failed)?;
+        let records = read.open_table(RECORDS).map_err(|error| self.table(error))?;
+        let mut list = Vec::new();
+        for record in records.range(prefix..).map_err(failed)? {
+            let (key, value) = record.map_err(failed)?;
+            if !key.value().starts_with(prefix) {
+                break;
+            }
+            list.push(entry(key.value(), value.value()));
+        }
+        Ok(list)
+    }
 }
 
 fn entry(key: &str, (revision, value): (u64, &[u8])) -> Entry {
@@ -189,31 +348,12 @@ fn entry(key: &str, (revision, value): (u64, &[u8])) -> Entry {
 impl Store for Embedded {
     async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
         let key = key.to_owned();
-        self.blocking(move |inner| {
-            let read = inner.database.begin_read().map_err(failed)?;
-            let records = read.open_table(RECORDS).map_err(|error| inner.table(error))?;
-            let found = records.get(key.as_str()).map_err(failed)?;
-            Ok(found.map(|found| entry(&key, found.value())))
-        })
-        .await
+        self.blocking(move |inner| inner.with(|database| inner.get_in(database, &key))).await
     }
 
     async fn list(&self, prefix: &str) -> Result<Vec<Entry>, StoreError> {
         let prefix = prefix.to_owned();
-        self.blocking(move |inner| {
-            let read = inner.database.begin_read().map_err(failed)?;
-            let records = read.open_table(RECORDS).map_err(|error| inner.table(error))?;
-            let mut list = Vec::new();
-            for record in records.range(prefix.as_str()..).map_err(failed)? {
-                let (key, value) = record.map_err(failed)?;
-                if !key.value().starts_with(&prefix) {
-                    break;
-                }
-                list.push(entry(key.value(), value.value()));
-            }
-            Ok(list)
-        })
-        .await
+        self.blocking(move |inner| inner.with(|database| inner.list_in(database, &prefix))).await
     }
 
     async fn compare_and_swap(
@@ -232,6 +372,10 @@ impl Store for Embedded {
 
     fn watch(&self) -> broadcast::Receiver<Change> {
         self.0.changes.subscribe()
+    }
+
+    fn opened_again(&self) -> u64 {
+        self.0.opened_again.load(Ordering::Relaxed)
     }
 }
 
@@ -363,9 +507,12 @@ mod tests {
     fn a_store_of_a_newer_format_is_refused_and_left_alone() {
         let dir = tempfile::tempdir().unwrap();
         let store = Embedded::open(&path(&dir)).unwrap();
-        let write = store.0.database.begin_write().unwrap();
-        write.open_table(META).unwrap().insert("format", FORMAT + 1).unwrap();
-        write.commit().unwrap();
+        let newer = |database: &Database| {
+            let write = database.begin_write().unwrap();
+            write.open_table(META).unwrap().insert("format", FORMAT + 1).unwrap();
+            write.commit().map_err(failed)
+        };
+        store.0.with(newer).unwrap();
         drop(store);
         let error = Embedded::open(&path(&dir)).map(drop).unwrap_err().to_string();
         assert!(error.contains("newer Quoin"), "{error}");

@@ -67,6 +67,11 @@ pub trait Store: Send + Sync + 'static {
     /// Changes from now on, in order. A follower that falls behind is told so by the channel
     /// and lists anew.
     fn watch(&self) -> broadcast::Receiver<Change>;
+
+    /// How often the records were opened again after a call failed.
+    fn opened_again(&self) -> u64 {
+        0
+    }
 }
 
 /// How often was written, and how that went last, for the controller's health and metrics.
@@ -140,6 +145,10 @@ impl Store for Watched {
 
     fn watch(&self) -> broadcast::Receiver<Change> {
         self.inner.watch()
+    }
+
+    fn opened_again(&self) -> u64 {
+        self.inner.opened_again()
     }
 }
 
