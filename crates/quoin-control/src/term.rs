@@ -86,6 +86,12 @@ impl Controller {
         self.term.now()
     }
 
+    /// The highest one that was proven to this controller, its own included.
+    pub(crate) fn highest_term(&self) -> Term {
+        let (own, heard) = (self.term(), *self.term.heard());
+        if heard.number > own.number { heard } else { own }
+    }
+
     /// The proof of the term; the same bytes until the certificate is renewed.
     pub(crate) fn term_proof(&self) -> Bytes {
         let (term, began) = (self.term(), self.identity.validity().0);

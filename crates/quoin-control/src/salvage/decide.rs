@@ -15,6 +15,12 @@
 //! those would have the later View.
 //!
 //! What two sources tell differently under one version is nobody's to choose: undecided.
+//!
+//! **One pool may be hostile.** What a single pool tells cannot be proven, so it is bounded: numbers far
+//! beyond what everybody else tells, and epochs of terms that no controller proved, are not believed
+//! ([`Evidence::sifted`]); a membership that one pool alone tells of does not rule against replicas that
+//! are here and have not heard of it ([`Evidence::against`]); and copies are ordered deleted in no pool by
+//! what another one keeps.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -22,7 +28,9 @@ use quoin_api::control::VolumeSpec;
 use quoin_types::BLOCK_SIZE;
 use quoin_types::entry::Rule;
 use quoin_types::membership::{RETIRED_MAX, open_quorum};
-use quoin_types::{Epoch, Incarnation, Member, Membership, Position, ReplicaGuid, VolumeId};
+use quoin_types::{
+    EPOCHS_AHEAD_MAX, Epoch, Incarnation, Member, Membership, Position, ReplicaGuid, Term, VolumeId,
+};
 
 use crate::records::{
     Cause, Discarded, MemberRecord, MembershipRecord, ReplicaPhase, ReplicaRecord, Text,
@@ -33,6 +41,8 @@ use crate::spec::{self, Defaults};
 /// Epochs that are left out after a record was made from pools: one may have been granted that no
 /// pool has heard of, and no epoch is given twice.
 const EPOCHS_SKIPPED: u64 = 1000;
+/// No record changes so often while a pool is away, or while a backup grows old.
+const CHANGES_AHEAD_MAX: u64 = 1 << 20;
 
 /// What one pool keeps about one replica.
 #[derive(Clone, PartialEq, Debug)]
@@ -67,6 +77,8 @@ pub struct Evidence<'a> {
     pub deleted: &'a HashSet<ReplicaGuid>,
     /// Pools that are known and did not answer: each may hold a copy, of whatever volume.
     pub away: &'a BTreeSet<String>,
+    /// The highest one that a controller proved.
+    pub term: Term,
     pub defaults: Defaults,
     /// Orders the deletion of copies that count for nothing.
     pub discard_left_over: bool,
@@ -122,13 +134,22 @@ impl Held {
         held.iter().filter(|h| h.trusted).filter_map(|h| h.note.as_deref())
     }
 
+    /// All memberships that it knows of.
+    fn rules(&self) -> impl Iterator<Item = Rule> {
+        let note = self.note.as_ref().map(|note| rule_of(&(&note.membership).into()));
+        let own = self.membership.as_ref().map(rule_of);
+        let views = self.view.iter().chain(&self.joint).cloned();
+        views.chain(note).chain(own).filter(|rule| rule.rf > 0 && !rule.known.is_empty())
+    }
+
     /// The newest membership that it knows of.
     pub fn version(&self) -> u64 {
-        let rules = self.view.iter().chain(&self.joint).map(|rule| rule.membership_version);
-        let note = self.note.as_ref().map(|note| note.membership.version);
-        let own = self.membership.as_ref().map(|membership| membership.version);
-        rules.chain(note).chain(own).max().unwrap_or(0)
+        self.rules().map(|rule| rule.membership_version).max().unwrap_or(0)
     }
+}
+
+fn generation_of(held: &Held) -> u64 {
+    held.note.as_ref().map_or(0, |note| note.generation)
 }
 
 fn rule_of(membership: &Membership) -> Rule {
@@ -222,12 +243,112 @@ impl Evidence<'_> {
     /// newest membership, the one with the newest: what is written must never go back.
     fn base(&self, version: u64) -> Option<VolumeRecord> {
         let recorded = self.record.into_iter().map(|r| (r, true));
-        let notes = Held::notes(&self.held).map(|note| (note, false));
-        let newest = recorded.chain(notes).max_by_key(|(record, own)| {
+        let is_going = |note: &VolumeRecord| note.phase == VolumePhase::Deleting;
+        // One pool's word deletes nothing that others hold and were not told to delete.
+        let mut counting = self.held.iter().filter(|held| held.trusted && held.quorum);
+        let all_go = counting.all(|held| held.note.as_deref().is_some_and(is_going));
+        let notes = Held::notes(&self.held).filter(|note| all_go || !is_going(note));
+        let newest = recorded.chain(notes.map(|note| (note, false)));
+        let newest = newest.max_by_key(|(record, own)| {
             let membership = record.membership.version;
             (membership == version, membership, record.generation, *own)
         });
-        newest.map(|(record, _)| record.clone())
+        let mut base = newest?.0.clone();
+        // Nor does it order anything deleted in another pool: but for what the own record names, each
+        // tells of its own.
+        let own = self.record.map_or(&[][..], |record| &record.discarded);
+        base.discarded.retain(|discarded| {
+            let is_told = |h: &Held| h.member.guid == discarded.guid.0 && h.pool == discarded.pool;
+            own.contains(discarded) || self.held.iter().any(is_told)
+        });
+        Some(base)
+    }
+
+    /// The replicas whose pools are believed, and the others with what they cannot have seen.
+    fn sifted(&self) -> (Vec<Held>, Vec<(Held, String)>) {
+        let own = |number: fn(&VolumeRecord) -> u64| self.record.map_or(0, number);
+        let recorded = own(|record| record.epoch);
+        let granted_max = recorded.max(self.term.floor().0).saturating_add(EPOCHS_AHEAD_MAX);
+        let is_granted = |epoch: Epoch| match epoch.term_number().cmp(&self.term.number) {
+            std::cmp::Ordering::Less => true,
+            std::cmp::Ordering::Equal => epoch.0 <= granted_max,
+            std::cmp::Ordering::Greater => false,
+        };
+        let why_not = |held: &Held| {
+            if let Some(epoch) =
+                [held.promised, held.position.epoch].iter().find(|e| !is_granted(**e))
+            {
+                return Some(format!("epoch {epoch}, which no controller can have granted"));
+            }
+            let others = || self.held.iter().filter(|other| other.pool != held.pool);
+            let highest = |told: fn(&Held) -> u64, own: u64| others().map(told).fold(own, u64::max);
+            let alone = self.record.is_none() && others().next().is_none();
+            let version = (held.version(), highest(Held::version, own(|r| r.membership.version)));
+            let generation = (generation_of(held), highest(generation_of, own(|r| r.generation)));
+            for (what, (told, known)) in
+                [("membership version", version), ("generation", generation)]
+            {
+                if !alone && told > known.saturating_add(CHANGES_AHEAD_MAX) {
+                    return Some(format!("{what} {told}, where others know {known}"));
+                }
+            }
+            None
+        };
+        let mut believed = Vec::new();
+        let mut others = Vec::new();
+        for held in &self.held {
+            match why_not(held) {
+                None => believed.push(held.clone()),
+                Some(why) => others.push((held.clone(), why)),
+            }
+        }
+        (believed, others)
+    }
+
+    /// What stands against a rule that one pool alone tells of.
+    ///
+    /// Before a membership is recorded, CF replicas of the list before it have the View that names both.
+    /// So where a replica that it leaves out is here and has not heard of it, or so many are that no CF
+    /// can have, somebody else than that pool is to know it as well.
+    fn against(&self, rule: &Rule) -> Option<String> {
+        let rule = sorted(rule.clone());
+        let is_same = |other: Rule| sorted(other) == rule;
+        if self.record.is_some_and(|record| is_same(rule_of(&(&record.membership).into()))) {
+            return None;
+        }
+        let tellers = self.held.iter().filter(|held| held.trusted && held.rules().any(is_same));
+        let tellers: BTreeSet<&str> = tellers.map(|held| held.pool.as_str()).collect();
+        let [teller] = tellers.into_iter().collect::<Vec<_>>()[..] else { return None };
+        // With the list that each of them counts under.
+        let mut unaware: Vec<(&Held, Rule)> = Vec::new();
+        for held in self.held.iter().filter(|held| held.counts() && held.pool != teller) {
+            let newest = held.rules().max_by_key(|known| known.membership_version);
+            let Some(newest) = newest.filter(|known| known.known.contains(&held.member)) else {
+                continue;
+            };
+            let differs = (&rule.known, rule.rf, rule.cf)
+                != (&sorted(newest.clone()).known, newest.rf, newest.cf);
+            if newest.membership_version < rule.membership_version && differs {
+                unaware.push((held, newest));
+            }
+        }
+        let no_cf_can_have = |list: &Rule| {
+            let of_list = unaware.iter().filter(|(held, _)| list.known.contains(&held.member));
+            of_list.count() > usize::from(list.rf - list.cf)
+        };
+        let leaves_out = |held: &Held| !rule.known.contains(&held.member);
+        if !unaware.iter().any(|(held, list)| leaves_out(held) || no_cf_can_have(list)) {
+            return None;
+        }
+        let pools: BTreeSet<&str> = unaware.iter().map(|(held, _)| held.pool.as_str()).collect();
+        let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
+        Some(format!(
+            "pool {teller} alone tells of membership version {}, and replicas in pools {pools} have not \
+             heard of it: start the other pools and recover again. Where it was forced by `quoin volume \
+             recover`, take those pools away (--without); where pool {teller} is not to be believed, take \
+             that one away",
+            rule.membership_version
+        ))
     }
 
     /// Later than that of every copy of the record.
@@ -271,11 +392,33 @@ impl Evidence<'_> {
 
 /// Judges one volume.
 pub fn decide(evidence: &Evidence<'_>) -> Finding {
+    let (held, doubted) = evidence.sifted();
+    if doubted.is_empty() {
+        return decide_by(evidence);
+    }
+    // What a pool holds that is not believed is not known.
+    let mut away = evidence.away.clone();
+    away.extend(doubted.iter().map(|(held, _)| held.pool.clone()));
+    let mut finding = decide_by(&Evidence { held, away: &away, ..*evidence });
+    for (held, why) in doubted {
+        let stop = if finding.message.is_empty() { "" } else { "; " };
+        let pool = &held.pool;
+        finding.message =
+            format!("{}{stop}pool {pool} is not believed: it tells of {why}", finding.message);
+        finding.standings.push((held, "not-believed"));
+    }
+    finding
+}
+
+fn decide_by(evidence: &Evidence<'_>) -> Finding {
     let undecided = |message: String| evidence.finding(Outcome::Undecided, message);
     let newest = match evidence.newest() {
         Ok(newest) => newest,
         Err(why) => return undecided(format!("{why}; `quoin pool export` takes its data out")),
     };
+    if let Some(why) = newest.as_ref().and_then(|rule| evidence.against(rule)) {
+        return undecided(why);
+    }
     let listed = newest.is_some();
     let version = newest.as_ref().map_or(0, |rule| rule.membership_version);
     let Some(base) = evidence.base(version).or_else(|| evidence.by_spec()) else {
@@ -432,7 +575,7 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     let newcomers = record.replicas.iter().filter(|replica| {
         let known = rule.known.iter().any(|m| m.guid == replica.guid.0);
         let there = held.iter().any(|h| h.member.guid == replica.guid.0 && !h.quorum);
-        !known && (as_it_was || there)
+        !known && (as_it_was || there) && replica.phase != ReplicaPhase::Delete
     });
     let newcomers: Vec<ReplicaRecord> = newcomers.cloned().collect();
     let listed_or_coming = |guid: ReplicaGuid| {
@@ -442,10 +585,8 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
     let once = held.iter().filter(|h| h.quorum).map(|h| h.member.guid);
     let told = held.iter().filter_map(|h| h.membership.as_ref()).flat_map(|m| m.retired.clone());
     let noted = Held::notes(held).chain(evidence.record).flat_map(|r| r.membership.retired.clone());
-    let retired: BTreeSet<ReplicaGuid> = told
-        .chain(noted.map(|guid| guid.0))
-        .chain(once.filter(|guid| !listed_or_coming(*guid)))
-        .collect();
+    let retired = told.chain(noted.map(|guid| guid.0)).chain(once);
+    let retired: BTreeSet<ReplicaGuid> = retired.filter(|guid| !listed_or_coming(*guid)).collect();
     let place = |member: &Member| {
         let holder = held.iter().find(|h| h.member == *member).map(|h| h.pool.clone());
         let records = || evidence.record.into_iter().chain(Held::notes(held));
@@ -482,6 +623,7 @@ fn build(evidence: &Evidence<'_>, base: VolumeRecord, rule: &Rule, listed: bool)
         }
     }
     let member = |m: &Member| MemberRecord { id: Text(m.id), guid: Text(m.guid) };
+    record.discarded.retain(|d| !replicas.iter().any(|replica| replica.guid == d.guid));
     record.replicas = replicas;
     record.membership = MembershipRecord {
         // A list that is made here has been in no record before.

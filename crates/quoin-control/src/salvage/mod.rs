@@ -327,6 +327,7 @@ impl Controller {
                 held,
                 deleted: &deleted,
                 away: &away,
+                term: self.highest_term(),
                 defaults: self.settings.defaults,
                 discard_left_over,
             });

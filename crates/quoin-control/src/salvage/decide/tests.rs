@@ -1,11 +1,15 @@
 use super::*;
 use proptest::prelude::*;
-use quoin_types::{Lsn, ReplicaId};
+use quoin_types::{Lsn, ReplicaId, TermId};
 
 use crate::records::{AttachmentRecord, Spec};
 use quoin_api::volume::{Durability, Spread};
 
+mod hostile;
+
 const VOLUME: VolumeId = VolumeId(7);
+/// Of the recovery; all that is told here was granted before it.
+const TERM: Term = Term { number: 1, id: TermId(1) };
 
 fn member(n: u128) -> Member {
     Member { id: ReplicaId(n), guid: ReplicaGuid(n) }
@@ -114,6 +118,7 @@ fn judged_without(
         held,
         deleted: &deleted,
         away: &away,
+        term: TERM,
         defaults: defaults(),
         discard_left_over,
     })
@@ -226,8 +231,12 @@ fn a_joint_view_that_nobody_took_back_rules_and_one_that_was_taken_back_does_not
     let (before, after) = (rule(2, &[1, 2, 3]), rule(3, &[1, 2, 4]));
     let told = record(2, &[1, 2, 3], 4);
     let joint = |n| Held { joint: Some(after.clone()), ..held(n, &before, Some(told.clone())) };
-    // Its swap may have been made: only then nobody can have written without the two others.
+    // Its swap may have been made, and one pool's word retires no replica that is here.
     let finding = judged(None, vec![joint(1), held(3, &before, Some(told.clone()))], &[]);
+    assert_eq!((finding.outcome, finding.write), (Outcome::Undecided, None));
+    assert!(finding.message.contains("pool-1 alone"), "{}", finding.message);
+    // Only then nobody can have written without the two others.
+    let finding = judged(None, vec![joint(1), joint(3)], &[]);
     assert_eq!((finding.outcome, finding.version), (Outcome::Undecided, 3));
     assert_eq!(listed(&finding), [1, 2, 4]);
     assert!(finding.message.contains("1 of 3") && finding.message.contains("2 are needed"));
@@ -465,6 +474,7 @@ proptest! {
             held: all.clone(),
             deleted: &deleted,
             away: &away,
+            term: TERM,
             defaults: defaults(),
             discard_left_over,
         });
