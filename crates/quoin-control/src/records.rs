@@ -292,7 +292,7 @@ pub struct VolumeRecord {
 }
 
 /// The largest record that pools are given to keep, and retired GUIDs in it.
-const KEEPSAKE_BYTES_MAX: usize = 32 << 10;
+pub(crate) const KEEPSAKE_BYTES_MAX: usize = 32 << 10;
 const KEEPSAKE_RETIRED_MAX: usize = 64;
 
 /// Retired GUIDs that a record keeps: as many as a membership may have when the next change, which
@@ -385,7 +385,7 @@ impl VolumeRecord {
     }
 
     /// Without what an opening changes, which pools know themselves.
-    fn unopened(&self) -> Self {
+    pub(crate) fn unopened(&self) -> Self {
         Self {
             epoch: 0,
             incarnation: Text(Incarnation(0)),

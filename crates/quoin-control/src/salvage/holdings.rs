@@ -10,25 +10,44 @@ use quoin_types::{Epoch, Incarnation, Lsn, Member, Membership, Position, Replica
 
 use super::decide::Held;
 use crate::Error;
-use crate::records::{VolumeRecord, decode};
+use crate::records::{KEEPSAKE_BYTES_MAX, Spec, VolumeRecord, decode};
 use crate::reports::id;
 use crate::spec::SIZE_BYTES_MAX;
+use crate::text;
 
 /// Replicas in one pool.
 const REPLICAS_MAX: usize = 16_384;
 /// Deleted GUIDs that a pool remembers.
 const DELETED_MAX: usize = 1 << 16;
+/// Of one pool's whole answer. A replica's part is 2 KiB or so, with a record of a few replicas.
+const BYTES_MAX: usize = 128 << 20;
+/// Of a volume's record and its parameters, as a pool is given them to keep.
+const KEPT_BYTES_MAX: usize = KEEPSAKE_BYTES_MAX + (16 << 10);
+/// Of the name of a pool, a node or a replica's place in a record.
+const TEXT_BYTES_MAX: usize = 512;
 
 /// All that one pool keeps.
 #[derive(Clone, Debug, Default)]
 pub struct Told {
     pub replicas: Vec<Held>,
     pub deleted: HashSet<ReplicaGuid>,
+    bytes: usize,
 }
 
 impl Told {
+    /// That a pool holds nothing, and deleted these by order.
+    pub fn nothing_but_deleted(deleted: impl IntoIterator<Item = ReplicaGuid>) -> Self {
+        Self { deleted: deleted.into_iter().collect(), ..Self::default() }
+    }
+
     /// Takes one more piece in.
     pub fn add(&mut self, piece: &PoolHoldings) -> Result<(), Error> {
+        self.bytes = self.bytes.saturating_add(piece.encoded_len());
+        if self.bytes > BYTES_MAX {
+            let rule =
+                format!("at most {} for all that a pool keeps", text::bytes(BYTES_MAX as u64));
+            return Err(Error::invalid("holdings", rule));
+        }
         let deleted = piece.deleted.chunks_exact(16);
         if !deleted.remainder().is_empty() {
             return Err(Error::invalid("deleted", "16 bytes each"));
@@ -79,8 +98,24 @@ impl Kept {
     }
 }
 
+/// What a record names, which ends up in messages, events and other records.
+fn texts_of(note: &VolumeRecord) -> impl Iterator<Item = &str> {
+    let Spec { name, on_quorum_loss, on_full, reads, fs_type, frontend, .. } = &note.spec;
+    let spec = [name, on_quorum_loss, on_full, reads, fs_type, frontend].map(String::as_str);
+    let replicas = note.replicas.iter().map(|replica| replica.pool.as_str());
+    let discarded = note.discarded.iter().map(|discarded| discarded.pool.as_str());
+    let attached = note.attachments.iter().flat_map(|a| [a.node.as_str(), a.usage.as_str()]);
+    spec.into_iter().chain(replicas).chain(discarded).chain(attached)
+}
+
 fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
     let bad = |why: String| Error::invalid("holdings", why);
+    if told.spec.len() > KEPT_BYTES_MAX {
+        return Err(bad(format!(
+            "a record of {} bytes, at most {KEPT_BYTES_MAX}",
+            told.spec.len()
+        )));
+    }
     let volume = id("volume_id", &told.volume_id)?;
     let spec = VolumeSpec::decode(&told.spec[..]).ok().filter(|spec| !spec.name.is_empty());
     let keepsake = Keepsake::decode(&told.spec[..]).unwrap_or_default();
@@ -90,6 +125,7 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
         let known = note.membership.known.iter();
         let mut listed = known.map(|m| note.replicas.iter().any(|r| r.guid == m.guid));
         note.id.0 == volume
+            && texts_of(note).all(|text| text.len() <= TEXT_BYTES_MAX)
             && Membership::from(&note.membership).check().is_ok()
             && listed.all(|listed| listed)
     };
@@ -120,7 +156,8 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
         position: Position { epoch: Epoch(told.position_epoch), lsn: Lsn(told.position_lsn) },
         blocks: told.blocks.min(quoin_types::VOLUME_BLOCKS_MAX),
         spec,
-        note: note.map(Box::new),
+        // What an opening changes the pool knows better than its copy of the record.
+        note: note.map(|note| Box::new(note.unopened())),
         membership,
         view,
         joint,
@@ -130,7 +167,7 @@ fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::records::{Spec, encode};
+    use crate::records::encode;
     use crate::spec::{Defaults, complete};
 
     #[test]
@@ -146,5 +183,46 @@ mod tests {
         assert_eq!(Kept::of(VolumeId(7), &described), whole);
         assert_eq!(Kept::of(VolumeId(8), &described).size_bytes, 0);
         assert_eq!(Kept::of(VolumeId(7), b"\xff\xff"), Kept::default());
+    }
+
+    fn holding(described: Vec<u8>) -> Holding {
+        let (volume_id, replica_id) = (VolumeId(7).to_string(), "1".repeat(32));
+        Holding {
+            volume_id,
+            guid: replica_id.clone(),
+            replica_id,
+            spec: described,
+            ..Holding::default()
+        }
+    }
+
+    #[test]
+    fn what_a_pool_makes_the_controller_keep_is_bounded_in_bytes_replicas_and_each_text() {
+        let piece =
+            |replicas| PoolHoldings { pool: "p".into(), replicas, ..PoolHoldings::default() };
+        let mut told = Told::default();
+        let largest = piece(vec![holding(vec![0; KEPT_BYTES_MAX]); 64]);
+        let pieces = (0..).take_while(|_| told.add(&largest).is_ok()).count();
+        assert_eq!(pieces, BYTES_MAX / largest.encoded_len());
+        let larger = piece(vec![holding(vec![0; KEPT_BYTES_MAX + 1])]);
+        assert!(Told::default().add(&larger).is_err());
+
+        let asked = VolumeSpec { name: "db".into(), ..VolumeSpec::default() };
+        let defaults = Defaults { replicas: 3, spread: crate::records::Spread::Host };
+        let mut record =
+            VolumeRecord::new(VolumeId(7), complete(&asked, defaults).unwrap(), 1 << 20);
+        record.membership.drf = record.membership.rf;
+        record.epoch = 9;
+        let noted = |record: &VolumeRecord| {
+            let keepsake = Keepsake { record: encode(record), generation: 1 };
+            held("p", &holding(keepsake.encode_to_vec())).unwrap().note
+        };
+        assert_eq!(
+            noted(&record).expect("it is sound").epoch,
+            0,
+            "an opening is no word of a record"
+        );
+        record.spec.fs_type = "x".repeat(TEXT_BYTES_MAX + 1);
+        assert_eq!(noted(&record), None);
     }
 }

@@ -71,7 +71,20 @@ pub(crate) struct Salvage {
 struct Asked {
     /// 0: nothing was asked yet.
     request: u64,
+    /// Answers are waited for.
+    open: bool,
     told: BTreeMap<String, Told>,
+    /// Answers that are coming in, each with the number of its stream.
+    coming: BTreeMap<String, (u64, Told)>,
+    streams: u64,
+}
+
+/// The answer of one pool, while it comes in.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pool: String,
+    request: u64,
+    stream: u64,
 }
 
 impl Salvage {
@@ -79,14 +92,24 @@ impl Salvage {
         self.asked.lock().expect("no holder of this lock panics")
     }
 
+    /// 0: no pool is asked.
     pub fn request(&self) -> u64 {
-        self.asked().request
+        let asked = self.asked();
+        if asked.open { asked.request } else { 0 }
     }
 
     /// A number that no pool has answered yet, whatever controller asked before.
     fn begin(&self) {
         let mut asked = self.asked();
-        *asked = Asked { request: now_ms().max(asked.request + 1), told: BTreeMap::new() };
+        let (request, streams) = (now_ms().max(asked.request + 1), asked.streams);
+        *asked = Asked { request, streams, open: true, ..Asked::default() };
+    }
+
+    /// What the pools have told. From now on nothing is taken in.
+    fn end(&self) -> BTreeMap<String, Told> {
+        let mut asked = self.asked();
+        (asked.open, asked.coming) = (false, BTreeMap::new());
+        std::mem::take(&mut asked.told)
     }
 }
 
@@ -115,9 +138,68 @@ impl Controller {
     /// Takes in all that a pool keeps, in answer to the request of this number.
     pub fn take_holdings(&self, pool: &str, request: u64, told: Told) {
         let mut asked = self.salvage.asked();
-        if asked.request == request {
+        if asked.open && asked.request == request {
             asked.told.insert(pool.to_owned(), told);
         }
+    }
+
+    /// A pool begins to answer the request of this number. It has one answer, so one that it had begun
+    /// before is dropped.
+    ///
+    /// # Errors
+    /// Where nobody waits for that answer.
+    pub(crate) fn begin_answer(&self, pool: &str, request: u64) -> Result<Answer, Error> {
+        let mut asked = self.salvage.asked();
+        if !asked.open || asked.request != request {
+            return Err(not_asked(pool, request));
+        }
+        asked.streams += 1;
+        let stream = asked.streams;
+        asked.coming.insert(pool.to_owned(), (stream, Told::default()));
+        Ok(Answer { pool: pool.to_owned(), request, stream })
+    }
+
+    /// One more piece of it.
+    ///
+    /// # Errors
+    /// Where nobody waits for it any more, or it is more than a pool may tell.
+    pub(crate) fn add_to_answer(
+        &self,
+        answer: &Answer,
+        piece: &api::PoolHoldings,
+    ) -> Result<(), Error> {
+        if piece.pool != answer.pool || piece.request != answer.request {
+            return Err(Error::invalid("holdings", "pieces of several answers"));
+        }
+        let mut asked = self.salvage.asked();
+        match asked.coming.get_mut(&answer.pool) {
+            Some((stream, told)) if *stream == answer.stream => told.add(piece),
+            _ => Err(not_asked(&answer.pool, answer.request)),
+        }
+    }
+
+    /// Its last piece was added.
+    ///
+    /// # Errors
+    /// Where nobody waits for it any more.
+    pub(crate) fn end_answer(&self, answer: &Answer) -> Result<(), Error> {
+        let told = {
+            let mut asked = self.salvage.asked();
+            let coming = asked.coming.get(&answer.pool);
+            match coming.is_some_and(|(stream, _)| *stream == answer.stream) {
+                true => asked.coming.remove(&answer.pool),
+                false => None,
+            }
+        };
+        let Some((_, told)) = told else { return Err(not_asked(&answer.pool, answer.request)) };
+        self.take_holdings(&answer.pool, answer.request, told);
+        Ok(())
+    }
+
+    /// What came of an answer that failed is dropped.
+    pub(crate) fn drop_answer(&self, answer: &Answer) {
+        let mut asked = self.salvage.asked();
+        asked.coming.retain(|_, (stream, _)| *stream != answer.stream);
     }
 
     /// Makes the records agree with what the pools hold, or says how it would.
@@ -279,7 +361,9 @@ impl Controller {
                 (all, starting && (known.is_empty() || self.check_ruling().is_err()))
             };
             if (all && !starting) || Instant::now() >= deadline {
-                return std::mem::take(&mut self.salvage.asked().told);
+                let told = self.salvage.end();
+                self.announce();
+                return told;
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }
@@ -468,6 +552,12 @@ impl Controller {
             self.events.record(Severity::Error, about(&volume), "RecordsBehind", message);
         }
     }
+}
+
+fn not_asked(pool: &str, request: u64) -> Error {
+    Error::Precondition(format!(
+        "pool {pool} was not asked for request {request}, or has answered it"
+    ))
 }
 
 fn pools_of_note(held: &Held) -> Vec<String> {

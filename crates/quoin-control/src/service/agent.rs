@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::pin::Pin;
+use std::time::Duration;
 
 use futures::Stream;
 use quoin_api::control::acquire_epoch_response::Outcome as Acquired;
@@ -25,7 +26,9 @@ use crate::changes::Concern;
 use crate::controller::Controller;
 use crate::epochs::MembershipSwap;
 use crate::reports::id;
-use crate::salvage::Told;
+
+/// For all that a pool keeps: a little longer than a pool takes for it.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(40);
 
 type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -134,16 +137,22 @@ impl Agent for Services {
         if of_pool.is_some_and(|pool| pool != first.pool) {
             self.act(&caller, Role::Pool, &first.pool)?;
         }
-        let (pool, request) = (first.pool.clone(), first.request);
-        let mut told = Told::default();
-        told.add(&first)?;
-        while let Some(piece) = pieces.message().await? {
-            if piece.pool != pool || piece.request != request {
-                return Err(Error::invalid("holdings", "pieces of several answers").into());
+        let answer = self.controller.begin_answer(&first.pool, first.request)?;
+        let told = async {
+            let mut piece = Some(first);
+            while let Some(next) = piece {
+                self.controller.add_to_answer(&answer, &next)?;
+                piece = pieces.message().await?;
             }
-            told.add(&piece)?;
+            Ok(self.controller.end_answer(&answer)?)
+        };
+        let late = || Err(Status::deadline_exceeded("the whole answer takes too long"));
+        let told = tokio::time::timeout(ANSWERED_WITHIN, told).await.unwrap_or_else(|_| late());
+        // A call that is dropped leaves what came of it to the end of the request.
+        if let Err(error) = told {
+            self.controller.drop_answer(&answer);
+            return Err(error);
         }
-        self.controller.take_holdings(&pool, request, told);
         Ok(Response::new(ReportAnswer::default()))
     }
 

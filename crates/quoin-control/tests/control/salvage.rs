@@ -1,12 +1,20 @@
-//! Records made to agree with what pools hold, where some of the pools are away.
+//! Records made to agree with what pools hold: where some of the pools are away, and where one tells
+//! without being asked.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use quoin_api::control::VolumeSpec;
+use quoin_api::control::agent_client::AgentClient;
+use quoin_api::control::{PoolHoldings, VolumeSpec};
 use quoin_control::salvage::{RecoverRecords, Recovered, Told};
+use quoin_identity::Role;
 use quoin_types::ReplicaGuid;
+use tonic::Code;
 
 use crate::cluster::{Cluster, spec};
+use crate::server::Server;
+use crate::terms::{follow, report};
 
 /// Recovers, while each of these pools tells that it holds nothing and deleted these by order.
 async fn recover(
@@ -23,8 +31,7 @@ async fn recover(
                 let reporting = cluster.pools.iter().find(|p| p.name == *pool).unwrap();
                 controller.report_pool(&reporting.report()).await.unwrap();
                 let request = controller.pool_assignment(pool).holdings_request;
-                let deleted = deleted.iter().copied().collect();
-                let told = Told { deleted, ..Told::default() };
+                let told = Told::nothing_but_deleted(deleted.iter().copied());
                 controller.take_holdings(pool, request, told);
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -64,4 +71,62 @@ async fn the_last_copy_of_a_volume_that_was_moved_outlives_a_recovery_without_it
     // A person may still delete it.
     cluster.controller.delete_volume(crate::cluster::by_name("db").as_ref()).await.unwrap();
     assert_eq!(phase_of(&cluster, &last.pool, &guid).as_deref(), Some("Delete"));
+}
+
+fn piece(request: u64) -> PoolHoldings {
+    let deleted = vec![7; 16 << 10];
+    PoolHoldings { pool: "p1".into(), request, deleted, ..PoolHoldings::default() }
+}
+
+#[tokio::test]
+async fn a_pool_that_is_not_asked_what_it_holds_is_refused_at_its_first_piece() {
+    let server = Server::start().await;
+    let pool = server.member(Role::Pool, "p1").await;
+    let mut agent = AgentClient::new(pool.controller(&server.address).unwrap());
+    agent.report_pool(report("p1")).await.unwrap();
+    for request in [0, 1, u64::MAX] {
+        let sent = Arc::new(AtomicUsize::new(0));
+        let count = sent.clone();
+        let endless = futures::stream::repeat_with(move || {
+            count.fetch_add(1, Ordering::SeqCst);
+            piece(request)
+        });
+        let refused = agent.report_holdings(endless).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        // What fits into the windows of the connection has left before the answer came.
+        assert!(sent.load(Ordering::SeqCst) < 1000, "{sent:?} pieces were read");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_pool_has_one_answer_and_one_that_it_left_open_holds_up_nobody() {
+    let server = Server::start().await;
+    let pool = server.member(Role::Pool, "p1").await;
+    let mut agent = AgentClient::new(pool.controller(&server.address).unwrap());
+    agent.report_pool(report("p1")).await.unwrap();
+    let controller = server.controller.clone();
+    let recovering = tokio::spawn(async move {
+        let asked = RecoverRecords { dry_run: true, ..RecoverRecords::default() };
+        controller.recover_records(&asked).await
+    });
+    let request = loop {
+        match server.controller.pool_assignment("p1").holdings_request {
+            0 => tokio::time::sleep(Duration::from_millis(10)).await,
+            request => break request,
+        }
+    };
+    let (pieces, left_open) = futures::channel::mpsc::unbounded();
+    pieces.unbounded_send(piece(request)).unwrap();
+    let left_open = tokio::spawn(async move { agent.report_holdings(left_open).await });
+    let following = follow(&pool, &server);
+    let recovered = recovering.await.unwrap().unwrap();
+    assert_eq!((recovered.pools, recovered.missing_pools.len()), (vec!["p1".to_owned()], 0));
+    following.abort();
+    assert_eq!(server.controller.pool_assignment("p1").holdings_request, 0, "it is asked no more");
+    // Refused already, where its first piece came late.
+    let _ = pieces.unbounded_send(piece(request));
+    let refused = left_open.await.unwrap().unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    server.stop().await;
 }

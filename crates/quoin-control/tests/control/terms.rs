@@ -20,7 +20,7 @@ fn agent(member: &Identity, server: &Server) -> AgentClient<TermChannel> {
     AgentClient::new(member.controller(&server.address).unwrap())
 }
 
-fn report(pool: &str) -> PoolReport {
+pub fn report(pool: &str) -> PoolReport {
     PoolReport {
         pool: pool.into(),
         pool_id: "1".repeat(32),
@@ -34,7 +34,7 @@ fn report(pool: &str) -> PoolReport {
 }
 
 /// Follows a controller as a pool does that holds nothing, until the test ends.
-fn follow(pool: &Identity, server: &Server) -> tokio::task::JoinHandle<()> {
+pub fn follow(pool: &Identity, server: &Server) -> tokio::task::JoinHandle<()> {
     let (pool, agent) = (pool.clone(), agent(pool, server));
     let name = pool.peer().name.clone();
     tokio::spawn(async move {
