@@ -335,10 +335,12 @@ fn an_old_copy_of_the_records_is_restored_and_what_happened_since_is_as_it_happe
     // A pool that is away is waited for, or named.
     let pid = cluster.process("p1").pid();
     signal(pid, "STOP");
-    eventually("p1 is missed", || {
-        let planned = cluster.json(&["controller", "recover", "--dry-run"]);
-        (planned["missingPools"] == serde_json::json!(["p1"])).then_some(())
+    let planned = eventually("p1 is missed", || {
+        let output = cluster.quoin(&["controller", "recover", "--dry-run", "-o", "json"]);
+        let planned: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (planned["missingPools"] == serde_json::json!(["p1"])).then_some(planned)
     });
+    assert_eq!(outcomes(&planned)["deleted"], "undecided", "p1 may hold the last copy: {planned}");
     let said = refused(&cluster, &["controller", "recover"]);
     assert!(said.contains("p1") && said.contains("--without"), "{said}");
     signal(pid, "CONT");
