@@ -325,8 +325,7 @@ mod tests {
             let inner = Embedded::open(&dir.path().join("records.redb")).unwrap();
             let (answers, readable) = (AtomicBool::new(true), AtomicBool::new(true));
             let store = Arc::new(Mute { inner, answers, reads: readable });
-            let changed = watch::channel(0).0;
-            let table = Table::<PoolRecord>::load(store.clone(), changed).await.unwrap();
+            let table = Table::<PoolRecord>::load(store.clone(), Changes::default()).await.unwrap();
             for name in ["changed", "removed"] {
                 table.create(pool(name)).await.unwrap().unwrap();
             }

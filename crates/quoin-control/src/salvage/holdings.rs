@@ -10,7 +10,7 @@ use quoin_types::{Epoch, Incarnation, Lsn, Member, Membership, Position, Replica
 
 use super::decide::Held;
 use crate::Error;
-use crate::records::{KEEPSAKE_BYTES_MAX, Spec, VolumeRecord, decode};
+use crate::records::{KEEPSAKE_BYTES_MAX, VolumeRecord, decode};
 use crate::reports::id;
 use crate::spec::SIZE_BYTES_MAX;
 use crate::text;
@@ -100,12 +100,10 @@ impl Kept {
 
 /// What a record names, which ends up in messages, events and other records.
 fn texts_of(note: &VolumeRecord) -> impl Iterator<Item = &str> {
-    let Spec { name, on_quorum_loss, on_full, reads, fs_type, frontend, .. } = &note.spec;
-    let spec = [name, on_quorum_loss, on_full, reads, fs_type, frontend].map(String::as_str);
     let replicas = note.replicas.iter().map(|replica| replica.pool.as_str());
     let discarded = note.discarded.iter().map(|discarded| discarded.pool.as_str());
     let attached = note.attachments.iter().flat_map(|a| [a.node.as_str(), a.usage.as_str()]);
-    spec.into_iter().chain(replicas).chain(discarded).chain(attached)
+    [note.spec.name.as_str()].into_iter().chain(replicas).chain(discarded).chain(attached)
 }
 
 fn held(pool: &str, told: &Holding) -> Result<Held, Error> {
@@ -208,7 +206,7 @@ mod tests {
         assert!(Told::default().add(&larger).is_err());
 
         let asked = VolumeSpec { name: "db".into(), ..VolumeSpec::default() };
-        let defaults = Defaults { replicas: 3, spread: crate::records::Spread::Host };
+        let defaults = Defaults { replicas: 3, spread: quoin_api::volume::Spread::Host };
         let mut record =
             VolumeRecord::new(VolumeId(7), complete(&asked, defaults).unwrap(), 1 << 20);
         record.membership.drf = record.membership.rf;
@@ -222,7 +220,7 @@ mod tests {
             0,
             "an opening is no word of a record"
         );
-        record.spec.fs_type = "x".repeat(TEXT_BYTES_MAX + 1);
+        record.spec.name = "x".repeat(TEXT_BYTES_MAX + 1);
         assert_eq!(noted(&record), None);
     }
 }

@@ -362,7 +362,7 @@ impl Controller {
             };
             if (all && !starting) || Instant::now() >= deadline {
                 let told = self.salvage.end();
-                self.announce();
+                self.announce(&Concerned::Everybody);
                 return told;
             }
             tokio::time::sleep(LOOK_EVERY).await;
