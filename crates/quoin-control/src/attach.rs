@@ -144,7 +144,7 @@ impl Controller {
         let here = |volume: &&Arc<VolumeRecord>| {
             volume.id.0 != except && volume.attachments.iter().any(|a| a.node == node)
         };
-        self.volumes.list().iter().filter(here).count() as u32
+        self.volumes.indexed(|index| index.of_node(node)).iter().filter(here).count() as u32
     }
 }
 

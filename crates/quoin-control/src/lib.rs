@@ -28,6 +28,7 @@ pub mod events;
 mod fencing;
 mod heal;
 pub mod kept_backups;
+mod member_records;
 mod members;
 mod metrics;
 mod observed;

@@ -165,7 +165,7 @@ impl Plugin {
     pub(crate) async fn check_node(&self) -> Result<(), Status> {
         let Some(node) = self.node() else { return Ok(()) };
         for tool in [quoin_node::MKFS_EXT4, quoin_node::E2FSCK] {
-            node.host.tools().find(tool).map_err(|error| refusal::precondition(error))?;
+            node.host.tools().find(tool).map_err(refusal::precondition)?;
         }
         // Any volume will do: what counts is that somebody answers.
         match node.attacher.device("00000000000000000000000000000000").await {

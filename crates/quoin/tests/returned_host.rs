@@ -173,6 +173,9 @@ fn a_host_that_comes_back_after_its_volume_went_elsewhere_sees_errors_and_can_le
         assert!(said.contains("attached to h1, not to this host"), "{said}");
         assert!(said.contains("--node"), "{said}");
     }
+    // A node that does not have it, or is none.
+    let said = h2.refused(&cluster, &h1, &["detach", "db", "--node", "h7", "--force"]);
+    assert!(said.contains("not attached to node h7") && said.contains("attached to h1"), "{said}");
     let taking = ["detach", "db", "--node", "h1"];
     let said = h2.refused(&cluster, &h1, &taking);
     assert!(said.contains("in use on node h1") && said.contains("/mount"), "{said}");

@@ -172,7 +172,7 @@ mod tests {
     fn a_replica_keeps_its_volumes_name_and_newest_size_and_nothing_of_another_volume() {
         let asked = VolumeSpec { name: "db".into(), ..VolumeSpec::default() };
         let defaults = Defaults { replicas: 3, spread: quoin_api::volume::Spread::Host };
-        let spec: Spec = complete(&asked, defaults).unwrap();
+        let spec = complete(&asked, defaults).unwrap();
         let record = encode(&VolumeRecord::new(VolumeId(7), spec, 90 << 20));
         let mut described = asked.encode_to_vec();
         assert_eq!(Kept::of(VolumeId(7), &described), Kept { name: "db".into(), size_bytes: 0 });

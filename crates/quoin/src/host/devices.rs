@@ -105,16 +105,18 @@ impl Device {
         counted(&text)
     }
 
-    /// Ends the FUSE connection that serves its file: all its IO, under way and to come, fails.
-    pub fn cut_off(&self) -> Result<()> {
+    /// Ends the FUSE connection that serves its file: all its IO, under way and to come, fails. False:
+    /// this table of mounts has no such connection, so nothing was done.
+    pub fn cut_off(&self) -> Result<bool> {
         let table = mounts()?.into_iter().rev();
         let mut below = table.filter(|mount| mount.filesystem.starts_with("fuse"));
-        if let Some(mount) = below.find(|mount| self.file.starts_with(&mount.target)) {
-            // It says that the mount is busy, which it is: by the device. The connection is ended.
-            let flags = UnmountFlags::FORCE | UnmountFlags::NOFOLLOW;
-            let _ = rustix::mount::unmount(&mount.target, flags);
-        }
-        Ok(())
+        let Some(mount) = below.find(|mount| self.file.starts_with(&mount.target)) else {
+            return Ok(false);
+        };
+        // It says that the mount is busy, which it is: by the device. The connection is ended.
+        let flags = UnmountFlags::FORCE | UnmountFlags::NOFOLLOW;
+        let _ = rustix::mount::unmount(&mount.target, flags);
+        Ok(true)
     }
 
     pub fn mounts(&self) -> Result<Vec<Mount>> {

@@ -81,6 +81,16 @@ pub async fn detach(
         waiting_for: String::new(),
     };
     let nodes: Vec<_> = volume.attachments.iter().map(|on| on.node.as_str()).collect();
+    if let Some(node) = &options.node
+        && !nodes.is_empty()
+        && !nodes.contains(&node.as_str())
+    {
+        bail!(
+            "volume {} is not attached to node {node}, so nothing was detached: it is attached to {}",
+            options.volume,
+            nodes.join(", ")
+        );
+    }
     let Some(node) = node_to_detach(&options, node_here.as_deref(), here, &nodes) else {
         let on = nodes.join(", ");
         if here == Here::Nothing {
@@ -224,7 +234,10 @@ fn cut_off(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
     let mut did = Vec::new();
     for device in devices::Device::over(&run)?.into_iter().filter(|d| d.volume == volume.id) {
         let path = device.path.display().to_string();
-        device.cut_off()?;
+        // Another table of mounts has what serves it: it is another host's, or a container's.
+        if !device.cut_off()? {
+            continue;
+        }
         did.push(format!("the connection below {path} is aborted, its IO fails from now on"));
         device.free()?;
         did.push(match device.still_there() {
