@@ -1,4 +1,4 @@
-//! Which volumes a client may open at one door, and who is told so.
+//! Which volumes a client may open at one listener, and which clients are told of them.
 
 use quoin_types::block::DeviceInfo;
 use rustls::pki_types::CertificateDer;

@@ -167,12 +167,12 @@ impl Acceptor {
         self.belief.still_opens(term)
     }
 
-    /// What is readable when somebody waits at the door.
+    /// Listeners that are readable while a connection waits to be accepted.
     pub fn listeners(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         [Some(self.network.as_fd()), self.same_host.as_ref().map(AsFd::as_fd)].into_iter().flatten()
     }
 
-    /// Takes what waits at the door; called when a listener is readable. False: the system has no
+    /// Accepts the connections that wait; called when a listener is readable. False: the system has no
     /// descriptor for it, and the listeners are to rest.
     pub fn accept(&mut self) -> bool {
         // A bounded turn for each: the shard's sessions come first.

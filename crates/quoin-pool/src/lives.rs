@@ -48,7 +48,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
     inputs: &Sender<Input>,
     watch: &Watch,
 ) -> Result<(), Error> {
-    let mut doubtful = false;
+    let mut disk_failed = false;
     let recognition = parts.recognition;
     let mut opened = Some(first);
     loop {
@@ -64,7 +64,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
                 }
             },
         };
-        if doubtful {
+        if disk_failed {
             if let Err(error) = withdraw_claims(&mut pool, &mut syncer) {
                 watch.say(Some(error.to_string()));
                 std::thread::sleep(REOPEN);
@@ -78,7 +78,7 @@ pub(crate) fn keep_serving<P: ReplicaPool + PoolFacts>(
             Ended::Stopped => return Ok(()),
             Ended::LoopFailed(error) => return Err(error.into()),
             Ended::DiskFailed(error) => {
-                doubtful = true;
+                disk_failed = true;
                 if parts.recognition != Recognition::Refused {
                     // What the next life finds on the disk, no controller has seen yet.
                     parts.recognition = recognition;

@@ -50,13 +50,13 @@ fn a_fence_leaves_its_epoch_to_nobody_and_nobody_opens_a_replica_in_the_name_of_
 }
 
 #[test]
-fn a_session_that_was_fenced_may_close_in_its_time_and_keeps_what_it_vouches_for() {
+fn a_session_that_was_fenced_may_close_in_its_time_and_keeps_its_data() {
     let mut one = One::new();
     let session = key(5, 1, 1);
     one.opened(session);
     one.feed(session);
     one.on(fenced(6, false));
-    // It drains: what it had taken is written, synced and vouched for.
+    // It drains: what it had taken is written, synced and closed cleanly.
     let entry = one.entry(5, 1);
     assert!(!one.append(session, entry).is_empty());
     one.now = one.now + FENCED_SESSION - Duration::from_millis(1);

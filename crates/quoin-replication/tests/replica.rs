@@ -213,9 +213,9 @@ fn a_replica_of_another_volume_or_another_guid_is_unknown() {
     }
 }
 
-/// A close vouches for the data; a power cut must not leave the word without the data.
+/// A clean close says that the data is on media; a power cut must not leave it without the data.
 #[test]
-fn a_close_is_said_on_media_only_after_the_data_it_vouches_for() {
+fn a_clean_close_is_on_media_only_after_the_data() {
     let mut one = One::new();
     let session = key(5, 1, 1);
     one.opened(session);

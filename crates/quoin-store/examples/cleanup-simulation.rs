@@ -32,7 +32,7 @@ enum State {
     Log,
     Closed,
     /// Emptied, free after the next checkpoint.
-    Limbo,
+    PendingFree,
 }
 
 struct Pool {
@@ -134,7 +134,7 @@ impl Pool {
         for segment in 0..self.state.len() {
             match self.state[segment] {
                 State::Log => self.state[segment] = State::Closed,
-                State::Limbo => self.state[segment] = State::Free,
+                State::PendingFree => self.state[segment] = State::Free,
                 _ => {}
             }
         }
@@ -157,7 +157,7 @@ impl Pool {
 
     fn clean(&mut self) {
         let gained: u32 = (0..self.state.len())
-            .filter(|s| self.state[*s] == State::Limbo)
+            .filter(|s| self.state[*s] == State::PendingFree)
             .map(|_| SEGMENT_BLOCKS)
             .sum();
         let Some(victim) = self.victim().filter(|_| gained < 8 * SEGMENT_BLOCKS) else {
@@ -167,7 +167,7 @@ impl Pool {
         lbas.retain(|lba| self.place[*lba as usize] == victim as u32);
         lbas.sort_unstable();
         lbas.dedup();
-        self.state[victim] = State::Limbo;
+        self.state[victim] = State::PendingFree;
         for lba in lbas {
             self.put(lba, true);
         }

@@ -44,7 +44,7 @@ const URGENT_BELOW_PERCENT: u64 = 3;
 /// what targets have on their way still fits.
 const SHORT_BELOW_PERCENT: u32 = 2;
 /// Emptied segments that wait for a commit.
-const LIMBO_MAX: u32 = 8;
+const PENDING_FREE_MAX: u32 = 8;
 /// Closed segments of log that make a fold worth its nodes when space is short.
 const FOLD_SEGMENTS: u64 = 2;
 
@@ -354,7 +354,7 @@ impl<D: Disk> Pool<D> {
         }
         // Emptied segments are worth nothing until they are recorded as such; clean-up must not
         // use up the room it works in before it has its gains.
-        let limit = LIMBO_MAX.min(allocator.reserve_units / 3).max(1);
+        let limit = PENDING_FREE_MAX.min(allocator.reserve_units / 3).max(1);
         let tight = allocator.free_units() <= allocator.reserve_units;
         let (guid, most) = replicas()
             .filter(|(_, r)| r.may_commit())

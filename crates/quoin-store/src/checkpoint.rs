@@ -11,8 +11,8 @@ use quoin_types::{BLOCK_SIZE, EntryKind, Lsn, mutant};
 
 use crate::core::Core;
 use crate::disk::Disk;
+use crate::memtable::Memtable;
 use crate::node::LEAF_SHIFT;
-use crate::overlay::Overlay;
 use crate::records::{Checkpoint, LogStart, Record, SnapshotState};
 use crate::replica::{Image, Replica};
 use crate::tree::{self, Change, Edit};
@@ -32,7 +32,7 @@ pub struct CheckpointJob {
     /// The first entry that is no part of the stage.
     stage_end: u64,
     /// The stage's entries, and the LBA from which on they are not in `work` yet.
-    newest: Overlay,
+    newest: Memtable,
     cursor: u64,
     /// The entry that ends the stage.
     special: Option<u64>,
@@ -74,7 +74,7 @@ impl Replica {
         let work = self.folded.clone();
         let next = self.log.first_lsn();
         if self.maintenance.checkpoint.is_none() && target >= next {
-            let newest = Overlay::default();
+            let newest = Memtable::default();
             let mut job = CheckpointJob {
                 target,
                 work,
@@ -142,7 +142,7 @@ impl Replica {
         });
         job.special = special.map(|(lsn, _)| lsn).filter(|lsn| *lsn <= job.target);
         job.stage_end = job.special.unwrap_or(job.target + 1);
-        (job.newest, job.cursor) = (Overlay::default(), 0);
+        (job.newest, job.cursor) = (Memtable::default(), 0);
     }
 
     /// Collects some of the stage's entries.
@@ -266,9 +266,9 @@ impl Replica {
             self.frozen.take_if(|(lsn, _, upper)| *lsn <= folded || upper.reverted);
             if let Some((_, stands_on, upper)) = &mut self.frozen {
                 *stands_on = folded;
-                upper.overlay.forget_through(job.target);
+                upper.memtable.forget_through(job.target);
             }
-            self.upper.overlay.forget_through(job.target);
+            self.upper.memtable.forget_through(job.target);
             self.upper.lower = self.folded.root;
         }
         (self.maintenance.dirty, self.maintenance.commit_waits) = (true, false);

@@ -28,7 +28,7 @@ use crate::clean::{header_at, read_header, readable};
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::error::PoolError;
-use crate::overlay::Log;
+use crate::memtable::Log;
 use crate::records::{Checkpoint, DurableReplica, LogStart, SegmentState};
 use crate::replica::{Image, Replica, Synced, Upper};
 use crate::segments::Segment;

@@ -14,8 +14,8 @@ use crate::core::{BadBlock, Core, NodeBatch, NodeIo};
 use crate::disk::Disk;
 use crate::history::Head;
 use crate::maintenance::{Maintenance, Quarantine};
+use crate::memtable::{Log, Memtable};
 use crate::model::push_slot;
-use crate::overlay::{Log, Overlay};
 use crate::read_buffer::ReadBuffer;
 use crate::records::{LogStart, Record, SnapshotState};
 use crate::recount::LiveCount;
@@ -45,7 +45,7 @@ pub struct Pin {
 #[derive(Clone, Default)]
 pub struct Upper {
     /// Newest entries, on top of `lower`.
-    pub overlay: Overlay,
+    pub memtable: Memtable,
     /// The folded map, or that of the snapshot which the last Revert went back to.
     pub lower: Root,
     /// Whether `lower` is a snapshot's.
@@ -315,7 +315,7 @@ impl Replica {
         match &entry.kind {
             EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => {
                 let end = entry.lba + u64::from(entry.blocks);
-                self.upper.overlay.insert(entry.lba, end, entry.lsn.0);
+                self.upper.memtable.insert(entry.lba, end, entry.lsn.0);
             }
             EntryKind::Revert { .. } => self.upper = self.upper_at(entry.lsn),
             _ => {}
@@ -404,7 +404,7 @@ impl Replica {
         }
         for l in first..=lsn.0.min(self.log.next_lsn() - 1) {
             if let Some(record) = self.log.get(l).filter(|r| r.has_range()) {
-                upper.overlay.insert(record.lba, record.end(), l);
+                upper.memtable.insert(record.lba, record.end(), l);
             }
         }
         upper
@@ -481,7 +481,7 @@ impl Replica {
             Source::Frozen => &frozen.as_ref().ok_or(StoreError::Rule("no such view"))?.2,
         };
         let (end, mut at) = (lba + found.len() as u64, lba);
-        for (from, to, lsn) in upper.overlay.range(lba, end) {
+        for (from, to, lsn) in upper.memtable.range(lba, end) {
             if from > at {
                 let gap = &mut found[(at - lba) as usize..(from - lba) as usize];
                 tree::blocks(&mut io, upper.lower, at, gap)?;

@@ -12,9 +12,9 @@ use crate::batch::Stream;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::history::Head;
+use crate::memtable::Log;
 use crate::moved::MovedBlock;
 use crate::node::{LEAF_BLOCKS, LEAF_SHIFT};
-use crate::overlay::Log;
 use crate::records::{Checkpoint, LogStart, Record, ShadowState, SnapshotState};
 use crate::replica::{Image, Pin, Replica, Source, Synced, Upper};
 use crate::tree::{self, BlockAt, Change, Edit, Part, Root};
@@ -564,7 +564,7 @@ impl Replica {
             Source::Frozen => self.frozen.as_ref().map(|(.., upper)| upper),
         };
         let until = below.map_or(size, |below| below + WINDOW_HOLE_BLOCKS_MAX);
-        let above = upper.and_then(|u| u.overlay.next(at, until, from.0)).map(|(start, _)| start);
+        let above = upper.and_then(|u| u.memtable.next(at, until, from.0)).map(|(start, _)| start);
         let Some(start) = above.into_iter().chain(below).min().map(|s| s.max(at)) else {
             return Ok(None);
         };

@@ -30,7 +30,7 @@ use crate::Options;
 use crate::assignment::{self, Assigned};
 use crate::devices::Devices;
 use crate::dial::{Dials, Reach};
-use crate::door::{Door, NewClient};
+use crate::nbd_listener::{NbdListener, NewClient};
 use crate::shard::{Ask, Grant, Input, ShardHandle, VolumeUpdate};
 use crate::verification::verification;
 
@@ -63,7 +63,7 @@ pub(crate) struct Control {
     /// Something worth a report soon.
     pub changed: Arc<Notify>,
     /// Where volumes are served over TCP.
-    pub door: Option<Door>,
+    pub nbd_listener: Option<NbdListener>,
 }
 
 /// What was asked for, and what was done about it.
@@ -457,8 +457,8 @@ impl Control {
     fn nbd_uri(&self, id: VolumeId) -> String {
         let served = self.served.lock().expect("never held across a panic");
         let name = served.wanted.get(&id).map(|assigned| assigned.info.name.as_str());
-        match (&self.door, name) {
-            (Some(door), Some(name)) => door.uri(name),
+        match (&self.nbd_listener, name) {
+            (Some(nbd_listener), Some(name)) => nbd_listener.uri(name),
             _ => String::new(),
         }
     }

@@ -4,7 +4,7 @@
 //! **shards** ([`shard`]): threads with an epoll loop of their own, which own whole volumes and
 //! drive `quoin_replication::primary::Primary` with them. Connections to replicas are made on helper
 //! threads ([`dial`]); a volume's clients come over its socket ([`listen`], [`client`]) or, where
-//! it is asked for, over TCP ([`door`]). The
+//! it is asked for, over TCP ([`nbd_listener`]). The
 //! control thread (tokio) asks for epochs and reports; no IO ever waits for it.
 
 pub mod assignment;
@@ -12,9 +12,9 @@ pub mod client;
 mod control;
 mod devices;
 pub mod dial;
-pub mod door;
 pub mod listen;
 pub mod metrics;
+pub mod nbd_listener;
 mod notes;
 pub mod shard;
 mod throttle;
@@ -33,8 +33,8 @@ use tokio::sync::{mpsc, watch};
 use control::Control;
 use devices::Devices;
 use dial::{Dials, Reach};
-use door::Door;
 use metrics::Metrics;
+use nbd_listener::NbdListener;
 use shard::{Input, Shard};
 
 /// How a target is run.
@@ -55,7 +55,7 @@ pub struct Options {
     /// What all volumes together may keep in memory for replicas that are away or behind.
     pub catch_up_bytes: u64,
     /// Serve the volumes over TCP too.
-    pub nbd: Option<door::NbdOptions>,
+    pub nbd: Option<nbd_listener::NbdOptions>,
     /// Made by the caller, who shows it.
     pub metrics: Metrics,
 }
@@ -65,7 +65,7 @@ pub enum Error {
     #[error(transparent)]
     Identity(#[from] quoin_identity::Error),
     #[error(transparent)]
-    Door(#[from] door::DoorError),
+    NbdListener(#[from] nbd_listener::NbdListenerError),
     #[error(
         "the identity in {dir} is of {holder}, not of node {name}: give --state another directory, or the node its old name"
     )]
@@ -95,7 +95,8 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         });
     }
     let _lock = prepare_run_dir(&options)?;
-    let door = options.nbd.as_ref().map(|nbd| Door::open(nbd, &identity)).transpose()?;
+    let nbd_listener =
+        options.nbd.as_ref().map(|nbd| NbdListener::open(nbd, &identity)).transpose()?;
     let notices = Notices::default();
     let (asks, asked) = mpsc::unbounded_channel();
     let (ends, mut ended) = mpsc::unbounded_channel();
@@ -132,7 +133,7 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
         notices,
         served: Default::default(),
         changed,
-        door,
+        nbd_listener,
     });
     let mut tasks = tokio::task::JoinSet::new();
     let answering = tokio::spawn(control.clone().answer(asked));
@@ -149,8 +150,8 @@ pub async fn run(options: Options, mut shutdown: watch::Receiver<bool>) -> Resul
 
     let (c, s) = (control.clone(), shutdown.clone());
     tasks.spawn(async move {
-        let Some(door) = &c.door else { return };
-        if let Err(error) = door.serve(c.clone(), s).await {
+        let Some(nbd_listener) = &c.nbd_listener else { return };
+        if let Err(error) = nbd_listener.serve(c.clone(), s).await {
             tracing::error!(%error, "NBD is not served over TCP any more");
         }
     });

@@ -221,7 +221,7 @@ pub struct State {
     pub budget: Budget,
     /// The newest entry that a client was told of (a write's answer or a read's content).
     pub owed: Place,
-    /// The newest entry that a flush vouched for and replicas may fold, Views included.
+    /// The newest entry that a flush covered and replicas may fold, Views included.
     pub flushed: Place,
     /// A person agreed that acknowledged writes may be lost; the next start settles it.
     pub consented: u8,

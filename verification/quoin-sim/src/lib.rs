@@ -9,7 +9,7 @@
 //! | [`linear`] | reads and writes of a 4 KiB block that no order explains |
 //! | [`lineage`] | acknowledged, read or flushed entries that a later history lacks; two contents for one position |
 //! | `world::checks` | answers under an old epoch, wrong bytes, errors without a cause, replicas that differ at rest |
-//! | `world::door` | replicas let in, counted or made known against the rules of [`scaleup`] |
+//! | `world::admissions` | replicas let in, counted or made known against the rules of [`scaleup`] |
 //! | `world::ending` | IO or replicas that do not come back after the last fault |
 //! | the core itself | assertions of its invariants (a panic is a violation with its seed) |
 //! | [`storage`] | a cut below stable, a repair with another version |

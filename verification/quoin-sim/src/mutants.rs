@@ -106,7 +106,7 @@ pub const ALL: &[Defect] = &[
     core("close-makes-continuous", Swarm::Closes).like("close-makes-continuous"),
     core("closed-before-the-data", Swarm::Closes),
     core("stopped-without-its-word", Swarm::Closes),
-    core("vouched-without-its-caches", Swarm::Closes),
+    core("clean-stop-without-its-caches", Swarm::Closes),
     core("word-kept-over-an-open", Swarm::Closes),
     core("stuck-view-not-passed", Swarm::Churn).like("stuck-view"),
     core("control-plane-rollback-ignored", Swarm::Replacements).like("rollback-ignored"),

@@ -36,7 +36,7 @@ pub enum Swarm {
     Replacements,
     /// Replicas that are added, moved and removed, and CF that is changed, all the time.
     Members,
-    /// The same, with replicas at the door that nobody asked for, and lists with an entry missing.
+    /// The same, with replicas that connect and that nobody asked for, and lists with an entry missing.
     Strangers,
     /// More replicas are destroyed than an open can do without, and a person goes on with the rest.
     Recoveries,

@@ -171,7 +171,7 @@ pub struct Shard<'a, P> {
     relaxed_from: Time,
     stopping: Option<(SyncTicket, Time)>,
     /// Stopping, and the replicas know that all they applied is on media.
-    vouched: bool,
+    clean_stop_recorded: bool,
     scrub: Scrub,
     /// When targets are to be asked for good copies.
     repair_at: Option<Time>,
@@ -207,7 +207,7 @@ impl<'a, P: ReplicaPool + PoolFacts> Shard<'a, P> {
             rest_until: Time::default(),
             relaxed_from: Time::default(),
             stopping: None,
-            vouched: false,
+            clean_stop_recorded: false,
             scrub,
             repair_at: None,
             short: false,

@@ -49,7 +49,7 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.judged(now, rolled_back);
     }
 
-    /// Opens the doors to targets, or ends all sessions.
+    /// Accepts targets, or ends all sessions.
     pub(super) fn judged(&mut self, now: Time, rolled_back: bool) {
         match (self.parts.recognition, rolled_back) {
             (Recognition::Given, false) | (Recognition::Refused, true) => {}

@@ -81,16 +81,18 @@ impl<P: ReplicaPool + PoolFacts> Shard<'_, P> {
         self.stopping = Some((self.pool.request_sync(), now + STOP_MAX));
     }
 
-    /// Whether a stop is complete: with the first sync the replicas vouch for what they hold, and
+    /// Whether a stop is complete: after the first sync the replicas record a clean stop, and
     /// the second is for that. It is not waited for without end.
     pub(super) fn has_stopped(&mut self, now: Time) -> bool {
         let Some((ticket, deadline)) = self.stopping else { return false };
-        if now >= deadline || (self.vouched && self.synced >= ticket && self.queued == 0) {
+        if now >= deadline
+            || (self.clean_stop_recorded && self.synced >= ticket && self.queued == 0)
+        {
             return true;
         }
-        if !self.vouched && self.synced >= ticket {
+        if !self.clean_stop_recorded && self.synced >= ticket {
             self.stopping = Some((self.pool.request_sync(), deadline));
-            self.vouched = true;
+            self.clean_stop_recorded = true;
             self.begin_sync();
         }
         false

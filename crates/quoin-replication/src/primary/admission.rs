@@ -13,7 +13,7 @@
 use quoin_types::ids::VolumeId;
 use quoin_types::membership::{Member, Membership};
 
-/// A replica at the door, as it says of itself.
+/// A replica that asks to be admitted, as it says of itself.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Applicant {
     pub volume: VolumeId,

@@ -499,19 +499,23 @@ impl Replica {
             self.answer_open(now, store, actions);
         }
         if self.stopping.take_if(|all| *all <= ticket).is_some() {
-            self.vouch(store, actions);
+            self.record_clean_stop(store, actions);
         }
         let Some(session) = &mut self.session else { return };
         let outcome = session.on_synced(ticket, store, actions);
         self.go_on(now, Place::Elsewhere, outcome, store, actions);
     }
 
-    /// Says for the next start that everything it ever applied is on media, whatever becomes of the
+    /// Records for the next start that everything it ever applied is on media, whatever becomes of the
     /// host's caches: those who stop at once do not all hear the target's Close before they end.
     /// The session stays open, since its lease does.
-    fn vouch(&mut self, store: &mut dyn ReplicaStore, actions: &mut Vec<ReplicaAction>) {
+    fn record_clean_stop(
+        &mut self,
+        store: &mut dyn ReplicaStore,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
         let meta = store.meta();
-        let continuous = self.continuous || mutant::is("vouched-without-its-caches");
+        let continuous = self.continuous || mutant::is("clean-stop-without-its-caches");
         let said = meta.closed_continuous || mutant::is("stopped-without-its-word");
         if !continuous || !meta.session_open || said {
             return;

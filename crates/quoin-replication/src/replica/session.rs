@@ -634,7 +634,7 @@ impl Session {
         self.closing = true;
         if self.durable < self.applied && !mutant::is("closed-before-the-data") {
             // The data first: it lies elsewhere than the small state, and one sync orders
-            // nothing. A power cut must not leave the word without what it vouches for.
+            // nothing. A power cut must not leave the record of a clean close without the data.
             let ticket = store.request_sync();
             self.syncs.push_back((ticket, AfterSync::Close { continuous }));
         } else {

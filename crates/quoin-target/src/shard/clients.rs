@@ -12,8 +12,8 @@ use quoin_types::{Time, VolumeId};
 
 use super::{Shard, Slot, Volume};
 use crate::client::{Client, Turn};
-use crate::door::NewClient;
 use crate::listen::Socket;
+use crate::nbd_listener::NewClient;
 use crate::tokens::Origin;
 
 /// Clients of one volume.

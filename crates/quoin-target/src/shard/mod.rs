@@ -30,9 +30,9 @@ use quoin_wire::Connection;
 
 use crate::client::Client;
 use crate::dial::{Dialler, Dials, Undialled};
-use crate::door::NewClient;
 use crate::listen::Socket;
 use crate::metrics::Metrics;
+use crate::nbd_listener::NewClient;
 pub use crate::throttle::Limits;
 use crate::throttle::Throttle;
 use crate::tokens::Tokens;

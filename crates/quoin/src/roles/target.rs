@@ -3,8 +3,8 @@
 use anyhow::Result;
 use clap::Args;
 use quoin_identity::Role;
-use quoin_target::door::NbdOptions;
 use quoin_target::metrics::Metrics;
+use quoin_target::nbd_listener::NbdOptions;
 use quoin_telemetry::Source;
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -268,7 +268,7 @@ impl World {
         kept.into_iter().chain(before).fold(ruling, usize::min)
     }
 
-    /// What a reply vouches for is where the target must have it at that moment.
+    /// What a reply promises is where the target must have it at that moment.
     fn check_reach(&mut self, tag: Tag, lsn: Lsn, flushed: bool, epoch: Epoch) {
         let serving = |p: &&super::targets::Process| p.serving == Some(epoch);
         let mut processes = self.targets.iter().filter_map(|t| t.process.as_ref());

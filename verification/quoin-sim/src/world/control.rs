@@ -122,7 +122,7 @@ impl World {
                 {
                     process.word.membership = membership.version;
                     process.word.granted = membership.clone();
-                    process.door.ruling = membership.clone();
+                    process.admissions.ruling = membership.clone();
                     process.word.open_quorum = membership.open_quorum();
                 }
                 // A refusal settles nothing: older requests may still land.

@@ -2,13 +2,13 @@
 //! clients under one scheduler. Everything that happens is an [`Event`]; everything that is drawn
 //! is drawn from the seed.
 
+mod admissions;
 mod bulk;
 mod checks;
 mod claims;
 mod clients;
 mod clocks;
 mod control;
-mod door;
 mod ending;
 mod fences;
 mod growth;
@@ -213,7 +213,7 @@ pub(crate) struct PoolHost {
     pub slow: u64,
     /// Since when what it holds may be less than it applied; for the check of loss claims.
     pub cache_lost: bool,
-    /// Its process has ended with all on media, and has vouched for it.
+    /// Its process has ended with all on media, and has recorded a clean stop.
     pub ended_in_order: bool,
     /// Its disk has refused to read at some time.
     pub reads_failed: bool,

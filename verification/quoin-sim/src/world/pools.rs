@@ -31,8 +31,8 @@ pub(crate) struct Process {
 struct Stopping {
     /// It goes on when this is on media.
     all: SyncTicket,
-    /// Its replica has vouched for what it holds, and `all` is that word.
-    vouched: bool,
+    /// Its replica has recorded a clean stop, and `all` is the sync of that.
+    clean_stop_recorded: bool,
     /// Its host is switched off then.
     then_power: bool,
     restart_ns: u64,
@@ -178,7 +178,8 @@ impl World {
         let mut all = None;
         here.storage.with(here.member.guid, &mut |store| all = Some(store.request_sync()));
         let Some(all) = all else { return self.kill_pool(pool, Outage::Process, restart_ns) };
-        process.stopping = Some(Stopping { all, vouched: false, then_power, restart_ns });
+        process.stopping =
+            Some(Stopping { all, clean_stop_recorded: false, then_power, restart_ns });
         let life = here.life;
         self.plan_sync(pool);
         // A supervisor waits some seconds and then kills.
@@ -191,8 +192,8 @@ impl World {
         if synced < stopping.all {
             return;
         }
-        if !stopping.vouched {
-            stopping.vouched = true;
+        if !stopping.clean_stop_recorded {
+            stopping.clean_stop_recorded = true;
             let word = &mut stopping.all;
             here.storage.with(here.member.guid, &mut |store| *word = store.request_sync());
             return self.plan_sync(pool);

@@ -1,4 +1,4 @@
-//! Replicas at the door that nobody asked for: started by mistake, copied from others, of another
+//! Replicas that connect and that nobody asked for: started by mistake, copied from others, of another
 //! volume, replaced long ago. Operators of the swarm `strangers` name them beside all that other
 //! operators do; before the run ends whatever there is no room for is taken off the record again.
 //!

@@ -32,7 +32,7 @@ pub(crate) struct Process {
     /// The size that the controller has told it.
     pub told_blocks: u64,
     pub word: super::claims::Word,
-    pub door: super::door::Door,
+    pub admissions: super::admissions::Admissions,
     sessions: BTreeMap<Name, ConnectionId>,
 }
 
@@ -79,7 +79,7 @@ impl World {
             waiting: String::new(),
             told_blocks: self.setup.config.volume_blocks,
             word: Default::default(),
-            door: Default::default(),
+            admissions: Default::default(),
             sessions: BTreeMap::new(),
         });
         let desired = self.desired_now();
@@ -123,7 +123,7 @@ impl World {
         let mut lost = Vec::new();
         for event in events {
             if let PrimaryEvent::Desired(desired) = &event {
-                process.door.tell(desired);
+                process.admissions.tell(desired);
             }
             if ends_a_session(&event) {
                 let replicas = process.target.status().replicas;
@@ -144,7 +144,7 @@ impl World {
             self.target_action(target, action);
         }
         self.check_activation(target);
-        self.look_at_door(target);
+        self.look_at_admissions(target);
     }
 
     fn target_action(&mut self, target: usize, action: PrimaryAction) {
@@ -171,7 +171,7 @@ impl World {
                 self.connect(target, member, bulk.session, Some(bulk.number));
             }
             PrimaryAction::Disconnect { session } => {
-                self.leaves_the_door(target, session);
+                self.leaves_admission(target, session);
                 self.target_hangs_up(target, |of| of.session == session);
             }
             PrimaryAction::DisconnectBulk { bulk } => {
@@ -371,7 +371,7 @@ impl World {
             self.target_loses_bulk(target, BulkKey { session, number });
         } else if was_there {
             let off = self.quorum_is_off(target, session);
-            self.leaves_the_door(target, session);
+            self.leaves_admission(target, session);
             let event = match self.terms.was_turned_away(id) {
                 true => PrimaryEvent::FormerTerm { session },
                 false => PrimaryEvent::Disconnected { session },
@@ -430,7 +430,7 @@ impl World {
             }
         }
         self.check_boundary(target, &message);
-        self.say_at_the_door(target, session, &message);
+        self.say_hello(target, session, &message);
         if matches!(message, ToReplica::Close)
             && let Some(process) = &mut self.targets[target].process
         {
@@ -507,7 +507,7 @@ impl World {
                 };
                 if let Some(process) = &mut self.targets[target].process {
                     let seen = &mut self.stats.situations;
-                    let heard = process.door.hear(member, *session, foreign, message, seen);
+                    let heard = process.admissions.hear(member, *session, foreign, message, seen);
                     broken = broken.or(heard);
                 }
                 if let quoin_types::message::FromReplica::OpenAck(ack) = message {
@@ -556,7 +556,7 @@ impl World {
         let Some(process) = &mut self.targets[target].process else { return };
         match note {
             PrimaryNote::Opening { epoch } => {
-                process.door.opening(epoch);
+                process.admissions.opening(epoch);
                 process.serving = None;
                 process.tail_lost = false;
                 (process.word.heard, process.word.swapping) = (0, None);

@@ -47,7 +47,7 @@ impl Hello {
 
 /// What the world knows of one life of a target.
 #[derive(Default, Debug)]
-pub(crate) struct Door {
+pub(crate) struct Admissions {
     /// What was desired as it was told last.
     told: Desired,
     /// The membership that answers of the control plane gave it.
@@ -82,7 +82,7 @@ pub(crate) struct Door {
     is_unsettled: bool,
 }
 
-impl Door {
+impl Admissions {
     fn known(&self, member: Member) -> bool {
         self.ruling.known.contains(&member)
     }
@@ -201,8 +201,8 @@ impl Door {
 }
 
 impl World {
-    fn door(&mut self, target: usize) -> Option<&mut Door> {
-        self.targets[target].process.as_mut().map(|process| &mut process.door)
+    fn admissions(&mut self, target: usize) -> Option<&mut Admissions> {
+        self.targets[target].process.as_mut().map(|process| &mut process.admissions)
     }
 
     fn situations(&mut self) -> &mut Situations {
@@ -214,46 +214,42 @@ impl World {
     }
 
     /// A session of this target is over, by whichever end.
-    pub(crate) fn leaves_the_door(&mut self, target: usize, session: SessionKey) {
-        let Some(door) = self.door(target) else { return };
-        let Some(at) = door.hellos.iter().position(|hello| hello.session == session) else {
+    pub(crate) fn leaves_admission(&mut self, target: usize, session: SessionKey) {
+        let Some(admissions) = self.admissions(target) else { return };
+        let Some(at) = admissions.hellos.iter().position(|hello| hello.session == session) else {
             return;
         };
-        door.hellos.swap_remove(at);
-        door.is_dirty = true;
-        door.is_unsettled = true;
-        let short = door.rules().any(|rule| door.connected(rule) < usize::from(rule.cf));
-        if short && !std::mem::replace(&mut door.below_cf, short) {
+        admissions.hellos.swap_remove(at);
+        admissions.is_dirty = true;
+        admissions.is_unsettled = true;
+        let short =
+            admissions.rules().any(|rule| admissions.connected(rule) < usize::from(rule.cf));
+        if short && !std::mem::replace(&mut admissions.below_cf, short) {
             self.situations().add(Situation::StoppedBelowCf);
         }
     }
 
     /// A replica is dialled: it is known, or desired, or a joint View may have made it known.
     pub(crate) fn check_dialled(&mut self, target: usize, member: Member) {
-        let Some(door) = self.door(target) else { return };
-        door.is_dirty = true;
-        let expected = door.known(member)
-            || door.told.newcomer(member).is_some()
-            || door.is_joint(member)
-            || door.named.contains(&member)
-            || door.beside.as_ref().is_some_and(|beside| beside.contains(&member));
+        let Some(admissions) = self.admissions(target) else { return };
+        admissions.is_dirty = true;
+        let expected = admissions.known(member)
+            || admissions.told.newcomer(member).is_some()
+            || admissions.is_joint(member)
+            || admissions.named.contains(&member)
+            || admissions.beside.as_ref().is_some_and(|beside| beside.contains(&member));
         if !expected {
             self.breaks("SCALE-LIST-01", format!("target {target} dials {member:?}"));
         }
     }
 
     /// What a target says to a replica.
-    pub(crate) fn say_at_the_door(
-        &mut self,
-        target: usize,
-        session: SessionKey,
-        message: &ToReplica,
-    ) {
-        let Some(door) = self.door(target) else { return };
+    pub(crate) fn say_hello(&mut self, target: usize, session: SessionKey, message: &ToReplica) {
+        let Some(admissions) = self.admissions(target) else { return };
         match message {
             ToReplica::Append { entries, .. } => {
                 let (Some(first), Some(last)) = (entries.first(), entries.last()) else { return };
-                let Some(hello) = door.hello(session) else { return };
+                let Some(hello) = admissions.hello(session) else { return };
                 let expected = hello.next.unwrap_or(first.lsn);
                 hello.next = Some(expected.max(last.lsn.next()));
                 hello.is_fed = true;
@@ -269,18 +265,18 @@ impl World {
                 }
             }
             ToReplica::Truncate { keep, .. } => {
-                let Some(hello) = door.hello(session) else { return };
+                let Some(hello) = admissions.hello(session) else { return };
                 hello.next = Some(keep.next());
                 let guid = hello.member.guid;
-                door.heard(guid, *keep, true);
+                admissions.heard(guid, *keep, true);
             }
             ToReplica::Read { .. } => {
-                let Some(hello) = door.hello(session) else { return };
+                let Some(hello) = admissions.hello(session) else { return };
                 if hello.is_off() {
                     let what = format!("{:?} is asked to read", hello.member);
                     return self.breaks("SCALE-QUORUM-03", what);
                 }
-                if door.hellos.iter().any(|hello| hello.is_off() && hello.is_fed) {
+                if admissions.hellos.iter().any(|hello| hello.is_off() && hello.is_fed) {
                     self.situations().add(Situation::ReadBesideQuorumOff);
                 }
             }
@@ -293,9 +289,13 @@ impl World {
     pub(crate) fn check_lists(&mut self, target: usize, entry: &Entry, view: &View) {
         let lsn = entry.lsn;
         // One of an older epoch, that somebody lacks, was looked at then.
-        let Some(door) = self.door(target).filter(|door| door.epoch == entry.epoch) else { return };
-        let (rule, ruling) = (&view.rule, &door.ruling);
-        let (room, drf) = (door.told.drf.max(ruling.rf), door.told.drf);
+        let Some(admissions) =
+            self.admissions(target).filter(|admissions| admissions.epoch == entry.epoch)
+        else {
+            return;
+        };
+        let (rule, ruling) = (&view.rule, &admissions.ruling);
+        let (room, drf) = (admissions.told.drf.max(ruling.rf), admissions.told.drf);
         if (rule.rf, rule.cf) != (ruling.rf, ruling.cf) || rule.known != ruling.known {
             let what = format!("the View at {lsn} is by {rule:?}, the record has {ruling:?}");
             return self.breaks("SCALE-KNOWN-14", what);
@@ -307,7 +307,7 @@ impl World {
             let what = format!("the View at {lsn} counts {stranger:?}, which is not known");
             return self.breaks("SCALE-LIST-06", what);
         }
-        let before = door.newest.as_ref().and_then(|(_, view)| view.joint.as_ref());
+        let before = admissions.newest.as_ref().and_then(|(_, view)| view.joint.as_ref());
         // Who is let in because of a second rule is looked at again in the next batch.
         let turns = before.is_some() != view.joint.is_some();
         let begins = view.joint.as_ref().filter(|joint| Some(*joint) != before);
@@ -318,25 +318,25 @@ impl World {
             return self.breaks("SCALE-KNOWN-06", what);
         }
         if begins.is_some() {
-            door.joint_at = lsn;
+            admissions.joint_at = lsn;
         }
-        door.is_unsettled |= turns;
-        door.is_dirty |= turns;
-        let beside = door.hellos.iter().any(|hello| !is_known(&hello.member));
-        let fed = door.hellos.iter().any(|hello| !is_known(&hello.member) && hello.is_fed);
-        for hello in &mut door.hellos {
+        admissions.is_unsettled |= turns;
+        admissions.is_dirty |= turns;
+        let beside = admissions.hellos.iter().any(|hello| !is_known(&hello.member));
+        let fed = admissions.hellos.iter().any(|hello| !is_known(&hello.member) && hello.is_fed);
+        for hello in &mut admissions.hellos {
             if view.in_sync.contains(&hello.member) {
                 hello.listed.get_or_insert(lsn);
             }
         }
         let version = rule.membership_version;
-        let moved_on = door.newest.as_ref().is_some_and(|(_, old)| {
+        let moved_on = admissions.newest.as_ref().is_some_and(|(_, old)| {
             old.joint.is_some() && old.rule.membership_version < version && view.joint.is_none()
         });
-        door.newest = Some((lsn, view.clone()));
-        door.counted_by.push_back((lsn, view.rule.clone()));
-        door.counted_by.extend(view.joint.clone().map(|joint| (lsn, joint)));
-        door.counted_by.drain(..door.counted_by.len().saturating_sub(RULES_MAX));
+        admissions.newest = Some((lsn, view.clone()));
+        admissions.counted_by.push_back((lsn, view.rule.clone()));
+        admissions.counted_by.extend(view.joint.clone().map(|joint| (lsn, joint)));
+        admissions.counted_by.drain(..admissions.counted_by.len().saturating_sub(RULES_MAX));
         for (yes, situation) in [
             (beside, Situation::StrangerBesideTheList),
             (fed, Situation::StrangerFed),
@@ -351,16 +351,16 @@ impl World {
     /// A write is acknowledged: CF of the known replicas have said that they have it, under each
     /// rule, and nobody else was needed.
     pub(crate) fn check_held_by_known(&mut self, target: usize, lsn: Lsn) {
-        let Some(door) = self.door(target) else { return };
-        door.acknowledged = door.acknowledged.max(lsn);
-        let Some((_, view)) = &door.newest else { return };
+        let Some(admissions) = self.admissions(target) else { return };
+        admissions.acknowledged = admissions.acknowledged.max(lsn);
+        let Some((_, view)) = &admissions.newest else { return };
         let joint = view.joint.is_some();
-        let short = door.rules().map(|rule| {
-            let holds = |m: &&Member| view.in_sync.contains(m) && door.holds(**m, lsn);
+        let short = admissions.rules().map(|rule| {
+            let holds = |m: &&Member| view.in_sync.contains(m) && admissions.holds(**m, lsn);
             (rule.known.iter().filter(holds).count(), usize::from(rule.cf))
         });
         let short: Vec<(usize, usize)> = short.filter(|(holders, cf)| holders < cf).collect();
-        let off = door.hellos.iter().any(|hello| hello.is_off() && hello.is_fed);
+        let off = admissions.hellos.iter().any(|hello| hello.is_off() && hello.is_fed);
         if let Some((holders, cf)) = short.first() {
             let row = if joint { "SCALE-KNOWN-12" } else { "SCALE-QUORUM-08" };
             let what = format!("{lsn} is acknowledged with {holders} known replicas, CF is {cf}");
@@ -376,14 +376,15 @@ impl World {
 
     /// Any good answer: CF of the known replicas are connected, under each rule.
     pub(crate) fn check_known_connected(&mut self, target: usize) {
-        let Some(door) = self.door(target) else { return };
-        let counts = door.rules().map(|rule| (door.connected(rule), usize::from(rule.cf)));
+        let Some(admissions) = self.admissions(target) else { return };
+        let counts =
+            admissions.rules().map(|rule| (admissions.connected(rule), usize::from(rule.cf)));
         let short = counts.into_iter().find(|(there, cf)| there < cf);
         if let Some((there, cf)) = short {
             let what = format!("target {target} answers with {there} known ones, CF is {cf}");
             return self.breaks("SCALE-IO-03", what);
         }
-        if std::mem::take(&mut door.below_cf) {
+        if std::mem::take(&mut admissions.below_cf) {
             self.situations().add(Situation::WentOnAtCf);
         }
     }
@@ -392,8 +393,8 @@ impl World {
     pub(crate) fn check_no_quorum(&mut self, target: usize) {
         let Some(process) = &self.targets[target].process else { return };
         let (commit, _) = process.target.reach();
-        let door = &process.door;
-        if process.serving.is_none() || door.newest.is_none() {
+        let admissions = &process.admissions;
+        if process.serving.is_none() || admissions.newest.is_none() {
             return;
         }
         // Who counts now: one that was taken back does once the View that says so is active.
@@ -404,10 +405,10 @@ impl World {
         };
         // Every View that is not over has a say.
         let active = process.target.active_view().map_or(Lsn::ZERO, |(lsn, _)| lsn);
-        let mut rules = door.counted_by.iter().filter(|(lsn, _)| *lsn >= active);
+        let mut rules = admissions.counted_by.iter().filter(|(lsn, _)| *lsn >= active);
         let enough = rules.all(|(_, rule)| {
-            let live = |m: &&Member| door.hellos.iter().any(|h| h.member == **m && h.is_live);
-            let holds = |m: &&Member| live(m) && counted(**m) && door.holds(**m, commit);
+            let live = |m: &&Member| admissions.hellos.iter().any(|h| h.member == **m && h.is_live);
+            let holds = |m: &&Member| live(m) && counted(**m) && admissions.holds(**m, commit);
             let holders = rule.known.iter().filter(holds).count();
             holders >= usize::from(rule.cf)
         });
@@ -420,15 +421,15 @@ impl World {
 
     /// IO starts: as many known replicas have answered as the factors ask for.
     pub(crate) fn check_start(&mut self, target: usize) {
-        let Some(door) = self.door(target) else { return };
-        door.is_dirty = true;
-        let (rf, cf) = (door.ruling.rf, door.ruling.cf);
-        let (there, needed) = (door.voters.len(), needed_to_start(rf, cf));
+        let Some(admissions) = self.admissions(target) else { return };
+        admissions.is_dirty = true;
+        let (rf, cf) = (admissions.ruling.rf, admissions.ruling.cf);
+        let (there, needed) = (admissions.voters.len(), needed_to_start(rf, cf));
         if there < needed {
             let what = format!("RF {rf}, CF {cf}: IO starts with {there} known replicas");
             return self.breaks("SCALE-IO-01", what);
         }
-        if there == needed && there < door.ruling.known.len() {
+        if there == needed && there < admissions.ruling.known.len() {
             self.situations().add(Situation::StartedWithJustEnough);
         }
     }
@@ -436,14 +437,13 @@ impl World {
     /// An open waits: would it find enough, if those counted that are not known (any more)?
     pub(crate) fn note_strangers(&mut self, target: usize) {
         let Some(process) = &self.targets[target].process else { return };
-        let door = &process.door;
-        let needed = needed_to_start(door.ruling.rf, door.ruling.cf);
-        let strangers = self
-            .pools
-            .iter()
-            .filter(|p| !p.is_spare() && !p.gone && p.process.is_some() && !door.known(p.member));
-        let there = door.voters.len();
-        let three_of_five = (door.ruling.rf, door.ruling.cf) == (5, 3) && there > 0;
+        let admissions = &process.admissions;
+        let needed = needed_to_start(admissions.ruling.rf, admissions.ruling.cf);
+        let strangers = self.pools.iter().filter(|p| {
+            !p.is_spare() && !p.gone && p.process.is_some() && !admissions.known(p.member)
+        });
+        let there = admissions.voters.len();
+        let three_of_five = (admissions.ruling.rf, admissions.ruling.cf) == (5, 3) && there > 0;
         if process.serving.is_none() && there < needed && there + strangers.count() >= needed {
             self.situations().add(Situation::StrangersWereEnough);
             if three_of_five {
@@ -455,11 +455,11 @@ impl World {
     /// The session with one whose quorum is off is lost: IO goes on.
     pub(crate) fn quorum_is_off(&self, target: usize, session: SessionKey) -> bool {
         let Some(process) = &self.targets[target].process else { return false };
-        let door = &process.door;
+        let admissions = &process.admissions;
         let waits = !process.waiting.is_empty();
         process.serving.is_some()
             && !waits
-            && door.hellos.iter().any(|hello| hello.session == session && hello.is_off())
+            && admissions.hellos.iter().any(|hello| hello.session == session && hello.is_off())
     }
 
     pub(crate) fn check_goes_on(&mut self, target: usize) {
@@ -472,45 +472,45 @@ impl World {
     }
 
     pub(crate) fn note_given_up(&mut self, target: usize, newcomers: &[Member]) {
-        let Some(door) = self.door(target) else { return };
-        door.is_dirty = true;
-        if newcomers.iter().any(|m| door.known(*m)) {
+        let Some(admissions) = self.admissions(target) else { return };
+        admissions.is_dirty = true;
+        if newcomers.iter().any(|m| admissions.known(*m)) {
             return self
                 .breaks("SCALE-KNOWN-10", format!("{newcomers:?} was given up and is known"));
         }
-        door.given_up.extend(newcomers);
+        admissions.given_up.extend(newcomers);
         self.situations().add(Situation::GivenUp);
     }
 
     pub(crate) fn note_not_admitted(&mut self, target: usize, member: Member, too_many: bool) {
-        if let Some(door) = self.door(target) {
-            door.told_of.push((member, too_many));
-            door.is_dirty = true;
+        if let Some(admissions) = self.admissions(target) {
+            admissions.told_of.push((member, too_many));
+            admissions.is_dirty = true;
         }
         self.fill_anew(member);
     }
 
     /// After a batch: who has a seat is who should have one.
-    pub(crate) fn look_at_door(&mut self, target: usize) {
+    pub(crate) fn look_at_admissions(&mut self, target: usize) {
         let Some(process) = &mut self.targets[target].process else { return };
-        let door = &mut process.door;
-        if !door.is_dirty {
+        let admissions = &mut process.admissions;
+        if !admissions.is_dirty {
             return;
         }
-        let is_unsettled = std::mem::take(&mut door.is_unsettled);
+        let is_unsettled = std::mem::take(&mut admissions.is_unsettled);
         if process.serving.is_none() {
             return;
         }
         let status = process.target.status();
-        if !status.serving || status.membership.version != door.ruling.version {
+        if !status.serving || status.membership.version != admissions.ruling.version {
             return;
         }
         if is_unsettled {
-            door.beside = Some(door.beside_the_list(&status));
+            admissions.beside = Some(admissions.beside_the_list(&status));
             return;
         }
-        door.is_dirty = false;
-        let (broken, seen) = door.judge(&status);
+        admissions.is_dirty = false;
+        let (broken, seen) = admissions.judge(&status);
         for situation in seen {
             self.situations().add(situation);
         }
@@ -522,7 +522,7 @@ impl World {
 
 pub(crate) type Broken = Option<(&'static str, String)>;
 
-impl Door {
+impl Admissions {
     fn beside_the_list(&self, status: &PrimaryStatus) -> Vec<Member> {
         status.replicas.iter().map(|r| r.member).filter(|m| !self.known(*m)).collect()
     }

@@ -54,7 +54,7 @@ pub struct NbdOptions {
 
 /// Why the port is not opened.
 #[derive(Debug, thiserror::Error)]
-pub enum DoorError {
+pub enum NbdListenerError {
     #[error(
         "plain NBD on {0} would give every volume to whoever reaches that address: only loopback \
          (127.0.0.1 or ::1) may be plain; leave the flag away to have TLS with client certificates"
@@ -79,19 +79,19 @@ pub struct NewClient {
 }
 
 /// The open port.
-pub(crate) struct Door {
+pub(crate) struct NbdListener {
     listener: TcpListener,
     policy: TlsPolicy,
     scheme: &'static str,
     authority: String,
 }
 
-impl Door {
-    pub fn open(options: &NbdOptions, identity: &Identity) -> Result<Self, DoorError> {
+impl NbdListener {
+    pub fn open(options: &NbdOptions, identity: &Identity) -> Result<Self, NbdListenerError> {
         if options.plain && !options.listen.ip().is_loopback() {
-            return Err(DoorError::PlainBeyondLoopback(options.listen));
+            return Err(NbdListenerError::PlainBeyondLoopback(options.listen));
         }
-        let failed = |source| DoorError::Listen { address: options.listen, source };
+        let failed = |source| NbdListenerError::Listen { address: options.listen, source };
         let listener = TcpListener::bind(options.listen).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let bound = listener.local_addr().map_err(failed)?;
@@ -107,7 +107,7 @@ impl Door {
         };
         let authority = options.advertise.clone().unwrap_or_else(named);
         tracing::info!(%bound, tls = !options.plain, "NBD is served over TCP");
-        Ok(Door { listener, policy, scheme, authority })
+        Ok(NbdListener { listener, policy, scheme, authority })
     }
 
     /// The address of a volume, as NBD clients take it.
@@ -193,7 +193,7 @@ fn hear(
     socket.set_nonblocking(false).map_err(failed)?;
     socket.set_nodelay(true).map_err(failed)?;
     keep_alive(&socket).map_err(failed)?;
-    let guest = Guest {
+    let pending = PendingClient {
         control: control.clone(),
         standing: match policy {
             TlsPolicy::Plain => Standing::Admitted,
@@ -201,8 +201,8 @@ fn hear(
         },
         until: Arc::default(),
     };
-    let until = guest.until.clone();
-    let mut session = Session::over(Box::new(guest), policy, Limits::default());
+    let until = pending.until.clone();
+    let mut session = Session::over(Box::new(pending), policy, Limits::default());
     let (mut input, mut requests, mut output) = (BytesMut::new(), Vec::new(), Vec::new());
     let (deadline, mut heard) = (Instant::now() + NEGOTIATION_MAX, false);
     loop {
@@ -254,14 +254,14 @@ enum Standing {
     Forbidden(String),
 }
 
-/// One client at the door, and what it may see behind it.
-struct Guest {
+/// A client whose certificate may not be known yet, and the volumes that it may see.
+struct PendingClient {
     control: Arc<Control>,
     standing: Standing,
     until: Arc<std::sync::Mutex<Option<SystemTime>>>,
 }
 
-impl Guest {
+impl PendingClient {
     fn admitted(&self) -> Result<(), Refused> {
         match &self.standing {
             Standing::Admitted => Ok(()),
@@ -271,7 +271,7 @@ impl Guest {
     }
 }
 
-impl Exports for Guest {
+impl Exports for PendingClient {
     fn identify(&mut self, certificates: &[CertificateDer<'static>]) {
         let Some(leaf) = certificates.first() else { return };
         *self.until.lock().expect("never held across a panic") = valid_until(leaf);
@@ -304,7 +304,7 @@ impl Exports for Guest {
     }
 }
 
-/// The volumes behind this door are attached to `node`, so they are its own and an admin's.
+/// The volumes that this listener serves are attached to `node`, so they are its own and an admin's.
 fn judge(peer: &Peer, node: &str) -> Standing {
     match peer.role {
         Role::Admin => Standing::Admitted,
@@ -354,11 +354,11 @@ mod tests {
         let identity = authority.unwrap().issue_identity(&dir.path().join("n"), Role::Node, "n1");
         let identity = identity.unwrap();
         let open = |listen: SocketAddr, plain| {
-            Door::open(&NbdOptions { listen, advertise: None, plain }, &identity)
+            NbdListener::open(&NbdOptions { listen, advertise: None, plain }, &identity)
         };
         for beyond in ["0.0.0.0:0", "[::]:0", "192.0.2.7:10809"] {
             let refused = open(beyond.parse().unwrap(), true).err().unwrap();
-            assert!(matches!(refused, DoorError::PlainBeyondLoopback(_)), "{refused}");
+            assert!(matches!(refused, NbdListenerError::PlainBeyondLoopback(_)), "{refused}");
         }
         let first = open("127.0.0.1:0".parse().unwrap(), true).unwrap();
         let taken = first.listener.local_addr().unwrap();

@@ -9,11 +9,11 @@ use crate::records::LogStart;
 
 /// Newest entry by range: disjoint extents, start → (end, LSN).
 #[derive(Clone, Default, Debug)]
-pub struct Overlay {
+pub struct Memtable {
     extents: BTreeMap<u64, (u64, u64)>,
 }
 
-impl Overlay {
+impl Memtable {
     pub fn insert(&mut self, start: u64, end: u64, lsn: u64) {
         if start == end {
             return;
@@ -289,16 +289,16 @@ mod tests {
             entries in prop::collection::vec((0u64..200, 1u64..40), 1..80),
             window in (0u64..200, 1u64..60),
         ) {
-            let mut overlay = Overlay::default();
+            let mut memtable = Memtable::default();
             let mut plain = [0u64; 300];
             for (lsn, (start, length)) in (1..).zip(entries) {
-                overlay.insert(start, start + length, lsn);
+                memtable.insert(start, start + length, lsn);
                 plain[start as usize..(start + length) as usize].fill(lsn);
             }
             let (from, to) = (window.0, window.0 + window.1);
             let mut found = [0u64; 300];
             let mut end = from;
-            for (s, e, lsn) in overlay.range(from, to) {
+            for (s, e, lsn) in memtable.range(from, to) {
                 prop_assert!(s >= end && e > s && e <= to);
                 found[s as usize..e as usize].fill(lsn);
                 end = e;
@@ -306,10 +306,10 @@ mod tests {
             let (from, to) = (from as usize, to as usize);
             prop_assert_eq!(&found[from..to], &plain[from..to]);
             // Where something newer than half of the entries is next.
-            let old = u64::from(overlay.extents.len() as u32 / 2);
+            let old = u64::from(memtable.extents.len() as u32 / 2);
             let next = (from..to).find(|block| plain[*block] > old).map(|block| block as u64);
             let (from, to) = (from as u64, to as u64);
-            prop_assert_eq!(overlay.next(from, to, old).map(|(start, _)| start), next);
+            prop_assert_eq!(memtable.next(from, to, old).map(|(start, _)| start), next);
         }
     }
 }

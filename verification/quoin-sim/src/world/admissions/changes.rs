@@ -7,13 +7,14 @@ impl World {
     /// A swap is sent for the first time: it says what the joint View says, and every newcomer has
     /// that View, and so all before it, on media; what was acknowledged meets the new rule.
     pub(crate) fn check_asked(&mut self, target: usize, next: &Membership) {
-        let Some(door) = self.door(target) else { return };
-        let new: Vec<Member> = next.known.iter().filter(|m| !door.known(**m)).copied().collect();
-        let same = next.known == door.ruling.known;
-        if same && (next.rf, next.cf) == (door.ruling.rf, door.ruling.cf) {
+        let Some(admissions) = self.admissions(target) else { return };
+        let new: Vec<Member> =
+            next.known.iter().filter(|m| !admissions.known(**m)).copied().collect();
+        let same = next.known == admissions.ruling.known;
+        if same && (next.rf, next.cf) == (admissions.ruling.rf, admissions.ruling.cf) {
             return;
         }
-        let joint = door.newest.as_ref().and_then(|(_, view)| view.joint.as_ref());
+        let joint = admissions.newest.as_ref().and_then(|(_, view)| view.joint.as_ref());
         let told = joint.is_some_and(|rule| {
             rule.known == next.known && (rule.rf, rule.cf) == (next.rf, next.cf)
         });
@@ -22,21 +23,22 @@ impl World {
             return self.breaks("SCALE-KNOWN-13", what);
         }
         let on_media = |m: &Member| {
-            let hello = door.hellos.iter().find(|hello| hello.member == *m);
-            hello.is_some_and(|hello| hello.durable >= door.joint_at)
+            let hello = admissions.hellos.iter().find(|hello| hello.member == *m);
+            hello.is_some_and(|hello| hello.durable >= admissions.joint_at)
         };
         if let Some(late) = new.iter().find(|m| !on_media(m)) {
             let what = format!("{late:?} is to be known before it has the View that says so");
             return self.breaks("SCALE-KNOWN-08", what);
         }
-        let holders = next.known.iter().filter(|m| door.holds(**m, door.acknowledged)).count();
-        let (acknowledged, cf) = (door.acknowledged, next.cf);
+        let holders =
+            next.known.iter().filter(|m| admissions.holds(**m, admissions.acknowledged)).count();
+        let (acknowledged, cf) = (admissions.acknowledged, next.cf);
         if acknowledged > Lsn::ZERO && holders < usize::from(cf) {
             let what = format!("{acknowledged} is with {holders} where CF is to be {cf}");
             return self.breaks("SCALE-KNOWN-09", what);
         }
-        let was_off = door.hellos.iter().any(|h| new.contains(&h.member) && !h.quorum);
-        let rises = cf > door.ruling.cf && acknowledged > Lsn::ZERO;
+        let was_off = admissions.hellos.iter().any(|h| new.contains(&h.member) && !h.quorum);
+        let rises = cf > admissions.ruling.cf && acknowledged > Lsn::ZERO;
         self.situations().add(Situation::ToldTheRecord);
         if was_off {
             self.situations().add(Situation::TurnedOn);
@@ -48,22 +50,22 @@ impl World {
 
     /// The control plane's answer to a swap has arrived.
     pub(crate) fn hear_record(&mut self, target: usize, version: u64, record: &Membership) {
-        let Some(door) = self.door(target) else { return };
-        door.is_dirty = true;
-        let joint = door.newest.as_ref().and_then(|(_, view)| view.joint.clone());
-        if version != door.ruling.version {
+        let Some(admissions) = self.admissions(target) else { return };
+        admissions.is_dirty = true;
+        let joint = admissions.newest.as_ref().and_then(|(_, view)| view.joint.clone());
+        if version != admissions.ruling.version {
             return;
         }
         if record.version > version {
-            door.ruling = record.clone();
-            door.beside = None;
+            admissions.ruling = record.clone();
+            admissions.beside = None;
         }
         let Some(joint) = joint.filter(|rule| rule.known != record.known) else {
             let made = |m: &Member| record.known.contains(m);
-            let again = door.given_up.iter().filter(|m| made(m)).count();
-            let late = door.not_taken.iter().filter(|m| made(m)).count();
-            door.given_up.retain(|m| !made(m));
-            door.not_taken.retain(|m| !made(m));
+            let again = admissions.given_up.iter().filter(|m| made(m)).count();
+            let late = admissions.not_taken.iter().filter(|m| made(m)).count();
+            admissions.given_up.retain(|m| !made(m));
+            admissions.not_taken.retain(|m| !made(m));
             for _ in 0..again {
                 self.situations().add(Situation::GivenUpAndMade);
             }
@@ -73,7 +75,7 @@ impl World {
             return;
         };
         let new = joint.known.iter().filter(|m| !record.known.contains(m));
-        door.not_taken.extend(new);
+        admissions.not_taken.extend(new);
         self.situations().add(Situation::Refused);
     }
 
