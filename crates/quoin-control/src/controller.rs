@@ -124,7 +124,7 @@ impl Controller {
     }
 
     /// Reads what came of changes that the store did not answer, and tells that it was opened again.
-    pub(crate) async fn read_unanswered(&self) -> Result<(), Error> {
+    pub async fn read_unanswered(&self) -> Result<(), Error> {
         let times = self.store.opened_again();
         if self.opened_again.swap(times, Ordering::Relaxed) < times {
             let message = "a write failed; the records were opened again, and what was answered before \

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -29,6 +29,8 @@ pub struct Memory {
     last_write_lands: AtomicBool,
     /// Whether nothing works after that write, as for a process that died.
     crashes: AtomicBool,
+    /// How often it was opened again, as it says.
+    pub opened_again: AtomicU64,
 }
 
 /// What a write comes to.
@@ -51,6 +53,7 @@ impl Memory {
             writes_left: AtomicI64::new(writes),
             last_write_lands: AtomicBool::new(last_write_lands),
             crashes: AtomicBool::new(true),
+            opened_again: AtomicU64::new(0),
         })
     }
 
@@ -167,6 +170,10 @@ impl Store for Memory {
 
     fn watch(&self) -> broadcast::Receiver<Change> {
         self.changes.subscribe()
+    }
+
+    fn opened_again(&self) -> u64 {
+        self.opened_again.load(Ordering::SeqCst)
     }
 }
 

@@ -1,5 +1,7 @@
 //! The controller dies at any write, before or after it lands; the next one goes on.
 
+use std::sync::atomic::Ordering;
+
 use quoin_api::control::VolumeRef;
 use quoin_control::{Error, Publish};
 use quoin_types::{Epoch, Incarnation};
@@ -102,4 +104,25 @@ async fn a_crash_at_any_write_of_a_volumes_life_loses_nothing_and_leaves_nothing
         }
         assert!(writes > 15, "only {writes} writes were seen");
     }
+}
+
+#[tokio::test]
+async fn a_write_without_an_answer_is_looked_at_by_the_tick_and_an_opening_of_the_records_is_told_once()
+ {
+    let mut cluster = Cluster::new().await;
+    cluster.create("db").await;
+    let told = |cluster: &Cluster| {
+        cluster.reasons().iter().filter(|reason| *reason == "RecordsOpenedAgain").count()
+    };
+    cluster.store.fail_at(0, true, false);
+    cluster.controller.delete_volume(by_name("db").as_ref()).await.unwrap_err();
+    cluster.store.opened_again.store(1, Ordering::SeqCst);
+    for _ in 0..2 {
+        cluster.controller.read_unanswered().await.unwrap();
+        assert_eq!(told(&cluster), 1);
+    }
+    // It was carried out all the same, and the rest follows by itself.
+    assert_eq!(cluster.volume("db").phase, quoin_control::records::VolumePhase::Deleting);
+    cluster.settle().await.unwrap();
+    assert_eq!(cluster.store.keys("volume/"), Vec::<String>::new());
 }
