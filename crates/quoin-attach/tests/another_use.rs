@@ -174,6 +174,13 @@ async fn a_device_in_use_is_ended_by_force_and_it_is_said_what_was_done() {
     daemon.stop().await.unwrap();
 }
 
+/// Frees a loop device and binds it to another file. False: a test beside this one was given the
+/// number in between.
+async fn is_taken_for(device: &Path, file: &Path) -> bool {
+    let take = format!("losetup -d {0} && losetup {0} {1}", device.display(), file.display());
+    blocking(move || Command::new("sh").args(["-ec", &take]).status().unwrap().success()).await
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_loop_device_that_somebody_else_has_by_now_is_neither_handed_out_nor_taken_away() {
     if !possible() || !have("losetup") {
@@ -184,16 +191,17 @@ async fn a_loop_device_that_somebody_else_has_by_now_is_neither_handed_out_nor_t
     let memory = volume(SIZE as usize);
     let _server = Server::start(&socket, memory.clone(), since(5));
     let daemon = Daemon::start(&directory.path().join("attach")).await;
-    daemon.client.attach(asked("17", &socket)).await.unwrap();
-    let first = daemon.client.link("17", "db").await.unwrap();
-    let link = first.link.clone().unwrap();
-    assert_eq!(std::fs::read_link(&link).unwrap(), first.device);
-
     let foreign = directory.path().join("foreign.img");
     std::fs::write(&foreign, vec![7; 1 << 20]).unwrap();
-    let (taken, file) = (first.device.clone(), foreign.clone());
-    let take = format!("losetup -d {0} && losetup {0} {1}", taken.display(), file.display());
-    blocking(move || sh(&take)).await;
+    let first = loop {
+        daemon.client.attach(asked("17", &socket)).await.unwrap();
+        let first = daemon.client.link("17", "db").await.unwrap();
+        assert_eq!(std::fs::read_link(first.link.as_ref().unwrap()).unwrap(), first.device);
+        if is_taken_for(&first.device, &foreign).await {
+            break first;
+        }
+    };
+    let link = first.link.clone().unwrap();
     let theirs = || LoopDevice::at(first.device.clone()).backing_file();
     assert_eq!(theirs().as_deref(), Some(&*foreign));
 
@@ -208,9 +216,12 @@ async fn a_loop_device_that_somebody_else_has_by_now_is_neither_handed_out_nor_t
     assert!(std::fs::symlink_metadata(&link).is_err(), "the link went with the device");
 
     // Also where the daemon itself still knows the number of the first one.
-    let third = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
-    let take = format!("losetup -d {0} && losetup {0} {1}", third.display(), foreign.display());
-    blocking(move || sh(&take)).await;
+    let third = loop {
+        let third = daemon.client.attach(asked("17", &socket)).await.unwrap().device;
+        if is_taken_for(&third, &foreign).await {
+            break third;
+        }
+    };
     daemon.client.detach("17").await.unwrap();
     assert_eq!(LoopDevice::at(third.clone()).backing_file().as_deref(), Some(&*foreign));
     daemon.stop().await.unwrap();
