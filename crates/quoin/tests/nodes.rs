@@ -158,7 +158,8 @@ fn a_removal_waits_until_its_pool_is_offline_and_drained_and_may_be_interrupted(
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(waits.try_wait().unwrap(), None, "it waits on");
     signal(waits.id(), "INT");
-    assert_eq!(waits.wait().unwrap().signal(), Some(2));
+    let output = waits.wait_with_output().unwrap();
+    assert_eq!(output.status.signal(), Some(2), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(standing("p1").is_some(), "nothing was done");
     goes_on(&cluster, &load);
 
