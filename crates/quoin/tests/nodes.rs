@@ -115,7 +115,9 @@ fn nodes_are_cordoned_drained_and_opened_again_under_load_and_no_write_is_lost()
 
 /// A removal of the pool p1 that waits.
 fn removal(cluster: &Cluster) -> Child {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_quoin"))
+    // A shell that starts the tests in the background has them ignore SIGINT, and what they start too.
+    let mut child = Command::new("env")
+        .args(["--default-signal=INT", env!("CARGO_BIN_EXE_quoin")])
         .args(["pool", "remove", "p1"])
         .args(WAIT)
         .env("QUOIN_SOCKET", &cluster.admin_socket)
