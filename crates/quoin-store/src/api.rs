@@ -1,4 +1,4 @@
-//! What a driver does with a pool, whatever it is made of: the real [`crate::Pool`] or the
+//! Interface of a pool for its driver. Two types implement it: the real [`crate::Pool`] and the
 //! model ([`crate::model::ModelPool`]). Replicas themselves are used through [`ReplicaStore`].
 
 use bytes::Bytes;
@@ -51,7 +51,7 @@ pub trait ReplicaPool {
     fn request_sync(&mut self) -> SyncTicket;
     /// The sync to begin now, if one is wanted and none is under way.
     fn sync_wanted(&mut self) -> Option<SyncTicket>;
-    /// What became of the sync, and of what was to be recorded once it was done.
+    /// Reports the outcome of the sync. Returns the outcome of records that waited for the sync.
     fn sync_finished(
         &mut self,
         ticket: SyncTicket,
@@ -66,9 +66,9 @@ pub trait ReplicaPool {
     fn cookie(&self) -> BootCookie;
 }
 
-/// Notes in every replica that nobody knows whether it still holds everything it ever applied:
-/// what a disk dropped when it failed is unknown, and the boot cookie is the same as before.
-/// It holds once the ticket is done.
+/// Records in every replica that it may have lost entries that it applied: it is unknown what a
+/// failed disk dropped, and the boot cookie is the same as before. The record is on media once the
+/// ticket is done.
 pub fn give_up_continuity<P: ReplicaPool>(pool: &mut P) -> Result<SyncTicket, StoreError> {
     for guid in pool.replicas() {
         let Some(mut replica) = pool.replica(guid) else { continue };

@@ -1,18 +1,19 @@
 //! Background work of a pool: which replica folds, which segment is emptied, when states are
 //! recorded. (The scrub is in [`crate::scrub`].)
 //!
-//! One function decides ([`Pool::next_step`]); what is due and what a step does both follow it, so
-//! a pool that says that work is due always has a step that brings it on, and a pool that waits
-//! for a sync or for room says that nothing is due.
+//! One function decides ([`Pool::next_step`]). Both the urgency of the work and the step itself
+//! follow it. So a pool that reports work as due always has a step that makes progress, and a pool
+//! that waits for a sync or for room reports nothing as due.
 //!
 //! Policy: segments that are all but empty are emptied at once, so that trimmed space comes back
-//! soon. Others once about half of what is held is dead, however much room there is: a log that
-//! sprawls writes to memory and space that nothing has touched lately, for every byte of it, and
-//! what a sparse pool takes from its file system is bounded by what it holds. And when space is
-//! short: the shorter it is, the fuller a segment may be. So clean-up waits as long as it can
-//! (blocks die while it waits), and what it writes for each block gained is bounded. Among those the benefit decides (space gained times age, over the
-//! cost of gaining it): under a uniform load that is as good as the emptiest first, under a skewed
-//! one far better. The table of the clean-up simulation is in `docs/store.md`.
+//! soon. Others are emptied once about half of what is held is dead, however much room there is: a
+//! log that spreads over the pool writes every byte to memory and space that was not used lately.
+//! This also bounds the space that a sparse pool takes from its file system. Others are
+//! also emptied when space is short: the shorter it is, the fuller a segment may be. So clean-up
+//! waits as long as it can (blocks die while it waits), and what it writes for each block gained is
+//! bounded. Among these segments the benefit decides (space gained times age, over the cost of
+//! gaining it). Under a uniform load that is as good as the emptiest first, under a skewed one far
+//! better. The table of the clean-up simulation is in `docs/store.md`.
 
 use std::cell::Cell;
 
@@ -48,8 +49,8 @@ const PENDING_FREE_MAX: u32 = 8;
 /// Closed segments of log that make a fold worth its nodes when space is short.
 const FOLD_SEGMENTS: u64 = 2;
 
-/// What the choice of a victim depends on, beside the work that is done on replicas: that drops
-/// the choice.
+/// State on which the choice of a victim depends. Work on replicas changes the choice as well, but
+/// drops it directly.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct VictimKey {
     changes: u64,
@@ -61,7 +62,7 @@ pub(crate) struct VictimKey {
 /// A choice as it was made, and what for.
 pub(crate) type Victim = Cell<Option<(VictimKey, Option<(ReplicaGuid, SegmentState)>)>>;
 
-/// What a pool does next.
+/// Next step of a pool.
 enum Step {
     /// Makes free what finished syncs allow.
     Release,
@@ -173,8 +174,8 @@ impl<D: Disk> Pool<D> {
         EAGER_LIVE_PERCENT + (MOST_LIVE_PERCENT - EAGER_LIVE_PERCENT) * short / (most - least)
     }
 
-    /// How full a segment may be that is emptied because too much of the pool is dead. Counted over
-    /// what could be emptied alone: the log changes with every write and is nobody's gain.
+    /// How full a segment may be that is emptied because too much of the pool is dead. Counted are
+    /// the segments that can be emptied: the log changes with every write, which gains nothing.
     fn sprawl_limit_percent(&self) -> u64 {
         let (mut held, mut live) = (0, 0);
         for segment in self.workable().flat_map(|(_, r)| r.victims()) {
@@ -256,7 +257,7 @@ impl<D: Disk> Pool<D> {
                         self.core.damaged.push((guid, what));
                     }
                 }
-                // Nobody's data is lost by waiting.
+                // Waiting loses no data.
                 Err(error) if error.is_refused_read() => {
                     if let Some(replica) = guid.and_then(|g| self.replicas.get_mut(&g)) {
                         replica.quarantine.replica = Some(Cause::Unreadable);
@@ -348,7 +349,7 @@ impl<D: Disk> Pool<D> {
         {
             return Some(step);
         }
-        // What was begun is finished before anything else is.
+        // A job that was begun is finished before another starts.
         if let Some((guid, _)) = replicas().find(|(_, r)| r.maintenance.has_job()) {
             return Some(Step::GoOn(guid));
         }
@@ -395,8 +396,8 @@ impl<D: Disk> Pool<D> {
         {
             return Some(Step::Fold(guid, 0));
         }
-        // What was trimmed stays held by what is folded until the trim is folded too, and whoever
-        // trims an idle volume writes nothing that would make a fold due.
+        // The folded map holds trimmed blocks until the trim is folded too. A client that trims an
+        // idle volume writes nothing that would make a fold due.
         let trimmed = |r: &Replica| {
             r.log.hole_blocks * BLOCK_SIZE as u64 > self.core.options.log_keep_bytes
                 && r.may_fold(0)
@@ -456,7 +457,7 @@ impl<D: Disk> Pool<D> {
             Step::Recount(_) => replica.step_recount(core).map(drop),
         };
         if done.is_err() {
-            // What was counted on the way to a result that is dropped counts wrongly.
+            // The counters include work towards a result that is dropped.
             replica.count.begin_anew();
         }
         done

@@ -39,7 +39,7 @@ impl Stream {
     }
 }
 
-/// What every batch says of itself.
+/// Fixed part of a batch's header.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BatchHeader {
     pub stream: Stream,
@@ -58,7 +58,7 @@ pub struct BatchHeader {
     pub key: u32,
 }
 
-/// One entry of a header. For nodes: `epoch` is the byte place, `lba` the first LBA covered,
+/// Entry of a header. For nodes: `epoch` is the byte place, `lba` the first LBA covered,
 /// `blocks` the length in bytes, `kind` the level, `lsn` the newest version inside.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct BatchEntry<'a> {

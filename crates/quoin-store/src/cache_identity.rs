@@ -1,10 +1,10 @@
 //! Identity of the kernel's cache over a pool's file or device.
 //!
-//! What a pool wrote and did not sync is lost with the cache that holds it. That goes with the
-//! boot, but not only then: it also goes when a device is detached and attached again, and when
-//! the file system that a pool's file lies on is unmounted and mounted. Boot, device number and
-//! inode are the same afterwards. So the identity has the kernel's number of this life of the
-//! device, and names this mount of the file system, too.
+//! Writes that a pool did not sync are lost with the cache that holds them. The cache is lost at a
+//! reboot, but not only then: also when a device is detached and attached again, and when the file
+//! system of a pool's file is unmounted and mounted. Boot, device number and inode are the same
+//! afterwards. So the identity also has the kernel's number of this attachment of the device, and
+//! names this mount of the file system.
 
 use std::fs::{File, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -40,7 +40,7 @@ pub enum Mounted {
 }
 
 impl CacheIdentity {
-    /// Of an open file or device; `None` where the kernel does not tell one cache from the next.
+    /// Identity for an open file or device; `None` where the kernel cannot distinguish its caches.
     pub(crate) fn of(file: &File, metadata: &Metadata) -> Option<Self> {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
         let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()?;

@@ -192,7 +192,7 @@ impl Replica {
         Ok(())
     }
 
-    /// What comes next of a stage, about as much as a step can do.
+    /// Next edits of a stage, about as many as one step can do.
     fn edits_from(&self, job: &CheckpointJob, nodes_max: usize) -> Edits {
         let mut part = Edits { end: u64::MAX, ..Edits::default() };
         let (mut leaves, mut last_leaf) = (0, u64::MAX);
@@ -352,7 +352,7 @@ impl Replica {
             (self.maintenance.dirty, self.maintenance.commit_waits) = (true, true);
             return Err(error);
         }
-        // What the disk would not read is asked for again: errors pass.
+        // Segments that the disk refused to read are tried again: read errors may pass.
         self.quarantine.segments.clear();
         let ticket = core.tickets.request().0;
         commit.frees.iter().for_each(|(unit, units)| core.freed.add(ticket, *unit, *units));

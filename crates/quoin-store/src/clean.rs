@@ -45,8 +45,8 @@ pub struct CleanJob {
     data: SegmentData,
 }
 
-/// What a segment that is being emptied holds. Blocks are asked for in LBA order, so here and
-/// there: where they are in no cache, they are read by the piece and not one by one.
+/// Contents of a segment that is being emptied. Blocks are requested in LBA order, so at scattered
+/// places of the segment. Where no cache has them, they are read by the piece and not one by one.
 struct SegmentData {
     /// The segment's blocks, where it is read by the piece.
     range: Option<std::ops::Range<u64>>,
@@ -155,7 +155,7 @@ impl Replica {
                 // The disk may give them another time, after the next commit: the segment stays.
                 self.quarantine.segments.insert(job.unit);
                 if job.moved {
-                    // What was moved is counted where it went, and here as well.
+                    // Moved blocks were counted in their new segment, and in this one as well.
                     self.count.begin_anew();
                     self.maintenance.dirty = true;
                 }
@@ -261,7 +261,7 @@ impl Replica {
         for candidate in &live {
             let Ok(bytes) = data.block(core, candidate.place) else { return Ok(false) };
             if quoin_types::crc32c(&bytes) != candidate.crc {
-                // It moves with its checksum, so it stays bad until a peer repairs it.
+                // The block moves with its checksum, so it stays bad until a peer repairs it.
                 let (lba, version) = (candidate.lba, Lsn(candidate.version));
                 core.note_bad(BadBlock::block(self.identity.guid, lba, version));
             }
@@ -310,7 +310,7 @@ impl Replica {
         edits: &[Edit],
         crcs: &[u32],
     ) -> Result<(), StoreError> {
-        // It may have been made anew since the job began, with a root that is about to go.
+        // The frozen view may be new since the job began, with a root that is about to go.
         self.renew_frozen();
         let mut memo = Memo::new();
         let old: Vec<Root> = self.views_mut().into_iter().map(|r| *r).collect();
@@ -366,7 +366,7 @@ pub fn read_header<D: Disk>(
     Ok(header)
 }
 
-/// The same where a refusal of the disk matters.
+/// Returns the header as `read_header` does, but reports a read that the disk refuses.
 pub fn header_at<D: Disk>(
     core: &Core<D>,
     block: u64,

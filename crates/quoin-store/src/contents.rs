@@ -1,6 +1,6 @@
-//! What a disk holds before anything is written to it, by the signatures of others.
+//! Contents of a disk before the first write to it, recognized by the signatures of other formats.
 //!
-//! Whatever holds bytes of unknown kind is taken to be somebody's data.
+//! A disk with bytes of unknown kind is taken to hold a user's data.
 
 use std::io;
 
@@ -13,7 +13,7 @@ pub const FORMATTING_MARK: &[u8; 32] = b"quoin: formatting in progress \x01\n";
 
 const MIB: u64 = 1 << 20;
 
-/// What a device holds.
+/// Contents of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
     /// Nothing but zeroes, as far as is looked.
@@ -100,7 +100,7 @@ const END_SIGNATURES: &[EndSignature] = &[
     ("a Quoin pool", |size| (size & !4095).checked_sub(8192), b"QUOINPL1"),
 ];
 
-/// What the first and the last mebibyte of a disk of `size_bytes` hold, as `read` reads them.
+/// Contents of the first and the last mebibyte of a disk of `size_bytes`, as `read` reads them.
 ///
 /// # Errors
 /// Those of `read`.
@@ -126,7 +126,7 @@ pub fn content_of_ends(
     Ok(if head == Content::Blank && is_zero(&part) { Content::Blank } else { Content::Unknown })
 }
 
-/// The same of a disk.
+/// Contents of the first and the last mebibyte of a disk.
 ///
 /// # Errors
 /// Where it cannot be read.

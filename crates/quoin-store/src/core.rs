@@ -1,4 +1,4 @@
-//! What all replicas of a pool share: the disk, free space, the metadata ring, the node cache,
+//! Parts that all replicas of a pool share: disk, free space, metadata ring, node cache,
 //! tickets.
 
 use std::collections::VecDeque;
@@ -50,7 +50,7 @@ impl Default for PoolOptions {
     }
 }
 
-/// What failed its checksum: to be fetched from a peer.
+/// Block or map node that failed its checksum: to be fetched from a peer.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct BadBlock {
     pub replica: ReplicaGuid,
@@ -72,8 +72,8 @@ impl BadBlock {
     }
 }
 
-/// What clients leave free on the file system below a pool, at most: for clean-up and map nodes,
-/// and for the controller's records where those lie beside it.
+/// Most that clients leave free on the file system below a pool: for clean-up and map nodes, and
+/// for the controller's records where those are on the same file system.
 const SPARE_BELOW_BYTES: u64 = 128 << 20;
 /// Claimed of each half of the metadata ring and its mirror at an open.
 const RING_CLAIM_BYTES: u64 = 8 << 20;
@@ -113,13 +113,13 @@ impl<D: Disk> Core<D> {
         self.record_all([record])
     }
 
-    /// The same for records that are there together after a crash, or not at all.
+    /// Records several changes at once: after a crash all of them are there, or none.
     pub fn record_all<const N: usize>(&mut self, records: [Record; N]) -> Result<(), StoreError> {
         self.mark.change();
         self.append_records(records)
     }
 
-    /// The same for what the mark stands for without it.
+    /// Appends records that need no further mark: for the record of the mark itself.
     pub fn append_records<const N: usize>(
         &mut self,
         records: [Record; N],
@@ -179,12 +179,12 @@ impl<D: Disk> Core<D> {
         self.disk.read_at(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
     }
 
-    /// What is not read again soon.
+    /// Reads blocks that are not read again soon.
     pub fn read_once(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
         self.disk.read_once(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
     }
 
-    /// What is on the media there.
+    /// Reads blocks from the media, whatever the kernel has cached.
     pub fn read_media(&self, block: u64, buffer: &mut [u8]) -> Result<(), StoreError> {
         self.disk.read_media(block * BLOCK_SIZE as u64, buffer).map_err(StoreError::Io)
     }
@@ -260,12 +260,12 @@ impl<D: Disk> Core<D> {
         }
     }
 
-    /// What clients leave free on the file system below. With twice that the pool is short.
+    /// Bytes that clients leave free on the file system below. Below twice that the pool is short.
     fn spare_below(&self) -> u64 {
         SPARE_BELOW_BYTES.min(self.disk.size() / 8)
     }
 
-    /// Looks whether the file system below is full, or has room again.
+    /// Checks whether the file system below is full, or has room again.
     pub fn look_below(&mut self) {
         let spare = self.spare_below();
         let room = self.disk.room_below().filter(|_| !self.keeps_space());
@@ -274,7 +274,7 @@ impl<D: Disk> Core<D> {
             return;
         };
         self.allocator.full_below = room < spare;
-        // It does not hop.
+        // Hysteresis: leaves the short state only at three times the threshold.
         self.allocator.short_below = room < spare * if self.allocator.short_below { 3 } else { 2 };
     }
 
@@ -476,7 +476,7 @@ impl<D: Disk> Nodes for NodeIo<'_, D> {
     }
 
     fn damaged(&mut self, level: u8, base: u64, node: &NodeRef) -> Result<(), StoreError> {
-        // Of a high node the first stretches: the others are found when these are mended.
+        // For a high node only the first stretches: the others are found when these are mended.
         let stretches = if level == 0 { 1 } else { FANOUT as u64 };
         for lba in (0..stretches).map(|leaf| base + leaf * LEAF_BLOCKS as u64) {
             self.core.note_bad(BadBlock::stretch(self.family.guid, lba, Lsn(node.newest)));

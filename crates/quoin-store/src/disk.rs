@@ -18,13 +18,13 @@ pub trait Disk: Send {
     /// Fills `buffer` or fails.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault>;
 
-    /// The same for what is not read again soon, and so need not take room in a cache.
+    /// Reads as `read_at`, but bytes that are not read again soon and need no room in a cache.
     fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         self.read_at(offset, buffer)
     }
 
-    /// The same from the media itself, whatever the kernel has cached. A failed sync leaves pages
-    /// that read well and are on no medium; this is how a start finds them.
+    /// Reads as `read_at`, but from the media, whatever the kernel has cached. A failed sync leaves
+    /// pages that read well and are on no medium; a start finds them with this read.
     fn read_media(&self, offset: u64, buffer: &mut [u8]) -> Result<(), IoFault> {
         self.read_at(offset, buffer)
     }
@@ -32,9 +32,9 @@ pub trait Disk: Send {
     /// Writes all of `parts`, one after the other. When it returns the kernel holds the bytes.
     fn write_at(&self, offset: u64, parts: &[IoSlice<'_>]) -> Result<(), IoFault>;
 
-    /// Takes `parts` as a write that the next sync makes, and makes durable: reads see it at
-    /// once, but until then only this process holds it. So nobody may be told of it before that
-    /// sync is done, and that sync says what went wrong. A disk may as well make it at once.
+    /// Takes `parts` as a write that the next sync makes, and makes durable. Reads see it at once,
+    /// but until that sync only this process holds it. So the write may not be acknowledged before
+    /// that sync is done, and that sync reports its errors. A disk may as well make it at once.
     /// A range that waits like this is not written in another way before that sync.
     ///
     /// `spare`: so many bytes behind the write hold nothing yet, and the disk may fill them with
@@ -102,7 +102,7 @@ pub trait Disk: Send {
         Some(false)
     }
 
-    /// What is free below it for it and others; `None`: all of its space is its own.
+    /// Bytes free below the disk, for it and others; `None`: all of its space is its own.
     fn room_below(&self) -> Option<u64> {
         None
     }

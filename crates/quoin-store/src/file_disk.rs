@@ -76,7 +76,7 @@ struct Files {
     /// Goes before the lock that `file` holds.
     filling: Mutex<Filling>,
     file: File,
-    /// The same file past the page cache, where its file system can do that.
+    /// The file opened for direct IO, where its file system supports that.
     direct: Option<Arc<File>>,
     held: Mutex<Held>,
     /// Syncs take turns; the first one that failed decides for all later ones.
@@ -221,11 +221,11 @@ fn claim(path: &Path, access: OFlags) -> OFlags {
 pub struct Exposed {
     /// The mode that was found.
     pub mode: u32,
-    /// It is the owner's alone now; else the system refused to change it.
+    /// Whether only the owner can open it now; `false`: the system refused to change the mode.
     pub is_closed: bool,
 }
 
-/// Takes a file from all users but its owner.
+/// Restricts the access to a file to its owner.
 fn close_to_others(file: &File, metadata: &std::fs::Metadata) -> Option<Exposed> {
     let mode = metadata.permissions().mode() & 0o7777;
     let closed = std::fs::Permissions::from_mode(mode & 0o700);
@@ -345,7 +345,7 @@ impl Files {
     }
 }
 
-/// What is held is newer than what was read.
+/// Overlays held writes on what was read: they are newer.
 fn lay_over(buffer: &mut [u8], held: &[(usize, Vec<u8>)]) {
     for (at, bytes) in held {
         buffer[*at..at + bytes.len()].copy_from_slice(bytes);
@@ -484,7 +484,7 @@ impl Disk for FileDisk {
         if !self.gives_back() {
             return None;
         }
-        // All reads and writes name their place, so nobody else uses that of the descriptor.
+        // All reads and writes name their place, so only this call uses the descriptor's position.
         rustix::fs::seek(&self.files.file, rustix::fs::SeekFrom::Data(offset)).ok()
     }
 

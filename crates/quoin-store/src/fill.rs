@@ -12,8 +12,8 @@ use crate::held::zeros;
 /// Bytes of one write: others who write to the file wait for it.
 const STEP_BYTES: u64 = 1 << 20;
 
-/// The range that is being filled, if any. Dropping it waits for the write under way: whoever
-/// opens the file next must not be written over.
+/// The range that is being filled, if any. Dropping it waits for the write under way, which must
+/// not overwrite what the next process writes to the file.
 #[derive(Default)]
 pub(crate) struct Filling {
     thread: Option<JoinHandle<bool>>,
@@ -46,7 +46,7 @@ impl Drop for Filling {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // Its outcome is nobody's concern any more.
+            // The outcome has no effect any more.
             let _ = thread.join();
         }
     }

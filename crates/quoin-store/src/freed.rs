@@ -1,5 +1,5 @@
-//! What becomes of space that no replica needs any more: it is free once the record that gives it
-//! up is on media, and later goes back to the file system below.
+//! Space that no replica needs any more. It is free once the record that gives it up is on media,
+//! and later goes back to the file system below.
 //!
 //! Both are done a bounded number of units at a time. A file system takes about half a millisecond
 //! to give up a unit of 4 MiB, a large replica has tens of thousands of them, and the thread that

@@ -57,15 +57,15 @@ impl Piece {
     }
 }
 
-/// So many zeros at an address that direct IO takes, no more than a piece has: always the same
-/// memory, since to fault in fresh pages costs more than to write them.
+/// Returns `length` zeros, at most a piece, at an address that direct IO takes. All calls share
+/// the memory, since faulting in fresh pages costs more than writing them.
 pub(crate) fn zeros(length: usize) -> &'static [u8] {
     static ZEROS: OnceLock<Piece> = OnceLock::new();
     let piece = ZEROS.get_or_init(Piece::new);
     &piece.memory[piece.start..piece.start + length.min(PIECE_BYTES)]
 }
 
-/// What waits for a sync, and what one is writing.
+/// Writes that wait for a sync, and those that a sync is writing.
 #[derive(Default)]
 pub(crate) struct Held {
     waiting: Vec<Piece>,
@@ -135,7 +135,7 @@ impl Held {
         Some(writing)
     }
 
-    /// What [`Held::begin`] gave is in the kernel's hands or on the disk.
+    /// Ends the writing of what [`Held::begin`] returned: the kernel or the disk has it.
     pub fn end(&mut self, writing: Arc<Vec<Piece>>) {
         self.writing = None;
         self.padding_now.clear();

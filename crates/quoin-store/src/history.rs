@@ -1,4 +1,4 @@
-//! What a history's entries leave behind beside blocks: position, chain, epochs, Views, size.
+//! State that a history's entries leave beside blocks: position, chain, epochs, Views, size.
 //!
 //! A [`Head`] is a value; the store keeps one for what is folded and one for what is applied,
 //! so that cutting the log back is "start again from the folded one".

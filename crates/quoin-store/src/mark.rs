@@ -12,7 +12,7 @@ use quoin_replication::replica::store::SyncTicket;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Rise {
     Rests,
-    /// What the next mark stands for is on media with this ticket.
+    /// The changes that the next mark covers are on media with this ticket.
     Covers(SyncTicket),
     /// The record of the next mark is on media with this ticket.
     Recorded(SyncTicket),
@@ -28,7 +28,7 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// Of a pool that was just opened. Changes of its former life may be behind its last mark.
+    /// Mark of a pool that was just opened. Changes before the open may be behind its last mark.
     pub fn found(on_media: u64) -> Self {
         Mark { on_media, rise: Rise::Rests, changed: true }
     }

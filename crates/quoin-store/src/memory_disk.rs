@@ -20,7 +20,7 @@ const EIO: i32 = 5;
 
 type Block = Box<[u8; BLOCK_SIZE]>;
 
-/// One thing that was done to a disk, for tests that put it together anew in other ways.
+/// Operation on a disk, for tests that rebuild the disk from other selections of operations.
 #[derive(Clone, Debug)]
 pub enum DiskEvent {
     Write { offset: u64, bytes: Arc<[u8]> },
@@ -30,12 +30,11 @@ pub enum DiskEvent {
 
 #[derive(Default)]
 struct State {
-    /// What reads return; absent blocks are zeroes.
+    /// Bytes that reads return; absent blocks are zeroes.
     cached: BTreeMap<u64, Block>,
     /// For each block with unsynced writes: the media's content and which sectors differ.
     unsynced: BTreeMap<u64, (Option<Block>, u8)>,
-    /// What the media hold of blocks that a failed sync left in the cache: no later sync writes
-    /// them.
+    /// Media contents of blocks that a failed sync left in the cache: no later sync writes them.
     orphans: BTreeMap<u64, Option<Block>>,
     /// Blocks whose newest content only the writing process has (`write_with_sync`).
     held: BTreeSet<u64>,
@@ -55,7 +54,7 @@ struct State {
     refused_reads: std::ops::Range<u64>,
     /// Blocks that cannot be read until they are written again.
     broken: BTreeSet<u64>,
-    /// What is free below it, where it shares that with others.
+    /// Bytes free below the disk, where it shares that space with others.
     room_below: Option<u64>,
 }
 
@@ -125,7 +124,7 @@ impl MemoryDisk {
         state.fail_syncs = false;
     }
 
-    /// So much is free below it from now on; `None`: all of its space is its own.
+    /// Sets the bytes free below the disk from now on; `None`: all of its space is its own.
     pub fn set_room_below(&self, bytes: Option<u64>) {
         self.state().room_below = bytes;
     }
@@ -154,7 +153,7 @@ impl MemoryDisk {
         self.state().fail_reads = fail;
     }
 
-    /// Of the reads from now on these fail, the next one being number 0.
+    /// Makes these reads fail, counted from now on; the next one is number 0.
     pub fn refuse_reads(&self, numbers: std::ops::Range<u64>) {
         let mut state = self.state();
         (state.reads, state.refused_reads) = (0, numbers);
@@ -175,12 +174,12 @@ impl MemoryDisk {
         self.state().events = Some(Vec::new());
     }
 
-    /// What was done since [`MemoryDisk::record`], in order.
+    /// Operations since [`MemoryDisk::record`], in order.
     pub fn events(&self) -> Vec<DiskEvent> {
         self.state().events.clone().unwrap_or_default()
     }
 
-    /// How much was done since then.
+    /// Number of operations since then.
     pub fn event_count(&self) -> usize {
         self.state().events.as_ref().map_or(0, Vec::len)
     }

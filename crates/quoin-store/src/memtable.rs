@@ -30,7 +30,7 @@ impl Memtable {
                 return;
             }
         }
-        // What begins before the range and reaches into it is cut, perhaps into two.
+        // An extent that begins before the range and reaches into it is cut, perhaps into two.
         if let Some((&before, &(before_end, before_lsn))) = self.extents.range(..start).next_back()
             && before_end > start
         {
@@ -80,7 +80,7 @@ impl Memtable {
     }
 }
 
-/// One entry of the log; its LSN is its index.
+/// Entry of the log; its LSN is its index.
 #[derive(Clone, Copy, Debug)]
 pub struct LogRecord {
     pub epoch: u64,
@@ -124,7 +124,7 @@ pub struct Log {
     records: VecDeque<LogRecord>,
     crcs: VecDeque<u32>,
     crcs_first: u64,
-    /// What entries without a range carry.
+    /// Entries without a range.
     special: BTreeMap<u64, EntryKind>,
     batches: VecDeque<LogBatch>,
     /// Bytes of all records, about.
@@ -270,7 +270,7 @@ fn holes_of(record: &LogRecord) -> u64 {
     if record.place == 0 { u64::from(record.blocks) } else { 0 }
 }
 
-/// What an entry counts for beside its data. In memory and in a replay it costs about as much
+/// Weight of an entry beside its data. In memory and in a replay an entry costs about as much
 /// whatever it carries, so trims alone must make a fold due after some hundred thousand.
 const ENTRY_WEIGHT: u64 = 1024;
 

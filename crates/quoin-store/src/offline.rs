@@ -80,7 +80,7 @@ impl<D: Disk> Disk for Untouched<D> {
     }
 }
 
-/// What a pool holds.
+/// Contents of a pool.
 #[derive(Clone, Debug)]
 pub struct Inspection {
     pub pool: PoolId,
@@ -99,7 +99,7 @@ pub struct ReplicaInspection {
     pub shadow: Option<(u64, Lsn, u64)>,
 }
 
-/// What a check found.
+/// Result of a check.
 #[derive(Clone, Debug, Default)]
 pub struct CheckReport {
     /// About how many bytes were read and compared.
@@ -202,7 +202,7 @@ pub enum ExportError {
     Output(#[from] std::io::Error),
 }
 
-/// What an export wrote.
+/// Result of an export.
 #[derive(Clone, Debug, Default)]
 pub struct ExportReport {
     /// Size of the image.

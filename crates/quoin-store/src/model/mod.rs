@@ -1,10 +1,10 @@
 //! The store as a plain value in memory: the reference that the real store is compared with.
 //!
-//! It promises what [`ReplicaStore`] promises and nothing more, by the shortest code that can
-//! be read at a glance: maps are copied, the log is a vector. It can lose its power: everything
-//! since the last completed sync is remembered as operations, and
+//! The model promises what [`ReplicaStore`] promises and nothing more, by the shortest code that
+//! can be read at a glance: maps are copied, the log is a vector. The model can lose its power: all
+//! changes since the last completed sync are remembered as operations, and
 //! [`ModelPool::power_cut`] keeps a prefix of them (of the log's and of the small state's
-//! operations separately, as they lie in different places of a disk).
+//! operations separately, as they are in different places of a disk).
 
 mod pool;
 
@@ -92,7 +92,7 @@ struct Shadow {
     prepared: Option<Box<IncrementEnd>>,
 }
 
-/// What a power cut can take back, less the small state.
+/// State that a power cut can take back, without the small state.
 #[derive(Clone, Default)]
 struct Storage {
     base: Image,
@@ -254,7 +254,7 @@ impl Storage {
     }
 }
 
-/// One replica of the model.
+/// Replica of the model.
 pub struct ModelReplica {
     identity: ReplicaIdentity,
     meta: ReplicaMeta,
@@ -385,7 +385,7 @@ pub(crate) fn push_slot(out: &mut Vec<Slot>, slot: Slot) {
     out.push(slot);
 }
 
-/// What a verification tells: the checksum is the copy's, the bytes stay.
+/// Reduces a slot to what a verification reports: the copy's checksum, without the bytes.
 pub(crate) fn without_bytes(slot: &mut Slot) {
     if let Content::Data { data, .. } = &mut slot.content {
         *data = Bytes::new();
@@ -450,7 +450,7 @@ impl ReplicaStore for ModelHandle<'_> {
         self.run(Operation::Append(entries.to_vec()))
     }
 
-    /// It is never full.
+    /// Does nothing: the model is never full.
     fn owe_before(&mut self, _epoch: Epoch) {}
 
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError> {
