@@ -26,10 +26,10 @@ use crate::replica::{Replica, payload};
 use crate::ring::Ring;
 use crate::segments::Allocator;
 
-/// What a step of a checkpoint or a count is taken to cost, in bytes.
+/// Assumed cost of a step of a checkpoint or a count, in bytes.
 pub(crate) const STEP_BYTES: u64 = 1 << 20;
-/// Bytes of what Views and the like carry in one answer to a fetch: a frame's head, which has room
-/// for twice as many, takes them beside what every entry has there.
+/// Bytes of Views and the like in one answer to a fetch. A frame's head has room for twice as many
+/// beside the fields that every entry has there.
 const FETCHED_PAYLOADS_MAX: usize = 512 << 10;
 /// Part of the metadata ring that the whole state may take before no replica is added, in
 /// percent: the rest is for what changes.
@@ -99,12 +99,12 @@ impl<D: Disk> Pool<D> {
 
     /// Opens a pool and recovers its replicas. Everything found is durable afterwards.
     pub fn open(disk: D, options: PoolOptions) -> Result<Self, PoolError> {
-        // A fresh descriptor's sync surfaces write errors that nobody saw.
+        // The sync of a fresh descriptor reports write errors that no call has reported yet.
         disk.sync()?;
         let mut superblock = Superblock::read(&disk)?;
         let (ring, records) = Ring::open(&disk, &superblock)?;
         let durable = DurableState::decode(records).map_err(|malformed| match malformed {
-            // Whoever reads that metadata are lost removes the pool.
+            // An operator removes a pool that reports lost metadata.
             UNKNOWN_RECORD => PoolError::Newer { version: FORMAT_VERSION },
             _ => PoolError::MetadataLost,
         })?;
@@ -116,7 +116,7 @@ impl<D: Disk> Pool<D> {
             log_keep_bytes: options.log_keep_bytes.min(pool_bytes / 64),
             ..options
         };
-        // What an earlier life left behind in free units is given back again.
+        // Space that an earlier process left behind in free units is given back again.
         let swept = disk.next_space(superblock.unit_start(0) * BLOCK_SIZE as u64);
         let freed = Freed::new(if swept.is_some() { 0 } else { superblock.units() });
         let mut core = Core {
@@ -148,8 +148,8 @@ impl<D: Disk> Pool<D> {
         }
         core.durable = corrected;
         core.restate()?;
-        // What was found is on media. Only now may go what it was found by: stale headers, and the
-        // number of the life that wrote them as the last one.
+        // The findings are on media. Only now may their sources go: stale headers, and the number
+        // of the process that wrote them as the last one.
         for block in wiped {
             core.write(block, &[std::io::IoSlice::new(&[0; BLOCK_SIZE])])?;
         }
@@ -325,7 +325,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
             sequence: self.core.sequence,
             ..Checkpoint::default()
         };
-        // One record: half a replica must never be found.
+        // A single record, so that half a replica is never found.
         self.core.record_all([
             Record::Create(identity),
             Record::Meta(guid, Box::new(meta), Lsn::ZERO),
@@ -400,7 +400,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         }
         if let Err(fault) = result {
             if !mutant::is("sync-error-retried") {
-                // What the kernel dropped cannot be known: nothing after it may count.
+                // It is unknown what the kernel dropped: nothing after it may count.
                 self.core.failed = Some(fault);
             }
             return Err(StoreError::Io(fault));

@@ -16,7 +16,7 @@ thread_local! {
     static KEPT: RefCell<Vec<Box<[u8]>>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Of any length; what it holds at first is zeros or another read's.
+/// Buffer of any length; its first contents are zeros or another read's bytes.
 pub struct ReadBuffer(Box<[u8]>);
 
 impl ReadBuffer {

@@ -5,7 +5,7 @@
 //! on one disk, appends of 33 blocks each with a sync: 590 µs on space that was only allocated,
 //! 233 µs where something was written before. So such a log writes to units that were used before
 //! where there are some, and while it fills one, the next is filled with zeros on another thread.
-//! A unit is nobody's until that is done, and just a free one after a crash.
+//! A unit belongs to no log until that is done, and is just a free one after a crash.
 
 use quoin_types::BLOCK_SIZE;
 
@@ -18,7 +18,7 @@ use crate::layout::LARGE_UNITS;
 const WARM_UNITS: u32 = 2;
 
 impl<D: Disk> Core<D> {
-    /// What was made ready becomes free, as something that was used before.
+    /// Makes the unit that is ready free, as a used one.
     pub fn take_ready(&mut self) {
         let Some((unit, units)) = self.readying else { return };
         match self.disk.made_ready() {

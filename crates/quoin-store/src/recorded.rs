@@ -148,7 +148,7 @@ fn meta() -> ReplicaMeta {
     }
 }
 
-/// One record of every kind, under the name that its bytes are kept by.
+/// Records of every kind, each under the name that its bytes are kept by.
 fn records() -> Vec<(&'static str, Record)> {
     let guid = ReplicaGuid(0xa);
     let identity = ReplicaIdentity {
@@ -347,7 +347,7 @@ fn nodes_of_the_map_have_the_bytes_that_were_recorded_and_every_version_is_read(
     }
 }
 
-/// What a pool says of itself decides what an older or newer build may do with it.
+/// The features in a superblock decide what an older or newer build may do with the pool.
 #[test]
 fn a_pool_with_unknown_compatible_features_is_opened_and_they_are_kept() {
     let later = Superblock {

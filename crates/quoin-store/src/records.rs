@@ -46,8 +46,8 @@ pub struct SegmentState {
 }
 
 impl SegmentState {
-    /// As it is recorded. Live data is counted in whole blocks (nodes are not), so one byte more
-    /// says that the count is too high: that a view went away and all is to be counted anew.
+    /// Recorded form. Live data is counted in whole blocks (nodes are not), so one byte more
+    /// marks a count that is too high: a view went away and all is to be counted anew.
     pub fn recorded(self, too_high: bool) -> Self {
         let mark = u64::from(too_high && self.stream != Stream::Nodes);
         SegmentState { live_bytes: self.live_bytes | mark, ..self }
@@ -130,7 +130,7 @@ pub enum Record {
     Mark(u64),
 }
 
-/// What the ring says of one replica.
+/// State of a replica in the ring.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DurableReplica {
     pub identity: ReplicaIdentity,
@@ -141,7 +141,7 @@ pub struct DurableReplica {
     pub cuts: Vec<(u64, Lsn)>,
 }
 
-/// What the ring says of the pool.
+/// State of the pool in the ring.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DurableState {
     pub replicas: BTreeMap<ReplicaGuid, DurableReplica>,

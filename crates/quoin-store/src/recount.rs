@@ -1,22 +1,23 @@
 //! Counting anew how much of each segment is live, after what only such a count can tell: a view
 //! went away, or a step failed on its way.
 //!
-//! It walks every leaf of every view, which takes minutes where there are millions. So it is the
-//! last of all background work and is left at any leaf: folds, commits and clean-up go on beside it
-//! and find its result right, by two rules.
+//! The count walks every leaf of every view, which takes minutes where there are millions. So it is
+//! the last of all background work and stops at any leaf: folds, commits and clean-up go on beside
+//! it and find its result right, by two rules.
 //!
-//! * Only what nothing is added to any more is counted: closed segments, of open ones the part that
-//!   was written as the count began ([`OpenPart`]), and of the log only what was folded then.
-//!   Whatever is written meanwhile lies elsewhere, and is counted as it is written, as ever.
-//! * What is counted only loses. What a view gives up behind the place where the count is
-//!   ([`Recount::gone`]) is taken off again; before that place it is not met any more.
+//! * Only space that grows no more is counted: closed segments, the part of open ones that was
+//!   written as the count began ([`OpenPart`]), and the log that was folded then.
+//!   Later writes go elsewhere, and are counted as they are written, as ever.
+//! * Counted space only loses. Blocks that a view gives up behind the place of the count
+//!   ([`Recount::gone`]) are subtracted; before that place the count does not meet them any more.
 //!
-//! Each version of a block belongs to the oldest view that shows it, and is counted there: the views
-//! are walked in the order of the newest version that each can hold, and of each only what is newer
-//! than the one before can hold. Snapshots that are taken meanwhile come before the folded map, which
-//! they were when it was walked. One that is deleted makes another count due, as ever.
+//! Each version of a block belongs to the oldest view that shows it, and is counted there. The
+//! views are walked in the order of the newest version that each can hold. In each view only
+//! versions count that are newer than the view before can hold. Snapshots taken meanwhile come
+//! before the folded map, which they were when it was walked. A deleted snapshot makes another
+//! count due, as ever.
 //!
-//! Log that was not folded yet as the count began is left out with the counters that it had. Another
+//! Log that was not folded yet as the count began is left out and keeps its counters. Another
 //! count follows once all of it is folded.
 
 use std::collections::BTreeMap;
@@ -44,20 +45,20 @@ pub struct Recount {
     cursor: u64,
     live: BTreeMap<u32, u64>,
     through_sequence: u64,
-    /// Of the segments of moved blocks and of nodes that were written to as it began.
+    /// Segments of moved blocks and of nodes that were open as the count began.
     open: BTreeMap<u32, OpenPart>,
     folded: u64,
-    /// Log before it is kept for nobody, whatever LSNs it holds: they may have been cut away.
+    /// Log before this is needed by no view, whatever LSNs it holds: they may have been cut away.
     first_needed: u64,
-    /// It was asked for, and does not follow another one.
+    /// Whether the count was requested, and does not follow another one.
     is_first: bool,
 }
 
-/// What was written to a segment as a count began that more was written to later.
+/// Part of a segment that was written before a count began, where later writes follow it.
 struct OpenPart {
     /// The first block behind it.
     end: u64,
-    /// What the segment's counter says of it, kept like the counter.
+    /// The segment's counter for this part, kept like the counter.
     counter: u64,
 }
 

@@ -5,19 +5,19 @@
 //! break above the last durable watermark is a torn tail and is cut there, one at or below it
 //! is damage. Nothing behind a break is looked at for content, only for a later watermark.
 //!
-//! What lies above the watermark is read from the media itself, and not from what the kernel has
-//! cached: opening began with a sync, but an earlier one may have failed and its process been
-//! killed before it could say so. Its pages read well and will never be written. Where the media
+//! Log above the watermark is read from the media itself, and not from the kernel's cache. Opening
+//! began with a sync, but an earlier sync may have failed, and its process may have been killed
+//! before it could record that. Its pages read well and will never be written. Where the media
 //! lack what the cache shows, the log ends, and the replica's claim to hold everything that it
-//! ever applied is withdrawn with that. So it is where the log ends at what cannot be read, or
-//! before batches of the pool's last life: a process that dies tears nothing off before its last
-//! write.
+//! ever applied is withdrawn. The claim is also withdrawn where the log ends at an unreadable
+//! place, or before batches of the pool's last process: a process that dies tears nothing off
+//! before its last write.
 //!
 //! A sector that cannot be read may be a torn one. Where nothing at all can be read behind the
-//! end, nobody can say that what was flushed is still there, and that is damage; where the disk
-//! refuses the superblock as well it is the disk that fails, and the pool is not opened: what
-//! cannot be read now is perhaps whole. Recovery writes nothing before its findings are on media:
-//! a start that is killed and made anew finds what the first one found.
+//! end, it is unknown whether what was flushed is still there, and that is damage. Where the disk
+//! refuses the superblock as well, the disk fails and the pool is not opened: what cannot be read
+//! now is perhaps whole. Recovery writes nothing before its findings are on media: a start that is
+//! killed and repeated finds what the first one found.
 
 use bytes::{Bytes, BytesMut};
 use quoin_replication::replica::store::{BootCookie, StoreError};
@@ -295,7 +295,7 @@ fn header_on_media<D: Disk>(core: &Core<D>, found: &Found) -> Result<bool, Store
 fn note_batch(replica: &mut Replica, found: &Found, batch: &Batch<'_>, last: u64) {
     if let Some(segment) = replica.family.segments.get_mut(&found.unit) {
         let state = &mut segment.state;
-        // What was there when the state was recorded was counted then.
+        // Batches that were there when the state was recorded were counted then.
         let known = match quoin_types::mutant::is("log-counted-twice-at-a-start") {
             true => 0,
             false => state.used_blocks,
@@ -336,7 +336,7 @@ fn replay_entry<D: Disk>(
     }
     let behind = mutant::is("torn-tail-accepted-behind-a-hole");
     if behind && raw.lsn > position.0 + 1 {
-        // What is missing is taken for holes of no length.
+        // Missing entries are taken for holes of no length.
         for lsn in position.0 + 1..raw.lsn {
             replica.log.push(&Entry { lsn: Lsn(lsn), epoch: Epoch(raw.epoch), ..missing() }, 0);
         }
@@ -396,19 +396,19 @@ fn missing() -> Entry {
     }
 }
 
-/// What lies behind the end of a log.
+/// Findings behind the end of a log.
 #[derive(Default)]
 struct Behind {
-    /// The highest one that batches there claim: what should have been there.
+    /// The highest watermark that batches there claim: the log should reach it.
     watermark: u64,
     /// The log went on when its process died.
     lost: bool,
-    /// Of a whole stretch the disk shows nothing.
+    /// The disk shows nothing of a whole stretch.
     unseen: bool,
 }
 
-/// Blocks behind the end of a log that are searched for a later batch: the longest one, whose header
-/// is no more, and the first block of what follows it.
+/// Blocks behind the end of a log that are searched for a later batch: the longest batch, whose
+/// header is no more, and the first block of what follows it.
 fn searched_blocks(unit_blocks: u32) -> u32 {
     match mutant::is("large-batches-not-looked-behind") {
         true => PIECE_BLOCKS,
@@ -416,7 +416,7 @@ fn searched_blocks(unit_blocks: u32) -> u32 {
     }
 }
 
-/// What was read of a segment at once.
+/// Blocks of a segment that were read at once.
 struct Piece {
     start: u32,
     blocks: u32,
@@ -478,7 +478,7 @@ fn search<D: Disk>(
             if at >= piece.start + piece.blocks {
                 let refused = piece.read(core, first, at, blocks.min(at + PIECE_BLOCKS))?;
                 if at == start && !refused.is_empty() {
-                    // One sector may be the torn one that the log ended with.
+                    // A single sector may be the torn one that the log ended with.
                     let unseen = refused.len() > 1 && refused.len() as u32 == piece.blocks;
                     behind.lost |= unseen || refused[0] == start;
                     behind.unseen |= unseen;

@@ -1,4 +1,4 @@
-//! One replica: its folded map, the log above it, and how the two answer together.
+//! A replica: its folded map, the log above it, and how the two answer together.
 
 use std::collections::BTreeMap;
 use std::io::IoSlice;
@@ -208,7 +208,7 @@ impl Replica {
             let from_reserve = first == now.len();
             match self.append_batch(core, now, blocks, from_reserve) {
                 Err(StoreError::Full) if !from_reserve => {
-                    // What frees space must not wait behind what needs some.
+                    // Entries that free space must not wait behind entries that need some.
                     if first > 0 {
                         self.append_batch(core, &now[..first], 0, true)?;
                     }
@@ -235,8 +235,8 @@ impl Replica {
         debug_assert!(blocks == 0 || blocks == header_blocks + data_blocks);
         let total = header_blocks + data_blocks;
         let guid_hash = self.family.guid_hash;
-        // As the caller knows too (`ReplicaStore::append`): none of these is said to be applied
-        // before it is durable.
+        // The caller follows the same rule (`ReplicaStore::append`): none of these entries is
+        // reported as applied before it is durable.
         let waits = self.head.is_media();
         self.family.log_waits = waits;
         let segment = self.family.segment_for(core, Stream::Log, total, from_reserve)?;
@@ -599,7 +599,7 @@ impl Replica {
         let mut buffer = ReadBuffer::of(run.len() * BLOCK_SIZE);
         let whole = core.read(place, &mut buffer).is_ok();
         if !whole {
-            // One unreadable sector must not take its neighbours along.
+            // An unreadable sector must not make its neighbours unreadable.
             for (i, chunk) in buffer.chunks_mut(BLOCK_SIZE).enumerate() {
                 if core.read(place + i as u64, chunk).is_err() {
                     chunk.fill(0);
@@ -608,7 +608,7 @@ impl Replica {
         }
         let mut buffer = Bytes::from_owner(buffer);
         for (i, block) in run.iter().enumerate() {
-            // The last one takes the buffer itself: one block, the usual run, shares with nobody.
+            // The last block takes the buffer itself: a run of one block, the usual, is not shared.
             let data = buffer.split_to(BLOCK_SIZE);
             let (lba, version, crc) = (lba + i as u64, Lsn(block.version), block.crc);
             let crc = if mutant::is("block-checksum-not-checked") { crc32c(&data) } else { crc };

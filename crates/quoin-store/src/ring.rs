@@ -32,7 +32,7 @@ const HEAD: usize = 24;
 const PAYLOAD: usize = BLOCK_SIZE - HEAD;
 const FIRST: u8 = 1;
 const LAST: u8 = 2;
-/// Of a state that was not on media yet when the half before it was still in use.
+/// Flag of a state that was not on media yet when the half before it was still in use.
 const AHEAD: u8 = 4;
 
 pub struct Ring {
@@ -42,15 +42,15 @@ pub struct Ring {
     next: u32,
     /// Blocks of the state that the half in use begins with.
     state_blocks: u32,
-    /// Of which a block may be on the disk.
+    /// Highest generation of which a block may be on the disk.
     generation_max: u64,
     /// Where the other half may hold records behind a state that does not count.
     leftovers_from: Option<u32>,
     ahead: Option<Ahead>,
-    /// What came since a state was written ahead did not fit behind it.
+    /// Records since a state was written ahead did not fit behind it.
     ahead_failed: bool,
-    /// What makes the half in use count is on media with this ticket; until then the other one is
-    /// left as it is.
+    /// Ticket with which the half in use is sure to count; until then the other half is left as it
+    /// is.
     counts_with: Option<SyncTicket>,
 }
 
@@ -58,13 +58,13 @@ pub struct Ring {
 struct Ahead {
     generation: u64,
     next: u32,
-    /// It is on media with this ticket.
+    /// Ticket with which the state is on media.
     with: SyncTicket,
     /// Records that were appended to the half in use since.
     since: Vec<u8>,
 }
 
-/// What a half holds.
+/// Contents of a half.
 #[derive(Default)]
 struct Half {
     records: Vec<Bytes>,
@@ -504,7 +504,7 @@ mod tests {
         let mut under_way = None;
         for _ in 0..400 {
             match below(100) {
-                // What is appended while a sync is under way is not acknowledged with it.
+                // Records that are appended while a sync is under way are not acknowledged with it.
                 0..=19 => match under_way.take() {
                     None => {
                         disk.sync().expect("a sync");

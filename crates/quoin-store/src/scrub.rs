@@ -30,13 +30,13 @@ use crate::pool::Pool;
 use crate::replica::{Replica, Source};
 use crate::tree::{self, BAD_PLACE, BlockAt, Change, Edit, LOST_PLACE, Nodes, Part};
 
-/// What one leaf, one entry or one header is taken to cost beside the bytes that it names.
+/// Assumed cost of a leaf, an entry or a header, beside the bytes that it names.
 const PART_BYTES: u64 = 4096;
 
-/// Where a scrub of a replica goes on: the stage (the log, the folded map, snapshots in order, the
-/// segments) and how far it is there. The default begins.
+/// Place where a scrub of a replica goes on: the stage (the log, the folded map, snapshots in
+/// order, the segments) and the cursor in it. The default is the beginning.
 ///
-/// What is held only ever moves down this order, from the log into the map and from the map into a
+/// Blocks only ever move down this order, from the log into the map and from the map into a
 /// snapshot, so a fold in the middle of a pass hides nothing from it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub struct ScrubAt {
@@ -44,7 +44,7 @@ pub struct ScrubAt {
     pub cursor: u64,
 }
 
-/// What a step of a scrub did.
+/// Result of a step of a scrub.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Scrubbed {
     /// Where to go on; `None`: the replica was read to its end.
@@ -99,7 +99,7 @@ impl<D: Disk> Pool<D> {
 }
 
 impl Replica {
-    /// One leaf, entry or segment; where to go on.
+    /// Scrubs a leaf, an entry or a segment. Returns where to go on.
     fn scrub_part<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -127,7 +127,7 @@ impl Replica {
     ) -> Result<Option<u64>, StoreError> {
         let views = &self.folded.snapshots;
         let is_folded = at.stage == 1;
-        // As many snapshots are older than this view.
+        // The number of snapshots that are older than this view.
         let older = (at.stage as usize).checked_sub(2).unwrap_or(views.len());
         let root = views.get(older).map_or(self.folded.root, |s| s.root);
         let from = older.checked_sub(1).and_then(|s| views.get(s)).map_or(0, |s| s.info.lsn.0);
@@ -163,8 +163,8 @@ impl Replica {
         Ok(Some(end))
     }
 
-    /// Of what was found bad in the folded map, what the log has overwritten needs no repair, and
-    /// could get none: the next fold drops it.
+    /// Forgets bad blocks of the folded map that the log has overwritten. They need no repair, and
+    /// could get none: the next fold drops them.
     fn leave_overwritten<D: Disk>(
         &mut self,
         core: &mut Core<D>,
@@ -199,10 +199,10 @@ impl Replica {
         cursor: u64,
         done: &mut Scrubbed,
     ) -> Result<(), StoreError> {
-        // What waits to be written is not on media yet.
+        // Nodes that wait to be written are not on media yet.
         self.io(core).flush()?;
         let path = tree::path(&mut self.io(core), root, lba)?;
-        // Those that are known to be lost are told of with the blocks under them.
+        // Nodes that are known to be lost are reported with the blocks under them.
         let first_seen =
             |(_, base, node): &(u8, u64, NodeRef)| *base >= cursor && node.is_possible();
         for (level, base, node) in path.into_iter().filter(first_seen) {

@@ -18,17 +18,17 @@ const LARGE_FROM_BLOCKS: u64 = 1 << 22;
 /// Part of the pool that only Views, deletes, clean-up and map nodes may use, in percent.
 const RESERVE_PERCENT: u32 = 7;
 
-/// One part of so many of the reserve, and at least so many units, may be taken by entries that
-/// other replicas hold already.
+/// Divisor: entries that other replicas hold already may take this part of the reserve, and at
+/// least `OWED_UNITS_MIN` units.
 const OWED_PART: u32 = 4;
 const OWED_UNITS_MIN: u32 = 2;
 
-/// One part of so many of a pool may stay with the file system's space, and in its cache, while
-/// it is free, but no more than what is in use: writing there again costs a copy; space that was
-/// given back costs finding it, clearing it and noting it down each time.
+/// Divisor: this part of a pool may stay warm while free, but no more than what is in use. A warm
+/// unit keeps its space in the file system, and its cache: writing there again costs a copy. Space
+/// that was given back costs finding it, clearing it and noting it down each time.
 const WARM_PART: u32 = 4;
 
-/// Of what is warm while the file system below is full: for clean-up, which must go on.
+/// Units reserved for the cleaner when the backing file system is full.
 const WARM_RESERVE_UNITS: u32 = 6;
 
 /// Warm units among which a large segment is looked for.
@@ -47,7 +47,7 @@ pub struct Allocator {
     pub reserve_units: u32,
     /// The file system below has little room: only what is warm has its space for sure.
     pub short_below: bool,
-    /// It has none for clients: they get what is warm.
+    /// The file system below has no room for clients: they get only warm units.
     pub full_below: bool,
 }
 
@@ -110,13 +110,13 @@ impl Allocator {
         self.free_units <= self.reserve_units || (self.full_below && self.sure_units() == 0)
     }
 
-    /// One unit whose space was not given back.
+    /// Allocates a unit whose space was not given back.
     pub fn allocate_warm(&mut self) -> Option<u32> {
         let unit = *self.warm.first()?;
         self.take(unit, 1).then_some(unit)
     }
 
-    /// What a segment is made of, all of whose space was not given back.
+    /// Allocates the units of a segment, all of whose space was not given back.
     pub fn allocate_warm_segment(&mut self, large: bool) -> Option<(u32, u32)> {
         if !large {
             return self.allocate_warm().map(|unit| (unit, 1));
@@ -235,7 +235,7 @@ pub struct Family {
     /// By first unit.
     pub segments: BTreeMap<u32, Segment>,
     pub open: [Option<u32>; 3],
-    /// What is appended to the log waits for the next sync anyway (durability `media`).
+    /// Appends to the log wait for the next sync anyway (durability `media`).
     pub log_waits: bool,
     /// Segments of the log, oldest first, by sequence number and unit; may name some that are
     /// gone.

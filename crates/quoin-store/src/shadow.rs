@@ -24,12 +24,12 @@ const EDITS_PENDING_MAX: usize = 8192;
 /// Windows of a leaf, and blocks, that one pull looks at, whatever it finds.
 const WINDOWS_A_PULL: usize = 256;
 const BLOCKS_A_PULL: u64 = (WINDOWS_A_PULL * LEAF_BLOCKS) as u64;
-/// What a slot counts for beside its data. In a frame it takes less than half of that, so the
-/// longest answer that may be asked for fits into one.
+/// Cost of a slot beside its data. In a frame it takes less than half of that, so the longest
+/// answer that may be requested fits into one frame.
 const SLOT_BYTES: usize = 64;
 /// Slots of one pull, whatever was asked for.
 const SLOTS_A_PULL: usize = 1 << 16;
-/// What one window covers at most of a hole.
+/// Most blocks of a hole that a window covers.
 const WINDOW_HOLE_BLOCKS_MAX: u64 = 64 * LEAF_BLOCKS as u64;
 /// Leaves that one feed may be about: those of one pull, of which each window may begin and end
 /// within one.
@@ -132,11 +132,11 @@ impl Replica {
             return Ok(false);
         };
         if self.shadow.take().is_some() {
-            // What the abandoned shadow wrote is dead now.
+            // Blocks and nodes that the abandoned shadow wrote are dead now.
             self.count.request();
         }
-        // Its blocks and nodes begin in segments of their own, which an abandoned or a complete
-        // one then gives back as a whole.
+        // The shadow's blocks and nodes begin in segments of their own, which an abandoned or a
+        // complete shadow then gives back as a whole.
         self.io(core).flush()?;
         self.family.open[Stream::Moved as usize] = None;
         self.family.open[Stream::Nodes as usize] = None;
@@ -148,10 +148,10 @@ impl Replica {
         Ok(true)
     }
 
-    /// A replica that is fed by entries again needs its increment no more: what that wrote is dead
-    /// now, and nobody else would say so. A crash may bring it back, until the next entry. One that
-    /// is prepared ends as well: its session was cut before the flip, which would now go back
-    /// behind the entry, and while it waits neither fold nor commit gives anything back.
+    /// Drops the increment of a replica that gets entries again. Its blocks are dead now, and no
+    /// other step requests the count. A crash may bring it back, until the next entry. A prepared
+    /// increment ends as well: its session was cut before the flip, which would now go back behind
+    /// the entry, and while it waits neither fold nor commit gives anything back.
     pub fn abandon_shadow(&mut self) {
         if self.shadow.take().is_some() {
             self.count.request();
@@ -196,7 +196,7 @@ impl Replica {
             }
         };
         if let Err(error) = stepped {
-            // What was counted on the way to a result that is dropped counts wrongly.
+            // The counters include work towards a result that is dropped.
             self.count.begin_anew();
             return Err(error);
         }
@@ -461,7 +461,7 @@ impl Replica {
                 return Ok(Some(chunk));
             }
             self.find(core, &source, start, (end - start) as u32)?;
-            // As many blocks as the rest of the budget pays for, at least one.
+            // Takes as many blocks as the rest of the budget pays for, at least one.
             let (blocks, cost) = affordable(&core.found, from, bytes_max as usize - bytes);
             core.found.truncate(blocks);
             let end = start + blocks as u64;
@@ -599,7 +599,7 @@ impl Replica {
         if !same || unplaced || quoin_types::crc32c(data) != crc {
             return Ok(false);
         }
-        // The same version with the same checksum: nothing good can be overwritten by it.
+        // Version and checksum are the same: nothing good can be overwritten by it.
         core.write(block.place, &[std::io::IoSlice::new(data)])?;
         self.maintenance.clean.iter_mut().for_each(crate::clean::CleanJob::read_again);
         let bad = crate::core::BadBlock::block(self.identity.guid, lba, version);

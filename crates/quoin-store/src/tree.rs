@@ -46,7 +46,7 @@ fn span(level: u8) -> u64 {
     1 << (LEAF_SHIFT + FANOUT_SHIFT * u32::from(level))
 }
 
-/// What a map says of one block.
+/// State of a block in a map.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct BlockAt {
     pub version: u64,
@@ -59,8 +59,8 @@ pub const BAD_PLACE: u64 = u64::MAX;
 /// The place of a block in a leaf that took the place of a damaged one: what it held is unknown.
 pub const LOST_PLACE: u64 = u64::MAX - 1;
 
-/// What stands where a damaged node was: every block under it is known to be lost, and can be
-/// mended or overwritten one by one. No node that can be read is ever this long.
+/// Replacement of a damaged node: every block under it is known to be lost, and can be mended or
+/// overwritten one by one. No node that can be read is ever this long.
 fn lost(level: u8, newest: u64) -> Node {
     if level == 0 {
         let mut leaf = Leaf::hole(newest);
@@ -71,7 +71,7 @@ fn lost(level: u8, newest: u64) -> Node {
     Node::Interior(Box::new([Child::Node(child); FANOUT]))
 }
 
-/// One change of a map. Edits are handed over in ascending order and do not overlap.
+/// Change of a map. Edits are handed over in ascending order and do not overlap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Edit {
     pub lba: u64,
@@ -330,7 +330,7 @@ pub enum Part {
     Leaf { start: u64, node: NodeRef },
     /// A node that covers these LBAs cannot be read.
     Damaged { start: u64, end: u64, newest: u64 },
-    /// One hole.
+    /// Range of a single hole.
     Hole { start: u64, end: u64, version: u64 },
 }
 
@@ -388,7 +388,7 @@ fn find(
     Ok(None)
 }
 
-/// What the map says of `out.len()` blocks from `lba` on.
+/// State in the map of `out.len()` blocks from `lba` on.
 pub fn blocks(
     nodes: &mut impl Nodes,
     root: Root,
