@@ -1,8 +1,8 @@
-//! What clean-up costs: total blocks written per block that clients overwrite, by how full the
+//! Cost of clean-up: total blocks written per block that clients overwrite, by how full the
 //! pool is, how the load is skewed, and how the victim is chosen. Prints the table that stands
 //! in `docs/store.md`. `cargo run --release -p quoin-store --example cleanup-simulation`
 //!
-//! It models placement only: three streams of segments, log segments that cannot be cleaned
+//! Only placement is modelled: three streams of segments, log segments that cannot be cleaned
 //! before a checkpoint, leaves written at checkpoints, and space that is free only afterwards.
 
 const SEGMENT_BLOCKS: u32 = 1024;

@@ -1,5 +1,5 @@
-//! Every crash of a workload: each prefix of what it wrote to its disk, and of the writes that no
-//! sync covered many choices and torn parts, recovered and compared with the in-memory model.
+//! All crashes of a workload: each prefix of its writes to the disk, and many choices and torn
+//! parts of the writes that no sync covered, recovered and compared with the in-memory model.
 //!
 //! At every event of the disk the power goes. What a sync covered is there; of the writes since,
 //! the disk may hold any. Where they are few all subsets are tried (up to
@@ -10,7 +10,7 @@
 //! crashed in the same way, at every event of what it does to the disk, and of some of these the
 //! next recovery too.
 //!
-//! That is many thousands of images a workload. `QUOIN_CRASH_IMAGES=0` recovers all of them; a
+//! The result is many thousands of images a workload. `QUOIN_CRASH_IMAGES=0` recovers all; a
 //! number recovers so many, spread over all by a fixed rule (200 if unset, so that the tests take
 //! seconds). `QUOIN_CRASH_SEEDS` makes more workloads of each kind (2 if unset).
 
@@ -51,7 +51,7 @@ fn apply(blocks: &mut Blocks, event: &DiskEvent) {
     }
 }
 
-/// Of a write only the bytes from `from` to `to`.
+/// Applies only the bytes `from` to `to` of a write.
 fn apply_part(blocks: &mut Blocks, offset: u64, bytes: &[u8], from: usize, to: usize) {
     for (i, chunk) in bytes.chunks(BLOCK_SIZE).enumerate() {
         let (start, number) = (i * BLOCK_SIZE, offset / BLOCK_SIZE as u64 + i as u64);
@@ -95,7 +95,7 @@ impl Sample {
     }
 }
 
-/// What the disk may hold of the unsynced events, on top of what was synced.
+/// Images that the disk may hold: the unsynced events in part, on top of what was synced.
 fn images(
     synced: &Blocks,
     unsynced: &[&DiskEvent],
@@ -185,7 +185,7 @@ fn image_of(disk: &MemoryDisk) -> Blocks {
 
 type History = Rc<Vec<SharedEntry>>;
 
-/// What a crash may leave: no less than `floor`, and a prefix of one of the histories.
+/// State that a crash may leave: no less than `floor`, and a prefix of one of the histories.
 #[derive(Clone)]
 struct Allowed {
     events: usize,
@@ -257,7 +257,7 @@ impl Checker {
         if crashes == 0 || (is_first && (spread * 100) >> 7 >= setting("QUOIN_CRASH_OPENS", 8)) {
             return;
         }
-        // What an open that crashes leaves is not less than what it was to recover.
+        // An open that crashes leaves no less than it was to recover.
         let mut sample = Sample { total: 1, budget: 0, seen: 0 };
         walk(image, &events, &mut sample, &mut |_, _| {});
         let budget = if is_first { IMAGES_OF_AN_OPEN } else { IMAGES_OF_AN_OPEN / 4 };
@@ -378,7 +378,7 @@ fn every_crash_of_making_a_pool_leaves_none_or_an_empty_one() {
             Err(_) => {
                 assert!(at < last, "a pool that was made is there");
                 none += 1;
-                // What is half-made can be made anew.
+                // A half-made pool can be made anew.
                 let anew = quoin_store::FormatOptions { overwrite: true, ..format_options() };
                 let disk = disk_of(size, i);
                 Pool::format(&disk, &anew).expect("made over what was half-made");

@@ -38,7 +38,7 @@ fn lives(mut world: World) -> World {
     world
 }
 
-/// What every block of every view may be, by version: right bytes or none.
+/// Bytes that each block of each view may have, by version: the right bytes or none.
 fn truth(world: &mut World) -> BTreeMap<(u64, u64), Option<Bytes>> {
     let mut truth = BTreeMap::new();
     for entry in &world.history {
@@ -290,8 +290,8 @@ fn a_fold_in_the_middle_of_a_scrub_hides_nothing_from_it() {
 }
 
 /// Proves: after a failed sync nothing is acknowledged until the pool was opened anew.
-/// The driver would wait for ever for the next sync of a pool that nobody knows to have failed. Found
-/// by the simulator: a client had no answer.
+/// Otherwise the driver waits for ever for the next sync of a pool that is not known to have
+/// failed. Found by the simulator: a client had no answer.
 #[test]
 fn a_sync_after_which_the_pool_cannot_record_what_waited_for_it_has_failed_for_its_driver() {
     for marks in [true, false] {
@@ -458,7 +458,7 @@ fn a_damaged_node_of_the_map_costs_its_blocks_alone_and_is_mended_from_a_peer() 
         }
         assert_eq!(pool.take_damaged(), [], "a node of the map is no reason to rebuild it all");
         assert!(pool.background_due() <= Due::Relaxed, "no work is asked for in vain");
-        // What was found while folding is found again by the scrub.
+        // Damage that was found while folding is found again by the scrub.
         for _ in 0..3 {
             let mut at = Some(ScrubAt::default());
             while let Some(from) = at {
@@ -522,7 +522,7 @@ fn rot_in_superblock_ring_and_segment_headers_is_written_again_by_the_scrub() {
     assert_eq!(done.headers, 0);
 }
 
-/// What the media hold of two entries after the sync that was to make them durable.
+/// State on the media of two entries after the sync that was to make them durable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum OnMedia {
     All,

@@ -219,7 +219,7 @@ fn append(world: &mut World, kinds: impl Iterator<Item = EntryKind>) {
     world.model.replica(GUID).expect("it").append(entries).expect("the model takes it");
 }
 
-/// What goes on in a pool beside whoever pulls from it.
+/// Continues the work of a pool beside a replica that pulls from it.
 fn go_on(world: &mut World) {
     let count = world.rng.random_range(1..40);
     append(world, (0..count).map(|_| EntryKind::Write));

@@ -1,7 +1,7 @@
-//! What an open makes of a disk that refuses to be read, and of a kill in its middle.
+//! Opens of a disk that refuses to be read, and kills in the middle of an open.
 //!
-//! A start either finds what was flushed, or says that it is damaged, or does not open; and what
-//! it finds to be lost stays found, wherever in the open the process dies, once or several times.
+//! A start either finds what was flushed, or reports damage, or does not open. A loss that it finds
+//! stays found, wherever in the open the process dies, once or several times.
 
 use crate::common;
 use std::collections::BTreeMap;
@@ -65,7 +65,7 @@ fn a_header_that_cannot_be_read_below_what_was_flushed_is_damage_and_no_torn_tai
     let (world, _) = flushed_log();
     let (flushed, headers) = (world.history.len() as u64, log_headers(&world.disk));
     assert_eq!(headers.len(), 10);
-    // What is behind the last one but one says that the one before it was flushed.
+    // The batch behind the last one but one proves that the one before it was flushed.
     for block in &headers[..headers.len() - 1] {
         let disk = world.disk.fork();
         disk.break_block(*block);
@@ -95,8 +95,8 @@ fn a_rotten_header_anywhere_in_a_log_of_several_segments_hides_no_flushed_batch_
     }
 }
 
-/// Whoever says that it holds all that it ever applied must not have lost the last of it to a bad
-/// sector, or to rot with batches of the same life behind it.
+/// A replica that claims to hold all that it ever applied must not have lost the last of it to a
+/// bad sector, or to rot with batches of the same process behind it.
 #[test]
 fn a_log_that_ends_at_a_bad_sector_or_before_its_own_batches_claims_nothing() {
     let (world, claim) = flushed_log();
@@ -115,7 +115,7 @@ fn a_log_that_ends_at_a_bad_sector_or_before_its_own_batches_claims_nothing() {
     assert!(!claims(rotten), "its own batch follows");
 }
 
-/// What an open made of the replica.
+/// Findings of an open about the replica.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Found {
     position: Lsn,
@@ -242,8 +242,8 @@ fn kill_everywhere(disk: &MemoryDisk, cookie: BootCookie, wanted: Found, kills: 
     (0..=events.len()).map(killed_at).sum()
 }
 
-/// What an open finds to be lost is found again by the next one, though the first has begun to
-/// make the log's end clean and was killed.
+/// A loss that an open finds is found again by the next one, though the first has begun to make
+/// the log's end clean and was killed.
 #[test]
 fn a_loss_that_an_open_finds_is_not_hidden_by_kills_in_its_middle() {
     let (world, claim) = flushed_log();

@@ -60,7 +60,7 @@ impl Writer {
         }
     }
 
-    /// What a driver does between two rounds of requests.
+    /// Work of a driver between two rounds of requests.
     fn housekeeping(&mut self) {
         if self.pool.background_due() > Due::Idle {
             self.pool.background(4 << 20).expect("background work");
@@ -119,7 +119,7 @@ fn a_full_pool_still_takes_views_promises_and_deletes_and_trim_gives_space_back(
     assert!(gained > 3 << 20, "a trim of 4 MiB gave {gained} bytes back");
 }
 
-/// Whoever trims a volume that rests writes nothing that would make a fold due.
+/// A client that trims an idle volume writes nothing that would make a fold due.
 #[test]
 fn what_was_trimmed_of_a_resting_replica_is_free_again_though_nobody_writes_any_more() {
     let mut writer = Writer::new(64 << 20, 4000);
@@ -199,7 +199,7 @@ fn what_a_truncation_took_away_gives_its_room_back_though_its_lsns_never_come_ag
         above_stable(&mut writer, 0);
         sync(&mut writer.pool);
         if restarts {
-            // It finds the same batches, and knows of the truncation.
+            // The open finds the same batches, and knows of the truncation.
             writer.pool = Pool::open(disk, common::options()).expect("a sound pool");
         }
         writer.append(EntryKind::Trim, 0, 4000).expect("a trim");
@@ -387,7 +387,7 @@ fn background_work_in_a_pool_filled_to_the_brim_ends_and_trims_revive_it() {
         lba += 4;
     }
     let mut rounds = 0;
-    // What clean-up still gains is filled again, until there is nothing to gain.
+    // Space that clean-up still gains is filled again, until there is nothing to gain.
     loop {
         while writer.pool.background_due() > Due::Idle {
             writer.housekeeping();
@@ -477,7 +477,7 @@ fn clean_up_leaves_alone_what_the_disk_refuses_to_read_for_a_while() {
         if round % 3 == 0 && round > 2000 {
             writer.pool.disk().fail_reads(true);
             for _ in 0..4 {
-                // It may say that it cannot go on; it must not lose what it cannot read.
+                // A failed step is allowed; a loss of unreadable data is not.
                 let _ = writer.pool.background(1 << 20);
             }
             writer.pool.disk().fail_reads(false);
@@ -584,7 +584,7 @@ fn a_pool_full_of_what_is_not_stable_takes_what_others_hold_already_and_trims_af
     for _ in 0..20 {
         unstable(&mut writer, EntryKind::Trim, 8).expect("a trim has room still");
     }
-    // What is not owed finds none.
+    // Entries that are not owed find no room.
     writer.pool.replica(GUID).expect("it").owe_before(Epoch(1));
     assert_eq!(unstable(&mut writer, EntryKind::Write, 1), Err(StoreError::Full));
 
@@ -603,7 +603,7 @@ fn a_pool_full_of_what_is_not_stable_takes_what_others_hold_already_and_trims_af
 #[test]
 fn a_pool_of_which_thousands_of_replicas_were_deleted_still_makes_and_deletes_others() {
     let (disk, mut pool) = new_pool(32 << 20);
-    // As good as chance, which GUIDs are.
+    // Spread evenly, like real GUIDs, which are random.
     let guid =
         |n: u128| ReplicaGuid((n + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835));
     for n in 0..6000 {

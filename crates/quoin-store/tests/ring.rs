@@ -54,7 +54,7 @@ fn rot_in_a_ring_that_was_added_to_never_brings_back_what_stood_before() {
     };
     assert_eq!(promised(disk.fork()).ok(), Some(Epoch(9)));
     assert_eq!(of(0).count(), 2);
-    // One copy alone.
+    // Rot in a single copy.
     for block in of(0) {
         let one = disk.fork();
         one.rot(block * 4096 + 100, 1);
@@ -140,7 +140,7 @@ fn a_state_that_both_copies_of_the_ring_lost_is_missed_where_records_are_behind_
     assert!(matches!(Pool::open(disk, options()), Err(PoolError::MetadataLost)));
 }
 
-/// What cannot be read now may be read later; what was taken for its end is lost for good.
+/// A record that cannot be read now may be read later; a record taken for the end is lost for good.
 #[test]
 fn a_record_of_the_ring_that_one_copy_refuses_and_the_other_lost_is_an_error_and_no_end() {
     let disk = promised();

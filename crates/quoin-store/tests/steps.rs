@@ -113,7 +113,7 @@ fn a_large_replica_that_is_deleted_gives_its_space_back_a_few_units_at_a_time() 
     }
 }
 
-/// One block in each of many leaves: nothing to speak of is written, and all of the map is.
+/// Writes of a single block in each of many leaves: little data, but the whole map is written.
 #[test]
 fn a_fold_of_a_large_trim_looks_at_a_bounded_number_of_nodes_at_a_time() {
     const LEAVES: u64 = 1000;
@@ -127,7 +127,7 @@ fn a_fold_of_a_large_trim_looks_at_a_bounded_number_of_nodes_at_a_time() {
         (reads, written) = now;
     };
     let mut step = step;
-    // What waits in the log is folded once it is as much as a checkpoint's.
+    // The waiting log is folded once it is as much as a checkpoint's.
     volume.append(&EntryKind::Trim, [0], 1);
     volume.append(&EntryKind::Trim, (0..5000).map(|i| i % 7), 1);
     volume.work(&mut step);
@@ -147,7 +147,7 @@ fn a_fold_of_a_large_trim_looks_at_a_bounded_number_of_nodes_at_a_time() {
     assert!(slots.iter().all(|s| s.version == Lsn(volume.lsn)), "{:?}", &slots[..1]);
 }
 
-/// What a rebuild brings lies in a leaf of its own each time, where clients write at random.
+/// Blocks of a rebuild lie in a leaf of their own each, where clients write at random.
 #[test]
 fn an_increment_is_merged_a_bounded_number_of_leaves_at_a_time() {
     const LEAVES: u64 = 1000;
@@ -269,7 +269,7 @@ fn a_fold_that_an_increment_waits_for_stops_there_until_its_session_ends() {
         let from = Lsn(volume.lsn);
         let begun = volume.pool.replica(GUID).expect("it").increment_begin(1, from);
         assert!(!begun.expect("a step"), "there is more to fold");
-        // So much log that it is to be folded at once.
+        // Enough log that it is to be folded at once.
         volume.append(&EntryKind::Trim, (0..6000).map(|i| i % 7), 1);
         let base = |volume: &mut Volume| volume.pool.replica(GUID).expect("it").state().base;
         if session_ends {
@@ -316,7 +316,7 @@ fn a_count_of_what_is_live_keeps_no_fold_and_no_clean_up_waiting() {
     (0..20).for_each(|_| step(&mut volume, &mut reads));
     assert!(reads >= before + 10, "it counts: {} reads", reads - before);
 
-    // So much log that it is to be folded at once.
+    // Enough log that it is to be folded at once.
     volume.append(&EntryKind::Trim, (0..6000).map(|_| 0), 2);
     let end = Lsn(volume.lsn);
     let steps = (0..100).position(|_| {
@@ -348,12 +348,12 @@ fn what_dies_beside_a_count_is_not_counted_as_live() {
         volume.pool.background(1).expect("background work");
         sync(&mut volume.pool);
     }
-    // One block in four where the count was, so that no segment is worth emptying for it.
+    // Trims a block in four where the count was, so that no segment is worth emptying for it.
     volume.append(&EntryKind::Trim, (0..leaves / 2).map(|leaf| leaf * 256), 1);
     volume.append(&EntryKind::Trim, (0..6000).map(|_| 0), 1);
     volume.work(|_| {});
     let counted_beside = volume.pool.replica_stats(GUID).expect("it").live_bytes;
-    // The same once more, with nothing beside it.
+    // Counted again, with nothing beside the count.
     let id = SnapshotId(2);
     volume.append(&EntryKind::Snapshot { id, hidden: false }, [0], 0);
     volume.append(&EntryKind::DeleteSnapshot { id }, [0], 0);
@@ -364,9 +364,9 @@ fn what_dies_beside_a_count_is_not_counted_as_live() {
     assert!(apart < counted_alone / 20, "{counted_beside} beside, {counted_alone} alone");
 }
 
-/// The segment that moved blocks are written to is hardly ever a closed one as a snapshot goes, and
-/// nobody counts it again once it is. Found by the simulator's look at what is used once everything
-/// was trimmed.
+/// The segment of moved blocks is hardly ever a closed one when a snapshot is deleted, and no count
+/// covers it again once it is closed. Found by the simulator's check of the used space after a trim
+/// of everything.
 #[test]
 fn what_a_deleted_snapshot_kept_of_an_open_segment_is_not_counted_as_live() {
     common::break_a_rule();

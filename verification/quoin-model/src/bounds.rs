@@ -3,7 +3,7 @@
 use crate::mutants::Mutant;
 use crate::state::Budget;
 
-/// One world to explore.
+/// World to explore.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Bounds {
     pub name: &'static str,

@@ -79,7 +79,7 @@ impl Model {
         let Some(newest) = attempt.newest_view() else { return };
         let removed = attempt.known & !joint_known;
         let added = joint_known & !attempt.known;
-        // Who leaves stays in sync until the record has the change, where he keeps up.
+        // A leaving replica stays in sync until the record has the change, if it keeps up.
         let kept = newest.in_sync | added;
         for in_sync in [kept & !removed, kept] {
             self.joint_with(s, a, in_sync, joint_known, joint_cf, steps);
@@ -239,8 +239,8 @@ impl Model {
         steps.push(self, Step::LearnSwap { attempt: a }, next);
     }
 
-    /// The control plane takes a newcomer off the record, which takes that to the next version. A
-    /// record that is an old copy is nobody's to change.
+    /// The control plane takes a newcomer off the record, which goes to the next version with that.
+    /// A record that is an old copy may not be changed.
     fn take_back(&self, s: &State, steps: &mut Steps) {
         let trusted =
             s.budget.rollbacks == self.bounds.budget.rollbacks || self.is(Mutant::OldCopyChanged);

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use zerocopy::IntoBytes;
 
-/// One step and where it leads.
+/// Step and the state that it leads to.
 pub struct Next {
     pub step: Step,
     pub state: State,
@@ -108,7 +108,7 @@ const CHUNKS_A_ROUND: usize = 32;
 /// More states than one round can come to: a state has some ten successors.
 const ROUND_STATES_MAX: usize = CHUNK_STATES * CHUNKS_A_ROUND * 8;
 
-/// What the threads of one search share.
+/// State that the threads of one search share.
 struct Shared<'a, 'room> {
     model: &'a Model,
     visited: &'a Visited,
@@ -129,7 +129,7 @@ impl Shared<'_, '_> {
     }
 }
 
-/// What [`explore`] calls the state that it was asked to find.
+/// Name that [`explore`] gives to the state that it was asked to find.
 pub const GOAL_REACHED: Violation = "goal";
 
 /// Visits every state within the bounds, nearest first, until an invariant breaks or (with a
@@ -290,7 +290,7 @@ pub fn after(model: &Model, way: &[Step]) -> Option<State> {
     Some(state)
 }
 
-/// What random walks came to.
+/// Result of random walks.
 #[derive(Clone, Debug, Default)]
 pub struct Walked {
     pub walks: usize,

@@ -1,4 +1,4 @@
-//! What the world does to the protocol.
+//! Faults: power cuts, deaths, damage, failed syncs, a restored record.
 
 use crate::bounds::Model;
 use crate::explore::Steps;
@@ -93,7 +93,7 @@ impl Model {
             let newcomer = replica.newcomer;
             *replica = Replica { continuous: 1, quorum: 1, newcomer, ..Replica::default() };
         } else {
-            // What it knew is of no use any more; its promise and lease live on elsewhere.
+            // Its knowledge is of no use any more; its promise and lease still count elsewhere.
             let Replica { promised, version, newcomer, .. } = *replica;
             *replica = Replica { gone: 1, promised, version, newcomer, ..Replica::default() };
         }
@@ -120,8 +120,8 @@ impl Model {
         }
     }
 
-    /// What the kernel could not write is gone from its cache as well: the replica closes the
-    /// session and reopens from media.
+    /// The kernel drops from its cache what it could not write: the replica closes the session and
+    /// reopens from media.
     fn sync_failure(&self, s: &State, r: usize, steps: &mut Steps) {
         let mut next = *s;
         next.budget.sync_failures -= 1;

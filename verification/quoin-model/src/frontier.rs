@@ -37,7 +37,7 @@ pub(crate) struct Room {
     memory_bytes: AtomicUsize,
 }
 
-/// What one level has beyond the memory.
+/// Part of a level that does not fit into memory.
 #[derive(Clone)]
 pub(crate) struct Spill {
     file: Arc<File>,
@@ -67,7 +67,7 @@ impl Room {
         Self { memory_bytes_max, memory_bytes: AtomicUsize::new(0) }
     }
 
-    /// What cannot be written stays in memory.
+    /// Stores a chunk. A chunk that cannot be written to the file stays in memory.
     pub fn put(&self, packed: Packed, spill: &Spill) -> Chunk<'_> {
         let Packed { mut bytes, states } = packed;
         let length = bytes.len();

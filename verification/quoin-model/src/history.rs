@@ -65,8 +65,8 @@ impl State {
         at.attempt != 0 && self.entry(at).kind == MARKED_VIEW
     }
 
-    /// Whether this attempt, or one before it under which nobody could be answered, opened
-    /// with a marked View: what CF caches lost at once is not owed by either.
+    /// Whether this attempt, or one before it under which no client could be answered, opened
+    /// with a marked View: neither owes what CF caches lost at once.
     pub fn tail_may_be_lost(&self, mut history: Place) -> bool {
         while history.attempt != 0 {
             let attempt = self.attempt(history.attempt);
@@ -81,7 +81,7 @@ impl State {
         false
     }
 
-    /// What the protocol compares: the epoch and LSN of the last entry.
+    /// Position that the protocol compares: the epoch and LSN of the last entry.
     pub fn position(&self, at: Place) -> (u8, u8) {
         if at.attempt == 0 { (0, 0) } else { (self.attempt(at.attempt).epoch, self.lsn(at)) }
     }

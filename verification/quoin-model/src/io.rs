@@ -117,9 +117,9 @@ impl Model {
         steps.push(self, Step::Write { attempt: a, lsn }, next);
     }
 
-    /// A client's flush of all that is sequenced, or a sync that starts by itself: done when
-    /// stable reaches it. Between flushes nobody need sync: a power cut leaves what happened to
-    /// be written back, and a target that knows no more than that promises nothing.
+    /// Flush by a client of all that is sequenced, or a sync that starts by itself: done when
+    /// stable reaches it. Between flushes no process need sync: a power cut leaves what happened
+    /// to be written back, and a target that knows no more than that promises nothing.
     fn flush(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
         if s.budget.flushes == 0 || attempt.flush > 0 {

@@ -14,7 +14,7 @@
 //! | [`explore`] | search, traces, walks |
 //! | [`terms`] | two controllers: a model of its own |
 //!
-//! What steps are merged, and why that hides nothing, stands in `docs/proof.md`.
+//! `docs/proof.md` states which steps are merged, and why that hides nothing.
 
 pub mod bounds;
 mod change;

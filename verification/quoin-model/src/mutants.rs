@@ -6,7 +6,7 @@ use crate::state::{JOINT, REPLICAS, SWAP_DONE, State, count, members};
 
 macro_rules! mutants {
     ($($name:ident, $text:literal, $breaks:literal;)*) => {
-        /// One broken rule. The names are those of the list in `docs/proof.md`.
+        /// A broken rule. The names are those of the list in `docs/proof.md`.
         #[derive(Clone, Copy, PartialEq, Eq, Debug)]
         pub enum Mutant { $(#[doc = $breaks] $name,)* }
 
@@ -37,7 +37,7 @@ macro_rules! mutants {
                 match self { $(Mutant::$name => $text,)* }
             }
 
-            /// What is broken, in a line.
+            /// Description of the broken rule, in a line.
             pub fn breaks(self) -> &'static str {
                 match self { $(Mutant::$name => $breaks,)* }
             }

@@ -9,7 +9,7 @@ use crate::settle::Violation;
 use crate::state::*;
 use crate::step::Step;
 
-/// What a try to open a replica comes to.
+/// Result of a try to open a replica.
 enum Answer {
     /// Refused, or nothing new.
     No,
@@ -17,7 +17,7 @@ enum Answer {
     Broken(Violation),
 }
 
-/// What the answers so far allow.
+/// Decision that the answers so far allow.
 enum Verdict {
     Wait,
     Go,
@@ -68,8 +68,8 @@ impl Model {
         newcomers & !s.record.retired & !s.record.known
     }
 
-    /// Step 1. The compare-and-swap reads the membership in the same transaction. It is merged
-    /// with the first Open: until then nobody hears of the attempt.
+    /// Step 1. The compare-and-swap reads the membership in the same transaction. Merged with the
+    /// first Open: until then no other process learns of the attempt.
     fn acquire(&self, s: &State, a: usize, steps: &mut Steps) {
         let mut epochs = vec![s.record.epoch + 1];
         // A Refuse taught the target a higher epoch than a restored record knows.

@@ -1,10 +1,10 @@
-//! What follows from a step at once: Views become active, commit and stable move, IO starts,
-//! clients are answered; and the invariants that all of it must keep.
+//! Consequences of a step: Views become active, commit and stable move, IO starts, clients are
+//! answered; and the invariants that all of these must keep.
 //!
-//! Knowledge and answers are as early as they can be. A target that hears an acknowledgement
-//! later, or answers later, does nothing that one which hears and answers at once does not do:
-//! its guards only ever ask for more acknowledgements, and an answer changes nothing but what
-//! is owed. So the earliest run contains every later one (`docs/proof.md`, "What is merged").
+//! Knowledge and answers are as early as they can be. A target that receives an acknowledgement
+//! later, or answers later, does nothing that a target without this delay does not do: its guards
+//! only ever ask for more acknowledgements, and an answer changes nothing but what is owed. So the
+//! earliest run contains every later one (`docs/proof.md`, "What is merged").
 
 use crate::bounds::Model;
 use crate::history::EMPTY;
@@ -173,7 +173,7 @@ impl Model {
         let flush = s.attempts[a].flush;
         let held = applied.is_some_and(|applied| applied >= commit);
         if lying {
-            // What may not survive is not checked; below it nothing may be cut all the same.
+            // Entries that may be lost are not checked; below them nothing may be cut all the same.
             let settled = s.prefix(history, settled);
             if s.contains(settled, s.flushed) {
                 s.flushed = settled;
@@ -225,7 +225,7 @@ impl Model {
         }
     }
 
-    /// States that differ only in what nobody will ask again are made equal.
+    /// Makes states equal that differ only in values that no later step reads.
     fn forget_what_is_equal(&self, s: &mut State) {
         for a in 0..ATTEMPTS {
             if s.attempts[a].phase == UNUSED {

@@ -1,6 +1,6 @@
-//! One state of the modelled world: the control plane's record, replicas, the targets' attempts
-//! and what clients are owed. All of it is plain bytes, so that a state is compared, hashed and
-//! stored without looking at its meaning.
+//! State of the modelled world: the control plane's record, replicas, the targets' attempts and
+//! what clients are owed. All of it is plain bytes, so that a state is compared, hashed and stored
+//! without interpretation.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -88,7 +88,7 @@ pub const NO_CHANGE: u8 = 0;
 pub const JOINT: u8 = 1;
 /// The compare-and-swap is on its way; its outcome is unknown.
 pub const SWAP_SENT: u8 = 2;
-/// It has arrived and took effect, which the target has not heard.
+/// The compare-and-swap took effect, but the target has not received the answer.
 pub const SWAP_DONE: u8 = 3;
 
 /// Flags of an OpenAck.
@@ -96,7 +96,7 @@ pub const CONTINUOUS: u8 = 1;
 pub const QUORUM: u8 = 2;
 pub const DAMAGED: u8 = 4;
 
-/// One attempt of one target to open the volume, and the serving that follows from it.
+/// Attempt of a target to open the volume, and the serving that follows from it.
 #[derive(
     Clone, Copy, PartialEq, Eq, Default, Debug, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -133,13 +133,13 @@ pub struct Attempt {
     /// Mutants only: replicas whose lease it believes to hold though they answered a newer one.
     pub late_grants: Set,
     pub link: [u8; REPLICAS],
-    /// What OpenAcks said, until the open is decided.
+    /// Positions in the OpenAcks, until the open is decided.
     pub ack: [Place; REPLICAS],
     pub ack_flags: [u8; REPLICAS],
-    /// What it knows of each replica that it feeds, as LSNs.
+    /// LSNs that the target knows for each replica that it feeds.
     pub applied: [u8; REPLICAS],
     pub durable: [u8; REPLICAS],
-    /// Its last LSN when the session with the replica began.
+    /// The target's last LSN when the session with the replica began.
     pub tip: [u8; REPLICAS],
     pub entries: [Entry; ENTRIES],
 }
@@ -159,9 +159,9 @@ pub struct Replica {
     pub continuous: u8,
     pub quorum: u8,
     pub damaged: u8,
-    /// Of a GUID that no record listed at first.
+    /// The GUID is one that no record listed at first.
     pub newcomer: u8,
-    /// For ever.
+    /// The replica is gone for ever.
     pub gone: u8,
     /// Closed cleanly; a power cut takes nothing, not even the continuous flag.
     pub closed: u8,
@@ -247,7 +247,7 @@ impl State {
             && self.attempts[a].link[r] != LINK_NONE
     }
 
-    /// The same state with replicas in a canonical order. Replicas are named in sets and arrays
+    /// This state with replicas in a canonical order. Replicas are named in sets and arrays
     /// only, and no replica's state names another, so two with equal marks can be exchanged
     /// without a difference: sorting by marks finds one state of each orbit.
     pub fn canonical(&self, replicas: usize) -> State {

@@ -1,4 +1,4 @@
-//! What can happen in one step, and how a person reads it.
+//! Steps of the model, and their text for a reader.
 
 use crate::state::{Set, members};
 use std::fmt;

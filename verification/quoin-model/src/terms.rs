@@ -85,7 +85,7 @@ struct Controller {
     epoch: Epoch,
     rules: bool,
     ended: bool,
-    /// It heard of a higher term than its own.
+    /// The controller received a higher term than its own.
     told: bool,
 }
 
@@ -93,7 +93,7 @@ struct Controller {
 struct Pool {
     /// On its media.
     heard: Term,
-    /// What its process goes by.
+    /// Term that the pool's process knows.
     known: Term,
     promised: Epoch,
     /// The target that promised it, and has it open; and the term of its grant.
@@ -126,7 +126,7 @@ struct State {
     restarts: u8,
 }
 
-/// What a search of all states came to.
+/// Result of a search of all states.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Terms {
     pub states: usize,
@@ -157,7 +157,7 @@ impl World {
         self.broken == Some(broken)
     }
 
-    /// What a pool makes of a grant's term.
+    /// Whether a pool refuses the term of a grant.
     fn refuses(&self, term: Term, known: Term) -> bool {
         match term.standing(known) {
             Standing::Former => !self.is(Broken::FormerBelieved),

@@ -107,8 +107,8 @@ impl Visited {
         }
     }
 
-    /// To twice the size; from an eighth of all that there may be at once to all of it, as the
-    /// old table is there until the new one is filled. Nobody else may use it meanwhile.
+    /// Doubles the size; from an eighth of the largest size, grows at once to the largest, as the
+    /// old table is there until the new one is filled. No other thread may use it meanwhile.
     fn grow(&mut self) {
         let twice = self.slots.len() * 2;
         let slots = if twice > self.slots_max / 8 { self.slots_max } else { twice };

@@ -13,17 +13,17 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-/// What `cargo xtask record-formats` sets: `new` writes what was never recorded, `again` replaces
-/// what differs.
+/// Variable that `cargo xtask record-formats` sets: `new` writes what was never recorded, `again`
+/// replaces what differs.
 pub const ENVIRONMENT: &str = "QUOIN_RECORD_FORMATS";
 
 const ROW: usize = 32;
 
-/// What one version of one format looks like.
+/// Recorded form of one version of one format.
 #[derive(Clone, Debug)]
 pub struct Recorded {
     folder: PathBuf,
-    /// What tells the other side of a change, as in "PROTOCOL_MAX in quoin-wire/src/hello.rs".
+    /// Version to raise on a change, as in "PROTOCOL_MAX in quoin-wire/src/hello.rs".
     raise: &'static str,
 }
 
@@ -57,7 +57,7 @@ impl Recorded {
         self.holds_text(&format!("{name}.hex"), &dump(bytes));
     }
 
-    /// As [`Recorded::holds`], for what is text: it is kept as it is, under its own ending.
+    /// Does the same as [`Recorded::holds`] for text, which is kept as it is, under its own ending.
     ///
     /// # Panics
     /// Where it is not what was recorded.

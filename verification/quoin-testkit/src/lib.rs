@@ -1,4 +1,4 @@
-//! What tests of several crates share: never part of a product.
+//! Helpers that tests of several crates share: never part of a product.
 //!
 //! * [`skipped`] says that this machine does not let a test prove what its name says.
 //! * [`nbd_server`] is a volume in memory behind the real NBD session, on a unix socket.

@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::Write;
 
-/// Tells whoever watches that the test of this thread proves less than it says, and why.
+/// Reports to the test run that the test of this thread proves less than it says, and why.
 /// `cargo xtask test` counts it as skipped and not as passed; with `--complete` it is a failure.
 pub fn skipped(why: &str) {
     eprintln!("skipped: {why}");

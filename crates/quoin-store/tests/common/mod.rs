@@ -64,7 +64,7 @@ pub fn sync<D: Disk>(pool: &mut Pool<D>) {
     }
 }
 
-/// One slot a block: (lba, version, data or hole). A bad block has no place here.
+/// Slots split into blocks: (lba, version, data or hole). A bad block has no place here.
 pub fn flat(slots: &[Slot]) -> Vec<(u64, u64, Option<Bytes>)> {
     let mut out = Vec::new();
     for slot in slots {
@@ -304,7 +304,7 @@ impl World {
         self.branches.push(self.history.clone());
         self.history.truncate(keep as usize);
         self.floor = self.floor.min(keep);
-        // What was cut away still lies in the log before what comes now.
+        // Entries that were cut away are still in the log before the next ones.
         self.waits_from = self.waits_from.map(|from| from.min(keep + 1));
         if let Some((_, position)) = &mut self.begun {
             *position = (*position).min(keep);
