@@ -1,7 +1,7 @@
 //! Background work of a pool: which replica folds, which segment is emptied, when states are
 //! recorded. (The scrub is in [`crate::scrub`].)
 //!
-//! One function decides ([`Pool::next_step`]). Both the urgency of the work and the step itself
+//! A single function decides ([`Pool::next_step`]). Both the urgency of the work and the step itself
 //! follow it. So a pool that reports work as due always has a step that makes progress, and a pool
 //! that waits for a sync or for room reports nothing as due.
 //!
@@ -248,7 +248,7 @@ impl<D: Disk> Pool<D> {
             self.counts_next = !matches!(step, Step::Recount(_));
             self.victim.set(None);
             match self.step(step) {
-                // One replica's damage must not keep the others' logs from being folded.
+                // Damage of one replica must not keep the others' logs from being folded.
                 Err(StoreError::Damaged(what)) => {
                     if let Some(guid) = guid
                         && let Some(replica) = self.replicas.get_mut(&guid)
@@ -283,8 +283,8 @@ impl<D: Disk> Pool<D> {
         self.starved &= self.core.allocator.free_units() == free;
     }
 
-    /// Whether the pool can take little more: next to nothing is free, and nothing that is done
-    /// or waited for gains anything. `was`: what it said last, so that it does not hop.
+    /// Whether the pool can take little more: next to nothing is free, and no work that is done
+    /// or waited for gains anything. `was`: the last answer, for hysteresis.
     pub fn is_short(&self, was: bool) -> bool {
         let allocator = &self.core.allocator;
         let margin = (allocator.units() * SHORT_BELOW_PERCENT / 100).max(2);

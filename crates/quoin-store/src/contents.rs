@@ -103,7 +103,7 @@ const END_SIGNATURES: &[EndSignature] = &[
 /// Contents of the first and the last mebibyte of a disk of `size_bytes`, as `read` reads them.
 ///
 /// # Errors
-/// Those of `read`.
+/// Errors of `read`.
 pub fn content_of_ends(
     size_bytes: u64,
     mut read: impl FnMut(u64, &mut [u8]) -> io::Result<()>,

@@ -233,7 +233,7 @@ impl<D: Disk> Core<D> {
         self.allocator.allocate_warm().map(|unit| (unit, 1, true))
     }
 
-    /// All of its space was taken when it was made.
+    /// Whether all space of the pool was taken when it was made.
     pub fn keeps_space(&self) -> bool {
         self.superblock.features.compat & KEEPS_SPACE != 0
     }
@@ -247,7 +247,7 @@ impl<D: Disk> Core<D> {
         self.disk.claim(start, length, spare_bytes)
     }
 
-    /// Makes sure of room for the next records: they tell what becomes free.
+    /// Makes sure of room for the next records: they record what becomes free.
     pub fn claim_ring(&self) {
         if self.keeps_space() {
             return;
@@ -255,7 +255,7 @@ impl<D: Disk> Core<D> {
         let half = u64::from(self.superblock.ring_blocks / 2);
         for start in self.superblock.rings().into_iter().flat_map(|ring| [ring, ring + half]) {
             let length = (half * BLOCK_SIZE as u64).min(RING_CLAIM_BYTES);
-            // Where it has no room now it may have it when it is written.
+            // If there is no room now, there may be when the record is written.
             let _ = self.disk.claim(start * BLOCK_SIZE as u64, length, 0);
         }
     }

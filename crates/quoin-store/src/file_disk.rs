@@ -128,8 +128,8 @@ impl FileDisk {
         Self::open(path)
     }
 
-    /// Whether [`Self::create`] would find the room, permission and file size that it needs, told
-    /// by a nameless file that is gone at once. A file system without such files is believed.
+    /// Whether [`Self::create`] would find the room, permission and file size that it needs, tried
+    /// with a nameless file that is gone at once. A file system without such files passes.
     pub fn rehearse(path: &Path, size: u64, sparse: bool) -> Result<(), FileDiskError> {
         let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;

@@ -1,4 +1,4 @@
-//! Where things lie in a pool, and the superblock that says so.
+//! Layout of a pool, and the superblock that describes it.
 //!
 //! ```text
 //! block 0,1   superblock, a ring of two          | S-2,S-1     the same at the other end
@@ -189,7 +189,7 @@ impl Superblock {
         Ok(())
     }
 
-    /// How many of the copies of this start do not say what they must.
+    /// Number of copies of this start with wrong contents.
     pub fn bad_copies<D: Disk>(&self, disk: &D) -> u32 {
         let (bytes, slot) = (self.encode(), self.starts % SUPERBLOCKS);
         let mut buffer = [0; BLOCK_SIZE];

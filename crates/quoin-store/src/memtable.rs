@@ -18,7 +18,7 @@ impl Memtable {
         if start == end {
             return;
         }
-        // Nearly always nothing is there, or just this range: one look tells.
+        // Nearly always nothing is there, or just this range: one lookup decides.
         match self.extents.range_mut(..end).next_back() {
             Some((&last, (last_end, last_lsn))) if (last, *last_end) == (start, end) => {
                 *last_lsn = lsn;
@@ -54,7 +54,7 @@ impl Memtable {
 
     /// Extents that meet `[start, end)`, clipped to it, in order.
     pub fn range(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
-        // A block is nearly always in no extent or within one: one look tells.
+        // A block is nearly always in no extent or within one: one lookup decides.
         let last = self.extents.range(..end).next_back().filter(|(_, (e, _))| *e > start);
         let only = last.filter(|(from, _)| **from <= start);
         let several = (only.is_none() && last.is_some()).then(|| {

@@ -400,7 +400,7 @@ impl<D: Disk> ReplicaPool for Pool<D> {
         }
         if let Err(fault) = result {
             if !mutant::is("sync-error-retried") {
-                // It is unknown what the kernel dropped: nothing after it may count.
+                // The kernel may have dropped writes of any kind: nothing after them may count.
                 self.core.failed = Some(fault);
             }
             return Err(StoreError::Io(fault));

@@ -338,7 +338,7 @@ fn encode_meta(meta: &ReplicaMeta, out: &mut BytesMut) {
     out.put_u128_le(meta.promised_incarnation.0);
     out.put_flag(meta.session_open);
     out.put_u32_le(meta.lease_ms);
-    // A replica that has not heard of a membership yet has none to check.
+    // A replica that has not received a membership yet has none to check.
     out.put_flag(meta.membership != Membership::default());
     if meta.membership != Membership::default() {
         meta.membership.encode(out);

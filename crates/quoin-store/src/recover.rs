@@ -141,7 +141,7 @@ pub fn recover<D: Disk>(
     Ok((replica, wiped))
 }
 
-/// Collects the batches of the chain, as far as it goes, and says whether it ends at what the
+/// Collects the batches of the chain, as far as it goes. Returns whether it ends at what the
 /// disk refuses to read.
 fn follow<D: Disk>(
     core: &Core<D>,
@@ -196,7 +196,7 @@ fn follow<D: Disk>(
     Ok((chain, refused))
 }
 
-/// Applies the chain's entries above the folded map and says where the log goes on, and whether
+/// Applies the chain's entries above the folded map. Returns where the log goes on, and whether
 /// the cache shows more of it than the media hold.
 fn replay<D: Disk>(
     core: &mut Core<D>,

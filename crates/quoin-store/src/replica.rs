@@ -435,9 +435,9 @@ impl Replica {
         }
     }
 
-    /// The folded map was written anew: what stands on it goes on with the new one when it is next
-    /// resolved. To make it anew takes a look at all of the log, which a rebuild beside writers and
-    /// clean-up would pay for each time it asks for something.
+    /// Drops the frozen view after the folded map was written anew: its users go on with a new one
+    /// once it is next resolved. Making it reads all of the log, which a rebuild beside writers and
+    /// clean-up would pay for with each request.
     pub fn renew_frozen(&mut self) {
         self.frozen.take_if(|(.., upper)| upper.reverted);
     }

@@ -12,9 +12,9 @@
 //! disk refuses to read ends nothing where the other copy is not good either: what it says may be a
 //! promise, so the ring is not opened.
 //!
-//! A half whose first record is broken, or was never written, was being written when the power went,
-//! and the half before it holds the same. Records behind that one tell otherwise: they were appended
-//! after the sync, so it was whole once, and what the older half says is no longer true. Then the
+//! A half whose first record is broken, or was never written, was being written when the power
+//! went, and the half before it holds the same. Records behind the broken one prove otherwise: they
+//! were appended after the sync, so it was whole once, and the older half is out of date. Then the
 //! metadata are lost.
 
 use std::io::IoSlice;
@@ -245,7 +245,7 @@ impl Ring {
         if newest.is_some() {
             return Ok(newest);
         }
-        // A copy that shows what was there before says that nothing was written.
+        // A copy that shows the old contents proves that nothing was written.
         match refused {
             Some(fault) if !is_older && !mutant::is("refused-copy-ends-the-ring") => Err(fault),
             _ => Ok(None),
@@ -333,8 +333,8 @@ impl Ring {
         may && self.counts_with.is_none() && left < room / 2
     }
 
-    /// Writes the whole state to the other half, which is in use once [`Ring::synced`] is told of
-    /// the ticket `with`.
+    /// Writes the whole state to the other half, which is in use once [`Ring::synced`] gets the
+    /// ticket `with`.
     pub fn restate_ahead<D: Disk>(
         &mut self,
         disk: &D,
@@ -376,8 +376,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Takes away records behind a state that does not count: once another state is written before
-    /// them, they would tell that it was whole. The state itself stays whole until they are gone.
+    /// Removes records behind a state that does not count: once another state is written before
+    /// them, they would prove that it was whole. The state itself stays whole until they are gone.
     fn remove_leftovers<D: Disk>(&self, disk: &D, half: u64, from: u32) -> Result<(), StoreError> {
         let zeroes = vec![0; BLOCK_SIZE];
         for (index, copy) in (from..self.half_blocks).flat_map(|index| [(index, 0), (index, 1)]) {
@@ -474,8 +474,7 @@ mod tests {
         count.to_le_bytes().repeat(1200)
     }
 
-    /// How many records a ring holds, which are numbered: states and records must continue each
-    /// other.
+    /// Number of records in a ring, which are numbered: states and records must form one sequence.
     fn count(found: &[Bytes]) -> u64 {
         let numbers = |bytes: &Bytes| -> Vec<u64> {
             bytes.chunks(8).map(|b| u64::from_le_bytes(b.try_into().expect("8 bytes"))).collect()

@@ -498,7 +498,7 @@ impl Replica {
         Some((self.source(view)?, size))
     }
 
-    /// The history's head as of a view. It may take a look at all of the log, so it is asked for
+    /// The history's head as of a view. Finding it may read all of the log, so it is requested
     /// once.
     fn pulled_head(&self, session: u64, view: ReadView) -> Option<Head> {
         match view {
@@ -512,7 +512,7 @@ impl Replica {
     fn snapshot_head(&self, id: quoin_types::SnapshotId) -> Option<Head> {
         let info = *self.snapshots.iter().find(|s| s.id == id)?;
         let Some(kept) = self.folded.snapshots.iter().find(|s| s.info.id == id) else {
-            // Above the folded map: the log tells.
+            // Above the folded map the log decides.
             let mut head = self.folded.head.clone();
             for lsn in self.log.first_lsn()..=info.lsn.0 {
                 let record = self.log.get(lsn)?;

@@ -121,9 +121,9 @@ pub fn update(
     update_some(nodes, root, edits, crcs, memo, usize::MAX).map(|(root, _)| root)
 }
 
-/// The same, but it stops once it has looked at about `nodes_max` nodes: with the root comes the
-/// LBA below which everything was done, and from which on nothing was. There it can be gone on
-/// with, and it came to at least one LBA more.
+/// Updates a map like `update`, but stops after about `nodes_max` nodes. Returns the root and the
+/// LBA below which everything was done, and from which on nothing was. The update can go on there;
+/// each call advances by at least one LBA.
 pub fn update_some(
     nodes: &mut impl Nodes,
     root: Root,

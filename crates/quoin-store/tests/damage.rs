@@ -597,8 +597,8 @@ fn what_a_failed_sync_left_in_the_cache_is_not_taken_for_held_after_a_kill() {
     }
 }
 
-/// A log that ends with one large batch and a small one behind it: that one says that the large one
-/// was flushed.
+/// A log that ends with one large batch and a small one behind it: the small one proves that the
+/// large one was flushed.
 fn log_with_a_large_batch(volume_blocks: u64, entries: u64) -> (MemoryDisk, Lsn) {
     common::break_a_rule();
     let disk = MemoryDisk::new(512 << 20);
@@ -646,7 +646,7 @@ fn large_headers(disk: &MemoryDisk, data_blocks: u32) -> Vec<u64> {
     disk.written_blocks().into_iter().filter(is_large).collect()
 }
 
-/// However many blocks of data lie between it and what says that it was flushed.
+/// However many blocks of data are between it and the batch that proves that it was flushed.
 #[test]
 fn a_rotten_header_of_a_batch_of_any_size_is_damage_and_no_torn_tail() {
     let large = 1 << 22;

@@ -58,8 +58,8 @@ fn flushed_log_of(batches: u64, blocks_each: u32) -> (World, ReplicaMeta) {
     (world, claim)
 }
 
-/// The sector that ends the log for a reader must not hide what lies behind it: that says whether
-/// all this was durable.
+/// The sector that ends the log for a reader must not hide the batches behind it: they prove
+/// whether all this was durable.
 #[test]
 fn a_header_that_cannot_be_read_below_what_was_flushed_is_damage_and_no_torn_tail() {
     let (world, _) = flushed_log();
@@ -169,8 +169,8 @@ fn found_again(disk: &MemoryDisk, cookie: BootCookie) -> Found {
     found(disk, cookie).expect("a pool that opens once its disk is read again")
 }
 
-/// A region of the disk is gone, from some batch to the segment's end: what lay behind it would
-/// have said whether all that was flushed.
+/// A region of the disk is gone, from some batch to the segment's end: batches behind it would
+/// have proved whether all of it was flushed.
 #[test]
 fn a_log_whose_end_cannot_be_looked_behind_is_damaged() {
     let (world, claim) = flushed_log();
@@ -287,7 +287,7 @@ fn a_loss_that_an_open_finds_is_not_hidden_by_kills_in_its_middle() {
     rotten.rot(headers[headers.len() - 2] * 4096 + 90, 1);
     is_found("rot before batches of the last life", &rotten, false);
 
-    // A sync failed, and the process was killed before it could say so.
+    // A sync failed, and the process was killed before it could record that.
     world.disk.fail_syncs();
     assert!(world.disk.sync().is_err());
     world.pool = None;

@@ -148,7 +148,7 @@ fn what_was_trimmed_of_a_resting_replica_is_free_again_though_nobody_writes_any_
 }
 
 /// Counted twice, a segment looks fuller than one that is worth emptying, and its room is lost.
-/// Found by the simulator's look at what is used once everything was trimmed.
+/// Found by the simulator's check of the space in use once everything was trimmed.
 #[test]
 fn a_restart_counts_no_block_of_the_log_twice() {
     let (disk, pool) = new_pool(8 << 20);
@@ -174,7 +174,7 @@ fn a_restart_counts_no_block_of_the_log_twice() {
 }
 
 /// Batches of entries that a truncation took away kept the log from moving on, until entries had
-/// the same LSNs again. Found by the simulator's look at what is used once everything was trimmed.
+/// the same LSNs again. Found by the simulator's check of the space in use after a full trim.
 #[test]
 fn what_a_truncation_took_away_gives_its_room_back_though_its_lsns_never_come_again() {
     for restarts in [false, true] {
@@ -214,8 +214,8 @@ fn what_a_truncation_took_away_gives_its_room_back_though_its_lsns_never_come_ag
     }
 }
 
-/// Whose blocks were to be counted anew was forgotten with the process. Found by the simulator's
-/// look at what is used once everything was trimmed.
+/// The need of a replica to count anew was forgotten with the process. Found by the simulator's
+/// check of the space in use once everything was trimmed.
 #[test]
 fn the_room_of_a_view_that_went_away_just_before_a_crash_comes_back_after_it() {
     let (disk, pool) = new_pool(16 << 20);
@@ -238,7 +238,7 @@ fn the_room_of_a_view_that_went_away_just_before_a_crash_comes_back_after_it() {
     assert!(used < long / 4, "{used} of {long}");
 }
 
-/// The need to count anew was recorded by the next commit alone. Found by the simulator's look at
+/// The need to count anew was recorded by the next commit alone. Found by the simulator's check of
 /// the space in use once everything was trimmed.
 #[test]
 fn the_room_of_log_that_a_rebuild_replaced_comes_back_though_the_pool_dies_after_the_flip() {
@@ -599,7 +599,7 @@ fn a_pool_full_of_what_is_not_stable_takes_what_others_hold_already_and_trims_af
     }
 }
 
-/// A pool that lives long enough deletes any number of replicas.
+/// A pool deletes any number of replicas in the course of time.
 #[test]
 fn a_pool_of_which_thousands_of_replicas_were_deleted_still_makes_and_deletes_others() {
     let (disk, mut pool) = new_pool(32 << 20);
@@ -624,8 +624,8 @@ fn a_pool_of_which_thousands_of_replicas_were_deleted_still_makes_and_deletes_ot
     assert!(matches!(again(&mut pool), Err(StoreError::Rule(_))), "nor in the next life");
 }
 
-/// A metadata ring that is too small for what replicas have to say keeps what it said last: no
-/// space is lost over it, and what could not be said is said once there is room.
+/// A metadata ring that is too small for the records of its replicas keeps its last state: no
+/// space is lost over it, and the records are written once there is room.
 #[test]
 fn a_full_metadata_ring_holds_a_commit_up_and_loses_nothing() {
     let (disk, mut pool) = new_pool(32 << 20);

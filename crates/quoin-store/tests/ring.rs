@@ -1,4 +1,4 @@
-//! Rot and refusals in the metadata ring: what it said last is there, or the pool is not opened.
+//! Rot and refusals in the metadata ring: its last record is there, or the pool is not opened.
 
 use crate::common;
 use crate::common::{BLOCKS, GUID, options};
@@ -130,7 +130,7 @@ fn a_write_that_one_copy_of_the_ring_lost_brings_nothing_back() {
     }
 }
 
-/// Records behind a state tell that it was there.
+/// Records behind a state prove that it was there.
 #[test]
 fn a_state_that_both_copies_of_the_ring_lost_is_missed_where_records_are_behind_it() {
     let (disk, changed) = changed_by_a_promise();
@@ -160,7 +160,7 @@ fn a_record_of_the_ring_that_one_copy_refuses_and_the_other_lost_is_an_error_and
         disk.rot(rotten * 4096 + 50, 1);
         assert!(matches!(Pool::open(disk, options()), Err(PoolError::Store(_))));
     }
-    // Behind the end nothing was written: there a bad sector says nothing.
+    // Behind the end nothing was written: a bad sector there proves nothing.
     let disk = disk.fork();
     disk.break_block(first + 1);
     let mut pool = Pool::open(disk, options()).expect("a sound ring");

@@ -21,7 +21,7 @@ const GUID: ReplicaGuid = ReplicaGuid(0x57);
 /// Bytes of a unit of these pools.
 const UNIT_BYTES: u64 = 32 * BLOCK_SIZE as u64;
 
-/// Next to no node is cached, so that reads tell of all that are looked at.
+/// Next to no node is cached, so that reads count all nodes that are visited.
 fn uncached() -> PoolOptions {
     PoolOptions { cache_bytes: 0, ..options() }
 }
@@ -339,7 +339,7 @@ fn a_count_of_what_is_live_keeps_no_fold_and_no_clean_up_waiting() {
     volume.work(|_| {});
 }
 
-/// A count must not bring back what died behind its back, or segments look full that are empty.
+/// A count must not bring back blocks that died meanwhile, or empty segments seem full.
 #[test]
 fn what_dies_beside_a_count_is_not_counted_as_live() {
     let leaves = 1000;

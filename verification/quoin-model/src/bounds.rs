@@ -1,4 +1,4 @@
-//! How large a world is looked at, and the worlds that are.
+//! Sizes of worlds, and the worlds that are explored.
 
 use crate::mutants::Mutant;
 use crate::state::Budget;
@@ -222,7 +222,7 @@ impl std::fmt::Display for Bounds {
     }
 }
 
-/// Where the membership of three changes and no host loses its power.
+/// World in which the membership of three changes and no host loses its power.
 const STEADY: Bounds = Bounds::GOAL.attempts(2).writes(1).flushes(0).power_cuts(0);
 
 /// Worlds of an ordinary run, those first that end soonest.

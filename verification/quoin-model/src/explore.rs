@@ -71,8 +71,8 @@ impl Model {
 /// How much to explore, and with what.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// For the states that were visited and those that wait to be looked at; what waits beyond it
-    /// lies in a file.
+    /// Memory for states that were visited and states that wait to be explored; waiting states
+    /// beyond it are in a file.
     pub memory_bytes: usize,
     pub time: Duration,
     pub threads: usize,
@@ -82,7 +82,7 @@ pub struct Limits {
     pub progress: Option<fn(&Explored, usize)>,
 }
 
-/// How often a long search says how far it is.
+/// Interval at which a long search reports its progress.
 pub const TOLD_EVERY: Duration = Duration::from_secs(15);
 
 /// A violation and the way to it.

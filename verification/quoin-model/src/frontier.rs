@@ -1,4 +1,4 @@
-//! The states of one level that wait to be looked at: packed, in memory as far as they may, and
+//! The states of one level that wait to be explored: packed, in memory as far as they may, and
 //! beyond that in a file without a name, which goes with its last chunk.
 
 use crate::state::State;

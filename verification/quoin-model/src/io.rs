@@ -25,7 +25,7 @@ impl Model {
         }
     }
 
-    /// R2: strictly by LSN. The acknowledgement is heard at once ("What is merged").
+    /// R2: strictly by LSN. The acknowledgement is received at once ("What is merged").
     fn apply_each(&self, s: &State, a: usize, steps: &mut Steps) {
         let attempt = &s.attempts[a];
         let history = Place { attempt: a as u8 + 1, count: attempt.length };
@@ -80,7 +80,7 @@ impl Model {
         next
     }
 
-    /// The mutant's increment: the receiver says that it is at the boundary before it is.
+    /// The mutant's increment: the receiver claims to be at the boundary before it is.
     fn increment(&self, s: &State, a: usize, r: usize, history: Place, steps: &mut Steps) {
         let attempt = &s.attempts[a];
         let replica = &s.replicas[r];
@@ -178,8 +178,8 @@ impl Model {
         steps.push(self, Step::View { attempt: a, lsn, in_sync }, next);
     }
 
-    /// The target is no more: it has drained and closes its sessions, or a supervisor that saw
-    /// it die does so on its behalf. The second is the first at any moment, so that is looked at.
+    /// The target is no more: it has drained and closes its sessions, or a supervisor that saw it
+    /// die does so on its behalf. The second is the first at any moment, so the second is modelled.
     fn shut_down(&self, s: &State, a: usize, steps: &mut Steps) {
         if s.budget.closes == 0 {
             return;

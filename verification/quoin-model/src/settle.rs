@@ -125,8 +125,8 @@ impl Model {
         attempt.commit = attempt.start + 1;
     }
 
-    /// The first moment at which a client could be answered under this epoch: all that any
-    /// client was told must be in its history.
+    /// The first moment at which a client could be answered under this epoch: all answers that
+    /// clients received must be in its history.
     fn first_answer(&self, s: &mut State, a: usize) -> Result<(), Violation> {
         let history = Place { attempt: a as u8 + 1, count: 1 };
         if !s.contains(history, s.flushed) {
@@ -208,7 +208,7 @@ impl Model {
         Ok(())
     }
 
-    /// The deeper of two histories that a client was told of; one must begin with the other.
+    /// The deeper of two histories that a client knows of; one must begin with the other.
     fn deeper(
         &self,
         s: &State,

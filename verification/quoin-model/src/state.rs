@@ -151,7 +151,7 @@ pub struct Attempt {
 pub struct Replica {
     /// The attempt that it promised; 0: none.
     pub promised: u8,
-    /// The session with that attempt lives.
+    /// The session with that attempt is open.
     pub session: u8,
     pub log: Place,
     /// LSN up to which the log is on media.
@@ -219,7 +219,7 @@ pub struct Budget {
 pub struct State {
     pub record: Record,
     pub budget: Budget,
-    /// The newest entry that a client was told of (a write's answer or a read's content).
+    /// The newest entry that a client knows of (from a write's answer or a read's content).
     pub owed: Place,
     /// The newest entry that a flush covered and replicas may fold, Views included.
     pub flushed: Place,
@@ -239,7 +239,7 @@ impl State {
         (0..attempts).find(|a| self.attempts[*a].phase == UNUSED)
     }
 
-    /// Whether the session between the two lives at both ends.
+    /// Whether the session between the two is open at both ends.
     pub fn is_live(&self, a: usize, r: usize) -> bool {
         let replica = &self.replicas[r];
         usize::from(replica.promised) == a + 1

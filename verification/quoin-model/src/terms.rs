@@ -1,9 +1,9 @@
-//! Two or three controllers of one volume, each with a target on its host, and three pools: every order
-//! of recoveries, grants, Hellos, Opens and restarts within bounds. The rules are those of "Two
-//! controllers" in `docs/replication.md`.
+//! Two or three controllers of one volume, each with a target on its host, and three pools: every
+//! order of recoveries, grants, Hellos, Opens and restarts within bounds. The rules are those of
+//! "Two controllers" in `docs/replication.md`.
 //!
 //! A target serves once OQ pools have it open by one grant. That is all of the data path here: the
-//! other modules say what an epoch is good for.
+//! other modules define what an epoch is good for.
 
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -20,13 +20,13 @@ pub enum Broken {
     FormerBelieved,
     /// A pool takes the second of one number as well.
     RivalBelieved,
-    /// A pool forgets over a restart what it heard of.
+    /// A pool forgets over a restart the term that it received.
     Forgotten,
     /// A pool holds the grant against its term at the Hello alone.
     NotAtTheOpen,
     /// Epochs of all terms are counted on from the record.
     NotInTheEpoch,
-    /// A controller that heard of a higher term grants on.
+    /// A controller that received a higher term grants on.
     GoesOn,
 }
 
