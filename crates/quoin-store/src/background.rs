@@ -1,9 +1,9 @@
 //! Background work of a pool: which replica folds, which segment is emptied, when states are
 //! recorded. (The scrub is in [`crate::scrub`].)
 //!
-//! A single function decides ([`Pool::next_step`]). Both the urgency of the work and the step itself
-//! follow it. So a pool that reports work as due always has a step that makes progress, and a pool
-//! that waits for a sync or for room reports nothing as due.
+//! A single function decides ([`Pool::next_step`]). Both the urgency of the work and the step
+//! itself follow it. So a pool that reports work as due always has a step that makes progress, and
+//! a pool that waits for a sync or for room reports nothing as due.
 //!
 //! Policy: segments that are all but empty are emptied at once, so that trimmed space comes back
 //! soon. Others are emptied once about half of what is held is dead, however much room there is: a

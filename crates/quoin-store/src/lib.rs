@@ -1,9 +1,9 @@
 //! The replica store: many replicas in one preallocated file or raw block device.
 //!
 //! A [`ReplicaPool`] holds replicas; each is used through
-//! [`quoin_replication::replica::store::ReplicaStore`]. The [`model`] is the plain in-memory reference.
-//! Everything goes through [`disk::Disk`]: no clock, no threads, no randomness, so that a
-//! simulated disk makes the whole store deterministic. The format is described byte by byte in
+//! [`quoin_replication::replica::store::ReplicaStore`]. The [`model`] is the plain in-memory
+//! reference. Everything goes through [`disk::Disk`]: no clock, no threads, no randomness, so that
+//! a simulated disk makes the whole store deterministic. The format is described byte by byte in
 //! `docs/store.md`.
 
 mod background;

@@ -198,9 +198,9 @@ impl Log {
         self.special.range(lsn..).map(|(l, k)| (*l, k))
     }
 
-    /// Removes the entries after `keep`. Their batches stay as a part of the chain for as long as one
-    /// before them is needed, and hold nothing themselves: entries that follow may never reach the
-    /// LSNs that they once had.
+    /// Removes the entries after `keep`. Their batches stay as a part of the chain for as long as
+    /// one before them is needed, and hold nothing themselves: entries that follow may never reach
+    /// the LSNs that they once had.
     pub fn cut_after(&mut self, keep: u64) {
         for batch in self.batches.iter_mut().rev().take_while(|batch| batch.last_lsn > keep) {
             batch.last_lsn = keep;

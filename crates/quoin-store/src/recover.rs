@@ -424,8 +424,8 @@ struct Piece {
 }
 
 impl Piece {
-    /// Reads `from..until` of the segment that begins at `first`. One block that cannot be read hides
-    /// no others: it is taken for zeroes. Returns which ones the disk refuses.
+    /// Reads `from..until` of the segment that begins at `first`. One block that cannot be read
+    /// hides no others: it is taken for zeroes. Returns which ones the disk refuses.
     fn read<D: Disk>(
         &mut self,
         core: &Core<D>,

@@ -7,10 +7,10 @@
 //! are appended behind it, and the other half is in use. So no request waits for that sync. A state
 //! that was written ahead counts only with a record behind it: the former half has all that it
 //! says, and perhaps more. Where a half is full before, and when a pool is opened, the state is
-//! written and synced before anything follows. A record is one or more blocks; a block counts if either
-//! copy is good, and the first one that is good in neither ends the half (a torn tail). One that the
-//! disk refuses to read ends nothing where the other copy is not good either: what it says may be a
-//! promise, so the ring is not opened.
+//! written and synced before anything follows. A record is one or more blocks; a block counts if
+//! either copy is good, and the first one that is good in neither ends the half (a torn tail). One
+//! that the disk refuses to read ends nothing where the other copy is not good either: what it says
+//! may be a promise, so the ring is not opened.
 //!
 //! A half whose first record is broken, or was never written, was being written when the power
 //! went, and the half before it holds the same. Records behind the broken one prove otherwise: they

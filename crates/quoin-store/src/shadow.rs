@@ -76,8 +76,8 @@ impl Shadow {
     }
 }
 
-/// Leaves that a stretch is in, without the one in which the stretch before it ends. Stretches are an
-/// LBA and blocks, one at least.
+/// Leaves that a stretch is in, without the one in which the stretch before it ends. Stretches are
+/// an LBA and blocks, one at least.
 fn more_leaves(before: Option<(u64, u32)>, stretch: (u64, u32)) -> u64 {
     let last_of = |(lba, blocks): (u64, u32)| {
         lba.saturating_add(u64::from(blocks).saturating_sub(1)) >> LEAF_SHIFT

@@ -531,8 +531,9 @@ enum OnMedia {
     AllButData,
 }
 
-/// A View and a write are appended, in one batch or in two, and a sync follows. Then the process is killed
-/// before it could write down what became of that: the same boot, the pages still in the cache.
+/// A View and a write are appended, in one batch or in two, and a sync follows. Then the process is
+/// killed before it could write down what became of that: the same boot, the pages still in the
+/// cache.
 fn killed_after_a_sync(held: OnMedia, batches: usize) {
     let mut world = World::without_reverts(3, 32 << 20);
     let claim = ReplicaMeta {

@@ -183,8 +183,8 @@ fn an_increment_is_merged_a_bounded_number_of_leaves_at_a_time() {
     assert_eq!(found.last().map(|slot| slot.version), Some(version));
 }
 
-/// A hole of 2^32 blocks in one slot, or a block in each of very many leaves: one look at the map of
-/// all that would take minutes.
+/// A hole of 2^32 blocks in one slot, or a block in each of very many leaves: one look at the map
+/// of all that would take minutes.
 #[test]
 fn a_part_of_an_increment_covers_a_bounded_number_of_leaves() {
     const MOST: u64 = 832;

@@ -25,8 +25,8 @@ struct Arguments {
     /// List worlds and mutants.
     #[arg(long)]
     list: bool,
-    /// Memory for visited states and those that wait, in GiB; what waits beyond it lies in a file in
-    /// the directory for temporary ones.
+    /// Memory for visited states and those that wait, in GiB; what waits beyond it lies in a file
+    /// in the directory for temporary ones.
     #[arg(long, default_value_t = 8)]
     memory_gib: usize,
     /// Ends a world after so many seconds, and says how far it came.

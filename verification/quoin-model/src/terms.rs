@@ -118,7 +118,8 @@ struct State {
     controllers: [Controller; CONTROLLERS],
     pools: [Pool; POOLS],
     targets: [Target; CONTROLLERS],
-    /// A target that this pool let in by a grant, and of which it has not seen the Open: one at a time.
+    /// A target that this pool let in by a grant, and of which it has not seen the Open: one at a
+    /// time.
     let_in: Option<(usize, usize, Grant)>,
     /// The newest term in which a target served.
     served: Term,
@@ -201,7 +202,8 @@ impl World {
         next
     }
 
-    /// The records are recovered from what these pools tell: they hear of the term before they tell.
+    /// The records are recovered from what these pools tell: they hear of the term before they
+    /// tell.
     fn recover(&self, state: &State, c: usize, next: &mut Vec<Next>) {
         if state.controllers[c].rules {
             return;
