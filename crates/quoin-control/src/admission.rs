@@ -1,9 +1,8 @@
-//! Which certificates still speak for a member.
+//! Check whether a certificate still belongs to a member.
 //!
-//! A certificate proves a role, a name and a key, for as long as it lives. The record of the member
-//! says which key the name belongs to now. A certificate of another key is worth as much as none: its
-//! holder was removed, or replaced by a token for this very name, and stays so when the name is used
-//! again.
+//! A certificate proves a role, a name and a key while it is valid. The member's record says which
+//! key the name belongs to now. A certificate with another key is refused: its holder was removed,
+//! or was replaced through a token for the same name. It stays refused when the name is used again.
 
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -17,7 +16,7 @@ use crate::events::{Object, Severity};
 use crate::records::MemberOfCluster;
 use crate::time::now_ms;
 
-/// When the authority was replaced with no time for its members to come over.
+/// Time at which the authority was replaced without a transition time for its members.
 #[derive(Default)]
 pub(crate) struct Replaced(Mutex<Option<Instant>>);
 
@@ -26,18 +25,18 @@ impl Replaced {
         *self.0.lock().expect("no holder of this lock panics") = Some(Instant::now());
     }
 
-    /// A connection that began before was verified by the former authority.
+    /// Whether a connection began before the replacement: the former authority verified it.
     fn is_after(&self, connected: Instant) -> bool {
         self.0.lock().expect("no holder of this lock panics").is_some_and(|at| connected <= at)
     }
 }
 
-/// Standing of a member's certificate by its record.
+/// State of a member's certificate according to the member's record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Worth {
-    /// It is the member's.
+    /// The key is the member's.
     Good,
-    /// The record does not know the key yet, or awaits this one.
+    /// No record or key exists yet, or the record names this key as the next one.
     News,
     Removed,
     /// The name belongs to another key.
@@ -61,8 +60,8 @@ fn name_of(role: Role, holder: &str) -> String {
 }
 
 impl Controller {
-    /// Whether the holder of a valid certificate is a member. A key that its record does not know
-    /// yet is remembered.
+    /// Checks that the holder of a valid certificate is a member. Stores a key that the member's
+    /// record does not contain yet.
     pub(crate) async fn admit(&self, member: &Member) -> Result<(), Error> {
         let peer = &member.peer;
         let name = name_of(peer.role, &peer.name);
@@ -92,7 +91,7 @@ impl Controller {
         self.check_member(member)
     }
 
-    /// As [`Self::admit`], with nothing learned.
+    /// Checks like [`Self::admit`], and stores nothing.
     pub(crate) fn check_member(&self, member: &Member) -> Result<(), Error> {
         self.worth_of(member).map(drop)
     }
@@ -120,7 +119,7 @@ impl Controller {
         }
     }
 
-    /// Remembers the key that a member's certificate is renewed for.
+    /// Stores the key for which a member's certificate is renewed.
     pub(crate) async fn expect_key(&self, member: &Member, key_hash: &str) -> Result<(), Error> {
         if member.key_hash == key_hash {
             return Ok(());
@@ -135,14 +134,14 @@ impl Controller {
         self.check_member(member)
     }
 
-    /// Ends what the former authority signed, also on connections that stand.
+    /// Ends all certificates of the former authority, also on open connections.
     pub(crate) fn authority_was_replaced(&self) {
         self.replaced.now();
         self.announce(&Concerned::Everybody);
     }
 
-    /// Remembered rather than forgotten: a member that the records do not know may have joined
-    /// after the backup that they were restored from.
+    /// Marks a member as removed. The record is kept, because a member without one is admitted: it
+    /// may have joined after the backup from which the records were restored.
     pub(crate) async fn expel(&self, role: Role, name: &str) -> Result<(), Error> {
         let record = MemberOfCluster {
             role: role.to_string(),
@@ -169,14 +168,14 @@ impl Controller {
         member.is_some_and(|member| member.manages_volumes && !member.removed)
     }
 
-    /// The admins that have joined and were not removed.
+    /// Admins that have joined and were not removed.
     pub fn admins(&self) -> Vec<Arc<MemberOfCluster>> {
         let mut members = self.members.list();
         members.retain(|member| member.role == Role::Admin.as_str() && !member.removed);
         members
     }
 
-    /// Takes its certificate's worth from an admin.
+    /// Removes an admin: its certificate is refused from now on.
     pub async fn remove_admin(&self, name: &str) -> Result<(), Error> {
         if !self.admins().iter().any(|admin| admin.holder == name) {
             let shown: String = name.chars().take(160).collect();

@@ -1,4 +1,4 @@
-//! What pools and nodes are told to do: the whole of it, made from the records each time.
+//! Assignments of pools and nodes, always complete, made anew from the records each time.
 
 use std::collections::{HashMap, HashSet};
 
@@ -21,8 +21,8 @@ pub(crate) fn spec(record: &VolumeRecord) -> VolumeSpec {
 }
 
 impl Controller {
-    /// Everything that a pool is to hold or to remove. `complete` stays unset: replicas that
-    /// are not listed are kept, deletions are named one by one.
+    /// All replicas that a pool is to hold or to remove. `complete` stays unset: the pool keeps
+    /// replicas that are not listed, and each deletion is named.
     pub fn pool_assignment(&self, pool: &str) -> PoolAssignment {
         let mut replicas = Vec::new();
         // Records that do not rule order nothing.
@@ -39,7 +39,7 @@ impl Controller {
                 phase: phase.as_str().to_owned(),
                 membership: Some(membership(&volume)),
                 volume_spec: Some(spec(&volume)),
-                // Filled in where the pool has not been told it: see `tell_records`.
+                // `tell_records` fills it in where the pool has not received it.
                 record: Vec::new(),
                 generation: volume.generation,
                 fence_epoch: volume.fenced,
@@ -64,9 +64,9 @@ impl Controller {
         }
     }
 
-    /// Adds the records that pools keep, of those volumes that changed since `told`, which holds the
-    /// generation that each replica's pool was told last: most changes are of one volume, and a pool
-    /// may have thousands.
+    /// Adds the records that pools keep, for the volumes that changed since the pool's last
+    /// assignment. `told` holds the last generation sent for each replica. Most changes are of one
+    /// volume, and a pool may have thousands.
     pub(crate) fn tell_records(
         &self,
         assignment: &mut PoolAssignment,
@@ -83,8 +83,8 @@ impl Controller {
         }
     }
 
-    /// Has a pool read all that it holds, from now on; the number that its report names once it
-    /// took that up. A pool that is away begins when it is back.
+    /// Requests a scrub of a pool. Returns the request's number, which the pool's report names once
+    /// the scrub has begun. A pool that is offline begins when it is back.
     pub async fn request_scrub(&self, pool: &str) -> Result<u64, Error> {
         let running = {
             let observed = self.observed();
@@ -92,7 +92,7 @@ impl Controller {
             seen.map(|seen| seen.scrub).filter(|scrub| scrub.running).map(|scrub| scrub.request)
         };
         let change = |record: &mut PoolRecord| {
-            // One that was asked for and has not ended is the one that is asked for now.
+            // A scrub that is requested and has not ended also answers this request.
             if record.scrub_request == 0 || running != Some(record.scrub_request) {
                 record.scrub_request += 1;
             }
@@ -102,7 +102,7 @@ impl Controller {
         updated.map(|(_, request)| request).ok_or_else(|| Error::missing("pool", pool))
     }
 
-    /// Every volume that a node's target is to serve; others it closes.
+    /// All volumes that a node's target is to serve; the target closes others.
     pub fn node_assignment(&self, node: &str) -> NodeAssignment {
         let volumes = self.volumes.indexed(|index| index.of_node(node));
         let served = volumes.iter().filter(|volume| {
@@ -123,7 +123,7 @@ impl Controller {
             device: volume.attachments.iter().any(|a| a.node == node && a.device),
             used_since_epoch: volume.used.since_of(node),
         };
-        // What is served is served on until the records rule again.
+        // Targets go on serving their volumes until the records rule again.
         let rules = self.check_ruling().is_ok();
         NodeAssignment {
             targets: served.filter(|_| rules).map(target).collect(),
@@ -135,8 +135,8 @@ impl Controller {
         }
     }
 
-    /// Where the replicas are. The address is empty where a pool must not be used: an older
-    /// state of its disk may have forgotten promises.
+    /// Addresses of the replicas. The address is empty where a pool must not be used: an older
+    /// image of its disk may lack promises.
     fn addresses(&self, volume: &VolumeRecord, node: &str) -> Vec<ReplicaAddress> {
         let address = |replica: &crate::records::ReplicaRecord| {
             let pool = self.pools.get(&replica.pool);
@@ -153,7 +153,7 @@ impl Controller {
                 leaving: replica.leaving,
             }
         };
-        // A candidate that its pool has not made yet cannot be fed.
+        // A target cannot rebuild a candidate that its pool has not made yet.
         let made = |r: &&crate::records::ReplicaRecord| r.phase == ReplicaPhase::Keep;
         volume.replicas.iter().filter(made).map(address).collect()
     }

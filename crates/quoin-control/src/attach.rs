@@ -1,9 +1,9 @@
-//! Attachments: which node uses a volume, and so whose target may open it.
+//! Attachments: which node uses a volume, and so which target may open it.
 //!
 //! An attachment is one idempotent change of the volume's record. Detaching never waits for the old
-//! node and needs nothing of it: the pools are told to open nothing any more by the grants that it
-//! may keep ([`VolumeRecord::fence`]). A session that is open then has a bounded time in which it can
-//! be closed, so that a clean end is one. A volume is served on one node at a time.
+//! node: the pools are instructed to refuse the grants that the node may keep
+//! ([`VolumeRecord::fence`]). An open session then has a bounded time in which it can be closed
+//! cleanly. A volume is served on one node at a time.
 
 use std::sync::Arc;
 
@@ -21,19 +21,19 @@ use crate::records::{VolumePhase, VolumeRecord};
 pub struct AttachmentRecord {
     pub node: String,
     pub read_only: bool,
-    /// As the publisher gave it.
+    /// Usage text of the publisher, unchanged.
     pub usage: String,
     /// The node is to make a block device of it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub device: bool,
 }
 
-/// What a publisher asks for.
+/// Request of a publisher.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Publish {
     pub node: String,
     pub read_only: bool,
-    /// Whether the publisher would share it with other nodes.
+    /// Whether the publisher would share the volume with other nodes.
     pub multi_node: bool,
     pub usage: String,
     /// The node is to make a block device of it.
@@ -87,8 +87,8 @@ impl Controller {
         self.detach_volume(reference, node, false).await
     }
 
-    /// As [`Self::unpublish_volume`]. `at_once`: what is open is cut rather than given time to close,
-    /// also where the volume was detached before.
+    /// Detaches like [`Self::unpublish_volume`]. `at_once`: open sessions are cut without time to
+    /// close, also where the volume was detached before.
     pub async fn detach_volume(
         &self,
         reference: Option<&VolumeRef>,
@@ -98,7 +98,8 @@ impl Controller {
         self.detach_volume_by(reference, node, at_once, None).await
     }
 
-    /// As [`Self::detach_volume`]. `by_force`: who takes it away from a node that may use it.
+    /// Detaches like [`Self::detach_volume`]. `by_force`: name of the caller that takes the volume
+    /// from a node which may use it.
     pub(crate) async fn detach_volume_by(
         &self,
         reference: Option<&VolumeRef>,
@@ -106,7 +107,7 @@ impl Controller {
         at_once: bool,
         by_force: Option<&str>,
     ) -> Result<(), Error> {
-        // Publications live in the volume's record, so none is left of an unknown volume.
+        // Publications are part of the volume's record, so an unknown volume has none.
         let volume = match self.volume(reference) {
             Err(Error::NotFound { .. }) => return Ok(()),
             found => found?,
@@ -139,7 +140,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Volumes attached to a node, one volume left out.
+    /// Number of volumes attached to a node, without the volume `except`.
     pub(crate) fn attached_to(&self, node: &str, except: quoin_types::VolumeId) -> u32 {
         let here = |volume: &&Arc<VolumeRecord>| {
             volume.id.0 != except && volume.attachments.iter().any(|a| a.node == node)
@@ -148,7 +149,7 @@ impl Controller {
     }
 }
 
-/// True where the attachment is new.
+/// Returns true where the attachment is new.
 fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bool, Error> {
     match volume.phase {
         VolumePhase::Ready => {}
@@ -162,7 +163,7 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
         device: publish.device,
     };
     if let Some(has) = volume.attachments.iter_mut().find(|a| a.node == publish.node) {
-        // A device may be asked for later, and is not taken away by being asked for no more.
+        // A later request may add a device. A request without one does not remove it.
         let with_device = has.device || wanted.device;
         if (AttachmentRecord { device: wanted.device, ..has.clone() }) == wanted {
             has.device = with_device;
@@ -189,8 +190,8 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
     volume.attachments.push(wanted);
     volume.owner = Some(publish.node.clone());
     if volume.used.by != publish.node {
-        // A target that was lent to the volume goes on under the epoch that it has: with that one
-        // this use began. Whoever else may have the epoch is to find another one.
+        // A target that was lent to the volume keeps its epoch, and the use begins with that epoch.
+        // A target of any other node must lose the epoch.
         let is_lent = volume.is_granted() && volume.holder == publish.node;
         if !is_lent {
             volume.fence(false, term)?;
@@ -205,7 +206,7 @@ fn attach(volume: &mut VolumeRecord, publish: &Publish, term: Term) -> Result<bo
 mod tests {
     use super::*;
 
-    /// A volume that `holder` has opened under epoch 7, with no use of this node.
+    /// Volume that `holder` has opened under epoch 7; the last use is another node's.
     fn opened(holder: &str) -> VolumeRecord {
         let mut volume = crate::recorded::volume();
         (volume.epoch, volume.epochs_skipped, volume.fenced) = (7, 0, 0);
@@ -225,7 +226,7 @@ mod tests {
         };
         assert_eq!(attached("h2"), (7, 0, 7), "it goes on with the target that was lent to it");
         assert_eq!(attached("h3"), (8, 8, 9));
-        // Records that were made to agree with the pools do not say who has the epoch.
+        // Records that were recovered from the pools do not say which node has the epoch.
         assert_eq!(attached(""), (8, 8, 9));
         let mut taken_back = opened("h1");
         taken_back.fence(false, Term::default()).unwrap();

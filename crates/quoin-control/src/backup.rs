@@ -1,16 +1,16 @@
-//! All records as of one moment in one file, and a cluster made of such a file again.
+//! Backup of all records at one moment in one file, and restore of a cluster from such a file.
 //!
-//! The file is lines of JSON: a header {format, cluster, when, number of records, whether the
-//! authority is in it}, one line a record, the authority, and at last the SHA-256 of all before.
-//! It is checked whole before anything is made of it.
+//! The file consists of lines of JSON: a header {format, cluster, time, number of records, whether
+//! the authority is included}, one line for each record, the authority, and the SHA-256 of all
+//! lines before. A restore checks the whole file before it changes anything.
 //!
-//! **The authority's private key is in it**, unless asked to be left out: without it no pool and no
-//! node would believe a controller that was made anew elsewhere. So who has the file can make
-//! himself a member of the cluster: it is given out on the admin socket alone, and written with mode
-//! 0600. The controller's own key is not in it; it gets a new certificate.
+//! **The file contains the authority's private key**, unless the caller leaves it out. Without the
+//! key no pool and no node would trust a controller that was made anew elsewhere. A person with the
+//! file can become a member of the cluster, so it is available on the admin socket only and written
+//! with mode 0600. The controller's own key is not included; the controller gets a new certificate.
 //!
-//! A cluster that was restored does not rule before `quoin controller recover`: what happened since
-//! the backup is known to the pools alone ([`crate::salvage`]).
+//! Records of a restored cluster do not rule before `quoin controller recover`: only the pools know
+//! the changes since the backup ([`crate::salvage`]).
 
 use std::path::{Path, PathBuf};
 
@@ -31,7 +31,7 @@ use crate::verification::VerifyRecord;
 
 const FORMAT: u32 = 1;
 const KIND: &str = "quoin-controller-backup";
-/// No backup is larger: far more than the records of the largest cluster.
+/// Largest accepted backup: far more than the records of the largest cluster.
 pub const BACKUP_BYTES_MAX: u64 = 1 << 30;
 
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -53,7 +53,7 @@ enum Line {
     Sha256(String),
 }
 
-/// A backup that was checked whole.
+/// Backup whose whole content was checked.
 #[derive(Debug)]
 pub struct Backup {
     header: Header,
@@ -75,7 +75,7 @@ fn line(out: &mut Vec<u8>, line: &impl Serialize) {
 }
 
 /// # Errors
-/// Where a record cannot be read, or is of a kind that this version does not know.
+/// A record cannot be read, or this version does not know its kind.
 fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
     fn read<R: Record>(value: &[u8]) -> Result<(), String> {
         decode::<R>(value).map(drop)
@@ -101,10 +101,10 @@ fn check_record(key: &str, value: &[u8]) -> Result<(), Error> {
 }
 
 impl Controller {
-    /// The bytes of a backup file.
+    /// Content of a backup file.
     pub async fn backup(&self, with_authority: bool) -> Result<Vec<u8>, Error> {
         self.events.flush().await?;
-        // One list is one moment.
+        // A single listing shows the records of one moment.
         let records = self.store.list("").await?;
         let authority = match with_authority {
             true => Some(self.authority.lock().expect("no holder of this lock panics").export()?),
@@ -136,7 +136,7 @@ impl Controller {
 }
 
 impl Backup {
-    /// Reads a backup and checks all of it.
+    /// Reads a backup and checks its whole content.
     pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
         let text = std::str::from_utf8(bytes).map_err(|_| refuse("this is no backup"))?;
         let first = text.lines().next().unwrap_or_default();
@@ -191,12 +191,12 @@ impl Backup {
         self.header.authority
     }
 
-    /// Makes the cluster in `dir` what it was; its records do not rule yet. With `replace`, records
-    /// that are there are kept beside, and the path of what was put aside is returned.
+    /// Restores the cluster in `dir`; its records do not rule yet. With `replace`, existing records
+    /// are renamed, and their new path is returned.
     ///
     /// # Errors
-    /// Where `dir` holds something else, another cluster, records (without `replace`), or is in
-    /// use; nothing is changed then.
+    /// `dir` holds other files, another cluster, or records (without `replace`), or is in use.
+    /// Nothing is changed then.
     pub async fn restore(&self, dir: &Path, replace: bool) -> Result<Option<PathBuf>, Error> {
         refuse_foreign(dir)?;
         let records = dir.join(RECORDS_FILE);
@@ -207,7 +207,7 @@ impl Backup {
         }
         if there && !records.metadata().is_ok_and(|meta| meta.len() == 0) {
             match Embedded::open(&records) {
-                // The lock is given back with it; a damaged one is what is to be replaced.
+                // Dropping the store releases its lock. A damaged store is to be replaced.
                 Ok(_) | Err(crate::store::StoreError::Damaged { .. }) => {}
                 Err(used) => return Err(used.into()),
             }
@@ -225,7 +225,7 @@ impl Backup {
                     own.cluster()
                 )));
             }
-            // It may have been rotated since, and is never the older one.
+            // The authority in `dir` stays: it may have been rotated since, and is never older.
             (Some(_), _) | (None, Some(_)) => {}
             (None, None) => {
                 return Err(refuse(format!(
@@ -235,7 +235,7 @@ impl Backup {
                 )));
             }
         }
-        // It will hold the cluster's private key.
+        // Private mode, because the directory will hold the cluster's private key.
         make_dir(dir)?;
         let making = doubted_records(dir, &self.records, "they come from a backup").await?;
         if let (None, Some(authority)) = (&own, &self.authority) {
@@ -246,20 +246,21 @@ impl Backup {
         if let Some(aside) = &aside {
             std::fs::rename(&records, aside).map_err(failed)?;
         }
-        // The last step: what has records is a cluster.
+        // Last step, because a directory with records counts as a cluster.
         std::fs::rename(&making, &records).map_err(failed)?;
         std::fs::File::open(dir).and_then(|dir| dir.sync_all()).map_err(failed)?;
         Ok(aside)
     }
 }
 
-/// What a restore that was cut short leaves: the cluster is not a new one.
+/// Path of the records while a restore makes them. A restore that was cut short leaves this file:
+/// the cluster is not a new one.
 pub(crate) fn records_in_making(dir: &Path) -> PathBuf {
     dir.join(format!(".{RECORDS_FILE}.making"))
 }
 
-/// Makes records that do not rule, in a file beside the name that they will have in `dir`: they are
-/// never seen without saying so.
+/// Makes records that do not rule, in a temporary file in `dir`. So the records file never exists
+/// without the mark that its records do not rule.
 pub(crate) async fn doubted_records(
     dir: &Path,
     records: &[(String, Vec<u8>)],
@@ -278,8 +279,8 @@ async fn write_records(path: &Path, records: &[(String, Vec<u8>)], why: &str) ->
     let store = Embedded::open(path)?;
     let doubt = RecoveryRecord { why: why.to_owned(), since_ms: now_ms() };
     let mark = (doubt.key(), crate::records::encode(&doubt));
-    // That it was ended is said of the former controller: this one begins a term of its own. Of its
-    // tokens nobody here knows which were used or revoked since.
+    // The record of a superseded term is about the former controller: this one begins its own term.
+    // Tokens are left out, because some may have been used or revoked since the backup.
     let left_out = [SupersededRecord::PREFIX, TokenRecord::PREFIX];
     let is_kept =
         |key: &str| key != mark.0 && !left_out.iter().any(|prefix| key.starts_with(prefix));

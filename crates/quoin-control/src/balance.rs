@@ -1,19 +1,18 @@
-//! Which replica moves from a full pool to an emptier one, if any: a pure choice.
+//! Choice of the replica that moves from a full pool to an emptier one, if any: a pure function.
 //!
-//! What counts is what is *used*, as a share of each pool's capacity. Volumes are thin, so what was
-//! promised says when a pool could be full and not that it is; a pool whose blocks are used up
-//! stops the writes of all its volumes, whatever was promised elsewhere. So a replica counts with
-//! what it holds. What is promised is not forgotten: the new place must be one that placement
-//! would choose for a new replica of that size ([`crate::placement`]), so no move leads to where
-//! the volume could not be filled today.
+//! Pools are compared by *used* bytes, as a share of each pool's capacity. Volumes are thin, so
+//! promised bytes say when a pool could be full, not that it is full. A pool whose blocks are used
+//! up stops the writes of all its volumes, whatever is promised elsewhere. So a replica counts with
+//! the bytes that it holds. Promised bytes limit the destination: placement must accept a new
+//! replica of that size there ([`crate::placement`]), so no move leads to a pool where the volume
+//! could not be filled today.
 //!
-//! It moves from the fullest pool to the emptiest that may take one of its replicas, where they are
-//! further apart than the policy lets them be. Of several replicas the one goes that evens out
-//! most, so that few are moved. Two things keep replicas from going to and fro: pools must be
-//! apart by the whole of what the policy lets them before anything moves, and after a move the
-//! taker is ahead of the giver by at most half of that. With them every move lowers one sum over
-//! all pools, of used × share ([`Filling::weight`]), by at least what moved × half of the policy's
-//! distance: so however often it is done, it ends.
+//! A replica moves from the fullest pool to the emptiest pool that may take one of its replicas, if
+//! their distance is above the policy's. The replica that evens out most goes first, so that few
+//! are moved. Two rules prevent moves to and fro. Before a move, the distance of the two pools must
+//! be above the policy's whole distance. After it, the destination is fuller than the source by at
+//! most half of that. So every move lowers one sum over all pools, of used × share
+//! ([`Filling::weight`]), by at least moved bytes × half of the policy's distance: moving ends.
 
 use std::cmp::Reverse;
 
@@ -23,12 +22,12 @@ use crate::placement::{Candidate, Taken, place_beside};
 use crate::policy::RebalanceAt;
 use crate::records::VolumeRecord;
 
-/// Shares are counted in millionths.
+/// Share of a full pool: shares are in millionths.
 const WHOLE: i128 = 1_000_000;
-/// Pools must come closer by so much, or it is not worth a change of membership: a thousandth.
+/// Least decrease of the pools' distance that is worth a change of membership: a thousandth.
 const WORTH: i128 = WHOLE / 1000;
 
-/// A pool by what is used of it.
+/// Used bytes and capacity of a pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Filling {
     used_bytes: u64,
@@ -55,36 +54,36 @@ impl Filling {
         Self { used_bytes: self.used_bytes.saturating_add(bytes), ..self }
     }
 
-    /// What moves lower in sum.
+    /// Part of a pool in the sum that every move lowers.
     #[cfg(test)]
     fn weight(self) -> f64 {
         (self.used_bytes as f64).powi(2) / self.capacity_bytes as f64
     }
 }
 
-/// A replica that could be elsewhere.
+/// Replica that may be moved.
 #[derive(Clone, Debug)]
 pub(crate) struct Movable<'a> {
     pub volume: &'a VolumeRecord,
     pub guid: ReplicaGuid,
     pub pool: &'a str,
-    /// What its pool has more without it.
+    /// Bytes that become free in its pool when it leaves.
     pub frees_bytes: u64,
-    /// What it will take where it is made anew: at most what any replica of the volume uses.
+    /// Bytes that the new replica will use: at most as many as any replica of the volume.
     pub takes_bytes: u64,
-    /// The volume is used on its host, where reads need no network.
+    /// The volume is used on the replica's host, where reads need no network.
     pub at_home: bool,
-    /// Pools that it did not get to lately.
+    /// Pools to which a move of the volume failed lately.
     pub barred: Vec<String>,
 }
 
-/// What is to be done, or why nothing is.
+/// Next move, or the reason why there is none.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Verdict {
-    /// The pools are as even as the policy asks for.
+    /// The pools are as even as the policy requires.
     Even,
     Moves(Move),
-    /// They are further apart, and no replica may move or would even them out.
+    /// The pools are further apart, and no replica may move or would even them out.
     Blocked {
         fullest: String,
         emptiest: String,
@@ -97,7 +96,7 @@ pub(crate) struct Move {
     pub guid: ReplicaGuid,
     pub from: String,
     pub to: String,
-    /// Of the two pools, as they are.
+    /// Used shares of the two pools before the move.
     pub from_percent: u8,
     pub to_percent: u8,
 }
@@ -106,16 +105,15 @@ fn percent(filling: Filling) -> u8 {
     (filling.share() * 100 / WHOLE).clamp(0, 100) as u8
 }
 
-/// How far the fullest of these pools and the emptiest that takes something are apart, in
-/// millionths.
+/// Distance of the fullest and the emptiest usable pool, in millionths.
 pub(crate) fn spread(pools: &[Candidate]) -> u64 {
     let usable = by_share(pools);
     let (Some(emptiest), Some(fullest)) = (usable.first(), usable.last()) else { return 0 };
     u64::try_from(Filling::of(fullest).share() - Filling::of(emptiest).share()).unwrap_or(0)
 }
 
-/// Those that give and take, the emptiest first. What is in pools that are cordoned, drained or
-/// away is a person's, or healing's.
+/// Pools that give and take replicas, the emptiest first. Pools that are cordoned, drained or
+/// offline are left to the operator or to self-healing.
 fn by_share(pools: &[Candidate]) -> Vec<&Candidate> {
     let is_usable = |pool: &&Candidate| pool.capacity_bytes > 0 && pool.unusable.is_empty();
     let mut usable: Vec<_> = pools.iter().filter(is_usable).collect();
@@ -123,7 +121,7 @@ fn by_share(pools: &[Candidate]) -> Vec<&Candidate> {
     usable
 }
 
-/// The one move that comes next.
+/// Chooses the next move.
 pub(crate) fn choose(pools: &[Candidate], movables: &[Movable], at: RebalanceAt) -> Verdict {
     let Some(apart) = at.percent().map(|percent| i128::from(percent) * WHOLE / 100) else {
         return Verdict::Even;
@@ -160,8 +158,8 @@ pub(crate) fn choose(pools: &[Candidate], movables: &[Movable], at: RebalanceAt)
     Verdict::Blocked { fullest: fullest.name.clone(), emptiest: emptiest.name.clone() }
 }
 
-/// By how much the move lowers the sum over all pools; `None` where it is not worth it, or would
-/// call for the way back.
+/// Amount by which a move lowers the sum over all pools. `None` where the move is not worth it, or
+/// would make the way back due.
 fn gain(from: &Candidate, to: &Candidate, movable: &Movable, apart: i128) -> Option<i128> {
     let (from, to) = (Filling::of(from), Filling::of(to));
     let (left, filled) = (from.without(movable.frees_bytes), to.with(movable.takes_bytes));
@@ -176,7 +174,7 @@ fn gain(from: &Candidate, to: &Candidate, movable: &Movable, apart: i128) -> Opt
     is_worth_it.then_some(lowers)
 }
 
-/// Whether the rules of new replicas let it be there.
+/// Whether the rules of new replicas allow the replica in this pool.
 fn fits(movable: &Movable, to: &Candidate, pools: &[Candidate]) -> bool {
     let Movable { volume, guid, barred, .. } = movable;
     if barred.contains(&to.name) {

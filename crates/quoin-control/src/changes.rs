@@ -1,7 +1,7 @@
-//! Who is woken by a change: the streams of the pools and nodes that it concerns, and no others.
+//! Changes of records wake only the streams of the pools and nodes that they concern.
 //!
-//! A cluster has as many streams as pools and nodes, and a stream that is woken makes its assignment
-//! anew. Were each woken by each change, making one volume would cost as much as all others have
+//! A cluster has as many streams as pools and nodes, and a woken stream makes its assignment anew.
+//! If each change woke each stream, the cost of making one volume would grow with the number of all
 //! replicas.
 
 use std::collections::{BTreeSet, HashMap};
@@ -9,14 +9,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
 
-/// Whose assignment a change may alter.
+/// Pool or node whose assignment a change may alter.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Concern {
     Pool(String),
     Node(String),
 }
 
-/// Whose assignments a record takes part in.
+/// Pools and nodes whose assignments contain a record.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Concerned {
     Everybody,
@@ -25,9 +25,9 @@ pub enum Concerned {
         pools: BTreeSet<String>,
         nodes: bool,
     },
-    /// No assignment; only those who wait for a status.
+    /// No assignment; only callers that wait for a status.
     Status,
-    /// Not even those.
+    /// No assignment and no status.
     Nobody,
 }
 
@@ -44,13 +44,13 @@ impl Concerned {
         }
     }
 
-    /// Those of a record before and after a change.
+    /// Pools and nodes that a record concerns before or after a change.
     pub fn by(before: Option<Self>, after: Option<Self>) -> Self {
         before.unwrap_or(Self::Nobody).and(after.unwrap_or(Self::Nobody))
     }
 }
 
-/// Counters that rise with each change. Cheap to clone, shared by all clones.
+/// Counters that rise with each change. All clones share them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Changes(Arc<Counters>);
 
@@ -65,15 +65,15 @@ fn raise(counter: &watch::Sender<u64>) {
 }
 
 impl Changes {
-    /// Of every change.
+    /// Receiver for every change.
     pub fn any(&self) -> watch::Receiver<u64> {
         self.0.any.subscribe()
     }
 
-    /// Of changes that may alter one assignment.
+    /// Receiver for changes that may alter one assignment.
     pub fn of(&self, concern: Concern) -> watch::Receiver<u64> {
         let mut streams = self.lock();
-        // Streams that ended leave nothing behind.
+        // Removes the counters of streams that ended.
         streams.retain(|_, counter| counter.receiver_count() > 0);
         streams.entry(concern).or_default().subscribe()
     }

@@ -1,7 +1,7 @@
-//! The controller: records, what is observed, and what follows from both.
+//! The controller: records, observed state, and the decisions from both.
 //!
 //! The other modules add its parts: [`crate::volumes`] (create, delete, resize), attach,
-//! epochs (the compare-and-swaps that targets ask for), reports, assignments, status,
+//! epochs (the compare-and-swaps that targets request), reports, assignments, status,
 //! reconcile, members (tokens and certificates). gRPC is a thin layer above.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,32 +32,32 @@ use crate::table::Table;
 use crate::term::OwnTerm;
 use crate::verification::VerifyRecord;
 
-/// What a controller is told once, at its start.
+/// Settings of a controller, fixed at its start.
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub defaults: Defaults,
     /// "authenticate" or "encrypt".
     pub data_security: String,
-    /// A pool or node that has not reported for so long is offline.
+    /// Time without a report after which a pool or node is offline.
     pub offline_after: Duration,
-    /// When replicas that are gone are replaced, where a volume does not say.
+    /// Time after which a missing replica is replaced, for volumes without their own setting.
     pub replace_after: ReplaceAfter,
-    /// Rebuilds into one pool at a time, of those that nobody asked for.
+    /// Rebuilds into one pool at a time, counting only those that no user requested.
     pub heals_per_pool: u32,
-    /// What becomes of pools whose disks are failing.
+    /// Action on pools whose disks are failing.
     pub dying_pools: DyingPolicy,
-    /// When a pool's disk is taken to be failing.
+    /// Limits beyond which a pool's disk counts as failing.
     pub dying_limits: DyingLimits,
-    /// How unevenly pools may fill before replicas move.
+    /// Difference of the pools' used shares above which replicas move.
     pub rebalance_at: RebalanceAt,
-    /// Replicas of one volume at most.
+    /// Most replicas that one volume may have.
     pub replicas_max: u32,
 }
 
-/// The cluster's records and the logic over them.
+/// Records of the cluster and the logic over them.
 pub struct Controller {
     pub(crate) settings: Settings,
-    /// All records, for a copy of them.
+    /// Store of all records, for backups.
     pub(crate) store: Arc<dyn Store>,
     pub(crate) identity: Identity,
     pub(crate) authority: Mutex<Authority>,
@@ -75,17 +75,17 @@ pub struct Controller {
     pub(crate) term: OwnTerm,
     pub(crate) events: Events,
     pub(crate) observed: Mutex<Observed>,
-    /// Makes "is the name free" and "take it" one step.
+    /// Makes the check of a free name and its use one step.
     pub(crate) creating: tokio::sync::Mutex<()>,
-    /// How writing records went last.
+    /// Results of the last writes of records.
     pub(crate) writes: Arc<Writes>,
-    /// How often the store had been opened again when that was told of last.
+    /// Number of times the store had been opened again at the last event about it.
     opened_again: AtomicU64,
     changes: Changes,
 }
 
 impl Controller {
-    /// Reads all records. What a crash left half done is completed by [`Controller::reconcile`].
+    /// Reads all records. [`Controller::reconcile`] completes changes that a crash interrupted.
     pub async fn open(
         store: Arc<dyn Store>,
         identity: Identity,
@@ -123,7 +123,8 @@ impl Controller {
         Ok(controller)
     }
 
-    /// Reads what came of changes that the store did not answer, and tells that it was opened again.
+    /// Reads the results of changes that the store did not answer. Records an event where the store
+    /// was opened again.
     pub async fn read_unanswered(&self) -> Result<(), Error> {
         let times = self.store.opened_again();
         if self.opened_again.swap(times, Ordering::Relaxed) < times {
@@ -152,17 +153,17 @@ impl Controller {
         &self.events
     }
 
-    /// Grows whenever an assignment or a status may have changed.
+    /// Counter that grows whenever an assignment or a status may have changed.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.any()
     }
 
-    /// Grows whenever the assignment of a pool or a node may have changed.
+    /// Counter that grows whenever the assignment of a pool or a node may have changed.
     pub fn changes_of(&self, concern: Concern) -> watch::Receiver<u64> {
         self.changes.of(concern)
     }
 
-    /// For changes of what is observed; those of records announce themselves.
+    /// Announces a change of observed state; changes of records are announced by their tables.
     pub(crate) fn announce(&self, concerned: &Concerned) {
         self.changes.wake(concerned);
     }
@@ -171,16 +172,16 @@ impl Controller {
         self.observed.lock().expect("no holder of this lock panics")
     }
 
-    /// The volume of a reference: by id or, where that is empty, by name.
+    /// Finds the volume of a reference: by id or, where the id is empty, by name.
     pub(crate) fn volume(&self, reference: Option<&VolumeRef>) -> Result<Arc<VolumeRecord>, Error> {
         let Some(reference) = reference else {
             return Err(Error::invalid("volume", "an id or a name is needed"));
         };
-        // What is missing in records that do not rule may exist all the same.
+        // A volume that is missing in records that do not rule may still exist.
         self.check_ruling()?;
         let missing = || missing(Some(reference));
         if !reference.id.is_empty() {
-            // Ids are written in one way only, so that equal text and equal id are the same.
+            // Each id has one text form only, so equal ids have equal text.
             match self.volumes.get(&reference.id) {
                 Some(volume) => return Ok(volume),
                 None if reference.name.is_empty() => {
@@ -198,11 +199,11 @@ impl Controller {
             .ok_or_else(missing)
     }
 
-    /// Changes a volume's record. Where that takes it from the node that owned it, that node's grants
-    /// are taken back. Where that takes a newcomer off it, the membership goes to its
-    /// next version: a joint View that names the newcomer can never come to rule then, so nobody
-    /// who opens the volume waits for what is being deleted. Not so where nothing has confirmed yet
-    /// that the record is no old copy: there that View may have ruled for long.
+    /// Changes a volume's record. Where the owner changes, the former owner loses its grants.
+    /// Where the record loses a newcomer, the membership gets its next version: a joint View that
+    /// names the newcomer can never rule then, so no target that opens the volume waits for a
+    /// replica that is being deleted. The version stays where nothing has confirmed yet that the
+    /// record is current: that View may have ruled for long there.
     pub(crate) async fn update_volume<T>(
         &self,
         id: VolumeId,
@@ -229,7 +230,8 @@ impl Controller {
         updated.ok_or_else(|| Error::missing("volume", name))
     }
 
-    /// A name is taken before its volume is written, so a crash in between leaves it alone.
+    /// Removes names without a volume: a name is written before its volume, and a crash in between
+    /// leaves the name only.
     async fn drop_unused_names(&self) -> Result<(), Error> {
         for name in self.names.list() {
             let volume = self.volumes.get(&name.volume_id.0.to_string());
@@ -241,7 +243,7 @@ impl Controller {
     }
 }
 
-/// Answer for a reference that leads to no volume: it repeats the reference.
+/// Error for a reference that leads to no volume; it repeats the reference.
 pub(crate) fn missing(reference: Option<&VolumeRef>) -> Error {
     let VolumeRef { id, name } = reference.cloned().unwrap_or_default();
     let text = if name.is_empty() { id } else { name };

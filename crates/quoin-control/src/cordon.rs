@@ -2,9 +2,9 @@
 //!
 //! A cordon is a record of its own, so it outlives this controller and the pool's reports. A
 //! drain is a cordon from which self-healing ([`crate::heal`]) moves replicas away, with its
-//! rules: made elsewhere first, one at a time for each volume. It is refused at the start where
-//! some replica has nowhere to go, or no good copy to be made from; what goes wrong later is
-//! told as an event and in the status, and tried again.
+//! rules: made elsewhere first, one at a time for each volume. A drain is refused at the start
+//! where a replica has no other pool to go to, or no good copy to be made from. Later failures are
+//! reported as an event and in the status, and the drain tries again.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,15 +21,15 @@ use crate::scale::relocate;
 use crate::status::VolumeStatus;
 use crate::time::now_ms;
 
-/// Volumes in one refusal, and about how long it gets; the others are counted.
+/// Volumes that one refusal lists, up to about the length below; the others are counted.
 const VOLUMES_MAX: usize = 20;
 const REFUSAL_BYTES_MAX: usize = 4096;
 
-/// What is cordoned.
+/// Pool or node that is cordoned.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Scope {
     Pool(String),
-    /// All pools on it.
+    /// All pools on the node.
     Node(String),
 }
 
@@ -69,10 +69,10 @@ impl From<&CordonRecord> for Scope {
 }
 
 impl Controller {
-    /// Cordons, drains, or opens again; with `dry_run` only says what would be.
+    /// Cordons, drains, or uncordons; with `dry_run` only returns the result that this would have.
     ///
     /// # Errors
-    /// A drain that some volume does not allow, with the reason for each.
+    /// Some volumes do not allow the drain; the error has the reason for each.
     pub async fn set_cordon(
         &self,
         scope: &Scope,
@@ -130,12 +130,12 @@ impl Controller {
                 }
             }
         }
-        // Not only in a second.
+        // Heals now instead of at the next check, a second later.
         self.heal().await?;
         self.cordon_status(scope)
     }
 
-    /// How a cordon stands: what is still there, where it goes, what it waits for.
+    /// Status of a cordon: the replicas still there, where they go and what they wait for.
     pub fn cordon_status(&self, scope: &Scope) -> Result<api::CordonStatus, Error> {
         self.object(scope)?;
         let pools = self.pools_of(scope);
@@ -173,7 +173,7 @@ impl Controller {
         api::CordonStatus { state: state.to_owned(), pools, replicas, attached }
     }
 
-    /// How one replica stands that is to go, or would be.
+    /// Status of one replica that is to be drained, or would be.
     fn drained(
         &self,
         volume: &VolumeRecord,
@@ -213,8 +213,8 @@ impl Controller {
         (spare, message)
     }
 
-    /// Where each replica in these pools would go, or why it cannot; what is given out to one is
-    /// not there for the next.
+    /// Destination of each replica in these pools, or the reason why it has none. Room that one
+    /// replica takes is not available for the next.
     fn plan(&self, pools: &HashSet<String>) -> Vec<(i16, api::DrainedReplica)> {
         let mut candidates = self.candidates();
         for candidate in candidates.iter_mut().filter(|c| pools.contains(&c.name)) {
@@ -252,7 +252,7 @@ impl Controller {
                 Some(pool) => Ok(Object::new("pool", &pool.pool_id, name)),
                 None => Err(Error::missing("pool", shown)),
             },
-            // A host may have pools and use no volumes.
+            // A node without a record may have pools: it uses no volumes.
             Scope::Node(name) => {
                 let known = self.nodes.get(name).is_some() || !self.pools_of(scope).is_empty();
                 known.then(|| Object::new("node", name, name)).ok_or(Error::missing("node", shown))
@@ -277,8 +277,8 @@ impl Controller {
         })
     }
 
-    /// "cordoned", "draining" or "drained"; empty where none of these scopes is cordoned.
-    /// `pools`: those that a drain is to empty.
+    /// Returns "cordoned", "draining" or "drained"; empty where none of these scopes is cordoned.
+    /// `pools`: pools that a drain is to empty.
     fn standing(&self, scopes: &[Scope], pools: impl FnOnce() -> HashSet<String>) -> &'static str {
         let cordons = scopes.iter().filter_map(|scope| self.cordons.get(&scope.key()));
         let cordons: Vec<_> = cordons.collect();
@@ -293,7 +293,7 @@ impl Controller {
         }
     }
 
-    /// How the pool stands by its own cordon and its node's.
+    /// State of a pool by its own cordon and its node's.
     pub(crate) fn cordon_of_pool(&self, pool: &PoolRecord) -> &'static str {
         let scopes = [Scope::Pool(pool.name.clone()), Scope::Node(pool.node.clone())];
         self.standing(&scopes, || HashSet::from([pool.name.clone()]))
@@ -311,7 +311,7 @@ impl Controller {
         drains.flat_map(|cordon| self.pools_of(&Scope::from(&**cordon))).collect()
     }
 
-    /// Says once of each drain that it is done.
+    /// Records one event for each drain that is done.
     pub(crate) async fn tell_drained(&self) -> Result<(), Error> {
         for cordon in self.cordons.list() {
             let scope = Scope::from(&*cordon);
@@ -332,7 +332,7 @@ impl Controller {
     }
 }
 
-/// Takes one replica elsewhere in a trial, and what it uses from the room that is there.
+/// Moves one replica in a trial record, and subtracts its used bytes from the destination's room.
 fn go(
     trial: &mut VolumeRecord,
     replica: &ReplicaRecord,
@@ -341,7 +341,7 @@ fn go(
 ) -> Result<String, String> {
     let moved = relocate(trial, replica.guid.0, "", candidates, Cause::Drain);
     let (_, pool) = moved.map_err(|refusal| refusal.to_string())?;
-    // In the trial it has gone, so that the next one of this volume may use its host.
+    // The trial record drops the old replica, so that the volume's next one may use its host.
     trial.replicas.retain(|r| r.guid != replica.guid);
     if let Some(candidate) = candidates.iter_mut().find(|c| c.name == pool) {
         candidate.used_bytes = candidate.used_bytes.saturating_add(used_bytes);
@@ -363,11 +363,11 @@ fn refuse(scope: &Scope, planned: &[(i16, api::DrainedReplica)]) -> Result<(), E
     let mut listed = 0;
     for (_, replica) in &volumes {
         let (name, without) = (&replica.volume_name, &replica.without);
-        // Whose the reason is stands before it.
+        // The line names the volume already.
         let own = format!("volume {name:?}: ");
         let why = replica.message.strip_prefix(&own).unwrap_or(&replica.message);
         let line = format!("\n  volume {name:?} would be left with {without}: {why}");
-        // It travels beside the answer, where there is little room.
+        // The text is sent as a gRPC status message, which has little room.
         if listed == VOLUMES_MAX || (listed > 0 && text.len() + line.len() > REFUSAL_BYTES_MAX) {
             break;
         }

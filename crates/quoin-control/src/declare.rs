@@ -1,9 +1,10 @@
-//! A volume made what a document declares: one check of all of it, one change of its record.
+//! Applies a document that declares a volume: one check of it all, one change of the record.
 //!
-//! What a document leaves out stays as it is. A list of replicas says where they are to be: one
-//! named by its id in another pool moves there, a pool that holds none gets one. More are added
-//! up to the desired replication factor, in pools of the cluster's choice where the list names
-//! fewer. Where there are to be fewer, those that stay must all be named, and the others leave.
+//! Fields that a document leaves out stay unchanged. A list of replicas says where they are to be.
+//! A replica named by its id with another pool moves there; a named pool without a replica gets
+//! one. Where the list names fewer than the desired replication factor, the cluster chooses pools
+//! for the others. Where the volume is to have fewer replicas, the document must name all that
+//! stay; the others leave.
 
 use std::sync::Arc;
 
@@ -19,19 +20,19 @@ use crate::scale::{self, Scale};
 use crate::spec::{REPLICAS_HARD_MAX, check_replicas};
 use crate::{Error, reports, spec, text, volumes};
 
-/// Where a replica is to be.
+/// Place where a replica is to be.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Place {
     id: Option<ReplicaId>,
     pool: String,
 }
 
-/// What was changed: an event's reason, and what people read.
+/// Change that was made: reason of its event, and message for the user.
 type Said = (&'static str, String);
 
 impl Controller {
-    /// Applies a document; with `dry_run` only says what would change. The volume is absent where
-    /// a dry run would create it.
+    /// Applies a document; with `dry_run` only returns the changes. The volume is `None` where a
+    /// dry run would create it.
     pub async fn apply_volume(
         &self,
         asked: &ApplyVolumeRequest,
@@ -46,7 +47,7 @@ impl Controller {
             Err(Error::NotFound { .. }) => None,
             found => Some(found?),
         };
-        // What a volume has had since more were allowed it may keep.
+        // A volume may keep its replicas also where the limit was lowered later.
         let has = found.as_ref().map_or(0, |found| found.membership.drf.into());
         if named > has {
             check_replicas("desiredReplicationFactor", named, most)?;
@@ -151,7 +152,7 @@ fn too_many(named: usize, most: u32) -> Error {
     Error::invalid("spec.replicas", rule)
 }
 
-/// All but the replicas.
+/// Applies all fields but the replicas.
 fn fields(
     volume: &mut VolumeRecord,
     declared: &VolumeSpec,
@@ -190,7 +191,7 @@ fn fields(
     Ok(said)
 }
 
-/// What is decided when a volume is made.
+/// Refuses changes of options that are fixed when a volume is made.
 fn check_fixed(volume: &VolumeRecord, declared: &VolumeSpec) -> Result<(), Error> {
     let has = VolumeSpec::from(&volume.spec);
     let differs = OPTIONS.iter().filter(|option| !option.changes).find_map(|option| {
@@ -215,7 +216,7 @@ fn present(volume: &VolumeRecord) -> Vec<(ReplicaId, String)> {
     let mut present: Vec<(ReplicaId, String)> = Vec::new();
     for replica in volume.replicas.iter().filter(|r| !r.leaving) {
         match present.iter_mut().find(|(id, _)| *id == replica.id.0) {
-            // On its way: where it goes counts.
+            // A replica that moves counts in its new pool.
             Some((_, pool)) if !volume.is_known(replica) => pool.clone_from(&replica.pool),
             Some(_) => {}
             None => present.push((replica.id.0, replica.pool.clone())),
@@ -270,7 +271,7 @@ fn replicas(
         return Err(Error::invalid("desiredReplicationFactor", rule));
     }
     if surplus > 0 {
-        // One that goes and one that comes are one that moves.
+        // A replica that leaves and a new one are together one move.
         while !new.is_empty() && !unmatched.is_empty() {
             let (id, _) = unmatched.remove(0);
             moves.push((id, new.remove(0)));
@@ -302,7 +303,7 @@ fn replicas(
         said.push(("VolumeScaled", message));
     }
     let rest = Scale {
-        // Fewer than it has were dealt with above.
+        // A decrease was handled above.
         replicas: if leaving.is_empty() { wanted } else { 0 },
         consistency_factor: asked
             .consistency_factor

@@ -1,10 +1,11 @@
-//! Block devices of volumes on the nodes: whose use of a volume they belong to, and whether
-//! somebody uses them.
+//! Block devices of volumes on the nodes: the use of the volume to which each device belongs, and
+//! whether a process has the device in use.
 //!
-//! What the caches of a node hold is of the volume as that node left it. Once another node has used
-//! the volume, nothing of them may reach it, also when the first node has the volume again. So a
-//! record numbers its uses ([`Use`]): a use is the time in which one node alone has the volume, over
-//! any number of attachments and openings. A device is made for one use and dies with it.
+//! The caches of a node hold the volume's state as that node left it. Once another node has used
+//! the volume, nothing from these caches may reach it, also when the first node has the volume
+//! again. So a record numbers its uses ([`Use`]): a use is the time in which one node alone has the
+//! volume, over any number of attachments and openings. A device is made for one use and fails
+//! after it.
 
 use quoin_api::control::{self as api, ServedElsewhere, VolumeRef};
 use quoin_types::VolumeId;
@@ -19,17 +20,17 @@ use crate::observed::NodeSeen;
 use crate::records::VolumeRecord;
 use crate::reports::{id, short};
 
-/// Devices in one report.
+/// Most devices in one report.
 const DEVICES_MAX: usize = 4096;
 const MOUNTS_MAX: usize = 8;
 
-/// Whose use of a volume this is.
+/// Use of a volume by one node.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Use {
-    /// The node that had the volume attached last; empty: not known.
+    /// Node that had the volume attached last; empty: not known.
     #[serde(default, rename = "used_by", skip_serializing_if = "String::is_empty")]
     pub by: String,
-    /// No epoch of this use is lower, and none of a use before is as high.
+    /// Lower limit of the epochs of this use; all epochs of earlier uses are lower.
     #[serde(default, rename = "used_since_epoch", skip_serializing_if = "is_zero")]
     pub since_epoch: u64,
 }
@@ -39,7 +40,7 @@ pub(crate) fn is_zero(number: &u64) -> bool {
 }
 
 impl Use {
-    /// A node has the volume from now on; `since_epoch` is above all that others used it under.
+    /// Begins the use of a node. `since_epoch` is above all epochs of other nodes' uses.
     pub(crate) fn begin(&mut self, node: &str, since_epoch: u64) {
         if self.by != node {
             node.clone_into(&mut self.by);
@@ -47,19 +48,20 @@ impl Use {
         }
     }
 
-    /// The first epoch of this node's use; 0: it is another one's.
+    /// First epoch of this node's use; 0 where the use is another node's.
     pub(crate) fn since_of(&self, node: &str) -> u64 {
         if self.by == node { self.since_epoch } else { 0 }
     }
 
-    /// Whether a device on a node was made for a use before this one, which began with an opening.
+    /// Whether a device on a node was made for an earlier use, and this use has begun with an
+    /// opening.
     fn is_over(&self, node: &str, made_for: u64, epoch: u64) -> bool {
         let is_earlier = self.by != node || (made_for != 0 && made_for < self.since_epoch);
         !self.by.is_empty() && is_earlier && epoch >= self.since_epoch
     }
 }
 
-/// A device as its node reports it.
+/// Device as its node reports it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceSeen {
     pub volume: VolumeId,
@@ -69,7 +71,7 @@ pub struct DeviceSeen {
     pub since_epoch: u64,
 }
 
-/// Checks what a node reports.
+/// Checks the devices that a node reports.
 pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Error> {
     if devices.len() > DEVICES_MAX {
         return Err(Error::invalid("devices", format!("at most {DEVICES_MAX}")));
@@ -92,9 +94,9 @@ pub(crate) fn seen(devices: &[api::DeviceReport]) -> Result<Vec<DeviceSeen>, Err
 }
 
 impl Controller {
-    /// Devices of a node whose volume another use has begun of.
+    /// Devices of a node that belong to an earlier use of their volume.
     pub(crate) fn served_elsewhere(&self, node: &str) -> Vec<ServedElsewhere> {
-        // Records that do not rule may not know who had a volume last.
+        // Records that do not rule may not know which node had a volume last.
         if self.check_ruling().is_err() {
             return Vec::new();
         }
@@ -113,7 +115,7 @@ impl Controller {
         devices.iter().filter_map(over).collect()
     }
 
-    /// As [`Self::served_elsewhere`], and tells people once of each.
+    /// Returns [`Self::served_elsewhere`], and records one event for each device.
     pub(crate) fn announce_dead_devices(&self, node: &str) -> Vec<ServedElsewhere> {
         let served = self.served_elsewhere(node);
         let mut news = Vec::new();
@@ -152,7 +154,7 @@ impl Controller {
         served
     }
 
-    /// The devices that nodes report of a volume.
+    /// Devices that nodes report of a volume.
     pub(crate) fn devices_of(&self, volume: &VolumeRecord) -> Vec<api::VolumeDevice> {
         let observed = self.observed();
         let of_it = |(node, seen): (&String, &NodeSeen)| {
@@ -176,8 +178,8 @@ impl Controller {
         observed.nodes.iter().flat_map(of_it).collect()
     }
 
-    /// Refuses where a node uses the volume that it is to be taken from, or may use it without
-    /// anybody knowing. `node`: that one; empty: each that it is attached to.
+    /// Refuses to detach a volume that a node uses, or may use without having reported it. `node`:
+    /// the node to check; empty: all nodes to which the volume is attached.
     pub fn check_unused(&self, reference: Option<&VolumeRef>, node: &str) -> Result<(), Error> {
         let volume = match self.volume(reference) {
             Err(Error::NotFound { .. }) => return Ok(()),
@@ -192,7 +194,7 @@ impl Controller {
         Ok(())
     }
 
-    /// `seen`: what the node told since the controller started.
+    /// Checks one node. `seen`: its reports since the controller started.
     fn check_unused_on(
         &self,
         volume: &VolumeRecord,
@@ -219,7 +221,7 @@ impl Controller {
                  taken away all the same, and what uses it there loses what it has not synced"
             )));
         }
-        // One that never opened it has nothing of it.
+        // A node that cannot have opened the volume has nothing of it in its caches.
         if !volume.may_be_held_by(on) {
             return Ok(());
         }
@@ -245,7 +247,7 @@ impl Controller {
         )))
     }
 
-    /// Tells people who took a volume away by force, and from which nodes.
+    /// Records an event with the caller that took a volume by force, and the nodes that lost it.
     pub(crate) fn tell_of_force(&self, volume: &VolumeRecord, nodes: &[String], who: &str) {
         let message = format!("taken from {} by force, by {who}", nodes.join(", "));
         self.events.record(Severity::Warning, about(volume), "VolumeForced", message);
@@ -271,7 +273,7 @@ mod tests {
         assert!(used.is_over("h1", 0, 8), "also where its use was not told");
         assert!(!used.is_over("h2", 8, 8));
 
-        // Back on the first node: what it made before is not what it makes now.
+        // Back on the first node: a device of its former use does not belong to its new use.
         used.begin("h1", 8);
         assert!(used.is_over("h1", 5, 9));
         assert!(!used.is_over("h1", 9, 9));

@@ -1,13 +1,13 @@
-//! Pools whose disks are failing: noticed by what they report, and emptied before they are gone.
+//! Pools whose disks are failing: detected from their reports, and emptied before the disk is lost.
 //!
 //! A pool reports how often its disk refused, how many bad copies it found, and how often a read or
-//! a sync took far too long. [`Wear`] holds that against its limits over the last minutes. A pool
-//! that exceeds one is called dying: it is cordoned, and where the policy says so its replicas are
-//! made elsewhere by the way of every drain ([`crate::cordon`]), one change at a time and never
-//! the last good copy. It stays so until a person opens it again (`quoin pool uncordon`), however
-//! well it does meanwhile: a disk that recovers by itself has only found a spare sector. Where more
-//! than half of the pools would be dying it is not their disks (hosts that stood still look like
-//! that): it is told, and nothing is emptied, since there is nowhere to go.
+//! a sync took far too long. [`Wear`] compares this with the limits over the last minutes. A pool
+//! that reaches a limit is called dying: it is cordoned, and if the policy is `drain`, its replicas
+//! are made elsewhere as in every drain ([`crate::cordon`]), one change at a time and never the
+//! last good copy. It stays dying until an operator uncordons it (`quoin pool uncordon`), also if
+//! the errors end: a disk that recovers by itself has only found a spare sector. If more than half
+//! of the pools would be dying, their disks are not the cause (hosts that stood still look the same
+//! way): an event is recorded and nothing is emptied, since no pool could take the replicas.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -23,18 +23,18 @@ use crate::policy::Within;
 use crate::records::CordonRecord;
 use crate::time::now_ms;
 
-/// Samples that are kept of a whole window.
+/// Samples kept of a whole window.
 const SAMPLES: u32 = 60;
 
-/// What a pool's disk may do within a window before it is called dying.
+/// Limits of a disk's errors within a window; a pool that reaches one is called dying.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DyingLimits {
-    /// What is longer ago counts no more.
+    /// Window; errors before it do not count.
     pub within: Within,
-    /// Refusals of the disk, which are dying only where one in so many operations was refused.
+    /// Refusals of the disk. They count only where at least one in `one_in` operations was refused.
     pub errors: u64,
     pub one_in: u64,
-    /// Bad copies: a few come with age, many are a disk that forgets.
+    /// Bad copies: a few come with age; many mean a disk that loses data.
     pub bad: u64,
     /// Reads and syncs that took far too long.
     pub stalls: u64,
@@ -51,7 +51,7 @@ impl DyingLimits {
         Self { within: Within::DEFAULT, errors: 5, one_in: 1000, bad: 100, stalls: 3 };
 
     /// # Errors
-    /// A limit that every pool reaches by doing nothing.
+    /// A limit is 0: every pool would reach it without any error.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let all = [self.errors, self.one_in, self.bad, self.stalls];
         if all.contains(&0) {
@@ -61,19 +61,19 @@ impl DyingLimits {
     }
 }
 
-/// What becomes of a pool that is dying.
+/// Action on a pool that is dying.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum DyingPolicy {
-    /// Its replicas are made elsewhere.
+    /// The pool's replicas are made elsewhere.
     #[default]
     Drain,
-    /// It takes nothing new.
+    /// The pool takes nothing new.
     Cordon,
-    /// Nothing.
+    /// No action.
     Off,
 }
 
-/// Not a policy's name.
+/// Error for a text that is no policy's name.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is none of drain, cordon and off")]
 pub struct NotAPolicy(String);
@@ -101,17 +101,17 @@ impl fmt::Display for DyingPolicy {
     }
 }
 
-/// What one pool reported lately, since its process began.
+/// Recent reports of one pool since the start of its process.
 #[derive(Clone, Debug, Default)]
 pub struct Wear {
-    /// Oldest first; none older than the window but the first one of a quiet time.
+    /// Samples, oldest first. Only the first one may be older than the window.
     samples: VecDeque<(Instant, api::PoolWear)>,
-    /// It was told that too many pools fail together for it to be its disk.
+    /// An event was recorded that too many pools fail together for the disk to be the cause.
     told: bool,
 }
 
 impl Wear {
-    /// Takes a report in; why the pool is dying, where it is.
+    /// Adds a report. Returns the reason if the pool is dying.
     pub fn saw(
         &mut self,
         now: Instant,
@@ -126,12 +126,12 @@ impl Wear {
                 || wear.stalls < last.stalls
         });
         if restarted {
-            // All that it tells, it did since.
+            // All counts of the report are from after the restart.
             self.samples.clear();
             self.samples.push_back((now, api::PoolWear::default()));
         }
         if self.samples.back().is_some_and(|(at, _)| now >= *at + window) {
-            // Nobody knows when in a long silence it was.
+            // The time of the errors within a long silence is unknown.
             self.samples.clear();
         }
         if self.samples.back().is_none_or(|(at, _)| now >= *at + window / SAMPLES) {
@@ -159,7 +159,7 @@ impl Wear {
 }
 
 impl Controller {
-    /// Judges a pool by its report, and does what the policy says of one that is dying.
+    /// Checks a pool's report, and applies the policy if the pool is dying.
     pub(crate) async fn judge_wear(&self, pool: &str, wear: api::PoolWear) -> Result<(), Error> {
         let policy = self.settings.dying_pools;
         let limits = &self.settings.dying_limits;
@@ -217,13 +217,13 @@ impl Controller {
         Ok(())
     }
 
-    /// Why a pool is called dying, if it is.
+    /// Reason why a pool is called dying, if it is.
     pub(crate) fn why_dying(&self, pool: &str) -> Option<String> {
         let cordon = self.cordons.get(&CordonRecord::name_of("pool", pool))?;
         Some(cordon.dying.clone()).filter(|why| !why.is_empty())
     }
 
-    /// What it reported so far counts no more: a person opened it again.
+    /// Discards the reports of a pool so far, since an operator uncordoned it.
     pub(crate) fn forgive_wear(&self, pool: &str) {
         if let Some(wear) = self.observed().wear.get_mut(pool)
             && let Some((_, last)) = wear.samples.back().copied()
@@ -314,7 +314,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes in what order: no panic, and what is kept is bounded.
+        /// No sequence of reports panics, and the number of samples is bounded.
         #[test]
         fn no_report_panics_and_what_is_kept_is_bounded(
             reports in proptest::collection::vec((0u64..100, any::<[u64; 4]>()), 0..200),

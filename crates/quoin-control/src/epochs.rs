@@ -1,4 +1,4 @@
-//! The compare-and-swaps that targets ask for: epochs, which fence, and changes of membership.
+//! The compare-and-swaps that targets request: epochs, which fence, and changes of membership.
 
 use quoin_identity::Grant;
 use quoin_types::membership::RETIRED_MAX;
@@ -11,24 +11,24 @@ use crate::records::{
     Discarded, MembershipRecord, ReplicaPhase, ReplicaRecord, Text, VolumePhase, VolumeRecord,
 };
 
-/// Leave to open a volume.
+/// Permission to open a volume.
 #[derive(Clone, Debug)]
 pub struct Granted {
     pub epoch: Epoch,
-    /// Of the same swap as the epoch.
+    /// Membership in the record after the swap that set the epoch.
     pub membership: Membership,
-    /// Signed; pools believe it.
+    /// Grant with the controller's signature, which pools verify.
     pub grant: Vec<u8>,
 }
 
-/// The known list and the factors that a target asks for, whole.
+/// Complete known list and factors that a target requests.
 #[derive(Clone, Debug)]
 pub struct MembershipSwap {
     pub volume: VolumeId,
     pub node: String,
     pub epoch: Epoch,
     pub incarnation: Incarnation,
-    /// Of the membership that it replaces.
+    /// Version of the membership that is to be replaced.
     pub version: u64,
     pub rf: u8,
     pub cf: u8,
@@ -36,8 +36,8 @@ pub struct MembershipSwap {
 }
 
 impl Controller {
-    /// epoch := max(record, `at_least`) + 1, only while `node` owns the volume. `Ok(Err(why))`
-    /// where it does not (any more): that target must stop.
+    /// Sets epoch := max(record, `at_least`) + 1, only while `node` owns the volume. Returns
+    /// `Ok(Err(why))` where the node does not own it (any more): that target must stop.
     pub async fn acquire_epoch(
         &self,
         volume: VolumeId,
@@ -81,8 +81,8 @@ impl Controller {
         }))
     }
 
-    /// The grant of the record as it is, signed anew, if this node holds it: an epoch that was used up
-    /// by a fence was granted to nobody, also where the volume has an owner again.
+    /// Signs the record's current grant anew, if this node holds it. An epoch that a fence used up
+    /// was granted to no node, also where the volume has an owner again.
     pub(crate) fn fresh_grant(&self, record: &VolumeRecord, node: &str, epoch: u64) -> Vec<u8> {
         let is_holder = record.owner.as_deref() == Some(node) && record.may_be_held_by(node);
         if !is_holder || record.epoch != epoch || record.incarnation.0 == Incarnation(0) {
@@ -102,9 +102,9 @@ impl Controller {
         self.identity.sign_grant(&grant).unwrap_or_default()
     }
 
-    /// Makes the one change of the known list and its factors that a target asks for, if it is
-    /// one that the record wishes for. The inner error says why it was refused; in either case
-    /// the membership is the record's. A repeat of a swap that happened is done.
+    /// Makes the change of the known list and its factors that a target requests, if the record
+    /// allows it. The inner error is the reason of a refusal; the returned membership is the
+    /// record's in either case. A repeat of a swap that was made succeeds.
     pub async fn swap_membership(
         &self,
         asked: &MembershipSwap,
@@ -134,8 +134,8 @@ fn owned(volume: &VolumeRecord, node: &str) -> Result<(), String> {
 
 type News = (&'static str, ReplicaId, String);
 
-/// Swaps in the record and says what that changed, or why not; nothing where it is swapped
-/// already.
+/// Swaps the membership in the record. Returns the events of the change, none where the swap was
+/// made before, or the reason of a refusal.
 fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, String> {
     owned(volume, &asked.node)?;
     if (volume.epoch(), volume.incarnation.0) != (asked.epoch, asked.incarnation) {
@@ -221,7 +221,7 @@ fn swap(volume: &mut VolumeRecord, asked: &MembershipSwap) -> Result<Vec<News>, 
             news.push(("ReplicaRemoved", member.id, message));
         }
     }
-    // Nobody needs what the removed ones hold any more, nor what was to follow them.
+    // The removed replicas are not needed any more, nor the newcomers that were to follow them.
     let (gone, stay) = std::mem::take(&mut volume.replicas).into_iter().partition(|replica| {
         let member = Member { id: replica.id.0, guid: replica.guid.0 };
         removed.contains(&member) || now.withdraws(&next, member)
@@ -239,7 +239,7 @@ mod tests {
     use crate::records::RETIRED_KEPT_MAX;
     use quoin_types::{Epoch, Incarnation, ReplicaGuid};
 
-    /// Has the first known replica followed by one of this GUID; gives the GUID of the old one.
+    /// Replaces the first known replica by one with this GUID. Returns the old GUID.
     fn replace(volume: &mut VolumeRecord, guid: u128) -> Result<ReplicaGuid, String> {
         let mut known = Membership::from(&volume.membership).known;
         let held = volume.replicas.iter().find(|r| r.guid.0 == known[0].guid).unwrap();
@@ -262,7 +262,7 @@ mod tests {
         swap(volume, &asked).map(|_| old)
     }
 
-    /// Nothing has room for it once its place is gone, and nothing else would take it back.
+    /// A follower has no place after the removal, and no other rule would discard it.
     #[test]
     fn what_was_to_follow_a_replica_goes_with_it_when_that_leaves_for_good() {
         let mut volume = crate::recorded::volume();
@@ -299,7 +299,7 @@ mod tests {
         let mut old = kept;
         for guid in 0x1_0001..0x1_0001 + 4200 {
             old = replace(&mut volume, guid).unwrap();
-            // All pools but one delete what they are told to.
+            // All pools but one delete their discarded replicas.
             volume.discarded.clone_from(&held);
         }
         let retired = &volume.membership.retired;
@@ -317,7 +317,7 @@ mod tests {
         let pool = &volume.discarded[0].pool;
         assert!(refusal.contains(&**pool) && refusal.contains("quoin pool remove"), "{refusal}");
         assert_eq!(volume.membership.retired.len(), quoin_types::membership::RETIRED_MAX);
-        // Once they are gone there is room, at the next change or at the next opening.
+        // After the pools have deleted them there is room, at the next change or the next opening.
         volume.discarded.clear();
         volume.forget_retired();
         volume.replicas.retain(|r| r.guid.0.0 < 0x1_0000 + 4096);

@@ -1,4 +1,4 @@
-//! What the control plane refuses or fails at, and the one place where that becomes a gRPC code.
+//! Errors of the control plane, and the only place where they become gRPC codes.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,8 @@ use tonic::{Code, Status};
 
 use crate::store::StoreError;
 
-/// Each message names the thing, the rule and, where there is one, the way out.
+/// Error of the control plane. Each message names the object, the rule and, if there is one, the
+/// remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A field of a request breaks its rule.
@@ -17,18 +18,18 @@ pub enum Error {
     #[error("{what} {name:?} does not exist{}", shown_by(what))]
     NotFound { what: &'static str, name: String },
 
-    /// The name is taken by something that differs.
+    /// An object that differs has the name already.
     #[error("{what} {name:?} exists already with other {difference}")]
     Exists { what: &'static str, name: String, difference: String },
 
-    /// A volume of this name was asked for with other parameters than it has.
+    /// A volume was requested with the name of one that has other parameters.
     #[error(
         "volume {name:?} exists already and differs: {difference}; choose another name, ask for what \
          it has, or change it (`quoin volume resize`, `quoin volume scale`, `quoin apply`)"
     )]
     Differs { name: String, difference: String },
 
-    /// The state forbids it until somebody does something.
+    /// The state does not allow the request until a user changes it.
     #[error("{0}")]
     Precondition(String),
 
@@ -39,7 +40,7 @@ pub enum Error {
     #[error("{0}")]
     Exhausted(String),
 
-    /// It will pass by itself; ask again.
+    /// The state will change by itself; the caller may try again.
     #[error("{0}")]
     Busy(String),
 
@@ -49,7 +50,7 @@ pub enum Error {
     #[error("{0}")]
     Denied(String),
 
-    /// The caller was a member once and is to end.
+    /// The caller was a member once and has to stop.
     #[error("{0}")]
     Removed(String),
 
@@ -104,7 +105,7 @@ pub enum Error {
     Serve(#[from] tonic::transport::Error),
 }
 
-/// Where a person finds the names that there are.
+/// Hint with the command that lists the existing names.
 fn shown_by(what: &str) -> &'static str {
     match what {
         "volume" => ": `quoin volume list` shows those that do",
@@ -126,7 +127,7 @@ impl Error {
         Self::NotFound { what, name: name.into() }
     }
 
-    /// The gRPC code of this error; decided here and nowhere else.
+    /// Returns the gRPC code of this error; only this function assigns codes.
     pub fn code(&self) -> Code {
         match self {
             Self::Invalid { .. } => Code::InvalidArgument,
@@ -135,7 +136,7 @@ impl Error {
             Self::Precondition(_) => Code::FailedPrecondition,
             Self::OutOfRange(_) => Code::OutOfRange,
             Self::Exhausted(_) => Code::ResourceExhausted,
-            // The controller that took its place answers.
+            // A superseded controller: the one that took its place answers.
             Self::Busy(_) | Self::Superseded { .. } => Code::Unavailable,
             Self::Aborted(_) => Code::Aborted,
             Self::Denied(_) | Self::Removed(_) => Code::PermissionDenied,
@@ -148,7 +149,7 @@ impl Error {
                 | quoin_identity::Error::Certificate(_) => Code::InvalidArgument,
                 _ => Code::Internal,
             },
-            // The records are untouched or the outcome is unknown; asking again is right.
+            // The records are unchanged or the outcome is unknown; the caller should try again.
             Self::Store(_) => Code::Unavailable,
             Self::File { .. }
             | Self::Listen { .. }

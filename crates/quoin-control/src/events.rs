@@ -1,7 +1,7 @@
-//! What happened, for people: a bounded list, each repeat of an event counted, not listed.
+//! Events for users: a bounded list in which a repeat of an event is counted, not listed.
 //!
-//! Events outlive the controller but are not worth a durable commit each: they are written
-//! in the background, so a crash may take the last second of them.
+//! Events outlive the controller but do not need a durable commit each: they are written in the
+//! background, so a crash may lose the events of the last second.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -15,10 +15,10 @@ use crate::records::{EventRecord, Record, decode, encode};
 use crate::store::{Entry, Store, StoreError};
 use crate::time::{now_ms, timestamp};
 
-/// Events kept; the oldest go first.
+/// Most events kept; the oldest are removed first.
 pub const EVENTS_MAX: usize = 2048;
 const MESSAGE_BYTES_MAX: usize = 1024;
-/// A repeat within this time counts with the former one.
+/// Time within which a repeat counts with the former event.
 const REPEAT: Duration = Duration::from_secs(600);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,7 +37,7 @@ impl Severity {
         }
     }
 
-    /// What agents say; anything unknown is a warning.
+    /// Severity of an agent's text; an unknown text is a warning.
     pub fn of(text: &str) -> Self {
         match text {
             "Normal" => Self::Normal,
@@ -47,7 +47,7 @@ impl Severity {
     }
 }
 
-/// What an event is about.
+/// Object of an event.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Object {
     /// volume, replica, pool, node or cluster.
@@ -70,7 +70,7 @@ struct Ring {
     unneeded: BTreeSet<u64>,
 }
 
-/// The cluster's events.
+/// Events of the cluster.
 pub struct Events {
     ring: Mutex<Ring>,
     store: Arc<dyn Store>,
@@ -84,7 +84,7 @@ impl Events {
             let read = decode::<EventRecord>(&entry.value);
             read.map_err(|reason| StoreError::Record { key: entry.key, reason })
         };
-        // Their keys are in the order of their sequences.
+        // The order of the keys is the order of the sequences.
         let entries = store.list(EventRecord::PREFIX).await?.into_iter();
         let events = entries.map(read).collect::<Result<VecDeque<_>, _>>()?;
         let next = events.back().map_or(0, |event| event.sequence) + 1;
@@ -93,7 +93,7 @@ impl Events {
         Ok(Self { ring, store, latest, flushing: tokio::sync::Mutex::new(()) })
     }
 
-    /// Records an event, or counts it with the one that it repeats.
+    /// Records an event, or counts it with the event that it repeats.
     pub fn record(&self, severity: Severity, about: Object, reason: &str, message: impl ToString) {
         let mut message = message.to_string();
         if message.len() > MESSAGE_BYTES_MAX {
@@ -141,20 +141,21 @@ impl Events {
         self.latest.send_replace(sequence);
     }
 
-    /// Those after `sequence`, the newest last.
+    /// Events after `sequence`, the newest last.
     pub fn after(&self, sequence: u64) -> Vec<EventRecord> {
         let ring = self.ring.lock().expect("no holder of this lock panics");
         ring.events.iter().filter(|event| event.sequence > sequence).cloned().collect()
     }
 
-    /// The sequence of the latest event, as it grows.
+    /// Receiver for the sequence of the latest event.
     pub fn latest(&self) -> watch::Receiver<u64> {
         self.latest.subscribe()
     }
 
-    /// Writes what is new, all of it in one commit; tried again at the next call where it fails.
+    /// Writes all changes in one commit. After a failure the next call tries again.
     pub(crate) async fn flush(&self) -> Result<(), Error> {
-        // Else one could write what another has removed meanwhile, and nobody removed it again.
+        // One flush at a time: a second one could write an event again that the first has removed,
+        // and no later flush would remove it.
         let _one_at_a_time = self.flushing.lock().await;
         let (write, remove) = {
             let ring = self.ring.lock().expect("no holder of this lock panics");

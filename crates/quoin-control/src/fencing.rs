@@ -1,4 +1,4 @@
-//! Taking back what nodes were granted, without their cooperation.
+//! Fences: grants of nodes are taken back without the nodes' cooperation.
 
 use quoin_types::{Epoch, Term, VolumeId};
 
@@ -7,11 +7,10 @@ use crate::controller::Controller;
 use crate::records::{Text, VolumePhase, VolumeRecord};
 
 impl VolumeRecord {
-    /// Takes back every grant that was given so far. An epoch is used up for it that is granted to
-    /// no target: pools promise it, and open nothing any more by a grant that was kept. A session
-    /// that is open may still be closed in a bounded time, unless it is to be cut `at_once`:
-    /// then an epoch is used up although none was granted since the last fence, as former versions
-    /// signed grants for the epoch of a fence itself.
+    /// Takes back all earlier grants. This uses up an epoch that is granted to no target: pools
+    /// promise it, and refuse opens with earlier grants. An open session may still be closed in a
+    /// bounded time, unless `at_once` cuts it. `at_once` uses up an epoch also where none was
+    /// granted since the last fence: former versions signed grants for the epoch of a fence itself.
     pub(crate) fn fence(&mut self, at_once: bool, term: Term) -> Result<(), Error> {
         if self.epoch == 0 || (self.fenced == self.epoch && !at_once) {
             return Ok(());
@@ -22,7 +21,7 @@ impl VolumeRecord {
         Ok(())
     }
 
-    /// The next epoch of the term in which the controller rules, above `at_least`.
+    /// Advances to the next epoch of the term in which the controller rules, above `at_least`.
     pub(crate) fn use_up_epoch(&mut self, at_least: Epoch, term: Term) -> Result<(), Error> {
         let after = self.epoch().max(at_least).0.saturating_add(self.epochs_skipped);
         let Some(next) = term.next_epoch(Epoch(after)) else {
@@ -37,20 +36,20 @@ impl VolumeRecord {
         Ok(())
     }
 
-    /// Whether a grant is out that its holder may still use.
+    /// Whether there is a grant that its holder may still use.
     pub(crate) fn is_granted(&self) -> bool {
         self.fenced < self.epoch
     }
 
-    /// Whether that grant may be this node's: records of former versions, and those that were made to
-    /// agree with the pools, do not say who holds the epoch.
+    /// Whether this node may hold the current grant. Records of former versions and recovered
+    /// records do not say which node holds the epoch.
     pub(crate) fn may_be_held_by(&self, node: &str) -> bool {
         self.is_granted() && (self.holder.is_empty() || self.holder == node)
     }
 }
 
 impl Controller {
-    /// Takes back all that a node was granted, at once: its sessions are cut. `leaves`: it also loses
+    /// Takes back all grants of a node at once: its sessions are cut. `leaves`: the node also loses
     /// the volumes that were only lent to it.
     pub(crate) async fn fence_node(&self, node: &str, leaves: bool) -> Result<(), Error> {
         let term = self.term();
@@ -64,7 +63,7 @@ impl Controller {
                 if leaves && owns && volume.attachments.is_empty() {
                     volume.owner = None;
                 }
-                // Records of former versions do not say who holds the epoch.
+                // Records of former versions do not say which node holds the epoch.
                 if volume.holder == node || (owns && volume.holder.is_empty()) {
                     volume.fence(true, term)?;
                 }
@@ -75,8 +74,8 @@ impl Controller {
         Ok(())
     }
 
-    /// Takes back the grants of volumes that have no owner: those that were detached by a version
-    /// that left them their grants, and those of records that were recovered.
+    /// Takes back the grants of volumes that have no owner: volumes detached by a version that left
+    /// the grants, and volumes of recovered records.
     pub(crate) async fn fence_left_over(&self) -> Result<(), Error> {
         if self.check_ruling().is_err() {
             return Ok(());
@@ -97,8 +96,8 @@ impl Controller {
         Ok(())
     }
 
-    /// A target that goes on under an epoch that was taken back has missed that its volume was
-    /// detached and attached again: it is cut, and finds the epoch that it may have now.
+    /// Cuts a target that still uses an epoch that was taken back. The target has missed that its
+    /// volume was detached and attached again; it then acquires a new epoch.
     pub(crate) async fn fence_stale(&self, id: VolumeId, node: &str) -> Result<(), Error> {
         let term = self.term();
         let stale = |volume: &VolumeRecord| {
@@ -154,7 +153,7 @@ mod tests {
         assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (9, 9, true));
         volume.fence(false, Term::default()).unwrap();
         assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (9, 9, true));
-        // Granted again, and taken back once more: sessions may be closed again.
+        // After another grant and another fence, sessions have time to close again.
         volume.epoch = 10;
         volume.fence(false, Term::default()).unwrap();
         assert_eq!((volume.epoch, volume.fenced, volume.fenced_at_once), (11, 11, false));
@@ -163,7 +162,7 @@ mod tests {
         never_opened.fence(true, Term::default()).unwrap();
         assert_eq!((never_opened.epoch, never_opened.fenced), (0, 0));
 
-        // Epochs that records made from pools cannot know of are fenced too.
+        // Epochs that recovered records may not contain are fenced too.
         let mut recovered = granted(7);
         recovered.epochs_skipped = 1000;
         recovered.fence(false, Term::default()).unwrap();
@@ -195,7 +194,7 @@ mod tests {
             "2/2",
             "what the former term granted counts for nothing"
         );
-        // Records that were put back by hand go above nothing of a later term.
+        // Records that were restored by hand cannot use up epochs of a later term.
         let old = Term { number: 1, id: TermId(4) };
         let before = fenced.clone();
         let refused = fenced.fence(true, old).unwrap_err().to_string();

@@ -1,15 +1,15 @@
-//! Replicas that should be elsewhere, made there without anybody asking for each: those that are
-//! gone for longer than the volume's `replaceAfter`, and those on pools that are being drained.
+//! Self-healing makes replicas elsewhere without a request: replicas that are gone for longer than
+//! the volume's `replaceAfter`, and replicas on pools that are being drained.
 //!
-//! Every second the needs are looked at anew, the most endangered volume first: the one that
-//! could lose the fewest further replicas. One change at a time for each volume, a few rebuilds
-//! at a time into each pool, placed by the rules of new replicas. Nothing is taken away here: the
-//! old replica counts until the target has rebuilt the new one and swapped it in, so no last good
-//! copy is ever given up; where too few replicas are left to rebuild from, that is said instead.
+//! The needs are checked anew every second, the most endangered volume first: the volume that
+//! could lose the fewest further replicas. Each volume has one change at a time, and each pool a
+//! few rebuilds at a time, placed by the rules of new replicas. Self-healing removes no replica:
+//! the old one counts until the target has rebuilt the new one and swapped it in, so no last good
+//! copy is ever given up. An event reports where too few replicas are left to rebuild from.
 //!
-//! How long a replica is gone is counted by this controller, from when it first missed it: a
-//! restart counts anew, which errs on the side of waiting. A replica that its target reaches is
-//! there, even if its pool's reports are not.
+//! The controller counts the time from when it first missed the replica. A restart counts anew,
+//! which can only lengthen the wait. A replica that its target reaches is present, also if the
+//! pool's reports are missing.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
@@ -30,10 +30,10 @@ use crate::records::{Cause, ReplicaRecord, VolumePhase, VolumeRecord};
 use crate::scale::relocate;
 use crate::status::{ReplicaStatus, Standing, VolumeStatus};
 
-/// Begun in one look; the next one is a second away.
+/// Most replicas begun in one check; the next check is a second later.
 const BEGUN_MAX: usize = 16;
 
-/// What self-healing has done and waits for; told by metrics.
+/// Counts of self-healing, for the metrics.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Healing {
     pub begun: u64,
@@ -44,33 +44,33 @@ pub struct Healing {
     pub stuck: u64,
 }
 
-/// What is remembered between two looks.
+/// State kept between two checks.
 #[derive(Debug, Default)]
 pub(crate) struct Looks {
-    /// Since when a replica is missed.
+    /// Time since which a replica is missed.
     gone: HashMap<ReplicaGuid, Instant>,
-    /// Why a replica that should be elsewhere cannot be made there.
+    /// Reason why a replica that should be elsewhere cannot be made there.
     pub stuck: HashMap<ReplicaGuid, String>,
     pub healing: Healing,
-    /// Since when a volume that nobody uses lags, and since when its target is waited for.
+    /// Time since which an unused volume lags, and time since which its target is awaited.
     pub lagging: HashMap<VolumeId, Instant>,
     pub opening: HashMap<VolumeId, Instant>,
     pub balancing: Balancing,
 }
 
-/// A replica that should be elsewhere.
+/// Replica that should be elsewhere.
 struct Need<'a> {
     volume: &'a Arc<VolumeRecord>,
     status: &'a VolumeStatus,
     guid: ReplicaGuid,
     cause: Cause,
-    /// How many more known replicas the volume can lose before its writes wait.
+    /// Number of known replicas that the volume can still lose before its writes wait.
     spare: i16,
     gone: Duration,
 }
 
 impl Controller {
-    /// The policy of a volume: its own, or the cluster's.
+    /// Policy of a volume: its own, or the cluster's.
     pub fn replace_after(&self, volume: &VolumeRecord) -> ReplaceAfter {
         volume.spec.options.replace_after.unwrap_or(self.settings.replace_after)
     }
@@ -79,12 +79,12 @@ impl Controller {
         self.observed().looks.healing
     }
 
-    /// Looks once at every volume; safe to call at any time.
+    /// Checks every volume once; safe to call at any time.
     pub async fn heal(&self) -> Result<(), Error> {
         self.heal_at(Instant::now()).await
     }
 
-    /// [`Self::heal`] at a time of the caller's.
+    /// Runs [`Self::heal`] as of the caller's time.
     pub async fn heal_at(&self, now: Instant) -> Result<(), Error> {
         self.heal_those(&self.standings(), now).await
     }
@@ -130,7 +130,7 @@ impl Controller {
         self.rebalance(ready, waits, now).await
     }
 
-    /// Begins those whose turn it is, in this order; how many.
+    /// Begins the replicas whose turn it is, in this order. Returns their number.
     async fn begin_first(&self, needs: &[Need<'_>]) -> Result<usize, Error> {
         if needs.is_empty() {
             return Ok(0);
@@ -150,12 +150,12 @@ impl Controller {
         Ok(begun)
     }
 
-    /// Looked at anew whenever something was begun.
+    /// Current room of the pools; it has to be read anew after each beginning.
     fn room(&self) -> Room {
         Room { candidates: self.candidates(), busy: self.busy() }
     }
 
-    /// Which replicas are missed, and for how long.
+    /// Missed replicas, and the time for which each is missed.
     fn miss(
         &self,
         volume: &VolumeRecord,
@@ -199,7 +199,7 @@ impl Controller {
         needs
     }
 
-    /// Makes a replica elsewhere, if its turn has come and it is possible.
+    /// Begins to make a replica elsewhere, if its turn has come and it is possible.
     async fn begin(&self, need: &Need<'_>, room: &Room) -> Result<bool, Error> {
         let Need { volume, status, .. } = need;
         let Some(replica) = volume.replicas.iter().find(|r| r.guid.0 == need.guid) else {
@@ -219,7 +219,7 @@ impl Controller {
             return Ok(false);
         }
         let most = self.settings.heals_per_pool;
-        // A drain does not empty a pool faster than it could be filled.
+        // Draining a pool is limited to as many rebuilds at a time as filling one.
         if need.cause == Cause::Drain && busy.from.get(&replica.pool).is_some_and(|n| *n >= most) {
             return Ok(false);
         }
@@ -232,7 +232,7 @@ impl Controller {
         free.iter_mut().for_each(idle);
         let gone = need.gone;
         let change = |volume: &mut VolumeRecord| {
-            // What changed since this look is looked at again in the next one.
+            // If the volume changed since this check, the next check decides.
             if volume.phase != VolumePhase::Ready
                 || is_changing_beside(volume, need.guid)
                 || !volume.replicas.iter().any(|r| r.guid.0 == need.guid && !r.leaving)
@@ -268,7 +268,7 @@ impl Controller {
         Ok(true)
     }
 
-    /// Says why a replica stays where it should not, once for each reason.
+    /// Records why a replica stays where it should not be, with one event for each reason.
     fn stuck(&self, need: &Need<'_>, why: &str) {
         let told = self.observed().looks.stuck.insert(need.guid, why.to_owned());
         if told.is_some_and(|told| told == why) {
@@ -286,8 +286,8 @@ impl Controller {
         self.events.record(Severity::Warning, object, "HealWaits", message);
     }
 
-    /// A replica that came back before the one in its place was rebuilt keeps its place: it has
-    /// nearly everything.
+    /// Drops a newcomer whose old replica came back before the rebuild was done: the old replica
+    /// has nearly all data.
     async fn give_up(
         &self,
         volume: &Arc<VolumeRecord>,
@@ -334,9 +334,9 @@ impl Controller {
         Ok(true)
     }
 
-    /// Takes overdue newcomers off the record that a target waits for, which opens the volume: they
-    /// count nowhere, and a joint View alone names them. They are made elsewhere where that is
-    /// possible.
+    /// Removes overdue newcomers from the record where a target waits for them to open the volume.
+    /// These newcomers count nowhere; only a joint View names them. They are made elsewhere where
+    /// that is possible.
     async fn release(
         &self,
         volume: &Arc<VolumeRecord>,
@@ -390,7 +390,7 @@ impl Controller {
         Ok(true)
     }
 
-    /// Rebuilds under way that nobody asked for.
+    /// Rebuilds under way that no user requested.
     fn busy(&self) -> Busy {
         let mut busy = Busy::default();
         for volume in self.volumes.list() {
@@ -407,13 +407,13 @@ impl Controller {
         busy
     }
 
-    /// Why a replica that should be elsewhere stays where it is.
+    /// Reason why a replica that should be elsewhere stays where it is.
     pub(crate) fn why_stuck(&self, guid: ReplicaGuid) -> Option<String> {
         self.observed().looks.stuck.get(&guid).cloned()
     }
 }
 
-/// Where a replica may be made, and what goes on there.
+/// Pools where a replica may be made, and the rebuilds under way there.
 struct Room {
     candidates: Vec<Candidate>,
     busy: Busy,
@@ -426,19 +426,19 @@ struct Busy {
     from: HashMap<String, u32>,
 }
 
-/// Known replicas that have everything.
+/// Number of known replicas that are in sync.
 pub(crate) fn in_sync(volume: &VolumeRecord, status: &VolumeStatus) -> usize {
     let pairs = volume.replicas.iter().zip(&status.replicas);
     pairs.filter(|(r, s)| volume.is_known(r) && s.phase == "InSync").count()
 }
 
-/// Whether something else about the volume's replicas is under way.
+/// Whether another change of the volume's replicas is under way.
 fn is_changing_beside(volume: &VolumeRecord, guid: ReplicaGuid) -> bool {
     let newcomer = |r: &ReplicaRecord| r.guid.0 != guid && !volume.is_known(r);
     volume.replicas.iter().any(|replica| replica.leaving || newcomer(replica))
 }
 
-/// Whether there is something to rebuild a replica from; the error says what is missing.
+/// Checks that a replica can be rebuilt from the others; the error says which pools are missing.
 pub(crate) fn rebuildable(volume: &VolumeRecord, status: &VolumeStatus) -> Result<(), String> {
     let membership = &volume.membership;
     let needed = usize::from(open_quorum(membership.rf, membership.cf));
@@ -460,7 +460,7 @@ pub(crate) fn rebuildable(volume: &VolumeRecord, status: &VolumeStatus) -> Resul
     Err(format!("{last}; bring pool {} back", away.join(" or ")))
 }
 
-/// What a volume is left with without these pools, in words.
+/// Text with the good copies that a volume would have without these pools.
 pub(crate) fn without(
     volume: &VolumeRecord,
     status: &VolumeStatus,

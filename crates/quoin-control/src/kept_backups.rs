@@ -1,6 +1,6 @@
-//! A directory of backups of the records: each run adds one, and the oldest ones go.
+//! Directory of backups of the records: each run adds one backup and deletes the oldest ones.
 //!
-//! Only files of the names that this module makes are ever deleted, and only after the new backup
+//! Only files with names that this module makes are ever deleted, and only after the new backup
 //! is complete.
 
 use std::path::{Path, PathBuf};
@@ -11,15 +11,15 @@ use crate::Error;
 
 const PREFIX: &str = "quoin-records-";
 
-/// The file of a backup that is made at `seconds` since 1970. Names sort by time.
+/// File of a backup that is made at `seconds` since 1970. Names sort by time.
 pub fn file_of(directory: &Path, seconds: i64) -> PathBuf {
     let time = Timestamp { seconds, nanos: 0 }.to_string();
     let digits: String = time.chars().filter(|c| !matches!(c, '-' | ':')).collect();
     directory.join(format!("{PREFIX}{digits}"))
 }
 
-/// The file of a backup that is made now: the first of the names from `seconds` on that is free, since
-/// a person and the controller may both write one within a second.
+/// File of a backup that is made now: the first free name from `seconds` on, since an operator and
+/// the controller may both write a backup within the same second.
 pub fn new_file(directory: &Path, seconds: i64) -> PathBuf {
     let mut files = (seconds..).map(|time| file_of(directory, time));
     files.find(|file| !file.exists()).unwrap_or_else(|| file_of(directory, seconds))
@@ -36,7 +36,7 @@ fn is_ours(name: &str) -> bool {
         })
 }
 
-/// When a backup of this name was made, in seconds since 1970.
+/// Time at which the backup of this name was made, in seconds since 1970.
 fn time_of(name: &str) -> Option<i64> {
     let digits = name.strip_prefix(PREFIX).filter(|_| is_ours(name))?;
     let part = |range: std::ops::Range<usize>| &digits[range];
@@ -46,7 +46,7 @@ fn time_of(name: &str) -> Option<i64> {
     Some(time.seconds)
 }
 
-/// The names of the backups in a directory, the oldest first.
+/// Names of the backups in a directory, the oldest first.
 fn names_in(directory: &Path) -> Result<Vec<String>, Error> {
     let failed = |source| Error::File { path: directory.to_owned(), source };
     let mut names = Vec::new();
@@ -61,7 +61,7 @@ fn names_in(directory: &Path) -> Result<Vec<String>, Error> {
     Ok(names)
 }
 
-/// When the newest backup of a directory was made, in seconds since 1970. `None`: there is none.
+/// Time of the newest backup in a directory, in seconds since 1970. `None`: there is no backup.
 ///
 /// # Errors
 /// The directory cannot be read.
@@ -69,7 +69,7 @@ pub fn newest(directory: &Path) -> Result<Option<i64>, Error> {
     Ok(names_in(directory)?.iter().rev().find_map(|name| time_of(name)))
 }
 
-/// Deletes the oldest backups beyond `keep`; says which.
+/// Deletes the oldest backups beyond `keep`. Returns the deleted files.
 ///
 /// # Errors
 /// The directory cannot be read, or an old backup cannot be deleted.

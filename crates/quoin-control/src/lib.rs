@@ -1,15 +1,15 @@
-//! The control plane: what the cluster is meant to be, and making it so.
+//! The control plane: the desired state of the cluster, and the changes that reach it.
 //!
 //! * [`store`]: records under compare-and-swap; embedded on redb.
 //! * [`records`]: Volume (with its membership, epoch, replicas and attachments), Pool, Node and
-//!   the few others.
-//! * [`Controller`]: the logic, apart from gRPC: volumes come and go, attachments, epochs and
-//!   replacements, reports in, assignments out, reconcilers, events, members of the cluster.
-//! * gRPC on the admin unix socket and over mutual TLS, with the table of who may do what in
-//!   the module `service`.
+//!   a few others.
+//! * [`Controller`]: the logic, apart from gRPC: creation and deletion of volumes, attachments,
+//!   epochs and replacements, reports, assignments, reconcilers, events, members of the cluster.
+//! * gRPC on the admin unix socket and over mutual TLS; the table of permissions of each role is
+//!   in the module `service`.
 //! * [`init`] makes a cluster, [`run`] serves it.
 //!
-//! IO goes on while the controller is down: nothing here is asked for a read or a write.
+//! IO goes on while the controller is down: no read and no write needs the control plane.
 
 mod admission;
 mod assignments;

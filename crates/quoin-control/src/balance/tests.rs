@@ -1,4 +1,4 @@
-//! What is chosen, and that choosing again and again ends.
+//! Tests of the choice, and of the rule that repeated moves end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use quoin_api::volume::Spread;
 
 const GIB: u64 = 1 << 30;
 
-/// A cluster as the choice sees it: pools, volumes, and what each replica uses.
+/// Input of the choice: pools, volumes, and the bytes that each replica uses.
 #[derive(Clone, Debug)]
 struct World {
     pools: Vec<Candidate>,
@@ -23,7 +23,7 @@ struct World {
 }
 
 impl World {
-    /// Pools of 100 GiB by host and by what is in them beside replicas.
+    /// Makes pools of 100 GiB, each given by its host and by the GiB used beside replicas.
     fn new(pools: &[(&str, u64)]) -> Self {
         let pool = |(n, (host, used)): (usize, &(&str, u64))| Candidate {
             name: format!("p{n}"),
@@ -43,7 +43,7 @@ impl World {
         self.pools.iter_mut().find(|pool| pool.name == name).unwrap()
     }
 
-    /// A volume of so many GiB with replicas that use so many in these pools.
+    /// Adds a volume of `size` GiB, with its replicas given by pool and used GiB.
     fn add(&mut self, spread: Spread, size: u64, replicas: &[(usize, u64)]) {
         let name = format!("v{}", self.volumes.len());
         let asked = VolumeSpec { name, replicas: replicas.len() as u32, ..VolumeSpec::default() };
@@ -85,7 +85,7 @@ impl World {
         self.choose_past(at, at_home, &[])
     }
 
-    /// With pools that no volume gets to.
+    /// Chooses with `barred` pools, to which no volume may move.
     fn choose_past(&self, at: RebalanceAt, at_home: &[&str], barred: &[&str]) -> Verdict {
         let movables: Vec<_> = self
             .volumes
@@ -104,7 +104,7 @@ impl World {
         choose(&self.pools, &movables, at)
     }
 
-    /// Carries a move out; the new replica takes this share of what was expected.
+    /// Carries a move out; the new replica uses this share of the expected bytes.
     fn carry_out(&mut self, chosen: &Move, percent: u64) {
         let at = self.volumes.iter().position(|v| v.id.0 == chosen.volume).unwrap();
         let takes = self.takes(&self.volumes[at]) * percent / 100;
@@ -160,10 +160,10 @@ fn pools_that_are_even_enough_are_let_alone_and_off_is_a_policy() {
 #[test]
 fn what_is_used_counts_and_what_is_promised_only_says_where_it_may_go() {
     let mut world = World::new(&[("a", 0), ("b", 0), ("c", 0)]);
-    // Much is promised in p0, and nothing used.
+    // p0 has many promised bytes and almost no used ones.
     world.add(Spread::Pool, 70, &[(0, 1)]);
     assert_eq!(world.choose(RebalanceAt::DEFAULT), Verdict::Even);
-    // Little is used by the replica that would go, which could grow to more than p1 has.
+    // The replica that would move uses little, but could grow beyond the room of p1.
     let mut world = World::new(&[("a", 30), ("b", 15)]);
     world.add(Spread::Pool, 70, &[(0, 10)]);
     let blocked = world.choose(RebalanceAt::DEFAULT);
@@ -175,7 +175,7 @@ fn what_is_used_counts_and_what_is_promised_only_says_where_it_may_go() {
 #[test]
 fn no_two_replicas_come_into_one_pool_or_one_host_and_the_next_emptiest_pool_is_taken() {
     let mut world = World::new(&[("a", 40), ("b", 0), ("b", 5), ("c", 10)]);
-    // Its other replica is in p1, the emptiest.
+    // The volume's other replica is in p1, the emptiest pool.
     world.add(Spread::Pool, 10, &[(0, 10), (1, 1)]);
     assert_eq!(moved(world.choose(RebalanceAt::DEFAULT)).to, "p2");
     world.volumes[0].spec.options.spread = Spread::Host;
@@ -203,7 +203,7 @@ fn the_replica_goes_that_evens_out_most_and_one_that_is_used_where_it_is_goes_la
         world.add(Spread::Pool, 10, &[(0, used)]);
     }
     let guid = |world: &World, n: usize| world.volumes[n].replicas[0].guid.0;
-    // 80 and 0: 45 would leave 35 and 45, 20 leaves 60 and 20.
+    // The pools have 80 and 0. Moving 45 leaves 35 and 45, moving 20 leaves 60 and 20.
     assert_eq!(moved(world.choose(RebalanceAt::DEFAULT)).guid, guid(&world, 3));
     let at_home = world.choose_of(RebalanceAt::DEFAULT, &["v3"]);
     assert_eq!(moved(at_home).guid, guid(&world, 1));
@@ -250,8 +250,8 @@ fn worlds() -> impl Strategy<Value = World> {
 }
 
 proptest! {
-    /// Whatever the pools hold, and however much smaller the copies come out: every move keeps
-    /// the rules and lowers one sum, no pool gets fuller than the fullest was, and it ends.
+    /// Every move keeps the rules and lowers one sum, no pool gets fuller than the fullest was, and
+    /// the moves end. All this holds for any content of the pools, also if new copies are smaller.
     #[test]
     fn done_again_and_again_it_ends_and_every_move_makes_the_pools_more_even(
         mut world in worlds(),
@@ -273,7 +273,7 @@ proptest! {
         }
     }
 
-    /// Small replicas that may be anywhere are spread until all pools are even.
+    /// Small replicas without placement limits are moved until all pools are even.
     #[test]
     fn pools_whose_replicas_may_go_anywhere_end_up_even(
         places in proptest::collection::vec((0usize..4, 1u64..4), 1..60),
@@ -291,7 +291,7 @@ proptest! {
             moves += 1;
             prop_assert!(moves < 1000, "no end");
         };
-        // Where the takers are too full for a new replica, placement has the last word.
+        // Placement may refuse the move where the destinations are too full for a new replica.
         let is_full = world.pools.iter().all(|pool| pool.used_bytes > 75 * GIB);
         prop_assert!(end == Verdict::Even || is_full, "{end:?}");
     }
