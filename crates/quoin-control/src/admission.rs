@@ -1,4 +1,4 @@
-//! Check whether a certificate still belongs to a member.
+//! Admission: whether a certificate still belongs to a member.
 //!
 //! A certificate proves a role, a name and a key while it is valid. The member's record says which
 //! key the name belongs to now. A certificate with another key is refused: its holder was removed,
@@ -45,7 +45,7 @@ enum Worth {
 
 fn worth(record: Option<&MemberOfCluster>, key_hash: &str) -> Worth {
     match record {
-        // Joined after the backup that the records were restored from.
+        // The member joined after the backup from which the records were restored.
         None => Worth::News,
         Some(record) if record.removed => Worth::Removed,
         Some(record) if record.key_hash == key_hash => Worth::Good,

@@ -16,14 +16,14 @@ use crate::controller::{Controller, about};
 use crate::events::Severity;
 use crate::records::{VolumePhase, VolumeRecord};
 
-/// One attachment, in a volume's record.
+/// Attachment in a volume's record.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct AttachmentRecord {
     pub node: String,
     pub read_only: bool,
     /// Usage text of the publisher, unchanged.
     pub usage: String,
-    /// The node is to make a block device of it.
+    /// Whether the node is to make a block device of the volume.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub device: bool,
 }
@@ -36,7 +36,7 @@ pub struct Publish {
     /// Whether the publisher would share the volume with other nodes.
     pub multi_node: bool,
     pub usage: String,
-    /// The node is to make a block device of it.
+    /// Whether the node is to make a block device of the volume.
     pub device: bool,
 }
 

@@ -178,7 +178,7 @@ impl Backup {
         &self.header.cluster_id
     }
 
-    /// Milliseconds since 1970.
+    /// Time of the backup, in milliseconds since 1970.
     pub fn taken_ms(&self) -> u64 {
         self.header.taken_ms
     }

@@ -7,12 +7,12 @@
 //! replica of that size there ([`crate::placement`]), so no move leads to a pool where the volume
 //! could not be filled today.
 //!
-//! A replica moves from the fullest pool to the emptiest pool that may take one of its replicas, if
-//! their distance is above the policy's. The replica that evens out most goes first, so that few
-//! are moved. Two rules prevent moves to and fro. Before a move, the distance of the two pools must
-//! be above the policy's whole distance. After it, the destination is fuller than the source by at
-//! most half of that. So every move lowers one sum over all pools, of used × share
-//! ([`Filling::weight`]), by at least moved bytes × half of the policy's distance: moving ends.
+//! A replica moves from the fullest pool to the emptiest pool that may take one of its replicas.
+//! The replica that evens out most goes first, so that few are moved. Two rules prevent moves to
+//! and fro. Before a move, the shares of the two pools must differ by more than the policy's
+//! distance. After it, the destination is fuller than the source by at most half of that distance.
+//! Thus every move lowers one sum over all pools, of used × share ([`Filling::weight`]), by
+//! at least moved bytes × half of the policy's distance. So moves end, however often this runs.
 
 use std::cmp::Reverse;
 
@@ -159,7 +159,7 @@ pub(crate) fn choose(pools: &[Candidate], movables: &[Movable], at: RebalanceAt)
 }
 
 /// Amount by which a move lowers the sum over all pools. `None` where the move is not worth it, or
-/// would make the way back due.
+/// would cause a move back.
 fn gain(from: &Candidate, to: &Candidate, movable: &Movable, apart: i128) -> Option<i128> {
     let (from, to) = (Filling::of(from), Filling::of(to));
     let (left, filled) = (from.without(movable.frees_bytes), to.with(movable.takes_bytes));

@@ -46,7 +46,7 @@ pub struct Settings {
     pub heals_per_pool: u32,
     /// Action on pools whose disks are failing.
     pub dying_pools: DyingPolicy,
-    /// Limits beyond which a pool's disk counts as failing.
+    /// Limits at which a pool's disk counts as failing.
     pub dying_limits: DyingLimits,
     /// Difference of the pools' used shares above which replicas move.
     pub rebalance_at: RebalanceAt,

@@ -50,7 +50,7 @@ impl Severity {
 /// Object of an event.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Object {
-    /// volume, replica, pool, node or cluster.
+    /// Kind: volume, replica, pool, node or cluster.
     pub kind: &'static str,
     pub id: String,
     pub name: String,
@@ -154,8 +154,8 @@ impl Events {
 
     /// Writes all changes in one commit. After a failure the next call tries again.
     pub(crate) async fn flush(&self) -> Result<(), Error> {
-        // One flush at a time: a second one could write an event again that the first has removed,
-        // and no later flush would remove it.
+        // Flushes run one at a time: a second one could write an event again that the first has
+        // removed, and no later flush would remove it.
         let _one_at_a_time = self.flushing.lock().await;
         let (write, remove) = {
             let ring = self.ring.lock().expect("no holder of this lock panics");
