@@ -1,4 +1,4 @@
-//! `quoin admin list|remove`: who governs the cluster from afar.
+//! `quoin admin list|remove`: the members that govern the cluster from other hosts.
 
 use anyhow::Result;
 use clap::Subcommand;
@@ -68,7 +68,7 @@ impl Row for AdminView {
     const NARROW: usize = 3;
 
     fn cells(&self) -> Vec<String> {
-        // As long as the ids of tokens: enough to tell two keys apart.
+        // Length of a token's id: enough to distinguish two keys.
         let key = self.key_hash.get(..12).unwrap_or("unknown yet");
         vec![self.name.clone(), self.joined_at.clone(), key.to_owned()]
     }

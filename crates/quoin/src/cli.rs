@@ -126,7 +126,7 @@ pub fn complete() {
     CompleteEnv::with_factory(Cli::command).var(COMPLETE).complete();
 }
 
-/// The arguments of this process. Who named no command, or a group without one, gets its help
+/// The arguments of this process. Without a command, or with a group alone, the user gets its help
 /// instead of a list of names.
 pub fn parse() -> Cli {
     Cli::try_parse().unwrap_or_else(|error| {
@@ -152,8 +152,8 @@ fn group_of(words: &[String]) -> clap::Command {
     group
 }
 
-/// A refusal as a person is told it: with the command's own usage line, where clap's would show
-/// what the environment holds as if it were needed, and nothing that would move a terminal.
+/// A refusal as the user sees it: with the command's own usage line (clap's would show values of
+/// the environment as if they were required), and without control characters for the terminal.
 fn told(mut error: clap::Error, words: &[String]) -> clap::Error {
     if error.get(ContextKind::Usage).is_some() {
         let usage = group_of(words).render_usage();
@@ -170,7 +170,7 @@ fn told(mut error: clap::Error, words: &[String]) -> clap::Error {
                 let texts = texts.iter().map(|text| output::plain(text)).collect();
                 Some((kind, ContextValue::Strings(texts)))
             }
-            // What clap proposes repeats the argument in its own colours.
+            // clap's suggestion repeats the argument in clap's own colours.
             _ if kind == ContextKind::Suggested => Some((kind, ContextValue::None)),
             _ => None,
         })
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn a_usage_line_shows_what_a_command_takes_whatever_is_given_already() {
-        // What is given stands for what the environment gives: clap tells them apart nowhere.
+        // Arguments stand for values of the environment here: clap does not distinguish them.
         let said = refusal(&["volume", "attach", "--run", "/x", "--socket", "/y"]);
         let line = said.lines().find(|line| line.contains("quoin volume attach")).unwrap();
         assert!(!line.contains("--run") && !line.contains("--socket"), "{said}");
@@ -310,7 +310,7 @@ mod tests {
         }
     }
 
-    /// Of two arguments by one name clap gives a command the value of either.
+    /// Two arguments with one name: clap may give a command the value of either.
     #[test]
     fn no_argument_of_a_command_has_the_name_of_one_of_all_commands() {
         fn check(command: &clap::Command, everywhere: &[clap::Id]) {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::contexts::{self, Contexts};
 use crate::output::plain;
 
-/// A client of the controller, which is refused where it is a former one.
+/// A client of the controller; a former controller is refused.
 pub type Cluster = ClusterClient<TermChannel>;
 
 /// Messages from the controller are bounded by it; listings of many volumes are long.
@@ -160,7 +160,7 @@ pub fn default_root() -> PathBuf {
         .join("quoin-dev")
 }
 
-/// Where commands look for a controller, the likeliest first.
+/// Admin sockets that commands try, the likeliest first.
 fn usual_admin_sockets() -> Vec<PathBuf> {
     vec![default_root().join("run/admin.sock"), Path::new(PACKAGED_RUN).join("admin.sock")]
 }
@@ -208,8 +208,8 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
 pub fn refusal(status: tonic::Status) -> anyhow::Error {
     let message = status.message().trim();
     match status.code() {
-        // A status with a source was made here, of a connection that failed; without one it is the
-        // controller's own word.
+        // A status with a source comes from this process: the connection failed. Without one, it is
+        // the controller's answer.
         tonic::Code::Unavailable if std::error::Error::source(&status).is_some() => anyhow!(
             "the controller does not answer ({message}); IO of attached volumes goes on: try again, \
              and look at its log if this stays"
@@ -223,14 +223,15 @@ pub fn refusal(status: tonic::Status) -> anyhow::Error {
 pub fn volume_ref(text: &str) -> VolumeRef {
     let is_id = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     if is_id {
-        // Nobody's id may be a name all the same.
+        // An id that no volume has may still be a volume's name.
         VolumeRef { id: text.to_ascii_lowercase(), name: text.into() }
     } else {
         VolumeRef { id: String::new(), name: text.into() }
     }
 }
 
-/// A volume that was found: by its id alone, which may be nobody's by now, and is no name then.
+/// Reference to a volume that was found, by its id alone. By now the id may be of no volume, and
+/// must not be taken for a name.
 pub fn id_ref(id: &str) -> VolumeRef {
     VolumeRef { id: id.into(), name: String::new() }
 }

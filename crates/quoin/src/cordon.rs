@@ -1,4 +1,4 @@
-//! `quoin pool|node cordon|drain|uncordon`: what takes no new replicas, and what is emptied.
+//! `quoin pool|node cordon|drain|uncordon`: pools that take no new replicas, or are emptied.
 
 use anyhow::Result;
 use clap::Args;
@@ -34,7 +34,7 @@ pub struct DrainOptions {
     wait: bool,
 }
 
-/// What is cordoned.
+/// Object of the command: a pool, or a node with all its pools.
 pub enum Scope {
     Pool(String),
     Node(String),
@@ -48,7 +48,7 @@ impl Scope {
         }
     }
 
-    /// As a command names it.
+    /// Kind and name, as a command takes them.
     fn words(&self) -> (&'static str, &str) {
         match self {
             Self::Pool(pool) => ("pool", pool),
@@ -147,7 +147,7 @@ impl UnderWay for Draining<'_> {
     }
 }
 
-/// Looks until it is empty.
+/// Polls until the pool or node is empty.
 async fn follow(
     cluster: &mut Cluster,
     scope: &Scope,
@@ -163,7 +163,8 @@ async fn follow(
     Ok(pace::follow(Draining { scope, status }, client, look).await?.status)
 }
 
-/// Bytes to go through before a replica is elsewhere; before its rebuild says, what it uses.
+/// Bytes to copy before the replica is elsewhere; its used bytes while the rebuild reports no
+/// total.
 fn left(replica: &DrainedReplica) -> u64 {
     match replica.rebuild_total_bytes {
         0 => replica.used_bytes,
@@ -201,7 +202,7 @@ struct CordonView {
     /// cordoned, draining or drained; empty: it takes new replicas.
     state: String,
     pools: Vec<String>,
-    /// Those that are still there.
+    /// Replicas that are still there.
     replicas: Vec<DrainedView>,
     attached: Vec<String>,
 }
@@ -240,7 +241,7 @@ impl CordonView {
     }
 }
 
-/// A replica that is to go.
+/// A replica that is to move away.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct DrainedView {
@@ -250,7 +251,7 @@ struct DrainedView {
     pool: String,
     to: String,
     state: String,
-    /// What the volume is left with if the pool is lost now.
+    /// State of the volume if the pool is lost now.
     without: String,
     message: String,
     used_bytes: u64,

@@ -12,7 +12,7 @@ use crate::document::{self, Document};
 use crate::output::{self, Format};
 use crate::volume::{VolumeView, wait_until_changed};
 
-/// What `quoin diff` ends with where something would change.
+/// Exit code of `quoin diff` where something would change.
 const DIFFERS: i32 = 3;
 
 pub const APPLY_EXAMPLE: &str = "A document says what a volume is to be; what it leaves out stays \
@@ -47,12 +47,12 @@ pub struct EditOptions {
     volume: String,
 }
 
-/// What came of one document.
+/// Result of one document.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct AppliedView {
     name: String,
-    /// In words; none: it is so already.
+    /// Changes in words; empty where the volume is so already.
     changes: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     volume: Option<VolumeView>,
@@ -83,7 +83,7 @@ pub async fn apply(options: ApplyOptions, client: &ClientOptions, format: Format
         return find_out(&mut cluster, &documents, format).await.map(drop);
     }
     if documents.len() > 1 {
-        // One that is refused leaves the others undone too.
+        // Dry run first: where one document is refused, the others are not applied either.
         all(&mut cluster, &documents, true, false, client).await?;
     }
     let applied = all(&mut cluster, &documents, false, options.wait, client).await?;
@@ -99,8 +99,8 @@ pub async fn diff(options: Files, client: &ClientOptions, format: Format) -> Res
     Ok(())
 }
 
-/// Prints what would change of every document that would be taken, before the refusals of the
-/// others; true: something would.
+/// Prints the changes of every document that would be applied, then the refusals of the others.
+/// Returns whether something would change.
 async fn find_out(cluster: &mut Cluster, documents: &[Document], format: Format) -> Result<bool> {
     let (mut applied, mut refused) = (Vec::new(), Vec::new());
     for document in documents {
@@ -109,7 +109,7 @@ async fn find_out(cluster: &mut Cluster, documents: &[Document], format: Format)
             Err(error) => refused.push(error),
         }
     }
-    // Of one document that is refused there is nothing to print beside it.
+    // Nothing to print where every document was refused.
     if !applied.is_empty() || refused.is_empty() {
         print(format, &applied)?;
     }
@@ -122,7 +122,8 @@ async fn find_out(cluster: &mut Cluster, documents: &[Document], format: Format)
     Err(last)
 }
 
-/// What comes of one document, and its volume.
+/// Applies one document, or with `dry_run` only asks for the changes; returns the result and the
+/// volume.
 async fn one(
     cluster: &mut Cluster,
     document: &Document,
@@ -161,11 +162,11 @@ fn print(format: Format, applied: &[AppliedView]) -> Result<()> {
     output::print_one(format, &applied, || applied.iter().map(text).collect::<Vec<_>>().join("\n"))
 }
 
-/// Has a person change a volume's document, and applies what came of it.
+/// Opens a volume's document in the user's editor, and applies the result.
 pub async fn edit(options: EditOptions, client: &ClientOptions, format: Format) -> Result<()> {
     let mut cluster = client.connect().await?;
     let mut before = Document::of(get_volume(&mut cluster, &options.volume).await?)?;
-    // What there is is no part of what is asked for; it stands above as a comment.
+    // The status is no part of the request; it stands above as a comment.
     let status = before.status.take();
     let status = serde_yaml_ng::to_string(&status)?;
     let comment: String = status.lines().map(|line| format!("#   {line}\n")).collect();
@@ -174,7 +175,7 @@ pub async fn edit(options: EditOptions, client: &ClientOptions, format: Format) 
         serde_yaml_ng::to_string(&before)?
     );
     let path = std::env::temp_dir().join(format!("quoin-edit-{}.yaml", std::process::id()));
-    // Nobody else's file is written through.
+    // `create_new`: a file of another user is not written through.
     let mut file = std::fs::OpenOptions::new();
     let file = file.write(true).create_new(true).open(&path);
     std::io::Write::write_all(

@@ -130,7 +130,7 @@ pub async fn connect(name: &str) -> Result<Cluster> {
     if identity.renew_at() <= SystemTime::now()
         && let Err(error) = identity.renew(&entry.controller).await
     {
-        // It is good for a while yet.
+        // The certificate is still valid.
         let left = identity.validity().1.duration_since(SystemTime::now()).unwrap_or_default();
         let days = left.as_secs() / 86_400;
         eprintln!("warning: the certificate of context {name} ends in {days} days: {error}");

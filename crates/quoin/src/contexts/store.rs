@@ -5,7 +5,7 @@
 //! ~/.config/quoin/contexts/NAME/       an identity directory, and context.json
 //! ```
 //!
-//! All of it is its user's alone: who reads a key can do what the admin can.
+//! All of it is readable by its user alone: a key lets its reader do what the admin can.
 
 use anyhow::{Context as _, Result, bail};
 use quoin_identity::Identity;
@@ -30,7 +30,7 @@ pub struct Contexts {
 }
 
 impl Contexts {
-    /// Those of the user who runs this.
+    /// Contexts of the user who runs this process.
     pub fn of_user() -> Result<Self> {
         let variable = |name| std::env::var_os(name).map(PathBuf::from);
         let absolute = |path: &PathBuf| path.is_absolute();
@@ -52,7 +52,7 @@ impl Contexts {
         self.root.join("contexts").join(name)
     }
 
-    /// As [`Self::directory`], of a name that may become a context's.
+    /// Identity directory ([`Self::directory`]) for a name that may become a context's.
     pub fn check(&self, name: &str) -> Result<PathBuf> {
         check_name(name)?;
         Ok(self.directory(name))
@@ -75,7 +75,7 @@ impl Contexts {
         check_name(name).is_ok() && self.directory(name).join(FILE).is_file()
     }
 
-    /// The name of the one in use; `None`: none is, or it is gone.
+    /// Name of the context in use; `None` where none is in use, or it is gone.
     pub fn current(&self) -> Option<String> {
         let name = std::fs::read_to_string(self.current_file()).ok()?;
         Some(name.trim().to_owned()).filter(|name| self.exists(name))
@@ -117,7 +117,7 @@ impl Contexts {
         Ok(())
     }
 
-    /// Removes a context with its key. Whether it was the current one.
+    /// Removes a context with its key. Returns whether it was the current one.
     pub fn remove(&self, name: &str) -> Result<bool> {
         check_name(name)?;
         let was_current = self.current().as_deref() == Some(name);

@@ -14,7 +14,8 @@ use super::{complain, interrupt, tell};
 use crate::dev::layout::Layout;
 
 const START_BUDGET: Duration = Duration::from_secs(120);
-/// One more than the volume has replicas, for one to be added and moved to.
+/// Pools of the demo: one more than the volume has replicas, for a replica to be added and moved
+/// to.
 pub const POOL_NAMES: [&str; 4] = ["pool-a", "pool-b", "pool-c", "pool-d"];
 const STOP_BUDGET: Duration = Duration::from_secs(90);
 
@@ -30,8 +31,8 @@ impl DevCluster {
         Self::start_unless(interrupt::check, directory, attach)
     }
 
-    /// Starts it after [`DevCluster::crash`]. Ctrl-C waits until it is up: nobody else knows what
-    /// mounts and devices the crash left behind, and takes them away.
+    /// Starts it after [`DevCluster::crash`]. Ctrl-C waits until it is up: only this start finds
+    /// and removes the mounts and devices that the crash left behind.
     pub fn start_again(directory: &Path, attach: bool) -> Result<Self> {
         Self::start_unless(|| Ok(()), directory, attach)
     }
@@ -87,7 +88,7 @@ impl DevCluster {
         }
     }
 
-    /// Runs `quoin ARGUMENTS` against it, as a person would, who gives up when they press Ctrl-C.
+    /// Runs `quoin ARGUMENTS` against it, as a user would; gives up at Ctrl-C.
     pub fn command(&self, arguments: &[&str]) -> Result<()> {
         let binary = std::env::current_exe().context("find this program's own file")?;
         let mut child = Command::new(binary)
@@ -171,7 +172,7 @@ impl DevCluster {
         outcome
     }
 
-    /// As if the host lost power: everything at once, the supervisor included.
+    /// Simulates power loss of the host: kills all processes at once, the supervisor included.
     pub fn crash(mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         let supervisor = Pid::from_child(&child);
@@ -179,7 +180,7 @@ impl DevCluster {
         kill_process(supervisor, Signal::STOP)?;
         let pids: Vec<_> = self.processes()?.into_values().filter_map(Pid::from_raw).collect();
         for pid in &pids {
-            // One may be gone already; that is what is wanted.
+            // A process may have ended already: that is the wanted state.
             let _ = kill_process(*pid, Signal::KILL);
         }
         kill_process(supervisor, Signal::KILL)?;
@@ -198,13 +199,13 @@ impl DevCluster {
         let began = Instant::now();
         let mut is_forced = false;
         loop {
-            // It waits for whoever uses the mount; the demo's own application is gone by now.
+            // The stop waits for users of the mount; the demo's own application has ended by now.
             if began.elapsed() > STOP_BUDGET / 2 && !is_forced {
                 is_forced = true;
                 let _ = kill_process(Pid::from_child(&child), Signal::TERM);
             }
             if let Some(status) = child.try_wait()? {
-                // One that ends by the signal itself had not come to where it starts anything.
+                // A supervisor that ends by the signal itself had not started anything yet.
                 let by_signal =
                     [Some(libc::SIGTERM), Some(libc::SIGINT)].contains(&status.signal());
                 if !status.success() && !by_signal {

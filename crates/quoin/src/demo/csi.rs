@@ -228,7 +228,7 @@ impl Orchestrator {
         Ok(())
     }
 
-    /// A question to the admin socket beside CSI: what only an operator sees.
+    /// Queries the admin socket beside CSI, for information that only an operator sees.
     pub fn ask<T>(&self, question: impl Future<Output = Result<T>>) -> Result<T> {
         let limited = async { tokio::time::timeout(Duration::from_secs(10), question).await };
         match self.runtime.block_on(limited) {

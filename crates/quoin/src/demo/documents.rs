@@ -10,7 +10,7 @@ const COUNT_OF_PAGES: usize = 16;
 /// Bytes of one document.
 pub const DOCUMENT_BYTES: u64 = 4 << 20;
 
-/// One file, or one region of the volume, with content that only it has.
+/// A file, or a region of the volume, with content that only it has.
 pub struct Document {
     pub name: String,
     pub surface: Arc<dyn Surface>,
@@ -23,7 +23,7 @@ impl Document {
     }
 
     /// # Errors
-    /// What the volume refused.
+    /// Refusal of the volume.
     pub fn write(&self) -> Result<()> {
         let mut pages = Pages::new(COUNT_OF_PAGES);
         for offset in Self::steps() {

@@ -1,5 +1,5 @@
-//! Ctrl-C: the demo stops at its next step and leaves nothing behind. Who presses it again is told
-//! that this goes on: a demo that ended at once would leave its mounts to them.
+//! Ctrl-C: the demo stops at its next step and leaves nothing behind. A second Ctrl-C only prints
+//! that this goes on: a demo that ended at once would leave its mounts to the user.
 
 use anyhow::{Result, bail};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ extern "C" fn note(_signal: libc::c_int) {
     // SAFETY: a write of constant bytes; errno is the interrupted code's and is given back to it.
     unsafe {
         let errno = *libc::__errno_location();
-        // Whether anybody reads it makes no difference to what is done.
+        // A failed write is ignored: the demo stops in either case.
         let _ = libc::write(libc::STDOUT_FILENO, words.as_ptr().cast(), words.len());
         *libc::__errno_location() = errno;
     }

@@ -13,11 +13,11 @@ use super::surface::{PAGE_BYTES, Pages, Surface, fill};
 /// Pages that one worker owns; small enough that it reads what it wrote before.
 pub const WORKER_PAGES: u64 = 2048;
 
-/// What the workers have seen.
+/// State that the workers share.
 #[derive(Default)]
 struct Pulse {
     stop: AtomicBool,
-    /// Nobody asks any more whether all that was written is there.
+    /// No caller checks any more whether all that was written is there.
     abandoned: AtomicBool,
     operations: Vec<AtomicU64>,
     slowest_us: AtomicU64,
@@ -30,7 +30,7 @@ pub struct Load {
     workers: Vec<JoinHandle<()>>,
 }
 
-/// What happened since the step before.
+/// Operations and longest pause since the previous step.
 #[derive(Debug)]
 pub struct Reading {
     pub operations: u64,
@@ -39,7 +39,7 @@ pub struct Reading {
 }
 
 impl Load {
-    /// One worker a surface, each surface of [`WORKER_PAGES`] pages its own.
+    /// Starts one worker for each surface; each surface has [`WORKER_PAGES`] pages of its own.
     pub fn start(surfaces: Vec<Arc<dyn Surface>>) -> Self {
         let operations = surfaces.iter().map(|_| AtomicU64::new(0)).collect();
         let pulse = Arc::new(Pulse { operations, ..Pulse::default() });
@@ -67,7 +67,7 @@ impl Load {
         let began = Instant::now();
         loop {
             self.check()?;
-            // One may have been under way; three have not.
+            // A worker may have had one operation under way, but not three.
             if before.iter().zip(self.pulse.counts()).all(|(before, now)| now >= before + 3) {
                 return Ok(());
             }
@@ -196,7 +196,7 @@ fn check_page(
 mod tests {
     use super::*;
 
-    /// Memory that can be told to answer late, to fail, or to forget a write.
+    /// Memory that answers late, fails, or forgets a write on request.
     #[derive(Default)]
     struct Memory {
         bytes: Mutex<Vec<u8>>,

@@ -1,11 +1,11 @@
 //! `quoin demo`: a replicated volume under an application that never stops, while every part of
 //! the system below it is killed in turn.
 //!
-//! It runs a `quoin dev` of its own in a fresh directory and acts as the orchestrator (CSI over
-//! its socket) and as the application. As root the volume is an ext4 file system; without root,
-//! or without FUSE, the application speaks NBD to the target itself. Whatever happens, Ctrl-C at
-//! any moment and as often as one likes included, nothing stays behind: no process, mount, loop
-//! device or directory.
+//! The demo runs a `quoin dev` of its own in a fresh directory and acts as the orchestrator (CSI
+//! over its socket) and as the application. As root the volume is an ext4 file system; without
+//! root, or without FUSE, the application speaks NBD to the target itself. However the demo ends,
+//! also by Ctrl-C at any moment and any number of times, nothing stays behind: no process, mount,
+//! loop device or directory.
 
 mod cluster;
 mod csi;
@@ -40,7 +40,7 @@ pub struct DemoOptions {
     pub only: Option<String>,
 }
 
-/// Of the demo's directory, the one of its `quoin dev`.
+/// Directory of the demo's `quoin dev`, below the demo's own.
 const CLUSTER: &str = "cluster";
 /// Files, the application's pages and the file system's own must fit.
 const SIZE_BYTES_MIN: u64 = 256 << 20;
@@ -55,7 +55,7 @@ fn parse_demo_size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// What the cluster refused; its processes' logs tell no more.
+/// Refusal of the cluster; the logs of its processes say no more about it.
 #[derive(Debug)]
 struct Refused(String);
 
@@ -73,7 +73,7 @@ pub fn run(options: &DemoOptions) -> Result<()> {
     let directory = Scratch::new(options.under.as_deref())?;
     let outcome = script::run(options, &directory.0);
     if interrupt::is_wanted() {
-        // What was started is stopped already: it belonged to the script.
+        // All that was started is stopped already: it belonged to the script.
         drop(directory);
         tell("interrupted; everything is cleaned up");
         std::process::exit(130);
@@ -130,8 +130,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Says a line to the person in front of the demo. When nobody reads any more, as after a closed
-/// terminal or in `quoin demo | head`, it ends as after Ctrl-C.
+/// Prints a line for the user of the demo. When its output is closed, as after a closed terminal or
+/// in `quoin demo | head`, the demo ends as after Ctrl-C.
 fn tell(line: &str) {
     let mut output = std::io::stdout().lock();
     if writeln!(output, "{line}").and_then(|()| output.flush()).is_err() {
@@ -139,7 +139,7 @@ fn tell(line: &str) {
     }
 }
 
-/// The same of what went wrong, which is known to the exit code as well.
+/// Prints an error. A failed write is ignored: the exit code reports the error as well.
 fn complain(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }

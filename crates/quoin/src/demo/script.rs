@@ -1,4 +1,4 @@
-//! What the demo shows, step by step.
+//! Steps of the demo.
 
 use anyhow::{Context, Result, bail};
 use quoin_api::control::Volume;
@@ -21,7 +21,7 @@ const WORKERS: u64 = 4;
 const FLOW_BUDGET: Duration = Duration::from_secs(60);
 const REBUILD_BUDGET: Duration = Duration::from_secs(180);
 
-/// One line of the summary.
+/// A line of the summary.
 struct Outcome {
     step: &'static str,
     pause: Option<Duration>,
@@ -44,7 +44,7 @@ pub fn run(options: &DemoOptions, directory: &Path) -> Result<()> {
     demo.play(options.size, &cluster_directory)
 }
 
-/// As root with FUSE the demo mounts a file system; else it says what it does instead.
+/// Whether the demo mounts a file system: as root with FUSE. Otherwise prints what it does instead.
 fn can_mount(options: &DemoOptions) -> bool {
     let reason = match crate::host::can_attach() {
         _ if options.user_space => "as asked".into(),
@@ -69,7 +69,7 @@ struct Demo {
     mounted: bool,
     /// Harm whose line has not these words is left out.
     only: Option<String>,
-    /// How many the volume is to have now.
+    /// Number of replicas that the volume is to have now.
     replicas: usize,
     outcomes: Vec<Outcome>,
 }
@@ -439,7 +439,7 @@ impl Demo {
         self.cluster = Some(DevCluster::start_again(directory, self.mounted)?);
         interrupt::check()?;
         if self.mounted {
-            // What an orchestrator does after a node came back: clean up, then begin again.
+            // Orchestrators do this after a node came back: clean up, then begin again.
             self.orchestrator.unmount(claim)?;
         }
         self.attach(claim, node)?;

@@ -10,10 +10,10 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-/// What direct IO asks of addresses, offsets and lengths.
+/// Alignment of addresses, offsets and lengths that direct IO requires.
 pub const PAGE_BYTES: usize = 4096;
 
-/// Something of fixed size to write to and read from, by whole pages.
+/// Storage of fixed size, written and read by whole pages.
 pub trait Surface: Send + Sync {
     fn write(&self, offset: u64, pages: &Pages) -> Result<()>;
     fn read(&self, offset: u64, pages: &mut Pages) -> Result<()>;
