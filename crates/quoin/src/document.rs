@@ -1,8 +1,8 @@
 //! A volume as a document: what `quoin apply` takes, and what `quoin volume get --manifest` prints.
 //!
-//! The words are those of the rest: `spec` is what is asked for, `status` what there is, and is
-//! read by nobody. What a document leaves out stays as it is. A field that is not known is refused
-//! by its name, since a promise that is silently dropped is broken.
+//! Terms are as elsewhere: `spec` is the wanted state; `status` is the present state, and is never
+//! read. Fields that a document leaves out stay as they are. An unknown field is refused by its
+//! name, since a promise that is silently dropped is broken.
 
 use anyhow::{Context, Result, bail};
 use quoin_api::control::{ApplyVolumeRequest, DeclaredReplica, Volume, VolumeSpec};
@@ -15,7 +15,7 @@ use crate::size::parse_size;
 
 pub const API_VERSION: &str = "quoin/v1";
 const KIND: &str = "Volume";
-/// Longer than any that a person writes.
+/// Size limit of a document, above any that a user writes.
 const BYTES_MAX: usize = 1 << 20;
 
 #[derive(Serialize, Deserialize, Clone, Debug)]
@@ -25,7 +25,7 @@ pub struct Document {
     pub kind: String,
     pub metadata: Metadata,
     pub spec: Spec,
-    /// What there is; ignored where a document is applied.
+    /// Present state; ignored where a document is applied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub status: Option<serde_yaml_ng::Value>,
 }
@@ -34,7 +34,7 @@ pub struct Document {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Metadata {
     pub name: String,
-    /// Of the volume when it was read: it must not have changed since.
+    /// Version of the volume when it was read: it must not have changed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resource_version: Option<u64>,
 }
@@ -129,7 +129,7 @@ struct Rebuild {
 /// Every document of a text; `from` names it in refusals.
 ///
 /// # Errors
-/// What is not a volume's document, with the field that is wrong.
+/// A text that is not a volume's document, with the field that is wrong.
 pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
     if text.len() > BYTES_MAX {
         bail!("{from} has {} bytes; documents have at most {BYTES_MAX}", text.len());
@@ -138,7 +138,7 @@ pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
     for (n, part) in serde_yaml_ng::Deserializer::from_str(text).enumerate() {
         let value = serde_yaml_ng::Value::deserialize(part)
             .with_context(|| format!("{from} is not YAML"))?;
-        // What stands between two separators may be nothing.
+        // The text between two separators may be empty.
         if value.is_null() {
             continue;
         }
@@ -154,8 +154,7 @@ pub fn read(text: &str, from: &str) -> Result<Vec<Document>> {
     Ok(documents)
 }
 
-/// Whether this is a volume's document at all, before its fields are looked at: those of another
-/// kind are other ones.
+/// Checks that this is a volume's document, before its fields: another kind has other fields.
 fn check_kind(value: &serde_yaml_ng::Value) -> Result<()> {
     let Some(fields) = value.as_mapping() else {
         bail!(
@@ -187,7 +186,7 @@ fn check_kind(value: &serde_yaml_ng::Value) -> Result<()> {
 }
 
 impl Document {
-    /// What the controller is asked to make of it.
+    /// Request to the controller to make the volume as declared.
     ///
     /// # Errors
     /// A size that is none.
@@ -230,7 +229,7 @@ impl Document {
         let membership = volume.membership.clone().unwrap_or_default();
         let mut replicas: Vec<Replica> = Vec::new();
         for replica in &volume.replicas {
-            // One that moves is to be where its newcomer is; one that leaves is not to be.
+            // A moving replica is listed where its newcomer is; a leaving one is not listed.
             let follows = volume
                 .replicas
                 .iter()
@@ -336,7 +335,7 @@ fn status(volume: Volume) -> Status {
     }
 }
 
-/// As a person writes it, where that is exact.
+/// Size as a user writes it, where that is exact.
 fn size_words(bytes: u64) -> Size {
     for (unit, name) in [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")]
     {

@@ -1,4 +1,4 @@
-//! `quoin events`: what happened, oldest first, and with `-w` what happens.
+//! `quoin events`: past events, oldest first, and with `-w` new ones.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub struct EventOptions {
     volume: Option<String>,
 }
 
-/// One event; with `-o json`, one object a line.
+/// An event; with `-o json`, one object a line.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct EventView {
@@ -44,7 +44,8 @@ impl From<Event> for EventView {
             severity: event.severity,
             object: match (name.is_empty(), event.object_kind.as_str()) {
                 (true, kind) => kind.to_owned(),
-                // It has its volume's name: which of them it is, the beginning of its id says.
+                // A replica has its volume's name; the beginning of its id says which replica it
+                // is.
                 (false, "replica") if *name != event.object_id => {
                     let id: String = event.object_id.chars().take(ID_DIGITS).collect();
                     format!("replica/{name}/{id}")
@@ -62,10 +63,10 @@ impl From<Event> for EventView {
 /// Enough of a replica's id for a person, and for commands that take its beginning.
 const ID_DIGITS: usize = 8;
 
-/// Between two looks for a controller that went away.
+/// Interval between two attempts to reach a controller that went away.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// With `-w` a controller that goes away is waited for: what watches events is to outlive it.
+/// Prints events. With `-w` a controller that goes away is waited for: the watch is to outlive it.
 pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) -> Result<()> {
     let request = WatchEventsRequest {
         follow: options.watch,
@@ -99,7 +100,7 @@ pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) 
                         Err(status) => return Err(refusal(status)),
                     }
                 };
-                // From the first again: one that was killed may give a number twice.
+                // From the first again: a killed controller may give a number twice.
                 repeated = printed;
                 eprintln!("the controller is back");
             }
@@ -107,7 +108,7 @@ pub async fn run(options: EventOptions, client: &ClientOptions, format: Format) 
     }
 }
 
-/// How a connection that ended looks, and a controller that is still starting.
+/// Whether the code is of a connection that ended, or of a controller that is still starting.
 fn is_passing(code: Code) -> bool {
     matches!(code, Code::Unavailable | Code::Unknown | Code::Internal | Code::Cancelled)
 }

@@ -1,5 +1,5 @@
 //! Block devices that cannot be made because the attach process of an earlier `quoin dev` is in the
-//! way: said where the cluster comes up, told as events, and looked at until it is over.
+//! way. The start and events report it, and it is polled until it is over.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,15 +15,16 @@ use crate::client;
 use crate::host::attacher::Attacher;
 use crate::host::devices::Device;
 
-/// One that lives answers well within this, but for the time that a volume's attach takes.
+/// A running attach process answers well within this, except while it attaches a volume.
 const ANSWER_BUDGET: Duration = Duration::from_secs(2);
-/// One that does not answer so long after all else is up is said to be in the way.
+/// An attach process that gives no answer for this long after all else is up is reported as in the
+/// way.
 const READY_BUDGET: Duration = Duration::from_secs(20);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Between two looks whether it is over.
+/// Interval between two checks whether it is over.
 const AGAIN_EVERY: Duration = Duration::from_secs(2);
 
-/// What is in the way.
+/// Reason why block devices cannot be made.
 pub struct Blocked {
     /// In words, with the way out.
     pub why: String,
@@ -74,7 +75,7 @@ impl Blocked {
         Self { why, volumes }
     }
 
-    /// Each volume that is in the way, by its name where the controller tells it.
+    /// Each volume that is in the way, by its name where the controller reports it.
     pub async fn shown(&self, admin_socket: &Path) -> String {
         let mut shown = Vec::new();
         for (id, held) in &self.volumes {
@@ -84,7 +85,7 @@ impl Blocked {
         shown.join("; ")
     }
 
-    /// Tells of it as events: of each volume that is held, or of the node where none is.
+    /// Reports it as events: one for each volume that is held, or one for the node where none is.
     pub async fn tell(&self, admin_socket: &Path, node: &str) {
         let event = |volume: &str, held: &str| AgentEvent {
             severity: "Warning".into(),
@@ -105,7 +106,7 @@ impl Blocked {
         }
     }
 
-    /// Comes back once block devices can be made.
+    /// Returns once block devices can be made.
     pub async fn over(&self, layout: &Layout) {
         while !answers(layout).await {
             tokio::time::sleep(AGAIN_EVERY).await;
@@ -118,7 +119,7 @@ async fn name_of(admin_socket: &Path, id: &str) -> Option<String> {
     client::get_volume(&mut cluster, id).await.ok()?.spec.map(|spec| spec.name)
 }
 
-/// Reports in the node's name: what it is stays as it is, the events are new.
+/// Reports events in the node's name; the node's other properties stay as they are.
 async fn tell(admin_socket: &Path, name: &str, events: Vec<AgentEvent>) -> Option<()> {
     let mut cluster = client::connect(admin_socket).await.ok()?;
     let nodes = cluster.list_nodes(ListNodesRequest {}).await.ok()?.into_inner().nodes;

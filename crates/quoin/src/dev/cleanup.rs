@@ -1,9 +1,9 @@
 //! Mounts and devices that a cluster would leave behind.
 //!
-//! A file system that somebody uses is never pulled away from below him: a stop waits and says
-//! for whom; only a second Ctrl-C takes the device away, after what it holds was written back.
-//! IO that does not get on any more (its pools are full, or too few are there) is not waited for
-//! without end: then the device is taken away, with the reason.
+//! A file system in use is never unmounted under its user: a stop waits and names the programs.
+//! Only a second Ctrl-C takes the device away, after its content was written back. IO at a
+//! standstill (its pools are full, or too few are there) is waited for only up to a limit: then the
+//! device is taken away, with the reason.
 
 use anyhow::Result;
 use rustix::mount::{UnmountFlags, unmount};
@@ -24,7 +24,7 @@ const RETRY: Duration = Duration::from_millis(500);
 const SYNC_BUDGET: Duration = Duration::from_secs(15);
 /// A device that has done nothing for so long, with something to do, is at a standstill.
 const STANDSTILL: Duration = Duration::from_secs(20);
-/// What is waited for longer than this is said.
+/// Waits longer than this are reported.
 const SILENCE: Duration = Duration::from_secs(2);
 /// How long the controller is asked for why.
 const REASON_BUDGET: Duration = Duration::from_secs(3);
@@ -59,18 +59,18 @@ impl Progress {
 enum Unmounted {
     Yes,
     InUse,
-    /// It waits for IO that does not get on.
+    /// Waits for IO that makes no progress.
     Stuck,
 }
 
-/// Runs what may block in the kernel for ever; `None`: it has not come back, and may never. On a
-/// thread of its own, for the runtime waits for those that it lends.
+/// Runs a call that may block in the kernel for ever; the receiver gets its result. The call has a
+/// thread of its own, because at its end the runtime waits for the threads that it lends.
 fn apart<T: Send + 'static>(
     call: impl FnOnce() -> T + Send + 'static,
 ) -> tokio::sync::oneshot::Receiver<T> {
     let (answer, asked) = tokio::sync::oneshot::channel();
     std::thread::spawn(move || {
-        // Who asked may have given up.
+        // The caller may have stopped waiting.
         let _ = answer.send(call());
     });
     asked
@@ -83,8 +83,8 @@ async fn unmount_in_time(
     progress: &mut Progress,
 ) -> Unmounted {
     let target = mount.target.clone();
-    // What it holds is written back first: an unmount does so for the last of its mounts alone, and
-    // another table of mounts may have a copy.
+    // Content is written back first: an unmount does so only for the last mount of a file system,
+    // and another table of mounts may have a copy.
     let mut outcome = apart(move || {
         let _ = sync(&target);
         unmount(&target, UnmountFlags::empty())
@@ -173,9 +173,9 @@ async fn unmount_volumes(
     Ok((busy, stuck))
 }
 
-/// Devices without a file system whose IO does not seem to get on, and those that are at a
-/// standstill: their server cannot end before it is answered. Who reads or writes one without a
-/// pause is not waited for.
+/// Devices without a file system whose IO does not seem to make progress, and those that are at a
+/// standstill: their server cannot end before this IO is answered. A program that reads or writes
+/// one without a pause is not waited for.
 fn bare_devices(layout: &Layout, progress: &mut Progress) -> Result<(Vec<Device>, Vec<Device>)> {
     let (mut busy, mut stuck) = (Vec::new(), Vec::new());
     for device in Device::over(&layout.run())? {
@@ -193,9 +193,9 @@ fn bare_devices(layout: &Layout, progress: &mut Progress) -> Result<(Vec<Device>
     Ok((busy, stuck))
 }
 
-/// Waits until nobody uses the cluster's file systems and unmounts them. A further signal ends
-/// the waiting: what they hold is written back, and their devices may go. Devices at a standstill
-/// go by themselves.
+/// Waits until no program uses the cluster's file systems and unmounts them. A further signal ends
+/// the wait: their content is written back, and their devices may go. Devices at a standstill go by
+/// themselves.
 ///
 /// # Errors
 /// File systems that were still in use then.
@@ -212,7 +212,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
             take_away(device, mount).await;
         }
         let (bare_busy, mut bare_stuck) = bare_devices(layout, &mut progress)?;
-        // Once each: what that does not end, nothing does.
+        // Once for each device: a second attempt would not end it either.
         bare_stuck.retain(|device| cut.insert(device.path.clone()));
         for device in &bare_stuck {
             problems.push(at_standstill(layout, device, &device.path).await);
@@ -226,7 +226,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
         }
         let text = busy.iter().map(InUse::describe).collect::<Vec<_>>().join("; ");
         for device in &bare_busy {
-            // None: it is said already.
+            // `None`: reported already.
             let since = bare.entry(device.path.clone()).or_insert_with(|| Some(Instant::now()));
             if since.is_some_and(|since| since.elapsed() > SILENCE) {
                 *since = None;
@@ -264,7 +264,7 @@ pub async fn let_go(layout: &Layout, ends: &mut Ends) -> Result<()> {
     }
 }
 
-/// What a stop waits for, that is no program's fault.
+/// Message about a wait for IO that no program causes.
 async fn waiting_for_io(layout: &Layout, device: &Device, path: &std::path::Path) -> String {
     let (path, reason) = (path.display(), why_held(layout, device).await);
     format!(
@@ -285,7 +285,7 @@ async fn at_standstill(layout: &Layout, device: &Device, path: &std::path::Path)
     )
 }
 
-/// What the volume waits for, as the controller knows it.
+/// Reason why the volume's IO waits, as the controller knows it.
 async fn why_held(layout: &Layout, device: &Device) -> String {
     let ask = async {
         let mut cluster = client::connect(&layout.admin_socket()).await.ok()?;
@@ -296,7 +296,7 @@ async fn why_held(layout: &Layout, device: &Device) -> String {
     asked.ok().flatten().unwrap_or_else(|| "something that nobody tells (see the logs)".to_owned())
 }
 
-/// Fails the device's IO, so that nobody hangs in it any more.
+/// Fails the device's IO, so that no program waits for it any more.
 async fn cut_off(device: &Device) {
     let device = device.clone();
     let cut = apart(move || device.cut_off());
@@ -304,7 +304,7 @@ async fn cut_off(device: &Device) {
     let _ = tokio::time::timeout(SYNC_BUDGET, cut).await;
 }
 
-/// The same, and takes the mount from the tree.
+/// Fails the device's IO, and takes the mount from the tree.
 async fn take_away(device: &Device, mount: &Mount) {
     cut_off(device).await;
     let target = mount.target.clone();
@@ -338,7 +338,7 @@ fn describe(mount: &Mount) -> String {
     }
 }
 
-/// What programs have written goes to the volume before its device does; it is still served.
+/// Writes what programs have written to the volume while its device is still served.
 async fn write_back(busy: &[InUse]) {
     say("writing back what the file systems hold, then taking the devices away");
     for used in busy {
@@ -358,24 +358,24 @@ async fn write_back(busy: &[InUse]) {
     }
 }
 
-/// What becomes of a dead file system.
+/// Treatment of a dead file system.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Dead {
-    /// It stays, and says so, also while nobody has it open: what is written below its directory
-    /// must not land elsewhere.
+    /// Stays mounted and is reported, also while no program has it open: data written below its
+    /// directory must not land elsewhere.
     Stays,
-    /// It goes from the tree now, and wholly when its users let go.
+    /// Leaves the tree now, and is freed when its users close it.
     Goes,
 }
 
-/// Frees what a killed cluster left: mounts, loop devices and FUSE mounts that nobody serves.
-/// Called only when none of its processes runs. Gives the mounts that stay.
+/// Frees the leftovers of a killed cluster: mounts, loop devices, and FUSE mounts without a server.
+/// Called only when none of its processes runs. Returns the mounts that stay.
 pub fn release_leftovers(layout: &Layout, dead: Dead) -> Result<Vec<(Device, Mount)>> {
     if !rustix::process::geteuid().is_root() {
         return Ok(Vec::new());
     }
     let run = layout.run();
-    // What is still served by somebody is his.
+    // Devices that still have a server belong to it.
     let devices: Vec<_> = Device::over(&run)?.into_iter().filter(Device::is_dead).collect();
     for device in devices.iter().chain(&lost::recall(&run)) {
         let mounts = if dead == Dead::Goes { device.mounts()? } else { Vec::new() };

@@ -1,4 +1,4 @@
-//! One process: started, restarted when it dies, ended when asked.
+//! A process that is started, restarted when it ends, and stopped on request.
 //!
 //! A supervisor that is killed takes its children along, so that nothing runs unwatched. The
 //! attach process alone outlives it: below file systems in use it holds their IO until the next
@@ -23,23 +23,23 @@ use tokio::task::JoinHandle;
 
 use super::layout::Layout;
 
-/// The first restart comes at once: a process that ran well and was killed is missed.
+/// Delay of the first restart: short, since a process that ran well and was killed is needed.
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
-/// A process that lived this long is taken to have started well.
+/// A process that ran this long counts as well started.
 const RAN_WELL: Duration = Duration::from_secs(10);
 /// A clean shutdown drains IO first; after this it is killed and the next start recovers.
 const STOP_BUDGET: Duration = Duration::from_secs(30);
-/// What is waited for longer than this is said.
+/// Waits longer than this are reported.
 const SILENCE: Duration = Duration::from_secs(2);
 /// After a kill -9; only the kernel can hold a process longer than this.
 const KILL_BUDGET: Duration = Duration::from_secs(5);
-/// One that ends so often in a row, soon after its start, does not start by being tried again.
+/// A process that ends this often in a row, soon after its start, counts as unable to start.
 const FAILED_STARTS_MAX: u32 = 5;
 /// A log is begun anew, its predecessor kept, when it is longer than this at a start.
 const LOG_BYTES_MAX: u64 = 16 << 20;
 
-/// What to start.
+/// A process to start.
 #[derive(Clone)]
 pub struct Process {
     /// Unique in one `quoin dev`: "controller", "pool-a", "target" …
@@ -68,7 +68,7 @@ impl Running {
         }
     }
 
-    /// Waits for its end; how it ended is known of children only.
+    /// Waits for its end; the exit status is known for children only.
     async fn wait(&mut self) -> Result<Option<ExitStatus>> {
         match self {
             Self::Child(child) => Ok(Some(child.wait().await.context("wait for a child")?)),
@@ -81,8 +81,8 @@ impl Running {
     }
 }
 
-/// Waits until the processes of a supervisor that was killed have ended: the kernel has told them
-/// to, and until then their files and ports are theirs. `going_on`: the one that is to stay.
+/// Waits until the processes of a supervisor that was killed have ended: the kernel has signalled
+/// them, and until then they have their files and ports. `going_on`: the process that is to stay.
 pub async fn await_the_last(layout: &Layout, going_on: Option<Pid>) {
     let Ok(text) = std::fs::read(layout.processes()) else { return };
     let pids: BTreeMap<String, i32> = serde_json::from_slice(&text).unwrap_or_default();
@@ -144,13 +144,13 @@ pub struct Keeper {
     pub name: String,
     stop: watch::Sender<bool>,
     task: JoinHandle<Result<()>>,
-    /// Ends soon after a start, in a row.
+    /// Number of ends soon after a start, in a row.
     failed_starts: Rc<Cell<u32>>,
 }
 
 impl Keeper {
-    /// Starts the process. Must be called on the thread that lives as long as the supervisor:
-    /// the kernel ends children with the thread that started them.
+    /// Starts the process. Must be called on a thread that runs as long as the supervisor: the
+    /// kernel ends children with the thread that started them.
     ///
     /// # Errors
     /// A log that cannot be written, or a binary that cannot be started.
@@ -202,7 +202,7 @@ impl Keeper {
         let _ = self.stop.send(true);
     }
 
-    /// Whether that was asked for.
+    /// Whether [`Keeper::let_go`] was called.
     pub fn was_let_go(&self) -> bool {
         *self.stop.borrow()
     }
@@ -235,7 +235,7 @@ async fn keep(
             }
         };
         roster.set(&name, None);
-        // One that was killed had started.
+        // A process that ended by a signal had started.
         let failed = began.elapsed() < RAN_WELL && status.is_some_and(|s| s.signal().is_none());
         failed_starts.set(if failed { failed_starts.get() + 1 } else { 0 });
         backoff = if began.elapsed() >= RAN_WELL {
@@ -245,7 +245,7 @@ async fn keep(
         };
         let (status, log) = (show_status(status), layout.log(&name));
         match failed_starts.get() {
-            // It is tried on: what keeps it from starting may pass.
+            // Restarts go on: the obstacle may pass.
             FAILED_STARTS_MAX => super::say(&format!(
                 "{name} ended ({status}) at its last {FAILED_STARTS_MAX} starts; it is started every \
                  {} s without a word until it stays, its log is {}",
@@ -263,7 +263,7 @@ async fn keep(
             () = wait_to_start(&layout, &name, backoff) => {}
             _ = stopped.changed() => return Ok(()),
         }
-        // What a holder keeps only waits for the next attach process.
+        // Devices that a holder keeps only wait for the next attach process.
         if process.outlives && quoin_attach::holder::held_at(&layout.holder_socket()).is_empty() {
             super::tell_of_the_dead(&layout)?;
         }
@@ -272,7 +272,7 @@ async fn keep(
     }
 }
 
-/// Lets the back-off pass, and then as long as somebody holds the process down.
+/// Waits for the back-off, and then while a hold file keeps the process from being started.
 async fn wait_to_start(layout: &Layout, name: &str, backoff: Duration) {
     tokio::time::sleep(backoff).await;
     let hold = layout.hold(name);
@@ -321,7 +321,7 @@ fn open_log(layout: &Layout, name: &str) -> Result<File> {
 async fn end(name: &str, child: &mut Running, log: &Path) -> Result<()> {
     let Some(pid) = child.pid() else { return Ok(()) };
     let _ = kill_process(pid, Signal::TERM);
-    // One that somebody has suspended hears of it once it goes on.
+    // A suspended process handles SIGTERM only once it continues.
     let _ = kill_process(pid, Signal::CONT);
     match tokio::time::timeout(STOP_BUDGET, child.wait()).await {
         Ok(status) => {

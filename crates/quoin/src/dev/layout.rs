@@ -1,4 +1,4 @@
-//! Where `quoin dev` keeps everything, and where commands look for a controller.
+//! Paths of `quoin dev`, and where commands search for a controller.
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// `nbd/<32 hex digits>.sock`.
 pub const ROOT_BYTES_MAX: usize = 107 - "/run/nbd/.sock".len() - 32;
 
-/// One directory with everything in it: deleting it is the whole uninstallation.
+/// Directory of one `quoin dev`, with everything in it: deleting it uninstalls all.
 #[derive(Clone, Debug)]
 pub struct Layout {
     root: PathBuf,
@@ -51,18 +51,18 @@ impl Layout {
         Ok(layout)
     }
 
-    /// The places below `root`, without looking at or making any.
+    /// The places below `root`, without checking or making any.
     pub fn at(root: &Path) -> Self {
         Self { root: root.into(), made: None }
     }
 
-    /// Removes what [`Layout::open`] made, where no cluster came of it. What holds anything else
-    /// stays.
+    /// Removes what [`Layout::open`] made, where no cluster came of it. Directories with other
+    /// content stay.
     pub fn discard_unused(&self) {
         if self.settings().exists() {
             return;
         }
-        // Each is removed only if it is empty, so a failure means that it is somebody's.
+        // A directory is removed only if it is empty: a failure means that it has other content.
         let _ = std::fs::remove_file(self.lock());
         for directory in [self.run().join("csi"), self.nbd(), self.run(), self.logs()] {
             let _ = std::fs::remove_dir(directory);
@@ -116,7 +116,7 @@ impl Layout {
     pub fn admin_socket(&self) -> PathBuf {
         self.run().join("admin.sock")
     }
-    /// Where the attach process is asked.
+    /// Socket for requests to the attach process.
     pub fn attach_socket(&self) -> PathBuf {
         self.run().join("attach/attach.sock")
     }
@@ -137,7 +137,7 @@ impl Layout {
     pub fn pool(&self, name: &str) -> PathBuf {
         self.root.join("pools").join(name)
     }
-    /// What a pool stores, apart from who it is.
+    /// Data of a pool, apart from its identity.
     pub fn pool_data(&self, name: &str) -> PathBuf {
         self.pool(name).join("data")
     }

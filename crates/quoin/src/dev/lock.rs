@@ -1,4 +1,4 @@
-//! One `quoin dev` a directory.
+//! Lock of a directory, for one `quoin dev` at a time.
 
 use anyhow::{Context, Result, bail};
 use std::fs::{File, OpenOptions};
@@ -9,7 +9,7 @@ use super::layout::Layout;
 /// Held for as long as the file is open; the kernel releases it even after `kill -9`.
 pub struct Lock(#[expect(dead_code, reason = "held, not read")] File);
 
-/// Takes the directory, or says who has it.
+/// Takes the directory, or names the process that has it.
 pub fn take(layout: &Layout) -> Result<Lock> {
     let path = layout.lock();
     let mut file = OpenOptions::new()

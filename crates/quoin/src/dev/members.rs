@@ -14,11 +14,11 @@ use super::settings::{PoolSettings, Settings};
 use super::{processes, say};
 use crate::client::{self, Cluster, refusal};
 
-/// Between two looks at which pools were removed and whose certificates ran out.
+/// Interval between two checks for pools that were removed and certificates that expired.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// Gives a member its certificate that has none, or whose own ran out while all of it was off, by a
-/// token as on any other host.
+/// Gives a certificate, by a token as on any other host, to a member that has none or whose own
+/// expired while all of it was off.
 pub async fn join(
     cluster: &mut Cluster,
     settings: &Settings,
@@ -40,7 +40,7 @@ pub async fn join(
     processes::join(settings, role, name, directory, &token).await
 }
 
-/// The pools that are still part of the cluster, or are yet to join it: who was removed may do
+/// The pools that are still part of the cluster, or are yet to join it: a removed pool may do
 /// nothing any more, and would only fail for ever.
 pub async fn pools_to_start<'a>(
     cluster: &mut Cluster,
@@ -75,13 +75,13 @@ fn tell_of_the_removed(layout: &Layout, pool: &str, what: &str) {
     ));
 }
 
-/// Sees to pools that people remove while this runs, and to members whose certificates ran out.
+/// Handles pools that users remove while this runs, and members whose certificates expired.
 pub async fn look_after(layout: &Layout, settings: &Settings, keepers: &[Keeper]) -> Infallible {
     let mut refused = BTreeSet::new();
     loop {
         tokio::time::sleep(LOOK_EVERY).await;
         let Ok(mut cluster) = client::connect(&layout.admin_socket()).await else { continue };
-        // A controller that is away for a moment: the next look is soon.
+        // The controller may be away for a moment: the next check is soon.
         let _ = end_removed_pools(&mut cluster, layout, keepers).await;
         for keeper in keepers.iter().filter(|keeper| !keeper.was_let_go()) {
             let (role, directory) = match &*keeper.name {
@@ -93,7 +93,7 @@ pub async fn look_after(layout: &Layout, settings: &Settings, keepers: &[Keeper]
             if !Identity::load(&directory).is_ok_and(|identity| identity.has_run_out()) {
                 continue;
             }
-            // Members that are awake renew in time; one that slept may not, and says so for ever.
+            // Running members renew in time; a suspended one may not, and reports that for ever.
             let line = match join(&mut cluster, settings, role, name, &directory).await {
                 Ok(()) => {
                     refused.remove(&keeper.name);

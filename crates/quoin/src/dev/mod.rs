@@ -1,11 +1,11 @@
 //! `quoin dev`: a whole cluster on one machine, one process a role, under one supervisor.
 //!
-//! The processes are the ones of a real cluster: each is this binary with the role's own
-//! command, pools and node join with tokens, every connection has its certificates. What dies
-//! is started again; Ctrl-C (or SIGTERM) ends all in the order in which nothing is lost and
-//! nothing is left: node, mounts, attach, target, pools, controller. A file system in use is
-//! waited for ([`cleanup`]). All of it lives in one directory ([`layout`]); a second start goes
-//! on with what is there, and with attached devices that a killed one left ([`keeper`]).
+//! The processes are the ones of a real cluster: each is this binary with the role's own command,
+//! pools and node join with tokens, every connection has its certificates. A process that ends is
+//! started again; Ctrl-C (or SIGTERM) ends all in the order in which nothing is lost and nothing is
+//! left: node, mounts, attach, target, pools, controller. A file system in use is waited for
+//! ([`cleanup`]). All files are in one directory ([`layout`]); a second start goes on with what is
+//! there, and with attached devices that a killed one left ([`keeper`]).
 
 mod blocked;
 mod cleanup;
@@ -37,7 +37,7 @@ use settings::{PoolSettings, Settings};
 
 /// All parts must be up within this; a machine under load takes its time.
 const START_BUDGET: Duration = Duration::from_secs(90);
-/// A pool that is Failed for so long of a start does not keep the others waiting.
+/// A pool that is Failed for this long at a start is not waited for.
 const FAILED_AFTER: Duration = Duration::from_secs(5);
 
 #[derive(Args)]
@@ -72,7 +72,7 @@ pub struct DevOptions {
     pub lifetime: LifetimeOptions,
 }
 
-/// Says one line to the person in front of `quoin dev`.
+/// Prints one line for the user of `quoin dev`.
 fn say(line: &str) {
     let mut output = std::io::stdout().lock();
     // A closed terminal must not end the cluster.
@@ -94,7 +94,7 @@ pub fn run(options: DevOptions) -> Result<()> {
     if let Attaching::No { reason } = &attaching {
         say(&format!("volumes are served as NBD sockets only: {reason}"));
     }
-    // One thread: the kernel ends the children with the thread that started them.
+    // Single thread: the kernel ends the children with the thread that started them.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let tasks = tokio::task::LocalSet::new();
     let policy = Policy {
@@ -106,7 +106,7 @@ pub fn run(options: DevOptions) -> Result<()> {
     tasks.block_on(&runtime, supervise(&layout, &settings, &attaching, &policy))
 }
 
-/// What the controller and the pools are told at each start.
+/// Options of the controller and the pools at each start.
 pub(crate) struct Policy {
     security: String,
     network_only: bool,
@@ -114,7 +114,7 @@ pub(crate) struct Policy {
     lifetime: LifetimeOptions,
 }
 
-/// Whoever wants the cluster to end: Ctrl-C, `kill`, a closed terminal.
+/// Signals that end the cluster: Ctrl-C, `kill`, a closed terminal.
 pub(crate) struct Ends([Signal; 3]);
 
 impl Ends {
@@ -190,8 +190,8 @@ fn tell_of_the_dead(layout: &Layout) -> Result<()> {
     Ok(())
 }
 
-/// Starts everything in order, joining what has not joined yet; how many pools there are, and what
-/// keeps block devices from being made.
+/// Starts everything in order; members that have not joined yet join. Returns the number of pools,
+/// and what keeps block devices from being made.
 async fn start(
     layout: &Layout,
     settings: &Settings,
@@ -299,7 +299,7 @@ async fn wait_until_all_are_online(
         let (mut missing, mut failed) = (Vec::new(), Vec::new());
         if let (Ok(pools), Ok(nodes)) = (pools, nodes) {
             let (pools, nodes) = (pools.into_inner().pools, nodes.into_inner().nodes);
-            // One that is full, or dying, serves what it has.
+            // A pool that is full, or dying, serves the data it has.
             let serves = |pool: &Pool| ["Online", "Full", "Dying"].contains(&pool.state.as_str());
             let cannot_start = |name: &str| {
                 keepers.iter().any(|keeper| keeper.name == name && keeper.cannot_start())
@@ -307,7 +307,7 @@ async fn wait_until_all_are_online(
             for wanted in started {
                 match pools.iter().find(|pool| pool.name == wanted.name) {
                     Some(pool) if serves(pool) => {}
-                    // The others may do without it; what it needs is a person's to do.
+                    // The others may work without it; its repair is up to the operator.
                     Some(pool) if pool.state == "Failed" && began.elapsed() > FAILED_AFTER => {
                         failed.push(format!("pool {} is not used: {}", pool.name, pool.message));
                     }
@@ -338,7 +338,7 @@ async fn wait_until_all_are_online(
     }
 }
 
-/// What a process said last, for whoever asks why it ended.
+/// Last line of a process's log, which may say why the process ended.
 fn last_line(log: &Path) -> String {
     let text = std::fs::read(log).unwrap_or_default();
     let tail = String::from_utf8_lossy(&text[text.len().saturating_sub(4096)..]).into_owned();
@@ -420,7 +420,7 @@ async fn stop(layout: &Layout, keepers: Vec<Keeper>, ends: &mut Ends) -> Result<
             }
             if let Err(error) = outcome {
                 problems.push(format!("{error:#}"));
-                // It says so too, and is not to be asked twice.
+                // The attach process reports this failure too, and must not be asked twice.
                 let _ = keeper.stop().await;
                 continue;
             }

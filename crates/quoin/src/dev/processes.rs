@@ -80,7 +80,7 @@ pub fn controller(layout: &Layout, settings: &Settings, policy: &Policy) -> Proc
         ("--state", path(&layout.controller())),
         ("--admin-socket", path(&layout.admin_socket())),
         ("--listen", settings.controller.listen.to_string()),
-        // One machine: pools are what can fail apart from each other.
+        // Single machine: only pools can fail independently of each other.
         ("--default-spread", "pool".into()),
         ("--data-security", policy.security.clone()),
     ];
@@ -120,7 +120,8 @@ pub fn target(layout: &Layout, settings: &Settings) -> Process {
 
 pub const HOLDER: &str = "attach-holder";
 
-/// It ends with its supervisor: an attach process that goes on gives all to the next one's.
+/// The holder ends with its supervisor: an attach process that goes on gives all to the next
+/// holder.
 pub fn holder(layout: &Layout) -> Process {
     process(HOLDER, &["attach-holder"], &[("--run", path(&layout.run()))], None)
 }

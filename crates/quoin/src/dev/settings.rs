@@ -1,4 +1,4 @@
-//! What a `quoin dev` directory remembers: names, ports and sizes, chosen once.
+//! Persistent choices of a `quoin dev` directory: names, ports and sizes, chosen once.
 
 use anyhow::{Context, Result, bail};
 use quoin_store::PoolError;
@@ -34,7 +34,7 @@ pub struct Settings {
     pub attach_http: SocketAddr,
 }
 
-/// Taken by nobody, and so replaced by a real one.
+/// Port 0: no process has it, so a real one replaces it.
 fn any_port() -> SocketAddr {
     (Ipv4Addr::LOCALHOST, 0).into()
 }
@@ -55,7 +55,7 @@ pub struct PoolSettings {
 
 /// Ports of which some are chosen; above are those of outgoing connections.
 const LASTING_PORTS: Range<u16> = 20_000..32_768;
-/// Those that one process chooses among first: more than a cluster of eight pools has.
+/// Number of ports that one process tries first: more than a cluster of eight pools has.
 const PORTS_IN_A_ROW: u32 = 32;
 
 fn first_ephemeral_port() -> u16 {
@@ -65,7 +65,7 @@ fn first_ephemeral_port() -> u16 {
 }
 
 impl Settings {
-    /// Those of the directory, made at its first start. Ports that another program took in the
+    /// Settings of the directory, made at its first start. Ports that another program took in the
     /// meantime are replaced; the notes say so.
     pub fn load_or_create(
         layout: &Layout,
@@ -131,7 +131,7 @@ impl Settings {
                 crate::size::show_size(POOL_BYTES_MIN)
             );
         }
-        // Before anything is kept that the next start would go by.
+        // Checked before anything is kept that the next start would use.
         match quoin_store::FormatOptions::new(PoolId(0)).check(capacity_bytes) {
             Err(PoolError::TooSmall { needed_bytes, .. }) => bail!(
                 "--pool-size {} is too small: a pool needs at least {needed_bytes} bytes ({})",
@@ -231,9 +231,9 @@ fn default_pool_bytes(free_bytes: u64, pools: usize) -> u64 {
 struct Ports(Vec<TcpListener>);
 
 impl Ports {
-    /// A free port, and one that the kernel gives to nobody's outgoing connections: they would take
-    /// it while the process it is for restarts. Between its choice and the start of that process a
-    /// port looks free to others, so each chooses in a row of its own first.
+    /// A free port that the kernel does not give to outgoing connections: they would take it while
+    /// its process restarts. Between its choice and the start of that process a port looks free to
+    /// others, so each process chooses in a row of its own first.
     fn next(&mut self) -> Result<SocketAddr> {
         static LOOKED_AT: AtomicU32 = AtomicU32::new(0);
         let lasting = LASTING_PORTS.start..LASTING_PORTS.end.min(first_ephemeral_port());
@@ -274,7 +274,7 @@ mod tests {
         assert_eq!(second.controller, first.controller);
         assert_eq!(second.pools[0], first.pools[0]);
         drop(taken);
-        // What was chosen is remembered.
+        // The choice is remembered.
         assert_eq!(Settings::load_or_create(&layout, None, None).unwrap().0, second);
     }
 

@@ -1,4 +1,5 @@
-//! Volumes that are a host's at each boot: what `quoin volume attach --at-boot` leaves in `/etc`.
+//! Volumes that a host attaches at each boot: what `quoin volume attach --at-boot` writes to
+//! `/etc`.
 //!
 //! A volume has a file in `/etc/quoin/volumes`, an instance of `quoin-volume@.service` that quoin.target
 //! wants, and, where it is to be mounted, a line in `/etc/fstab` that requires this instance. The
@@ -18,7 +19,7 @@ const FORMAT: u32 = 1;
 const UNIT_NAME_BYTES_MAX: usize = 255;
 const WANTS: &str = "systemd/system/quoin.target.wants";
 const UNIT_FILE: &str = "/lib/systemd/system/quoin-volume@.service";
-/// An option of a line in fstab that mount passes over: it says whose line that is.
+/// Option of a line in fstab that mount ignores: names the volume of the line.
 const MARK: &str = "x-quoin.volume=";
 
 /// A volume that is attached at boot.
@@ -36,7 +37,7 @@ pub struct AtBoot {
     pub mount: Option<PathBuf>,
 }
 
-/// What is on a block device.
+/// File system of a block device.
 struct FileSystem {
     uuid: String,
     kind: String,
@@ -67,7 +68,8 @@ fn instance_of(name: &str, id: &str) -> String {
     if unit_of(&escaped).len() <= UNIT_NAME_BYTES_MAX { escaped } else { id.to_owned() }
 }
 
-/// As systemd-escape(1) does it: what may not stand in the name of a unit is `\xHH`, a slash a dash.
+/// Escapes a name like systemd-escape(1): characters that the name of a unit cannot have become
+/// `\xHH`, a slash a dash.
 fn escape(name: &str) -> String {
     let mut escaped = String::with_capacity(name.len());
     for (index, byte) in name.bytes().enumerate() {
@@ -161,8 +163,8 @@ impl Etc {
         Ok(())
     }
 
-    /// Has the volume attached at each boot, and mounted where it says so. `device`: where it is now.
-    /// Gives what was written.
+    /// Makes the volume attach at each boot, and mount where it says so. `device`: where it is now.
+    /// Returns what was written.
     pub fn add(&self, volume: &AtBoot, device: &Path) -> Result<Vec<String>> {
         let instance = volume.instance();
         let line =
@@ -189,7 +191,7 @@ impl Etc {
         Ok(wrote)
     }
 
-    /// Takes all of it back. Gives what was taken away.
+    /// Removes all of it. Returns what was removed.
     pub fn remove(&self, volume: &AtBoot) -> Result<Vec<String>> {
         let instance = volume.instance();
         let mut gone = Vec::new();
@@ -209,7 +211,7 @@ impl Etc {
         Ok(gone)
     }
 
-    /// Puts this line in the place of the volume's; whether anything changed.
+    /// Puts this line in the place of the volume's; returns whether anything changed.
     fn change_fstab(&self, volume: &AtBoot, line: Option<&str>) -> Result<bool> {
         let path = self.fstab();
         let text = match fs::read_to_string(&path) {

@@ -1,20 +1,20 @@
-//! The attach process that has a run directory, as the kernel knows it: one that is stuck holds its
-//! devices, answers nobody, and keeps every other from taking its place.
+//! The attach process that has a run directory, as the kernel knows it. A stuck one holds its
+//! devices, answers no request, and keeps every other from taking its place.
 
 use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Who holds the directory of attached volumes.
+/// Process that holds the directory of attached volumes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Attacher {
     pub pid: u32,
-    /// As `/proc` has it: R, S, D, T, Z …
+    /// State as in `/proc`: R, S, D, T, Z …
     state: char,
 }
 
 impl Attacher {
-    /// That of a run directory; `None`: it is free.
+    /// Holder of a run directory; `None`: it is free.
     pub fn of(run: &Path) -> Option<Self> {
         let inode = std::fs::metadata(run.join("attach/lock")).ok()?.ino();
         let table = std::fs::read_to_string("/proc/locks").ok()?;
@@ -22,12 +22,12 @@ impl Attacher {
         Some(Self { pid, state: state(pid)? })
     }
 
-    /// Whether it cannot answer whatever is asked, before somebody does something.
+    /// Whether it cannot answer any request before the operator intervenes.
     pub fn is_stuck(&self) -> bool {
         !matches!(self.state, 'R' | 'S' | 'I')
     }
 
-    /// What lets it go on, or ends it.
+    /// Commands that let it go on, or end it.
     pub fn way_out(&self) -> String {
         let pid = self.pid;
         match self.state {
@@ -60,7 +60,8 @@ impl fmt::Display for Attacher {
 /// Processes that hold a flock on the file of this inode, by the kernel's table.
 fn holders(table: &str, inode: u64) -> impl Iterator<Item = u32> + '_ {
     table.lines().filter_map(move |line| {
-        // "1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF"; who waits has "->" in it.
+        // "1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF"; the line of a waiting process has "->"
+        // in it.
         let mut words = line.split_whitespace().skip(1);
         if words.next()? != "FLOCK" {
             return None;
@@ -74,11 +75,11 @@ fn holders(table: &str, inode: u64) -> impl Iterator<Item = u32> + '_ {
 /// Inode numbers are unique in one file system only.
 fn is_attach(pid: u32) -> bool {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    // One that has ended has none left.
+    // A process that has ended has no command line.
     line.is_empty() || line.split(|byte| *byte == 0).any(|word| word == b"attach")
 }
 
-/// The worst state of its threads: one that waits in the kernel keeps all of it.
+/// The worst state of its threads: one that waits in the kernel blocks the whole process.
 fn state(pid: u32) -> Option<char> {
     let own = state_in(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
     if own != 'Z' {

@@ -1,8 +1,8 @@
-//! Loop devices over a cluster's files, the mounts on them, and who uses those.
+//! Loop devices over a cluster's files, the mounts on them, and the programs that use those.
 //!
-//! A volume may be mounted by anybody, through CSI or by hand, so what belongs to a cluster is
-//! read from the kernel: loop devices whose backing file lies below its run directory, and the
-//! mounts of those devices.
+//! Volumes may be mounted through CSI or by hand, so what belongs to a cluster is read from the
+//! kernel: loop devices whose backing file lies below its run directory, and the mounts of those
+//! devices.
 
 use anyhow::{Context, Result};
 use rustix::fs::{Mode, OFlags};
@@ -14,20 +14,20 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A FUSE file that answers not even this late has somebody who may still serve it.
+/// A FUSE file that has not answered by then may still have a server.
 const ANSWER_BUDGET: Duration = Duration::from_secs(1);
 
 /// A loop device over one of a cluster's files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
     pub path: PathBuf,
-    /// What it was made over.
+    /// Backing file.
     file: PathBuf,
     /// The volume's id: its file is named after it.
     pub volume: String,
     /// `major:minor`, as mountinfo has it.
     pub number: String,
-    /// Which life of the device this is: another one after each time it was freed.
+    /// Use of the device: another number after each time it was freed.
     pub sequence: u64,
 }
 
@@ -60,7 +60,7 @@ impl Device {
         self.file.starts_with(directory)
     }
 
-    /// Whether this very life of it goes on.
+    /// Whether this same use of it goes on.
     pub fn still_there(&self) -> bool {
         let name = Path::new(self.path.file_name().unwrap_or_default());
         let is_bound = Path::new("/sys/block").join(name).join("loop/backing_file").exists();
@@ -74,12 +74,12 @@ impl Device {
         mounts().is_ok_and(|mounts| mounts.iter().any(is_it))
     }
 
-    /// Whether nobody serves its file any more, so that all IO fails for ever.
+    /// Whether its file has no server any more, so that all IO fails for ever.
     pub fn is_dead(&self) -> bool {
         is_dead(&self.file)
     }
 
-    /// Frees it now or, where somebody still has it open, when the last one closes it.
+    /// Frees it now or, where programs still have it open, when the last one closes it.
     pub fn free(&self) -> Result<()> {
         const LOOP_CLR_FD: u64 = 0x4C01;
         use std::os::fd::AsRawFd;
@@ -92,7 +92,7 @@ impl Device {
             }
         };
         match free() {
-            // Freed by someone else in the meantime.
+            // Freed by another process in the meantime.
             Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(()),
             outcome => outcome.with_context(|| format!("free {}", self.path.display())),
         }
@@ -113,7 +113,8 @@ impl Device {
         let Some(mount) = below.find(|mount| self.file.starts_with(&mount.target)) else {
             return Ok(false);
         };
-        // It says that the mount is busy, which it is: by the device. The connection is ended.
+        // The call reports a busy mount, which is true because of the device. The connection is
+        // ended.
         let flags = UnmountFlags::FORCE | UnmountFlags::NOFOLLOW;
         let _ = rustix::mount::unmount(&mount.target, flags);
         Ok(true)
@@ -123,8 +124,8 @@ impl Device {
         Ok(mounts()?.into_iter().filter(|mount| mount.number == self.number).collect())
     }
 
-    /// Whether a file system on it is mounted in any table of mounts, this one or another: the kernel
-    /// gives a device that a file system holds to nobody else alone.
+    /// Whether a file system on it is mounted in any table of mounts, this one or another: the
+    /// kernel refuses exclusive use of a device that a file system holds.
     pub fn is_held_by_a_file_system(&self) -> bool {
         let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
         rustix::fs::open(&self.path, flags, Mode::empty()).err() == Some(rustix::io::Errno::BUSY)
@@ -181,11 +182,11 @@ fn describe_process(process: &Path) -> String {
 pub fn is_dead(path: &Path) -> bool {
     let path = path.to_owned();
     let (answer, asked) = std::sync::mpsc::channel();
-    // On a thread: a server that lives and is busy may never answer.
+    // On a thread: a running but busy server may never answer.
     std::thread::spawn(move || {
         let refused = rustix::fs::statfs(&path).err();
         let gone = [rustix::io::Errno::NOTCONN, rustix::io::Errno::CONNABORTED];
-        // Who asked may have given up.
+        // The caller may have stopped waiting.
         let _ = answer.send(refused.is_some_and(|error| gone.contains(&error)));
     });
     asked.recv_timeout(ANSWER_BUDGET).unwrap_or(false)

@@ -1,9 +1,9 @@
-//! Block devices that lost what served them, and that somebody still uses.
+//! Block devices that lost their server and are still in use.
 //!
 //! When the attach process is killed, its devices fail all IO, and the kernel keeps each of them
-//! until its last user lets go. Nothing of the kernel tells any more which volume such a device
-//! was; so who starts the next attach process looks first and writes it down here, for the
-//! commands that people use.
+//! until its last user closes it. The kernel no longer shows which volume such a device was, so the
+//! process that starts the next attach process checks first and records it here, for the commands
+//! that users run.
 
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ pub fn remember(run: &Path, devices: Vec<Device>) -> Result<()> {
     std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))
 }
 
-/// Those that somebody still uses. A file that cannot be read names none.
+/// Devices that are still in use. A file that cannot be read names none.
 pub fn recall(run: &Path) -> Vec<Device> {
     let text = std::fs::read(file(run)).unwrap_or_default();
     let known: Vec<Device> = serde_json::from_slice(&text).unwrap_or_default();
