@@ -180,7 +180,7 @@ pub async fn cluster(
     }
 }
 
-/// What the controller says of a thing that it has begun.
+/// Message of the controller about work that it has begun.
 #[derive(Serialize)]
 struct ToldView {
     message: String,
@@ -208,7 +208,7 @@ pub struct LeavingOptions {
 }
 
 impl LeavingOptions {
-    /// Asks to remove it until that is done, where that is waited for.
+    /// Asks for the removal; with --wait, repeats that until it is done.
     async fn remove(
         &self,
         client: &ClientOptions,
@@ -226,7 +226,7 @@ impl LeavingOptions {
                 return Err(refusal(refused));
             }
             if !may_come().await? {
-                // The last word: it may have turned since it was asked.
+                // Last attempt: the state may have changed since the one before.
                 return ask(self.force).await.map_err(refusal);
             }
             tokio::time::sleep(std::time::Duration::from_millis(250)).await;
@@ -386,7 +386,7 @@ struct NodeView {
     attached: u32,
     volumes_max: u32,
     version: String,
-    /// As of a pool: of all pools on it.
+    /// Cordon as of a pool: of all pools on the node.
     cordon: String,
     manages_volumes: bool,
     address: String,

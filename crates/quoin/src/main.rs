@@ -30,13 +30,13 @@ mod volume;
 use std::io::Write;
 use std::process::ExitCode;
 
-/// What a shell makes of a command that Ctrl-C ended.
+/// Exit code that shells use for a command that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
-/// A controller whose place another one took: it is not to be started again by a supervisor.
+/// Exit code of a controller whose place another one took: a supervisor must not start it again.
 const SUPERSEDED: u8 = 4;
 
-/// A pool or a node that was removed from its cluster: started again, it would end again, so a
-/// supervisor is to leave it (EX_CONFIG; of systemd, `RestartPreventExitStatus=78`).
+/// Exit code of a pool or a node that was removed from its cluster: started again, it would end
+/// again, so a supervisor is to leave it (EX_CONFIG; of systemd, `RestartPreventExitStatus=78`).
 const REMOVED: u8 = 78;
 
 fn is_removed(error: &anyhow::Error) -> bool {
@@ -50,7 +50,7 @@ fn main() -> ExitCode {
     match cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // What cannot be told is no reason to panic.
+            // A failed write to stderr is no reason to panic.
             let _ = writeln!(std::io::stderr(), "error: {}", output::sentence(&error));
             match error.downcast_ref::<quoin_control::Error>() {
                 Some(quoin_control::Error::Superseded { .. }) => SUPERSEDED.into(),

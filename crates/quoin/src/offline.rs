@@ -1,7 +1,7 @@
 //! `quoin pool inspect | check | export`: a pool looked into with nothing of Quoin running.
 //!
-//! They only read. What a start would write (recovery) stays in memory, so a damaged pool can be
-//! looked at, and its volumes taken out of it, without being changed.
+//! These commands only read. What a start would write (recovery) stays in memory, so a damaged pool
+//! can be inspected, and its volumes taken out of it, without being changed.
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -44,11 +44,11 @@ pub struct ExportOptions {
 #[serde(rename_all = "camelCase")]
 struct ReplicaView {
     guid: String,
-    /// The volume's name, as the pool was told it last; empty: it was told none.
+    /// The volume's name, as the pool received it last; empty: it received none.
     volume: String,
     volume_id: String,
     id: String,
-    /// Of the volume, also where this replica's own log does not know of its growth yet.
+    /// Size of the volume, also where this replica's own log does not have its growth yet.
     size_bytes: u64,
     position: String,
     stable: u64,
@@ -92,7 +92,7 @@ impl Row for ReplicaView {
     }
 }
 
-/// What a check found, as `-o json` has it.
+/// Result of a check, as `-o json` has it.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct CheckView {
@@ -265,7 +265,7 @@ pub fn check(options: &OfflineOptions, format: Format) -> Result<()> {
     Ok(())
 }
 
-/// What came of an export, as `-o json` has it.
+/// Result of an export, as `-o json` has it.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct ExportView {
@@ -313,7 +313,7 @@ pub fn export(options: &ExportOptions, format: Format) -> Result<()> {
             return Err(error).context("export the volume");
         }
     };
-    // What the volume has grown by and this replica's log does not know of yet reads as zeroes.
+    // Growth of the volume that this replica's log does not have yet reads as zeroes.
     let size_bytes = match snapshot {
         Some(_) => report.size_bytes,
         None => report.size_bytes.max(size_of(replica)),
@@ -437,7 +437,7 @@ mod tests {
         assert_eq!(guid("cc02").unwrap(), long(b));
         let said = guid("aabb").unwrap_err().to_string();
         assert!(said.contains("2 replicas") && said.contains("of volume log"), "{said}");
-        // A short one is no number, and nobody's.
+        // Too few digits, or digits of no replica.
         for named in ["1", "aab", "ddee", ""] {
             let said = guid(named).unwrap_err().to_string();
             assert!(said.contains("no replica in this pool") && said.contains(&long(b)), "{said}");

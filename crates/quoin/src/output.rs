@@ -1,4 +1,4 @@
-//! What commands print: tables for people, JSON and YAML for programs.
+//! Output of commands: tables for people, JSON and YAML for programs.
 //!
 //! Programs read [`serde::Serialize`] views that the commands own, never the wire messages,
 //! so a field renamed on the wire breaks no script.
@@ -25,7 +25,7 @@ pub trait Row: Serialize {
     const HEADER: &'static [&'static str];
     /// How many columns the narrow table has.
     const NARROW: usize;
-    /// As many as the header has.
+    /// Cells, as many as the header has.
     fn cells(&self) -> Vec<String>;
 }
 
@@ -84,8 +84,8 @@ fn escaped(text: &str, kept: &str) -> String {
     plain
 }
 
-/// An error and its causes. A cause that a message tells already is not told twice. Names come from
-/// outside, so of control characters only ends of lines are left as they are.
+/// An error and its causes. A cause that a message already contains is not repeated. Names come
+/// from outside, so of control characters only ends of lines are left as they are.
 pub fn sentence(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {

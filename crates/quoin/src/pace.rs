@@ -9,17 +9,17 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::client::ClientOptions;
 use crate::size::show_size;
 
-/// Between two looks at what is waited for, and between two lines about it.
+/// Intervals between two polls of what is waited for, and between two lines about it.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 const SAY_EVERY: Duration = Duration::from_secs(2);
 
-/// What is taken for the pace: progress older than this says nothing about how fast it goes now,
-/// since rebuilds are paced by clients, and in less there are too few of the targets' reports.
+/// Window of the pace. Older progress says nothing about the present speed, since rebuilds are
+/// paced by clients; a shorter window has too few of the targets' reports.
 const WINDOW: Duration = Duration::from_secs(10);
 /// Targets report every few seconds, so less than this is no standstill.
 const STANDSTILL: Duration = Duration::from_secs(6);
 
-/// Whoever waited has pressed Ctrl-C.
+/// Interruption of a wait by Ctrl-C.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted: {0}; it goes on by itself, and the same command waits for it again")]
 pub struct Interrupted(String);
@@ -44,11 +44,11 @@ pub struct Part<'a> {
     pub total_bytes: &'a mut u64,
 }
 
-/// Looks until it is done.
+/// Polls until it is done.
 ///
 /// # Errors
-/// Where a look fails, and where nothing moves for as long as the user waits, or the user waits no
-/// longer ([`Interrupted`]): it goes on all the same, should it move again.
+/// A poll that fails, no progress for as long as the user waits, or an interruption
+/// ([`Interrupted`]): the work goes on all the same, should it move again.
 pub async fn follow<U: UnderWay>(
     first: U,
     client: &ClientOptions,
@@ -133,7 +133,7 @@ impl Pace {
             moved += done.saturating_sub(then);
             self.parts.insert(name, (done, total));
         }
-        // One that is gone is done.
+        // Parts that are gone are done.
         let ended = before.len() as u64;
         moved += before.values().map(|(done, total)| total.saturating_sub(*done)).sum::<u64>();
         self.ended += ended;
@@ -173,7 +173,7 @@ impl Pace {
         }
         let Some(rate) = self.rate() else { return self.words_by_parts() };
         let takes = Duration::try_from_secs_f64(left as f64 / rate).unwrap_or(Duration::MAX);
-        // What went on since the last report is not in it yet.
+        // Progress since the last report is not in it yet.
         let takes = takes.saturating_sub(still);
         format!("; {}/s, about {} left", show_size(rate as u64), time(takes))
     }
@@ -189,11 +189,11 @@ impl Pace {
     }
 }
 
-/// Rebuilds go through what was written meanwhile in further rounds, which each begin at nothing;
-/// who looks on sees them as one, which never goes back.
+/// A rebuild copies what was written meanwhile in further rounds, which each begin at nothing; they
+/// are shown as one round, which never goes back.
 #[derive(Default)]
 struct Rounds {
-    /// Of each part: what the rounds before this one went through, and this one so far.
+    /// Bytes of each part: in earlier rounds, and in this one so far.
     parts: HashMap<String, (u64, u64)>,
 }
 
@@ -213,7 +213,7 @@ impl Rounds {
     }
 }
 
-/// As exact as an estimate is.
+/// Time in words, as exact as an estimate is.
 fn time(time: Duration) -> String {
     match time.as_secs() {
         seconds @ 0..120 => format!("{} s", seconds.max(1)),
@@ -261,7 +261,7 @@ mod tests {
     #[test]
     fn rate_and_time_left_are_told_from_what_was_gone_through_lately() {
         let mut pace = Pace::default();
-        // What was done before the first look is no pace.
+        // Progress before the first poll is no pace.
         pace.saw(vec![part("a", 500)], second(0));
         assert_eq!(pace.words(MIB), "");
         for n in 1..=9 {
@@ -303,7 +303,7 @@ mod tests {
         let mut pace = Pace::default();
         pace.saw(vec![part("a", 0), part("b", 0)], second(0));
         pace.saw(vec![part("a", 50), part("b", 50)], second(5));
-        // One is done, another one was on its way already.
+        // Part a is done; part c was on its way already.
         pace.saw(vec![part("b", 150), part("c", 900)], second(10));
         assert_eq!(pace.words(200 * MIB), "; 20.0 MiB/s, about 10 s left");
         pace.saw(vec![part("b", 0), part("c", 920)], second(11));
@@ -327,7 +327,7 @@ mod tests {
         assert!(words.ends_with("about over a year left"), "{words}");
     }
 
-    /// What one part went through, and of how much.
+    /// Progress of one part, and its total.
     struct Steps {
         done: u64,
         total: u64,

@@ -1,4 +1,4 @@
-//! What this host has: the kernel's devices that attaching needs, and what stands on them.
+//! This host: the kernel's devices that attaching needs, and what stands on them.
 
 pub mod at_boot;
 pub mod attacher;
@@ -13,7 +13,7 @@ use std::path::Path;
 /// Whether block devices can be made here.
 ///
 /// # Errors
-/// What is in the way, and the way out.
+/// The obstacle, and the way out.
 pub fn can_attach() -> Result<(), String> {
     if !rustix::process::geteuid().is_root() {
         return Err("attaching a block device needs root (sudo)".into());

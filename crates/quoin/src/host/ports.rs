@@ -1,11 +1,11 @@
-//! Who listens on a port of this host, as far as this process may know.
+//! Listeners on ports of this host, as far as this process may know.
 
 use std::fs;
 use std::net::SocketAddr;
 
 const LISTENING: &str = "0A";
 
-/// `nginx (process 7)`; `None` where nobody does, or nobody says.
+/// Listener as in `nginx (process 7)`; `None` where there is none, or it cannot be known.
 pub fn listener(address: SocketAddr) -> Option<String> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(fs::read_to_string);
     let inode = tables.iter().flatten().find_map(|table| inode_of(table, address.port()))?;

@@ -40,7 +40,7 @@ pub struct HolderOptions {
     log_json: bool,
 }
 
-/// Holds until it is ended; nothing is lost then while the attach process lives.
+/// Holds until it is ended; nothing is lost then while the attach process runs.
 pub fn hold(options: &HolderOptions) -> Result<()> {
     super::start_logs(options.log_json);
     super::data_path::prepare(Part::Other);
@@ -50,7 +50,7 @@ pub fn hold(options: &HolderOptions) -> Result<()> {
 }
 
 pub fn run(options: AttachOptions) -> Result<()> {
-    // Said before anything is made, where the first volume's error would come too late.
+    // Refused before anything is made: the first volume's error would come too late.
     if let Err(reason) = crate::host::can_attach() {
         bail!("{reason}; without block devices, volumes are used over NBD");
     }

@@ -86,7 +86,7 @@ pub struct LifetimeOptions {
 }
 
 impl LifetimeOptions {
-    /// As arguments of `controller run`.
+    /// Arguments of `controller run`.
     pub fn flags(&self) -> [(&'static str, String); 1] {
         [("--certificate-lifetime-s", self.certificate_lifetime_s.to_string())]
     }
@@ -196,7 +196,7 @@ struct MadeView {
     join_token: String,
 }
 
-/// Names who has the port that was asked for.
+/// Names the process that has the requested port.
 fn in_flags(error: quoin_control::Error) -> anyhow::Error {
     match &error {
         quoin_control::Error::Listen { address, source }

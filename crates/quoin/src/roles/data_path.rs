@@ -1,9 +1,9 @@
-//! What the processes that data passes through ask of their allocator and of the kernel.
+//! Settings of the allocator and the kernel for the processes that data passes through.
 //!
 //! A host that is short of memory writes its dirty pages back, and those of a volume's file system
 //! come through the attach process, a target and perhaps a pool on the same host. None of them may
-//! wait for that writeback in order to get memory, or nobody gets on (`docs/operating.md`, "Where
-//! memory is short").
+//! wait for that writeback in order to get memory, or none makes progress (`docs/operating.md`,
+//! "Where memory is short").
 
 use std::io;
 
@@ -13,9 +13,9 @@ use rustix::thread::CapabilitySet;
 
 /// To be called before the first thread starts: threads inherit what is asked of the kernel.
 ///
-/// Where rights are missing the process works all the same. The attach process tells of it for
-/// its host, since writeback goes through Quoin only where there are block devices; the others
-/// tell of it in their debug logs.
+/// Where rights are missing the process works all the same. The attach process reports it for its
+/// host, since writeback goes through Quoin only where there are block devices; the others report
+/// it in their debug logs.
 pub fn prepare(part: Part) {
     keep_freed_memory();
     // Needs CAP_SYS_RESOURCE; without it the kernel treats this process as any other.
@@ -37,7 +37,7 @@ pub fn prepare(part: Part) {
     }
 }
 
-/// Which process asks.
+/// Process that asks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Part {
     Attach,
@@ -64,7 +64,7 @@ fn lock_memory() -> io::Result<()> {
     if !no_limit && !held.contains(CapabilitySet::IPC_LOCK) {
         return Err(rustix::io::Errno::PERM.into());
     }
-    // As it is touched: every thread's whole stack would be filled in.
+    // Locked only when touched: otherwise every thread's whole stack would be filled in.
     let flags = MlockAllFlags::CURRENT | MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT;
     Ok(rustix::mm::mlockall(flags)?)
 }

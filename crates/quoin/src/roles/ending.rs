@@ -2,9 +2,9 @@
 //!
 //! A role that is asked to stop has much to wait for: volumes that drain, disks that sync, calls
 //! under way, threads of its runtime. Each has a limit where it is waited for, and this module has
-//! the last one. It hears the signals on a thread and a runtime of its own, so that nothing which
-//! blocks the role's threads blocks the end. What a process leaves behind at its end is what a
-//! crash would leave, and is taken care of by the next start.
+//! the last one. It receives the signals on a thread and a runtime of its own, so that nothing
+//! which blocks the role's threads blocks the end. What a process leaves behind at its end is what
+//! a crash would leave, and is taken care of by the next start.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;
@@ -15,10 +15,10 @@ use tokio::runtime::Runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
-/// From the signal to the end of the process. Supervisors have more patience (`quoin dev` 30 s,
-/// Kubernetes 30 s, systemd 90 s).
+/// Time from the signal to the end of the process. Supervisors have more patience (`quoin dev` 30
+/// s, Kubernetes 30 s, systemd 90 s).
 pub const WITHIN: Duration = Duration::from_secs(20);
-/// For work on other threads that a role which has ended left behind.
+/// Time for work on other threads that a role which has ended left behind.
 const LEFT_BEHIND_MAX: Duration = Duration::from_secs(1);
 /// The thread of this module.
 const THREAD: &str = "signals";
@@ -64,8 +64,8 @@ async fn either(mut terminate: Signal, mut interrupt: Signal) {
     }
 }
 
-/// Ends the runtime of a role that has ended. Threads that are in a system call or in somebody
-/// else's code cannot be stopped; they end with the process.
+/// Ends the runtime of a role that has ended. Threads in a system call or in foreign code cannot be
+/// stopped; they end with the process.
 pub fn leave_behind(runtime: Runtime) {
     runtime.shutdown_timeout(LEFT_BEHIND_MAX);
     let left = threads();
@@ -80,7 +80,7 @@ fn threads() -> String {
     let own = std::process::id().to_string();
     let mut names = BTreeMap::<String, usize>::new();
     for thread in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
-        // One that has just ended has no name any more.
+        // A thread that has just ended has no name any more.
         let Ok(name) = std::fs::read_to_string(thread.path().join("comm")) else { continue };
         if thread.file_name().to_string_lossy() != own && name.trim() != THREAD {
             *names.entry(name.trim().to_owned()).or_default() += 1;

@@ -1,5 +1,5 @@
-//! What a cluster does without being asked, as flags: of the controller, and of `quoin dev`, which
-//! hands them on.
+//! Work that a cluster does without a request, as flags: of the controller, and of `quoin dev`,
+//! which passes them on.
 
 use clap::Args;
 use quoin_control::dying::{DyingLimits, DyingPolicy};
@@ -61,7 +61,7 @@ fn number() -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'sta
 }
 
 impl HealingOptions {
-    /// Tells a controller.
+    /// Writes the flags to a controller's options.
     pub fn tell(&self, control: &mut quoin_control::Options) {
         control.replace_after = self.replace_after;
         control.heals_per_pool = self.heals_per_pool;
@@ -76,7 +76,7 @@ impl HealingOptions {
         };
     }
 
-    /// The same as flags of `quoin controller run`.
+    /// Flags of `quoin controller run` for the same.
     pub fn flags(&self) -> Vec<(&'static str, String)> {
         vec![
             ("--replace-after", self.replace_after.to_string()),
@@ -104,7 +104,7 @@ mod tests {
         let options = HealingOptions::from_arg_matches(&matches)?;
         let mut control = quoin_control::Options::new("/nowhere");
         options.tell(&mut control);
-        // What a supervisor hands on says the same.
+        // Flags that a supervisor passes on mean the same.
         let flags = options.flags();
         let words: Vec<_> = flags.iter().flat_map(|(f, value)| [*f, value.as_str()]).collect();
         if words != arguments {

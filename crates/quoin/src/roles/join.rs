@@ -42,7 +42,7 @@ fn admin_alone(text: &str) -> Result<Role, String> {
     }
 }
 
-/// What libnbd (`tls-certificates=`) and QEMU (`tls-creds-x509,dir=`) call what we have.
+/// Names of our files for libnbd (`tls-certificates=`) and QEMU (`tls-creds-x509,dir=`).
 const LINKS: [(&str, &str); 3] =
     [("ca-cert.pem", "ca.pem"), ("client-cert.pem", "cert.pem"), ("client-key.pem", "key.pem")];
 

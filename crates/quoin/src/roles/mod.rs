@@ -56,7 +56,7 @@ where
     run_ending_within(ending::WITHIN, options, source, role)
 }
 
-/// As [`run`], of a role that may need longer for its end.
+/// Like [`run`], for a role that may need longer for its end.
 pub fn run_ending_within<F>(
     within: Duration,
     options: &RoleOptions,
@@ -97,7 +97,7 @@ fn raise_open_files() {
 fn start_logs(json: bool) {
     let filter = EnvFilter::try_from_env("QUOIN_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    // Where the disk under the log is full, a line is lost; telling so on stderr would panic.
+    // Where the disk under the log is full, a line is lost; reporting that on stderr would panic.
     let logs = logs.log_internal_errors(false);
     // Set once a process; a second call has nothing to add.
     let _ = if json { logs.json().try_init() } else { logs.with_ansi(false).try_init() };
@@ -131,9 +131,9 @@ impl MemberOptions {
         self.name.clone().or_else(of_identity).unwrap_or_else(host_name)
     }
 
-    /// What is needed to join, or to join again, with the identity in `directory`; if a token was given.
+    /// Request to join, or to join again, with the identity in `directory`; `None` without a token.
     pub fn join_request(&self, role: Role, directory: &Path) -> Result<Option<JoinRequest>> {
-        // An empty one is what a configuration file leaves of a token that was taken out.
+        // A configuration file leaves an empty token where the token was taken out.
         let Some(token) = self.join.as_deref().filter(|token| !token.is_empty()) else {
             return Ok(None);
         };
@@ -151,7 +151,7 @@ impl MemberOptions {
     }
 }
 
-/// The directory of sockets is made, but not a tree above it: that would be a slip of the pen.
+/// Makes the directory of sockets, but not a tree above it: that would be a typing error.
 pub fn check_run_directory(run: &Path) -> Result<()> {
     let run = std::path::absolute(run)?;
     match run.parent() {

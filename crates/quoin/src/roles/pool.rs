@@ -84,7 +84,7 @@ fn parse_period(text: &str) -> Result<ScrubPeriod, String> {
     Ok(ScrubPeriod(Some(Duration::from_secs(total))))
 }
 
-/// Names who has the port that was asked for.
+/// Names the process that has the requested port.
 fn in_flags(error: quoin_pool::Error) -> anyhow::Error {
     match &error {
         quoin_pool::Error::Listen { address, source } if source.kind() == ErrorKind::AddrInUse => {
