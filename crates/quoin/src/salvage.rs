@@ -69,7 +69,7 @@ pub struct RecoverOptions {
     state: Option<PathBuf>,
 }
 
-/// What is in a backup, as `-o json` has it.
+/// Content of a backup, as `-o json` has it.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct BackupView {
@@ -84,7 +84,7 @@ struct BackupView {
     deleted: Vec<String>,
 }
 
-/// What was made of a backup.
+/// Result of a restore.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct RestoredView {
@@ -132,7 +132,7 @@ pub async fn backup(options: &BackupOptions, client: &ClientOptions, format: For
             bail!("the backup is larger than {}", show_size(BACKUP_BYTES_MAX));
         }
     }
-    // What cannot be restored is no backup.
+    // Data that cannot be restored is no backup.
     let backup = Backup::parse(&bytes).context("check what the controller sent")?;
     write_private(&file, &bytes)?;
     let old = match (&options.into, options.keep) {
@@ -252,7 +252,7 @@ struct Found {
     pools: Vec<String>,
     missing_pools: Vec<String>,
     done: bool,
-    /// In which the records rule.
+    /// Term in which the records rule.
     term: u64,
 }
 
@@ -307,7 +307,7 @@ impl From<RecoverRecordsResponse> for Found {
 #[serde(rename_all = "camelCase")]
 struct LetRecoverView {
     state: String,
-    /// Of the controller that took its place.
+    /// Term of the controller that took its place.
     superseded_by_term: u64,
 }
 
@@ -326,7 +326,7 @@ async fn let_recover(state: &Path, format: Format) -> Result<()> {
     })
 }
 
-/// One line of the table: what one pool says of a volume, or a volume of which none says anything.
+/// A line of the table: what one pool reports of a volume, or a volume that no pool reports.
 struct Line<'a>(&'a VolumeFound, Option<&'a ReplicaFound>);
 
 impl Line<'_> {

@@ -11,7 +11,7 @@ use crate::client::{ClientOptions, Cluster, refusal};
 use crate::output::{self, Format, fields};
 use crate::size::show_size;
 
-/// Between two looks at how far the pool is.
+/// Interval between two polls of the pool's progress.
 const LOOK: Duration = Duration::from_millis(200);
 
 #[derive(Args)]
@@ -44,7 +44,7 @@ impl From<Scrub> for ScrubView {
         Self {
             running: scrub.running,
             began_at: time(scrub.began_s),
-            // Without a begin it is the pool's first start that is remembered here.
+            // Without a begin, this is the time of the pool's first start.
             ended_at: if scrub.began_s == 0 { String::new() } else { time(scrub.ended_s) },
             read_bytes: scrub.read_bytes,
             total_bytes: scrub.total_bytes,
@@ -117,7 +117,7 @@ async fn find(cluster: &mut Cluster, name: &str) -> Result<Pool> {
     }
 }
 
-/// Waits for the end of the pass that was asked for; a pool that says nothing is given up.
+/// Waits for the end of the requested pass; a pool that reports nothing is not waited for.
 async fn follow(
     cluster: &mut Cluster,
     name: &str,

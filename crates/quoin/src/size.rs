@@ -39,7 +39,7 @@ const UNITS: [(&str, u64); 22] = [
 /// Reads a volume's size: at least one byte and at most [`SIZE_BYTES_MAX`].
 ///
 /// # Errors
-/// What is wrong with it, and an example of a right one.
+/// The mistake, and an example of a right size.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let none = "a volume needs a size above 0, as in 10GiB";
     parse(text, SIZE_BYTES_MAX, none, "larger than the largest volume")
@@ -48,7 +48,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 /// The size of a pool, or of another thing that lies on a disk or in memory.
 ///
 /// # Errors
-/// As [`parse_size`].
+/// See [`parse_size`].
 pub fn parse_pool_size(text: &str) -> Result<u64, String> {
     let none = "a pool needs a size above 0, as in 10GiB";
     parse(text, FILE_BYTES_MAX, none, "larger than any file or device")
@@ -57,7 +57,7 @@ pub fn parse_pool_size(text: &str) -> Result<u64, String> {
 /// Memory that is set aside.
 ///
 /// # Errors
-/// As [`parse_size`].
+/// See [`parse_size`].
 pub fn parse_memory(text: &str) -> Result<u64, String> {
     let none = "some memory is needed, as in 128MiB";
     parse(text, FILE_BYTES_MAX, none, "larger than any memory")
@@ -66,7 +66,7 @@ pub fn parse_memory(text: &str) -> Result<u64, String> {
 /// Bytes a second.
 ///
 /// # Errors
-/// As [`parse_size`].
+/// See [`parse_size`].
 pub fn parse_rate(text: &str) -> Result<u64, String> {
     let none = "with a limit of 0 nothing would be served: give more, as in 100MiB, or leave it out \
                 for no limit";

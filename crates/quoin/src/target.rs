@@ -1,4 +1,4 @@
-//! `quoin target config`: what a volume's target was given at its start and goes by now.
+//! `quoin target config`: the configuration of a volume's target, at its start and now.
 
 use anyhow::Result;
 use clap::{ArgMatches, Args, Command, FromArgMatches, Subcommand};
@@ -9,7 +9,7 @@ use crate::client::{ClientOptions, refusal, volume_ref};
 use crate::output::{self, Format, fields};
 use crate::roles::TargetOptions;
 
-/// `quoin target` runs one; with a word after it, it asks about those that run.
+/// `quoin target` runs a target; with a subcommand it queries those that run.
 pub enum TargetCommand {
     Run(Box<TargetOptions>),
     Ask(Ask),
@@ -30,7 +30,7 @@ pub enum Ask {
     },
 }
 
-/// By hand: a derived one takes the flags of a target for needed where it is only asked.
+/// Implemented by hand: a derived one would require the flags of a target for a query too.
 impl Args for TargetCommand {
     fn augment_args(command: Command) -> Command {
         Ask::augment_subcommands(TargetOptions::augment_args(command))
@@ -75,7 +75,7 @@ struct ConfigView {
     state: String,
     waiting_for: String,
     epoch: u64,
-    /// Of the known replicas.
+    /// Number of known replicas in sync.
     in_sync: usize,
     needed_to_open: u32,
     at_start: ListView,
@@ -102,7 +102,7 @@ struct EntryView {
     replica_id: String,
     replica_guid: String,
     pool: String,
-    /// As the target sees it now; empty: it does not go by it any more.
+    /// State as the target sees it now; empty: the target does not use it any more.
     state: String,
 }
 
@@ -113,7 +113,7 @@ struct AskedView {
     consistency_factor: u32,
     membership_version: u64,
     changing: String,
-    /// Whether the target has been told of it.
+    /// Whether the target has received it.
     told: bool,
 }
 
@@ -140,7 +140,7 @@ impl From<TargetConfig> for ConfigView {
                 .collect(),
         };
         let at_start = list(goes_by.granted.unwrap_or_default(), None);
-        // DRF is told to a running target, and not a part of its membership.
+        // DRF is sent to a running target, and is no part of its membership.
         let drf = Some(goes_by.desired_replication_factor).filter(|drf| *drf > 0);
         let now = list(goes_by.held.unwrap_or_default(), drf);
         Self {

@@ -1,4 +1,4 @@
-//! `quoin token create|list|revoke`: what lets pools and nodes join.
+//! `quoin token create|list|revoke`: tokens by which pools and nodes join.
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
@@ -84,7 +84,7 @@ struct NewTokenView {
     expires_at: String,
 }
 
-/// What is known of a token; the token itself is shown once, when it is made.
+/// Properties of a token; the token itself is shown once, when it is made.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct TokenView {

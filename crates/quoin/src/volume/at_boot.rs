@@ -45,7 +45,7 @@ fn record_of(volume: &Volume, read_only: bool) -> AtBoot {
 }
 
 impl AtBootOptions {
-    /// Whether anything of the next boot is asked for.
+    /// Whether a change for the next boot is asked for.
     pub fn changes(&self) -> bool {
         self.at_boot || self.not_at_boot
     }
@@ -96,8 +96,8 @@ pub fn forget(volume: &Volume) -> Result<()> {
     tell_systemd(&record, false)
 }
 
-/// What `quoin-volume@.service` runs. The records have the volume attached to this host, so its target
-/// serves it, and only the device and the mount are missing.
+/// Command of `quoin-volume@.service`. The records have the volume attached to this host, so its
+/// target serves it, and only the device and the mount are missing.
 pub async fn attach_at_boot(options: AttachAtBootOptions, client: &ClientOptions) -> Result<()> {
     let client = &options.host.client(client);
     let name = output::quoted(&options.volume);

@@ -73,7 +73,7 @@ pub struct AttachedView {
     pub read_only: bool,
 }
 
-/// How a command's attachments are told from others'.
+/// Usage name that distinguishes a command's attachments from others.
 pub const USAGE: &str = "command";
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -169,7 +169,7 @@ pub async fn attach(
         );
     };
     let attached = match answer {
-        // It will not pass by itself, so the volume is not left held by what nobody has.
+        // The refusal is permanent, so the volume does not stay attached without a device.
         Err(AttachError::Refused { kind: Kind::Host, message }) if !was_here => {
             let request = UnpublishVolumeRequest {
                 volume: Some(id_ref(&volume.id)),
@@ -241,7 +241,7 @@ pub(super) async fn attached_here(volume: &Volume, client: &ClientOptions) -> Op
     attached.into_iter().find(|attached| attached.volume == volume.id)
 }
 
-/// What this host has of a volume; nothing to tell where it has nothing.
+/// Devices and mounts of a volume on this host; `None` where there is nothing to report.
 pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
     // The daemon is busy with the volume itself for as long as an attach takes.
     let asked = tokio::time::timeout(Duration::from_secs(2), attached_here(volume, client));
@@ -272,7 +272,7 @@ pub async fn here(volume: &Volume, client: &ClientOptions) -> Option<HereView> {
     })
 }
 
-/// A file system that lost its device looks like one that is there.
+/// Warns of file systems that lost their device: they still look mounted.
 pub(super) fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
     for (device, mount) in lost::mounts_of(&client.run_directory(), &volume.id) {
         let (device, target) = (device.path.display(), mount.target.display());
@@ -283,8 +283,8 @@ pub(super) fn warn_of_the_dead(volume: &Volume, client: &ClientOptions) {
     }
 }
 
-/// The device of this host that an attach process serves which is not that of this run directory: a
-/// wrong directory must not be taken for there being none.
+/// This host's device of the volume, where the attach process of another run directory serves it: a
+/// wrong directory must not look like a host without a device.
 pub(super) fn elsewhere(
     volume: &Volume,
     client: &ClientOptions,
@@ -315,7 +315,7 @@ pub async fn resize_device(volume: &Volume, client: &ClientOptions) -> Result<Ve
     };
     let daemon = attach_daemon(client);
     let began = Instant::now();
-    // The target hears of the new size a moment later than this command.
+    // The target receives the new size a moment later than this command.
     loop {
         match daemon.resize(&volume.id, volume.size_bytes).await {
             Ok(_) => break,
@@ -350,7 +350,8 @@ pub(super) fn node_here(client: &ClientOptions) -> Option<String> {
     Some(name.trim().to_owned()).filter(|name| !name.is_empty())
 }
 
-/// The node to attach to when none is named and this host is none: the only one, or it is asked for.
+/// The node to attach to when none is named and this host is no node: the only one; with several,
+/// the error asks for a name.
 async fn only_node(cluster: &mut Cluster, client: &ClientOptions) -> Result<String> {
     let nodes = cluster.list_nodes(ListNodesRequest {}).await.map_err(refusal)?.into_inner().nodes;
     match nodes.as_slice() {

@@ -36,7 +36,7 @@ pub struct DetachOptions {
     host: HostOptions,
 }
 
-/// What became of a volume that was to be taken away.
+/// Result for a volume that was to be taken away.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GoneView {
@@ -68,7 +68,7 @@ pub async fn detach(
     }
     let node_here = node_here(client);
     let is_elsewhere = options.node.is_some() && node_here.is_some() && options.node != node_here;
-    // The device first: it must not be left over a socket that nobody serves.
+    // Device first: it must not be left over a socket without a server.
     let here = match is_elsewhere {
         true => Here::Nothing,
         false => take_down_here(&volume, &options, client).await?,
@@ -109,8 +109,8 @@ pub async fn detach(
             )
         });
     };
-    // Who has just taken its device down knows that nobody uses it, and nobody means to force one that
-    // has it from now on.
+    // A host that has just taken its device down knows that the volume is unused. A node that has
+    // the volume from now on is not to be forced.
     let is_unused = here == Here::TakenDown && node_here.as_ref() == Some(&node);
     let forced = options.force && !nodes.is_empty();
     let request = UnpublishVolumeRequest {
@@ -147,9 +147,9 @@ pub async fn detach(
     }
 }
 
-/// The node that a volume is to be taken from, empty for each that it is attached to; `None`: it stays
-/// attached where it is. What is found on this host says nothing of another one that has the volume by
-/// now, so without being told this host takes it from itself alone.
+/// The node that a volume is to be taken from, empty for each that it is attached to; `None`: it
+/// stays attached where it is. State found on this host says nothing about another node that has
+/// the volume by now, so by default this host takes it from itself alone.
 fn node_to_detach(
     options: &DetachOptions,
     node_here: Option<&str>,
@@ -168,17 +168,17 @@ fn node_to_detach(
     }
 }
 
-/// What became of the device of this host.
+/// Result for the device of this host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Here {
     /// There was none.
     Nothing,
     TakenDown,
-    /// It was of an earlier use of the volume, which another node has since.
+    /// The device was of an earlier use of the volume, which another node has since.
     WasDead,
 }
 
-/// Takes this host's device of the volume away, with force whatever uses it.
+/// Takes this host's device of the volume away; with force, also one in use.
 async fn take_down_here(
     volume: &Volume,
     options: &DetachOptions,
@@ -234,7 +234,7 @@ fn cut_off(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
     let mut did = Vec::new();
     for device in devices::Device::over(&run)?.into_iter().filter(|d| d.volume == volume.id) {
         let path = device.path.display().to_string();
-        // Another table of mounts has what serves it: it is another host's, or a container's.
+        // Its server is in another table of mounts: it is another host's, or a container's.
         if !device.cut_off()? {
             continue;
         }
@@ -325,7 +325,7 @@ mod tests {
             assert_eq!(own(Here::Nothing).as_deref(), Some("h1"));
             assert_eq!(own(Here::TakenDown).as_deref(), Some("h1"));
             assert_eq!(own(Here::WasDead), None, "what it has today is another use");
-            // A host that is no node only asks, as long as it has no device that must be somebody's.
+            // A host that is no node only asks, unless it had a device, which must be of some node.
             let asks = |here| taken_from(forced, None, here, &["h2"]);
             assert_eq!(asks(Here::Nothing).as_deref(), Some(""));
             assert_eq!((asks(Here::TakenDown), asks(Here::WasDead)), (None, None));

@@ -216,7 +216,7 @@ pub async fn run(command: VolumeCommand, client: &ClientOptions, format: Format)
             replicas::recover(&mut cluster, options, client, format).await
         }
         VolumeCommand::Delete { volume, yes } => {
-            // One that does not exist is nothing to be asked about.
+            // A volume that does not exist needs no confirmation.
             let found = get_volume(&mut cluster, &volume).await?;
             if !yes {
                 confirm_delete(&volume)?;
@@ -352,7 +352,7 @@ async fn resize(
     })
 }
 
-/// The controller speaks of fields, as orchestrators name them; a person has typed flags.
+/// The controller names fields, as orchestrators do; a user has typed flags.
 fn in_flags(status: tonic::Status) -> anyhow::Error {
     const FLAGS: [(&str, &str); 7] = [
         ("allowLossOnSingleFailure", "--allow-loss-on-single-failure"),

@@ -8,7 +8,7 @@ use quoin_api::volume::{OPTIONS, Values, VolumeOption};
 
 use crate::size::parse_rate;
 
-/// What the flags say; an option without its flag is as the cluster has it.
+/// Values of the flags; an option without its flag is as the cluster has it.
 #[derive(Clone, Debug, Default)]
 pub struct OptionFlags {
     pub spec: VolumeSpec,
@@ -37,7 +37,7 @@ fn argument(option: &'static VolumeOption) -> Arg {
     }
 }
 
-/// Checks a value here already, so that a mistake is told with its flag.
+/// Checks a value here already, so that a mistake is reported with its flag.
 fn value(option: &VolumeOption, text: &str) -> Result<String, String> {
     let text = match option.values {
         // People write 100MiB.

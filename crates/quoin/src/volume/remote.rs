@@ -1,7 +1,7 @@
 //! `quoin volume attach --node`: a volume as a block device of another host.
 //!
-//! The controller tells that host's target, which has its attach process make the device. This
-//! command asks for it, looks how far it is, and says where it is; interrupted, it goes on.
+//! The controller instructs that host's target, whose attach process makes the device. This command
+//! asks for the device, polls its progress and prints where it is; interrupted, the work goes on.
 
 use anyhow::{Result, bail};
 use quoin_api::control::{Attachment, PublishVolumeRequest, UnpublishVolumeRequest, Volume};
@@ -12,7 +12,7 @@ use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::output::{self, Format};
 
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Between two lines about the same.
+/// Interval between two lines about the same.
 const SAY_EVERY: Duration = Duration::from_secs(5);
 
 pub struct Request {
@@ -42,7 +42,7 @@ pub async fn attach(
     let device = match follow(cluster, &volume.id, &name, &node, client).await? {
         Ok(device) => device,
         Err(message) if was_there => bail!("node {node}: {message}"),
-        // It will not pass by itself, so the volume is not left attached without a device.
+        // The refusal is permanent, so the volume is not left attached without a device.
         Err(message) => {
             let volume = Some(id_ref(&volume.id));
             let request =
@@ -63,7 +63,7 @@ pub async fn attach(
     output::print_one(format, &view, || view.device.clone())
 }
 
-/// Looks until the device is there; the inner error is a refusal that waiting does not change.
+/// Polls until the device is there; the inner error is a refusal that waiting does not change.
 async fn follow(
     cluster: &mut Cluster,
     id: &str,

@@ -238,7 +238,7 @@ async fn relocate(
     };
     let before = volume;
     let volume = match (cluster.move_replica(request).await, found) {
-        // Whose names there are is known here.
+        // The names that exist are known here.
         (Err(status), Err(_)) if status.code() == tonic::Code::NotFound => {
             return meant(cluster, &before, &[replica.to_owned()]).await.map(drop);
         }
@@ -280,8 +280,8 @@ fn settled(
     })
 }
 
-/// The ids of the replicas that a person names, each as in [`find`]; a name that is neither a
-/// replica's nor a pool's is said to be so, with those that there are.
+/// The ids of the replicas that a user names, each as in [`find`]; a name that is neither a
+/// replica's nor a pool's is refused with the list of those that exist.
 pub(super) async fn meant(
     cluster: &mut Cluster,
     volume: &Volume,
@@ -296,7 +296,8 @@ pub(super) async fn meant(
     Err(no_pool(named, &pools).map_or(unknown, anyhow::Error::msg))
 }
 
-/// That no pool has this name; `None` where one has, or where it may be the beginning of an id.
+/// Refusal of a name that no pool has; `None` where one has it, or where it may be the beginning of
+/// an id.
 fn no_pool(named: &str, pools: &[String]) -> Option<String> {
     let is_id = named.len() >= 4 && named.bytes().all(|b| b.is_ascii_hexdigit());
     let unknown = !is_id && pools.iter().all(|pool| pool != named);
@@ -404,7 +405,7 @@ impl UnderWay for Volume {
     }
 }
 
-/// Looks until nothing is being changed any more.
+/// Polls until nothing is being changed any more.
 pub async fn wait_until_changed(
     cluster: &mut Cluster,
     volume: Volume,

@@ -17,9 +17,9 @@ use crate::client::{ClientOptions, Cluster, get_volume, id_ref, refusal};
 use crate::output::{self, Format, fields};
 use crate::size::show_size;
 
-/// What they end with where something is bad, differs or is lost.
+/// Exit code where something is bad, differs or is lost.
 const FOUND: i32 = 3;
-/// Between two looks at how far it is.
+/// Interval between two polls of the progress.
 const LOOK: Duration = Duration::from_millis(200);
 /// Findings shown to people; programs get all that are remembered.
 const SHOWN: usize = 16;
@@ -63,8 +63,8 @@ struct Follow {
     no_wait: bool,
 }
 
-/// What came of comparing all replicas of a volume. Counts are of blocks of 4 KiB; of bad and
-/// repaired ones, in each replica.
+/// Result of comparing all replicas of a volume. Counts are of blocks of 4 KiB; bad and repaired
+/// blocks count once for each replica.
 #[derive(Serialize, Clone)]
 #[serde(rename_all = "camelCase")]
 pub struct VerificationView {
@@ -162,7 +162,7 @@ impl VerificationView {
         self.state == "ended" && open == 0 && self.lost == 0 && self.unsettled == 0
     }
 
-    /// One line about it, for `quoin volume get`.
+    /// A line about it, for `quoin volume get`.
     pub fn sentence(&self) -> String {
         let percent = self.checked_bytes.min(self.total_bytes) * 100 / self.total_bytes.max(1);
         let found = self.found();
@@ -307,7 +307,7 @@ async fn finish(
     }
 }
 
-/// Waits for its end; one of which nothing is heard for long is left to itself.
+/// Waits for its end; a verification that reports nothing for long is not waited for.
 async fn follow(
     cluster: &mut Cluster,
     volume: Volume,

@@ -34,7 +34,7 @@ pub struct VolumeView {
     pub replication_factor: u32,
     pub consistency_factor: u32,
     pub desired_replication_factor: u32,
-    /// What is being changed about its replicas; empty: nothing.
+    /// Change of its replicas that is under way; empty: none.
     pub changing: String,
     pub membership_version: u64,
     /// When a replica that is gone is replaced, or "off".
@@ -47,7 +47,7 @@ pub struct VolumeView {
     /// The comparison of all replicas that is under way, or the last one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verification: Option<VerificationView>,
-    /// What this host has of it, where that was asked.
+    /// State of it on this host, where that was asked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub here: Option<HereView>,
 }
@@ -174,7 +174,8 @@ impl From<Volume> for VolumeView {
     }
 }
 
-/// The options of a volume by their keys; when a replica is replaced is told as it is in force.
+/// The options of a volume by their keys; `replaceAfter` has a field of its own, with the value in
+/// force.
 fn options(spec: &VolumeSpec) -> BTreeMap<&'static str, serde_json::Value> {
     let shown = OPTIONS.iter().filter(|option| option.key != "replaceAfter");
     let value = |option: &VolumeOption, given: String| match option.values {
@@ -283,7 +284,7 @@ impl Row for VolumeView {
     }
 }
 
-/// One copy of a volume.
+/// A copy of a volume.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReplicaView {
@@ -304,14 +305,14 @@ pub struct ReplicaView {
     pub repaired: u64,
     /// On the known list.
     pub known: bool,
-    /// It is to leave, or another one takes its place.
+    /// Whether it is to leave, or another one takes its place.
     pub leaving: bool,
-    /// Why it is made here, where nobody asked for that: healing or drain.
+    /// Cause of its creation here, where no user asked for it: healing or drain.
     pub cause: String,
     pub message: String,
     /// Average time to apply a write; 0: not known.
     pub write_us: u64,
-    /// That is much longer than the others take.
+    /// Whether that is much longer than the others take.
     pub slow: bool,
 }
 
