@@ -106,7 +106,7 @@ impl ClientOptions {
         Duration::from_secs(self.timeout)
     }
 
-    /// Connects, or says which of the usual reasons it fails for.
+    /// Connects, or names the reason of the failure, one of the usual ones.
     pub async fn connect(&self) -> Result<Cluster> {
         match self.way() {
             Way::Socket(socket) => connect(&socket).await,
@@ -203,8 +203,8 @@ pub async fn connect(path: &Path) -> Result<Cluster> {
     Ok(ClusterClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX))
 }
 
-/// A refusal of the controller as an error that a person reads: its message, which names the
-/// thing, the rule and the way out; the code only where it says more.
+/// A refusal of the controller as an error for the user: its message, which names the thing, the
+/// rule and the way out; the code only where it adds information.
 pub fn refusal(status: tonic::Status) -> anyhow::Error {
     let message = status.message().trim();
     match status.code() {

@@ -276,7 +276,7 @@ impl Spec {
             let text = match value {
                 Value::String(text) => text.clone(),
                 Value::Number(number) => number.to_string(),
-                // A field that is left empty says nothing.
+                // An empty field leaves the option as it is.
                 Value::Null => continue,
                 _ => bail!("spec.{key}: no single value, write one of: {}", option.values),
             };

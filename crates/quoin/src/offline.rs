@@ -1,4 +1,4 @@
-//! `quoin pool inspect | check | export`: a pool looked into with nothing of Quoin running.
+//! `quoin pool inspect | check | export`: a pool read with nothing of Quoin running.
 //!
 //! These commands only read. What a start would write (recovery) stays in memory, so a damaged pool
 //! can be inspected, and its volumes taken out of it, without being changed.
@@ -211,8 +211,8 @@ fn kept_of(replica: &ReplicaInspection) -> Kept {
     Kept::of(replica.identity.volume, &replica.identity.volume_spec)
 }
 
-/// The volume's size. A replica's own log learns of a growth when a target next opens the volume;
-/// the record that its pool was told knows it before.
+/// The volume's size. A replica's own log receives a growth when a target next opens the volume;
+/// the record that its pool received has it before.
 fn size_of(replica: &ReplicaInspection) -> u64 {
     let own = replica.state.volume_blocks * BLOCK_SIZE as u64;
     own.max(kept_of(replica).size_bytes)
@@ -350,7 +350,7 @@ fn listed(replicas: &[ReplicaInspection]) -> String {
     replicas.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// The replica that a person names by its volume's name, or by the beginning of its GUID, its id or
+/// The replica that a user names by its volume's name, or by the beginning of its GUID, its id or
 /// its volume's id.
 fn find_replica<'a>(
     replicas: &'a [ReplicaInspection],

@@ -93,7 +93,7 @@ pub async fn follow<U: UnderWay>(
     Ok(seen)
 }
 
-/// A part as it was at one look.
+/// A part as seen by one poll.
 struct Seen {
     name: String,
     done: u64,
@@ -107,15 +107,15 @@ impl Seen {
     }
 }
 
-/// How fast bytes are gone through: over the last while, whatever part they are of.
+/// Speed at which bytes are gone through lately, of whatever part they are.
 #[derive(Default)]
 struct Pace {
     /// Bytes that each part had gone through when it was last seen, of how many.
     parts: HashMap<String, (u64, u64)>,
-    /// Parts that ended since the first look.
+    /// Parts that ended since the first poll.
     ended: u64,
-    /// All that was gone through since the first look, at each look of the window that saw more of
-    /// it: targets report every few seconds, and between their reports nothing is known.
+    /// Sum of bytes gone through since the first poll, at each poll of the window that saw more of
+    /// them: targets report every few seconds, and between their reports nothing is known.
     sums: VecDeque<(Duration, u64)>,
     moved_at: Option<Duration>,
     began_at: Duration,
@@ -125,7 +125,7 @@ struct Pace {
 impl Pace {
     fn saw(&mut self, parts: Vec<Seen>, at: Duration) {
         let mut before = std::mem::take(&mut self.parts);
-        // A part that is new may have gone on before it was looked at; one that begins anew goes
+        // A new part may have made progress before it was first seen; one that begins anew goes
         // through more.
         let mut moved: u64 = 0;
         for Seen { name, done, total } in parts {

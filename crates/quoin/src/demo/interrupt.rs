@@ -39,7 +39,7 @@ pub fn is_wanted() -> bool {
 }
 
 /// # Errors
-/// Once the person pressed Ctrl-C.
+/// Once the user pressed Ctrl-C.
 pub fn check() -> Result<()> {
     if is_wanted() {
         bail!("interrupted");

@@ -143,9 +143,9 @@ impl InUse {
     }
 }
 
-/// Unmounts every file system on this cluster's devices, the latest first, and gives those that
-/// are in use, and those whose devices are at a standstill. IO must still be served, so that each
-/// is written back whole.
+/// Unmounts every file system on this cluster's devices, the latest first. Returns those that are
+/// in use, and those whose devices are at a standstill. IO must still be served, so that each is
+/// written back whole.
 async fn unmount_volumes(
     layout: &Layout,
     progress: &mut Progress,
@@ -274,7 +274,7 @@ async fn waiting_for_io(layout: &Layout, device: &Device, path: &std::path::Path
     )
 }
 
-/// Says that what is at `path` is taken away, and gives the reason.
+/// Reports that the device or mount at `path` is taken away, and the reason.
 async fn at_standstill(layout: &Layout, device: &Device, path: &std::path::Path) -> String {
     let (path, reason) = (path.display(), why_held(layout, device).await);
     say(&format!("{path} is at a standstill and is taken away"));

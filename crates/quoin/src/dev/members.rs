@@ -1,4 +1,4 @@
-//! The members of a `quoin dev`: how they join, join again, and are let go.
+//! The members of a `quoin dev`: how they join, join again, and are ended.
 
 use anyhow::Result;
 use quoin_api::control::{CreateJoinTokenRequest, GetClusterInfoRequest, ListPoolsRequest};

@@ -162,7 +162,7 @@ async fn supervise(
     outcome.and(stopped)
 }
 
-/// Says once that block devices can be made again, where they could not.
+/// Reports once that block devices can be made again, where they could not.
 async fn tell_when_over(layout: &Layout, blocked: Option<Blocked>) -> std::convert::Infallible {
     if let Some(blocked) = blocked {
         blocked.over(layout).await;

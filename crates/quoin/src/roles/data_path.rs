@@ -47,7 +47,7 @@ pub enum Part {
 /// Memory that was freed is kept for the next use: the data path takes and frees buffers all the
 /// time, and the C library would give them back to the kernel and fault them in again.
 fn keep_freed_memory() {
-    // SAFETY: these set numbers of the allocator, and it looks at them under its own lock.
+    // SAFETY: these set numbers of the allocator, which reads them under its own lock.
     #[cfg(target_env = "gnu")]
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, 8 << 20);

@@ -40,7 +40,7 @@ pub fn on_signal(within: Duration) -> Result<watch::Receiver<bool>> {
         std::thread::sleep(within);
         let waits_for = threads();
         tracing::error!(within_s = within.as_secs(), waits_for, "the end is not waited for longer");
-        // Not `exit`, which runs what other parts of the process want done at its end.
+        // Not `exit`, which runs handlers that other parts of the process registered for its end.
         // SAFETY: it takes a number, and ends this process.
         unsafe { libc::_exit(1) }
     };

@@ -186,8 +186,8 @@ pub async fn attach(
     warn_of_the_dead(&volume, client);
     let after = options.boot.apply(&volume, options.read_only, &attached.device);
     after.with_context(|| format!("the volume is attached as {}", attached.device.display()))?;
-    // A device without a link is one all the same: an older attach process makes none, and where
-    // something is in the way of it, that process says so in its log.
+    // A device without a link is a device all the same: an older attach process makes none, and
+    // where something is in the way of it, that process reports it in its log.
     let linked = daemon.link(&volume.id, &view.volume).await.ok().and_then(|linked| linked.link);
     let shown = |path: &Path| path.display().to_string();
     let view = AttachedView {
@@ -292,7 +292,7 @@ pub(super) fn elsewhere(
     let run = std::path::absolute(client.run_directory()).context("find the run directory")?;
     let run = std::fs::canonicalize(&run).unwrap_or(run);
     let all = devices::Device::over(Path::new("/"))?;
-    // Paths alone do not tell: a device of another table of mounts is not this host's.
+    // Paths alone do not suffice: a device of another table of mounts is not this host's.
     let alive = |device: &devices::Device| {
         device.volume == volume.id && device.is_mounted_here() && !device.is_dead()
     };
@@ -343,7 +343,7 @@ fn nbd_socket(client: &ClientOptions, volume_id: &str) -> PathBuf {
     client.run_directory().join("nbd").join(format!("{volume_id}.sock"))
 }
 
-/// The node that this host is, as its target says.
+/// The node that this host is, as its target reports.
 pub(super) fn node_here(client: &ClientOptions) -> Option<String> {
     let path = client.run_directory().join(quoin_target::NODE_FILE);
     let name = std::fs::read_to_string(path).ok()?;
@@ -408,7 +408,7 @@ async fn wait_for_target(
     client: &ClientOptions,
 ) -> Result<()> {
     let began = Instant::now();
-    // The file alone says nothing: a killed target leaves it behind.
+    // The file alone proves nothing: a killed target leaves it behind.
     while tokio::net::UnixStream::connect(socket).await.is_err() {
         if began.elapsed() > client.timeout() {
             let now = get_volume(cluster, &volume.id).await?;

@@ -202,7 +202,7 @@ async fn take_down_here(
         did.iter().for_each(|did| eprintln!("this host's device: {did}"));
         return Ok(match before {
             _ if did.is_empty() => Here::Nothing,
-            // The attach process did not say what it has.
+            // The attach process did not report what it has.
             Here::Nothing => Here::TakenDown,
             before => before,
         });
@@ -248,11 +248,11 @@ fn cut_off(volume: &Volume, client: &ClientOptions) -> Result<Vec<String>> {
     Ok(did)
 }
 
-/// Nodes report what they use every two seconds: what was let go a moment ago is known after this, and
-/// what they have to a controller that has just started.
+/// Nodes report what they use every two seconds. Within this time a release of a moment ago is
+/// known, and a controller that has just started knows what they have.
 const REPORTED_WITHIN: Duration = Duration::from_secs(5);
 
-/// Takes the volume from its nodes. Where one of them may use it, a person at a terminal is asked.
+/// Takes the volume from its nodes. Where one of them may use it, a user at a terminal is asked.
 async fn unpublish(
     cluster: &mut Cluster,
     mut request: UnpublishVolumeRequest,

@@ -282,7 +282,7 @@ async fn create(
     client: &ClientOptions,
     format: Format,
 ) -> Result<()> {
-    // A person who names a size wants that one, not any that is at least as large.
+    // A user who names a size wants that one, not any that is at least as large.
     let limit_bytes = quoin_control::spec::size(options.size, 0)?;
     let spec = Some(options.spec());
     let request = CreateVolumeRequest { spec, limit_bytes, ..Default::default() };

@@ -192,7 +192,7 @@ pub async fn run(command: ReplicaCommand, client: &ClientOptions, format: Format
         }
         ReplicaCommand::Replace { volume, replica, pool, wait } => {
             let volume = get_volume(cluster, &volume).await?;
-            // By its pool a person may know better than what reports say.
+            // A user who names a replica by its pool may know better than reports.
             let by_id = volume.replicas.iter().all(|r| r.pool != replica);
             relocate(cluster, volume, &replica, pool, by_id, &wait, client, format).await
         }
@@ -250,7 +250,7 @@ async fn relocate(
     }
 }
 
-/// In words where the answer says that nothing is under way: the replica is there once, and known.
+/// Message where the answer reports nothing under way: the replica is there once, and known.
 fn settled(
     before: &Volume,
     volume: &Volume,
@@ -304,7 +304,7 @@ fn no_pool(named: &str, pools: &[String]) -> Option<String> {
     unknown.then(|| format!("there is no pool {named}; pools are {}", pools.join(", ")))
 }
 
-/// The id of the replica that a person names by its pool, its id or the beginning of it.
+/// The id of the replica that a user names by its pool, its id or the beginning of it.
 pub(super) fn find(volume: &Volume, named: &str) -> Result<String> {
     let name = volume.spec.as_ref().map(|spec| spec.name.as_str()).unwrap_or_default();
     let lower = named.to_ascii_lowercase();
