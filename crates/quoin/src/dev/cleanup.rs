@@ -338,7 +338,7 @@ fn describe(mount: &Mount) -> String {
     }
 }
 
-/// Writes what programs have written to the volume while its device is still served.
+/// Writes back to the volume what programs have written, while its device is still served.
 async fn write_back(busy: &[InUse]) {
     say("writing back what the file systems hold, then taking the devices away");
     for used in busy {
