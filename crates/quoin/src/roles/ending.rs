@@ -15,8 +15,8 @@ use tokio::runtime::Runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
-/// Time from the signal to the end of the process. Supervisors have more patience (`quoin dev` 30
-/// s, Kubernetes 30 s, systemd 90 s).
+/// Time from the signal to the end of the process. Supervisors have more patience (`quoin dev`
+/// 30 s, Kubernetes 30 s, systemd 90 s).
 pub const WITHIN: Duration = Duration::from_secs(20);
 /// Time for work on other threads that a role which has ended left behind.
 const LEFT_BEHIND_MAX: Duration = Duration::from_secs(1);
