@@ -30,9 +30,6 @@ use crate::reports::id;
 /// For all that a pool keeps: a little longer than a pool takes for it.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(40);
 
-/// How long a stream that was not woken waits before it makes its assignment anew.
-const LOOK_AGAIN: std::time::Duration = std::time::Duration::from_secs(5);
-
 type Assignments<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 impl Services {
@@ -65,8 +62,6 @@ impl Services {
                 }
                 tokio::select! {
                     changed = changes.changed() => if changed.is_err() { break },
-                    // A change that no record tells of: what is told follows all the same.
-                    () = tokio::time::sleep(LOOK_AGAIN) => {}
                     _ = shutdown.wait_for(|down| *down) => break,
                 }
             }
