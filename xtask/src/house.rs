@@ -49,7 +49,7 @@ const PURE: [&str; 2] = ["quoin-types", "quoin-replication"];
 /// What the core may use of crates.io: nothing that does I/O, keeps time or starts threads.
 const CORE_LIBRARIES: [&str; 3] = ["bytes", "crc-fast", "thiserror"];
 
-/// What the core must not use: time, IO and chance are given to it.
+/// Names that the core must not use: time, IO and chance are given to it.
 const CORE_FORBIDDEN: [&str; 9] = [
     "std::fs",
     "std::net",

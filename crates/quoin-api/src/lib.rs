@@ -1,4 +1,4 @@
-//! What the parts of a cluster say to each other: generated gRPC messages and services, one module a
+//! Messages between the parts of a cluster: generated gRPC messages and services, one module a
 //! package, and the options of a volume as types ([`volume`]).
 
 pub mod volume;

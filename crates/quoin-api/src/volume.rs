@@ -1,8 +1,8 @@
 //! The options of a volume: each has a type here, a field of [`VolumeOptions`] and a row of
 //! [`OPTIONS`].
 //!
-//! The message [`VolumeSpec`] is what somebody asked for: an option that is empty, 0 or unspecified
-//! was not given. [`VolumeOptions`] is complete, every default filled in, and is what records hold.
+//! The message [`VolumeSpec`] is a request: an option that is empty, 0 or unspecified was not given.
+//! [`VolumeOptions`] is complete, with every default filled in; records hold it.
 //! The faces (parameters of storage classes, documents, the command line) go over the table and have
 //! no list of their own, so an option that is added is known to all of them.
 
@@ -87,19 +87,19 @@ choices!(
     Media = "media"
 );
 choices!(
-    /// What no two replicas of a volume may share.
+    /// Failure domain that no two replicas of a volume may share.
     Spread, "host | pool":
     Host = "host",
     Pool = "pool"
 );
 choices!(
-    /// What IO does while there is no quorum.
+    /// Behaviour of IO while there is no quorum.
     OnQuorumLoss, "wait | fail":
     Wait = "wait",
     Fail = "fail"
 );
 choices!(
-    /// What writes do while the pools are full.
+    /// Behaviour of writes while the pools are full.
     OnFull, "wait | enospc":
     Wait = "wait",
     NoSpace = "enospc"
@@ -175,7 +175,7 @@ pub struct VolumeOptions {
     pub replace_after: Option<ReplaceAfter>,
 }
 
-/// What is wrong with an option that was asked for.
+/// A requested option that breaks its rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WrongOption {
     pub key: &'static str,
@@ -229,7 +229,7 @@ impl VolumeOptions {
     }
 }
 
-/// What the values of an option are.
+/// Kind of the values of an option.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Values {
     /// One of these words.
@@ -261,7 +261,7 @@ pub struct VolumeOption {
     pub values: Values,
     /// For `--help`.
     pub help: &'static str,
-    /// What a volume has where its record names nothing.
+    /// Shown value where the record names none.
     pub absent: &'static str,
     /// Whether it can be changed while the volume exists.
     pub changes: bool,
@@ -270,7 +270,7 @@ pub struct VolumeOption {
 }
 
 impl VolumeOption {
-    /// What a message says of it; `None`: nothing.
+    /// Value in a message; `None`: not given.
     pub fn given(&self, spec: &VolumeSpec) -> Option<String> {
         Some((self.given)(spec)).filter(|given| !given.is_empty() && given != "0")
     }

@@ -1,5 +1,5 @@
-//! What making and deleting a volume costs beside thousands of others, over real sockets, with pools
-//! that do what they are told at once:
+//! Cost of making and deleting a volume beside thousands of others, over real sockets, with
+//! simulated pools that act at once:
 //! `cargo run --release -p quoin-control --example beside -- 10000`.
 
 #[allow(dead_code, reason = "tests take the rest")]
@@ -64,7 +64,7 @@ impl Pool {
             replicas: self.holds.values().cloned().collect(),
             ..PoolReport::default()
         };
-        // What is gone is told once.
+        // A deleted replica is reported once.
         self.holds.retain(|_, held| held.state != "gone");
         report
     }

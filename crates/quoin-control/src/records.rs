@@ -43,7 +43,7 @@ impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
 
 /// A kind of record.
 pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync + 'static {
-    /// What is kept of all of them together.
+    /// Lookup data derived from all records of this kind.
     type Index: Index<Self>;
     /// The first part of its keys, with the slash.
     const PREFIX: &'static str;
@@ -57,7 +57,7 @@ pub trait Record: Serialize + DeserializeOwned + Clone + PartialEq + Send + Sync
     fn is_news(&self, _before: &Self) -> bool {
         true
     }
-    /// Whose assignments it takes part in.
+    /// Pools and nodes whose assignments depend on this record.
     fn concerned(&self) -> Concerned {
         Concerned::Everybody
     }

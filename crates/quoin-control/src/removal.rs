@@ -36,7 +36,7 @@ impl Controller {
                  removed with --wait, as soon as it is known to be offline, or at once with --force"
             )));
         }
-        let volumes = self.volumes.list();
+        let volumes = self.volumes.indexed(|index| index.of_pool(name));
         let needed = |volume: &&std::sync::Arc<VolumeRecord>| {
             volume.phase != VolumePhase::Deleting && volume.replicas.iter().any(|r| r.pool == name)
         };

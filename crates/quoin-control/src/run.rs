@@ -365,7 +365,8 @@ fn server(
         .max_frame_size(1 << 20)
 }
 
-/// What is due by time alone. Never ends by itself. Certificates and events wait for nothing else.
+/// Work that is due by time alone. Never ends by itself. Certificates and events wait for nothing
+/// else.
 async fn tend(controller: Arc<Controller>) {
     let certificates = every_tick("certificates", || controller.tend_certificates());
     let events = every_tick("events", || controller.events().flush());

@@ -20,7 +20,7 @@ const TRIES_MAX: u32 = 32;
 
 type Versioned<R> = (u64, Arc<R>);
 
-/// What is kept of all records of a kind, so that nobody must look at them all.
+/// Lookup data derived from all records of a kind, so that a reader need not visit them all.
 pub trait Index<R>: Default + Send + Sync {
     /// A record was made (`before` is `None`), changed or removed (`after` is `None`).
     fn follow(&mut self, before: Option<&R>, after: Option<&R>);

@@ -1,4 +1,4 @@
-//! What is kept of all volumes together: who holds which, and how much each pool was promised.
+//! Lookups over all volumes: by pool, by node, and the bytes that each pool was promised.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -25,7 +25,7 @@ impl VolumeIndex {
         self.by_node.get(node)
     }
 
-    /// What each pool was promised, in bytes.
+    /// Bytes that the pool was promised.
     pub fn promised_bytes(&self, pool: &str) -> u64 {
         let bytes = self.promised_bytes.get(pool).copied().unwrap_or(0);
         u64::try_from(bytes).unwrap_or(u64::MAX)

@@ -1,9 +1,8 @@
-//! What a role tells of itself: `/metrics` and `/healthz` over HTTP, what is wrong with it, and what
-//! happened.
+//! Telemetry of a role: `/metrics` and `/healthz` over HTTP, its problems, and its notices.
 //!
 //! * [`http`] serves both pages.
 //! * [`health`] keeps the problems that `/healthz` names.
-//! * [`notices`] carries what operators want to know from a role's shards to its reports.
+//! * [`notices`] carries events for operators from a role's shards to its reports.
 //!
 //! This crate knows neither storage nor the control plane.
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// What is written for "never".
+/// Text for "never".
 const OFF: &str = "off";
 /// Longer is meant to be never, and said so.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);

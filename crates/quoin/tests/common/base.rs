@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-pub use quoin_testkit::skipped;
+pub use quoin_testkit::{have, skipped};
 
 /// Far more than anything here takes: reached only when something hangs.
 pub const BUDGET: Duration = Duration::from_secs(180);
@@ -203,15 +203,6 @@ pub fn free_port() -> u16 {
     let next = || 10_000 + (first.wrapping_add(NEXT.fetch_add(1, Relaxed)) % 10_000) as u16;
     let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
     std::iter::repeat_with(next).take(10_000).find(is_free).expect("a free port")
-}
-
-pub fn have(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = std::env::split_paths(&path).any(|directory| directory.join(program).exists());
-    if !found {
-        skipped(&format!("{program} is not installed"));
-    }
-    found
 }
 
 pub fn is_root() -> bool {
