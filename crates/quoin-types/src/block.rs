@@ -1,11 +1,11 @@
-//! The block device that a volume is to its client: what every front-end submits.
+//! Block interface of a volume: the requests that every front-end submits.
 //!
-//! A front-end is a [`Frontend`] session: bytes in, requests out; replies in, bytes out. It does
-//! no I/O of its own, so the target's shard drives sockets and sessions on one thread.
+//! A front-end is a [`Frontend`] session: bytes in, requests out; replies in, bytes out. A session
+//! does no I/O of its own, so the target's shard drives sockets and sessions on one thread.
 
 use bytes::{Bytes, BytesMut};
 
-/// Names one request within its session; chosen by the session, given back with the reply.
+/// Number of one request within its session; chosen by the session, given back with the reply.
 pub type Token = u64;
 
 /// Byte offsets and lengths; the target accepts any alignment of at least the logical block size.
@@ -32,7 +32,7 @@ pub enum Operation {
         fua: bool,
         no_hole: bool,
     },
-    /// Which parts hold data and which are holes.
+    /// Asks which parts hold data and which are holes.
     Status {
         offset: u64,
         length: u64,
@@ -45,7 +45,7 @@ pub struct Request {
     pub operation: Operation,
 }
 
-/// Why a request failed, in the words that every front-end maps to its own codes.
+/// Reason for which a request failed; every front-end maps it to its own codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BlockError {
     #[error("the request lies outside the volume")]
@@ -64,7 +64,7 @@ pub enum BlockError {
     Stopped,
 }
 
-/// A part of the answer to [`Operation::Status`].
+/// One part of the answer to [`Operation::Status`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatusExtent {
     pub length: u64,
@@ -73,9 +73,9 @@ pub struct StatusExtent {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// Write, flush, trim, zero.
+    /// Answer to write, flush, trim and zero.
     None,
-    /// Read: chunks in order whose lengths add up to the request's.
+    /// Answer to a read: chunks in order whose lengths add up to the request's.
     Data(Vec<Bytes>),
     Status(Vec<StatusExtent>),
 }
@@ -86,24 +86,24 @@ pub struct Reply {
     pub result: Result<Payload, BlockError>,
 }
 
-/// What a front-end shows of a volume.
+/// Properties of a volume that a front-end shows to its client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     pub name: String,
     pub size_bytes: u64,
-    /// 512 or 4096.
+    /// Block size in bytes: 512 or 4096.
     pub block_size: u32,
     pub read_only: bool,
 }
 
-/// A protocol session of one client, without I/O.
+/// Protocol session of one client, without I/O.
 ///
-/// The driver reads the socket into `input`, calls [`Frontend::receive`], submits the requests,
-/// and hands each reply to [`Frontend::complete`]; both push onto `output`, which the driver
-/// writes with one vectored write. Sessions bound their own memory: a session that has
-/// [`Frontend::wants_input`] false is not read from until replies have gone out.
+/// The driver reads the socket into `input`, calls [`Frontend::receive`], submits the requests, and
+/// hands each reply to [`Frontend::complete`]. Both push onto `output`, which the driver writes
+/// with one vectored write. Sessions bound their own memory: the driver does not read for a session
+/// whose [`Frontend::wants_input`] is false until replies have been written.
 pub trait Frontend: Send {
-    /// Consumes what it can of `input` (the rest stays there). `Err` closes the connection after
+    /// Consumes what it can of `input`; the rest stays there. `Err` closes the connection after
     /// `output` has been written.
     ///
     /// The driver also calls it, with no new bytes, once after the connection was accepted (some
@@ -120,17 +120,17 @@ pub trait Frontend: Send {
 
     fn wants_input(&self) -> bool;
 
-    /// Bytes of data that requests under way were given, or will be answered with.
+    /// Bytes of data that requests under way carry, or will be answered with.
     fn held_bytes(&self) -> usize;
 
-    /// One more request is taken as long as those under way hold less than this.
+    /// Sets the limit: one more request is accepted while those under way hold less than this.
     fn set_held_bytes_max(&mut self, bytes: usize);
 
-    /// The volume was grown or its mode changed.
+    /// Called when the volume has grown or its mode has changed.
     fn device_changed(&mut self, _info: &DeviceInfo) {}
 }
 
-/// The session ended; the text says why, for the log.
+/// End of the session; the text gives the reason, for the log.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Closed(pub String);

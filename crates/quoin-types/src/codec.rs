@@ -1,11 +1,11 @@
-//! Little-endian encoding of the few structures that live both on the wire and on disk.
+//! Little-endian encoding of the few structures that exist both on the wire and on disk.
 //!
-//! [`Reader`] never panics and never allocates more than its input justifies: lengths are
-//! checked against what is left before anything is reserved.
+//! [`Reader`] never panics and never allocates more than its input justifies: lengths are checked
+//! against the bytes that are left before anything is reserved.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
-/// The input is shorter than, or contradicts, what its own fields announce.
+/// Error: the input is shorter than its own fields announce, or contradicts them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("malformed {0}")]
 pub struct Malformed(pub &'static str);
@@ -32,7 +32,7 @@ impl Reader {
     }
 
     fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], Malformed> {
-        // Never by `take`: that shares the buffer, which costs more than the bytes do.
+        // `take` is not used here: it shares the buffer, which costs more than the copy.
         let array = *self.bytes.first_chunk::<N>().ok_or(Malformed(what))?;
         self.bytes.advance(N);
         Ok(array)
@@ -73,7 +73,7 @@ impl Reader {
         }
     }
 
-    /// A `u32` count followed by that many items of at least `item_len` bytes each.
+    /// Reads a `u32` count of items that have at least `item_len` bytes each.
     pub fn count(&mut self, item_len: usize, what: &'static str) -> Result<usize, Malformed> {
         let n = self.u32(what)? as usize;
         if n.saturating_mul(item_len.max(1)) > self.bytes.len() {
@@ -82,7 +82,7 @@ impl Reader {
         Ok(n)
     }
 
-    /// A `u32` length and that many bytes.
+    /// Reads a `u32` length and that many bytes.
     pub fn bytes(&mut self, what: &'static str) -> Result<Bytes, Malformed> {
         let n = self.count(1, what)?;
         if n == 0 {
@@ -96,7 +96,7 @@ impl Reader {
     }
 }
 
-/// Mirrors [`Reader`]; writes into any `BytesMut`.
+/// Counterpart of [`Reader`]; writes into any `BytesMut`.
 pub trait Writer {
     fn put_flag(&mut self, flag: bool);
     fn put_count(&mut self, count: usize);

@@ -1,4 +1,4 @@
-//! Entries of a volume's history: the unit of order, and what the log on disk is made of.
+//! Entries of a volume's history: the unit of order and of the log on disk.
 
 use std::sync::Arc;
 
@@ -9,15 +9,15 @@ use crate::ids::{Epoch, Lsn, Position, ReplicaGuid, ReplicaId, SnapshotId};
 use crate::membership::{Durability, Member, REPLICAS_MAX};
 use crate::{BLOCK_SIZE, HOLE_BLOCKS_MAX, VOLUME_BLOCKS_MAX, WRITE_BLOCKS_MAX, crc32c};
 
-/// Bytes that every entry has in the chain: the chain before it, and its fixed fields.
+/// Bytes of every entry in the chain: the chain before it, and its fixed fields.
 const CHAIN_HEAD: usize = 45;
 
-/// A running 64-bit checksum over all entry headers so far. Equal (epoch, LSN) must mean equal
-/// chain, on every replica of one volume (OneContent).
+/// Running 64-bit checksum over all entry headers so far. Equal (epoch, LSN) must mean equal chain,
+/// on every replica of one volume (OneContent).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct Chain(pub u64);
 
-/// Who is in sync, and under which rules the entries from here on are counted.
+/// The in-sync set, and the rules by which the entries from here on are counted.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct View {
     pub in_sync: Vec<Member>,
@@ -25,12 +25,12 @@ pub struct View {
     /// The second rule while a membership change is joint.
     pub joint: Option<Rule>,
     pub durability: Durability,
-    /// This open may have lost acknowledged writes that were never flushed
-    /// (UnflushedTailMayBeLost); raised again until an epoch with IO has followed.
+    /// Set if this open may have lost acknowledged writes that were never flushed
+    /// (UnflushedTailMayBeLost). Later Views repeat it until an epoch with IO has followed.
     pub unflushed_tail_lost: bool,
 }
 
-/// One membership as entries are counted under it.
+/// One membership, as entries are counted under it.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Rule {
     pub membership_version: u64,
@@ -50,7 +50,7 @@ pub enum EntryKind {
     },
     Snapshot {
         id: SnapshotId,
-        /// Made for a rebuild or a transfer; no user sees it.
+        /// Set for a snapshot that serves a rebuild or a transfer; users do not see it.
         hidden: bool,
     },
     DeleteSnapshot {
@@ -66,7 +66,7 @@ pub enum EntryKind {
 }
 
 impl EntryKind {
-    /// The stable number of the kind, on the wire and on disk. 0 is never used.
+    /// Returns the stable number of the kind, on the wire and on disk. 0 is never used.
     pub fn code(&self) -> u8 {
         match self {
             EntryKind::Write => 1,
@@ -80,7 +80,7 @@ impl EntryKind {
         }
     }
 
-    /// What the kind carries beside LBA and length; empty for `Write` and `Trim`.
+    /// Encodes the fields of the kind beside LBA and length; empty for `Write` and `Trim`.
     pub fn encode_payload(&self) -> Bytes {
         let mut out = BytesMut::new();
         match self {
@@ -121,7 +121,7 @@ impl EntryKind {
         Ok(kind)
     }
 
-    /// Entries that a replica makes durable before it says Applied (R2).
+    /// Returns true for kinds that a replica makes durable before it answers Applied (R2).
     pub fn is_durable_first(&self) -> bool {
         !matches!(self, EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. })
     }
@@ -199,7 +199,7 @@ impl View {
     }
 }
 
-/// One entry. Shared between sends, the window and the log without copying: see [`SharedEntry`].
+/// One entry. Sends, the window and the log share it without copying: see [`SharedEntry`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Entry {
     pub epoch: Epoch,
@@ -215,7 +215,7 @@ pub struct Entry {
     pub data: Bytes,
     /// The history chain up to and including this entry.
     pub chain: Chain,
-    /// Durable before Applied (a client's FUA).
+    /// The entry is durable before Applied (a client's FUA).
     pub fua: bool,
 }
 
@@ -252,10 +252,10 @@ impl Entry {
         Position { epoch: self.epoch, lsn: self.lsn }
     }
 
-    /// The chain this entry must carry when it follows an entry with chain `previous`.
-    /// `fua` is no part of it: it says how to answer, not what happened.
+    /// Returns the chain that this entry must carry after an entry with chain `previous`. `fua` is
+    /// not included: it concerns the answer, not the content.
     pub fn chain_after(&self, previous: Chain) -> Chain {
-        // One pass over one stretch of bytes: a checksum fed in parts costs several times as much.
+        // One pass over one contiguous buffer: a checksum fed in parts costs several times as much.
         let mut bytes = [0u8; CHAIN_HEAD + 4 * WRITE_BLOCKS_MAX as usize];
         let (head, crcs) = bytes.split_at_mut(CHAIN_HEAD);
         head[..8].copy_from_slice(&previous.0.to_le_bytes());
@@ -283,12 +283,13 @@ impl Entry {
         Chain(digest.finalize())
     }
 
-    /// Whether the ranges of the entry and of `[lba, lba + blocks)` meet.
+    /// Returns true if the range of the entry overlaps `[lba, lba + blocks)`.
     pub fn overlaps(&self, lba: u64, blocks: u64) -> bool {
         self.blocks > 0 && self.lba < lba + blocks && lba < self.lba + u64::from(self.blocks)
     }
 
-    /// The shape every entry from a peer or a disk must have; checksums of data are separate.
+    /// Checks the shape that every entry from a peer or a disk must have. Checksums of data are
+    /// checked separately.
     pub fn check(&self) -> Result<(), Malformed> {
         let (range_max, data_blocks) = match self.kind {
             EntryKind::Write => (WRITE_BLOCKS_MAX, self.blocks as usize),
@@ -307,12 +308,12 @@ impl Entry {
         Ok(())
     }
 
-    /// Whether the data still is what the checksums were made of.
+    /// Verifies the data against the block checksums of the entry.
     pub fn data_is_good(&self) -> bool {
         self.data.chunks_exact(BLOCK_SIZE).map(crc32c).eq(self.crcs.iter().copied())
     }
 
-    /// Bytes it takes in a window or a frame, for limits.
+    /// Bytes counted for the entry in limits of a window or a frame.
     pub fn weight(&self) -> usize {
         self.data.len() + self.crcs.len() * 4 + 128
     }

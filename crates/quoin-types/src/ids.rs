@@ -1,4 +1,4 @@
-//! Identifiers and numbers of the protocol, each a type of its own.
+//! Identifiers and numbers of the protocol, each with its own type.
 
 use std::fmt;
 
@@ -76,19 +76,20 @@ pub struct Position {
     pub lsn: Lsn,
 }
 
-/// What every frame of a session carries; a replica drops what is not its current session's.
+/// Key that every frame of a session carries; a replica drops frames of any other session than its
+/// current one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct SessionKey {
     pub epoch: Epoch,
     pub incarnation: Incarnation,
-    /// Chosen by the target for each connection, never repeated within an incarnation.
+    /// Nonce that the target chooses for each connection; never repeated within an incarnation.
     pub nonce: u64,
 }
 
-/// Names one bulk connection of a session. Of two, the later one has the higher number.
+/// Key of one bulk connection of a session. The later one has the higher number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct BulkKey {
     pub session: SessionKey,
-    /// Chosen by the target, never repeated within a session.
+    /// Number chosen by the target, never repeated within a session.
     pub number: u64,
 }

@@ -1,15 +1,16 @@
-//! Maps whose keys are numbers of our own making: counters, and places in a pool.
+//! Maps keyed by internal numbers: counters and block addresses in a pool.
 //!
-//! They are looked at several times for every request, and the standard hasher defends against keys
-//! that somebody chose. Nobody else chooses these; who writes a pool's files to make places collide slows that pool only.
+//! Every request looks up several of them, and the standard hasher is slow because it defends
+//! against chosen keys. Outsiders cannot choose these keys. A process that writes a pool's files to
+//! make addresses collide slows that pool only.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 pub type KeyMap<V> = HashMap<u64, V, BuildHasherDefault<KeyHasher>>;
 
-/// Multiplies and folds, twice: places are multiples of large powers of two, and a table looks at
-/// the lowest bits and at the highest.
+/// Hasher that multiplies and folds twice: addresses are multiples of large powers of two, and a
+/// table uses the lowest and the highest bits of a hash.
 #[derive(Default)]
 pub struct KeyHasher(u64);
 
@@ -39,7 +40,7 @@ mod tests {
 
     use super::*;
 
-    /// What a table of 4096 buckets takes of the hashes of these keys.
+    /// Number of buckets, of 4096, that the hashes of these keys hit.
     fn buckets(keys: impl Iterator<Item = u64>) -> usize {
         let hash = |key| {
             let mut hasher = KeyHasher::default();

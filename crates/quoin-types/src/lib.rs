@@ -1,9 +1,9 @@
 //! The vocabulary of the data plane: identifiers, entries, membership, messages, and the block
 //! interface of a volume.
 //!
-//! Every crate of the data plane speaks with these types; none of them decides anything. Names are
-//! those of `docs/replication.md`. Decoding takes hostile bytes: it fails with
-//! [`codec::Malformed`], and never panics.
+//! Every crate of the data plane uses these types; none of them makes decisions. Names are those of
+//! `docs/replication.md`. Decoding accepts hostile bytes: it fails with [`codec::Malformed`], and
+//! never panics.
 
 pub mod block;
 pub mod codec;
@@ -33,20 +33,20 @@ pub const BLOCK_SHIFT: u32 = 12;
 pub const WRITE_BLOCKS_MAX: u32 = 256;
 /// Largest `Trim` or `Zero` entry (1 GiB).
 pub const HOLE_BLOCKS_MAX: u32 = 1 << 18;
-/// Blocks in one read of a replica, with data; a target asks for fewer.
+/// Blocks in one read of a replica, with data; a target requests fewer.
 pub const READ_BLOCKS_MAX: u32 = 1024;
-/// Blocks in one read that wants no data.
+/// Blocks in one read without data.
 pub const STATUS_BLOCKS_MAX: u32 = 1 << 16;
 /// Largest volume: 2^44 blocks are 64 PiB, so an LBA always fits 44 bits.
 pub const VOLUME_BLOCKS_MAX: u64 = 1 << 44;
 
-/// Largest LSN that anyone may name, so that no sum of what a peer says overflows.
+/// Largest LSN that a peer may name, so that sums with it never overflow.
 pub const LSN_MAX: Lsn = Lsn(1 << 62);
-/// Largest epoch that anyone may name.
+/// Largest epoch that a peer may name.
 pub const EPOCH_MAX: Epoch = Epoch(1 << 62);
-/// So far above its own epoch a record lets a target ask for one. Promises that replicas have made
-/// can be ahead of records restored from a backup, but never by more openings than anybody made; a
-/// hostile node must not use up the numbers.
+/// Limit of how far above the record's own epoch a target may request one. Promises of replicas can
+/// be ahead of records restored from a backup, but by no more than the number of opens in between.
+/// A hostile node must not use up the numbers.
 pub const EPOCHS_AHEAD_MAX: u64 = 1 << 20;
 
 /// CRC32C (Castagnoli), the checksum of every block.

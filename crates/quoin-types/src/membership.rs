@@ -1,4 +1,4 @@
-//! Who may count: the known list, its factors, and the arithmetic of quorums.
+//! The replicas that may count: the known list, its factors, and the arithmetic of quorums.
 
 use bytes::{BufMut, BytesMut};
 
@@ -7,14 +7,15 @@ use crate::entry::{decode_members, encode_members};
 use crate::ids::{ReplicaGuid, ReplicaId};
 use crate::mutant;
 
-/// One replica as the known list names it.
+/// One replica, as the known list names it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Member {
     pub id: ReplicaId,
     pub guid: ReplicaGuid,
 }
 
-/// When a write is acknowledged: held by the operating systems of CF replicas, or on their media.
+/// Durability at which a write is acknowledged: held by the operating systems of CF replicas, or on
+/// their media.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum Durability {
     #[default]
@@ -28,7 +29,7 @@ pub struct Membership {
     pub version: u64,
     /// Replication factor; `known.len() <= rf` always (KnownAtMostRF).
     pub rf: u8,
-    /// Consistency factor: how many counted replicas an acknowledgement needs.
+    /// Consistency factor: the number of counted replicas that an acknowledgement needs.
     pub cf: u8,
     /// Desired replication factor.
     pub drf: u8,
@@ -39,34 +40,35 @@ pub struct Membership {
     pub formed: bool,
 }
 
-/// What the control plane wants the membership to become: the whole of it each time it changes.
+/// The membership that the control plane wants; sent complete with each change.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Desired {
-    /// Desired replication factor; less than RF asks for nothing.
+    /// Desired replication factor; a value below RF requests no change.
     pub drf: u8,
-    /// Consistency factor; 0: the formula's whenever RF changes, else as it is.
+    /// Consistency factor. 0 selects the default of the formula when RF changes, and otherwise
+    /// leaves CF unchanged.
     pub cf: u8,
     pub newcomers: Vec<Newcomer>,
-    /// Known replicas that are to leave: RF falls by each.
+    /// Known replicas that are to leave; RF decreases by one for each.
     pub leaving: Vec<Member>,
-    /// Of the record's membership as this was written; 0: not told. The control plane takes the
-    /// record to another version when it takes a newcomer off it, so that a joint View which names
-    /// that one never comes to rule.
+    /// Version of the record's membership when this was written; 0: unknown. The control plane
+    /// raises the record's version when it removes a newcomer, so a joint View that names this
+    /// newcomer never comes to rule.
     pub version: u64,
 }
 
-/// A replica that the records name and that is not known yet. Under a listed ReplicaId it takes
-/// the place of the one listed there (replaced, or moved), under another it is an addition.
+/// A replica that the records name and that is not known yet. With a listed ReplicaId it takes the
+/// place of the listed replica (replaced or moved); with another one it is an addition.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Newcomer {
     pub member: Member,
-    /// The records hold the replica whose place it takes beside it (a move): it is fed although
-    /// that one is connected, which stays known until the newcomer is.
+    /// Set for a move: the records keep the replica whose place the newcomer takes. The newcomer is
+    /// fed while that replica is connected, and that replica stays known until the newcomer is.
     pub beside: bool,
 }
 
 impl Desired {
-    /// The consistency factor that a change of RF ends in.
+    /// Returns the consistency factor after a change to this RF.
     pub fn cf_of(&self, rf: u8) -> u8 {
         if self.cf == 0 { default_cf(rf) } else { self.cf.min(rf) }
     }
@@ -76,17 +78,17 @@ impl Desired {
     }
 }
 
-/// Replicas of one volume at most.
+/// Limit of replicas of one volume.
 pub const REPLICAS_MAX: usize = 16;
-/// Retired GUIDs remembered per volume.
+/// Limit of retired GUIDs kept per volume.
 pub const RETIRED_MAX: usize = 4096;
 
-/// floor(RF/2)+1, the default consistency factor.
+/// Default consistency factor: floor(RF/2)+1.
 pub fn default_cf(rf: u8) -> u8 {
     rf / 2 + 1
 }
 
-/// How many known replicas an open needs: max(CF, RF-CF+1).
+/// Number of known replicas that an open needs: max(CF, RF-CF+1).
 pub fn open_quorum(rf: u8, cf: u8) -> u8 {
     cf.max(rf - cf + 1)
 }
@@ -100,20 +102,21 @@ impl Membership {
         usize::from(open_quorum(self.rf, self.cf))
     }
 
-    /// Whether the change from this membership to the next one withdraws a newcomer: it was to take
-    /// the place of a replica that leaves without a successor. Nothing has room for it then, and
-    /// nothing else would ever take it off the records.
+    /// Returns true if the change to the next membership withdraws this newcomer: it was to take
+    /// the place of a replica that leaves without a successor. Such a newcomer has no place any
+    /// more, and nothing else would remove it from the records.
     pub fn withdraws(&self, next: &Self, newcomer: Member) -> bool {
         let has_place = |m: &Self| m.known.iter().any(|known| known.id == newcomer.id);
         has_place(self) && !has_place(next) && !mutant::is("newcomer-kept-without-a-place")
     }
 
-    /// The forced change (`docs/replication.md`): the known ones that are kept become the whole list,
-    /// the others are retired, and so are the `silent` ones, which may know of a change that this
-    /// record lacks; the version passes by the one under which that may have ruled.
+    /// Returns the forced change (`docs/replication.md`): the known replicas that are kept become
+    /// the whole list. The others are retired, and so are the `silent` ones, which may know of a
+    /// change that this record lacks. The version skips the one under which that change may have
+    /// ruled.
     ///
-    /// Nobody knows which of those that are kept holds the most. So the first open has to hear
-    /// all of them, which CF as high as RF says; the target then takes it to what is desired.
+    /// The replica that holds the most is not known. So the first open must hear all of those that
+    /// are kept, which CF equal to RF enforces; the target then changes CF to the desired one.
     #[must_use]
     pub fn reduced_to(&self, keep: impl Fn(&Member) -> bool, silent: &[ReplicaGuid]) -> Self {
         let (known, dropped): (Vec<Member>, Vec<Member>) = self.known.iter().partition(|m| keep(m));
@@ -156,7 +159,8 @@ impl Membership {
         Ok(membership)
     }
 
-    /// The rules every stored or received membership must satisfy; the error names the rule.
+    /// Checks the rules that every stored or received membership must satisfy; the error names the
+    /// rule.
     pub fn check(&self) -> Result<(), &'static str> {
         if self.rf == 0 || usize::from(self.rf) > REPLICAS_MAX {
             return Err("replication factor must be between 1 and 16");
@@ -200,7 +204,7 @@ mod tests {
         assert_eq!((next.version, next.rf, next.drf, next.open_quorum()), (8, 3, 5, 3));
         assert_eq!(next.known, [1, 2, 3].map(member));
         assert_eq!(next.retired, [104, 105].map(ReplicaGuid));
-        // A newcomer that is waited for, beside one that is dropped and one that is kept.
+        // A newcomer that is waited for, beside a replica that is dropped and one that is kept.
         let next = now.reduced_to(|m| m.id.0 <= 3, &[104, 106, 101].map(ReplicaGuid));
         assert_eq!(next.version, 9);
         assert_eq!(next.retired, [104, 105, 106].map(ReplicaGuid));

@@ -1,9 +1,9 @@
 //! The data-plane messages between a target and one replica.
 //!
-//! They are plain values; `quoin-wire` gives them bytes. A replica handles the messages of one
-//! connection strictly in order, so an `Append` sent before a `Read` is applied before it. What
-//! rebuilds copy goes by a second connection of the session, the bulk connection; between the two
-//! nothing is ordered but by what the messages themselves say (`docs/replication.md`).
+//! Messages are plain values; `quoin-wire` encodes them. A replica handles the messages of one
+//! connection strictly in order, so an `Append` sent before a `Read` is applied before it. Rebuild
+//! data uses a second connection of the session, the bulk connection. Between the two connections
+//! there is no order except the one that the messages themselves state (`docs/replication.md`).
 
 use bytes::Bytes;
 
@@ -16,10 +16,10 @@ use crate::{BLOCK_SIZE, LSN_MAX, VOLUME_BLOCKS_MAX, crc32c};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub struct Ping(pub u64);
 
-/// Names a request within its session.
+/// Number of a request within its session.
 pub type RequestId = u64;
 
-/// Which state of the volume a read or an increment is about.
+/// State of the volume that a read or an increment refers to.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ReadView {
     Live,
@@ -28,20 +28,20 @@ pub enum ReadView {
     Base,
 }
 
-/// One stretch of blocks in an increment, a digest or a read.
+/// One range of blocks in an increment, a digest or a read.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Slot {
     pub lba: u64,
-    /// Holes may span many blocks; data slots are one block.
+    /// Length of the range: holes may span many blocks; data slots are one block.
     pub blocks: u32,
-    /// The LSN of the entry that wrote (or trimmed) it. 0: never written.
+    /// LSN of the entry that wrote (or trimmed) the range. 0: never written.
     pub version: Lsn,
     pub content: Content,
 }
 
 impl Slot {
-    /// Whether it can be a part of an increment: within any volume, of a version that `newest`
-    /// allows, and with bytes that match their checksum.
+    /// Returns true if the slot can be a part of an increment: within any volume, with a version
+    /// that `newest` allows, and with bytes that match their checksum.
     pub fn is_good(&self, newest: Lsn) -> bool {
         let whole = match &self.content {
             Content::Hole => self.blocks > 0,
@@ -55,11 +55,11 @@ impl Slot {
     }
 }
 
-/// What an increment was fed so far, so that its end can say how much that must be.
+/// Sum of what an increment was fed so far, so that its end can state how much that must be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct FedSum {
     pub slots: u64,
-    /// CRC32C over all of them in order; of blocks their checksums.
+    /// CRC32C over all slots in order; a block enters with its checksum.
     pub checksum: u32,
 }
 
@@ -83,7 +83,8 @@ impl FedSum {
     }
 }
 
-/// Whether slots cover exactly the range, in order; only holes span more than one block.
+/// Returns true if the slots cover exactly the range, in order; only holes span more than one
+/// block.
 pub fn covers(slots: &[Slot], lba: u64, blocks: u32) -> bool {
     let mut at = lba;
     for slot in slots {
@@ -99,28 +100,28 @@ pub fn covers(slots: &[Slot], lba: u64, blocks: u32) -> bool {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Content {
     Hole,
-    /// Exactly 4096 bytes whose CRC32C is `crc`; no bytes where none were wanted.
+    /// Exactly 4096 bytes whose CRC32C is `crc`; no bytes where the request wanted none.
     Data {
         crc: u32,
         data: Bytes,
     },
-    /// The replica knows that it has this version but its copy fails the checksum.
+    /// The replica has this version, but its copy fails the checksum.
     Bad,
 }
 
-/// What a replica found bad of its own, by scrub or clean-up.
+/// Damage that a replica found in its own copy, by scrub or by the cleaner.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct BadCopy {
     pub lba: u64,
-    /// 1: the bytes of this block. More: the map of this stretch, which may reach beyond the
-    /// volume's end, and so all of its blocks.
+    /// 1: the bytes of this block are bad. More: the map of this range is bad, and so all of its
+    /// blocks; the range may reach beyond the volume's end.
     pub blocks: u32,
-    /// Of the block; of the newest one in a stretch.
+    /// Version of the block; in a range, that of the newest block.
     pub version: Lsn,
 }
 
 impl BadCopy {
-    /// Blocks that one report may be about.
+    /// Limit of blocks in one report.
     pub const BLOCKS_MAX: u32 = crate::WRITE_BLOCKS_MAX;
 }
 
@@ -135,24 +136,24 @@ pub struct EpochEnd {
     pub chain: Chain,
 }
 
-/// Epoch-table rows at most in an `OpenAck` (the newest ones).
+/// Limit of epoch-table rows in an `OpenAck` (the newest ones).
 pub const EPOCH_TABLE_MAX: usize = 256;
 
-/// Snapshot as a replica holds it.
+/// Snapshot, as a replica holds it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SnapshotInfo {
     pub id: SnapshotId,
     pub lsn: Lsn,
     pub hidden: bool,
-    /// Size of the volume then, in blocks.
+    /// Size of the volume at the snapshot, in blocks.
     pub blocks: u64,
 }
 
-/// Snapshots of one volume at most.
+/// Limit of snapshots of one volume.
 pub const SNAPSHOTS_MAX: usize = 1024;
 
 impl ToReplica {
-    /// Whether it is a part of a rebuild: what a bulk connection carries.
+    /// Returns true for messages of a rebuild, which a bulk connection carries.
     pub fn is_copying(&self) -> bool {
         matches!(
             self,
@@ -172,96 +173,97 @@ pub enum ToReplica {
         volume: VolumeId,
         replica: ReplicaId,
         guid: ReplicaGuid,
-        /// The membership the epoch was granted with; the replica keeps a durable copy.
+        /// Membership that the epoch was granted with; the replica keeps a durable copy.
         membership: Membership,
         lease_ms: u32,
     },
-    /// Remove every entry after `keep`. Never executed below stable. Always the first message
+    /// Removes every entry after `keep`. Never executed below stable. Always the first message
     /// after the `OpenAck` of a replica that is going to be fed, also where nothing is removed.
     Truncate {
         keep: Lsn,
-        /// The target's last LSN when this session began: a View above it makes the replica
-        /// continuous, an older one met while catching up does not.
+        /// The target's last LSN when this session began. A View above it makes the replica
+        /// continuous; an older View received while catching up does not.
         tip: Lsn,
     },
     Append {
         entries: Vec<SharedEntry>,
         stable: Lsn,
-        /// Sync at once (FUA, `durability: media`), without a `Sync` of its own.
+        /// Requests an immediate sync (FUA, `durability: media`), without a `Sync` of its own.
         sync: bool,
         ping: Ping,
     },
-    /// Make everything up to here durable and say so.
+    /// Makes everything up to `lsn` durable; the replica confirms it.
     Sync { lsn: Lsn, ping: Ping },
-    /// Renew the lease, learn stable.
+    /// Renews the lease and passes on stable.
     Ping { stable: Lsn, ping: Ping },
     Read {
         id: RequestId,
         view: ReadView,
         lba: u64,
         blocks: u32,
-        /// Answer when applied ≥ this.
+        /// The replica answers once it has applied this LSN.
         after: Lsn,
         /// False: `Content::Data` comes with its checksum but without its bytes (block status,
         /// comparison of copies).
         want_data: bool,
         ping: Ping,
     },
-    /// Log entries after `after`, at most about `bytes_max`.
+    /// Requests log entries after `after`, about `bytes_max` at most.
     Fetch { id: RequestId, after: Lsn, bytes_max: u32 },
-    /// Slots of `view` with `from < version`, from LBA `cursor` on.
+    /// Requests slots of `view` with `from < version`, starting at LBA `cursor`.
     Pull { id: RequestId, view: ReadView, from: Lsn, cursor: u64, bytes_max: u32 },
-    /// First message of a bulk connection: what rebuilds ask of this session comes by it from now
-    /// on, and not by one of a lower number any more. Only to a replica whose session's connection
-    /// has the feature.
+    /// First message of a bulk connection. From now on, requests of rebuilds for this session come
+    /// by it, and no longer by one with a lower number. Sent only to a replica whose session's
+    /// connection has the feature.
     OpenBulk { number: u64 },
-    /// Start (or, with the same `rebuild` id, resume) a shadow whose start is `from`. By a bulk
-    /// connection it says too that all up to `from` is stable, and is answered.
+    /// Starts (or, with the same `rebuild` id, resumes) a shadow whose start is `from`. By a bulk
+    /// connection it also states that everything up to `from` is stable, and is answered.
     IncrementBegin { rebuild: u64, from: Lsn },
     IncrementFeed {
         rebuild: u64,
         slots: Vec<Slot>,
-        /// How far the shadow is complete within the view being fed: the next LBA.
+        /// Completeness of the shadow within the view being fed: the next LBA.
         cursor: u64,
-        /// How far it must be complete before; by a bulk connection only.
+        /// Completeness required before this message; by a bulk connection only.
         after: Option<u64>,
     },
-    /// What was fed since the last cut is the whole of this snapshot.
+    /// Ends a snapshot: all data fed since the last cut is the whole of this snapshot.
     IncrementCut { rebuild: u64, snapshot: SnapshotInfo },
-    /// Verify, sync, and flip atomically to this state.
+    /// Verifies, syncs, and flips atomically to this state.
     IncrementCommit {
         rebuild: u64,
         to: Box<IncrementEnd>,
-        /// All that was fed since the shadow was last begun or resumed; by a bulk connection only.
+        /// Sum of all data fed since the shadow was last begun or resumed; by a bulk connection
+        /// only.
         fed: Option<FedSum>,
     },
-    /// Replace the bad copy of a block, only if the replica holds the same version.
+    /// Replaces the bad copy of a block, only if the replica holds the same version.
     Repair { lba: u64, version: Lsn, crc: u32, data: Bytes },
-    /// Another member's live slots for a stretch whose map is damaged, as of its LSN `at`. A
-    /// replica that has not applied as much, or whose map is whole there, does nothing.
+    /// Carries another member's live slots for a range whose map is damaged, as of its LSN `at`. A
+    /// replica that has not applied as much, or whose map is intact there, ignores it.
     Mend { lba: u64, blocks: u32, at: Lsn, slots: Vec<Slot> },
-    /// Compare live blocks with their checksums on media and say what they are: a prefix of the
-    /// range, as far as about `bytes_max` of data go. Only to a replica whose connection has the
+    /// Compares live blocks with their checksums on media and reports the result for a prefix of
+    /// the range, about `bytes_max` of data. Sent only to a replica whose connection has the
     /// feature.
     Verify {
         id: RequestId,
         lba: u64,
         blocks: u32,
         bytes_max: u32,
-        /// Answer when applied ≥ this.
+        /// The replica answers once it has applied this LSN.
         after: Lsn,
-        /// What is bad is asked of the other members; else it is only told.
+        /// True: bad copies are requested from the other members. False: they are only reported.
         repair: bool,
         ping: Ping,
     },
-    /// Everything is durable: end the session cleanly.
+    /// Ends the session cleanly; everything is durable.
     Close,
 }
 
-/// Blocks that one [`ToReplica::Verify`] may be about, holes for the most part.
+/// Limit of blocks in one [`ToReplica::Verify`], mostly for holes.
 pub const VERIFY_BLOCKS_MAX: u32 = 1 << 16;
 
-/// The state that an increment ends in: all that a replica knows beside its blocks.
+/// The state that an increment ends in: everything that a replica knows beside its blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct IncrementEnd {
     pub position: Position,
@@ -269,13 +271,13 @@ pub struct IncrementEnd {
     pub epoch_table: Vec<EpochEnd>,
     pub last_view: Option<(Lsn, View)>,
     pub volume_blocks: u64,
-    /// Snapshots that exist at `position`; others the receiver held are dropped.
+    /// Snapshots that exist at `position`; the receiver drops any others.
     pub snapshots: Vec<SnapshotInfo>,
 }
 
 impl IncrementEnd {
-    /// The shape every end of an increment must have; `epoch` is that of the session. The error
-    /// names what does not fit.
+    /// Checks the shape that every end of an increment must have; `epoch` is that of the session.
+    /// The error names the part that does not fit.
     pub fn check(&self, epoch: Epoch) -> Result<(), &'static str> {
         check_history(self.position, self.chain, &self.epoch_table, epoch)?;
         if self.volume_blocks == 0 || self.volume_blocks > VOLUME_BLOCKS_MAX {
@@ -294,7 +296,7 @@ impl IncrementEnd {
     }
 }
 
-/// A position, and the epoch table that leads to it.
+/// Checks a position and the epoch table that leads to it.
 fn check_history(
     position: Position,
     chain: Chain,
@@ -315,9 +317,9 @@ fn check_history(
 }
 
 impl OpenAck {
-    /// The shape every answer must have; `epoch` is that of the session. The error names what
-    /// does not fit. A replica that calls itself damaged is held to the bounds alone: none of
-    /// the rest is believed.
+    /// Checks the shape that every answer must have; `epoch` is that of the session. The error
+    /// names the part that does not fit. For a replica that reports itself damaged only the bounds
+    /// are checked: the rest is not used.
     pub fn check(&self, epoch: Epoch) -> Result<(), &'static str> {
         let last = self.position.lsn;
         if self.volume_blocks > VOLUME_BLOCKS_MAX {
@@ -343,7 +345,7 @@ impl OpenAck {
     }
 }
 
-/// What a replica says of itself when a target opens it.
+/// A replica's report of its own state when a target opens it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct OpenAck {
     pub position: Position,
@@ -351,7 +353,7 @@ pub struct OpenAck {
     pub epoch_table: Vec<EpochEnd>,
     pub stable: Lsn,
     pub durable: Lsn,
-    /// The map is folded up to here; the log holds everything after.
+    /// Base: the map contains everything up to here; the log holds everything after.
     pub base: Lsn,
     pub last_view: Option<(Lsn, View)>,
     pub continuous: bool,
@@ -364,7 +366,7 @@ pub struct OpenAck {
     pub shadow: Option<(u64, Lsn, u64)>,
 }
 
-/// Why a replica turned a session away or ended it.
+/// Reason for which a replica refused a session or ended it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Failure {
     #[error("a newer epoch was promised")]
@@ -409,10 +411,10 @@ pub enum FromReplica {
         slots: Vec<Slot>,
         ping: Ping,
     },
-    /// Answers [`ToReplica::Verify`]: data comes without its bytes.
+    /// Answer to [`ToReplica::Verify`]; data slots carry no bytes.
     Verified {
         id: RequestId,
-        /// The replica's applied LSN when it looked.
+        /// The replica's applied LSN when it read.
         at: Lsn,
         slots: Vec<Slot>,
         ping: Ping,
@@ -420,7 +422,7 @@ pub enum FromReplica {
     Fetched {
         id: RequestId,
         entries: Vec<SharedEntry>,
-        /// The log does not reach back to `after`: use an increment.
+        /// The log does not reach back to `after`: the target uses an increment.
         gone: bool,
     },
     Pulled {
@@ -428,7 +430,7 @@ pub enum FromReplica {
         slots: Vec<Slot>,
         /// The next LBA to pull from; `None` at the end of the view.
         cursor: Option<u64>,
-        /// With the last chunk of [`ReadView::Base`] or a snapshot: its state.
+        /// State of the view, with the last chunk of [`ReadView::Base`] or a snapshot.
         end: Option<Box<IncrementEnd>>,
         /// The view does not exist here (any more).
         gone: bool,
@@ -438,13 +440,13 @@ pub enum FromReplica {
         rebuild: u64,
         cursor: u64,
     },
-    /// Answers [`ToReplica::IncrementBegin`] on a bulk connection: how far the shadow is complete
+    /// Answer to [`ToReplica::IncrementBegin`] on a bulk connection: how far the shadow is complete
     /// within the view that is being fed.
     IncrementBegun {
         rebuild: u64,
         cursor: u64,
     },
-    /// Always by the session's own connection: what follows the flip goes there.
+    /// Always sent by the session's own connection: what follows the flip uses that one.
     IncrementDone {
         rebuild: u64,
         position: Position,
@@ -454,23 +456,23 @@ pub enum FromReplica {
         version: Lsn,
         done: bool,
     },
-    /// Answers [`ToReplica::Mend`].
+    /// Answer to [`ToReplica::Mend`].
     Mended {
         lba: u64,
         blocks: u32,
         done: bool,
     },
-    /// There was no room for the entries after `applied`: they were not taken, and none is until
-    /// the next one in order comes again.
+    /// The pool had no room for the entries after `applied`: they were not taken. None is taken
+    /// until the next one in order is sent again.
     NoRoom {
         applied: Lsn,
     },
-    /// Whether the pool can take much more before it is full; said at the session's begin where
-    /// it is short, and at each change.
+    /// State of the pool's free space: short if it can take little more. Sent when the session
+    /// begins, if it is short, and at each change.
     Room {
         short: bool,
     },
-    /// The replica found its own copy bad and asks for another member's.
+    /// The replica found its own copy bad and requests another member's.
     BadCopy(BadCopy),
     Closed,
     /// The session is over; the replica may be opened again.

@@ -1,8 +1,8 @@
-//! Named defects, to show that the tests find them: a check that cannot fail is no check.
+//! Named defects, which show that the tests detect them: a check that cannot fail is no check.
 //!
-//! The rules of `docs/replication.md` and `docs/store.md` are each broken in one place by a
-//! switch. The switches exist only with the feature `mutants`, which no product build has; without
-//! it [`is`] is a constant `false` and nothing is left of them. At most one is on at a time.
+//! Each switch breaks one rule of `docs/replication.md` or `docs/store.md` in one place. The
+//! switches exist only with the feature `mutants`, which no product build has; without it [`is`] is
+//! a constant `false` and no code of them remains. At most one is on at a time.
 
 #[cfg(feature = "mutants")]
 mod switch {
@@ -13,7 +13,7 @@ mod switch {
         static REACHED: Cell<bool> = const { Cell::new(false) };
     }
 
-    /// Whether this defect is on.
+    /// Returns true if this defect is on.
     pub fn is(name: &str) -> bool {
         let on = ACTIVE.get() == Some(name);
         if on {
@@ -28,7 +28,7 @@ mod switch {
         REACHED.set(false);
     }
 
-    /// Whether the place of the defect that is on was ever come to.
+    /// Returns true if execution ever reached the place of the defect that is on.
     pub fn was_reached() -> bool {
         REACHED.get()
     }
@@ -37,7 +37,7 @@ mod switch {
 #[cfg(feature = "mutants")]
 pub use switch::{is, set, was_reached};
 
-/// Whether this defect is on: never in a product.
+/// Constant `false`: product builds have no defects to switch on.
 #[cfg(not(feature = "mutants"))]
 #[inline(always)]
 pub const fn is(_name: &str) -> bool {

@@ -1,30 +1,31 @@
-//! Terms: which of two controllers of one cluster is believed.
+//! Terms: they decide between two controllers of one cluster.
 //!
 //! A controller whose records were restored elsewhere may come back while the new one rules: a host
-//! that is cut off looks like one that is lost. So each recovery of the records begins a
-//! **term**, one above every term that the pools have heard of. All that a controller says carries its
-//! term. Members keep the highest term that they heard of on media, and refuse what is said under a
-//! former one. Two controllers that began the same number at the same time differ by the id of the
-//! term: the one that a member hears of first is believed there, and the other is refused.
+//! that is cut off cannot be distinguished from one that is lost. So each recovery of the records
+//! begins a **term**, one above every term that the pools have heard of. Every message of a
+//! controller carries its term. Members keep the highest term that they heard of on media, and
+//! refuse messages of a former one. Two controllers that began the same number at the same time
+//! differ by the id of the term: a member accepts the one that it hears of first, and refuses the
+//! other.
 //!
-//! **The number is the upper part of every epoch**, so epochs of two terms are never equal, and every
-//! epoch of a term is above all epochs of the terms before it, however many of them a former controller
-//! still grants. So promises, fences, positions and histories, which compare epochs, compare
-//! (term, epoch) in this order, on media as well.
+//! **The number is the upper part of every epoch**, so epochs of two terms are never equal, and
+//! every epoch of a term is above all epochs of the terms before it, however many of them a former
+//! controller still grants. So promises, fences, positions and histories, which compare epochs,
+//! compare (term, epoch) in this order, on media as well.
 //!
-//! Term 0 is that of a cluster whose records were never recovered, and of versions that know no terms.
+//! Term 0 is that of a cluster whose records were never recovered, and of versions without terms.
 
 use std::fmt;
 
 use crate::ids::{Epoch, TermId};
 use crate::mutant;
 
-/// Of an epoch's 64 bits those that count the openings of one term.
+/// Bits of an epoch, of 64, that count the openings of one term.
 const OPENING_BITS: u32 = 40;
-/// The highest number a term may have: so that no epoch is above [`crate::EPOCH_MAX`].
+/// Highest number of a term, so that no epoch is above [`crate::EPOCH_MAX`].
 pub const TERM_MAX: u64 = (1 << (62 - OPENING_BITS)) - 1;
 
-/// The life of one controller as the one that rules.
+/// The reign of one controller over the cluster, from one recovery of the records to the next.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Term {
     pub number: u64,
@@ -37,28 +38,28 @@ impl fmt::Display for Term {
     }
 }
 
-/// How a term stands to the highest one that was heard of before.
+/// Relation of a term to the highest one heard of before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Standing {
-    /// It is the same.
+    /// The same term.
     Same,
-    /// It is higher: from now on the former one is refused.
+    /// A higher term: from now on the former one is refused.
     Higher,
-    /// It is over.
+    /// A lower term, which is over.
     Former,
-    /// Another controller began one of the same number, and was heard of first.
+    /// A term of the same number that another controller began; the other was heard of first.
     Rival,
 }
 
 impl Standing {
-    /// Whether what is said under it is refused.
+    /// Returns true if messages of this term are refused.
     pub fn is_refused(self) -> bool {
         matches!(self, Standing::Former | Standing::Rival)
     }
 }
 
 impl Term {
-    /// How this one stands for a member that has heard of `known`.
+    /// Returns the standing of this term for a member that has heard of `known`.
     pub fn standing(self, known: Term) -> Standing {
         match self.number.cmp(&known.number) {
             std::cmp::Ordering::Greater => Standing::Higher,
@@ -70,24 +71,25 @@ impl Term {
         }
     }
 
-    /// Whether a controller that rules in this term ends once it hears of `heard`.
+    /// Returns true if a controller that rules in this term ends once it hears of `heard`.
     pub fn is_ended_by(self, heard: Term) -> bool {
         heard.number > self.number && !mutant::is("old-controller-goes-on")
     }
 
-    /// The number of a term that begins where these were heard of; `None`: there is none left.
+    /// Returns the number of a term that begins where these were heard of; `None`: no number is
+    /// left.
     pub fn next_number(heard: impl IntoIterator<Item = Term>) -> Option<u64> {
         let highest = heard.into_iter().map(|term| term.number).max().unwrap_or_default();
         (highest < TERM_MAX).then_some(highest + 1)
     }
 
-    /// Below every epoch that this term grants.
+    /// Bound below every epoch that this term grants.
     pub fn floor(self) -> Epoch {
         Epoch(self.number << OPENING_BITS)
     }
 
-    /// The epoch that comes after these in this term. `None` where one of them is of a later term, or
-    /// the last of this one.
+    /// Returns the epoch that follows `after` in this term. `None` if `after` is of a later term,
+    /// or is the last of this one.
     pub fn next_epoch(self, after: Epoch) -> Option<Epoch> {
         let floor = if mutant::is("term-not-in-the-epoch") { Epoch::ZERO } else { self.floor() };
         let next = Epoch(after.max(floor).0.saturating_add(1));
@@ -96,13 +98,13 @@ impl Term {
 }
 
 impl Epoch {
-    /// Of the term in which it was granted.
+    /// Number of the term in which the epoch was granted.
     pub fn term_number(self) -> u64 {
         self.0 >> OPENING_BITS
     }
 }
 
-/// `TERM/EPOCH`, and without the term where that is 0.
+/// Writes `TERM/EPOCH`, and the epoch alone in term 0.
 impl fmt::Display for Epoch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let opening = self.0 & ((1 << OPENING_BITS) - 1);
@@ -146,7 +148,7 @@ mod tests {
             let first = term.next_epoch(last).unwrap();
             assert!(first > last && first.term_number() == number);
             assert_eq!(term.next_epoch(first), Some(first.next()));
-            // However many a former controller goes on to grant.
+            // Any number of epochs that a former controller still grants.
             last = Epoch(term.floor().0 + (1 << OPENING_BITS) - 2);
             assert_eq!(term.next_epoch(last).unwrap().term_number(), number);
             let used_up = last.next();

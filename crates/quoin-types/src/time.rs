@@ -1,10 +1,10 @@
-//! Time as the core sees it: a number handed in by the driver.
+//! Time in the core: a number that the driver passes in.
 
 use std::ops::{Add, Sub};
 use std::time::Duration;
 
-/// Nanoseconds of a clock that also counts suspend (CLOCK_BOOTTIME), of one host only:
-/// never compared between hosts.
+/// Nanoseconds of a clock that also counts suspend (CLOCK_BOOTTIME), of one host only: never
+/// compared between hosts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Debug)]
 pub struct Time(pub u64);
 
@@ -15,7 +15,7 @@ impl Time {
         Self(ms * 1_000_000)
     }
 
-    /// Zero if `earlier` is later than `self`.
+    /// Returns the time since `earlier`; zero if `earlier` is later than `self`.
     pub fn since(self, earlier: Time) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
