@@ -1,39 +1,40 @@
-//! Who may connect, and as what: one pure function, [`admit`].
+//! Admission: one pure function, [`admit`], decides which replicas may connect, and as what.
 //!
-//! It is the decision list of the scale-up document (`docs/index.md`) in the order that keeps data safe: what is
-//! wrong or retired first, so that it displaces nobody; then one replica a ReplicaId; then how
-//! many; then who it is. Two kinds of refusal say that too many replicas are connecting, which is
-//! worth an alarm: somebody started what should not be there.
+//! It implements the decision list of the scale-up document (`docs/index.md`) in the order that
+//! keeps data safe. Foreign and retired replicas come first, so that they displace nothing; then
+//! one replica for each ReplicaId; then the number of replicas; then their identity. Two kinds of
+//! refusal mean that too many replicas are connecting. These raise an alarm: a replica was started
+//! that should not run.
 //!
-//! One thing goes beyond the list: a replica that the records move to another pool. The newcomer
-//! carries the ReplicaId of the one whose place it takes, and is fed while that one serves, so
-//! that a move costs no copy. It has a seat of its own ([`Seats::moving`]), counts nowhere before
-//! it is known, and from then on the other is retired; so one ReplicaId never counts twice.
+//! Moves go beyond the list: the records move a replica to another pool. The newcomer carries the
+//! ReplicaId of the replica whose place it takes, and is fed while that one serves, so that a move
+//! costs no copy. It has a seat of its own ([`Seats::moving`]) and counts nowhere before it is
+//! known. From then on the other is retired; so one ReplicaId never counts twice.
 
 use quoin_types::ids::VolumeId;
 use quoin_types::membership::{Member, Membership};
 
-/// A replica that asks to be admitted, as it says of itself.
+/// A replica that asks to be admitted, described by its own report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Applicant {
     pub volume: VolumeId,
     pub member: Member,
-    /// Its quorum flag.
+    /// The quorum flag of the replica.
     pub quorum: bool,
-    /// It holds no entry.
+    /// Set if the replica holds no entry.
     pub empty: bool,
-    /// The membership version that it knows as durable.
+    /// The membership version that the replica has on media.
     pub membership_version: u64,
 }
 
-/// One that is connected already.
+/// A replica that is connected already.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Connected {
     pub member: Member,
     pub quorum: bool,
 }
 
-/// What the decision rests on.
+/// Input of the decision.
 #[derive(Clone, Copy, Debug)]
 pub struct Seats<'a> {
     pub volume: VolumeId,
@@ -48,11 +49,11 @@ pub struct Seats<'a> {
 /// The decision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Admission {
-    /// On the known list: it counts once it has everything.
+    /// On the known list: the replica counts once it has everything.
     Known {
         displaces: Option<Member>,
     },
-    /// On the other list: it is rebuilt and counts nowhere.
+    /// On the other list: the replica is rebuilt and counts nowhere.
     Unknown {
         displaces: Option<Member>,
     },
@@ -61,7 +62,7 @@ pub enum Admission {
     Rejected(Refusal),
 }
 
-/// Why a replica is turned away.
+/// Reason for which a replica is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Refusal {
     #[error("it belongs to another volume")]
@@ -81,13 +82,14 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Whether somebody should be told: more replicas are started than the volume has room for.
+    /// Returns true for refusals that raise an alarm: more replicas are started than the volume has
+    /// room for.
     pub fn is_too_many(self) -> bool {
         matches!(self, Refusal::AllConnected | Refusal::Full)
     }
 }
 
-/// Decides on one replica. It is not among `seats.connected`, unless it connects anew.
+/// Decides on one replica. `seats.connected` does not contain it, unless it reconnects.
 pub fn admit(seats: &Seats, applicant: &Applicant) -> Admission {
     use Admission::{Forming, Known, Rejected, Unknown};
     let membership = seats.membership;
@@ -104,7 +106,7 @@ pub fn admit(seats: &Seats, applicant: &Applicant) -> Admission {
     let known = |m: Member| membership.contains(m);
     let listed = |m: Member| membership.known.iter().any(|k| k.id == m.id);
     let moves = |m: Member| seats.moving.contains(&m);
-    // One replica a ReplicaId; a move is the exception.
+    // One replica for each ReplicaId; a move is the exception.
     let others = || seats.connected.iter().filter(|c| c.member != member);
     let mut displaces = None;
     if let Some(rival) = others().find(|c| c.member.id == member.id)

@@ -1,11 +1,11 @@
-//! Bulk connections: what rebuilds copy goes by a second connection of the session.
+//! Bulk connections: the second connection of a session, which carries rebuild data.
 //!
-//! One is asked for where a rebuild needs it, of the receiver and of those that may be its sources,
-//! and closed when none has needed it for a while. What clients do never stands behind what is
-//! copied, and neither connection takes the other with it, but that a session's end is its bulk
-//! connection's. A source whose bulk connection is lost is asked for nothing until it has another
-//! one; a receiver is asked how far its shadow is complete, and fed on from there. Replicas of
-//! versions that know no bulk connection are copied from and fed by the session's own.
+//! A rebuild requests one from the receiver and from each possible source. It is closed once no
+//! rebuild has needed it for a while. Client traffic never queues behind rebuild data. The loss of
+//! a bulk connection does not end the session; the end of a session ends its bulk connection. A
+//! source whose bulk connection is lost gets no requests until it has another one. A receiver is
+//! asked how far its shadow is complete, and feeding continues from there. Replicas of versions
+//! without bulk connections are copied from and fed by the session's own connection.
 
 use std::time::Duration;
 
@@ -18,10 +18,10 @@ use quoin_types::time::Time;
 
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(5);
-/// One that is not made, or owes an answer and says nothing, for so long is given up. Pools serve
-/// rebuilds behind clients, but each within moments.
+/// Timeout of a bulk connection that is not established, or that owes an answer and sends nothing.
+/// Pools serve rebuilds behind clients, but each request within moments.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long one that no rebuild needs is kept.
+/// Time that an unneeded bulk connection is kept.
 const IDLE: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,14 +33,14 @@ enum State {
 
 /// The bulk connection of one session.
 pub(super) struct Bulk {
-    /// The other side takes one.
+    /// Set if the other side supports bulk connections.
     offered: bool,
     state: State,
     number: u64,
     retry: Duration,
-    /// A rebuild needs it.
+    /// Set if a rebuild needs the connection.
     needed: bool,
-    /// Answers that are owed, and since when none has come.
+    /// Number of outstanding answers.
     owed: u32,
     heard: Time,
 }
@@ -52,17 +52,17 @@ impl Bulk {
         Self { offered, state, number: 0, retry, needed: false, owed: 0, heard }
     }
 
-    /// What is copied goes by a connection of its own.
+    /// Returns true if rebuild data uses a connection of its own.
     pub fn is_offered(&self) -> bool {
         self.offered
     }
 
-    /// Something can be copied now.
+    /// Returns true if rebuild data can be sent now.
     pub fn carries(&self) -> bool {
         !self.offered || matches!(self.state, State::Open { .. })
     }
 
-    /// Something that is answered was sent.
+    /// Counts a message that will be answered.
     fn owes(&mut self, now: Time) {
         if self.owed == 0 {
             self.heard = now;
@@ -82,7 +82,7 @@ impl Bulk {
         self.owed = 0;
     }
 
-    /// When it is given up unless something comes.
+    /// Time at which the connection is given up unless a message arrives.
     fn dead_at(&self) -> Option<Time> {
         match self.state {
             State::Connecting { since } => Some(since + PATIENCE),
@@ -91,7 +91,7 @@ impl Bulk {
         }
     }
 
-    /// When something is to be done about it.
+    /// Time of the next action on the connection.
     pub fn due(&self) -> Option<Time> {
         match self.state {
             State::Closed { retry_at } => (self.offered && self.needed).then_some(retry_at),
@@ -107,7 +107,7 @@ impl Primary {
         BulkKey { session: self.key(peer.nonce), number: peer.bulk.number }
     }
 
-    /// Whose bulk connection this is: the newest one of its session.
+    /// Returns the peer whose newest bulk connection this is.
     fn bulk_peer(&self, bulk: BulkKey) -> Option<usize> {
         let index = self.peer_of(bulk.session)?;
         let of = &self.members[index].bulk;
@@ -115,7 +115,7 @@ impl Primary {
         (there && of.number == bulk.number).then_some(index)
     }
 
-    /// Whether a rebuild copies from this one, to it, or may soon.
+    /// Returns true if a rebuild copies from this peer or to it, or may do so soon.
     fn needs_bulk(&self, peer: &Peer) -> bool {
         let may_source = |r: &Rebuild| r.may_copy_from(peer.member);
         match peer.link {
@@ -127,7 +127,7 @@ impl Primary {
         }
     }
 
-    /// Asks for those that are needed, and closes those that are not or say nothing.
+    /// Requests the bulk connections that are needed. Closes those that are unneeded or silent.
     pub(super) fn step_bulk(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         for index in 0..self.members.len() {
             if !self.members[index].bulk.offered {
@@ -187,7 +187,7 @@ impl Primary {
         self.bulk_lost(now, index);
     }
 
-    /// What went by it is planned anew; the session goes on.
+    /// Plans again the work that the lost connection carried; the session continues.
     fn bulk_lost(&mut self, now: Time, index: usize) {
         let peer = &mut self.members[index];
         peer.bulk.lost(now);
@@ -224,15 +224,15 @@ impl Primary {
             FromReplica::Failed(Failure::Protocol) | FromReplica::Refuse { .. }
                 if self.members[index].link == Link::Rebuilding =>
             {
-                // Opened anew it says where it stands.
+                // The replica reports the state of its shadow when the session is opened again.
                 self.hang_up(now, index, actions);
             }
-            // It failed, or says what has no place here.
+            // The connection failed, or the message is not valid on it.
             _ => self.hang_up_bulk(now, index, actions),
         }
     }
 
-    /// Sends a part of a rebuild, `answered` or not.
+    /// Sends a part of a rebuild; `answered` if the replica answers this message.
     pub(super) fn send_copying(
         &mut self,
         now: Time,
@@ -250,7 +250,7 @@ impl Primary {
         actions.push(PrimaryAction::SendBulk { bulk: self.bulk_key(index), message });
     }
 
-    /// The session is over, and its bulk connection with it.
+    /// Closes the bulk connection of a session that is over.
     pub(super) fn end_bulk(&mut self, index: usize, actions: &mut Vec<PrimaryAction>) {
         if !matches!(self.members[index].bulk.state, State::Closed { .. }) {
             actions.push(PrimaryAction::DisconnectBulk { bulk: self.bulk_key(index) });

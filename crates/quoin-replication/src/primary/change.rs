@@ -1,15 +1,15 @@
-//! Carrying out one change of membership with the volume in use: feed, go joint, compare-and-swap,
+//! Execution of one change of membership with the volume in use: feed, go joint, compare-and-swap,
 //! adopt (`docs/replication.md`, "Changing the membership").
 //!
-//! Every kind of change takes this one way: what [`super::plan`] makes of what is desired is
-//! another membership, and the way from one to the other is the same. While it is joint, entries
+//! All kinds of change use these steps: [`super::plan`] turns what is desired into another
+//! membership, and the steps from one to the other are the same. While the change is joint, entries
 //! are counted under both rules. A replica that leaves stays in the in-sync set until the record
 //! has the change, as long as it keeps up: under the old rule it may be needed.
 //!
-//! The record may go on by itself, to a higher version with the same list (a newcomer was taken off
-//! it), or refuse a change that is no longer wished for. Then the target asks for what is already so
-//! under the next version: once the record has that, no older swap can succeed any more, and the
-//! joint rule ends without a new epoch.
+//! The record may advance by itself, to a higher version with the same list (a newcomer was
+//! removed), or refuse a change that is no longer desired. Then the target requests the present
+//! membership under the next version. Once the record has that version, no older swap can succeed
+//! any more, and the joint rule ends without a new epoch.
 
 use std::time::Duration;
 
@@ -23,11 +23,11 @@ use quoin_types::mutant;
 use quoin_types::time::Time;
 
 const RETRY: Duration = Duration::from_secs(1);
-/// A change that was given up or refused is not begun again before this.
+/// Pause before a change that was given up or refused is begun again.
 const AGAIN_AFTER: Duration = Duration::from_secs(5);
-/// No answer to a swap is under way for longer.
+/// Longest time that an answer to a swap can be under way.
 const LATE_AFTER: Duration = Duration::from_secs(10);
-/// How long additions that are ready wait for others that are desired too.
+/// Time that additions which are ready wait for other desired ones.
 const TOGETHER: Duration = Duration::from_secs(10);
 
 #[derive(Default)]
@@ -36,10 +36,10 @@ enum State {
     None,
     /// The joint View is on its way to CF under both rules and to the newcomers.
     Joint { lsn: Lsn, next: Box<Next> },
-    /// The swap was sent. Whatever happens, both rules hold until its outcome is known.
+    /// The swap was sent. Both rules hold until its outcome is known.
     Swapping { next: Box<Next>, retry_at: Time },
-    /// The record has gone on, or has refused the swap: the membership as it is was asked for under
-    /// the next version. What was to be is still a rule while older requests may be on their way.
+    /// The record has advanced, or has refused the swap: the present membership was requested under
+    /// the next version. The planned one remains a rule while older requests may be on their way.
     Asking { next: Option<Box<Next>>, since: Time, retry_at: Time },
 }
 
@@ -47,12 +47,12 @@ enum State {
 pub(super) struct Change {
     state: State,
     not_before: Time,
-    /// Additions wait for company until then.
+    /// Time until which additions wait for others.
     hold_until: Option<Time>,
 }
 
 impl Change {
-    /// A new epoch judges an unfinished change by the record and the last View.
+    /// Ends the change: a new epoch decides on an unfinished one by the record and the last View.
     pub fn reset(&mut self) {
         self.state = State::None;
         self.hold_until = None;
@@ -71,7 +71,7 @@ impl Change {
         self.next().map(|next| rule_of(&next.membership))
     }
 
-    /// Whether a second rule rules that knows this replica.
+    /// Returns true if a second rule is in force that knows this replica.
     fn knows(&self, member: Member) -> bool {
         self.next().is_some_and(|next| next.membership.contains(member))
     }
@@ -119,7 +119,7 @@ impl Primary {
                         .newcomers
                         .iter()
                         .all(|m| self.live(*m).is_some_and(|p| p.progress.durable >= *lsn));
-                // One that gets the joint View as a thing of the past learns nothing from it: its
+                // A newcomer that receives the joint View while catching up does not adopt it: its
                 // quorum stays off.
                 let learns = |m: &Member| self.live(*m).is_some_and(|p| p.progress.tip < *lsn);
                 let live = next.newcomers.iter().all(learns);
@@ -151,15 +151,15 @@ impl Primary {
         self.members.peers.iter().find(|p| p.member == member && p.is_live())
     }
 
-    /// Whether CF of the new rule are there to count. Where they are not, the change would stop
-    /// a volume that the old rule alone could serve.
+    /// Returns true if CF replicas of the new rule are there to count. Without them, the change
+    /// would stop a volume that the old rule alone could serve.
     fn could_rule(&self, next: &Next) -> bool {
         let membership = &next.membership;
         let there = membership.known.iter().filter(|m| self.live(**m).is_some()).count();
         there >= usize::from(membership.cf)
     }
 
-    /// Connects the newcomers that get a seat and parts with those that have none any more.
+    /// Connects the newcomers that get a seat and ends the sessions of those that lost theirs.
     fn admit_newcomers(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let keeps = |member| self.change.knows(member);
         let Some(seating) = self.members.seat_newcomers(self.config.volume, keeps) else { return };
@@ -203,7 +203,7 @@ impl Primary {
         }
     }
 
-    /// Goes joint with the next membership, where one can be gone to.
+    /// Goes joint with the next membership, if there is one and both rules have their CF.
     fn begin_change(&mut self, now: Time) {
         if !self.commit.views.pending.is_empty() || now < self.change.not_before {
             return;
@@ -247,8 +247,8 @@ impl Primary {
         self.change.state = State::Joint { lsn, next };
     }
 
-    /// Before the swap was sent, the change may be given up: a View without the newcomers ends
-    /// the joint rule. What they hold makes them unlisted with quorum on.
+    /// Gives up the change, which is possible before the swap was sent: a View without the
+    /// newcomers ends the joint rule. The entries that they hold make them unlisted with quorum on.
     fn give_up(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let State::Joint { next, .. } = std::mem::take(&mut self.change.state) else { return };
         let newcomers = next.newcomers;
@@ -269,7 +269,7 @@ impl Primary {
         self.change.state = State::Swapping { next, retry_at: now + RETRY };
     }
 
-    /// Reads the record so that nothing older can land behind the answer.
+    /// Reads the record in a way that prevents older swaps from succeeding after the answer.
     fn ask_record(
         &mut self,
         now: Time,
@@ -302,8 +302,8 @@ impl Primary {
             return self.give_up(now, actions);
         }
         let Some(record) = membership else { return };
-        // Answers are in no order: this one may be to a change of before, and the record has gone
-        // on since it was given.
+        // Answers are in no order: this one may belong to an earlier change, and the record may
+        // have advanced since.
         let late = version != self.members.membership.version || record.version < version;
         if late && !mutant::is("late-answer-to-a-swap-believed") {
             return;
@@ -313,11 +313,11 @@ impl Primary {
         }
         let made = wanted.as_ref().is_some_and(|next| is_same(&record, &next.membership));
         if !made && !is_same(&record, &self.members.membership) {
-            // Somebody else changed the membership: settled by a new epoch.
+            // Another writer changed the membership: a new epoch settles it.
             self.change.not_before = now + AGAIN_AFTER;
             return self.reopen(now, actions);
         }
-        // Every swap that is still on its way was for the version that is over.
+        // Every swap that is still on its way named the version that is over.
         self.adopt(record);
         if made {
             let membership = self.members.membership.clone();
@@ -330,7 +330,8 @@ impl Primary {
         self.admit_newcomers(now, actions);
     }
 
-    /// The record is as it was. `asked`: since when it was asked for what is so already.
+    /// Handles a record that did not change. `asked`: time since which the present membership is
+    /// requested.
     fn refused(
         &mut self,
         now: Time,
@@ -343,11 +344,12 @@ impl Primary {
                 self.adopt(self.members.membership.clone());
                 self.change.not_before = now + AGAIN_AFTER;
             }
-            // It is not wished for (any more), or a late request of our own took another epoch.
+            // The change is not desired (any more), or a late request of this target took another
+            // epoch.
             None => self.ask_record(now, wanted, now, actions),
-            // Perhaps the answer to a request from before.
+            // This may be the answer to an earlier request.
             Some(since) if now < since + LATE_AFTER => {}
-            // The record has gone on to another epoch: no older swap succeeds under a new one.
+            // The record has advanced to another epoch: no older swap succeeds under a new one.
             Some(_) => {
                 self.change.not_before = now + AGAIN_AFTER;
                 self.reopen(now, actions);
@@ -355,7 +357,7 @@ impl Primary {
         }
     }
 
-    /// The record's membership rules alone from here on.
+    /// Adopts the record's membership as the only rule from here on.
     fn adopt(&mut self, record: Membership) {
         self.change.state = State::None;
         let in_sync = self.commit.views.newest().map(|view| {

@@ -1,8 +1,8 @@
-//! How far entries are committed and stable, and since when they are not.
+//! Commit and stable, and the times since which they lag.
 //!
 //! An entry is committed once CF counted members have applied it and stable once they have it on
-//! media, under every rule of every View that is not over ([`quorum`](super::quorum)). Every
-//! sync is requested here.
+//! media, under every rule of every View that is not over ([`quorum`](super::quorum)). Every sync
+//! is requested here.
 
 use std::time::Duration;
 
@@ -15,9 +15,9 @@ use quoin_types::ids::Lsn;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// Replicas are told that all is stable when no entry has followed for so long: one that does says
-/// so on its way, and a frame to each replica for each of a row of single writes would cost as much
-/// as they do.
+/// Delay before replicas are notified that everything is stable, if no entry follows. An entry that
+/// follows carries stable itself. A frame to each replica after each of a series of single writes
+/// would cost as much as the writes.
 const TELL_AFTER: Duration = Duration::from_millis(20);
 
 #[derive(Default)]
@@ -29,32 +29,32 @@ pub(super) struct Commit {
     pub lsn: Lsn,
     /// Entries up to here are stable.
     pub stable: Lsn,
-    /// Commit is held by CF counted members now (Held).
+    /// Set while commit is held by CF counted members (Held).
     pub held: bool,
     unstable_since: Option<Time>,
     settled_since: Option<Time>,
-    /// A sync is wanted up to here.
+    /// LSN up to which a sync is requested.
     sync_wanted: Lsn,
-    /// Since when fewer than CF counted members hold commit.
+    /// Time since which fewer than CF counted members hold commit.
     pub quorum_lost: Option<Time>,
 }
 
 impl Commit {
-    /// The epoch is over. What was reached is kept: the next epoch must not fall behind it.
+    /// Ends the epoch. Commit and stable are kept: the next epoch must not fall behind them.
     pub fn end_epoch(&mut self) {
         self.views = Views::default();
         self.held = false;
     }
 
-    /// The first View is active: all before it is committed and stable.
+    /// Called when the first View is active: everything before it is committed and stable.
     pub fn start(&mut self) {
         (self.lsn, self.stable) = (self.first_view, self.first_view);
     }
 
-    /// Takes over what the replicas have reached; `last`: the end of the history.
+    /// Updates commit and stable from the progress of the replicas; `last`: the end of the history.
     ///
     /// # Panics
-    /// Where commit falls behind the first View, or stable runs ahead of commit.
+    /// If commit falls behind the first View, or stable runs ahead of commit.
     pub fn advance(&mut self, now: Time, peers: &[Peer], last: Lsn) {
         let applied = quorum::reached(&self.views, peers, |p| Some(p.progress.applied));
         let durable = quorum::reached(&self.views, peers, |p| Some(p.progress.durable));
@@ -83,13 +83,13 @@ impl Commit {
         quorum::lease_until(&self.views, peers, lease_ms)
     }
 
-    /// The quorum has been lost for at least `long`.
+    /// Returns true if the quorum has been lost for at least `long`.
     pub fn is_lost_for(&self, now: Time, long: Duration) -> bool {
         self.quorum_lost.is_some_and(|since| now >= since + long)
     }
 
-    /// The reason to wait where a rule counts fewer than its CF; of several rules (a change of
-    /// membership is under way) that of the one that lacks the most.
+    /// Returns the reason to wait if a rule counts fewer than its CF. Of several rules (a change of
+    /// membership is under way) it is that of the one that lacks the most.
     pub fn short_of(&self, peers: &[Peer]) -> Option<WaitReason> {
         let counts = |p: &Peer| p.is_live() && self.views.counts(p.member);
         let counted =
@@ -102,25 +102,25 @@ impl Commit {
         Some(WaitReason::Quorum { counted, rf: *rf, cf: *cf, changing })
     }
 
-    /// Some rule has fewer than CF counted members with room.
+    /// Returns true if some rule has fewer than CF counted members with room.
     pub fn short_of_room(&self, peers: &[Peer]) -> bool {
         let counted = quorum::reached(&self.views, peers, |_| Some(()));
         let roomy = |p: &Peer| (!p.room.short && !p.room.stuck).then_some(());
         counted.is_some() && quorum::reached(&self.views, peers, roomy).is_none()
     }
 
-    /// Entries up to `lsn` are to be on media.
+    /// Requests that entries up to `lsn` be on media.
     pub fn want_sync(&mut self, lsn: Lsn) {
         self.sync_wanted = self.sync_wanted.max(lsn);
     }
 
-    /// IO starts: what an older epoch wanted is over.
+    /// Replaces the requests of an older epoch when IO starts.
     pub fn want_sync_only(&mut self, lsn: Lsn) {
         self.sync_wanted = lsn;
     }
 
-    /// Up to where replicas are to sync. One is wanted by itself `after` so long, or when as much as
-    /// `is_much` is not on media.
+    /// Returns the LSN up to which replicas are to sync. A sync starts by itself after the time
+    /// `after`, or if `is_much` (enough bytes are not on media).
     pub fn sync_due(
         &mut self,
         now: Time,
@@ -135,19 +135,19 @@ impl Commit {
         (self.sync_wanted > self.stable).then_some(self.sync_wanted)
     }
 
-    /// When there is something to do though nothing happens.
+    /// Time of the next action if no event occurs.
     pub fn due(&self, now: Time, peers: &[Peer], sync_after: Duration) -> Option<Time> {
         let lost = self.quorum_lost.map(|since| (since + PATIENCE).max(now + PATIENCE / 2));
         [self.sync_at(sync_after), self.tell_at(peers), lost].into_iter().flatten().min()
     }
 
-    /// When a sync is wanted by itself.
+    /// Time at which a sync starts by itself.
     fn sync_at(&self, after: Duration) -> Option<Time> {
         let none_wanted = self.sync_wanted <= self.stable;
         self.unstable_since.filter(|_| none_wanted).map(|since| since + after)
     }
 
-    /// When replicas that were not told yet are told that everything is stable.
+    /// Time at which the remaining replicas are notified that everything is stable.
     pub fn tell_at(&self, peers: &[Peer]) -> Option<Time> {
         let at = self.settled_since? + TELL_AFTER;
         peers.iter().any(|peer| peer.lacks_word_of(self.stable)).then_some(at)
@@ -170,7 +170,7 @@ mod tests {
         Member { id: ReplicaId(id), guid: ReplicaGuid(id) }
     }
 
-    /// Of two of three, whose first View is at 3.
+    /// Commit for two of three replicas, with the first View at 3.
     fn commit() -> Commit {
         let known = vec![member(1), member(2), member(3)];
         let rule = Rule { membership_version: 1, rf: 3, cf: 2, known: known.clone() };

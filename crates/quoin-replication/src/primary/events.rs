@@ -1,4 +1,4 @@
-//! What a target is told, what it asks its driver for, and what it notes for its operators.
+//! Events of a target, its requests to the driver, and its notes for operators.
 
 use super::{SnapshotOutcome, SnapshotWish, VerifyOrder, admission};
 use quoin_types::block::{Reply, Request, Token};
@@ -8,17 +8,17 @@ use quoin_types::message::{FromReplica, ToReplica};
 use quoin_types::time::Time;
 use std::time::Duration;
 
-/// What the other side of a session knows beside the first version's messages.
+/// Features of the other side of a session, beyond the messages of the first version.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Knows {
     /// [`ToReplica::Verify`].
     pub verify: bool,
-    /// Bulk connections, and with them how increments are counted.
+    /// Bulk connections, and with them the sums of increments.
     pub bulk: bool,
 }
 
 impl Knows {
-    /// All that this version does.
+    /// All features of this version.
     pub const ALL: Knows = Knows { verify: true, bulk: true };
 }
 
@@ -30,11 +30,12 @@ pub enum PrimaryEvent {
         epoch: Epoch,
         membership: Membership,
     },
-    /// The record names another owner, or the volume is gone: this target stops.
+    /// The record names another owner, or the volume does not exist any more: this target stops.
     NotOwner {
         incarnation: Incarnation,
     },
-    /// No answer or a passing failure: asked again after a pause, under a new incarnation.
+    /// No answer or a transient failure: the target asks again after a pause, under a new
+    /// incarnation.
     GrantFailed {
         incarnation: Incarnation,
     },
@@ -42,12 +43,12 @@ pub enum PrimaryEvent {
         session: SessionKey,
         knows: Knows,
     },
-    /// The transport ended, or could not be made.
+    /// The transport ended, or could not be established.
     Disconnected {
         session: SessionKey,
     },
-    /// The connection was refused: its pool goes by a newer term of the controller ([`quoin_types::term`]) than
-    /// the grant is of.
+    /// The pool refused the connection: it has heard of a newer term of the controller
+    /// ([`quoin_types::term`]) than that of the grant.
     FormerTerm {
         session: SessionKey,
     },
@@ -58,7 +59,7 @@ pub enum PrimaryEvent {
     BulkConnected {
         bulk: BulkKey,
     },
-    /// The transport ended, or could not be made; the session's own connection is there still.
+    /// The bulk transport ended, or could not be established; the session's own connection remains.
     BulkDisconnected {
         bulk: BulkKey,
     },
@@ -66,59 +67,61 @@ pub enum PrimaryEvent {
         bulk: BulkKey,
         message: FromReplica,
     },
-    /// `request.token` is unique among those not yet replied to.
+    /// Request of a client; `request.token` is unique among those not yet replied to.
     Submit(Request),
-    /// Whoever submitted these is gone: what has no LSN yet of them is not wanted any more, and
-    /// nothing of it may land behind what comes from now on.
+    /// The submitter of these requests is gone. Those without an LSN are dropped; none of them may
+    /// take effect after a later request.
     Abandon(Vec<Token>),
     /// The control plane grew the volume.
     Resize {
         blocks: u64,
     },
-    /// A snapshot is to be there, or not any more; said until it is answered by a note.
+    /// Requests that a snapshot exist, or not exist any more; repeated until a note answers it.
     Snapshot {
         id: SnapshotId,
         wish: SnapshotWish,
     },
-    /// What the membership is to become.
+    /// The membership that the control plane desires.
     Desired(Desired),
-    /// All members are to be compared; `None`: not any more.
+    /// Requests a comparison of all members; `None` ends it.
     Verify(Option<VerifyOrder>),
-    /// So many bytes of entries may be kept for replicas that are away or behind, where the window
-    /// would allow more: other volumes need memory too. Without a limit until it is said.
+    /// Limit of bytes of entries that may be kept for replicas that are away or behind, where the
+    /// window would allow more: other volumes need memory too. There is no limit before this event.
     Retain {
         bytes_max: usize,
     },
-    /// Answer to [`PrimaryAction::SwapMembership`]: the membership as the record now has it
-    /// (swapped or not is read from it), or `None` where the outcome is unknown.
+    /// Answer to [`PrimaryAction::SwapMembership`]: the membership as the record now has it, which
+    /// shows whether the swap succeeded, or `None` where the outcome is unknown.
     Swapped {
         version: u64,
         membership: Option<Membership>,
     },
     Timer,
-    /// Drain, sync, close.
+    /// Drains, syncs and closes.
     Shutdown,
 }
 
 #[derive(Clone, PartialEq, Debug)]
 pub enum PrimaryAction {
-    /// One compare-and-swap: epoch := max(record, `at_least`) + 1 while this target is owner.
+    /// Requests one compare-and-swap: epoch := max(record, `at_least`) + 1 while this target is
+    /// owner.
     AcquireEpoch {
         incarnation: Incarnation,
         at_least: Epoch,
     },
-    /// Make a connection to this replica for this session.
+    /// Requests a connection to this replica for this session.
     Connect {
         member: Member,
         session: SessionKey,
     },
-    /// Compare-and-swap from `version` to `next`, the version after it, while the record has `epoch`.
+    /// Requests a compare-and-swap from `version` to `next`, the version after it, while the record
+    /// has `epoch`.
     SwapMembership {
         epoch: Epoch,
         version: u64,
         next: Membership,
     },
-    /// Its bulk connection ends with it.
+    /// Ends the connection of the session; its bulk connection ends with it.
     Disconnect {
         session: SessionKey,
     },
@@ -126,7 +129,7 @@ pub enum PrimaryAction {
         session: SessionKey,
         message: ToReplica,
     },
-    /// Make a bulk connection to this replica for a session that it has open.
+    /// Requests a bulk connection to this replica for a session that it has open.
     ConnectBulk {
         member: Member,
         bulk: BulkKey,
@@ -139,16 +142,16 @@ pub enum PrimaryAction {
         message: ToReplica,
     },
     Reply(Reply),
-    /// Call `on(Timer)` then; replaces any earlier timer, `None` cancels it.
+    /// Requests a call of `on(Timer)` at this time; replaces any earlier timer, `None` cancels it.
     Timer {
         at: Option<Time>,
     },
     Note(PrimaryNote),
-    /// Nothing more will come: shut down cleanly, or fenced (see the last note).
+    /// Last action: the target has shut down cleanly, or was fenced (see the last note).
     Stopped,
 }
 
-/// What an operator wants to know; drivers turn notes into events, status and metrics.
+/// Information for operators; drivers turn notes into events, status and metrics.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PrimaryNote {
     Opening {
@@ -159,7 +162,7 @@ pub enum PrimaryNote {
         epoch: Epoch,
         at: Position,
     },
-    /// What the open or the IO waits for, in words; empty when it goes on.
+    /// Text of what the open or the IO waits for; empty when it continues.
     Waiting(String),
     UnflushedTailMayBeLost,
     InSync {
@@ -169,13 +172,13 @@ pub enum PrimaryNote {
         member: Member,
         reason: &'static str,
     },
-    /// It takes writes much later than the others, for a while already.
+    /// The replica has applied writes much later than the others for a while.
     Slow {
         member: Member,
         took: Duration,
         others: Duration,
     },
-    /// It takes them when the others do, again.
+    /// The replica applies writes as fast as the others again.
     NoLongerSlow {
         member: Member,
         took: Duration,
@@ -189,7 +192,7 @@ pub enum PrimaryNote {
         member: Member,
         /// Data that was copied to it since it was last in sync, in all rounds.
         moved_bytes: u64,
-        /// What the clients wrote meanwhile took more rounds than one.
+        /// Number of rounds; more than one if clients wrote much meanwhile.
         rounds: u32,
     },
     /// A bad copy was found at this LBA, and whether it was repaired from another replica.
@@ -198,7 +201,7 @@ pub enum PrimaryNote {
         lba: u64,
         repaired: bool,
     },
-    /// The damaged map of a stretch was rebuilt from another replica's, or could not be now.
+    /// The damaged map of a range was rebuilt from another replica's, or could not be rebuilt now.
     MapMended {
         member: Member,
         lba: u64,
@@ -212,7 +215,7 @@ pub enum PrimaryNote {
         id: SnapshotId,
         outcome: SnapshotOutcome,
     },
-    /// A verification went on a while, or ended: see the status.
+    /// A verification made progress or ended: see the status.
     Verifying {
         ended: bool,
     },
@@ -222,7 +225,7 @@ pub enum PrimaryNote {
     ControlPlaneBehind {
         durable_version: u64,
     },
-    /// A newcomer may not connect, or had to make room.
+    /// A newcomer may not connect, or lost its seat.
     NotAdmitted {
         member: Member,
         refusal: admission::Refusal,
@@ -231,11 +234,11 @@ pub enum PrimaryNote {
     Changed {
         membership: Membership,
     },
-    /// A change of membership was given up before it was asked for; the old rule goes on.
+    /// A change of membership was given up before its swap; the old rule stays in force.
     ChangeGivenUp {
         newcomers: Vec<Member>,
     },
-    /// A replica said what an invariant forbids; it was shut out. Names the invariant.
+    /// A replica sent what an invariant forbids; it was shut out. Names the invariant.
     InvariantRefused {
         member: Member,
         invariant: &'static str,

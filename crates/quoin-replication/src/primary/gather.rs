@@ -1,5 +1,5 @@
-//! A client's read or status request: gathered from the parts that replicas answer, cut to the
-//! bytes that were asked for.
+//! A client's read or status request: assembled from the parts that replicas answer, cut to the
+//! requested bytes.
 
 use bytes::{Bytes, BytesMut};
 
@@ -12,7 +12,7 @@ use quoin_types::{BLOCK_SIZE, WRITE_BLOCKS_MAX};
 static ZEROES: [u8; WRITE_BLOCKS_MAX as usize * BLOCK_SIZE] =
     [0; WRITE_BLOCKS_MAX as usize * BLOCK_SIZE];
 
-/// A client's request, answered when all parts are there.
+/// A client's request, answered when all parts have arrived.
 pub(super) struct Group {
     token: Token,
     offset: u64,
@@ -38,7 +38,7 @@ impl Group {
         }
     }
 
-    /// Data was asked for, and came.
+    /// Returns true if data was requested and read.
     pub fn is_read(&self) -> bool {
         !self.is_status && self.failed.is_none()
     }
@@ -47,14 +47,14 @@ impl Group {
         self.length
     }
 
-    /// The number of one more part that the answer waits for.
+    /// Adds a part that the answer waits for; returns its number.
     pub fn expect_part(&mut self) -> usize {
         self.parts.push(None);
         self.missing += 1;
         self.parts.len() - 1
     }
 
-    /// True if no part is missing any more.
+    /// Stores the result of a part. Returns true if no part is missing any more.
     pub fn take_part(&mut self, part: usize, result: Result<Vec<Slot>, BlockError>) -> bool {
         self.missing -= 1;
         match result {
@@ -64,7 +64,7 @@ impl Group {
         self.missing == 0
     }
 
-    /// What the client is told.
+    /// Returns the answer for the client.
     pub fn answer(self) -> (Token, Result<Payload, BlockError>) {
         if let Some(error) = self.failed {
             return (self.token, Err(error));
@@ -87,7 +87,7 @@ pub(super) fn block(slots: &[Slot]) -> Bytes {
     }
 }
 
-/// What of a slot lies within a request: `skip` bytes into it, `length` bytes long.
+/// Part of a slot within a request: `skip` bytes into the slot, `length` bytes long.
 struct Cut {
     content: Content,
     skip: usize,
@@ -124,8 +124,8 @@ fn chunks(cuts: impl Iterator<Item = Cut>) -> Vec<Bytes> {
     join_small(out)
 }
 
-/// Many single blocks in one reply cost a vector element each; neighbours are joined only where
-/// that is cheap, which is nowhere but for fragments below a block.
+/// Joins small neighbouring chunks. Many single blocks in one reply cost a vector element each; a
+/// join is cheap only for fragments below a block.
 fn join_small(chunks: Vec<Bytes>) -> Vec<Bytes> {
     if chunks.len() < 2 || chunks.iter().all(|c| c.len() >= BLOCK_SIZE) {
         return chunks;

@@ -1,5 +1,5 @@
-//! The volume's history as its target knows it: where it ends, its epochs, and the tail of
-//! entries that some replica may still need.
+//! The volume's history as its target knows it: its end, its epochs, and the tail of entries that a
+//! replica may still need.
 
 use std::collections::VecDeque;
 
@@ -11,7 +11,7 @@ use quoin_types::message::{EPOCH_TABLE_MAX, EpochEnd, IncrementEnd, OpenAck, Sna
 
 #[derive(Default)]
 pub(super) struct History {
-    /// Gapless, ending at `last`; each with the total weight of all entries up to it.
+    /// Entries without gaps, ending at `last`; each with the total weight of all entries up to it.
     entries: VecDeque<(u64, SharedEntry)>,
     weight: u64,
     pub last: Position,
@@ -23,7 +23,7 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Before anything is known.
+    /// An empty history, before an authority is known.
     pub fn empty(blocks: u64) -> Self {
         Self { blocks, ..Self::default() }
     }
@@ -42,7 +42,7 @@ impl History {
         }
     }
 
-    /// First LSN whose entry is held; `last + 1` where none is.
+    /// First LSN whose entry is held; `last + 1` if none is.
     pub fn first(&self) -> Lsn {
         self.entries.front().map_or(self.last.lsn.next(), |(_, e)| e.lsn)
     }
@@ -58,12 +58,12 @@ impl History {
         self.entries.range((skip as usize).min(self.entries.len())..).map(|(_, e)| e)
     }
 
-    /// Of all that was ever appended here: it only grows.
+    /// Total weight of all entries ever appended here: it only grows.
     pub fn weight(&self) -> u64 {
         self.weight
     }
 
-    /// Weight in bytes of the entries after `after` (of those that are held).
+    /// Weight in bytes of the held entries after `after`.
     pub fn weight_after(&self, after: Lsn) -> usize {
         let before = match self.get(after) {
             Some(_) => self.entries[(after.0 - self.first().0) as usize].0,
@@ -73,12 +73,12 @@ impl History {
         (self.weight - before) as usize
     }
 
-    /// Makes the next entry of a kind that covers no blocks.
+    /// Appends the next entry, of a kind that covers no blocks.
     pub fn append_bare(&mut self, epoch: Epoch, kind: EntryKind) -> SharedEntry {
         self.append(epoch, kind, 0, 0, Bytes::new(), false)
     }
 
-    /// Makes the next entry. The caller holds the epoch.
+    /// Appends the next entry. The caller holds the epoch.
     pub fn append(
         &mut self,
         epoch: Epoch,
@@ -129,8 +129,8 @@ impl History {
         entry
     }
 
-    /// Takes entries that the authority sent; they must continue what was taken before and end
-    /// at `last` in the end. The error names what does not fit.
+    /// Accepts entries that the authority sent. They must continue the entries accepted before, and
+    /// in the end reach `last`. The error names the part that does not fit.
     pub fn take_fetched(&mut self, entries: Vec<SharedEntry>) -> Result<(), &'static str> {
         for entry in entries {
             if entry.check().is_err() || !entry.data_is_good() || entry.lsn > self.last.lsn {
@@ -156,14 +156,14 @@ impl History {
         self.entries.back().map(|(_, e)| e.lsn)
     }
 
-    /// Lets go of entries ≤ `keep_after`.
+    /// Drops entries ≤ `keep_after`.
     pub fn trim(&mut self, keep_after: Lsn) {
         while self.entries.front().is_some_and(|(_, e)| e.lsn <= keep_after) {
             self.entries.pop_front();
         }
     }
 
-    /// Lets go of the oldest entries ≤ `floor` above this weight, but never of the newest one.
+    /// Drops the oldest entries ≤ `floor` above this weight, but never the newest one.
     pub fn trim_to_weight(&mut self, weight_max: usize, floor: Lsn) {
         while self.entries.len() > 1
             && let Some((upto, oldest)) = self.entries.front()
@@ -178,7 +178,7 @@ impl History {
         self.entries.clear();
     }
 
-    /// Whether an entry with this epoch and LSN is part of this history.
+    /// Returns true if an entry with this epoch and LSN is part of this history.
     pub fn holds(&self, position: Position) -> bool {
         position.lsn == Lsn::ZERO
             || self.epochs.iter().any(|row| {
@@ -186,13 +186,13 @@ impl History {
             })
     }
 
-    /// Whether the table still reaches back to this epoch, so that `holds` can be trusted.
+    /// Returns true if the table still reaches back to this epoch, so that `holds` can be trusted.
     pub fn knows(&self, epoch: Epoch) -> bool {
         self.epochs.len() < EPOCH_TABLE_MAX || self.epochs.first().is_some_and(|r| r.epoch <= epoch)
     }
 
-    /// Last LSN that a replica and this history have in common. Everything ≤ its stable is, by
-    /// StableSurvives; above it equal (epoch, LSN) means equal content (OneContent).
+    /// Last LSN that a replica and this history have in common. Everything ≤ its stable is common,
+    /// by StableSurvives; above it equal (epoch, LSN) means equal content (OneContent).
     pub fn common_prefix(&self, replica: &OpenAck) -> Result<Lsn, &'static str> {
         let mut common = Lsn::ZERO;
         for theirs in replica.epoch_table.iter().rev() {
@@ -206,7 +206,7 @@ impl History {
             break;
         }
         if self.epochs.len() == EPOCH_TABLE_MAX || replica.epoch_table.len() == EPOCH_TABLE_MAX {
-            // Older epochs fell out of a table: what is known common is at least stable.
+            // Older epochs were dropped from a table: the replica's stable is common in any case.
             common = common.max(replica.stable.min(self.last.lsn));
         }
         if common < replica.stable { Err("StableNeverCut") } else { Ok(common) }
@@ -218,8 +218,8 @@ impl History {
         self.epochs.iter().rev().find(theirs).map_or(Lsn::ZERO, |row| row.last)
     }
 
-    /// Whether this history may go on where a replica ends at `keep` with this chain. Where neither
-    /// that end nor the entry behind it is known any more, it may.
+    /// Returns true if this history may continue a replica that ends at `keep` with this chain. It
+    /// may also if neither that end nor the entry after it is known any more.
     pub fn may_follow(&self, keep: Lsn, chain: Chain) -> bool {
         let known = if keep == Lsn::ZERO {
             Some(Chain::default())
@@ -233,13 +233,13 @@ impl History {
             && next.is_none_or(|entry| entry.chain == entry.chain_after(chain))
     }
 
-    /// Where the epoch begins that an entry is of: what is up to there is of older ones.
+    /// End of the entries of older epochs, before the epoch of the entry at `lsn`.
     pub fn before_epoch_of(&self, lsn: Lsn) -> Lsn {
         let row = self.epochs.iter().find(|row| row.first <= lsn && lsn <= row.last);
         row.map_or(Lsn::ZERO, |row| Lsn(row.first.0 - 1))
     }
 
-    /// The state that a replica is in when it has everything up to now.
+    /// The state of a replica that has everything up to now.
     pub fn end(&self, snapshots: Vec<SnapshotInfo>) -> IncrementEnd {
         IncrementEnd {
             position: self.last,
@@ -257,7 +257,7 @@ mod tests {
     use super::*;
     use quoin_types::{BLOCK_SIZE, Entry};
 
-    /// What an authority of three entries tells of itself, and the entries.
+    /// The report of an authority of three entries, and the entries.
     fn told() -> (OpenAck, Vec<Entry>) {
         let mut chain = Chain::default();
         let entries: Vec<Entry> = (1..=3)

@@ -1,11 +1,11 @@
 //! One view of an increment, copied from several sources at once.
 //!
-//! The view is dealt out in stretches, each of which (a *lane*) asks one source after the other for
-//! its chunks, so that no two lanes wait for the same source. What the receiver is fed stays in
-//! order, since its shadow is complete up to one cursor: the first lane's chunks go on as they
-//! come, those of the others wait for their turn, a chunk beyond [`WAITING_BYTES_MAX`] a lane at
-//! most. A source that is slow so holds up its own stretch and, when their room is used up, the
-//! others; one that is gone or bad is replaced where it stood.
+//! The view is divided into stretches. Each stretch (a *lane*) requests its chunks from one source
+//! after the other, so that no two lanes wait for the same source. The receiver is fed in order,
+//! since its shadow is complete up to one cursor: chunks of the first lane are forwarded as they
+//! arrive; those of the others wait for their turn, a chunk beyond [`WAITING_BYTES_MAX`] for each
+//! lane at most. So a slow source delays its own stretch and, when their room is used up, the
+//! others. A source that is gone or bad is replaced at the point it had reached.
 
 use std::collections::VecDeque;
 
@@ -13,17 +13,16 @@ use quoin_types::BLOCK_SIZE;
 use quoin_types::membership::Member;
 use quoin_types::message::{Content, RequestId, Slot};
 
-/// Data of one lane that waits for the lanes before it.
+/// Limit of data of one lane that waits for the lanes before it.
 const WAITING_BYTES_MAX: usize = 1 << 20;
-/// How much of the volume is dealt out at a time: about four chunks' worth, as dense as the last
-/// one was.
+/// Size of a stretch: about four chunks, estimated from the density of the last one.
 const STRETCH_BLOCKS_MIN: u64 = 128;
 const STRETCH_BLOCKS_MAX: u64 = 1 << 16;
 const CHUNKS_A_STRETCH: u64 = 4;
-/// More at once help nobody: the receiver is fed by one connection.
+/// More lanes have no benefit: the receiver is fed by one connection.
 const LANES_MAX: usize = 4;
 
-/// What a source answered.
+/// Answer of a source.
 pub(super) struct Chunk {
     pub slots: Vec<Slot>,
     /// The next LBA; `None`: the view ends here.
@@ -35,12 +34,13 @@ impl Chunk {
         self.slots.iter().filter(|s| matches!(s.content, Content::Data { .. })).count() * BLOCK_SIZE
     }
 
-    /// What it takes while it waits, the slots of holes too.
+    /// Memory of a waiting chunk, including the slots of holes.
     fn weight(&self) -> usize {
         self.bytes() + self.slots.len() * size_of::<Slot>()
     }
 
-    /// Whether it holds what was asked for: slots in order, from `from` on and before its cursor.
+    /// Returns true if the chunk matches its request: slots in order, at or after `from` and before
+    /// its cursor.
     fn fits(&self, from: u64) -> bool {
         let mut at = from;
         let ascending = self.slots.iter().all(|slot| {
@@ -52,12 +52,12 @@ impl Chunk {
     }
 }
 
-/// A stretch of the view: asked for up to `cursor`, all of it up to `end`.
+/// A stretch of the view: requested up to `cursor`, complete at `end`.
 struct Lane {
     cursor: u64,
     end: u64,
     asked: Option<(RequestId, Member)>,
-    /// Those whose copy of what comes next cannot serve.
+    /// Sources whose copy of the next part is unusable.
     bad: Vec<Member>,
     waiting: VecDeque<Chunk>,
     waiting_bytes: usize,
@@ -70,24 +70,24 @@ impl Lane {
 }
 
 pub(super) struct Lanes {
-    /// Of the volume: nothing is beyond.
+    /// Size of the volume: nothing lies beyond.
     blocks: u64,
-    /// In the order of their stretches, which follow each other without a gap.
+    /// Lanes in the order of their stretches, which are contiguous.
     lanes: VecDeque<Lane>,
-    /// Where the stretches that nobody has begin; `None`: there are none.
+    /// Start of the unassigned stretches; `None`: there are none.
     rest: Option<u64>,
     stretch_blocks: u64,
     fed: u64,
 }
 
 impl Lanes {
-    /// Of a view of a volume of `blocks` that is there up to `cursor`.
+    /// Lanes for a view of a volume of `blocks` that is complete up to `cursor`.
     pub fn from(cursor: u64, blocks: u64) -> Self {
         let (rest, stretch_blocks) = (Some(cursor), STRETCH_BLOCKS_MIN);
         Self { blocks, lanes: VecDeque::new(), rest, stretch_blocks, fed: cursor }
     }
 
-    /// Up to where everything was taken.
+    /// LBA up to which everything was taken.
     pub fn cursor(&self) -> u64 {
         self.fed
     }
@@ -100,20 +100,21 @@ impl Lanes {
         self.lanes.iter().position(|lane| lane.asked.is_some_and(|(asked, _)| asked == id))
     }
 
-    /// Which of `sources` (the preferred ones first) is to be asked next, and from where on.
+    /// Chooses which of `sources` (the preferred ones first) is asked next, and from which LBA.
     pub fn ask(&mut self, id: RequestId, sources: &[Member]) -> Option<(Member, u64)> {
         let free: Vec<Member> = sources.iter().copied().filter(|s| !self.is_busy(*s)).collect();
         for (at, lane) in self.lanes.iter_mut().enumerate() {
             let has_room = at == 0 || lane.waiting_bytes < WAITING_BYTES_MAX;
             if lane.asked.is_none() && !lane.is_complete() && has_room {
-                // The first may be the last one to be waited for: it takes whom it can get.
+                // The first lane may be the last one to be waited for: it uses any source that is
+                // free.
                 let Some(source) = free.iter().find(|s| !lane.bad.contains(s)) else { continue };
                 lane.asked = Some((id, *source));
                 return Some((*source, lane.cursor));
             }
         }
         let (rest, source) = (self.rest?, *free.first()?);
-        // The first may have to ask a source what is beyond all blocks: whether the view ends there.
+        // The first lane may have to ask a source beyond all blocks whether the view ends there.
         if self.lanes.len() >= LANES_MAX || (!self.lanes.is_empty() && rest >= self.blocks) {
             return None;
         }
@@ -134,7 +135,7 @@ impl Lanes {
         self.lanes.iter().any(|lane| lane.asked.is_some_and(|(_, asked)| asked == source))
     }
 
-    /// Takes what was asked for. False: it does not lead on, and somebody else is to be asked.
+    /// Accepts an answer. False: it makes no progress, and another source is to be asked.
     pub fn answered(&mut self, id: RequestId, mut chunk: Chunk) -> bool {
         let Some(at) = self.lane_that_asked(id) else { return false };
         let lane = &mut self.lanes[at];
@@ -152,7 +153,7 @@ impl Lanes {
         }
         lane.cursor = chunk.cursor.unwrap_or(u64::MAX);
         if at + 1 < self.lanes.len() && chunk.cursor.is_some() {
-            // What is beyond is another lane's.
+            // Slots beyond the end belong to another lane.
             let lane = &mut self.lanes[at];
             cut(&mut chunk.slots, lane.end);
             lane.cursor = lane.cursor.min(lane.end);
@@ -162,7 +163,7 @@ impl Lanes {
             lane.end = lane.end.max(cursor);
             self.rest = self.rest.map(|rest| rest.max(lane.end));
         } else {
-            // Nothing is beyond, whoever is asked for it.
+            // The view ends here for every source.
             self.lanes.truncate(at + 1);
             self.lanes[at].end = u64::MAX;
             self.rest = None;
@@ -173,7 +174,7 @@ impl Lanes {
         true
     }
 
-    /// This source cannot serve what it was asked for.
+    /// Marks a source that cannot serve its request.
     pub fn refused(&mut self, id: RequestId) {
         if let Some(at) = self.lane_that_asked(id)
             && let Some((_, source)) = self.lanes[at].asked.take()
@@ -182,7 +183,7 @@ impl Lanes {
         }
     }
 
-    /// This source answers no more.
+    /// Marks a source that is gone.
     pub fn lost(&mut self, source: Member) {
         for lane in &mut self.lanes {
             if lane.asked.is_some_and(|(_, asked)| asked == source) {
@@ -191,14 +192,14 @@ impl Lanes {
         }
     }
 
-    /// Every source may be asked again for everything.
+    /// Allows every source again for all requests.
     pub fn forgive(&mut self) {
         for lane in &mut self.lanes {
             lane.bad.clear();
         }
     }
 
-    /// The next chunk in order, once it is there.
+    /// The next chunk in order, once it has arrived.
     pub fn take(&mut self) -> Option<Chunk> {
         loop {
             let first = self.lanes.front_mut()?;
@@ -215,7 +216,7 @@ impl Lanes {
     }
 }
 
-/// Leaves out what is at or beyond `end`; a hole that goes on there is cut.
+/// Removes slots at or beyond `end`; a hole that crosses it is cut.
 fn cut(slots: &mut Vec<Slot>, end: u64) {
     slots.retain(|slot| slot.lba < end);
     for slot in slots {

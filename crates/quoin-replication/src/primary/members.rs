@@ -1,7 +1,8 @@
-//! The replicas of a volume as its target knows them: who counts, who is to, and a session each.
+//! The replicas of a volume as its target knows them: the membership, the desired one, and a
+//! session for each replica.
 //!
-//! Peers are made here alone: those of the known list when an epoch is granted, newcomers that
-//! [`admit`] lets in, and witnesses, who are asked in an open and take no seat.
+//! Peers are created here alone: those of the known list when an epoch is granted, newcomers that
+//! [`admit`] accepts, and witnesses, which are asked in an open and take no seat.
 
 use std::ops::{Index, IndexMut};
 use std::time::Duration;
@@ -15,19 +16,19 @@ use quoin_types::ids::{Lsn, VolumeId};
 use quoin_types::membership::{Desired, Member, Membership};
 use quoin_types::time::Time;
 
-/// How long a replica that broke the protocol is not connected.
+/// Time for which a replica that broke the protocol is not connected.
 const BANNED_FOR: Duration = Duration::from_secs(10);
 
 pub(super) struct Members {
-    /// The membership that it goes by.
+    /// The membership in force.
     pub membership: Membership,
     /// The membership that the controller desires.
     pub desired: Desired,
     pub peers: Vec<Peer>,
     next_nonce: u64,
-    /// Replicas that broke the protocol, and until when they are not tried again.
+    /// Replicas that broke the protocol, each with the time of its next attempt.
     banned: Vec<(Member, Time)>,
-    /// How long they take to apply writes.
+    /// Times that the replicas take to apply writes.
     pub slow: Slowness,
     /// Refusals that were reported, each once.
     refused: Vec<(Member, Refusal)>,
@@ -36,9 +37,9 @@ pub(super) struct Members {
 /// The outcome of a round of admission for newcomers.
 #[derive(Default)]
 pub(super) struct Seating {
-    /// Those that have a seat, the known ones among them.
+    /// Replicas that have a seat, the known ones among them.
     seated: Vec<Connected>,
-    /// Those whose sessions end.
+    /// Replicas whose sessions end.
     pub gone: Vec<Member>,
     /// Refusals that are to be reported.
     pub news: Vec<(Member, Refusal)>,
@@ -83,12 +84,13 @@ impl Members {
         self.peers.iter().find(|p| p.member == member)
     }
 
-    /// The rule that the membership is.
+    /// The rule of the membership in force.
     pub fn rule(&self) -> Rule {
         rule_of(&self.membership)
     }
 
-    /// An epoch was granted with this membership: all known replicas are to be connected.
+    /// Begins an epoch that was granted with this membership: all known replicas are to be
+    /// connected.
     pub fn open(&mut self, now: Time, volume: VolumeId, membership: Membership) {
         self.membership = membership;
         self.peers.clear();
@@ -113,16 +115,16 @@ impl Members {
         }
     }
 
-    /// Connects one that may know what the known replicas do not. It has no seat.
+    /// Connects a replica that may know what the known replicas do not. It has no seat.
     pub fn ask_witness(&mut self, now: Time, member: Member) {
         if self.get(member).is_none() && !self.membership.retired.contains(&member.guid) {
             self.peers.push(Peer::new(member, now));
         }
     }
 
-    /// Decides which newcomers get sessions like known replicas: those that [`admit`] lets in beside
-    /// the known ones that are connected. The others lose their sessions, unless a
-    /// second rule `keeps` them.
+    /// Decides which newcomers get sessions like known replicas: those that [`admit`] accepts
+    /// beside the known ones that are connected. The others lose their sessions, unless a second
+    /// rule `keeps` them.
     pub fn seat_newcomers(
         &mut self,
         volume: VolumeId,
@@ -143,7 +145,7 @@ impl Members {
             .collect();
         let moving: Vec<Member> =
             self.desired.newcomers.iter().filter(|n| n.beside).map(|n| n.member).collect();
-        // Those that are fed already come first, so that no seat changes hands for nothing.
+        // Newcomers that are fed already come first, so that no seat changes without need.
         let mut applicants: Vec<Member> = self.desired.newcomers.iter().map(|n| n.member).collect();
         applicants.retain(|m| !self.membership.contains(*m));
         applicants.sort_by_key(|m| self.get(*m).is_none());
@@ -172,7 +174,7 @@ impl Members {
                     }
                     seated.push(Connected { member, quorum: applicant.quorum });
                 }
-                // K is written whole when a volume is made: nobody is formed here.
+                // K is written complete when a volume is created: no replica is formed here.
                 Admission::Forming => refused.push((member, Refusal::NotDesired)),
                 Admission::Rejected(refusal) => refused.push((member, refusal)),
             }
@@ -187,7 +189,7 @@ impl Members {
         Some(Seating { seated, gone, news })
     }
 
-    /// Makes the peers of newcomers that got a seat.
+    /// Creates the peers of newcomers that got a seat.
     pub fn admit(&mut self, now: Time, seating: &Seating) {
         for Connected { member, .. } in &seating.seated {
             if self.get(*member).is_none() {
@@ -202,7 +204,7 @@ impl Members {
         nonce
     }
 
-    /// Begins the sessions that are due; returns whose.
+    /// Begins the sessions that are due; returns their peers.
     pub fn connect_due(&mut self, now: Time) -> Vec<usize> {
         let mut begun = Vec::new();
         for index in 0..self.peers.len() {
@@ -220,7 +222,7 @@ impl Members {
         begun
     }
 
-    /// When [`Members::connect_due`] has something to do.
+    /// Time at which [`Members::connect_due`] has something to do.
     pub fn connect_at(&self) -> Option<Time> {
         let down = self.peers.iter().filter(|p| p.link == Link::Down);
         let at = down.map(|peer| {
@@ -230,7 +232,7 @@ impl Members {
         at.min()
     }
 
-    /// A replica broke the protocol.
+    /// Bans a replica that broke the protocol.
     pub fn ban(&mut self, now: Time, member: Member) {
         self.banned.push((member, now + BANNED_FOR));
     }
@@ -250,7 +252,7 @@ mod tests {
         Time::from_millis(s * 1000)
     }
 
-    /// Of two known replicas, under an epoch granted at 0.
+    /// Members with two known replicas, under an epoch granted at 0.
     fn members() -> Members {
         let known = vec![member(1), member(2)];
         let retired = vec![ReplicaGuid(9)];

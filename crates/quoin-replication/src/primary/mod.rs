@@ -2,35 +2,35 @@
 //!
 //! [`Primary`] holds nothing durable. It acquires an epoch, opens the known replicas, recovers one
 //! history that holds all that was ever acknowledged, and only then serves. The driver calls
-//! [`Primary::on`] for each event and [`Primary::flush`] after each batch of events; all sending of
-//! entries, pings and syncs happens in `flush`, so that a batch of requests becomes one message a
+//! [`Primary::on`] for each event and [`Primary::flush`] after each batch of events. All entries,
+//! pings and syncs are sent in `flush`, so that a batch of requests becomes one message for each
 //! replica.
 //!
 //! | module | idea |
 //! |---|---|
-//! | `events` | what it is told, what it asks for, what it notes |
-//! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); what the answers allow |
-//! | `opening` | what outlives an open that failed, or an epoch that ended |
+//! | `events` | events in, actions and notes out |
+//! | `open`, `verdict` | epoch, answers, authority, recovery (steps 1 to 6); the verdict on answers |
+//! | `opening` | state that outlives an open that failed, or an epoch that ended |
 //! | `history` | the tail of entries, the epoch table, common prefixes |
-//! | `past`, `refusals` | writers that came after this one; replicas that say they promised more |
+//! | `past`, `refusals` | writers that came after this one; replicas that report a higher promise |
 //! | `commit`, `quorum` | commit, stable, syncs, loss of the quorum; counting, lease, active View |
-//! | `members`, `admission` | the replicas: who counts, who may connect and as what |
-//! | `peer` | what is known of one of them |
-//! | `requests` | what a client's request waits for |
+//! | `members`, `admission` | the replicas: their membership, and which may connect and as what |
+//! | `peer` | the state of one replica, as known here |
+//! | `requests` | waits of a client's request |
 //! | `write`, `read` | requests of the client |
-//! | `serve`, `timers` | what goes out in `flush`; drop and return; the next timer |
-//! | `retention` | which entries are kept in memory, for whom |
+//! | `serve`, `timers` | messages sent in `flush`; drop and return; the next timer |
+//! | `retention` | which entries are kept in memory, for which replicas |
 //! | `room` | pools that run full |
-//! | `verify` | all members compared while in use |
+//! | `verify` | comparison of all members while in use |
 //! | `rebuild`, `lanes` | increments, and how they are copied from several sources |
-//! | `bulk` | the connections that they are copied by |
-//! | `pace` | how fast they copy beside clients |
-//! | `rounds` | whether they gain on the writers, and what is done where they do not |
+//! | `bulk` | the connections that rebuilds use |
+//! | `pace` | the rate of rebuilds beside clients |
+//! | `rounds` | rebuilds that do not gain on the writers |
 //! | `slow` | replicas that take writes later than the others |
-//! | `snapshots` | those that users make |
-//! | `plan`, `change` | what a change of membership leads to; carrying it out under both rules |
-//! | `wait_reason` | what the open or the IO waits for |
-//! | `status`, `steps` | how it stands, for reports; what is under way, by name |
+//! | `snapshots` | snapshots of users |
+//! | `plan`, `change` | the next membership of a change; its execution under both rules |
+//! | `wait_reason` | reasons for which the open or the IO waits |
+//! | `status`, `steps` | state for reports; work under way, by name |
 
 pub mod admission;
 mod bulk;
@@ -84,24 +84,24 @@ pub use timers::TIMER_DELAY_MIN;
 pub use verify::{Copy, FINDINGS_MAX, Finding, Found, VerifiedMember, VerifyOrder, VerifyReport};
 use wait_reason::WaitReason;
 
-/// What a volume asks of its target.
+/// Options of a volume for its target.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PrimaryConfig {
     pub volume: VolumeId,
-    /// The size the control plane gave it; a smaller history is grown to it.
+    /// The size set by the control plane; a smaller history is grown to it.
     pub volume_blocks: u64,
-    /// 512 or 4096.
+    /// Block size in bytes: 512 or 4096.
     pub logical_block_size: u32,
     pub durability: Durability,
     pub on_quorum_loss: OnQuorumLoss,
     pub on_full: OnFull,
     pub reads: ReadMode,
     pub read_only: bool,
-    /// 500 to 30,000.
+    /// Lease in ms: 500 to 30,000.
     pub lease_ms: u32,
-    /// How long an open waits for the rest of K once it could go on.
+    /// Time that an open waits for the rest of K once it could continue, in ms.
     pub open_grace_ms: u32,
-    /// A member of the in-sync set that lags longer than this is dropped while CF remain.
+    /// Lag in ms beyond which a member of the in-sync set is dropped while CF remain.
     pub drop_after_ms: u32,
     /// Bytes of entries kept in memory for members that lag.
     pub window_bytes: usize,
@@ -109,7 +109,7 @@ pub struct PrimaryConfig {
     pub sync_bytes: usize,
     /// Time above stable that starts a sync by itself.
     pub sync_after_ms: u32,
-    /// Prefer this replica for reads (it is on the same host).
+    /// Preferred replica for reads (it is on the same host).
     pub local: Option<Member>,
 }
 
@@ -134,7 +134,7 @@ pub enum ReadMode {
     Confirmed,
 }
 
-/// Where a target is on its way from an epoch to IO.
+/// Phase of a target between an epoch and IO.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     /// Not started, or waiting to ask for an epoch again.
@@ -142,7 +142,8 @@ enum Phase {
         until: Time,
     },
     Acquiring,
-    /// Waits for answers: since OQ was reached, since only unflushed data's loss lets it go on.
+    /// Waits for answers. The times: since OQ was reached; since only the loss of unflushed data
+    /// allows the open.
     Opening {
         quorum_at: Option<Time>,
         unflushed_since: Option<Time>,
@@ -154,7 +155,7 @@ enum Phase {
     /// The first View is on its way.
     Recovering,
     Serving,
-    /// Shutting down: nothing new is taken.
+    /// Shutting down: no new requests are accepted.
     Draining {
         closing: bool,
         until: Time,
@@ -178,13 +179,13 @@ pub struct Primary {
     verification: verify::Verification,
     rebuilds: rebuild::Rebuilds,
     drain_requested: bool,
-    /// What is waited for, as the last note said it.
+    /// The reason to wait that the last note reported.
     waits_for: Option<WaitReason>,
     timer: Option<Time>,
 }
 
 impl Primary {
-    /// `seed` feeds incarnations; it must not repeat for a volume.
+    /// `seed` determines the incarnations; it must not repeat for a volume.
     pub fn new(now: Time, config: PrimaryConfig, seed: u64) -> Self {
         Self {
             phase: Phase::Resting { until: now },
@@ -309,7 +310,7 @@ impl Primary {
         actions.push(PrimaryAction::Reply(Reply { token, result }));
     }
 
-    /// Notes what is waited for, once per change.
+    /// Notes the reason to wait, once for each change.
     fn wait_for(&mut self, reason: WaitReason, actions: &mut Vec<PrimaryAction>) {
         if self.waits_for != Some(reason) {
             self.waits_for = Some(reason);
@@ -317,7 +318,7 @@ impl Primary {
         }
     }
 
-    /// Notes that nothing is waited for any more.
+    /// Notes that the wait is over.
     fn wait_no_longer(&mut self, actions: &mut Vec<PrimaryAction>) {
         if self.waits_for.take().is_some() {
             actions.push(PrimaryAction::Note(PrimaryNote::Waiting(String::new())));
@@ -363,7 +364,7 @@ impl Primary {
             FromReplica::IncrementFed { rebuild, cursor } => {
                 self.on_increment_fed(index, rebuild, cursor);
             }
-            // It has its place on a bulk connection.
+            // Valid on a bulk connection only.
             FromReplica::IncrementBegun { .. } => {}
             FromReplica::IncrementDone { rebuild, position } => {
                 self.on_increment_done(now, index, rebuild, position, actions);
@@ -398,7 +399,8 @@ impl Primary {
         }
     }
 
-    /// The clock value of a ping can only be one this target sent, so never in the future.
+    /// Handles the echo of a ping. Its clock value is one that this target sent, so it is never in
+    /// the future.
     fn saw_ping(&mut self, now: Time, index: usize, ping: Ping) {
         let sent = Time(ping.0);
         if ping.0 != 0 && sent <= now {
@@ -414,7 +416,7 @@ impl Primary {
         self.peer_lost(now, index, actions);
     }
 
-    /// A replica said what no correct replica can say: it is shut out for a while.
+    /// Shuts out, for a while, a replica that sent what no correct replica can send.
     fn shut_out(
         &mut self,
         now: Time,
@@ -436,7 +438,8 @@ impl Primary {
         self.members.slow.forget(self.members[index].member);
         self.members[index].down(now);
         match self.phase {
-            // Someone this open may count on is gone: back to step 1 with whoever answers now.
+            // A replica that this open may count on is gone: back to step 1 with those that answer
+            // now.
             Phase::Fetching { .. } if was == Link::Answered => self.reopen(now, actions),
             Phase::Recovering => {
                 let first = self.commit.views.pending.back();

@@ -17,7 +17,7 @@ use quoin_types::message::{Failure, OpenAck, ToReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// How long an open that could only go on by giving up unflushed data waits for the rest of K.
+/// Time that an open which could only continue by giving up unflushed data waits for the rest of K.
 const UNFLUSHED_GRACE: Duration = Duration::from_secs(10);
 const FETCH_BYTES: u32 = 4 << 20;
 
@@ -41,7 +41,8 @@ impl Primary {
         self.phase = Phase::Resting { until: now + self.opening.pause(chance) };
     }
 
-    /// Gives this epoch up and starts again; what was sequenced but not committed is kept aside.
+    /// Gives up this epoch and starts again; entries that were sequenced but not committed are
+    /// kept.
     pub(super) fn reopen(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         for peer in &self.members.peers {
             if peer.link != Link::Down {
@@ -49,10 +50,9 @@ impl Primary {
             }
         }
         if matches!(self.phase, Phase::Serving | Phase::Draining { .. }) {
-            // All above stable is still in memory: even if every cache was lost at once, nothing
-            // that this target acknowledged is.
-            // Under `durability: media` nothing above stable was acknowledged or read, and a disk
-            // that failed may have dropped it.
+            // Everything above stable is still in memory: even the loss of every cache at once
+            // loses nothing that this target acknowledged. Under `durability: media` nothing above
+            // stable was acknowledged or read, and a disk that failed may have dropped it.
             let owed = if self.is_media() { self.commit.stable } else { self.commit.lsn };
             self.reads.owed = self.reads.owed.max(owed);
             self.opening.keep(&self.history, self.commit.stable, owed);
@@ -96,7 +96,7 @@ impl Primary {
             self.wait_for(WaitReason::NotFormed, actions);
             return self.rest(now);
         }
-        // What an earlier attempt found is found again, or is no longer so.
+        // Findings of an earlier attempt are determined again.
         self.opening.unflushed_tail_lost = false;
         actions.push(PrimaryAction::Note(PrimaryNote::Opening { epoch }));
         self.opening.granted = super::status::without_retired(&membership);
@@ -142,7 +142,7 @@ impl Primary {
         actions: &mut Vec<PrimaryAction>,
     ) {
         if promised > EPOCH_MAX {
-            // Believed, it would leave the record no epoch to grant.
+            // If it were accepted, the record would have no epoch left to grant.
             return self.shut_out(now, index, "an impossible epoch", actions);
         }
         if failure == Failure::Fenced && promised >= self.epoch {
@@ -150,7 +150,7 @@ impl Primary {
                 return self.shut_out(now, index, "PromiseMonotone", actions);
             }
             actions.push(PrimaryAction::Note(PrimaryNote::Fenced { by: promised }));
-            // Whoever owns the volume now may go on; the record decides who that is.
+            // The present owner of the volume may continue; the record decides which node that is.
             return self.reopen(now, actions);
         }
         let reason = match failure {
@@ -160,7 +160,7 @@ impl Primary {
         };
         let member = self.members[index].member;
         actions.push(PrimaryAction::Note(PrimaryNote::Dropped { member, reason }));
-        // Nobody who could say that this target was overtaken may be left: only the record knows.
+        // No replica that could report a newer target may be left: only the record can tell.
         let gone = matches!(failure, Failure::Unknown | Failure::Retired);
         if gone && self.is_long_without(index, now) {
             self.commit.quorum_lost = None;
@@ -169,15 +169,16 @@ impl Primary {
         self.hang_up(now, index, actions);
     }
 
-    /// A known replica is not to be had, and there has been no quorum for long.
+    /// Returns true if a known replica is unavailable, and there has been no quorum for long.
     fn is_long_without(&self, index: usize, now: Time) -> bool {
         let long = self.commit.is_lost_for(now, PATIENCE);
         long && self.phase == Phase::Serving
             && self.members.membership.contains(self.members[index].member)
     }
 
-    /// The record of the newer term may grant this very epoch anew, or has granted another one. While CF
-    /// others know of nothing newer, IO goes on with them; without, only the record knows.
+    /// Handles a replica that has heard of a newer term. The record of that term may grant this
+    /// very epoch anew, or has granted another one. While CF others know of no newer term, IO
+    /// continues with them; otherwise only the record can tell.
     pub(super) fn on_former_term(
         &mut self,
         now: Time,
@@ -212,7 +213,7 @@ impl Primary {
         }
     }
 
-    /// Steps 2 to 5, looked at whenever something may have changed.
+    /// Steps 2 to 5, evaluated whenever their inputs may have changed.
     pub(super) fn consider_open(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let Phase::Opening { quorum_at, unflushed_since } = self.phase else { return };
         match self.verdict() {
@@ -251,7 +252,7 @@ impl Primary {
         }
     }
 
-    /// Not yet: looks again once the record has gone on, or when the answers are overdue.
+    /// Waits: evaluates again once the record has advanced, or when the answers are overdue.
     fn wait_to_open(&mut self, reason: WaitReason, now: Time, actions: &mut Vec<PrimaryAction>) {
         self.phase = Phase::Opening { quorum_at: None, unflushed_since: None };
         self.wait_for(reason, actions);
@@ -281,7 +282,7 @@ impl Primary {
         if ack.volume_blocks == 0 {
             self.history.blocks = self.config.volume_blocks;
         }
-        // Marked again while no epoch with IO has followed the marked View.
+        // The mark is repeated while no epoch with IO has followed the marked View.
         if let Some((lsn, view)) = &ack.last_view
             && view.unflushed_tail_lost
             && *lsn == ack.position.lsn
@@ -293,8 +294,8 @@ impl Primary {
         let theirs = ack.position.epoch;
         if !mutant::is("overtaken-target-writes-again") && self.opening.past.is_overtaken_by(theirs)
         {
-            // Another target has been the writer since: what still waits here is from before,
-            // and must never overwrite what was written there. Only a new target may go on.
+            // Another target has been the writer since. Requests that still wait here are older,
+            // and must never overwrite what was written there. Only a new target may continue.
             actions.push(PrimaryAction::Note(PrimaryNote::Fenced { by: theirs }));
             return self.stop(actions);
         }
@@ -322,8 +323,8 @@ impl Primary {
         let needed = by_entries.get(usize::from(self.members.membership.cf) - 1);
         self.opening.fetch_floor = needed.copied().unwrap_or(ack.base);
         if needed.is_none() && by_increments > 0 {
-            // IO cannot start without one that gets the authority's base first: what follows the
-            // base must be at hand for it.
+            // IO cannot start without a replica that gets the authority's base first: the entries
+            // that follow the base must be available for it.
             fetch_after = fetch_after.min(ack.base);
         }
         self.phase = Phase::Fetching { authority: self.members[authority].member };
@@ -348,7 +349,7 @@ impl Primary {
             return;
         }
         if gone {
-            // Its base moved on since it answered: a new open sees where it is now.
+            // Its base has advanced since it answered: a new open sees the present base.
             return self.reopen(now, actions);
         }
         if entries.is_empty() {
@@ -357,8 +358,8 @@ impl Primary {
         if let Err(invariant) = self.history.take_fetched(entries) {
             return self.shut_out(now, index, invariant, actions);
         }
-        // What only members need that IO does not wait for is kept within the window: the rest
-        // of it reaches them by increments.
+        // Entries that only members need which IO does not wait for are kept within the window:
+        // those members get the rest by increments.
         self.history.trim_to_weight(self.config.window_bytes, self.opening.fetch_floor);
         self.opening.answer_by = now + PATIENCE;
         let reached = self.history.fetched_to().unwrap_or_default();
@@ -369,8 +370,8 @@ impl Primary {
         self.first_view(now, actions);
     }
 
-    /// Step 6: the View of those that will be fed. Entries before it are committed again once it
-    /// is durable on CF of them.
+    /// Step 6: the View of those that will be fed. Entries before it are committed again once it is
+    /// durable on CF of them.
     fn first_view(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let held_from = self.history.first();
         let mut by_entries = Vec::new();
@@ -388,8 +389,8 @@ impl Primary {
                 Err(_) => {}
             }
         }
-        // Those that lack what exists only as a base are needed in the set only if CF is not
-        // reached without them; they count from their flip on.
+        // Replicas that lack entries which exist only as a base are needed in the set only if CF is
+        // not reached without them; they count from their flip on.
         let mut in_sync = by_entries;
         while in_sync.len() < usize::from(self.members.membership.cf)
             && let Some(member) = by_increments.pop()
@@ -406,7 +407,7 @@ impl Primary {
         self.append_view(in_sync, None);
         self.commit.first_view = first;
         for index in 0..self.members.len() {
-            // One that turns out to be of another history may end this attempt.
+            // A replica that proves to have another history may end this attempt.
             if self.phase == Phase::Recovering && self.members[index].link == Link::Answered {
                 self.begin_feeding(now, index, actions);
             }
@@ -423,7 +424,8 @@ impl Primary {
             unflushed_tail_lost: self.opening.unflushed_tail_lost
                 && self.phase == Phase::Recovering,
         };
-        // A View under one rule would end the other, which a swap on its way may still make rule.
+        // A View under one rule would end the other, which a swap on its way may still bring into
+        // force.
         assert!(view.joint.is_some() || self.change.joint().is_none(), "JointUntilKnown");
         for rule in rules_of(&view) {
             assert!(rule.known.len() <= usize::from(rule.rf), "KnownAtMostRF");
@@ -433,7 +435,7 @@ impl Primary {
         self.commit.views.pending.push_back((entry.lsn, view));
     }
 
-    /// A replica that answered is cut to the common prefix, then fed.
+    /// Cuts a replica that answered to the common prefix, then feeds it.
     pub(super) fn begin_feeding(
         &mut self,
         now: Time,
@@ -444,12 +446,12 @@ impl Primary {
         let Some(ack) = peer.ack.as_deref() else { return };
         if ack.membership_version > self.members.membership.version {
             if self.change.is_swapping() || !self.members.membership.contains(peer.member) {
-                // It was made after our own swap, whose answer is still on its way, or after that
-                // of a newer target, which will fence this one.
+                // The replica was made known by our own swap, whose answer is still on its way, or
+                // by that of a newer target, which will fence this one.
                 return self.hang_up(now, index, actions);
             }
-            // Its promise allows this epoch, so no newer target taught it that: the record that
-            // granted the epoch is an older copy than the one which had the change.
+            // Its promise allows this epoch, so no newer target taught it that version: the record
+            // that granted the epoch is an older copy than the one with the change.
             let durable_version = ack.membership_version;
             actions.push(PrimaryAction::Note(PrimaryNote::ControlPlaneBehind { durable_version }));
             return self.shut_out(now, index, "MembershipMonotone", actions);
@@ -460,11 +462,11 @@ impl Primary {
             (common, _) => common,
         };
         let (keep, reached) = match common {
-            // Nothing of it counts until all of it was replaced, so nothing is cut either.
+            // Nothing of the replica counts until all of it was replaced, so nothing is cut either.
             _ if ack.damaged => (ack.position.lsn, Lsn::ZERO),
             Ok(keep) if keep < ack.stable => (Lsn::ZERO, Lsn::ZERO),
             Ok(keep) => (keep, keep),
-            // The cut is asked for and never executed (R3): the replica finds itself damaged,
+            // The cut is requested and never executed (R3): the replica reports itself damaged,
             // does not vote any more, and is rebuilt from nothing when it is opened again.
             Err("StableNeverCut") => (Lsn::ZERO, Lsn::ZERO),
             Err(_) => {
@@ -520,12 +522,12 @@ impl Primary {
         self.progress(now, actions);
     }
 
-    /// A replica holds something else at `lsn`, under an epoch of this history: its number was used
-    /// twice, by a control plane that had forgotten the first use. While IO is served the history is
-    /// that of a quorum, and the replica is cut back to before that epoch when it comes again, and
-    /// further where that is not enough; below its stable it finds itself damaged and is rebuilt.
-    /// An open cuts nothing for it: none can say yet which of the two histories holds what was
-    /// acknowledged.
+    /// Handles a replica that holds another entry at `lsn`, under an epoch of this history: the
+    /// epoch's number was used twice, by a control plane that had lost the first use. While IO is
+    /// served the history is that of a quorum: the replica is cut back to before that epoch when it
+    /// reconnects, and further where that is not enough. Below its stable it reports itself damaged
+    /// and is rebuilt. An open cuts nothing for this: no replica can tell yet which of the two
+    /// histories holds what was acknowledged.
     fn of_another_history(
         &mut self,
         now: Time,
@@ -539,7 +541,7 @@ impl Primary {
         self.shut_out(now, index, "OneContent", actions);
     }
 
-    /// The first View is active: everything before it is committed again. IO starts.
+    /// Starts IO. The first View is active: everything before it is committed again.
     pub(super) fn start_serving(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         self.phase = Phase::Serving;
         self.opening.succeeded();
@@ -550,12 +552,12 @@ impl Primary {
         let rewritten = self.opening.rewrite_orphans(self.epoch, &mut self.history);
         self.requests.renumber(|lsn| rewritten.find(lsn));
         self.reads.owed = rewritten.find(self.reads.owed);
-        // Before requests that waited: they know the volume in its present size.
+        // Growth comes before requests that waited: they know the volume in its present size.
         if !mutant::is("grown-behind-the-backlog") {
             self.grow();
         }
         self.forget_hidden_snapshots();
-        // Requests of the older epoch must find all of that: it may have been acknowledged.
+        // Requests of the older epoch must find all entries that may have been acknowledged.
         self.reads_after_reopen();
         let all =
             if self.requests.any(Waiting::Stable) { self.history.last.lsn } else { Lsn::ZERO };

@@ -1,4 +1,5 @@
-//! What a target remembers of its opens: pauses, patience, and what an older epoch left behind.
+//! State that a target keeps across its opens: pauses, deadlines, and what an older epoch left
+//! behind.
 
 use std::time::Duration;
 
@@ -11,26 +12,26 @@ use quoin_types::membership::Membership;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// An open that cannot go on for so long asks the record again, under a new epoch: what it was
-/// granted may be of before a change (the record was an old copy then, say), and those that it
-/// waits for gone for good. An answer that is on its way is worth longer: a replica may wait out
-/// a lease of the longest kind.
+/// Time after which an open that cannot continue asks the record again, under a new epoch. The
+/// grant may be older than a change (the record may have been an old copy), and the replicas that
+/// it waits for may be gone permanently. The open waits longer if an answer is on its way: a
+/// replica may wait out a lease of the longest kind.
 const OPEN_PATIENCE: Duration = Duration::from_secs(20);
 const OPEN_PATIENCE_MAX: Duration = Duration::from_secs(120);
 const REST_FIRST_MS: u64 = 100;
 const REST_LAST_MS: u64 = 10_000;
-/// Attempts after which the pause is the longest one.
+/// Number of attempts after which the pause is the longest one.
 const ATTEMPTS_MAX: u32 = 7;
 
 pub(super) struct Opening {
     pub refusals: Refusals,
     pub past: Past,
     attempts: u32,
-    /// When the control plane or the authority is no longer waited for.
+    /// Time until which the control plane or the authority is waited for.
     pub answer_by: Time,
     /// The membership that was granted with the epoch, without the retired.
     pub granted: Membership,
-    /// Entries after this must be at hand before IO can start.
+    /// Entries after this LSN must be available before IO can start.
     pub fetch_floor: Lsn,
     /// The position of commit in the last epoch that served (CommitSurvives).
     committed: Position,
@@ -54,37 +55,38 @@ impl Opening {
         }
     }
 
-    /// How long the next attempt is put off. Half is fixed, half by `chance`, so that two targets do
-    /// not keep meeting.
+    /// Pause before the next attempt. Half is fixed, half depends on `chance`, so that two targets
+    /// do not stay in step.
     pub fn pause(&mut self, chance: u64) -> Duration {
         let ms = (REST_FIRST_MS << self.attempts.min(ATTEMPTS_MAX)).min(REST_LAST_MS);
         self.attempts += 1;
         Duration::from_millis(ms / 2 + chance % (ms / 2 + 1))
     }
 
-    /// The next attempt is put off for as long as any.
+    /// Sets the pause before the next attempt to the longest one.
     pub fn pause_longest(&mut self) {
         self.attempts = self.attempts.max(ATTEMPTS_MAX);
     }
 
-    /// A grant was taken: the open begins.
+    /// Begins the open with a grant.
     pub fn begin(&mut self, now: Time) {
         self.answer_by = now + OPEN_PATIENCE;
     }
 
-    /// When the record is asked again; `answers`: of a replica the answer is on its way.
+    /// Time at which the record is asked again; `answers`: the answer of a replica is on its way.
     pub fn gives_up_at(&self, answers: bool) -> Time {
         let more = if answers { OPEN_PATIENCE_MAX - OPEN_PATIENCE } else { Duration::ZERO };
         self.answer_by + more
     }
 
-    /// IO starts.
+    /// Resets the attempts when IO starts.
     pub fn succeeded(&mut self) {
         self.attempts = 0;
         self.unflushed_tail_lost = false;
     }
 
-    /// An epoch that served ends: what is above `stable` is kept, and `owed` must survive.
+    /// Ends an epoch that served: entries above `stable` are kept, and those up to `owed` must
+    /// survive.
     pub fn keep(&mut self, history: &History, stable: Lsn, owed: Lsn) {
         self.orphans = history.after(stable).cloned().collect();
         if let Some(epoch) = history.get(owed).map(|e| e.epoch) {
@@ -92,15 +94,15 @@ impl Opening {
         }
     }
 
-    /// Whether a history lacks what was committed before.
+    /// Returns true if a history lacks what was committed before.
     pub fn is_commit_missing(&self, history: &History) -> bool {
         !self.unflushed_tail_lost
             && history.knows(self.committed.epoch)
             && !history.holds(self.committed)
     }
 
-    /// What was sequenced in an older epoch but did not survive is sequenced again, in its
-    /// order; requests that wait for it wait for the new LSNs. What survived is committed.
+    /// Sequences again, in their order, the entries of an older epoch that did not survive;
+    /// requests that wait for them wait for the new LSNs. Entries that survived are committed.
     pub fn rewrite_orphans(&mut self, epoch: Epoch, history: &mut History) -> Rewritten {
         let mut orphans = std::mem::take(&mut self.orphans);
         if mutant::is("orphans-not-written-again") {
@@ -115,7 +117,7 @@ impl Opening {
             }
             let is_wanted = match entry.kind {
                 EntryKind::Write | EntryKind::Trim | EntryKind::Zero { .. } => true,
-                // Writes behind the old end may follow it.
+                // Writes beyond the old end may follow it.
                 EntryKind::Resize { blocks } => blocks > history.blocks,
                 _ => false,
             };
@@ -132,7 +134,7 @@ impl Opening {
 
 /// The new LSNs of entries of an older epoch.
 pub(super) struct Rewritten {
-    /// Old and new, in the order of the old ones.
+    /// Old and new LSN, in the order of the old ones.
     moved: Vec<(Lsn, Lsn)>,
 }
 

@@ -1,73 +1,75 @@
-//! How fast rebuilds may copy beside clients: as fast as the clients' own latency allows.
+//! The rate of rebuilds beside clients, limited by the clients' own latency.
 //!
-//! What an IO takes while nothing is copied is the baseline. It is learnt while no rebuild runs,
-//! and during one in short pauses of it (*probes*), so that it follows what clients do now and
-//! exists where a rebuild begins with the volume's opening. Between probes a rate is paid for each
-//! byte copied. Where clients are served so slowly that IO takes more than [`LIMIT_PERCENT`] of the
-//! baseline the rate falls in proportion, else it grows. That is judged by what clients got done
-//! over about [`MEMORY`]: a disk hiccups however little is copied, and a rate that fell to nothing
-//! at each hiccup would never become what clients bear. A volume that lacks a replica may be faster
-//! than its users know it; what IO took while it was whole is as good a baseline, up to
-//! [`HEALTHY_PERCENT_MAX`] of what it takes now: the sooner the rebuild is over, the less is written
-//! meanwhile that it must copy too. It may be slower in a probe as well, since what was copied is
-//! still on its way to disks: where clients ask for as much at a time as when the volume was whole
-//! that is no new baseline, and IO may take no longer than it does in the probe.
-//! The rate is never below [`FLOOR_BYTES_PER_S`], so that every rebuild ends, and
-//! without a limit as long as no client asks for anything. A rebuild that does not gain on the
-//! writers may take more ([`Pace::step`]).
+//! The latency of IO while nothing is copied is the baseline. It is measured while no rebuild runs,
+//! and during one in short pauses (*probes*), so that it follows the present load and exists where
+//! a rebuild begins with the open. Between probes, copying is limited by a rate. If IO takes more
+//! than [`LIMIT_PERCENT`] of the baseline, the rate falls in proportion; otherwise it grows. This
+//! is judged by the IO of about [`MEMORY`]: disks have latency spikes however little is copied, and
+//! a rate that fell at each spike would never settle at what clients bear.
 //!
-//! IO is compared by kind (reads, writes, flushed writes; small and large), so that a change of
-//! their mix is not taken for a burden. What is not load (IO held for a lost quorum or a full
-//! pool) takes longer than [`SAMPLE_MAX`] and is left out.
+//! A volume that lacks a replica may be faster than its users are used to. So the latency of the
+//! whole volume is as good a baseline, up to [`HEALTHY_PERCENT_MAX`] of the present one: the sooner
+//! the rebuild is over, the less is written meanwhile that it must copy too. The volume may also be
+//! slower in a probe, since copied data is still on its way to disks. If clients have as many
+//! requests under way as when the volume was whole, such a probe sets no new baseline, and IO may
+//! take no longer than it does in the probe.
+//!
+//! The rate is never below [`FLOOR_BYTES_PER_S`], so that every rebuild ends. It is unlimited while
+//! clients are idle. A rebuild that does not gain on the writers may take more ([`Pace::step`]).
+//!
+//! IO is compared by kind (reads, writes, flushed writes; small and large), so that a change of the
+//! mix is not mistaken for load. IO held for a lost quorum or a full pool is not load: it takes
+//! longer than [`SAMPLE_MAX`] and is left out.
 
 use std::time::Duration;
 
 use quoin_types::time::Time;
 
-/// What clients' IO may take while a rebuild copies, of what it takes without.
+/// Limit of the latency of clients' IO while a rebuild copies, in percent of the latency without.
 const LIMIT_PERCENT: u64 = 130;
-/// What the whole volume's baseline counts at most, of that which is learnt now: clients may by now
-/// do other things.
+/// Upper bound of the whole volume's baseline, in percent of the present one: the load may have
+/// changed by now.
 const HEALTHY_PERCENT_MAX: u64 = 125;
-/// And at least, where clients do what they did: [`LIMIT_PERCENT`] of it is what IO takes in a probe.
+/// Lower bound of the same while the load is unchanged: [`LIMIT_PERCENT`] of it is the latency in a
+/// probe.
 const HEALTHY_PERCENT_MIN: u64 = 77;
-/// IO that takes longer than this beside the whole volume's is slow for another reason than a rebuild.
+/// Latency, in percent of the whole volume's, beyond which IO is slow for another reason than a
+/// rebuild.
 const LEFT_OVER_PERCENT_MAX: u64 = 150;
-/// Nothing slows a rebuild down further.
+/// Lower bound of the rate of a rebuild.
 const FLOOR_BYTES_PER_S: u64 = 16 << 20;
 /// The rate at which copying begins beside clients.
 const START_BYTES_PER_S: u64 = 64 << 20;
-/// No limit.
+/// Rate without a limit.
 const UNLIMITED: u64 = 1 << 40;
-/// Clients that asked for nothing for so long are idle.
+/// Time without requests after which clients are idle.
 const IDLE: Duration = Duration::from_millis(100);
-/// A judgement takes so long and so many IOs, or, where those do not come, as long as the second.
+/// Shortest window of one judgement; it also needs [`SAMPLES_MIN`] IOs, or ends at the maximum.
 const WINDOW: Duration = Duration::from_millis(40);
 const WINDOW_MAX: Duration = Duration::from_millis(200);
 const SAMPLES_MIN: u64 = 16;
-/// How long a judgement counts.
+/// Time over which judgements are averaged.
 const MEMORY: Duration = Duration::from_millis(320);
-/// Clients that are faster for once do not make up for more than this.
+/// Bound on one window's speed, in thousandths: a short fast period makes up for no more.
 const SPEED_MAX: u64 = 1200;
-/// Between two probes.
+/// Time between two probes.
 const PROBE_EVERY: Duration = Duration::from_millis(300);
-/// What was under way when a probe began still disturbs.
+/// Time at the start of a probe for which earlier copying still disturbs.
 const SETTLE: Duration = Duration::from_millis(4);
 const PROBE: Duration = Duration::from_millis(10);
 const PROBE_MAX: Duration = Duration::from_millis(60);
-/// Copying that may be made up for where a timer came late.
+/// Time for which copying may catch up after a late timer.
 const BURST: Duration = Duration::from_millis(2);
 const SAMPLE_MAX: Duration = Duration::from_secs(1);
 
-/// What one chunk holds at most: clients' messages wait behind it on the connection and in a
-/// pool's thread.
+/// Size of one chunk: clients' messages wait behind it on the connection and in a pool's thread.
 const CHUNK_BYTES: u32 = 256 << 10;
 const CHUNK_BYTES_PACED: u32 = 128 << 10;
 
-/// IO up to here is small.
+/// Limit of small IO.
 const SMALL_BYTES: u64 = 16 << 10;
 
-/// What a client's IO is compared with.
+/// Kind of a client's IO; only equal kinds are compared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     Read,
@@ -91,38 +93,38 @@ struct Sum {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Mode {
-    /// Nothing is to be copied: all IO is baseline.
+    /// No rebuild copies: all IO is baseline.
     Quiet,
-    /// Something is to be copied and waits.
+    /// A rebuild pauses for a measurement.
     Probe,
     Copy,
 }
 
 pub(super) struct Pace {
     mode: Mode,
-    /// 0: not known.
+    /// Baseline latency; 0: unknown.
     baseline_ns: [u64; KINDS],
-    /// The same, when the volume was whole last.
+    /// Baseline when the volume was last whole.
     healthy_ns: [u64; KINDS],
-    /// Requests under way at a time then, in thousandths.
+    /// Requests under way at once when the volume was last whole, in thousandths.
     healthy_depth: u64,
-    /// IO answered since.
+    /// Start of the window: IO answered since then is counted.
     since: Time,
-    /// IO that arrived since: before, the mode was another one.
+    /// Start of the mode: IO that arrived earlier is not counted.
     arrived_since: Time,
     sums: [Sum; KINDS],
-    /// Copied since.
+    /// Bytes copied in this window.
     moved_bytes: u64,
     bytes_per_s: u64,
-    /// What clients got done of late beside what they did alone, in thousandths.
+    /// Recent speed of clients relative to the baseline, in thousandths.
     speed: u64,
     limit_percent: u64,
-    /// The rate when clients were last there.
+    /// Rate when clients were last active.
     last_bytes_per_s: u64,
-    /// Nothing is copied before.
+    /// Time before which nothing is copied.
     next_at: Time,
     probe_at: Time,
-    /// When a client last waited for something.
+    /// Time at which a client last waited for something.
     busy_at: Option<Time>,
 }
 
@@ -147,7 +149,7 @@ impl Pace {
         }
     }
 
-    /// A client's IO that arrived then was answered now.
+    /// Counts an IO of a client: it arrived at `arrived` and is answered now.
     pub fn answered(&mut self, now: Time, arrived: Time, kind: Kind, bytes: u64) {
         self.busy_at = Some(now);
         let took = now.since(arrived);
@@ -158,9 +160,9 @@ impl Pace {
         }
     }
 
-    /// Once a batch. `copying`: something is to be copied beside clients, and clients' IO may take
-    /// so many times what is usual beside it; `busy`: one of them waits for something; `whole`: no
-    /// replica is away or behind.
+    /// Called once for each batch. `copying`: a rebuild wants to copy beside clients, and the
+    /// latency of clients' IO may be this many times its usual limit; `busy`: a client waits for
+    /// something; `whole`: no replica is away or behind.
     pub fn step(
         &mut self,
         now: Time,
@@ -215,7 +217,7 @@ impl Pace {
                 self.begin(now);
             }
             Mode::Copy if self.bytes_per_s == UNLIMITED => {
-                // Clients came: at once as slow as beside those that were there last.
+                // Clients are back: the rate returns at once to the one of the last clients.
                 self.bytes_per_s = self.last_bytes_per_s;
                 self.next_at = now;
                 self.probe(now);
@@ -237,7 +239,7 @@ impl Pace {
         self.mode != Mode::Probe && now >= self.next_at
     }
 
-    /// What is to be asked for at a time.
+    /// Bytes of one request to a source.
     pub fn chunk_bytes(&self) -> u32 {
         if self.bytes_per_s == UNLIMITED { CHUNK_BYTES } else { CHUNK_BYTES_PACED }
     }
@@ -249,7 +251,7 @@ impl Pace {
         self.next_at = from + Duration::from_nanos(cost_ns);
     }
 
-    /// When to look again though nothing happens; only while something is to be copied.
+    /// Time of the next step if no event occurs; only while a rebuild wants to copy.
     pub fn due(&self, now: Time) -> Option<Time> {
         match self.mode {
             Mode::Quiet => None,
@@ -262,7 +264,7 @@ impl Pace {
         self.sums.iter().map(|sum| sum.count).sum()
     }
 
-    /// How many requests of clients were under way at a time, in thousandths.
+    /// Average number of client requests under way at once, in thousandths.
     fn depth(&self, now: Time) -> u64 {
         let total_ns: u64 = self.sums.iter().map(|sum| sum.total_ns).sum();
         let took_us = now.since(self.since).as_micros() as u64;
@@ -275,7 +277,7 @@ impl Pace {
         self.moved_bytes = 0;
     }
 
-    /// What was under way when the mode changed says nothing of either.
+    /// Begins a mode. IO that is under way at the change counts for neither mode.
     fn begin_mode(&mut self, now: Time) {
         self.arrived_since = now;
         self.begin(now);
@@ -292,28 +294,29 @@ impl Pace {
         self.begin_mode(now + SETTLE);
     }
 
-    /// Slowly, as a probe is short and what else the hosts do is not even; what a rebuild leaves
-    /// behind (its receiver's disk writes back) must not become what is expected.
+    /// Updates the baselines. The update is slow: a probe is short and the load of the hosts is
+    /// uneven. The after-effects of a rebuild (its receiver's disk writes back) must not become the
+    /// baseline.
     fn learn(&mut self) {
         for (baseline, sum) in self.baseline_ns.iter_mut().zip(self.sums) {
             let Some(mean) = sum.total_ns.checked_div(sum.count) else { continue };
             *baseline = match *baseline {
                 0 => mean,
                 known if mean < known / 2 => (known + mean) / 2,
-                // One hiccup in a probe must not be what clients are held to for seconds.
+                // A single latency spike in a probe must not set the clients' limit for seconds.
                 known => (known * 7 + mean.min(2 * known)) / 8,
             };
         }
     }
 
-    /// Whether clients ask for about as much at a time as when the volume was whole.
+    /// Returns true if clients have about as many requests under way as when the volume was whole.
     fn has_healthy_depth(&self, now: Time) -> bool {
         let whole = self.healthy_depth;
         (whole * 3 / 4..=whole * 4 / 3).contains(&self.depth(now))
     }
 
-    /// How fast clients are served now beside the baseline, in thousandths; nothing where no such
-    /// IO is known.
+    /// Speed at which clients are served relative to the baseline, in thousandths; `None` if no IO
+    /// has a baseline.
     fn speed_now(&self, now: Time) -> Option<u64> {
         let (mut took, mut expected) = (0u128, 0u128);
         let same_depth = self.has_healthy_depth(now);
@@ -338,7 +341,8 @@ impl Pace {
         let micros = now.since(self.since).as_micros().max(1) as u64;
         let achieved = self.moved_bytes.saturating_mul(1_000_000) / micros;
         self.bytes_per_s = if self.speed.max(speed_now) < allowed {
-            // Of what was really copied: a rate that was never reached says nothing.
+            // The rate falls from the rate really reached: a rate that was never reached is no
+            // evidence.
             let reached = rate.min(achieved.saturating_mul(2));
             let down = (reached * self.speed / allowed).max(reached * 3 / 4);
             down.max(FLOOR_BYTES_PER_S)
@@ -352,7 +356,7 @@ impl Pace {
     }
 }
 
-/// Where IO takes just as long as it may, in thousandths of the speed without copying.
+/// Speed at which IO just meets its limit, in thousandths of the speed without copying.
 fn allowed_speed(limit_percent: u64) -> u64 {
     100_000 / limit_percent
 }

@@ -1,12 +1,12 @@
-//! Which epochs this target has been the writer in, and whether another one has been since.
+//! Epochs in which this target was the writer, to detect another writer since.
 
 use quoin_types::ids::Epoch;
 
 #[derive(Default)]
 pub(super) struct Past {
-    /// Epochs under which this target has appended anything.
+    /// Epochs under which this target has appended an entry.
     own: Vec<Epoch>,
-    /// The newest epoch that was granted before the oldest request came that still waits.
+    /// The newest epoch granted before the oldest waiting request arrived.
     waits_since: Option<Epoch>,
 }
 
@@ -15,7 +15,8 @@ impl Past {
         self.own.push(epoch);
     }
 
-    /// A request waits. Before the first grant nothing tells it from epochs of others.
+    /// Records that a request waits. Before the first grant the request cannot be ordered against
+    /// epochs of others.
     pub fn waits(&mut self, granted: Epoch) {
         if granted > Epoch::ZERO {
             self.waits_since.get_or_insert(granted);
@@ -26,8 +27,9 @@ impl Past {
         self.waits_since = None;
     }
 
-    /// Whether the writer of `newest`, the epoch that a history ends in, came after this target had
-    /// served, or after requests had begun to wait here: these must never overwrite its work.
+    /// Returns true if the writer of `newest`, the epoch that a history ends in, came after this
+    /// target had served, or after requests had begun to wait here. These requests must never
+    /// overwrite its work.
     pub fn is_overtaken_by(&self, newest: Epoch) -> bool {
         let since = |epoch: Option<Epoch>| epoch.is_some_and(|epoch| epoch < newest);
         let waits =

@@ -1,4 +1,4 @@
-//! What a target knows of one replica.
+//! State of one replica, as its target knows it.
 
 use std::time::Duration;
 
@@ -10,17 +10,17 @@ use quoin_types::membership::Member;
 use quoin_types::message::OpenAck;
 use quoin_types::time::Time;
 
-/// Where the session with a replica stands. Acknowledgements count in `Fed` and `Rebuilding`
-/// only: those of this session.
+/// State of the session with a replica. Acknowledgements count in `Fed` and `Rebuilding` only:
+/// those of this session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Link {
     Down,
     Connecting,
-    /// Open sent.
+    /// Open was sent.
     Opening,
-    /// OpenAck here, nothing decided yet.
+    /// OpenAck was received; nothing is decided yet.
     Answered,
-    /// Truncate sent.
+    /// Truncate was sent.
     Truncating,
     /// Receives every entry from `next` on.
     Fed,
@@ -31,19 +31,19 @@ pub(super) enum Link {
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(5);
 
-/// Pings and their answers, which a lease is counted from.
+/// Pings and their answers, which determine the lease.
 #[derive(Default)]
 pub(super) struct Lease {
-    /// When the newest answered ping was sent.
+    /// Time at which the newest answered ping was sent.
     pub answered: Option<Time>,
     pub ping_sent: Time,
-    /// Since when a ping has been waiting for its answer.
+    /// Time since which a ping waits for its answer.
     pub unanswered_since: Option<Time>,
     pub ping_due: bool,
 }
 
 impl Lease {
-    /// A message that the replica answers with its ping was sent.
+    /// Records a sent message that the replica answers with its ping.
     pub fn sent_ping(&mut self, now: Time) {
         self.ping_sent = now;
         self.unanswered_since.get_or_insert(now);
@@ -57,34 +57,34 @@ impl Lease {
     }
 }
 
-/// How far a replica has got in the history, and what it was sent of it.
+/// Progress of a replica in the history, and of sending it.
 #[derive(Default)]
 pub(super) struct Progress {
     /// Next LSN to send in `Fed`.
     pub next: Lsn,
     pub applied: Lsn,
     pub durable: Lsn,
-    /// The history's end when this session began to be fed.
+    /// End of the history when feeding began in this session.
     pub tip: Lsn,
     pub stable_told: Lsn,
     pub sync_asked: Lsn,
-    /// Since when it is behind without any progress.
+    /// Time since which the replica is behind without any progress.
     pub behind_since: Option<Time>,
 }
 
 /// Room in the pool of a replica.
 #[derive(Default)]
 pub(super) struct Room {
-    /// Its pool is short of room.
+    /// Set while the pool is short of room.
     pub short: bool,
-    /// Its pool took no more, and nothing since.
+    /// Set while the pool accepts no entries.
     pub stuck: bool,
-    /// Entries that found no room are offered again then.
+    /// Time at which entries that found no room are sent again.
     pub full_until: Option<Time>,
 }
 
 impl Room {
-    /// Its pool says whether it is short of room.
+    /// Records the pool's report of whether it is short of room.
     pub fn report(&mut self, short: bool) {
         self.short = short;
         if !short {
@@ -92,22 +92,22 @@ impl Room {
         }
     }
 
-    /// Its pool took no more entries; they are offered again at `again`.
+    /// Records that the pool accepted no more entries; they are sent again at `again`.
     pub fn ran_out(&mut self, again: Time) {
         (self.stuck, self.full_until) = (true, Some(again));
     }
 }
 
-/// Reads that a replica was asked for.
+/// Reads sent to a replica.
 #[derive(Default)]
 pub(super) struct PeerReads {
-    /// Those that it has not answered.
+    /// Number of reads without an answer.
     pub open: u32,
-    /// How long the last read that it answered took.
+    /// Latency of the last read that it answered.
     pub took: Duration,
 }
 
-/// When the next session is tried.
+/// Time of the next session.
 pub(super) struct Retry {
     pub at: Time,
     pause: Duration,
@@ -117,19 +117,19 @@ pub(super) struct Peer {
     pub member: Member,
     pub link: Link,
     pub nonce: u64,
-    /// When `link` began to wait for the other side.
+    /// Time since which `link` waits for the other side.
     pub since: Time,
     pub retry: Retry,
     pub ack: Option<Box<OpenAck>>,
-    /// It knows how to be verified.
+    /// Set if the replica supports verification.
     pub verifies: bool,
     pub progress: Progress,
     pub lease: Lease,
     pub reads: PeerReads,
     pub room: Room,
-    /// Dropped for slowness: no return before this.
+    /// Earliest return after a drop for slowness.
     pub return_at: Time,
-    /// Above this it holds another history than the one that is served.
+    /// LSN above which the replica holds another history than the one that is served.
     pub parts_at: Option<Lsn>,
     pub rebuild: Option<Rebuild>,
     pub rounds: Rounds,
@@ -158,18 +158,20 @@ impl Peer {
         }
     }
 
-    /// Whether it has the entries up to `stable` and was not told yet that they are.
+    /// Returns true if the replica has the entries up to `stable` and was not notified yet that
+    /// they are stable.
     pub fn lacks_word_of(&self, stable: Lsn) -> bool {
         let progress = &self.progress;
         self.link == Link::Fed && progress.stable_told < stable && progress.next > stable
     }
 
-    /// Its acknowledgements belong to a session of this epoch that knows where it stands.
+    /// Returns true if acknowledgements of the replica belong to a session of this epoch whose
+    /// state is known.
     pub fn is_live(&self) -> bool {
         matches!(self.link, Link::Fed | Link::Rebuilding)
     }
 
-    /// Takes over the positions that the replica reports; `last`: the end of the history.
+    /// Updates the positions that the replica reports; `last`: the end of the history.
     pub fn has_reached(&mut self, now: Time, applied: Lsn, durable: Lsn, last: Lsn) {
         let progress = &mut self.progress;
         progress.durable = progress.durable.max(durable);
@@ -177,13 +179,14 @@ impl Peer {
             progress.applied = applied;
             progress.behind_since = (applied < last).then_some(now);
             self.room.stuck = false;
-            // Attempts follow each other quickly again: one that answers and then fails each time (a
-            // full pool does) is not worth a sync of its promise every few milliseconds.
+            // Progress resets the pause between attempts. A replica that answers and then fails
+            // each time (with a full pool, for example) does not: each attempt costs a sync of its
+            // promise.
             self.retry.pause = RETRY_FIRST;
         }
     }
 
-    /// The session is over; the next attempt waits longer than the last one did.
+    /// Ends the session; the next attempt waits longer than the last one did.
     pub fn down(&mut self, now: Time) {
         let pause = self.retry.pause;
         let fresh = Peer::new(self.member, now);

@@ -1,5 +1,5 @@
-//! What a change of membership leads to: from what is and what is desired to the next membership,
-//! one kind of change at a time.
+//! Plan of a change of membership: from the present and the desired one to the next membership, one
+//! kind of change at a time.
 //!
 //! | kind | when |
 //! |---|---|
@@ -8,41 +8,41 @@
 //! | remove | replicas are named to leave and every one that stays is in sync |
 //! | CF | the factor alone differs |
 //!
-//! Redundancy comes back first: what adds copies goes before what takes them away.
+//! Redundancy comes back first: changes that add copies precede those that remove copies.
 
 use quoin_types::membership::{Desired, Member, Membership, RETIRED_MAX};
 use quoin_types::mutant;
 
-/// How a replica stands towards a change.
+/// State of a replica with respect to a change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Standing {
     Away,
     /// Connected, and on its way to having everything.
     Coming,
-    /// Outside the in-sync set it has everything that a member of it must have.
+    /// Outside the in-sync set, with everything that a member of it must have.
     Ready,
     InSync,
 }
 
-/// A membership to go to.
+/// The next membership.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Next {
     pub membership: Membership,
-    /// Those that are not known yet.
+    /// Newcomers among its replicas.
     pub newcomers: Vec<Member>,
 }
 
-/// What can be done now.
+/// Change that is possible now.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Plan {
     Nothing,
-    /// More newcomers may come: additions that belong together are one change.
-    /// If none does, go there.
+    /// More newcomers may come: additions that belong together are one change. If none comes, the
+    /// change is this one.
     Hold(Box<Next>),
     Go(Box<Next>),
 }
 
-/// The next membership, if one can be gone to.
+/// Returns the next membership, if a change is possible.
 pub(super) fn plan(
     now: &Membership,
     desired: &Desired,
@@ -59,7 +59,8 @@ pub(super) fn plan(
     };
     let newcomers = || desired.newcomers.iter().map(|n| n.member).filter(fresh);
     let listed = |m: &Member| now.known.iter().any(|k| k.id == m.id);
-    // One that leaves is followed by nobody, or it would be listed under the new GUID and stay.
+    // A replica that leaves gets no successor; otherwise it would be listed under the new GUID and
+    // stay.
     let leaves = |m: &Member| desired.leaving.iter().any(|l| l.id == m.id);
     let mut replacing = newcomers().filter(|m| listed(m) && !leaves(m));
     let replacing = replacing.find(|m| standing(*m) == Standing::Ready);
@@ -70,7 +71,7 @@ pub(super) fn plan(
         }
         return go(next, vec![newcomer]);
     }
-    // Entries that are missing are filled before RF is raised.
+    // Missing entries of the list are filled before RF is raised.
     let missing = usize::from(now.rf).saturating_sub(now.known.len());
     let raise = usize::from(desired.drf.saturating_sub(now.rf));
     let room = if missing > 0 { missing } else { raise };
@@ -93,7 +94,8 @@ pub(super) fn plan(
         let hold = added.len() < room;
         let there = Box::new(Next { membership: next, newcomers: added });
         return match (hold, coming) {
-            // One that is being rebuilt is worth its time; one that may never come is not.
+            // The change waits for a replica that is being rebuilt, but not for one that may never
+            // come.
             (true, true) => Plan::Nothing,
             (true, false) => Plan::Hold(there),
             (false, _) => Plan::Go(there),
@@ -241,7 +243,7 @@ mod tests {
         assert_eq!(plan(&three, &desired, survivor_lags), Plan::Nothing);
     }
 
-    /// Two people ask at once, or a record is put back: the one that is to leave has a newcomer.
+    /// Two requests conflict, or a record is restored: the replica that is to leave has a newcomer.
     #[test]
     fn one_that_leaves_is_followed_by_nobody_though_a_newcomer_is_ready_in_its_place() {
         let three = membership(3);

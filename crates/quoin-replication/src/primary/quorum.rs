@@ -1,4 +1,4 @@
-//! Counting: commit, stable, the lease, and which View is active.
+//! Counting: commit, stable, the lease, and the active View.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use quoin_types::membership::{Member, REPLICAS_MAX};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// The Views of this epoch: the active one and those that wait to become so.
+/// The Views of this epoch: the active one and those that are pending.
 #[derive(Default)]
 pub(super) struct Views {
     pub active: Option<(Lsn, View)>,
@@ -23,7 +23,7 @@ impl Views {
         self.pending.back().or(self.active.as_ref()).map(|(_, v)| v)
     }
 
-    /// Where the newest View is.
+    /// LSN of the newest View.
     pub fn newest_at(&self) -> Lsn {
         self.pending.back().or(self.active.as_ref()).map_or(Lsn::ZERO, |(lsn, _)| *lsn)
     }
@@ -33,7 +33,7 @@ impl Views {
         self.active.iter().chain(&self.pending).map(|(_, view)| view)
     }
 
-    /// In the in-sync set of the active View and of every pending one.
+    /// Returns true for a member of the in-sync set of the active View and of every pending one.
     pub fn counts(&self, member: Member) -> bool {
         let mut all = self.active.iter().chain(&self.pending).peekable();
         all.peek().is_some() && all.all(|(_, v)| v.in_sync.contains(&member))
@@ -44,7 +44,8 @@ impl Views {
         self.active.iter().chain(&self.pending).flat_map(|(_, v)| rules_of(v))
     }
 
-    /// Moves every View on that is durable on enough of its own in-sync set. True if one did.
+    /// Activates the newest View that is durable on enough of its own in-sync set. Returns true if
+    /// one became active.
     pub fn activate(&mut self, peers: &[Peer]) -> bool {
         let ready = self.pending.iter().rposition(|(lsn, view)| {
             rules_of(view).all(|rule| {
@@ -60,13 +61,13 @@ impl Views {
         true
     }
 
-    /// Whether a pending View can still become active with the sessions there are. A member that
-    /// waits for increments does not help: they may themselves wait for this View.
+    /// Returns true if a pending View can still become active with the present sessions. A member
+    /// that waits for increments does not help: they may themselves wait for this View.
     pub fn can_activate(view: &View, peers: &[Peer]) -> bool {
         can_activate(view, peers, |p| p.link == Link::Fed)
     }
 
-    /// The same, with sessions that have answered but are not fed yet.
+    /// Same as [`Self::can_activate`], including sessions that have answered but are not fed yet.
     pub fn may_activate(view: &View, peers: &[Peer]) -> bool {
         can_activate(view, peers, |p| {
             p.is_live() || matches!(p.link, Link::Answered | Link::Truncating)
@@ -78,8 +79,8 @@ impl Views {
         self.rules().map(|rule| usize::from(rule.cf)).max().unwrap_or(1)
     }
 
-    /// Whether some rule finds fewer than CF counted members that are fed: commit and stable
-    /// cannot move before one is brought back by increments.
+    /// Returns true if some rule finds fewer than CF counted members that are fed: commit and
+    /// stable cannot move before increments bring one back.
     pub fn short(&self, peers: &[Peer]) -> bool {
         let fed = |p: &Peer| p.link == Link::Fed && self.counts(p.member);
         self.rules().any(|rule| {
@@ -106,8 +107,8 @@ pub(super) fn count(peers: &[Peer], what: impl Fn(&Peer) -> bool) -> usize {
     peers.iter().filter(|p| what(p)).count()
 }
 
-/// The highest value that CF counted members have reached, under every rule. `None`: fewer than
-/// CF are counted under some rule.
+/// Returns the highest value that CF counted members have reached, under every rule. `None`: some
+/// rule counts fewer than CF.
 pub(super) fn reached<V: Ord + Copy + Default>(
     views: &Views,
     peers: &[Peer],
@@ -141,11 +142,11 @@ pub(super) fn reached<V: Ord + Copy + Default>(
     lowest.filter(|_| any_rule)
 }
 
-/// Counts once more, by heads and one rule after the other, what a reply stands on: commit is with
-/// CF counted members, and so is a live lease.
+/// Verifies the basis of a reply by an independent count, member by member and rule by rule: commit
+/// is with CF counted members, and so is a live lease.
 ///
 /// # Panics
-/// Where it does not: the reply must not go out.
+/// If it is not: the reply must not be sent.
 pub(super) fn assert_answerable(
     views: &Views,
     peers: &[Peer],
@@ -166,21 +167,21 @@ pub(super) fn assert_answerable(
             holding_leases += usize::from(counts && leased(peer));
             others_hold |= !counts && held(peer);
         }
-        // One that is not counted made up the number, or one that is counted again lacks what was
-        // committed while it was away.
+        // A member that is not counted made up the number, or a member that is counted again lacks
+        // entries committed while it was away.
         assert!(holding >= cf || !others_hold, "DroppedNotCounted");
         assert!(holding >= cf, "Held");
         assert!(holding_leases >= cf, "LeaseExcludes");
     }
 }
 
-/// From the sending of the oldest needed ping, shortened for skewed clocks.
+/// Duration of the lease from the sending of the oldest needed ping, shortened for skewed clocks.
 pub(super) fn held_lease(lease_ms: u32) -> Duration {
     let lease = Duration::from_millis(lease_ms.into());
     lease - lease / CLOCK_SKEW_DIVISOR
 }
 
-/// Until when replies are allowed; `None` without CF answers.
+/// Time until which replies are allowed; `None` without CF answers.
 pub(super) fn lease_until(views: &Views, peers: &[Peer], lease_ms: u32) -> Option<Time> {
     reached(views, peers, |p| p.lease.answered).map(|sent| sent + held_lease(lease_ms))
 }
@@ -207,7 +208,7 @@ mod tests {
         View { in_sync: members(in_sync), rule: rule(cf, known), ..View::default() }
     }
 
-    /// Fed, and at so many entries applied and durable.
+    /// A fed peer with so many entries applied and durable.
     fn peer(id: u128, applied: u64, durable: u64) -> Peer {
         let mut peer = Peer::new(member(id), Time::ZERO);
         peer.link = Link::Fed;
@@ -312,7 +313,7 @@ mod tests {
         assert_eq!(lease_until(&views, &peers, 2000), Some(Time::from_millis(2400)));
     }
 
-    /// What the assertion before a reply says of two of three that count.
+    /// Message of the assertion before a reply, for two of three that count.
     fn refused(cf: u8, third_counts: bool, applied: [u64; 3], answered_ms: [u64; 3]) -> String {
         let in_sync: &[u128] = if third_counts { &[1, 2, 3] } else { &[1, 2] };
         let views = active(view(cf, &[1, 2, 3], in_sync));

@@ -1,8 +1,8 @@
-//! Requests that look at the volume: one in-sync replica answers, commit decides when.
+//! Reads of the volume: one in-sync replica answers, commit decides when the answer is delivered.
 //!
-//! Who is asked, what is asked again of whom, and what an answer waits for. How a client's
-//! request is put together stands in [`gather`](super::gather), what a member is given for its
-//! bad copy in [`repair`](super::repair).
+//! This module chooses the replica, repeats requests at others, and holds answers.
+//! [`gather`](super::gather) assembles a client's answer; [`repair`](super::repair) gives a member
+//! a good block for its bad copy.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -22,31 +22,31 @@ use quoin_types::time::Time;
 use quoin_types::{BLOCK_SIZE, WRITE_BLOCKS_MAX, crc32c};
 
 pub(super) const BLOCK: u64 = BLOCK_SIZE as u64;
-/// A reply slower than this is asked of another member too.
+/// Latency after which a read is sent to another member too.
 const HEDGE: Duration = Duration::from_millis(500);
-/// Reads asked of one member at a time; a replica takes twice as many before it objects.
+/// Limit of open reads at one member; a replica accepts twice as many.
 const READS_MAX: u32 = 2048;
-/// Small reads go to one member for a while before the next one is asked, so that only one process
-/// is woken for them and several share a frame: with three replicas on a host that halves what a
-/// read costs there. This many reads long, each of so many blocks at most,
+/// Length of a run of small reads, and the limit of their blocks. Small reads go to one member for
+/// a while before the next one is asked. So they wake only one process, and several share a frame:
+/// with three replicas on one host this halves the cost of a read.
 const RUN_READS: u32 = 1024;
 const RUN_BLOCKS: u32 = 4;
-/// and only while the member answers at once. Who has to go to its disk answers one by one, and is
-/// helped by all others.
+/// Latency that ends a run. A member that reads from its disk answers one by one, and the load is
+/// better spread over all.
 const RUN_TOOK: Duration = Duration::from_millis(1);
 const RUN_OPEN: u32 = 64;
 /// Blocks of one status request to a replica.
 const STATUS_BLOCKS: u64 = 1 << 15;
 
-/// What a read from a replica is for.
+/// Purpose of a read from a replica.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Purpose {
     /// Part `part` of a client's read or status request.
     Client { group: usize, part: usize },
     /// An edge block of an unaligned write. It merges on *assigned* content, so it is not held
-    /// until commit: the merged entry comes after what it merged with, in every history.
+    /// until commit: in every history the merged entry follows the entries that it merged with.
     Merge { slot: usize, tail: bool },
-    /// A good copy for a member that found its own bad.
+    /// A good copy for a member that found its own to be bad.
     Repair { member: Member, whole_map: bool },
 }
 
@@ -56,7 +56,7 @@ pub(super) struct Read {
     blocks: u32,
     want_data: bool,
     after: Lsn,
-    /// The member asked now; `None` while nobody can be asked.
+    /// The member asked now; `None` while no member can be asked.
     asked: Option<Member>,
     /// Members asked before it, which had a bad copy or took too long.
     pub tried: Vec<Member>,
@@ -64,25 +64,25 @@ pub(super) struct Read {
     pub bad: Vec<(Member, u64, Lsn)>,
     sent: Time,
     generation: u32,
-    /// The answer, kept until it may be given.
+    /// The answer, held until it may be delivered.
     ready: Option<Ready>,
 }
 
 enum Ready {
-    /// Everything that the slots show is committed once this LSN is.
+    /// The slots, and the LSN at whose commit everything they show is committed.
     Slots(Lsn, Vec<Slot>),
-    /// No good copy is left. A newer target may have written the block since: that is no more to
-    /// be told without a lease than its content is.
+    /// No good copy is left. A newer target may have written the block since, so this answer needs
+    /// a lease as much as content does.
     Lost,
 }
 
-/// Who is to be asked for a read.
+/// Result of the choice of a member for a read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Asked {
     Peer(usize),
-    /// Those that count were asked already, or have too much to do.
+    /// The counted members were asked already, or have too many open reads.
     NobodyNow,
-    /// None that counts is fed.
+    /// No counted member is fed.
     Nobody,
 }
 
@@ -91,16 +91,16 @@ pub(super) struct Reads {
     pub open: Slab<Read>,
     groups: Slab<Group>,
     generation: u32,
-    /// Reads that nobody has been asked for yet.
+    /// Reads that no member has been asked for yet.
     unasked: Vec<usize>,
     /// Reads whose answer waits for commit or the lease.
     held: Vec<usize>,
-    /// What was asked and when, oldest first; what was answered since is skipped.
+    /// Requests with their times, oldest first; those answered since are skipped.
     asked: VecDeque<(Time, RequestId)>,
-    /// The member that small reads are asked of, and how many more.
+    /// The member of the present run of small reads, and the remaining length.
     run: Option<(Member, u32)>,
-    /// Up to here a client may have been answered by what it wrote or read, in this epoch or in
-    /// an older one of this target. After a loss of caches it is above commit for a while.
+    /// LSN up to which answers to a client may have shown the history, in this epoch or in an older
+    /// one of this target. After a loss of caches it is above commit for a while.
     pub owed: Lsn,
 }
 
@@ -114,14 +114,14 @@ impl Reads {
         Some(RequestId::from(read.generation) << 32 | index as u64)
     }
 
-    /// The open read that an id names.
+    /// The open read with this id.
     fn of(&self, id: RequestId) -> Option<(usize, &Read)> {
         let index = (id & u64::from(u32::MAX)) as usize;
         let read = self.open.get(index)?;
         (u64::from(read.generation) == id >> 32).then_some((index, read))
     }
 
-    /// Who has not answered yet what was asked then.
+    /// The member that has not answered the request sent then.
     fn waits_for(&self, sent: Time, id: RequestId) -> Option<(usize, Member)> {
         let (index, read) = self.of(id)?;
         if read.sent == sent { Some((index, read.asked?)) } else { None }
@@ -129,8 +129,8 @@ impl Reads {
 
     fn was_asked(&mut self, now: Time, id: RequestId) {
         self.asked.push_back((now, id));
-        // Behind one that waits, those that were answered since are not more than a few times
-        // the open ones.
+        // Bound of the queue: answered requests behind a waiting one are at most a few times the
+        // open ones.
         if self.asked.len() > 64 + 4 * self.open.len() {
             let mut asked = std::mem::take(&mut self.asked);
             asked.retain(|(sent, id)| self.waits_for(*sent, *id).is_some());
@@ -138,7 +138,7 @@ impl Reads {
         }
     }
 
-    /// Forgets the reads for such a purpose; an answer to one of them is to a read unknown.
+    /// Removes reads of such a purpose; later answers to them find no read.
     fn forget(&mut self, is_such: impl Fn(&Purpose) -> bool) {
         for index in self.open.indices() {
             if self.open.get(index).is_some_and(|read| is_such(&read.purpose)) {
@@ -147,7 +147,7 @@ impl Reads {
         }
     }
 
-    /// Who is to be asked: the rest of a run, or whoever has the least to do.
+    /// Chooses the member: the rest of a run, or the one with the fewest open reads.
     fn choose(
         &self,
         read: &Read,
@@ -178,7 +178,7 @@ impl Reads {
             if run.is_some_and(|(_, left)| left > 0) && at_once && read.blocks <= RUN_BLOCKS {
                 return Asked::Peer(i);
             }
-            // After its run it is another one's turn.
+            // After its run another member has its turn.
             let busy = 64 * (u32::from(is_slow(peer, now)) + u32::from(run.is_some()));
             let is_local = local == Some(peer.member);
             let load = if is_local { 0 } else { 1 + peer.reads.open + busy };
@@ -193,7 +193,7 @@ impl Reads {
         }
     }
 
-    /// A member was asked: the next small reads go to it too, for a while.
+    /// Continues or begins a run: the next small reads go to the same member.
     fn go_on_with(&mut self, member: Member, blocks: u32) {
         if blocks <= RUN_BLOCKS {
             let run = self.run.filter(|(m, left)| *m == member && *left > 0);
@@ -201,7 +201,7 @@ impl Reads {
         }
     }
 
-    /// What a member was asked is asked of others.
+    /// Takes back the reads sent to a member; others are asked.
     fn take_from(&mut self, member: Member) {
         for (index, read) in self.open.iter_mut() {
             if read.asked == Some(member) {
@@ -275,9 +275,9 @@ impl Primary {
         index
     }
 
-    /// Sends what waits for a member to ask. Entries up to `after` were sent before, on the same
-    /// connection, so a member answers without waiting.
-    /// True: for one of them no good copy is left.
+    /// Sends the waiting reads to members. Entries up to `after` were sent before, on the same
+    /// connection, so a member answers without waiting. Returns true if no good copy is left for
+    /// one of them.
     pub(super) fn ask_reads(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) -> bool {
         let held = self.reads.held.len();
         let mut unasked = std::mem::take(&mut self.reads.unasked);
@@ -287,7 +287,7 @@ impl Primary {
         self.reads.held.len() > held
     }
 
-    /// True if the read needs no asking any more.
+    /// Returns true if the read needs no more requests.
     fn ask(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) -> bool {
         let Some(read) = self.reads.open.get(index) else { return true };
         if read.asked.is_some() || read.ready.is_some() {
@@ -297,12 +297,12 @@ impl Primary {
         let asked = self.reads.choose(read, now, &self.members.peers, &self.commit.views, local);
         let any = asked != Asked::Nobody;
         let Asked::Peer(i) = asked else {
-            // Lost only if no member has it: one that is away for a moment is waited for.
+            // The data is lost only if no member has it: the read waits for a member that is away.
             let is_bad = |m: &Member| read.bad.iter().any(|(b, _, _)| b == m);
             let lost = self.commit.views.all().flat_map(|v| &v.in_sync).all(is_bad)
                 || mutant::is("lost-while-one-is-away");
             if let Purpose::Repair { member, whole_map } = read.purpose {
-                // Its member asks again: nothing of the target's waits for it.
+                // The member repeats its request for repair: nothing in the target waits for it.
                 let (lba, blocks) = (read.lba, read.blocks);
                 if any && lost {
                     actions.push(PrimaryAction::Note(match whole_map {
@@ -326,7 +326,7 @@ impl Primary {
                 self.reads.held.push(index);
                 return true;
             }
-            // All were asked and none answered in time: ask them again.
+            // All were asked and none answered in time: they are asked again.
             if any && let Some(read) = self.reads.open.get_mut(index) {
                 read.tried.retain(|m| read.bad.iter().any(|(b, _, _)| b == m));
             }
@@ -389,7 +389,7 @@ impl Primary {
             self.reads.unasked.push(index);
             return;
         }
-        // Who wants the map of a stretch gets that, and no single block besides.
+        // A member that wants the map of a range gets that, and no single blocks besides.
         let mended = match read.purpose {
             Purpose::Repair { member, whole_map: true } => Some(member),
             _ => None,
@@ -413,7 +413,7 @@ impl Primary {
         }
         let (lba, blocks) = (read.lba, u64::from(read.blocks));
         let settled = self.settled();
-        // Everything it shows must be committed before it is delivered (NoReadAhead).
+        // Everything the slots show must be committed before delivery (NoReadAhead).
         let need = self
             .history
             .after(settled)
@@ -429,7 +429,7 @@ impl Primary {
         self.reads.held.push(index);
     }
 
-    /// Up to where the history may be shown.
+    /// LSN up to which the history may be shown.
     fn settled(&self) -> Lsn {
         let media = self.is_media() && !mutant::is("read-at-commit-under-media");
         if media { self.commit.stable } else { self.commit.lsn }
@@ -501,9 +501,9 @@ impl Primary {
         }
     }
 
-    /// What a client's answer must show at least: all that was acknowledged or read. That includes
-    /// what an older epoch acknowledged and its replicas lost, which is sequenced again above
-    /// commit.
+    /// Lower bound of the history that a client's answer must show: everything acknowledged or
+    /// read. That includes entries that an older epoch acknowledged and its replicas lost, which
+    /// are sequenced again above commit.
     fn owed_to_clients(&self) -> Lsn {
         if mutant::is("owed-forgotten-beside-a-full-pool") {
             return self.commit.lsn;
@@ -511,8 +511,9 @@ impl Primary {
         self.commit.lsn.max(self.reads.owed)
     }
 
-    /// A member's pool is full: what it was asked beyond its position is asked of others. Where
-    /// no member can apply what was sequenced last, a client is owed what was acknowledged.
+    /// Handles a member whose pool is full: reads sent to it for a position beyond its own are sent
+    /// to others. If no member can apply the entries sequenced last, a client is owed what was
+    /// acknowledged.
     pub(super) fn read_from_others(&mut self, from: usize) {
         let owed = self.owed_to_clients();
         for (_, read) in self.reads.open.iter_mut() {
@@ -523,16 +524,17 @@ impl Primary {
         self.reads.take_from(self.members[from].member);
     }
 
-    /// A session is over: what was asked of it is asked of others.
+    /// Ends the reads of a session that is over: they are sent to others.
     pub(super) fn reissue_reads(&mut self, from: usize) {
         let gone = self.members[from].member;
-        // Who still needs its repair asks again.
+        // A member that still needs its repair requests it again.
         let for_it = |p: &Purpose| matches!(p, Purpose::Repair { member, .. } if *member == gone);
         self.reads.forget(for_it);
         self.reads.take_from(gone);
     }
 
-    /// An epoch ended: every open read is asked anew in the next one, after its first View.
+    /// Resets the reads at the end of an epoch: each is asked anew in the next one, after its first
+    /// View.
     pub(super) fn reads_wait_for_reopen(&mut self) {
         self.reads.held.clear();
         self.reads.unasked.clear();
@@ -549,7 +551,7 @@ impl Primary {
         }
     }
 
-    /// Open reads of an older epoch must see everything that is sequenced when IO starts again.
+    /// Raises open reads of an older epoch to everything that is sequenced when IO starts again.
     pub(super) fn reads_after_reopen(&mut self) {
         let last = self.history.last.lsn;
         if mutant::is("reads-not-behind-the-reopen") {
@@ -577,7 +579,7 @@ impl Primary {
         }
     }
 
-    /// Asks another member where one is slow; returns when to look again.
+    /// Sends reads of slow members to others; returns the time of the next check.
     pub(super) fn hedge_reads(&mut self, now: Time) -> Option<Time> {
         let mut next: Option<Time> = None;
         while let Some((sent, id)) = self.reads.asked.front().copied() {
@@ -586,7 +588,7 @@ impl Primary {
                     next = Some(sent + HEDGE);
                     break;
                 }
-                // The first answer that is good wins; a late one finds nothing to do.
+                // The first good answer wins; a late one finds no read.
                 let read = self.reads.open.get_mut(index).expect("looked at above");
                 read.asked = None;
                 read.tried.push(member);
@@ -602,8 +604,8 @@ fn is_slow(peer: &super::Peer, now: Time) -> bool {
     peer.progress.behind_since.is_some_and(|since| now.since(since) > Duration::from_millis(50))
 }
 
-/// The first block whose copy is bad: by the replica's word, by its checksum, or by a version
-/// that the replica cannot have.
+/// Returns the first block whose copy is bad: by the replica's report, by its checksum, or by a
+/// version that the replica cannot have.
 fn first_bad(slots: &[Slot], at: Lsn, want_data: bool) -> Option<(u64, Lsn)> {
     slots.iter().find_map(|slot| {
         let good = match &slot.content {

@@ -1,4 +1,4 @@
-//! A test a line of the list, each under the line's own name.
+//! One test for each line of the decision list, named after the line.
 
 use super::*;
 use Admission::*;
@@ -234,14 +234,15 @@ fn a_move_has_a_seat_of_its_own_beside_the_replica_whose_place_it_takes() {
         moving: &moving,
     };
     assert_eq!(admit(&seats, &applicant(moving[0])), UNKNOWN);
-    // And the one that it follows is not displaced by it, nor displaces it.
+    // The newcomer does not displace the replica that it follows, nor does that replica displace
+    // it.
     let connected = [on(three.known[0]), on(three.known[1]), off(moving[0])];
     let seats = Seats { connected: &connected, ..seats };
     assert_eq!(admit(&seats, &applicant(three.known[2])), KNOWN);
 }
 
-/// Whatever connects in whatever order: never more than DRF (and those that move), never two of
-/// one ReplicaId, and nobody retired.
+/// In any order of connections: never more than DRF (beside those that move), never two of one
+/// ReplicaId, and no retired replica.
 mod any_order {
     use super::*;
     use proptest::prelude::*;

@@ -1,4 +1,5 @@
-//! Lanes beside a plain model: the view as a map, sources that answer in any order and fail.
+//! Lanes checked against a plain model: the view as a map, sources that answer in any order and
+//! fail.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +13,10 @@ fn member(number: u128) -> Member {
     Member { id: ReplicaId(number), guid: ReplicaGuid(number) }
 }
 
-/// Of the largest volume here.
+/// Size of the largest volume here.
 const BLOCKS: u64 = 200_000;
 
-/// What a view holds of a block: the version, and whether it is data.
+/// Content of the view by block: the version, and whether it is data.
 type View = BTreeMap<u64, (u64, bool)>;
 
 fn slot(lba: u64, blocks: u32, version: u64, is_data: bool) -> Slot {
@@ -26,7 +27,7 @@ fn slot(lba: u64, blocks: u32, version: u64, is_data: bool) -> Slot {
     Slot { lba, blocks, version: Lsn(version), content }
 }
 
-/// As a store answers: at most so many blocks' slots, holes of one version together.
+/// Answer of a store: slots of at most so many blocks, holes of one version together.
 fn pulled(view: &View, from: u64, blocks_max: usize) -> Chunk {
     let mut slots: Vec<Slot> = Vec::new();
     for (taken, (lba, (version, is_data))) in view.range(from..).enumerate() {
@@ -50,9 +51,9 @@ fn pulled(view: &View, from: u64, blocks_max: usize) -> Chunk {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Ask with this many sources, beginning with that one.
+    /// Asks with this many sources, beginning with that one.
     Ask(usize, usize),
-    /// The so-manieth question that is open is answered with so many blocks.
+    /// Answers the open request of this index with so many blocks.
     Answer(usize, usize),
     Refuse(usize),
     Lose(usize),
@@ -81,7 +82,7 @@ fn views() -> impl Strategy<Value = View> {
     })
 }
 
-/// Lanes, the questions that are open, and what was taken.
+/// Lanes, the open requests, and what was taken.
 struct Copy {
     view: View,
     lanes: Lanes,
@@ -101,7 +102,7 @@ impl Copy {
         self.next_id += 1;
         let Some((source, cursor)) = self.lanes.ask(self.next_id, sources) else { return false };
         assert!(sources.contains(&source));
-        // One that was dropped with its lane is nobody's any more.
+        // A request that was dropped with its lane has no owner any more.
         self.open.retain(|(id, ..)| self.lanes.has_asked(*id));
         assert!(self.open.iter().all(|(_, busy, _)| *busy != source), "one question a source");
         self.open.push((self.next_id, source, cursor));
@@ -175,7 +176,7 @@ proptest! {
             }
             copy.check();
         }
-        // Whatever happened: it goes on to the end with whom there is.
+        // After any sequence, the copy reaches its end with the sources that remain.
         copy.lanes.forgive();
         while !copy.ended {
             while copy.ask(&[member(1), member(2)]) {}
@@ -202,7 +203,7 @@ fn two_sources_each_copy_about_half() {
     }
     let counts: Vec<usize> = answered.values().copied().collect();
     assert!(counts.len() == 2 && counts[0].abs_diff(counts[1]) <= 4, "{counts:?}");
-    // Nothing to speak of was copied twice.
+    // Almost nothing was copied twice.
     assert!(counts.iter().sum::<usize>() <= 4096 / 64 + 4, "{counts:?}");
 }
 

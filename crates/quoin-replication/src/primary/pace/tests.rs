@@ -1,25 +1,25 @@
-//! The pace beside made-up clients: closed loops whose latency grows with what is copied.
+//! The pace beside simulated clients: closed loops whose latency grows with the copying.
 
 use super::*;
 
-/// A machine that serves `depth` requests at a time, each in `alone_us` where nothing is copied.
-/// Copying `full_bytes_per_s` would take all of it.
+/// A machine that serves `depth` requests at a time, each in `alone_us` while nothing is copied.
+/// Copying at `full_bytes_per_s` would use all of it.
 struct Machine {
     alone_us: u64,
     full_bytes_per_s: u64,
-    /// What was copied burdens it for about so long.
+    /// Time for which copied data still burdens the machine.
     burden: Duration,
 }
 
 struct Outcome {
-    /// IOs a second of one client.
+    /// IOs of one client in a second.
     rate: f64,
     copied_per_s: f64,
 }
 
 const STEP: Duration = Duration::from_micros(10);
 
-/// Runs for this long from `now`, with or without a client, and copies where `copying`.
+/// Runs for this long from `now`, with or without a client, and copies if `copying`.
 fn run(
     machine: &Machine,
     pace: &mut Pace,
@@ -31,7 +31,7 @@ fn run(
     let began = *now;
     let (mut ios, mut copied) = (0u64, 0u64);
     let mut arrived = *now;
-    // Of the machine, what copying took of late.
+    // Recent share of the machine that copying took.
     let mut share = 0.0f64;
     while *now < began + length {
         *now = *now + STEP;
@@ -127,7 +127,7 @@ fn where_io_is_slow_whatever_is_done_a_rebuild_still_moves() {
         if pace.may_copy(now) {
             pace.copied(now, u64::from(pace.chunk_bytes()));
             copied += u64::from(pace.chunk_bytes());
-            // Ten times the baseline, but only while something is copied.
+            // Ten times the baseline, but only while data is copied.
             let arrived = now - Duration::from_millis(2);
             pace.answered(now, arrived.max(pace.since), Kind::Write, 4096);
         } else {
@@ -153,7 +153,7 @@ fn a_volume_that_is_faster_without_a_replica_gives_the_rebuild_what_it_gained() 
     let (gained, else_copied) = (kept_beside(true), kept_beside(false));
     assert!(gained > 1.2 * else_copied, "{gained} {else_copied}");
 
-    // What is learnt of a volume that lacks something is not what its users know.
+    // Baselines measured on a volume that lacks a replica are not what its users are used to.
     let mut pace = Pace::new();
     pace.healthy_ns = [280; KINDS];
     pace.step(Time::from_millis(500), None, true, || false);
@@ -189,7 +189,7 @@ fn what_arrived_in_another_mode_or_took_longer_than_any_load_makes_is_no_sample(
     write(&mut pace, start + 2 * SAMPLE_MAX, SAMPLE_MAX);
     write(&mut pace, start + 5 * MS, 5 * MS);
     assert_eq!(pace.samples(), 2);
-    // The longest ones are those that a window's begin falls into.
+    // The longest samples are those that overlap the start of a window.
     pace.begin(start + 7 * MS);
     write(&mut pace, start + 9 * MS, 9 * MS);
     assert_eq!(pace.samples(), 1, "in the window before, but of the same mode");
@@ -250,7 +250,7 @@ fn baselines_follow_slowly_upwards_and_io_without_one_burdens_nobody() {
 
 #[test]
 fn a_judgement_is_of_many_windows_and_moves_the_rate_by_what_was_copied() {
-    // Of 320 ms of memory, a window of 80.
+    // A window of 80 ms in a memory of 320 ms.
     let judged = |speed: u64, speed_now: u64, moved_bytes: u64| {
         let (mut pace, start) = (Pace::new(), Time::from_millis(10_000));
         pace.begin(start);
@@ -286,7 +286,7 @@ fn a_disk_that_hiccups_however_little_is_copied_does_not_stop_a_rebuild() {
     assert!(copied_per_s > 0.5 * smooth, "{copied_per_s} {smooth}");
 }
 
-/// A window in which clients were served as fast as they were of late, and this much was copied.
+/// Result of a window in which clients were served at their recent speed, and this much was copied.
 fn judged(speed: u64, copied_bytes: u64) -> (u64, u64) {
     let mut pace = Pace::new();
     pace.step(Time::from_millis(0), Some(1), true, || true);
