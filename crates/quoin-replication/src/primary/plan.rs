@@ -4,7 +4,7 @@
 //! | kind | when |
 //! |---|---|
 //! | replace, move | a newcomer under a listed ReplicaId is ready |
-//! | add | newcomers under other ReplicaIds are ready and RF < DRF: all that are ready in one change |
+//! | add | newcomers under other ReplicaIds are ready and RF < DRF; one change adds all |
 //! | remove | replicas are named to leave and every one that stays is in sync |
 //! | CF | the factor alone differs |
 //!

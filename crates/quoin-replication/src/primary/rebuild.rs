@@ -1,11 +1,11 @@
-//! Increments: how a replica that lacks more than the window is brought to a boundary.
+//! Increments: they bring a replica that lacks more than the window to a boundary.
 //!
-//! The boundary B is a hidden snapshot appended now and waited for until it is stable; where
-//! stable cannot move (recovery below CF), it is the source's own base. All slots with
-//! `from < version ≤ B`, holes included, go view by view (every retained snapshot in order, then
-//! B) from the sources, several at once ([`super::lanes`]), through the target to the receiver's
-//! shadow, which flips at the end. Until then the receiver stays what it was. A base is its
-//! source's own: it comes from that one alone, or begins anew.
+//! The boundary B is a hidden snapshot that is appended now; the rebuild waits until it is stable.
+//! Where stable cannot move (recovery below CF), B is the source's own base. All slots with `from <
+//! version ≤ B`, holes included, go view by view (every retained snapshot in order, then B) from
+//! the sources, several at once ([`super::lanes`]), through the target to the receiver's shadow,
+//! which flips at the end. Until then the state of the receiver does not change. A base is its
+//! source's own: it comes from that source alone, or begins anew.
 
 mod parked;
 
@@ -26,21 +26,23 @@ use quoin_types::message::{
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// A rebuild that does not move for so long is given a new session.
+/// Time without progress after which a rebuild is given a new session.
 const STALL: Duration = Duration::from_secs(20);
-/// The same where it goes by a bulk connection, which is made anew before: nothing else asks
-/// whether the session of one that is only rebuilt still lives.
+/// The same for a rebuild by a bulk connection, which is established anew before. Nothing else
+/// checks whether the session of a replica that is only rebuilt is still alive.
 const STALL_APART: Duration = Duration::from_secs(60);
-/// The receiver writes back all that its kernel still caches of the increment.
+/// Time for the commit: the receiver writes back everything that its kernel still caches of the
+/// increment.
 const COMMIT_PATIENCE: Duration = Duration::from_secs(600);
-/// Chunks on their way to the receiver.
+/// Limit of chunks on their way to the receiver.
 const FEEDS_MAX: u32 = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Stage {
     /// Waits for the boundary to become stable.
     Boundary,
-    /// Waits for the bulk connection, and for the receiver to say how far its shadow is complete.
+    /// Waits for the bulk connection, and for the receiver to report how far its shadow is
+    /// complete.
     Beginning,
     Moving,
     Committing,
@@ -48,42 +50,43 @@ pub(super) enum Stage {
 
 pub(super) struct Rebuild {
     id: u64,
-    /// Where the shadow starts.
+    /// LSN that the shadow starts from.
     start: Lsn,
-    /// The same, or the last retained snapshot that was sent: what is above is to be sent.
+    /// Lower bound of the versions to send: `start`, or the last retained snapshot that was sent.
     from: Lsn,
     stage: Stage,
     /// The hidden snapshot; `None`: the source's base.
     boundary: Option<(SnapshotId, Lsn)>,
     /// The state at the boundary, once known.
     end: Option<Box<IncrementEnd>>,
-    /// What is still to be sent: a retained snapshot with its description, or the boundary.
+    /// Views still to be sent: a retained snapshot with its description, or the boundary.
     views: VecDeque<(ReadView, Option<SnapshotInfo>)>,
-    /// How the first of them is copied.
+    /// Copying of the first view.
     lanes: Lanes,
-    /// The one whose base it is to be.
+    /// The source whose base is the boundary.
     base_source: Option<Member>,
-    /// Sources that have not got what is to be pulled, and will not get it.
+    /// Sources that lack the view, and will not get it.
     without: Vec<Member>,
     feeds: u32,
     fed: Fed,
-    /// The receiver is to be asked where it stands, once it can be.
+    /// Set if the receiver is to be asked for the state of its shadow, once that is possible.
     ask: bool,
     moved: Time,
-    /// Data that was copied in this round.
+    /// Data copied in this round.
     round_bytes: u64,
 }
 
-/// What the receiver was sent since its shadow was begun or resumed.
+/// Data sent to the receiver since its shadow was begun or resumed.
 #[derive(Default)]
 struct Fed {
     sum: FedSum,
-    /// Up to where, within the present view.
+    /// End of the data sent, within the present view.
     upto: u64,
 }
 
 impl Rebuild {
-    /// The receiver's bulk connection is lost: what was on its way may have come or not.
+    /// Handles the loss of the receiver's bulk connection: messages on their way may have arrived
+    /// or not.
     pub fn lost_receiver(&mut self) {
         if self.stage == Stage::Moving {
             self.stage = Stage::Beginning;
@@ -93,7 +96,8 @@ impl Rebuild {
         self.feeds = 0;
     }
 
-    /// What comes next of the view; `apart`: by a bulk connection, where it is counted.
+    /// Builds the next message of the view; `apart`: it is sent by a bulk connection, where slots
+    /// are counted.
     fn feed(&mut self, slots: Vec<Slot>, cursor: Option<u64>, apart: bool) -> ToReplica {
         let cursor = cursor.unwrap_or(u64::MAX);
         let after = apart.then_some(self.fed.upto);
@@ -104,12 +108,12 @@ impl Rebuild {
         ToReplica::IncrementFeed { rebuild: self.id, slots, cursor, after }
     }
 
-    /// What this source was asked for does not come.
+    /// Drops the requests to this source; their answers will not come.
     pub fn lost_source(&mut self, source: Member) {
         self.lanes.lost(source);
     }
 
-    /// Whether this one is, or may become, a source of it.
+    /// Returns true if this member is, or may become, a source of the rebuild.
     pub fn may_copy_from(&self, member: Member) -> bool {
         self.stage != Stage::Committing && self.base_source.is_none_or(|source| source == member)
     }
@@ -118,17 +122,17 @@ impl Rebuild {
         self.round_bytes
     }
 
-    /// When something came of it last.
+    /// Time of last progress.
     pub fn moved(&self) -> Time {
         self.moved
     }
 
-    /// There is something to ask a source for.
+    /// Returns true if there is something to request from a source.
     fn wants_more(&self) -> bool {
         self.stage == Stage::Moving && !self.views.is_empty()
     }
 
-    /// Bytes done and in all, as far as the walk over the volume tells.
+    /// Bytes done and in total, estimated from the position of the copy in the volume.
     pub fn progress(&self, volume_blocks: u64) -> (u64, u64) {
         let views = self.views.len() as u64;
         let total = volume_blocks * BLOCK_SIZE as u64;
@@ -150,8 +154,8 @@ impl Rebuild {
         self.boundary.map(|(_, lsn)| lsn).or(self.end.as_ref().map(|e| e.position.lsn))
     }
 
-    /// When the rebuild counts as dead unless something moves.
-    /// `apart`: it goes by a bulk connection.
+    /// Time at which the rebuild counts as dead without progress. `apart`: it uses a bulk
+    /// connection.
     pub fn dead_at(&self, apart: bool) -> Option<Time> {
         match self.stage {
             Stage::Boundary => None,
@@ -165,7 +169,7 @@ impl Rebuild {
 impl Primary {
     pub(super) fn step_rebuilds(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         self.end_expired(now);
-        // Where writers wait for it, or nobody is served yet, it is in nobody's way.
+        // Pacing is needed only beside clients that are served and do not wait for this rebuild.
         let clients_matter = self.phase == Phase::Serving && self.commit.held;
         let paced = |p: &&Peer| {
             let wants = p.rebuild.as_ref().is_some_and(Rebuild::wants_more);
@@ -198,13 +202,13 @@ impl Primary {
             self.ask_receiver(now, index, actions);
             self.pull_next(now, index, actions);
             if index >= self.members.len() {
-                // The epoch ended by what a source said.
+                // The answer of a source ended the epoch.
                 return;
             }
         }
     }
 
-    /// The boundary is there: what is below it can be copied.
+    /// Starts copying: the boundary is stable, and everything below it can be copied.
     fn begin_moving(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
         let apart = self.members[index].bulk.is_offered();
         let Some(rebuild) = &mut self.members[index].rebuild else { return };
@@ -214,13 +218,14 @@ impl Primary {
         }
         rebuild.stage = Stage::Moving;
         let (rebuild, from) = (rebuild.id, rebuild.start);
-        // No more than `from`: told of a later one, it would fold its base beyond the point that
-        // the shadow starts from.
+        // The ping names no LSN above `from`: the receiver would merge its base beyond the start of
+        // the shadow.
         self.send(index, ToReplica::Ping { stable: from, ping: Ping(now.0) }, actions);
         self.send(index, ToReplica::IncrementBegin { rebuild, from }, actions);
     }
 
-    /// Begins the shadow by the bulk connection, or asks what became of it and of its commit.
+    /// Begins the shadow by the bulk connection, or asks for the state of the shadow and of its
+    /// commit.
     fn ask_receiver(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
         let peer = &mut self.members[index];
         let carries = peer.bulk.carries();
@@ -230,7 +235,8 @@ impl Primary {
         self.send_copying(now, index, true, begin, actions);
     }
 
-    /// The receiver's shadow is complete up to `cursor` within the view that it was being fed.
+    /// Handles the answer to a begin: the receiver's shadow is complete up to `cursor` within the
+    /// view that it was being fed.
     pub(super) fn on_increment_begun(
         &mut self,
         now: Time,
@@ -246,8 +252,8 @@ impl Primary {
         if rebuild.ask || !matches!(rebuild.stage, Stage::Beginning | Stage::Committing) {
             return;
         }
-        // Behind a cut that may have been lost with the connection: which view the cursor is in is
-        // not known. Nor can it be complete beyond what it was ever fed.
+        // After a cut that may have been lost with the connection, the view of the cursor is
+        // unknown. Nor can the shadow be complete beyond what it was ever fed.
         let unknown = rebuild.from != rebuild.start && !mutant::is("shadow-resumed-behind-a-cut");
         if unknown || cursor > rebuild.fed.upto {
             let rebuild = self.members[index].rebuild.take().expect("found above");
@@ -258,20 +264,23 @@ impl Primary {
         rebuild.lanes = Lanes::from(cursor, blocks);
         rebuild.fed = Fed { sum: FedSum::default(), upto: cursor };
         if cursor == u64::MAX {
-            // All of the view was fed, and its end did not come.
+            // All of the view was fed, but the message that ends it was lost.
             self.end_view(now, index, actions);
         }
     }
 
-    /// Up to where the boundary of `receiver` may be. Where stable cannot move because this rebuild
-    /// is what it waits for, that is what CF - 1 counted members have on media: once the receiver
-    /// flipped, CF have it, and no open can go on without all of them. (A receiver that does not
-    /// count is no such copy: the others could open without its sources, with a history that
-    /// its base has left behind. Should the receiver be dropped meanwhile, whoever opens without it
-    /// has heard of that View, which is behind the boundary, from a holder.) Where fewer than
-    /// CF - 1 are left to rebuild from, what all of them have must do, or nothing would ever move:
-    /// should they be lost before a second receiver has it, an open without them finds a receiver
-    /// whose base is ahead, and rebuilds it again.
+    /// Upper bound of the boundary of `receiver`.
+    ///
+    /// If stable cannot move because it waits for this rebuild, the bound is what CF - 1 counted
+    /// members have on media: once the receiver flipped, CF have it, and no open can succeed
+    /// without one of them. (A receiver that does not count is no such copy: the others could open
+    /// without its sources, with a history that its base has left behind. If the receiver is
+    /// dropped meanwhile, every open without it has heard of that View, which follows the boundary,
+    /// from a holder.)
+    ///
+    /// If fewer than CF - 1 are left to rebuild from, the bound is what all of them have, or the
+    /// rebuild would never proceed. If they are lost before a second receiver has it, an open
+    /// without them finds a receiver whose base is ahead, and rebuilds it again.
     fn settled_boundary(&self, receiver: Member) -> Lsn {
         if mutant::is("boundary-not-stable") {
             return self.history.last.lsn;
@@ -290,7 +299,8 @@ impl Primary {
         durable.last().copied().unwrap_or_default().max(self.commit.stable)
     }
 
-    /// Chooses the boundary, or whose base it is: not that of `without`. False: not possible now.
+    /// Chooses the boundary, or the member whose base it is, other than `without`. Returns false if
+    /// neither is possible now.
     fn begin_rebuild(
         &mut self,
         now: Time,
@@ -301,18 +311,18 @@ impl Primary {
         let recovering = self.phase == Phase::Recovering;
         let peer = &self.members[index];
         let member = peer.member;
-        // A member of the in-sync set without which there are too few: fed inside that set.
+        // A member of the in-sync set without which there are too few is fed inside that set.
         let needed =
             self.commit.views.counts(member) && self.commit.views.short(&self.members.peers);
         if !recovering && !self.commit.views.pending.is_empty() && !needed {
-            // Catch-up by increments starts only once the View without it is active.
+            // Catch-up by increments starts only once the View without the member is active.
             return false;
         }
         if recovering && !self.commit.views.counts(member) {
             return false;
         }
         let damaged = peer.ack.as_ref().is_some_and(|a| a.damaged);
-        // Never above what the receiver may treat as settled: it is told stable just before.
+        // Never above what the receiver may treat as settled: stable is sent to it just before.
         let settled = self.commit.stable.max(peer.ack.as_ref().map_or(Lsn::ZERO, |a| a.stable));
         let from = match damaged {
             true => Lsn::ZERO,
@@ -350,7 +360,7 @@ impl Primary {
             end = Some(Box::new(self.history.end(visible.clone())));
             views.push_back((ReadView::Snapshot(snapshot), None));
         }
-        // Those above a base come with the entries that follow it.
+        // Snapshots above a base arrive with the entries that follow it.
         let upto = match base {
             Some((_, base)) if !mutant::is("snapshots-behind-a-base-sent-with-it") => base,
             _ => self.history.last.lsn,
@@ -384,7 +394,7 @@ impl Primary {
         true
     }
 
-    /// Passes on what came, and asks for more of it.
+    /// Forwards chunks that have arrived, and requests more.
     fn pull_next(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) {
         if !self.feed_next(now, index, actions) {
             return;
@@ -410,18 +420,18 @@ impl Primary {
             self.send_copying(now, asked, true, message, actions);
         }
         if self.is_boundary_lost(index) {
-            // Another one is chosen in the next step.
+            // Another boundary is chosen in the next step.
             let rebuild = self.members[index].rebuild.take().expect("looked at above");
             return self.end_boundary(&rebuild);
         }
         let rebuild = self.members[index].rebuild.as_mut().expect("looked at above");
-        // Every source was bad somewhere: start over with all of them, at a slower pace.
+        // Every source was bad somewhere: the copy retries all of them, at a slower pace.
         if now.since(rebuild.moved) > Duration::from_secs(5) {
             rebuild.lanes.forgive();
         }
     }
 
-    /// Who can be asked for a part of `view`: first those that answer the fewest reads.
+    /// Members that can be asked for a part of `view`, those with the fewest open reads first.
     fn sources_of(&self, rebuild: &Rebuild, view: ReadView) -> Vec<Member> {
         let needed = rebuild.boundary().unwrap_or_default();
         let mut sources: Vec<&Peer> = self
@@ -438,8 +448,8 @@ impl Primary {
         sources.into_iter().map(|p| p.member).collect()
     }
 
-    /// Whose base a replica can be brought to, and where that is. It is of use only if the entries
-    /// that follow it are at hand, and a source keeps one at a time.
+    /// Chooses a member whose base a replica can be brought to, and returns the base's LSN. A base
+    /// is usable only if the entries that follow it are available. A source provides one at a time.
     fn base_source(&self, without: Option<Member>) -> Option<(Member, Lsn)> {
         let first = self.history.first();
         let moving = self.members.peers.iter().filter_map(|p| p.rebuild.as_ref());
@@ -456,8 +466,8 @@ impl Primary {
             .map(|(p, base)| (p.member, base))
     }
 
-    /// Whether no source has the boundary any more: one that was rebuilt itself while this rebuild
-    /// was parked got no boundary but its own.
+    /// Returns true if no source has the boundary any more: a source that was rebuilt itself while
+    /// this rebuild was parked has no boundary but its own.
     fn is_boundary_lost(&self, index: usize) -> bool {
         let Some(rebuild) = &self.members[index].rebuild else { return false };
         let mut sources = self
@@ -488,8 +498,8 @@ impl Primary {
         let last = self.history.last.lsn;
         let peer = &mut self.members[index];
         let rebuild = peer.rebuild.as_mut().expect("found above");
-        // A hole of no version would not replace an older block: nothing is sent of what was never
-        // written.
+        // A hole without a version would not replace an older block: blocks never written are not
+        // sent.
         let unversioned = slots.iter().any(|slot| slot.version == Lsn::ZERO);
         if unversioned {
             let invariant = "HolesHaveVersions";
@@ -508,8 +518,8 @@ impl Primary {
             rebuild.without.push(source);
         }
         if !is_good || !rebuild.lanes.answered(id, chunk) {
-            // This copy cannot serve: another is asked for the same part. A base begins anew with
-            // another one's, if there is one; one that is gone was its session's.
+            // This copy is unusable: another source is asked for the same part. A base begins anew
+            // with another source's, if there is one; a base that is gone belonged to its session.
             let is_base = rebuild.base_source.is_some() && rebuild.views.len() == 1;
             if is_base && (gone || self.base_source(Some(source)).is_some()) {
                 self.members[index].rebuild = None;
@@ -527,15 +537,15 @@ impl Primary {
             }
         }
         let peer = &mut self.members[index];
-        // What is not paced must not be paid for by what is.
+        // Unpaced copying must not be charged to paced rebuilds.
         if !peer.rounds.takes_precedence() {
             self.rebuilds.pace.copied(now, bytes);
         }
         self.pull_next(now, index, actions);
     }
 
-    /// Learns where a base is, which is where its source had folded its map to as it was pinned:
-    /// whether that is behind snapshots that it was not known to be behind.
+    /// Records the position of a base, which is where its source's map was when the base was
+    /// pinned. Returns true if the base passed snapshots that it was not known to include.
     fn base_has_moved_on(&mut self, index: usize, source: usize) -> bool {
         let end = self.members[index].rebuild.as_ref().and_then(|r| r.end.as_ref());
         let Some(now) = end.map(|end| end.position.lsn) else { return false };
@@ -545,8 +555,9 @@ impl Primary {
         self.history.snapshots.iter().any(|s| !s.hidden && s.lsn > before && s.lsn <= now)
     }
 
-    /// Passes on what came from the sources, as far as it is in order and the receiver keeps up.
-    /// False: what came cannot be true. Its source was shut out, which may have ended the epoch.
+    /// Forwards chunks from the sources, as far as they are in order and the receiver keeps up.
+    /// Returns false if a chunk cannot be true. Its source was shut out, which may have ended the
+    /// epoch.
     fn feed_next(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) -> bool {
         loop {
             let peer = &mut self.members[index];
@@ -570,8 +581,8 @@ impl Primary {
         }
     }
 
-    /// A view was fed as a whole: the next one begins, or the increment ends. False: its state
-    /// cannot be true.
+    /// Ends a view that was fed completely: the next one begins, or the increment ends. Returns
+    /// false if the state of its end cannot be true.
     fn end_view(&mut self, now: Time, index: usize, actions: &mut Vec<PrimaryAction>) -> bool {
         let peer = &mut self.members[index];
         let rebuild = peer.rebuild.as_mut().expect("it is being fed");
@@ -599,7 +610,7 @@ impl Primary {
                     self.shut_out(now, liar.unwrap_or(index), "PrefixAlways", actions);
                     return false;
                 };
-                // Boundaries of other rebuilds are not sent, so they do not exist there.
+                // Boundaries of other rebuilds are not sent, so they do not exist at the receiver.
                 to.snapshots.retain(|s| !s.hidden || s.lsn == to.position.lsn);
                 let rebuild = self.members[index].rebuild.as_mut().expect("it is being fed");
                 rebuild.end = Some(to.clone());
@@ -639,12 +650,13 @@ impl Primary {
         peer.progress.durable = position.lsn;
         peer.progress.next = position.lsn.next();
         peer.progress.behind_since = None;
-        // Views that came as part of the increment taught it nothing; the next one does.
+        // Views inside the increment did not change the replica's state; the next one does.
         peer.progress.tip = position.lsn;
         if let Some(ack) = &mut peer.ack {
             ack.continuous &= !ack.damaged;
             ack.damaged = false;
-            // A flip settles all of it: the next increment starts from here, not from before.
+            // The flip makes all of it stable: the next increment starts from here, not from
+            // before.
             ack.stable = position.lsn;
         }
         if peer.progress.next >= held_from {

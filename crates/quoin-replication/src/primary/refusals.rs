@@ -1,11 +1,12 @@
-//! Replicas that say they promised a newer epoch, and what the record makes of it.
+//! Replicas that report a promise for a newer epoch, checked against the record.
 //!
-//! A promise comes from a grant, so the record is asked before the replica is believed: an epoch
-//! that the record grants next is above every promise that it ever granted. Only where the record
-//! is an old copy of itself, or the replica lies, is it not. Such a word is followed a few times:
-//! the record is told to go above it. One that goes on is not: a single member would keep the
-//! volume closed for good. It is shut out, and the open goes on with the others. The record is told
-//! nothing of a promise of a later term, since no former controller grants that.
+//! A promise comes from a grant, so the target asks the record before it believes the replica: the
+//! next epoch that the record grants is above every promise that it ever granted. It is not only if
+//! the record is an old copy of itself, or if the replica lies. The target follows such a report a
+//! few times: it asks the record for an epoch above the promise. A replica that continues is not
+//! followed any more, since a single member would keep the volume closed permanently. It is shut
+//! out, and the open continues with the others. A promise of a later term is not passed to the
+//! record, since no former controller grants that.
 
 use std::time::Duration;
 
@@ -15,14 +16,15 @@ use quoin_types::membership::Member;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// Words without a grant behind them that one replica is followed in.
+/// Number of unfounded reports of one replica that are followed.
 const FOLLOWED_MAX: u32 = 3;
-/// They are forgotten after so long: a control plane may be restored more than once.
+/// Time after which unfounded reports are forgotten: a control plane may be restored more than
+/// once.
 const FORGOTTEN_AFTER: Duration = Duration::from_secs(3600);
-/// Replicas that are remembered; more than a volume ever has at a time.
+/// Limit of replicas kept here; more than a volume ever has at a time.
 const REMEMBERED_MAX: usize = 64;
 
-/// A replica whose word no grant stood behind.
+/// A replica whose report no grant explains.
 struct Unfounded {
     member: Member,
     times: u32,
@@ -31,18 +33,18 @@ struct Unfounded {
 
 #[derive(Default)]
 pub(super) struct Refusals {
-    /// The record is to grant more than this.
+    /// The record is to grant an epoch above this.
     at_least: Epoch,
-    /// Said since the last grant, and not held against the record yet.
+    /// Report since the last grant, not checked against the record yet.
     said: Option<(Member, Epoch)>,
     unfounded: Vec<Unfounded>,
 }
 
-/// What becomes of a grant.
+/// Outcome of a grant.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Judged {
     GoOn,
-    /// The record is to be asked again, for an epoch above what was said.
+    /// The record is to be asked again, for an epoch above the reported one.
     AskAgain,
 }
 
@@ -56,12 +58,13 @@ impl Refusals {
         self.at_least = self.at_least.max(epoch);
     }
 
-    /// The newest epoch that was spoken of.
+    /// The newest epoch that was reported.
     pub fn newest(&self) -> Epoch {
         self.said.map_or(self.at_least, |(_, epoch)| epoch.max(self.at_least))
     }
 
-    /// A replica refuses, as it has promised this epoch. False: it is not believed any more.
+    /// Handles a replica that refuses because it has promised this epoch. Returns false if it is
+    /// not believed any more.
     pub fn hear(&mut self, now: Time, member: Member, promised: Epoch) -> bool {
         self.unfounded.retain(|u| now < u.last + FORGOTTEN_AFTER);
         let known = self.unfounded.iter().find(|u| u.member == member);
@@ -73,7 +76,7 @@ impl Refusals {
         true
     }
 
-    /// The record granted an epoch, after `before` was the last one.
+    /// Checks the report against a granted epoch; `before` was the last one.
     pub fn judge(&mut self, now: Time, before: Epoch, granted: Epoch) -> Judged {
         let Some((member, promised)) = self.said.take() else { return Judged::GoOn };
         if before < promised && promised < granted {
@@ -90,7 +93,7 @@ impl Refusals {
         let unfounded = &mut self.unfounded[at];
         (unfounded.times, unfounded.last) = (unfounded.times.saturating_add(1), now);
         if promised.0 > granted.0.saturating_add(EPOCHS_AHEAD_MAX) {
-            // No record follows it there. But the controller that granted may be a former one, which
+            // No record follows it there. But a former controller may have granted the epoch, which
             // has not heard of the term in which the replica promised.
             if promised.term_number() <= granted.term_number() {
                 unfounded.times = FOLLOWED_MAX + 1;
@@ -153,7 +156,7 @@ mod tests {
         assert_eq!(refusals.judge(at(0), Epoch(10), Epoch(11)), Judged::GoOn);
         assert_eq!(refusals.at_least(), Epoch(0));
         assert!(!refusals.hear(at(0), ONE, promised));
-        // The epoch that is this target's own, promised to another incarnation.
+        // The epoch of this target, promised to another incarnation.
         let mut refusals = Refusals::default();
         let mut granted = 10;
         while refusals.hear(at(0), ONE, Epoch(granted)) {

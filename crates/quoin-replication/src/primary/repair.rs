@@ -1,8 +1,9 @@
-//! A member that finds its own copy bad is given another's: a block, or a stretch of its map.
+//! Repair: a member that finds its own copy bad gets another member's, for a block or a range of
+//! its map.
 //!
-//! The copy is read as a client's read is, from a member that was not found bad, and is never
-//! shown to a client. Nothing of the target's waits for it: a member whose repair came to
-//! nothing asks again.
+//! The copy is read like a client's read, from a member that was not found bad, and is never
+//! returned to a client. Nothing in the target waits for it: a member whose repair failed asks
+//! again.
 
 use super::peer::{Link, Peer};
 use super::read::{Purpose, Read};
@@ -13,11 +14,11 @@ use quoin_types::membership::Member;
 use quoin_types::message::{BadCopy, Content, Slot, ToReplica};
 use quoin_types::time::Time;
 
-/// Repairs that one member may have under way; it asks again for the others.
+/// Limit of repairs under way for one member; it asks again for the others.
 const REPAIRS_MAX: usize = 16;
 
 impl Primary {
-    /// Gives a member whose copy was bad the good block, for the same version only.
+    /// Sends the good block to a member whose copy was bad, for the same version only.
     pub(super) fn repair(
         &mut self,
         member: Member,
@@ -37,7 +38,8 @@ impl Primary {
         }
     }
 
-    /// A member found its own copy bad: another one's is read for it, never shown to a client.
+    /// Handles a member that found its own copy bad: another member's is read for it, and never
+    /// returned to a client.
     pub(super) fn on_bad_copy(
         &mut self,
         now: Time,
@@ -71,7 +73,7 @@ impl Primary {
         }
     }
 
-    /// Gives a member the slots of a stretch whose map it lost.
+    /// Sends a member the slots of a range whose map it lost.
     pub(super) fn mend(
         &self,
         member: Member,

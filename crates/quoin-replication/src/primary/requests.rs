@@ -1,9 +1,9 @@
 //! Requests of clients that change the volume, each in the one place where it waits.
 //!
-//! A request without an LSN waits for the window, for room, for the merge of its own edges or
-//! for a merge that it overlaps. One with an LSN waits for commit or stable; a refusal waits for
-//! the lease. Whatever ends the wait of many requests at once (their client left, the quorum is
-//! lost, a new epoch has other LSNs) is one method here. Reads wait in [`read`](super::read).
+//! A request without an LSN waits for the window, for room, for the merge of its own edges or for a
+//! merge that it overlaps. A request with an LSN waits for commit or stable; a refusal waits for
+//! the lease. Each event that ends the wait of many requests at once (their client left, the quorum
+//! is lost, a new epoch has other LSNs) is one method here. Reads wait in [`read`](super::read).
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -18,24 +18,24 @@ use quoin_types::time::Time;
 
 pub(super) const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// What a request waits for.
+/// Reason for which a request waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Waiting {
     /// IO has not started, or the window is full.
     Window,
     /// Too few counted members have room.
     Room,
-    /// The content of its edge blocks.
+    /// The content of its edge blocks is being read.
     Merge,
-    /// A merge of the same blocks.
+    /// A merge of the same blocks is under way.
     Overlap,
     Commit,
     Stable,
-    /// It was refused; the answer needs a lease.
+    /// The request was refused; the answer needs a lease.
     Lease,
 }
 
-/// Blocks that a byte range touches.
+/// Blocks that overlap a byte range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Range {
     pub first: u64,
@@ -71,7 +71,7 @@ pub(super) struct Sequenced {
     pub lsn: Lsn,
     pub token: Token,
     pub arrived: Time,
-    /// 0: its latency is not a measure of the load.
+    /// Size in bytes; 0 if its latency is not a measure of the load.
     pub bytes: u64,
 }
 
@@ -81,14 +81,14 @@ impl Sequenced {
     }
 }
 
-/// One write whose edges are parts of blocks, with their present content as far as it is read.
+/// A write whose edges are parts of blocks, with the edge content read so far.
 pub(super) struct Merge {
     pub request: Request,
     pub range: Range,
-    /// Content of the first and last block, where it is needed.
+    /// Content of the first and the last block, where it is needed.
     pub head: Option<Bytes>,
     pub tail: Option<Bytes>,
-    /// Edges that have not been read.
+    /// Number of edges that have not been read.
     pub reads: u32,
 }
 
@@ -112,7 +112,7 @@ pub(super) struct Requests {
     room: VecDeque<Request>,
     merges: Slab<Merge>,
     overlap: VecDeque<Request>,
-    /// In the order of their LSNs, like `stable`.
+    /// Requests in the order of their LSNs, like `stable`.
     commit: VecDeque<Sequenced>,
     stable: VecDeque<Sequenced>,
     refused: Vec<(Token, BlockError)>,
@@ -123,7 +123,7 @@ pub(super) struct Requests {
 }
 
 impl Requests {
-    /// Holds a request back. Merges and answers have methods of their own.
+    /// Queues a request. Merges and answers have methods of their own.
     pub fn wait_for_window(&mut self, request: Request) {
         self.window.push_back(request);
     }
@@ -136,7 +136,7 @@ impl Requests {
         self.overlap.push_back(request);
     }
 
-    /// Returns the slot of the merge.
+    /// Queues a merge; returns its slot.
     pub fn wait_for_merge(&mut self, merge: Merge) -> usize {
         self.merges.insert(merge)
     }
@@ -153,7 +153,7 @@ impl Requests {
         self.refused.push((token, error));
     }
 
-    /// Whether any request waits for this.
+    /// Returns true if any request waits for this reason.
     pub fn any(&self, waiting: Waiting) -> bool {
         !match waiting {
             Waiting::Window => self.window.is_empty(),
@@ -166,29 +166,30 @@ impl Requests {
         }
     }
 
-    /// Whether a request is taken that has no LSN yet.
+    /// Returns true if an accepted request has no LSN yet.
     pub fn merging(&self) -> bool {
         self.any(Waiting::Merge) || self.any(Waiting::Overlap)
     }
 
-    /// Whether an answer waits for commit, stable or the lease.
+    /// Returns true if an answer waits for commit, stable or the lease.
     pub fn awaits_answer(&self) -> bool {
         let states = [Waiting::Commit, Waiting::Stable, Waiting::Lease];
         states.into_iter().any(|waiting| self.any(waiting)) || !self.snapshots.is_empty()
     }
 
-    /// Whether a request of these blocks has to stay behind a merge.
+    /// Returns true if a request for these blocks must wait for a merge.
     pub fn overlaps(&self, range: Range) -> bool {
         self.merges.iter().any(|(_, m)| m.range.meets(range))
             || self.overlap.iter().any(|r| Range::of(&r.operation).is_some_and(|b| b.meets(range)))
     }
 
-    /// Whether a merge, or a request behind one, covers this block.
+    /// Returns true if a merge, or a request behind one, covers this block.
     pub fn touches(&self, lba: u64) -> bool {
         self.overlaps(Range { first: lba, end: lba + 1 })
     }
 
-    /// An edge block of a merge was read, or cannot be. `None`: the merge was abandoned.
+    /// Handles an edge block of a merge that was read, or cannot be. `None`: the merge was
+    /// abandoned.
     pub fn edge_read(
         &mut self,
         slot: usize,
@@ -237,14 +238,14 @@ impl Requests {
         std::mem::take(&mut self.refused)
     }
 
-    /// There is room: what waited for it goes before what waits for the window.
+    /// Moves the requests that waited for room before those that wait for the window.
     pub fn room_to_window(&mut self) {
         for request in self.take_room().into_iter().rev() {
             self.window.push_front(request);
         }
     }
 
-    /// IO has stopped: what waited behind a merge goes before what waits for IO to start.
+    /// Moves the requests that waited behind a merge before those that wait for IO to start.
     pub fn overlap_to_window(&mut self) {
         for request in self.take_overlap().into_iter().rev() {
             self.window.push_front(request);
@@ -261,7 +262,7 @@ impl Requests {
         self.stable.pop_front_if(|waiting| waiting.lsn <= stable)
     }
 
-    /// Drops what has no LSN of these requests.
+    /// Drops those of these requests that have no LSN.
     pub fn abandon(&mut self, tokens: &BTreeSet<Token>) -> Abandoned {
         let is_gone = |request: &Request| tokens.contains(&request.token);
         let mut abandoned = Abandoned::default();
@@ -281,13 +282,13 @@ impl Requests {
         abandoned
     }
 
-    /// Gives up every answer that waits for commit, stable or the lease.
+    /// Ends every answer that waits for commit, stable or the lease.
     pub fn fail_answers(&mut self) -> Vec<Token> {
         let sequenced = self.commit.drain(..).chain(self.stable.drain(..)).map(|w| w.token);
         sequenced.chain(self.refused.drain(..).map(|(token, _)| token)).collect()
     }
 
-    /// A new epoch sequenced the same requests anew: `find` gives the new LSN of an old one.
+    /// Renumbers requests that a new epoch sequenced again: `find` gives the new LSN of an old one.
     pub fn renumber(&mut self, find: impl Fn(Lsn) -> Lsn) {
         for waiting in self.commit.iter_mut().chain(&mut self.stable) {
             waiting.lsn = find(waiting.lsn);

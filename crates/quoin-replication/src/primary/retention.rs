@@ -1,27 +1,28 @@
-//! Which entries are kept in memory, for whom, and how many at most.
+//! Retention of entries in memory: which ones, for which replicas, and how many at most.
 //!
-//! What is not stable, or what a member that is fed lacks, is kept whatever it takes: writes are
-//! pushed back before that grows beyond a multiple of the window. Beyond it entries are kept for
-//! replicas that are away or being rebuilt, so that they need no increment, or no further one.
-//! That is a convenience: whoever runs many targets in one process says how much memory it may take
-//! ([`PrimaryEvent::Retain`](super::PrimaryEvent)), as each volume whose replica is away would else
-//! hold a window.
+//! Entries that are not stable, or that a fed member lacks, are always kept: writes are pushed back
+//! before these grow beyond a multiple of the window. Further entries are kept for replicas that
+//! are away or being rebuilt, so that they need no increment, or no further one. That is optional.
+//! Each volume with a missing replica would hold a window of them, so the process that runs many
+//! targets limits their memory ([`PrimaryEvent::Retain`](super::PrimaryEvent)).
 
 use super::{Link, Phase, Primary, PrimaryAction};
 use quoin_types::ids::Lsn;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// Of the window; what follows an increment's boundary until it is in place must fit.
+/// Fraction of the window; the entries that follow an increment's boundary until it is in place
+/// must fit.
 const LEAST_PART: usize = 64;
 
 impl Primary {
-    /// Keeps what is not stable and what a fed member lacks; and, within the window, what a
-    /// member that is away may be fed from later, and within more of it one that is being rebuilt:
-    /// else writers that fill the window while an increment is synced would make its rounds endless.
+    /// Drops entries, except those that are not stable or that a fed member lacks. Within the
+    /// window it keeps those that a member which is away may be fed from later; for a member that
+    /// is being rebuilt it keeps more of the window. Otherwise writers that fill the window while
+    /// an increment is synced would make its rounds endless.
     pub(super) fn trim_history(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         if self.phase == Phase::Recovering {
-            // What follows the authority's base was fetched for those that get the base first.
+            // Entries after the authority's base were fetched for those that get the base first.
             return;
         }
         let away = self.config.window_bytes.min(self.rebuilds.retain_bytes_max);
@@ -30,8 +31,8 @@ impl Primary {
             let peer = &self.members[index];
             let lag = self.history.weight_after(peer.progress.applied);
             if peer.link == Link::Fed && lag > behind && !self.commit.views.counts(peer.member) {
-                // It fell out of the window: increments bring it back, from where it says that
-                // it stands in a new session. What is on its way to it now would be beyond that.
+                // The member is beyond the window: increments bring it back, from the state that it
+                // reports in a new session. Entries on their way to it now would be beyond that.
                 self.hang_up(now, index, actions);
             }
         }
@@ -49,21 +50,21 @@ impl Primary {
         self.history.trim(oldest.min(keep_after));
     }
 
-    /// How far a member that is brought back may be behind and be fed plain entries. As much as may
-    /// be unstable, so that a rebuild takes no more of the target's memory than slow syncs do, and
-    /// never so little that no increment could be its last.
+    /// Limit of how far a member that is brought back may be behind and be fed plain entries. It is
+    /// as much as may be unstable, so that a rebuild takes no more of the target's memory than slow
+    /// syncs do, and never so little that no increment could be its last.
     pub(super) fn catch_up_bytes(&self) -> usize {
         let window = self.config.window_bytes;
         let least = if mutant::is("last-increment-without-room") { 0 } else { window / LEAST_PART };
         window.saturating_mul(4).min(self.rebuilds.retain_bytes_max.max(least))
     }
 
-    /// Bytes of entries that are held, for whatever reason.
+    /// Bytes of entries that are held, for any reason.
     pub fn retained_bytes(&self) -> usize {
         self.history.weight_after(Lsn(self.history.first().0.saturating_sub(1)))
     }
 
-    /// The highest LSN after which at most so many bytes of entries follow.
+    /// The highest LSN that is followed by at most so many bytes of entries.
     fn oldest_within(&self, bytes: usize) -> Lsn {
         let first = self.history.first();
         let (mut low, mut high) = (Lsn(first.0.saturating_sub(1)), self.history.last.lsn);

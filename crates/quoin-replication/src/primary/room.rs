@@ -1,12 +1,12 @@
-//! Pools that run full: what is still taken, what waits and what is refused.
+//! Pools that run full: writes that are accepted, that wait, or that are refused.
 //!
-//! An entry that has its LSN is owed to every replica, so room is asked about *before* a write is
-//! sequenced. Pools say early that they are short. While fewer than CF counted members have room,
-//! writes that need any are held back (`onFull: wait`) or, once clean-up had its chance
-//! ([`GRACE`]), refused (`enospc`); reads, trims, flushes and zeroes go on. What was
-//! sequenced and finds no room in a pool all the same waits in the target and is offered again:
-//! nothing is reordered, nothing acknowledged is lost, and no session ends for it. A member whose
-//! pool alone is full falls out of sync like any that lags; below CF nobody is dropped.
+//! An entry that has its LSN is owed to every replica, so room is checked *before* a write is
+//! sequenced. Pools report early that they are short. While fewer than CF counted members have
+//! room, writes that need any are held back (`onFull: wait`) or, after the cleaner had time to work
+//! ([`GRACE`]), refused (`enospc`). Reads, trims, flushes and zeroes continue. Entries that were
+//! sequenced but find no room in a pool wait in the target and are sent again: nothing is
+//! reordered, nothing acknowledged is lost, and no session ends for it. A member whose pool alone
+//! is full falls out of sync like any that lags; below CF no member is dropped.
 
 use std::time::Duration;
 
@@ -18,9 +18,9 @@ use quoin_types::block::{BlockError, Operation, Request};
 use quoin_types::ids::Lsn;
 use quoin_types::time::Time;
 
-/// Before writes are refused: what is not on media yet cannot be cleaned up.
+/// Time before writes are refused: the cleaner cannot free what is not on media yet.
 const GRACE: Duration = Duration::from_secs(3);
-/// Between two offers of entries that found no room.
+/// Pause before entries that found no room are sent again.
 const OFFER_AGAIN: Duration = Duration::from_millis(500);
 
 impl Primary {
@@ -28,7 +28,7 @@ impl Primary {
         self.members[index].room.report(short);
     }
 
-    /// The entries after `applied` were not taken.
+    /// Handles a replica that did not accept the entries after `applied`.
     pub(super) fn on_no_room(
         &mut self,
         now: Time,
@@ -43,19 +43,20 @@ impl Primary {
         if applied < peer.progress.applied || applied >= peer.progress.next {
             return self.shut_out(now, index, "OnlyCounted", actions);
         }
-        // Not counted as applied by this: what waits for its sync there is not said to be.
+        // This message does not acknowledge `applied`: it does not confirm entries that wait for a
+        // sync in the pool.
         peer.progress.next = applied.next();
-        // A sync that was asked for beyond it covered less.
+        // A sync that was requested for more covered less.
         peer.progress.sync_asked = peer.progress.sync_asked.min(applied);
         peer.room.ran_out(now + OFFER_AGAIN);
         self.read_from_others(index);
     }
 
-    /// Bytes that no trim can stand for.
+    /// Returns true if the request stores bytes that no trim could replace.
     fn needs_room(operation: &Operation) -> bool {
         match operation {
             Operation::Write { .. } => true,
-            // Parts of blocks become blocks with data.
+            // Partly zeroed blocks become blocks with data.
             Operation::WriteZeroes { offset, length, .. } => {
                 let block = BLOCK_SIZE as u64;
                 offset % block != 0 || length % block != 0
@@ -64,7 +65,7 @@ impl Primary {
         }
     }
 
-    /// Takes a request that has to wait for room, or answers it. `Some`: it can go on.
+    /// Queues a request that has to wait for room, or answers it. `Some`: it can proceed.
     pub(super) fn admit_by_room(
         &mut self,
         now: Time,
@@ -88,11 +89,12 @@ impl Primary {
             && self.requests.short_since.is_some_and(|since| now >= since + GRACE)
     }
 
-    /// Once a batch: whether there is room, and what becomes of what waits for it.
+    /// Called once for each batch: checks for room, and decides on requests that wait for it.
     pub(super) fn mind_room(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         if !self.commit.short_of_room(&self.members.peers) {
             if self.requests.short_since.take().is_some() {
-                // Who was held up by it is not late: the first to have room must not oust the rest.
+                // Members that the shortage delayed are not late: the first with room must not oust
+                // the rest.
                 for peer in &mut self.members.peers {
                     peer.progress.behind_since = peer.progress.behind_since.map(|_| now);
                 }
@@ -100,13 +102,13 @@ impl Primary {
             if self.waits_for == Some(WaitReason::Room) {
                 self.wait_no_longer(actions);
             }
-            // In the order in which they came, before anything newer.
+            // Waiting requests come in their order, before anything newer.
             self.requests.room_to_window();
             return;
         }
         self.requests.short_since.get_or_insert(now);
         if self.commit.stable < self.history.last.lsn {
-            // What is on media can be folded, and what folds can be cleaned up.
+            // Entries on media can be merged into the map, and merged entries can be cleaned.
             self.commit.want_sync(self.history.last.lsn);
         }
         if self.refuses_for_room(now) {
@@ -119,7 +121,7 @@ impl Primary {
         }
     }
 
-    /// When [`Primary::mind_room`] or an offer has something to do.
+    /// Time at which [`Primary::mind_room`] or an offer has something to do.
     pub(super) fn room_due(&self) -> Option<Time> {
         let offers = self.members.peers.iter().filter_map(|p| p.room.full_until);
         let refusal = self

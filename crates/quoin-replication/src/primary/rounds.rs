@@ -1,31 +1,33 @@
-//! Whether the rounds of a rebuild gain on the writers.
+//! Rounds of a rebuild: measures whether they gain on the writers.
 //!
-//! What clients write while a round copies is the next round, each block once however often it was
-//! written. A round gains if it copied at most three quarters of what the one before it copied: so
-//! every round leaves less than it found. After one that did not, clients' IO may take twice as long beside the
-//! rebuild as else; where [`STUBBORN`] rounds in a row did not, the rebuild takes precedence: it
-//! is no longer paced, and the writers are held back so far that the next round must gain. They
-//! may write half of what the rebuild copies, and a share of what is kept ahead
-//! ([`Primary::catch_up_bytes`]); what is left then shrinks with each round until it fits that and
-//! plain entries end it. That is no promise: where writers fill that faster than an increment's
-//! syncs take, a round that gains is followed by ones that do not, and the hold-back may be used
-//! up. This is the one place where a replica that is no part of any quorum slows the volume, so it
-//! has bounds: a replica that does not move holds nobody, and no hold-back lasts longer than
-//! [`HOLD`] of [`HOLD`] and [`REST`]. A replica that is slower than that stays out of sync.
+//! Writes of clients during a round are copied in the next round, each block once however often it
+//! was written. A round gains if it copied at most three quarters of what the round before it
+//! copied: so every round leaves less than it found. After a round that did not gain, clients' IO
+//! may take twice as long beside the rebuild as otherwise. After [`STUBBORN`] such rounds in a row
+//! the rebuild takes precedence: it is no longer paced, and the writers are held back so far that
+//! the next round must gain. They may write half of what the rebuild copies, and a share of the
+//! catch-up limit ([`Primary::catch_up_bytes`]). The rest then shrinks with each round until it
+//! fits that limit and plain entries end the rebuild.
+//!
+//! This is no guarantee: if writers fill the limit faster than an increment's syncs take, a round
+//! that gains is followed by rounds that do not, and the hold-back may be used up. This is the one
+//! place where a replica that is no part of any quorum slows the volume, so it has bounds. A
+//! replica without progress holds back no writer, and no hold-back lasts longer than [`HOLD`] of
+//! [`HOLD`] and [`REST`]. A replica that is slower than that stays out of sync.
 
 use std::time::Duration;
 
 use super::{Link, Primary};
 use quoin_types::time::Time;
 
-/// Rounds in a row that did not gain.
+/// Limit of rounds in a row that did not gain.
 const STUBBORN: u32 = 2;
 const HOLD: Duration = Duration::from_secs(5);
 const REST: Duration = Duration::from_secs(25);
-/// One that did not move for so long is not waited for.
+/// Writers are not held back for a rebuild that made no progress for this long.
 const STILL: Duration = Duration::from_millis(500);
 
-/// One that returned so lately is not to be lost to the same writers at once.
+/// Time after a return for which a replica must not be lost to the same writers.
 const SETTLED: Duration = Duration::from_secs(10);
 
 /// A replica's increments since it was last in sync.
@@ -34,20 +36,20 @@ pub(super) struct Rounds {
     count: u32,
     pub moved_bytes: u64,
     told_bytes: u64,
-    /// What had ever been written when the last round began.
+    /// Total bytes written when the last round began.
     mark: u64,
-    /// What had ever been copied when the last round began.
+    /// Total bytes copied when the last round began.
     moved_mark: u64,
-    /// What the last round but this one copied.
+    /// Bytes that the last round but this one copied.
     copied_before: u64,
-    /// Rounds in a row that did not gain.
+    /// Number of rounds in a row that did not gain.
     stubborn: u32,
     held_since: Option<Time>,
     in_sync_since: Option<Time>,
 }
 
 impl Rounds {
-    /// The next round begins; `written`: what was ever written.
+    /// Begins the next round; `written`: total bytes ever written.
     pub fn begin(&mut self, written: u64) {
         if self.count > 0 {
             let copied = self.moved_bytes.saturating_sub(self.moved_mark);
@@ -62,13 +64,13 @@ impl Rounds {
         self.mark = written;
     }
 
-    /// Bytes copied and rounds, each byte once.
+    /// Returns bytes copied and rounds; each byte is reported once.
     pub fn tell(&mut self) -> (u64, u32) {
         let before = std::mem::replace(&mut self.told_bytes, self.moved_bytes);
         (self.moved_bytes - before, self.count)
     }
 
-    /// How many times longer than beside other rebuilds clients' IO may take beside this one.
+    /// Factor by which clients' IO may take longer beside this rebuild than beside others.
     pub fn patience(&self) -> u64 {
         1 + u64::from(self.stubborn)
     }
@@ -77,15 +79,15 @@ impl Rounds {
         self.stubborn >= STUBBORN
     }
 
-    /// Whether writers are further ahead than lets the round gain: of what can be fed as entries in
-    /// the end a share, and half of what this round `copied`. All in bytes.
+    /// Returns true if writers are too far ahead for the round to gain: they may be ahead by a
+    /// share of the catch-up limit and half of what this round `copied`. All in bytes.
     fn is_outrun(&self, written: u64, catch_up: u64, copied: u64) -> bool {
         written.saturating_sub(self.mark) > catch_up * 3 / 4 + copied / 2
     }
 }
 
 impl Primary {
-    /// Once a batch: whether writers are held back, and until when at most.
+    /// Called once for each batch: decides whether writers are held back, and until when at most.
     pub(super) fn mind_rounds(&mut self, now: Time) {
         self.rebuilds.release_writes();
         let written = self.history.weight();
@@ -110,7 +112,7 @@ impl Primary {
                     let copied = rebuild.round_bytes();
                     (peer.rounds.is_outrun(written, catch_up, copied), rebuild.moved())
                 }
-                // As little as lets it return at once, or stay.
+                // The limit that lets the replica return at once, or stay.
                 (_, Link::Fed) => {
                     let allowed = if counts { window / 2 } else { window / 4 };
                     let behind = self.history.weight_after(peer.progress.applied) as u64;
@@ -138,7 +140,7 @@ impl Primary {
 mod tests {
     use super::*;
 
-    /// A round that copies so much ends, and another one begins.
+    /// Ends a round that copies this much, and begins another one.
     fn round(rounds: &mut Rounds, copies: u64) -> u64 {
         rounds.moved_bytes += copies;
         rounds.begin(0);

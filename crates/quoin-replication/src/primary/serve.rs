@@ -1,4 +1,4 @@
-//! What happens once per batch: progress, what is sent, who is dropped and who returns, timers.
+//! Work done once for each batch: progress, messages, drops and returns of members, timers.
 
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ use quoin_types::message::{Ping, ToReplica};
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// Entries of one Append, and what may be on its way to one replica.
+/// Size of one Append, and limit of bytes in flight to one replica.
 const APPEND_BYTES: usize = 1 << 20;
 const IN_FLIGHT_BYTES: usize = 8 << 20;
-/// A control plane or replica that says nothing for so long (beside leases) is asked again.
+/// Time after which a silent control plane or replica (beside leases) is asked again.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
-/// A member dropped for slowness stays out at least this long, so that Views do not flap.
+/// Shortest time that a member dropped for slowness stays out, so that Views do not flap.
 const RETURN_AFTER: Duration = Duration::from_secs(5);
 const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
 impl Primary {
-    /// Everything that the events since the last call lead to. Call it after each batch.
+    /// Carries out everything that the events since the last call lead to. Called after each batch.
     pub fn flush(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         match self.phase {
             Phase::Stopped => return,
@@ -85,7 +85,7 @@ impl Primary {
         matches!(self.phase, Phase::Recovering | Phase::Serving | Phase::Draining { .. })
     }
 
-    /// Close was sent: the lease is given up and nothing more may be sent.
+    /// Returns true if Close was sent: the lease is given up and nothing more may be sent.
     pub(super) fn is_closing(&self) -> bool {
         matches!(self.phase, Phase::Draining { closing: true, .. })
     }
@@ -109,7 +109,7 @@ impl Primary {
         }
     }
 
-    /// A partition ends no connection: sessions that stay silent are ended here.
+    /// Ends silent sessions; a partition ends no connection by itself.
     fn hang_up_silent(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let mut index = 0;
         while index < self.members.len() {
@@ -120,19 +120,19 @@ impl Primary {
         }
     }
 
-    /// When the session with this replica counts as dead unless something comes.
+    /// Time at which the session with this replica counts as dead unless a message arrives.
     pub(super) fn silent_at(&self, index: usize) -> Option<Time> {
         let peer = &self.members[index];
         let lease = crate::replica::granted_lease(self.config.lease_ms);
         match peer.link {
-            // A restarted replica waits out leases of up to the longest there is.
+            // A restarted replica waits out leases of up to the longest allowed.
             Link::Opening => Some(peer.since + lease + Duration::from_secs(30)),
             Link::Connecting | Link::Truncating => Some(peer.since + PATIENCE),
             Link::Fed => {
                 let age = Duration::from_millis(self.config.drop_after_ms.into());
                 let unanswered = peer.lease.unanswered_since.map(|t| t + age.max(PATIENCE / 2));
-                // Nobody is dropped before the first View: one whose disk hangs, though it
-                // answers, must not hold the open up for ever.
+                // No member is dropped before the first View: a replica whose disk hangs, though it
+                // answers, must not delay the open indefinitely.
                 let hung = peer.progress.behind_since.filter(|_| self.phase == Phase::Recovering);
                 [unanswered, hung.map(|t| t + age.max(PATIENCE * 2))].into_iter().flatten().min()
             }
@@ -163,7 +163,7 @@ impl Primary {
         peer.has_reached(now, applied, durable, last);
     }
 
-    /// Commit, stable, Views; then whatever may be answered now.
+    /// Advances commit, stable and Views, then sends the replies that are now allowed.
     pub(super) fn progress(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         if !self.is_running() {
             return;
@@ -195,13 +195,15 @@ impl Primary {
         self.release(now, actions);
     }
 
-    /// Fewer than CF counted replicas: nothing is acknowledged; wait or fail, as the volume says.
+    /// Handles fewer than CF counted replicas: nothing is acknowledged. Requests wait or fail, as
+    /// the volume's option says.
     fn below_quorum(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let since = *self.commit.quorum_lost.get_or_insert(now);
         if let Some(reason) = self.commit.short_of(&self.members.peers) {
             self.wait_for(reason, actions);
         } else if now >= since + PATIENCE / 5 {
-            // A change of rules left one behind that it needs; that takes milliseconds.
+            // After a change of rules the quorum needs a replica that is behind; it catches up
+            // within milliseconds.
             self.wait_for(WaitReason::CatchUp, actions);
         }
         let grace = Duration::from_millis(self.config.lease_ms.into());
@@ -214,8 +216,9 @@ impl Primary {
         }
     }
 
-    /// Fewer than CF counted members for long, while an open would find enough known replicas:
-    /// an open can bring back one that lacks more than the window, which counting cannot.
+    /// Reopens if fewer than CF counted members were present for long, while an open would find
+    /// enough known replicas. An open can bring back a replica that lacks more than the window,
+    /// which counting cannot.
     fn reopen_for_quorum(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let long = self.commit.is_lost_for(now, PATIENCE);
         if self.phase != Phase::Serving || !long {
@@ -239,7 +242,8 @@ impl Primary {
         self.commit.lease_until(&self.members.peers, self.config.lease_ms)
     }
 
-    /// No reply of any kind without a live lease, and none while commit is not held.
+    /// Sends replies. No reply of any kind leaves without a live lease, and none while commit is
+    /// not held.
     fn release(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let held = self.commit.held || mutant::is("return-not-held");
         if !self.replies_wait() || !held || self.is_closing() {
@@ -326,7 +330,7 @@ impl Primary {
                 let message = ToReplica::Append { entries, stable, sync, ping: Ping(now.0) };
                 self.send(index, message, actions);
                 if offer {
-                    // One to see whether there is room; it says so when there is none.
+                    // One entry tests whether there is room; the replica reports if there is none.
                     self.members[index].room.full_until = None;
                     break;
                 }
@@ -334,8 +338,8 @@ impl Primary {
         }
     }
 
-    /// A sync runs for flushes, and by itself some time or bytes after the first entry above
-    /// stable.
+    /// Requests syncs: for flushes, and automatically some time or bytes after the first entry
+    /// above stable.
     fn ask_syncs(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let last = self.history.last.lsn;
         let after = Duration::from_millis(self.config.sync_after_ms.into());
@@ -359,8 +363,8 @@ impl Primary {
         Duration::from_millis(u64::from(self.config.lease_ms) / 8)
     }
 
-    /// The lease is renewed only while something waits for it; an idle volume sends nothing.
-    /// Some time after stable has reached the last entry, one frame tells all.
+    /// Sends pings. The lease is renewed only while something waits for it; an idle volume sends
+    /// nothing. Some time after stable has reached the last entry, one frame notifies each replica.
     fn send_pings(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let half = Duration::from_millis(u64::from(self.config.lease_ms) / 2);
         let renew =
@@ -385,7 +389,7 @@ impl Primary {
         }
     }
 
-    /// Why a member of the in-sync set is to be dropped, if it is.
+    /// Returns the reason to drop a member of the in-sync set, if there is one.
     fn drop_reason(&self, peer: &Peer, now: Time) -> Option<&'static str> {
         let drop_after = Duration::from_millis(self.config.drop_after_ms.into());
         if peer.link != Link::Fed {
@@ -405,7 +409,7 @@ impl Primary {
         }
     }
 
-    /// Whether a member outside the in-sync set has caught up and may return.
+    /// Returns true if a member outside the in-sync set has caught up and may return.
     fn may_return(&self, peer: &Peer, now: Time) -> bool {
         peer.link == Link::Fed
             && peer.progress.applied >= peer.progress.tip
@@ -415,13 +419,14 @@ impl Primary {
                 || self.change.joint().is_some_and(|rule| rule.known.contains(&peer.member)))
     }
 
-    /// Drops members that are gone or slow while CF remain, and takes back those that caught up.
+    /// Drops members that are gone or slow while CF remain, and readmits those that caught up.
     fn reconsider_views(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let Some(newest) = self.commit.views.newest() else { return };
         let newest_at = self.commit.views.newest_at();
         let is_member = |p: &Peer| newest.in_sync.contains(&p.member);
-        // A member that came back without its cache and holds all up to its return becomes
-        // continuous by a View that follows: without one the next open would count it as lost.
+        // A member that came back without its cache and holds everything up to its return becomes
+        // continuous by a View that follows. Without that View the next open would count it as
+        // lost.
         let renew = self.members.peers.iter().any(|p| {
             let lost_cache = p.ack.as_ref().is_some_and(|ack| !ack.continuous);
             is_member(p)
@@ -460,13 +465,14 @@ impl Primary {
             in_sync.iter().filter(|m| rule.known.contains(m)).count() >= usize::from(rule.cf)
         });
         if !enough && !mutant::is("dropped-below-cf") {
-            // Dropping would leave fewer than CF: push back, never drop. Returns still count.
+            // Dropping would leave fewer than CF: writes are pushed back instead. Returns still
+            // count.
             in_sync.extend(dropped.drain(..).map(|(member, _)| member));
         }
         if dropped.is_empty() && !returned && !renew {
             return;
         }
-        // A second View goes behind a pending one only when that one cannot become active.
+        // A second View follows a pending one only if that one cannot become active.
         if let Some((_, pending)) = self.commit.views.pending.back()
             && (Views::can_activate(pending, &self.members.peers)
                 || mutant::is("stuck-view-not-passed"))
@@ -485,7 +491,7 @@ impl Primary {
         self.append_view(in_sync, joint);
     }
 
-    /// A volume that is smaller than its record is grown to it.
+    /// Grows a volume that is smaller than its record says.
     pub(super) fn grow(&mut self) {
         let blocks = self.config.volume_blocks;
         if blocks > self.history.blocks {
@@ -494,7 +500,7 @@ impl Primary {
         }
     }
 
-    /// Shutdown: what was taken is finished and synced, then sessions are closed.
+    /// Shuts down: accepted requests are finished and synced, then sessions are closed.
     fn step_drain(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         let Phase::Draining { closing, until } = self.phase else { return };
         if closing {
@@ -525,7 +531,7 @@ impl Primary {
     }
 }
 
-/// The entry with what the client's page held a moment later, for the mutant.
+/// The entry with the later content of the client's page, for the mutant.
 fn changed(entry: &quoin_types::entry::SharedEntry) -> quoin_types::entry::SharedEntry {
     let mut copy = quoin_types::Entry::clone(entry);
     let mut data = bytes::BytesMut::from(&copy.data[..]);

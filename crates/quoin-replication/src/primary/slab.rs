@@ -1,4 +1,4 @@
-//! Values under small numbers that are used again: no allocation per value in the long run.
+//! Values under small numbers that are reused: no allocation for each value in the long run.
 
 pub(super) struct Slab<T> {
     slots: Vec<Option<T>>,

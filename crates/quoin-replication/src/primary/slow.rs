@@ -1,9 +1,9 @@
 //! Replicas that take writes much later than the others of their volume.
 //!
-//! A slow replica does not slow the volume while enough others answer, so it would go unnoticed
-//! until it is needed. The smoothed time from sending entries to the word that they are applied is
-//! compared. A replica is slow beside the others, not by a number of its own, so that a
-//! volume whose replicas are all far away has none.
+//! A slow replica does not slow the volume while enough others answer, so it would remain unnoticed
+//! until it is needed. The comparison uses the smoothed time from sending entries to their
+//! acknowledgement as applied. A replica is slow relative to the others, not to a fixed limit, so
+//! that a volume whose replicas are all far away has none.
 
 use std::time::Duration;
 
@@ -14,20 +14,20 @@ use quoin_types::membership::Member;
 use quoin_types::message::Ping;
 use quoin_types::time::Time;
 
-/// A new sample moves the average by one part in so many.
+/// Divisor of the moving average: the weight of a new sample is one part in this many.
 const SMOOTHING: u32 = 16;
-/// Samples before an average is worth comparing.
+/// Samples before an average is compared.
 const SAMPLES_MIN: u32 = 16;
-/// Replicas remembered; more than a volume ever has at a time.
+/// Limit of replicas kept here; more than a volume ever has at a time.
 const MEMBERS_MAX: usize = 32;
-/// How often replicas are compared, while anything is written.
+/// Interval of the comparison, while anything is written.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// How long one must be slow, or as fast as the others, before that is told.
+/// Time for which a replica must be slow, or as fast as the others, before a report.
 const LASTS: Duration = Duration::from_secs(10);
 /// Slow: later than the others by this factor and by this much.
 const FACTOR: u32 = 4;
 const MORE: Duration = Duration::from_millis(20);
-/// Not slow any more: within this factor and this much.
+/// Slow no longer: within this factor and this much.
 const FACTOR_BACK: u32 = 2;
 const MORE_BACK: Duration = Duration::from_millis(10);
 
@@ -37,20 +37,20 @@ struct Watched {
     member: Member,
     took: Duration,
     samples: u32,
-    /// It answered since the last look.
+    /// Set if it answered since the last comparison.
     fresh: bool,
     slow: bool,
-    /// Since when it is not what `slow` says.
+    /// Time since which its state differs from `slow`.
     turns_since: Option<Time>,
 }
 
-/// A replica that turned slow, or that did no longer.
+/// A replica that became slow, or is slow no longer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Turn {
     pub member: Member,
     pub slow: bool,
     pub took: Duration,
-    /// Time that the others take.
+    /// Latency of the others.
     pub others: Duration,
 }
 
@@ -62,7 +62,7 @@ pub(super) struct Slowness {
 }
 
 impl Slowness {
-    /// A replica has applied what was sent to it so long ago.
+    /// Records that a replica applied entries after this time.
     pub fn applied(&mut self, member: Member, took: Duration) {
         match self.members.iter_mut().find(|known| known.member == member) {
             Some(known) => {
@@ -86,18 +86,18 @@ impl Slowness {
         }
     }
 
-    /// Its session is over: what it took says nothing about the next one.
+    /// Forgets a replica whose session is over: its latency is no evidence for the next session.
     pub fn forget(&mut self, member: Member) {
         self.members.retain(|known| known.member != member);
     }
 
-    /// Average time of a replica, and whether it is slow; `None`: not known.
+    /// Returns the average time of a replica, and whether it is slow; `None`: unknown.
     pub fn of(&self, member: Member) -> Option<(Duration, bool)> {
         let known = self.members.iter().find(|known| known.member == member)?;
         (known.samples >= SAMPLES_MIN).then_some((known.took, known.slow))
     }
 
-    /// Compares them, where that is due.
+    /// Compares the replicas, if that is due.
     pub fn look(&mut self, now: Time) -> Vec<Turn> {
         if now < self.next_look {
             return Vec::new();
@@ -114,7 +114,7 @@ impl Slowness {
             let compared = known.iter().any(|(member, _)| *member == watched.member);
             let others = others_of(&known, watched.member);
             watched.fresh = false;
-            // Without news of it there is no turn, neither way.
+            // Without new samples there is no change of state, in either direction.
             let (true, Some(others)) = (compared, others) else {
                 watched.turns_since = None;
                 continue;
@@ -137,7 +137,8 @@ impl Slowness {
 }
 
 impl Primary {
-    /// A replica says how far it has applied, with the time of the newest entries that it heard of.
+    /// Handles a replica's report of the applied LSN, with the time of the newest entries that it
+    /// received.
     pub(super) fn compare_writes(
         &mut self,
         now: Time,
@@ -147,7 +148,7 @@ impl Primary {
         actions: &mut Vec<PrimaryAction>,
     ) {
         let peer = &self.members[index];
-        // Entries that are behind others of the same session measure its recovery.
+        // Entries that follow others of the same session measure its recovery.
         let is_measured = peer.link == Link::Fed && self.commit.views.counts(peer.member);
         if !is_measured || applied <= peer.progress.applied || ping.0 == 0 {
             return;
@@ -162,7 +163,7 @@ impl Primary {
     }
 }
 
-/// The median of what the others take, the lower one of two.
+/// Median of the others' latency, the lower one of two.
 fn others_of(known: &[(Member, Duration)], member: Member) -> Option<Duration> {
     let mut others: Vec<Duration> =
         known.iter().filter(|(other, _)| *other != member).map(|(_, took)| *took).collect();
@@ -179,7 +180,7 @@ mod tests {
         Member { id: ReplicaId(n), guid: ReplicaGuid(n) }
     }
 
-    /// Writes for so many seconds, 20 a second; what each replica takes, in milliseconds.
+    /// Writes for so many seconds, 20 a second; the latency of each replica is in milliseconds.
     struct Volume {
         slowness: Slowness,
         now: Time,
@@ -222,7 +223,7 @@ mod tests {
         assert!(volume.writes(60, &[(1, 2), (2, 3), (3, 2)]).is_empty());
         assert!(volume.writes(60, &[(1, 2), (2, 3), (3, 18)]).is_empty());
         volume.writes(60, &[(1, 2), (2, 3), (3, 100)]);
-        // Hysteresis: not slow enough to become so, and not fast enough to be so no more.
+        // Hysteresis: not late enough to become slow, and not fast enough to end it.
         assert!(volume.writes(60, &[(1, 2), (2, 3), (3, 18)]).is_empty());
     }
 

@@ -1,17 +1,17 @@
-//! Snapshots that users make: entries like others, so that each is a point of the one history, on
-//! every replica the same.
+//! Snapshots of users: entries like others, so that each is a point of the one history, the same on
+//! every replica.
 //!
-//! Whoever keeps the records says a wish until it is answered: a target that does not serve takes
-//! none, and one that starts again knows nothing of what was wished before. Making one that exists
-//! and deleting one that does not are answered like the first time, once the entry is on media of
-//! CF. An id is used once: deleted, it would be made anew with another content.
+//! The owner of the records repeats a wish until it is answered: a target that does not serve
+//! accepts none, and a restarted target has forgotten earlier wishes. A repeated creation or
+//! deletion is answered like the first one, once the entry is on media of CF. An id is used once:
+//! after a deletion, the same id would name another content.
 
 use super::{Phase, Primary, PrimaryAction, PrimaryNote};
 use quoin_types::entry::EntryKind;
 use quoin_types::ids::{Lsn, SnapshotId};
 use quoin_types::message::SNAPSHOTS_MAX;
 
-/// Those of users; the rest of what a replica may list is for the boundaries of rebuilds.
+/// Limit of users' snapshots; the rest of a replica's list is for the boundaries of rebuilds.
 pub const USER_SNAPSHOTS_MAX: usize = SNAPSHOTS_MAX / 2;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -20,26 +20,26 @@ pub enum SnapshotWish {
     Delete,
 }
 
-/// What became of a wish.
+/// Outcome of a wish.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SnapshotOutcome {
-    /// It is on media of CF, as of this LSN.
+    /// The snapshot is on media of CF, as of this LSN.
     Made {
         lsn: Lsn,
     },
     Deleted,
-    /// There are [`USER_SNAPSHOTS_MAX`].
+    /// The volume has [`USER_SNAPSHOTS_MAX`] snapshots.
     TooMany,
 }
 
-/// One that was taken up and is not on media yet.
+/// A wish that was accepted and is not on media yet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wished {
     id: SnapshotId,
     wish: SnapshotWish,
-    /// Where the snapshot is, or what must be on media before its deletion counts.
+    /// LSN of the snapshot, or the LSN that must be on media before its deletion counts.
     lsn: Lsn,
-    /// There is no place for it, as far as this target knows.
+    /// Set if there is no place for it, as far as this target knows.
     too_many: bool,
 }
 
@@ -53,7 +53,7 @@ impl Primary {
         let mut too_many = false;
         let users = self.history.snapshots.iter().filter(|s| !s.hidden).count();
         let lsn = match (wish, existing) {
-            // The boundary of a rebuild is nobody else's.
+            // The boundary of a rebuild belongs to that rebuild alone.
             (_, Some(snapshot)) if snapshot.hidden => return,
             (SnapshotWish::Make, Some(snapshot)) => snapshot.lsn,
             (SnapshotWish::Make, None) if users >= USER_SNAPSHOTS_MAX => {
@@ -73,7 +73,7 @@ impl Primary {
         self.requests.snapshots.push(Wished { id, wish, lsn, too_many });
     }
 
-    /// Tells of what is on media now. The caller has looked at the lease.
+    /// Reports the snapshots that are on media now. The caller has checked the lease.
     pub(super) fn tell_snapshots(&mut self, actions: &mut Vec<PrimaryAction>) {
         let stable = self.commit.stable;
         self.requests.snapshots.retain(|wished| {

@@ -1,4 +1,4 @@
-//! How a target and its replicas stand, for reports.
+//! State of a target and its replicas, for reports.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::{Link, Phase, Primary};
 use quoin_types::ids::{Epoch, Lsn, Position};
 use quoin_types::membership::{Desired, Member, Membership};
 
-/// How a replica stands, for status reports.
+/// State of a replica, for status reports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReplicaStanding {
     Disconnected,
@@ -26,9 +26,9 @@ pub struct ReplicaStatus {
     pub durable: Lsn,
     pub rebuilt_bytes: u64,
     pub rebuild_total_bytes: u64,
-    /// Average time to apply a write; `None`: not known.
+    /// Average time to apply a write; `None`: unknown.
     pub write_took: Option<Duration>,
-    /// That is much longer than the others take.
+    /// Set if that is much longer than the others take.
     pub slow: bool,
 }
 
@@ -40,11 +40,12 @@ pub struct PrimaryStatus {
     pub waiting: String,
     /// The membership that was granted with the epoch, without the retired.
     pub granted: Membership,
-    /// The one that it goes by, without the retired.
+    /// The membership in force, without the retired.
     pub membership: Membership,
-    /// The newest wish that it was told.
+    /// The newest desired membership that it received.
     pub desired: Desired,
-    /// The open waits for these, which may know of a change of membership that the record lacks.
+    /// Replicas that the open waits for: they may know of a change of membership that the record
+    /// lacks.
     pub silent: Vec<Member>,
     pub last: Position,
     pub commit: Lsn,
@@ -55,7 +56,8 @@ pub struct PrimaryStatus {
     pub verify: Option<VerifyReport>,
 }
 
-/// A status is made often, and who is retired may be thousands.
+/// Copies a membership without its retired GUIDs: a status is made often, and there may be
+/// thousands of them.
 pub(super) fn without_retired(membership: &Membership) -> Membership {
     let Membership { version, rf, cf, drf, formed, .. } = *membership;
     Membership {

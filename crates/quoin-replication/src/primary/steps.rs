@@ -1,5 +1,5 @@
-//! What this target is in the middle of (see [`crate::step`]) and how far it is: for those who
-//! watch it and hold it to its invariants.
+//! Steps of this target that are under way (see [`crate::step`]), and its progress, for observers
+//! and for checks of its invariants.
 
 use super::peer::{Link, Peer};
 use super::rebuild::Stage;
@@ -11,12 +11,12 @@ use quoin_types::ids::Lsn;
 use quoin_types::time::Time;
 
 impl Primary {
-    /// Up to where entries are committed, and up to where they are stable.
+    /// LSNs up to which entries are committed, and stable.
     pub fn reach(&self) -> (Lsn, Lsn) {
         (self.commit.lsn, self.commit.stable)
     }
 
-    /// Until when it may reply, by its own clock.
+    /// Time until which it may reply, by its own clock.
     pub fn lease(&self) -> Option<Time> {
         self.lease_until()
     }
@@ -26,7 +26,7 @@ impl Primary {
         self.commit.views.active.as_ref().map(|(lsn, view)| (*lsn, view))
     }
 
-    /// How many counted replicas with a live session hold everything up to here.
+    /// Number of counted replicas with a live session that hold everything up to this LSN.
     pub fn holders(&self, lsn: Lsn) -> usize {
         let holds = |p: &&Peer| {
             p.is_live() && self.commit.views.counts(p.member) && p.progress.applied >= lsn

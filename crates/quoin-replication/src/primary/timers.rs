@@ -1,4 +1,4 @@
-//! When a target has something to do though nothing happens: the minimum over its parts.
+//! The next timer of a target: the minimum over its parts.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use super::serve::PATIENCE;
 use super::{Link, OnQuorumLoss, Phase, Primary, PrimaryAction};
 use quoin_types::time::Time;
 
-/// A timer is set for no sooner than so long from now: what is due before that waits for it.
+/// Shortest delay of a timer; work that is due earlier waits for it.
 pub const TIMER_DELAY_MIN: Duration = Duration::from_millis(1);
 
 fn soonest(times: impl IntoIterator<Item = Option<Time>>) -> Option<Time> {
@@ -20,9 +20,9 @@ impl Primary {
         }
         let due =
             [self.phase_due(), self.sessions_due(now), self.io_due(now), self.hedge_reads(now)];
-        // Never in the past: what is overdue now was looked at in this very call.
+        // Never in the past: this very call has handled what is overdue.
         let Some(at) = soonest(due).map(|t| t.max(now + TIMER_DELAY_MIN)) else { return };
-        // An earlier timer is left to fire: it costs one look, not one system call a batch.
+        // An earlier timer remains set: it costs one wake-up, not one system call for each batch.
         if self.timer.is_none_or(|t| t > at) {
             self.timer = Some(at);
             actions.push(PrimaryAction::Timer { at: Some(at) });
@@ -37,7 +37,7 @@ impl Primary {
         }
     }
 
-    /// Sessions that are to begin, count as dead, or are too late.
+    /// Time of the next session that begins, counts as dead, or is too late.
     fn sessions_due(&self, now: Time) -> Option<Time> {
         let connects = !matches!(self.phase, Phase::Draining { .. });
         let connect = self.members.connect_at().filter(|_| connects);
@@ -56,7 +56,7 @@ impl Primary {
         soonest(sessions.chain([connect]))
     }
 
-    /// IO, and what is done beside it.
+    /// Time of the next step of IO, and of work beside it.
     fn io_due(&self, now: Time) -> Option<Time> {
         if !self.is_running() || self.phase == Phase::Recovering {
             return None;

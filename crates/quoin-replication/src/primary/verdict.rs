@@ -1,4 +1,5 @@
-//! Step 3 of an open: what the answers so far allow (`docs/replication.md`, "Opening a volume").
+//! Step 3 of an open: the verdict on the answers so far (`docs/replication.md`, "Opening a
+//! volume").
 
 use super::{Link, Peer, Primary, WaitReason};
 use quoin_types::entry::Rule;
@@ -8,7 +9,7 @@ use quoin_types::message::OpenAck;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// What the answers so far allow.
+/// Verdict on the answers so far.
 pub(super) enum Verdict {
     Wait(WaitReason),
     /// The last View is joint, and its second rule may have come to rule alone: these have not
@@ -27,7 +28,7 @@ impl Primary {
         self.members.peers.iter().all(|p| p.link == Link::Answered)
     }
 
-    /// Answered, quorum on, undamaged.
+    /// Answers with quorum on, from replicas without damage.
     fn answers(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
         self.members.peers.iter().enumerate().filter_map(|(i, p)| {
             let ack = p.ack.as_deref().filter(|_| p.link == Link::Answered)?;
@@ -36,13 +37,13 @@ impl Primary {
         })
     }
 
-    /// V: those of them that are known.
+    /// V: the answers of known replicas.
     fn voters(&self) -> impl Iterator<Item = (usize, &OpenAck)> {
         self.answers().filter(|(i, _)| self.members.membership.contains(self.members[*i].member))
     }
 
-    /// Whoever the second rule of a joint View knows and the record does not is asked too: only
-    /// they may be able to say that this rule never came to rule, or that it did.
+    /// Connects the replicas that the second rule of a joint View knows and the record does not:
+    /// only they may be able to report whether this rule came to rule.
     pub(super) fn open_joint_members(&mut self, now: Time) {
         let Some(authority) = self.authority() else { return };
         let ack = self.members[authority].ack.as_ref();
@@ -108,12 +109,12 @@ impl Primary {
         }
     }
 
-    /// Whether the second rule of a joint View may have come to rule alone, though the record does
-    /// not know it (it was restored from an old copy, say). Its first View alone was then on the
-    /// media of CF of its replicas before anything was answered by it, and any of those would say
-    /// so by the version of the membership. Until then all was counted under both rules, so the
-    /// record's suffices.
-    /// A record that has reached its version by another way (a forced change) lets it never rule.
+    /// Returns true if the second rule of a joint View may have come to rule alone, though the
+    /// record does not know it (for example because it was restored from an old copy). Its first
+    /// View alone was then on the media of CF of its replicas before anything was answered by it,
+    /// and any of those would report it by the version of the membership. Until then all entries
+    /// were counted under both rules, so the record's rule suffices. If the record reached that
+    /// version by another way (a forced change), the second rule never comes to rule.
     fn may_have_ruled(&self, joint: &Rule) -> bool {
         if joint.membership_version <= self.members.membership.version {
             return false;
@@ -122,7 +123,7 @@ impl Primary {
         silent >= usize::from(joint.cf) && !mutant::is("joint-not-judged")
     }
 
-    /// One whose data is damaged may have forgotten.
+    /// Returns true if the replica answered and is undamaged; a damaged one may have forgotten.
     fn has_answered(&self, member: Member) -> bool {
         let answered = |p: &&Peer| p.member == member && p.link == Link::Answered;
         let ack = self.members.peers.iter().find(answered).and_then(|p| p.ack.as_ref());
@@ -130,7 +131,7 @@ impl Primary {
     }
 }
 
-/// The position as it would be if Views were no part of it, for the mutant.
+/// The position without Views, for the mutant.
 fn without_view(ack: &OpenAck) -> Position {
     let end = ack.position;
     match (&ack.last_view, ack.epoch_table.as_slice()) {

@@ -1,8 +1,8 @@
-//! What a target waits for: a value for its decisions, a text for people.
+//! Reasons to wait: a value for the target's decisions, a text for people.
 
 use std::fmt;
 
-/// The one thing that an open or the IO waits for now.
+/// The one reason for which an open or the IO waits now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum WaitReason {
     /// The control plane has not granted an epoch.
@@ -48,7 +48,7 @@ pub(super) enum WaitReason {
 }
 
 impl WaitReason {
-    /// Whether IO waits for CF counted replicas.
+    /// Returns true if IO waits for CF counted replicas.
     pub fn is_quorum(self) -> bool {
         matches!(self, Self::Quorum { .. } | Self::CatchUp)
     }

@@ -19,7 +19,8 @@ impl Primary {
     pub(super) fn submit(&mut self, now: Time, request: Request, actions: &mut Vec<PrimaryAction>) {
         let token = request.token;
         if self.drain_requested || matches!(self.phase, Phase::Draining { .. }) {
-            // Never sequenced and never answered: its client holds it and tries the next target.
+            // The request is neither sequenced nor answered: its client keeps it and tries the next
+            // target.
             return;
         }
         if self.phase != Phase::Serving {
@@ -44,7 +45,8 @@ impl Primary {
         )
     }
 
-    /// Drops what has no LSN yet of these requests; each is answered, to nobody.
+    /// Drops those of these requests that have no LSN yet; each is answered, though no client
+    /// waits.
     pub(super) fn abandon(
         &mut self,
         now: Time,
@@ -68,8 +70,8 @@ impl Primary {
         self.requests.overlap_to_window();
     }
 
-    /// Answers with an error once there is a lease: what a request is refused for may not be so any
-    /// more under a newer target.
+    /// Answers with an error once there is a lease: under a newer target the reason for the refusal
+    /// may not hold any more.
     pub(super) fn refuse(
         &mut self,
         token: Token,
@@ -82,14 +84,14 @@ impl Primary {
         self.requests.wait_for_lease(token, error);
     }
 
-    /// Writes that wait for the window, which will not move (`onQuorumLoss: fail`).
+    /// Fails writes that wait for the window, which will not move (`onQuorumLoss: fail`).
     pub(super) fn fail_backlog(&mut self, error: BlockError, actions: &mut Vec<PrimaryAction>) {
         for request in self.requests.take_window() {
             self.reply(request.token, Err(error), actions);
         }
     }
 
-    /// Takes waiting requests up again as the window allows.
+    /// Accepts waiting requests again as the window allows.
     pub(super) fn take_backlog(&mut self, now: Time, actions: &mut Vec<PrimaryAction>) {
         while self.phase == Phase::Serving
             && self.requests.any(Waiting::Window)
@@ -123,8 +125,9 @@ impl Primary {
         Ok(())
     }
 
-    /// Entries that CF has not yet applied stay within the window, and those not yet on media
-    /// within a multiple of it, as all of them are kept: what is above is pushed back.
+    /// Returns true if the window is full: entries that CF has not yet applied stay within the
+    /// window, and those not yet on media within a multiple of it, as all of them are kept. Further
+    /// requests are pushed back.
     fn window_full(&self) -> bool {
         if self.rebuilds.holds_writes_back() {
             return true;
@@ -159,7 +162,7 @@ impl Primary {
                 self.answer_at(Sequenced { lsn, token, arrived: now, bytes }, fua);
             }
             Operation::Trim { offset, length, fua } => {
-                // A trim is a hint: parts of blocks at its edges are left alone.
+                // A trim is a hint: parts of blocks at its edges are ignored.
                 let (first, end) = (offset.div_ceil(BLOCK), (offset + length) / BLOCK);
                 if first >= end {
                     return self.answer_nothing(token);
@@ -187,7 +190,8 @@ impl Primary {
         self.requests.wait_for_stable(Sequenced::unmeasured(lsn, token));
     }
 
-    /// There is nothing to do, but no reply of any kind goes out without a live lease.
+    /// Answers a request without effect. It waits all the same: no reply of any kind leaves without
+    /// a live lease.
     fn answer_nothing(&mut self, token: Token) {
         self.requests.wait_for_commit(Sequenced::unmeasured(self.history.last.lsn, token));
     }
@@ -244,7 +248,7 @@ impl Primary {
         }
     }
 
-    /// The content of an edge block arrived (or cannot be read).
+    /// Handles the content of an edge block that arrived (or cannot be read).
     pub(super) fn merge_read(
         &mut self,
         now: Time,
@@ -302,7 +306,7 @@ impl Primary {
         self.answer_at(Sequenced::unmeasured(lsn, token), fua);
     }
 
-    /// Requests that waited behind a merge, in their order.
+    /// Submits requests that waited behind a merge, in their order.
     fn unblock(&mut self, now: Time) {
         for request in self.requests.take_overlap() {
             self.execute(now, request);

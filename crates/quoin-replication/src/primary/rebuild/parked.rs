@@ -1,5 +1,5 @@
-//! What all rebuilds of a volume share: their pace, what is kept for them, those whose receiver went
-//! away, and boundaries that no rebuild needs any more.
+//! State that all rebuilds of a volume share: their pace, the entries kept for them, rebuilds whose
+//! receiver is gone, and boundaries that no rebuild needs any more.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -14,16 +14,16 @@ use quoin_types::message::FedSum;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// How long a rebuild whose receiver went away is kept for its return.
+/// Time that a rebuild whose receiver is gone is kept for its return.
 const PARKED_FOR: Duration = Duration::from_secs(600);
 
 pub(in super::super) struct Rebuilds {
-    /// Rebuilds whose receiver went away.
+    /// Rebuilds whose receiver is gone.
     parked: Vec<(Member, Rebuild)>,
     pub pace: Pace,
-    /// Writes are held back for a rebuild that does not gain on them; looked at again then.
+    /// Time until which writes are held back for a rebuild that does not gain on them.
     held_back: Option<Time>,
-    /// Entries kept for replicas that are away or behind, at most.
+    /// Limit of the entries kept for replicas that are away or behind, in bytes.
     pub retain_bytes_max: usize,
 }
 
@@ -48,8 +48,8 @@ impl Rebuilds {
         Some(self.parked.remove(at).1)
     }
 
-    /// Takes those that are to be given up: after a while, and at once where their receiver is not
-    /// `expected` any more.
+    /// Takes the rebuilds that are to be given up: after a while, or at once if their receiver is
+    /// not `expected` any more.
     fn take_expired(&mut self, now: Time, expected: impl Fn(Member) -> bool) -> Vec<Rebuild> {
         let is_over = |(member, rebuild): &mut (Member, Rebuild)| {
             !expected(*member) || now >= rebuild.moved + PARKED_FOR
@@ -57,7 +57,7 @@ impl Rebuilds {
         self.parked.extract_if(.., is_over).map(|(_, rebuild)| rebuild).collect()
     }
 
-    /// Writes are held back until then at most.
+    /// Holds writes back until this time at most.
     pub fn hold_writes_back(&mut self, until: Time) {
         self.held_back = Some(self.held_back.map_or(until, |other| other.max(until)));
     }
@@ -70,7 +70,7 @@ impl Rebuilds {
         self.held_back.is_some()
     }
 
-    /// When to look again though nothing happens.
+    /// Time of the next step if no event occurs.
     pub fn due(&self, now: Time) -> Option<Time> {
         let parked = self.parked.iter().map(|(_, rebuild)| rebuild.moved + PARKED_FOR).min();
         [parked, self.pace.due(now), self.held_back].into_iter().flatten().min()
@@ -78,7 +78,7 @@ impl Rebuilds {
 }
 
 impl Primary {
-    /// A boundary that no rebuild needs any more is deleted, in every history.
+    /// Deletes a boundary that no rebuild needs any more, in every history.
     pub(super) fn end_boundary(&mut self, rebuild: &Rebuild) {
         if let Some((id, _)) = rebuild.boundary
             && matches!(self.phase, Phase::Serving | Phase::Draining { closing: false, .. })
@@ -88,8 +88,8 @@ impl Primary {
         }
     }
 
-    /// A session ended: rebuilds fed from it look for another source; its own is parked, so that
-    /// the same shadow can go on when it returns soon.
+    /// Handles the end of a session. Rebuilds fed from it choose another source. Its own rebuild is
+    /// parked, so that the same shadow can continue if the receiver returns soon.
     pub(in super::super) fn cancel_rebuilds_from(&mut self, index: usize) {
         let member = self.members[index].member;
         if let Some(rebuild) = self.members[index].rebuild.take() {
@@ -99,14 +99,14 @@ impl Primary {
             if let Some(rebuild) = &mut peer.rebuild {
                 rebuild.lanes.lost(member);
             }
-            // Its base went with its session.
+            // The base of this source ended with its session.
             peer.rebuild.take_if(|rebuild| {
                 rebuild.base_source == Some(member) && rebuild.stage != Stage::Committing
             });
         }
     }
 
-    /// Continues an interrupted rebuild where the receiver's shadow says it stands.
+    /// Resumes an interrupted rebuild at the state that the receiver's shadow reports.
     pub(super) fn take_parked(&mut self, now: Time, index: usize) -> Option<Rebuild> {
         let member = self.members[index].member;
         let mut rebuild = self.rebuilds.take(member)?;
@@ -114,8 +114,8 @@ impl Primary {
         match shadow {
             Some((id, start, cursor))
                 if (id, start) == (rebuild.id, rebuild.start)
-                    // Behind a cut that may have been lost with the receiver's cache, or at the end
-                    // of a view without its cut: which view the cursor is in is not known.
+                    // The view of the cursor is unknown after a cut that may have been lost with
+                    // the receiver's cache, or at the end of a view without its cut.
                     && (rebuild.from == rebuild.start
                         || mutant::is("shadow-resumed-behind-a-cut"))
                     && cursor != u64::MAX
@@ -136,7 +136,8 @@ impl Primary {
         }
     }
 
-    /// Parked rebuilds pin a boundary, and with it what is overwritten: not for ever.
+    /// Ends parked rebuilds after some time: each pins a boundary, and with it blocks that were
+    /// overwritten since.
     pub(super) fn end_expired(&mut self, now: Time) {
         let expected = |member| self.members.get(member).is_some();
         for rebuild in self.rebuilds.take_expired(now, expected) {
@@ -144,8 +145,8 @@ impl Primary {
         }
     }
 
-    /// Boundaries of rebuilds that an older epoch did not finish. The authority need not have
-    /// them: one that was rebuilt itself got none but its own.
+    /// Deletes boundaries of rebuilds that an older epoch did not finish. The authority need not
+    /// have them: an authority that was rebuilt itself has none but its own.
     pub(in super::super) fn forget_hidden_snapshots(&mut self) {
         self.rebuilds.parked.clear();
         let theirs = !mutant::is("boundaries-of-others-kept");
@@ -155,8 +156,8 @@ impl Primary {
         self.delete_boundaries(hidden);
     }
 
-    /// The same of a replica that comes later, as far as neither the history nor what it is about
-    /// to be fed knows of them.
+    /// Deletes boundaries of a replica that connects later, unless the history or the entries that
+    /// it is about to be fed know of them.
     pub(in super::super) fn forget_boundaries_of(&mut self, index: usize, keep: Lsn) {
         let Some(ack) = self.members[index].ack.as_deref() else { return };
         let known = |id: SnapshotId| {

@@ -1,24 +1,24 @@
-//! What several members say of the same blocks, held against each other.
+//! Comparison of the answers of several members for the same blocks.
 //!
-//! Members answer at positions of their own, while clients write. Up to the lowest of these
-//! positions all have the same history, so a block whose versions are all at or below it must be
-//! the same everywhere; one that somebody has a later version of says nothing yet and is asked
+//! Members answer at different positions, while clients write. Up to the lowest of these positions
+//! all have the same history, so a block whose versions are all at or below it must be the same
+//! everywhere. A block with a later version at any member gives no result yet and is asked for
 //! again.
 
 use quoin_types::ids::Lsn;
 use quoin_types::membership::Member;
 use quoin_types::message::{Content, Slot};
 
-/// What one member holds of a range, from its first block on.
+/// Content of a range at one member, from its first block on.
 #[derive(Clone, Debug)]
 pub struct Answer {
     pub member: Member,
-    /// The LSN it had applied when it looked.
+    /// The LSN that it had applied when it read.
     pub at: Lsn,
     pub slots: Vec<Slot>,
 }
 
-/// One member's copy of a block: the version, and the checksum of data or `None` of a hole.
+/// One member's copy of a block: the version, and the checksum of data or `None` for a hole.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Copy {
     pub member: Member,
@@ -30,21 +30,21 @@ pub struct Copy {
 pub enum Outcome {
     /// All good copies are the same.
     Same,
-    /// It was written meanwhile: ask again.
+    /// The block was written meanwhile: it is asked for again.
     InFlux,
-    /// Good copies that are not the same: the protocol was broken, and no copy is better.
+    /// Good copies differ: the protocol was broken, and no copy is better.
     Differs(Vec<Copy>),
     /// No good copy is left.
     Lost,
 }
 
-/// Neighbouring blocks of which the same is to be said.
+/// Neighbouring blocks with the same result.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Stretch {
     pub lba: u64,
     pub blocks: u64,
     pub outcome: Outcome,
-    /// Whose copies are bad.
+    /// Members whose copies are bad.
     pub bad: Vec<Member>,
 }
 
@@ -54,8 +54,8 @@ impl Stretch {
     }
 }
 
-/// Compares as far as all have answered. `reverted`: a Revert lies between the positions, so that
-/// later states may show older versions.
+/// Compares the range that all have answered. `reverted`: a Revert lies between the positions, so
+/// that later states may show older versions.
 pub fn compare(lba: u64, answers: &[Answer], reverted: bool) -> Vec<Stretch> {
     let common = answers.iter().map(|answer| answer.at).min().unwrap_or_default();
     let mut walks: Vec<_> = answers.iter().map(|a| (a.member, a.slots.iter().peekable())).collect();

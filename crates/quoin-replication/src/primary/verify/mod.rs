@@ -1,15 +1,16 @@
-//! All in-sync members compared with each other, block by block, while clients use the volume.
+//! Comparison of all in-sync members, block by block, while clients use the volume.
 //!
-//! Range by range each counted member is asked what it holds, read from its media; where the
-//! answers meet is [`compare`]. There is no boundary and nothing is pinned: a block that is being
-//! written is asked about again. What changes nothing is the default. With `repair`, members ask
-//! for other members' copies of what they found bad, by the way of every repair and in the same
-//! version only, and the range is not left before it was read again. Good copies that differ are
-//! nobody's to choose between: a person names the replica whose copy is to be everybody's, and it
-//! becomes that by a write like any client's, in the order of the history.
+//! Range by range, each counted member is asked for its content, read from its media; [`compare`]
+//! decides on the answers. There is no boundary and nothing is pinned: a block that is being
+//! written is asked for again. The default changes nothing. With `repair`, members request other
+//! members' copies of what they found bad, by the usual repair and in the same version only; the
+//! verification stays at the range until it was read again. If good copies differ, no rule can
+//! choose between them: an operator names the replica whose copy is to be used everywhere. That
+//! copy is then written like a client's data, in the order of the history.
 //!
-//! It takes a quarter of the time at most, so that clients hardly notice, and lives in the target:
-//! what is replaced begins anew. Members that are not in sync are left out, and said so.
+//! A verification takes a quarter of the time at most, so that clients hardly notice it. Its state
+//! is in the target: a new target begins anew. Members that are not in sync are left out, and
+//! reported.
 
 mod compare;
 
@@ -32,35 +33,35 @@ use quoin_types::message::{
 use quoin_types::time::Time;
 use quoin_types::{BLOCK_SIZE, crc32c};
 
-/// Data that each member reads for one answer: what a client's request may wait for.
+/// Data that each member reads for one answer: a client's request may wait for it.
 const STEP_BYTES: u32 = 512 << 10;
-/// Bytes a second at most, of each member.
+/// Limit of the rate, in bytes a second of each member.
 const RATE: u64 = 256 << 20;
-/// Findings that are remembered; all are counted.
+/// Limit of findings that are kept; all are counted.
 pub const FINDINGS_MAX: usize = 64;
-/// How often a block that is being written is asked about before it is left.
+/// Number of requests for a block that is being written, before it is skipped.
 const FLUX_MAX: u32 = 40;
-/// How long a bad copy is waited for to be repaired, and after one that was not.
+/// Time to wait for the repair of a bad copy, and the same after a repair that failed.
 const PATIENCE: Duration = Duration::from_secs(20);
 const NO_PATIENCE: Duration = Duration::from_secs(2);
-/// Between two looks at what is being repaired, or is not there to be asked.
+/// Interval of checks for a repair, or for a member that is absent.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
-/// Between two words about how far it is.
+/// Interval of progress reports.
 const TELL_EVERY: Duration = Duration::from_secs(1);
-/// The low half of the ids of reads that no table of reads reaches.
+/// Low half of the request ids; no table of reads has this index.
 const CHOICE: RequestId = u32::MAX as RequestId;
 
-/// What is to be done.
+/// Order for a verification.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct VerifyOrder {
-    /// Grows with every order; an older one is over.
+    /// Grows with every order; a lower one is over.
     pub request: u64,
     pub repair: bool,
-    /// Whose copy wins where good copies differ.
+    /// Replica whose copy wins where good copies differ.
     pub from: Option<ReplicaId>,
 }
 
-/// What was found, in blocks.
+/// Finding, in blocks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Finding {
     pub lba: u64,
@@ -75,28 +76,28 @@ pub enum Found {
     Bad(Member),
     /// No member has a good copy.
     Lost,
-    /// Good copies that are not the same; those of the first block.
+    /// Good copies differ; the copies are those of the first block.
     Differs(Vec<Copy>),
 }
 
-/// How a member took part.
+/// Part of a member in the verification.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct VerifiedMember {
     pub member: Member,
-    /// Blocks of the volume that it was compared in.
+    /// Blocks of the volume in which it was compared.
     pub checked_blocks: u64,
     pub bad: u64,
     pub repaired: u64,
-    /// Why it was not asked, at least once; empty: it always was.
+    /// Reason for which it was not asked, at least once; empty: it always was.
     pub left_out: &'static str,
 }
 
-/// How a verification stands. All counts are of blocks; of bad and repaired ones, copies.
+/// State of a verification. All counts are of blocks; those of bad and repaired ones, of copies.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct VerifyReport {
     pub request: u64,
     pub ended: bool,
-    /// Why it ended without having looked at everything; empty: it did.
+    /// Reason for an end before everything was compared; empty: the comparison is complete.
     pub failed: &'static str,
     pub checked_blocks: u64,
     pub total_blocks: u64,
@@ -106,23 +107,23 @@ pub struct VerifyReport {
     pub lost: u64,
     pub differing: u64,
     pub repaired: u64,
-    /// Written so often that no moment was found to compare them.
+    /// Blocks written so often that they could not be compared.
     pub unsettled: u64,
     pub members: Vec<VerifiedMember>,
     pub findings: Vec<Finding>,
 }
 
-/// One range that members are asked about.
+/// One range that members are asked for.
 struct Round {
     id: RequestId,
     epoch: Epoch,
     sent: Time,
-    /// With the session's nonce.
+    /// Members without an answer, with the session's nonce.
     waits_for: Vec<(Member, u64)>,
     answers: Vec<Answer>,
 }
 
-/// The copy that a person chose, being read.
+/// The copy that an operator chose, being read.
 struct Choice {
     id: RequestId,
     member: Member,
@@ -138,9 +139,9 @@ pub(super) struct Verify {
     round: Option<Round>,
     choice: Option<Choice>,
     next_at: Time,
-    /// How often the block at the cursor was in flux.
+    /// Number of times that the block at the cursor was in flux.
     flux: u32,
-    /// Since when the cursor waits for a repair.
+    /// Time since which the cursor waits for a repair.
     blocked_since: Option<Time>,
     patience: Duration,
     /// Bad copies, and blocks that differ, from the cursor on.
@@ -152,7 +153,7 @@ pub(super) struct Verify {
 /// The verification of a volume that is under way, or the last one.
 pub(super) struct Verification {
     current: Option<Verify>,
-    /// Names the next request.
+    /// Id of the next request.
     next_request: RequestId,
 }
 
@@ -206,7 +207,7 @@ impl Verify {
         }
     }
 
-    /// Takes note of what is bad, each copy once; true if any is.
+    /// Records bad copies, each once; returns true if there are any.
     fn note_bad(&mut self, stretch: &Stretch) -> bool {
         for member in &stretch.bad {
             for lba in stretch.lba..stretch.end() {
@@ -220,7 +221,7 @@ impl Verify {
         !stretch.bad.is_empty()
     }
 
-    /// Leaves a stretch behind, as it is now.
+    /// Moves the cursor past a stretch, and records its result.
     fn pass(&mut self, stretch: &Stretch) {
         match &stretch.outcome {
             Outcome::Same => {}
@@ -266,7 +267,7 @@ impl Verify {
         }
     }
 
-    /// A finding counts as repaired when the last of its blocks is.
+    /// Counts a finding as repaired once the last of its blocks is.
     fn is_repaired(&mut self, lba: u64, of: impl Fn(&Found) -> bool) {
         let last = |f: &&mut Finding| of(&f.what) && f.lba + f.blocks == lba + 1;
         if let Some(finding) = self.report.findings.iter_mut().rev().find(last) {
@@ -276,7 +277,7 @@ impl Verify {
 }
 
 impl Primary {
-    /// Begins what was ordered, or takes it back.
+    /// Begins what was ordered, or ends it.
     pub(super) fn order_verify(&mut self, now: Time, order: Option<VerifyOrder>) {
         let news = |order: &VerifyOrder| {
             self.verification
@@ -328,7 +329,8 @@ impl Primary {
             verify.next_at = now + LOOK_AGAIN;
         }
         if let Some(round) = &mut verify.round {
-            // Who is not in sync any more is not waited for, and what it said counts no more.
+            // Members that are not in sync any more are not waited for, and their answers do not
+            // count.
             let counts = |m: Member| self.commit.views.counts(m);
             round.waits_for.retain(|(m, nonce)| counts(*m) && is_here(*m, *nonce));
             round.answers.retain(|answer| counts(answer.member));
@@ -498,7 +500,7 @@ impl Primary {
         verify.report.checked_blocks = verify.cursor;
     }
 
-    /// Reads the copy that is to be everybody's.
+    /// Reads the copy that is to be used everywhere.
     fn choose(
         &mut self,
         now: Time,
@@ -518,8 +520,8 @@ impl Primary {
         verify.choice = Some(Choice { id, member, nonce, epoch, lba });
     }
 
-    /// The chosen copy came: written to all, unless the block was written meanwhile. True if the
-    /// read was such a one.
+    /// Handles the chosen copy: it is written to all, unless the block was written meanwhile.
+    /// Returns true if the read was such a one.
     pub(super) fn on_choice(
         &mut self,
         from: usize,
@@ -532,14 +534,14 @@ impl Primary {
         }
         let (member, nonce) = (self.members[from].member, self.members[from].nonce);
         let Some(verify) = &mut self.verification.current else { return true };
-        // Nobody answers in the place of the one who was asked.
+        // Only the member that was asked may answer.
         let asked = |c: &mut Choice| (c.id, c.member, c.nonce) == (id, member, nonce);
         let Some(choice) = verify.choice.take_if(asked) else { return true };
         let lba = choice.lba;
         let [slot] = slots else { return true };
         let written = self.history.after(at).any(|e| e.overlaps(lba, 1));
         let known = at.next() >= self.history.first() && at <= self.history.last.lsn;
-        // A merge under way has read what this would replace, and comes behind it.
+        // A merge under way has read the content that this would replace, and follows it.
         let merged = self.requests.touches(lba);
         if written || merged || !known || slot.lba != lba || self.phase != Phase::Serving {
             return true;
