@@ -1,38 +1,39 @@
-//! Recognition of a pool whose disk went back to an older state of itself.
+//! Recognition of a pool whose disk was rolled back to an older state of itself.
 //!
-//! A pool cannot see that its disk was put back to an image: all that it could compare went back
-//! too. The controller can, by two counts that every report of a pool carries and that the
-//! controller keeps. The **start counter** grows with each opening of the pool. The **mark**
-//! grows with what the pool promises and acknowledges, so an image of the pool's present life is
-//! told from its present state as well.
+//! A pool cannot detect that its disk was restored from an image: everything that it could compare
+//! was restored too. The controller can, by two counts that every report of a pool carries and that
+//! the controller keeps. The **start counter** grows with each opening of the pool. The **mark**
+//! grows with the promises and acknowledgements of the pool, so an image taken since the last
+//! opening differs from the present state as well.
 //!
-//! The mark is raised only after the controller has heard the present one. A disk that was put
-//! back therefore cannot count up to what the controller knows, however often its pool is started
-//! or whatever it serves while no controller is reached.
+//! The mark is raised only after the controller has received the present one. So a disk that was
+//! rolled back cannot count up to the mark that the controller knows, regardless of how often its
+//! pool is started or what it serves while no controller is reached.
 
 use std::time::Duration;
 
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// Time between two marks of a busy pool. Each costs the pool a record of its metadata and a
-/// sync, and the controller a record.
+/// Time between two marks of a busy pool. Each costs the pool a metadata record and a sync, and the
+/// controller a record.
 const MARK_EVERY: Duration = Duration::from_secs(5);
 
 /// The counts of a pool, as it reports them and as the controller keeps them.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct PoolCounts {
-    /// Openings of the pool; 0: not told.
+    /// Openings of the pool; 0: not reported.
     pub starts: u64,
-    /// Drawn at each opening; 0: not told. Two openings of one count are of two histories.
+    /// Random number drawn at each opening; 0: not reported. Two openings with equal counts and
+    /// different nonces belong to two histories.
     pub nonce: u64,
     /// The highest mark that is on the pool's media.
     pub mark: u64,
 }
 
 impl PoolCounts {
-    /// Whether a pool that reports these counts is in an older state than `known`, the counts
-    /// that it reported before.
+    /// Returns true if a pool that reports these counts is in an older state than `known`, the
+    /// counts that it reported before.
     pub fn are_older_than(&self, known: &PoolCounts) -> bool {
         if self.starts == 0 || mutant::is("rolled-back-disk-not-noticed") {
             return false;
@@ -45,33 +46,33 @@ impl PoolCounts {
         self.starts < known.starts || another || (below && !same)
     }
 
-    /// What is known after these counts were reported, which are not older than `known`.
+    /// Returns the counts that are known after this report, which is not older than `known`.
     pub fn after(self, known: &PoolCounts) -> PoolCounts {
         PoolCounts { mark: self.mark.max(known.mark), ..self }
     }
 }
 
-/// When a pool raises its mark.
+/// Schedule by which a pool raises its mark.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MarkSchedule {
-    /// The highest mark that the controller has answered a report of.
+    /// The highest mark in a report that the controller has answered.
     heard: Option<u64>,
     raised_at: Option<Time>,
 }
 
 impl MarkSchedule {
-    /// The controller has answered a report with this mark, and uses the pool.
+    /// Records that the controller has answered a report with this mark, and uses the pool.
     pub fn heard(&mut self, mark: u64) {
         self.heard = self.heard.max(Some(mark));
     }
 
-    /// Whether the controller knows this mark.
+    /// Returns true if the controller knows this mark.
     pub fn is_heard(&self, mark: u64) -> bool {
         self.heard.is_some_and(|heard| heard >= mark)
     }
 
-    /// Whether the mark is to be raised now; `changed`: something was promised or acknowledged
-    /// since it was raised last.
+    /// Returns true if the mark is to be raised now; `changed`: the pool has promised or
+    /// acknowledged something since it was raised last.
     pub fn is_due(&self, now: Time, mark: u64, changed: bool) -> bool {
         let rested = self.raised_at.is_none_or(|at| now.since(at) >= MARK_EVERY);
         changed && rested && self.is_heard(mark)

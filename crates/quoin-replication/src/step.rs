@@ -1,5 +1,5 @@
-//! What a target or a replica is in the middle of, by name: for status, and so that tests can
-//! say at which steps of the protocol a fault has struck.
+//! Steps that a target or a replica is in the middle of, by name: for status, and for tests that
+//! report at which steps of the protocol a fault has struck.
 
 use std::fmt;
 

@@ -5,7 +5,7 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::message::{Ping, ToReplica};
 use quoin_types::mutant;
 
-/// Bytes of entries from which on nothing more is joined to them.
+/// Size from which no further entries are joined.
 const BYTES_MAX: usize = 4 << 20;
 
 /// The parts of one `Append`.
@@ -16,11 +16,11 @@ pub struct Append {
     pub ping: Ping,
 }
 
-/// Consecutive `Append`s on their way to become one.
+/// Consecutive `Append`s that are being joined.
 ///
-/// Only an `Append` that continues the one before is joined to it. A primary goes back when a pool
-/// has no room: it offers entries again behind later ones that were on their way. Joined with
-/// those, the offer would be dropped with them, and no other would follow.
+/// Only an `Append` that continues the one before is joined to it. A primary steps back when a pool
+/// has no room: it sends entries again, after later ones that were on their way. If the repeated
+/// ones were joined to those, they would be dropped with them, and would not be sent again.
 #[derive(Default)]
 pub struct Appends {
     joined: Option<Append>,
@@ -28,8 +28,8 @@ pub struct Appends {
 }
 
 impl Appends {
-    /// Adds an `Append`. Returns what was joined before, where this one does not continue it or
-    /// that is enough for one batch.
+    /// Adds an `Append`. Returns the joined one before it, if this one does not continue it or if
+    /// it is large enough for one batch.
     #[must_use]
     pub fn add(&mut self, next: Append) -> Option<ToReplica> {
         let joins = self.bytes < BYTES_MAX && self.is_continued_by(&next);

@@ -1,13 +1,14 @@
-//! What rebuilds ask of a session: slots that are copied from it, and increments that it takes.
+//! Requests of rebuilds within a session: slots that are copied from it, and increments that it
+//! receives.
 //!
-//! Both come by the session's bulk connection, or by its own one from targets that know no other.
-//! The two connections are not ordered among each other, so each message says what must hold
-//! before it: a Begin which point is stable, a feed how far the shadow is complete, a commit how
-//! much was fed. A bulk connection has a number, and nothing is taken from one of a lower number
-//! than the newest: what such a one still carries was given up by the target.
+//! Both use the session's bulk connection, or its own connection with targets that know no other.
+//! Between the two connections there is no order, so each message states its precondition: a Begin
+//! which point is stable, a feed how far the shadow is complete, a commit how much was fed. A bulk
+//! connection has a number. Messages of a connection with a lower number than the newest are
+//! ignored: the target has given them up.
 //!
-//! A Begin may wait for the log below it to be folded. That is done a step at a time, and each
-//! step by a timer of its own, so that the driver's thread serves others in between.
+//! A Begin may wait until the log below it is merged into the map. Each step of that runs on a
+//! timer of its own, so that the driver's thread serves others in between.
 
 use super::refused::Place;
 use super::session::{Fault, Session};
@@ -23,50 +24,50 @@ use quoin_types::message::{Failure, FedSum, FromReplica, IncrementEnd, Slot, ToR
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// Data of one answer about the log or an increment: as much as a target ever asks for, whatever it
-/// says, so that none makes a pool hold a whole volume.
+/// Limit of one answer from the log or of an increment. It is the most that a target ever requests;
+/// the limit holds for any request, so that none makes a pool hold a whole volume.
 pub(super) const ANSWER_BYTES_MAX: u32 = 4 << 20;
 
-/// Between two steps of a Begin: as long as a step took, so that others have the driver's thread
-/// half of the time.
+/// Pause between two steps of a Begin: as long as the step took, so that others have the driver's
+/// thread half of the time.
 const BEGIN_PAUSE: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(200);
 
-/// Messages of a rebuild that wait for its Begin. Only targets that know no bulk connection send
-/// any before it is answered: feeds, of which they have four on their way, cuts and a commit.
+/// Limit of messages of a rebuild that wait for its Begin. Only targets without bulk connections
+/// send any before it is answered: at most four feeds, cuts and a commit.
 const BEHIND_BEGIN_MAX: usize = 12;
 
-/// Which of a session's connections a message came by.
+/// Connection of a session that a message arrived on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Way {
     Own,
     Bulk(ConnectionId),
 }
 
-/// A commit that was taken.
+/// A commit that was accepted.
 #[derive(Clone, Copy)]
 struct Commit {
     rebuild: u64,
-    /// Where it flipped to, once it has.
+    /// Position after the flip, once it is done.
     flipped: Option<Position>,
 }
 
-/// A Begin that waits for the log below it to be folded.
+/// A Begin that waits until the log below it is merged into the map.
 struct Beginning {
     way: Way,
     rebuild: u64,
     from: Lsn,
-    /// What came behind it by the session's own connection.
+    /// Messages that followed it on the session's own connection.
     behind: VecDeque<ToReplica>,
-    /// When its last step began, and how much later the next one is due.
+    /// Start of its last step, and the pause before the next one.
     turn: Option<(Time, Duration)>,
 }
 
 #[derive(Default)]
 pub(super) struct Copying {
     bulk: Option<ConnectionId>,
-    /// Of the newest bulk connection there was.
+    /// Number of the newest bulk connection of the session.
     number: u64,
-    /// Since the shadow was last begun or resumed.
+    /// Sum of everything fed since the shadow was last begun or resumed.
     fed: FedSum,
     commit: Option<Commit>,
     beginning: Option<Beginning>,
@@ -84,7 +85,7 @@ impl Copying {
 }
 
 impl Session {
-    /// By which of its connections this came; `None`: by none of them.
+    /// Returns the connection of the session that this message arrived on; `None`: neither.
     pub fn way(&self, connection: ConnectionId, key: SessionKey) -> Option<Way> {
         if self.key != key {
             return None;
@@ -96,8 +97,8 @@ impl Session {
         (self.copying.bulk == Some(connection) || former).then_some(Way::Bulk(connection))
     }
 
-    /// A connection says that it is this session's bulk connection. It ends the one before it, and
-    /// is ended itself where a later one was there already.
+    /// Registers a connection as this session's bulk connection. The previous one ends; if a later
+    /// one exists already, this one ends.
     pub fn open_bulk(
         &mut self,
         connection: ConnectionId,
@@ -113,7 +114,8 @@ impl Session {
         }
     }
 
-    /// The connection is over; true if it was the bulk connection, without which the session goes on.
+    /// Handles the end of a connection. Returns true if it was the bulk connection, without which
+    /// the session continues.
     pub fn lost_bulk(&mut self, connection: ConnectionId) -> bool {
         self.copying.bulk.take_if(|bulk| *bulk == connection).is_some()
     }
@@ -166,7 +168,7 @@ impl Session {
             ToReplica::IncrementCommit { rebuild, to, fed } => {
                 self.commit(rebuild, &to, fed, store, actions)?;
                 if let Way::Bulk(_) = way {
-                    // It has come: what is waited for now is the flip.
+                    // The message has arrived: the rebuild now waits for the flip.
                     let cursor = u64::MAX;
                     self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
                 }
@@ -191,7 +193,7 @@ impl Session {
             return self.begin_step(Beginning::new(way, rebuild, from), store, actions);
         }
         match self.copying.commit {
-            // The target lost the connection that the commit went by, and asks what became of it.
+            // The target lost the connection that carried the commit, and asks for its outcome.
             Some(commit) if commit.rebuild == rebuild => {
                 let cursor = u64::MAX;
                 self.answer(way, FromReplica::IncrementFed { rebuild, cursor }, actions);
@@ -209,7 +211,7 @@ impl Session {
         self.begin_step(Beginning::new(way, rebuild, from), store, actions)
     }
 
-    /// Goes on with the Begin that waits, if one does.
+    /// Continues the Begin that waits, if there is one.
     pub fn go_on_beginning(
         &mut self,
         store: &mut dyn ReplicaStore,
@@ -298,7 +300,7 @@ impl Beginning {
         self.turn.map(|(at, pause)| at + pause)
     }
 
-    /// A step was begun at `now`, and done. The next one is due after a pause.
+    /// Records a step that began at `now` and is done. The next one is due after a pause.
     fn stepped(&mut self, now: Time) {
         let took = self.turn.map(|(at, pause)| now.since(at).saturating_sub(pause));
         let (least, most) = BEGIN_PAUSE.into_inner();
@@ -307,7 +309,7 @@ impl Beginning {
 }
 
 impl Replica {
-    /// Does the next step of a Begin that waits, if that is due.
+    /// Runs the next step of a Begin that waits, if it is due.
     pub(super) fn go_on_beginning(
         &mut self,
         now: Time,
@@ -330,8 +332,8 @@ impl Replica {
         }
     }
 
-    /// A message was taken. While a Begin waits, its steps so far say nothing of the disk: what that
-    /// refuses to read may lie ahead.
+    /// Records that a message was handled without a refused read. While a Begin waits, its steps so
+    /// far are no evidence that the disk reads: the unreadable part may lie ahead.
     pub(super) fn copied(&mut self, now: Time, place: Place, actions: &mut Vec<ReplicaAction>) {
         let beginning = self.session.as_mut().and_then(|s| s.copying.beginning.as_mut());
         let due = beginning.map(|beginning| {
@@ -348,7 +350,7 @@ impl Replica {
         }
     }
 
-    /// A bulk connection is taken for the session that is open, and for no other.
+    /// Accepts a bulk connection for the session that is open, and for no other.
     pub(super) fn on_open_bulk(
         &mut self,
         connection: ConnectionId,
@@ -364,8 +366,8 @@ impl Replica {
         }
     }
 
-    /// What rebuilds ask. It renews no lease: no target counts on that, and what waits in a queue
-    /// for long would keep a newer one out for as long again.
+    /// Handles a request of a rebuild. It renews no lease: no target relies on that, and a message
+    /// that was queued for long would keep a newer target out for as long again.
     pub(super) fn on_bulk(
         &mut self,
         now: Time,
@@ -376,20 +378,21 @@ impl Replica {
     ) {
         let Some(session) = &mut self.session else { return };
         if session.is_closing() {
-            // Close went another way, and has overtaken this.
+            // Close used the other connection, and has overtaken this message.
             return;
         }
         let is_pull = matches!(message, ToReplica::Pull { .. });
         let place = Place::of(&message);
         match session.copy(way, message, store, actions) {
             Ok(()) => self.copied(now, place, actions),
-            // It is fed, and perhaps counted: that goes on, whatever a rebuild asked for.
+            // The replica is fed, and perhaps counted: that continues, whatever a rebuild
+            // requested.
             Err(fault) if is_pull => self.fail_pull(now, place, fault, store, actions),
             Err(fault) => self.fail(now, place, fault, store, actions),
         }
     }
 
-    /// A pull that failed ends the bulk connection, unless the replica itself has failed.
+    /// Ends the bulk connection after a pull that failed, unless the replica itself has failed.
     fn fail_pull(
         &mut self,
         now: Time,

@@ -1,4 +1,4 @@
-//! Grants that the control plane took back: what a replica does without its target's cooperation.
+//! Fences: grants that the control plane took back, enforced without the target's cooperation.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use quoin_types::mutant;
 use quoin_types::time::Time;
 use quoin_types::{Epoch, Incarnation, Lsn};
 
-/// How long a session may go on whose epoch was taken back: its target drains, syncs and closes.
+/// Time for which a fenced session may continue: its target drains, syncs and closes.
 pub const FENCED_SESSION: Duration = Duration::from_secs(30);
 
 impl Replica {
-    /// A promise to no target: kept on media, so that a grant that was taken back opens nothing after
-    /// a restart either.
+    /// Promises the epoch to no target. The promise is kept on media, so that a grant that was
+    /// taken back opens nothing after a restart either.
     pub(super) fn fence(
         &mut self,
         now: Time,
@@ -32,7 +32,8 @@ impl Replica {
             let next = ReplicaMeta {
                 promised: epoch,
                 promised_incarnation: Incarnation(0),
-                // What holds nothing lacks nothing, and is not taken for fresh by its promise now.
+                // An empty replica lacks nothing. Its promise would make it look like one that was
+                // opened.
                 closed_continuous: meta.closed_continuous || untouched,
                 ..meta.clone()
             };
@@ -55,7 +56,7 @@ impl Replica {
         }
     }
 
-    /// Ends a session whose epoch was taken back, once its time is over.
+    /// Ends a fenced session once its time is over.
     pub(super) fn end_fenced(
         &mut self,
         now: Time,

@@ -2,9 +2,9 @@
 //!
 //! A [`Replica`] never answers for data that its store does not hold: `Applied` is sent after
 //! `ReplicaStore::append` returned, `durable` after a sync that began later, `OpenAck` after the
-//! promise is on media and every lease of another incarnation has run out by this host's clock.
-//! The driver calls [`Replica::on`] for each event and [`Replica::flush`] after each batch of
-//! events: acknowledgements are cumulative, one a batch.
+//! promise is on media and every lease of another incarnation has run out by this host's clock. The
+//! driver calls [`Replica::on`] for each event and [`Replica::flush`] after each batch of events:
+//! acknowledgements are cumulative, one for each batch.
 
 pub mod appends;
 mod copying;
@@ -26,7 +26,7 @@ use session::{PendingOpen, Session};
 use std::time::Duration;
 use store::{BootCookie, ReplicaMeta, ReplicaStore, StoreError, SyncTicket};
 
-/// A transport connection, named by the driver.
+/// Number of a transport connection, chosen by the driver.
 pub type ConnectionId = u64;
 
 #[derive(Clone, Debug)]
@@ -39,28 +39,29 @@ pub enum ReplicaEvent {
     Disconnected {
         connection: ConnectionId,
     },
-    /// A sync that covers `ticket` ended. A failed sync is never retried for truth.
+    /// A sync that covers `ticket` ended. After a failed sync, no retry can prove what is on media.
     Synced {
         ticket: SyncTicket,
         result: Result<(), StoreError>,
     },
     Timer,
-    /// Work of the store outside of any session found this replica's own data damaged.
+    /// The store found this replica's own data damaged, in work outside of any session.
     Damaged(&'static str),
-    /// The pool found a bad copy outside of any read: another member's is asked for, if a target
+    /// The pool found a bad copy outside of any read: another member's is requested, if a target
     /// feeds this replica now.
     BadCopy(BadCopy),
-    /// The pool has become short of room, or has room again. Told once more for each session.
+    /// The pool has become short of room, or has room again. Sent to the target again in each
+    /// session.
     Room {
         short: bool,
     },
-    /// Nothing up to this epoch is to be opened any more, by the control plane's word: its grants were
-    /// taken back. A session that is open may be closed for [`FENCED_SESSION`], or not at all.
+    /// The control plane took back its grants up to this epoch: nothing opens under them any more.
+    /// A session that is open has [`FENCED_SESSION`] to close, or no time at all.
     Fence {
         epoch: Epoch,
         at_once: bool,
     },
-    /// The pool is going down: say so to the target and take nothing more.
+    /// The pool is stopping: the replica notifies the target and accepts no more messages.
     Shutdown,
 }
 
@@ -71,18 +72,18 @@ pub enum ReplicaAction {
         session: SessionKey,
         message: FromReplica,
     },
-    /// End the connection after what was sent before.
+    /// Ends the connection after everything sent before.
     Disconnect {
         connection: ConnectionId,
     },
-    /// Call `on(Timer)` then; replaces any earlier timer, `None` cancels it.
+    /// Requests a call of `on(Timer)` at this time; replaces any earlier timer, `None` cancels it.
     Timer {
         at: Option<quoin_types::Time>,
     },
     Note(ReplicaNote),
 }
 
-/// What an operator wants to know; drivers turn notes into events, logs and metrics.
+/// Information for operators; drivers turn notes into events, logs and metrics.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum ReplicaNote {
     Opened {
@@ -91,17 +92,17 @@ pub enum ReplicaNote {
     Closed,
     Damaged(&'static str),
     DiskFailed(StoreError),
-    /// The disk refuses to read what a session needs; it may pass.
+    /// The disk refuses to read what a session needs; this may be transient.
     Unreadable(StoreError),
     Full,
     Rebuilt {
         position: quoin_types::Position,
     },
-    /// Another member's copy came for what was bad here; not `done`: it was overwritten since,
-    /// or cannot be mended now.
+    /// Another member's copy replaced a bad one here; not `done`: the block was overwritten since,
+    /// or the map cannot be mended now.
     Repaired {
         lba: u64,
-        /// The map of the stretch that begins there, not the block.
+        /// Set if the map of the range that begins there was repaired, not the block.
         whole_map: bool,
         done: bool,
     },
@@ -109,14 +110,14 @@ pub enum ReplicaNote {
     InvariantRefused(&'static str),
 }
 
-/// Clocks of two hosts may run apart by this share; leases are shortened at the target and
-/// lengthened at the replica by it (1/20).
+/// Share by which the clocks of two hosts may diverge (1/20). Leases are shortened at the target
+/// and lengthened at the replica by it.
 pub const CLOCK_SKEW_DIVISOR: u32 = 20;
 
-/// The lease that targets take, in milliseconds: how long a dead one delays its successor.
+/// Lease of targets, in milliseconds: the delay that a dead target causes its successor.
 pub const LEASE_MS: u32 = 2000;
 
-/// How long a replica holds a granted lease: `lease_ms` and the share for skewed clocks.
+/// Time for which a replica honours a granted lease: `lease_ms` and the share for skewed clocks.
 pub fn granted_lease(lease_ms: u32) -> Duration {
     let lease = Duration::from_millis(lease_ms.into());
     lease + lease / CLOCK_SKEW_DIVISOR
@@ -124,36 +125,37 @@ pub fn granted_lease(lease_ms: u32) -> Duration {
 
 const UNREADABLE: &str = "what its disk refuses to read";
 
-/// The lease that keeps a newer incarnation's `OpenAck` back.
+/// The lease that delays a newer incarnation's `OpenAck`.
 #[derive(Clone, Copy, Debug)]
 struct Lease {
-    /// `None` after a restart: whoever it was, it is waited out.
+    /// Holder of the lease; `None` after a restart: any holder is waited out.
     holder: Option<(Epoch, Incarnation)>,
     until: Time,
 }
 
 pub struct Replica {
     boot: BootCookie,
-    /// Everything it ever applied is still there (module docs of `docs/replication.md`).
+    /// Set if everything it ever applied is still there (module docs of `docs/replication.md`).
     continuous: bool,
-    /// A write or sync failed: nothing is promised or acknowledged until the pool is reopened.
+    /// Set after a failed write or sync: nothing is promised or acknowledged until the pool is
+    /// reopened.
     failed: Option<StoreError>,
     lease: Option<Lease>,
     pending: Option<PendingOpen>,
     session: Option<Session>,
-    /// Its pool stops; when this is done all that it applied is on media.
+    /// Set while the pool stops; once this sync is done, everything applied is on media.
     stopping: Option<SyncTicket>,
     timer: Option<Time>,
-    /// When the session is ended whose epoch was taken back.
+    /// Time at which a fenced session is ended.
     fenced_until: Option<Time>,
-    /// The pool is short of room.
+    /// Set while the pool is short of room.
     short: bool,
     refused_reads: RefusedReads,
 }
 
 impl Replica {
-    /// `boot` is the present boot of this host and device. The pool must have synced once since
-    /// it was opened, so that errors nobody saw have surfaced.
+    /// `boot` is the present boot of this host and device. The pool must have synced once since it
+    /// was opened, so that unreported errors have surfaced.
     pub fn new(now: Time, boot: BootCookie, store: &dyn ReplicaStore) -> Self {
         let meta = store.meta();
         let media = matches!(
@@ -178,7 +180,7 @@ impl Replica {
         }
     }
 
-    /// Whether a target has it open now.
+    /// Returns true if a target has it open now.
     pub fn is_open(&self) -> bool {
         self.session.is_some()
     }
@@ -188,7 +190,7 @@ impl Replica {
         self.session.as_ref().map(|s| (s.connection, s.key))
     }
 
-    /// Whether a target feeds it now, so that it can be asked for good copies.
+    /// Returns true if a target feeds it now, so that the target can be asked for good copies.
     pub fn is_fed(&self) -> bool {
         self.session.as_ref().is_some_and(Session::is_fed)
     }
@@ -264,7 +266,7 @@ impl Replica {
         }
     }
 
-    /// Sends the acknowledgement that the events since the last call add up to.
+    /// Sends one acknowledgement for all events since the last call.
     pub fn flush(&mut self, actions: &mut Vec<ReplicaAction>) {
         if let Some(session) = &mut self.session {
             session.acknowledge(actions);
@@ -300,7 +302,7 @@ impl Replica {
         self.go_on(now, place, outcome, store, actions);
     }
 
-    /// The session is over, and with it what it had pinned and its bulk connection.
+    /// Ends the session, and with it what it had pinned and its bulk connection.
     fn take_session(
         &mut self,
         store: &mut dyn ReplicaStore,
@@ -314,7 +316,7 @@ impl Replica {
         Some(session)
     }
 
-    /// The session stays, is closed by its target, or failed.
+    /// Acts on the outcome of a message: the session stays, is closed by its target, or failed.
     fn go_on(
         &mut self,
         now: Time,
@@ -366,7 +368,7 @@ impl Replica {
         if membership.check().is_err() || !(500..=30_000).contains(&lease_ms) {
             return refuse(Failure::Protocol, Epoch::ZERO, actions);
         }
-        // A fence promises its epoch to no target, which this incarnation stands for.
+        // A fence promises its epoch to no target, and incarnation 0 stands for that.
         if key.incarnation == Incarnation(0) && !mutant::is("opened-by-nobody") {
             return refuse(Failure::Fenced, meta.promised, actions);
         }
@@ -418,7 +420,7 @@ impl Replica {
         self.answer_open(now, store, actions);
     }
 
-    /// Asks for a call at this time, unless an earlier one is due.
+    /// Requests a call at this time, unless an earlier one is due.
     fn wake(&mut self, at: Time, actions: &mut Vec<ReplicaAction>) {
         if self.timer.is_none_or(|set| at < set) {
             self.timer = Some(at);
@@ -506,9 +508,9 @@ impl Replica {
         self.go_on(now, Place::Elsewhere, outcome, store, actions);
     }
 
-    /// Records for the next start that everything it ever applied is on media, whatever becomes of the
-    /// host's caches: those who stop at once do not all hear the target's Close before they end.
-    /// The session stays open, since its lease does.
+    /// Records for the next start that everything it ever applied is on media, regardless of the
+    /// host's caches. A host that stops everything at once may end pools before they receive the
+    /// target's Close. The session stays open, since its lease does.
     fn record_clean_stop(
         &mut self,
         store: &mut dyn ReplicaStore,
@@ -527,8 +529,8 @@ impl Replica {
         }
     }
 
-    /// A failed write or sync: what the kernel dropped is unknown, so nothing is continuous any
-    /// more and nothing is answered until the pool has been reopened from media.
+    /// Handles a failed write or sync. The data that the kernel dropped is unknown, so nothing is
+    /// continuous any more, and nothing is answered until the pool has been reopened from media.
     fn disk_failed(
         &mut self,
         error: StoreError,
@@ -548,7 +550,7 @@ impl Replica {
         self.end_all(Failure::Io, store, actions);
     }
 
-    /// Ends the session for a reason that the target is told.
+    /// Ends the session for a reason that is sent to the target.
     fn fail(
         &mut self,
         now: Time,
@@ -570,8 +572,9 @@ impl Replica {
                 self.damaged(what, store, actions);
             }
             session::Fault::Store(error) if error.is_refused_read() => {
-                // Nothing is lost by a read that fails, and it may pass: the target asks again.
-                // What stays unreadable is as good as gone, and must not keep others waiting.
+                // A read that fails loses nothing, and the failure may be transient: the target
+                // asks again. Data that stays unreadable is as good as lost, and must not keep
+                // others waiting.
                 if self.refused_reads.refused(now, place) {
                     return self.damaged(UNREADABLE, store, actions);
                 }
@@ -621,7 +624,7 @@ impl Replica {
         }
     }
 
-    /// A newer open ends older sessions; the leases they were given live on.
+    /// Ends older sessions for a newer open; their leases remain in force.
     fn end_others(
         &mut self,
         keep: ConnectionId,

@@ -1,8 +1,8 @@
-//! Reads that the disk refuses: how long is too long.
+//! Reads that the disk refuses: the limit of attempts before the data counts as lost.
 //!
-//! A refused read loses nothing, and it may pass. One that goes on is as good as lost data, and must
-//! not keep others waiting. The time counts only within a row of attempts that follow each other:
-//! two errors of a moment that lie a month apart say nothing of what is between them.
+//! A refused read loses nothing, and may be transient. A permanent one is as good as lost data, and
+//! must not keep others waiting. The time counts only within a series of consecutive attempts: two
+//! short errors a month apart are no evidence for the time between them.
 
 use std::time::Duration;
 
@@ -11,25 +11,26 @@ use quoin_types::message::ToReplica;
 use quoin_types::mutant;
 use quoin_types::time::Time;
 
-/// How long the disk may refuse to read what sessions need before the replica counts as damaged.
+/// Time for which the disk may refuse reads that sessions need before the replica counts as
+/// damaged.
 const PATIENCE: Duration = Duration::from_secs(15);
-/// Attempts of one row lie no further apart. A target that opens again waits 10 s at most, and the
-/// longest lease of the one before it takes 31.5 s.
+/// Longest gap between two attempts of one series. A target that opens again waits 10 s at most,
+/// and the longest lease of the one before it takes 31.5 s.
 const GAP: Duration = Duration::from_secs(60);
-/// Refusals of one row at least.
+/// Least number of refusals in one series.
 const ATTEMPTS: u32 = 3;
 
-/// What a message makes the replica read from its disk.
+/// Part of the disk that a message makes the replica read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Place {
     /// The log, from an LSN on.
     Log(Lsn),
     /// The map, from an LBA on.
     Map(u64),
-    /// What an increment is merged with.
+    /// The state that an increment is merged with.
     Shadow,
-    /// The rest, which says nothing of the disk: most is in memory, and a block that cannot be
-    /// read is answered as a bad copy.
+    /// Other reads, which are no evidence for the disk: most are served from memory, and an
+    /// unreadable block is answered as a bad copy.
     Elsewhere,
 }
 
@@ -45,7 +46,7 @@ impl Place {
         }
     }
 
-    /// Whether a read here that went well is no more than the way to one that was refused.
+    /// Returns true if a successful read here only leads to the refused one.
     fn is_before(self, refused: Place) -> bool {
         match (self, refused) {
             (Place::Log(read), Place::Log(refused)) => read < refused,
@@ -55,7 +56,7 @@ impl Place {
     }
 }
 
-/// Attempts that follow each other, all of them refused.
+/// Series of consecutive attempts, all of them refused.
 struct Row {
     place: Place,
     since: Time,
@@ -67,7 +68,7 @@ struct Row {
 pub(super) struct RefusedReads(Option<Row>);
 
 impl RefusedReads {
-    /// One more. True: what cannot be read counts as lost.
+    /// Counts a refused read. Returns true if the unreadable data counts as lost.
     pub fn refused(&mut self, now: Time, place: Place) -> bool {
         let follows =
             |row: &Row| now <= row.last + GAP || mutant::is("refused-reads-at-any-distance");
@@ -80,7 +81,7 @@ impl RefusedReads {
         lost
     }
 
-    /// The disk reads.
+    /// Records a successful read.
     pub fn answered(&mut self, place: Place) {
         if place != Place::Elsewhere {
             self.0.take_if(|row| !place.is_before(row.place));
@@ -94,7 +95,7 @@ mod tests {
 
     const PLACE: Place = Place::Log(Lsn(7));
 
-    /// What is said of refusals at these seconds.
+    /// Results of refusals at these seconds.
     fn said(at_s: &[u64]) -> Vec<bool> {
         let mut reads = RefusedReads::default();
         at_s.iter().map(|s| reads.refused(Time::from_millis(s * 1000), PLACE)).collect()

@@ -17,9 +17,9 @@ use quoin_types::mutant;
 use quoin_types::time::Time;
 use quoin_types::{Durability, Lsn, READ_BLOCKS_MAX, STATUS_BLOCKS_MAX, VOLUME_BLOCKS_MAX};
 
-/// Reads that wait for an entry, at most; a target never comes near it.
+/// Limit of reads that wait for an entry; a correct target stays far below it.
 const WAITING_READS_MAX: usize = 4096;
-/// Data that one verification reads at most: others wait for it.
+/// Limit of data that one verification reads: other requests wait for it.
 const VERIFY_BYTES_MAX: u32 = 1 << 20;
 
 /// An accepted Open that has not been answered yet.
@@ -28,7 +28,7 @@ pub(super) struct PendingOpen {
     pub key: SessionKey,
     pub lease_ms: u32,
     pub ticket: SyncTicket,
-    /// What the sync of the promise made durable, once it is done.
+    /// LSN that the sync of the promise made durable, once it is done.
     pub synced_to: Option<Lsn>,
     pub expected: Lsn,
 }
@@ -46,7 +46,7 @@ pub(super) enum Next {
     Closed,
 }
 
-/// Why a session ends from the replica's side.
+/// Reason for which the replica ends a session.
 pub(super) enum Fault {
     Store(StoreError),
     BelowStable,
@@ -70,7 +70,7 @@ struct WaitingRead {
 }
 
 impl WaitingRead {
-    /// What its first blocks hold.
+    /// Reads the content of its first blocks.
     fn look(
         &self,
         blocks: u32,
@@ -87,9 +87,9 @@ impl WaitingRead {
         }
     }
 
-    /// A target that has grown the volume may ask for the new blocks before this replica has
-    /// applied that (its pool is full, say). Nothing was written there up to its position, so they
-    /// are a hole that was never written.
+    /// Reads beyond the end of the volume. A target that has grown the volume may ask for the new
+    /// blocks before this replica has applied that (for example because its pool is full). Up to
+    /// its position nothing was written there, so they are a hole that was never written.
     fn look_over_the_end(
         &self,
         rule: &'static str,
@@ -116,22 +116,22 @@ impl WaitingRead {
     }
 }
 
-/// What a read is to tell.
+/// Result that a read returns.
 #[derive(Clone, Copy)]
 enum Looked {
     Blocks { view: ReadView, want_data: bool },
     Verified { bytes_max: u32, repair: bool },
 }
 
-/// What to do when a sync is done.
+/// Action after a sync.
 enum AfterSync {
     /// Everything up to here is durable.
     Durable(Lsn),
     Truncated,
-    /// The shadow is on media: flip.
+    /// The shadow is on media: it flips.
     Flip(u64),
     Flipped(u64),
-    /// All data is on media: say so in the small state.
+    /// All data is on media: the small state records it.
     Close {
         continuous: bool,
     },
@@ -146,16 +146,16 @@ pub(super) struct Session {
     tip: Option<Lsn>,
     pub durable: Lsn,
     applied: Lsn,
-    /// What this session told the store last.
+    /// Stable, as last passed to the store by this session.
     stable: Lsn,
-    /// Entries that must be durable before they are said to be applied, oldest first.
+    /// Entries that must be durable before they are acknowledged as applied, oldest first.
     barriers: VecDeque<Lsn>,
     syncs: VecDeque<(SyncTicket, AfterSync)>,
     reads: VecDeque<WaitingRead>,
     ping: Ping,
     acknowledgement_due: bool,
     closing: bool,
-    /// The last entries found no room.
+    /// Set if the last entries found no room.
     full: bool,
     pub(super) copying: Copying,
 }
@@ -181,7 +181,7 @@ impl Session {
         }
     }
 
-    /// Any traffic renews the lease, from its receipt.
+    /// Renews the lease: any traffic does, from its receipt.
     pub fn renew(&self, now: Time, lease: &mut Option<Lease>) {
         let holder = Some((self.key.epoch, self.key.incarnation));
         let until = now + granted_lease(self.lease_ms);
@@ -206,7 +206,7 @@ impl Session {
             ToReplica::Append { entries, stable, sync, ping } => {
                 self.ping = self.ping.max(ping);
                 let waits = self.append(&entries, boot, continuous, store, actions)?;
-                // What waits for its sync is answered once, when that is done.
+                // Entries that wait for a sync are acknowledged once, when it is done.
                 self.acknowledgement_due |= !waits;
                 self.set_stable(stable, store);
                 if sync && !waits {
@@ -267,7 +267,8 @@ impl Session {
                 if !covers(&slots, lba, blocks) || !slots.iter().all(|s| s.is_good(at)) {
                     return Err(Fault::Protocol("mend data"));
                 }
-                // What the source had applied and this replica has not may hide what was before.
+                // Entries that the source had applied and this replica has not may hide older
+                // content.
                 let done = at <= self.applied && store.mend(lba, &slots)?;
                 self.send(FromReplica::Mended { lba, blocks, done }, actions);
                 actions.push(ReplicaAction::Note(ReplicaNote::Repaired {
@@ -324,7 +325,7 @@ impl Session {
         Ok(Next::Stay)
     }
 
-    /// Adds what this session is in the middle of.
+    /// Adds the steps of this session that are under way.
     pub fn steps(&self, steps: &mut Vec<Step>) {
         steps.extend(self.syncs.iter().map(|(_, after)| match after {
             AfterSync::Durable(_) => Step::Syncing,
@@ -338,7 +339,7 @@ impl Session {
         }
     }
 
-    /// The cumulative acknowledgement of everything since the last one.
+    /// Sends the cumulative acknowledgement of everything since the last one.
     pub fn acknowledge(&mut self, actions: &mut Vec<ReplicaAction>) {
         if !std::mem::take(&mut self.acknowledgement_due) || self.closing {
             return;
@@ -356,12 +357,13 @@ impl Session {
         actions.push(ReplicaAction::Send { connection, session, message });
     }
 
-    /// The first Truncate was handled: what comes now is one history.
+    /// Returns true once the first Truncate was handled: all entries from then on are of one
+    /// history.
     pub fn is_fed(&self) -> bool {
         self.tip.is_some() && !self.closing
     }
 
-    /// Close was taken.
+    /// Returns true once Close was received.
     pub fn is_closing(&self) -> bool {
         self.closing
     }
@@ -382,7 +384,7 @@ impl Session {
     }
 
     fn reached(&mut self, durable: Lsn) {
-        // A truncation between request and completion may have taken entries away again.
+        // A truncation between request and completion may have removed entries again.
         self.durable = self.durable.max(durable.min(self.applied));
         while self.barriers.front().is_some_and(|b| *b <= self.durable) {
             self.barriers.pop_front();
@@ -423,8 +425,8 @@ impl Session {
         Ok(())
     }
 
-    /// R2: strictly by LSN, chain by chain; what the store returned is in the kernel. True if
-    /// all of it is said to be applied only when it is durable, and a sync was asked for.
+    /// R2: strictly by LSN, chain by chain; what the store returned is in the kernel. Returns true
+    /// if all of it is acknowledged as applied only once it is durable, and a sync was requested.
     fn append(
         &mut self,
         entries: &[SharedEntry],
@@ -437,9 +439,9 @@ impl Session {
         let Some(tip) = self.tip else { return Err(Fault::Protocol("append before truncate")) };
         let state = store.state();
         if self.full && entries[0].lsn > state.position.lsn.next() {
-            // Sent before the primary knew that those before found no room: they come again. One
-            // that goes back within itself may hold just these: its session ends, since nobody
-            // would offer them a second time.
+            // These were sent before the primary knew that the entries before them found no room:
+            // they come again. An append that goes back within itself may hold just those. Its
+            // session ends, since they would not be sent a second time.
             if entries.windows(2).any(|pair| pair[1].lsn != pair[0].lsn.next()) {
                 return Err(Fault::Protocol("entries must follow without a gap"));
             }
@@ -518,8 +520,8 @@ impl Session {
         Ok(media)
     }
 
-    /// A View of this session makes the replica continuous (it is durable with all before it
-    /// when the view is), and one that lists it turns its quorum on.
+    /// Adopts a View of this session: it makes the replica continuous (everything before it is
+    /// durable once the View is). A View that lists the replica turns its quorum on.
     fn learn(
         &mut self,
         view: &View,
@@ -554,7 +556,7 @@ impl Session {
         Ok(())
     }
 
-    /// Answers a read now, or once what it comes after is applied.
+    /// Answers a read now, or once the entry that it waits for is applied.
     fn look(
         &mut self,
         read: WaitingRead,
@@ -629,12 +631,13 @@ impl Session {
         Ok(())
     }
 
-    /// The close keeps the continuous flag, it never sets it.
+    /// Closes the session; this keeps the continuous flag, and never sets it.
     fn close(&mut self, continuous: bool, store: &mut dyn ReplicaStore) -> Result<Next, Fault> {
         self.closing = true;
         if self.durable < self.applied && !mutant::is("closed-before-the-data") {
-            // The data first: it lies elsewhere than the small state, and one sync orders
-            // nothing. A power cut must not leave the record of a clean close without the data.
+            // The data first: it is elsewhere on the disk than the small state, and one sync
+            // implies no order. A power cut must not leave the record of a clean close without the
+            // data.
             let ticket = store.request_sync();
             self.syncs.push_back((ticket, AfterSync::Close { continuous }));
         } else {

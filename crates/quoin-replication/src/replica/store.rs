@@ -1,10 +1,10 @@
-//! What a replica needs of its storage. `quoin-store` implements it on files and devices, and
-//! once more as a plain in-memory model that every property test compares with.
+//! Requirements of a replica on its storage. `quoin-store` implements them on files and devices,
+//! and once more as a plain in-memory model that every property test compares with.
 //!
-//! All calls but syncing are answered at once: a write "returned" means that the kernel holds
-//! the bytes (buffered write returned, or O_DIRECT write completed), never process memory. One
-//! exception, for entries that count only once they are durable: [`ReplicaStore::append`].
-//! Durability is asynchronous: [`ReplicaStore::request_sync`] gives a ticket, and the driver
+//! All calls except syncs return when they are done. A write that returned is in the kernel (the
+//! buffered write returned, or the O_DIRECT write completed), never in process memory alone. There
+//! is one exception, for entries that count only once they are durable: [`ReplicaStore::append`].
+//! Durability is asynchronous: [`ReplicaStore::request_sync`] returns a ticket, and the driver
 //! reports [`super::ReplicaEvent::Synced`] once a sync that *began after* the request is done.
 
 use quoin_types::entry::{Chain, SharedEntry, View};
@@ -12,7 +12,8 @@ use quoin_types::ids::{Epoch, Incarnation, Lsn, Position, ReplicaGuid, ReplicaId
 use quoin_types::membership::Membership;
 use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 
-/// Grows with every request; a completed ticket covers all smaller ones of the same pool.
+/// Number of a sync request; it grows with every request. A completed ticket covers all smaller
+/// ones of the same pool.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct SyncTicket(pub u64);
 
@@ -21,7 +22,7 @@ pub struct SyncTicket(pub u64);
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct BootCookie(pub u128);
 
-/// What a replica is: all but the volume's description is fixed when it is created.
+/// Identity of a replica: everything but the volume's description is fixed at creation.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ReplicaIdentity {
     pub volume: VolumeId,
@@ -37,27 +38,29 @@ pub struct ReplicaIdentity {
 pub struct ReplicaMeta {
     pub promised: Epoch,
     pub promised_incarnation: Incarnation,
-    /// A session may have granted a lease that is not known to be over.
+    /// Set if a session may have granted a lease that is not known to be over.
     pub session_open: bool,
     /// The longest lease granted under `promised`, in milliseconds.
     pub lease_ms: u32,
     pub membership: Membership,
-    /// Counts for quorum: its data may be read and its acknowledgements counted.
+    /// Set if the replica counts for quorum: its data may be read and its acknowledgements counted.
     pub quorum: bool,
-    /// Parts below stable were lost or are unreadable: not to be counted until rebuilt.
+    /// Set if parts below stable were lost or are unreadable: the replica does not count until
+    /// rebuilt.
     pub damaged: bool,
-    /// The boot under which everything applied is known to be held since.
+    /// The boot since which everything applied is known to be held.
     pub cookie: BootCookie,
-    /// The last session was closed with everything durable while continuous.
+    /// Set if the last session was closed with everything durable while continuous.
     pub closed_continuous: bool,
 }
 
-/// Where the log and the map stand.
+/// Positions of the log and the map.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct StoreState {
     pub position: Position,
     pub chain: Chain,
-    /// Highest LSN ≤ which folding and clean-up are allowed; never above what was `set_stable`.
+    /// Highest LSN up to which checkpoints and the cleaner may work; never above the last
+    /// `set_stable`.
     pub stable: Lsn,
     /// The log is kept (and [`ReplicaStore::fetch`] answers) for entries after this LSN.
     pub base: Lsn,
@@ -79,7 +82,8 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// The disk refused to read. Unlike a refused write it loses nothing, and it may pass.
+    /// Returns true if the disk refused to read. Unlike a refused write this loses nothing, and it
+    /// may be transient.
     pub fn is_refused_read(&self) -> bool {
         matches!(self, StoreError::Io(fault) if fault.operation == "read")
     }
@@ -99,16 +103,16 @@ pub struct IoFault {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PullChunk {
     pub slots: Vec<Slot>,
-    /// Where to go on; `None` at the end of the view.
+    /// LBA of the next chunk; `None` at the end of the view.
     pub cursor: Option<u64>,
-    /// At the end of the view: the state it is of.
+    /// State of the view, with its last chunk.
     pub end: Option<Box<IncrementEnd>>,
 }
 
 pub trait ReplicaStore {
     fn identity(&self) -> &ReplicaIdentity;
     fn meta(&self) -> &ReplicaMeta;
-    /// Durable with the next requested sync. Has room even in a full pool.
+    /// Stores the small state; durable with the next requested sync. Has room even in a full pool.
     fn put_meta(&mut self, meta: ReplicaMeta) -> Result<(), StoreError>;
 
     fn state(&self) -> StoreState;
@@ -117,26 +121,26 @@ pub trait ReplicaStore {
     fn snapshots(&self) -> Vec<SnapshotInfo>;
 
     /// Appends entries that follow `state().position` without a gap; their chains must continue
-    /// `state().chain`. One call is one batch on disk. Where the last View before the call says
-    /// `durability: media`, the batch may stay in process memory until a sync that began later,
-    /// and what is appended behind it (after a truncation too) may be lost with it: the caller
-    /// says none of that to be applied before. Snapshot, DeleteSnapshot (of an unknown
-    /// id: nothing to do), Revert and Resize take effect here.
+    /// `state().chain`. One call is one batch on disk. If the last View before the call has
+    /// `durability: media`, the batch may stay in process memory until a sync that began later, and
+    /// entries appended after it (after a truncation too) may be lost with it: the caller must not
+    /// acknowledge any of them as applied before. Snapshot, DeleteSnapshot (of an unknown id:
+    /// nothing to do), Revert and Resize take effect here.
     fn append(&mut self, entries: &[SharedEntry]) -> Result<(), StoreError>;
-    /// Entries of epochs before this one are of the history that an open found, and not new ones
-    /// of a client: where the pool is full they may take some of what it keeps in reserve. IO can
-    /// wait for them, and only what is stable gives room, which waits for IO to start.
+    /// Entries of epochs before this one belong to the history that an open found; they are no new
+    /// writes of a client. In a full pool they may use a part of its reserve: IO can wait for them,
+    /// and space is freed only by what becomes stable, which waits for IO to start.
     fn owe_before(&mut self, epoch: Epoch);
-    /// Removes all entries after `keep`; `keep` below stable is refused with `Rule`.
-    /// Durable with the next requested sync.
+    /// Removes all entries after `keep`; `keep` below stable is refused with `Rule`. Durable with
+    /// the next requested sync.
     fn truncate(&mut self, keep: Lsn) -> Result<(), StoreError>;
-    /// Everything ≤ `stable` may be folded, cleaned and reused from now on. Never goes back.
+    /// Permits everything ≤ `stable` to be merged, cleaned and reused from now on. Never goes back.
     fn set_stable(&mut self, stable: Lsn);
     fn request_sync(&mut self) -> SyncTicket;
 
-    /// Slots covering exactly `[lba, lba + blocks)` in order. A block that fails its checksum is
-    /// [`quoin_types::message::Content::Bad`], never an error and never wrong bytes. Without
-    /// `want_data` the blocks themselves are not read and data slots come with empty bytes.
+    /// Returns slots covering exactly `[lba, lba + blocks)` in order. A block that fails its
+    /// checksum is [`quoin_types::message::Content::Bad`], never an error and never wrong bytes.
+    /// Without `want_data` the blocks themselves are not read and data slots come with empty bytes.
     fn read(
         &mut self,
         view: ReadView,
@@ -146,10 +150,10 @@ pub trait ReplicaStore {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError>;
 
-    /// Compares live blocks with their checksums on media, past what is cached, and says what
-    /// they are: slots that cover a prefix of the range, data without bytes, until about
-    /// `bytes_max` of data were read. `note`: what is bad is remembered as any read would, so
-    /// that another copy is asked for.
+    /// Compares live blocks with their checksums on media, bypassing caches, and reports them:
+    /// slots that cover a prefix of the range, data without bytes, until about `bytes_max` of data
+    /// were read. `note`: bad copies are recorded as by any read, so that another copy is
+    /// requested.
     fn verify(
         &mut self,
         lba: u64,
@@ -159,13 +163,15 @@ pub trait ReplicaStore {
         out: &mut Vec<Slot>,
     ) -> Result<(), StoreError>;
 
-    /// Entries after `after` in order, about `bytes_max` of them; `None` if the log starts later.
+    /// Returns entries after `after` in order, about `bytes_max` of them; `None` if the log starts
+    /// later.
     fn fetch(&mut self, after: Lsn, bytes_max: u32)
     -> Result<Option<Vec<SharedEntry>>, StoreError>;
 
-    /// Slots of `view` with `version > from`, holes included, LBA order, from `cursor` on.
-    /// `Ok(None)`: the view does not exist. A pull of [`ReadView::Base`] at cursor 0 pins the
-    /// base for `session` until its last chunk, the next pull of it, or [`ReplicaStore::unpin`].
+    /// Returns slots of `view` with `version > from`, holes included, in LBA order, starting at
+    /// `cursor`. `Ok(None)`: the view does not exist. A pull of [`ReadView::Base`] at cursor 0 pins
+    /// the base for `session` until its last chunk, the next pull of it, or
+    /// [`ReplicaStore::unpin`].
     fn pull(
         &mut self,
         session: u64,
@@ -174,19 +180,20 @@ pub trait ReplicaStore {
         cursor: u64,
         bytes_max: u32,
     ) -> Result<Option<PullChunk>, StoreError>;
-    /// The session is over: what it had pinned, and the increment that it waited to begin.
+    /// Releases what a session that is over had pinned, and the increment that it waited to begin.
     fn unpin(&mut self, session: u64);
 
-    /// A shadow left by an interrupted increment: rebuild id, `from`, and the next LBA. An entry
-    /// that is appended ends it, prepared or not: a flip behind that is refused with `Rule`.
-    fn shadow(&self) -> Option<(u64, Lsn, u64)>;
-    /// Starts a shadow on top of the state at `from` (`from` = 0 starts empty); the same rebuild
-    /// id resumes. `from` above stable is refused with `Rule`. `Ok(false)`: the log up to `from` is
-    /// not folded yet. One bounded step of that was done, and the caller asks again until it has
-    /// its answer or [`ReplicaStore::unpin`]s its session.
-    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError>;
-    /// One part of an increment, as long as an answer to a pull may be; a longer one is refused with
+    /// Returns a shadow left by an interrupted increment: rebuild id, `from`, and the next LBA. Any
+    /// entry that is appended ends the shadow, prepared or not: a later flip is refused with
     /// `Rule`.
+    fn shadow(&self) -> Option<(u64, Lsn, u64)>;
+    /// Starts a shadow on top of the state at `from` (`from` = 0 starts empty); the same rebuild id
+    /// resumes. `from` above stable is refused with `Rule`. `Ok(false)`: the log up to `from` is
+    /// not merged into the map yet. The call did one bounded step of that; the caller repeats it
+    /// until it returns true, or calls [`ReplicaStore::unpin`] for its session.
+    fn increment_begin(&mut self, rebuild: u64, from: Lsn) -> Result<bool, StoreError>;
+    /// Adds one part of an increment, as long as an answer to a pull may be; a longer one is
+    /// refused with `Rule`.
     fn increment_feed(
         &mut self,
         rebuild: u64,
@@ -194,10 +201,11 @@ pub trait ReplicaStore {
         cursor: u64,
     ) -> Result<(), StoreError>;
     fn increment_cut(&mut self, rebuild: u64, snapshot: SnapshotInfo) -> Result<(), StoreError>;
-    /// First half: everything of the shadow is written and waits for a sync.
+    /// First half of the commit: everything of the shadow is written and waits for a sync.
     fn increment_prepare(&mut self, rebuild: u64, end: &IncrementEnd) -> Result<(), StoreError>;
-    /// After that sync: flips, atomically and durably with the next sync. The log is empty then,
-    /// position, stable and base are `end.position`. Snapshots that `end` does not list are gone.
+    /// Second half, after that sync: flips, atomically and durably with the next sync. The log is
+    /// empty then; position, stable and base are `end.position`. Snapshots that `end` does not list
+    /// are deleted.
     fn increment_flip(&mut self, rebuild: u64) -> Result<(), StoreError>;
 
     /// Replaces a bad copy; `Ok(false)` if the live slot no longer has this version.
@@ -208,9 +216,9 @@ pub trait ReplicaStore {
         crc: u32,
         data: &bytes::Bytes,
     ) -> Result<bool, StoreError>;
-    /// Rebuilds the damaged map of a stretch from a peer's live slots that cover it exactly, as
-    /// of a position ≤ this replica's own; `Ok(true)` also if it is whole there by now, `Ok(false)`
-    /// if it cannot be mended now. Blocks that were written since the base stay bad in the base,
-    /// never wrong.
+    /// Rebuilds the damaged map of a range from a peer's live slots that cover it exactly, as of a
+    /// position ≤ this replica's own. `Ok(true)` also if the map is intact by now; `Ok(false)` if
+    /// it cannot be mended now. Blocks that were written since the base stay bad in the base, never
+    /// wrong.
     fn mend(&mut self, lba: u64, slots: &[Slot]) -> Result<bool, StoreError>;
 }
