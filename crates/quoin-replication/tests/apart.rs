@@ -1,4 +1,4 @@
-//! How a target uses bulk connections, each word of a replica the test's.
+//! Bulk connections of a target, with each message of a replica chosen by the test.
 
 use crate::hand;
 use crate::hand::{Hand, ack, row};
@@ -9,7 +9,7 @@ use quoin_types::*;
 
 const TABLE_END: u64 = 10;
 
-/// Replica 3 was away for longer than the log is kept for; its increment began.
+/// Replica 3 was away for longer than the log is kept; its increment began.
 fn by_hand() -> Hand {
     let mut hand = Hand::with_bulk(hand::config());
     let table = [row(5, 1, TABLE_END, 55)];
@@ -66,7 +66,7 @@ fn a_source_whose_bulk_connection_owes_an_answer_for_too_long_is_asked_no_more_a
     assert_ne!(asked[0].0, asked[1].0, "each source for a part");
     let (silent, other) = (asked[0], asked[1]);
     let (session, bulk) = (hand.session(silent.0), hand.bulk(silent.0));
-    // Its own connection answers all the while.
+    // Its own connection answers all the time.
     for round in 0..30 {
         hand.pass(500);
         hand.write(1000 + round, round);
@@ -78,7 +78,7 @@ fn a_source_whose_bulk_connection_owes_an_answer_for_too_long_is_asked_no_more_a
     assert_ne!(hand.bulk(silent.0), bulk, "it was given up, and made anew");
     assert_eq!(hand.session(silent.0), session);
     assert!(hand.target.status().serving);
-    // What it says at last, by the connection that is gone, is not heard.
+    // Its late message on the closed connection is ignored.
     let before = hand.sent_bulk.len();
     let (_, id, cursor) = silent;
     let late =

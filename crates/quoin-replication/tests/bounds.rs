@@ -1,5 +1,5 @@
-//! What a peer says is held to exact bounds: the last that is possible is taken, the first that is
-//! not is refused.
+//! Exact bounds on messages of a peer: the last possible value is accepted, the first impossible
+//! one is refused.
 
 use bytes::Bytes;
 use quoin_types::message::{
@@ -46,7 +46,7 @@ fn a_membership_is_held_to_its_factors_and_names_each_replica_once() {
     }
 }
 
-/// Of a replica with so many epochs of one entry each, the last of them `EPOCH`'s.
+/// Answer of a replica with so many epochs of one entry each; the last epoch is `EPOCH`.
 fn answer(epochs: usize, last: Lsn) -> OpenAck {
     let first = last.0 + 1 - epochs as u64;
     let row = |i: usize| {
@@ -119,7 +119,7 @@ fn an_answer_to_an_open_that_cannot_be_is_refused() {
     assert!(far.check(EPOCH).is_err(), "damaged, and beyond the last LSN");
 }
 
-/// The end of an increment that says of itself what this answer does.
+/// The end of an increment with the state of this answer.
 fn end_of(ack: OpenAck) -> IncrementEnd {
     IncrementEnd {
         position: ack.position,

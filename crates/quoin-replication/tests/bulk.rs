@@ -1,5 +1,5 @@
-//! Rebuilds by a connection of their own: neither it nor its session takes the other with it, and
-//! what the two carry needs no order between them.
+//! Rebuilds by a connection of their own: the loss of the connection or of its session does not end
+//! the other, and messages of the two need no order between them.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use quoin_types::*;
 
 const BLOCKS: u64 = 1000;
 
-/// A volume of three, of which the last one missed all that was written, and is on its way.
+/// A volume of three replicas. The last one missed all writes, and is being rebuilt.
 fn rebuilding() -> Cluster {
     let mut c = Cluster::new(3, config());
     c.wait_in_sync(3);
@@ -25,7 +25,7 @@ fn rebuilding() -> Cluster {
     c
 }
 
-/// How far the receiver's shadow is complete.
+/// Number of blocks up to which the receiver's shadow is complete.
 fn shadow_blocks(c: &mut Cluster) -> u64 {
     let guid = c.hosts[2].member.guid;
     let shadow = c.hosts[2].pool.replica(guid).unwrap().shadow();
@@ -40,7 +40,7 @@ fn copied_bytes(c: &Cluster) -> Vec<u64> {
     copied.collect()
 }
 
-/// Beside a client a rebuild is paced, until so many blocks were copied.
+/// Runs a paced rebuild beside a client until so many blocks were copied.
 fn copy_up_to(c: &mut Cluster, blocks: u64) {
     for _ in 0..10_000 {
         if shadow_blocks(c) >= blocks {
@@ -74,7 +74,7 @@ fn bulk_connections_that_are_lost_end_no_session_and_nothing_is_copied_twice() {
         for host in 0..3 {
             assert_eq!(c.disconnect_bulk(host), 1, "host {host} copies");
         }
-        // The two that are in sync are fed and acknowledge as before.
+        // The two in-sync replicas are fed and acknowledge as before.
         c.write(1, quarter as u8);
     }
     check_whole(&mut c);

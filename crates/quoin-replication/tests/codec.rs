@@ -1,4 +1,4 @@
-//! What is written can be read back; what is hostile is refused without harm.
+//! Encoded values can be decoded again; hostile input is refused without harm.
 
 use bytes::{Bytes, BytesMut};
 use proptest::prelude::*;
@@ -86,7 +86,7 @@ proptest! {
         let _ = Membership::decode(&mut Reader::new(Bytes::from(bytes)));
     }
 
-    /// OneContent: whatever differs in two entries, their chains differ too.
+    /// OneContent: entries that differ in any way have different chains.
     #[test]
     fn entries_that_differ_have_different_chains(
         a in kind(), b in kind(), lba in 0..1000u64, fill: u8, other: u8,

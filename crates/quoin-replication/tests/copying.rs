@@ -1,5 +1,5 @@
-//! How a rebuild copies: what is asked of its sources and fed to its receiver, each word of which
-//! is the test's.
+//! Copying of a rebuild: requests to its sources and data for its receiver, with each answer chosen
+//! by the test.
 
 use crate::hand::*;
 use bytes::Bytes;
@@ -8,10 +8,10 @@ use quoin_types::message::{Content, FromReplica, Slot, ToReplica};
 use quoin_types::*;
 
 const TABLE_END: u64 = 10;
-/// What a source answers at a time.
+/// Blocks in one answer of a source.
 const CHUNK_BLOCKS: u64 = 16;
 
-/// Replica 3 was away for longer than the log is kept for, and its copying began.
+/// Replica 3 was away for longer than the log is kept, and its copying began.
 fn rebuilding() -> Hand {
     let mut hand = Hand::new(config());
     let table = [row(5, 1, TABLE_END, 55)];
@@ -19,7 +19,7 @@ fn rebuilding() -> Hand {
     let session = hand.session(3).expect("it is connected");
     hand.sessions.retain(|(s, _)| *s != session);
     hand.on(PrimaryEvent::Disconnected { session });
-    // More than the window, and nothing of it has to be kept for those that are there.
+    // More than the window, and no part of it has to be kept for the connected replicas.
     for block in 0..100 {
         hand.write(block, block);
         (1..=2).for_each(|id| hand.applied(id, true));
@@ -32,7 +32,7 @@ fn rebuilding() -> Hand {
 }
 
 impl Hand {
-    /// The two that hold everything say so, until a rebuild's boundary is theirs too.
+    /// Both complete replicas acknowledge, until they have a rebuild's boundary too.
     fn settle(&mut self) {
         for _ in 0..10 {
             self.pass(10);
@@ -40,7 +40,7 @@ impl Hand {
         }
     }
 
-    /// A source answers what it was asked first: whether there was anything.
+    /// Answers the first request to a source; returns whether there was one.
     fn pulled(&mut self) -> bool {
         let pull = |(_, m): &(Member, ToReplica)| matches!(m, ToReplica::Pull { .. });
         let Some(at) = self.sent.iter().position(pull) else { return false };
@@ -53,7 +53,7 @@ impl Hand {
         true
     }
 
-    /// The chunks that the receiver was sent: the rebuild, and up to where.
+    /// Chunks sent to the receiver: the rebuild, and the cursor.
     fn fed(&self) -> Vec<(u64, u64)> {
         let fed = self.sent.iter().filter_map(|(m, message)| match message {
             ToReplica::IncrementFeed { rebuild, cursor, .. } if *m == member(3) => {
@@ -77,7 +77,7 @@ fn a_receiver_that_takes_nothing_is_sent_four_chunks_and_no_more_is_asked_for_on
     while hand.fed().len() < 4 {
         assert!(hand.pulled(), "{:?}", hand.fed());
     }
-    // What each source was asked for before that.
+    // Requests that each source received before.
     let rest = (0..).take_while(|_| hand.pulled()).count();
     assert!(rest <= 2, "{rest}");
     assert_eq!(hand.fed().len(), 4);

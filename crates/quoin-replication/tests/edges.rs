@@ -1,4 +1,5 @@
-//! Writes whose edges are parts of blocks, requests that overlap, and what a shutdown finishes.
+//! Writes whose edges are parts of blocks, requests that overlap, and requests that a shutdown
+//! completes.
 
 use crate::common;
 use std::time::Duration;
@@ -24,7 +25,7 @@ fn write(offset: u64, length: usize, fill: u8) -> Operation {
     Operation::Write { offset, data: Bytes::from(vec![fill; length]), fua: false }
 }
 
-/// The volume's first blocks, and the same as a plain array.
+/// The volume's first blocks, and a plain array with the same content.
 struct Mirror {
     cluster: Cluster,
     plain: Vec<u8>,
@@ -92,7 +93,7 @@ fn requests_that_overlap_take_effect_in_the_order_in_which_they_came() {
     assert!(block == wanted, "{:?}", &block[500..1600]);
 }
 
-/// Clean-up frees nothing for parts of blocks: they become blocks with data.
+/// The cleaner gains nothing from parts of blocks: they become blocks with data.
 #[test]
 fn where_pools_are_full_zeroes_within_blocks_are_refused_and_whole_ones_are_not() {
     let mut config = config();
@@ -113,7 +114,7 @@ fn where_pools_are_full_zeroes_within_blocks_are_refused_and_whole_ones_are_not(
 #[test]
 fn a_replica_that_says_nothing_any_more_is_hung_up_on_and_the_volume_goes_on() {
     let mut cluster = filled(2);
-    // Its connection stays, as behind a partition.
+    // Its connection stays open, as in a partition.
     cluster.hosts[2].replica = None;
     cluster.write(1, 9);
     cluster.run(Duration::from_secs(60));
@@ -162,7 +163,7 @@ fn a_rebuild_beside_clients_tells_how_far_it_is() {
     assert!(between > 2, "{seen:?}");
 }
 
-/// Its shadow says how far it came; what it has is not copied again.
+/// The shadow records its progress; data that it has is not copied again.
 #[test]
 fn a_rebuild_whose_receiver_returns_soon_goes_on_where_it_was() {
     let mut cluster = filled(0);
@@ -174,7 +175,7 @@ fn a_rebuild_whose_receiver_returns_soon_goes_on_where_it_was() {
     cluster.hosts[2].cut = false;
     let total = common::BLOCKS * BLOCK;
     let mut before = 0;
-    // Readers make it take its time.
+    // Readers slow it down.
     for round in 0..3000u64 {
         cluster.submit(Operation::Read { offset: round % 8 * BLOCK, length: 4096 });
         cluster.run(Duration::from_millis(1));

@@ -27,9 +27,9 @@ fn a_grant_that_was_taken_back_opens_nothing_whatever_becomes_of_pool_and_target
     one.pool.power_cut(|_| 0);
     one.restart();
     assert_eq!(one.open(key(5, 1, 3)), refused);
-    // The next grant is above the fence, and what was closed is complete.
+    // The next grant is above the fence, and the closed replica is complete.
     assert!(one.opened(key(7, 2, 1)).continuous);
-    // The same word comes again, late: it is about what is over.
+    // A late repetition of the fence concerns an epoch that is over.
     one.on(fenced(6, true));
     one.feed(key(7, 2, 1));
 }
@@ -56,7 +56,7 @@ fn a_session_that_was_fenced_may_close_in_its_time_and_keeps_its_data() {
     one.opened(session);
     one.feed(session);
     one.on(fenced(6, false));
-    // It drains: what it had taken is written, synced and closed cleanly.
+    // The session drains: accepted entries are written, synced and closed cleanly.
     let entry = one.entry(5, 1);
     assert!(!one.append(session, entry).is_empty());
     one.now = one.now + FENCED_SESSION - Duration::from_millis(1);
@@ -78,7 +78,7 @@ fn a_session_that_was_fenced_ends_when_its_time_is_over_and_at_once_where_that_i
         one.on(fenced(6, at_once));
         if !at_once {
             assert!(one.replica.is_open());
-            // Told again meanwhile, it has no more time for that.
+            // A repeated fence does not extend the time.
             one.now = one.now + FENCED_SESSION / 2;
             one.on(fenced(6, false));
             one.now = one.now + FENCED_SESSION / 2;
@@ -101,7 +101,7 @@ fn an_open_that_waits_when_its_grant_is_taken_back_is_refused() {
     assert_eq!(one.on(fenced(7, false)), [refused]);
     one.now = one.now + granted_lease(LEASE_MS);
     assert_eq!(one.on(ReplicaEvent::Timer), []);
-    // A session of the next epoch is not mistaken for one that was fenced.
+    // A session of the next epoch is not fenced.
     let next = key(8, 3, 3);
     one.opened(next);
     one.now = one.now + FENCED_SESSION;
@@ -127,7 +127,7 @@ fn a_replica_that_was_fenced_before_anybody_opened_it_lacks_nothing() {
     one.restart();
     let ack = one.opened(key(7, 1, 1));
     assert!(ack.continuous);
-    // It knew of no membership, and knows it by its first session.
+    // It knew of no membership, and learns it in its first session.
     let known = one.pool.replica(OWN.guid).unwrap().meta().membership.clone();
     assert_eq!(known, membership());
 }

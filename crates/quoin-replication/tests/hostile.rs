@@ -1,5 +1,5 @@
-//! One target and replicas played by hand: answers that a broken or hostile replica might give,
-//! and orders of events that a well-behaved one hardly shows.
+//! One target with replicas controlled by hand: answers that a broken or hostile replica might
+//! give, and orders of events that are rare with a correct one.
 
 use std::time::Duration;
 
@@ -44,11 +44,11 @@ fn an_answer_that_no_replica_can_give_is_turned_away_and_harms_nobody() {
 #[test]
 fn a_replica_of_another_history_is_shut_out_and_the_others_open() {
     let mut hand = Hand::new(config());
-    // The first in the list, so that others follow it in every loop over replicas.
+    // It is first in the list, so that others follow it in every loop over replicas.
     hand.answer(1, ack(vec![row(5, 1, 10, 66)], 5));
     hand.answer(2, ack(vec![row(5, 1, 10, 55), row(6, 11, 11, 56)], 5));
     hand.answer(3, ack(vec![row(5, 1, 10, 55), row(6, 11, 11, 56)], 5));
-    // Equal (E, LSN) and other chains: seen where both histories end their epoch.
+    // Equal (E, LSN) and other chains: detected where both histories end their epoch.
     for id in 2..=3 {
         if hand.truncate_sent(id).is_some() {
             hand.truncated(id);
@@ -78,7 +78,7 @@ fn one_that_would_be_cut_below_its_stable_is_found_damaged_and_rebuilt_from_noth
     assert!(hand.target.status().serving);
     assert_eq!(hand.truncate_sent(1), Some(Lsn(0)));
     hand.say(1, FromReplica::Failed(Failure::Damaged));
-    // Those in sync go on; the View without it becomes active.
+    // The in-sync replicas continue; the View without it becomes active.
     for id in 2..=3 {
         hand.applied(id, true);
     }
@@ -128,7 +128,7 @@ fn growth_that_an_epoch_did_not_keep_is_made_again_before_writes_behind_the_old_
     hand.on(PrimaryEvent::Resize { blocks: 2048 });
     hand.write(1, 2000);
     hand.overtaken(3);
-    // Nothing after the first View reached any replica.
+    // No replica received anything after the first View.
     let first = hand.entries_of(1)[0].clone();
     let after = [row(5, 1, 10, 55), row(first.epoch.0, 11, 11, first.chain.0)];
     hand.serve(&after, 11);
@@ -150,7 +150,7 @@ fn a_volume_smaller_than_its_record_is_grown_when_it_opens() {
     assert_eq!(hand.target.status().volume_blocks, VOLUME_BLOCKS_MAX);
 }
 
-/// The record had grown, and those who use the volume know it, before its target opened.
+/// The record had grown, and clients of the volume knew it, before its target opened.
 #[test]
 fn requests_behind_the_old_end_that_waited_for_the_open_find_the_volume_grown() {
     let mut hand = Hand::new(PrimaryConfig { volume_blocks: 4096, ..config() });
@@ -164,7 +164,7 @@ fn requests_behind_the_old_end_that_waited_for_the_open_find_the_volume_grown() 
     assert!(grown.is_some() && grown < written, "{entries:?}");
 }
 
-/// The authority was rebuilt itself, and so never had the boundary of another's rebuild.
+/// The authority was rebuilt itself, and so never had the boundary of another replica's rebuild.
 #[test]
 fn a_boundary_that_only_one_replica_still_has_is_deleted_there_too() {
     let (first, later) = (SnapshotId(71), SnapshotId(72));
@@ -197,7 +197,7 @@ fn a_flush_after_a_reopen_asks_for_a_sync_though_lsns_went_back() {
     let table = [row(5, 1, 10, 55)];
     let mut hand = Hand::new(config());
     hand.serve(&table, 10);
-    // A member goes and comes back: two Views, which are not written again when they are lost.
+    // A member leaves and returns: two Views, which are not written again when they are lost.
     let session = hand.session(3).unwrap();
     hand.on(PrimaryEvent::Disconnected { session });
     hand.sessions.retain(|(s, _)| *s != session);
@@ -233,7 +233,7 @@ fn a_read_of_before_a_reopen_waits_for_what_is_written_again() {
     let table = [row(5, 1, 10, 55)];
     let mut hand = Hand::new(PrimaryConfig { window_bytes: 64 << 20, ..config() });
     hand.serve(&table, 10);
-    // More than may be on its way to one replica: the last of it is sent late.
+    // More than may be in flight to one replica: the end of it is sent late.
     let chunk = Bytes::from(vec![1; 1 << 20]);
     for token in 0..12 {
         let offset = (token % 4) << 20;
@@ -259,7 +259,7 @@ fn what_is_not_on_media_is_bounded_too() {
     for token in 0..100 {
         let data = Bytes::from(vec![1; 1 << 18]);
         hand.submit(token, Operation::Write { offset: 0, data, fua: false });
-        // Applied by all, synced by none: disks that hang.
+        // Applied by all, synced by none: their disks hang.
         for id in 1..=3 {
             hand.applied(id, false);
         }
@@ -324,7 +324,7 @@ fn an_open_keeps_no_more_than_the_window_for_a_member_that_is_far_behind() {
 }
 
 impl Hand {
-    /// Reads that reach the target in one batch; who was asked for each.
+    /// Submits reads in one batch; returns the member that each was sent to.
     fn read_in_one_batch(&mut self, count: u64, length: u32) -> Vec<Member> {
         self.sent.clear();
         for token in 0..count {
@@ -376,7 +376,7 @@ fn a_read_that_is_not_answered_in_time_is_asked_of_another_member_and_no_other_r
     hand.sent.clear();
     hand.pass(450);
     assert_eq!(hand.asked_for_reads(), []);
-    // One look finds it late, the next asks.
+    // One check finds it late, the next one asks.
     hand.pass(1200);
     let again = hand.asked_for_reads();
     assert!(!again.is_empty() && again[0] != first[1], "{again:?}");
@@ -387,7 +387,7 @@ fn a_read_that_is_not_answered_in_time_is_asked_of_another_member_and_no_other_r
 fn a_request_that_changes_nothing_is_answered_under_a_live_lease_too() {
     let mut hand = Hand::new(config());
     hand.serve(&[row(5, 1, 10, 55)], 10);
-    // What was sent last is answered; then nothing is, until the lease has lapsed.
+    // The last message is answered; then none is, until the lease has lapsed.
     for id in 1..=3 {
         hand.applied(id, true);
     }
@@ -458,7 +458,7 @@ fn an_error_is_answered_under_a_live_lease_too() {
     assert_eq!(told, [BlockError::Damaged]);
 }
 
-/// Two of three are enough: the third being gone ends nothing.
+/// Two of three are enough: the absence of the third ends nothing.
 #[test]
 fn one_replica_whose_pool_no_longer_has_it_does_not_end_an_open() {
     let mut hand = Hand::new(config());
@@ -487,7 +487,7 @@ fn unflushed_data_is_given_up_at_the_end_of_the_grace_and_not_before() {
     assert_eq!((tails_lost(&hand), hand.truncate_sent(1)), (1, Some(Lsn(10))));
 }
 
-/// The View that says so is the last entry until IO has started after it.
+/// The View with this mark is the last entry until IO has started after it.
 #[test]
 fn a_lost_tail_is_told_again_while_its_view_is_the_last_entry_and_no_longer() {
     for (at, told) in [(10, 1), (9, 0)] {

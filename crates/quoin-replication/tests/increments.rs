@@ -1,5 +1,5 @@
-//! How one replica takes an increment by bulk connections: what is missing is noticed, and what an
-//! older connection still carries is not taken.
+//! Increments of one replica by bulk connections: missing parts are detected, and messages of an
+//! older connection are ignored.
 
 use crate::broken;
 use bytes::Bytes;
@@ -24,11 +24,11 @@ struct One {
     pool: ModelPool,
     replica: Replica,
     syncs_wait: bool,
-    /// What it said, and by which connection.
+    /// Its answers, each with the connection.
     sent: Vec<(u64, FromReplica)>,
     closed: Vec<u64>,
     now: Time,
-    /// When it wants to be called.
+    /// Time of the next call that it requested.
     timer: Option<Time>,
 }
 
@@ -104,7 +104,7 @@ impl One {
         self.on(ReplicaEvent::Message { connection, session: SESSION, message });
     }
 
-    /// What it answered since it was asked last.
+    /// Takes its answers since the last call.
     fn said(&mut self) -> Vec<(u64, FromReplica)> {
         std::mem::take(&mut self.sent)
     }
@@ -117,7 +117,8 @@ impl One {
         self.say(connection, ToReplica::IncrementBegin { rebuild: REBUILD, from: Lsn(0) });
     }
 
-    /// The time comes that it asked for, and passes by `late`. Gives how long that was.
+    /// Runs the timer that it requested, `late` after its time. Returns the delay that was
+    /// requested.
     fn wake(&mut self, late: Duration) -> Duration {
         let at = self.timer.take().expect("it goes on by itself");
         let waited = at.since(self.now);
@@ -188,7 +189,8 @@ fn a_flip_is_told_by_the_sessions_own_connection_after_it_was_made() {
 
 #[test]
 fn an_increment_of_which_a_feed_was_dropped_does_not_flip() {
-    // In the middle; at the end; and one that a commit knows of and no feed lacks.
+    // Lost in the middle; at the end; and one that the commit counts although no later feed depends
+    // on it.
     let lost = [
         vec![feed(0, 0, 1), feed(2, 2, u64::MAX), commit(sum(&[0, 1, 2]))],
         vec![feed(0, 0, 1), commit(sum(&[0, 1]))],
@@ -216,14 +218,14 @@ fn what_a_former_bulk_connection_still_carries_is_not_taken_once_its_successor_b
     assert_eq!(one.closed, [10]);
     one.begin(11);
     one.said();
-    // Late, and of no use to anybody.
+    // Late messages have no effect.
     one.say(10, feed(1, 1, 2));
     one.say(10, commit(sum(&[0])));
     assert_eq!(one.said(), []);
     one.say(11, feed(1, 1, u64::MAX));
     one.say(11, commit(sum(&[1])));
     assert_eq!(one.position().lsn, Lsn(20));
-    // And one that comes after its successor is turned away.
+    // A connection that comes after its successor is refused.
     one.open_bulk(12, 1);
     assert_eq!(one.closed, [10, 12]);
 }
@@ -260,7 +262,7 @@ fn a_target_that_lost_its_commits_connection_is_told_what_became_of_it() {
         let mut said = one.said();
         assert_eq!(said.remove(0), taken);
         assert_eq!(said, if flipped { vec![(LOG, done())] } else { vec![] });
-        // Nothing else may begin within the flip.
+        // No other rebuild may begin during the flip.
         if !flipped {
             let other = ToReplica::IncrementBegin { rebuild: REBUILD + 1, from: Lsn(0) };
             one.say(11, other);
@@ -282,7 +284,7 @@ fn a_bulk_connection_of_no_open_session_is_closed_and_ends_with_its_session() {
     assert_eq!(one.closed, [10, 11]);
 }
 
-/// Close goes by the session's own connection, and may overtake what was asked before.
+/// Close uses the session's own connection, and may overtake earlier requests.
 #[test]
 fn what_a_rebuild_asked_for_is_no_fault_where_close_came_first() {
     let mut one = One::new();
@@ -296,8 +298,8 @@ fn what_a_rebuild_asked_for_is_no_fault_where_close_came_first() {
     assert_eq!(one.said(), [(LOG, FromReplica::Closed)]);
 }
 
-/// The log below an increment may take minutes to fold: that is done step by step, and its target
-/// hears of the beginning behind the last.
+/// Merging the log below an increment into the map may take minutes. It runs step by step, and the
+/// target gets the answer after the last step.
 #[test]
 fn a_begin_waits_for_the_fold_below_it_without_holding_anything_up() {
     let mut one = One::new();
@@ -323,7 +325,7 @@ fn a_begin_waits_for_the_fold_below_it_without_holding_anything_up() {
     );
 }
 
-/// A target that knows no bulk connection feeds what it began without waiting for an answer.
+/// A target without bulk connections feeds an increment without waiting for an answer to its begin.
 #[test]
 fn what_comes_behind_a_begin_by_the_sessions_own_connection_is_taken_after_it() {
     let mut one = One::new();
@@ -340,14 +342,14 @@ fn what_comes_behind_a_begin_by_the_sessions_own_connection_is_taken_after_it() 
     one.wake(Duration::ZERO);
     let fed = |cursor| (LOG, FromReplica::IncrementFed { rebuild: REBUILD, cursor });
     assert_eq!(one.said(), [fed(1), fed(2)]);
-    // It cannot make the pool hold whatever it sends.
+    // The messages that wait for it are bounded.
     one.pool.replica(OWN.guid).unwrap().set_fold_steps(2);
     one.say(LOG, ToReplica::IncrementBegin { rebuild: REBUILD + 1, from: Lsn(0) });
     (0..20).for_each(|lba| one.say(LOG, feed(lba)));
     assert_eq!(one.said(), [(LOG, FromReplica::Failed(Failure::Protocol))]);
 }
 
-/// The thread that folds serves the clients of other volumes.
+/// The thread that merges the log serves the clients of other volumes too.
 #[test]
 fn between_the_steps_of_a_begin_is_as_much_time_as_they_take() {
     let mut one = One::new();
@@ -374,7 +376,7 @@ fn a_begin_that_waits_ends_with_its_session() {
     assert_eq!(one.pool.replica(OWN.guid).unwrap().shadow(), None);
 }
 
-/// A bulk connection that outlived its session would be one that nobody ends.
+/// A bulk connection must not outlive its session: nothing else would end it.
 #[test]
 fn a_session_whose_grant_was_taken_back_ends_with_its_bulk_connection() {
     let mut one = One::new();

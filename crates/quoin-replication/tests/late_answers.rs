@@ -1,5 +1,5 @@
-//! Answers of the control plane that come late, come twice, or are to a change before the present
-//! one: the driver asks each swap in a task of its own, so their answers are in no order.
+//! Answers of the control plane that arrive late, twice, or belong to an earlier change. The driver
+//! sends each swap in a task of its own, so the answers are in no order.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use crate::common::{Cluster, SwapFate};
 use quoin_replication::primary::{PrimaryEvent, PrimaryNote};
 use quoin_types::*;
 
-/// A volume whose first change is made, and whose second one stands where `fates` have brought it;
-/// with the record as it was before the first change.
+/// A volume whose first change is made, and whose second one is where `fates` have brought it; with
+/// the record as it was before the first change.
 fn in_the_second_change(fates: &[SwapFate]) -> (Cluster, Membership) {
     let mut c = filled(3);
     let before = c.membership.clone();
@@ -30,8 +30,7 @@ fn in_the_second_change(fates: &[SwapFate]) -> (Cluster, Membership) {
     (c, before)
 }
 
-/// Each answer that an earlier change may still get, or the present one twice without a word on
-/// how it ended.
+/// Each answer that an earlier change may still get, or the present one twice without its outcome.
 fn late_answers(before: &Membership, now: &Membership) -> Vec<(u64, Option<Membership>)> {
     let with = |version| Membership { version, ..now.clone() };
     vec![

@@ -1,4 +1,5 @@
-//! The protocol, as one target and its replicas see it. One program, so that it is linked once.
+//! Tests of the protocol with one target and its replicas. They are one program, so that it is
+//! linked once.
 
 mod broken;
 mod common;

@@ -1,5 +1,5 @@
-//! Changes of membership, step by step: with the volume in use, with answers lost, and with
-//! targets and replicas dying in the middle.
+//! Changes of membership, step by step: with the volume in use, with answers lost, and with targets
+//! and replicas that die in the middle.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use crate::common::{Cluster, SwapFate, config};
 use quoin_replication::primary::{PrimaryNote, ReplicaStanding};
 use quoin_types::*;
 
-/// Data that every one of these hosts can serve alone with what CF asks.
+/// Checks the data that each of these hosts can serve with the least number that CF requires.
 fn check_each(c: &mut Cluster, hosts: &[usize]) {
     for host in hosts {
         c.crash_replica(*host);
@@ -35,8 +35,8 @@ fn a_volume_of_one_replica_becomes_one_of_three_in_one_change() {
     check_each(&mut c, &[0, first, second]);
 }
 
-/// The most replicas that a cluster can be told to allow: all replaced in one change, so that the
-/// in-sync set holds the old and the new ones together.
+/// The largest number of replicas that a cluster allows: all are replaced in one change, so that
+/// the in-sync set holds the old and the new ones together.
 #[test]
 fn eight_replicas_serve_and_are_all_replaced() {
     let mut c = filled(1);
@@ -75,7 +75,7 @@ fn a_lone_addition_joins_alone_after_a_while() {
     assert_eq!((c.membership.rf, c.membership.cf), (3, 2));
 }
 
-/// Joint before it is fed, a change would only be given up again.
+/// A change that goes joint before its newcomer is fed would only be given up again.
 #[test]
 fn no_change_is_begun_for_a_newcomer_that_is_not_there() {
     let mut c = filled(2);
@@ -116,7 +116,7 @@ fn while_a_change_is_joint_a_write_needs_both_rules() {
                  membership changes";
     assert_eq!(c.target.status().waiting, waits, "by the rule that is not met");
     assert!(c.hosts[newcomer].meta().quorum);
-    // The swap gets through: the new rule alone goes on.
+    // The swap succeeds: the new rule alone remains.
     c.swaps.clear();
     c.wait_for_version(2);
     assert!(c.answer(token).expect("an answer").result.is_ok());
@@ -142,7 +142,7 @@ fn a_replica_moves_while_the_one_whose_place_it_takes_goes_on_serving() {
         check_data(&mut c);
         let dropped = |n: &PrimaryNote| matches!(n, PrimaryNote::Dropped { .. });
         assert!(!c.notes.iter().any(dropped), "no copy was missed: {:?}", c.notes);
-        // A new target knows the new one only.
+        // A new target knows only the new replica.
         c.replace_target(config());
         check_data(&mut c);
         assert!(c.hosts[host].meta().quorum);
@@ -164,7 +164,7 @@ fn replicas_that_are_named_leave_and_never_come_back() {
     assert_eq!(c.membership.retired, leaving.map(|m| m.guid));
     check_data(&mut c);
     c.write(0, 1);
-    // Neither a running target nor a new one takes them back, whatever is asked for.
+    // Neither a running target nor a new one readmits them, whatever is requested.
     for guid in [leaving[0], leaving[1]] {
         let newcomer = Newcomer { member: guid, beside: false };
         c.want(|desired| {
@@ -182,7 +182,7 @@ fn replicas_that_are_named_leave_and_never_come_back() {
 
 #[test]
 fn nobody_leaves_while_one_that_stays_is_away() {
-    // Of three the two that stay could not agree without the one that is away; of five they could.
+    // Of three, the two that stay could not agree without the absent one; of five they could.
     for rf in [3, 5] {
         let mut c = filled(rf);
         let leaving = c.hosts[2].member;
@@ -247,8 +247,9 @@ fn whatever_becomes_of_the_swap_the_change_is_made_once_and_nothing_is_lost() {
     }
 }
 
-/// Nothing is paused: the joint View stands behind all that was pending, and a newcomer that holds
-/// it durably holds that too. What is acknowledged around the swap outlives any two of the new five.
+/// Nothing is paused: the joint View follows everything that was pending, and a newcomer that holds
+/// it durably holds that too. Data acknowledged around the swap survives the loss of any two of the
+/// new five.
 ///
 /// Proves SCALE-KNOWN-08, SCALE-KNOWN-09, SCALE-KNOWN-11.
 #[test]
@@ -271,7 +272,7 @@ fn while_cf_rises_io_is_answered_within_the_bound_and_what_was_acknowledged_meet
             c.run(Duration::from_millis(20));
         }
         assert_eq!((c.membership.rf, c.membership.cf), (5, 3));
-        // Of the old three, that held it under the old rule, one is left with the newcomers.
+        // Of the old three, which held it under the old rule, one is left with the newcomers.
         for host in [0, 1] {
             c.hosts[host].cut = true;
             c.disconnect(host);
@@ -283,7 +284,7 @@ fn while_cf_rises_io_is_answered_within_the_bound_and_what_was_acknowledged_meet
     }
 }
 
-/// The target dies with the swap under way, before or after it landed; the next one finds the
+/// The target dies with the swap under way, before or after it succeeded; the next one finds the
 /// joint View and the record as it is.
 #[test]
 fn a_target_that_dies_in_the_middle_of_a_change_leaves_a_volume_that_opens_and_changes() {
@@ -320,7 +321,7 @@ fn a_newcomer_that_dies_before_the_swap_is_given_up_and_the_old_rule_goes_on() {
     c.run(Duration::from_millis(1));
     let mut rounds = 0;
     while c.membership.version == 1 && rounds < 40 {
-        // They come and go; a third of the way they are joint.
+        // The newcomers come and go; a third of the time they are joint.
         c.crash_replica(first);
         c.write(0, 1);
         c.run(Duration::from_millis(rounds * 37 % 700));
@@ -423,7 +424,7 @@ fn a_newcomer_gets_every_write_and_has_no_say_before_it_is_known() {
     c.hosts[2].cut = true;
     c.disconnect(2);
     c.run(Duration::from_secs(5));
-    // It is fed, and not made known yet: another one is desired beside it.
+    // It is fed, and not made known yet: another newcomer is desired beside it.
     c.want(|desired| desired.drf = 5);
     let newcomer = c.add_newcomer(member(4, 204), false);
     c.write(0, 1);
@@ -434,13 +435,13 @@ fn a_newcomer_gets_every_write_and_has_no_say_before_it_is_known() {
     assert_eq!(status.replicas.iter().filter(known).count(), 3, "the others are beside the list");
     let (last, fed) = (status.last, c.hosts[newcomer].position());
     assert_eq!(fed, last, "it has all that was written");
-    // With one of the two known ones gone, the newcomer does not make up the number.
+    // With one of the two known replicas gone, the newcomer does not make up the number.
     c.hosts[1].cut = true;
     c.disconnect(1);
     let token = c.submit(write_of(1, 2));
     c.run(Duration::from_secs(4));
     assert!(!is_answered(&c, token), "{:?}", c.target.status());
-    // Its failure fails nothing.
+    // Its failure has no effect.
     c.hosts[newcomer].cut = true;
     c.disconnect(newcomer);
     c.hosts[1].cut = false;
@@ -476,7 +477,7 @@ fn io_starts_with_as_many_known_replicas_as_meet_every_acknowledgement_whichever
             assert!(!c.target.status().serving, "RF {rf} CF {cf} served with {}", needed - 1);
             c.hosts[order[needed - 1]].cut = false;
             check_data(&mut c);
-            // And below CF it stops again, and goes on when one is back.
+            // Below CF IO stops again, and continues when one replica is back.
             for host in &order[usize::from(cf) - 1..needed] {
                 c.hosts[*host].cut = true;
                 c.disconnect(*host);
@@ -540,7 +541,7 @@ fn with_two_of_five_away_a_newcomer_takes_one_entry_and_the_list_keeps_five() {
     c.run(Duration::from_secs(2));
     assert!(c.hosts[host].meta().quorum && !c.hosts[stranger].meta().quorum);
     c.write(1, 2);
-    // The three that were always there go; the one that was away and the newcomer are no quorum.
+    // The three that were always connected leave; the returned one and the newcomer are no quorum.
     for host in 0..3 {
         c.hosts[host].cut = true;
         c.disconnect(host);
@@ -554,8 +555,8 @@ fn with_two_of_five_away_a_newcomer_takes_one_entry_and_the_list_keeps_five() {
     assert_eq!(c.read(4096, 4096), vec![2; 4096]);
 }
 
-/// The control plane's record was an old copy for a moment: what was granted names a replica that
-/// is gone for good, and nobody is left who could say so.
+/// The control plane's record was an old copy for a moment: the grant names a replica that is gone
+/// permanently, and no replica is left that could report it.
 #[test]
 fn an_open_that_nobody_answers_asks_the_record_again_and_goes_on_with_what_it_says() {
     let mut c = filled(1);
@@ -587,20 +588,20 @@ fn an_open_that_waits_for_days_asks_the_record_a_few_times_a_minute() {
     check_data(&mut c);
 }
 
-/// Whether the last View that a host holds is under two rules.
+/// Returns true if the last View that a host holds has two rules.
 fn holds_joint_view(c: &mut Cluster, host: usize) -> bool {
     let state = c.hosts[host].state();
     state.last_view.is_some_and(|(_, view)| view.joint.is_some())
 }
 
-/// These processes hear nothing any more, and nobody is told.
+/// Stops these processes without closing their connections.
 fn silence(c: &mut Cluster, hosts: &[usize]) {
     for host in hosts {
         c.hosts[*host].replica = None;
     }
 }
 
-/// A newcomer is counted by nobody before it is known; but it can say that no swap was sent.
+/// A newcomer does not count before it is known; but it can report that no swap was sent.
 #[test]
 fn a_joint_view_that_no_newcomer_has_does_not_keep_the_old_rule_from_opening() {
     let mut c = filled(1);
@@ -617,12 +618,12 @@ fn a_joint_view_that_no_newcomer_has_does_not_keep_the_old_rule_from_opening() {
     }
     assert!(holds_joint_view(&mut c, 0) && !holds_joint_view(&mut c, newcomers[0]));
     c.replace_target(config());
-    // One is enough to say so.
+    // One is enough to report it.
     c.start_replica(newcomers[1]);
     check_data(&mut c);
 }
 
-/// A person has lowered the list to the one that is left, in the middle of a change.
+/// An operator has lowered the list to the one that is left, in the middle of a change.
 #[test]
 fn a_forced_change_ends_a_joint_view_whose_replicas_are_gone() {
     let mut c = filled(1);
@@ -644,7 +645,7 @@ fn a_forced_change_ends_a_joint_view_whose_replicas_are_gone() {
     check_data(&mut c);
 }
 
-/// Two caches are lost where CF is 3: all that was answered is on the third.
+/// Two caches are lost where CF is 3: the third has everything that was answered.
 #[test]
 fn caches_lost_around_a_joint_view_that_never_ruled_are_judged_by_the_old_rule() {
     let mut c = filled(4);

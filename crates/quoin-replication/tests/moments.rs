@@ -1,5 +1,5 @@
-//! When a target does a thing, how much of it at a time, and what it does not do yet: replicas are
-//! played by hand, and each moment is the test's.
+//! The times and amounts of a target's actions, and the actions that it does not take yet. Replicas
+//! are controlled by hand, and the test chooses each moment.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ impl Hand {
         self.on(PrimaryEvent::Disconnected { session });
     }
 
-    /// It has everything up to here, and says so now.
+    /// Acknowledges everything up to these LSNs now.
     fn holds(&mut self, id: u128, applied: u64, durable: u64) {
         let (applied, durable, ping) = (Lsn(applied), Lsn(durable), Ping(self.now.0));
         self.say(id, FromReplica::Applied { applied, durable, ping });
@@ -61,7 +61,7 @@ impl Hand {
         self.sent.iter().filter(|(_, m)| matches!(m, ToReplica::Ping { .. })).count()
     }
 
-    /// The read that was asked last, and of whom.
+    /// The last read request, and its member.
     fn asked_read(&self) -> Option<(u128, RequestId, u64, u32)> {
         self.sent.iter().rev().find_map(|(m, message)| match message {
             ToReplica::Read { id, lba, blocks, .. } => Some((m.id.0, *id, *lba, *blocks)),
@@ -69,7 +69,7 @@ impl Hand {
         })
     }
 
-    /// Whoever was asked last for a block answers with this.
+    /// Answers the last read request with this content.
     fn answer_read(&mut self, content: Content) -> u128 {
         let (from, id, lba, blocks) = self.asked_read().expect("somebody is asked");
         let at = self.target.status().last.lsn;
@@ -118,7 +118,7 @@ fn attempts_to_open_follow_each_other_ever_more_slowly_and_never_more_than_a_hal
     }
 }
 
-/// What was acknowledged and never flushed is gone with every cache; the target still has it.
+/// Data that was acknowledged and never flushed is lost with every cache; the target still has it.
 #[test]
 fn a_living_target_goes_on_after_a_lost_tail_and_writes_it_again() {
     let mut hand = served(config());
@@ -153,13 +153,13 @@ fn a_known_replica_that_claims_a_membership_of_nobody_s_making_is_shut_out_by_na
     let refused =
         PrimaryNote::InvariantRefused { member: member(3), invariant: "MembershipMonotone" };
     assert!(hand.notes.contains(&refused), "{:?}", hand.notes);
-    // It accepted the epoch, so the record is an old copy: a person must know.
+    // It accepted the epoch, so the record is an old copy: the operator must know.
     let behind = PrimaryNote::ControlPlaneBehind { durable_version: 2 };
     assert!(hand.notes.contains(&behind), "{:?}", hand.notes);
     assert!(hand.session(3).is_none());
 }
 
-/// Only who is away could still have a good copy.
+/// Only the absent member could still have a good copy.
 #[test]
 fn a_block_of_which_the_copies_at_hand_are_bad_waits_for_the_member_that_is_away() {
     let mut hand = served(config());
@@ -213,7 +213,7 @@ fn an_open_that_is_not_answered_is_given_up_after_a_lease_and_half_a_minute() {
     let began = hand.now;
     while hand.session(3) == Some(session) {
         for id in 1..=2 {
-            // The same answer is an answer once.
+            // Each answer is given once.
             if hand.truncate_sent(id).is_none() {
                 hand.answer(id, ack(vec![row(5, 1, 10, 55)], 10));
             }
@@ -235,7 +235,7 @@ fn an_open_that_is_not_answered_is_given_up_after_a_lease_and_half_a_minute() {
     assert!(waited >= patience && waited < patience + Duration::from_secs(2), "{waited:?}");
 }
 
-/// Of two that must have everything, one lags: 1 was counted before it went.
+/// Of two that must have everything, one lags: replica 1 was counted before it left.
 fn lagging() -> Hand {
     let mut hand = served(config());
     hand.write(1, 3);
@@ -379,7 +379,8 @@ fn an_open_by_the_log_is_not_told_as_one_by_increments() {
     assert!(!steps.contains(&Step::RecoveringByBase), "{steps:?}");
 }
 
-/// Versions above what all have applied say nothing, and are asked about again so many times.
+/// Versions above those that all have applied give no result, and are asked for again a limited
+/// number of times.
 #[test]
 fn blocks_that_are_written_all_the_time_are_counted_as_unsettled_and_not_as_differing() {
     use quoin_replication::primary::VerifyOrder;
@@ -396,7 +397,7 @@ fn blocks_that_are_written_all_the_time_are_counted_as_unsettled_and_not_as_diff
             })
             .collect();
         for (m, id, lba, blocks) in asked {
-            // Block 0 is written between any two looks; one of them looked before.
+            // Block 0 is written between any two reads; one of them was before the write.
             let (at, version) = match (m == member(1), lba) {
                 (true, _) => (Lsn(10), Lsn(3)),
                 (false, 0) => (Lsn(11), Lsn(11)),

@@ -1,5 +1,5 @@
-//! What an epoch acknowledged and its replicas lost with their caches is owed to the reads of the
-//! next one, also where a pool has no room for what is sequenced again.
+//! Entries that an epoch acknowledged and its replicas lost with their caches are owed to the reads
+//! of the next epoch, also if a pool has no room for the entries that are sequenced again.
 
 use crate::hand::*;
 use quoin_types::block::Operation;
@@ -11,13 +11,14 @@ const HELD: Lsn = Lsn(10);
 
 struct Owed {
     hand: Hand,
-    /// Where the write was sequenced again.
+    /// LSN at which the write was sequenced again.
     written: Lsn,
 }
 
 impl Owed {
-    /// A write reached so many of three replicas and no disk; then two of them lost their caches,
-    /// so many times in a row. One pool has no room for the write when it is sequenced again.
+    /// Volume in which a write reached so many of three replicas and no disk; then two of them lost
+    /// their caches, so many times in a row. One pool has no room for the write when it is
+    /// sequenced again.
     fn after(holders: u128, reopens: usize) -> Self {
         let table = [row(5, 1, HELD.0, 55)];
         let mut hand = Hand::new(config());
@@ -52,7 +53,7 @@ impl Owed {
         Self { hand, written }
     }
 
-    /// Reads the block that was written. Whoever is asked answers as soon as it may.
+    /// Reads the block that was written. The member that is asked answers as soon as it may.
     fn read(&mut self) -> Lsn {
         let hand = &mut self.hand;
         hand.sent.clear();
@@ -87,7 +88,7 @@ fn beside_a_full_pool_a_read_waits_for_what_was_acknowledged_before_the_reopen()
     }
 }
 
-/// One that is open already when a pool says that it has no room is owed the same.
+/// A read that is open already when a pool runs out of room is owed the same.
 #[test]
 fn a_read_that_is_open_when_a_pool_runs_full_keeps_what_it_waits_for() {
     let mut owed = Owed::after(2, 1);
@@ -102,7 +103,7 @@ fn a_read_that_is_open_when_a_pool_runs_full_keeps_what_it_waits_for() {
     assert!(!lowered, "{:?}", owed.hand.sent);
 }
 
-/// The write that no client was told of may stay unseen, and reads go on without it.
+/// A write that was never acknowledged may stay unseen, and reads continue without it.
 #[test]
 fn beside_a_full_pool_no_read_waits_for_what_was_never_acknowledged() {
     let mut owed = Owed::after(1, 1);

@@ -1,5 +1,5 @@
-//! Rebuilds of replicas that lack more than what is kept of the log: what they move, from whom, and
-//! how they end.
+//! Rebuilds of replicas that lack more than the log holds: data that is copied, sources, and
+//! outcomes.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ fn a_replica_that_missed_more_than_the_window_is_rebuilt_by_increments() {
     c.start_replica(1);
     c.wait_in_sync(3);
     assert!(c.notes.iter().any(|n| matches!(n, PrimaryNote::Rebuilt { .. })), "{:?}", c.notes);
-    // It alone must now be able to hold the volume's content with one other.
+    // It must now hold the volume's content together with one other replica.
     c.crash_replica(0);
     assert_eq!(c.read(299 * 4096, 4096), vec![4; 4096]);
     assert_eq!(c.read(500 * 4096, 4096), vec![0; 4096]);
@@ -67,7 +67,7 @@ fn a_replica_that_was_away_is_moved_what_changed_meanwhile_and_nothing_else() {
 
 #[test]
 fn what_is_written_during_a_rebuild_follows_as_entries_though_it_is_more_than_the_window() {
-    // Nothing is kept because it is not stable.
+    // No entry is kept for being unstable.
     let mut c = Cluster::new(3, PrimaryConfig { durability: Durability::Media, ..config() });
     c.crash_replica(1);
     for block in 0..300 {
@@ -78,7 +78,7 @@ fn what_is_written_during_a_rebuild_follows_as_entries_though_it_is_more_than_th
     while !c.notes.iter().any(is_rebuilding) {
         c.run(Duration::from_millis(1));
     }
-    // Two windows and more, at once.
+    // More than two windows, at once.
     let writes = (0..150).map(|block| {
         let data = Bytes::from(vec![2; 4096]);
         c.submit(Operation::Write { offset: block * 4096, data, fua: false })
@@ -96,8 +96,8 @@ fn what_is_written_during_a_rebuild_follows_as_entries_though_it_is_more_than_th
     }
 }
 
-/// Writes 40 blocks while one of three replicas is away, then has it back; how it was brought back
-/// (the data copied, or nothing), and the bytes that were kept for it.
+/// Writes 40 blocks while one of three replicas is away, then brings it back. Returns how it came
+/// back (the data copied, or none), and the bytes that were kept for it.
 fn back_after_forty_blocks(bytes_max: Option<usize>) -> (Option<u64>, usize) {
     let mut c = Cluster::new(3, PrimaryConfig { durability: Durability::Media, ..config() });
     c.write(500, 7);
@@ -119,7 +119,7 @@ fn back_after_forty_blocks(bytes_max: Option<usize>) -> (Option<u64>, usize) {
     }
     write(&mut c, 20..40);
     let kept = c.target.retained_bytes();
-    // What a limit ends up with holds for the way back as well.
+    // The way back uses what the limit left.
     c.start_replica(1);
     c.wait_in_sync(3);
     c.crash_replica(0);

@@ -1,4 +1,4 @@
-//! Lists of replicas after a person went on without some of them.
+//! Lists of replicas after an operator gave up some of them.
 
 use crate::broken;
 use quoin_types::*;

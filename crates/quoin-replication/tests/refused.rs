@@ -1,13 +1,13 @@
-//! Replicas that refuse a target because they promised a newer epoch: what is believed, by whom the
-//! volume is kept closed, and whose requests go on after that.
+//! Replicas that refuse a target because they promised a newer epoch: which reports are believed,
+//! whether one replica can keep the volume closed, and whose requests continue after that.
 
 use crate::hand::*;
 use quoin_replication::primary::PrimaryNote;
 use quoin_types::message::{Failure, FromReplica};
 use quoin_types::*;
 
-/// The third replica refuses whatever it is asked, each time with a promise that is `ahead` of the
-/// epoch; the other two are honest. How often the target opened until it served.
+/// Returns how often the target opened until it served, beside a third replica that refuses every
+/// request with a promise `ahead` of the epoch; the other two are honest.
 fn opens_beside_a_liar(ahead: u64) -> usize {
     let mut hand = Hand::new(config());
     let table = [row(5, 1, 10, 55)];
@@ -47,7 +47,7 @@ fn one_replica_that_refuses_without_end_keeps_no_volume_closed() {
     }
 }
 
-/// The record is an old copy: what replicas promised under the newer one is above what it grants.
+/// The record is an old copy: promises of replicas under the newer one are above its grants.
 #[test]
 fn above_an_old_copy_of_the_record_the_promises_of_replicas_are_passed() {
     let mut hand = Hand::new(config());
@@ -58,7 +58,7 @@ fn above_an_old_copy_of_the_record_the_promises_of_replicas_are_passed() {
     hand.serve(&[row(5, 1, 10, 55)], 10);
 }
 
-/// A target with requests that wait has not served yet. Another one is granted the next epoch and
+/// A target with waiting requests has not served yet. Another one is granted the next epoch and
 /// writes; then the volume comes back.
 fn come_back_to(waits: bool) -> Hand {
     let mut hand = Hand::new(config());
@@ -79,7 +79,7 @@ fn requests_that_waited_since_before_another_writer_are_never_executed_after_it(
     let mut hand = come_back_to(true);
     assert!(hand.target.status().stopped, "{:?}", hand.notes);
     assert_eq!(hand.entries_of(1), []);
-    // Where none waited there is nothing that could overwrite anything.
+    // Without waiting requests nothing could be overwritten.
     hand = come_back_to(false);
     for id in 1..=3 {
         hand.truncated(id);

@@ -1,4 +1,4 @@
-//! Disks that refuse reads now and then: a copy is given up for errors that go on, never for two
+//! Disks that refuse reads now and then: a copy is given up for permanent errors, never for two
 //! that lie far apart.
 
 use std::time::Duration;
@@ -17,8 +17,9 @@ fn one_lacks_a_part() -> Cluster {
     c
 }
 
-/// It is back while a new target opens, which must read that part of the log: for two seconds the
-/// disks of the others refuse to. Then it goes away again, so that nobody asks for it any more.
+/// The replica is back while a new target opens, which must read that part of the log; for two
+/// seconds the disks of the others refuse that. Then it leaves again, so that no one requests the
+/// part any more.
 fn refused_for_a_moment(c: &mut Cluster) {
     for host in 0..2 {
         c.hosts[host].unreadable = true;

@@ -213,7 +213,8 @@ fn a_replica_of_another_volume_or_another_guid_is_unknown() {
     }
 }
 
-/// A clean close says that the data is on media; a power cut must not leave it without the data.
+/// A clean close states that the data is on media; a power cut must not leave the close without the
+/// data.
 #[test]
 fn a_clean_close_is_on_media_only_after_the_data() {
     let mut one = One::new();
@@ -229,7 +230,7 @@ fn a_clean_close_is_on_media_only_after_the_data() {
         one.replica.on(one.now, event, &mut store, &mut actions);
         one.replica.flush(&mut actions);
     }
-    // The small state lies elsewhere than the log, and may reach the media first.
+    // The small state is stored apart from the log, and may reach the media first.
     let mut asked = 0;
     one.pool.power_cut(|n| {
         asked += 1;
@@ -301,7 +302,7 @@ fn a_newer_membership_is_kept_whether_an_open_or_a_view_says_it() {
     let session = key(5, 1, 1);
     one.send(session, open(newer.clone()));
     assert_eq!(one.pool.replica(OWN.guid).unwrap().meta().membership, newer);
-    // An older one takes nothing back.
+    // An older membership does not replace a newer one.
     let session = key(6, 1, 2);
     one.send(session, open(membership()));
     assert_eq!(one.pool.replica(OWN.guid).unwrap().meta().membership, newer);
@@ -325,7 +326,7 @@ fn a_newer_membership_is_kept_whether_an_open_or_a_view_says_it() {
     assert_eq!(append_view(&mut one, 3, 1, &newer.known), (4, 2, vec![OWN]), "an older one");
 }
 
-/// Slots that mend a map lie under it from then on: they must be what was asked for, and whole.
+/// Slots that mend a map are below it from then on: they must match the request, and be complete.
 #[test]
 fn a_stretch_that_is_not_covered_or_whose_data_is_not_good_mends_nothing() {
     use quoin_types::message::{Content, Slot};
@@ -353,7 +354,7 @@ fn a_stretch_that_is_not_covered_or_whose_data_is_not_good_mends_nothing() {
     }
 }
 
-/// No target asks for more at once; one that does must not make a pool hold a whole volume.
+/// No correct target requests more at once; any request must not make a pool hold a whole volume.
 #[test]
 fn an_answer_about_the_log_or_an_increment_is_bounded_whatever_is_asked_for() {
     use quoin_types::message::ReadView;

@@ -1,5 +1,5 @@
-//! Rebuilds that are interrupted in the middle go on where the receiver's shadow stands: what was
-//! copied before is not copied again.
+//! Interrupted rebuilds resume at the state of the receiver's shadow: data copied before is not
+//! copied again.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use quoin_replication::primary::PrimaryNote;
 use quoin_replication::replica::store::ReplicaStore;
 use quoin_store::ReplicaPool;
 
-/// 4 MiB, sixteen times what the window holds.
+/// 4 MiB, sixteen times the window.
 const BLOCKS: u64 = 1000;
 const NEEDED_BYTES: u64 = BLOCKS * 4096;
 
-/// A volume of three, of which the last one missed all that was written, and is on its way.
+/// A volume of three replicas. The last one missed all writes, and is being rebuilt.
 fn rebuilding() -> Cluster {
     let mut c = Cluster::new(3, config());
     c.wait_in_sync(3);
@@ -25,7 +25,7 @@ fn rebuilding() -> Cluster {
     c
 }
 
-/// How many bytes the rebuild that is told last has gone through, and of how many.
+/// Bytes that the last reported rebuild has processed, and their total.
 fn gone_through(c: &Cluster) -> (u64, u64) {
     let told = c.notes.iter().rev().find_map(|note| match note {
         PrimaryNote::Rebuilding { done_bytes, total_bytes, .. } => {
@@ -44,7 +44,8 @@ fn rebuilt(c: &Cluster) -> Vec<u64> {
     moved.collect()
 }
 
-/// Has a client read, beside which a rebuild is paced, until so many bytes were fed to the replica.
+/// Runs a client that reads, beside which a rebuild is paced, until so many bytes were fed to the
+/// replica.
 fn feed_beside_a_client(c: &mut Cluster, bytes: u64) {
     for _ in 0..10_000 {
         if fed(c) >= bytes {
@@ -58,14 +59,14 @@ fn feed_beside_a_client(c: &mut Cluster, bytes: u64) {
     panic!("{fed} of {bytes} bytes are fed: {:?}", c.target.status());
 }
 
-/// What the receiver's shadow says.
+/// Progress that the receiver's shadow reports.
 fn fed(c: &mut Cluster) -> u64 {
     let guid = c.hosts[2].member.guid;
     let shadow = c.hosts[2].pool.replica(guid).unwrap().shadow();
     shadow.map_or(0, |(_, _, cursor)| cursor * 4096)
 }
 
-/// Interrupts it again and again; what was copied in all, once it is whole.
+/// Interrupts the rebuild again and again; returns the bytes copied in total, once it is complete.
 fn interrupted(mut interrupt: impl FnMut(&mut Cluster)) -> u64 {
     let mut c = rebuilding();
     for quarter in 1..4 {
@@ -107,7 +108,7 @@ fn a_rebuild_whose_receiver_dies_midway_copies_nothing_twice() {
     }));
 }
 
-/// The boundary that it went by pins what is overwritten, and is given up.
+/// Its boundary pins blocks that are overwritten, and is given up.
 #[test]
 fn a_rebuild_that_was_parked_for_too_long_is_begun_anew() {
     let moved = interrupted(|c| {

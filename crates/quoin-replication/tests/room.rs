@@ -1,4 +1,4 @@
-//! Pools that are full when a volume is opened: what others hold already is owed to them.
+//! Pools that are full when a volume is opened: entries that others hold already are owed to them.
 
 use crate::common::*;
 use quoin_replication::primary::PrimaryEvent;
@@ -12,7 +12,7 @@ use quoin_types::message::{Failure, FromReplica, Ping, ToReplica};
 use quoin_types::*;
 use std::time::Duration;
 
-/// Two of two, one full pool: `written` blocks more reached the other one before the power went.
+/// Two of two with one full pool: `written` blocks more reached the other one before the power cut.
 fn opened_with_a_full_pool(reserve_blocks: u64, written: u64) -> Cluster {
     let mut c = Cluster::new(2, config());
     c.write(0, 1);
@@ -31,7 +31,7 @@ fn write_of(block: u64, fill: u8) -> quoin_types::block::Operation {
     quoin_types::block::Operation::Write { offset: block * 4096, data, fua: false }
 }
 
-/// Room could come only of what is stable; nothing is before the open is done, and that waits for
+/// Only stable entries free room; nothing is stable before the open is done, and the open waits for
 /// the entries. Found by the simulator, broad seed 1322.
 #[test]
 fn an_open_feeds_a_full_pool_what_the_others_hold_from_its_reserve() {
@@ -54,7 +54,7 @@ fn what_is_new_takes_nothing_of_that_reserve() {
     assert!(c.answer(new).expect("there is room").result.is_ok());
 }
 
-/// A write of a client that is gone must not land behind what another one did since.
+/// A write of a client that is gone must not take effect after a later write of another one.
 #[test]
 fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
     let token = |c: &mut Cluster, block, fill| c.submit(write_of(block, fill));
@@ -62,7 +62,7 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
         c.event(PrimaryEvent::Abandon(tokens));
         c.settle();
     };
-    // For room, with a trim of the next client in between.
+    // It waits for room, with a trim of the next client in between.
     let mut c = Cluster::new(2, config());
     c.write(5, 1);
     c.wait_in_sync(2);
@@ -76,7 +76,7 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
     c.say_short(0..2, false);
     assert!(c.answer(stays).expect("there is room").result.is_ok());
     assert_eq!(c.read(5 * 4096, 8192), [vec![0; 4096], vec![3; 4096]].concat());
-    // For an open.
+    // It waits for an open.
     let mut c = Cluster::new(2, config());
     c.hosts[1].cut = true;
     let gone = token(&mut c, 5, 2);
@@ -86,7 +86,7 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
     c.hosts[1].cut = false;
     assert!(c.answer(stays).expect("it is open").result.is_ok());
     assert_eq!(c.read(5 * 4096, 8192), [vec![0; 4096], vec![3; 4096]].concat());
-    // For the content of the blocks at its edges, with one behind it.
+    // It waits for the content of the blocks at its edges, with another request behind it.
     let mut c = Cluster::new(2, config());
     c.write(5, 1);
     c.wait_in_sync(2);
@@ -99,8 +99,8 @@ fn what_waits_without_an_lsn_goes_with_the_client_that_asked_for_it() {
     assert_eq!(c.read(5 * 4096, 4096), vec![3; 4096]);
 }
 
-/// One replica without its cache, whose pool has room for nothing but Views; whether what it was
-/// told makes it count, where its session began to be fed at `tip`.
+/// One replica without its cache, whose pool has room for nothing but Views. Returns whether a View
+/// makes it count, if its session began to be fed at `tip`.
 fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
     let own = Member { id: ReplicaId(1), guid: ReplicaGuid(11) };
     let (known, volume) = (vec![own], VolumeId(5));
@@ -165,8 +165,8 @@ fn counts_after_a_view_that_only_just_fit(tip: u64) -> (bool, bool) {
     (replica.is_continuous(), store.meta().quorum)
 }
 
-/// A View of this session says that the replica has all before it, though what follows the View in
-/// its message found no room; one from before the session says nothing.
+/// A View of this session states that the replica has everything before it, though the entries
+/// after the View in its message found no room; a View from before the session states nothing.
 #[test]
 fn a_view_teaches_a_full_pool_what_it_teaches_any_and_one_of_the_past_teaches_none() {
     assert_eq!(counts_after_a_view_that_only_just_fit(1), (true, true));
@@ -178,9 +178,9 @@ fn append(entries: Vec<SharedEntry>) -> ToReplica {
     ToReplica::Append { entries, stable: Lsn(0), sync: false, ping: Ping(9) }
 }
 
-/// The LSN of a replica that had no room for entries 1 to 3, for which 4 to 6 were on their way, and
-/// which was offered all six once there was room again: all that came by then in one turn of the
-/// driver. With its answers since there was room.
+/// Position of a replica that had no room for entries 1 to 3, while 4 to 6 were on their way, and
+/// to which all six were sent again once there was room. All messages up to then arrive in one turn
+/// of the driver. The second value holds its answers since there was room.
 fn offered_again_in_one_turn(
     joined: fn(&[Vec<SharedEntry>; 2]) -> Vec<ToReplica>,
 ) -> (Lsn, Vec<FromReplica>) {
@@ -235,8 +235,8 @@ fn offered_again_in_one_turn(
     (pool.replica(guid).unwrap().state().position.lsn, answers)
 }
 
-/// Entries that were on their way when the pool had no room are dropped, the offer behind them is
-/// not: no other follows.
+/// Entries that were on their way when the pool had no room are dropped. The repeated ones after
+/// them are not: they would not be sent again.
 #[test]
 fn an_offer_that_comes_with_what_was_on_its_way_is_taken() {
     let (position, answers) = offered_again_in_one_turn(|appends| {
@@ -256,7 +256,8 @@ fn an_offer_that_comes_with_what_was_on_its_way_is_taken() {
     assert_eq!(answers.iter().filter_map(applied).next_back(), Some(Lsn(6)), "{answers:?}");
 }
 
-/// Whoever joins them wrongly loses the session and is fed anew, and does not wait for ever.
+/// If they are joined wrongly, the session ends and feeding begins anew: nothing waits
+/// indefinitely.
 #[test]
 fn a_full_pool_refuses_a_batch_that_goes_back_within_itself() {
     let (position, answers) = offered_again_in_one_turn(|appends| vec![append(appends.concat())]);

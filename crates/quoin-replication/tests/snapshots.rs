@@ -1,4 +1,4 @@
-//! Snapshots that users make, on replicas that come, go and are rebuilt.
+//! Snapshots of users, on replicas that come, go and are rebuilt.
 
 use crate::common::{Cluster, config};
 use quoin_replication::primary::{
@@ -41,7 +41,7 @@ fn held(c: &mut Cluster, host: usize, view: ReadView) -> Vec<Slot> {
     slots
 }
 
-/// Made, and on media.
+/// Makes a snapshot, and waits until it is on media.
 fn make(c: &mut Cluster, id: u128) -> Lsn {
     wish(c, id, SnapshotWish::Make);
     c.run(std::time::Duration::from_secs(3));
@@ -136,7 +136,7 @@ fn a_rebuilt_replica_has_the_snapshots_that_it_missed() {
     assert_eq!(held(&mut c, 1, ReadView::Live), held(&mut c, 0, ReadView::Live));
 }
 
-/// The base is behind the snapshot, whose entry follows it.
+/// The base precedes the snapshot, whose entry follows it.
 #[test]
 fn a_replica_brought_to_a_base_gets_the_snapshots_above_it_with_their_entries() {
     let mut c = Cluster::new(3, config());

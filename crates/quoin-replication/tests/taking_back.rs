@@ -1,5 +1,5 @@
-//! Changes that are refused, and newcomers that are taken off the record again: nobody is held up,
-//! and no older request comes to rule.
+//! Changes that are refused, and newcomers that are removed from the record again: neither delays
+//! others, and no older request comes to rule.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use crate::common::filled::{check_data, filled, member};
 use crate::common::{SwapFate, config};
 use quoin_types::*;
 
-/// A refusal is no answer about the requests before it: the same membership under the next version
-/// is asked for, which shuts them out, and the volume is not opened anew for it.
+/// A refusal does not settle earlier requests: the same membership under the next version is
+/// requested, which excludes them, and the volume is not opened anew for it.
 #[test]
 fn a_swap_that_is_refused_is_shut_out_and_the_volume_goes_on_under_its_epoch() {
     let mut c = filled(3);
@@ -22,7 +22,7 @@ fn a_swap_that_is_refused_is_shut_out_and_the_volume_goes_on_under_its_epoch() {
         assert!(steps < 300, "nothing is asked for after the refusal");
     }
     assert_eq!((c.membership.rf, c.membership.cf), (3, 2), "as it is, and later");
-    // Refused because it is not wished for any more.
+    // Refused because it is not desired any more.
     c.want(|desired| (desired.cf, desired.version) = (2, 2));
     c.run(Duration::from_secs(20));
     assert_eq!((c.membership.version, c.membership.cf), (2, 2));
@@ -32,8 +32,8 @@ fn a_swap_that_is_refused_is_shut_out_and_the_volume_goes_on_under_its_epoch() {
     check_data(&mut c);
 }
 
-/// The controller takes a newcomer off the record and tells the next version with it: while that
-/// one is fed, while the change is joint, and while swaps are on their way.
+/// The controller removes a newcomer from the record and sends the next version with it: while the
+/// newcomer is fed, while the change is joint, and while swaps are on their way.
 #[test]
 fn a_newcomer_that_is_taken_back_costs_no_new_epoch_whenever_that_is() {
     let mut swapping = 0;
@@ -67,7 +67,7 @@ fn a_newcomer_that_is_taken_back_costs_no_new_epoch_whenever_that_is() {
 }
 
 /// RF 1 moves, the joint View is on the media of both, and the target dies before the swap: only
-/// the newcomer could say that its rule did not come to rule, and the newcomer is lost.
+/// the newcomer could report that its rule did not come to rule, and the newcomer is lost.
 #[test]
 fn a_newcomer_that_only_a_joint_view_names_holds_nobody_up_once_it_is_off_the_record() {
     let mut c = filled(1);
@@ -87,7 +87,7 @@ fn a_newcomer_that_only_a_joint_view_names_holds_nobody_up_once_it_is_off_the_re
     c.run(Duration::from_secs(60));
     let waits = c.target.status().waiting;
     assert!(waits.contains("change of membership"), "{waits:?}");
-    // The record drops it, and says so by its version.
+    // The record drops it, and reports it by its version.
     c.membership.version += 1;
     let version = c.membership.version;
     c.want(|desired| *desired = Desired { drf: 1, version, ..Desired::default() });

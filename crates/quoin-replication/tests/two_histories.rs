@@ -1,5 +1,5 @@
 //! An epoch that was granted twice, to two targets that opened different replicas: a control plane
-//! went back and had forgotten the first grant. The replica of the one comes back to the other.
+//! was rolled back and had lost the first grant. The replica of the one comes back to the other.
 
 use crate::common::{Cluster, config};
 use bytes::Bytes;
@@ -67,7 +67,7 @@ fn a_replica_of_another_history_under_the_same_epoch_is_cut_to_before_it_and_fed
     }
 }
 
-/// Its part of the history from before is stable, so that nothing of it can be cut.
+/// Its part of the earlier history is stable, so none of it can be cut.
 #[test]
 fn where_that_is_below_its_stable_it_finds_itself_damaged_and_is_rebuilt() {
     let mut c = without_the_third(false);

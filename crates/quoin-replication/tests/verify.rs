@@ -1,4 +1,4 @@
-//! All replicas compared with each other while a client uses the volume.
+//! Comparison of all replicas while a client uses the volume.
 
 use std::time::Duration;
 
@@ -77,7 +77,7 @@ fn a_repair_mends_what_is_bad_and_a_client_never_reads_wrong_data() {
     begin(&mut cluster, VerifyOrder { repair: true, ..order(1) });
     for _ in 0..40 {
         cluster.run(Duration::from_millis(20));
-        // What a pool's scrub does with what a verification noted.
+        // A pool's scrub does this with findings of a verification.
         for lba in (0..90).step_by(3) {
             let host = (lba / 3 % 3) as usize;
             let (bad, version) = cluster.hosts[host].look(lba);
@@ -114,7 +114,7 @@ fn a_bad_copy_that_nobody_repairs_is_given_up_and_said_to_be_left() {
     assert!(cluster.now.since(began) > Duration::from_secs(10), "it was waited for");
 }
 
-/// What lies behind a bad copy is looked at again and again while that one waits for its repair.
+/// Blocks behind a bad copy are read again and again while that one waits for its repair.
 #[test]
 fn a_block_that_differs_behind_one_that_is_being_repaired_is_counted_once() {
     let mut cluster = filled(3);
@@ -223,7 +223,7 @@ fn what_is_taken_back_is_forgotten_and_an_older_order_begins_nothing() {
     assert_eq!(cluster.target.status().verify, None);
 }
 
-/// 256 MiB a second of each replica, and not a stretch a timer of something else.
+/// 256 MiB a second of each replica, independent of the timers of other work.
 #[test]
 fn a_verification_of_an_idle_volume_takes_its_time_by_its_rate_and_no_more() {
     let mut cluster = Cluster::new(3, config());

@@ -1,4 +1,4 @@
-//! What one volume does through the ordinary and the bad days, step by step.
+//! One volume in normal operation and under faults, step by step.
 
 use crate::common;
 use std::time::Duration;
@@ -259,7 +259,7 @@ fn a_passing_read_error_of_a_node_of_its_map_does_not_make_a_replica_damaged_for
     assert_eq!(c.read(199 * 4096, 4096), vec![1; 4096]);
 }
 
-/// What a boundary pins costs room as soon as it is overwritten or trimmed.
+/// Blocks that a boundary pins cost room as soon as they are overwritten or trimmed.
 #[test]
 fn an_idle_volume_gives_up_the_boundary_of_a_rebuild_whose_receiver_stays_away() {
     let mut c = rebuild_without_sources(Duration::from_secs(5));
@@ -357,7 +357,7 @@ fn a_known_replica_whose_data_is_gone_is_replaced_under_both_rules() {
     for block in 0..=100 {
         assert_eq!(c.read(block * 4096, 4096), vec![9; 4096]);
     }
-    // The old copy comes back, and is turned away for ever.
+    // The old copy comes back, and is refused permanently.
     c.hosts[2].cut = false;
     c.start_replica(2);
     c.run(Duration::from_secs(20));
@@ -379,8 +379,8 @@ fn a_grown_volume_takes_writes_beyond_its_old_end() {
     assert_eq!(c.read((common::BLOCKS + 5) * 4096, 4096), vec![4; 4096]);
 }
 
-/// Every cache is lost at once while the target lives: what it acknowledged is still in its
-/// memory, and is written again.
+/// Every cache is lost at once while the target lives: it still has the acknowledged entries in
+/// memory, and writes them again.
 #[test]
 fn a_living_target_restores_what_all_replicas_lost() {
     let mut c = Cluster::new(3, config());
@@ -403,7 +403,7 @@ fn a_living_target_restores_what_all_replicas_lost() {
     }
 }
 
-/// RF 2, CF 2: it can neither be dropped nor fed, so nothing moves until it was rebuilt.
+/// RF 2, CF 2: the member can neither be dropped nor fed, so nothing proceeds until it was rebuilt.
 #[test]
 fn a_damaged_member_that_nothing_can_do_without_is_rebuilt_in_place() {
     let mut c = Cluster::new(2, config());
@@ -433,7 +433,8 @@ fn an_open_that_finds_a_joint_view_asks_both_rules_whatever_a_restored_record_sa
     cluster.wait_in_sync(3);
     cluster.write(1, 1);
     let old_record = cluster.membership.clone();
-    // Host 2 is away and is replaced by host 3. Host 1 gets the joint View and then no more.
+    // Host 2 is away and is replaced by host 3. Host 1 receives the joint View and nothing after
+    // it.
     cluster.hosts[2].cut = true;
     cluster.disconnect(2);
     cluster.cut_at_swap = Some(1);
@@ -442,7 +443,8 @@ fn an_open_that_finds_a_joint_view_asks_both_rules_whatever_a_restored_record_sa
     assert_eq!(cluster.membership.version, old_record.version + 1);
     assert!(cluster.hosts[1].cut);
     cluster.write(1, 2);
-    // The target dies; the record is the old one again; who knows the new one is away.
+    // The target dies; the record is the old one again; the replicas that know the new one are
+    // away.
     let new_record = std::mem::replace(&mut cluster.membership, old_record);
     for host in [0, newcomer] {
         cluster.hosts[host].cut = true;
@@ -454,20 +456,20 @@ fn an_open_that_finds_a_joint_view_asks_both_rules_whatever_a_restored_record_sa
     cluster.replace_target(config());
     cluster.run(Duration::from_secs(60));
     assert!(!cluster.target.status().serving, "it would serve what came before the second write");
-    // One that knows stops it by name.
+    // One replica that knows stops it by name.
     cluster.hosts[0].cut = false;
     cluster.run(Duration::from_secs(60));
     assert!(!cluster.target.status().serving);
     let behind = |note: &PrimaryNote| matches!(note, PrimaryNote::ControlPlaneBehind { .. });
     assert!(cluster.notes.iter().any(behind));
-    // With the record that it should be, everything is there.
+    // With the right record, everything is there.
     cluster.membership = new_record;
     cluster.hosts[newcomer].cut = false;
     cluster.run(Duration::from_secs(60));
     assert_eq!(cluster.read(4096, 4096), vec![2; 4096]);
 }
 
-/// A scrub's findings: no client reads, and the bad copy is replaced all the same.
+/// Findings of a scrub: no client reads, and the bad copy is replaced all the same.
 #[test]
 fn a_copy_that_its_replica_found_bad_is_replaced_by_another_members_of_the_same_version() {
     let mut c = Cluster::new(3, config());
@@ -483,7 +485,7 @@ fn a_copy_that_its_replica_found_bad_is_replaced_by_another_members_of_the_same_
     let repaired =
         |n: &PrimaryNote| matches!(n, PrimaryNote::BadBlock { lba: 4, repaired: true, .. });
     assert!(c.notes.iter().any(repaired), "{:?}", c.notes);
-    // Found long ago and overwritten since: what is there now is left alone.
+    // Found long ago and overwritten since: the present content is left alone.
     c.write(5, 2);
     c.notes.clear();
     c.found_bad(1, 5, version);
@@ -496,7 +498,8 @@ fn a_copy_that_its_replica_found_bad_is_replaced_by_another_members_of_the_same_
     assert!(!c.target_has_timer(), "a repair leaves nothing to wait for");
 }
 
-/// One bad copy each, of different blocks: all are made whole; of the same block: it alone is lost.
+/// One bad copy each, of different blocks: all are repaired; of the same block: only that one is
+/// lost.
 #[test]
 fn only_a_block_of_which_every_copy_is_bad_is_an_error_and_writing_it_ends_that() {
     let mut c = Cluster::new(3, config());
@@ -529,7 +532,7 @@ fn only_a_block_of_which_every_copy_is_bad_is_an_error_and_writing_it_ends_that(
     assert_eq!(c.read(7 * 4096, 4096), vec![3; 4096]);
 }
 
-/// What no correct replica asks for ends its session; what it may ask for is bounded.
+/// A request that no correct replica makes ends its session; permitted requests are bounded.
 #[test]
 fn a_bad_copy_of_what_cannot_be_is_refused_and_requests_without_end_are_not_kept() {
     let mut c = Cluster::new(3, config());
@@ -552,7 +555,8 @@ fn write_of(block: u64, fill: u8) -> Operation {
     Operation::Write { offset: block * 4096, data: Bytes::from(vec![fill; 4096]), fua: false }
 }
 
-/// `onFull: wait`: what was sent and what was not, all of it is taken in order once there is room.
+/// `onFull: wait`: entries that were sent and requests that were not are accepted in order once
+/// there is room.
 #[test]
 fn when_all_pools_are_full_writes_wait_reads_and_trims_go_on_and_nothing_is_lost() {
     let mut c = Cluster::new(3, config());
@@ -560,7 +564,7 @@ fn when_all_pools_are_full_writes_wait_reads_and_trims_go_on_and_nothing_is_lost
         c.write(block, 1);
     }
     c.wait_in_sync(3);
-    // No warning: the pools are simply full, with writes on their way.
+    // No warning: the pools are suddenly full, with writes on their way.
     c.hosts.iter_mut().for_each(|host| host.room = Some(2));
     let tokens: Vec<u64> = (0..10).map(|n| c.submit(write_of(n, 2 + n as u8))).collect();
     c.run(Duration::from_secs(20));
@@ -591,7 +595,7 @@ fn when_all_pools_are_full_writes_wait_reads_and_trims_go_on_and_nothing_is_lost
     assert!(!c.notes.iter().any(dropped), "nobody is dropped for a full pool: {:?}", c.notes);
 }
 
-/// `onFull: enospc`: refused before they are sequenced, so that nothing is owed.
+/// `onFull: enospc`: writes are refused before they are sequenced, so that nothing is owed.
 #[test]
 fn where_the_volume_asks_for_it_writes_are_refused_while_the_pools_are_full() {
     let config = PrimaryConfig { on_full: OnFull::NoSpace, ..config() };
@@ -605,7 +609,7 @@ fn where_the_volume_asks_for_it_writes_are_refused_while_the_pools_are_full() {
     c.write(3, 2);
     c.say_short(0..3, true);
     c.settle();
-    // Clean-up has its chance first.
+    // The cleaner gets its time first.
     let early = c.submit(write_of(4, 3));
     c.run(Duration::from_secs(1));
     assert!(!c.replies.iter().any(|r| r.token == early));
@@ -626,7 +630,8 @@ fn where_the_volume_asks_for_it_writes_are_refused_while_the_pools_are_full() {
     assert!(!c.notes.iter().any(|n| matches!(n, PrimaryNote::Dropped { .. })), "{:?}", c.notes);
 }
 
-/// One full pool is one that lags: the others carry the volume, and it returns when it has room.
+/// A full pool is treated like one that lags: the others serve the volume, and the replica returns
+/// when it has room.
 #[test]
 fn one_full_pool_falls_out_of_sync_and_returns_when_it_has_room() {
     let mut c = Cluster::new(3, config());

@@ -9,11 +9,11 @@ use quoin_types::entry::SharedEntry;
 use quoin_types::message::{EpochEnd, IncrementEnd, ReadView, Slot, SnapshotInfo};
 use quoin_types::*;
 
-/// A read that the disk refuses loses nothing, and it may pass.
+/// Error of a refused read, which loses nothing and may be transient.
 const REFUSED: StoreError = StoreError::Io(IoFault { operation: "read", offset: 0, errno: 5 });
 
-/// A store whose pool has so much room and no more (what carries no data always fits), and whose
-/// disk may refuse to read what a session needs.
+/// A store whose pool has this much room and no more (entries without data always fit), and whose
+/// disk may refuse reads that a session needs.
 pub struct Bounded<'a, S> {
     pub inner: S,
     pub room: &'a mut Option<u64>,

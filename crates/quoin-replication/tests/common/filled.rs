@@ -1,4 +1,4 @@
-//! Volumes with data, and what every block of it must say.
+//! Volumes with data, and the expected content of every block.
 
 use quoin_types::*;
 

@@ -1,6 +1,6 @@
-//! A whole volume in one thread: one target, pools with the in-memory store, messages delivered
-//! in order, time that moves only when nothing else can. The hostile world is the simulator's;
-//! here each step is in the test's hands.
+//! A whole volume in one thread: one target, pools with the in-memory store, messages delivered in
+//! order, time that advances only when nothing else can happen. Hostile conditions are left to the
+//! simulator; here the test controls each step.
 
 #![allow(dead_code)] // Each of the tests uses a part of it.
 
@@ -42,29 +42,29 @@ pub struct Host {
     pub pool: ModelPool,
     pub member: Member,
     pub replica: Option<Replica>,
-    /// Cut off: connections end and cannot be made.
+    /// Set while the host is cut off: connections end and cannot be made.
     pub cut: bool,
-    /// Blocks of data that still fit; `None`: any number.
+    /// Limit of data blocks that still fit; `None`: no limit.
     pub room: Option<u64>,
-    /// Blocks that only entries of before an epoch may take then, and which.
+    /// Reserve for full pools: blocks, and the epoch before which entries may use them.
     pub reserve: (u64, Epoch),
-    /// Its disk refuses to read the log and the map.
+    /// Set while its disk refuses to read the log and the map.
     pub unreadable: bool,
-    /// Reads that it was asked, and the time that passes before it answers one.
+    /// Reads received, and the time that passes before one is answered.
     pub reads: u64,
-    /// Frames that carried nothing but what the target says of itself.
+    /// Frames that carried only the target's own state.
     pub pings: u64,
     pub read_takes: Duration,
-    /// Parts of increments that it was asked for.
+    /// Pulls of increments received.
     pub pulls: u64,
 }
 
-/// What becomes of a compare-and-swap that a target asked for.
+/// Outcome of a compare-and-swap that a target requested.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SwapFate {
-    /// It is made, and the answer is lost.
+    /// The swap succeeds, and the answer is lost.
     LandsUnheard,
-    /// It never arrives.
+    /// The request never arrives.
     Lost,
     Refused,
 }
@@ -83,19 +83,18 @@ pub struct Cluster {
     pub replies: Vec<Reply>,
     pub notes: Vec<PrimaryNote>,
     pub stopped: bool,
-    /// This host is cut off when the target asks for a change of the record.
+    /// Host that is cut off when the target requests a change of the record.
     pub cut_at_swap: Option<usize>,
-    /// What becomes of changes of the record, the next one first; none left: they go well.
+    /// Outcomes of changes of the record, the next one first; further changes succeed.
     pub swaps: VecDeque<SwapFate>,
     pub desired: Desired,
-    /// Pools know how to be verified.
-    /// What the pools know.
+    /// Features that the pools support.
     pub knows: Knows,
-    /// Open bulk connections, and to whom.
+    /// Open bulk connections, each with its host.
     bulks: Vec<(BulkKey, usize)>,
-    /// Bulk connections cannot be made.
+    /// Set while bulk connections cannot be made.
     pub bulk_cut: bool,
-    /// What goes by bulk connections is lost, and they with it, where this says so.
+    /// Selects messages on bulk connections that are lost, together with the connection.
     pub lose_bulk: fn(&ToReplica) -> bool,
     sessions: Vec<(SessionKey, usize)>,
     queue: VecDeque<Event>,
@@ -171,24 +170,24 @@ impl Host {
         state.last_view.unwrap().1
     }
 
-    /// As a scrub or a start that found rot would mark it.
+    /// Marks the replica damaged, like a scrub or a start that found rot.
     pub fn damage(&mut self) {
         let mut store = self.pool.replica(self.member.guid).unwrap();
         let meta = ReplicaMeta { damaged: true, ..store.meta().clone() };
         store.put_meta(meta).unwrap();
     }
 
-    /// Rot under one block of the live view.
+    /// Damages one block of the live view.
     pub fn spoil(&mut self, lba: u64) {
         assert!(self.pool.replica(self.member.guid).unwrap().spoil(lba));
     }
 
-    /// Another content of the same version.
+    /// Replaces the content of a block without changing its version.
     pub fn forge(&mut self, lba: u64, fill: u8) {
         assert!(self.pool.replica(self.member.guid).unwrap().forge(lba, fill));
     }
 
-    /// Whether the live copy of a block is bad, and its version.
+    /// Returns whether the live copy of a block is bad, and its version.
     pub fn look(&mut self, lba: u64) -> (bool, Lsn) {
         let mut slots = Vec::new();
         let mut store = self.pool.replica(self.member.guid).unwrap();
@@ -200,7 +199,7 @@ impl Host {
         self.pool.replica(self.member.guid).unwrap().state()
     }
 
-    /// How many, boundaries of rebuilds included.
+    /// Number of snapshots, boundaries of rebuilds included.
     pub fn snapshots(&mut self) -> usize {
         self.pool.replica(self.member.guid).unwrap().snapshots().len()
     }
@@ -256,7 +255,7 @@ impl Cluster {
         }
     }
 
-    /// The target process dies and another one starts.
+    /// Ends the target process and starts another one.
     pub fn replace_target(&mut self, config: PrimaryConfig) {
         for (bulk, host) in std::mem::take(&mut self.bulks) {
             self.bulk_ends_at(host, bulk);
@@ -290,7 +289,8 @@ impl Cluster {
         self.queue.push_back(Event::ToReplica(host, event));
     }
 
-    /// The bulk connections of this one are lost; its session goes on. How many there were.
+    /// Closes the bulk connections of this host; its session continues. Returns how many there
+    /// were.
     pub fn disconnect_bulk(&mut self, host: usize) -> usize {
         let (gone, kept) = self.bulks.iter().partition(|(_, h)| *h == host);
         self.bulks = kept;
@@ -302,7 +302,7 @@ impl Cluster {
         gone.len()
     }
 
-    /// The sessions that are open with this one.
+    /// The sessions that are open with this host.
     pub fn sessions_with(&self, host: usize) -> Vec<SessionKey> {
         self.sessions.iter().filter(|(_, h)| *h == host).map(|(s, _)| *s).collect()
     }
@@ -323,13 +323,13 @@ impl Cluster {
         }
     }
 
-    /// What the control plane wants from here on.
+    /// Changes what the control plane desires.
     pub fn want(&mut self, change: impl FnOnce(&mut Desired)) {
         change(&mut self.desired);
         self.event(PrimaryEvent::Desired(self.desired.clone()));
     }
 
-    /// A replica as its pool creates it in phase Recreate, named in the records.
+    /// Adds a replica as its pool creates it in phase Recreate, named in the records.
     pub fn add_candidate(&mut self, member: Member) -> usize {
         self.add_newcomer(member, false)
     }
@@ -351,13 +351,13 @@ impl Cluster {
         token
     }
 
-    /// A pool's scrub found its copy bad.
+    /// Delivers a bad copy that a pool's scrub found.
     pub fn found_bad(&mut self, host: usize, lba: u64, version: Lsn) {
         let event = ReplicaEvent::BadCopy(BadCopy { lba, blocks: 1, version });
         self.queue.push_back(Event::ToReplica(host, event));
     }
 
-    /// Pools say whether they are short of room.
+    /// Lets pools report whether they are short of room.
     pub fn say_short(&mut self, hosts: std::ops::Range<usize>, short: bool) {
         for host in hosts {
             self.queue.push_back(Event::ToReplica(host, ReplicaEvent::Room { short }));
@@ -368,7 +368,7 @@ impl Cluster {
         self.queue.push_back(Event::ToTarget(event));
     }
 
-    /// Handles everything that needs no time to pass.
+    /// Handles everything that needs no time.
     pub fn settle(&mut self) {
         for _ in 0..1_000_000 {
             if let Some(event) = self.queue.pop_front() {
@@ -394,7 +394,7 @@ impl Cluster {
         self.settle();
     }
 
-    /// Runs until the request is answered, at most 30 s of simulated time.
+    /// Runs until the request is answered, for 30 s of simulated time at most.
     pub fn answer(&mut self, token: u64) -> Option<Reply> {
         for _ in 0..300 {
             self.settle();
@@ -606,7 +606,7 @@ impl Cluster {
         }
     }
 
-    /// The target closes them: what it had sent still arrives.
+    /// Closes bulk connections from the target's side: messages already sent still arrive.
     fn close_bulks(&mut self, which: impl Fn(&BulkKey) -> bool) {
         let (gone, kept) = self.bulks.iter().partition(|(bulk, _)| which(bulk));
         self.bulks = kept;

@@ -1,4 +1,4 @@
-//! One target, and replicas played by hand: each word that reaches it is the test's.
+//! One target with replicas controlled by hand: the test chooses each message that reaches it.
 
 #![allow(dead_code)] // Each of the tests uses a part of it.
 
@@ -28,11 +28,11 @@ pub struct Hand {
     pub timer: Option<Time>,
     /// Epochs that replicas have answered with.
     pub answered: Vec<EpochEnd>,
-    /// What the pools know: bulk connections are for those who ask for them.
+    /// Features that the pools support; bulk connections exist only with that feature.
     pub knows: Knows,
     /// Open bulk connections, newest last.
     pub bulks: Vec<(BulkKey, Member)>,
-    /// Bulk connections cannot be made.
+    /// Set while bulk connections cannot be made.
     pub bulk_cut: bool,
     pub sent_bulk: Vec<(Member, ToReplica)>,
 }
@@ -70,7 +70,7 @@ pub fn row(epoch: u64, first: u64, last: u64, chain: u64) -> EpochEnd {
     EpochEnd { epoch: Epoch(epoch), first: Lsn(first), last: Lsn(last), chain: Chain(chain) }
 }
 
-/// A replica whose history is this table, in sync with all others since its first epoch.
+/// Answer of a replica whose history is this table, in sync with all others since its first epoch.
 pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
     let end = *table.last().unwrap();
     let view = View { in_sync: rule().known, rule: rule(), ..View::default() };
@@ -93,7 +93,7 @@ pub fn ack(table: Vec<EpochEnd>, stable: u64) -> OpenAck {
 }
 
 impl Hand {
-    /// Pools of the first version: what is copied goes by the session's own connection.
+    /// Pools of the first version: rebuilds are copied by the session's own connection.
     pub fn new(config: PrimaryConfig) -> Self {
         Self::with(config, false)
     }
@@ -237,7 +237,7 @@ impl Hand {
         })
     }
 
-    /// The replica did as it was told, up to the last entry that was sent to it.
+    /// Acknowledges the truncation, up to the last entry that was sent to the replica.
     pub fn truncated(&mut self, id: u128) {
         let lsn = self.truncate_sent(id).expect("it was told to truncate");
         let position = Position { epoch: Epoch(0), lsn };
@@ -255,7 +255,7 @@ impl Hand {
         .collect()
     }
 
-    /// Everything sent so far is applied; on media only where `durable`.
+    /// Acknowledges everything sent so far as applied, and as on media if `durable`.
     pub fn applied(&mut self, id: u128, durable: bool) {
         let applied = self.entries_of(id).last().expect("entries were sent").lsn;
         let durable = if durable { applied } else { Lsn(0) };
@@ -272,7 +272,7 @@ impl Hand {
         self.submit(token, Operation::Write { offset: block * 4096, data, fua: false });
     }
 
-    /// Opened and fed: IO has started.
+    /// Opens and feeds the replicas: IO has started.
     pub fn serve(&mut self, table: &[EpochEnd], stable: u64) {
         self.sent.clear();
         for id in 1..=3 {

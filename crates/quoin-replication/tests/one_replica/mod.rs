@@ -1,4 +1,4 @@
-//! One replica on the model of the store, and messages of targets that a test makes up.
+//! One replica on the model of the store, with target messages chosen by the test.
 
 #![allow(dead_code)] // Each test binary uses its part.
 
@@ -20,7 +20,7 @@ pub struct One {
     pub pool: ModelPool,
     pub replica: Replica,
     pub now: Time,
-    /// Its disk takes its time: syncs are asked for and do not end.
+    /// Set while its disk is slow: requested syncs do not end.
     pub syncs_wait: bool,
 }
 
