@@ -1,4 +1,4 @@
-//! A framed, protected, non-blocking connection, as the shards of both roles hold it.
+//! A framed, protected, non-blocking connection, as the shards of both roles use it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -12,17 +12,17 @@ use crate::hello::{Hello, Welcome};
 use crate::queue::{Filled, ReceiveQueue, SendQueue};
 use crate::security::{Opener, Sealer};
 
-/// Bytes taken from one socket before others get their turn.
+/// Limit of bytes read from one socket in one turn.
 const READ_TURN_MAX: usize = 1 << 20;
 
-/// Whether a socket may have more to read now.
+/// Outcome of reading a socket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReadOutcome {
-    /// Drained, or nothing came.
+    /// The socket is drained, or had nothing.
     Drained,
-    /// The turn was used up: more is waiting (level-triggered readiness brings it back).
+    /// The turn was used up: more is waiting, and level-triggered readiness reports it again.
     More,
-    /// The peer closed; what came before has been read.
+    /// The peer closed; everything before that has been read.
     End,
 }
 
@@ -32,7 +32,7 @@ pub struct Connection {
     opener: Opener,
     limits: Limits,
     input: ReceiveQueue,
-    /// The header of the frame at the start of `input`, once it was checked.
+    /// The checked header of the frame at the start of `input`.
     header: Option<Header>,
     frame: FrameBuffer,
     output: SendQueue,
@@ -40,8 +40,8 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Takes a connected, non-blocking socket. Until [`Connection::authenticated`] only frames
-    /// of [`Limits::HELLO`] are taken.
+    /// Wraps a connected, non-blocking socket. Until [`Connection::authenticated`] only frames of
+    /// [`Limits::HELLO`] are accepted.
     pub fn new(socket: OwnedFd, sealer: Sealer, opener: Opener) -> Self {
         Connection {
             socket,
@@ -56,14 +56,14 @@ impl Connection {
         }
     }
 
-    /// The peer has proven what it may do: its frames may be as long as a session needs, and of
-    /// the kinds that these features bring.
+    /// Raises the limits once the peer has proven its permission: its frames may be as long as a
+    /// session needs, and of the kinds that these features bring.
     pub fn authenticated(&mut self, features: u64) {
         self.limits = Limits::SESSION;
         self.features = features;
     }
 
-    /// Whether both sides know a feature of [`crate::hello`].
+    /// Returns true if both sides know this feature of [`crate::hello`].
     pub fn has(&self, feature: u64) -> bool {
         self.features & feature != 0
     }
@@ -72,7 +72,7 @@ impl Connection {
         self.socket.as_fd()
     }
 
-    /// Reads what the socket has, up to a turn's worth.
+    /// Reads from the socket, up to the limit of one turn.
     pub fn receive(&mut self) -> Result<ReadOutcome, WireError> {
         let before = self.input.bytes.len();
         loop {
@@ -94,14 +94,14 @@ impl Connection {
         }
     }
 
-    /// The next whole frame of what was read.
+    /// Returns the next whole frame of the bytes read.
     pub fn next_frame(&mut self) -> Result<Option<Incoming>, WireError> {
         let header = match self.header {
             Some(header) => header,
             None => {
                 let Some(bytes) = self.input.bytes.first_chunk::<HEADER_LEN>() else {
                     self.input.rest();
-                    // Garbage is refused by its first bytes, not after 64 of them came.
+                    // Garbage is refused by its first bytes, before a whole header has arrived.
                     return match self.input.bytes.first_chunk::<4>() {
                         Some(first) if *first != crate::frame::MAGIC && first[0] != 0x15 => {
                             Err(WireError::Magic)
@@ -164,23 +164,24 @@ impl Connection {
         self.frame.data.clear();
     }
 
-    /// Writes what is queued; true once all is out (else ask for write readiness).
+    /// Writes queued bytes. Returns true once all are written; otherwise the caller waits for write
+    /// readiness.
     pub fn flush(&mut self) -> Result<bool, WireError> {
         self.output.write_to(&self.socket)
     }
 
-    /// Forgets what was read: this connection's frames are not wanted any more.
+    /// Discards bytes read: frames of this connection are not wanted any more.
     pub fn discard_input(&mut self) {
         self.input.bytes.clear();
         self.header = None;
     }
 
-    /// Bytes not yet taken by the kernel.
+    /// Bytes that the kernel has not accepted yet.
     pub fn queued_bytes(&self) -> usize {
         self.output.bytes()
     }
 
-    /// Bytes read but not yet taken as frames.
+    /// Bytes read that are not part of a returned frame yet.
     pub fn buffered_bytes(&self) -> usize {
         self.input.bytes.len()
     }

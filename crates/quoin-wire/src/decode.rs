@@ -1,10 +1,9 @@
-//! Frames to messages. Block data stays in the buffer it was received into: a message's `Bytes`
-//! are slices of it.
+//! Decoding of frames to messages. Block data stays in the buffer it was received into: a message's
+//! `Bytes` are slices of it.
 //!
-//! Every count is checked against the bytes that are left before anything is reserved, so a
-//! frame never makes more memory than a small multiple of its own length. The checksums of
-//! blocks are not verified here: the state machines do that, once, where they decide what a bad
-//! block means.
+//! Every count is checked against the bytes that are left before anything is reserved, so a frame
+//! never allocates more than a small multiple of its own length. Checksums of blocks are not
+//! verified here: the state machines do that, once, where they decide how to handle a bad block.
 
 use std::sync::Arc;
 
@@ -56,7 +55,7 @@ pub fn decode(header: &Header, frame: Bytes) -> Result<Incoming, WireError> {
     }
     let mut body = Body { head: Reader::new(head), data: frame.slice(head_end..) };
     let frame = body.frame(header.kind)?;
-    // Later versions may say more of themselves before it is settled which version is spoken.
+    // Later versions may append fields before the version is negotiated.
     if !matches!(frame, Frame::Hello(_) | Frame::Welcome(_)) {
         body.head.end("head")?;
     }
@@ -285,7 +284,7 @@ impl Body {
         })
     }
 
-    /// Whether the head goes on where that of the first version ended.
+    /// Returns true if the head has bytes beyond the fields of the first version.
     fn said_more(&self) -> bool {
         self.head.remaining() > 0
     }
@@ -302,13 +301,13 @@ impl Body {
         self.head.u64("ping").map(Ping)
     }
 
-    /// An LBA, or a cursor one past the last.
+    /// Reads an LBA, or a cursor one past the last.
     fn lba(&mut self) -> Result<u64, Malformed> {
         let lba = self.head.u64("LBA")?;
         if lba > VOLUME_BLOCKS_MAX { Err(Malformed("LBA")) } else { Ok(lba) }
     }
 
-    /// How far an increment has come: an LBA, or `u64::MAX` once it has all of the volume.
+    /// Reads the progress of an increment: an LBA, or `u64::MAX` once all of the volume is done.
     fn cursor(&mut self) -> Result<u64, Malformed> {
         let cursor = self.head.u64("cursor")?;
         let is_known = cursor <= VOLUME_BLOCKS_MAX || cursor == u64::MAX;
@@ -454,7 +453,7 @@ impl Body {
     }
 }
 
-/// The least an entry takes in a head: its fixed fields and an empty payload.
+/// Least size of an entry in a head: its fixed fields and an empty payload.
 const ENTRY_HEAD_MIN: usize = 42;
-/// The least a slot takes in a head.
+/// Least size of a slot in a head.
 const SLOT_HEAD_MIN: usize = 21;

@@ -1,4 +1,4 @@
-//! Messages to frames: a small buffer of header and head, and the blocks by reference.
+//! Encoding of messages to frames: a small buffer of header and head, and the blocks by reference.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use quoin_types::codec::Writer;
@@ -16,7 +16,7 @@ use crate::hello::{Hello, Welcome};
 
 /// One encoded frame, ready to be sealed: `head` begins with the header, `data` follows it.
 ///
-/// Reused from frame to frame, so that encoding allocates nothing in the long run.
+/// The buffer is reused from frame to frame, so that encoding allocates nothing in the long run.
 #[derive(Default)]
 pub struct FrameBuffer {
     pub head: BytesMut,
@@ -30,7 +30,7 @@ impl FrameBuffer {
         self.head.put_bytes(0, HEADER_LEN);
     }
 
-    /// Writes the header in front of what was encoded since `start`.
+    /// Writes the header in front of the bytes encoded since `start`.
     fn finish(&mut self, session: SessionKey, kind: u8) -> Result<(), WireError> {
         let head = self.head.len() - HEADER_LEN;
         let data: usize = self.data.iter().map(Bytes::len).sum();
@@ -163,8 +163,8 @@ pub fn to_replica(
     mut emit: impl FnMut(&FrameBuffer),
 ) -> Result<(), WireError> {
     if let ToReplica::Append { entries, stable, sync, ping } = message {
-        // A replica takes the parts as it would take the whole: in order, acknowledged
-        // cumulatively. Only the last part asks for the sync.
+        // A replica treats the parts like the whole: in order, acknowledged cumulatively. Only the
+        // last part requests the sync.
         let mut rest = &entries[..];
         loop {
             let mut bytes = 0;
@@ -255,7 +255,7 @@ pub fn to_replica(
             out.put_u64_le(*rebuild);
             out.put_u64_le(*cursor);
             frame.slots(slots);
-            // Versions that know no bulk connection end the frame here.
+            // Versions without bulk connections end the frame here.
             if let Some(after) = after {
                 frame.head.put_u64_le(*after);
             }

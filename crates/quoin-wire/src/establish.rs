@@ -1,8 +1,8 @@
 //! From a socket to a session: the handshake, then Hello and Welcome, on a helper thread.
 //!
-//! A shard only ever sees connections whose peer is proven and whose Hello was believed; all
-//! that happens before costs it nothing and is bounded by [`HANDSHAKE_MAX`], [`Limits::HELLO`]
-//! and the number of helper threads that a role allows itself.
+//! A shard only gets connections whose peer is proven and whose Hello was accepted. The steps
+//! before that cost the shard nothing. They are bounded by [`HANDSHAKE_MAX`], [`Limits::HELLO`] and
+//! the number of helper threads that a role allows.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -40,18 +40,18 @@ pub enum EstablishError {
     Refused(Failure),
     #[error("refused: {}", .0.reason)]
     Disbelieved(Disbelief),
-    /// With what proves the newer one.
+    /// Carries the proof of the newer term.
     #[error("the pool goes by a newer term of the controller than the grant is of")]
     FormerTerm(Bytes),
     #[error("two versions of Quoin do not fit: {0}")]
     Versions(String),
 }
 
-/// Why a peer is not believed.
+/// Reason for which a peer is refused.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Disbelief {
     pub reason: String,
-    /// Proves a term that is newer than that of the peer's grant; empty: it is not for that.
+    /// Proof of a term that is newer than that of the peer's grant; empty for any other reason.
     pub term: Bytes,
 }
 
@@ -61,7 +61,7 @@ impl From<String> for Disbelief {
     }
 }
 
-/// A session's connection, on the side that was dialled.
+/// Connection of a session, on the side that was dialled.
 pub struct Answered {
     pub connection: Connection,
     pub session: SessionKey,
@@ -69,8 +69,8 @@ pub struct Answered {
     pub peer_address: PeerAddress,
 }
 
-/// Connects to a pool, within the host where it is on this one, proves both sides, and introduces
-/// the session. Blocks.
+/// Connects to a pool, within the host if the pool is on this one, proves both sides, and
+/// introduces the session. Blocks.
 pub fn dial(
     pool: &str,
     address: SocketAddr,
@@ -82,10 +82,10 @@ pub fn dial(
     let established = match same_host::connect(pool, address.port()) {
         Ok(unix) => match connect_same_host(unix, security) {
             Ok(established) => established,
-            // It has had its time, and is as slow by the network.
+            // The attempt used up its time; the network would be as slow.
             Err(error @ HandshakeError::Deadline) => return Err(error.into()),
-            // It does not speak to us there, or is somebody else's with the same name and port:
-            // ours may be on another host.
+            // The listener there is not usable, or it is another pool with the same name and port:
+            // the right one may be on another host.
             Err(_) => connect(address, security)?,
         },
         Err(_) => connect(address, security)?,
@@ -120,8 +120,8 @@ fn introduce(
     }
 }
 
-/// Proves both sides of an accepted connection and hears who comes; `believe` decides by the
-/// peer's certificates (none on a plain connection), its session and its Hello. Blocks.
+/// Proves both sides of an accepted connection and reads the Hello. `believe` decides by the peer's
+/// certificates (none on a plain connection), its session and its Hello. Blocks.
 pub fn answer(
     stream: Stream,
     peer_address: PeerAddress,
@@ -138,7 +138,7 @@ pub fn answer(
     };
     let welcome = hello.negotiate(&Spoken::HERE);
     if let Err(reason) = welcome.suits(&hello) {
-        // The target comes to the same end by this, and can say so.
+        // The target reaches the same verdict by this answer, and can report it.
         connection.send_welcome(session, &welcome)?;
         flush(&mut connection, deadline)?;
         return Err(EstablishError::Versions(reason));

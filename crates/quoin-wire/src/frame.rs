@@ -16,7 +16,7 @@
 //!     60      4  CRC32C of bytes 0..60
 //! ```
 //! Head and data follow, then, on a protected connection, a tag of 16 bytes. The header is never
-//! encrypted, so lengths are known (and refused) before a byte of the rest is waited for.
+//! encrypted, so lengths are known (and refused) before the rest is waited for.
 
 use quoin_types::ids::{Epoch, Incarnation, SessionKey};
 use quoin_types::message::Failure;
@@ -24,10 +24,10 @@ use quoin_types::{BLOCK_SIZE, READ_BLOCKS_MAX, crc32c};
 
 pub const HEADER_LEN: usize = 64;
 pub const MAGIC: [u8; 4] = *b"QuoF";
-/// The frame format this build speaks; ranges are negotiated by [`crate::Hello`].
+/// Frame format of this build; ranges are negotiated by [`crate::Hello`].
 pub const FRAME_VERSION: u8 = 1;
 
-/// What a peer may make this side hold, per frame.
+/// Limits of the memory that one frame of a peer may take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
     pub head_bytes_max: u32,
@@ -35,21 +35,22 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// For sessions: an answer without data about [`quoin_types::STATUS_BLOCKS_MAX`] blocks, and 8 MiB of data.
+    /// For sessions: an answer without data for [`quoin_types::STATUS_BLOCKS_MAX`] blocks, and 8
+    /// MiB of data.
     pub const SESSION: Limits = Limits { head_bytes_max: 2 << 20, data_bytes_max: 8 << 20 };
-    /// Before a peer has said who it is.
+    /// For peers that are not identified yet.
     pub const HELLO: Limits = Limits { head_bytes_max: 20 << 10, data_bytes_max: 0 };
 }
 
 // The answer to any read fits.
 const _: () =
     assert!(READ_BLOCKS_MAX as usize * BLOCK_SIZE <= Limits::SESSION.data_bytes_max as usize);
-/// An `Append` with more data than this is sent as several frames.
+/// Data size above which an `Append` is sent as several frames.
 pub const APPEND_DATA_SPLIT: usize = 2 << 20;
-/// And one with more entries than this.
+/// Number of entries above which an `Append` is sent as several frames.
 pub const APPEND_ENTRIES_SPLIT: usize = 1024;
 
-/// Why a connection cannot go on. Every one of them ends the connection.
+/// Errors that end a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
     #[error("the peer does not speak Quoin's data protocol (wrong magic)")]
@@ -111,8 +112,8 @@ impl Header {
 
     pub fn decode(bytes: &[u8; HEADER_LEN], limits: &Limits) -> Result<Self, WireError> {
         if bytes[0..4] != MAGIC {
-            // A TLS alert record where the first frame should be: the handshake was refused
-            // after this side had already finished its half.
+            // A TLS alert record in place of the first frame: the peer refused the handshake after
+            // this side had already finished its half.
             return Err(if bytes[0] == 0x15 && bytes[1] == 3 {
                 WireError::Refused
             } else {
@@ -157,7 +158,7 @@ impl Header {
         Ok(header)
     }
 
-    /// Header, head and data, without a tag.
+    /// Length of header, head and data, without a tag.
     pub fn frame_len(&self) -> usize {
         HEADER_LEN + self.head_len as usize + self.data_len as usize
     }
@@ -258,7 +259,7 @@ mod tests {
         assert!(matches!(refused, Err(WireError::TooLong { .. })));
     }
 
-    /// With a good checksum, so that what is wrong is judged by itself.
+    /// The checksum is good, so that each wrong field is tested by itself.
     #[test]
     fn a_header_with_any_one_field_wrong_is_refused_by_the_rule_of_that_field() {
         let (max, limits) = (Limits::SESSION, Limits::SESSION);

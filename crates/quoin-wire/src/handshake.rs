@@ -1,13 +1,14 @@
 //! From a connected socket to keys: a TLS 1.3 handshake with certificates on both sides.
 //!
-//! Blocking, with a deadline, on a helper thread; what comes out is a non-blocking socket with
-//! its [`Sealer`] and [`Opener`] for a shard. TLS itself carries no data: records are read one
-//! by one, never beyond the handshake's last, so the next byte on the socket is a frame's.
+//! The handshake blocks, with a deadline, on a helper thread. Its result is a non-blocking socket
+//! with its [`Sealer`] and [`Opener`] for a shard. TLS itself carries no data: records are read one
+//! by one, never beyond the handshake's last, so the next byte on the socket belongs to a frame.
 //! Session tickets are off for the same reason.
 //!
 //! The protection mode is the ALPN protocol, so it is negotiated under the handshake's own
 //! protection: a pool set to `encrypt` refuses a target that only authenticates. Within a host
-//! ([`crate::same_host`]) it is always [`Mode::Plain`], which no network connection is offered.
+//! ([`crate::same_host`]) it is always [`Mode::Plain`], which is never offered to a network
+//! connection.
 
 use std::io::{Cursor, Read};
 use std::net::{SocketAddr, TcpStream};
@@ -25,11 +26,12 @@ use crate::same_host::{PeerAddress, Stream};
 use crate::security::{Mode, Opener, SECRET_LEN, Sealer};
 use quoin_reactor::timespec;
 
-/// A whole handshake, connecting included.
+/// Limit of a whole handshake, connecting included.
 pub const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
-/// Until an accepted peer says anything: one lost packet of it is sent again within a second.
+/// Limit until an accepted peer sends its first bytes: one lost packet is sent again within a
+/// second.
 pub const SILENCE_MAX: Duration = Duration::from_secs(2);
-/// Bytes a peer may send before it is authenticated.
+/// Limit of bytes from a peer before it is authenticated.
 const HANDSHAKE_BYTES_MAX: usize = 128 << 10;
 const EXPORTER_LABEL: &[u8] = b"EXPORTER-quoin-data-v1";
 
@@ -57,7 +59,7 @@ pub enum HandshakeError {
     Io(#[from] std::io::Error),
 }
 
-/// How this side protects its data connections.
+/// Protection that this side uses for its data connections.
 #[derive(Clone)]
 pub enum ClientSecurity {
     /// Mutual TLS, then frames in this mode; plain ones within a host.
@@ -66,10 +68,10 @@ pub enum ClientSecurity {
     PlainLoopback,
 }
 
-/// How this side demands its data connections to be protected.
+/// Protection that this side requires for its data connections.
 #[derive(Clone)]
 pub enum ServerSecurity {
-    /// Mutual TLS; `least` is the weakest mode taken from the network.
+    /// Mutual TLS; `least` is the weakest mode accepted from the network.
     Tls { config: Arc<ServerConfig>, least: Mode },
     /// No protection at all; refused unless the peer is on the loopback.
     PlainLoopback,
@@ -128,7 +130,7 @@ fn prove(
 }
 
 /// Proves both sides of an accepted connection. Blocks for [`HANDSHAKE_MAX`] at most, and for
-/// [`SILENCE_MAX`] where the peer says nothing.
+/// [`SILENCE_MAX`] if the peer sends nothing.
 pub fn accept(
     stream: Stream,
     peer: PeerAddress,
@@ -202,7 +204,7 @@ fn handshake(
         while (cursor.position() as usize) < record.len() {
             tls.read_tls(&mut cursor)?;
             if let Err(error) = tls.process_new_packets() {
-                // Tell the peer why, as far as it still listens.
+                // Sends the reason to the peer, as far as it still reads.
                 let _ = bound(&stream, deadline).map(|()| tls.write_tls(&mut stream));
                 return Err(error.into());
             }
@@ -211,7 +213,7 @@ fn handshake(
     let mode = match tls.alpn_protocol() {
         Some(p) if p == alpn(Mode::Encrypt) => Mode::Encrypt,
         Some(p) if p == alpn(Mode::Authenticate) => Mode::Authenticate,
-        // Offered and taken within a host only.
+        // Offered and accepted within a host only.
         Some(p) if p == alpn(Mode::Plain) && peer == PeerAddress::SameHost => Mode::Plain,
         None => return Err(HandshakeError::NoModeAsked),
         _ => return Err(HandshakeError::NoCommonMode),
@@ -240,8 +242,8 @@ fn handshake(
     })
 }
 
-/// Waits for a peer's first bytes. Whoever connects begins at once, so one that does not costs
-/// its place no longer than that.
+/// Waits for a peer's first bytes. A correct client sends at once, so a silent one takes its place
+/// for this time only.
 fn hear_something(stream: &Stream) -> Result<(), HandshakeError> {
     let until = Instant::now() + SILENCE_MAX;
     loop {
@@ -254,7 +256,7 @@ fn hear_something(stream: &Stream) -> Result<(), HandshakeError> {
     }
 }
 
-/// One TLS record, whole, and not a byte more.
+/// Reads exactly one TLS record.
 fn read_record(stream: &mut Stream, deadline: Instant) -> Result<Vec<u8>, HandshakeError> {
     let mut record = vec![0u8; 5];
     read_exact(stream, &mut record, deadline)?;
@@ -267,8 +269,8 @@ fn read_record(stream: &mut Stream, deadline: Instant) -> Result<Vec<u8>, Handsh
     Ok(record)
 }
 
-/// Sets the socket's time-outs to what is left, before each call: a peer that sends a byte now
-/// and then gets no more time than a silent one.
+/// Sets the socket's time-outs to the remaining time, before each call: a peer that sends a byte
+/// now and then gets no more time than a silent one.
 fn bound(stream: &Stream, deadline: Instant) -> Result<(), HandshakeError> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {

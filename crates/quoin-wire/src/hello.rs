@@ -1,33 +1,33 @@
-//! The first frame each way: who speaks, which protocol, about which replica.
+//! The first frame in each direction: the parties, the protocol, and the replica.
 //!
-//! The dialler (a target) sends [`Hello`] with the range of protocol versions it can speak and
-//! two feature words; the pool answers [`Welcome`] with its choice. `features_optional` are on
-//! where both sides know them. Where the versions do not meet, or a bit in `features_required` is
-//! unknown to the pool, it answers with the nearest that it speaks and closes, so both sides can
-//! tell their people which of the two is the older one ([`Welcome::suits`]).
+//! The dialler (a target) sends [`Hello`] with the range of its protocol versions and two feature
+//! words; the pool answers [`Welcome`] with its choice. `features_optional` are on where both sides
+//! know them. If the version ranges do not overlap, or a bit in `features_required` is unknown to
+//! the pool, it answers with its nearest version and closes, so both sides can report which of the
+//! two is older ([`Welcome::suits`]).
 //!
-//! Later versions may append fields to both frames: what follows the known ones is passed over.
-//! The frame's session key is the session of the connection: all later frames carry the same one.
+//! Later versions may append fields to both frames: fields after the known ones are ignored. The
+//! frame's session key is the session of the connection: all later frames carry the same one.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use quoin_types::codec::{Malformed, Reader, Writer};
 use quoin_types::ids::{ReplicaGuid, ReplicaId, VolumeId};
 
-/// Oldest and newest version of the messages that this build speaks.
+/// Oldest and newest version of the messages in this build.
 pub const PROTOCOL_MIN: u16 = 1;
 pub const PROTOCOL_MAX: u16 = 1;
 /// The replica can be verified ([`quoin_types::message::ToReplica::Verify`]).
 pub const FEATURE_VERIFY: u64 = 1;
-/// The pool takes bulk connections, and the target uses them: what rebuilds copy goes there, counted.
+/// The pool accepts bulk connections, and the target uses them: they carry rebuild data, with sums.
 pub const FEATURE_BULK: u64 = 2;
-/// A refused target is shown the term that is newer than its grant's.
+/// A refused target gets the proof of the term that is newer than its grant's.
 pub const FEATURE_TERM: u64 = 4;
-/// Feature bits this build knows.
+/// Feature bits that this build knows.
 pub const FEATURES_KNOWN: u64 = FEATURE_VERIFY | FEATURE_BULK | FEATURE_TERM;
-/// A grant is a signed statement of a few ids, with the certificates of who signed it.
+/// Limit of a grant: a signed statement of a few ids, with the certificates of its signer.
 pub const GRANT_BYTES_MAX: usize = 16 << 10;
 
-/// What a connection carries.
+/// Purpose of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ConnectionKind {
     /// Entries, acknowledgements, reads.
@@ -51,7 +51,7 @@ pub struct Hello {
     pub grant: Bytes,
 }
 
-/// What a build speaks.
+/// Versions and features of a build.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Spoken {
     pub oldest: u16,
@@ -68,8 +68,8 @@ impl Spoken {
 pub struct Welcome {
     pub protocol: u16,
     pub features: u64,
-    /// Proves a term that is newer than that of the Hello's grant: the session is refused. Empty: it is
-    /// not refused for that. Only where the target offered [`FEATURE_TERM`].
+    /// Proof of a term that is newer than that of the Hello's grant, which refuses the session.
+    /// Empty: there is no such refusal. Sent only if the target offered [`FEATURE_TERM`].
     pub term: Bytes,
 }
 
@@ -89,8 +89,8 @@ impl Hello {
         }
     }
 
-    /// What a pool that speaks this answers: the highest version that both sides speak and the
-    /// features that both know; where there is none, the nearest.
+    /// Returns the answer of a pool with these versions: the highest version that both sides have
+    /// and the features that both know; if there is no common version, the nearest.
     pub fn negotiate(&self, pool: &Spoken) -> Welcome {
         let offered = self.features_required | self.features_optional;
         Welcome {
@@ -139,8 +139,8 @@ impl Hello {
 }
 
 impl Welcome {
-    /// Whether the session can go on with this answer; both sides ask. The error tells people
-    /// what to do.
+    /// Checks that the session can continue with this answer; both sides call it. The error names
+    /// the remedy.
     pub fn suits(&self, hello: &Hello) -> Result<(), String> {
         let (oldest, newest) = (hello.protocol_min, hello.protocol_max);
         if !(oldest..=newest).contains(&self.protocol) {
@@ -217,7 +217,7 @@ mod tests {
         }
     }
 
-    /// Two builds that differ in any of the bits, either way round.
+    /// Two builds that differ in one of the bits, in both directions.
     #[test]
     fn each_feature_may_be_missing_on_either_side_and_only_a_required_one_is_missed() {
         for bit in (0..64).map(|n| 1u64 << n) {

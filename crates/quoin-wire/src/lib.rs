@@ -1,21 +1,21 @@
 //! The data plane between a target and its replicas: frames, their protection, and the connections
 //! that carry them.
 //!
-//! * [`frame`] is the fixed header of a frame and the limits that are checked before anything
-//!   is allocated; [`encode`] and [`decode`] give `quoin_types::message` its bytes. Block data is
-//!   never copied by decoding: it stays in the buffer the socket was read into.
-//! * [`security`] seals and opens frames on an authenticated connection; [`handshake`] makes such
-//!   a connection (TLS 1.3, both sides with certificates, keys by the TLS exporter).
-//!   [`same_host`] is the shorter way to a pool of one's own host. [`establish`] adds Hello and
-//!   Welcome, so that shards see believed sessions only.
-//! * [`queue`] holds what goes out (one vectored write) and what came in.
+//! * [`frame`] is the fixed header of a frame and the limits that are checked before anything is
+//!   allocated; [`encode`] and [`decode`] convert `quoin_types::message` to and from bytes.
+//!   Decoding never copies block data: it stays in the buffer the socket was read into.
+//! * [`security`] seals and opens frames on an authenticated connection; [`handshake`] makes such a
+//!   connection (TLS 1.3, both sides with certificates, keys by the TLS exporter). [`same_host`] is
+//!   the shorter path to a pool on the same host. [`establish`] adds Hello and Welcome, so that
+//!   shards get accepted sessions only.
+//! * [`queue`] holds bytes to send (one vectored write) and bytes received.
 //! * [`connection`] ties a socket, its protection and its queues together for the shards of both
 //!   roles.
-//! * [`places`] shares out what unproven connections may take.
+//! * [`places`] limits unproven connections by their source.
 //!
 //! Peers are hostile until proven otherwise: no input makes this crate panic or hold more memory
-//! than [`frame::Limits`] says. Checksums of blocks are the state machines' business: they verify
-//! each block that they take, once.
+//! than [`frame::Limits`] allows. Checksums of blocks are verified by the state machines, once for
+//! each block that they accept.
 
 pub mod connection;
 pub mod decode;

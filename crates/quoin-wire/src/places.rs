@@ -1,9 +1,9 @@
 //! Places for connections that have not proven anything yet, shared out by source address.
 //!
 //! A source that holds some places gets another one only while three times as many are free: the
-//! threshold moves with what is free (dynamic threshold, as in shared packet buffers). One source
-//! alone gets a quarter of all places. Several that flood together hold each other down, and those
-//! places stay free which a source that holds none may take.
+//! threshold moves with the number of free places (dynamic threshold, as in shared packet buffers).
+//! One source alone gets a quarter of all places. Several that flood together limit each other, and
+//! a source without a place still finds a free one.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::same_host::PeerAddress;
 
-/// A place that is taken needs so many free ones beside it for each place of the same source.
+/// Free places required for each place that the same source holds.
 const FREE_FOR_EACH: usize = 3;
 
-/// Where a connection comes from, as far as places are shared out.
+/// Source of a connection, for the sharing of places.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Source {
     SameHost,
@@ -45,7 +45,7 @@ impl Places {
         Self { all, taken: Arc::default() }
     }
 
-    /// `None`: there is none for this source now.
+    /// Takes a place for this source; `None`: none is available to it now.
     pub fn take(&self, from: PeerAddress) -> Option<Place> {
         let source = Source::of(from);
         let mut taken = self.lock();
@@ -110,7 +110,7 @@ mod tests {
         for floods in [1, 4, 16] {
             let places = Places::new(64);
             let mut held = Vec::new();
-            // They take turns, and each takes whatever becomes free.
+            // The sources take turns, and each takes every place that becomes free.
             for _ in 0..64 {
                 for n in 0..floods {
                     held.extend(places.take(from(&format!("192.0.2.{n}"))));

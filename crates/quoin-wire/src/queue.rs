@@ -1,4 +1,4 @@
-//! What waits to be written to a socket, and what was read from one.
+//! Bytes that wait to be written to a socket, and bytes read from one.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -9,20 +9,21 @@ use rustix::io::Errno;
 
 use crate::frame::WireError;
 
-/// Pieces in one vectored write.
+/// Limit of pieces in one vectored write.
 const PIECES_MAX: usize = 256;
-/// A buffer that grew beyond this is given back once it is empty.
+/// Size above which a buffer is released once it is empty.
 const TAIL_KEPT_MAX: usize = 1 << 20;
-/// Pieces below this are copied behind the last one: cheaper than one more piece.
+/// Size below which a piece is copied behind the last one: that is cheaper than one more piece.
 const COPY_BELOW: usize = 512;
 
 /// Bytes on their way out: shared pieces by reference, small ones gathered.
 ///
-/// `bytes()` counts what the kernel has not taken yet; its owner bounds it by pushing back.
+/// `bytes()` counts the bytes that the kernel has not accepted yet; its owner bounds it by pushing
+/// back.
 #[derive(Default)]
 pub struct SendQueue {
     pieces: VecDeque<Bytes>,
-    /// Follows all pieces; still growing.
+    /// Bytes after all pieces; still growing.
     tail: BytesMut,
     bytes: usize,
 }
@@ -52,7 +53,7 @@ impl SendQueue {
         self.pieces.push_back(piece);
     }
 
-    /// The growing end, with room for `additional` bytes; say [`SendQueue::added`] afterwards.
+    /// The growing end, with room for `additional` bytes; [`SendQueue::added`] must follow.
     pub fn tail(&mut self, additional: usize) -> &mut BytesMut {
         self.tail.reserve(additional);
         &mut self.tail
@@ -62,7 +63,7 @@ impl SendQueue {
         self.bytes += bytes;
     }
 
-    /// Writes as much as the socket takes; true once all is written.
+    /// Writes as much as the socket accepts; returns true once all is written.
     pub fn write_to(&mut self, socket: impl AsFd) -> Result<bool, WireError> {
         while self.bytes > 0 {
             let written = if self.pieces.is_empty() {
@@ -117,7 +118,7 @@ impl SendQueue {
         }
     }
 
-    /// Everything queued, in one piece (for tests and blocking writers).
+    /// Returns everything queued, in one piece (for tests and blocking writers).
     pub fn into_bytes(mut self) -> Bytes {
         let mut all = BytesMut::with_capacity(self.bytes);
         for piece in self.pieces.drain(..) {
@@ -128,34 +129,34 @@ impl SendQueue {
     }
 }
 
-/// Memory that is taken at once to read into: the least, and the most.
+/// Size of one allocation for reading: the least, and the most.
 const CHUNK_MIN: usize = 128 << 10;
 const CHUNK_MAX: usize = 512 << 10;
 /// Room below which a new chunk is begun: a read of a few bytes costs as much as a full one.
 const ROOM_MIN: usize = 16 << 10;
 
-/// What one read brought.
+/// Outcome of one read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Filled {
-    /// Bytes came, and the socket may have more.
+    /// Bytes were read, and the socket may have more.
     More,
-    /// Bytes came, and the socket is (or soon will be) drained.
+    /// Bytes were read, and the socket is (or soon will be) drained.
     Drained,
-    /// Nothing to read now.
+    /// The socket has nothing now.
     Nothing,
     /// The peer closed its side.
     End,
 }
 
-/// What was read from a socket and not taken yet.
+/// Bytes read from a socket and not consumed yet.
 ///
-/// Frames are split off `bytes` without copying, so a chunk lives until its last frame is
-/// dropped. The frame at its end, of which only a part came, is moved to the next chunk: chunks
-/// grow with the traffic, so that this is a small part of what is read.
+/// Frames are split off `bytes` without copying, so a chunk lives until its last frame is dropped.
+/// A partial frame at the end of a chunk is moved to the next one. Chunks grow with the traffic, so
+/// that this is a small part of the bytes read.
 pub struct ReceiveQueue {
     pub bytes: BytesMut,
     chunk: usize,
-    /// Of the memory that `bytes` is a part of.
+    /// Size of the memory that `bytes` is a part of.
     taken: usize,
 }
 
@@ -166,7 +167,7 @@ impl Default for ReceiveQueue {
 }
 
 impl ReceiveQueue {
-    /// Reads once. `expect`: how many bytes the frame at the start still lacks.
+    /// Reads once. `expect`: number of bytes that the first frame still lacks.
     pub fn fill(&mut self, socket: impl AsFd, expect: usize) -> Result<Filled, WireError> {
         let bytes = &mut self.bytes;
         if bytes.capacity() - bytes.len() < ROOM_MIN.max(expect) {
@@ -201,8 +202,8 @@ impl ReceiveQueue {
         Ok(Filled::Drained)
     }
 
-    /// All that was read was taken: a chunk that large messages made is given back, as each of
-    /// hundreds of connections would else keep one. (The allocator has it at hand for the next.)
+    /// Called once everything read was consumed: releases a chunk that large messages made, as each
+    /// of hundreds of connections would otherwise keep one. (The allocator reuses it for the next.)
     pub fn rest(&mut self) {
         if self.bytes.is_empty() && self.taken > CHUNK_MIN {
             (self.bytes, self.taken) = (BytesMut::new(), 0);

@@ -1,15 +1,15 @@
-//! The way between a target and a pool of one host: a unix socket beside the pool's TCP port.
+//! Connections between a target and a pool on one host: a unix socket beside the pool's TCP port.
 //!
-//! What goes through it never leaves the kernel: TCP's work is saved, and so is a cipher that
-//! would hide the bytes from nobody. Who is at the other end is still proven by certificates,
-//! as on the network (see [`crate::handshake`]).
+//! Its data never leaves the kernel: this saves the work of TCP and of a cipher that would protect
+//! nothing. The identity of the peer is still proven by certificates, as on the network (see
+//! [`crate::handshake`]).
 //!
-//! The socket's name is abstract, of the pool and its port: it needs no directory that both
-//! sides must know, it dies with the process, and it is known within one network namespace only,
-//! so a pool of another host or of a container with a network of its own is never met there.
-//! Anybody may take a name, or connect to one; so each side asks the kernel who the other is and
-//! speaks to its own user only, who could read its memory as well. With anybody else, and where
-//! nobody listens, the network is the way.
+//! The socket's name is abstract, made of the pool and its port. It needs no directory that both
+//! sides must know, it ends with the process, and it is visible within one network namespace only,
+//! so it never leads to a pool on another host or in a container with a network of its own. Any
+//! process may take a name, or connect to one. So each side asks the kernel for the user of the
+//! other, and accepts its own user only, who could read its memory as well. With other users, and
+//! where no process listens, the network is used.
 
 use std::fmt;
 use std::io::{Read, Result, Write};
@@ -21,22 +21,23 @@ use std::time::Duration;
 
 use rustix::net::sockopt;
 
-/// What a socket may hold on its way: some requests of 128 KiB. The system may allow less.
+/// Size of a socket's buffer: some requests of 128 KiB. The system may allow less.
 const BUFFER_BYTES: usize = 2 << 20;
-/// A peer that has answered nothing for so long, or taken nothing of what is sent, is gone.
+/// Time after which a peer that answers nothing, or accepts nothing, counts as gone.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
-/// The pool's side. An error means that the name is taken: the pool is then met by TCP only.
+/// Listens for targets. An error means that the name is taken: the pool is then reached by TCP
+/// only.
 pub fn listen(pool: &str, port: u16) -> Result<UnixListener> {
     let listener = UnixListener::bind_addr(&UnixAddr::from_abstract_name(name(pool, port))?)?;
     listener.set_nonblocking(true)?;
     Ok(listener)
 }
 
-/// The target's side. An error means that the network is the way.
+/// Connects to a pool. An error means that the network is to be used.
 pub fn connect(pool: &str, port: u16) -> Result<UnixStream> {
     let kind = rustix::net::SocketType::STREAM;
-    // Without blocking: nobody may take connections there while a process hangs.
+    // Non-blocking: a process that hangs may accept no connections there.
     let flags = rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(rustix::net::AddressFamily::UNIX, kind, flags, None)?;
     let address = rustix::net::SocketAddrUnix::new_abstract_name(name(pool, port).as_bytes())?;
@@ -48,7 +49,7 @@ pub fn connect(pool: &str, port: u16) -> Result<UnixStream> {
     Err(std::io::Error::other("another user listens there"))
 }
 
-/// Whether a process of this user is at the other end.
+/// Returns true if a process of this user is at the other end.
 pub fn is_of_this_user(stream: &UnixStream) -> Result<bool> {
     Ok(sockopt::socket_peercred(stream)?.uid == rustix::process::geteuid())
 }
@@ -57,7 +58,7 @@ fn name(pool: &str, port: u16) -> String {
     format!("quoin-data/{pool}/{port}")
 }
 
-/// Who is at the other end of a data connection, for people.
+/// Address of the peer of a data connection, for people.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PeerAddress {
     Network(SocketAddr),
@@ -79,8 +80,8 @@ pub enum Stream {
     SameHost(UnixStream),
 }
 
-/// Ends a connection whose peer has gone without a word, which an idle session would never find
-/// out, and one whose peer takes nothing any more.
+/// Ends connections whose peer is gone without closing, which an idle session would never detect,
+/// and connections whose peer accepts nothing any more.
 fn end_if_silent(tcp: &TcpStream) -> Result<()> {
     sockopt::set_socket_keepalive(tcp, true)?;
     sockopt::set_tcp_keepidle(tcp, SILENCE_MAX / 2)?;
@@ -90,7 +91,7 @@ fn end_if_silent(tcp: &TcpStream) -> Result<()> {
 }
 
 impl Stream {
-    /// Blocking, and sends at once what it is given.
+    /// Makes the socket blocking, and sends data without delay.
     pub(crate) fn prepare(&self) -> Result<()> {
         match self {
             Stream::Tcp(tcp) => {
@@ -100,7 +101,8 @@ impl Stream {
             }
             Stream::SameHost(unix) => {
                 unix.set_nonblocking(false)?;
-                // Beyond the system's limit only for the privileged; then as much as is allowed.
+                // Only a privileged process may exceed the system's limit; others get as much as is
+                // allowed.
                 if sockopt::set_socket_send_buffer_size_force(unix, BUFFER_BYTES).is_err() {
                     sockopt::set_socket_send_buffer_size(unix, BUFFER_BYTES)?;
                 }
@@ -240,7 +242,7 @@ mod tests {
         let listener = listen(&ours, 7).unwrap();
         std::thread::scope(|scope| {
             let stranger = scope.spawn(|| {
-                // The bare call changes this thread's user only, libc's would change all.
+                // The bare call changes this thread's user only; libc's would change all.
                 // SAFETY: plain numbers are passed.
                 assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 1, 1, 1) }, 0);
                 let address = |pool| UnixAddr::from_abstract_name(name(pool, 7)).unwrap();

@@ -1,17 +1,18 @@
-//! Protection of frames after the handshake: a tag on each, and secrecy where the cluster asks.
+//! Protection of frames after the handshake: a tag on each, and encryption where the cluster
+//! requires it.
 //!
-//! AES-128-GCM with one key for each direction, both from the TLS exporter, so that nobody but
-//! the two proven peers holds them. In [`Mode::Authenticate`] a frame's bytes are all additional
-//! data (a GMAC tag of 16 bytes follows, nothing is encrypted); in [`Mode::Encrypt`] the header
-//! is additional data and the rest is ciphertext, which is the default: it costs about a
-//! sixth more than a tag alone (`examples/frame_cost.rs`), a few µs on 128 KiB both ways. The
-//! nonce is a counter of frames, never sent:
-//! a frame that is lost, repeated, moved or changed fails its tag. Every 2^28 frames each
-//! direction steps to the next key (HKDF of the old one), far below the cipher's limits.
+//! The cipher is AES-128-GCM with one key for each direction, both from the TLS exporter, so that
+//! only the two proven peers have them. In [`Mode::Authenticate`] a frame's bytes are all
+//! additional data (a GMAC tag of 16 bytes follows, nothing is encrypted). In [`Mode::Encrypt`],
+//! the default, the header is additional data and the rest is ciphertext. It costs about a sixth
+//! more than a tag alone (`examples/frame_cost.rs`), a few µs on 128 KiB both ways. The nonce is a
+//! counter of frames, never sent: a frame that is lost, repeated, moved or changed fails its tag.
+//! Every 2^28 frames each direction steps to the next key (HKDF of the old one), far below the
+//! cipher's limits.
 //!
-//! The bytes of a frame are gathered into one buffer here. That copy (0.1 µs a block) buys a
-//! single AEAD call and a single `write`, and is what a tag over scattered pieces would cost in
-//! fixed overhead anyway.
+//! The bytes of a frame are gathered into one buffer here. That copy (0.1 µs a block) allows a
+//! single AEAD call and a single `write`; a tag over scattered pieces would cost as much in fixed
+//! overhead.
 
 use std::path::Path;
 
@@ -23,21 +24,21 @@ use crate::encode::FrameBuffer;
 use crate::frame::{HEADER_LEN, WireError};
 use crate::queue::SendQueue;
 
-/// What is done to the frames of a connection.
+/// Protection of the frames of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Mode {
-    /// Nothing: benchmarks, tests, and an explicitly insecure loopback.
+    /// None: benchmarks, tests, and an explicitly insecure loopback.
     Plain,
-    /// Every frame is proven to come unchanged from the peer; anyone on the wire can read it, for
-    /// those who must.
+    /// Authenticated: every frame is proven to come unchanged from the peer. Others on the network
+    /// can read it; for clusters that require this mode.
     Authenticate,
-    /// Authenticated and unreadable to others.
+    /// Authenticated and encrypted.
     Encrypt,
 }
 
 impl Mode {
-    /// The mode that the cluster asked for last, as remembered in an identity directory, so that
-    /// a process which starts while the controller is away does not take less.
+    /// Reads the mode that the cluster last required, as stored in an identity directory, so that a
+    /// process which starts while the controller is away does not accept less.
     pub fn remembered(identity_dir: &Path) -> Mode {
         std::fs::read_to_string(identity_dir.join(REMEMBERED_FILE))
             .ok()
@@ -45,7 +46,7 @@ impl Mode {
             .unwrap_or(Mode::Encrypt)
     }
 
-    /// Remembers it for [`Mode::remembered`]; a directory that cannot be written to is logged.
+    /// Stores the mode for [`Mode::remembered`]; a directory that cannot be written to is logged.
     pub fn remember(self, identity_dir: &Path) {
         let name = if self == Mode::Encrypt { "encrypt" } else { "authenticate" };
         let path = identity_dir.join(REMEMBERED_FILE);
@@ -57,7 +58,7 @@ impl Mode {
         }
     }
 
-    /// The spelling of the control plane (`data_security`).
+    /// Parses the spelling of the control plane (`data_security`).
     pub fn from_name(name: &str) -> Option<Mode> {
         match name {
             "authenticate" => Some(Mode::Authenticate),
@@ -67,16 +68,16 @@ impl Mode {
     }
 }
 
-/// Beside an identity, so that each process of a host remembers for itself.
+/// File beside an identity, so that each process of a host stores its own.
 const REMEMBERED_FILE: &str = "data-security";
 
-/// Bytes that follow a protected frame.
+/// Bytes of the tag after a protected frame.
 pub const TAG_LEN: usize = 16;
 const KEY_LEN: usize = 16;
 const IV_LEN: usize = 12;
-/// Key material of one direction.
+/// Length of the key material of one direction.
 pub const SECRET_LEN: usize = KEY_LEN + IV_LEN;
-/// Frames under one key.
+/// Number of frames under one key.
 const REKEY_FRAMES: u64 = 1 << 28;
 
 struct SecretLen;
@@ -86,7 +87,7 @@ impl KeyType for SecretLen {
     }
 }
 
-/// One direction's key, its counter, and how it steps on.
+/// Key of one direction, its counter, and the change of keys.
 struct Direction {
     mode: Mode,
     key: Option<LessSafeKey>,
@@ -101,12 +102,12 @@ impl Direction {
         Direction { mode, key, secret, counter: 0, rekey_frames: REKEY_FRAMES }
     }
 
-    /// The nonce of the next frame; steps to the next key when it is time.
+    /// Returns the nonce of the next frame; steps to the next key when it is due.
     fn next_nonce(&mut self) -> Nonce {
         if self.counter > 0 && self.counter.is_multiple_of(self.rekey_frames) {
             let prk = Prk::new_less_safe(HKDF_SHA256, &self.secret);
             let mut next = [0u8; SECRET_LEN];
-            // Fails only for lengths that HKDF cannot give, and this one is constant.
+            // Fails only for lengths that HKDF cannot produce, and this one is constant.
             prk.expand(&[b"quoin data next key"], SecretLen)
                 .and_then(|okm| okm.fill(&mut next))
                 .expect("28 bytes of HKDF output");
@@ -140,7 +141,7 @@ impl Sealer {
         Sealer(Direction::new(mode, secret))
     }
 
-    /// Appends the frame, protected, to what is to be sent.
+    /// Appends the protected frame to the send queue.
     pub fn seal(&mut self, frame: &FrameBuffer, out: &mut SendQueue) {
         if self.0.mode == Mode::Plain {
             out.push_copy(&frame.head);
@@ -185,12 +186,12 @@ impl Opener {
         Opener(Direction::new(mode, secret))
     }
 
-    /// Bytes after each frame.
+    /// Bytes of the tag after each frame.
     pub fn tag_len(&self) -> usize {
         if self.0.mode == Mode::Plain { 0 } else { TAG_LEN }
     }
 
-    /// Verifies (and decrypts) a frame with its tag; gives it back without the tag.
+    /// Verifies (and decrypts) a frame with its tag; returns it without the tag.
     pub fn open(&mut self, mut frame: BytesMut) -> Result<Bytes, WireError> {
         if self.0.mode == Mode::Plain {
             return Ok(frame.freeze());

@@ -1,4 +1,4 @@
-//! Every way in which two sides do not come to a session, by what the other one says or leaves out.
+//! Every way in which two sides fail to reach a session, by what the other side sends or omits.
 
 #[allow(dead_code)]
 use std::io::{Read, Write};
@@ -23,7 +23,7 @@ fn other_session() -> SessionKey {
     SessionKey { nonce: session().nonce + 1, ..session() }
 }
 
-/// A plain connection that says whatever a row of a table wants.
+/// A plain connection that sends what a row of a table requires.
 struct Raw(Connection);
 
 impl Raw {
@@ -35,13 +35,13 @@ impl Raw {
     }
 
     fn flush(&mut self) {
-        // The other side may have hung up after the first byte that it did not like.
+        // The other side may have closed after the first byte that it refused.
         while matches!(self.0.flush(), Ok(false)) {}
     }
 }
 
 type Said = fn(TcpStream) -> Option<Raw>;
-/// Whether it is the refusal that belongs to what was said.
+/// Checks for the refusal that belongs to the sent bytes.
 type IsIt = fn(&EstablishError) -> bool;
 
 fn raw(say: fn(&mut Connection)) -> impl Fn(TcpStream) -> Option<Raw> {
@@ -53,7 +53,7 @@ fn raw(say: fn(&mut Connection)) -> impl Fn(TcpStream) -> Option<Raw> {
     }
 }
 
-/// What a pool makes of a target that says this.
+/// The error of a pool for a target that sends this.
 fn heard(say: impl Fn(TcpStream) -> Option<Raw>) -> EstablishError {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let target = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -111,14 +111,14 @@ fn a_pool_refuses_whatever_a_target_begins_with_other_than_a_hello_that_it_belie
     }
 }
 
-/// What a target makes of a pool that answers its Hello with this.
+/// The error of a target for a pool that answers its Hello with this.
 fn met(say: impl Fn(TcpStream) -> Option<Raw> + Send) -> EstablishError {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::scope(|scope| {
         let pool = scope.spawn(move || {
             let (mut tcp, _) = listener.accept().unwrap();
-            // Whatever the Hello says.
+            // The content of the Hello does not matter.
             let _ = tcp.read(&mut [0; 4096]).unwrap();
             say(tcp)
         });

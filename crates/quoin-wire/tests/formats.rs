@@ -1,5 +1,5 @@
 //! The bytes of every message, Hello and Welcome, and of their protection, as they were recorded:
-//! this build reads what the versions before it sent, and sends what they read.
+//! this build reads what earlier versions sent, and sends what they read.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -90,7 +90,7 @@ fn entries() -> Vec<SharedEntry> {
     (0u64..).zip(kinds).map(entry).collect()
 }
 
-/// A hole, a block, a block whose bytes nobody wanted, and one that is bad.
+/// A hole, a block, a block without its bytes, and a bad one.
 fn slots() -> Vec<Slot> {
     let slot = |lba, blocks, content| Slot { lba, blocks, version: Lsn(90 + lba), content };
     vec![
@@ -126,7 +126,7 @@ fn end() -> IncrementEnd {
     }
 }
 
-/// Every message to a replica, under the name that its bytes are kept by.
+/// Every message to a replica, under the name of its recorded bytes.
 fn to_replica() -> Vec<(&'static str, ToReplica)> {
     let ping = Ping(0x1122_3344_5566);
     let view = ReadView::Snapshot(SnapshotId(0x5a));
@@ -263,7 +263,7 @@ fn bytes_of(frame: &FrameBuffer) -> Vec<u8> {
     bytes
 }
 
-/// Every frame there is, with what it says.
+/// Every frame, with its meaning.
 fn frames() -> Vec<(&'static str, Vec<u8>, Frame)> {
     let mut buffer = FrameBuffer::default();
     let mut all = Vec::new();
@@ -300,7 +300,7 @@ fn parse(bytes: &[u8]) -> Result<Frame, WireError> {
     Ok(incoming.frame)
 }
 
-/// The kind in a header, so that the list above cannot miss one that the wire has.
+/// The kind in a header, so that the list above cannot miss one that exists on the wire.
 fn kind_of(bytes: &[u8]) -> u8 {
     bytes[5]
 }
@@ -333,7 +333,7 @@ fn every_kind_of_message_that_can_be_read_is_recorded() {
     let mut recorded: Vec<u8> = frames().iter().map(|(_, bytes, _)| kind_of(bytes)).collect();
     recorded.sort_unstable();
     recorded.dedup();
-    // A kind is known where an empty message of it is refused for anything else than its number.
+    // A kind is known if an empty message of it is refused for any other reason than its number.
     let known = (0..=u8::MAX).filter(|kind| {
         let header =
             Header { kind: *kind, head_len: 0, data_len: 0, session: session(), head_crc: 0 };
@@ -371,7 +371,7 @@ fn a_frame_of_another_frame_format_is_refused_with_both_versions() {
     assert!(refused.contains("version 9") && refused.contains("speaks version 1"), "{refused}");
 }
 
-/// What goes over the socket of a protected connection.
+/// Bytes on the socket of a protected connection.
 fn sealed(mode: Mode) -> Vec<u8> {
     use std::io::Read as _;
     let (here, mut there) = UnixStream::pair().unwrap();

@@ -1,4 +1,4 @@
-//! Frames through real sockets: what goes in comes out, and nothing hostile does harm.
+//! Frames through real sockets: they arrive as they were sent, and hostile bytes do no harm.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -143,7 +143,7 @@ fn increment_end() -> impl Strategy<Value = Box<IncrementEnd>> {
         })
 }
 
-/// How far an increment has come, the end included.
+/// Progress of an increment, the end included.
 fn cursor() -> impl Strategy<Value = u64> {
     prop_oneof![4 => 0..1u64 << 44, 1 => Just(u64::MAX)]
 }
@@ -364,7 +364,7 @@ fn bytes_of(message: &ToReplica) -> Vec<u8> {
     drop(connection);
     reader.join().unwrap()
 }
-/// Whether the checksums that a message carries tell that one of its blocks was changed.
+/// Returns true if the checksums of a message show that one of its blocks was changed.
 fn has_a_bad_block(frame: &Frame) -> bool {
     match frame {
         Frame::ToReplica(ToReplica::Append { entries, .. }) => {
@@ -380,7 +380,7 @@ fn has_a_bad_block(frame: &Frame) -> bool {
     }
 }
 
-/// What a connection says to raw bytes: its frames, and the error that ended it, if any.
+/// Result of a connection for raw bytes: its frames, and the error that ended it, if any.
 fn receive_raw(bytes: &[u8], limits: Limits) -> (Vec<Frame>, Option<WireError>) {
     use std::io::Write;
     let (mut a, b) = UnixStream::pair().unwrap();
@@ -461,7 +461,7 @@ proptest! {
         message in to_replica(), at in any::<prop::sample::Index>(),
         lie in proptest::collection::vec(any::<u8>(), 1..9),
     ) {
-        // The checksums are made right again: only the decoder's own checks are left.
+        // The checksums are corrected, so that only the decoder's own checks are left.
         let mut bytes = bytes_of(&message);
         let head = u32::from_le_bytes(bytes[8..12].try_into().unwrap()) as usize;
         if head == 0 { return Ok(()); }

@@ -1,4 +1,4 @@
-//! Who proves what to whom before the first frame: by the network, and within a host.
+//! Proofs of identity before the first frame: by the network, and within a host.
 
 use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
@@ -81,7 +81,7 @@ fn both(client: &ClientSecurity, server: &ServerSecurity) -> (Outcome, Outcome) 
     })
 }
 
-/// As [`both`], within the host.
+/// Same as [`both`], within the host.
 fn both_here(client: &ClientSecurity, server: &ServerSecurity) -> (Outcome, Outcome) {
     let (here, there) = UnixStream::pair().unwrap();
     std::thread::scope(|scope| {
@@ -116,7 +116,7 @@ fn proven_peers_talk_in_both_directions_in_the_mode_the_client_asked_for() {
     }
 }
 
-/// The bytes by which a side protects its first frame.
+/// The protected bytes of a side's first frame.
 fn first_frame_of(sealer: Sealer) -> Vec<u8> {
     use std::io::Read;
     let (here, mut there) = UnixStream::pair().unwrap();
@@ -147,7 +147,7 @@ fn each_direction_of_each_connection_has_a_key_of_its_own_and_a_reflected_frame_
         assert!(matches!(reflected, Err(WireError::Tag)), "{mode:?}: {reflected:?}");
         let reflected = b.opener.open(BytesMut::from(&of_server[..]));
         assert!(matches!(reflected, Err(WireError::Tag)), "{mode:?}: {reflected:?}");
-        // A refused frame has used up its count, so these are of a connection of their own.
+        // A refused frame has used up its count, so these use a connection of their own.
         let (a, b) = both(&client(&authority, &authority, mode), &server);
         let (mut a, mut b) = (a.unwrap(), b.unwrap());
         b.opener.open(BytesMut::from(&first_frame_of(a.sealer)[..])).unwrap();
@@ -184,7 +184,7 @@ fn within_a_host_both_sides_are_proven_and_frames_are_plain_whatever_the_network
 
 #[test]
 fn no_connection_of_the_network_is_plain_though_a_relay_of_another_host_stands_between() {
-    // The one side believes that it is within a host, the other one knows that it is not.
+    // One side believes that it is within a host; the other one knows that it is not.
     let authority = authority();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -266,7 +266,7 @@ fn plain_connections_are_refused_beyond_the_loopback() {
     assert!(matches!(refused, Err(HandshakeError::PlainBeyondLoopback(_))));
 }
 
-/// Dials a pool that speaks `pool`, as a target whose Hello is `hello`.
+/// Dials a pool with the versions `pool`, as a target whose Hello is `hello`.
 fn met(hello: &Hello, answer_with: impl FnOnce(&Hello) -> Welcome + Send) -> (String, String) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -303,7 +303,7 @@ fn met(hello: &Hello, answer_with: impl FnOnce(&Hello) -> Welcome + Send) -> (St
     })
 }
 
-/// What [`quoin_wire::establish::answer`] makes of this Hello.
+/// Result of [`quoin_wire::establish::answer`] for this Hello.
 fn heard(hello: &Hello) -> (Result<(), String>, Result<(), String>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();

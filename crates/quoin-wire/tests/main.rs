@@ -1,4 +1,5 @@
-//! Frames, handshakes and connections between real sockets. One program, so that it is linked once.
+//! Tests of frames, handshakes and connections between real sockets. They are one program, so that
+//! it is linked once.
 
 mod common;
 
