@@ -1,4 +1,4 @@
-//! File descriptors: as many as the system allows, and a listener's rest where there are none left.
+//! File descriptors: the process's limit, and the pause of a listener when there are none left.
 
 use std::io::Error;
 use std::time::{Duration, Instant};
@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// How long a listener rests for which the system had no descriptor. It stays readable, so a loop
-/// that is told of it at once would do nothing but fail.
+/// Pause of a listener for which the system had no descriptor. It stays readable, so without a
+/// pause the loop would only fail again and again.
 pub const LISTENER_REST: Duration = Duration::from_millis(250);
-/// A shortage that goes on is told this often.
+/// Interval of reports while a shortage lasts.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// Lets this process open as many files as its hard limit says; gives that limit (`None`: there is
-/// none). Systems start processes with a low soft limit for the sake of programs that use `select`.
+/// Raises this process's limit of open files to its hard limit; returns that limit (`None`:
+/// unlimited). Systems start processes with a low soft limit for programs that use `select`.
 pub fn raise_limit() -> std::io::Result<Option<u64>> {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
@@ -22,21 +22,21 @@ pub fn raise_limit() -> std::io::Result<Option<u64>> {
     Ok(maximum)
 }
 
-/// Whether an accept failed for want of descriptors or memory. The connection still waits then,
-/// and the next accept fails as well.
+/// Returns true if an accept failed for lack of descriptors or memory. The connection still waits
+/// then, and the next accept fails as well.
 fn is_shortage(error: &Error) -> bool {
     let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     error.raw_os_error().is_some_and(|errno| wants.contains(&Errno::from_raw_os_error(errno)))
 }
 
-/// Looks at failed accepts, and tells of a shortage once and not at each of them.
+/// Examines failed accepts, and reports a shortage once instead of at each of them.
 #[derive(Debug, Default)]
 pub struct Shortage {
     told: Option<Instant>,
 }
 
 impl Shortage {
-    /// Whether the listener is to rest for [`LISTENER_REST`].
+    /// Returns true if the listener is to pause for [`LISTENER_REST`].
     pub fn is_behind(&mut self, error: &Error) -> bool {
         let short = is_shortage(error);
         if short && self.told.is_none_or(|told| told.elapsed() >= AGAIN) {

@@ -1,10 +1,11 @@
 //! An epoll loop for one thread: readiness, timers, and a waker for other threads.
 //!
-//! Level-triggered: a socket that was not drained is reported again, so a shard may give each
-//! one a bounded turn. Nothing here ticks: without a timer set, an idle loop sleeps for ever. A
-//! busy one looks again for a moment before it sleeps ([`crate::spin`]).
+//! Readiness is level-triggered: a socket that was not drained is reported again, so a shard may
+//! give each one a bounded turn. There is no periodic tick: without a timer, an idle loop sleeps
+//! indefinitely. A busy one polls for a moment before it sleeps ([`crate::spin`]).
 //!
-//! [`descriptors`] is about the limit of open files, which every loop that accepts runs into.
+//! [`descriptors`] handles the limit of open files, which every loop that accepts connections can
+//! reach.
 
 pub mod descriptors;
 pub mod spin;
@@ -25,9 +26,9 @@ use rustix::io::Errno;
 
 use crate::spin::Spin;
 
-/// Names a registered descriptor; chosen by the owner, echoed with its readiness.
+/// Number of a registered descriptor; chosen by the owner, returned with its readiness.
 pub type Key = u64;
-/// Descriptors reported by one wait; the others come with the next.
+/// Limit of descriptors reported by one wait; the others come with the next.
 const EVENTS_MAX: usize = 128;
 /// Reserved for the waker.
 const WAKER: Key = Key::MAX;
@@ -64,7 +65,7 @@ pub struct Ready {
     pub key: Key,
     pub readable: bool,
     pub writable: bool,
-    /// Hung up or failed: read it to learn why.
+    /// The connection was closed or failed: a read returns the reason.
     pub broken: bool,
 }
 
@@ -105,7 +106,7 @@ impl Reactor {
         self.waker.clone()
     }
 
-    /// `key` must not be `u64::MAX`.
+    /// Registers a descriptor; `key` must not be `u64::MAX`.
     pub fn register(&self, fd: impl AsFd, key: Key, interest: Interest) -> std::io::Result<()> {
         debug_assert_ne!(key, WAKER);
         Ok(epoll::add(&self.epoll, fd, EventData::new_u64(key), interest.flags())?)
@@ -116,12 +117,12 @@ impl Reactor {
     }
 
     pub fn deregister(&self, fd: impl AsFd) {
-        // Closing the descriptor removes it as well: an error changes nothing.
+        // Closing the descriptor removes it as well, so an error has no effect.
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// Waits until something is ready, `timeout` passed (`None`: no limit), or a wake came.
-    /// True if it was woken.
+    /// Waits until a descriptor is ready, `timeout` has passed (`None`: no limit), or a wake came.
+    /// Returns true if it was woken.
     pub fn wait(
         &mut self,
         timeout: Option<Duration>,
@@ -152,9 +153,9 @@ impl Reactor {
                 woken = true;
                 let mut count = [0u8; 8];
                 let _ = rustix::io::read(&self.waker.0.event, &mut count);
-                // Cleared after the read: a wake from here on writes again, and one before is
-                // seen by the caller, which looks at its queues after this returns. A plain store
-                // could become visible after that look, and a wake between both would be lost.
+                // The flag is cleared after the read: a later wake writes again, and an earlier one
+                // is seen by the caller, which checks its queues after this returns. A plain store
+                // could become visible after that check, and a wake between both would be lost.
                 self.waker.0.pending.swap(false, Ordering::AcqRel);
                 continue;
             }
@@ -195,7 +196,7 @@ impl Timers {
         }
     }
 
-    /// The next key whose time has come; its timer is gone then.
+    /// Removes and returns the next key whose time has come.
     pub fn pop(&mut self, now: Time) -> Option<Key> {
         while let Some(Reverse((at, key))) = self.heap.peek().copied() {
             let live = self.due.get(&key) == Some(&at);
@@ -211,7 +212,7 @@ impl Timers {
         None
     }
 
-    /// How long until the next timer; `None` if there is none.
+    /// Time until the next timer; `None` if there is none.
     pub fn until_next(&mut self, now: Time) -> Option<Duration> {
         while let Some(Reverse((at, key))) = self.heap.peek().copied() {
             if self.due.get(&key) == Some(&at) {
@@ -223,7 +224,7 @@ impl Timers {
     }
 }
 
-/// A duration as `poll` and `epoll_wait` take it.
+/// Converts a duration for `poll` and `epoll_wait`.
 pub fn timespec(duration: Duration) -> Timespec {
     Timespec { tv_sec: duration.as_secs() as i64, tv_nsec: duration.subsec_nanos().into() }
 }
@@ -281,7 +282,7 @@ mod tests {
             });
             assert!(reactor.wait(None, &mut ready).unwrap());
             thread.join().unwrap();
-            // The second wake may have come after the first was taken.
+            // The second wake may have come after the first was consumed.
             reactor.wait(Some(Duration::ZERO), &mut ready).unwrap();
         }
     }
@@ -313,7 +314,7 @@ mod tests {
             assert!(timers.pop(Time(10_000)).is_some());
         }
         assert_eq!(timers.pop(Time(10_000)), None);
-        // Few are left as they are, which costs nothing.
+        // A small number of replaced timers remains, which costs nothing.
         for at in 1..50 {
             timers.set(1, Some(Time(at)));
         }

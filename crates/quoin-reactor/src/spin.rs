@@ -1,28 +1,28 @@
-//! Looking again for a moment before a thread goes to sleep.
+//! Polling for a moment before a thread sleeps.
 //!
-//! To be woken costs more than most waits of a busy data path take: the one who wakes interrupts
-//! another core, which leaves its idle state, perhaps by way of a hypervisor. So a thread whose
-//! last waits were mostly short looks for up to [`SPIN_MAX`] whether it has work, and gives its
-//! core to any other that is ready between two looks. One whose waits are long (an idle volume, a
-//! slow disk) goes to sleep at once: an idle Quoin uses no CPU. So does one that gave its core away
-//! to somebody who had use for it: where there is more work than cores, none is idle and being
-//! woken costs little, while those who sleep find more work at once when they wake.
+//! Waking a thread costs more than most waits of a busy data path: the waker interrupts another
+//! core, which leaves its idle state, perhaps through a hypervisor. So a thread whose last waits
+//! were mostly short polls for work for up to [`SPIN_MAX`], and yields its core to any other ready
+//! thread between two polls. A thread whose waits are long (an idle volume, a slow disk) sleeps at
+//! once: an idle Quoin uses no CPU. So does a thread that yielded its core to one that used it:
+//! with more work than cores, none is idle and waking costs little, while a thread that sleeps
+//! finds more work at once when it wakes.
 
 use std::time::{Duration, Instant};
 
-/// The longest that is looked before a sleep.
+/// Longest time of polling before a sleep.
 const SPIN_MAX: Duration = Duration::from_micros(50);
-/// Giving the core away takes so long only if somebody else had use for it.
+/// A yield takes this long only if another thread used the core.
 const GIVEN_AWAY: Duration = Duration::from_micros(10);
-/// All of the last waits, of which each counts a sixteenth.
+/// Weight of all last waits; each counts a sixteenth.
 const ALL: u32 = 1024;
 
-/// Whether a thread's waits are short, learnt from them.
+/// Estimate of whether a thread's waits are short, from its last waits.
 #[derive(Debug)]
 pub struct Spin {
-    /// How many of the last waits were no longer than [`SPIN_MAX`], up to [`ALL`].
+    /// Share of the last waits that were no longer than [`SPIN_MAX`], up to [`ALL`].
     short: u32,
-    /// With one core there is nobody to wait for while looking.
+    /// Set with one core: no other core can produce work during polling.
     alone: bool,
 }
 
@@ -56,12 +56,13 @@ pub struct Wait<'a> {
     limit: Duration,
     began: Instant,
     looked: bool,
-    /// Somebody else had use for the core.
+    /// Set if another thread used the core.
     crowded: bool,
 }
 
 impl Wait<'_> {
-    /// Whether to look (again) before sleeping. Others that are ready have their turn in between.
+    /// Returns true if the thread should poll (again) before it sleeps. Other ready threads run in
+    /// between.
     pub fn looks(&mut self) -> bool {
         if !self.looked {
             self.looked = self.spin.is_worth_it() && !self.limit.is_zero();
@@ -74,9 +75,9 @@ impl Wait<'_> {
         !self.crowded && after < self.limit
     }
 
-    /// Something was found, or the sleep is over.
+    /// Ends the wait: work was found, or the sleep is over.
     pub fn end(self) {
-        // What could not take longer teaches nothing.
+        // A wait with a limit of zero is no evidence.
         if !self.limit.is_zero() {
             let wait = if self.crowded { Duration::MAX } else { self.began.elapsed() };
             self.spin.took(wait);
@@ -96,7 +97,7 @@ mod tests {
         spin
     }
 
-    /// How often one wait looks that finds nothing, and sleeps then.
+    /// Number of polls of one wait that finds no work, and then sleeps.
     fn looks_in_vain(spin: &mut Spin) -> u32 {
         let mut wait = spin.begin(None);
         let mut looks = 0;

@@ -1,14 +1,14 @@
-//! What a role knows to be wrong with itself, for `/healthz`.
+//! Problems that a role knows of itself, for `/healthz`.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Problems by what they are about; none is well. Cheap to clone, shared by all clones.
+/// Problems by subject; an empty map means healthy. Cheap to clone, shared by all clones.
 #[derive(Clone, Debug, Default)]
 pub struct Health(Arc<Mutex<BTreeMap<String, String>>>);
 
 impl Health {
-    /// A role is not well before it has said so of what it cannot do without.
+    /// Creates the health of a role that is unhealthy until it has reported each of these subjects.
     #[must_use]
     pub fn starting(about: &[&str]) -> Self {
         let health = Self::default();
@@ -18,7 +18,7 @@ impl Health {
         health
     }
 
-    /// The problem with one thing; `None`: it is well.
+    /// Sets the problem of one subject; `None`: it is healthy.
     pub fn set(&self, about: &str, problem: Option<String>) {
         match problem {
             Some(problem) => self.lock().insert(about.to_owned(), problem),
@@ -26,7 +26,7 @@ impl Health {
         };
     }
 
-    /// Replaces all problems whose things begin with `prefix`.
+    /// Replaces all problems whose subjects begin with `prefix`.
     pub fn replace(&self, prefix: &str, problems: impl IntoIterator<Item = (String, String)>) {
         let mut all = self.lock();
         all.retain(|about, _| !about.starts_with(prefix));

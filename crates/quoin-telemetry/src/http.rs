@@ -1,13 +1,13 @@
 //! `/metrics` and `/healthz` of a role, over plain HTTP.
 //!
-//! A role hands over two functions: one renders its metrics in the Prometheus text format, one
-//! says whether it is well. `/healthz` answers 200 with `{"status":"ok"}`, or 503 with the status
-//! `unhealthy` and the `reason`. There is no
-//! authentication, so it listens on loopback unless an operator says otherwise, and it shows
-//! figures only: no names of files, no keys, nothing that changes anything.
+//! A role provides two functions: one renders its metrics in the Prometheus text format, the other
+//! one returns its health. `/healthz` answers 200 with `{"status":"ok"}`, or 503 with the status
+//! `unhealthy` and the `reason`. There is no authentication, so the server listens on loopback
+//! unless an operator chooses another address. It shows figures only: no file names, no keys, and
+//! no operation that changes anything.
 //!
-//! It runs in the process of its role, whose files and memory it must not use up: the number of
-//! connections, the size of a request and the time for both are limited.
+//! The server runs in the process of its role, whose files and memory it must not use up: the
+//! number of connections, the size of a request and the time for both are limited.
 
 use axum::Router;
 use axum::extract::State;
@@ -27,18 +27,20 @@ use tokio::task::JoinSet;
 /// The content type of the Prometheus text format with OpenMetrics extensions.
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// At a time; one more is closed at once. A scraper and a probe need one each.
+/// Limit of simultaneous connections; one more is closed at once. A scraper and a probe need one
+/// each.
 const CONNECTIONS_MAX: usize = 64;
-/// Until the head of a request is there.
+/// Time limit for the head of a request.
 const HEAD_MAX: Duration = Duration::from_secs(5);
-/// Whoever asks again after that connects again: nobody holds a place for good.
+/// Time limit of a connection: a client that continues connects again, so none holds a place
+/// permanently.
 const CONNECTION_MAX: Duration = Duration::from_secs(60);
 const HEAD_BYTES_MAX: usize = 16 << 10;
-/// Until a connection is tried again that this process has no room for.
+/// Pause before the next accept when this process has no descriptor left.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// What a role shows of itself. Both are called for each request, so they must be cheap and
-/// must not wait.
+/// Content of both pages. Both functions are called for each request, so they must be cheap and
+/// must not block.
 #[derive(Clone)]
 pub struct Source {
     metrics: Arc<dyn Fn() -> String + Send + Sync>,
@@ -46,7 +48,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// `metrics` renders the text format; `health` gives the reason why the role is unwell.
+    /// `metrics` renders the text format; `health` returns the reason why the role is unhealthy.
     pub fn new(
         metrics: impl Fn() -> String + Send + Sync + 'static,
         health: impl Fn() -> Result<(), String> + Send + Sync + 'static,
@@ -55,14 +57,14 @@ impl Source {
     }
 }
 
-/// Why nothing is served.
+/// Reason for which the pages are not served.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot listen on {address} for metrics ({source}): choose another --http address")]
     Listen { address: SocketAddr, source: std::io::Error },
 }
 
-/// Takes the address; port 0 takes any.
+/// Binds the address; port 0 selects any.
 ///
 /// # Errors
 /// [`Error::Listen`] names the address, most often because it is in use.
@@ -174,7 +176,8 @@ mod tests {
         server.await.unwrap();
     }
 
-    /// More connections than there are places, all of them silent, half a head or endless heads.
+    /// More connections than there are places, each silent, with half a head or with an endless
+    /// one.
     #[tokio::test]
     async fn whoever_fills_all_places_is_cleared_away_and_others_are_answered_again() {
         let listener = listen("127.0.0.1:0".parse().unwrap()).await.unwrap();
@@ -187,14 +190,14 @@ mod tests {
         for greeting in ["", "GET /metrics HTTP/1.1\r\nHo", &endless] {
             for _ in 0..CONNECTIONS_MAX {
                 let mut stream = TcpStream::connect(address).await.unwrap();
-                // It may have been closed at once.
+                // The connection may have been closed at once.
                 let _ = stream.write_all(greeting.as_bytes()).await;
                 held.push(stream);
             }
         }
         let mut refused = 0;
         for stream in &mut held {
-            // Each ends from the other side, with a word or without.
+            // Each ends from the other side, with or without an answer.
             let mut said = Vec::new();
             let _ = stream.read_to_end(&mut said).await;
             refused += usize::from(said.is_empty());

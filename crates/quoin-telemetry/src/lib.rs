@@ -4,7 +4,7 @@
 //! * [`health`] keeps the problems that `/healthz` names.
 //! * [`notices`] carries events for operators from a role's shards to its reports.
 //!
-//! This crate knows neither storage nor the control plane.
+//! This crate has no dependency on storage or the control plane.
 
 pub mod health;
 mod http;

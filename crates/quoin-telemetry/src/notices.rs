@@ -1,20 +1,19 @@
-//! What happened, on its way to the controller: a bounded queue from a role's shards to its
-//! reports.
+//! Notices of events for the controller: a bounded queue from a role's shards to its reports.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-/// Notices kept while the controller is away; the oldest go first.
+/// Limit of notices kept while the controller is away; the oldest are dropped first.
 const NOTICES_MAX: usize = 256;
 
-/// One thing that an operator wants to know.
+/// One event for an operator.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Notice {
     pub severity: Severity,
     /// Ids as text; empty where there is none.
     pub volume: String,
     pub replica: String,
-    /// CamelCase.
+    /// Reason in CamelCase.
     pub reason: String,
     pub message: String,
 }
@@ -30,7 +29,7 @@ pub enum Severity {
 }
 
 impl Severity {
-    /// The control plane's spelling.
+    /// Returns the control plane's spelling.
     pub fn as_str(self) -> &'static str {
         match self {
             Severity::Normal => "Normal",
@@ -67,7 +66,7 @@ impl Notices {
         self.0.lock().expect("never held across a panic").drain(..).collect()
     }
 
-    /// Puts back what could not be reported.
+    /// Puts back notices that could not be reported.
     pub fn restore(&self, notices: Vec<Notice>) {
         let mut queue = self.0.lock().expect("never held across a panic");
         for notice in notices.into_iter().rev() {
